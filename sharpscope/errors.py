@@ -1,0 +1,17 @@
+"""The one exception for a user's mistake: the command line prints its message and exits with code 2."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(Exception):
+    """A mistake that the user can mend; the message names the field, the value and the fix in one line."""
+
+
+def nearest(name: str, valid: Iterable[str]) -> str:
+    """`"; did you mean 'x'?"` for the closest of `valid` to `name`, or the whole sorted list when none is close."""
+    names = sorted(valid)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    return f"; did you mean '{close[0]}'?" if close else f"; valid: {', '.join(names)}"
