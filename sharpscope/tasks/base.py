@@ -1,0 +1,86 @@
+"""Values and interfaces of the room: what is asked, what an answer is worth, and how a task is called."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+
+@dataclass(frozen=True)
+class Example:
+    """One question.
+
+    `meta` holds `id` (hash of the content), `level` (int or str: people, difficulty, hops) and, where they apply,
+    `prefill` (text after the prompt that already opens the completion, such as `<think>`; it stands in the prompt, is
+    never generated, and `Task.score` puts it before the completion itself), `templated` (True: the prompt already
+    holds chat markup and must not be templated again), `messages` (the chat turns, where the prompt came as more than
+    one) and whatever the task needs.
+    """
+
+    prompt: str
+    answer: str
+    meta: Mapping[str, Any] = field(default_factory=dict)
+
+    def whole(self, completion: str) -> str:
+        """The completion with the prefill that opened it in front: the text that scorers read."""
+        return str(self.meta.get("prefill", "")) + completion
+
+
+@dataclass(frozen=True)
+class Reward:
+    """What a completion earned: `total` is what training sees, `parts` its summands, `correct` what accuracy counts."""
+
+    total: float
+    parts: Mapping[str, float]
+    correct: bool
+
+
+class Task(Protocol):
+    """What a trainer needs of a task; any object with these three will do."""
+
+    name: str
+
+    def splits(self) -> dict[str, list[Example]]:
+        """Finite lists by split name (`train`, `heldout`, `unseen`…): the same in every call and process."""
+        ...
+
+    def score(self, example: Example, completion: str) -> Reward:
+        """Worth of a completion *as generated* (without the prefill). Never raises; linear in the text's length."""
+        ...
+
+
+@runtime_checkable
+class InteractiveTask(Task, Protocol):
+    """A task that answers in the middle of a completion (tools, retrieval).
+
+    Generation of a row halts as soon as its text ends in one of `stop` (or at the end-of-text token, or at the length
+    limit); then `respond` is called with everything after the prompt so far: what the policy wrote and what was
+    appended before.
+    """
+
+    stop: tuple[str, ...]
+
+    def respond(self, example: Example, completion: str) -> str | None:
+        """Text of the environment to append (tokens of it carry mask 0), or None when the conversation is finished."""
+        ...
+
+
+def content_id(*parts: str) -> str:
+    """First 16 hex digits of the SHA-256 of the parts: identity of content, equal in every process."""
+    digest = hashlib.sha256()
+    for part in parts:
+        data = part.encode("utf-8", "surrogatepass")
+        digest.update(len(data).to_bytes(8, "big") + data)
+    return digest.hexdigest()[:16]
+
+
+def held_out_share(content: str) -> float:
+    """A number in [0, 1) from the content alone; a split holds out the contents whose number is below its share."""
+    return int(content_id("held-out", content), 16) / 16.0**16
+
+
+def stream_seed(*parts: object) -> int:
+    """Seed in [0, 2**63) of the random stream named by `parts`; streams with different names are independent."""
+    return int(content_id("stream", *map(str, parts)), 16) >> 1

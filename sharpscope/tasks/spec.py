@@ -1,0 +1,102 @@
+"""What a run may ask of a task: one typed, documented part of the configuration for each kind."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, model_validator
+
+from sharpscope.spec import Spec
+
+
+def _distinct(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    if len(set(sizes)) != len(sizes):
+        raise ValueError(f"{list(sizes)} names a size twice")
+    return sizes
+
+
+People = Annotated[int, Field(ge=2, le=7)]
+Sizes = Annotated[tuple[People, ...], AfterValidator(_distinct)]
+
+
+class KnightsKnavesSpec(Spec):
+    """Generated Knights-and-Knaves puzzles with exactly one solution."""
+
+    kind: Literal["knights_knaves"] = "knights_knaves"
+    people: People | Annotated[Sizes, Field(min_length=1)] = Field(
+        3, description="people per puzzle in train and heldout: one number or a list, 2 to 7"
+    )
+    train_size: int = Field(900, ge=1, le=1_000_000, description="training puzzles for each number of people")
+    heldout_size: int = Field(
+        500, ge=0, le=1_000_000, description="held-out puzzles for each number of people; 0: no such split"
+    )
+    unseen_people: Sizes = Field((), description="numbers of people that training never sees (split `unseen`), 2 to 7")
+    unseen_size: int = Field(200, ge=0, le=1_000_000, description="puzzles for each unseen number of people")
+    depth: int = Field(2, ge=1, le=4, description="deepest nesting of a statement [levels]")
+    width: int = Field(2, ge=2, le=5, description="most operands of one and/or")
+    style: Literal["compact", "logic_rl"] = Field(
+        "compact", description="prompt: the puzzle alone, or Logic-RL's chat text that ends in an opened <think>"
+    )
+    seed: int = Field(0, ge=0, description="seed of the puzzles (not of training)")
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """`people` as a tuple."""
+        return (self.people,) if isinstance(self.people, int) else self.people
+
+    @model_validator(mode="after")
+    def _possible(self) -> KnightsKnavesSpec:
+        both = set(self.sizes) & set(self.unseen_people)
+        if both:
+            raise ValueError(f"unseen_people: {sorted(both)} also stand in people; a size is either seen or unseen")
+        # the sampler wants `width` different elementary claims; there are 2n − 1, all but "I am a knave"
+        smallest = min((*self.sizes, *self.unseen_people))
+        if self.width > 2 * smallest - 1:
+            raise ValueError(
+                f"width: {self.width} different claims do not exist for {smallest} people; at most {2 * smallest - 1}"
+            )
+        return self
+
+
+class ColumnsSpec(Spec):
+    """Which column of a data set holds what; a dot enters a nested column (`reward_model.ground_truth`)."""
+
+    prompt: str = Field("prompt", description="the question: text, or a list of chat messages with role and content")
+    answer: str = Field("reward_model.ground_truth", description="what the scorer compares with")
+    data_source: str = Field(
+        "data_source", description="what the scorer is chosen by; not read when task.scorer is set"
+    )
+    level: str = Field("", description="difficulty, a number or a word; empty: people for puzzles, otherwise 'all'")
+
+
+ScorerName = Literal["auto", "logic_rl", "exact", "exact_match", "numeric"]
+
+
+class DatasetSpec(Spec):
+    """Questions from a file, a folder or the Hugging Face hub, in the row format of the verl family of trainers."""
+
+    kind: Literal["dataset"] = "dataset"
+    path: str = Field(
+        "", description=".parquet, .jsonl or .json-lines file, a folder of them, or a Hugging Face data set's id"
+    )
+    source: Literal["auto", "files", "huggingface"] = Field(
+        "auto", description="auto: files where the path exists, the hub for owner/name, an error otherwise"
+    )
+    subset: str = Field("", description="Hugging Face: configuration name")
+    hub_split: str = Field("train", description="Hugging Face: split to read")
+    columns: ColumnsSpec = Field(ColumnsSpec(), description="column mapping")
+    scorer: ScorerName = Field("auto", description="auto: by the row's data_source; otherwise one scorer for every row")
+    template: str = Field("", description="text around the question, with {prompt} in it; empty: the question as it is")
+    heldout_fraction: float = Field(
+        0.1, ge=0, lt=1, description="share of contents held out, chosen by content hash; 0: none"
+    )
+    heldout_path: str = Field("", description="file, folder or id of the held-out set; then nothing is split off")
+    limit: int = Field(0, ge=0, description="read at most this many rows of each set; 0: all")
+
+
+class CustomSpec(Spec):
+    """A task of one's own, written in Python."""
+
+    kind: Literal["custom"] = "custom"
+    factory: str = Field("", description="a name given to register_task, or module:function")
+    options: dict[str, Any] = Field({}, description="keywords for the factory")
