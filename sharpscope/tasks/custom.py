@@ -99,7 +99,7 @@ def _find(path: str) -> Factory:
             f"task.factory = '{path}': module '{module_name}' has no function '{attribute}'"
             f"{nearest(attribute, vars(module))}"
         )
-    return factory  # type: ignore[no-any-return]
+    return factory
 
 
 class CheckedTask:

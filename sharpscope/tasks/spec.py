@@ -61,12 +61,16 @@ class KnightsKnavesSpec(Spec):
 class ColumnsSpec(Spec):
     """Which column of a data set holds what; a dot enters a nested column (`reward_model.ground_truth`)."""
 
-    prompt: str = Field("prompt", description="the question: text, or a list of chat messages with role and content")
-    answer: str = Field("reward_model.ground_truth", description="what the scorer compares with")
-    data_source: str = Field(
-        "data_source", description="what the scorer is chosen by; not read when task.scorer is set"
+    prompt: str = Field(
+        default="prompt", description="the question: text, or a list of chat messages with role and content"
     )
-    level: str = Field("", description="difficulty, a number or a word; empty: people for puzzles, otherwise 'all'")
+    answer: str = Field(default="reward_model.ground_truth", description="what the scorer compares with")
+    data_source: str = Field(
+        default="data_source", description="what the scorer is chosen by; not read when task.scorer is set"
+    )
+    level: str = Field(
+        default="", description="difficulty, a number or a word; empty: people for puzzles, otherwise 'all'"
+    )
 
 
 ScorerName = Literal["auto", "logic_rl", "exact", "exact_match", "numeric"]

@@ -1,0 +1,93 @@
+"""Scorers that compare a short final answer with the truth: exact, exact match of question answering, numeric.
+
+All of them are linear in the length of the text, raise for no text and evaluate nothing. The reward is 1 or 0.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from collections.abc import Sequence
+from fractions import Fraction
+
+from sharpscope.tasks.base import Reward
+
+LONGEST_DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"  # a comma only before groups of three
+_NUMBER = re.compile(
+    rf"(?<![\w.])[-+−]?\$?(?:{_DIGITS}(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][-+]?[0-9]{{1,3}})?(?:\s?/\s?{_DIGITS})?%?"
+)
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def final_answer(text: str) -> str:
+    """What a response gives as its answer, stripped: the first of these that is there.
+
+    The inside of its last `<answer>…</answer>`; of its last `\\boxed{…}`; the line after its last `####`; what follows
+    its last `</think>`; all of it.
+    """
+    closing = text.rfind("</answer>")
+    opening = text.rfind("<answer>", 0, closing) if closing >= 0 else -1
+    if opening >= 0:
+        return text[opening + len("<answer>") : closing].strip()
+    inside = _boxed(text)
+    if inside is not None:
+        return inside.strip()
+    mark = text.rfind("####")
+    if mark >= 0:
+        return text[mark + 4 :].strip().partition("\n")[0].strip()
+    return text[text.rfind("</think>") + len("</think>") :].strip() if "</think>" in text else text.strip()
+
+
+def _boxed(text: str) -> str | None:
+    """Inside of the last `\\boxed{…}` whose braces balance up to the end of the text, else None."""
+    start = text.rfind("\\boxed{")
+    if start < 0:
+        return None
+    depth = 0
+    for i in range(start + len("\\boxed"), len(text)):
+        depth += {"{": 1, "}": -1}.get(text[i], 0)
+        if depth == 0:
+            return text[start + len("\\boxed{") : i]
+    return None
+
+
+def _reward(correct: bool) -> Reward:
+    return Reward(float(correct), {"answer": float(correct)}, correct=correct)
+
+
+def score_exact(text: str, truths: Sequence[str]) -> Reward:
+    """1 if the final answer equals one of the truths; runs of white space count as one space, case counts."""
+    answer = " ".join(final_answer(text).split())
+    return _reward(any(answer == " ".join(truth.split()) for truth in truths))
+
+
+def normalize_words(text: str) -> str:
+    """Question answering's normal form: lower case, without punctuation and the articles a, an, the; single spaces."""
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+
+
+def score_exact_match(text: str, truths: Sequence[str]) -> Reward:
+    """1 if the final answer equals one of the truths in the normal form of `normalize_words`."""
+    answer = normalize_words(final_answer(text))
+    return _reward(any(answer == normalize_words(truth) for truth in truths))
+
+
+def number_of(text: str) -> Fraction | None:
+    """The last number in a text, exactly, or None: 1,234.5, −3, $7, 2/3, 1e-3, 25% (which is 25, not a quarter)."""
+    found = None
+    for match in _NUMBER.finditer(text):
+        found = match
+    if found is None or len(found.group()) > LONGEST_NUMBER:
+        return None
+    plain = "".join(found.group().split()).replace(",", "").replace("$", "").replace("−", "-").rstrip("%")
+    numerator, _, denominator = plain.partition("/")
+    if denominator and Fraction(denominator) == 0:
+        return None
+    return Fraction(numerator) / (Fraction(denominator) if denominator else 1)
+
+
+def score_numeric(text: str, truths: Sequence[str]) -> Reward:
+    """1 if the last number of the final answer equals the last number of one of the truths ("#### 1,234" is 1234)."""
+    answer = number_of(final_answer(text))
+    return _reward(answer is not None and any(answer == number_of(truth) for truth in truths))
