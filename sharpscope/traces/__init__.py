@@ -1,0 +1,44 @@
+"""Traces: what a run recorded. Schema, crash-safe writer, reader; see `columns` for every name, unit and definition."""
+
+from sharpscope.traces.files import (
+    RUN_FILE,
+    create_run_dir,
+    create_run_info,
+    read_run_info,
+    run_path,
+    update_run_info,
+    write_atomic,
+)
+from sharpscope.traces.lock import Owner, RunLock, lock_owner
+from sharpscope.traces.reader import DamagedPartWarning, Run, Runs, load_run, load_runs
+from sharpscope.traces.rewind import rewind
+from sharpscope.traces.schema import SCHEMA_VERSION, TABLES, arrow_schema, schema_markdown, schema_rows, timing_columns
+from sharpscope.traces.values import SchemaError
+from sharpscope.traces.writer import TraceWriter
+
+__all__ = [
+    "RUN_FILE",
+    "SCHEMA_VERSION",
+    "TABLES",
+    "DamagedPartWarning",
+    "Owner",
+    "Run",
+    "RunLock",
+    "Runs",
+    "SchemaError",
+    "TraceWriter",
+    "arrow_schema",
+    "create_run_dir",
+    "create_run_info",
+    "load_run",
+    "load_runs",
+    "lock_owner",
+    "read_run_info",
+    "rewind",
+    "run_path",
+    "schema_markdown",
+    "schema_rows",
+    "timing_columns",
+    "update_run_info",
+    "write_atomic",
+]

@@ -1,0 +1,154 @@
+"""Files that are whole or absent: written aside, fsynced, renamed; and the folder and run.json of a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from sharpscope.errors import UserError
+from sharpscope.traces.schema import SCHEMA_VERSION
+
+RUN_FILE = "run.json"
+TRACES = "traces"
+STATUSES = ("running", "finished", "interrupted", "failed")
+REQUIRED_INFO = ("method", "task", "seed", "config")
+ASIDE = ".tmp"
+_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._+=-]{0,118}[A-Za-z0-9_+=-])?")
+
+
+def now() -> str:
+    """The present time, UTC, ISO 8601 to the second."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush a folder's entries to the disk, so that a rename in it survives a power loss."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def publish(aside: Path, final: Path) -> None:
+    """Make a finished file visible under its name: fsync the file, rename, fsync the folder."""
+    handle = os.open(aside, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+    aside.replace(final)
+    sync_folder(final.parent)
+
+
+def write_atomic(path: Path, data: str | bytes) -> None:
+    """Replace `path` by `data` in one step: after a crash it holds the old content or the new, never a part."""
+    content = data.encode("utf-8", "replace") if isinstance(data, str) else data
+    aside = path.with_name(f".{path.name}.{os.getpid()}{ASIDE}")
+    try:
+        aside.write_bytes(content)
+        publish(aside, path)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
+
+
+def run_path(root: str | Path, name: str) -> Path:
+    """`root/name` for a run name that is one plain folder name.
+
+    Raises:
+        UserError: for a name that could leave `root` or confuse a shell or terminal.
+    """
+    if not _NAME.fullmatch(name):
+        raise UserError(
+            f"name: {name!r} cannot name a run; use 1 to 120 letters, digits and . _ + = -, first a letter or digit"
+        )
+    return Path(root) / name
+
+
+def create_run_dir(path: str | Path) -> Path:
+    """Make the folder of a new run, with its `traces`; an empty folder may exist already.
+
+    Raises:
+        UserError: if the folder holds anything, is a file, or cannot be made.
+    """
+    folder = Path(path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            what = "holds a run" if (folder / RUN_FILE).exists() else "is not empty"
+            raise UserError(f"out: {folder} {what} and is not overwritten; choose another --out, or remove it first")
+        (folder / TRACES).mkdir()
+        sync_folder(folder)
+    except FileExistsError as error:
+        raise UserError(f"out: {folder} exists and is not a free folder; choose another --out") from error
+    except OSError as error:
+        raise UserError(f"out: {folder} cannot be written ({error.strerror}); choose another --out") from error
+    return folder
+
+
+def create_run_info(run_dir: str | Path, info: Mapping[str, Any]) -> dict[str, Any]:
+    """Write run.json of a new run: `info` plus schema_version, name, status and start; returns what was written.
+
+    Raises:
+        ValueError: if `info` lacks one of method, task, seed, config.
+        FileExistsError: if there is a run.json.
+    """
+    path = Path(run_dir) / RUN_FILE
+    missing = [key for key in REQUIRED_INFO if key not in info]
+    if missing:
+        raise ValueError(f"run.json needs {', '.join(missing)}")
+    if path.exists():
+        raise FileExistsError(f"{path} exists")
+    head = {
+        "schema_version": SCHEMA_VERSION,
+        "name": Path(run_dir).resolve().name,
+        "status": "running",
+        "started": now(),
+    }
+    whole = {**head, "finished": None, "steps_done": 0, "parent": None, "calibration": None, "notes": [], **info}
+    _write_info(path, whole)
+    return whole
+
+
+def update_run_info(run_dir: str | Path, **changes: Any) -> dict[str, Any]:
+    """Replace some keys of run.json in one step and return the whole.
+
+    Raises:
+        ValueError: for a status that is none of STATUSES.
+    """
+    path = Path(run_dir) / RUN_FILE
+    whole = {**read_run_info(run_dir), **changes}
+    _write_info(path, whole)
+    return whole
+
+
+def _write_info(path: Path, info: Mapping[str, Any]) -> None:
+    if info["status"] not in STATUSES:
+        raise ValueError(f"status {info['status']!r} is none of {', '.join(STATUSES)}")
+    write_atomic(path, json.dumps(info, indent=2, default=str) + "\n")
+
+
+def read_run_info(run_dir: str | Path) -> dict[str, Any]:
+    """The content of run.json.
+
+    Raises:
+        UserError: if there is none, or it cannot be read as a JSON object.
+    """
+    path = Path(run_dir) / RUN_FILE
+    try:
+        info = json.loads(path.read_bytes())
+    except FileNotFoundError as error:
+        raise UserError(f"run: {run_dir} holds no {RUN_FILE}; give the folder of a run") from error
+    except OSError as error:
+        raise UserError(f"run: {path} cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise UserError(f"run: {path} is damaged ({error}); restore it, or leave this run out") from error
+    if not isinstance(info, dict):
+        raise UserError(f"run: {path} is damaged (not a JSON object); restore it, or leave this run out")
+    return info

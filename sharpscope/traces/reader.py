@@ -1,0 +1,305 @@
+"""Runs as pandas frames: `load_run`, `load_runs`. Readers never change a run's folder."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pyarrow as pa
+
+from sharpscope.errors import UserError, nearest
+from sharpscope.traces.files import RUN_FILE, TRACES, read_run_info
+from sharpscope.traces.html import run_html, runs_html
+from sharpscope.traces.lock import lock_owner
+from sharpscope.traces.parts import DamagedPartError, Part, names, open_part
+from sharpscope.traces.schema import SCHEMA_VERSION, TABLES, arrow_schema
+
+
+class DamagedPartWarning(UserWarning):
+    """A part was set aside; everything else of the run was read."""
+
+
+class Run:
+    """One recorded run. Frames are read when first asked for, then kept; `tokens` is read anew at each call.
+
+    Attributes:
+        path: its folder.
+        info: run.json.
+        damaged: part (relative to the run's folder) -> why it was set aside. Grows when a page that is read fails
+            its check; `verify` looks at every page.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.info = read_run_info(self.path)
+        version = self.info.get("schema_version")
+        if version != SCHEMA_VERSION:
+            raise UserError(
+                f"run: {self.path} has schema version {version}, this program reads {SCHEMA_VERSION}; "
+                "read it with the sharpscope that its run.json names under versions"
+            )
+        self.damaged: dict[str, str] = {}
+        self._parts: dict[str, dict[Path, Part]] = {}
+
+    name = property(lambda self: str(self.info.get("name", self.path.name)), doc="Name of the run.")
+    method = property(lambda self: str(self.info.get("method")), doc="Name of the method it trained with.")
+    task = property(lambda self: str(self.info.get("task")), doc="Name of the task it trained on.")
+    seed = property(lambda self: self.info.get("seed"), doc="Seed of the run.")
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The resolved configuration."""
+        return dict(self.info.get("config") or {})
+
+    @property
+    def status(self) -> str:
+        """running | finished | interrupted | failed | died (said to be running, by a process that is gone)."""
+        said = str(self.info.get("status", "failed"))
+        owner = lock_owner(self.path)
+        return "died" if said == "running" and (owner is None or owner.alive is False) else said
+
+    @cached_property
+    def steps(self) -> pd.DataFrame:
+        """Table `steps`, in order."""
+        return self._frame("steps")
+
+    @cached_property
+    def eval(self) -> pd.DataFrame:
+        """Table `eval`."""
+        return self._frame("eval")
+
+    @cached_property
+    def rollouts(self) -> pd.DataFrame:
+        """Table `rollouts`; `reward_parts` is a JSON object as text."""
+        return self._frame("rollouts")
+
+    @cached_property
+    def probes(self) -> pd.DataFrame:
+        """Table `probes`."""
+        return self._frame("probes")
+
+    @cached_property
+    def events(self) -> pd.DataFrame:
+        """Table `events`."""
+        return self._frame("events")
+
+    def tokens(self, steps: Iterable[int] | int | None = None, columns: Sequence[str] | None = None) -> pd.DataFrame:
+        """Table `tokens` for `steps` (None: all) and `columns` (None: all); nothing else is read from the disk.
+
+        Raises:
+            UserError: for an unknown column.
+        """
+        return self._frame("tokens", steps, columns)
+
+    def iter_tokens(
+        self, steps: Iterable[int] | int | None = None, columns: Sequence[str] | None = None
+    ) -> Iterator[pd.DataFrame]:
+        """The same one part after the other, so that memory holds one part's chosen columns."""
+        for table in self._tables("tokens", _steps(steps), _columns("tokens", columns)):
+            yield _pandas(table)
+
+    def rows(self, table: str) -> int:
+        """Number of rows of a table, from the footers alone."""
+        return sum(part.rows for part in self._open("tokens" if table == "tokens" else table))
+
+    @property
+    def token_steps(self) -> list[int]:
+        """Steps that have token rows, from the footers alone where a part holds one step a row group."""
+        groups = {(g.first_step, g.last_step) for part in self._open("tokens") for g in part.groups}
+        return sorted({step for first, last in groups for step in (first, last)})
+
+    def verify(self) -> dict[str, str]:
+        """Read every page of every part and return `damaged`."""
+        for table in TABLES:
+            for _ in self._tables(table, None, TABLES[table].names):
+                pass
+        return self.damaged
+
+    def _frame(
+        self, table: str, steps: Iterable[int] | int | None = None, columns: Sequence[str] | None = None
+    ) -> pd.DataFrame:
+        chosen = _columns(table, columns)
+        empty = pa.schema([arrow_schema(table).field(name) for name in chosen]).empty_table()
+        tables = list(self._tables(table, _steps(steps), chosen))
+        return _pandas(pa.concat_tables([empty, *tables]))
+
+    def _tables(self, table: str, steps: set[int] | None, columns: list[str]) -> Iterator[pa.Table]:
+        schema = pa.schema([arrow_schema(table).field(name) for name in columns])
+        for part in self._open(table):
+            try:
+                rows = part.read(columns, steps)
+            except FileNotFoundError:
+                continue  # taken away by a resumed run since the folder was listed
+            except DamagedPartError as error:
+                self._set_aside(table, part.path, error)
+                continue
+            if rows.num_rows:
+                yield rows.cast(schema)
+
+    def _open(self, table: str) -> list[Part]:
+        folder = self.path / TRACES / table
+        if table not in self._parts:
+            found: dict[int, Part] = {}
+            for name in names(folder):
+                if name.startswith(".") or not name.endswith(".parquet"):
+                    continue  # being written, or left by a crash: never published
+                try:
+                    part = open_part(folder / name)
+                except FileNotFoundError:
+                    continue
+                except DamagedPartError as error:
+                    self._set_aside(table, folder / name, error)
+                    continue
+                # two parts of one number: a rewind was interrupted, and the shorter is what it kept
+                if part.number not in found or part.rows < found[part.number].rows:
+                    found[part.number] = part
+            self._parts[table] = {part.path: part for _, part in sorted(found.items())}
+        return list(self._parts[table].values())
+
+    def _set_aside(self, table: str, path: Path, error: DamagedPartError) -> None:
+        self._parts.get(table, {}).pop(path, None)
+        name = path.relative_to(self.path).as_posix()
+        if name not in self.damaged:
+            self.damaged[name] = str(error)
+            warnings.warn(f"{self.name}: {name} is set aside: {error}", DamagedPartWarning, stacklevel=4)
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.path)!r}, method={self.method!r}, seed={self.seed}, status={self.status!r})"
+
+    def _repr_html_(self) -> str:
+        return run_html(self)
+
+
+class Runs(Sequence[Run]):
+    """Several runs; each frame has the columns `run` (folder below the root), `method` and `seed` before its own.
+
+    Attributes:
+        root: the folder that was searched.
+        skipped: folder -> why that run could not be read.
+    """
+
+    def __init__(self, root: str | Path, runs: dict[str, Run], skipped: dict[str, str]) -> None:
+        self.root = Path(root)
+        self.by_name = runs
+        self.skipped = skipped
+
+    def __getitem__(self, index: Any) -> Any:
+        """Run by position, or by name as in the column `run`."""
+        return self.by_name[index] if isinstance(index, str) else list(self.by_name.values())[index]
+
+    def __len__(self) -> int:
+        return len(self.by_name)
+
+    steps = property(lambda self: self._joined("steps"), doc="Table `steps` of all runs.")
+    eval = property(lambda self: self._joined("eval"), doc="Table `eval` of all runs.")
+    rollouts = property(lambda self: self._joined("rollouts"), doc="Table `rollouts` of all runs.")
+    probes = property(lambda self: self._joined("probes"), doc="Table `probes` of all runs.")
+    events = property(lambda self: self._joined("events"), doc="Table `events` of all runs.")
+
+    def tokens(self, steps: Iterable[int] | int | None = None, columns: Sequence[str] | None = None) -> pd.DataFrame:
+        """Table `tokens` of all runs, as Run.tokens."""
+        steps = _steps(steps)
+        return self._concat({name: run.tokens(steps, columns) for name, run in self.by_name.items()})
+
+    @property
+    def table(self) -> pd.DataFrame:
+        """One row a run: run, method, seed, task, status, steps_done, started, finished, damaged (number of parts)."""
+        rows = [
+            {"run": name, "method": run.method, "seed": run.seed, "task": run.task, "status": run.status,
+             "steps_done": run.info.get("steps_done"), "started": run.info.get("started"),
+             "finished": run.info.get("finished"), "damaged": len(run.damaged)}
+            for name, run in self.by_name.items()
+        ]  # fmt: skip
+        columns = ["run", "method", "seed", "task", "status", "steps_done", "started", "finished", "damaged"]
+        return pd.DataFrame(rows, columns=columns)
+
+    def _joined(self, table: str) -> pd.DataFrame:
+        return self._concat({name: getattr(run, table) for name, run in self.by_name.items()})
+
+    def _concat(self, frames: dict[str, pd.DataFrame]) -> pd.DataFrame:
+        named = [
+            frame.assign(run=name, method=self.by_name[name].method, seed=self.by_name[name].seed)
+            for name, frame in frames.items()
+        ]
+        if not named:
+            return pd.DataFrame(columns=["run", "method", "seed"])
+        whole = pd.concat([frame for frame in named if len(frame)] or named[:1], ignore_index=True)
+        return whole[["run", "method", "seed", *(c for c in whole if c not in ("run", "method", "seed"))]]
+
+    def __repr__(self) -> str:
+        return f"Runs({str(self.root)!r}, {len(self)} runs, {len(self.skipped)} skipped)"
+
+    def _repr_html_(self) -> str:
+        return runs_html(self)
+
+
+def load_run(path: str | Path) -> Run:
+    """Open one run's folder, also while it is being written.
+
+    Raises:
+        UserError: if it holds no readable run.json, or one of another schema version.
+    """
+    return Run(path)
+
+
+def load_runs(path: str | Path | Iterable[str | Path]) -> Runs:
+    """Open every run below a folder (itself included, four levels deep), or a list of run folders.
+
+    A run that cannot be read (damaged run.json, another schema version) is left out, named in `skipped`, and warned of.
+
+    Raises:
+        UserError: if the folder does not exist.
+    """
+    if isinstance(path, str | Path):
+        root = Path(path)
+        if not root.is_dir():
+            raise UserError(f"runs: {root} is no folder; give the folder that holds your runs")
+        folders = list(_run_folders(root, 4))
+        labels = [folder.relative_to(root).as_posix() if folder != root else root.resolve().name for folder in folders]
+    else:
+        folders = [Path(item) for item in path]
+        root = folders[0].parent if folders else Path()
+        short = [folder.name for folder in folders]
+        labels = short if len(set(short)) == len(short) else [str(folder) for folder in folders]
+    runs: dict[str, Run] = {}
+    skipped: dict[str, str] = {}
+    for label, folder in zip(labels, folders, strict=True):
+        try:
+            runs[label] = Run(folder)
+        except UserError as error:
+            skipped[label] = str(error)
+            warnings.warn(f"{label} is left out: {error}", UserWarning, stacklevel=2)
+    return Runs(root, runs, skipped)
+
+
+def _run_folders(folder: Path, depth: int) -> Iterator[Path]:
+    if (folder / RUN_FILE).is_file():
+        yield folder  # what lies below a run belongs to it
+    elif depth:
+        for child in sorted(child for child in folder.iterdir() if child.is_dir() and not child.name.startswith(".")):
+            yield from _run_folders(child, depth - 1)
+
+
+def _steps(steps: Iterable[int] | int | None) -> set[int] | None:
+    if steps is None:
+        return None
+    return {int(steps)} if isinstance(steps, int) or not isinstance(steps, Iterable) else {int(step) for step in steps}
+
+
+def _columns(table: str, columns: Sequence[str] | None) -> list[str]:
+    valid = TABLES[table].names
+    if columns is None:
+        return valid
+    chosen = [columns] if isinstance(columns, str) else list(columns)
+    for name in chosen:
+        if name not in valid:
+            raise UserError(f"columns: {table} has no column {name!r}{nearest(name, valid)}")
+    return chosen
+
+
+def _pandas(table: pa.Table) -> pd.DataFrame:
+    return table.to_pandas(ignore_metadata=True, split_blocks=True, self_destruct=False)

@@ -1,0 +1,35 @@
+"""Hand-made rows of every table for the tests of this folder."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from sharpscope.traces import TABLES, create_run_dir, create_run_info
+
+INFO: dict[str, Any] = {"method": "grpo", "task": "knights_knaves", "seed": 0, "config": {"seed": 0, "steps": 3}}
+
+
+def new_run(path, **info):
+    folder = create_run_dir(path)
+    create_run_info(folder, INFO | info)
+    return folder
+
+
+def rows(table: str, step: int, count: int = 4, seed: int = 0) -> dict[str, Any]:
+    """`count` valid rows with every column filled, in a dict as TraceWriter.append takes it."""
+    rng = np.random.default_rng([seed, step])
+    columns: dict[str, Any] = {}
+    for column in TABLES[table].columns:
+        if column.type == "bool":
+            columns[column.name] = rng.random(count) < 0.5
+        elif column.type.startswith("int"):
+            columns[column.name] = rng.integers(-1, 2, count)
+        elif column.type.startswith("float"):
+            columns[column.name] = rng.normal(size=count).astype(column.type)
+        elif column.type == "json":
+            columns[column.name] = [{"format": 1.0, "answer": float(i)} for i in range(count)]
+        else:
+            columns[column.name] = [f"{column.name} {i}" for i in range(count)]
+    return columns | {"step": step}
