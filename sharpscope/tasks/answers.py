@@ -12,7 +12,10 @@ from fractions import Fraction
 
 from sharpscope.tasks.base import Reward
 
-LONGEST_DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"  # a comma only before groups of three
+LONGEST_NUMBER = 400
+"""Characters beyond which a text is no number: integers of unbounded size would make scoring slow."""
+
+_DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"  # a comma only before groups of three
 _NUMBER = re.compile(
     rf"(?<![\w.])[-+−]?\$?(?:{_DIGITS}(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][-+]?[0-9]{{1,3}})?(?:\s?/\s?{_DIGITS})?%?"
 )
