@@ -1,0 +1,173 @@
+"""Key-value caches: one that decoding writes in place, one through which gradients reach a shared prompt.
+
+Both keep every key of every layer, so positions in the cache equal positions in the row and transformers' own masks
+(full or sliding window) are right for them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache
+from transformers.cache_utils import CacheLayerMixin
+
+from sharpscope.errors import UserError
+from sharpscope.policy.head import bare
+
+CACHED_LAYER_TYPES = {"full_attention", "sliding_attention"}
+
+
+def check_cacheable(model: nn.Module) -> None:
+    """Make sure that keys and values are the model's only memory of earlier tokens.
+
+    Raises:
+        UserError: it has layers of another kind (recurrent, chunked attention).
+    """
+    config = bare(model).config
+    other = set(getattr(config, "layer_types", None) or ()) - CACHED_LAYER_TYPES
+    if other:
+        raise UserError(
+            f"policy.model, {type(bare(model)).__name__}: layers of type {', '.join(sorted(other))} are not supported; "
+            "choose a model with full or sliding-window attention only"
+        )
+
+
+class _Layer(CacheLayerMixin):
+    """What transformers asks of a cache layer, for layers that hold all their keys."""
+
+    is_sliding = False
+    past = 0
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to prepare: the first update brings the tensors."""
+
+    def get_seq_length(self) -> int:
+        """Positions held."""
+        return self.past
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Number of keys that a query of this length will see, and the position of the first."""
+        return self.past + query_length, 0
+
+    def get_max_length(self) -> int:
+        """No limit."""
+        return -1
+
+
+class PromptLayer(_Layer):
+    """Keeps the prompts' keys and values (B, H, P, d_head), with their graph."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """See transformers: adds the new states (n, H, t, d_head) and returns all that is attended to."""
+        self.keys, self.values = key_states, value_states
+        self.past = key_states.shape[2]
+        return key_states, value_states
+
+
+class ContinuationLayer(_Layer):
+    """Puts the keys and values of each row's prompt before those of its completion, and keeps nothing itself."""
+
+    def __init__(self, prompt: PromptLayer, row_prompt: Tensor) -> None:
+        super().__init__()
+        self.prompt, self.row_prompt, self.past = prompt, row_prompt, prompt.past
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """See transformers: adds the new states (n, H, t, d_head) and returns all that is attended to."""
+        keys = self.prompt.keys.index_select(0, self.row_prompt)  # (B, H, P, d) -> (n, H, P, d)
+        values = self.prompt.values.index_select(0, self.row_prompt)
+        return torch.cat([keys, key_states], 2), torch.cat([values, value_states], 2)  # (n, H, P+T, d)
+
+
+class PromptCache(Cache):
+    """Differentiable cache of B prompts; `continuation(row_prompt)` continues them in n rows."""
+
+    def __init__(self) -> None:
+        super().__init__(layer_class_to_replicate=PromptLayer)
+
+    def move_right(self, lengths: Tensor) -> None:
+        """Turn right padding into left padding: the last of each prompt's `lengths` (B,) positions goes to the end."""
+        width = self.layers[0].keys.shape[2]  # type: ignore[union-attr]
+        if bool((lengths == width).all()):
+            return
+        place = torch.arange(width, device=lengths.device)[None] - (width - lengths)[:, None]  # (B, P)
+        place = place.clamp_min(0)[:, None, :, None]  # what padding holds does not matter, as long as it is finite
+        for layer in self.layers:
+            for name in ("keys", "values"):
+                states = getattr(layer, name)  # (B, H, P, d)
+                setattr(layer, name, states.gather(2, place.expand(-1, states.shape[1], -1, states.shape[3])))
+
+    def continuation(self, row_prompt: Tensor) -> Cache:
+        """A cache for rows whose prompts are `row_prompt` (n,) long, for one forward pass."""
+        return Cache(layers=[ContinuationLayer(layer, row_prompt) for layer in self.layers])  # type: ignore[arg-type]
+
+
+def read_prompts(body: nn.Module, ids: Tensor, lengths: Tensor) -> tuple[Tensor, PromptCache]:
+    """Run B prompts, once each.
+
+    Args:
+        body: the model without its output layer.
+        ids: (B, P) token ids, padded on the right: causal attention then needs no mask.
+        lengths: (B,) tokens of each prompt.
+
+    Returns:
+        The hidden state (B, d) of each prompt's last token, and the cache, padded on the *left*, so that what follows is
+        adjacent to every prompt and distances in the cache are distances in the text.
+    """
+    cache = PromptCache()
+    # The mask of ones says that padding is meant to be seen by what is padding itself; nothing earlier looks at it.
+    everything = torch.ones_like(ids)
+    hidden = body(
+        input_ids=ids, attention_mask=everything, past_key_values=cache, use_cache=True
+    ).last_hidden_state  # (B, P, d)
+    cache.move_right(lengths)
+    return hidden[torch.arange(len(ids), device=ids.device), lengths - 1], cache
+
+
+class DecodeLayer(_Layer):
+    """Keys and values (n, H, capacity, d_head) written in place, one position a forward pass."""
+
+    def __init__(self, prompt: PromptLayer, row_prompt: Tensor, room: int) -> None:
+        super().__init__()
+        self.past = prompt.past
+        self.keys = _with_room(prompt.keys, row_prompt, self.past, room)
+        self.values = _with_room(prompt.values, row_prompt, self.past, room)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """See transformers: adds the new states (n, H, t, d_head) and returns all that is attended to."""
+        start, self.past = self.past, self.past + key_states.shape[2]
+        if self.past > self.keys.shape[2]:
+            everything = torch.arange(len(self.keys), device=self.keys.device)
+            self.keys = _with_room(self.keys, everything, start, start)
+            self.values = _with_room(self.values, everything, start, start)
+        self.keys[:, :, start : self.past] = key_states
+        self.values[:, :, start : self.past] = value_states
+        return self.keys[:, :, : self.past], self.values[:, :, : self.past]
+
+    def keep(self, rows: Tensor, skip: int) -> None:
+        """Keep only `rows`, without their first `skip` positions."""
+        room = self.keys.shape[2] - self.past
+        self.keys = _with_room(self.keys[:, :, skip:], rows, self.past - skip, room)
+        self.values = _with_room(self.values[:, :, skip:], rows, self.past - skip, room)
+        self.past -= skip
+
+
+def _with_room(states: Tensor, rows: Tensor, used: int, room: int) -> Tensor:
+    """The first `used` positions of `rows` in a new tensor with `room` positions behind them."""
+    _, heads, _, width = states.shape
+    grown = states.new_empty(len(rows), heads, used + room, width)
+    grown[:, :, :used] = states[:, :, :used].index_select(0, rows)
+    return grown
+
+
+class DecodeCache(Cache):
+    """The cache of n rows being decoded, started from B prompts."""
+
+    def __init__(self, prompts: PromptCache, row_prompt: Tensor, room: int) -> None:
+        super().__init__(layers=[DecodeLayer(layer, row_prompt, room) for layer in prompts.layers])  # type: ignore[arg-type]
+
+    def keep(self, rows: Tensor, skip: int) -> None:
+        """Keep only `rows` (long), dropping the first `skip` positions, which are padding in all of them."""
+        for layer in self.layers:
+            layer.keep(rows, skip)  # type: ignore[union-attr]

@@ -1,0 +1,89 @@
+"""From hidden states to logits: the part of a causal language model after its last normalisation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from sharpscope.errors import UserError
+
+
+@dataclass(frozen=True)
+class Head:
+    """z = cap·tanh(scale·(W h + b)/cap), without the cap where `soft_cap` is None.
+
+    Attributes:
+        weight: W (V, d), the model's own parameter (the input embedding's too, where they are tied).
+        bias: b (V,) or None.
+        soft_cap: bound of the logits (Gemma 2's final_logit_softcapping) or None.
+        scale: factor on the logits (1 for most models).
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
+    soft_cap: float | None = None
+    scale: float = 1.0
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits z (..., V) before any temperature of `hidden` (..., d); at least float32. Differentiable."""
+        z = F.linear(hidden, self.weight, self.bias)
+        if z.dtype in (torch.float16, torch.bfloat16):
+            z = z.float()
+        if self.scale != 1.0:
+            z = z * self.scale
+        if self.soft_cap is not None:
+            z = torch.tanh(z / self.soft_cap) * self.soft_cap
+        return z
+
+
+def bare(model: nn.Module) -> PreTrainedModel:
+    """The causal LM itself where adapters (PEFT) wrap it; the adapters stay inside its layers."""
+    unwrap = getattr(model, "get_base_model", None)
+    return unwrap() if unwrap is not None else model  # type: ignore[return-value]
+
+
+def backbone(model: nn.Module) -> nn.Module:
+    """The model without its output layer: its `last_hidden_state` (after the final norm) is what `Head` reads."""
+    return bare(model).base_model
+
+
+def output_head(model: nn.Module) -> Head:
+    """The output layer of a Hugging Face causal LM.
+
+    Raises:
+        UserError: the output layer is not one linear map.
+    """
+    causal = bare(model)
+    layer, config = causal.get_output_embeddings(), causal.config
+    if not isinstance(layer, nn.Linear):
+        raise UserError(
+            f"policy.model, {type(causal).__name__}: its output layer is {type(layer).__name__}, not one linear map; "
+            "choose another architecture, or leave the output layer out of the adapters"
+        )
+    scale = float(getattr(config, "logit_scale", None) or 1.0)
+    scale /= float(getattr(config, "logits_scaling", None) or 1.0)
+    return Head(layer.weight, layer.bias, getattr(config, "final_logit_softcapping", None), scale)
+
+
+@torch.no_grad()
+def check_head(model: nn.Module, head: Head) -> None:
+    """Make sure that `head` on the backbone's hidden states gives the model's own logits, on three tokens.
+
+    Raises:
+        UserError: it does not; this architecture treats its logits in a way that `Head` does not know.
+    """
+    causal = bare(model)
+    ids = torch.arange(3, device=head.weight.device)[None] % head.weight.shape[0]
+    own = causal(input_ids=ids, use_cache=False).logits.float()
+    ours = head.logits(backbone(model)(input_ids=ids, use_cache=False).last_hidden_state).float()
+    tolerance = 1e-3 if head.weight.dtype in (torch.float32, torch.float64) else 5e-2
+    slack = tolerance * (1 + float(own.abs().max()))
+    if own.shape != ours.shape or not torch.allclose(own, ours, rtol=tolerance, atol=slack):
+        raise UserError(
+            f"policy.model, {type(causal).__name__}: its logits are not a linear map (with soft cap or scale) of its "
+            "last hidden state; choose another architecture"
+        )

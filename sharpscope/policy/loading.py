@@ -1,0 +1,234 @@
+"""Models and tokenizers from the package, a folder or the hub; prompts as token ids."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+
+from sharpscope.errors import UserError
+from sharpscope.policy.cache import check_cacheable
+from sharpscope.policy.embedded import embedded_policy
+from sharpscope.policy.head import Head, bare, check_head, output_head
+from sharpscope.policy.spec import PolicySpec
+
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A causal language model that can speak.
+
+    Attributes:
+        model: the model, in eval mode.
+        tokenizer: its tokenizer.
+        source: where it came from, as the configuration names it.
+        eos_ids: tokens that end a completion.
+        pad_id: token that fills padding; masks hide it everywhere.
+        context: longest sequence [tokens], or None where the model has no limit.
+        chat: whether prompts are wrapped in the tokenizer's chat template.
+        attention: the attention kernel in use.
+    """
+
+    model: nn.Module
+    tokenizer: PreTrainedTokenizerBase
+    source: str
+    eos_ids: tuple[int, ...]
+    pad_id: int
+    context: int | None
+    chat: bool
+    attention: str
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model's parameters are."""
+        return next(self.model.parameters()).device
+
+    @property
+    def head(self) -> Head:
+        """The output layer; it shares the model's parameters."""
+        return output_head(self.model)
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters, tied ones counted once."""
+        return sum(p.numel() for p in self.model.parameters())
+
+
+def load_policy(spec: PolicySpec) -> Policy:
+    """Load what `spec.model` names: `embedded:NAME`, a local folder or a hub id; weights from safetensors only.
+
+    Raises:
+        UserError: the model, its weights or its tokenizer are missing, incomplete or of a kind that is not supported.
+    """
+    location = _locate(spec.model)
+    options: dict[str, Any] = {"trust_remote_code": spec.trust_remote_code}
+    if spec.revision is not None and not Path(location).is_dir():
+        options["revision"] = spec.revision
+    try:
+        config = AutoConfig.from_pretrained(location, **options)
+        tokenizer = AutoTokenizer.from_pretrained(location, **options)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            location,
+            config=config,
+            dtype=getattr(torch, spec.dtype),
+            attn_implementation=_attention(spec, config),
+            use_safetensors=True,
+            output_loading_info=True,
+            **options,
+        )
+    except (OSError, ValueError, RuntimeError, ImportError, KeyError, SafetensorError, json.JSONDecodeError) as error:
+        raise UserError(f"policy.model {spec.model!r}: cannot be loaded: {_first_line(error)}") from error
+    model, info = loaded
+    missing = sorted(info["missing_keys"]) + sorted(str(key) for key in info.get("mismatched_keys", ()))
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise UserError(
+            f"policy.model {spec.model!r}: the checkpoint has no weights for {missing[0]}{more}; save the whole model "
+            "with save_pretrained"
+        )
+    return make_policy(model.to(_device(spec.device)).eval(), tokenizer, spec.model, spec.prompt_format)
+
+
+def make_policy(
+    model: nn.Module, tokenizer: PreTrainedTokenizerBase, source: str, prompt_format: str = "auto"
+) -> Policy:
+    """A Policy of a model and tokenizer in hand; checks that they fit together and can be generated from.
+
+    Raises:
+        UserError: they do not.
+    """
+    config = bare(model).config
+    check_cacheable(model)
+    head = output_head(model)
+    check_head(model, head)
+    if len(tokenizer) > head.weight.shape[0]:
+        raise UserError(
+            f"policy.model {source!r}: the tokenizer has {len(tokenizer)} tokens, the model only {head.weight.shape[0]}; "
+            "use the tokenizer that belongs to the model"
+        )
+    if tokenizer.eos_token_id is None:
+        raise UserError(
+            f"policy.model {source!r}: the tokenizer has no end-of-text token, so completions could not end; set eos_token "
+            "in tokenizer_config.json"
+        )
+    if prompt_format == "chat" and not tokenizer.chat_template:
+        raise UserError(f"policy.prompt_format 'chat': the tokenizer of {source!r} has no chat template; use 'plain'")
+    return Policy(
+        model=model, tokenizer=tokenizer, source=source, eos_ids=_eos_ids(model, tokenizer),
+        # Any token will do for padding, since masks hide it; many tokenizers have none.
+        pad_id=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
+        context=getattr(config, "max_position_embeddings", None),
+        chat=bool(tokenizer.chat_template) and prompt_format != "plain",
+        attention=config._attn_implementation,
+    )  # fmt: skip
+
+
+class PromptExample(Protocol):
+    """What is read of a task's Example."""
+
+    @property
+    def prompt(self) -> str:
+        """The question."""
+        ...
+
+    @property
+    def meta(self) -> Mapping[str, Any]:
+        """May hold `templated` and `prefill`."""
+        ...
+
+
+def render_prompts(examples: Sequence[PromptExample], policy: Policy) -> list[list[int]]:
+    """Token ids of every example's prompt, as the model shall see it.
+
+    The prompt is wrapped in the chat template if `policy.chat` and the example is not `meta["templated"]`; a prefill
+    (`meta["prefill"]`, text that opens the completion) follows it, unless a templated prompt ends with it already.
+    """
+    tokenizer, rendered = policy.tokenizer, []
+    for example in examples:
+        text, prefill = example.prompt, example.meta.get("prefill") or ""
+        templated = bool(example.meta.get("templated"))
+        if policy.chat and not templated:
+            turn = [{"role": "user", "content": text}]
+            text = str(tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True))
+            templated = True
+        if not (example.meta.get("templated") and text.rstrip().endswith(prefill.rstrip())):
+            text += prefill
+        # Markup brings its own special tokens; a plain prompt gets those that the tokenizer puts around text.
+        ids = list(tokenizer(text, add_special_tokens=not templated)["input_ids"])
+        if not templated and ids and ids[-1] in policy.eos_ids and not text.endswith(tokenizer.eos_token):
+            ids.pop()  # a prompt that ends with end-of-text would be finished before it is answered
+        rendered.append(ids)
+    return rendered
+
+
+def _locate(model: str) -> str:
+    """The folder or hub id that `policy.model` means."""
+    if model.startswith("embedded:"):
+        return str(embedded_policy(model.removeprefix("embedded:")).path)
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        _check_folder(folder, model)
+        return str(folder)
+    if folder.is_file():
+        raise UserError(f"policy.model {model!r}: is a file; give the folder that holds config.json and *.safetensors")
+    if model.count("/") > 1 or model[0] in "./~" or "\\" in model:
+        raise UserError(f"policy.model {model!r}: no such folder; give an existing folder, a hub id or embedded:NAME")
+    return model
+
+
+def _check_folder(folder: Path, model: str) -> None:
+    if not (folder / "config.json").is_file():
+        raise UserError(f"policy.model {model!r}: no config.json in that folder; save the model with save_pretrained")
+    if any(folder.glob("*.safetensors")):
+        return
+    if any(path for pattern in PICKLES for path in folder.glob(pattern)):
+        raise UserError(
+            f"policy.model {model!r}: only a pickled checkpoint, which can run code when it is read; convert it with "
+            "save_pretrained (safetensors)"
+        )
+    raise UserError(
+        f"policy.model {model!r}: no weights (*.safetensors) in that folder; save the model with save_pretrained"
+    )
+
+
+def _attention(spec: PolicySpec, config: Any) -> str:
+    capped = getattr(config, "attn_logit_softcapping", None) is not None
+    if spec.attention == "auto":
+        return "eager" if capped else "sdpa"
+    if spec.attention == "sdpa" and capped:
+        raise UserError("policy.attention 'sdpa': this model caps its attention logits, which sdpa cannot; use 'auto'")
+    return spec.attention
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(
+            f"policy.device {name!r}: cannot be used here ({_first_line(error)}); use 'auto' or 'cpu'"
+        ) from error
+    return device
+
+
+def _eos_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """The tokenizer's end-of-text token and those of the generation config (chat models often have two)."""
+    generation = getattr(bare(model), "generation_config", None)
+    listed = getattr(generation, "eos_token_id", None)
+    several = listed if isinstance(listed, list | tuple) else [] if listed is None else [listed]
+    return tuple(dict.fromkeys([int(tokenizer.eos_token_id), *map(int, several)]))
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

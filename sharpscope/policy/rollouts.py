@@ -1,0 +1,79 @@
+"""The values that leave the policy: completions, and completions with their rewards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Self
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Completions:
+    """What the policy wrote. N = prompts × G rows, the rows of a group adjacent; P prompt and T completion positions.
+
+    Attributes:
+        input_ids: (N, P+T) long, left-padded prompts followed by right-padded completions.
+        attention_mask: (N, P+T) long, 0 on padding.
+        completion_ids: (N, T) long, the last T columns of `input_ids`.
+        completion_mask: (N, T) long, 1 where the policy chose the token and it counts in the loss (its end-of-text
+            token included), 0 on padding and on text that an environment returned.
+        behavior_logp: (N, T) float32 [nats], log-probability under softmax(z/T) before top-p and top-k; 0 off the mask.
+            Greedy completions (temperature 0) have it at temperature 1.
+        sampler_logp: (N, T) float32 [nats], the same under the distribution that was drawn from, after top-p and top-k;
+            None where neither is on (it would equal `behavior_logp`).
+        group: (N,) long, index of the prompt.
+        truncated: (N,) bool, ended by the token limit and not by an end-of-text token.
+        texts: N completions as text, without the end-of-text token.
+    """
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    completion_ids: Tensor
+    completion_mask: Tensor
+    behavior_logp: Tensor
+    sampler_logp: Tensor | None
+    group: Tensor
+    truncated: Tensor
+    texts: list[str]
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
+    @property
+    def prompt_width(self) -> int:
+        """P: columns of `input_ids` before the completions."""
+        return self.input_ids.shape[1] - self.completion_ids.shape[1]
+
+    @property
+    def lengths(self) -> Tensor:
+        """(N,) completion positions [tokens] in use, environment text and end-of-text token included."""
+        return self.attention_mask[:, self.prompt_width :].sum(1)
+
+    @property
+    def prompt_lengths(self) -> Tensor:
+        """(N,) prompt lengths [tokens] without padding."""
+        return self.attention_mask[:, : self.prompt_width].sum(1)
+
+    def rows(self, index: Tensor) -> Self:
+        """The rows `index` (long or bool), unchanged in width."""
+        order = index.nonzero()[:, 0] if index.dtype == torch.bool else index
+        chosen = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            chosen[field.name] = value[order.to(value.device)] if isinstance(value, Tensor) else value
+        chosen["texts"] = [self.texts[i] for i in order.tolist()]
+        return replace(self, **chosen)
+
+    def with_reward(self, reward: Tensor) -> Rollouts:
+        """These completions with `reward` (N,), which becomes float32 on their device."""
+        values = {field.name: getattr(self, field.name) for field in fields(Completions)}
+        return Rollouts(**values, reward=reward.to(self.input_ids.device, torch.float32))
+
+
+@dataclass(frozen=True)
+class Rollouts(Completions):
+    """Completions and what they earned: `reward` (N,) float32."""
+
+    reward: Tensor
