@@ -1,0 +1,166 @@
+"""A user's own task: fifteen lines, and clear words where they are wrong."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from sharpscope.errors import UserError
+from sharpscope.tasks import (
+    CustomSpec,
+    Example,
+    InteractiveTask,
+    Reward,
+    make_task,
+    register_task,
+    registered_tasks,
+    task_choice,
+)
+from sharpscope.tasks import custom as room
+
+SOURCE = """
+from sharpscope.tasks import Example, register_task
+
+WORDS = ["stone", "river", "cloud", "grass"]
+
+
+def score(example, completion):
+    return completion.strip() == example.answer
+
+
+@register_task("reverse")
+def reverse(upper=False):
+    made = [Example(f"Reverse {w}: ", w[::-1].upper() if upper else w[::-1]) for w in WORDS]
+    return {"train": made[:3], "heldout": made[3:]}, score
+"""
+
+
+@pytest.fixture(autouse=True)
+def clean_registry(monkeypatch):
+    monkeypatch.setattr(room, "_REGISTRY", {})
+
+
+def custom(made, **fields):
+    """The task made by a factory that returns `made`."""
+    register_task("mine")(lambda: made)
+    return make_task(CustomSpec(factory="mine", **fields))
+
+
+def nought(example, completion):
+    return 0.0
+
+
+EXAMPLES = {"train": [Example("1 + 1 = ", "2")]}
+
+
+def test_fifteen_lines_make_a_task_by_import_path_and_by_name(tmp_path, monkeypatch):
+    assert len(SOURCE.strip().splitlines()) <= 15
+    (tmp_path / "word_games.py").write_text(SOURCE)
+    monkeypatch.chdir(tmp_path)
+    for factory in ("word_games:reverse", "reverse"):
+        task = make_task(CustomSpec(factory=factory, options={"upper": True}))
+        splits = task.splits()
+        assert {name: len(examples) for name, examples in splits.items()} == {"train": 3, "heldout": 1}
+        example = splits["train"][0]
+        assert (example.prompt, example.answer, example.meta["level"]) == ("Reverse stone: ", "ENOTS", "all")
+        assert len({e.meta["id"] for examples in splits.values() for e in examples}) == 4
+        assert task.score(example, " ENOTS\n") == Reward(1.0, {"answer": 1.0}, correct=True)
+        assert task.score(example, "stone") == Reward(0.0, {"answer": 0.0}, correct=False)
+    assert registered_tasks() == ("reverse",)
+
+
+def test_short_forms_of_the_command_line():
+    register_task("mine")(lambda: None)
+    assert task_choice("knights_knaves") == {"kind": "knights_knaves"}
+    assert task_choice("dataset") == {"kind": "dataset"}
+    assert task_choice("mine") == {"kind": "custom", "factory": "mine"}
+    assert task_choice("a.b:c") == {"kind": "custom", "factory": "a.b:c"}
+    for wrong, says in [
+        ("knights_knave", "did you mean 'knights_knaves'"),
+        ("custom", "task = 'custom'"),
+        ("", "task = ''"),
+    ]:
+        with pytest.raises(UserError, match=says):
+            task_choice(wrong)
+
+
+def test_an_object_may_be_a_task_too_and_rewards_pass_through():
+    class Task:
+        name = "object"
+
+        def splits(self):
+            return {"train": [Example("p", "a", {"level": 3, "id": "x"})]}
+
+        def score(self, example, completion):
+            return Reward(0.25, {"style": 0.25}, correct=False)
+
+    task = custom(Task())
+    assert task.name == "object"
+    assert task.splits()["train"][0].meta == {"level": 3, "id": "x"}
+    assert task.score(task.splits()["train"][0], "") == Reward(0.25, {"style": 0.25}, correct=False)
+    assert not isinstance(task, InteractiveTask)
+
+
+def interactive(reply="pong", stop=("?",)):
+    class Task:
+        def splits(self):
+            return EXAMPLES
+
+        def score(self, example, completion):
+            return 1
+
+        def respond(self, example, completion):
+            return reply
+
+    Task.stop = stop
+    return Task()
+
+
+def test_an_interactive_task_answers_in_between():
+    task = custom(interactive())
+    assert isinstance(task, InteractiveTask)
+    assert task.stop == ("?",)
+    assert task.respond(EXAMPLES["train"][0], "ping?") == "pong"
+
+
+@pytest.mark.parametrize("number", [0.3, 1, 2.5, True, False])
+def test_numbers_become_rewards(number):
+    reward = custom((EXAMPLES, lambda example, completion: number)).score(EXAMPLES["train"][0], "")
+    assert (reward.total, reward.correct) == (float(number), number >= 1)
+
+
+@pytest.mark.parametrize(
+    ("act", "says"),
+    [
+        (lambda: make_task(CustomSpec()), "no task is registered so"),
+        (lambda: make_task(CustomSpec(factory="min")), "no task is registered so"),
+        (lambda: make_task(CustomSpec(factory="no_such_module:f")), "cannot import 'no_such_module'"),
+        (lambda: make_task(CustomSpec(factory=":f")), "cannot import ''"),
+        (lambda: make_task(CustomSpec(factory="json:dmups")), "did you mean 'dumps'"),
+        (lambda: custom((EXAMPLES, nought), options={"size": 3}), "does not take them"),
+        (lambda: custom(None), "returned NoneType without splits and score"),
+        (lambda: custom((EXAMPLES, 3)), "returned tuple without splits and score"),
+        (lambda: custom((EXAMPLES["train"], nought)).splits(), "a list of examples under 'train'"),
+        (lambda: custom(({"test": EXAMPLES["train"]}, nought)).splits(), "a list of examples under 'train'"),
+        (lambda: custom(({"train": []}, nought)).splits(), "a list of examples under 'train'"),
+        (lambda: custom(({"train": [("p", "a")]}, nought)).splits(), r"train\[0\] must be Example"),
+        (lambda: custom(({"train": [Example("p", 3)]}, nought)).splits(), r"train\[0\] must be Example"),
+        (lambda: custom((EXAMPLES, lambda e, c: None)).score(EXAMPLES["train"][0], ""), "score returned NoneType"),
+        (lambda: custom((EXAMPLES, lambda e, c: math.nan)).score(EXAMPLES["train"][0], ""), "must be finite"),
+        (lambda: custom(interactive(stop=())), "needs stop"),
+        (lambda: custom(interactive(reply=3)).respond(EXAMPLES["train"][0], ""), "respond returned int"),
+        (lambda: register_task("two words")(nought), "is not a name"),
+    ],
+)
+def test_a_mistake_in_a_task_is_named(act, says):
+    with pytest.raises(UserError, match=says) as caught:
+        act()
+    assert "\n" not in str(caught.value)
+
+
+def test_a_name_is_registered_once():
+    register_task("mine")(interactive)
+    register_task("mine")(interactive)  # importing the module twice is no mistake
+    with pytest.raises(UserError, match="is taken"):
+        register_task("mine")(nought)

@@ -1,0 +1,267 @@
+"""Reading data sets: column mapping, the choice of scorer, holding out, and what broken files say."""
+
+from __future__ import annotations
+
+import json
+
+import pandas as pd
+import pytest
+
+from sharpscope.errors import UserError
+from sharpscope.tasks import DatasetSpec, make_task
+
+PUZZLE = "(('lying', 1), ('and', ('lying', 0), ('lying', 1)))"
+TRUTH = "(1) Ava is a knight\n(2) Liam is a knave"
+
+
+def kk_row(**fields):
+    row = {
+        "prompt": [{"role": "user", "content": "<|im_start|>user\nWho?<|im_end|>\n<|im_start|>assistant\n<think>"}],
+        "reward_model": {"style": "rule", "ground_truth": {"solution_text_format": TRUTH, "statements": PUZZLE}},
+        "data_source": "kk_logic",
+    }
+    return row | fields
+
+
+def rows_of(count: int, **fields):
+    return [
+        {"prompt": f"What is {i} + 1?", "answer": str(i + 1), "data_source": "numeric"} | fields for i in range(count)
+    ]
+
+
+PLAIN = {"columns": {"answer": "answer"}}
+
+
+def write(path, rows):
+    if path.suffix == ".parquet":
+        pd.DataFrame(rows).to_parquet(path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def load(path, **fields):
+    task = make_task(DatasetSpec(path=str(path), **fields))
+    return task, task.splits()
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
+def test_a_puzzle_row_is_scored_as_logic_rl_does(tmp_path, suffix):
+    path = write(tmp_path / f"a.{suffix}", [kk_row()])
+    task, splits = load(path, heldout_fraction=0)
+    (example,) = splits["train"]
+    assert set(splits) == {"train"}
+    assert example.prompt == kk_row()["prompt"][0]["content"]
+    assert example.answer == TRUTH
+    assert example.meta["statements"] == (("lying", 1), ("and", ("lying", 0), ("lying", 1)))
+    assert (example.meta["level"], example.meta["prefill"], example.meta["templated"]) == (2, "<think>", True)
+    assert task.score(example, f"hm</think><answer>{TRUTH}</answer>").total == 3.0
+    assert task.score(example, f"<answer>{TRUTH}</answer>").total == -3.0
+
+
+def test_statements_may_stand_in_their_own_column_and_the_truth_may_be_json_text(tmp_path):
+    plain = kk_row(statements=PUZZLE, reward_model={"ground_truth": TRUTH})
+    as_text = kk_row(reward_model=json.dumps(kk_row()["reward_model"]))
+    inner = kk_row(reward_model={"ground_truth": json.dumps(kk_row()["reward_model"]["ground_truth"])})
+    for row in (plain, as_text, inner):
+        _, splits = load(write(tmp_path / "a.jsonl", [row]), heldout_fraction=0)
+        assert splits["train"][0].answer == TRUTH
+
+
+def test_columns_are_mapped_and_a_whole_name_wins_over_a_nested_one(tmp_path):
+    rows = [{"q": {"text": "How many?"}, "a.b": 3, "hard": 2.0}]
+    mapping = {"prompt": "q.text", "answer": "a.b", "level": "hard"}
+    task, splits = load(write(tmp_path / "a.jsonl", rows), columns=mapping, scorer="numeric", heldout_fraction=0)
+    (example,) = splits["train"]
+    assert (example.prompt, example.answer, example.meta["level"]) == ("How many?", "3", 2)
+    assert task.score(example, "It is 3.").correct
+    assert not task.score(example, "It is 4.").correct
+
+
+def test_chat_messages_are_kept_and_also_given_as_text(tmp_path):
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 1?"}]
+    row = {"prompt": messages, "answer": "2", "data_source": "exact"}
+    _, splits = load(write(tmp_path / "a.parquet", [row]), heldout_fraction=0, **PLAIN)
+    assert splits["train"][0].prompt == "Be brief.\n\n1 + 1?"
+    assert splits["train"][0].meta["messages"] == messages
+    _, splits = load(tmp_path / "a.parquet", heldout_fraction=0, template="Q: {prompt} A: ", **PLAIN)
+    assert splits["train"][0].prompt == "Q: Be brief.\n\n1 + 1? A: "
+
+
+def test_the_data_source_chooses_the_scorer(tmp_path):
+    rows = rows_of(1, data_source="openai/gsm8k", answer="so 3 + 4 = 7\n#### 1,007")
+    rows += [{"prompt": "Who wrote it?", "answer": {"target": ["The Beatles", "Lennon"]}, "data_source": "nq"}]
+    task, splits = load(write(tmp_path / "a.jsonl", rows), heldout_fraction=0, **PLAIN)
+    numeric, question = splits["train"]
+    assert (numeric.meta["scorer"], question.meta["scorer"]) == ("numeric", "exact_match")
+    assert task.score(numeric, "#### 1007").correct
+    assert task.score(question, "<answer>beatles.</answer>").correct
+    assert task.score(question, "<answer>lennon</answer>").total == 1.0
+    assert task.score(question, "<answer>Harrison</answer>").total == 0.0
+
+
+def test_contents_are_held_out_by_hash_whatever_the_file_and_order(tmp_path):
+    rows = rows_of(400)
+    _, all_splits = load(write(tmp_path / "a.jsonl", rows), heldout_fraction=0.2, **PLAIN)
+    held = {example.prompt for example in all_splits["heldout"]}
+    assert 50 < len(held) < 110
+    assert len(all_splits["train"]) + len(all_splits["heldout"]) == 400
+    _, part = load(write(tmp_path / "b.parquet", rows[::-1][:300]), heldout_fraction=0.2, **PLAIN)
+    assert {example.prompt for example in part["heldout"]} == held & {row["prompt"] for row in rows[100:]}
+    # the same question with other white space or another answer stays on its side
+    twice = rows + [row | {"prompt": row["prompt"].replace(" ", "  ")} for row in rows]
+    _, doubled = load(write(tmp_path / "c.jsonl", twice), heldout_fraction=0.2, **PLAIN)
+    assert len(doubled["heldout"]) == 2 * len(held)
+
+
+def test_a_held_out_file_takes_its_contents_out_of_training(tmp_path):
+    rows = rows_of(20)
+    held = write(tmp_path / "held.jsonl", rows[:5])
+    _, splits = load(write(tmp_path / "a.jsonl", rows), heldout_path=held, **PLAIN)
+    assert [example.prompt for example in splits["heldout"]] == [row["prompt"] for row in rows[:5]]
+    assert [example.prompt for example in splits["train"]] == [row["prompt"] for row in rows[5:]]
+
+
+def test_a_folder_is_read_in_order_of_names_and_limit_cuts(tmp_path):
+    write(tmp_path / "b.jsonl", rows_of(3, data_source="exact"))
+    write(tmp_path / "a.parquet", rows_of(2))
+    (tmp_path / "README.md").write_text("not data")
+    _, splits = load(tmp_path, heldout_fraction=0, **PLAIN)
+    assert [example.meta["scorer"] for example in splits["train"]] == ["numeric"] * 2 + ["exact"] * 3
+    _, splits = load(tmp_path, heldout_fraction=0, limit=3, **PLAIN)
+    assert len(splits["train"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"prompt": None}, "prompt must be text"),
+        ({"prompt": 5}, "prompt must be text"),
+        ({"prompt": ""}, "prompt is empty"),
+        ({"prompt": []}, "prompt must be text"),
+        ({"prompt": [{"role": "user"}]}, "needs text under 'role' and 'content'"),
+        ({"prompt": ["hello"]}, "needs text under 'role' and 'content'"),
+        ({"data_source": "kk_logick"}, "did you mean 'kk_logic'"),
+        ({"data_source": None}, "data_source None has no scorer"),
+        ({"data_source": "some/unknown"}, "task.scorer"),
+        ({"reward_model": None}, "no column 'ground_truth' in 'reward_model'"),
+        ({"reward_model": {"truth": 1}}, "no column 'ground_truth' in 'reward_model'"),
+        ({"reward_model": {"ground_truth": None}}, "solution_text_format"),
+        (
+            {"reward_model": {"ground_truth": {"solution_text_format": "Ava lies", "statements": PUZZLE}}},
+            "solution_text_format",
+        ),
+        ({"reward_model": {"ground_truth": {"solution_text_format": TRUTH}}}, "no column 'statements'"),
+        ({"reward_model": {"ground_truth": "{broken"}}, "looks like JSON"),
+        ({"reward_model": {"ground_truth": TRUTH}, "statements": "open('x')"}, "statements: not a Python literal"),
+        ({"reward_model": {"ground_truth": TRUTH}, "statements": "(('lying', 7), ('lying', 0))"}, "from 0 to 1"),
+        ({"reward_model": {"ground_truth": TRUTH}, "statements": "(('lying', 1),)"}, "from 0 to 0"),
+        ({"reward_model": {"ground_truth": TRUTH}, "statements": "(('lying', 1), ('lying', 0))"}, "2 found"),
+        (
+            {"reward_model": {"ground_truth": TRUTH.replace("knave", "knight")}, "statements": PUZZLE},
+            "not the only one",
+        ),
+    ],
+)
+def test_a_broken_row_is_named_with_its_line(tmp_path, change, says):
+    path = write(tmp_path / "a.jsonl", [kk_row(), kk_row(**change)])
+    with pytest.raises(UserError) as caught:
+        load(path)
+    assert str(caught.value).startswith(f"{path} line 2: ")
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["prompt", "reward_model", "data_source"])
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
+def test_a_missing_or_renamed_column_is_named(tmp_path, name, suffix):
+    row = kk_row()
+    row[f"{name}s"] = row.pop(name)
+    path = write(tmp_path / f"a.{suffix}", [row])
+    place = "row 1" if suffix == "parquet" else "line 1"
+    with pytest.raises(UserError, match=rf"{place}: no column '{name}' \(task.columns"):
+        load(path)
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        (None, "must be text, a number"),
+        (True, "must be text, a number"),
+        ({"x": 1}, "must be text, a number"),
+        (float("nan"), "must be text, a number"),
+        ("", "answer is empty"),
+        ([], "list of answers is empty"),
+        ("seven", "holds no number"),
+    ],
+)
+def test_a_broken_answer_is_named(tmp_path, answer, says):
+    path = write(tmp_path / "a.jsonl", rows_of(1, answer=answer))
+    with pytest.raises(UserError, match=f"line 1: .*{says}"):
+        load(path, **PLAIN)
+
+
+def test_broken_files_say_where_and_what(tmp_path):
+    good = json.dumps(rows_of(1)[0])
+    for content, says in [
+        ("{not json}\n", "line 3: not JSON"),
+        ("[1, 2]\n", "line 3: a list where one object"),
+        ("[" * 100_000 + "\n", "line 3: not JSON"),
+    ]:
+        file = tmp_path / "a.jsonl"
+        file.write_text(f"{good}\n\n{content}{good}\n")
+        with pytest.raises(UserError, match=says):
+            load(file, **PLAIN)
+    (tmp_path / "latin.jsonl").write_bytes(good.encode() + b'\n{"prompt": "\xe9"}\n')
+    (tmp_path / "empty.jsonl").write_text("\n\n")
+    (tmp_path / "broken.parquet").write_bytes(b"PAR1 this is not one PAR1")
+    (tmp_path / "none.parquet").write_bytes(b"")
+    write(tmp_path / "zero.parquet", pd.DataFrame({"prompt": pd.Series([], dtype=str)}))
+    (tmp_path / "table.csv").write_text("prompt,answer\n")
+    (tmp_path / "folder").mkdir()
+    for name, says in [
+        ("latin.jsonl", "not UTF-8"),
+        ("empty.jsonl", "has no row"),
+        ("broken.parquet", "not a readable Parquet file"),
+        ("none.parquet", "not a readable Parquet file"),
+        ("zero.parquet", "has no row"),
+        ("table.csv", "'.csv' is not a known format"),
+        ("folder", "the folder holds no"),
+        ("absent.parquet", "no such file or folder"),
+        ("absent", "no such file or folder"),
+    ]:
+        with pytest.raises(UserError, match=says) as caught:
+            load(tmp_path / name, **PLAIN)
+        assert name in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+def test_an_empty_side_is_an_error_with_a_way_out(tmp_path):
+    path = write(tmp_path / "a.jsonl", rows_of(1))
+    with pytest.raises(UserError, match="heldout_fraction = 0.1: no row of 1 is in the held-out set"):
+        load(path, **PLAIN)
+    with pytest.raises(UserError, match="no row of 1 is in the training set"):
+        load(path, heldout_path=path, **PLAIN)
+    with pytest.raises(UserError, match="task.path: which data set"):
+        load("")
+
+
+def test_a_saved_hugging_face_folder_is_read(tmp_path):
+    datasets = pytest.importorskip("datasets", reason="needs the optional library datasets")
+    saved = datasets.DatasetDict(
+        {"train": datasets.Dataset.from_list(rows_of(30)), "test": datasets.Dataset.from_list(rows_of(4))}
+    )
+    saved.save_to_disk(tmp_path / "set")
+    fields = PLAIN | {"source": "huggingface", "heldout_fraction": 0}
+    assert [e.answer for e in load(tmp_path / "set", **fields)[1]["train"]] == [str(i + 1) for i in range(30)]
+    assert len(load(tmp_path / "set", hub_split="test", **fields)[1]["train"]) == 4
+    with pytest.raises(UserError, match="hub_split = 'tset': .* did you mean 'test'"):
+        load(tmp_path / "set", hub_split="tset", **fields)
+
+
+def test_without_the_library_the_hub_says_what_to_install(monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(UserError, match=r"pip install 'sharpscope\[hub\]'"):
+        load("someone/something")

@@ -1,0 +1,195 @@
+"""Generated puzzles: unique, finite, the same every time, held out by content."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from pydantic import ValidationError
+
+from sharpscope.errors import UserError
+from sharpscope.tasks import KnightsKnavesSpec, make_task
+from sharpscope.tasks import knights_knaves as room
+from sharpscope.tasks.base import Example
+from tests.oracles import puzzles as oracle
+
+OTHER_ROLES = (
+    "pioneer",
+    "laggard",
+    "saint",
+    "sinner",
+    "hero",
+    "villain",
+    "angel",
+    "devil",
+    "altruist",
+    "egoist",
+    "sage",
+    "fool",
+)
+SMALL = {"train_size": 40, "heldout_size": 20, "unseen_size": 10}
+
+
+def splits(**fields) -> dict[str, list[Example]]:
+    return make_task(KnightsKnavesSpec(**SMALL | fields)).splits()
+
+
+@pytest.fixture(scope="module")
+def made():
+    return splits(people=[2, 3, 7], unseen_people=[4, 5])
+
+
+def test_sizes_levels_and_names_of_splits(made):
+    assert {name: len(examples) for name, examples in made.items()} == {"train": 120, "heldout": 60, "unseen": 20}
+    assert [example.meta["level"] for example in made["train"]] == [2] * 40 + [3] * 40 + [7] * 40
+    assert {example.meta["level"] for example in made["unseen"]} == {4, 5}
+    assert set(splits(heldout_size=0)) == {"train"}
+
+
+def test_every_puzzle_has_exactly_the_solution_it_claims(made):
+    for example in (example for examples in made.values() for example in examples):
+        meta = example.meta
+        assert oracle.solutions(meta["statements"]) == {meta["solution"]}
+        roles = ["knight" if knight else "knave" for knight in meta["solution"]]
+        lines = [
+            f"({i}) {name} is a {role}" for i, (name, role) in enumerate(zip(meta["names"], roles, strict=True), 1)
+        ]
+        assert example.answer == "\n".join(lines)
+
+
+def say(statement, names) -> str:
+    """A statement in English, as the generator's documentation gives its wording."""
+    operator, *parts = statement
+    if operator in ("telling-truth", "lying"):
+        return f"{names[parts[0]]} is a {'knight' if operator == 'telling-truth' else 'knave'}"
+    if operator == "not" and parts[0][0] in ("telling-truth", "lying"):
+        return say(("lying" if parts[0][0] == "telling-truth" else "telling-truth", parts[0][1]), names)
+    said = [say(part, names) if part[0] in ("telling-truth", "lying") else f"({say(part, names)})" for part in parts]
+    if operator == "not":
+        return f"it is not the case that {said[0]}"
+    if operator == "->":
+        return f"if {said[0]} then {said[1]}"
+    return {"and": " and ", "or": " or ", "<=>": " if and only if "}[operator].join(said)
+
+
+def test_the_text_says_the_statements_in_the_words_knight_and_knave(made):
+    for example in (example for examples in made.values() for example in examples):
+        text, names = example.prompt, example.meta["names"]
+        assert text.startswith(
+            "A very special island is inhabited only by knights and knaves. Knights always tell the truth,"
+        )
+        assert text.endswith("So who is a knight and who is a knave?\n")
+        assert "Format your answer" not in text
+        assert not any(role in text.lower() for role in OTHER_ROLES)
+        assert f"You meet {len(names)} inhabitants: " in text
+        for name, statement in zip(names, example.meta["statements"], strict=True):
+            assert say(statement, names) in text
+            assert text.count(name) >= 2
+        assert text == example.meta["quiz"] + "\n"
+
+
+def test_held_out_contents_are_in_no_training_set_of_any_seed(made):
+    train = {example.meta["content"] for example in made["train"]}
+    for seed in range(4):
+        train |= {example.meta["content"] for example in splits(people=[2, 3], seed=seed)["train"]}
+    held = {example.meta["content"] for name in ("heldout", "unseen") for example in made[name]}
+    assert len(train) > 80
+    assert not train & held
+    # the slow definition: no renaming of people makes a training puzzle of a held-out one; and no text is shared
+    small = [example for example in made["train"] + made["heldout"] if example.meta["level"] <= 3]
+    by_content = {example.meta["id"]: oracle.contents(example.meta["statements"]) for example in small}
+    train_contents = {by_content[example.meta["id"]] for example in made["train"] if example.meta["level"] <= 3}
+    held_contents = {by_content[example.meta["id"]] for example in made["heldout"] if example.meta["level"] <= 3}
+    assert not train_contents & held_contents
+    assert not {example.prompt for example in made["train"]} & {example.prompt for example in made["heldout"]}
+
+
+def test_texts_differ_within_a_split_and_contents_where_there_are_enough(made):
+    for examples in made.values():
+        assert (
+            len({example.prompt for example in examples})
+            == len({example.meta["id"] for example in examples})
+            == len(examples)
+        )
+        large = [example.meta["content"] for example in examples if example.meta["level"] >= 3]
+        assert len(set(large)) == len(large)
+
+
+def test_two_people_say_few_things_so_contents_return_under_other_names(monkeypatch):
+    examples = splits(people=2, train_size=120, heldout_size=0)["train"]
+    assert len({example.prompt for example in examples}) == 120
+    assert 20 < len({example.meta["content"] for example in examples}) < 120
+    monkeypatch.setattr(room, "PATIENCE", 10**9)
+    monkeypatch.setattr(room, "GIVE_UP", 2000)
+    with pytest.raises(UserError, match=r"task.train_size = 120: only \d+ different puzzles"):
+        splits(people=2, train_size=120, heldout_size=0)
+
+
+def test_a_split_does_not_depend_on_the_others(made):
+    alone = splits(people=[3], heldout_size=0)["train"]
+    assert alone == [example for example in made["train"] if example.meta["level"] == 3]
+    assert splits(people=3, train_size=15)["train"] == alone[:15]
+    assert splits(people=3, train_size=1)["heldout"] == [
+        example for example in made["heldout"] if example.meta["level"] == 3
+    ]
+    assert splits(people=3, seed=1)["train"] != alone
+
+
+def test_another_process_makes_the_same_puzzles(made):
+    code = (
+        "import json\nfrom sharpscope.tasks import KnightsKnavesSpec, make_task\n"
+        "s = make_task(KnightsKnavesSpec(people=3, train_size=5, heldout_size=5)).splits()\n"
+        "print(json.dumps([[e.prompt, e.answer, e.meta['id']] for n in ('heldout', 'train') for e in s[n]]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    here = splits(people=3, train_size=5, heldout_size=5)
+    assert json.loads(done.stdout) == [
+        [e.prompt, e.answer, e.meta["id"]] for n in ("heldout", "train") for e in here[n]
+    ]
+
+
+def test_this_version_makes_the_puzzles_that_it_always_made():
+    first = splits(train_size=1, heldout_size=1)
+    assert first["train"][0].meta["id"] == "259d7a94fce66815"
+    assert first["heldout"][0].meta["id"] == "c06bb455d87eb4f2"
+
+
+def test_logic_rl_style_opens_the_thought_in_the_prompt(made):
+    task = make_task(KnightsKnavesSpec(**SMALL | {"people": 3, "style": "logic_rl"}))
+    example = task.splits()["train"][0]
+    assert example.prompt.startswith("<|im_start|>system\nYou are a helpful assistant. The assistant first thinks")
+    assert example.prompt.endswith("who is a knave?\n<|im_end|>\n<|im_start|>assistant\n<think>")
+    assert example.meta["prefill"] == "<think>"
+    assert example.meta["templated"] is True
+    completion = f"hm</think><answer>{example.answer}</answer>"
+    assert task.score(example, completion).total == 3.0
+    assert task.score(example, "<think>" + completion).total == -3.0  # opened twice
+    compact = next(e for e in made["train"] if e.meta["level"] == 3)
+    assert compact.meta["statements"] == example.meta["statements"]
+    assert make_task(KnightsKnavesSpec()).score(compact, completion).total == -3.0  # never opened
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"people": 1}, "people"),
+        ({"people": [3, 8]}, "people"),
+        ({"people": []}, "people"),
+        ({"people": [3, 3]}, "twice"),
+        ({"people": [3], "unseen_people": [3, 4]}, "either seen or unseen"),
+        ({"people": 2, "width": 4}, "at most 3"),
+        ({"train_size": 0}, "train_size"),
+        ({"size": 3}, "size"),
+        ({"style": "chat"}, "style"),
+    ],
+)
+def test_impossible_settings_are_refused(fields, says):
+    with pytest.raises(ValidationError, match=says):
+        KnightsKnavesSpec(**fields)
+
+
+def test_deep_and_wide_puzzles_can_be_made():
+    for example in splits(people=3, depth=3, width=4, train_size=5, heldout_size=5)["train"]:
+        assert oracle.solutions(example.meta["statements"]) == {example.meta["solution"]}
