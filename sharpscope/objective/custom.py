@@ -1,0 +1,99 @@
+"""A user's own shapings: the registry behind `register_shaping` and import paths. No torch here."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from sharpscope.errors import UserError, nearest
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ShapingFunction = Callable[..., "Tensor"]
+
+
+@dataclass(frozen=True)
+class Registered:
+    """A user's function (StepTensors, **arguments) → weights (N, T), and what it promises."""
+
+    function: ShapingFunction
+    pointwise: bool
+    bounds: tuple[float, float] | None
+
+
+_REGISTRY: dict[str, Registered] = {}
+
+
+def register_shaping(
+    name: str, *, pointwise: bool = False, bounds: tuple[float, float] | None = None
+) -> Callable[[ShapingFunction], ShapingFunction]:
+    """Decorator: make `function(step, **arguments) -> weights (N, T)` available as `{kind: custom, function: name}`.
+
+    `pointwise` promises that a token's weight depends on that token's own statistics only (no means over the batch, no
+    randomness). `bounds` (L, U) promises L ≤ w ≤ U; it is checked, makes `reverse` possible and lets saturation be
+    reported.
+
+    Raises:
+        UserError: the name holds a colon or is taken by another function, or the bounds are not 0 ≤ L < U.
+    """
+    if ":" in name:
+        raise UserError(f"register_shaping name {name!r}: leave out the colon, it marks an import path")
+    if bounds is not None and not 0 <= bounds[0] < bounds[1]:
+        raise UserError(f"register_shaping {name!r}: bounds {bounds} must satisfy 0 <= L < U")
+
+    def decorate(function: ShapingFunction) -> ShapingFunction:
+        known = _REGISTRY.get(name)
+        if known is not None and _origin(known.function) != _origin(function):
+            raise UserError(
+                f"register_shaping {name!r}: already taken by {':'.join(_origin(known.function))}; choose another name"
+            )
+        _REGISTRY[name] = Registered(function, pointwise, bounds)
+        return function
+
+    return decorate
+
+
+def _origin(function: Any) -> tuple[str, str]:
+    return (getattr(function, "__module__", "?"), getattr(function, "__qualname__", repr(function)))
+
+
+def find_shaping(name: str) -> Registered:
+    """The registered function called `name`, or the one at the import path `package.module:function`.
+
+    Raises:
+        UserError: no such name, module or function, or it cannot be called.
+    """
+    if name in _REGISTRY:
+        return _REGISTRY[name]
+    module_name, colon, attribute = name.partition(":")
+    if not colon or not module_name or not attribute:
+        raise UserError(
+            f"shaping function {name!r} is neither registered nor an import path `package.module:function`"
+            + (nearest(name, _REGISTRY) if _REGISTRY else "")
+        )
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise UserError(
+            f"shaping function {name!r}: cannot import {module_name!r} ({error}); check the path and PYTHONPATH"
+        ) from error
+    function = getattr(module, attribute, None)
+    if not callable(function):
+        raise UserError(f"shaping function {name!r}: module {module_name!r} has no function {attribute!r}")
+    for registered in _REGISTRY.values():  # decorated and named by path: keep what the decorator promised
+        if registered.function is function:
+            return registered
+    return Registered(function, pointwise=False, bounds=None)
+
+
+def custom_pointwise(name: str) -> bool:
+    """What the function's decorator promised; False for a bare function."""
+    return find_shaping(name).pointwise
+
+
+def custom_bounds(name: str) -> tuple[float, float] | None:
+    """(L, U) that the function's decorator promised, or None."""
+    return find_shaping(name).bounds

@@ -1,0 +1,106 @@
+"""Everything that is decided once a step: weights, token selections, passes."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from sharpscope.objective.shaping import token_weights
+from sharpscope.objective.spec import ClipCovTokens, HighEntropyTokens, KlCovPenalty, LoptiPasses, Method
+from sharpscope.objective.statistics import token_covariance
+from sharpscope.objective.values import Plan, StepTensors
+
+
+@torch.no_grad()
+def prepare(method: Method, step: StepTensors, generator: torch.Generator | None = None) -> Plan:
+    """Decide a step's weights, token selection and passes from π_old's statistics; they stay fixed over its updates.
+
+    Means, covariances and quantiles run over all loss tokens of the step, never a microbatch. If `method.pointwise`, a
+    subset of rows gives the same rows of the plan.
+
+    Args:
+        method: the objective, its shaping calibrated.
+        step: (N, T) statistics at the start of the step.
+        generator: needed by `shuffled` weights and by Clip-Cov's draw.
+
+    Raises:
+        UserError: a shaping's weights are not finite or negative, or a user's own shaping misbehaves.
+        ValueError: a shaping is not calibrated, or a needed generator is missing.
+    """
+    method = method.at(step.progress)
+    mask = step.mask.bool()
+    dtype = step.logp.dtype
+    warnings: list[str] = []
+    penalty = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
+    if isinstance(method.penalty, KlCovPenalty):
+        chosen = top_tokens(
+            token_covariance(step), mask, count=_share_count("kl_cov", method.penalty.share, mask, warnings)
+        )
+        penalty = torch.where(chosen, float(method.penalty.coef), penalty)  # type: ignore[arg-type]
+    return Plan(
+        mask=mask,
+        advantage=torch.where(mask, step.advantage.to(dtype)[:, None], 0.0),  # (N, 1) -> (N, T)
+        weight=token_weights(method.weight, step, generator),
+        keep=_kept(method, step, mask, generator, warnings),
+        pass_index=_passes(method, step, mask),
+        penalty=penalty,
+        behavior_logp=torch.where(mask, step.behavior_logp, 0.0).to(dtype),
+        progress=step.progress,
+        warnings=tuple(warnings),
+    )
+
+
+def _kept(
+    method: Method, step: StepTensors, mask: Tensor, generator: torch.Generator | None, warnings: list[str]
+) -> Tensor:
+    """(N, T) bool: loss tokens that take part in the surrogate."""
+    tokens = method.tokens
+    if isinstance(tokens, HighEntropyTokens):
+        return top_tokens(step.entropy, mask, count=math.ceil(tokens.share * int(mask.sum()) - 1e-9))
+    if isinstance(tokens, ClipCovTokens):
+        if generator is None:
+            raise ValueError("Clip-Cov's draw needs a generator")
+        count = _share_count("clip_cov", tokens.share, mask, warnings)
+        covariance = token_covariance(step)
+        band = mask & (covariance > tokens.low) & (covariance < tokens.high)
+        places = band.nonzero()  # (candidates, 2)
+        order = torch.randperm(len(places), generator=generator, device=generator.device)[:count].to(mask.device)
+        keep = mask.clone()
+        keep[tuple(places[order].T)] = False
+        return keep
+    return mask
+
+
+def _passes(method: Method, step: StepTensors, mask: Tensor) -> Tensor:
+    """(N, T) int8: the pass a loss token belongs to, −1 outside the mask. Lopti: π_old < |eta| first, reversed for eta
+    < 0.
+    """
+    index = torch.zeros(mask.shape, dtype=torch.int8, device=mask.device)
+    if isinstance(method.passes, LoptiPasses):
+        rare = step.logp.exp() < abs(method.passes.eta)
+        index = (rare if method.passes.eta < 0 else ~rare).to(torch.int8)
+    return torch.where(mask, index, -1)
+
+
+def top_tokens(value: Tensor, mask: Tensor, *, count: int) -> Tensor:
+    """(N, T) bool: the `count` loss tokens with the largest value and all that tie with the last, so that row order is
+    irrelevant.
+    """
+    inside = value[mask]
+    if inside.numel() == 0:
+        return mask
+    count = min(max(count, 1), inside.numel())
+    return mask & (value >= inside.topk(count).values.min())
+
+
+def _share_count(name: str, share: float, mask: Tensor, warnings: list[str]) -> int:
+    """floor(share × loss tokens), at least 1, as the authors do; less than one token is worth a warning."""
+    tokens = share * int(mask.sum())
+    if tokens < 1:
+        warnings.append(
+            f"{name}: share {share:g} of a step's tokens is less than one token; one is taken. Raise the share or the "
+            "batch"
+        )
+    return max(int(tokens + 1e-9), 1)

@@ -1,0 +1,99 @@
+"""Fill a shaping's empty constants with explicit numbers: the published ones, or ones measured on the first step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from sharpscope.errors import UserError
+from sharpscope.objective.shaping.curves import shaping_input
+from sharpscope.objective.shaping_spec import (
+    EntropyShaping,
+    PolarityShaping,
+    Schedule,
+    Shaping,
+    SigmoidShaping,
+    Wrapper,
+)
+from sharpscope.objective.statistics import masked_mean, percentile
+from sharpscope.objective.values import StepTensors
+
+
+def choose_preset(shaping: Shaping, preset: str) -> Shaping:
+    """Replace the preset `auto`, also inside wrappers, by `paper` or `calibrated`."""
+    if isinstance(shaping, Wrapper):
+        return shaping.model_copy(update={"of": choose_preset(shaping.of, preset)})
+    if isinstance(shaping, SigmoidShaping) and shaping.preset == "auto":
+        return _filled(shaping, {"preset": preset})
+    return shaping
+
+
+def calibrate(shaping: Shaping, step: StepTensors) -> Shaping:
+    """The shaping with every constant explicit, as run.json stores it; explicit constants are kept.
+
+    sigmoid, preset `paper`: the published numbers. sigmoid, preset `calibrated` (or `auto`, which becomes it), and
+    entropy: with u10, u90 the 10th and 90th percentile of u over the step's loss tokens, a = logit(L/alpha + mu) and b
+    = logit(U/alpha + mu), tau = (u90 − u10)/(b − a) and u0 = u10 − a·tau, so that u10 and u90 land on L and U
+    (published constants: b − a = 1.846, a = 1.099). polarity: target = mean entropy. Other shapings have nothing to
+    fill in. Schedules are read at `step.progress`. Idempotent.
+
+    Raises:
+        UserError: u90 equals u10, the bounds lie outside the sigmoid's reach, or a polarity target would be 0.
+    """
+    if isinstance(shaping, Wrapper):
+        return shaping.model_copy(update={"of": calibrate(shaping.of, step)})
+    if isinstance(shaping, PolarityShaping) and shaping.target is None:
+        target = masked_mean(step.entropy, step.mask.bool())
+        if not target > 0:
+            raise UserError(
+                f"method.weight.target: the first step's mean entropy is {target:.4g} nats; set the target (> 0)"
+            )
+        return _filled(shaping, {"target": target})
+    if isinstance(shaping, SigmoidShaping):
+        shaping = _filled(shaping, {"preset": "paper" if shaping.preset == "paper" else "calibrated"})
+    if isinstance(shaping, SigmoidShaping | EntropyShaping):
+        known = shaping.constants()
+        if not {"tau", "u0"} <= set(known):
+            known = _location(shaping, known, step) | known
+        return _filled(shaping, known)
+    return shaping
+
+
+def _location(
+    shaping: SigmoidShaping | EntropyShaping, known: dict[str, float | Schedule], step: StepTensors
+) -> dict[str, float | Schedule]:
+    """tau and u0 from the step's percentiles; a tau that is given is kept for u0."""
+    mask = step.mask.bool()
+    if not bool(mask.any()):
+        raise UserError("method.weight: the first step has no loss tokens to calibrate on; set tau and u0")
+    u = shaping_input(shaping, step)
+    u10, u90 = percentile(u, mask, 10), percentile(u, mask, 90)
+    now = {name: value.value(step.progress) if isinstance(value, Schedule) else value for name, value in known.items()}
+    a = _logit(now["L"] / now["alpha"] + now["mu"], "L", now["L"])
+    b = _logit(now["U"] / now["alpha"] + now["mu"], "U", now["U"])
+    if "tau" in now:
+        tau = now["tau"]
+    elif math.isfinite(u90 - u10) and u90 > u10:
+        tau = (u90 - u10) / (b - a)
+    else:
+        raise UserError(
+            f"method.weight: the first step's 10th and 90th percentile are {u10:.6g} and {u90:.6g}, nothing to "
+            "calibrate on; "
+            "set tau and u0"
+        )
+    return {"tau": tau, "u0": u10 - a * tau}
+
+
+def _logit(share: float, name: str, bound: float) -> float:
+    if not 0 < share < 1:
+        raise UserError(
+            f"method.weight.{name}: {bound} is out of the sigmoid's reach, {name}/alpha + mu = {share:.4g} must be in "
+            "(0, 1); "
+            f"set tau and u0, or change {name}, alpha or mu"
+        )
+    return math.log(share) - math.log1p(-share)
+
+
+def _filled(shaping: Any, values: Mapping[str, Any]) -> Any:
+    return type(shaping).model_validate({n: getattr(shaping, n) for n in type(shaping).model_fields} | dict(values))

@@ -1,0 +1,324 @@
+"""`Method`: a policy-gradient objective as one frozen value; its parts are here, its token weights in `shaping_spec`.
+No torch.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from sharpscope.objective.shaping_spec import NonNegative, Part, Real, Shaping, UniformShaping, is_pointwise
+
+
+class Advantage(Part):
+    """A_i = (r_i − mean r)/(std r + epsilon) within the group of one prompt; 0 in a group whose rewards are all
+    equal.
+    """
+
+    scale: Literal["group", "none"] = Field(
+        default="group", description="group: divide by the group's std; none: do not (Dr. GRPO, arXiv 2503.20783)."
+    )
+    ddof: Literal[0, 1] = Field(
+        default=1, description="The std's denominator is n − ddof; 1 as in TRL, 0 the population's."
+    )
+    epsilon: Annotated[float, Field(ge=0)] = Field(
+        default=1e-4, description="Added to the std, reward units; published 1e-4."
+    )
+
+
+class TokenRatio(Part):
+    """r_t = π(y_t)/π_old(y_t)."""
+
+    kind: Literal["token"] = "token"
+
+
+class SequenceRatio(Part):
+    """s_i = exp(mean_t ln r_t), the same for all tokens of a completion (GSPO, arXiv 2507.18071)."""
+
+    kind: Literal["sequence"] = "sequence"
+
+
+class HolderRatio(Part):
+    """s_i = (mean_t r_t^p)^(1/p), the same for all tokens (HölderPO, arXiv 2605.12058); p = 1 arithmetic, p → 0
+    GSPO's.
+    """
+
+    kind: Literal["holder"] = "holder"
+    p: Real = Field(default=1.0, description="Power of the mean, any real number; a schedule anneals it.")
+
+
+Ratio = Annotated[TokenRatio | SequenceRatio | HolderRatio, Field(discriminator="kind")]
+
+
+class NoClip(Part):
+    """Objective r·A."""
+
+    kind: Literal["none"] = "none"
+
+
+class PpoClip(Part):
+    """Objective min(r·A, clip(r, 1 − low, 1 + high)·A)."""
+
+    kind: Literal["ppo"] = "ppo"
+    low: Annotated[float, Field(gt=0, le=1)] = Field(default=0.2, description="ε below 1, in (0, 1]; published 0.2.")
+    high: Annotated[float, Field(gt=0)] = Field(default=0.2, description="ε above 1, > 0; GRPO 0.2, DAPO 0.28.")
+
+
+class CispoClip(Part):
+    """Objective sg[clip(r, 1 − low, 1 + high)]·A·ln π: the clipped ratio is a constant, so no token loses its
+    gradient.
+    """
+
+    kind: Literal["cispo"] = "cispo"
+    low: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=1.0, description="ε below 1, in (0, 1]; 1: no lower bound, as MiniMax-M1."
+    )
+    high: Annotated[float, Field(gt=0)] = Field(
+        default=4.0,
+        description="ε above 1, > 0; MiniMax-M1 (arXiv 2506.13585) gives no number, ScaleRL (2510.13786) bounds r by "
+        "5.",
+    )
+
+
+Clip = Annotated[NoClip | PpoClip | CispoClip, Field(discriminator="kind")]
+
+
+class Kl(Part):
+    """β·k3 per token, k3 = π_ref/π − ln(π_ref/π) − 1, added to the loss."""
+
+    coef: Annotated[float, Field(ge=0)] = Field(default=0.0, description="β, ≥ 0; 0 needs no reference model.")
+    weighted: bool = Field(default=False, description="Multiply the term by the token's weight (TR-GRPO).")
+
+
+class AllTokens(Part):
+    """Every loss token takes part in the surrogate."""
+
+    kind: Literal["all"] = "all"
+
+
+class HighEntropyTokens(Part):
+    """Only the `share` of the step's loss tokens with the highest entropy takes part (arXiv 2506.01939); ties are
+    kept.
+    """
+
+    kind: Literal["high_entropy"] = "high_entropy"
+    share: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=0.2, description="Share of tokens kept, in (0, 1]; published 0.2."
+    )
+
+
+class ClipCovTokens(Part):
+    """Randomly drawn tokens with covariance in (low, high) leave the surrogate (Clip-Cov, arXiv 2505.22617)."""
+
+    kind: Literal["clip_cov"] = "clip_cov"
+    share: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=2e-4,
+        description="Share of the step's loss tokens drawn, in (0, 1], at least one token; published 2e-4.",
+    )
+    low: float = Field(
+        default=1.0, description="Covariance above which a token may be drawn, nats × advantage; published 1."
+    )
+    high: float = Field(default=5.0, description="Covariance below which a token may be drawn, > low; published 5.")
+
+    @model_validator(mode="after")
+    def _band(self) -> Self:
+        if self.low >= self.high:
+            raise ValueError(f"clip_cov low = {self.low} must be below high = {self.high}")
+        return self
+
+
+Tokens = Annotated[AllTokens | HighEntropyTokens | ClipCovTokens, Field(discriminator="kind")]
+
+
+class NoPenalty(Part):
+    """Nothing is added."""
+
+    kind: Literal["none"] = "none"
+
+
+class KlCovPenalty(Part):
+    """coef·D(π_old‖π) is added on the `share` of tokens with the largest covariance (KL-Cov, arXiv 2505.22617)."""
+
+    kind: Literal["kl_cov"] = "kl_cov"
+    share: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=2e-4,
+        description="Share of the step's loss tokens, in (0, 1], at least one token; published 2e-4 (2e-3 for a 7 B "
+        "model).",
+    )
+    coef: NonNegative = Field(default=1.0, description="Weight of the term, ≥ 0; published 1.")
+    estimator: Literal["abs", "k3"] = Field(
+        default="abs",
+        description="abs: |ln r| as in the authors' code; k3: r − 1 − ln r, unbiased for D(π_old‖π) (ours).",
+    )
+
+
+Penalty = Annotated[NoPenalty | KlCovPenalty, Field(discriminator="kind")]
+
+
+class BehaviorProximal(Part):
+    """The clip is centred on the policy that wrote the completions."""
+
+    kind: Literal["behavior"] = "behavior"
+
+
+class EwmaProximal(Part):
+    """The clip is centred on an average of past weights (PPO-EWMA, arXiv 2110.00641).
+
+    Objective (π_prox/π_behavior)·min(r·A, clip(r)·A) with r = π/π_prox.
+    """
+
+    kind: Literal["ewma"] = "ewma"
+    decay: Annotated[float, Field(ge=0, lt=1)] = Field(
+        default=0.889,
+        description="β of the average over updates, in [0, 1); centre of mass 1/(1 − β) − 1 updates; published 0.889.",
+    )
+
+
+Proximal = Annotated[BehaviorProximal | EwmaProximal, Field(discriminator="kind")]
+
+
+class SinglePass(Part):
+    """One optimizer pass over all tokens."""
+
+    kind: Literal["single"] = "single"
+
+
+class LoptiPasses(Part):
+    """Two optimizer passes: tokens with π_old < |eta| first, the rest after; both divide by the full token count.
+
+    Low-probability token isolation (arXiv 2505.12929). A negative eta reverses the order.
+    """
+
+    kind: Literal["lopti"] = "lopti"
+    eta: Annotated[float, Field(ge=-1, le=1)] = Field(
+        default=0.5,
+        description="Probability that parts the tokens, in [−1, 1]; published 0.4, with advantage reweighting 0.5.",
+    )
+
+
+Passes = Annotated[SinglePass | LoptiPasses, Field(discriminator="kind")]
+
+
+class NoSharpness(Part):
+    """The gradient at the current weights."""
+
+    kind: Literal["none"] = "none"
+
+
+class Sam(Part):
+    """The gradient at θ + rho·g/‖g‖₂, g = ∇L(θ) (SAM, arXiv 2010.01412); applied at θ."""
+
+    kind: Literal["sam"] = "sam"
+    rho: Annotated[float, Field(gt=0)] = Field(
+        default=0.05, description="Length of the ascent step, > 0, parameters' L2 norm; SAM's 0.05, to be swept."
+    )
+
+
+class GradientNormPenalty(Part):
+    """The gradient of L + penalty·‖∇L‖₂ by a difference over `radius` (arXiv 2202.03599).
+
+    (1 − κ)·∇L(θ) + κ·∇L(θ + radius·g/‖g‖₂), κ = penalty/radius; κ = 1 is SAM.
+    """
+
+    kind: Literal["gradient_norm_penalty"] = "gradient_norm_penalty"
+    penalty: Annotated[float, Field(ge=0)] = Field(
+        default=0.04, description="λ, ≥ 0, loss units per gradient norm; to be swept (κ = 0.8 by default, ours)."
+    )
+    radius: Annotated[float, Field(gt=0)] = Field(
+        default=0.05, description="Length of the difference, > 0, parameters' L2 norm."
+    )
+
+
+Sharpness = Annotated[NoSharpness | Sam | GradientNormPenalty, Field(discriminator="kind")]
+
+
+class Overlong(Part):
+    """DAPO's soft penalty on the reward of completions that come near the length limit (arXiv 2503.14476)."""
+
+    buffer: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=0.2,
+        description="Share of the completion limit over which the penalty grows, in (0, 1]; published 4096/20480.",
+    )
+    scale: Annotated[float, Field(ge=0)] = Field(
+        default=1.0, description="Penalty at the limit, ≥ 0, reward units; published 1."
+    )
+
+
+class Sampling(Part):
+    """How completions are drawn for a step beyond plain sampling."""
+
+    dynamic: bool = Field(
+        default=False, description="Draw groups whose rewards are all equal anew, with further prompts (DAPO)."
+    )
+    max_redraws: Annotated[int, Field(ge=1, le=1000)] = Field(
+        default=10,
+        description="Dynamic sampling: rounds of redraws a step at most, ≥ 1; ours, DAPO redraws until the batch is "
+        "full.",
+    )
+    overlong: Overlong | None = Field(default=None, description="Soft penalty on overlong completions; empty: none.")
+
+
+class Method(Part):
+    """An objective as data; a named method is a value of this type, an ablation the same with one part replaced."""
+
+    name: str = Field(description="What the run, its traces and its plots call the method.")
+    advantage: Advantage = Field(default_factory=Advantage, description="From rewards to advantages.")
+    ratio: Ratio = Field(
+        default_factory=TokenRatio, description="What is clipped: the token's, the sequence's or a power mean."
+    )
+    weight: Shaping = Field(default_factory=UniformShaping, description="Token weight w; no gradient flows through it.")
+    weight_on: Literal["surrogate", "ratio"] = Field(
+        default="surrogate",
+        description="surrogate: w·(clipped objective); ratio: w multiplies the ratio inside the clip (TR-GRPO).",
+    )
+    clip: Clip = Field(default_factory=PpoClip, description="The trust region of the surrogate.")
+    aggregate: Literal["sequence_mean", "token_mean", "constant"] = Field(
+        default="sequence_mean",
+        description="sequence_mean: mean over a completion's tokens, then over completions; token_mean: mean over all "
+        "tokens; "
+        "constant: sum divided by completions × completion limit.",
+    )
+    kl: Kl = Field(default_factory=Kl, description="Divergence from the reference policy.")
+    tokens: Tokens = Field(default_factory=AllTokens, description="Which loss tokens take part in the surrogate.")
+    penalty: Penalty = Field(default_factory=NoPenalty, description="A further term on chosen tokens.")
+    proximal: Proximal = Field(default_factory=BehaviorProximal, description="Where the clip is centred.")
+    passes: Passes = Field(default_factory=SinglePass, description="Optimizer passes over the tokens of a mini-batch.")
+    sharpness: Sharpness = Field(
+        default_factory=NoSharpness, description="Direct control of sharpness in the optimizer step."
+    )
+    sampling: Sampling = Field(
+        default_factory=Sampling, description="Redraws and reward shaping before the advantages."
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if isinstance(self.passes, LoptiPasses) and not isinstance(self.ratio, TokenRatio):
+            raise ValueError(
+                "passes.kind=lopti needs ratio.kind=token: a sequence's ratio ties the tokens of both passes together"
+            )
+        if self.at(0.0) is not self:
+            self.at(1.0)  # schedules are monotone: valid ends make valid values between
+        return self
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss needs log-probabilities of a reference policy at some time of the training."""
+        return self.kl.coef > 0
+
+    @property
+    def needs_proximal(self) -> bool:
+        """Whether the loss needs log-probabilities under an average of past weights."""
+        return isinstance(self.proximal, EwmaProximal)
+
+    @property
+    def pointwise(self) -> bool:
+        """Whether `prepare` gives the same rows when called on any subset of rows: no batch statistics, no
+        randomness.
+        """
+        return is_pointwise(self.weight) and isinstance(self.tokens, AllTokens) and isinstance(self.penalty, NoPenalty)
+
+
+def passes_of(method: Method) -> int:
+    """Optimizer passes over each mini-batch."""
+    return 2 if isinstance(method.passes, LoptiPasses) else 1

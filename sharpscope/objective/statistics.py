@@ -1,0 +1,98 @@
+"""Statistics over all loss tokens of a step, in float64: means, covariances, percentiles, and what the weights look
+like.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sharpscope.objective.shaping_spec import Part, weight_bounds
+from sharpscope.objective.values import StepTensors
+
+#: Share of the weights on one bound above which a shaping has lost its effect.
+SATURATION_LIMIT = 0.95
+
+
+def masked_mean(value: Tensor, mask: Tensor) -> float:
+    """Mean of `value` over the mask; NaN without a token."""
+    return float(value[mask].double().mean())
+
+
+def token_covariance(step: StepTensors) -> Tensor:
+    """c_t = (ln π_t − mean ln π)·(A_t − mean A) with means over the step's loss tokens, (N, T) float64, 0 outside the
+    mask.
+
+    Its mean is the covariance that drives the entropy (arXiv 2505.22617). [nats × advantage]
+    """
+    mask = step.mask.bool()
+    advantage = step.advantage.double()[:, None].expand(mask.shape)  # (N,) -> (N, T)
+    logp = step.logp.double()
+    product = (logp - logp[mask].mean()) * (advantage - advantage[mask].mean())
+    return torch.where(mask, product, 0.0)
+
+
+def percentile(value: Tensor, mask: Tensor, q: float) -> float:
+    """The `q`-th percentile (0..100, linear interpolation) of `value` over the mask."""
+    return float(np.percentile(value[mask].detach().double().cpu().numpy(), q))
+
+
+@dataclass(frozen=True)
+class WeightSummary:
+    """Token weights of one step over its loss tokens, all dimensionless.
+
+    `saturation_low` and `saturation_high` are the shares of the weights at L and at U, None for a shaping without
+    bounds. `ess` = (Σw)²/(n·Σw²) in (0, 1] is the effective sample size as a share of the tokens, 0 if every weight is
+    0.
+    """
+
+    mean: float
+    std: float
+    minimum: float
+    maximum: float
+    saturation_low: float | None
+    saturation_high: float | None
+    ess: float
+
+    @property
+    def warning(self) -> str | None:
+        """One line if more than 95 % of the weights sit on one bound, else None."""
+        for share, bound in ((self.saturation_low, "lower"), (self.saturation_high, "upper")):
+            if share is not None and share > SATURATION_LIMIT:
+                return (
+                    f"{share:.1%} of the token weights sit on the {bound} bound: the method is plain GRPO up to the "
+                    "gradient's scale; use preset=calibrated or set tau and u0"
+                )
+        return None
+
+
+def summarize_weights(shaping: Part, weight: Tensor, mask: Tensor, *, progress: float = 0.0) -> WeightSummary:
+    """Mean, population std, extremes, saturation and effective sample size of `weight` over the loss tokens.
+
+    Args:
+        shaping: where the weights come from; gives the bounds. A weight is at a bound within 1e-6 of it.
+        weight: (N, T).
+        mask: (N, T) loss tokens, bool or 0/1.
+        progress: at which the shaping's schedules are read.
+
+    Returns:
+        The summary; NaN everywhere (None for the saturation) without a loss token.
+    """
+    w = weight[mask.bool()].detach().double()
+    if w.numel() == 0:
+        return WeightSummary(math.nan, math.nan, math.nan, math.nan, None, None, math.nan)
+    total, square = float(w.sum()), float((w**2).sum())
+    bounds = weight_bounds(shaping.at(progress))
+    return WeightSummary(
+        mean=float(w.mean()),
+        std=float(w.std(correction=0)),
+        minimum=float(w.min()),
+        maximum=float(w.max()),
+        saturation_low=None if bounds is None else float((w <= bounds[0] + 1e-6).double().mean()),
+        saturation_high=None if bounds is None else float((w >= bounds[1] - 1e-6).double().mean()),
+        ess=total**2 / (w.numel() * square) if square > 0 else 0.0,
+    )

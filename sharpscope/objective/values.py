@@ -1,0 +1,151 @@
+"""What goes into an objective and what comes out: `StepTensors`, `Plan`, `LossOutput`. N completions, T token places
+each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+#: Columns of the `tokens` table that a shaping may ask for.
+TOKEN_COLUMNS = ("behavior_logp", "logp", "logit", "entropy", "collision", "polarity")
+
+
+@dataclass(frozen=True)
+class StepTensors:
+    """One step's completions and their statistics under the policy at the START of the step.
+
+    That policy is π_old: it stays fixed over the step's updates, and so does everything derived from it (weights,
+    covariances, masks). This is our choice; on the first update it is the current policy.
+
+    Attributes:
+        mask: (N, T) bool or 0/1, true where the policy chose the token and it counts in the loss.
+        group: (N,) integer, the prompt that a completion answers.
+        advantage: (N,) from `group_advantages`.
+        behavior_logp: (N, T) [nats] log-probability at sampling time; the denominator of the ratio.
+        logp: (N, T) [nats] under π_old.
+        logit: (N, T) undivided logit of the sampled token under π_old.
+        entropy: (N, T) [nats].
+        collision: (N, T) Σ_j p_j².
+        polarity: (N, T) the bracket of the entropy-change formula, ΔH = −η·A·polarity.
+        progress: share of the training done, in [0, 1], for schedules.
+
+    Values at masked-out places are never read, so they may be anything.
+    """
+
+    mask: Tensor
+    group: Tensor
+    advantage: Tensor
+    behavior_logp: Tensor
+    logp: Tensor
+    logit: Tensor
+    entropy: Tensor
+    collision: Tensor
+    polarity: Tensor
+    progress: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.mask.dim() != 2:
+            raise ValueError(f"mask must be (N, T), is {tuple(self.mask.shape)}")
+        rows = self.mask.shape[0]
+        for field in fields(self):
+            value = getattr(self, field.name)
+            wanted = (rows,) if field.name in ("group", "advantage") else tuple(self.mask.shape)
+            if isinstance(value, Tensor) and tuple(value.shape) != wanted:
+                raise ValueError(f"{field.name} must be {wanted}, is {tuple(value.shape)}")
+        if not 0.0 <= self.progress <= 1.0:
+            raise ValueError(f"progress must be in [0, 1], is {self.progress}")
+
+    def rows(self, index: Tensor | slice) -> StepTensors:
+        """The same for the completions `index` (any index of a tensor's first dimension)."""
+        return StepTensors(**{f.name: _rows(getattr(self, f.name), index) for f in fields(self)})
+
+    @classmethod
+    def from_columns(cls, *, advantage: Tensor | None = None, progress: float = 0.0, **columns: Tensor) -> StepTensors:
+        """One token a row from 1-D columns, as the `tokens` table holds them or as a curve is drawn over; lengths
+        equal.
+
+        A column that is missing is NaN, so that a shaping that needs it says so; a missing advantage is 1.
+        """
+        unknown = set(columns) - set(TOKEN_COLUMNS)
+        if unknown or not columns:
+            raise ValueError(f"columns must be some of {', '.join(TOKEN_COLUMNS)}; unknown: {sorted(unknown)}")
+        like = next(iter(columns.values()))
+        missing = torch.full_like(like, torch.nan)
+        n = like.shape[0]
+        return cls(
+            mask=torch.ones(n, 1, dtype=torch.bool, device=like.device),
+            group=torch.arange(n, device=like.device),
+            advantage=torch.ones_like(like) if advantage is None else advantage,
+            progress=progress,
+            **{name: columns.get(name, missing)[:, None] for name in TOKEN_COLUMNS},  # (n,) -> (n, 1)
+        )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is decided once a step and stays fixed over its updates; every tensor is (N, T) and free of gradient.
+
+    Attributes:
+        mask: bool, loss tokens.
+        advantage: group advantage of each token's completion.
+        weight: token weight w ≥ 0; 0 outside the mask.
+        keep: bool, tokens that take part in the surrogate (all loss tokens, or those that a token selection leaves).
+        pass_index: int8, the optimizer pass a token belongs to; −1 outside the mask.
+        penalty: coefficient of the extra divergence D(π_old‖π) of a token (KL-Cov), else 0.
+        behavior_logp: denominator of the ratio [nats].
+        progress: share of the training done, at which the method's schedules are read.
+        warnings: what a person should know about this step; each text is the same at every step, so it can be shown
+            once.
+    """
+
+    mask: Tensor
+    advantage: Tensor
+    weight: Tensor
+    keep: Tensor
+    pass_index: Tensor
+    penalty: Tensor
+    behavior_logp: Tensor
+    progress: float = 0.0
+    warnings: tuple[str, ...] = ()
+
+    def rows(self, index: Tensor | slice) -> Plan:
+        """The same for the completions `index` (any index of a tensor's first dimension)."""
+        return Plan(**{f.name: _rows(getattr(self, f.name), index) for f in fields(self)})
+
+    def columns(self, width: int) -> Plan:
+        """The same for the first `width` token places; those left out must hold no loss tokens of these rows."""
+        cut: dict[str, Any] = {name: v[:, :width] for name, v in vars(self).items() if isinstance(v, Tensor)}
+        return replace(self, **cut)
+
+    def pass_mask(self, pass_index: int) -> Tensor:
+        """(N, T) bool: the loss tokens of one optimizer pass."""
+        return self.pass_index == pass_index
+
+
+@dataclass(frozen=True)
+class LossOutput:
+    """This microbatch's share of one update's loss, and what happened to each token (all but `loss` are detached).
+
+    Attributes:
+        loss: scalar with gradient; the loss of an update is the sum over its microbatches.
+        surrogate: scalar, the part without divergence terms.
+        ratio: (n, T) the ratio that is clipped, before any weight: token's, sequence's or power mean; 1 outside the
+            mask.
+        clipped: (n, T) int8: −1 where the lower bound acts, 1 where the upper bound does, else 0. For `ppo` these are
+            the tokens whose surrogate has no gradient; for `cispo` those whose coefficient is bounded.
+        kl: (n, T) [nats] k3 against the reference policy, unweighted; 0 without a reference and outside the mask.
+    """
+
+    loss: Tensor
+    surrogate: Tensor
+    ratio: Tensor
+    clipped: Tensor
+    kl: Tensor
+
+
+def _rows(value: Any, index: Tensor | slice) -> Any:
+    return value[index] if isinstance(value, Tensor) else value
