@@ -75,6 +75,8 @@ class Part:
             DamagedPartError: if a page fails its checksum or cannot be decoded.
         """
         groups = [g for g in self.groups if steps is None or any(g.first_step <= s <= g.last_step for s in steps)]
+        if not groups:
+            return self.metadata.schema.to_arrow_schema().empty_table().select(list(columns))
         mixed = steps is not None and any(g.first_step != g.last_step for g in groups)
         wanted = [*columns, "step"] if mixed and "step" not in columns else list(columns)
         try:

@@ -181,7 +181,7 @@ def test_steps_and_columns_are_chosen_without_reading_others(tmp_path, monkeypat
     frame = loaded.tokens(steps=[2], columns=["logp", "weight"])
     np.testing.assert_array_equal(frame["logp"], _tokens(2)["logp"])
     assert list(frame) == ["logp", "weight"]
-    assert read == [((1,), ("logp", "weight")), ((), ("logp", "weight"))]
+    assert read == [((1,), ("logp", "weight"))]
     assert [len(part) for part in loaded.iter_tokens(columns=["logp"])] == [8, 8]
     assert len(loaded.tokens(steps=7)) == 0
     with pytest.raises(UserError, match="did you mean 'logp'"):
