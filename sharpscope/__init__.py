@@ -1,0 +1,44 @@
+"""sharpscope: which tokens move a language model under RL, how sharp is the place they move it to, and does it matter.
+
+The names below are imported when first used, so that `import sharpscope` takes milliseconds.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from sharpscope.objective import register_shaping as register_shaping
+    from sharpscope.probes import attribute as attribute
+    from sharpscope.probes import curvature as curvature
+    from sharpscope.probes import score_norms as score_norms
+    from sharpscope.probes import sharpness as sharpness
+    from sharpscope.tasks import register_task as register_task
+    from sharpscope.traces import load_run as load_run
+    from sharpscope.traces import load_runs as load_runs
+
+_HOMES = {
+    "load_run": "sharpscope.traces",
+    "load_runs": "sharpscope.traces",
+    "score_norms": "sharpscope.probes",
+    "attribute": "sharpscope.probes",
+    "curvature": "sharpscope.probes",
+    "sharpness": "sharpscope.probes",
+    "register_task": "sharpscope.tasks",
+    "register_shaping": "sharpscope.objective",
+}
+
+__all__ = ["__version__", *sorted(_HOMES)]  # noqa: PLE0604 - the names are strings
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'sharpscope' has no attribute '{name}'")
+
+
+def __dir__() -> list[str]:
+    return __all__

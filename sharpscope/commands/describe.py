@@ -1,0 +1,114 @@
+"""`methods`, `shapings`, `tasks`, `config`, `schema`: what there is and what it means."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to the application."""
+    app.command("methods")(methods)
+    app.command("tasks")(tasks)
+    app.command("config")(config)
+    app.command("schema")(schema)
+
+
+def methods(
+    name: Annotated[str | None, typer.Argument(help="A method's name, for its equation, constants and source.")] = None,
+) -> None:
+    """List the methods, or explain one.
+
+    Examples:
+
+      sharpscope methods
+
+      sharpscope methods grpo-sg
+    """
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    from sharpscope.objective import describe_method, list_methods
+
+    if name is not None:
+        Console().print(escape(describe_method(name)), highlight=False, soft_wrap=True)
+        return
+    table = Table("method", "what changes from GRPO", "source")
+    for entry in list_methods():
+        table.add_row(entry.name, escape(entry.summary), escape(entry.source))
+    console = Console()
+    console.print(table)
+    console.print(
+        "Controls: append -reverse, -shuffled, -constant or -mean-one to a weighted method (grpo-sg-shuffled).\n"
+        "One in full: sharpscope methods NAME. Use: sharpscope run --method NAME",
+        highlight=False,
+    )
+
+
+def tasks() -> None:
+    """List the tasks and their fields.
+
+    Example:
+
+      sharpscope tasks
+    """
+    from rich.console import Console
+    from rich.markup import escape
+
+    from sharpscope.tasks import list_tasks
+
+    console = Console()
+    for kind, summary, spec in list_tasks():
+        console.print(f"[bold]{escape(kind)}[/]  {escape(summary)}")
+        for field, info in spec.model_fields.items():
+            if field != "kind":
+                console.print(f"    task.{field} = {info.get_default(call_default_factory=True)!r}", markup=False, highlight=False)
+                console.print(f"        {info.description}", markup=False, highlight=False, style="dim")
+    console.print("Use: sharpscope run --task KIND --set task.FIELD=VALUE", highlight=False)
+
+
+def config(
+    file: Annotated[Path | None, typer.Argument(help="A YAML file; default: the defaults.")] = None,
+    method: Annotated[str | None, typer.Option("--method", "-m", help="A method's name.")] = None,
+    task: Annotated[str | None, typer.Option(help="A task's kind.")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="Any field, as path=value. Repeatable.")] = None,
+    explain: Annotated[bool, typer.Option("--explain", help="Every field with its range, unit and meaning.")] = False,
+) -> None:
+    """Print a configuration as `run` would use it, or explain every field.
+
+    Examples:
+
+      sharpscope config --method grpo-sg > mine.yaml
+
+      sharpscope config --explain
+    """
+    from sharpscope.commands.training import command_values
+    from sharpscope.config import build_config, explain_fields, to_yaml
+
+    settings = build_config(file, set_ or (), command_values(method=method, task=task))
+    if explain:
+        for line in explain_fields(settings):
+            typer.echo(line)
+    else:
+        typer.echo(to_yaml(settings), nl=False)
+
+
+def schema(
+    table: Annotated[list[str] | None, typer.Argument(help="Tables; default: all.")] = None,
+) -> None:
+    """Print every table and column of a trace, with type, unit and definition (Markdown).
+
+    Example:
+
+      sharpscope schema steps tokens
+    """
+    from sharpscope.errors import UserError, nearest
+    from sharpscope.traces import TABLES, schema_markdown
+
+    for name in table or []:
+        if name not in TABLES:
+            raise UserError(f"table '{name}': unknown{nearest(name, TABLES)}")
+    typer.echo(schema_markdown(table or None), nl=False)

@@ -1,0 +1,168 @@
+"""`run`, `eval`, `warm-start`: commands that use the policy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+SET_HELP = "Any field, as path=value: --set rollout.group_size=16. Repeatable. `sharpscope config` lists them."
+QUIET_HELP = "No live display."
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to the application."""
+    app.command("run")(run)
+    app.command("eval")(evaluate)
+    app.command("warm-start")(warm_start)
+
+
+def run(
+    config: Annotated[Path | None, typer.Argument(help="A YAML file (see experiments/); fields left out have defaults.")] = None,
+    method: Annotated[str | None, typer.Option("--method", "-m", help="A method's name: `sharpscope methods`.")] = None,
+    task: Annotated[str | None, typer.Option(help="A task's kind: `sharpscope tasks`.")] = None,
+    model: Annotated[str | None, typer.Option(help="embedded:NAME, a model folder, or a hub id.")] = None,
+    shaping: Annotated[
+        str | None, typer.Option(help="Preset of the sigmoid shaping (paper | calibrated), or your own as module:function.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Rounds of rollouts and learning [steps].")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of everything random in training.")] = None,
+    lr: Annotated[float | None, typer.Option(help="Peak learning rate.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The run's folder, such as runs/first. Default: runs/<method>-<task>-s<seed>.")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", help=SET_HELP)] = None,
+    resume: Annotated[Path | None, typer.Option(help="Go on with an interrupted run from its last checkpoint.")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help=QUIET_HELP)] = False,
+) -> None:
+    """Train a policy and record what every token does.
+
+    Examples:
+
+      sharpscope run --method grpo-sg --steps 20
+
+      sharpscope run -m grpo-sg --set method.weight.tau=4 --set method.weight_on=ratio --out runs/ablation
+
+      sharpscope run --task dataset --set task.path=puzzles.parquet --method grpo-sg --out runs/real
+
+      sharpscope run --resume runs/first
+    """
+    from sharpscope.config import build_config
+    from sharpscope.training import QuietDisplay, RichDisplay, train
+
+    display = QuietDisplay() if quiet else RichDisplay()
+    if resume is not None:
+        given = [config, method, task, model, shaping, steps, seed, lr, out, set_]
+        if any(value is not None for value in given):
+            from sharpscope.errors import UserError
+
+            raise UserError("--resume goes on with the run's own settings: give no other setting beside it")
+        settings = build_config(resume / "config.yaml", values={"out": str(resume.parent), "name": resume.name})
+        outcome = train(settings, display, resume=True)
+    else:
+        values = command_values(method=method, task=task, model=model, shaping=shaping, steps=steps, seed=seed, lr=lr, out=out)
+        outcome = train(build_config(config, set_ or (), values), display)
+    report(outcome.run_dir, outcome.status, outcome.steps_done, outcome.reason)
+
+
+def command_values(**options: Any) -> dict[str, Any]:
+    """The short options of `run` as configuration paths; what was not given is left out."""
+    places = {
+        "method": "method", "task": "task.kind", "model": "policy.model", "steps": "steps", "seed": "seed",
+        "lr": "optimizer.lr",
+    }  # fmt: skip
+    values: dict[str, Any] = {place: options[name] for name, place in places.items() if options.get(name) is not None}
+    if options.get("out") is not None:
+        values["out"], values["name"] = str(options["out"].parent), options["out"].name
+    shaping = options.get("shaping")
+    if shaping is not None:
+        from sharpscope.config import shaping_value
+
+        values["method.weight"] = shaping_value(shaping)
+    return values
+
+
+def report(run_dir: Path, status: str, steps: int, reason: str) -> None:
+    """Say how a run ended, what was written and what to do next."""
+    typer.echo(f"{status}: {steps} steps, {reason}. Written: {run_dir}/ (run.json, traces/, checkpoints/)")
+    if status == "interrupted":
+        typer.echo(f"go on:  sharpscope run --resume {run_dir}")
+    typer.echo(f"look:   sharpscope show {run_dir}   |   sharpscope analyze {run_dir}")
+    if status == "failed":
+        raise typer.Exit(1)
+
+
+def evaluate(
+    model: Annotated[Path, typer.Argument(help="A run's folder (its last checkpoint), a checkpoint, a model folder, or embedded:NAME.")],
+    task: Annotated[str | None, typer.Option(help="A task's kind; default: the run's task, or knights_knaves.")] = None,
+    split: Annotated[list[str] | None, typer.Option(help="Splits; default: heldout and unseen.")] = None,
+    temperature: Annotated[list[float] | None, typer.Option(help="Sampling temperatures; 0 is greedy. Default: 0 and 1.")] = None,
+    prompts: Annotated[int, typer.Option(help="Puzzles of each level.")] = 500,
+    k: Annotated[int, typer.Option("--samples", "-k", help="Completions per puzzle at temperatures above 0.")] = 1,
+    seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
+    set_: Annotated[list[str] | None, typer.Option("--set", help=SET_HELP)] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the rows to this CSV or Parquet file too.")] = None,
+) -> None:
+    """Accuracy of a policy on a task, by split, level and temperature, with standard errors.
+
+    Examples:
+
+      sharpscope eval embedded:knights_knaves --prompts 500
+
+      sharpscope eval runs/first --split heldout --temperature 1 -k 8
+    """
+    from sharpscope.training import evaluate_model
+
+    rows = evaluate_model(
+        str(model), task=task, splits=tuple(split or ("heldout", "unseen")), temperatures=tuple(temperature or (0.0, 1.0)),
+        prompts=prompts, samples=k, seed=seed, overrides=set_ or (), on_progress=lambda text: typer.echo(f"  {text}", err=True),
+    )  # fmt: skip
+    print_evaluation(rows)
+    if out is not None:
+        save_rows(rows, out)
+        typer.echo(f"written: {out}")
+
+
+def print_evaluation(rows: list[dict[str, Any]]) -> None:
+    """The eval rows as a table."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("split", "level", "T", "n", "k", "accuracy", "± s.e.", "pass@k", "reward", title=f"{rows[0]['task']}")
+    for row in rows:
+        error = "–" if row["std_error"] is None else f"{row['std_error']:.2%}"
+        table.add_row(
+            row["split"], row["level"], f"{row['temperature']:g}", str(row["n"]), str(row["k"]), f"{row['accuracy']:.2%}",
+            error, f"{row['pass_at_k']:.2%}", f"{row['reward_mean']:+.3f}",
+        )  # fmt: skip
+    Console().print(table)
+
+
+def save_rows(rows: list[dict[str, Any]], path: Path) -> None:
+    """Rows as CSV or Parquet, by the file's ending."""
+    import pandas as pd
+
+    from sharpscope.errors import UserError
+
+    frame = pd.DataFrame(rows)
+    if path.suffix == ".csv":
+        frame.to_csv(path, index=False)
+    elif path.suffix == ".parquet":
+        frame.to_parquet(path, index=False)
+    else:
+        raise UserError(f"--out {path}: must end in .csv or .parquet")
+
+
+def warm_start(
+    out: Annotated[Path, typer.Option(help="Folder of the new policy.")] = Path("policies/knights_knaves"),
+    set_: Annotated[list[str] | None, typer.Option("--set", help="Any field of the warm start, as name=value.")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help=QUIET_HELP)] = False,
+) -> None:
+    """Train an embedded policy from nothing on generated demonstrations; the defaults recreate the shipped one.
+
+    Example:
+
+      sharpscope warm-start --out policies/mine --set steps=2500
+    """
+    from sharpscope.commands.warm import run_warm_start
+
+    run_warm_start(out, set_ or [], quiet)

@@ -1,0 +1,41 @@
+"""The progress bar of `warm-start`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import typer
+
+
+def run_warm_start(out: Path, overrides: Sequence[str], quiet: bool) -> None:
+    """Build the spec from `name=value` overrides, run it, say what was written."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    from sharpscope.config import check_keys, merge, parse_override, validate
+    from sharpscope.errors import UserError
+    from sharpscope.policy import WarmStartSpec
+    from sharpscope.policy import warm_start as train_warm_start
+    from sharpscope.training.environment import set_threads
+
+    data: dict[str, Any] = {}
+    for override in overrides:
+        data = merge(data, parse_override(override))
+    check_keys(WarmStartSpec, data)
+    spec = validate(WarmStartSpec, data)
+    if out.exists() and any(out.iterdir()):
+        raise UserError(f"--out {out}: is not empty and is not overwritten; choose another folder")
+    set_threads(None)
+    columns = (
+        TextColumn("warm-start"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"),
+        TimeRemainingColumn(), TextColumn("{task.fields[note]}"),
+    )  # fmt: skip
+    with Progress(*columns, disable=quiet) as progress:
+        bar = progress.add_task("warm-start", total=spec.steps, note="")
+        summary = train_warm_start(
+            spec, out, on_progress=lambda step, note: progress.update(bar, completed=step, note=note)
+        )
+    for name, value in summary.items():
+        typer.echo(f"  {name}: {value}")
+    typer.echo(f"written: {out}/\ntry it: sharpscope eval {out}   |   sharpscope run --model {out}")

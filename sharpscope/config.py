@@ -1,0 +1,294 @@
+"""The whole configuration of a run: rooms' specs composed, read from YAML, overridden by `--set a.b=c`, saved resolved."""
+
+from __future__ import annotations
+
+import re
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, Field, ValidationError, field_validator
+
+from sharpscope.errors import UserError, nearest
+from sharpscope.objective import Method, method_label, named_method
+from sharpscope.policy import PolicySpec, RolloutSpec
+# PROBES from sharpscope.probes import ProbesSpec
+from sharpscope.spec import Spec
+from sharpscope.tasks import KnightsKnavesSpec, TaskSpec
+from sharpscope.training.spec import (
+    CheckpointSpec,
+    EvaluationSpec,
+    HealthSpec,
+    OptimizerSpec,
+    RecordingSpec,
+    UpdateSpec,
+)
+
+RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=-]{0,127}")
+
+
+class RunConfig(Spec):
+    """One run. Every field has a default; `sharpscope run` without a file trains the embedded policy."""
+
+    name: str | None = Field(None, description="Name of the run's folder; null: <method>-<task>-s<seed>.")
+    out: str = Field("runs", description="Folder in which the run's folder is made.")
+    seed: int = Field(0, ge=0, lt=2**31, description="Seed of everything random in training; the task's data has its own.")
+    steps: int = Field(100, ge=1, le=1_000_000, description="Rounds of rollouts and learning [steps].")
+    threads: int | None = Field(None, ge=1, le=1024, description="CPU threads of torch; null: all physical cores this process may use.")
+    task: TaskSpec = Field(default_factory=lambda: KnightsKnavesSpec(), description="What is asked and how it is scored.")
+    policy: PolicySpec = Field(default_factory=PolicySpec, description="The model.")
+    rollout: RolloutSpec = Field(default_factory=RolloutSpec, description="How completions are drawn.")
+    method: Method = Field(default_factory=lambda: named_method("grpo"), description="The objective, as data.")
+    optimizer: OptimizerSpec = Field(default_factory=OptimizerSpec, description="AdamW and its schedule.")
+    update: UpdateSpec = Field(default_factory=UpdateSpec, description="Mini-batches, inner epochs, microbatches.")
+    evaluation: EvaluationSpec = Field(default_factory=EvaluationSpec, description="When and on what to evaluate.")
+    recording: RecordingSpec = Field(default_factory=RecordingSpec, description="What is written to the traces.")
+    # PROBES probes: ProbesSpec = Field(default_factory=ProbesSpec, description="Curvature and perturbation probes while training.")
+    checkpoint: CheckpointSpec = Field(default_factory=CheckpointSpec, description="When weights are saved.")
+    health: HealthSpec = Field(default_factory=HealthSpec, description="Rules that speak before a run goes wrong.")
+
+    @field_validator("name")
+    @classmethod
+    def _name(cls, value: str | None) -> str | None:
+        if value is not None and not RUN_NAME.fullmatch(value):
+            raise ValueError("a folder name of letters, digits and . _ + = -, not starting with a dot, at most 128 characters")
+        return value
+
+    @property
+    def run_name(self) -> str:
+        """The run's folder name."""
+        if self.name is not None:
+            return self.name
+        label = re.sub(r"[^A-Za-z0-9._+=-]+", "-", method_label(self.method))[:80].strip("-")
+        task = re.sub(r"[^A-Za-z0-9._+=-]+", "-", self.task.kind)
+        return f"{label}-{task}-s{self.seed}"
+
+    @property
+    def run_dir(self) -> Path:
+        """The run's folder."""
+        return Path(self.out) / self.run_name
+
+
+def build_config(file: Path | None = None, overrides: Sequence[str] = (), values: Mapping[str, Any] | None = None) -> RunConfig:
+    """A validated configuration from defaults, then the YAML `file`, then `values`, then `key.path=value` overrides.
+
+    Raises UserError with one line that names the field, the value and the fix.
+    """
+    data: dict[str, Any] = {}
+    if file is not None:
+        data = merge(data, read_yaml(file))
+    for path, value in (values or {}).items():
+        data = merge(data, _nested(path, value))
+    for override in overrides:
+        data = merge(data, parse_override(override))
+    data = _fill_kinds(RunConfig, _expand_method(data))
+    check_keys(RunConfig, data)
+    return resolve_method(validate(RunConfig, data))
+
+
+def default_preset(config: RunConfig) -> Literal["paper", "calibrated"]:
+    """What the shaping preset `auto` means: calibrated for the embedded policies, paper for any other model."""
+    return "calibrated" if config.policy.model.startswith("embedded:") else "paper"
+
+
+def resolve_method(config: RunConfig) -> RunConfig:
+    """The configuration with a preset that is the default anyway written as `auto`, so that equal methods have one label."""
+    weight = _default_as_auto(config.method.weight, default_preset(config))
+    return config.model_copy(update={"method": config.method.model_copy(update={"weight": weight})})
+
+
+def _default_as_auto(shaping: Any, default: str) -> Any:
+    inner = getattr(shaping, "of", None)
+    if inner is not None:
+        return shaping.model_copy(update={"of": _default_as_auto(inner, default)})
+    return shaping.model_copy(update={"preset": "auto"}) if getattr(shaping, "preset", None) == default else shaping
+
+
+def shaping_value(text: str) -> dict[str, Any]:
+    """What `--shaping` means for `method.weight`: a preset of the sigmoid, or a user's own function `module:function`."""
+    if ":" in text:
+        return {"kind": "custom", "function": text}
+    if text in ("paper", "calibrated"):
+        return {"preset": text}
+    raise UserError(f"--shaping {text}: must be paper, calibrated, or your own as module:function")
+
+
+def explain_fields(config: RunConfig) -> list[str]:
+    """One line a field: path, present value, allowed values, meaning."""
+    return list(_explain(config, ""))
+
+
+def _explain(part: BaseModel, prefix: str) -> typing.Iterator[str]:
+    for name, info in type(part).model_fields.items():
+        value = getattr(part, name)
+        if isinstance(value, BaseModel):
+            yield from _explain(value, f"{prefix}{name}.")
+            continue
+        limits = ", ".join(str(limit) for limit in info.metadata)
+        kind = str(info.annotation).replace("typing.", "") if not isinstance(info.annotation, type) else info.annotation.__name__
+        yield f"{prefix}{name} = {value!r}  [{kind}{'; ' + limits if limits else ''}]  {info.description or ''}"
+
+
+def _fill_kinds(model: type[BaseModel], data: Mapping[str, Any]) -> dict[str, Any]:
+    """A part given without its `kind` has the default's, so that `--set task.people=4` needs no `--set task.kind=…`."""
+    filled = dict(data)
+    for name, info in model.model_fields.items():
+        value = filled.get(name)
+        if not isinstance(value, Mapping):
+            continue
+        default = info.get_default(call_default_factory=True)
+        if "kind" not in value and isinstance(default, BaseModel) and "kind" in type(default).model_fields:
+            value = {"kind": default.kind, **value}  # type: ignore[attr-defined]
+        part = part_model(info.annotation, value)
+        filled[name] = value if part is None else _fill_kinds(part, value)
+    return filled
+
+
+def validate(model: type[typing.Any], data: Mapping[str, Any]) -> typing.Any:
+    """`model.model_validate`, with pydantic's findings turned into one UserError line."""
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        lines = []
+        for finding in error.errors()[:3]:
+            place = ".".join(str(part) for part in _plain_location(finding["loc"], data)) or "config"
+            value = "" if isinstance(finding["input"], Mapping) else f" = {_short(finding['input'])}"
+            message = finding["msg"].removeprefix("Value error, ")
+            lines.append(f"{place}{value}: {message[0].lower() + message[1:]}")
+        more = f" (and {error.error_count() - 3} more)" if error.error_count() > 3 else ""
+        raise UserError("; ".join(lines) + more) from None
+
+
+def read_yaml(file: Path) -> dict[str, Any]:
+    """A YAML mapping, read with `yaml.safe_load`."""
+    try:
+        data = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"config file '{file}' does not exist; give the path of a YAML file, or leave it out") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"config file '{file}' cannot be read: {error}") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        where = getattr(error, "problem_mark", None)
+        line = f", line {where.line + 1}" if where is not None else ""
+        raise UserError(f"config file '{file}'{line}: not valid YAML ({getattr(error, 'problem', None) or error})") from None
+    if data is None:
+        return {}
+    if not isinstance(data, dict):
+        raise UserError(f"config file '{file}': must be a mapping of field names to values, not {type(data).__name__}")
+    return data
+
+
+def parse_override(text: str) -> dict[str, Any]:
+    """`a.b=c` as `{"a": {"b": c}}`, the value read as YAML."""
+    path, sign, raw = text.partition("=")
+    if not sign or not path.strip():
+        raise UserError(f"--set {text}: must look like field.subfield=value")
+    try:
+        value = yaml.safe_load(raw)
+    except (yaml.YAMLError, ValueError, RecursionError):
+        raise UserError(f"--set {text}: the value is not valid YAML; put text in quotes") from None
+    if isinstance(value, str):
+        # YAML 1.1 reads 1e-4 as text; a person means the number.
+        try:
+            value = float(value) if re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", value) else value
+        except ValueError:
+            pass
+    return _nested(path.strip(), value)
+
+
+def merge(base: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
+    """`extra` laid over `base`, deeply; a part that changes its `kind` (or a method its `name`) starts afresh."""
+    result = dict(base)
+    for key, value in extra.items():
+        old = result.get(key)
+        if isinstance(value, Mapping) and isinstance(old, Mapping):
+            changed = any(tag in value and value[tag] != old.get(tag) for tag in ("kind", "name"))
+            result[key] = dict(value) if changed else merge(old, value)
+        elif key == "method" and isinstance(value, str):
+            result[key] = {"name": value}
+        else:
+            result[key] = value
+    return result
+
+
+def check_keys(model: type[BaseModel], data: Mapping[str, Any], place: str = "") -> None:
+    """UserError for the first key that `model` (or a part of it) does not have, with the nearest valid name."""
+    fields = model.model_fields
+    for key, value in data.items():
+        here = f"{place}.{key}" if place else str(key)
+        if key not in fields:
+            raise UserError(f"{here}: unknown field{nearest(str(key), fields)}")
+        if isinstance(value, Mapping):
+            part = part_model(fields[key].annotation, value)
+            if part is not None:
+                check_keys(part, value, here)
+
+
+def part_model(annotation: Any, value: Mapping[str, Any]) -> type[BaseModel] | None:
+    """The model of a union's member that `value` means: by `kind`, or the only one."""
+    members = list(_models(annotation))
+    kinds = {kind: member for member in members if "kind" in member.model_fields for kind in _literals(member)}
+    if value.get("kind") in kinds:
+        return kinds[value["kind"]]
+    return members[0] if len(members) == 1 else None
+
+
+def to_yaml(config: BaseModel) -> str:
+    """The resolved configuration as YAML that `build_config` reads back to the same value."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def _expand_method(data: Mapping[str, Any]) -> dict[str, Any]:
+    """`method: {name: grpo-sg, weight: {...}}` laid over the named method, so that an ablation names only what it changes."""
+    given = data.get("method")
+    if given is None:
+        return dict(data)
+    if isinstance(given, str):
+        given = {"name": given}
+    if not isinstance(given, Mapping):
+        raise UserError(f"method = {_short(given)}: must be a method's name or a mapping with a name")
+    base = named_method(str(given.get("name", "grpo"))).model_dump(mode="json")
+    return {**data, "method": merge(base, given)}
+
+
+def _nested(path: str, value: Any) -> dict[str, Any]:
+    for part in reversed(path.split(".")):
+        value = {part: value}
+    return typing.cast("dict[str, Any]", value)
+
+
+def _models(annotation: Any) -> typing.Iterator[type[BaseModel]]:
+    origin = typing.get_origin(annotation)
+    if origin is typing.Annotated:
+        yield from _models(typing.get_args(annotation)[0])
+    elif origin in (typing.Union, types.UnionType):
+        for member in typing.get_args(annotation):
+            yield from _models(member)
+    elif isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+
+
+def _literals(model: type[BaseModel]) -> tuple[Any, ...]:
+    return typing.get_args(model.model_fields["kind"].annotation)
+
+
+def _plain_location(location: tuple[int | str, ...], data: Any) -> list[int | str]:
+    """Pydantic's location without the names of union members, which no user wrote."""
+    plain: list[int | str] = []
+    for index, part in enumerate(location):
+        if isinstance(data, Mapping) and part not in data and index + 1 < len(location):
+            continue
+        plain.append(part)
+        if isinstance(data, Mapping):
+            data = data.get(part)
+        elif isinstance(data, Sequence) and isinstance(part, int) and part < len(data):
+            data = data[part]
+    return plain
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

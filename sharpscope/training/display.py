@@ -1,0 +1,157 @@
+"""What a person sees while a run trains; the quiet one is for tests, sweeps and pipes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.live import Live
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from sharpscope.training.health import Event
+
+
+class Display(Protocol):
+    """Listens to a run; must change nothing."""
+
+    def start(self, title: str, steps: int, done: int) -> None:
+        """The run begins (or goes on after `done` steps)."""
+
+    def status(self, text: str) -> None:
+        """What is being done now."""
+
+    def step(self, row: Mapping[str, Any]) -> None:
+        """A step is done; `row` is its row of the steps table."""
+
+    def evaluation(self, rows: list[dict[str, Any]]) -> None:
+        """An evaluation is done."""
+
+    def event(self, event: Event) -> None:
+        """A health rule fired."""
+
+    def stop(self) -> None:
+        """The run is over, however it ended."""
+
+
+class QuietDisplay:
+    """Says nothing."""
+
+    def start(self, title: str, steps: int, done: int) -> None:
+        """Nothing."""
+
+    def status(self, text: str) -> None:
+        """Nothing."""
+
+    def step(self, row: Mapping[str, Any]) -> None:
+        """Nothing."""
+
+    def evaluation(self, rows: list[dict[str, Any]]) -> None:
+        """Nothing."""
+
+    def event(self, event: Event) -> None:
+        """Nothing."""
+
+    def stop(self) -> None:
+        """Nothing."""
+
+
+_SHOWN = (
+    ("reward", "reward_mean", "{:+.3f}"),
+    ("accuracy", "accuracy", "{:.1%}"),
+    ("grad norm", "grad_norm", "{:.3g}"),
+    ("entropy [nats]", "entropy_mean", "{:.3f}"),
+    ("weight mean", "weight_mean", "{:.3f}"),
+    ("length [tokens]", "completion_length_mean", "{:.1f}"),
+)
+
+
+class RichDisplay:
+    """A live panel on a terminal; on a pipe, one line every tenth step."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console or Console(stderr=True)
+        self._progress = Progress(
+            TextColumn("[bold]{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+            TextColumn("left"), TimeRemainingColumn(), console=self.console,
+        )
+        self._live: Live | None = None
+        self._rows: list[Mapping[str, Any]] = []
+        self._evaluations: list[str] = []
+        self._status = ""
+        self._fired: dict[str, int] = {}
+
+    def start(self, title: str, steps: int, done: int) -> None:
+        """Begin to draw."""
+        self._task = self._progress.add_task(escape(title), total=steps, completed=done)
+        if self.console.is_terminal:
+            self._live = Live(self._render(), console=self.console, refresh_per_second=4)
+            self._live.start()
+
+    def status(self, text: str) -> None:
+        """Show what is being done now."""
+        self._status = text
+        self._refresh()
+
+    def step(self, row: Mapping[str, Any]) -> None:
+        """Add a step to the table."""
+        self._rows = [*self._rows[-4:], row]
+        self._progress.update(self._task, completed=int(row["step"]))
+        self._refresh()
+        if self._live is None and (row["step"] % 10 == 0 or row["step"] == 1):
+            values = "  ".join(f"{name} {_format(row.get(key), form)}" for name, key, form in _SHOWN)
+            self.console.print(f"step {row['step']}: {values}", highlight=False)
+
+    def evaluation(self, rows: list[dict[str, Any]]) -> None:
+        """Show the newest evaluation."""
+        self._evaluations = [
+            f"{row['split']} level {row['level']}, T={row['temperature']:g}: {row['accuracy']:.1%}"
+            + (f" ± {row['std_error']:.1%}" if row["std_error"] is not None else "")
+            for row in rows
+        ]
+        self._refresh()
+        if self._live is None and rows:
+            self.console.print(f"step {rows[0]['step']}, accuracy: " + "; ".join(self._evaluations), highlight=False)
+
+    def event(self, event: Event) -> None:
+        """Print a health event above the panel; a rule that fires again is only counted (all are in the events table)."""
+        self._fired[event.rule] = self._fired.get(event.rule, 0) + 1
+        if self._fired[event.rule] > 1:
+            return
+        colour = {"error": "red", "warning": "yellow"}.get(event.severity, "cyan")
+        self.console.print(f"[{colour}]step {event.step}: {escape(event.rule)}[/] {event.value:.3g}: {escape(event.message)}")
+
+    def stop(self) -> None:
+        """Leave the last state on the screen."""
+        if self._live is not None:
+            self._refresh()
+            self._live.stop()
+            self._live = None
+
+    def _refresh(self) -> None:
+        if self._live is not None:
+            self._live.update(self._render())
+
+    def _render(self) -> Table:
+        steps = Table(box=None, pad_edge=False, header_style="dim")
+        steps.add_column("step", justify="right")
+        for name, _, _ in _SHOWN:
+            steps.add_column(name, justify="right")
+        for row in self._rows:
+            steps.add_row(str(row["step"]), *(_format(row.get(key), form) for _, key, form in _SHOWN))
+        grid = Table.grid()
+        grid.add_row(self._progress)
+        grid.add_row(steps)
+        repeated = [f"{rule} × {count}" for rule, count in self._fired.items() if count > 1]
+        if repeated:
+            grid.add_row("[yellow]events[/]  " + escape("  ·  ".join(repeated)))
+        if self._evaluations:
+            grid.add_row("accuracy  " + escape("  ·  ".join(self._evaluations)))
+        grid.add_row(f"[dim]{escape(self._status)}[/]")
+        return grid
+
+
+def _format(value: Any, form: str) -> str:
+    return "–" if value is None else form.format(value)

@@ -1,0 +1,72 @@
+"""The machine a run is on: threads, device, versions, memory."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+
+PACKAGES = ("sharpscope", "torch", "transformers", "tokenizers", "numpy", "scipy", "pandas", "pyarrow", "reasoning-gym")
+
+
+def set_threads(threads: int | None) -> int:
+    """Give torch its CPU threads: `threads`, or the physical cores that this process may use. Returns the number set.
+
+    Two processes that each take all cores slow each other down tenfold, so every command calls this.
+    """
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    physical = psutil.cpu_count(logical=False) or usable
+    chosen = threads if threads is not None else max(1, min(usable, physical))
+    torch.set_num_threads(chosen)
+    return chosen
+
+
+def describe_device(device: torch.device) -> str:
+    """A person's name for the device."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()} CPU, {psutil.cpu_count(logical=False) or os.cpu_count()} cores"
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages that numbers depend on."""
+    found = {"python": sys.version.split()[0]}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed as a package"
+    return found
+
+
+def commit() -> str | None:
+    """The commit of the sharpscope sources, with `+` where files differ from it; None outside a git checkout."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return None
+    try:
+        head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, timeout=10, check=True)
+        dirty = subprocess.run(
+            ["git", "status", "--porcelain", "--", "sharpscope"], cwd=root, capture_output=True, text=True, timeout=10, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return head.stdout.strip() + ("+" if dirty.stdout.strip() else "")
+
+
+def peak_memory_bytes(device: torch.device) -> dict[str, int]:
+    """Peak resident memory of this process and, on a GPU, of the allocator [bytes]."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    peak: dict[str, Any] = {"process": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
+    if device.type == "cuda":
+        peak["device"] = torch.cuda.max_memory_allocated(device)
+    return peak

@@ -1,0 +1,90 @@
+"""Health rules: what is wrong with a step, said before it goes on silently."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import torch
+
+from sharpscope.training.spec import HealthSpec, Rule
+
+
+@dataclass(frozen=True)
+class Event:
+    """A row of the events table: something that a person should know."""
+
+    step: int
+    rule: str
+    severity: str  # info | warning | error
+    value: float
+    threshold: float
+    action: str
+    message: str
+
+    def row(self) -> dict[str, Any]:
+        """The event as one row of the events table."""
+        return dict(vars(self))
+
+
+def _fires(rule: Rule, value: float, below: bool = False) -> bool:
+    if rule.action == "off" or math.isnan(value):
+        return False
+    return value < rule.threshold if below else value > rule.threshold
+
+
+def memory_share(device: torch.device) -> float:
+    """Share of memory in use: of the GPU where the model is on one, else of the machine."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return 1 - free / total
+    return float(psutil.virtual_memory().percent) / 100
+
+
+def check_rollouts(spec: HealthSpec, step: int, *, zero_variance_share: float, truncated_share: float) -> list[Event]:
+    """Rules on the rewards and lengths of a round of rollouts."""
+    events = []
+    rule = spec.no_variance
+    # A share of exactly the threshold counts: the default, 1, means that no group at all carries a signal.
+    if rule.action != "off" and zero_variance_share >= rule.threshold:
+        events.append(_event(step, "no_variance", rule, zero_variance_share,
+            "every completion of these groups got the same reward, so they carry no gradient; raise the temperature or "
+            "the group size, or choose puzzles of another difficulty"))
+    if _fires(spec.truncation, truncated_share):
+        events.append(_event(step, "truncation", spec.truncation, truncated_share,
+            "completions are cut at rollout.max_new_tokens and cannot be right; raise it"))
+    return events
+
+
+def check_policy(
+    spec: HealthSpec, step: int, *, entropy_mean: float, saturation: float, logp_mismatch: float, memory: float
+) -> list[Event]:
+    """Rules on the policy, the token weights, the sampler and the machine at one step."""
+    events = []
+    if _fires(spec.entropy_collapse, entropy_mean, below=True):
+        events.append(_event(step, "entropy_collapse", spec.entropy_collapse, entropy_mean,
+            "the policy is nearly deterministic [nats], so rollouts of a group no longer differ; lower optimizer.lr or add KL"))
+    if _fires(spec.weight_saturation, saturation):
+        events.append(_event(step, "weight_saturation", spec.weight_saturation, saturation,
+            "this share of the token weights sits on one bound: the method is plain GRPO up to the gradient's scale; "
+            "use the calibrated preset or other constants"))
+    if _fires(spec.logp_mismatch, logp_mismatch):
+        events.append(_event(step, "logp_mismatch", spec.logp_mismatch, logp_mismatch,
+            "sampler and trainer disagree on the log-probabilities [nats]; check dtypes and the rollout backend"))
+    if _fires(spec.memory, memory):
+        events.append(_event(step, "memory", spec.memory, memory,
+            "memory is nearly full; lower update.microbatch_tokens or rollout.decode_batch"))
+    return events
+
+
+def non_finite(spec: HealthSpec, step: int, what: str, value: float) -> Event:
+    """The event of a number that is not finite."""
+    return Event(step, "non_finite", "error", value, math.nan, spec.non_finite,
+        f"{what} is not finite; lower optimizer.lr, or look at this step's rollouts and tokens")
+
+
+def _event(step: int, name: str, rule: Rule, value: float, message: str) -> Event:
+    severity = "error" if rule.action == "stop" else "warning"
+    return Event(step, name, severity, float(value), rule.threshold, rule.action, message)

@@ -1,0 +1,311 @@
+"""What is learnt from one round of rollouts: updates, microbatches, and what every token contributed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields
+
+import torch
+from torch import Tensor
+
+from sharpscope.errors import UserError
+from sharpscope.objective import LossOutput, Method, Plan, StepTensors, passes_of, policy_loss, prepare, token_normalizer
+from sharpscope.objective.spec import EwmaProximal, GradientNormPenalty, Sam
+from sharpscope.policy import Rollouts, TokenStats, microbatches, score_completions
+from sharpscope.training.optimizer import gradient_norm, scale_gradients, update_norm
+from sharpscope.training.seeds import generator
+
+
+@dataclass(frozen=True)
+class UpdateRecord:
+    """One optimizer step: norms are L2 over all trainable parameters, before clipping."""
+
+    loss: float
+    grad_norm: float
+    update_norm: float
+    clip_factor: float
+    skipped: bool
+
+
+@dataclass
+class TokenRecord:
+    """What each token did in the first update that used it; all (N, T), on the CPU."""
+
+    stats: TokenStats
+    weight: Tensor
+    advantage: Tensor
+    loss_coef: Tensor  # ∂L/∂log π_t of that update
+    ratio: Tensor
+    clipped: Tensor  # int8: −1 clipped low, 0 not, 1 clipped high
+    kl: Tensor
+    update: Tensor  # int32; −1 where no update used the token
+
+
+@dataclass
+class Learned:
+    """The outcome of a step's updates."""
+
+    updates: list[UpdateRecord]
+    tokens: TokenRecord
+
+
+@dataclass(frozen=True)
+class UpdateBatch:
+    """The rows of one optimizer update, as a probe sees them between the gradient and the step."""
+
+    index: int
+    rows: Tensor  # (n,) indices into the round's rollouts
+    loss_coef: Tensor  # (n, T), ∂L/∂log π_t
+    grad_norm: float
+
+
+BeforeStep = Callable[[UpdateBatch], None]
+AfterStep = Callable[[UpdateBatch, float], None]
+"""Called right after `optimizer.step()` with the clip factor that was applied."""
+
+
+@dataclass
+class Learner:
+    """Runs the updates of a step. `before_step` observes each update's gradient; it must change nothing."""
+
+    model: torch.nn.Module
+    optimizer: torch.optim.AdamW
+    method: Method
+    temperature: float
+    max_new_tokens: int
+    mini_batches: int
+    inner_epochs: int
+    microbatch_tokens: int
+    share_prompt: bool
+    max_grad_norm: float | None
+    seed: int
+    stop_on_non_finite: bool = True
+    reference: torch.nn.Module | None = None
+    proximal: torch.nn.Module | None = None
+    before_step: BeforeStep | None = None
+    after_step: AfterStep | None = None
+    parameters: list[Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+
+    # -- statistics of the policy at the start of the step ---------------------------------------------------------
+
+    @property
+    def fused(self) -> bool:
+        """True where the first backward pass can compute π_old's statistics on the way (same numbers, one pass less)."""
+        return (
+            self.method.pointwise
+            and self.mini_batches == self.inner_epochs == 1
+            and passes_of(self.method) == 1
+            and self.proximal is None
+        )
+
+    @torch.no_grad()
+    def statistics(self, rollouts: Rollouts) -> TokenStats:
+        """TokenStats (N, T) of the current policy over all rows, in microbatches."""
+        found = blank_stats(rollouts.completion_mask)
+        for rows in self._microbatches(rollouts, torch.arange(len(rollouts))):
+            scored = score_completions(
+                self.model, rollouts.rows(rows), self.temperature, share_prompt=self.share_prompt, with_grad=False, stats=True
+            )
+            write_stats(found, rows, scored.stats)
+        return found
+
+    def _frozen_logp(self, model: torch.nn.Module | None, micro: Rollouts) -> Tensor | None:
+        """(n, T) log-probabilities of a frozen model; None without one."""
+        if model is None:
+            return None
+        return score_completions(model, micro, self.temperature, share_prompt=self.share_prompt, with_grad=False).logp
+
+    # -- the step --------------------------------------------------------------------------------------------------
+
+    def learn(self, rollouts: Rollouts, advantage: Tensor, step: int, progress: float) -> Learned:
+        """All updates of one step. `advantage` (N,) is the group advantage; `progress` in [0, 1] drives schedules."""
+        self._rollouts, self._advantage, self._progress = rollouts, advantage, progress
+        mask = rollouts.completion_mask
+        stats = None if self.fused else self.statistics(rollouts)
+        self._plan = None
+        if stats is not None:
+            tensors = self._tensors(torch.arange(len(rollouts)), stats, stats.logp)
+            self._plan = prepare(self.method, tensors, generator(self.seed, "plan", step))
+        self.warnings = () if self._plan is None else self._plan.warnings
+        blank = torch.zeros(mask.shape)
+        self._tokens = TokenRecord(
+            stats=stats if stats is not None else blank_stats(mask),
+            weight=blank.clone(), advantage=blank.clone(), loss_coef=blank.clone(), ratio=blank.clone(),
+            clipped=blank.to(torch.int8), kl=blank.clone(), update=torch.full(mask.shape, -1, dtype=torch.int32),
+        )
+        updates = []
+        for index, (rows, pass_index) in enumerate(self._updates(rollouts, step)):
+            updates.append(self._update(index, rows, pass_index))
+        return Learned(updates, self._tokens)
+
+    def _updates(self, rollouts: Rollouts, step: int) -> Iterator[tuple[Tensor, int]]:
+        """Rows and pass of each update: groups are kept whole and dealt to mini-batches in a seeded order."""
+        groups = torch.unique(rollouts.group.cpu())
+        if self.mini_batches > len(groups):
+            raise UserError(
+                f"update.mini_batches = {self.mini_batches}: must be at most the {len(groups)} groups of a step "
+                "(rollout.prompts_per_step)"
+            )
+        for epoch in range(self.inner_epochs):
+            order = groups
+            if self.mini_batches > 1:
+                order = groups[torch.randperm(len(groups), generator=generator(self.seed, "mini_batches", step, epoch))]
+            for chosen in torch.tensor_split(order, self.mini_batches):
+                rows = torch.nonzero(torch.isin(rollouts.group.cpu(), chosen)).flatten()
+                for pass_index in range(passes_of(self.method)):
+                    yield rows, pass_index
+
+    def _update(self, index: int, rows: Tensor, pass_index: int) -> UpdateRecord:
+        """One gradient, what the method does to it, and the optimizer's step."""
+        loss = self._gradient(index, rows, pass_index, record=True)
+        norm = gradient_norm(self.parameters)
+        sharpness = self.method.sharpness
+        if isinstance(sharpness, Sam | GradientNormPenalty) and math.isfinite(norm) and norm > 0:
+            self._sharpen(sharpness, index, rows, pass_index, norm)
+            norm = gradient_norm(self.parameters)
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            self.optimizer.zero_grad(set_to_none=True)
+            return UpdateRecord(loss, norm, 0.0, 0.0, skipped=True)
+        batch = UpdateBatch(index, rows, self._coef, norm)
+        if self.before_step is not None:
+            self.before_step(batch)
+        factor = 1.0 if self.max_grad_norm is None else min(1.0, self.max_grad_norm / (norm + 1e-6))
+        scale_gradients(self.parameters, factor)
+        self.optimizer.step()
+        size = update_norm(self.optimizer)
+        if self.after_step is not None:
+            self.after_step(batch, factor)
+        self._move_proximal()
+        self.optimizer.zero_grad(set_to_none=True)
+        return UpdateRecord(loss, norm, size, factor, skipped=False)
+
+    def _gradient(self, index: int, rows: Tensor, pass_index: int, record: bool) -> float:
+        """∇L of one update into `.grad`, summed over microbatches; returns L."""
+        rollouts = self._rollouts
+        self.optimizer.zero_grad(set_to_none=True)
+        normalizer = token_normalizer(self.method, rollouts.completion_mask[rows], self.max_new_tokens)  # (n, T)
+        place = {int(row): position for position, row in enumerate(rows)}
+        if record:
+            self._coef = torch.zeros(len(rows), rollouts.completion_ids.shape[1])
+        total = 0.0
+        for micro in self._microbatches(rollouts, rows):
+            local = torch.tensor([place[int(row)] for row in micro])
+            total += self._microbatch(index, micro, local, normalizer[local], pass_index, record)
+        return total
+
+    def _microbatch(
+        self, index: int, micro: Tensor, local: Tensor, normalizer: Tensor, pass_index: int, record: bool
+    ) -> float:
+        rows = self._rollouts.rows(micro)
+        scored = score_completions(
+            self.model, rows, self.temperature, share_prompt=self.share_prompt, with_grad=True, stats=self._plan is None
+        )
+        logp = scored.logp  # (n, T)
+        if scored.stats is None:
+            assert self._plan is not None
+            plan = self._plan.rows(micro)
+        else:
+            # π_old is the present policy, so its statistics are those of this very pass and the ratio is exactly 1.
+            plan = prepare(self.method, self._tensors(micro, scored.stats, logp.detach()))
+        logp.retain_grad()
+        out = policy_loss(
+            self.method, plan, logp, normalizer, reference_logp=self._frozen_logp(self.reference, rows),
+            proximal_logp=self._frozen_logp(self.proximal, rows), pass_index=pass_index,
+        )  # fmt: skip
+        out.loss.backward()
+        if record:
+            coef = torch.zeros_like(logp) if logp.grad is None else logp.grad
+            self._coef[local] = coef.detach().float().cpu()
+            if scored.stats is not None:
+                write_stats(self._tokens.stats, micro, scored.stats)
+            self._write(index, micro, plan, out, coef, pass_index)
+        return float(out.loss.detach())
+
+    def _write(self, index: int, micro: Tensor, plan: Plan, out: LossOutput, coef: Tensor, pass_index: int) -> None:
+        """Keep what the tokens of this pass did, unless an earlier update used them."""
+        tokens = self._tokens
+        first = plan.pass_mask(pass_index).cpu() & (tokens.update[micro] < 0)
+        for target, value in (
+            (tokens.weight, plan.weight), (tokens.advantage, plan.advantage), (tokens.loss_coef, coef),
+            (tokens.ratio, out.ratio), (tokens.kl, out.kl), (tokens.clipped, out.clipped),
+        ):  # fmt: skip
+            target[micro] = torch.where(first, value.detach().cpu().to(target.dtype), target[micro])
+        tokens.update[micro] = torch.where(first, index, tokens.update[micro])
+
+    def _move_proximal(self) -> None:
+        """EWMA of the weights after each update: the proximal policy of the decoupled objective."""
+        if self.proximal is not None and isinstance(self.method.proximal, EwmaProximal):
+            with torch.no_grad():
+                for kept, new in zip(self.proximal.parameters(), self.model.parameters(), strict=True):
+                    kept.lerp_(new.detach(), 1 - self.method.proximal.decay)
+
+    # -- direct sharpness control ----------------------------------------------------------------------------------
+
+    def _sharpen(self, spec: Sam | GradientNormPenalty, index: int, rows: Tensor, pass_index: int, norm: float) -> None:
+        """Replace `.grad` by SAM's (gradient at θ + rho·g/‖g‖) or by the gradient-norm penalty's.
+
+        The penalty λ‖∇L‖ has gradient λ·H·g/‖g‖, taken by a forward difference of length r (arXiv 2202.03599):
+        g + λ·(g(θ + r·g/‖g‖) − g)/r.
+        """
+        radius = spec.rho if isinstance(spec, Sam) else spec.radius
+        first = [None if p.grad is None else p.grad.clone() for p in self.parameters]
+        kept = [p.detach().clone() for p in self.parameters]
+        with torch.no_grad():
+            for parameter, gradient in zip(self.parameters, first, strict=True):
+                if gradient is not None:
+                    parameter.add_(gradient, alpha=radius / norm)
+        try:
+            self._gradient(index, rows, pass_index, record=False)
+        finally:
+            with torch.no_grad():
+                for parameter, value in zip(self.parameters, kept, strict=True):
+                    parameter.copy_(value)  # bitwise back
+        if isinstance(spec, GradientNormPenalty):
+            share = spec.penalty / radius
+            for parameter, gradient in zip(self.parameters, first, strict=True):
+                if gradient is not None and parameter.grad is not None:
+                    parameter.grad.sub_(gradient).mul_(share).add_(gradient)
+
+    # -- helpers ---------------------------------------------------------------------------------------------------
+
+    def _tensors(self, rows: Tensor, stats: TokenStats, old_logp: Tensor) -> StepTensors:
+        """π_old's statistics of some rows. The ratio's denominator is the trainer's own π_old: the sampler's log-probability
+        differs from it by rounding (or by its kernels), which the tokens table shows and a health rule watches."""
+        rollouts = self._rollouts
+        return step_tensors(rollouts.rows(rows), self._advantage[rows], stats, old_logp, self._progress)
+
+    def _microbatches(self, rollouts: Rollouts, rows: Tensor) -> list[Tensor]:
+        part = rollouts.rows(rows)
+        group = part.group if self.share_prompt else None
+        batches = microbatches(part.lengths, self.microbatch_tokens, prompt_lengths=part.prompt_lengths, group=group)
+        return [rows[batch] for batch in batches]
+
+
+def step_tensors(
+    rollouts: Rollouts, advantage: Tensor, stats: TokenStats, old_logp: Tensor, progress: float
+) -> StepTensors:
+    """What the objective needs of a step, from rollouts (N, T) and the statistics of the policy at its start."""
+    return StepTensors(
+        mask=rollouts.completion_mask, group=rollouts.group, advantage=advantage.to(stats.logp), behavior_logp=old_logp,
+        logp=stats.logp, logit=stats.logit, entropy=stats.entropy, collision=stats.collision, polarity=stats.polarity,
+        progress=progress,
+    )  # fmt: skip
+
+
+def blank_stats(mask: Tensor) -> TokenStats:
+    """TokenStats of zeros in the shape of `mask` (N, T), float32, on its device."""
+    return TokenStats(**{field.name: torch.zeros(mask.shape, device=mask.device) for field in fields(TokenStats)})
+
+
+def write_stats(target: TokenStats, rows: Tensor, values: TokenStats | None) -> None:
+    """Put `values` (n, T) into the rows `rows` of `target` (N, T)."""
+    assert values is not None
+    for field in fields(TokenStats):
+        getattr(target, field.name)[rows] = getattr(values, field.name).to(getattr(target, field.name).dtype)
+
+
+__all__ = ["Learned", "Learner", "TokenRecord", "UpdateBatch", "UpdateRecord", "step_tensors"]

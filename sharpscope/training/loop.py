@@ -1,0 +1,328 @@
+"""The run: from a resolved configuration to a folder of traces and checkpoints, step by step."""
+
+from __future__ import annotations
+
+import copy
+import math
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.utils.logging import disable_progress_bar
+
+from sharpscope.errors import UserError
+from sharpscope.objective import calibrate, choose_preset, method_label, needs_calibration
+from sharpscope.policy import Policy, load_policy
+from sharpscope.tasks import Task, make_task
+from sharpscope.traces import (
+    RunLock,
+    TraceWriter,
+    create_run_dir,
+    create_run_info,
+
+    rewind,
+    update_run_info,
+    write_atomic,
+)
+from sharpscope.traces.files import now
+from sharpscope.training import environment
+from sharpscope.training.checkpoint import Progress, checkpoints, load_checkpoint, prune, save_checkpoint
+from sharpscope.training.data_order import DataOrder
+from sharpscope.training.display import Display, QuietDisplay
+from sharpscope.training.evaluate import evaluate
+from sharpscope.training.health import check_policy, check_rollouts, memory_share, non_finite
+from sharpscope.training.learning import Learned, Learner, step_tensors
+from sharpscope.training.observers import Observers
+from sharpscope.training.optimizer import build_optimizer, learning_rate, set_learning_rate
+from sharpscope.training.records import rollout_columns, steps_row, token_columns
+from sharpscope.training.rounds import Round, draw_round
+
+if TYPE_CHECKING:
+    from sharpscope.config import RunConfig
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended."""
+
+    run_dir: Path
+    status: str  # finished | interrupted | failed
+    steps_done: int
+    reason: str
+
+
+def train(config: RunConfig, display: Display | None = None, resume: bool = False) -> Outcome:
+    """Train as `config` says and record it in `config.run_dir`.
+
+    Everything that can be wrong with the input is checked before the folder is made. With `resume`, go on from the
+    folder's last checkpoint. Ctrl-C ends the run after the current step, with a checkpoint; a second one at once.
+
+    Raises:
+        UserError: for a mistake in the input, a folder that exists, or a folder that another process writes to.
+    """
+    from sharpscope.config import to_yaml
+
+    disable_progress_bar()  # transformers' own bars; ours says what is being done
+    threads = environment.set_threads(config.threads)
+    task = make_task(config.task)
+    examples = task.splits().get("train", [])
+    if not examples:
+        raise UserError(f"task.kind = '{config.task.kind}': has no split 'train' to learn from")
+    saved = checkpoints(config.run_dir) if resume else []
+    if resume and not saved:
+        raise UserError(f"run '{config.run_dir}' has no checkpoint to resume from; start it anew with another name")
+    source = config.policy if not saved else config.policy.model_copy(update={"model": str(saved[-1])})
+    policy = load_policy(source)
+    if not resume:
+        create_run_dir(config.run_dir)
+    with RunLock(config.run_dir):
+        if not resume:
+            write_atomic(config.run_dir / "config.yaml", to_yaml(config))
+            policy.tokenizer.save_pretrained(config.run_dir / "tokenizer")
+            create_run_info(config.run_dir, _info(config, policy, threads))
+        run = _Run(config, policy, task, examples, display or QuietDisplay())
+        return run.go(saved[-1] if saved else None)
+
+
+def _info(config: RunConfig, policy: Policy, threads: int) -> dict[str, Any]:
+    trainable = sum(p.numel() for p in policy.model.parameters() if p.requires_grad)
+    return {
+        "method": method_label(config.method),
+        "task": config.task.kind,
+        "seed": config.seed,
+        "config": config.model_dump(mode="json"),
+        "versions": environment.versions(),
+        "commit": environment.commit(),
+        "device": environment.describe_device(policy.device),
+        "threads": threads,
+        "parameters": sum(p.numel() for p in policy.model.parameters()),
+        "trainable_parameters": trainable,
+    }
+
+
+class _Run:
+    """The state of one run while it trains."""
+
+    def __init__(
+        self, config: RunConfig, policy: Policy, task: Task, examples: list[Any], display: Display
+    ) -> None:
+        from sharpscope.config import default_preset
+
+        self.config, self.policy, self.task, self.display = config, policy, task, display
+        self.device = policy.device
+        preset = default_preset(config)
+        self.method = config.method.model_copy(update={"weight": choose_preset(config.method.weight, preset)})
+        self.optimizer = build_optimizer(policy.model, config.optimizer)
+        self.order = DataOrder(examples, config.seed)
+        self.recent: list[float] = []  # log gradient norms of the last steps, for spikes
+        self.stop_requested = False
+        self.reference = _frozen_copy(config) if self.method.needs_reference else None
+        self.proximal = copy.deepcopy(policy.model).eval() if self.method.needs_proximal else None
+        self.learner = Learner(
+            model=policy.model, optimizer=self.optimizer, method=self.method, temperature=config.rollout.temperature,
+            max_new_tokens=config.rollout.max_new_tokens, mini_batches=config.update.mini_batches,
+            inner_epochs=config.update.inner_epochs, microbatch_tokens=config.update.microbatch_tokens,
+            share_prompt=config.update.share_prompt,
+            max_grad_norm=config.optimizer.max_grad_norm, seed=config.seed, reference=self.reference, proximal=self.proximal,
+        )  # fmt: skip
+        self.observers = Observers(config, policy, task, self.learner)
+
+    # -- the whole run -----------------------------------------------------------------------------------------------
+
+    def go(self, checkpoint: Path | None) -> Outcome:
+        config, run_dir = self.config, self.config.run_dir
+        done = 0
+        if checkpoint is not None:
+            done = self._restore(checkpoint)
+            rewind(run_dir, done)
+            update_run_info(run_dir, status="running", steps_done=done)
+        status, reason = "failed", ""
+        self.display.start(f"{method_label(config.method)} · {config.task.kind} · seed {config.seed}", config.steps, done)
+        started = time.perf_counter()
+        try:
+            with TraceWriter(run_dir) as writer, _stop_after_step(self):
+                self.writer = writer
+                if done == 0:
+                    self._evaluate(0)
+                for step in range(done + 1, config.steps + 1):
+                    stop = self._step(step)
+                    done = step
+                    if stop or self.stop_requested:
+                        status, reason = ("failed", stop) if stop else ("interrupted", "stopped by the user")
+                        break
+                else:
+                    status, reason = "finished", "all steps done"
+                writer.flush()
+            self._save(done)
+        except KeyboardInterrupt:
+            status, reason = "interrupted", "stopped at once by the user; the step in progress is lost"
+        except BaseException as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            self.display.stop()
+            update_run_info(
+                run_dir, status=status, steps_done=done, finished=now(), end=reason,
+                seconds=round(time.perf_counter() - started, 3), peak_memory_bytes=environment.peak_memory_bytes(self.device),
+            )
+        return Outcome(run_dir, status, done, reason)
+
+    def _step(self, step: int) -> str:
+        """One step; returns why the run must stop, or nothing."""
+        config = self.config
+        progress = (step - 1) / max(config.steps - 1, 1)
+        lr = learning_rate(config.optimizer, step, config.steps)
+        set_learning_rate(self.optimizer, lr)
+        self.display.status(f"step {step}: drawing completions")
+        clock = _Clock()
+        drawn = draw_round(self.policy, self.task, self.order, self.method, config.rollout, config.seed, step)
+        clock.lap("generation_s")
+        if needs_calibration(self.method):
+            self._calibrate(drawn, progress)
+        self.display.status(f"step {step}: learning")
+        self.observers.begin(step, drawn, self.recent)
+        learned = self.learner.learn(drawn.rollouts, drawn.advantage, step, progress)
+        clock.lap("training_s", minus=self.observers.seconds)
+        row = steps_row(step, drawn, learned, self.method, progress, lr)
+        stop = self._judge(step, drawn, learned, row)
+        if row["grad_norm"]:
+            self.recent = [*self.recent[-49:], math.log(row["grad_norm"])]
+        self._record(step, drawn, learned)
+        clock.lap("recording_s", plus=self.observers.seconds)
+        self.writer.append("steps", row | clock.laps)
+        if step % config.recording.flush_every == 0:
+            self.writer.flush()
+            update_run_info(config.run_dir, steps_done=step)
+        self.display.step(row)
+        every = config.evaluation.every
+        if every and (step % every == 0 or step == config.steps):
+            self._evaluate(step)
+        if config.checkpoint.every and step % config.checkpoint.every == 0 and step < config.steps:
+            self.writer.flush()
+            self._save(step)
+        return stop
+
+    # -- parts of a step ---------------------------------------------------------------------------------------------
+
+    def _calibrate(self, drawn: Round, progress: float) -> None:
+        """Fill a shaping's open constants in from the first round, once; run.json keeps the values."""
+        stats = self.learner.statistics(drawn.rollouts)
+        tensors = step_tensors(drawn.rollouts, drawn.advantage, stats, stats.logp, progress)
+        self.method = self.method.model_copy(update={"weight": calibrate(self.method.weight, tensors)})
+        self.learner.method = self.method
+        update_run_info(self.config.run_dir, calibration=self.method.weight.model_dump(mode="json"))
+
+    def _judge(self, step: int, drawn: Round, learned: Learned, row: dict[str, Any]) -> str:
+        """Apply the health rules; returns why the run must stop, or nothing."""
+        spec, rollouts = self.config.health, drawn.rollouts
+        mask = rollouts.completion_mask.bool().cpu()
+        gap = (learned.tokens.stats.logp.cpu() - rollouts.behavior_logp.cpu())[mask].abs()
+        saturation = max(row["weight_saturation_low"] or 0.0, row["weight_saturation_high"] or 0.0)
+        events = check_rollouts(
+            spec, step, zero_variance_share=drawn.zero_variance_share, truncated_share=row["truncated_fraction"]
+        ) + check_policy(
+            spec, step, entropy_mean=row["entropy_mean"] if row["entropy_mean"] is not None else math.nan,
+            saturation=saturation, logp_mismatch=float(gap.mean()) if gap.numel() else math.nan,
+            memory=memory_share(self.device),
+        )  # fmt: skip
+        for update in learned.updates:
+            if update.skipped:
+                value = update.loss if not math.isfinite(update.loss) else update.grad_norm
+                events.append(non_finite(spec, step, "the loss or gradient of an update", value))
+        reward = rollouts.reward
+        if not bool(torch.isfinite(reward).all()):
+            events.append(non_finite(spec, step, "a reward", float(reward[~torch.isfinite(reward)][0])))
+        for event in events:
+            self.writer.append("events", {name: [value] for name, value in event.row().items()})
+            self.display.event(event)
+        return next((f"{event.rule}: {event.message}" for event in events if event.action == "stop"), "")
+
+    def _record(self, step: int, drawn: Round, learned: Learned) -> None:
+        spec = self.config.recording
+        if spec.rollouts_every and step % spec.rollouts_every == 0:
+            self.writer.append("rollouts", rollout_columns(step, drawn))
+        probed = self.observers.columns()
+        if probed or (spec.tokens_every and step % spec.tokens_every == 0):
+            self.writer.append("tokens", token_columns(step, drawn, learned, probed, self.policy.head, self.config.rollout.temperature))
+        for table, rows in self.observers.rows().items():
+            self.writer.append(table, rows)
+
+    def _evaluate(self, step: int) -> None:
+        spec = self.config.evaluation
+        if not spec.every:
+            return
+        rows = evaluate(
+            self.policy, self.task, step=step, splits=spec.splits, prompts=spec.prompts, temperatures=spec.temperatures,
+            samples=spec.samples, spec=self.config.rollout, seed=self.config.seed,
+            on_progress=lambda text: self.display.status(f"step {step}: evaluating {text}"),
+        )  # fmt: skip
+        if rows:
+            self.writer.append("eval", {name: [row[name] for row in rows] for name in rows[0]})
+            self.writer.flush()
+            self.display.evaluation(rows)
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    def _save(self, step: int) -> None:
+        if not self.config.checkpoint.every and step < self.config.steps and not self.stop_requested:
+            return
+        self.display.status(f"step {step}: saving a checkpoint")
+        progress = Progress(step, self.order.cursor, self.recent, self.method.model_dump(mode="json"), {})
+        save_checkpoint(
+            self.config.run_dir, self.policy.model, self.policy.tokenizer, self.optimizer, progress, self.proximal
+        )
+        prune(self.config.run_dir, self.config.checkpoint)
+
+    def _restore(self, checkpoint: Path) -> int:
+        progress = load_checkpoint(checkpoint, self.policy.model, self.optimizer, self.proximal)
+        self.order.cursor = progress.cursor
+        self.recent = progress.recent_log_grad_norms
+        self.method = type(self.method).model_validate(progress.method)
+        self.learner.method = self.method
+        return progress.step
+
+
+class _Clock:
+    """Wall time by part of a step [s]."""
+
+    def __init__(self) -> None:
+        self.laps: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def lap(self, name: str, minus: float = 0.0, plus: float = 0.0) -> None:
+        present = time.perf_counter()
+        self.laps[name] = present - self._last - minus + plus
+        self._last = present
+
+
+def _frozen_copy(config: RunConfig) -> torch.nn.Module:
+    """The initial policy, without gradients: the reference of the KL term."""
+    model = load_policy(config.policy).model.eval()
+    return model.requires_grad_(False)
+
+
+@contextmanager
+def _stop_after_step(run: _Run) -> Iterator[None]:
+    """The first SIGINT or SIGTERM asks the run to stop after this step; the second interrupts it at once."""
+
+    def handler(number: int, frame: Any) -> None:
+        if run.stop_requested:
+            raise KeyboardInterrupt
+        run.stop_requested = True
+        run.display.status("stopping after this step; press Ctrl-C again to stop at once")
+
+    try:
+        previous = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    except ValueError:  # not in the main thread: whoever runs us there handles signals
+        yield
+        return
+    try:
+        yield
+    finally:
+        for number, old in previous.items():
+            signal.signal(number, old)

@@ -1,0 +1,134 @@
+"""From what a step did to rows of the trace."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sharpscope.objective import Method, summarize_weights
+from sharpscope.policy import Head, TokenStats
+from sharpscope.training.learning import Learned
+from sharpscope.training.rounds import Round
+
+
+def steps_row(
+    step: int, drawn: Round, learned: Learned, method: Method, progress: float, lr: float
+) -> dict[str, Any]:
+    """The row of the steps table, without its timing columns."""
+    rollouts, tokens = drawn.rollouts, learned.tokens
+    mask = rollouts.completion_mask.bool().cpu()
+    used = mask & (tokens.update >= 0)
+    done = [u for u in learned.updates if not u.skipped]
+    reward = rollouts.reward.double().cpu()
+    clipped = tokens.clipped[used]
+    return {
+        "step": step,
+        "updates": len(done),
+        "reward_mean": float(reward.mean()),
+        "reward_std": float(reward.std()) if len(reward) > 1 else None,
+        "accuracy": float(np.mean([r.correct for r in drawn.rewards])),
+        "loss": _mean([u.loss for u in done]),
+        "kl": _masked_mean(tokens.kl, used) if method.needs_reference else None,
+        "entropy_mean": _masked_mean(tokens.stats.entropy.cpu(), mask),
+        "grad_norm": _mean([u.grad_norm for u in done]),
+        "update_norm": _mean([u.update_norm for u in done]),
+        "clip_fraction_low": _share(clipped < 0),
+        "clip_fraction_high": _share(clipped > 0),
+        **weight_columns(method, tokens.weight, used, progress),
+        "zero_std_groups": round(drawn.zero_variance_share * len(drawn.examples)),
+        "completion_length_mean": float(rollouts.completion_mask.sum(dim=1).double().mean()),
+        "truncated_fraction": float(rollouts.truncated.double().mean()),
+        "tokens": int(mask.sum()),
+        "lr": lr if done else None,
+    }
+
+
+def weight_columns(method: Method, weight: Tensor, used: Tensor, progress: float) -> dict[str, float | None]:
+    """The weight columns of the steps table, over the tokens (N, T) that an update used; null without any."""
+    summary = summarize_weights(method.weight, weight, used, progress=progress)
+    names = {"min": "minimum", "max": "maximum"}
+    columns = ("mean", "std", "min", "max", "saturation_low", "saturation_high", "ess")
+    return {f"weight_{name}": _finite(getattr(summary, names.get(name, name))) for name in columns}
+
+
+def rollout_columns(step: int, drawn: Round) -> dict[str, Any]:
+    """Columns of the rollouts table."""
+    rollouts = drawn.rollouts
+    size = len(drawn.rewards) // len(drawn.examples)
+    return {
+        "step": step,
+        "rollout": np.arange(len(drawn.rewards)),
+        "group": rollouts.group.cpu(),
+        "prompt": [drawn.examples[row // size].prompt for row in range(len(drawn.rewards))],
+        "completion": list(rollouts.texts),
+        "reward": rollouts.reward.cpu(),
+        "reward_parts": [dict(reward.parts) for reward in drawn.rewards],
+        "correct": np.array([reward.correct for reward in drawn.rewards]),
+        "advantage": drawn.advantage.cpu(),
+        "length": rollouts.completion_mask.sum(dim=1).int().cpu(),
+        "truncated": rollouts.truncated.cpu(),
+    }
+
+
+def head_grad_norm(stats: TokenStats, head: Head, temperature: float) -> Tensor | None:
+    """(N, T) norm of ∇ ln π by the output layer: ‖p − e_y‖·‖h‖·scale/T, with a bias √(‖h‖² + 1) for ‖h‖.
+
+    None under a soft cap, which scales each logit's derivative apart; `sharpscope.score_norms(tier="head")` has it there.
+    """
+    if head.soft_cap is not None:
+        return None
+    length = stats.hidden_norm if head.bias is None else (stats.hidden_norm.square() + 1).sqrt()
+    return stats.logit_grad_norm * length * (head.scale / temperature)
+
+
+def token_columns(
+    step: int, drawn: Round, learned: Learned, probed: dict[str, Tensor], head: Head, temperature: float
+) -> dict[str, Any]:
+    """Columns of the tokens table: one row for each loss token. `probed` maps probe columns to (N, T), NaN = not recorded."""
+    rollouts, tokens = drawn.rollouts, learned.tokens
+    mask = rollouts.completion_mask.bool().cpu()
+    rollout, position = torch.nonzero(mask, as_tuple=True)
+
+    def flat(values: Tensor) -> np.ndarray:
+        return values.detach().cpu()[mask].numpy()
+
+    used = flat(tokens.update) >= 0
+    stats = tokens.stats
+    columns: dict[str, Any] = {
+        "step": step,
+        "rollout": rollout.numpy(),
+        "position": position.numpy(),
+        "update": np.ma.masked_array(flat(tokens.update), mask=~used),
+        "token_id": flat(rollouts.completion_ids),
+        "behavior_logp": flat(rollouts.behavior_logp),
+    }
+    for name in ("logp", "logit", "entropy", "collision", "polarity", "logit_grad_norm"):
+        columns[name] = flat(getattr(stats, name))
+    head_norm = head_grad_norm(stats, head, temperature)
+    columns["head_grad_norm"] = None if head_norm is None else flat(head_norm)
+    for name in ("advantage", "ratio", "weight", "clipped", "loss_coef"):
+        columns[name] = np.ma.masked_array(flat(getattr(tokens, name)), mask=~used)
+    for name, values in probed.items():
+        column = flat(values)
+        columns[name] = np.ma.masked_array(column, mask=np.isnan(column))
+    return columns
+
+
+def _mean(values: list[float]) -> float | None:
+    return math.fsum(values) / len(values) if values else None
+
+
+def _finite(value: float | None) -> float | None:
+    return None if value is None or math.isnan(value) else value
+
+
+def _masked_mean(values: Tensor, mask: Tensor) -> float | None:
+    return float(values[mask].double().mean()) if bool(mask.any()) else None
+
+
+def _share(flags: Tensor) -> float | None:
+    return float(flags.double().mean()) if flags.numel() else None
