@@ -88,7 +88,7 @@ STEPS = Table(
         ),
         _maybe("entropy_mean", "float64", NATS, "mean over tokens of the policy's entropy at the start of the step"),
         _maybe("grad_norm", "float64", NORM, "mean over the updates of the gradient's norm before clipping"),
-        _maybe("update_norm", "float64", NORM, "norm of the change of the parameters over the whole step"),
+        _maybe("update_norm", "float64", NORM, "mean over the updates of the norm of the change of the parameters, decay included"),
         _maybe("clip_fraction_low", "float64", ONE, "share of token uses whose gradient the lower ratio bound cut"),
         _maybe("clip_fraction_high", "float64", ONE, "share of token uses whose gradient the upper ratio bound cut"),
         _maybe("weight_mean", "float64", ONE, "mean token weight"),
