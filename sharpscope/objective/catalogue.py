@@ -1,13 +1,18 @@
-"""What each named method is: value, equation, constants, source, difference from GRPO, and the choices that are
-ours.
-"""
+"""What each named method is: value, equation, constants, source, what differs from GRPO, which choices are ours."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sharpscope.objective.shaping_spec import SigmoidShaping
-from sharpscope.objective.spec import Kl, Method
+from sharpscope.objective import spec
+from sharpscope.objective.shaping_spec import (
+    CovarianceGaussianShaping,
+    LinearShaping,
+    PolarityShaping,
+    Schedule,
+    SigmoidShaping,
+)
+from sharpscope.objective.spec import Method
 
 
 @dataclass(frozen=True)
@@ -23,41 +28,207 @@ class MethodNote:
     ours: str
 
 
-_GRPO = "L = −(1/N) Σ_i (1/|o_i|) Σ_t min(r_t A_i, clip(r_t, 1 − ε, 1 + ε) A_i) + β·k3_t"
+_SG_CONSTANTS = "alpha 2, mu 0.25, L 1, U 1.4; tau 9, u0 0 (preset paper) or from the first step (preset calibrated)"
+_SG_OURS = (
+    "u is the undivided logit of the sampled token: with u = π every weight would be L. The location u0 and the preset "
+    "calibrated. w comes from the policy at the start of the step and stays fixed over its updates."
+)
+_STATISTICS_OURS = "Statistics run over all loss tokens of the step and come from the policy at its start."
 
-NOTES: dict[str, MethodNote] = {
-    "grpo": MethodNote(
+_NOTES = (
+    MethodNote(
         method=Method(name="grpo"),
-        title="Group Relative Policy Optimization",
-        equation=_GRPO + "; A_i = (r_i − mean r)/(std r + 1e-4) in the group of a prompt; r_t = π(y_t)/π_old(y_t)",
-        constants="ε 0.2; β 0 unless set (kl.coef)",
+        title="Group relative policy optimization",
+        equation=(
+            "L = −(1/N) Σ_i (1/|o_i|) Σ_t min(r_t·A_i, clip(r_t, 1 − ε, 1 + ε)·A_i) + β·k3_t; r_t = π(y_t)/π_old(y_t), "
+            "A_i = (R_i − mean R)/(std R + 1e-4) within the group of one prompt"
+        ),
+        constants="ε 0.2; β 0 (kl.coef)",
         source="arXiv 2402.03300",
         differs="The reference point.",
-        ours="std with n − 1 as in TRL; β = 0 by default.",
+        ours="The std has n − 1 as in TRL; groups whose rewards are all equal give 0. β is 0 unless set.",
     ),
-    "grpo-sg": MethodNote(
+    MethodNote(
         method=Method(name="grpo-sg", weight=SigmoidShaping()),
         title="Sharpness-guided GRPO",
-        equation="As GRPO with w_t·min(r_t A, clip(r_t) A), w = clip(alpha·[sigmoid((u − u0)/tau) − mu], L, U), no "
-        "gradient through w",
-        constants="alpha 2, tau 9, mu 0.25, L 1, U 1.4 (preset paper, u0 0); preset calibrated: tau and u0 from the "
-        "first step",
-        source="arXiv 2511.00066 v3, v4",
-        differs="Each token's clipped surrogate is multiplied by a weight that grows with its logit; the KL term is "
-        "not weighted.",
-        ours="u is the raw logit: with u = π every weight would be L. u0 and the preset calibrated. w comes from π_old "
-        "and stays fixed over "
-        "the step's updates.",
+        equation="GRPO with w_t·min(r_t·A, clip(r_t)·A), w = clip(alpha·[sigmoid((u − u0)/tau) − mu], L, U)",
+        constants=_SG_CONSTANTS,
+        source="arXiv 2511.00066, v3 and v4",
+        differs="Each token's clipped surrogate is multiplied by a weight that grows with its logit; KL is not "
+        "weighted.",
+        ours=_SG_OURS,
     ),
-    "tr-grpo": MethodNote(
-        method=Method(name="tr-grpo", weight=SigmoidShaping(), weight_on="ratio", kl=Kl(weighted=True)),
+    MethodNote(
+        method=Method(name="tr-grpo", weight=SigmoidShaping(), weight_on="ratio", kl=spec.Kl(weighted=True)),
         title="Token-regulated GRPO",
-        equation="As GRPO with min(w_t r_t A, clip(w_t r_t, 1 − ε, 1 + ε) A) and β·w_t·k3_t; w as in grpo-sg",
-        constants="as grpo-sg; ε 0.2",
-        source="arXiv 2511.00066 v1, v2",
-        differs="The weight multiplies the ratio inside the clip, and the KL term. Trap: at r = 1 every token with w > "
-        "1 + ε and A > 0 is "
-        "clipped to zero gradient.",
-        ours="as grpo-sg.",
+        equation="GRPO with min(w_t·r_t·A, clip(w_t·r_t, 1 − ε, 1 + ε)·A) + β·w_t·k3_t, w as in grpo-sg",
+        constants=_SG_CONSTANTS + "; ε 0.2",
+        source="arXiv 2511.00066, v1 and v2",
+        differs=(
+            "The weight multiplies the ratio inside the clip, and the KL term. Trap: at r = 1 every token with A > 0 "
+            "and "
+            "w > 1 + ε has no gradient."
+        ),
+        ours=_SG_OURS,
     ),
-}
+    MethodNote(
+        method=Method(name="ar", weight=LinearShaping(alpha=0.2)),
+        title="Advantage reweighting",
+        equation="GRPO with A_t ← (alpha·π_old(y_t) + 1 − alpha)·A_i",
+        constants="alpha 0.2",
+        source="arXiv 2505.12929",
+        differs="Advantages of unlikely tokens shrink by up to alpha; the factor is recorded as the token's weight.",
+        ours="Clip 0.2 on both sides (published runs: 0.2/0.24).",
+    ),
+    MethodNote(
+        method=Method(name="lopti", passes=spec.LoptiPasses(eta=0.4)),
+        title="Low-probability token isolation",
+        equation="GRPO in two optimizer passes: tokens with π_old < eta first, the rest after",
+        constants="eta 0.4; negative reverses the order",
+        source="arXiv 2505.12929",
+        differs="Two updates instead of one; both divide by the full token count, π_old is not recomputed.",
+        ours="Clip 0.2 on both sides (published runs: 0.2/0.24). The KL term belongs to its token's pass.",
+    ),
+    MethodNote(
+        method=Method(name="ar-lopti", weight=LinearShaping(alpha=0.3), passes=spec.LoptiPasses(eta=0.5)),
+        title="Advantage reweighting with Lopti",
+        equation="ar and lopti together",
+        constants="alpha 0.3, eta 0.5",
+        source="arXiv 2505.12929",
+        differs="See ar and lopti.",
+        ours="See ar and lopti.",
+    ),
+    MethodNote(
+        method=Method(name="cov-grpo", weight=CovarianceGaussianShaping()),
+        title="Covariance-aware GRPO",
+        equation="GRPO with A_t ← A_i·exp(−(c_t − mean c)²/(2·std(c)²)), c_t = (ln π_t − mean ln π)·(A_t − mean A)",
+        constants="none",
+        source="arXiv 2605.11538",
+        differs="Tokens with an extreme covariance of log-probability and advantage count less.",
+        ours="The kernel is published, its normalisation is our reading. " + _STATISTICS_OURS,
+    ),
+    MethodNote(
+        method=Method(name="clip-cov", tokens=spec.ClipCovTokens()),
+        title="Clip-Cov",
+        equation="GRPO; max(⌊share·tokens⌋, 1) tokens drawn at random among those with c_t in (low, high) have no "
+        "surrogate",
+        constants="share 2e-4, low 1, high 5",
+        source="arXiv 2505.22617",
+        differs="A few tokens with a high covariance leave the surrogate (not the KL term).",
+        ours="Drawn once a step, before any token is clipped. Per-completion mean as in GRPO. " + _STATISTICS_OURS,
+    ),
+    MethodNote(
+        method=Method(name="kl-cov", clip=spec.NoClip(), penalty=spec.KlCovPenalty()),
+        title="KL-Cov",
+        equation="−r_t·A_i, + coef·|ln r_t| on the max(⌊share·tokens⌋, 1) tokens with the largest c_t",
+        constants="share 2e-4 (7 B models: 2e-3), coef 1",
+        source="arXiv 2505.22617",
+        differs="No clip; a divergence from π_old on a few tokens instead.",
+        ours=(
+            "|ln r| as the authors' code has it: no gradient where r is exactly 1. Ties share the last place. "
+            "Per-completion "
+            "mean as in GRPO. " + _STATISTICS_OURS
+        ),
+    ),
+    MethodNote(
+        method=Method(name="gspo", ratio=spec.SequenceRatio(), clip=spec.PpoClip(low=3e-4, high=4e-4)),
+        title="Group sequence policy optimization",
+        equation="GRPO with s_i = exp(mean_t ln r_t) in place of r_t",
+        constants="ε 3e-4 below, 4e-4 above",
+        source="arXiv 2507.18071",
+        differs="The ratio, and so the clip, belongs to the whole completion; a token's loss_coef depends on its "
+        "neighbours.",
+        ours="None.",
+    ),
+    MethodNote(
+        method=Method(name="holder", ratio=spec.HolderRatio(p=Schedule(kind="linear", start=2.0, end=-2.0))),
+        title="Hölder policy optimisation",
+        equation="GRPO with s_i = (mean_t r_t^p)^(1/p) in place of r_t; p = 1 arithmetic mean, p → 0 GSPO",
+        constants="p linear from 2 to −2 over training; ε 0.2",
+        source="arXiv 2605.12058; p and ε from the authors' script for mathematics (their agent runs: 1 to −1)",
+        differs="The ratio, and so the clip, belongs to the whole completion; p is annealed.",
+        ours="The schedule spans the whole run.",
+    ),
+    MethodNote(
+        method=Method(
+            name="dapo",
+            clip=spec.PpoClip(low=0.2, high=0.28),
+            aggregate="token_mean",
+            sampling=spec.Sampling(dynamic=True, overlong=spec.Overlong()),
+        ),
+        title="Decoupled clip and dynamic sampling policy optimization",
+        equation="L = −(1/Σ|o_i|) Σ_i Σ_t min(r_t·A_i, clip(r_t, 1 − ε_low, 1 + ε_high)·A_i)",
+        constants="ε 0.2 / 0.28; overlong penalty over the last 20 % of the completion limit, up to −1",
+        source="arXiv 2503.14476",
+        differs="Higher upper bound, mean over tokens, no KL, redraws of groups with equal rewards, overlong penalty.",
+        ours="At most 10 rounds of redraws a step. The buffer is a share of the limit (published: 4096 of 20480 "
+        "tokens).",
+    ),
+    MethodNote(
+        method=Method(name="dr-grpo", advantage=spec.Advantage(scale="none"), aggregate="constant"),
+        title="GRPO done right",
+        equation="L = −(1/(N·limit)) Σ_i Σ_t min(r_t·A_i, clip(r_t)·A_i), A_i = R_i − mean R",
+        constants="ε 0.2; limit = the completion limit in tokens",
+        source="arXiv 2503.20783",
+        differs="No division by the reward's std, none by the completion's length.",
+        ours="None.",
+    ),
+    MethodNote(
+        method=Method(name="cispo", clip=spec.CispoClip(), aggregate="token_mean"),
+        title="Clipped importance-sampling policy optimization",
+        equation="L = −(1/Σ|o_i|) Σ_i Σ_t sg[clip(r_t, 1 − low, 1 + high)]·A_i·ln π_t",
+        constants="low 1 (no lower bound), high 4 (r at most 5)",
+        source="arXiv 2506.13585; the upper bound from arXiv 2510.13786",
+        differs="The clipped ratio is a constant factor of ln π: no token loses its gradient. Mean over tokens.",
+        ours="The default bound: the first source gives no number.",
+    ),
+    MethodNote(
+        method=Method(name="papo", weight=PolarityShaping()),
+        title="Polarity-aware policy optimization",
+        equation=(
+            "GRPO with A_t ← A_i·(1 + alpha·phase·sign ΔH_t), ΔH_t = −A_i·[π(ln π + H) − Σ_j p_j²(ln p_j + H)], "
+            "phase = clip((H* − mean H)/H*, −1, 1)"
+        ),
+        constants="alpha 0.5; H* the first step's mean entropy",
+        source="arXiv 2605.11775",
+        differs="Below the target entropy, tokens whose update raises the entropy weigh more; above it, the others.",
+        ours="The published text fixes polarity, both branches and the entropy as phase signal; this formula is ours.",
+    ),
+    MethodNote(
+        method=Method(name="ppo-ewma", proximal=spec.EwmaProximal()),
+        title="GRPO with PPO-EWMA's decoupled objective",
+        equation="(π_prox/π_behavior)·min(r_t·A_i, clip(r_t)·A_i), r_t = π/π_prox, π_prox an average of past weights",
+        constants="ε 0.2; decay 0.889 an update",
+        source="arXiv 2110.00641; for language models arXiv 2605.12070",
+        differs="The clip is centred on an average of past policies, not on the one that wrote the completions.",
+        ours="Group advantages instead of a critic. π_prox is fixed within a step's updates.",
+    ),
+    MethodNote(
+        method=Method(name="high-entropy", tokens=spec.HighEntropyTokens()),
+        title="High-entropy tokens only",
+        equation="GRPO's surrogate on the 20 % of the step's loss tokens with the highest entropy",
+        constants="share 0.2",
+        source="arXiv 2506.01939",
+        differs="The other tokens have no surrogate (but keep the KL term); the normaliser counts all tokens.",
+        ours="On GRPO instead of DAPO. Ties with the last token are kept. " + _STATISTICS_OURS,
+    ),
+    MethodNote(
+        method=Method(name="grpo-sam", sharpness=spec.Sam()),
+        title="GRPO with sharpness-aware minimization",
+        equation="gradient of GRPO's loss at θ + rho·g/‖g‖₂, applied at θ",
+        constants="rho 0.05 (to be swept)",
+        source="arXiv 2010.01412 on arXiv 2402.03300",
+        differs="Sharpness is lowered directly, by a second forward and backward pass.",
+        ours="The combination. Weights, masks and advantages are those of θ.",
+    ),
+    MethodNote(
+        method=Method(name="grpo-gnp", sharpness=spec.GradientNormPenalty()),
+        title="GRPO with a gradient-norm penalty",
+        equation="gradient of L + penalty·‖∇L‖₂ as (1 − κ)·∇L(θ) + κ·∇L(θ + radius·g/‖g‖₂), κ = penalty/radius",
+        constants="penalty 0.04, radius 0.05 (to be swept)",
+        source="arXiv 2202.03599 on arXiv 2402.03300",
+        differs="Sharpness is lowered directly, by a second forward and backward pass.",
+        ours="The combination and the default constants.",
+    ),
+)
+NOTES: dict[str, MethodNote] = {note.method.name: note for note in _NOTES}

@@ -192,7 +192,7 @@ class LoptiPasses(Part):
 
     kind: Literal["lopti"] = "lopti"
     eta: Annotated[float, Field(ge=-1, le=1)] = Field(
-        default=0.5,
+        default=0.4,
         description="Probability that parts the tokens, in [−1, 1]; published 0.4, with advantage reweighting 0.5.",
     )
 
