@@ -1,0 +1,84 @@
+"""Seeded steps for the objective's tests, as tensors for the code and as lists for the oracle."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sharpscope.objective import Method, StepTensors, group_advantages
+from tests.oracles.objective import Batch, Dual
+
+LIMIT = 9
+
+
+@dataclass
+class Case:
+    """A step, the current policy's log-probabilities and everything a loss may ask for."""
+
+    reward: Tensor
+    step: StepTensors
+    now: Tensor
+    reference: Tensor
+    proximal: Tensor
+
+    @property
+    def mask(self) -> Tensor:
+        return self.step.mask.bool()
+
+
+def make_case(
+    method: Method, seed: int = 0, *, progress: float = 0.25, rows: int = 8, places: int = 6, garbage: bool = True,
+    dtype: torch.dtype = torch.float64,
+) -> Case:  # fmt: skip
+    """Three groups (both signs, one without variance), holes in the mask, padding, off-policy ratios on both sides."""
+    g = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=g, dtype=torch.float64)
+
+    group = torch.tensor([0, 0, 0, 5, 5, 5, 2, 2])[:rows]
+    reward = normal(rows)
+    reward[group == 2] = 0.1  # no variance; 0.1 is not exact in binary
+    lengths = torch.randint(1, places + 1, (rows,), generator=g)
+    lengths[0] = places
+    mask = torch.arange(places)[None] < lengths[:, None]
+    mask[0, 2] = False  # text that a tool returned
+    old = -3 * torch.rand(rows, places, generator=g, dtype=torch.float64) - 1e-3
+    behavior = old + 0.02 * normal(rows, places)
+    scale = torch.tensor([0.3, 1e-4, 0.6, 0.3, 1e-4, 0.3, 0.3, 0.3], dtype=torch.float64)[:rows, None]
+    now = behavior + scale * normal(rows, places)
+    now[0, 0] = behavior[0, 0] + 2.0
+    now[3, 0] = behavior[3, 0] - 2.0
+    tensors = {
+        "behavior_logp": behavior,
+        "logp": old,
+        "logit": 14 + 6 * normal(rows, places),
+        "entropy": 2 * torch.rand(rows, places, generator=g, dtype=torch.float64),
+        "collision": torch.rand(rows, places, generator=g, dtype=torch.float64),
+        "polarity": normal(rows, places),
+    }
+    reference, proximal = old + 0.3 * normal(rows, places), old + 0.2 * normal(rows, places)
+    if garbage:  # values outside the mask must never matter
+        for value in (*tensors.values(), now, reference, proximal):
+            value[~mask] = torch.tensor([torch.nan, torch.inf, -torch.inf], dtype=torch.float64)[
+                torch.randint(0, 3, (int((~mask).sum()),), generator=g)
+            ]
+    step = StepTensors(
+        mask=mask, group=group, advantage=group_advantages(reward, group, method.advantage).to(dtype), progress=progress,
+        **{name: value.to(dtype) for name, value in tensors.items()},
+    )  # fmt: skip
+    return Case(reward, step, now.to(dtype), reference.to(dtype), proximal.to(dtype))
+
+
+def as_batch(case: Case, *, beta: float = 0.0, choose=None) -> Batch:
+    """The same as lists of Python floats; the current log-probabilities become duals."""
+    step = case.step
+    now = [[Dual(v, {(i, t): 1.0}) for t, v in enumerate(row)] for i, row in enumerate(case.now.tolist())]
+    return Batch(
+        reward=case.reward.tolist(), group=step.group.tolist(), mask=step.mask.tolist(), behavior=step.behavior_logp.tolist(),
+        old=step.logp.tolist(), logit=step.logit.tolist(), entropy=step.entropy.tolist(), polarity=step.polarity.tolist(),
+        now=now, reference=case.reference.tolist(), proximal=case.proximal.tolist(), limit=LIMIT, beta=beta,
+        progress=step.progress, choose=choose,
+    )  # fmt: skip

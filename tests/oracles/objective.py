@@ -1,0 +1,327 @@
+"""Every method's loss from its published equation, token by token in Python floats, with exact derivatives by dual numbers.
+
+Nothing here knows the method grammar: each method is its own few lines. `Dual` carries a value and its derivatives with
+respect to the current log-probabilities (the keys are (row, position)).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+
+class Dual:
+    """A number with its derivatives; supports what the equations need."""
+
+    def __init__(self, value: float, slope: dict | None = None):
+        self.value, self.slope = value, slope or {}
+
+    def __add__(self, other):
+        other = as_dual(other)
+        keys = self.slope.keys() | other.slope.keys()
+        return Dual(self.value + other.value, {k: self.slope.get(k, 0.0) + other.slope.get(k, 0.0) for k in keys})
+
+    __radd__ = __add__
+
+    def __mul__(self, other):
+        other = as_dual(other)
+        keys = self.slope.keys() | other.slope.keys()
+        return Dual(
+            self.value * other.value,
+            {k: self.slope.get(k, 0.0) * other.value + other.slope.get(k, 0.0) * self.value for k in keys},
+        )
+
+    __rmul__ = __mul__
+
+    def __neg__(self):
+        return self * -1.0
+
+    def __sub__(self, other):
+        return self + -as_dual(other)
+
+    def __rsub__(self, other):
+        return as_dual(other) + -self
+
+    def power(self, p: float) -> Dual:
+        return self.chain(self.value**p, p * self.value ** (p - 1))
+
+    def chain(self, value: float, derivative: float) -> Dual:
+        return Dual(value, {k: d * derivative for k, d in self.slope.items()})
+
+    def exp(self) -> Dual:
+        return self.chain(math.exp(self.value), math.exp(self.value))
+
+    def abs(self) -> Dual:
+        return self if self.value > 0 else -self
+
+
+def as_dual(x) -> Dual:
+    return x if isinstance(x, Dual) else Dual(float(x))
+
+
+def minimum(a: Dual, b: Dual) -> Dual:
+    return a if a.value <= b.value else b
+
+
+def clip(x: Dual, low: float, high: float) -> Dual:
+    if x.value < low:
+        return Dual(low)
+    return Dual(high) if x.value > high else x
+
+
+@dataclass
+class Batch:
+    """One step as nested lists; `now` is the current policy's log-probability as duals."""
+
+    reward: list[float]
+    group: list[int]
+    mask: list[list[bool]]
+    behavior: list[list[float]]
+    old: list[list[float]]
+    logit: list[list[float]]
+    entropy: list[list[float]]
+    polarity: list[list[float]]
+    now: list[list[Dual]]
+    reference: list[list[float]]
+    proximal: list[list[float]]
+    limit: int
+    beta: float = 0.0
+    progress: float = 0.0
+    choose: Callable[[int, int], list[int]] | None = None  # which of n candidates Clip-Cov draws, at most k
+    _cache: dict = field(default_factory=dict)
+
+    def tokens(self):
+        return [(i, t) for i, row in enumerate(self.mask) for t, on in enumerate(row) if on]
+
+    def row(self, i):
+        return [t for t, on in enumerate(self.mask[i]) if on]
+
+
+def advantages(b: Batch, divide: bool = True) -> list[float]:
+    out = []
+    for i, g in enumerate(b.group):
+        mine = [r for r, h in zip(b.reward, b.group, strict=True) if h == g]
+        if len(mine) == 1 or all(r == mine[0] for r in mine):
+            out.append(0.0)
+            continue
+        mean = sum(mine) / len(mine)
+        std = math.sqrt(sum((r - mean) ** 2 for r in mine) / (len(mine) - 1))
+        out.append((b.reward[i] - mean) / (std + 1e-4) if divide else b.reward[i] - mean)
+    return out
+
+
+def percentile(values: list[float], q: float) -> float:
+    ordered = sorted(values)
+    place = (len(ordered) - 1) * q
+    low = math.floor(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def sg_weight(u: float, tau: float, u0: float) -> float:
+    return min(1.4, max(1.0, 2.0 * (1 / (1 + math.exp(-(u - u0) / tau)) - 0.25)))
+
+
+def calibrated(us: list[float]) -> tuple[float, float]:
+    """tau and u0 that put the 10th and 90th percentile on L = 1 and U = 1.4."""
+    low, high = percentile(us, 0.1), percentile(us, 0.9)
+    a, b = math.log(0.75 / 0.25), math.log(0.95 / 0.05)
+    tau = (high - low) / (b - a)
+    return tau, low - a * tau
+
+
+def covariances(b: Batch) -> dict:
+    """(ln π − mean)(A − mean) over all loss tokens."""
+    adv = advantages(b)
+    where = b.tokens()
+    mean_p = sum(b.old[i][t] for i, t in where) / len(where)
+    mean_a = sum(adv[i] for i, _ in where) / len(where)
+    return {(i, t): (b.old[i][t] - mean_p) * (adv[i] - mean_a) for i, t in where}
+
+
+def k3(b: Batch, i: int, t: int) -> Dual:
+    d = b.reference[i][t] - b.now[i][t]
+    return d.exp() - d - 1.0
+
+
+def coefficient(b: Batch, how: str, i: int) -> float:
+    n = len(b.mask)
+    if how == "sequence":
+        return 1 / (n * len(b.row(i)))
+    if how == "token":
+        return 1 / len(b.tokens())
+    return 1 / (n * b.limit)
+
+
+def ppo(r: Dual, a: float, low: float = 0.2, high: float = 0.2) -> Dual:
+    return minimum(r * a, clip(r, 1 - low, 1 + high) * a)
+
+
+def total(b: Batch, objective, how: str = "sequence", only=None, kl_weight=None) -> Dual:
+    """−Σ coefficient·objective(i, t) + β·Σ coefficient·[w]·k3 over the loss tokens (of `only`)."""
+    loss = Dual(0.0)
+    for i, t in b.tokens():
+        if only is not None and (i, t) not in only:
+            continue
+        c = coefficient(b, how, i)
+        loss = loss - c * as_dual(objective(i, t))
+        if b.beta:
+            loss = loss + c * b.beta * (1.0 if kl_weight is None else kl_weight[i, t]) * k3(b, i, t)
+    return loss
+
+
+def ratio(b: Batch, i: int, t: int) -> Dual:
+    return (b.now[i][t] - b.behavior[i][t]).exp()
+
+
+def weighted_grpo(b: Batch, weight: dict, only=None) -> Dual:
+    adv = advantages(b)
+    return total(b, lambda i, t: weight[i, t] * ppo(ratio(b, i, t), adv[i]), only=only)
+
+
+def ar_weight(b: Batch, alpha: float) -> dict:
+    return {(i, t): alpha * math.exp(b.old[i][t]) + 1 - alpha for i, t in b.tokens()}
+
+
+def lopti_tokens(b: Batch, eta: float, second: bool) -> set:
+    return {(i, t) for i, t in b.tokens() if (math.exp(b.old[i][t]) < eta) != second}
+
+
+def grpo(b: Batch) -> Dual:
+    adv = advantages(b)
+    return total(b, lambda i, t: ppo(ratio(b, i, t), adv[i]))
+
+
+def sg_weights(b: Batch, preset: str) -> dict:
+    tau, u0 = (9.0, 0.0) if preset == "paper" else calibrated([b.logit[i][t] for i, t in b.tokens()])
+    return {(i, t): sg_weight(b.logit[i][t], tau, u0) for i, t in b.tokens()}
+
+
+def grpo_sg(b: Batch, preset: str = "calibrated") -> Dual:
+    return weighted_grpo(b, sg_weights(b, preset))
+
+
+def tr_grpo(b: Batch, preset: str = "calibrated") -> Dual:
+    w, adv = sg_weights(b, preset), advantages(b)
+    return total(b, lambda i, t: ppo(w[i, t] * ratio(b, i, t), adv[i]), kl_weight=w)
+
+
+def ar(b: Batch) -> Dual:
+    adv = advantages(b)
+    w = ar_weight(b, 0.2)
+    return total(b, lambda i, t: ppo(ratio(b, i, t), w[i, t] * adv[i]))
+
+
+def lopti(b: Batch, second: bool) -> Dual:
+    adv = advantages(b)
+    return total(b, lambda i, t: ppo(ratio(b, i, t), adv[i]), only=lopti_tokens(b, 0.4, second))
+
+
+def ar_lopti(b: Batch, second: bool) -> Dual:
+    adv = advantages(b)
+    w = ar_weight(b, 0.3)
+    return total(b, lambda i, t: ppo(ratio(b, i, t), w[i, t] * adv[i]), only=lopti_tokens(b, 0.5, second))
+
+
+def cov_grpo(b: Batch) -> Dual:
+    c = covariances(b)
+    mean = sum(c.values()) / len(c)
+    variance = sum((x - mean) ** 2 for x in c.values()) / len(c)
+    return weighted_grpo(b, {k: math.exp(-((x - mean) ** 2) / (2 * variance)) for k, x in c.items()})
+
+
+def clip_cov(b: Batch, share: float, low: float, high: float) -> Dual:
+    c, adv = covariances(b), advantages(b)
+    candidates = [k for k in b.tokens() if low < c[k] < high]
+    drawn = {candidates[j] for j in b.choose(len(candidates), max(int(share * len(b.tokens())), 1))}
+    return total(b, lambda i, t: 0.0 if (i, t) in drawn else ppo(ratio(b, i, t), adv[i]))
+
+
+def kl_cov(b: Batch, share: float) -> Dual:
+    c, adv = covariances(b), advantages(b)
+    count = max(int(share * len(b.tokens())), 1)
+    last = sorted(c.values(), reverse=True)[count - 1]
+    penalised = {k for k, x in c.items() if x >= last}
+    return total(
+        b,
+        lambda i, t: ratio(b, i, t) * adv[i]
+        - ((b.now[i][t] - b.behavior[i][t]).abs() if (i, t) in penalised else 0.0),
+    )
+
+
+def sequence_ratio(b: Batch, i: int) -> Dual:
+    mean = Dual(0.0)
+    for t in b.row(i):
+        mean = mean + (b.now[i][t] - b.behavior[i][t]) * (1 / len(b.row(i)))
+    return mean.exp()
+
+
+def gspo(b: Batch) -> Dual:
+    """(1/N) Σ_i min(s A, clip(s) A): one term a completion, not a token; KL as everywhere."""
+    adv, loss = advantages(b), Dual(0.0)
+    for i in range(len(b.mask)):
+        if b.row(i):
+            loss = loss - (1 / len(b.mask)) * ppo(sequence_ratio(b, i), adv[i], 3e-4, 4e-4)
+    return loss + total(b, lambda i, t: 0.0)
+
+
+def holder_ratio(b: Batch, i: int, p: float) -> Dual:
+    if p == 0:
+        return sequence_ratio(b, i)
+    mean = Dual(0.0)
+    for t in b.row(i):
+        mean = mean + (p * (b.now[i][t] - b.behavior[i][t])).exp() * (1 / len(b.row(i)))
+    return mean.power(1 / p)
+
+
+def holder(b: Batch) -> Dual:
+    adv, loss = advantages(b), Dual(0.0)
+    p = 2.0 - 4.0 * b.progress
+    for i in range(len(b.mask)):
+        if b.row(i):
+            loss = loss - (1 / len(b.mask)) * ppo(holder_ratio(b, i, p), adv[i])
+    return loss + total(b, lambda i, t: 0.0)
+
+
+def dapo(b: Batch) -> Dual:
+    adv = advantages(b)
+    return total(b, lambda i, t: ppo(ratio(b, i, t), adv[i], 0.2, 0.28), how="token")
+
+
+def dr_grpo(b: Batch) -> Dual:
+    adv = advantages(b, divide=False)
+    return total(b, lambda i, t: ppo(ratio(b, i, t), adv[i]), how="constant")
+
+
+def cispo(b: Batch) -> Dual:
+    adv = advantages(b)
+    return total(b, lambda i, t: min(ratio(b, i, t).value, 5.0) * adv[i] * b.now[i][t], how="token")
+
+
+def papo(b: Batch, target: float) -> Dual:
+    adv = advantages(b)
+    mean = sum(b.entropy[i][t] for i, t in b.tokens()) / len(b.tokens())
+    phase = max(-1.0, min(1.0, (target - mean) / target))
+    weight = {}
+    for i, t in b.tokens():
+        change = -adv[i] * b.polarity[i][t]
+        weight[i, t] = 1 + 0.5 * phase * ((change > 0) - (change < 0))
+    return weighted_grpo(b, weight)
+
+
+def ppo_ewma(b: Batch) -> Dual:
+    adv = advantages(b)
+
+    def objective(i, t):
+        r = (b.now[i][t] - b.proximal[i][t]).exp()
+        return math.exp(b.proximal[i][t] - b.behavior[i][t]) * ppo(r, adv[i])
+
+    return total(b, objective)
+
+
+def high_entropy(b: Batch) -> Dual:
+    adv = advantages(b)
+    ordered = sorted((b.entropy[i][t] for i, t in b.tokens()), reverse=True)
+    last = ordered[math.ceil(0.2 * len(ordered)) - 1]
+    return total(b, lambda i, t: ppo(ratio(b, i, t), adv[i]) if b.entropy[i][t] >= last else 0.0)
