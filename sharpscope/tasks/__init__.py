@@ -17,13 +17,15 @@ from sharpscope.errors import UserError, nearest
 from sharpscope.spec import Spec
 from sharpscope.tasks.base import Example, InteractiveTask, Reward, Task
 from sharpscope.tasks.custom import register_task, registered_tasks
-from sharpscope.tasks.spec import CustomSpec, DatasetSpec, KnightsKnavesSpec
+from sharpscope.tasks.spec import CustomSpec, DatasetSpec, GymSpec, KnightsKnavesSpec, MathSpec
 
-TaskSpec = Annotated[KnightsKnavesSpec | DatasetSpec | CustomSpec, Field(discriminator="kind")]
+TaskSpec = Annotated[KnightsKnavesSpec | MathSpec | GymSpec | DatasetSpec | CustomSpec, Field(discriminator="kind")]
 """Configuration of any task, told apart by its field `kind`."""
 
 _MAKERS: dict[type[Spec], str] = {
     KnightsKnavesSpec: "knights_knaves:KnightsKnaves",
+    MathSpec: "math_task:MathTask",
+    GymSpec: "gym:GymTask",
     DatasetSpec: "dataset:DatasetTask",
     CustomSpec: "custom:make_custom",
 }
@@ -46,13 +48,15 @@ def make_task(spec: Spec) -> Task:
 def task_choice(text: str) -> Mapping[str, Any]:
     """The configuration fields that a short form stands for.
 
-    A kind (`knights_knaves`), a registered task's name, or an import path `module:function`.
+    A kind (`knights_knaves`), `gym:NAME`, a registered task's name, or an import path `module:function`.
 
     Raises:
         UserError: none of these.
     """
     if text in task_specs and text != "custom":
         return {"kind": text}
+    if text.startswith("gym:"):
+        return {"kind": "gym", "name": text[len("gym:") :]}
     if ":" in text or text in registered_tasks():
         return {"kind": "custom", "factory": text}
     raise UserError(f"task = '{text}': unknown{nearest(text, {*task_specs, *registered_tasks()} - {'custom'})}")
@@ -62,8 +66,10 @@ __all__ = [
     "CustomSpec",
     "DatasetSpec",
     "Example",
+    "GymSpec",
     "InteractiveTask",
     "KnightsKnavesSpec",
+    "MathSpec",
     "Reward",
     "Task",
     "TaskSpec",

@@ -43,7 +43,9 @@ def final_answer(text: str) -> str:
 
 
 def _boxed(text: str) -> str | None:
-    """Inside of the last `\\boxed{…}` whose braces balance up to the end of the text, else None."""
+    """Inside of the last `\\boxed{…}`; empty where it never closes (a truncated answer is none); None if there is no
+    box.
+    """
     start = text.rfind("\\boxed{")
     if start < 0:
         return None
@@ -52,7 +54,7 @@ def _boxed(text: str) -> str | None:
         depth += {"{": 1, "}": -1}.get(text[i], 0)
         if depth == 0:
             return text[start + len("\\boxed{") : i]
-    return None
+    return ""
 
 
 def _reward(correct: bool) -> Reward:

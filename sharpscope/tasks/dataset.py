@@ -18,6 +18,7 @@ from sharpscope.tasks.answers import number_of, score_exact, score_exact_match, 
 from sharpscope.tasks.base import Example, Reward, content_id, held_out_share
 from sharpscope.tasks.dataset_files import Place, Row, cell, files_of, read_file, read_hub
 from sharpscope.tasks.logic_rl import roles_of, score_logic_rl
+from sharpscope.tasks.math_scoring import score_math
 from sharpscope.tasks.spec import DatasetSpec
 from sharpscope.tasks.statements import content_key, parse_statements, solve
 
@@ -27,6 +28,21 @@ DATA_SOURCES = {
     "exact_match": "exact_match",
     "numeric": "numeric",
     "logic_rl": "logic_rl",
+    "math": "math",
+    "lighteval/MATH": "math",
+    "DigitalLearningGmbH/MATH-lighteval": "math",
+    "HuggingFaceH4/MATH-500": "math",
+    "math_dapo": "math",
+    "aime": "math",
+    "aime24": "math",
+    "aime25": "math",
+    "aime_2024": "math",
+    "amc": "math",
+    "amc23": "math",
+    "minerva": "math",
+    "olympiad": "math",
+    "olympiad_bench": "math",
+    "deepscaler": "math",
     "openai/gsm8k": "numeric",
     "gsm8k": "numeric",
     "nq": "exact_match",
@@ -43,6 +59,7 @@ _SCORERS: dict[str, Callable[[str, Sequence[str]], Reward]] = {
     "exact": score_exact,
     "exact_match": score_exact_match,
     "numeric": score_numeric,
+    "math": score_math,
 }
 CHAT_MARKS = ("<|im_start|>", "<|start_header_id|>", "<start_of_turn>", "[INST]", "<|user|>", "<｜User｜>")
 """Texts that only a prompt which was templated already holds."""

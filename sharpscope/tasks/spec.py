@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, Field, model_validator
 
 from sharpscope.spec import Spec
 
+T = TypeVar("T")
 
-def _distinct(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    if len(set(sizes)) != len(sizes):
-        raise ValueError(f"{list(sizes)} names a size twice")
-    return sizes
+
+def _distinct(values: tuple[T, ...]) -> tuple[T, ...]:
+    if len(set(values)) != len(values):
+        raise ValueError(f"{list(values)} names one thing twice")
+    return values
+
+
+def _with_prompt(template: str) -> str:
+    if template and "{prompt}" not in template:
+        raise ValueError("the question has no place: write {prompt} in the template")
+    return template
 
 
 People = Annotated[int, Field(ge=2, le=7)]
+Level = Annotated[int, Field(ge=1, le=4)]
+Template = Annotated[str, AfterValidator(_with_prompt)]
 Sizes = Annotated[tuple[People, ...], AfterValidator(_distinct)]
 
 
@@ -58,6 +68,51 @@ class KnightsKnavesSpec(Spec):
         return self
 
 
+class MathSpec(Spec):
+    """Generated mathematics with answers that math-verify checks."""
+
+    kind: Literal["math"] = "math"
+    families: Annotated[tuple[Literal["arithmetic", "linear", "modular", "word"], ...], AfterValidator(_distinct)] = (
+        Field(("arithmetic",), min_length=1, description="kinds of question")
+    )
+    levels: Annotated[tuple[Level, ...], AfterValidator(_distinct)] = Field(
+        (1, 2, 3), min_length=1, description="difficulty in train and heldout, 1 to 4"
+    )
+    unseen_levels: Annotated[tuple[Level, ...], AfterValidator(_distinct)] = Field(
+        (), description="difficulties that training never sees (split `unseen`), 1 to 4"
+    )
+    train_size: int = Field(300, ge=1, le=1_000_000, description="training questions for each family and level")
+    heldout_size: int = Field(
+        100, ge=0, le=1_000_000, description="held-out questions for each family and level; 0: none"
+    )
+    unseen_size: int = Field(100, ge=0, le=1_000_000, description="questions for each family and unseen level")
+    template: Template = Field("{prompt}\n", description="text around the question, with {prompt} in it")
+    time_limit: float = Field(
+        5.0, gt=0, le=600, description="most time for checking one answer [s]; a longer one is wrong"
+    )
+    seed: int = Field(0, ge=0, description="seed of the questions (not of training)")
+
+    @model_validator(mode="after")
+    def _apart(self) -> MathSpec:
+        both = set(self.levels) & set(self.unseen_levels)
+        if both:
+            raise ValueError(f"unseen_levels: {sorted(both)} also stand in levels; a level is either seen or unseen")
+        return self
+
+
+class GymSpec(Spec):
+    """Any data set of reasoning-gym, with its own scorer."""
+
+    kind: Literal["gym"] = "gym"
+    name: str = Field("", description="the data set's name in reasoning-gym")
+    options: dict[str, Any] = Field({}, description="options of the data set, as reasoning-gym names them")
+    train_size: int = Field(900, ge=1, le=1_000_000, description="training questions")
+    heldout_size: int = Field(200, ge=0, le=1_000_000, description="held-out questions; 0: none")
+    template: Template = Field("{prompt}\n", description="text around the question, with {prompt} in it")
+    allow_eval: bool = Field(False, description="accept a scorer that passes the model's text to Python's eval")
+    seed: int = Field(0, ge=0, description="seed of the questions (not of training)")
+
+
 class ColumnsSpec(Spec):
     """Which column of a data set holds what; a dot enters a nested column (`reward_model.ground_truth`)."""
 
@@ -73,7 +128,7 @@ class ColumnsSpec(Spec):
     )
 
 
-ScorerName = Literal["auto", "logic_rl", "exact", "exact_match", "numeric"]
+ScorerName = Literal["auto", "logic_rl", "exact", "exact_match", "numeric", "math"]
 
 
 class DatasetSpec(Spec):
@@ -90,7 +145,9 @@ class DatasetSpec(Spec):
     hub_split: str = Field("train", description="Hugging Face: split to read")
     columns: ColumnsSpec = Field(ColumnsSpec(), description="column mapping")
     scorer: ScorerName = Field("auto", description="auto: by the row's data_source; otherwise one scorer for every row")
-    template: str = Field("", description="text around the question, with {prompt} in it; empty: the question as it is")
+    template: Template = Field(
+        "", description="text around the question, with {prompt} in it; empty: the question as it is"
+    )
     heldout_fraction: float = Field(
         0.1, ge=0, lt=1, description="share of contents held out, chosen by content hash; 0: none"
     )

@@ -117,7 +117,7 @@ def test_literals_and_lists_are_read_alike():
     ],
 )
 def test_what_is_no_puzzle_is_refused_with_its_place(literal, says):
-    with pytest.raises(UserError, match="^row 3: ") as caught:
+    with pytest.raises(UserError, match=r"^row 3: ") as caught:
         parse_statements(literal, "row 3")
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)

@@ -1,0 +1,96 @@
+"""Mathematical questions at the embedded scale: four families, each with levels 1 to 4.
+
+A generator takes a level and a random stream and gives a question and its answer; both are plain text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fractions import Fraction
+from random import Random
+
+LEVELS = (1, 2, 3, 4)
+
+
+def arithmetic(level: int, rng: Random) -> tuple[str, str]:
+    """`level` + 1 numbers from 0 to 20 with +, − and * and, from level 2 on, brackets; the answer is a whole number."""
+    text, value, _ = _expression(level, rng)
+    return f"{text} = ?", str(value)
+
+
+def _expression(operators: int, rng: Random) -> tuple[str, int, int]:
+    """Text, value and binding strength (1 sum, 2 product, 3 number) of a random expression with so many operators."""
+    if operators == 0:
+        number = rng.randint(0, 20)
+        return str(number), number, 3
+    left_operators = rng.randint(0, operators - 1)
+    left, left_value, left_strength = _expression(left_operators, rng)
+    right, right_value, right_strength = _expression(operators - 1 - left_operators, rng)
+    sign = rng.choice("+-*")
+    strength = 2 if sign == "*" else 1
+    # brackets exactly where the tree needs them: a − (b + c), but not (a + b) − c
+    left = f"({left})" if left_strength < strength else left
+    right = f"({right})" if right_strength < strength or (right_strength == strength and sign == "-") else right
+    value = {"+": left_value + right_value, "-": left_value - right_value, "*": left_value * right_value}[sign]
+    return f"{left} {sign} {right}", value, strength
+
+
+def linear(level: int, rng: Random) -> tuple[str, str]:
+    """Solve for x. 1: x + a = b; 2: ax + b = c; 3: ax + b = cx + d; 4: a(x + b) = cx + d, solved by a fraction."""
+    if level == 4:
+        while True:
+            a, b, c, d = rng.randint(2, 9), _nonzero(rng), rng.randint(1, 9), _nonzero(rng)
+            if a != c:
+                break
+        return f"Solve for x: {a}(x {_signed(b)}) = {_times(c)} {_signed(d)}", str(Fraction(d - a * b, a - c))
+    x, b = rng.randint(-12, 12), _nonzero(rng)
+    a = 1 if level == 1 else rng.randint(2, 9)
+    c = rng.choice([number for number in range(1, 10) if number != a]) if level == 3 else 0
+    right = a * x + b - c * x
+    side = f"{_times(c)} {_signed(right)}" if c else str(right)
+    return f"Solve for x: {_times(a)} {_signed(b)} = {side}", str(x)
+
+
+def _nonzero(rng: Random) -> int:
+    return rng.choice((-1, 1)) * rng.randint(1, 20)
+
+
+def _signed(number: int) -> str:
+    return f"{'-' if number < 0 else '+'} {abs(number)}"
+
+
+def _times(number: int) -> str:
+    return "x" if number == 1 else f"{number}x"
+
+
+def modular(level: int, rng: Random) -> tuple[str, str]:
+    """Remainders. 1: a + b mod m; 2: a * b mod m; 3: a * b + c mod m; 4: a^k mod m. 0 ≤ answer < m."""
+    m, a, b, c = rng.randint(2, 13), rng.randint(2, 30), rng.randint(2, 30), rng.randint(1, 30)
+    if level == 4:
+        k = rng.randint(2, 9)
+        return f"{a}^{k} mod {m} = ?", str(pow(a, k, m))
+    text, value = {1: (f"({a} + {b})", a + b), 2: (f"({a} * {b})", a * b), 3: (f"({a} * {b} + {c})", a * b + c)}[level]
+    return f"{text} mod {m} = ?", str(value % m)
+
+
+def word(level: int, rng: Random) -> tuple[str, str]:
+    """Word problems of reasoning-gym. 1 to 3: legs of more and more animals (leg_counting); 4: gsm_symbolic."""
+    import reasoning_gym
+
+    seed = rng.getrandbits(31)
+    if level == 4:
+        entry = reasoning_gym.create_dataset("gsm_symbolic", seed=seed, size=1)[0]
+    else:
+        least, most, instances = {1: (1, 2, 5), 2: (2, 3, 9), 3: (4, 8, 15)}[level]
+        entry = reasoning_gym.create_dataset(
+            "leg_counting", seed=seed, size=1, min_animals=least, max_animals=most, max_instances=instances
+        )[0]
+    return entry["question"].strip(), entry["answer"]
+
+
+FAMILIES: dict[str, Callable[[int, Random], tuple[str, str]]] = {
+    "arithmetic": arithmetic,
+    "linear": linear,
+    "modular": modular,
+    "word": word,
+}

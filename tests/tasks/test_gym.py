@@ -1,0 +1,124 @@
+"""Any reasoning-gym data set: its own scores, disjoint splits, no eval of what a model wrote unless asked for."""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+import pytest
+
+from sharpscope.errors import UserError
+from sharpscope.tasks import GymSpec, make_task, task_choice
+from sharpscope.tasks.gym import EVALUATING, gym_answer
+
+SMALL = {"train_size": 12, "heldout_size": 6}
+
+
+def load(name: str, **fields):
+    task = make_task(GymSpec(**SMALL | {"name": name} | fields))
+    return task, task.splits()
+
+
+@pytest.mark.parametrize(
+    "name", ["leg_counting", "word_sorting", "caesar_cipher", "spell_backward", "syllogism", "maze"]
+)
+def test_the_true_answer_is_worth_one_by_the_own_scorer(name):
+    task, splits = load(name)
+    assert task.name == f"gym:{name}"
+    assert {split: len(examples) for split, examples in splits.items()} == {"train": 12, "heldout": 6}
+    for example in splits["train"] + splits["heldout"]:
+        assert example.prompt == example.meta["entry"]["question"] + "\n"
+        assert task.score(example, f"<think>hm</think><answer>{example.answer}</answer>").total == 1.0
+        assert task.score(example, "<answer></answer>").total < 0.5
+
+
+def test_partial_scores_stand_in_the_parts():
+    task, splits = load("spell_backward")
+    example = next(e for e in splits["train"] if len(e.answer) >= 4)
+    own = task._dataset.score_answer(example.answer + "x", example.meta["entry"])
+    reward = task.score(example, f"<answer>{example.answer}x</answer>")
+    assert reward.total == reward.parts["answer"] == own
+    assert 0 < own < 1
+    assert not reward.correct
+
+
+def test_splits_are_disjoint_over_seeds_and_repeatable():
+    _, splits = load("leg_counting")
+    assert splits == load("leg_counting")[1]
+    held = {example.prompt for example in splits["heldout"]}
+    for seed in range(3):
+        assert not held & {example.prompt for example in load("leg_counting", seed=seed)[1]["train"]}
+    assert load("leg_counting", heldout_size=0)[1] == {"train": splits["train"]}
+
+
+def test_options_reach_the_data_set():
+    _, splits = load("leg_counting", options={"min_animals": 1, "max_animals": 1})
+    assert all(example.prompt.count(",") <= 2 for example in splits["train"])
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "says"),
+    [
+        ("leg_countin", {}, "did you mean 'leg_counting'"),
+        ("", {}, "has no such data set"),
+        ("leg_counting", {"options": {"max_animal": 3}}, r"task.options.max_animal: .* did you mean 'max_animals'"),
+        ("leg_counting", {"options": {"seed": 3}}, "task.options.seed"),
+        ("leg_counting", {"options": {"min_animals": 5, "max_animals": 2}}, "refused by leg_counting"),
+        ("countdown", {}, "task.allow_eval=true"),
+        (
+            "coin_flip",
+            {"options": {"min_trials": 1, "max_trials": 1}, "train_size": 3000},
+            "only .* different questions",
+        ),
+    ],
+)
+def test_mistakes_are_named(name, fields, says):
+    with pytest.raises(UserError, match=says):
+        load(name, **fields)
+
+
+def test_every_scorer_that_evaluates_text_is_known():
+    from reasoning_gym.factory import DATASETS
+
+    evaluating = set()
+    for name, (made, _) in DATASETS.items():
+        module = inspect.getsource(inspect.getmodule(made))
+        scorer = inspect.getsource(made.score_answer)
+        helpers = re.findall(r"self\.(_?[a-z_]+)\(", scorer)
+        called = scorer + "".join(
+            inspect.getsource(getattr(made, h)) for h in helpers if inspect.isfunction(getattr(made, h, None))
+        )
+        own_parser = "def parse_expr" in module  # propositional_logic brings a parser that only goes by this name
+        if re.search(r"\b(eval|exec|sympify|S)\(", called) or ("parse_expr(" in called and not own_parser):
+            evaluating.add(name)
+    assert evaluating <= EVALUATING
+    assert set(EVALUATING) <= set(DATASETS)
+
+
+def test_an_evaluating_scorer_can_be_accepted():
+    task, splits = load("countdown", allow_eval=True)
+    example = splits["train"][0]
+    assert task.score(example, f"<answer>{example.meta['entry']['metadata']['expression']}</answer>").total == 1.0
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "<answer>", "\x00", "é" * 1000, "[" * 5000, "<answer>" * 12_500, "9" * 100_000, "nan", "inf", "nan+nanj"],
+)
+@pytest.mark.parametrize("name", ["leg_counting", "sudoku", "rubiks_cube", "complex_arithmetic", "propositional_logic"])
+def test_no_text_breaks_a_scorer(name, text):
+    task, splits = load(name, train_size=1, heldout_size=0)
+    reward = task.score(splits["train"][0], text)
+    assert 0.0 <= reward.total < 1.0
+    assert not reward.correct
+
+
+def test_the_answer_is_found():
+    assert gym_answer("<think>a</think><answer>1</answer><answer> 2\n3 </answer> b") == "2\n3"
+    assert gym_answer("<think>a</think> b ") == "b"
+    assert gym_answer(" b ") == "b"
+    assert gym_answer("</answer><answer>") == "</answer><answer>"
+
+
+def test_the_short_form():
+    assert task_choice("gym:leg_counting") == {"kind": "gym", "name": "leg_counting"}

@@ -1,0 +1,139 @@
+"""Generated mathematics: the answers are right, the splits disjoint, the sets the same every time."""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+from fractions import Fraction
+from random import Random
+
+import pytest
+from pydantic import ValidationError
+
+from sharpscope.errors import UserError
+from sharpscope.tasks import DatasetSpec, MathSpec, make_task
+from sharpscope.tasks.math_families import FAMILIES, LEVELS
+
+ANIMALS = {"spider": 8, "human": 2, "tiger": 4}  # a few that every child knows, as a check on the generator
+
+
+def value(text: str, x: Fraction = Fraction(0)) -> Fraction:
+    """Value of a generated expression, by Python's own grammar; `3x` and `4(` are products, ^ is a power."""
+    text = re.sub(r"(\d)\s*([x(])", r"\1*\2", text.replace("^", "**"))
+    operations = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Pow: operator.pow}
+
+    def walk(node):
+        if isinstance(node, ast.BinOp):
+            return operations[type(node.op)](walk(node.left), walk(node.right))
+        if isinstance(node, ast.UnaryOp):
+            return -walk(node.operand)
+        return x if isinstance(node, ast.Name) else Fraction(node.value)
+
+    return walk(ast.parse(text, mode="eval").body)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_answers_solve_their_questions(level):
+    rng = Random(level)
+    for _ in range(200):
+        question, answer = FAMILIES["arithmetic"](level, rng)
+        expression = question.removesuffix(" = ?")
+        assert value(expression) == int(answer)
+        assert len(re.findall(r"\d+", expression)) == level + 1
+        question, answer = FAMILIES["linear"](level, rng)
+        left, right = question.removeprefix("Solve for x: ").split(" = ")
+        assert value(left, Fraction(answer)) == value(right, Fraction(answer))
+        assert value(left, Fraction(answer) + 1) != value(right, Fraction(answer) + 1)  # the only solution
+        assert question.count("x") == (2 if level < 3 else 3) - 0
+        question, answer = FAMILIES["modular"](level, rng)
+        expression, modulus = re.fullmatch(r"(.+) mod (\d+) = \?", question).groups()
+        assert value(expression) % int(modulus) == int(answer) < int(modulus)
+
+
+def test_brackets_stand_where_they_are_needed():
+    rng = Random(0)
+    questions = [FAMILIES["arithmetic"](3, rng)[0] for _ in range(300)]
+    assert any(re.search(r"- \(", question) for question in questions)
+    assert any(re.search(r"\* \(", question) for question in questions)
+    assert not any(
+        question.startswith("(") and question.endswith(") = ?") and question.count("(") == 1 for question in questions
+    )
+    assert not any("(" in FAMILIES["arithmetic"](1, rng)[0] for _ in range(100))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_word_problems_have_a_number_as_their_answer(level):
+    rng = Random(level)
+    for _ in range(5):
+        question, answer = FAMILIES["word"](level, rng)
+        assert re.fullmatch(r"-?\d+(\.\d+)?", answer)
+        counts = re.findall(r"(\d+) ([a-z ]+?)s?[,?]", question) if level < 4 else []
+        if counts and all(animal in ANIMALS for _, animal in counts):
+            assert int(answer) == sum(int(count) * ANIMALS[animal] for count, animal in counts)
+
+
+SMALL = {"train_size": 30, "heldout_size": 10, "unseen_size": 10}
+
+
+def test_splits_are_disjoint_finite_and_repeatable():
+    fields = SMALL | {"families": ["arithmetic", "linear", "modular"], "levels": [1, 3], "unseen_levels": [4]}
+    splits = make_task(MathSpec(**fields)).splits()
+    assert {name: len(examples) for name, examples in splits.items()} == {"train": 180, "heldout": 60, "unseen": 30}
+    assert splits == make_task(MathSpec(**fields)).splits()
+    assert {example.meta["level"] for example in splits["unseen"]} == {4}
+    questions = {name: {example.prompt for example in examples} for name, examples in splits.items()}
+    assert [len(asked) for asked in questions.values()] == [180, 60, 30]
+    for seed in range(3):
+        other = {e.prompt for e in make_task(MathSpec(**fields | {"seed": seed})).splits()["train"]}
+        assert not other & (questions["heldout"] | questions["unseen"])
+    alone = make_task(MathSpec(**SMALL | {"families": ["linear"], "levels": [3], "heldout_size": 0})).splits()
+    assert set(alone) == {"train"}
+    assert alone["train"] == [e for e in splits["train"] if (e.meta["family"], e.meta["level"]) == ("linear", 3)]
+
+
+def test_an_example_is_asked_and_scored():
+    task = make_task(MathSpec(**SMALL | {"families": ["linear"], "levels": [4], "template": "Q: {prompt}\nA: "}))
+    example = task.splits()["train"][0]
+    assert example.prompt == f"Q: {example.meta['question']}\nA: "
+    assert task.score(example, f"<think>hm</think><answer>x = {example.answer}</answer>").total == 1.0
+    assert task.score(example, f"<answer>{example.answer}1</answer>").total == 0.0
+
+
+def test_more_questions_than_exist_is_an_error():
+    with pytest.raises(UserError, match=r"task.train_size = 900000: only \d+ different questions"):
+        make_task(MathSpec(families=["linear"], levels=[1], train_size=900_000)).splits()
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"levels": [5]}, "levels"),
+        ({"levels": []}, "levels"),
+        ({"levels": [1, 1]}, "twice"),
+        ({"levels": [1], "unseen_levels": [1]}, "seen or unseen"),
+        ({"families": ["algebra"]}, "families"),
+        ({"template": "no place"}, "no place"),
+        ({"time_limit": 0}, "time_limit"),
+    ],
+)
+def test_impossible_settings_are_refused(fields, says):
+    with pytest.raises(ValidationError, match=says):
+        MathSpec(**fields)
+
+
+def test_a_benchmark_file_is_scored_as_mathematics(tmp_path):
+    import json
+
+    pytest.importorskip("math_verify", reason="needs the optional library math-verify")
+    rows = [
+        {"problem": "Half of 1?", "solution": r"It is $\boxed{\frac{1}{2}}$.", "data_source": "HuggingFaceH4/MATH-500"},
+        {"problem": "Roots of x^2 = 4?", "solution": r"\boxed{\{-2, 2\}}", "data_source": "math"},
+    ]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    columns = {"prompt": "problem", "answer": "solution"}
+    task = make_task(DatasetSpec(path=str(tmp_path / "a.jsonl"), columns=columns, heldout_fraction=0))
+    half, roots = task.splits()["train"]
+    assert task.score(half, r"so \boxed{0.5}").correct
+    assert task.score(roots, r"so \boxed{\pm 2}").correct
+    assert not task.score(roots, r"so \boxed{2}").correct
