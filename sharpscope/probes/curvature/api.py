@@ -1,0 +1,159 @@
+"""`curvature`: one call, one value that holds every estimate of the Hessian with its error."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sharpscope.errors import UserError
+from sharpscope.probes.curvature.density import spectral_density
+from sharpscope.probes.curvature.krylov import NotFinite, eigenpairs
+from sharpscope.probes.curvature.operators import Operator, Scaled
+from sharpscope.probes.curvature.result import Backend, Curvature, CurvatureSettings, Parts
+from sharpscope.probes.curvature.trace import hutchpp
+from sharpscope.probes.surface import ClosureSurface, LossFn, Surface, untouched
+
+def sub_generator(seed: int, name: str) -> torch.Generator:
+    """A generator of its own for each estimate, so that leaving one out never changes another."""
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+
+
+def curvature(
+    loss_fn: LossFn,
+    parameters: Sequence[Tensor],
+    seed: int = 0,
+    *,
+    top: int = 1,
+    smallest: bool = True,
+    tolerance: float = 1e-3,
+    max_products: int = 200,
+    trace_probes: int = 16,
+    density_samples: int = 4,
+    density_steps: int = 20,
+    backend: Backend = "lanczos",
+    preconditioner: Sequence[Tensor] | None = None,
+    basis_mb: float = 2048.0,
+) -> Curvature:
+    """Curvature of any loss at the parameters' present values.
+
+    Args:
+        loss_fn: zero-argument closure that computes a scalar loss from `parameters`, the same in every call; put the
+            model in eval mode first. Attention inside it runs SDPA's MATH kernel; an attention of your own must have
+            second derivatives.
+        parameters: leaf tensors. Tied ones count once, those that do not require grad are left out.
+        seed: of all random vectors.
+        preconditioner: D, one positive tensor per tensor of `parameters` (see `adamw_preconditioner`); estimates are
+            then of D^(−1/2) H D^(−1/2).
+        top, smallest, tolerance, max_products, trace_probes, density_samples, density_steps, backend, basis_mb: see
+            `CurvatureSettings`.
+
+    Returns:
+        A `Curvature`; parameters, `.grad`, random state and attention kernel are as before, also if this raises.
+
+    Raises:
+        UserError: a closure that does not return one number, or is not deterministic; parameters that cannot be moved.
+    """
+    settings = CurvatureSettings(
+        top, smallest, tolerance, max_products, trace_probes, density_samples, density_steps, backend, basis_mb
+    )
+    surface = ClosureSurface(loss_fn, parameters)
+    chosen = None
+    if preconditioner is not None:
+        if len(preconditioner) != len(parameters):
+            raise UserError(f"preconditioner, {len(preconditioner)} tensors: one for each of the {len(parameters)} parameters")
+        by_id = {id(p): d for p, d in zip(parameters, preconditioner, strict=True)}
+        chosen = [by_id[id(p)] for p in surface.parameters]
+    with untouched(list(parameters)):
+        surface.check_deterministic()
+        return curvature_of(surface, settings, seed=seed, preconditioner=chosen)
+
+
+def curvature_of(
+    surface: Surface, settings: CurvatureSettings, *, seed: int = 0, preconditioner: Sequence[Tensor] | None = None, operator: Operator | None = None
+) -> Curvature:
+    """`curvature` of a surface that is guarded already; `operator` replaces its Hessian (e.g. its Gauss-Newton matrix).
+
+    Nothing is raised for numbers that are not finite: they come back as NaN, `converged = False`, and the reason.
+    """
+    if settings.backend == "pyhessian":
+        from sharpscope.probes.curvature.pyhessian import curvature_by_pyhessian
+
+        if preconditioner is not None or operator is not None:
+            raise UserError("backend, 'pyhessian': knows the plain Hessian only; use backend='lanczos'")
+        return curvature_by_pyhessian(surface, settings, seed)
+    began = time.perf_counter()
+    clock = {}
+    loss, gradient = surface.gradient()
+    clock["gradient"] = time.perf_counter() - began
+    parts = Parts()
+    if not (math.isfinite(loss) and bool(gradient.isfinite().all())):
+        parts.why.append(f"the loss is {loss} and its gradient {'finite' if gradient.isfinite().all() else 'not finite'}")
+        return parts.result(loss, float(gradient.norm()), settings, seed, began, clock, 0)
+    hessian = operator if operator is not None else surface.hessian()
+    if preconditioner is not None:
+        hessian = Scaled(hessian, _inverse_root(preconditioner, surface))
+    try:
+        mark = time.perf_counter()
+        _eigenvalues(parts, hessian, settings, seed)
+        clock["eigenvalues"] = time.perf_counter() - mark
+        mark = time.perf_counter()
+        if settings.trace_probes:
+            # The subspace of the eigenpairs was paid for already; only the probes cost anything.
+            parts.trace = hutchpp(
+                hessian, probes=settings.trace_probes, generator=sub_generator(seed, "trace"), subspace=parts.krylov,
+                sketch=settings.trace_probes,
+            )
+        clock["trace"] = time.perf_counter() - mark
+        parts.krylov = None  # frees the basis before the density builds its own
+        mark = time.perf_counter()
+        if settings.density_samples:
+            parts.density = spectral_density(
+                hessian, samples=settings.density_samples, steps=settings.density_steps, generator=sub_generator(seed, "density")
+            )
+        clock["density"] = time.perf_counter() - mark
+    except NotFinite as problem:
+        parts.why.append(str(problem))
+    return parts.result(loss, float(gradient.norm()), settings, seed, began, clock, hessian.products)
+
+
+def _eigenvalues(parts: Parts, hessian: Operator, settings: CurvatureSettings, seed: int) -> None:
+    """Eigenpairs, with residuals measured by one more product each."""
+    item = torch.finfo(hessian.dtype).bits // 8
+    found = eigenpairs(
+        hessian, upper=settings.top, lower=int(settings.smallest), tolerance=settings.tolerance, max_products=settings.max_products,
+        capacity=max(8, int(settings.basis_mb * 2**20 / (item * hessian.size))), generator=sub_generator(seed, "eigenvalues"),
+    )
+    measured = np.array([
+        float((hessian @ vector).sub_(vector, alpha=float(value)).norm()) for value, vector in zip(found.values, found.vectors, strict=True)
+    ])
+    upper = found.upper
+    parts.values, parts.residuals, parts.vectors = found.values[:upper], measured[:upper], found.vectors[:upper]
+    if settings.smallest:
+        # A 1 × 1 Hessian has one eigenvalue, both the largest and the smallest.
+        parts.smallest, parts.smallest_residual = float(found.values[-1]), float(measured[-1])
+    parts.krylov = found.krylov
+    bound = settings.tolerance * float(np.abs(found.values).max())
+    if not found.converged:
+        parts.why.append(found.why)
+    elif measured.max() > max(2 * bound, 1e-300):
+        parts.why.append(
+            f"the measured residual {measured.max():.1e} exceeds the tolerance ({bound:.1e}): rounding of {hessian.dtype}, or a loss "
+            "that changes from call to call"
+        )
+    if settings.top > hessian.size:
+        parts.notes.append(f"top, {settings.top}: only {hessian.size} eigenvalues exist")
+
+
+def _inverse_root(preconditioner: Sequence[Tensor], surface: Surface) -> Tensor:
+    """D^(−1/2) (P,)."""
+    for diagonal, parameter in zip(preconditioner, surface.parameters, strict=True):
+        if diagonal.shape != parameter.shape or not bool((diagonal > 0).all()):
+            raise UserError(f"preconditioner, shape {tuple(diagonal.shape)}: must be positive and shaped {tuple(parameter.shape)}")
+    return torch.cat([d.detach().reshape(-1) for d in preconditioner]).rsqrt()

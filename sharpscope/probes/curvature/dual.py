@@ -1,0 +1,218 @@
+"""The body of a causal language model in forward mode, ready to be differentiated backward, one layer at a time.
+
+Hv = ∇_θ [⟨δ̇, h(θ)⟩ + ⟨δ, ḣ(θ)⟩] with h the hidden states, ḣ = (∂h/∂θ) v their tangent, and the head's cotangents δ, δ̇
+held constant. So one dual forward and one backward through it make a product; where memory is short, each layer keeps
+only its input (x, ẋ) and is run again in the backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.func import functional_call
+from torch.nn import functional as F
+
+from sharpscope.probes.curvature.dual_rules import DualRules
+
+
+@contextmanager
+def replaced_forward(module: nn.Module, forward: Any) -> Iterator[None]:
+    """Within the block `module` runs `forward`; an instance's own forward is put back as it was."""
+    own = module.__dict__.get("forward")
+    module.forward = forward  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        if own is None:
+            del module.forward
+        else:
+            module.forward = own  # type: ignore[method-assign]
+
+
+class DualBody:
+    """h and ḣ of a backbone along a direction, and the way back.
+
+    Args:
+        backbone: a module whose call gives `last_hidden_state`.
+        parameters: leaf tensors to differentiate (others of the backbone are constants).
+        checkpoint: run each layer again in the backward pass and keep only its input.
+    """
+
+    def __init__(self, backbone: nn.Module, parameters: Sequence[Tensor], *, checkpoint: bool) -> None:
+        self._backbone = backbone
+        wanted = {id(parameter) for parameter in parameters}
+        # Every name of a tied parameter, so that each use of it is swapped.
+        self._names = {
+            name: parameter for name, parameter in backbone.named_parameters(remove_duplicate=False) if id(parameter) in wanted
+        }
+        self._layers = _layers(backbone) if checkpoint else []
+        in_layers = {id(p) for layer in self._layers for p in layer.parameters()}
+        self._embedding = _plain_embedding(backbone, wanted)
+        self._rest = [p for p in {id(p): p for p in self._names.values()}.values() if id(p) not in in_layers]
+        if self._embedding is not None:
+            shared = self._embedding.weight
+            if sum(p is shared for p in self._names.values()) > 1:
+                self._embedding = None  # used in another place of the body too: leave it to autograd
+            else:
+                self._rest = [p for p in self._rest if p is not shared]
+
+    def product(self, ids: Tensor, direction: dict[int, Tensor], out: dict[int, Tensor], back: Any) -> None:
+        """Run the body on `ids` (n, S) along `direction` and add the product to `out` (both by `id(parameter)`).
+
+        `back` is called with h and ḣ (n, S, d), detached, and returns the cotangents of both; None for ḣ's: it is not
+        followed.
+        """
+        sink = _Sink(out)
+        anchor = torch.zeros((), device=ids.device, requires_grad=True)
+        looked_up: list[tuple[Tensor, Tensor]] = []
+        with forward_ad.dual_level(), ExitStack() as stack:
+            duals = {name: forward_ad.make_dual(p, direction[id(p)]) for name, p in self._names.items()}
+            if self._embedding is not None:
+                weight = self._embedding.weight
+                lookup = _lookup(weight, direction[id(weight)], looked_up)
+                stack.enter_context(replaced_forward(self._embedding, lookup))
+            for layer in self._layers:
+                stack.enter_context(_checkpointed(layer, direction, sink, anchor))
+            with torch.enable_grad(), DualRules():
+                output = functional_call(self._backbone, duals, (), {"input_ids": ids, "use_cache": False})
+            hidden, tangent = forward_ad.unpack_dual(output.last_hidden_state)
+            tangent = torch.zeros_like(hidden) if tangent is None else tangent
+            to_hidden, to_tangent = back(hidden.detach(), tangent.detach())
+            pairs = [(hidden, to_hidden), (tangent, to_tangent)]
+            pairs = [(value, cotangent) for value, cotangent in pairs if cotangent is not None and value.requires_grad]
+            leaves = [anchor, *(rows for _, rows in looked_up), *self._rest]
+            if pairs:
+                values, cotangents = zip(*pairs, strict=True)
+                found = _reverse(values, leaves, cotangents)
+                for (tokens, _), rows in zip(looked_up, found[1:], strict=False):
+                    if rows is not None:
+                        assert self._embedding is not None
+                        _add_rows(out[id(self._embedding.weight)], tokens, rows, self._embedding.padding_idx)
+                sink.add(self._rest, found[1 + len(looked_up) :])
+
+
+def _reverse(values: Sequence[Tensor], leaves: Sequence[Tensor], cotangents: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+    """A backward pass without tangents: what was saved for it still carries them, and they would be pushed through it."""
+    with forward_ad._set_fwd_grad_enabled(False):
+        return torch.autograd.grad(values, leaves, cotangents, allow_unused=True)
+
+
+class _Sink:
+    """Where gradients are added up at once, so that no second copy of the parameters' size is held."""
+
+    def __init__(self, out: dict[int, Tensor]) -> None:
+        self._out = out
+
+    def add(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            if gradient is not None:
+                self._out[id(parameter)].add_(gradient)
+
+
+def _layers(backbone: nn.Module) -> list[nn.Module]:
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    found = [module for module in backbone.modules() if isinstance(module, GradientCheckpointingLayer)]
+    inner = {id(module) for layer in found for module in layer.modules() if module is not layer}
+    # A layer that shares parameters with another (cross-layer tying) is still fine: both add to the same place.
+    return [layer for layer in found if id(layer) not in inner]
+
+
+def _plain_embedding(backbone: nn.Module, wanted: set[int]) -> nn.Embedding | None:
+    """The input embedding if it is trainable and a plain lookup: its gradient is then added row by row, never dense."""
+    module = backbone.get_input_embeddings() if hasattr(backbone, "get_input_embeddings") else None
+    plain = type(module) is nn.Embedding and module.max_norm is None and not module.scale_grad_by_freq
+    return module if plain and id(module.weight) in wanted else None
+
+
+def _lookup(weight: Tensor, direction: Tensor, looked_up: list[tuple[Tensor, Tensor]]) -> Any:
+    def forward(ids: Tensor) -> Tensor:
+        rows = F.embedding(ids, weight.detach()).requires_grad_()
+        looked_up.append((ids, rows))
+        return forward_ad.make_dual(rows, F.embedding(ids, direction))
+
+    return forward
+
+
+def _add_rows(out: Tensor, ids: Tensor, rows: Tensor, padding: int | None) -> None:
+    flat, values = ids.reshape(-1), rows.reshape(-1, rows.shape[-1])
+    if padding is not None:  # autograd gives this row no gradient either
+        values = values.masked_fill((flat == padding)[:, None], 0.0)
+    out.index_add_(0, flat, values)
+
+
+@contextmanager
+def _checkpointed(layer: nn.Module, direction: dict[int, Tensor], sink: _Sink, anchor: Tensor) -> Iterator[None]:
+    """Within the block `layer` keeps only its input's value and tangent, and runs again in the backward pass."""
+    original = layer.forward
+    owned = {name: p for name, p in layer.named_parameters(remove_duplicate=False) if id(p) in direction}
+    distinct = list({id(p): p for p in owned.values()}.values())
+    inside, extras = False, 0  # extras: further elements of a tuple that the layer returns
+
+    def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        nonlocal inside
+        if inside or _depends(args, kwargs):
+            return original(hidden, *args, **kwargs)
+
+        def run(x: Tensor, x_dot: Tensor) -> tuple[Tensor, Tensor]:
+            nonlocal inside, extras
+            inside = True
+            try:
+                duals = {name: forward_ad.make_dual(p, direction[id(p)]) for name, p in owned.items()}
+                y = functional_call(layer, duals, (forward_ad.make_dual(x, x_dot), *args), kwargs)
+            finally:
+                inside = False
+            extras = len(y) if isinstance(y, tuple) else 0
+            value, tangent = forward_ad.unpack_dual(y[0] if extras else y)
+            return value, torch.zeros_like(value) if tangent is None else tangent
+
+        x, x_dot = forward_ad.unpack_dual(hidden)
+        x_dot = torch.zeros_like(x) if x_dot is None else x_dot
+        y, y_dot = _DualLayer.apply(anchor, x, x_dot, run, distinct, sink)
+        dual = forward_ad.make_dual(y, y_dot)
+        return (dual, *[None] * (extras - 1)) if extras else dual
+
+    with replaced_forward(layer, forward):
+        yield
+
+
+def _depends(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an argument beside the hidden states depends on the parameters: such a layer is not cut out."""
+    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+    return any(t.requires_grad or forward_ad.unpack_dual(t).tangent is not None for t in tensors)
+
+
+class _DualLayer(torch.autograd.Function):
+    """(x, ẋ) → (y, ẏ) of one layer; `anchor` only makes the output depend on something that requires grad."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, anchor: Tensor, x: Tensor, x_dot: Tensor, run: Any, parameters: list[Tensor], sink: _Sink
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(x, x_dot)
+        ctx.run, ctx.parameters, ctx.sink = run, parameters, sink
+        ctx.set_materialize_grads(False)
+        # Custom functions switch forward mode off; the layer is to be run in it.
+        with forward_ad._set_fwd_grad_enabled(True):
+            y, y_dot = run(x, x_dot)
+        return y.clone(), y_dot.clone()
+
+    @staticmethod
+    def backward(ctx: Any, y_bar: Tensor | None, y_dot_bar: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, x_dot = (tensor.detach().requires_grad_() for tensor in ctx.saved_tensors)
+        # The mode is entered again: on a GPU the backward pass runs in a thread of its own.
+        with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True), DualRules():
+            y, y_dot = ctx.run(x, x_dot)
+        pairs = [(v, c) for v, c in ((y, y_bar), (y_dot, y_dot_bar)) if c is not None and v.requires_grad]
+        if not pairs:
+            return (None,) * 6
+        values, cotangents = zip(*pairs, strict=True)
+        found = _reverse(values, [x, x_dot, *ctx.parameters], cotangents)
+        ctx.sink.add(ctx.parameters, found[2:])
+        # A number for the anchor keeps the engine walking to layers below even where nothing else asks for them.
+        return torch.zeros((), device=x.device), found[0], found[1], None, None, None

@@ -1,0 +1,246 @@
+"""The scalars whose surface is probed: L(θ) of a causal language model over frozen rows of tokens.
+
+Every functional is a sum over rows with coefficients fixed for the whole batch beforehand, so its value, gradient and
+Hessian do not depend on how the rows are cut into microbatches.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from sharpscope.errors import UserError
+
+FunctionalName = Literal["nll", "surrogate", "expected_failure"]
+FUNCTIONALS: tuple[FunctionalName, ...] = ("nll", "surrogate", "expected_failure")
+
+
+class _RolloutsLike(Protocol):
+    """What is read of `sharpscope.policy.Rollouts`."""
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    completion_mask: Tensor
+    behavior_logp: Tensor
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """Rows of tokens, padded on the right only, where a causal model cannot see the padding.
+
+    Attributes:
+        input_ids: (N, S) long.
+        lengths: (N,) tokens in use.
+        scored: (N, S) bool, tokens whose log-probability given their prefix enters; never the first of a row.
+        anchor_logp: (N, S) float [nats], log-probability of the scored tokens under the policy that drew them.
+        reward: (N,) what an answer is worth; the success in [0, 1] for `expected_failure`.
+        advantage: (N, S), per token, any token weight multiplied in.
+    """
+
+    input_ids: Tensor
+    lengths: Tensor
+    scored: Tensor
+    anchor_logp: Tensor
+    reward: Tensor
+    advantage: Tensor
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
+    def rows(self, index: Tensor) -> TokenBatch:
+        """The rows `index`, cut to the longest among them."""
+        width = int(self.lengths[index].max())
+        return TokenBatch(
+            self.input_ids[index, :width], self.lengths[index], self.scored[index, :width], self.anchor_logp[index, :width],
+            self.reward[index], self.advantage[index, :width],
+        )
+
+    def to(self, device: torch.device | str) -> TokenBatch:
+        """The batch on another device."""
+        return TokenBatch(**{name: value.to(device) for name, value in vars(self).items()})
+
+
+def token_batch(
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    scored: Tensor,
+    *,
+    anchor_logp: Tensor | None = None,
+    reward: Tensor | None = None,
+    advantage: Tensor | None = None,
+) -> TokenBatch:
+    """Rows with padding anywhere become rows with padding at the end; positions are counted over real tokens only.
+
+    Args:
+        input_ids, attention_mask, scored: (N, S); `scored` is 1 on the tokens whose log-probability is meant.
+        anchor_logp: (N, S) [nats] or None (zeros; then only fresh anchors make sense).
+        reward: (N,) or None (ones).
+        advantage: (N,) or (N, S) or None (ones).
+
+    Raises:
+        UserError: no token is scored, or one has no prefix.
+    """
+    present = attention_mask.bool()
+    order = torch.argsort(~present, dim=1, stable=True)  # real tokens first, in their order
+    lengths = present.sum(1)
+    width = int(lengths.max()) if len(lengths) else 0
+    order = order[:, :width]
+
+    def moved(values: Tensor) -> Tensor:
+        return values.gather(1, order)
+
+    keep = torch.arange(width, device=input_ids.device) < lengths[:, None]
+    marked = moved(scored.bool()) & keep
+    if not bool(marked.any()):
+        raise UserError("probe data: no token is scored; completions must not be empty")
+    if bool(marked[:, 0].any()):
+        raise UserError("probe data: a scored token has no prefix; every row needs a prompt of at least one token")
+    floating = torch.float32 if anchor_logp is None else anchor_logp.dtype
+    anchors = torch.zeros(marked.shape, dtype=floating, device=marked.device) if anchor_logp is None else moved(anchor_logp)
+    worth = torch.ones(len(marked), device=marked.device) if reward is None else reward
+    if advantage is None:
+        each = torch.ones(marked.shape, device=marked.device)
+    else:
+        each = advantage[:, None].expand(marked.shape) if advantage.ndim == 1 else moved(advantage)
+    ids = moved(input_ids).long()
+    # What stands in the padding is never seen; a row's own first token there keeps libraries from warning about pad tokens.
+    return TokenBatch(
+        torch.where(keep, ids, ids[:, :1]), lengths, marked, anchors.masked_fill(~marked, 0.0), worth, each.masked_fill(~marked, 0.0)
+    )
+
+
+def rollout_batch(rollouts: _RolloutsLike, *, reward: Tensor | None = None, advantage: Tensor | None = None) -> TokenBatch:
+    """A `TokenBatch` from `Rollouts`: the loss tokens of the completions are scored, `behavior_logp` is the anchor.
+
+    Args:
+        rollouts: N rows with T completion positions.
+        reward: (N,); None: the rollouts' own.
+        advantage: (N,) or (N, T); None: ones.
+    """
+    total, width = rollouts.input_ids.shape[1], rollouts.completion_mask.shape[1]
+
+    def widened(values: Tensor) -> Tensor:
+        return torch.nn.functional.pad(values, (total - width, 0))
+
+    if advantage is not None and advantage.ndim == 2:
+        advantage = widened(advantage)
+    worth: Tensor = reward if reward is not None else rollouts.reward  # type: ignore[attr-defined]
+    return token_batch(
+        rollouts.input_ids, rollouts.attention_mask, widened(rollouts.completion_mask),
+        anchor_logp=widened(rollouts.behavior_logp), reward=worth, advantage=advantage,
+    )
+
+
+@dataclass(frozen=True)
+class Functional:
+    """One scalar over one batch.
+
+    With ℓ_it = log π_θ(token t of row i | prefix) and r_it = exp(ℓ_it − anchor_it):
+
+    - `nll`: −Σ_it ℓ_it / number of scored tokens.
+    - `surrogate`: −Σ_it n_i min(r_it A_it, clip(r_it, 1 − clip_low, 1 + clip_high) A_it), n_i = 1/(N·tokens of row i).
+    - `expected_failure`: mean_i [1 − R_i exp(Σ_t log r_it)]: over rows drawn from the policy at the anchor, its value,
+      gradient and Hessian are unbiased for those of 1 − E_y R(y). (The Hessian of −mean R·Σ log π is not.)
+
+    Attributes:
+        name, batch: which, over what.
+        temperature: of the softmax that the log-probabilities belong to.
+        clip_low, clip_high: of `surrogate`; None: no clip.
+        stale: the rows were drawn by another policy than the probed one and keep their recorded anchors. Otherwise
+            `anchored` must be called with the probed policy's own log-probabilities, so that r = 1 exactly there.
+    """
+
+    name: FunctionalName
+    batch: TokenBatch
+    temperature: float = 1.0
+    clip_low: float | None = 0.2
+    clip_high: float | None = 0.2
+    stale: bool = False
+
+    def __post_init__(self) -> None:
+        if self.name not in FUNCTIONALS:
+            raise UserError(f"functional, '{self.name}': use one of {', '.join(FUNCTIONALS)}")
+        if not self.temperature > 0:
+            raise UserError(f"temperature, {self.temperature}: must be positive")
+        worth = self.batch.reward
+        if self.name == "expected_failure" and not bool(((worth >= 0) & (worth <= 1)).all()):
+            raise UserError(f"reward, {float(worth.min()):g} to {float(worth.max()):g}: expected_failure needs a success in [0, 1]")
+
+    @cached_property
+    def token_coefficient(self) -> Tensor:
+        """(N, S) the fixed normaliser of each scored token, over the whole batch."""
+        scored = self.batch.scored
+        counts = scored.sum(1, keepdim=True)
+        each = scored.double() / (len(scored) * counts.clamp(min=1)) if self.name == "surrogate" else scored.double() / scored.sum()
+        return each
+
+    def share(self, index: Tensor, logp: Tensor, *, width: int) -> Tensor:
+        """What the rows `index` add to L: a scalar; the shares of any partition of the rows sum to L.
+
+        Args:
+            index: (n,) rows.
+            logp: (n, width) log-probabilities with graph; read on scored tokens only.
+            width: positions of this microbatch.
+        """
+        batch = self.batch
+        scored = batch.scored[index, :width]
+        logp = torch.where(scored, logp, 0.0)
+        if self.name == "nll":
+            return -(self.token_coefficient[index, :width].to(logp.dtype) * logp).sum()
+        log_ratio = logp - batch.anchor_logp[index, :width].to(logp.dtype)  # both 0 off the scored tokens
+        if self.name == "expected_failure":
+            success = batch.reward[index].to(logp.dtype) * log_ratio.sum(1).exp()  # (n,)
+            return (1 - success).sum() / len(batch)
+        advantage = batch.advantage[index, :width].to(logp.dtype)
+        ratio = log_ratio.exp()
+        gained = ratio * advantage
+        if self.clip_low is not None or self.clip_high is not None:
+            low = -math.inf if self.clip_low is None else 1 - self.clip_low
+            high = math.inf if self.clip_high is None else 1 + self.clip_high
+            gained = torch.minimum(gained, ratio.clamp(low, high) * advantage)
+        return -(self.token_coefficient[index, :width].to(logp.dtype) * gained).sum()
+
+    def anchored(self, logp: Tensor) -> Functional:
+        """The same functional with the probed policy's own log-probabilities (N, S) as anchors: r = 1 there.
+
+        A stale functional keeps its recorded anchors.
+        """
+        if self.stale:
+            return self
+        held = torch.where(self.batch.scored, logp.detach(), 0.0)
+        return replace(self, batch=replace(self.batch, anchor_logp=held))
+
+    def rows(self, index: Tensor) -> Functional:
+        """The functional over some rows only, normalised over these."""
+        return replace(self, batch=self.batch.rows(index))
+
+
+@dataclass(frozen=True)
+class Staleness:
+    """How far rows drawn earlier still speak for the probed policy.
+
+    Attributes:
+        effective_samples: (Σ w)²/Σ w² of the rows' weights w_i = exp(Σ_t log r_it); N when fresh.
+        share: effective_samples / N.
+        valid: share at least the threshold; else whatever is computed is about few rows.
+    """
+
+    effective_samples: float
+    share: float
+    valid: bool
+
+
+def staleness(functional: Functional, logp: Tensor, threshold: float = 0.5) -> Staleness:
+    """Effective sample size of a batch under the policy whose log-probabilities (N, S) are given."""
+    batch = functional.batch
+    log_weight = torch.where(batch.scored, logp.detach().double() - batch.anchor_logp.double(), 0.0).sum(1)
+    weight = (log_weight - log_weight.max()).exp()  # the scale cancels
+    effective = float(weight.sum() ** 2 / weight.square().sum())
+    if not math.isfinite(effective):
+        return Staleness(math.nan, math.nan, False)
+    return Staleness(effective, effective / len(batch), effective / len(batch) >= threshold)
