@@ -1,0 +1,329 @@
+"""What must hold of the methods whatever the data: properties over seeded random steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from sharpscope.objective import (
+    Method,
+    calibrate,
+    named_method,
+    passes_of,
+    policy_loss,
+    prepare,
+    token_normalizer,
+    token_weights,
+)
+from sharpscope.objective.ratios import importance_ratio
+from sharpscope.objective.shaping_spec import LinearShaping, PowerShaping, UniformShaping, weight_bounds
+from sharpscope.objective.spec import AllTokens, CispoClip, HolderRatio, NoClip, SequenceRatio
+from tests.objective.data import LIMIT, Case, make_case
+from tests.objective.test_oracles import ORACLES, TOY
+
+laws = settings(max_examples=12, deadline=None, derandomize=True)
+seeds = st.integers(0, 10_000)
+
+
+def ready(name: str, case: Case) -> Method:
+    """The named method at toy shares, with a KL term, calibrated on the case."""
+    method = named_method(name)
+    method = method.model_copy(update=TOY.get(name, {}) | {"kl": method.kl.model_copy(update={"coef": 0.05})})
+    return method.model_copy(update={"weight": calibrate(method.weight, case.step)})
+
+
+def loss_and_gradient(
+    method: Method, case: Case, now: Tensor | None = None, seed: int = 0, split: list[Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Loss and gradient summed over the passes, in one piece or in the microbatches `split`."""
+    plan = prepare(method, case.step, torch.Generator().manual_seed(seed))
+    normalizer = token_normalizer(method, case.mask, LIMIT, dtype=torch.float64)
+    logp = (case.now if now is None else now).clone().requires_grad_()
+    loss = torch.zeros((), dtype=torch.float64)
+    for index in range(passes_of(method)):
+        for rows in split or [torch.arange(len(logp))]:
+            loss = loss + policy_loss(
+                method, plan.rows(rows), logp[rows], normalizer[rows], reference_logp=case.reference[rows],
+                proximal_logp=case.proximal[rows], pass_index=index,
+            ).loss  # fmt: skip
+    return loss.detach(), torch.autograd.grad(loss, logp)[0]
+
+
+def same(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], tolerance: float = 1e-12) -> None:
+    torch.testing.assert_close(a[0], b[0], rtol=0, atol=tolerance)
+    torch.testing.assert_close(a[1], b[1], rtol=0, atol=tolerance)
+
+
+@laws
+@given(seeds)
+def test_weight_one_is_grpo_exactly(seed: int):
+    case = make_case(named_method("grpo"), seed)
+    grpo = ready("grpo", case)
+    plain = loss_and_gradient(grpo, case)
+    for weight in (LinearShaping(alpha=0.0), PowerShaping(gamma=0.0), UniformShaping()):
+        for weight_on in ("surrogate", "ratio"):
+            for weighted in (False, True):
+                kl = grpo.kl.model_copy(update={"weighted": weighted})
+                other = grpo.model_copy(update={"weight": weight, "weight_on": weight_on, "kl": kl})
+                got = loss_and_gradient(other, case)
+                assert torch.equal(got[0], plain[0])
+                assert torch.equal(got[1], plain[1])
+
+
+@laws
+@given(seeds, st.floats(-14, -2), st.sampled_from([-1.0, 1.0]))
+def test_holder_tends_to_gspo_and_contains_the_arithmetic_mean(seed: int, exponent: float, sign: float):
+    case = make_case(named_method("grpo"), seed)
+    x = torch.where(case.mask, case.now - case.step.behavior_logp, 0.0)
+    p = sign * 10.0**exponent
+    gspo = importance_ratio(SequenceRatio(), x, case.mask)
+    near = importance_ratio(HolderRatio(p=p), x, case.mask)
+    assert torch.equal(importance_ratio(HolderRatio(p=0.0), x, case.mask), gspo)
+    # ln M_p − ln M_0 = p·var(x)/2 + O(p²)
+    mean = (x * case.mask).sum(-1, keepdim=True) / case.mask.sum(-1, keepdim=True)
+    variance = ((x - mean) ** 2 * case.mask).sum(-1, keepdim=True) / case.mask.sum(-1, keepdim=True)
+    torch.testing.assert_close((near / gspo).log(), (p * variance / 2).expand_as(x), rtol=0, atol=2 * p**2 + 1e-14)
+    arithmetic = (x.exp() * case.mask).sum(-1, keepdim=True) / case.mask.sum(-1, keepdim=True)
+    torch.testing.assert_close(importance_ratio(HolderRatio(p=1.0), x, case.mask), arithmetic.expand_as(x))
+    rising = [importance_ratio(HolderRatio(p=q), x, case.mask) for q in (-2.0, -1.0, 0.0, 1.0, 2.0)]
+    assert all(bool((a <= b + 1e-12).all()) for a, b in zip(rising, rising[1:], strict=False))
+
+
+def weights(name: str, case: Case, seed: int = 0) -> Tensor:
+    method = ready(name, case)
+    return token_weights(method.weight, case.step, torch.Generator().manual_seed(seed))
+
+
+@laws
+@given(seeds, st.sampled_from(["grpo-sg", "ar", "cov-grpo"]))
+def test_controls_keep_what_they_promise(seed: int, base: str):
+    case = make_case(named_method(base), seed)
+    plain, mask = weights(base, case), case.mask
+    shuffled = weights(f"{base}-shuffled", case, seed)
+    for row in range(len(plain)):
+        assert torch.equal(shuffled[row][mask[row]].sort().values, plain[row][mask[row]].sort().values)
+    assert not shuffled[~mask].any()
+    constant = weights(f"{base}-constant", case)[mask]
+    assert constant.unique().numel() == 1
+    torch.testing.assert_close(constant.mean(), plain[mask].mean(), rtol=1e-14, atol=0)
+    one = weights(f"{base}-mean-one", case)[mask]
+    torch.testing.assert_close(one.mean(), torch.ones((), dtype=torch.float64), rtol=1e-14, atol=0)
+    torch.testing.assert_close(one / one[0], plain[mask] / plain[mask][0])
+    if base != "cov-grpo":
+        low, high = weight_bounds(ready(base, case).weight)
+        torch.testing.assert_close(weights(f"{base}-reverse", case)[mask], low + high - plain[mask], rtol=1e-14, atol=0)
+
+
+def test_shuffling_moves_every_weight_everywhere_equally_often():
+    case = make_case(named_method("ar"), 0)
+    row = 0
+    places = case.mask[row].nonzero().flatten()
+    counts = torch.zeros(len(places))
+    generator = torch.Generator().manual_seed(1)
+    shaping = ready("ar-shuffled", case).weight  # five different weights: the largest can be followed
+    draws = 2000
+    for _ in range(draws):
+        counts[token_weights(shaping, case.step, generator)[row][places].argmax()] += 1
+    expected = draws / len(places)
+    chi2 = float(((counts - expected) ** 2 / expected).sum())
+    assert len(places) == 5
+    assert chi2 < 18.5  # 0.1 % quantile of chi-square with 4 degrees of freedom
+
+
+@pytest.mark.parametrize("name", sorted(ORACLES))
+def test_no_gradient_flows_through_a_weight_or_any_other_decision(name: str):
+    case = make_case(named_method(name), 3)
+    leaves = {
+        field: getattr(case.step, field).clone().requires_grad_()
+        for field in ("logp", "logit", "entropy", "polarity", "behavior_logp")
+    }
+    step = type(case.step)(**(vars(case.step) | leaves))
+    method = ready(name, case)
+    plan = prepare(method, step, torch.Generator().manual_seed(0))
+    assert not any(v.requires_grad for v in vars(plan).values() if isinstance(v, Tensor))
+    logp = case.now.clone().requires_grad_()
+    normalizer = token_normalizer(method, case.mask, LIMIT, dtype=torch.float64)
+    proximal = case.proximal.clone().requires_grad_()
+    loss = policy_loss(method, plan, logp, normalizer, reference_logp=case.reference, proximal_logp=proximal.detach()).loss
+    assert torch.autograd.grad(loss, logp, retain_graph=True)[0].abs().sum() > 0
+    assert all(g is None for g in torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, retain_graph=True))
+
+
+UNWEIGHTED = sorted(set(ORACLES) - {"tr-grpo", "clip-cov", "kl-cov"})
+
+
+@laws
+@given(seeds, st.sampled_from(UNWEIGHTED))
+def test_at_ratio_one_the_clip_does_nothing(seed: int, name: str):
+    case = make_case(named_method(name), seed)
+    method = ready(name, case)
+    now = case.proximal if name == "ppo-ewma" else case.step.behavior_logp
+    unclipped = method.model_copy(update={"clip": NoClip()})
+    clipped, free = loss_and_gradient(method, case, now), loss_and_gradient(unclipped, case, now)
+    torch.testing.assert_close(clipped[1], free[1], rtol=0, atol=1e-12)
+    if not isinstance(method.clip, CispoClip):  # CISPO's value is A·ln π instead of A; only the gradients agree
+        torch.testing.assert_close(clipped[0], free[0], rtol=0, atol=1e-12)
+
+
+def test_tr_grpo_and_clip_cov_differ_from_their_unclipped_forms_at_ratio_one():
+    for name, free in (("tr-grpo", {"clip": NoClip()}), ("clip-cov", {"tokens": AllTokens()})):
+        case = make_case(named_method(name), 0)
+        method = ready(name, case)
+        at_one = loss_and_gradient(method, case, case.step.behavior_logp)
+        other = loss_and_gradient(method.model_copy(update=free), case, case.step.behavior_logp)
+        assert (at_one[1] - other[1]).abs().max() > 1e-3
+
+
+def test_tr_grpo_trap():
+    """ε = 0.2, r = 1, w > 1.2: a positive token loses its whole gradient, a negative one keeps it; grpo-sg keeps both."""
+    case = make_case(named_method("tr-grpo"), 0)
+    now = case.step.behavior_logp
+    kills, steady = named_method("tr-grpo"), ready("grpo-sg", case).model_copy(update={"kl": named_method("grpo").kl})
+    kills = kills.model_copy(update={"weight": steady.weight})
+    plan = prepare(kills, case.step)
+    logp = now.clone().requires_grad_()
+    out = policy_loss(kills, plan, logp, token_normalizer(kills, case.mask, LIMIT, dtype=torch.float64))
+    gradient = torch.autograd.grad(out.loss, logp)[0]
+    positive = case.mask & (plan.advantage > 0)
+    trapped = positive & (plan.weight > 1.2)
+    assert 3 <= int(trapped.sum()) < int(positive.sum())
+    assert not gradient[trapped].any()
+    assert bool((gradient[positive & ~trapped] != 0).all())
+    assert bool((gradient[case.mask & (plan.advantage < 0)] != 0).all())
+    assert torch.equal(out.clipped == 1, trapped)
+    _, sg = loss_and_gradient(steady, case, now)
+    assert bool((sg[positive] != 0).all())
+
+
+@laws
+@given(seeds, st.sampled_from(sorted(ORACLES)), st.permutations(list(range(8))), st.integers(1, 8), st.integers(0, 3))
+def test_padding_row_order_and_microbatches_change_nothing(
+    seed: int, name: str, order: list[int], size: int, extra: int
+):
+    case = make_case(named_method(name), seed)
+    method = ready(name, case)
+    plain = loss_and_gradient(method, case)
+    if name != "clip-cov":  # its draw numbers the tokens
+        index = torch.tensor(order)
+        moved = Case(
+            case.reward[index], case.step.rows(index), case.now[index], case.reference[index], case.proximal[index]
+        )
+        loss, gradient = loss_and_gradient(method, moved)
+        same((loss, gradient), (plain[0], plain[1][index]))
+    same(loss_and_gradient(method, case, split=list(torch.tensor(order).split(size))), plain)
+    padded = pad(case, extra)
+    loss, gradient = loss_and_gradient(method, padded)
+    same((loss, gradient[:, : case.now.shape[1]]), plain)
+    assert not gradient[:, case.now.shape[1] :].any()
+
+
+def pad(case: Case, extra: int) -> Case:
+    """`extra` more token places, with NaN in them."""
+
+    def widen(value: Tensor) -> Tensor:
+        fill = False if value.dtype == torch.bool else torch.nan
+        return torch.cat([value, torch.full((len(value), extra), fill, dtype=value.dtype)], dim=1)
+
+    wide = {n: widen(v) for n, v in vars(case.step).items() if isinstance(v, Tensor) and v.dim() == 2}
+    step = type(case.step)(**(vars(case.step) | wide))
+    return Case(case.reward, step, widen(case.now), widen(case.reference), widen(case.proximal))
+
+
+@pytest.mark.parametrize("name", sorted(ORACLES))
+def test_pointwise_methods_plan_any_rows_alike_and_others_do_not_claim_to(name: str):
+    case = make_case(named_method(name), 4)
+    method = ready(name, case)
+    assert method.pointwise == (name not in {"cov-grpo", "clip-cov", "kl-cov", "papo", "high-entropy"})
+    if not method.pointwise:
+        return
+    index = torch.tensor([6, 1, 3])
+    part, whole = prepare(method, case.step.rows(index)), prepare(method, case.step).rows(index)
+    for field, value in vars(part).items():
+        if isinstance(value, Tensor):
+            assert torch.equal(value, getattr(whole, field)), field
+
+
+@pytest.mark.parametrize("name", ["lopti", "ar-lopti"])
+def test_lopti_passes_cover_each_token_once(name: str):
+    for seed in range(5):
+        case = make_case(named_method(name), seed)
+        method = ready(name, case)
+        plan = prepare(method, case.step)
+        cover = sum(plan.pass_mask(i).int() for i in range(passes_of(method)))
+        assert torch.equal(cover, case.mask.int())
+        single = method.model_copy(update={"passes": named_method("grpo").passes})
+        same(loss_and_gradient(method, case), loss_and_gradient(single, case))  # nothing lost, nothing counted twice
+
+
+def bigram(case: Case, table: Tensor) -> tuple[Tensor, Tensor]:
+    """ln π and entropy (N, T) of a policy whose logits at (i, t) are row (7·i + t) mod 11 of `table` (11, V)."""
+    rows, places = case.mask.shape
+    index = (7 * torch.arange(rows)[:, None] + torch.arange(places)) % len(table)
+    logits = table[index].log_softmax(-1)  # (N, T, V)
+    chosen = ((3 * torch.arange(rows)[:, None] + 5 * torch.arange(places)) % table.shape[1])[..., None]
+    return logits.gather(-1, chosen)[..., 0], -(logits.exp() * logits).sum(-1)
+
+
+@pytest.mark.parametrize("name", sorted(ORACLES))
+def test_loss_coef_times_score_plus_remainder_is_the_gradient(name: str):
+    """Σ_t c_t ∇ln π_t + ∇(entropy bonus) = ∇L, with c_t read from the log-probabilities' gradient."""
+    case = make_case(named_method(name), 6)
+    method = ready(name, case)
+    table = torch.randn(11, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64).requires_grad_()
+    plan = prepare(method, case.step, torch.Generator().manual_seed(0))
+    normalizer = token_normalizer(method, case.mask, LIMIT, dtype=torch.float64)
+    logp, entropy = bigram(case, table)
+    logp.retain_grad()
+    policy = policy_loss(method, plan, logp, normalizer, reference_logp=case.reference, proximal_logp=case.proximal).loss
+    remainder = -0.03 * (entropy * normalizer).sum()
+    (policy + remainder).backward()
+    coef = logp.grad
+    logp, entropy = bigram(case, table)
+    scores = torch.stack([
+        torch.autograd.grad(value, table, retain_graph=True)[0] for value in logp.flatten()
+    ])  # (N·T, 11, V)
+    rest = torch.autograd.grad(-0.03 * (entropy * normalizer).sum(), table)[0]
+    torch.testing.assert_close((coef.flatten()[:, None, None] * scores).sum(0) + rest, table.grad, rtol=0, atol=1e-12)
+    partial = torch.autograd.grad(
+        policy_loss(
+            method, plan, (free := logp.detach().requires_grad_()), normalizer, reference_logp=case.reference,
+            proximal_logp=case.proximal,
+        ).loss,
+        free,
+    )[0]  # fmt: skip
+    torch.testing.assert_close(coef, partial, rtol=0, atol=1e-14)
+
+
+def train(method: Method, case: Case, optimizer: Callable[[list[Tensor]], torch.optim.Optimizer], steps: int) -> Tensor:
+    table = torch.randn(11, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64).requires_grad_()
+    stepper = optimizer([table])
+    plan = prepare(method, case.step)
+    normalizer = token_normalizer(method, case.mask, LIMIT, dtype=torch.float64)
+    for _ in range(steps):
+        stepper.zero_grad()
+        policy_loss(method, plan, bigram(case, table)[0], normalizer).loss.backward()
+        stepper.step()
+    return table.detach()
+
+
+def test_adamw_is_unmoved_by_constant_weights_and_sgd_is_not():
+    """KL off, no clip, no gradient clipping, epsilon far below the gradients: AdamW divides the scale out."""
+    case = make_case(named_method("grpo"), 7)
+    plain = named_method("grpo").model_copy(update={"clip": NoClip()})
+    weight = ready("grpo-sg-constant", case).weight
+    scaled = plain.model_copy(update={"weight": weight})
+    assert 1.05 < float(token_weights(weight, case.step)[case.mask].mean()) < 1.35
+
+    def adamw(parameters: list[Tensor]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1, eps=1e-30)
+
+    def sgd(parameters: list[Tensor]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=1e-2)
+
+    torch.testing.assert_close(train(plain, case, adamw, 8), train(scaled, case, adamw, 8), rtol=0, atol=1e-10)
+    assert (train(plain, case, sgd, 8) - train(scaled, case, sgd, 8)).abs().max() > 1e-4
