@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from sharpscope.objective.methods import control_names, describe, method_label, method_names, named_method
     from sharpscope.objective.plan import prepare
     from sharpscope.objective.shaping import calibrate, choose_preset, token_weights
-    from sharpscope.objective.shaping_spec import Schedule, Shaping, needs_calibration, weight_bounds
+    from sharpscope.objective.shaping_spec import Schedule, Shaping, needs_calibration, shaping_kinds, weight_bounds
     from sharpscope.objective.spec import Method, passes_of
     from sharpscope.objective.statistics import WeightSummary, summarize_weights
     from sharpscope.objective.surrogates import gradient_killed, k3, policy_loss
@@ -29,7 +29,7 @@ _HOME = {
     "methods": ("control_names", "describe", "method_label", "method_names", "named_method"),
     "plan": ("prepare",),
     "shaping": ("calibrate", "choose_preset", "token_weights"),
-    "shaping_spec": ("Schedule", "Shaping", "needs_calibration", "weight_bounds"),
+    "shaping_spec": ("Schedule", "Shaping", "needs_calibration", "shaping_kinds", "weight_bounds"),
     "spec": ("Method", "passes_of"),
     "statistics": ("WeightSummary", "summarize_weights"),
     "surrogates": ("gradient_killed", "k3", "policy_loss"),
@@ -62,6 +62,7 @@ __all__ = [
     "policy_loss",
     "prepare",
     "register_shaping",
+    "shaping_kinds",
     "summarize_weights",
     "token_normalizer",
     "token_weights",

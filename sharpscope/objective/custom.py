@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from sharpscope.errors import UserError, nearest
@@ -63,6 +66,8 @@ def _origin(function: Any) -> tuple[str, str]:
 def find_shaping(name: str) -> Registered:
     """The registered function called `name`, or the one at the import path `package.module:function`.
 
+    The module is looked for as Python does, and then in the working directory.
+
     Raises:
         UserError: no such name, module or function, or it cannot be called.
     """
@@ -71,29 +76,30 @@ def find_shaping(name: str) -> Registered:
     module_name, colon, attribute = name.partition(":")
     if not colon or not module_name or not attribute:
         raise UserError(
-            f"shaping function {name!r} is neither registered nor an import path `package.module:function`"
+            f"shaping function {name!r}: neither registered nor an import path `package.module:function`"
             + (nearest(name, _REGISTRY) if _REGISTRY else "")
         )
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise UserError(
-            f"shaping function {name!r}: cannot import {module_name!r} ({error}); check the path and PYTHONPATH"
-        ) from error
-    function = getattr(module, attribute, None)
+    function = getattr(_module(name, module_name), attribute, None)
     if not callable(function):
         raise UserError(f"shaping function {name!r}: module {module_name!r} has no function {attribute!r}")
-    for registered in _REGISTRY.values():  # decorated and named by path: keep what the decorator promised
+    for registered in _REGISTRY.values():  # decorated, but named by its path: the decorator's promises hold
         if registered.function is function:
             return registered
     return Registered(function, pointwise=False, bounds=None)
 
 
-def custom_pointwise(name: str) -> bool:
-    """What the function's decorator promised; False for a bare function."""
-    return find_shaping(name).pointwise
-
-
-def custom_bounds(name: str) -> tuple[float, float] | None:
-    """(L, U) that the function's decorator promised, or None."""
-    return find_shaping(name).bounds
+def _module(name: str, module_name: str) -> ModuleType:
+    here = str(Path.cwd())
+    added = here not in sys.path
+    if added:  # an installed console script does not look where it is started
+        sys.path.append(here)
+    try:
+        return importlib.import_module(module_name)
+    except Exception as error:  # whatever a user's module raises while it is imported
+        raise UserError(
+            f"shaping function {name!r}: importing {module_name!r} failed with {type(error).__name__}: {error}; "
+            "check the path and the module"
+        ) from error
+    finally:
+        if added:
+            sys.path.remove(here)

@@ -135,4 +135,6 @@ def _changes(value: Mapping[str, Any], base: Mapping[str, Any], place: str) -> I
 
 def _kinds(value: Mapping[str, Any]) -> str:
     inner = value.get("of")
-    return f"{value['kind']}({_kinds(inner)})" if isinstance(inner, Mapping) else str(value["kind"])
+    if isinstance(inner, Mapping):
+        return f"{value['kind']}({_kinds(inner)})"
+    return f"custom({value['function']})" if value["kind"] == "custom" else str(value["kind"])

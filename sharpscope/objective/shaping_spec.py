@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, get_args
 
 from pydantic import Field, model_validator
 
-from sharpscope.objective.custom import custom_bounds, custom_pointwise
+from sharpscope.objective.custom import find_shaping
 from sharpscope.spec import Spec
 
 if TYPE_CHECKING:
@@ -21,8 +21,12 @@ class Schedule(Spec):
         default="linear",
         description="linear: start + (end − start)·progress; cosine: half a cosine from start to end; constant: start.",
     )
-    start: float = Field(description="Value at progress 0, in the unit of the field it stands for.")
-    end: float | None = Field(default=None, description="Value at progress 1; not given for `constant`.")
+    start: float = Field(
+        allow_inf_nan=False, description="Value at progress 0, in the unit of the field it stands for."
+    )
+    end: float | None = Field(
+        default=None, allow_inf_nan=False, description="Value at progress 1; not given for `constant`."
+    )
 
     @model_validator(mode="after")
     def _has_end(self) -> Self:
@@ -211,6 +215,11 @@ class CustomShaping(Part):
         default_factory=dict, description="Keyword arguments passed on to the function."
     )
 
+    @model_validator(mode="after")
+    def _exists(self) -> Self:
+        find_shaping(self.function)  # a wrong name must stop a run before anything is written
+        return self
+
 
 class ReverseShaping(Part):
     """w ← L + U − w, for shapings with bounds: the ablation that the paper reports as worse."""
@@ -258,10 +267,16 @@ for _wrapper in (ReverseShaping, ShuffledShaping, ConstantShaping, MeanOneShapin
     _wrapper.model_rebuild()
 
 
+def shaping_kinds() -> dict[str, type[Part]]:
+    """Every shaping's `kind` and its model, in the order of definition."""
+    members = get_args(get_args(Shaping)[0])
+    return {str(member.model_fields["kind"].default): member for member in members}
+
+
 def is_bounded(shaping: Part) -> bool:
     """Whether the shaping clips its weights to an interval [L, U] that it can name."""
     if isinstance(shaping, CustomShaping):
-        return custom_bounds(shaping.function) is not None
+        return find_shaping(shaping.function).bounds is not None
     if isinstance(shaping, ReverseShaping | ShuffledShaping):
         return is_bounded(shaping.of)
     return isinstance(shaping, SigmoidShaping | EntropyShaping | LinearShaping | PowerShaping)
@@ -270,7 +285,7 @@ def is_bounded(shaping: Part) -> bool:
 def weight_bounds(shaping: Part) -> tuple[float, float] | None:
     """[L, U] of a shaping whose schedules are resolved (`at`), or None for one without bounds."""
     if isinstance(shaping, CustomShaping):
-        return custom_bounds(shaping.function)
+        return find_shaping(shaping.function).bounds
     if isinstance(shaping, ReverseShaping | ShuffledShaping):
         return weight_bounds(shaping.of)
     if isinstance(shaping, LinearShaping):
@@ -305,7 +320,7 @@ def _unfilled(shaping: Part) -> bool:
 def is_pointwise(shaping: Part) -> bool:
     """Whether a token's weight depends on that token's own statistics only: no batch statistics, no randomness."""
     if isinstance(shaping, CustomShaping):
-        return custom_pointwise(shaping.function)
+        return find_shaping(shaping.function).pointwise
     if isinstance(shaping, ReverseShaping):
         return is_pointwise(shaping.of)
     return isinstance(shaping, UniformShaping | SigmoidShaping | EntropyShaping | LinearShaping | PowerShaping)

@@ -9,6 +9,9 @@ from sharpscope.objective.ratios import importance_ratio
 from sharpscope.objective.spec import CispoClip, Clip, EwmaProximal, KlCovPenalty, Method, PpoClip
 from sharpscope.objective.values import LossOutput, Plan
 
+#: [nats] e^80 still fits in float32; an infinite ratio would turn the zero gradient of a clipped token into NaN.
+LARGEST_LOG_RATIO = 80.0
+
 
 def policy_loss(
     method: Method,
@@ -53,7 +56,7 @@ def policy_loss(
     active = torch.where(plan.pass_index == pass_index, normalizer, 0.0)  # (n, T); masked-out tokens are in no pass
     logp = torch.where(mask, logp, 0.0)  # values outside the mask may be anything, also not finite
     anchor = proximal_logp if decoupled and proximal_logp is not None else plan.behavior_logp
-    log_ratio = torch.where(mask, logp - anchor, 0.0)
+    log_ratio = torch.where(mask, logp - anchor, 0.0).clamp(max=LARGEST_LOG_RATIO)
     ratio = importance_ratio(method.ratio, log_ratio, mask)
 
     weight = plan.weight

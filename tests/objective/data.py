@@ -66,7 +66,8 @@ def make_case(
                 torch.randint(0, 3, (int((~mask).sum()),), generator=g)
             ]
     step = StepTensors(
-        mask=mask, group=group, advantage=group_advantages(reward, group, method.advantage).to(dtype), progress=progress,
+        mask=mask, group=group, advantage=group_advantages(reward, group, method.advantage).to(dtype),
+        progress=progress,
         **{name: value.to(dtype) for name, value in tensors.items()},
     )  # fmt: skip
     return Case(reward, step, now.to(dtype), reference.to(dtype), proximal.to(dtype))
@@ -77,8 +78,8 @@ def as_batch(case: Case, *, beta: float = 0.0, choose=None) -> Batch:
     step = case.step
     now = [[Dual(v, {(i, t): 1.0}) for t, v in enumerate(row)] for i, row in enumerate(case.now.tolist())]
     return Batch(
-        reward=case.reward.tolist(), group=step.group.tolist(), mask=step.mask.tolist(), behavior=step.behavior_logp.tolist(),
-        old=step.logp.tolist(), logit=step.logit.tolist(), entropy=step.entropy.tolist(), polarity=step.polarity.tolist(),
-        now=now, reference=case.reference.tolist(), proximal=case.proximal.tolist(), limit=LIMIT, beta=beta,
-        progress=step.progress, choose=choose,
+        reward=case.reward.tolist(), group=step.group.tolist(), mask=step.mask.tolist(),
+        behavior=step.behavior_logp.tolist(), old=step.logp.tolist(), logit=step.logit.tolist(),
+        entropy=step.entropy.tolist(), polarity=step.polarity.tolist(), now=now, reference=case.reference.tolist(),
+        proximal=case.proximal.tolist(), limit=LIMIT, beta=beta, progress=step.progress, choose=choose,
     )  # fmt: skip

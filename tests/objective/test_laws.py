@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 import torch
@@ -91,7 +92,7 @@ def test_holder_tends_to_gspo_and_contains_the_arithmetic_mean(seed: int, expone
     arithmetic = (x.exp() * case.mask).sum(-1, keepdim=True) / case.mask.sum(-1, keepdim=True)
     torch.testing.assert_close(importance_ratio(HolderRatio(p=1.0), x, case.mask), arithmetic.expand_as(x))
     rising = [importance_ratio(HolderRatio(p=q), x, case.mask) for q in (-2.0, -1.0, 0.0, 1.0, 2.0)]
-    assert all(bool((a <= b + 1e-12).all()) for a, b in zip(rising, rising[1:], strict=False))
+    assert all(bool((a <= b + 1e-12).all()) for a, b in pairwise(rising))
 
 
 def weights(name: str, case: Case, seed: int = 0) -> Tensor:
@@ -149,9 +150,13 @@ def test_no_gradient_flows_through_a_weight_or_any_other_decision(name: str):
     logp = case.now.clone().requires_grad_()
     normalizer = token_normalizer(method, case.mask, LIMIT, dtype=torch.float64)
     proximal = case.proximal.clone().requires_grad_()
-    loss = policy_loss(method, plan, logp, normalizer, reference_logp=case.reference, proximal_logp=proximal.detach()).loss
+    loss = policy_loss(
+        method, plan, logp, normalizer, reference_logp=case.reference, proximal_logp=proximal.detach()
+    ).loss
     assert torch.autograd.grad(loss, logp, retain_graph=True)[0].abs().sum() > 0
-    assert all(g is None for g in torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, retain_graph=True))
+    assert all(
+        g is None for g in torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, retain_graph=True)
+    )
 
 
 UNWEIGHTED = sorted(set(ORACLES) - {"tr-grpo", "clip-cov", "kl-cov"})
@@ -180,7 +185,9 @@ def test_tr_grpo_and_clip_cov_differ_from_their_unclipped_forms_at_ratio_one():
 
 
 def test_tr_grpo_trap():
-    """ε = 0.2, r = 1, w > 1.2: a positive token loses its whole gradient, a negative one keeps it; grpo-sg keeps both."""
+    """ε = 0.2, r = 1, w > 1.2: a positive token loses its whole gradient, a negative one keeps it; grpo-sg keeps
+    both.
+    """
     case = make_case(named_method("tr-grpo"), 0)
     now = case.step.behavior_logp
     kills, steady = named_method("tr-grpo"), ready("grpo-sg", case).model_copy(update={"kl": named_method("grpo").kl})
@@ -279,14 +286,16 @@ def test_loss_coef_times_score_plus_remainder_is_the_gradient(name: str):
     normalizer = token_normalizer(method, case.mask, LIMIT, dtype=torch.float64)
     logp, entropy = bigram(case, table)
     logp.retain_grad()
-    policy = policy_loss(method, plan, logp, normalizer, reference_logp=case.reference, proximal_logp=case.proximal).loss
+    policy = policy_loss(
+        method, plan, logp, normalizer, reference_logp=case.reference, proximal_logp=case.proximal
+    ).loss
     remainder = -0.03 * (entropy * normalizer).sum()
     (policy + remainder).backward()
     coef = logp.grad
     logp, entropy = bigram(case, table)
-    scores = torch.stack([
-        torch.autograd.grad(value, table, retain_graph=True)[0] for value in logp.flatten()
-    ])  # (N·T, 11, V)
+    scores = torch.stack(
+        [torch.autograd.grad(value, table, retain_graph=True)[0] for value in logp.flatten()]
+    )  # (N·T, 11, V)
     rest = torch.autograd.grad(-0.03 * (entropy * normalizer).sum(), table)[0]
     torch.testing.assert_close((coef.flatten()[:, None, None] * scores).sum(0) + rest, table.grad, rtol=0, atol=1e-12)
     partial = torch.autograd.grad(

@@ -61,7 +61,13 @@ def compare(method: Method, case: Case, expected: oracle.Dual, pass_index: int, 
     normalizer = token_normalizer(method, case.mask, LIMIT, dtype=torch.float64)
     logp = case.now.clone().requires_grad_()
     out = policy_loss(
-        method, plan, logp, normalizer, reference_logp=case.reference, proximal_logp=case.proximal, pass_index=pass_index
+        method,
+        plan,
+        logp,
+        normalizer,
+        reference_logp=case.reference,
+        proximal_logp=case.proximal,
+        pass_index=pass_index,
     )
     (gradient,) = torch.autograd.grad(out.loss, logp)
     wanted = torch.zeros_like(gradient)

@@ -46,8 +46,8 @@ def batch() -> dict[str, Tensor]:
         "completion_mask": (torch.arange(COMPLETION) < lengths[:, None]).long(),
         "reward": torch.tensor([3.0, -1.0, -0.5, 3.0, 0.1, 0.1, 0.1, 0.1]),
         "group": torch.tensor([0, 0, 0, 0, 1, 1, 1, 1]),
-        "noise": torch.randn(ROWS, COMPLETION, generator=g) * torch.tensor([0.4, 1e-4, 0.4, 1e-4, 0.4, 0.4, 0.4, 0.4])[:, None],
-        "drift": 0.3 * torch.randn(ROWS, COMPLETION, generator=g),
+        "noise": torch.randn(ROWS, COMPLETION, generator=g) * torch.tensor([0.4, 1e-4, 0.4, 1e-4, 0.4, 0.4, 0.4,
+        0.4])[:, None], "drift": 0.3 * torch.randn(ROWS, COMPLETION, generator=g),
     }  # fmt: skip
 
 
@@ -84,8 +84,8 @@ def test_loss_and_parameter_gradients_equal_trl(name: str, beta: float, batch: d
     from trl import GRPOConfig, GRPOTrainer
 
     arguments = GRPOConfig(
-        output_dir=str(tmp_path), report_to=[], use_cpu=True, bf16=False, per_device_train_batch_size=ROWS, num_generations=4,
-        max_completion_length=COMPLETION, beta=0.0, disable_dropout=True,
+        output_dir=str(tmp_path), report_to=[], use_cpu=True, bf16=False, per_device_train_batch_size=ROWS,
+        num_generations=4, max_completion_length=COMPLETION, beta=0.0, disable_dropout=True,
         use_bias_correction_kl=False,  # TRL's default multiplies k3 by the ratio, GRPO (arXiv 2402.03300) does not
         **SETTINGS[name],
     )  # fmt: skip
@@ -106,7 +106,9 @@ def test_loss_and_parameter_gradients_equal_trl(name: str, beta: float, batch: d
 
     torch.testing.assert_close(ours.detach(), theirs.detach(), rtol=1e-5, atol=1e-5)
     for key, parameter in model.named_parameters():
-        torch.testing.assert_close(mine[key], parameter.grad, rtol=1e-5, atol=1e-5, msg=lambda m, key=key: f"{key}: {m}")
+        torch.testing.assert_close(
+            mine[key], parameter.grad, rtol=1e-5, atol=1e-5, msg=lambda m, key=key: f"{key}: {m}"
+        )
     assert max(float(g.abs().max()) for g in mine.values()) > 1e-2
 
 
@@ -114,4 +116,6 @@ def test_advantages_equal_trl(batch: dict[str, Tensor]):
     """TRL: (r − group mean)/(group std with n − 1 + 1e-4), here on groups of 4."""
     grouped = batch["reward"].view(2, 4)
     theirs = (grouped - grouped.mean(1, keepdim=True)) / (grouped.std(1, keepdim=True) + 1e-4)
-    torch.testing.assert_close(group_advantages(batch["reward"], batch["group"]), theirs.flatten(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        group_advantages(batch["reward"], batch["group"]), theirs.flatten(), rtol=1e-6, atol=1e-6
+    )

@@ -1,4 +1,5 @@
-"""Every method's loss from its published equation, token by token in Python floats, with exact derivatives by dual numbers.
+"""Every method's loss from its published equation, token by token in Python floats, with exact derivatives by dual
+numbers.
 
 Nothing here knows the method grammar: each method is its own few lines. `Dual` carries a value and its derivatives with
 respect to the current log-probabilities (the keys are (row, position)).
@@ -245,8 +246,7 @@ def kl_cov(b: Batch, share: float) -> Dual:
     penalised = {k for k, x in c.items() if x >= last}
     return total(
         b,
-        lambda i, t: ratio(b, i, t) * adv[i]
-        - ((b.now[i][t] - b.behavior[i][t]).abs() if (i, t) in penalised else 0.0),
+        lambda i, t: ratio(b, i, t) * adv[i] - ((b.now[i][t] - b.behavior[i][t]).abs() if (i, t) in penalised else 0.0),
     )
 
 

@@ -1,0 +1,216 @@
+"""The named methods, their controls, their descriptions, and what a method refuses."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from pydantic import ValidationError
+
+from sharpscope.errors import UserError
+from sharpscope.objective import (
+    Method,
+    Schedule,
+    control_names,
+    describe,
+    method_label,
+    method_names,
+    named_method,
+    needs_calibration,
+    passes_of,
+)
+from sharpscope.objective.shaping_spec import (
+    ConstantShaping,
+    EntropyShaping,
+    LinearShaping,
+    MeanOneShaping,
+    ReverseShaping,
+    ShuffledShaping,
+    SigmoidShaping,
+    UniformShaping,
+)
+from sharpscope.objective.spec import HolderRatio, Kl, LoptiPasses, SequenceRatio
+
+NAMES = [
+    "grpo",
+    "grpo-sg",
+    "tr-grpo",
+    "ar",
+    "lopti",
+    "ar-lopti",
+    "cov-grpo",
+    "clip-cov",
+    "kl-cov",
+    "gspo",
+    "holder",
+    "dapo",
+    "dr-grpo",
+    "cispo",
+    "papo",
+    "ppo-ewma",
+    "high-entropy",
+    "grpo-sam",
+    "grpo-gnp",
+]
+
+
+def test_all_methods_are_there():
+    assert method_names() == NAMES
+    assert all(named_method(name).name == name for name in [*NAMES, *control_names()])
+
+
+def test_published_constants():
+    assert named_method("ar").weight == LinearShaping(alpha=0.2)
+    assert named_method("lopti").passes.eta == 0.4
+    both = named_method("ar-lopti")
+    assert (both.weight.alpha, both.passes.eta) == (0.3, 0.5)
+    cov = named_method("clip-cov").tokens
+    assert (cov.share, cov.low, cov.high) == (2e-4, 1.0, 5.0)
+    gspo = named_method("gspo")
+    assert (gspo.ratio, gspo.clip.low, gspo.clip.high) == (SequenceRatio(), 3e-4, 4e-4)
+    dapo = named_method("dapo")
+    assert (dapo.clip.low, dapo.clip.high, dapo.aggregate) == (0.2, 0.28, "token_mean")
+    assert dapo.sampling.dynamic
+    assert dapo.sampling.overlong.buffer == pytest.approx(4096 / 20480)
+    dr = named_method("dr-grpo")
+    assert (dr.advantage.scale, dr.aggregate) == ("none", "constant")
+    assert named_method("high-entropy").tokens.share == 0.2
+    assert named_method("ppo-ewma").proximal.decay == 0.889
+    tr = named_method("tr-grpo")
+    assert (tr.weight_on, tr.kl.weighted, tr.weight) == ("ratio", True, SigmoidShaping())
+    assert (named_method("grpo-sg").weight_on, named_method("grpo-sg").kl.weighted) == ("surrogate", False)
+
+
+def test_an_ablation_is_the_named_method_with_one_part_replaced():
+    """Every named method but for what its description says is GRPO."""
+    grpo = named_method("grpo").model_dump()
+    different = {
+        "grpo-sg": {"weight"}, "tr-grpo": {"weight", "weight_on", "kl"}, "ar": {"weight"}, "lopti": {"passes"},
+        "ar-lopti": {"weight", "passes"}, "cov-grpo": {"weight"}, "clip-cov": {"tokens"}, "kl-cov": {"clip", "penalty"},
+        "gspo": {"ratio", "clip"}, "holder": {"ratio"}, "dapo": {"clip", "aggregate", "sampling"},
+        "dr-grpo": {"advantage", "aggregate"}, "cispo": {"clip", "aggregate"}, "papo": {"weight"}, "ppo-ewma":
+        {"proximal"}, "high-entropy": {"tokens"}, "grpo-sam": {"sharpness"}, "grpo-gnp": {"sharpness"}, "grpo": set(),
+    }  # fmt: skip
+    for name in NAMES:
+        value = named_method(name).model_dump()
+        assert {key for key in value if key != "name" and value[key] != grpo[key]} == different[name], name
+
+
+@pytest.mark.parametrize(
+    ("name", "weight"),
+    [
+        ("grpo-sg-shuffled", ShuffledShaping(of=SigmoidShaping())),
+        ("grpo-sg-reverse", ReverseShaping(of=SigmoidShaping())),
+        ("grpo-sg-constant", ConstantShaping(of=SigmoidShaping())),
+        ("grpo-sg-mean-one", MeanOneShaping(of=SigmoidShaping())),
+        ("grpo-sg-entropy", EntropyShaping()),
+        ("ar-shuffled", ShuffledShaping(of=LinearShaping(alpha=0.2))),
+        ("grpo-sg-reverse-shuffled", ShuffledShaping(of=ReverseShaping(of=SigmoidShaping()))),
+        ("grpo-sg-entropy-mean-one", MeanOneShaping(of=EntropyShaping())),
+    ],
+)
+def test_controls_by_short_name(name: str, weight: object):
+    method = named_method(name)
+    assert method.weight == weight
+    assert method.name == name
+    base = named_method(name.split("-", maxsplit=1)[0] if name.startswith("ar") else "grpo-sg")
+    assert method.model_copy(update={"name": base.name, "weight": base.weight}) == base
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("grpo-gs", "did you mean 'grpo-sg'"),
+        ("grpo-shuffled", "whose weights are all 1"),
+        ("cov-grpo-reverse", "whose weights have no bounds"),
+        ("grpo-sg-shufled", "did you mean 'grpo-sg-shuffled'"),
+        ("", "valid: "),
+    ],
+)
+def test_unknown_names_are_one_line_with_the_nearest(name: str, message: str):
+    with pytest.raises(UserError, match=message) as error:
+        named_method(name)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", [*NAMES, "grpo-sg-shuffled", "ar-mean-one"])
+def test_descriptions_are_complete(name: str):
+    note = describe(name)
+    assert note.method == named_method(name)
+    for text in (note.title, note.equation, note.constants, note.source, note.differs, note.ours):
+        assert text.strip() == text
+        assert len(text) >= 4
+    assert "arXiv" in note.source
+
+
+@pytest.mark.parametrize("name", [*NAMES, *control_names()])
+def test_methods_survive_json(name: str):
+    method = named_method(name)
+    assert Method.model_validate_json(method.model_dump_json()) == method
+    assert method_label(method) == name
+
+
+def test_a_label_names_what_was_changed():
+    method = named_method("grpo-sg")
+    tau = method.model_copy(update={"weight": SigmoidShaping(tau=4.0), "weight_on": "ratio"})
+    assert method_label(tau) == "grpo-sg+weight.tau=4+weight_on=ratio"
+    wrapped = method.model_copy(update={"weight": ShuffledShaping(of=ReverseShaping(of=SigmoidShaping()))})
+    assert method_label(wrapped) == "grpo-sg+weight=shuffled(reverse(sigmoid))"
+    assert method_label(method.model_copy(update={"name": "mine"})) == "mine"
+
+
+def test_schedules_are_resolved_everywhere_and_checked_at_both_ends():
+    holder = named_method("holder")
+    assert [holder.at(p).ratio.p for p in (0.0, 0.25, 1.0)] == [2.0, 1.0, -2.0]
+    assert named_method("grpo").at(0.5) is not None
+    deep = Method(name="x", weight=ShuffledShaping(of=LinearShaping(alpha=Schedule(start=0.0, end=1.0))))
+    assert deep.at(0.5).weight.of.alpha == 0.5
+    for ends in ((0.0, 1.5), (-0.5, 1.0)):
+        with pytest.raises(ValidationError):
+            Method(name="x", weight=LinearShaping(alpha=Schedule(start=ends[0], end=ends[1])))
+    with pytest.raises(ValidationError, match="below"):
+        Method(name="x", weight=SigmoidShaping(L=Schedule(start=0.5, end=2.0)))
+
+
+def test_lopti_needs_token_ratios():
+    for ratio in (SequenceRatio(), HolderRatio()):
+        with pytest.raises(ValidationError, match=r"lopti needs ratio\.kind=token"):
+            Method(name="x", ratio=ratio, passes=LoptiPasses())
+
+
+def test_what_the_trainer_asks_a_method():
+    assert [n for n in NAMES if passes_of(named_method(n)) == 2] == ["lopti", "ar-lopti"]
+    assert [n for n in NAMES if named_method(n).needs_proximal] == ["ppo-ewma"]
+    assert not any(named_method(n).needs_reference for n in NAMES)
+    assert Method(name="x", kl=Kl(coef=0.1)).needs_reference
+    assert [n for n in NAMES if needs_calibration(named_method(n))] == ["grpo-sg", "tr-grpo", "papo"]
+    assert [n for n in NAMES if named_method(n).sharpness.kind != "none"] == ["grpo-sam", "grpo-gnp"]
+    assert isinstance(named_method("grpo").weight, UniformShaping)
+
+
+def test_every_field_is_described():
+    seen: set[type] = set()
+
+    def visit(model: type) -> None:
+        if model in seen:
+            return
+        seen.add(model)
+        for name, info in model.model_fields.items():
+            assert name == "kind" or info.description, f"{model.__name__}.{name}"
+
+    from sharpscope.objective import shaping_kinds, shaping_spec, spec
+
+    for module in (spec, shaping_spec):
+        for value in vars(module).values():
+            if isinstance(value, type) and issubclass(value, shaping_spec.Spec):
+                visit(value)
+    assert {Method, Schedule, *shaping_kinds().values()} <= seen
+
+
+def test_reading_methods_needs_no_torch():
+    code = (
+        "import sys; from sharpscope.objective import describe, method_names, named_method; "
+        "[describe(n) for n in method_names()]; sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

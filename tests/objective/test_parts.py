@@ -1,0 +1,289 @@
+"""Advantages, normalisers, ratios, clip flags, selections and summaries by value."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from sharpscope.objective import (
+    Method,
+    StepTensors,
+    gradient_killed,
+    group_advantages,
+    informative_groups,
+    k3,
+    named_method,
+    overlong_penalty,
+    policy_loss,
+    prepare,
+    summarize_weights,
+    token_normalizer,
+)
+from sharpscope.objective.ratios import importance_ratio
+from sharpscope.objective.shaping_spec import LinearShaping, SigmoidShaping
+from sharpscope.objective.spec import (
+    Advantage,
+    CispoClip,
+    ClipCovTokens,
+    HighEntropyTokens,
+    HolderRatio,
+    KlCovPenalty,
+    Overlong,
+    PpoClip,
+    Sampling,
+)
+from sharpscope.objective.surrogates import clipped_objective
+from tests.objective.data import LIMIT, as_batch, make_case
+from tests.oracles import objective as oracle
+
+# -- advantages --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_advantages_equal_the_oracle(seed: int):
+    case = make_case(named_method("grpo"), seed)
+    batch = as_batch(case)
+    group = case.step.group
+    assert group_advantages(case.reward, group).tolist() == pytest.approx(oracle.advantages(batch), abs=1e-12)
+    plain = group_advantages(case.reward, group, Advantage(scale="none"))
+    assert plain.tolist() == pytest.approx(oracle.advantages(batch, divide=False), abs=1e-12)
+
+
+def test_population_std():
+    got = group_advantages(torch.tensor([0.0, 2.0]), torch.tensor([1, 1]), Advantage(ddof=0, epsilon=0.0))
+    assert got.tolist() == [-1.0, 1.0]
+
+
+def test_groups_without_variance_give_exactly_zero():
+    """The float32 mean of three 0.1 is not 0.1; a group of one has no std."""
+    reward, group = torch.tensor([0.1, 0.1, 0.1, 5.0, 1e30, -1e30]), torch.tensor([7, 7, 7, 1, 2, 2])
+    got = group_advantages(reward, group)
+    assert got[:4].tolist() == [0.0] * 4
+    assert got[4:].tolist() == pytest.approx([1 / math.sqrt(2), -1 / math.sqrt(2)])
+    assert got.dtype == torch.float32
+    assert informative_groups(reward, group).tolist() == [False] * 4 + [True] * 2
+
+
+def test_bad_rewards_are_refused():
+    with pytest.raises(ValueError, match="not finite"):
+        group_advantages(torch.tensor([1.0, torch.nan]), torch.tensor([0, 0]))
+    with pytest.raises(ValueError, match="must both be"):
+        group_advantages(torch.zeros(2), torch.zeros(3))
+
+
+def test_overlong_penalty_is_dapos():
+    """Limit 100, buffer 20: 0 up to 80 tokens, then linear to −1 at 100."""
+    length = torch.tensor([0, 80, 81, 90, 100, 120])
+    got = overlong_penalty(Sampling(overlong=Overlong(buffer=0.2)), length, 100)
+    assert got.tolist() == pytest.approx([0.0, 0.0, -0.05, -0.5, -1.0, -1.0])
+    assert overlong_penalty(Sampling(overlong=Overlong(buffer=0.5, scale=2.0)), length[3:4], 100).tolist() == [
+        -1.6000000238418579
+    ]
+    assert overlong_penalty(Sampling(), length, 100).tolist() == [0.0] * 6
+
+
+# -- normalisers and ratios --------------------------------------------------------------------------------------------
+
+
+def test_normalizers_by_value():
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0], [0, 0, 0]])
+    expected = {"sequence_mean": [1 / 6, 1 / 6, 1 / 3], "token_mean": [1 / 3] * 3, "constant": [1 / 15] * 3}
+    for aggregate, values in expected.items():
+        got = token_normalizer(Method(name="x", aggregate=aggregate), mask, 5)
+        assert got[mask.bool()].tolist() == pytest.approx(values)
+        assert not got[~mask.bool()].any()
+        assert got.dtype == torch.float32
+
+
+def test_holder_mean_keeps_its_precision_in_float32():
+    x = torch.tensor([[0.3, -0.2, 0.05]])
+    mask = torch.ones_like(x, dtype=torch.bool)
+    for p in (1e-6, -1e-6, 1e-3, 1.0, -3.0):
+        exact = (
+            math.log(sum(math.exp(p * v) for v in x[0].double().tolist()) / 3) / p
+            if abs(p) > 1e-4
+            else float(x.double().mean())
+        )
+        assert float(importance_ratio(HolderRatio(p=p), x, mask)[0, 0].log()) == pytest.approx(exact, abs=3e-7)
+
+
+def test_a_row_without_tokens_costs_nothing_and_breaks_nothing():
+    for name in ("grpo", "gspo", "holder", "grpo-sg"):
+        case = make_case(named_method(name), 0)
+        mask = case.mask.clone()
+        mask[4] = False
+        step = type(case.step)(**(vars(case.step) | {"mask": mask}))
+        weight = SigmoidShaping(preset="paper") if name == "grpo-sg" else named_method(name).weight
+        method = named_method(name).model_copy(update={"weight": weight})
+        logp = case.now.clone().requires_grad_()
+        out = policy_loss(
+            method, prepare(method, step), logp, token_normalizer(method, mask, LIMIT, dtype=torch.float64)
+        )
+        out.loss.backward()
+        assert bool(torch.isfinite(out.loss))
+        assert not logp.grad[4].any()
+        assert bool(torch.isfinite(logp.grad).all())
+
+
+# -- clips -------------------------------------------------------------------------------------------------------------
+
+RATIO = torch.tensor([[0.5, 0.5, 0.79, 1.0, 1.21, 1.5, 1.5, 1.5]])
+ADVANTAGE = torch.tensor([[1.0, -1.0, -1.0, 1.0, 1.0, 1.0, -1.0, 0.0]])
+
+
+def test_ppo_flags_are_where_the_gradient_is_gone():
+    ratio = RATIO.clone().requires_grad_()
+    objective, flags = clipped_objective(PpoClip(), ratio, ADVANTAGE, torch.zeros_like(RATIO))
+    assert flags.tolist() == [[0, -1, -1, 0, 1, 1, 0, 0]]
+    gradient = torch.autograd.grad(objective.sum(), ratio)[0]
+    assert torch.equal((gradient == 0) & (ADVANTAGE != 0), flags != 0)
+    assert objective.tolist() == [pytest.approx([0.5, -0.8, -0.8, 1.0, 1.2, 1.2, -1.5, 0.0])]
+    assert torch.equal(gradient_killed(PpoClip(), RATIO, ADVANTAGE), flags)
+
+
+def test_cispo_bounds_the_coefficient_and_keeps_the_gradient():
+    logp = torch.full_like(RATIO, -2.0).requires_grad_()
+    objective, flags = clipped_objective(CispoClip(low=0.3, high=0.2), RATIO, ADVANTAGE, logp)
+    assert flags.tolist() == [[-1, -1, 0, 0, 1, 1, 1, 0]]
+    gradient = torch.autograd.grad(objective.sum(), logp)[0]
+    torch.testing.assert_close(gradient, RATIO.clamp(0.7, 1.2) * ADVANTAGE)
+
+
+def test_loss_output_reports_ratio_flags_and_kl():
+    case = make_case(named_method("grpo"), 1)
+    method = named_method("grpo").model_copy(update={"kl": named_method("grpo").kl.model_copy(update={"coef": 0.1})})
+    plan = prepare(method, case.step)
+    normalizer = token_normalizer(method, case.mask, LIMIT, dtype=torch.float64)
+    out = policy_loss(method, plan, case.now, normalizer, reference_logp=case.reference)
+    batch = as_batch(case)
+    for i, t in batch.tokens():
+        ratio, a = oracle.ratio(batch, i, t).value, plan.advantage[i, t]
+        assert float(out.ratio[i, t]) == pytest.approx(ratio, rel=1e-12)
+        assert int(out.clipped[i, t]) == (1 if ratio > 1.2 and a > 0 else -1 if ratio < 0.8 and a < 0 else 0)
+        assert float(out.kl[i, t]) == pytest.approx(oracle.k3(batch, i, t).value, abs=1e-12)
+    assert out.clipped.dtype == torch.int8
+    assert {-1, 0, 1} == set(out.clipped.flatten().tolist())
+    outside = ~case.mask
+    assert out.ratio[outside].unique().tolist() == [1.0]
+    assert not out.kl[outside].any()
+    assert not out.clipped[outside].any()
+    beside = 0.1 * float((out.kl * normalizer).sum())
+    assert float(out.loss) == pytest.approx(float(out.surrogate) + beside, abs=1e-12)
+
+
+def test_k3_is_zero_between_equal_policies_and_keeps_small_differences():
+    logp = torch.tensor([-1.0, -1.0], dtype=torch.float64)
+    assert k3(logp, logp).tolist() == [0.0, 0.0]
+    assert float(k3(logp, logp + 1e-7)[0]) == pytest.approx(5e-15, rel=1e-2)
+
+
+def test_missing_log_probabilities_and_wrong_shapes_are_refused():
+    case = make_case(named_method("grpo"), 0)
+    normalizer = token_normalizer(named_method("grpo"), case.mask, LIMIT)
+    for name, update, message in (
+        ("grpo", {"kl": named_method("grpo").kl.model_copy(update={"coef": 0.1})}, "reference_logp"),
+        ("ppo-ewma", {}, "proximal_logp"),
+    ):
+        method = named_method(name).model_copy(update=update)
+        with pytest.raises(ValueError, match=message):
+            policy_loss(method, prepare(method, case.step), case.now, normalizer)
+    method = named_method("grpo")
+    with pytest.raises(ValueError, match="must agree"):
+        policy_loss(method, prepare(method, case.step), case.now[:, :-1], normalizer)
+    with pytest.raises(ValueError, match="must be"):
+        type(case.step)(**(vars(case.step) | {"group": case.step.group[:-1]}))
+    with pytest.raises(ValueError, match="progress"):
+        type(case.step)(**(vars(case.step) | {"progress": 1.5}))
+
+
+def test_a_ratio_beyond_the_range_of_float32_does_not_poison_the_gradient():
+    """A token that became certain since it was drawn: positive ones are clipped, so the gradient must be 0, not NaN."""
+    case = make_case(named_method("grpo"), 0, dtype=torch.float32)
+    step = type(case.step)(**(vars(case.step) | {"behavior_logp": torch.full_like(case.now, -100.0)}))
+    method = named_method("grpo")
+    logp = torch.zeros_like(case.now).requires_grad_()
+    plan = prepare(method, step)
+    out = policy_loss(method, plan, logp, token_normalizer(method, case.mask, LIMIT))
+    out.loss.backward()
+    positive = case.mask & (plan.advantage > 0)
+    assert not logp.grad[positive].any()
+    assert bool((out.clipped[positive] == 1).all())
+
+
+# -- selections --------------------------------------------------------------------------------------------------------
+
+
+def tokens_step(entropy: list[float], logp: list[float], advantage: list[float]) -> StepTensors:
+    return StepTensors.from_columns(
+        entropy=torch.tensor(entropy), logp=torch.tensor(logp), behavior_logp=torch.tensor(logp),
+        advantage=torch.tensor(advantage),
+    )  # fmt: skip
+
+
+def kept(method: Method, step: StepTensors, seed: int = 0) -> list[bool]:
+    return prepare(method, step, torch.Generator().manual_seed(seed)).keep.flatten().tolist()
+
+
+def test_high_entropy_keeps_the_share_and_ties():
+    step = tokens_step([0.1, 0.5, 0.9, 0.5, 0.2], [-1.0] * 5, [1.0] * 5)
+    method = named_method("high-entropy")
+    for share, expected in ((0.2, "00100"), (0.4, "01110"), (0.6, "01110"), (0.61, "01111"), (1.0, "11111")):
+        chosen = method.model_copy(update={"tokens": HighEntropyTokens(share=share)})
+        assert kept(chosen, step) == [c == "1" for c in expected], share
+
+
+def test_clip_cov_draws_the_share_inside_the_band_and_says_when_that_is_less_than_one_token():
+    # c = (ln π + 2)·(A − 0) = ±2: tokens 0 and 3 have +2, the others −2
+    step = tokens_step([0.0] * 4, [0.0, 0.0, -4.0, -4.0], [1.0, -1.0, 1.0, -1.0])
+    method = named_method("clip-cov")
+    dropped = {tuple(kept(method, step, seed)).index(False) for seed in range(20)}
+    assert dropped == {0, 3}
+    assert sum(kept(method, step)) == 3
+    assert "less than one token" in prepare(method, step, torch.Generator()).warnings[0]
+    half = method.model_copy(update={"tokens": ClipCovTokens(share=0.75)})
+    assert kept(half, step) == [False, True, True, False]  # three wanted, two in the band
+    assert prepare(half, step, torch.Generator()).warnings == ()
+    outside = method.model_copy(update={"tokens": ClipCovTokens(low=2.0, high=5.0)})
+    assert all(kept(outside, step))
+    with pytest.raises(ValueError, match="generator"):
+        prepare(method, step)
+
+
+def test_kl_cov_penalises_the_largest_covariances_and_all_that_tie():
+    step = tokens_step([0.0] * 4, [0.0, 0.0, -4.0, -4.0], [1.0, -1.0, 1.0, -1.0])
+    method = named_method("kl-cov")
+    plan = prepare(method, step)
+    assert plan.penalty.flatten().tolist() == [1.0, 0.0, 0.0, 1.0]
+    assert "less than one token" in plan.warnings[0]
+    most = method.model_copy(update={"penalty": KlCovPenalty(share=0.75, coef=0.5)})
+    assert prepare(most, step).penalty.flatten().tolist() == [0.5] * 4
+
+
+# -- summaries ---------------------------------------------------------------------------------------------------------
+
+
+def test_weight_summary_by_value():
+    weight = torch.tensor([[1.0, 1.0, 1.2, 1.4, 9.0]])
+    mask = torch.tensor([[1, 1, 1, 1, 0]])
+    got = summarize_weights(SigmoidShaping(), weight, mask)
+    assert (got.saturation_low, got.saturation_high, got.minimum, got.maximum) == (0.5, 0.25, 1.0, pytest.approx(1.4))
+    assert got.mean == pytest.approx(1.15)
+    assert got.std == pytest.approx(math.sqrt((2 * 0.15**2 + 0.05**2 + 0.25**2) / 4))
+    assert got.ess == pytest.approx(4.6**2 / (4 * (1 + 1 + 1.44 + 1.96)))
+    assert got.warning is None
+    unbounded = summarize_weights(named_method("cov-grpo").weight, weight, mask)
+    assert unbounded.saturation_low is None
+    assert unbounded.warning is None
+    assert math.isnan(summarize_weights(SigmoidShaping(), weight, torch.zeros_like(mask)).mean)
+
+
+@pytest.mark.parametrize(("at_bound", "warns"), [(95, False), (96, True)])
+def test_saturation_warns_above_95_percent(at_bound: int, warns: bool):
+    weight: Tensor = torch.full((1, 100), 0.9)
+    weight[0, :at_bound] = 1.0
+    got = summarize_weights(LinearShaping(), weight, torch.ones(1, 100))
+    assert got.saturation_high == pytest.approx(at_bound / 100)
+    assert (got.warning is not None) == warns
