@@ -15,16 +15,19 @@ from pydantic import Field
 
 from sharpscope.errors import UserError, nearest
 from sharpscope.spec import Spec
-from sharpscope.tasks.base import Example, InteractiveTask, Reward, Task
+from sharpscope.tasks.base import Example, InteractiveTask, Reward, Task, respond_all
 from sharpscope.tasks.custom import register_task, registered_tasks
-from sharpscope.tasks.spec import CustomSpec, DatasetSpec, GymSpec, KnightsKnavesSpec, MathSpec
+from sharpscope.tasks.spec import CustomSpec, DatasetSpec, GymSpec, KnightsKnavesSpec, MathSpec, ToolQaSpec
 
-TaskSpec = Annotated[KnightsKnavesSpec | MathSpec | GymSpec | DatasetSpec | CustomSpec, Field(discriminator="kind")]
+TaskSpec = Annotated[
+    KnightsKnavesSpec | MathSpec | ToolQaSpec | GymSpec | DatasetSpec | CustomSpec, Field(discriminator="kind")
+]
 """Configuration of any task, told apart by its field `kind`."""
 
 _MAKERS: dict[type[Spec], str] = {
     KnightsKnavesSpec: "knights_knaves:KnightsKnaves",
     MathSpec: "math_task:MathTask",
+    ToolQaSpec: "tool_qa:ToolQa",
     GymSpec: "gym:GymTask",
     DatasetSpec: "dataset:DatasetTask",
     CustomSpec: "custom:make_custom",
@@ -73,9 +76,11 @@ __all__ = [
     "Reward",
     "Task",
     "TaskSpec",
+    "ToolQaSpec",
     "make_task",
     "register_task",
     "registered_tasks",
+    "respond_all",
     "task_choice",
     "task_specs",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -55,9 +55,11 @@ class Task(Protocol):
 class InteractiveTask(Task, Protocol):
     """A task that answers in the middle of a completion (tools, retrieval).
 
-    Generation of a row halts as soon as its text ends in one of `stop` (or at the end-of-text token, or at the length
-    limit); then `respond` is called with everything after the prompt so far: what the policy wrote and what was
-    appended before.
+    Generation of a row halts as soon as what it wrote since the environment last spoke contains one of `stop` (its
+    last token may carry a few characters more: sampled tokens are kept as they are), or at the end-of-text token, or
+    at the length limit. Then, but for the limit, `respond` is called with everything after the prompt so far: what the
+    policy wrote and what was appended before. A task may also have `respond_many(examples, completions)`, which
+    `respond_all` prefers.
     """
 
     stop: tuple[str, ...]
@@ -65,6 +67,16 @@ class InteractiveTask(Task, Protocol):
     def respond(self, example: Example, completion: str) -> str | None:
         """Text of the environment to append (tokens of it carry mask 0), or None when the conversation is finished."""
         ...
+
+
+def respond_all(task: InteractiveTask, examples: Sequence[Example], completions: Sequence[str]) -> list[str | None]:
+    """`respond` for many rows at once: in one call where the task has `respond_many`, so that a retriever sees a
+    batch.
+    """
+    many = getattr(task, "respond_many", None)
+    if many is not None:
+        return list(many(examples, completions))
+    return [task.respond(example, completion) for example, completion in zip(examples, completions, strict=True)]
 
 
 def content_id(*parts: str) -> str:

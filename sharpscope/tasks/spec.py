@@ -161,3 +161,45 @@ class CustomSpec(Spec):
     kind: Literal["custom"] = "custom"
     factory: str = Field("", description="a name given to register_task, or module:function")
     options: dict[str, Any] = Field({}, description="keywords for the factory")
+
+
+Hops = Annotated[int, Field(ge=1, le=3)]
+
+
+class ToolQaSpec(Spec):
+    """Questions that need a search, in Search-R1's protocol: generated ones, or a data set with a corpus."""
+
+    kind: Literal["tool_qa"] = "tool_qa"
+    hops: Annotated[tuple[Hops, ...], AfterValidator(_distinct)] = Field(
+        (1, 2), min_length=1, description="facts to chain in train and heldout, 1 to 3"
+    )
+    unseen_hops: Annotated[tuple[Hops, ...], AfterValidator(_distinct)] = Field(
+        (), description="numbers of facts that training never chains (split `unseen`), 1 to 3"
+    )
+    train_size: int = Field(200, ge=1, le=1_000_000, description="training questions for each number of hops")
+    heldout_size: int = Field(50, ge=0, le=1_000_000, description="held-out questions for each number of hops; 0: none")
+    unseen_size: int = Field(50, ge=0, le=1_000_000, description="questions for each unseen number of hops")
+    things: int = Field(
+        300, ge=20, le=100_000, description="people, companies, cities and countries of the generated world"
+    )
+    questions: DatasetSpec | None = Field(None, description="a data set of questions instead of generated ones")
+    corpus: str = Field(
+        "", description=".jsonl or .parquet file of passages (title and text, or contents); empty: the world"
+    )
+    retriever_url: str = Field("", description="retrieval server of Search-R1's form, instead of BM25 over the corpus")
+    top: int = Field(3, ge=1, le=100, description="passages returned for a search")
+    turns: int = Field(4, ge=1, le=100, description="most replies of the environment: searches and feedback together")
+    time_limit: float = Field(10.0, gt=0, le=600, description="most time for one request to the server [s]")
+    retries: int = Field(3, ge=0, le=20, description="requests repeated after the first fails")
+    reward: Literal["exact_match", "format"] = Field("exact_match", description="1 or 0, or Search-R1's format variant")
+    style: Literal["compact", "search_r1"] = Field(
+        "compact", description="prompt: the question alone, or within Search-R1's instruction"
+    )
+    seed: int = Field(0, ge=0, description="seed of world and questions (not of training)")
+
+    @model_validator(mode="after")
+    def _apart(self) -> ToolQaSpec:
+        both = set(self.hops) & set(self.unseen_hops)
+        if both:
+            raise ValueError(f"unseen_hops: {sorted(both)} also stand in hops; a number is either seen or unseen")
+        return self

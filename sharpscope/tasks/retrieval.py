@@ -1,0 +1,134 @@
+"""Finding passages: BM25 over a corpus in memory, or a retrieval server of Search-R1's form."""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from sharpscope.errors import UserError
+from sharpscope.tasks.dataset_files import read_file
+from sharpscope.tasks.tool_protocol import Passage
+
+TITLE_WEIGHT = 3
+"""Times that a title counts as text: the passage about a thing goes before those that only mention it."""
+
+
+class Retriever(Protocol):
+    """Anything that finds passages for queries."""
+
+    def search(self, queries: Sequence[str]) -> list[list[Passage]]:
+        """The best passages for each query, best first."""
+        ...
+
+
+class Bm25Retriever:
+    """BM25 through the library bm25s; passages that share no word with the query are never returned."""
+
+    def __init__(self, corpus: Sequence[Passage], top: int) -> None:
+        try:
+            import bm25s
+        except ImportError as error:
+            raise UserError(
+                "task.retriever: BM25 needs the library 'bm25s'; pip install 'sharpscope[tools]'"
+            ) from error
+        self._corpus = corpus
+        self._top = min(top, len(corpus))
+        self._tokenize = lambda texts: bm25s.tokenize(
+            texts, stopwords=None, token_pattern=r"(?u)\b\w+\b", show_progress=False, return_ids=False
+        )
+        self._index = bm25s.BM25(backend="numpy")
+        self._index.index(
+            self._tokenize([f"{f'{p.title} ' * TITLE_WEIGHT}{p.text}" for p in corpus]), show_progress=False
+        )
+
+    def search(self, queries: Sequence[str]) -> list[list[Passage]]:
+        """All queries in one call; ties keep the order of the index, so equal queries get equal passages."""
+        if not queries:
+            return []
+        tokens = self._tokenize(list(queries))
+        found, scores = self._index.retrieve(tokens, k=self._top, show_progress=False, backend_selection="numpy")
+        return [
+            [self._corpus[int(i)] for i, score in zip(row, row_scores, strict=True) if score > 0]
+            for row, row_scores in zip(found, scores, strict=True)
+        ]
+
+
+class HttpRetriever:
+    """A server that takes `{"queries": […], "topk": k, "return_scores": true}` and gives `{"result": [[{"document":
+    …}]]}`.
+    """
+
+    def __init__(self, url: str, top: int, time_limit: float, retries: int) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise UserError(f"task.retriever_url = '{url}': must start with http:// or https://")
+        self._url, self._top, self._time_limit, self._retries = url, top, time_limit, retries
+
+    def search(self, queries: Sequence[str]) -> list[list[Passage]]:
+        """One request for all queries.
+
+        Raises:
+            UserError: no usable answer after all retries.
+        """
+        if not queries:
+            return []
+        body = json.dumps({"queries": list(queries), "topk": self._top, "return_scores": True}).encode()
+        problem = ""
+        for attempt in range(self._retries + 1):
+            if attempt:
+                time.sleep(min(0.1 * 2**attempt, 5.0))
+            request = urllib.request.Request(self._url, data=body, headers={"Content-Type": "application/json"})
+            try:
+                with urllib.request.urlopen(request, timeout=self._time_limit) as response:
+                    return self._read(json.load(response), len(queries))
+            except urllib.error.HTTPError as error:
+                problem = f"status {error.code}"
+                if error.code < 500:  # a request that is wrong stays wrong
+                    break
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                problem = str(error).partition("\n")[0] or type(error).__name__
+        raise UserError(
+            f"task.retriever_url = '{self._url}': no usable answer ({problem}); is the retrieval server running?"
+        )
+
+    def _read(self, answer: Any, count: int) -> list[list[Passage]]:
+        results = answer["result"]
+        if len(results) != count:
+            raise ValueError(f"{len(results)} results for {count} queries")
+        return [[passage_of(hit.get("document", hit)) for hit in hits][: self._top] for hits in results]
+
+
+def passage_of(row: Any) -> Passage:
+    """A passage from `{"title", "text"}`, or from Search-R1's `{"contents": "\\"title\\"\\ntext"}`.
+
+    Raises:
+        ValueError: neither form.
+    """
+    if isinstance(row, dict) and isinstance(row.get("contents"), str):
+        title, _, text = row["contents"].partition("\n")
+        return Passage(title.strip().strip('"'), text.strip())
+    if isinstance(row, dict) and isinstance(row.get("text"), str) and isinstance(row.get("title", ""), str):
+        return Passage(row.get("title", ""), row["text"])
+    raise ValueError("a passage needs the text columns 'title' and 'text', or 'contents'")
+
+
+def read_corpus(path: str) -> list[Passage]:
+    """Passages of a .jsonl or .parquet file.
+
+    Raises:
+        UserError: no such file, or a row that is no passage, with its place.
+    """
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise UserError(f"task.corpus = '{path}': no such file (looked in {Path.cwd()})")
+    passages = []
+    for place, row in read_file(file, ("title", "text", "contents")):
+        try:
+            passages.append(passage_of(row))
+        except ValueError as error:
+            raise UserError(f"{place}: {error}") from error
+    return passages
