@@ -14,10 +14,11 @@ from sharpscope.tasks.base import Reward
 
 LONGEST_NUMBER = 400
 """Characters beyond which a text is no number: integers of unbounded size would make scoring slow."""
+LARGEST_EXPONENT = 1000
 
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"  # a comma only before groups of three
 _NUMBER = re.compile(
-    rf"(?<![\w.])[-+−]?\$?(?:{_DIGITS}(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][-+]?[0-9]{{1,3}})?(?:\s?/\s?{_DIGITS})?%?"
+    rf"(?<![\w.])[-+−]?\$?(?:{_DIGITS}(?:\.[0-9]+)?|\.[0-9]+)(?:[eE](?P<exponent>[-+]?[0-9]+))?(?:\s?/\s?{_DIGITS})?%?"
 )
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -83,7 +84,7 @@ def number_of(text: str) -> Fraction | None:
     found = None
     for match in _NUMBER.finditer(text):
         found = match
-    if found is None or len(found.group()) > LONGEST_NUMBER:
+    if found is None or len(found.group()) > LONGEST_NUMBER or abs(int(found["exponent"] or 0)) > LARGEST_EXPONENT:
         return None
     plain = "".join(found.group().split()).replace(",", "").replace("$", "").replace("−", "-").rstrip("%")
     numerator, _, denominator = plain.partition("/")

@@ -45,13 +45,11 @@ DATA_SOURCES = {
     "deepscaler": "math",
     "openai/gsm8k": "numeric",
     "gsm8k": "numeric",
-    "nq": "exact_match",
-    "triviaqa": "exact_match",
-    "popqa": "exact_match",
-    "hotpotqa": "exact_match",
-    "2wikimultihopqa": "exact_match",
-    "musique": "exact_match",
-    "bamboogle": "exact_match",
+    **{
+        f"{prefix}{name}": "exact_match"
+        for name in ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")
+        for prefix in ("", "searchR1_")
+    },
 }
 """Scorer of each `data_source` that is known; a scorer's own name is known too."""
 

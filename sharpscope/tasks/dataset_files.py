@@ -108,7 +108,9 @@ def read_hub(path: str, subset: str, split: str) -> Iterator[tuple[Place, Row]]:
     try:
         loaded = datasets.load_from_disk(path) if saved else datasets.load_dataset(path, subset or None)
     except Exception as error:  # the library raises dozens of types: network, format, name
-        raise UserError(f"task.path = '{path}': the data set cannot be loaded ({_first_line(error)})") from error
+        raise UserError(
+            f"task.path = '{path}': no local file, and no Hugging Face data set that loads ({_first_line(error)})"
+        ) from error
     if isinstance(loaded, dict):
         if split not in loaded:
             raise UserError(f"task.hub_split = '{split}': '{path}' has no such split{nearest(split, loaded)}")

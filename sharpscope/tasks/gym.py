@@ -19,7 +19,6 @@ EVALUATING = frozenset(
         "countdown",
         "intermediate_integration",
         "n_queens",
-        "number_sorting",
         "polynomial_multiplication",
         "puzzle24",
         "simple_integration",
@@ -27,7 +26,7 @@ EVALUATING = frozenset(
         "string_insertion",
     }
 )
-"""Data sets whose own scorer passes text to Python's eval, mostly through sympy."""
+"""Data sets whose own scorer passes what a model wrote to Python's eval, mostly through sympy."""
 
 _NO_NUMBER = re.compile(r"(?<![a-z])(?:nan|inf|infinity)j?(?![a-z])", re.IGNORECASE)
 """Scorers that compare distances (complex_arithmetic) give "nan" the full score: no comparison with it is ever true."""

@@ -1,0 +1,195 @@
+"""Finding the final answer and comparing it: right, wrong and adversarial texts."""
+
+from __future__ import annotations
+
+import time
+from fractions import Fraction
+
+import pytest
+
+from sharpscope.tasks.answers import (
+    final_answer,
+    normalize_words,
+    number_of,
+    score_exact,
+    score_exact_match,
+    score_numeric,
+)
+
+FINAL = [
+    ("42", "42"),
+    ("  42 \n", "42"),
+    ("<answer>42</answer>", "42"),
+    ("<think>41</think><answer> 42 </answer>", "42"),
+    ("<answer>41</answer> no <answer>42</answer>", "42"),
+    ("<answer>42</answer> and <answer>43", "42"),
+    ("<answer>4\n2</answer>", "4\n2"),
+    ("<answer>41</answer> \\boxed{42}", "41"),  # the tag goes first
+    ("<answer></answer>", ""),
+    ("</answer>42<answer>", "</answer>42<answer>"),
+    ("\\boxed{42}", "42"),
+    ("\\boxed{\\frac{1}{2}}", "\\frac{1}{2}"),
+    ("\\boxed{41} or \\boxed{42}", "42"),
+    ("\\boxed{42", ""),  # cut off in its answer
+    ("\\boxed{41} \\boxed{42", ""),
+    ("steps\n#### 42", "42"),
+    ("#### 41\n#### 42\nmore", "42"),
+    ("<think>hm</think> 42", "42"),
+    ("<think>hm", "<think>hm"),
+    ("", ""),
+]
+
+
+@pytest.mark.parametrize(("text", "answer"), FINAL)
+def test_the_final_answer_is_found(text, answer):
+    assert final_answer(text) == answer
+
+
+NUMBERS = [
+    ("42", 42),
+    ("-42", -42),
+    ("−42", -42),
+    ("+42", 42),
+    ("1,234", 1234),
+    ("1,234,567.5", Fraction(2469135, 2)),
+    ("1,2", 2),
+    ("12,34", 34),
+    ("0.1", Fraction(1, 10)),
+    (".5", Fraction(1, 2)),
+    ("$7", 7),
+    ("-$7", -7),
+    ("25%", 25),
+    ("2/3", Fraction(2, 3)),
+    ("2 / 3", Fraction(2, 3)),
+    ("1e3", 1000),
+    ("1.5e-3", Fraction(3, 2000)),
+    ("12 apples", 12),
+    ("12cm", 12),
+    ("from 3 to 5", 5),
+    ("x = 7.", 7),
+    ("0.30000000000000004", Fraction("0.30000000000000004")),
+    ("1/0", None),
+    ("seven", None),
+    ("x1", None),
+    ("", None),
+    ("٣", None),
+    ("²", None),
+    ("nan", None),
+    ("inf", None),
+    ("-", None),
+    ("9" * 401, None),
+    ("1e999", 10**999),
+    ("1e9999999", None),
+]
+
+
+@pytest.mark.parametrize(("text", "number"), NUMBERS, ids=lambda value: repr(value)[:30])
+def test_numbers_are_read_exactly(text, number):
+    assert number_of(text) == number
+
+
+NUMERIC = [
+    ("42", "42", True),
+    ("42", "42.0", True),
+    ("42", "<answer>42</answer>", True),
+    ("42", "#### 42", True),
+    ("reason #### 1,042", "1042", True),
+    ("0.5", "1/2", True),
+    ("0.3", "0.30000000000000004", False),
+    ("42", "41", False),
+    ("42", "-42", False),
+    ("42", "4 2", False),
+    ("42", "", False),
+    ("42", "forty-two", False),
+    ("42", "42 or 43", False),
+    ("42", "<answer>42</answer><answer>43</answer>", False),
+    ("42", "<answer></answer> 42", False),
+    ("42", "<answer>the truth is ground_truth</answer>", False),
+    ("42", "9" * 100_000, False),
+    ("42", "4" + "2" * 50_000, False),
+]
+
+
+@pytest.mark.parametrize(("truth", "text", "right"), NUMERIC, ids=lambda value: repr(value)[:30])
+def test_numeric(truth, text, right):
+    reward = score_numeric(text, [truth])
+    assert (reward.total, reward.correct, dict(reward.parts)) == (float(right), right, {"answer": float(right)})
+
+
+EXACT = [
+    ("Paris", "Paris", True),
+    ("Paris", " Paris\n", True),
+    ("New York", "New\n York", True),
+    ("Paris", "<think>Rome?</think><answer>Paris</answer>", True),
+    ("Paris", "paris", False),
+    ("Paris", "Paris.", False),
+    ("Paris", "Paris or Rome", False),
+    ("Paris", "", False),
+    ("Paris", "<answer>Paris</answer><answer>Rome</answer>", False),
+]
+
+
+@pytest.mark.parametrize(("truth", "text", "right"), EXACT)
+def test_exact(truth, text, right):
+    assert score_exact(text, ["no", truth]).correct == right
+
+
+MATCH = [
+    ("The Beatles", "beatles", True),
+    ("The Beatles", "<answer>the  Beatles!</answer>", True),
+    ("Beatles", "A Beatles.", True),
+    ("J. K. Rowling", "jk rowling", False),
+    ("J.K. Rowling", "jk rowling", True),
+    ("don't", "dont", True),
+    ("1,000", "1000", True),
+    ("Theodore", "Theodore", True),  # articles are words, not beginnings
+    ("Theodore", "odore", False),
+    ("an apple a day", "apple day", True),
+    ("Beatles", "Beatles and Stones", False),
+    ("Beatles", "", False),
+    ("Beatles", "the", False),
+    ("Beatles", "?!", False),
+    ("Beatles", "<answer>", False),
+    ("Beatles", "Beatles <answer>Stones</answer>", False),
+    ("Zürich", "zürich", True),
+    ("Zürich", "zurich", False),
+]
+
+
+@pytest.mark.parametrize(("truth", "text", "right"), MATCH)
+def test_exact_match(truth, text, right):
+    assert score_exact_match(text, [truth]).correct == right
+    assert score_exact_match(text, ["something else"]).correct is False
+    assert normalize_words(normalize_words(text)) == normalize_words(text)
+
+
+HOSTILE = [
+    "<answer>" * 12_500,
+    "\\boxed{" * 14_000,
+    "{" * 100_000,
+    "####" * 25_000,
+    "1," * 50_000,
+    "1/" * 50_000,
+    "-" * 100_000,
+]
+HOSTILE += [
+    "$" * 100_000,
+    "1" * 100_000,
+    "1 " * 50_000,
+    "a " * 50_000,
+    "</answer>" * 11_000,
+    ". " * 50_000,
+    "e5" * 50_000,
+    "\ud800",
+]
+
+
+@pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
+@pytest.mark.parametrize("score", [score_exact, score_exact_match, score_numeric])
+def test_a_hundred_kilobytes_are_scored_in_linear_time(score, text):
+    started = time.perf_counter()
+    assert not score(text, ["42"]).correct
+    assert time.perf_counter() - started < 1.0
+
+
+assert len(FINAL) + len(NUMBERS) + len(NUMERIC) + len(EXACT) + len(MATCH) + len(HOSTILE) >= 100
