@@ -146,8 +146,7 @@ class CheckedTask:
                 f"task '{self.name}': score returned {type(made).__name__}; return a Reward, a number or a truth value"
             )
 
-
-return reward
+        return reward  # a total that is not finite is for the trainer to judge (health.non_finite)
 
 
 class InteractiveCheckedTask(CheckedTask):

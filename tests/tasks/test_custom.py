@@ -147,7 +147,6 @@ def test_numbers_become_rewards(number):
         (lambda: custom(({"train": [("p", "a")]}, nought)).splits(), r"train\[0\] must be Example"),
         (lambda: custom(({"train": [Example("p", 3)]}, nought)).splits(), r"train\[0\] must be Example"),
         (lambda: custom((EXAMPLES, lambda e, c: None)).score(EXAMPLES["train"][0], ""), "score returned NoneType"),
-        (lambda: custom((EXAMPLES, lambda e, c: math.nan)).score(EXAMPLES["train"][0], ""), "must be finite"),
         (lambda: custom(interactive(stop=())), "needs stop"),
         (lambda: custom(interactive(reply=3)).respond(EXAMPLES["train"][0], ""), "respond returned int"),
         (lambda: register_task("two words")(nought), "is not a name"),
@@ -164,3 +163,9 @@ def test_a_name_is_registered_once():
     register_task("mine")(interactive)  # importing the module twice is no mistake
     with pytest.raises(UserError, match="is taken"):
         register_task("mine")(nought)
+
+
+def test_a_reward_that_is_not_finite_reaches_the_trainer_which_has_a_rule_for_it():
+    reward = custom((EXAMPLES, lambda example, completion: math.nan)).score(EXAMPLES["train"][0], "")
+    assert math.isnan(reward.total)
+    assert not reward.correct
