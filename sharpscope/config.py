@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, Field, ValidationError, field_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from sharpscope.errors import UserError, nearest
 from sharpscope.objective import Method, method_label, named_method
 from sharpscope.policy import PolicySpec, RolloutSpec
+
 # PROBES from sharpscope.probes import ProbesSpec
 from sharpscope.spec import Spec
 from sharpscope.tasks import KnightsKnavesSpec, TaskSpec
@@ -35,10 +36,16 @@ class RunConfig(Spec):
 
     name: str | None = Field(None, description="Name of the run's folder; null: <method>-<task>-s<seed>.")
     out: str = Field("runs", description="Folder in which the run's folder is made.")
-    seed: int = Field(0, ge=0, lt=2**31, description="Seed of everything random in training; the task's data has its own.")
+    seed: int = Field(
+        0, ge=0, lt=2**31, description="Seed of everything random in training; the task's data has its own."
+    )
     steps: int = Field(100, ge=1, le=1_000_000, description="Rounds of rollouts and learning [steps].")
-    threads: int | None = Field(None, ge=1, le=1024, description="CPU threads of torch; null: all physical cores this process may use.")
-    task: TaskSpec = Field(default_factory=lambda: KnightsKnavesSpec(), description="What is asked and how it is scored.")
+    threads: int | None = Field(
+        None, ge=1, le=1024, description="CPU threads of torch; null: all physical cores this process may use."
+    )
+    task: TaskSpec = Field(
+        default_factory=lambda: KnightsKnavesSpec(), description="What is asked and how it is scored."
+    )
     policy: PolicySpec = Field(default_factory=PolicySpec, description="The model.")
     rollout: RolloutSpec = Field(default_factory=RolloutSpec, description="How completions are drawn.")
     method: Method = Field(default_factory=lambda: named_method("grpo"), description="The objective, as data.")
@@ -54,8 +61,19 @@ class RunConfig(Spec):
     @classmethod
     def _name(cls, value: str | None) -> str | None:
         if value is not None and not RUN_NAME.fullmatch(value):
-            raise ValueError("a folder name of letters, digits and . _ + = -, not starting with a dot, at most 128 characters")
+            raise ValueError(
+                "a folder name of letters, digits and . _ + = -, not starting with a dot, at most 128 characters"
+            )
         return value
+
+    @model_validator(mode="after")
+    def _enough_groups(self) -> RunConfig:
+        if self.update.mini_batches > self.rollout.prompts_per_step:
+            raise ValueError(
+                f"update.mini_batches = {self.update.mini_batches} must be at most rollout.prompts_per_step = "
+                f"{self.rollout.prompts_per_step}: a group stays whole"
+            )
+        return self
 
     @property
     def run_name(self) -> str:
@@ -72,7 +90,9 @@ class RunConfig(Spec):
         return Path(self.out) / self.run_name
 
 
-def build_config(file: Path | None = None, overrides: Sequence[str] = (), values: Mapping[str, Any] | None = None) -> RunConfig:
+def build_config(
+    file: Path | None = None, overrides: Sequence[str] = (), values: Mapping[str, Any] | None = None
+) -> RunConfig:
     """A validated configuration from defaults, then the YAML `file`, then `values`, then `key.path=value` overrides.
 
     Raises UserError with one line that names the field, the value and the fix.
@@ -128,7 +148,11 @@ def _explain(part: BaseModel, prefix: str) -> typing.Iterator[str]:
             yield from _explain(value, f"{prefix}{name}.")
             continue
         limits = ", ".join(str(limit) for limit in info.metadata)
-        kind = str(info.annotation).replace("typing.", "") if not isinstance(info.annotation, type) else info.annotation.__name__
+        kind = (
+            str(info.annotation).replace("typing.", "")
+            if not isinstance(info.annotation, type)
+            else info.annotation.__name__
+        )
         yield f"{prefix}{name} = {value!r}  [{kind}{'; ' + limits if limits else ''}]  {info.description or ''}"
 
 
@@ -173,7 +197,9 @@ def read_yaml(file: Path) -> dict[str, Any]:
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         where = getattr(error, "problem_mark", None)
         line = f", line {where.line + 1}" if where is not None else ""
-        raise UserError(f"config file '{file}'{line}: not valid YAML ({getattr(error, 'problem', None) or error})") from None
+        raise UserError(
+            f"config file '{file}'{line}: not valid YAML ({getattr(error, 'problem', None) or error})"
+        ) from None
     if data is None:
         return {}
     if not isinstance(data, dict):
@@ -225,15 +251,23 @@ def check_keys(model: type[BaseModel], data: Mapping[str, Any], place: str = "")
             part = part_model(fields[key].annotation, value)
             if part is not None:
                 check_keys(part, value, here)
+            elif "kind" in value and (kinds := _kinds(fields[key].annotation)):
+                raise UserError(
+                    f"{here}.kind = {_short(value['kind'])}: unknown{nearest(str(value['kind']), map(str, kinds))}"
+                )
 
 
 def part_model(annotation: Any, value: Mapping[str, Any]) -> type[BaseModel] | None:
     """The model of a union's member that `value` means: by `kind`, or the only one."""
-    members = list(_models(annotation))
-    kinds = {kind: member for member in members if "kind" in member.model_fields for kind in _literals(member)}
-    if value.get("kind") in kinds:
-        return kinds[value["kind"]]
+    kinds, members = _kinds(annotation), list(_models(annotation))
+    kind = value.get("kind")
+    if isinstance(kind, str) and kind in kinds:
+        return kinds[kind]
     return members[0] if len(members) == 1 else None
+
+
+def _kinds(annotation: Any) -> dict[Any, type[BaseModel]]:
+    return {kind: part for part in _models(annotation) if "kind" in part.model_fields for kind in _literals(part)}
 
 
 def to_yaml(config: BaseModel) -> str:

@@ -31,18 +31,24 @@ def methods(
     from rich.markup import escape
     from rich.table import Table
 
-    from sharpscope.objective import describe_method, list_methods
+    from sharpscope.objective import describe, method_names
 
-    if name is not None:
-        Console().print(escape(describe_method(name)), highlight=False, soft_wrap=True)
-        return
-    table = Table("method", "what changes from GRPO", "source")
-    for entry in list_methods():
-        table.add_row(entry.name, escape(entry.summary), escape(entry.source))
     console = Console()
+    if name is not None:
+        note = describe(name)
+        console.print(f"[bold]{escape(name)}[/]  {escape(note.differs)}", highlight=False)
+        for title, text in (("equation", note.equation), ("constants", note.constants), ("source", note.source)):
+            console.print(f"[bold]{title}[/]  {escape(text)}", highlight=False)
+        if note.ours:
+            console.print(f"[bold]our choices, where the text leaves one[/]  {escape(note.ours)}", highlight=False)
+        return
+    table = Table("method", "what differs from GRPO", "source")
+    for known in method_names():
+        note = describe(known)
+        table.add_row(known, escape(note.differs), escape(note.source))
     console.print(table)
     console.print(
-        "Controls: append -reverse, -shuffled, -constant or -mean-one to a weighted method (grpo-sg-shuffled).\n"
+        "Controls: append -reverse, -shuffled, -constant, -mean-one or -entropy to a weighted method (grpo-sg-shuffled).\n"
         "One in full: sharpscope methods NAME. Use: sharpscope run --method NAME",
         highlight=False,
     )
@@ -58,15 +64,19 @@ def tasks() -> None:
     from rich.console import Console
     from rich.markup import escape
 
-    from sharpscope.tasks import list_tasks
+    from sharpscope.tasks import task_specs
 
     console = Console()
-    for kind, summary, spec in list_tasks():
-        console.print(f"[bold]{escape(kind)}[/]  {escape(summary)}")
+    for kind, spec in task_specs.items():
+        console.print(
+            f"[bold]{escape(kind)}[/]  {escape((spec.__doc__ or '').strip().splitlines()[0])}", highlight=False
+        )
         for field, info in spec.model_fields.items():
-            if field != "kind":
-                console.print(f"    task.{field} = {info.get_default(call_default_factory=True)!r}", markup=False, highlight=False)
-                console.print(f"        {info.description}", markup=False, highlight=False, style="dim")
+            if field == "kind":
+                continue
+            value = "(required)" if info.is_required() else repr(info.get_default(call_default_factory=True))
+            console.print(f"    task.{field} = {value}", markup=False, highlight=False)
+            console.print(f"        {info.description}", markup=False, highlight=False, style="dim")
     console.print("Use: sharpscope run --task KIND --set task.FIELD=VALUE", highlight=False)
 
 

@@ -36,7 +36,9 @@ def analyze(
         result = write_report(runs, out, on_progress=lambda text: status.update(printable_line(text)))
     for message in result.messages:
         typer.echo(f"  {printable_line(message)}")
-    typer.echo(f"{len(result.figures)} figures and {len(result.tables)} tables. Written: {out}/ (start with {out}/report.md)")
+    typer.echo(
+        f"{len(result.figures)} figures and {len(result.tables)} tables. Written: {out}/ (start with {out}/report.md)"
+    )
 
 
 def show(

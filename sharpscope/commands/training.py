@@ -19,17 +19,22 @@ def register(app: typer.Typer) -> None:
 
 
 def run(
-    config: Annotated[Path | None, typer.Argument(help="A YAML file (see experiments/); fields left out have defaults.")] = None,
+    config: Annotated[
+        Path | None, typer.Argument(help="A YAML file (see experiments/); fields left out have defaults.")
+    ] = None,
     method: Annotated[str | None, typer.Option("--method", "-m", help="A method's name: `sharpscope methods`.")] = None,
     task: Annotated[str | None, typer.Option(help="A task's kind: `sharpscope tasks`.")] = None,
     model: Annotated[str | None, typer.Option(help="embedded:NAME, a model folder, or a hub id.")] = None,
     shaping: Annotated[
-        str | None, typer.Option(help="Preset of the sigmoid shaping (paper | calibrated), or your own as module:function.")
+        str | None,
+        typer.Option(help="Preset of the sigmoid shaping (paper | calibrated), or your own as module:function."),
     ] = None,
     steps: Annotated[int | None, typer.Option(help="Rounds of rollouts and learning [steps].")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of everything random in training.")] = None,
     lr: Annotated[float | None, typer.Option(help="Peak learning rate.")] = None,
-    out: Annotated[Path | None, typer.Option(help="The run's folder, such as runs/first. Default: runs/<method>-<task>-s<seed>.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The run's folder, such as runs/first. Default: runs/<method>-<task>-s<seed>.")
+    ] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help=SET_HELP)] = None,
     resume: Annotated[Path | None, typer.Option(help="Go on with an interrupted run from its last checkpoint.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help=QUIET_HELP)] = False,
@@ -59,7 +64,9 @@ def run(
         settings = build_config(resume / "config.yaml", values={"out": str(resume.parent), "name": resume.name})
         outcome = train(settings, display, resume=True)
     else:
-        values = command_values(method=method, task=task, model=model, shaping=shaping, steps=steps, seed=seed, lr=lr, out=out)
+        values = command_values(
+            method=method, task=task, model=model, shaping=shaping, steps=steps, seed=seed, lr=lr, out=out
+        )
         outcome = train(build_config(config, set_ or (), values), display)
     report(outcome.run_dir, outcome.status, outcome.steps_done, outcome.reason)
 
@@ -67,10 +74,14 @@ def run(
 def command_values(**options: Any) -> dict[str, Any]:
     """The short options of `run` as configuration paths; what was not given is left out."""
     places = {
-        "method": "method", "task": "task.kind", "model": "policy.model", "steps": "steps", "seed": "seed",
+        "method": "method", "model": "policy.model", "steps": "steps", "seed": "seed",
         "lr": "optimizer.lr",
     }  # fmt: skip
     values: dict[str, Any] = {place: options[name] for name, place in places.items() if options.get(name) is not None}
+    if options.get("task") is not None:
+        from sharpscope.tasks import task_choice
+
+        values["task"] = dict(task_choice(options["task"]))
     if options.get("out") is not None:
         values["out"], values["name"] = str(options["out"].parent), options["out"].name
     shaping = options.get("shaping")
@@ -92,10 +103,15 @@ def report(run_dir: Path, status: str, steps: int, reason: str) -> None:
 
 
 def evaluate(
-    model: Annotated[Path, typer.Argument(help="A run's folder (its last checkpoint), a checkpoint, a model folder, or embedded:NAME.")],
+    model: Annotated[
+        Path,
+        typer.Argument(help="A run's folder (its last checkpoint), a checkpoint, a model folder, or embedded:NAME."),
+    ],
     task: Annotated[str | None, typer.Option(help="A task's kind; default: the run's task, or knights_knaves.")] = None,
     split: Annotated[list[str] | None, typer.Option(help="Splits; default: heldout and unseen.")] = None,
-    temperature: Annotated[list[float] | None, typer.Option(help="Sampling temperatures; 0 is greedy. Default: 0 and 1.")] = None,
+    temperature: Annotated[
+        list[float] | None, typer.Option(help="Sampling temperatures; 0 is greedy. Default: 0 and 1.")
+    ] = None,
     prompts: Annotated[int, typer.Option(help="Puzzles of each level.")] = 500,
     k: Annotated[int, typer.Option("--samples", "-k", help="Completions per puzzle at temperatures above 0.")] = 1,
     seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,

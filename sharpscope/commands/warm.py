@@ -11,7 +11,14 @@ import typer
 
 def run_warm_start(out: Path, overrides: Sequence[str], quiet: bool) -> None:
     """Build the spec from `name=value` overrides, run it, say what was written."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
 
     from sharpscope.config import check_keys, merge, parse_override, validate
     from sharpscope.errors import UserError

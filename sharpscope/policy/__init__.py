@@ -1,7 +1,7 @@
 """The policy: loading a model, prompts as tokens, completions, and what is known of every token."""
 
 from sharpscope.policy.forward import Scored, microbatches, score_completions
-from sharpscope.policy.generation import generate
+from sharpscope.policy.generation import check_lengths, generate
 from sharpscope.policy.head import Head, backbone, output_head
 from sharpscope.policy.loading import Policy, load_policy, make_policy, render_prompts
 from sharpscope.policy.rollouts import Completions, Rollouts
@@ -19,6 +19,7 @@ __all__ = [
     "Scored",
     "TokenStats",
     "backbone",
+    "check_lengths",
     "generate",
     "load_policy",
     "make_policy",

@@ -46,7 +46,11 @@ def checkpoints(run_dir: Path) -> list[Path]:
 
 
 def save_checkpoint(
-    run_dir: Path, model: nn.Module, tokenizer: Any, optimizer: torch.optim.AdamW, progress: Progress,
+    run_dir: Path,
+    model: nn.Module,
+    tokenizer: Any,
+    optimizer: torch.optim.AdamW,
+    progress: Progress,
     proximal: nn.Module | None = None,
 ) -> Path:
     """Write a checkpoint that `AutoModelForCausalLM.from_pretrained` loads too. It appears whole or not at all."""
@@ -69,13 +73,17 @@ def save_checkpoint(
     return final
 
 
-def load_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.AdamW, proximal: nn.Module | None) -> Progress:
+def load_checkpoint(
+    folder: Path, model: nn.Module, optimizer: torch.optim.AdamW, proximal: nn.Module | None
+) -> Progress:
     """Put optimizer state (and the proximal policy's weights) back; the model itself was loaded from `folder` before."""
     try:
         state = json.loads((folder / STATE).read_text(encoding="utf-8"))
         tensors = load_file(folder / OPTIMIZER)
     except (OSError, ValueError) as error:
-        raise UserError(f"checkpoint '{folder}' cannot be read ({error}); resume from an earlier one by removing it") from None
+        raise UserError(
+            f"checkpoint '{folder}' cannot be read ({error}); resume from an earlier one by removing it"
+        ) from None
     _restore_optimizer(model, optimizer, tensors)
     if proximal is not None:
         weights = load_file(folder / PROXIMAL)

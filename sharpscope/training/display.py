@@ -74,8 +74,13 @@ class RichDisplay:
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(stderr=True)
         self._progress = Progress(
-            TextColumn("[bold]{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-            TextColumn("left"), TimeRemainingColumn(), console=self.console,
+            TextColumn("[bold]{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=self.console,
         )
         self._live: Live | None = None
         self._rows: list[Mapping[str, Any]] = []
@@ -121,7 +126,9 @@ class RichDisplay:
         if self._fired[event.rule] > 1:
             return
         colour = {"error": "red", "warning": "yellow"}.get(event.severity, "cyan")
-        self.console.print(f"[{colour}]step {event.step}: {escape(event.rule)}[/] {event.value:.3g}: {escape(event.message)}")
+        self.console.print(
+            f"[{colour}]step {event.step}: {escape(event.rule)}[/] {event.value:.3g}: {escape(event.message)}"
+        )
 
     def stop(self) -> None:
         """Leave the last state on the screen."""

@@ -14,7 +14,6 @@ from typing import Any
 import psutil
 import torch
 
-
 PACKAGES = ("sharpscope", "torch", "transformers", "tokenizers", "numpy", "scipy", "pandas", "pyarrow", "reasoning-gym")
 
 
@@ -54,9 +53,16 @@ def commit() -> str | None:
     if not (root / ".git").exists():
         return None
     try:
-        head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, timeout=10, check=True)
+        head = subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, timeout=10, check=True
+        )
         dirty = subprocess.run(
-            ["git", "status", "--porcelain", "--", "sharpscope"], cwd=root, capture_output=True, text=True, timeout=10, check=True
+            ["git", "status", "--porcelain", "--", "sharpscope"],
+            cwd=root,
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
         )
     except (OSError, subprocess.SubprocessError):
         return None

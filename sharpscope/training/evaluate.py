@@ -18,7 +18,7 @@ def pass_at_k(correct: np.ndarray, k: int) -> float:
     n = correct.shape[1]
     hits = correct.sum(axis=1)
     # 1 − Π_{i=n−c+1..n} (1 − k/i), which never overflows
-    values = [1.0 - np.prod(1.0 - k / np.arange(n - c + 1, n + 1)) if n - c >= k else 1.0 for c in hits]
+    values = [1.0 - float(np.prod(1.0 - k / np.arange(n - c + 1, n + 1))) if n - c >= k else 1.0 for c in hits]
     return float(np.mean(values))
 
 
@@ -51,13 +51,23 @@ def evaluate(
             for temperature in temperatures:
                 if on_progress is not None:
                     on_progress(f"{split}, level {level}, temperature {temperature:g}")
-                rows.append(_one(policy, task, split, level, examples[:prompts], temperature, samples, spec, seed, step))
+                rows.append(
+                    _one(policy, task, split, level, examples[:prompts], temperature, samples, spec, seed, step)
+                )
     return rows
 
 
 def _one(
-    policy: Policy, task: Task, split: str, level: str, examples: list[Example], temperature: float, samples: int,
-    spec: SamplingSpec, seed: int, step: int,
+    policy: Policy,
+    task: Task,
+    split: str,
+    level: str,
+    examples: list[Example],
+    temperature: float,
+    samples: int,
+    spec: SamplingSpec,
+    seed: int,
+    step: int,
 ) -> dict[str, Any]:
     k = 1 if temperature == 0 else samples
     greedy = {"top_p": 1.0, "top_k": 0} if temperature == 0 else {}

@@ -8,7 +8,7 @@ from typing import Any
 
 from sharpscope.errors import UserError
 from sharpscope.policy import load_policy
-from sharpscope.tasks import make_task
+from sharpscope.tasks import make_task, task_choice
 from sharpscope.training import environment
 from sharpscope.training.checkpoint import checkpoints
 from sharpscope.training.evaluate import evaluate
@@ -43,7 +43,7 @@ def evaluate_model(
         file, model, step = folder / "config.yaml", str(saved[-1]), int(saved[-1].name.removeprefix("step-"))
     values: dict[str, Any] = {"policy.model": model}
     if task is not None:
-        values["task.kind"] = task
+        values["task"] = dict(task_choice(task))
     config = build_config(file, overrides, values)
     environment.set_threads(config.threads)
     for temperature in temperatures:

@@ -49,12 +49,26 @@ def check_rollouts(spec: HealthSpec, step: int, *, zero_variance_share: float, t
     rule = spec.no_variance
     # A share of exactly the threshold counts: the default, 1, means that no group at all carries a signal.
     if rule.action != "off" and zero_variance_share >= rule.threshold:
-        events.append(_event(step, "no_variance", rule, zero_variance_share,
-            "every completion of these groups got the same reward, so they carry no gradient; raise the temperature or "
-            "the group size, or choose puzzles of another difficulty"))
+        events.append(
+            _event(
+                step,
+                "no_variance",
+                rule,
+                zero_variance_share,
+                "every completion of these groups got the same reward, so they carry no gradient; raise the temperature or "
+                "the group size, or choose puzzles of another difficulty",
+            )
+        )
     if _fires(spec.truncation, truncated_share):
-        events.append(_event(step, "truncation", spec.truncation, truncated_share,
-            "completions are cut at rollout.max_new_tokens and cannot be right; raise it"))
+        events.append(
+            _event(
+                step,
+                "truncation",
+                spec.truncation,
+                truncated_share,
+                "completions are cut at rollout.max_new_tokens and cannot be right; raise it",
+            )
+        )
     return events
 
 
@@ -64,25 +78,60 @@ def check_policy(
     """Rules on the policy, the token weights, the sampler and the machine at one step."""
     events = []
     if _fires(spec.entropy_collapse, entropy_mean, below=True):
-        events.append(_event(step, "entropy_collapse", spec.entropy_collapse, entropy_mean,
-            "the policy is nearly deterministic [nats], so rollouts of a group no longer differ; lower optimizer.lr or add KL"))
+        events.append(
+            _event(
+                step,
+                "entropy_collapse",
+                spec.entropy_collapse,
+                entropy_mean,
+                "the policy is nearly deterministic [nats], so rollouts of a group no longer differ; lower optimizer.lr or add KL",
+            )
+        )
     if _fires(spec.weight_saturation, saturation):
-        events.append(_event(step, "weight_saturation", spec.weight_saturation, saturation,
-            "this share of the token weights sits on one bound: the method is plain GRPO up to the gradient's scale; "
-            "use the calibrated preset or other constants"))
+        events.append(
+            _event(
+                step,
+                "weight_saturation",
+                spec.weight_saturation,
+                saturation,
+                "this share of the token weights sits on one bound: the method is plain GRPO up to the gradient's scale; "
+                "use the calibrated preset or other constants",
+            )
+        )
     if _fires(spec.logp_mismatch, logp_mismatch):
-        events.append(_event(step, "logp_mismatch", spec.logp_mismatch, logp_mismatch,
-            "sampler and trainer disagree on the log-probabilities [nats]; check dtypes and the rollout backend"))
+        events.append(
+            _event(
+                step,
+                "logp_mismatch",
+                spec.logp_mismatch,
+                logp_mismatch,
+                "sampler and trainer disagree on the log-probabilities [nats]; check dtypes and the rollout backend",
+            )
+        )
     if _fires(spec.memory, memory):
-        events.append(_event(step, "memory", spec.memory, memory,
-            "memory is nearly full; lower update.microbatch_tokens or rollout.decode_batch"))
+        events.append(
+            _event(
+                step,
+                "memory",
+                spec.memory,
+                memory,
+                "memory is nearly full; lower update.microbatch_tokens or rollout.decode_batch",
+            )
+        )
     return events
 
 
 def non_finite(spec: HealthSpec, step: int, what: str, value: float) -> Event:
     """The event of a number that is not finite."""
-    return Event(step, "non_finite", "error", value, math.nan, spec.non_finite,
-        f"{what} is not finite; lower optimizer.lr, or look at this step's rollouts and tokens")
+    return Event(
+        step,
+        "non_finite",
+        "error",
+        value,
+        math.nan,
+        spec.non_finite,
+        f"{what} is not finite; lower optimizer.lr, or look at this step's rollouts and tokens",
+    )
 
 
 def _event(step: int, name: str, rule: Rule, value: float, message: str) -> Event:

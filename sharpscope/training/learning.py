@@ -9,8 +9,16 @@ from dataclasses import dataclass, field, fields
 import torch
 from torch import Tensor
 
-from sharpscope.errors import UserError
-from sharpscope.objective import LossOutput, Method, Plan, StepTensors, passes_of, policy_loss, prepare, token_normalizer
+from sharpscope.objective import (
+    LossOutput,
+    Method,
+    Plan,
+    StepTensors,
+    passes_of,
+    policy_loss,
+    prepare,
+    token_normalizer,
+)
 from sharpscope.objective.spec import EwmaProximal, GradientNormPenalty, Sam
 from sharpscope.policy import Rollouts, TokenStats, microbatches, score_completions
 from sharpscope.training.optimizer import gradient_norm, scale_gradients, update_norm
@@ -100,15 +108,21 @@ class Learner:
             and self.mini_batches == self.inner_epochs == 1
             and passes_of(self.method) == 1
             and self.proximal is None
+            and self.method.sharpness.kind == "none"  # the second gradient, at shifted weights, needs π_old as it was
         )
 
     @torch.no_grad()
     def statistics(self, rollouts: Rollouts) -> TokenStats:
         """TokenStats (N, T) of the current policy over all rows, in microbatches."""
-        found = blank_stats(rollouts.completion_mask)
+        found = blank_stats(rollouts.completion_mask, self.model)
         for rows in self._microbatches(rollouts, torch.arange(len(rollouts))):
             scored = score_completions(
-                self.model, rollouts.rows(rows), self.temperature, share_prompt=self.share_prompt, with_grad=False, stats=True
+                self.model,
+                rollouts.rows(rows),
+                self.temperature,
+                share_prompt=self.share_prompt,
+                with_grad=False,
+                stats=True,
             )
             write_stats(found, rows, scored.stats)
         return found
@@ -133,9 +147,14 @@ class Learner:
         self.warnings = () if self._plan is None else self._plan.warnings
         blank = torch.zeros(mask.shape)
         self._tokens = TokenRecord(
-            stats=stats if stats is not None else blank_stats(mask),
-            weight=blank.clone(), advantage=blank.clone(), loss_coef=blank.clone(), ratio=blank.clone(),
-            clipped=blank.to(torch.int8), kl=blank.clone(), update=torch.full(mask.shape, -1, dtype=torch.int32),
+            stats=stats if stats is not None else blank_stats(mask, self.model),
+            weight=blank.clone(),
+            advantage=blank.clone(),
+            loss_coef=blank.clone(),
+            ratio=blank.clone(),
+            clipped=blank.to(torch.int8),
+            kl=blank.clone(),
+            update=torch.full(mask.shape, -1, dtype=torch.int32),
         )
         updates = []
         for index, (rows, pass_index) in enumerate(self._updates(rollouts, step)):
@@ -145,11 +164,6 @@ class Learner:
     def _updates(self, rollouts: Rollouts, step: int) -> Iterator[tuple[Tensor, int]]:
         """Rows and pass of each update: groups are kept whole and dealt to mini-batches in a seeded order."""
         groups = torch.unique(rollouts.group.cpu())
-        if self.mini_batches > len(groups):
-            raise UserError(
-                f"update.mini_batches = {self.mini_batches}: must be at most the {len(groups)} groups of a step "
-                "(rollout.prompts_per_step)"
-            )
         for epoch in range(self.inner_epochs):
             order = groups
             if self.mini_batches > 1:
@@ -296,9 +310,12 @@ def step_tensors(
     )  # fmt: skip
 
 
-def blank_stats(mask: Tensor) -> TokenStats:
-    """TokenStats of zeros in the shape of `mask` (N, T), float32, on its device."""
-    return TokenStats(**{field.name: torch.zeros(mask.shape, device=mask.device) for field in fields(TokenStats)})
+def blank_stats(mask: Tensor, model: torch.nn.Module) -> TokenStats:
+    """TokenStats of zeros in the shape of `mask` (N, T), on its device, in the dtype that the model's statistics have."""
+    dtype = torch.float64 if next(model.parameters()).dtype == torch.float64 else torch.float32
+    return TokenStats(
+        **{field.name: torch.zeros(mask.shape, dtype=dtype, device=mask.device) for field in fields(TokenStats)}
+    )
 
 
 def write_stats(target: TokenStats, rows: Tensor, values: TokenStats | None) -> None:

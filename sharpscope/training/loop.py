@@ -17,14 +17,13 @@ from transformers.utils.logging import disable_progress_bar
 
 from sharpscope.errors import UserError
 from sharpscope.objective import calibrate, choose_preset, method_label, needs_calibration
-from sharpscope.policy import Policy, load_policy
+from sharpscope.policy import Policy, check_lengths, load_policy, render_prompts
 from sharpscope.tasks import Task, make_task
 from sharpscope.traces import (
     RunLock,
     TraceWriter,
     create_run_dir,
     create_run_info,
-
     rewind,
     update_run_info,
     write_atomic,
@@ -78,6 +77,8 @@ def train(config: RunConfig, display: Display | None = None, resume: bool = Fals
         raise UserError(f"run '{config.run_dir}' has no checkpoint to resume from; start it anew with another name")
     source = config.policy if not saved else config.policy.model_copy(update={"model": str(saved[-1])})
     policy = load_policy(source)
+    longest = [e for split in ("train", *config.evaluation.splits) for e in task.splits().get(split, [])]
+    check_lengths(policy, render_prompts(longest, policy), config.rollout.max_new_tokens)
     if not resume:
         create_run_dir(config.run_dir)
     with RunLock(config.run_dir):
@@ -108,9 +109,7 @@ def _info(config: RunConfig, policy: Policy, threads: int) -> dict[str, Any]:
 class _Run:
     """The state of one run while it trains."""
 
-    def __init__(
-        self, config: RunConfig, policy: Policy, task: Task, examples: list[Any], display: Display
-    ) -> None:
+    def __init__(self, config: RunConfig, policy: Policy, task: Task, examples: list[Any], display: Display) -> None:
         from sharpscope.config import default_preset
 
         self.config, self.policy, self.task, self.display = config, policy, task, display
@@ -142,7 +141,9 @@ class _Run:
             rewind(run_dir, done)
             update_run_info(run_dir, status="running", steps_done=done)
         status, reason = "failed", ""
-        self.display.start(f"{method_label(config.method)} · {config.task.kind} · seed {config.seed}", config.steps, done)
+        self.display.start(
+            f"{method_label(config.method)} · {config.task.kind} · seed {config.seed}", config.steps, done
+        )
         started = time.perf_counter()
         try:
             with TraceWriter(run_dir) as writer, _stop_after_step(self):
@@ -167,8 +168,13 @@ class _Run:
         finally:
             self.display.stop()
             update_run_info(
-                run_dir, status=status, steps_done=done, finished=now(), end=reason,
-                seconds=round(time.perf_counter() - started, 3), peak_memory_bytes=environment.peak_memory_bytes(self.device),
+                run_dir,
+                status=status,
+                steps_done=done,
+                finished=now(),
+                end=reason,
+                seconds=round(time.perf_counter() - started, 3),
+                peak_memory_bytes=environment.peak_memory_bytes(self.device),
             )
         return Outcome(run_dir, status, done, reason)
 
@@ -248,7 +254,9 @@ class _Run:
             self.writer.append("rollouts", rollout_columns(step, drawn))
         probed = self.observers.columns()
         if probed or (spec.tokens_every and step % spec.tokens_every == 0):
-            self.writer.append("tokens", token_columns(step, drawn, learned, probed, self.policy.head, self.config.rollout.temperature))
+            self.writer.append(
+                "tokens", token_columns(step, drawn, learned, probed, self.policy.head, self.config.rollout.temperature)
+            )
         for table, rows in self.observers.rows().items():
             self.writer.append(table, rows)
 

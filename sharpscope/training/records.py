@@ -15,9 +15,7 @@ from sharpscope.training.learning import Learned
 from sharpscope.training.rounds import Round
 
 
-def steps_row(
-    step: int, drawn: Round, learned: Learned, method: Method, progress: float, lr: float
-) -> dict[str, Any]:
+def steps_row(step: int, drawn: Round, learned: Learned, method: Method, progress: float, lr: float) -> dict[str, Any]:
     """The row of the steps table, without its timing columns."""
     rollouts, tokens = drawn.rollouts, learned.tokens
     mask = rollouts.completion_mask.bool().cpu()

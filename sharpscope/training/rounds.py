@@ -86,10 +86,10 @@ def _replace_groups(
         source[group] = groups + position
     rows = torch.tensor([group * size + member for group in source for member in range(size)])
     picked = join_rollouts(old, new).rows(rows)
-    group = torch.arange(groups, device=picked.group.device).repeat_interleave(size)
+    labels = torch.arange(groups, device=picked.group.device).repeat_interleave(size)
     rewards = old_rewards + new_rewards
     examples = old_examples + new_examples
-    return replace(picked, group=group), [rewards[row] for row in rows.tolist()], [examples[g] for g in source]
+    return replace(picked, group=labels), [rewards[row] for row in rows.tolist()], [examples[g] for g in source]
 
 
 def join_rollouts(first: Rollouts, second: Rollouts) -> Rollouts:

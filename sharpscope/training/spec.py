@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from sharpscope.spec import Spec
 
@@ -16,7 +17,9 @@ class OptimizerSpec(Spec):
     beta1: float = Field(0.9, ge=0, lt=1, description="Decay of the gradient's moving average.")
     beta2: float = Field(0.999, ge=0, lt=1, description="Decay of the squared gradient's moving average.")
     eps: float = Field(1e-8, gt=0, description="Added to the square root of the second moment.")
-    weight_decay: float = Field(0.0, ge=0, description="Decoupled decay; on matrices only (norm gains and biases: none).")
+    weight_decay: float = Field(
+        0.0, ge=0, description="Decoupled decay; on matrices only (norm gains and biases: none)."
+    )
     warmup_steps: int = Field(0, ge=0, description="Steps over which the learning rate rises linearly from lr/warmup.")
     schedule: Literal["constant", "linear", "cosine"] = Field(
         "constant", description="After warm-up: constant, or linear / cosine decay to zero at the last step."
@@ -29,7 +32,9 @@ class OptimizerSpec(Spec):
 class UpdateSpec(Spec):
     """How the rollouts of one step are turned into optimizer updates."""
 
-    mini_batches: int = Field(1, ge=1, description="Updates per inner epoch; groups are dealt to them in a seeded order.")
+    mini_batches: int = Field(
+        1, ge=1, description="Updates per inner epoch; groups are dealt to them in a seeded order."
+    )
     inner_epochs: int = Field(1, ge=1, description="Times each completion is used in a step.")
     microbatch_tokens: int = Field(
         16384, ge=64, description="Tokens (prompt + completion, padding included) held in one forward pass [tokens]."
@@ -42,7 +47,9 @@ class UpdateSpec(Spec):
 class EvaluationSpec(Spec):
     """When and on what the policy is evaluated."""
 
-    every: int = Field(25, ge=0, description="Evaluate every this many steps, and before the first and after the last; 0: never.")
+    every: int = Field(
+        25, ge=0, description="Evaluate every this many steps, and before the first and after the last; 0: never."
+    )
     prompts: int = Field(100, ge=1, description="Puzzles of each level, the first of the fixed held-out order.")
     temperatures: tuple[float, ...] = Field((0.0, 1.0), description="Sampling temperatures; 0 is greedy.")
     samples: int = Field(1, ge=1, description="Completions per puzzle at temperatures above 0 (k of pass@k and avg@k).")
@@ -66,17 +73,22 @@ class RecordingSpec(Spec):
         10, ge=0, description="Steps between recordings of score norms (local tier) and attribution; 0: never."
     )
     spike_z: float | None = Field(
-        4.0, gt=0,
+        4.0,
+        gt=0,
         description="Record score norms and attribution also where the log gradient norm is this many robust standard "
         "deviations (1.4826·MAD of the last 50 steps) above its median; null: never.",
     )
     exact_top: int = Field(16, ge=0, description="Tokens with the largest local norm that get the exact tier [tokens].")
     exact_random: int = Field(16, ge=0, description="Tokens drawn at random that get the exact tier [tokens].")
-    update_attribution: bool = Field(True, description="Also split the squared update norm over tokens, momentum and decay.")
+    update_attribution: bool = Field(
+        True, description="Also split the squared update norm over tokens, momentum and decay."
+    )
     heldout_influence_every: int = Field(
         50, ge=0, description="Steps between recordings of held-out influence and its probe-set gradient; 0: never."
     )
-    heldout_prompts: int = Field(16, ge=1, description="Prompts in the held-out probe set whose gradient influence uses.")
+    heldout_prompts: int = Field(
+        16, ge=1, description="Prompts in the held-out probe set whose gradient influence uses."
+    )
     heldout_functional: Literal["expected_failure", "nll"] = Field(
         "expected_failure",
         description="Held-out loss of influence: expected failure on seeded rollouts of the current policy, or nll of "
@@ -89,21 +101,38 @@ class CheckpointSpec(Spec):
 
     every: int = Field(50, ge=0, description="Save every this many steps and after the last; 0: only after the last.")
     keep_last: int = Field(2, ge=1, description="The newest checkpoints that are kept.")
-    keep_every: int = Field(0, ge=0, description="Keep, besides, every checkpoint whose step is a multiple of this; 0: none.")
+    keep_every: int = Field(
+        0, ge=0, description="Keep, besides, every checkpoint whose step is a multiple of this; 0: none."
+    )
 
 
 class Rule(Spec):
     """A health rule: what happens when its threshold is crossed."""
 
     threshold: float = Field(description="The value beyond which the rule fires; see the rule for its unit.")
-    action: Literal["off", "warn", "skip_step", "stop"] = Field(description="What happens then; every firing is an event.")
+    action: Literal["off", "warn", "skip_step", "stop"] = Field(
+        description="What happens then; every firing is an event."
+    )
 
 
 class HealthSpec(Spec):
     """Rules that speak before a run goes silently wrong; each firing is a row of the events table."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _complete_rules(cls, data: Any) -> Any:
+        """A rule given in part keeps the rest of its default."""
+        if not isinstance(data, Mapping):
+            return data
+        rules = {name: info.default for name, info in cls.model_fields.items() if isinstance(info.default, Rule)}
+        return {
+            name: {**rules[name].model_dump(), **value} if name in rules and isinstance(value, Mapping) else value
+            for name, value in data.items()
+        }
+
     non_finite: Literal["skip_step", "stop"] = Field(
-        "stop", description="A loss, gradient, reward or weight that is not finite: leave the update out, or stop the run."
+        "stop",
+        description="A loss, gradient, reward or weight that is not finite: leave the update out, or stop the run.",
     )
     no_variance: Rule = Field(
         Rule(threshold=1.0, action="warn"), description="Share of groups whose rewards are all equal, at or above."
@@ -111,9 +140,7 @@ class HealthSpec(Spec):
     truncation: Rule = Field(
         Rule(threshold=0.5, action="warn"), description="Share of completions cut at max_new_tokens, above."
     )
-    entropy_collapse: Rule = Field(
-        Rule(threshold=0.01, action="warn"), description="Mean token entropy, below [nats]."
-    )
+    entropy_collapse: Rule = Field(Rule(threshold=0.01, action="warn"), description="Mean token entropy, below [nats].")
     weight_saturation: Rule = Field(
         Rule(threshold=0.95, action="warn"), description="Share of token weights on one bound, above."
     )

@@ -1,0 +1,181 @@
+"""`sweep` and `demo`: several runs at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from sharpscope.sweeps import PlannedRun
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to the application."""
+    app.command("demo")(demo)
+    app.command("sweep")(sweep)
+
+
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder of the demo's runs and report.")] = Path("demo"),
+    seed: Annotated[int, typer.Option(help="Seed of both runs.")] = 0,
+    steps: Annotated[int, typer.Option(help="Steps of each run.")] = 30,
+) -> None:
+    """GRPO and GRPO-SG on real puzzles from the shipped policy, then the report. A few minutes on a laptop.
+
+    Example:
+
+      sharpscope demo
+    """
+    from sharpscope.analysis import analyze
+    from sharpscope.config import build_config
+    from sharpscope.errors import UserError
+    from sharpscope.training import RichDisplay, train
+
+    if out.exists() and any(out.iterdir()):
+        raise UserError(f"--out {out}: is not empty and is not overwritten; remove it or choose another folder")
+    evaluation = {"every": steps, "prompts": 100}
+    for number, method in enumerate(("grpo", "grpo-sg"), 1):
+        typer.echo(f"[{number}/2] {method}: {steps} steps on Knights-and-Knaves puzzles with three people")
+        values = {"method": method, "steps": steps, "seed": seed, "out": str(out / "runs"), "name": method}
+        config = build_config(values=values | {f"evaluation.{key}": value for key, value in evaluation.items()})
+        outcome = train(config, RichDisplay())
+        if outcome.status != "finished":
+            typer.echo(f"{outcome.status}: {outcome.reason}. Recorded so far: {outcome.run_dir}")
+            raise typer.Exit(1)
+        typer.echo(f"      {reward_line(outcome.run_dir)}")
+    result = analyze([out / "runs"], out / "report")
+    typer.echo(f"{len(result.figures)} figures. Report: {out}/report/report.md")
+    typer.echo(
+        "A demo at toy scale: it shows that the tools work, not which method is better (that takes many seeds).\n"
+        f"next:  sharpscope show {out}/runs/grpo-sg\n"
+        f"       sharpscope compare {out}/runs/grpo {out}/runs/grpo-sg\n"
+        "       sharpscope run --method grpo-sg --set method.weight.tau=4 --steps 100"
+    )
+
+
+def reward_line(run_dir: Path) -> str:
+    """`mean reward of the first and the last third of the steps, with standard errors`."""
+    import numpy as np
+
+    from sharpscope.traces import load_run
+
+    reward = load_run(run_dir).steps["reward_mean"].to_numpy()
+    third = max(len(reward) // 3, 1)
+    parts = []
+    for name, values in (("first", reward[:third]), ("last", reward[-third:])):
+        error = values.std(ddof=1) / np.sqrt(len(values)) if len(values) > 1 else float("nan")
+        parts.append(f"{name} third {values.mean():+.3f} ± {error:.3f}")
+    return "mean reward: " + ", ".join(parts)
+
+
+def sweep(
+    file: Annotated[Path, typer.Argument(help="The sweep's YAML; see experiments/.")],
+    workers: Annotated[int, typer.Option(help="Runs at a time; the threads are divided among them.")] = 1,
+    threads: Annotated[
+        int | None, typer.Option(help="Threads of each run; default: all, divided by the workers.")
+    ] = None,
+    ray: Annotated[
+        str | None, typer.Option(help="`local`, or the address of a Ray cluster that shares this disk.")
+    ] = None,
+    retry: Annotated[bool, typer.Option("--retry", help="Run failed runs again.")] = False,
+    smoke: Annotated[
+        bool, typer.Option("--smoke", help="The sweep's tiny size, beside the real one, to see that it runs.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the runs and a time estimate from a measured step.")
+    ] = False,
+) -> None:
+    """Run a grid methods × settings × seeds; call it again to go on where it stopped.
+
+    Examples:
+
+      sharpscope sweep experiments/pair.yaml --dry-run
+
+      sharpscope sweep experiments/pair.yaml --workers 2
+    """
+    from sharpscope.errors import UserError
+    from sharpscope.sweeps import execute, plan_sweep, read_sweep
+    from sharpscope.training.environment import set_threads
+
+    if workers < 1:
+        raise UserError(f"--workers {workers}: must be at least 1")
+    runs = plan_sweep(read_sweep(file), smoke=smoke)
+    share = threads if threads is not None else max(1, set_threads(None) // workers)
+    if dry_run:
+        _dry_run(runs, workers, share)
+        return
+    with _Bars(runs) as bars:
+        outcome = execute(runs, workers=workers, threads=share, retry=retry, ray=ray, on_progress=bars.update)
+    typer.echo(
+        f"{len(outcome.finished)} finished, {len(outcome.skipped)} finished before, {len(outcome.interrupted)} interrupted, "
+        f"{len(outcome.failed)} failed. Written: {runs[0].config.out}/"
+    )
+    for name in outcome.failed:
+        typer.echo(f"failed: {name}: {outcome.errors.get(name, 'see its run.json')}  (again: --retry)")
+    if outcome.interrupted:
+        typer.echo("go on with the same command")
+    typer.echo(f"look:   sharpscope analyze {runs[0].config.out}")
+    if outcome.failed or outcome.interrupted:
+        raise typer.Exit(1)
+
+
+def _dry_run(runs: Sequence[PlannedRun], workers: int, threads: int) -> None:
+    from sharpscope.sweeps.execute import estimate_step_seconds
+
+    left = [run for run in runs if run.status != "finished"]
+    for run in runs:
+        typer.echo(f"  {run.run_dir}  {run.config.steps} steps  {run.status}")
+    typer.echo(f"{len(runs)} runs, {len(left)} to do")
+    if left:
+        typer.echo("measuring a step …", err=True)
+        seconds = estimate_step_seconds(left[0], threads)
+        steps = sum(run.config.steps - run.steps_done for run in left)
+        hours = seconds * steps / workers / 3600
+        typer.echo(
+            f"about {hours:.2f} h: {steps} steps of {seconds:.2f} s ({threads} threads, the first run's settings, evaluation and "
+            f"checkpoints left out) on {workers} workers"
+        )
+
+
+class _Bars:
+    """Progress over all runs and over each active one."""
+
+    def __init__(self, runs: Sequence[PlannedRun]) -> None:
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+        )
+
+        self.progress = Progress(
+            TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+            TextColumn("left"), TimeRemainingColumn(), console=Console(stderr=True),
+        )  # fmt: skip
+        self.total = self.progress.add_task("steps of all runs", total=sum(run.config.steps for run in runs))
+        self.runs = list(runs)
+        self.bars: dict[str, int] = {}
+
+    def __enter__(self) -> _Bars:
+        self.progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.progress.stop()
+
+    def update(self, everything: Sequence[PlannedRun], active: Sequence[PlannedRun]) -> None:
+        """Move the bars to what the runs' folders say."""
+        names = {run.run_dir.name for run in active}
+        for name in [name for name in self.bars if name not in names]:
+            self.progress.remove_task(self.bars.pop(name))  # type: ignore[arg-type]
+        for run in active:
+            if run.run_dir.name not in self.bars:
+                self.bars[run.run_dir.name] = self.progress.add_task(run.run_dir.name, total=run.config.steps)
+            self.progress.update(self.bars[run.run_dir.name], completed=run.steps_done)  # type: ignore[arg-type]
+        self.progress.update(self.total, completed=sum(run.steps_done for run in self.runs))

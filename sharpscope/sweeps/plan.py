@@ -1,0 +1,106 @@
+"""From a sweep's file to its runs: all combinations, each validated before anything starts."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sharpscope.config import RunConfig, build_config, check_keys, merge, read_yaml, to_yaml, validate
+from sharpscope.errors import UserError
+from sharpscope.sweeps.spec import SweepSpec
+from sharpscope.traces import lock_owner, read_run_info
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedRun:
+    """One run of a sweep and where it stands."""
+
+    config: RunConfig
+    settings: Mapping[str, Any]
+
+    @property
+    def run_dir(self) -> Path:
+        """Its folder."""
+        return self.config.run_dir
+
+    @property
+    def status(self) -> str:
+        """planned | running | finished | interrupted | failed, from its run.json.
+
+        A run that says `running` without a living owner was killed: it counts as interrupted.
+        """
+        if not (self.run_dir / "run.json").exists():
+            return "planned"
+        status = str(read_run_info(self.run_dir)["status"])
+        if status == "running":
+            owner = lock_owner(self.run_dir)
+            return "running" if owner is not None and owner.alive is not False else "interrupted"
+        return status
+
+    @property
+    def steps_done(self) -> int:
+        """Steps that are recorded so far."""
+        return int(read_run_info(self.run_dir)["steps_done"]) if (self.run_dir / "run.json").exists() else 0
+
+
+def read_sweep(file: Path) -> SweepSpec:
+    """A sweep's file, checked; UserError names the field, the value and the fix."""
+    data = read_yaml(file)
+    check_keys(SweepSpec, data)
+    spec: SweepSpec = validate(SweepSpec, data)
+    return spec
+
+
+def plan_sweep(spec: SweepSpec, smoke: bool = False) -> list[PlannedRun]:
+    """Every run of the sweep, in the order seeds → settings → methods, so that a sweep cut short has whole comparisons.
+
+    Raises:
+        UserError: a combination that is no valid configuration, or two runs that would share a folder.
+    """
+    combinations = [dict(zip(spec.grid, values, strict=True)) for values in itertools.product(*spec.grid.values())]
+    runs = []
+    for seed in spec.seeds:
+        for setting in spec.settings:
+            for point in combinations:
+                runs += [_plan(spec, method, {**setting, **point}, seed, smoke) for method in spec.methods]
+    folders: dict[Path, PlannedRun] = {}
+    for run in runs:
+        if run.run_dir in folders:
+            raise UserError(f"sweep: two runs would share the folder {run.run_dir}; name every setting once")
+        folders[run.run_dir] = run
+    return runs
+
+
+def _plan(spec: SweepSpec, method: str, settings: Mapping[str, Any], seed: int, smoke: bool) -> PlannedRun:
+    data = merge(dict(spec.base), {"method": method})
+    for path, value in {**settings, **(spec.smoke if smoke else {})}.items():
+        nested: Any = value
+        for part in reversed(path.split(".")):
+            nested = {part: nested}
+        data = merge(data, nested)
+    data = merge(
+        data, {"seed": seed, "out": spec.out + ("-smoke" if smoke else ""), "name": run_name(method, settings, seed)}
+    )
+    return PlannedRun(build_config(values=data), settings)
+
+
+def run_name(method: str, settings: Mapping[str, Any], seed: int) -> str:
+    """`grpo-sg+lr=0.0001-s3`: readable, and short and unique for any settings."""
+    parts = [f"{path.split('.')[-1]}={value}" for path, value in settings.items()]
+    text = re.sub(r"[^A-Za-z0-9._+=-]+", "-", "+".join([method, *parts]))
+    if len(text) > 80:
+        text = text[:70] + "-" + hashlib.sha256("+".join([method, *parts]).encode()).hexdigest()[:8]
+    return f"{text}-s{seed}"
+
+
+def write_config(run: PlannedRun, folder: Path, threads: int) -> Path:
+    """The run's configuration as a file for a worker, with its share of the threads."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{run.config.run_name}.yaml"
+    path.write_text(to_yaml(run.config.model_copy(update={"threads": threads})), encoding="utf-8")
+    return path

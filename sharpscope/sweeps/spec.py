@@ -1,0 +1,45 @@
+"""The file of a sweep."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field, field_validator, model_validator
+
+from sharpscope.spec import Spec
+
+
+class SweepSpec(Spec):
+    """methods × settings × grid × seeds; every combination is one run."""
+
+    purpose: str = Field("", description="What the sweep is for, in a sentence; kept with the sweep.")
+    out: str = Field("runs", description="Folder of the runs' folders.")
+    base: dict[str, Any] = Field(
+        default_factory=dict, description="Fields of a run's configuration, nested, that all runs share."
+    )
+    methods: tuple[str, ...] = Field(("grpo", "grpo-sg"), description="Names of methods.", min_length=1)
+    settings: tuple[dict[str, Any], ...] = Field(
+        ({},), min_length=1, description="Alternatives: each a mapping from a field's path (optimizer.lr) to its value."
+    )
+    grid: dict[str, tuple[Any, ...]] = Field(
+        default_factory=dict, description="A field's path to its values; all combinations, times the settings."
+    )
+    seeds: tuple[int, ...] = Field((0,), min_length=1, description="Training seeds.")
+    smoke: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Field paths to values that make every run tiny, for --smoke: a check that it runs.",
+    )
+
+    @field_validator("methods", "seeds")
+    @classmethod
+    def _distinct(cls, value: tuple[Any, ...]) -> tuple[Any, ...]:
+        if len(set(value)) != len(value):
+            raise ValueError("names something twice")
+        return value
+
+    @model_validator(mode="after")
+    def _grid_has_values(self) -> SweepSpec:
+        empty = [path for path, values in self.grid.items() if not values]
+        if empty:
+            raise ValueError(f"grid.{empty[0]} has no values")
+        return self

@@ -1,0 +1,228 @@
+"""A step's gradient: whatever the microbatches, whoever shares prompts, fused or not; against a loop over tokens."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from sharpscope.objective import named_method
+from sharpscope.objective.spec import GradientNormPenalty, Sam
+from sharpscope.policy import load_policy
+from sharpscope.tasks import make_task
+from sharpscope.training.data_order import DataOrder
+from sharpscope.training.learning import Learner
+from sharpscope.training.optimizer import build_optimizer
+from sharpscope.training.rounds import draw_round, join_rollouts
+from sharpscope.training.spec import OptimizerSpec
+
+
+@pytest.fixture
+def world(toy_config):
+    """(policy in float64, its first round of rollouts)."""
+    config = toy_config(policy__dtype="float64")
+    policy, task = load_policy(config.policy), make_task(config.task)
+    order = DataOrder(task.splits()["train"], 0)
+    return policy, draw_round(policy, task, order, config.method, config.rollout, seed=0, step=1)
+
+
+def learner(policy, method="grpo", **changes) -> Learner:
+    settings = dict(
+        temperature=1.0, max_new_tokens=8, mini_batches=1, inner_epochs=1, microbatch_tokens=10_000, share_prompt=True,
+        max_grad_norm=None, seed=0,
+    )  # fmt: skip
+    value = named_method(method) if isinstance(method, str) else method
+    if value.weight.kind == "sigmoid":  # the published constants saturate here; these do not
+        weight = value.weight.model_copy(
+            update={"preset": "paper", "tau": 2.0, "alpha": 2.0, "mu": 0.1, "L": 0.1, "U": 1.4, "u0": 0.0}
+        )
+        value = value.model_copy(update={"weight": weight})
+    optimizer = build_optimizer(policy.model, OptimizerSpec(lr=1e-3))
+    return Learner(model=policy.model, optimizer=optimizer, method=value, **(settings | changes))
+
+
+def gradient(policy, drawn, method="grpo", **changes):
+    """(flat gradient of the first update before clipping, what was learnt); the policy is put back."""
+    before = {name: p.detach().clone() for name, p in policy.model.named_parameters()}
+    found = []
+    observed = learner(policy, method, **changes)
+    observed.before_step = lambda batch: found.append(
+        torch.cat([p.grad.flatten().clone() for p in observed.parameters])
+    )
+    learned = observed.learn(drawn.rollouts, drawn.advantage, step=1, progress=0.0)
+    with torch.no_grad():
+        for name, parameter in policy.model.named_parameters():
+            parameter.copy_(before[name])
+    return found, learned
+
+
+@pytest.mark.parametrize("method", ["grpo", "grpo-sg", "tr-grpo", "dapo", "gspo", "cov-grpo", "high-entropy"])
+def test_gradient_does_not_depend_on_microbatches_or_shared_prompts(world, method):
+    policy, drawn = world
+    reference, learned = gradient(policy, drawn, method)
+    for changes in (
+        {"microbatch_tokens": 64},
+        {"share_prompt": False},
+        {"share_prompt": False, "microbatch_tokens": 64},
+    ):
+        other, again = gradient(policy, drawn, method, **changes)
+        torch.testing.assert_close(other[0], reference[0], rtol=1e-4, atol=1e-6 * float(reference[0].abs().max()))
+        assert again.updates[0].loss == pytest.approx(learned.updates[0].loss, abs=1e-6)
+        torch.testing.assert_close(again.tokens.loss_coef, learned.tokens.loss_coef, rtol=1e-5, atol=1e-7)
+
+
+def test_gradient_does_not_depend_on_padding(world):
+    policy, drawn = world
+    rollouts = drawn.rollouts
+    one = rollouts.rows(torch.arange(len(rollouts)))
+    # joined with itself and cut again, the rows are as they were; widened by a long empty row they are padded
+    wide = join_rollouts(one, one).rows(torch.arange(len(rollouts)))
+    pad = torch.nn.functional.pad
+    wide = type(rollouts)(
+        **{
+            **{name: getattr(wide, name) for name in ("group", "truncated", "texts", "reward", "sampler_logp")},
+            "input_ids": pad(wide.input_ids, (3, 5)), "attention_mask": pad(wide.attention_mask, (3, 5)),
+            "completion_ids": pad(wide.completion_ids, (0, 5)), "completion_mask": pad(wide.completion_mask, (0, 5)),
+            "behavior_logp": pad(wide.behavior_logp, (0, 5)),
+        }
+    )  # fmt: skip
+    reference, _ = gradient(policy, drawn, "grpo-sg")
+    padded = type(drawn)(drawn.examples, wide, drawn.rewards, drawn.advantage, 0)
+    other, _ = gradient(policy, padded, "grpo-sg")
+    torch.testing.assert_close(other[0], reference[0], rtol=1e-6, atol=1e-8)
+
+
+def test_gradient_does_not_depend_on_the_order_of_groups(world):
+    policy, drawn = world
+    count, size = len(drawn.examples), len(drawn.rewards) // len(drawn.examples)
+    rows = torch.tensor([g * size + m for g in reversed(range(count)) for m in range(size)])
+    mixed = type(drawn)(drawn.examples[::-1], drawn.rollouts.rows(rows), drawn.rewards, drawn.advantage[rows], 0)
+    reference, _ = gradient(policy, drawn, "grpo-sg")
+    other, _ = gradient(policy, mixed, "grpo-sg")
+    torch.testing.assert_close(other[0], reference[0], rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("method", ["grpo", "grpo-sg", "ar"])
+def test_fused_statistics_change_nothing(world, method):
+    policy, drawn = world
+    fused, learned = gradient(policy, drawn, method)
+    assert learner(policy, method).fused
+    # a proximal policy equal to the policy itself forces the separate pass of statistics
+    separate = learner(policy, method)
+    type(separate).fused, kept = property(lambda self: False), type(separate).fused
+    try:
+        other, again = gradient(policy, drawn, method)
+    finally:
+        type(separate).fused = kept
+    torch.testing.assert_close(other[0], fused[0], rtol=1e-4, atol=1e-6 * float(fused[0].abs().max()))
+    torch.testing.assert_close(again.tokens.weight, learned.tokens.weight, rtol=1e-5, atol=1e-6)
+
+
+def test_gradient_is_the_sum_of_loss_coef_times_score(world):
+    """∇L = Σ_t c_t ∇log π_t, by a loop over tokens without any of the training's machinery."""
+    policy, drawn = world
+    found, learned = gradient(policy, drawn, "grpo-sg")
+    rollouts, model = drawn.rollouts, policy.model
+    total = torch.zeros_like(found[0])
+    for row in range(len(rollouts)):
+        keep = rollouts.attention_mask[row].bool()
+        ids = rollouts.input_ids[row][keep][None]
+        first = int(rollouts.prompt_lengths[row])
+        logp = torch.log_softmax(model(input_ids=ids).logits[0], dim=-1)
+        for place in range(int(rollouts.lengths[row])):
+            score = torch.autograd.grad(
+                logp[first + place - 1, ids[0, first + place]], list(model.parameters()), retain_graph=True
+            )
+            total += float(learned.tokens.loss_coef[row, place]) * torch.cat([g.flatten() for g in score])
+    torch.testing.assert_close(found[0], total, rtol=1e-4, atol=1e-6 * float(total.abs().max()))
+
+
+def test_the_first_update_is_on_policy(world):
+    policy, drawn = world
+    _, learned = gradient(policy, drawn, "grpo-sg")
+    mask = drawn.rollouts.completion_mask.bool()
+    assert torch.equal(learned.tokens.ratio[mask], torch.ones(int(mask.sum())))
+    assert not learned.tokens.clipped.any()
+    gap = (learned.tokens.stats.logp - drawn.rollouts.behavior_logp)[mask].abs().max()
+    assert float(gap) < 1e-5
+
+
+def test_mini_batches_and_lopti_use_every_token_once(world):
+    policy, drawn = world
+    mask = drawn.rollouts.completion_mask.bool()
+    for method, changes, updates in (
+        ("grpo", {"mini_batches": 3}, 3),
+        ("lopti", {}, 2),
+        ("lopti", {"mini_batches": 2}, 4),
+    ):
+        found, learned = gradient(policy, drawn, method, **changes)
+        assert len(learned.updates) == len(found) == updates
+        assert set(learned.tokens.update[mask].tolist()) <= set(range(updates))
+        assert (learned.tokens.update[mask] >= 0).all() and (learned.tokens.update[~mask] == -1).all()
+    _, learned = gradient(policy, drawn, "lopti")
+    rare = learned.tokens.stats.logp.exp() < named_method("lopti").passes.eta
+    assert torch.equal(learned.tokens.update[mask] == 0, rare[mask])
+
+
+def test_inner_epochs_leave_the_policy_that_drew(world):
+    policy, drawn = world
+    found, learned = gradient(policy, drawn, "grpo", inner_epochs=2)
+    assert len(found) == 2 and not torch.allclose(found[0], found[1])
+    assert (learned.tokens.update[drawn.rollouts.completion_mask.bool()] == 0).all()
+
+
+def gradient_at(policy, drawn, shift):
+    """Flat gradient of GRPO's loss at θ + shift, with π_old at θ: by autograd over the whole batch in one piece."""
+    model, rollouts, mask = policy.model, drawn.rollouts, drawn.rollouts.completion_mask
+
+    def logp() -> torch.Tensor:
+        positions = (rollouts.attention_mask.cumsum(1) - 1).clamp_min(0)
+        out = model(input_ids=rollouts.input_ids, attention_mask=rollouts.attention_mask, position_ids=positions).logits
+        out = torch.log_softmax(out[:, rollouts.prompt_width - 1 : -1], dim=-1)
+        return out.gather(2, rollouts.completion_ids[:, :, None])[:, :, 0]
+
+    start = [p.detach().clone() for p in model.parameters()]
+    old = logp().detach()
+    with torch.no_grad():
+        for parameter, part in zip(
+            model.parameters(), shift.split([p.numel() for p in model.parameters()]), strict=True
+        ):
+            parameter.add_(part.view_as(parameter))
+    ratio, advantage = torch.exp(logp() - old), drawn.advantage[:, None]
+    surrogate = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+    loss = -((surrogate * mask).sum(1) / mask.sum(1)).mean()
+    value = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])
+    with torch.no_grad():
+        for parameter, kept in zip(model.parameters(), start, strict=True):
+            parameter.copy_(kept)
+    return value
+
+
+def test_sam_and_gradient_norm_penalty_by_hand(world):
+    policy, drawn = world
+    plain, _ = gradient(policy, drawn, "grpo")
+    g, rho = plain[0], 0.05
+    torch.testing.assert_close(g, gradient_at(policy, drawn, torch.zeros_like(g)), rtol=1e-4, atol=1e-7)
+    ascended = gradient_at(policy, drawn, rho * g / g.norm())
+    base = named_method("grpo")
+    sam, _ = gradient(policy, drawn, base.model_copy(update={"sharpness": Sam(rho=rho)}))
+    torch.testing.assert_close(sam[0], ascended, rtol=1e-4, atol=1e-7)
+    penalty = GradientNormPenalty(penalty=0.01, radius=rho)
+    gnp, _ = gradient(policy, drawn, base.model_copy(update={"sharpness": penalty}))
+    torch.testing.assert_close(gnp[0], g + 0.01 * (ascended - g) / rho, rtol=1e-4, atol=1e-7)
+    assert not torch.allclose(sam[0], g, rtol=1e-2)
+
+
+def test_clipping_scales_the_step_and_a_bad_loss_is_left_out(world):
+    policy, drawn = world
+    _, learned = gradient(policy, drawn, "grpo", max_grad_norm=1e-3)
+    record = learned.updates[0]
+    assert record.clip_factor == pytest.approx(1e-3 / record.grad_norm, rel=1e-3)
+    advantage = drawn.advantage.clone()
+    advantage[0] = math.nan
+    spoilt = type(drawn)(drawn.examples, drawn.rollouts, drawn.rewards, advantage, 0)
+    before = [p.detach().clone() for p in policy.model.parameters()]
+    _, learned = gradient(policy, spoilt, "grpo")
+    assert learned.updates[0].skipped
+    assert all(torch.equal(a, b) for a, b in zip(before, policy.model.parameters(), strict=True))

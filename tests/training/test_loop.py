@@ -1,0 +1,229 @@
+"""Whole runs: what is recorded, that it is reproducible, resumable and interruptible, and that mistakes cost nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import sharpscope
+from sharpscope.errors import UserError
+from sharpscope.traces import TABLES, timing_columns
+from sharpscope.training import QuietDisplay, train
+from sharpscope.training.checkpoint import checkpoints
+
+
+def tables(run_dir) -> dict[str, pd.DataFrame]:
+    run = sharpscope.load_run(run_dir)
+    frames = {name: getattr(run, name) for name in TABLES if name != "tokens"} | {"tokens": run.tokens()}
+    return {name: frame.drop(columns=timing_columns(name)) for name, frame in frames.items()}
+
+
+def assert_same(one, two) -> None:
+    for name, frame in one.items():
+        pd.testing.assert_frame_equal(frame, two[name], check_exact=True, obj=name)
+
+
+def test_two_runs_of_one_config_are_equal_but_for_timing(toy_config):
+    for name in ("a", "b"):
+        assert train(toy_config(name=name)).status == "finished"
+    out = toy_config().run_dir.parent
+    first, second = tables(out / "a"), tables(out / "b")
+    assert_same(first, second)
+    assert len(first["steps"]) == 3 and first["eval"]["step"].unique().tolist() == [0, 2, 3]
+
+
+def test_the_tables_say_what_happened(toy_config):
+    config = toy_config(method="grpo-sg", method__weight__preset="calibrated")
+    outcome = train(config)
+    run = sharpscope.load_run(outcome.run_dir)
+    rollouts, tokens, steps = run.rollouts, run.tokens(), run.steps
+    assert len(rollouts) == 3 * 16
+    for step, group in rollouts.groupby("step"):
+        row = steps[steps["step"] == step].iloc[0]
+        assert row["reward_mean"] == pytest.approx(group["reward"].mean())
+        assert row["reward_std"] == pytest.approx(group["reward"].std(), rel=1e-6)
+        assert row["accuracy"] == pytest.approx(group["correct"].mean())
+        assert row["tokens"] == group["length"].sum()
+        assert row["completion_length_mean"] == pytest.approx(group["length"].mean())
+        spread = group.groupby("group")["reward"].agg(lambda r: r.max() > r.min())
+        assert row["zero_std_groups"] == (~spread).sum()
+        for _, members in group.groupby("group"):
+            std = members["reward"].std()
+            expected = (
+                (members["reward"] - members["reward"].mean()) / (std + 1e-4) if std > 0 else 0 * members["reward"]
+            )
+            np.testing.assert_allclose(members["advantage"], expected, atol=1e-5)
+        for completion in group.itertuples():
+            assert completion.reward == sum(completion.completion.count(v) for v in "aeiou")
+    merged = tokens.merge(
+        rollouts[["step", "rollout", "advantage", "length"]], on=["step", "rollout"], suffixes=("", "_row")
+    )
+    np.testing.assert_allclose(merged["advantage"], merged["advantage_row"], rtol=1e-6)
+    # On policy, c_t = −w·A/(N·length); it says what the gradient of every token was multiplied with.
+    expected = -merged["weight"] * merged["advantage"] / (16 * merged["length"])
+    np.testing.assert_allclose(merged["loss_coef"], expected, rtol=1e-4, atol=1e-8)
+    counts = tokens.groupby(["step", "rollout"]).size().to_numpy()
+    assert np.array_equal(counts, rollouts.sort_values(["step", "rollout"])["length"].to_numpy())
+    shaping = run.info["calibration"]
+    curve = shaping["alpha"] * (1 / (1 + np.exp(-(tokens["logit"] - shaping["u0"]) / shaping["tau"])) - shaping["mu"])
+    np.testing.assert_allclose(tokens["weight"], curve.clip(shaping["L"], shaping["U"]), rtol=1e-5)
+    for step, part in tokens.groupby("step"):
+        row = steps[steps["step"] == step].iloc[0]
+        assert row["weight_mean"] == pytest.approx(part["weight"].mean(), rel=1e-6)
+        assert row["entropy_mean"] == pytest.approx(part["entropy"].mean(), rel=1e-5)
+        assert row["weight_ess"] == pytest.approx(
+            part["weight"].sum() ** 2 / (len(part) * (part["weight"] ** 2).sum()), rel=1e-5
+        )
+    first = tokens[tokens["step"] == 1]
+    low, high = np.percentile(first["logit"], [10, 90])
+    assert shaping["tau"] == pytest.approx((high - low) / 1.846, rel=1e-3)
+    assert shaping["u0"] == pytest.approx(low - 1.099 * shaping["tau"], abs=2e-3 * shaping["tau"])
+
+
+def test_learning_raises_the_reward(toy_config):
+    outcome = train(toy_config(steps=25, rollout__group_size=8, evaluation__every=0, recording__tokens_every=0))
+    reward = sharpscope.load_run(outcome.run_dir).steps["reward_mean"]
+    assert reward[-5:].mean() > reward[:5].mean() + 0.3
+
+
+class StopAfter(QuietDisplay):
+    """Presses Ctrl-C when a step is done."""
+
+    def __init__(self, step: int, times: int = 1) -> None:
+        self.at, self.times = step, times
+
+    def step(self, row) -> None:
+        if row["step"] == self.at:
+            for _ in range(self.times):
+                os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"method": "grpo-sg", "method__weight__preset": "calibrated", "method__kl__coef": 0.01},
+        {"method": "ppo-ewma", "update__mini_batches": 2},
+    ],
+)
+def test_an_interrupted_run_goes_on_as_if_it_had_not_been(toy_config, changes):
+    whole = toy_config(name="whole", steps=5, **changes)
+    train(whole)
+    broken = toy_config(name="broken", steps=5, **changes)
+    outcome = train(broken, StopAfter(3))
+    assert (outcome.status, outcome.steps_done) == ("interrupted", 3)
+    assert sharpscope.load_run(broken.run_dir).info["status"] == "interrupted"
+    assert train(broken, resume=True).status == "finished"
+    assert_same(tables(whole.run_dir), tables(broken.run_dir))
+
+
+def test_rows_after_the_last_checkpoint_are_not_doubled(toy_config):
+    config = toy_config(steps=5, checkpoint__every=2)
+    train(config)
+    expected = tables(config.run_dir)
+    # as if it had been killed while the last step was on its way
+    for folder in checkpoints(config.run_dir)[-1:]:
+        for path in folder.iterdir():
+            path.unlink()
+        folder.rmdir()
+    assert train(config, resume=True).status == "finished"
+    assert_same(expected, tables(config.run_dir))
+
+
+def test_two_interrupts_stop_at_once(toy_config):
+    outcome = train(toy_config(), StopAfter(2, times=2))
+    assert outcome.status == "interrupted" and "at once" in outcome.reason
+    assert set(sharpscope.load_run(outcome.run_dir).steps["step"]) <= {1, 2}
+
+
+def test_an_existing_run_is_never_overwritten(toy_config):
+    config = toy_config(steps=1)
+    train(config)
+    before = {path: path.read_bytes() for path in config.run_dir.rglob("*") if path.is_file()}
+    with pytest.raises(UserError, match="not overwritten"):
+        train(config)
+    assert before == {path: path.read_bytes() for path in config.run_dir.rglob("*") if path.is_file()}
+
+
+def test_mistakes_are_found_before_the_folder_is_made(toy_config):
+    for changes, message in (
+        ({"policy__model": "/no/such/folder"}, "no such folder"),
+        ({"task__factory": "tests.toy_task:nothing"}, "no function"),
+        ({"update__mini_batches": 5}, "mini_batches"),
+        ({"rollout__max_new_tokens": 100_000}, "context"),
+    ):
+        with pytest.raises(UserError, match=message):
+            train(toy_config(**changes))
+    assert not toy_config().run_dir.exists()
+
+
+def test_checkpoints_load_with_transformers_and_are_pruned(toy_config):
+    config = toy_config(steps=6, checkpoint__every=1, checkpoint__keep_last=2, checkpoint__keep_every=3)
+    train(config)
+    assert [p.name for p in checkpoints(config.run_dir)] == ["step-000003", "step-000005", "step-000006"]
+    model = AutoModelForCausalLM.from_pretrained(checkpoints(config.run_dir)[-1])
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
+def test_run_json_says_how_it_was_made(toy_config):
+    config = toy_config()
+    train(config)
+    info = json.loads((config.run_dir / "run.json").read_text())
+    assert info["status"] == "finished" and info["steps_done"] == 3 and info["seed"] == 0
+    assert info["config"] == config.model_dump(mode="json")
+    assert info["parameters"] == sum(
+        p.numel() for p in AutoModelForCausalLM.from_pretrained(config.policy.model).parameters()
+    )
+    assert {"torch", "transformers", "sharpscope"} <= set(info["versions"]) and info["peak_memory_bytes"][
+        "process"
+    ] > 1e7
+
+
+def test_rules_speak(toy_config):
+    config = toy_config(
+        rollout__max_new_tokens=2,
+        method="grpo-sg",
+        method__weight__preset="paper",
+        health__entropy_collapse__threshold=99.0,
+    )
+    train(config)
+    events = sharpscope.load_run(config.run_dir).events
+    assert {"truncation", "entropy_collapse"} <= set(events["rule"])
+    row = events[events["rule"] == "truncation"].iloc[0]
+    assert row["value"] > row["threshold"] == 0.5 and row["action"] == "warn"
+
+
+def test_a_rule_can_stop_the_run(toy_config):
+    outcome = train(toy_config(rollout__max_new_tokens=2, health__truncation__action="stop"))
+    assert outcome.status == "failed" and outcome.steps_done == 1 and "truncation" in outcome.reason
+
+
+def test_a_reward_that_is_not_finite_is_said_and_not_learnt(toy_config):
+    config = toy_config(task__factory="tests.toy_task:sometimes_nan", health__non_finite="skip_step")
+    assert train(config).status == "finished"
+    run = sharpscope.load_run(config.run_dir)
+    assert "non_finite" in set(run.events["rule"])
+    spoilt = run.rollouts[run.rollouts["reward"].isna()]
+    assert len(spoilt)
+    keys = set(zip(spoilt["step"], spoilt["group"], strict=True))
+    in_spoilt_group = [key in keys for key in zip(run.rollouts["step"], run.rollouts["group"], strict=True)]
+    assert (run.rollouts.loc[in_spoilt_group, "advantage"] == 0).all()
+    assert run.steps["grad_norm"].notna().all()
+
+
+def test_dynamic_sampling_replaces_groups_that_teach_nothing(toy_config):
+    config = toy_config(method="dapo", task__factory="tests.toy_task:half_flat", steps=2)
+    train(config)
+    run = sharpscope.load_run(config.run_dir)
+    plain = toy_config(name="plain", task__factory="tests.toy_task:half_flat", steps=2)
+    train(plain)
+    assert run.steps["zero_std_groups"].sum() < sharpscope.load_run(plain.run_dir).steps["zero_std_groups"].sum()
+    for _, group in run.rollouts.groupby(["step", "group"]):
+        assert group["prompt"].nunique() == 1

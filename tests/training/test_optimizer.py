@@ -1,0 +1,66 @@
+"""AdamW's schedule and the size of its step, against the parameters themselves."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from sharpscope.training.optimizer import build_optimizer, gradient_norm, learning_rate, scale_gradients, update_norm
+from sharpscope.training.spec import OptimizerSpec
+from tests.models import tiny_model
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.3])
+def test_update_norm_is_the_distance_that_the_parameters_moved(decay):
+    model = tiny_model("qwen2")
+    optimizer = build_optimizer(model, OptimizerSpec(lr=0.01, weight_decay=decay))
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in model.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+        before = [p.detach().clone() for p in model.parameters()]
+        optimizer.step()
+        moved = math.sqrt(
+            sum(float((a.detach() - b).pow(2).sum()) for a, b in zip(model.parameters(), before, strict=True))
+        )
+        assert update_norm(optimizer) == pytest.approx(moved, rel=1e-6)
+
+
+def test_a_parameter_without_gradient_does_not_count():
+    model = tiny_model("qwen2", tie=False)
+    optimizer = build_optimizer(model, OptimizerSpec(lr=0.01, weight_decay=0.1))
+    parameters = list(model.parameters())
+    parameters[0].grad = torch.ones_like(parameters[0])
+    before = parameters[0].detach().clone()
+    optimizer.step()
+    assert update_norm(optimizer) == pytest.approx(float((parameters[0].detach() - before).norm()), rel=1e-9)
+    assert gradient_norm(parameters) == pytest.approx(math.sqrt(parameters[0].numel()))
+
+
+def test_decay_spares_vectors():
+    model = tiny_model("gpt2")
+    groups = build_optimizer(model, OptimizerSpec(weight_decay=0.1)).param_groups
+    assert {p.ndim >= 2 for p in groups[0]["params"]} == {True} and groups[0]["weight_decay"] == 0.1
+    assert {p.ndim for p in groups[1]["params"]} == {1} and groups[1]["weight_decay"] == 0.0
+    assert sum(len(g["params"]) for g in groups) == len(list(model.parameters()))
+
+
+def test_learning_rate_by_hand():
+    spec = OptimizerSpec(lr=1.0, warmup_steps=4, schedule="linear")
+    assert [learning_rate(spec, step, 8) for step in range(1, 9)] == [0.25, 0.5, 0.75, 1.0, 1.0, 0.75, 0.5, 0.25]
+    cosine = spec.model_copy(update={"schedule": "cosine", "warmup_steps": 0})
+    assert [learning_rate(cosine, step, 4) for step in range(1, 5)] == pytest.approx(
+        [1.0, 0.5 * (1 + math.cos(math.pi / 4)), 0.5, 0.5 * (1 + math.cos(3 * math.pi / 4))]
+    )
+    assert {learning_rate(OptimizerSpec(lr=0.1), step, 9) for step in range(1, 10)} == {0.1}
+
+
+def test_scaling_scales_the_norm():
+    model = tiny_model("llama")
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    norm = gradient_norm(model.parameters())
+    scale_gradients(model.parameters(), 0.25)
+    assert gradient_norm(model.parameters()) == pytest.approx(norm / 4)
