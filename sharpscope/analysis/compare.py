@@ -1,0 +1,184 @@
+"""Two runs side by side: what differs in their settings, and in their results with intervals."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+from rich.console import Group, RenderableType
+from rich.table import Column, Table
+from rich.text import Text
+
+from sharpscope.analysis.frames import with_pooled
+from sharpscope.analysis.studies import flat, ground_of, last_step
+from sharpscope.analysis.style import printable
+from sharpscope.traces import Run
+
+Z = 1.959964  # 97.5 % quantile of the normal distribution
+RESULTS = ["quantity", "unit", "a", "a_half", "b", "b_half", "difference", "difference_half"]
+STEP_QUANTITIES = {
+    "reward_mean": ("reward, last third", "reward"),
+    "accuracy": ("training accuracy, last third", "share"),
+    "entropy_mean": ("entropy, last third", "nats"),
+    "grad_norm": ("gradient norm, last third", "L2, parameters"),
+    "truncated_fraction": ("truncated completions, last third", "share"),
+}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Settings and results of two runs.
+
+    Attributes:
+        names: of a and b.
+        settings: rows setting, a, b: only those that differ.
+        results: rows RESULTS; `_half` is half of a 95 % interval, the difference is b − a.
+        notes: how the intervals were made, and what they do not say.
+    """
+
+    names: tuple[str, str]
+    settings: pd.DataFrame
+    results: pd.DataFrame
+    notes: tuple[str, ...]
+
+    def __rich__(self) -> RenderableType:
+        a, b = (Column(Text(printable(name))) for name in self.names)
+        parts: list[RenderableType] = []
+        if self.settings.empty:
+            parts.append(Text("Their settings are equal."))
+        else:
+            table = Table("setting", a, b, box=None, pad_edge=False)
+            for row in self.settings.itertuples(index=False):
+                table.add_row(*(Text(printable(cell)) for cell in row))
+            parts.append(table)
+        if len(self.results):
+            heads = [Column(Text(printable(name)), justify="right") for name in self.names]
+            table = Table("result", "unit", *heads, Column("b − a", justify="right"), box=None, pad_edge=False)
+            for row in self.results.itertuples(index=False):
+                clear = abs(row.difference) > row.difference_half
+                cells = [
+                    _cell(row.a, row.a_half),
+                    _cell(row.b, row.b_half),
+                    _cell(row.difference, row.difference_half, "+"),
+                ]
+                table.add_row(Text(row.quantity), row.unit, cells[0], cells[1], Text(cells[2], "bold" if clear else ""))
+            parts += [Text(), table]
+        return Group(*parts, *(Text(printable(note, 400), "dim") for note in self.notes))
+
+
+def compare(run_a: Run, run_b: Run) -> Comparison:
+    """What differs between two runs. Results are taken at the last step that both have; b − a where both have a number.
+
+    Intervals of step quantities: over the steps of the last third, with as many independent steps as the series'
+    autocorrelation at lag 1 leaves. Intervals of accuracies: 1.96 standard errors over prompts, as if the two runs were
+    asked different prompts. Neither says anything about other seeds.
+
+    Runs of different tasks, task settings or initial policies: settings only, and a note.
+    """
+    settings = _settings(run_a, run_b)
+    notes = [f"{run.name}: {part} is set aside: {why}" for run in (run_a, run_b) for part, why in run.damaged.items()]
+    notes += [f"{run.name} is not finished ({run.status})." for run in (run_a, run_b) if run.status != "finished"]
+    names = (run_a.name, run_b.name) if run_a.name != run_b.name else (str(run_a.path), str(run_b.path))
+    if ground_of(run_a) != ground_of(run_b):
+        notes.append("Their tasks, task settings or initial policies differ, so their results are not compared.")
+        return Comparison(names, settings, pd.DataFrame(columns=RESULTS), tuple(notes))
+    horizon = min(last_step(run_a), last_step(run_b))
+    if horizon == 0:
+        notes.append("At least one of them has no step yet, so there are no results to compare.")
+        return Comparison(names, settings, pd.DataFrame(columns=RESULTS), tuple(notes))
+    rows = [*_step_results(run_a, run_b, horizon), *_eval_results(run_a, run_b, horizon)]
+    notes += [
+        f"At step {horizon}, the last that both have. Steps: intervals over steps, corrected for autocorrelation at "
+        "lag 1; accuracies: over prompts. One run each says nothing about other seeds: `sharpscope sweep` gives them."
+    ]
+    return Comparison(names, settings, pd.DataFrame(rows, columns=RESULTS), tuple(notes))
+
+
+def _settings(run_a: Run, run_b: Run) -> pd.DataFrame:
+    a, b = (_facts(run) for run in (run_a, run_b))
+    keys = [key for key in {**a, **b} if a.get(key) != b.get(key) and key not in ("name", "out")]
+    return pd.DataFrame([(key, a.get(key, "–"), b.get(key, "–")) for key in keys], columns=["setting", "a", "b"])
+
+
+def _facts(run: Run) -> dict[str, object]:
+    config = flat(run.config)
+    machine = {key: run.info.get(key) for key in ("device", "parameters", "commit")}
+    resolved = flat({"calibration": run.info.get("calibration") or {}})
+    # a constant that the configuration already gave says nothing new
+    resolved = {k: v for k, v in resolved.items() if config.get(k.replace("calibration", "method.weight", 1)) != v}
+    versions = flat({"versions": run.info.get("versions") or {}})
+    return {"method": run.method} | config | resolved | machine | versions
+
+
+def mean_over_steps(values: np.ndarray) -> tuple[float, float]:
+    """Mean of a series and its standard error with n·(1 − r)/(1 + r) independent values, r its lag-1 autocorrelation.
+
+    r below 0 counts as 0. The error is NaN for fewer than 4 values; a value that is not a number makes both so.
+    """
+    x = np.asarray(values, dtype=float)
+    if x.size == 0:
+        return math.nan, math.nan
+    mean = float(x.mean())
+    if x.size < 4 or not np.isfinite(x).all():
+        return mean, math.nan
+    centered = x - mean
+    total = float(centered @ centered)
+    r = min(max(float(centered[1:] @ centered[:-1]) / total, 0.0), 0.99) if total > 0 else 0.0
+    effective = max(1.0, x.size * (1 - r) / (1 + r))
+    return mean, math.sqrt(total / (x.size - 1) / effective)
+
+
+def _step_results(run_a: Run, run_b: Run, horizon: int) -> list[tuple[object, ...]]:
+    rows = []
+    for column, (name, unit) in STEP_QUANTITIES.items():
+        found = []
+        for run in (run_a, run_b):
+            steps = run.steps.sort_values("step")
+            steps = steps[(steps["step"] <= horizon) & (steps["step"] > 2 * horizon / 3)]
+            found.append(pd.to_numeric(steps[column], errors="coerce").to_numpy(dtype=float))
+        if all(np.isfinite(values).any() for values in found):
+            rows.append(_row(name, unit, *mean_over_steps(found[0]), *mean_over_steps(found[1])))
+    return rows
+
+
+def _eval_results(run_a: Run, run_b: Run, horizon: int) -> list[tuple[object, ...]]:
+    a, b = (run.eval[(run.eval["task"] == run.task) & (run.eval["step"] <= horizon)] for run in (run_a, run_b))
+    common = set(a["step"]) & set(b["step"])
+    if not common:
+        return []
+    step = max(common)
+    first, second = (_accuracies(rows[rows["step"] == step]) for rows in (a, b))
+    return [
+        _row(f"accuracy {split}, {_temperature(t)}, step {step}", "share", *first[split, t], *second[split, t])
+        for split, t in sorted(first.keys() & second.keys())
+    ]
+
+
+def _accuracies(rows: pd.DataFrame) -> dict[tuple[str, float], tuple[float, float]]:
+    """(split, temperature) -> pooled accuracy and its standard error over prompts."""
+    pooled = with_pooled(rows, "accuracy")
+    result = {}
+    for (split, temperature), group in pooled[pooled["level"] == "all"].groupby(["split", "temperature"]):
+        here = rows[(rows["split"] == split) & (rows["temperature"] == temperature)]
+        levels = here[here["level"] != "all"]
+        parts = levels if len(levels) else here
+        weight = parts["n"] * parts["k"] / (parts["n"] * parts["k"]).sum()
+        error = math.sqrt(float(((weight * parts["std_error"]) ** 2).sum(skipna=False)))
+        result[str(split), float(temperature)] = (float(group["value"].iloc[-1]), error)
+    return result
+
+
+def _row(name: str, unit: str, a: float, a_error: float, b: float, b_error: float) -> tuple[object, ...]:
+    return (name, unit, a, Z * a_error, b, Z * b_error, b - a, Z * math.hypot(a_error, b_error))
+
+
+def _temperature(value: float) -> str:
+    return "greedy" if value == 0 else f"T = {value:g}"
+
+
+def _cell(value: float, half: float, sign: str = "") -> str:
+    if math.isnan(value):
+        return "not a number"
+    return f"{value:{sign}.3f}" + ("" if math.isnan(half) else f" ± {half:.3f}")

@@ -1,0 +1,122 @@
+"""Figures of the loss surface: from frames of probe estimates to a Figure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure
+
+from sharpscope.analysis.bands import band
+from sharpscope.analysis.figures_steps import draw_bands
+from sharpscope.analysis.style import GREY, Line, finish, panels, plain, styled
+
+Lines = Mapping[str, Line]
+
+CURVATURE = {
+    "largest": "largest Hessian eigenvalue",
+    "smallest": "smallest Hessian eigenvalue",
+    "trace": "trace of the Hessian",
+    "gradient_norm": "gradient norm of the functional [L2, parameters]",
+}
+MOST_PANELS = 12
+
+
+def places(values: pd.DataFrame) -> list[tuple[str, str, str]]:
+    """(quantity, functional, probe set) of a frame, in order."""
+    return sorted(set(map(tuple, values[["quantity", "functional", "probe_set"]].to_numpy().tolist())))
+
+
+def sharpness(values: pd.DataFrame, lines: Lines) -> Figure:
+    """Curvature along training: a panel for each quantity, functional and probe set."""
+    content = places(values)[:MOST_PANELS]
+    with styled():
+        figure, axes = panels(len(content))
+        for axis, (quantity, functional, probe_set) in zip(axes, content, strict=True):
+            chosen = values[
+                (values["quantity"] == quantity)
+                & (values["functional"] == functional)
+                & (values["probe_set"] == probe_set)
+            ]
+            draw_bands(axis, chosen, lines)
+            axis.set(xlabel="step", ylabel=CURVATURE.get(quantity, quantity), title=plain(f"{functional}, {probe_set}"))
+        finish(figure, axes)
+    return figure
+
+
+def rho_curves(values: pd.DataFrame, first_order: pd.DataFrame, lines: Lines) -> Figure:
+    """Rise of the functional within a radius rho at the last probed step, and beside it rho·‖∇L‖ (dotted).
+
+    Both frames: setting, seed, quantity, functional, probe_set, rho, value. A panel for each quantity, functional, set.
+    """
+    content = places(values)[:MOST_PANELS]
+    with styled():
+        figure, axes = panels(len(content))
+        for axis, (quantity, functional, probe_set) in zip(axes, content, strict=True):
+            chosen = values[
+                (values["quantity"] == quantity)
+                & (values["functional"] == functional)
+                & (values["probe_set"] == probe_set)
+            ]
+            draw_bands(axis, chosen, lines, x="rho")
+            beside = first_order[(first_order["functional"] == functional) & (first_order["probe_set"] == probe_set)]
+            for label in sorted(set(chosen["setting"]) & set(beside["setting"])):
+                rows = band(beside[beside["setting"] == label], ["rho"])
+                axis.plot(
+                    rows["rho"],
+                    rows["mean"],
+                    color=lines[label].color,
+                    linewidth=0.9,
+                    linestyle=":",
+                    label="first order, rho·‖∇L‖",
+                )
+            positive = bool((chosen["value"] > 0).all())
+            axis.set(
+                xscale="log",
+                yscale="log" if positive else "linear",
+                xlabel="rho [L2, parameters]",
+                ylabel=plain(quantity),
+                title=plain(f"{functional}, {probe_set}"),
+            )
+        finish(figure, axes)
+    return figure
+
+
+def density_curve(nodes: np.ndarray, weights: np.ndarray, grid: np.ndarray, width: float) -> np.ndarray:
+    """Σ_i w_i N(grid; node_i, width²): the spectral measure smoothed, per unit of eigenvalue."""
+    kernel = np.exp(-0.5 * ((grid[:, None] - nodes) / width) ** 2) / (width * np.sqrt(2 * np.pi))
+    return np.asarray(kernel @ weights)
+
+
+def spectrum(nodes: pd.DataFrame, lines: Lines) -> Figure:
+    """Spectral density of the Hessian at the last probed step, mean over seeds: a panel for each functional and set.
+
+    `nodes`: setting, seed, functional, probe_set, node, weight; each seed's weights sum to 1.
+    """
+    content = sorted(set(map(tuple, nodes[["functional", "probe_set"]].to_numpy().tolist())))[:MOST_PANELS]
+    with styled():
+        figure, axes = panels(len(content), width=4.4)
+        for axis, (functional, probe_set) in zip(axes, content, strict=True):
+            chosen = nodes[(nodes["functional"] == functional) & (nodes["probe_set"] == probe_set)]
+            low, high = float(chosen["node"].min()), float(chosen["node"].max())
+            width = 0.01 * (high - low) or 1.0
+            highest = 1e-4 / width
+            grid = np.linspace(low - 4 * width, high + 4 * width, 600)
+            for label in sorted(chosen["setting"].unique()):
+                curves = [
+                    density_curve(one["node"].to_numpy(), one["weight"].to_numpy(), grid, width)
+                    for _, one in chosen[chosen["setting"] == label].groupby("seed")
+                ]
+                axis.plot(grid, np.mean(curves, axis=0), label=plain(label), **lines[label].plot)
+                highest = max(highest, float(np.max(curves)))
+            axis.axvline(0, color=GREY, linewidth=0.8)
+            axis.set(
+                yscale="log",
+                ylim=(1e-5 / width, 2 * highest),
+                xlabel="Hessian eigenvalue",
+                ylabel="density [1 / eigenvalue]",
+                title=plain(f"{functional}, {probe_set}; smoothed by {width:.2g}"),
+            )
+        finish(figure, axes)
+    return figure

@@ -1,0 +1,144 @@
+"""From a study's runs to the small frames that figures draw. A frame of values has a row for each seed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import pandas as pd
+
+from sharpscope.analysis.studies import Study
+from sharpscope.traces import Run
+
+KEYS = ["setting", "seed"]
+
+
+def step_values(study: Study, columns: Sequence[str]) -> pd.DataFrame:
+    """setting, seed, step, quantity, value of the `steps` columns; steps that every seed of the setting has.
+
+    A value that is null or not a number in every step of every run is left out: it was not recorded.
+    """
+    pieces = []
+    for setting in study.settings:
+        common = _common([run.steps["step"] for run in setting.runs.values()])
+        for seed, run in setting.runs.items():
+            steps = run.steps[run.steps["step"].isin(common)].sort_values("step")
+            for column in columns:
+                values = pd.to_numeric(steps[column], errors="coerce").to_numpy(dtype=float)
+                pieces.append(pd.DataFrame({
+                    "setting": setting.label, "seed": seed, "step": steps["step"].to_numpy(), "quantity": column,
+                    "value": values,
+                }))  # fmt: skip
+    return _recorded(_join(pieces, [*KEYS, "step", "quantity", "value"]), ["quantity"])
+
+
+def eval_values(study: Study, column: str = "accuracy") -> pd.DataFrame:
+    """setting, seed, step, split, level, temperature, value of an `eval` column; evaluations that every seed has.
+
+    Level "all" is the split's pooled value, weighted by completions; it is made where the trace has none.
+    """
+    pieces = []
+    for setting in study.settings:
+        each = {seed: with_pooled(run.eval[run.eval["task"] == run.task], column) for seed, run in setting.runs.items()}
+        place = ["step", "split", "level", "temperature"]
+        common = _common([pd.Series(list(map(tuple, frame[place].to_numpy().tolist()))) for frame in each.values()])
+        for seed, frame in each.items():
+            kept = frame[[tuple(row) in common for row in frame[place].to_numpy().tolist()]]
+            pieces.append(kept.assign(setting=setting.label, seed=seed)[[*KEYS, *place, "value"]])
+    return _recorded(_join(pieces, [*KEYS, "step", "split", "level", "temperature", "value"]), ["split", "level"])
+
+
+def with_pooled(rows: pd.DataFrame, column: str) -> pd.DataFrame:
+    """Rows of `eval` with `column` as `value`, one row a place (the last written), and a level "all" for each split."""
+    place = ["step", "split", "level", "temperature"]
+    frame = rows.drop_duplicates(place, keep="last")
+    value = pd.to_numeric(frame[column], errors="coerce").astype(float)
+    frame = frame.assign(value=value, weight=frame["n"] * frame["k"])[[*place, "value", "weight"]]
+    parts = frame[frame["level"] != "all"]
+    pooled = [
+        (
+            step,
+            split,
+            "all",
+            temperature,
+            float(np.average(group["value"], weights=group["weight"])),
+            group["weight"].sum(),
+        )
+        for (step, split, temperature), group in parts.groupby(["step", "split", "temperature"])
+    ]
+    made = pd.DataFrame(pooled, columns=[*place, "value", "weight"])
+    there = set(map(tuple, frame.loc[frame["level"] == "all", ["step", "split", "temperature"]].to_numpy().tolist()))
+    keys = made[["step", "split", "temperature"]].to_numpy().tolist()
+    made = made[[tuple(key) not in there for key in keys]]
+    return pd.concat([frame, made], ignore_index=True) if len(made) else frame.reset_index(drop=True)
+
+
+def probe_values(study: Study, quantities: Sequence[str]) -> tuple[pd.DataFrame, int]:
+    """setting, seed, step, quantity, functional, probe_set, parameters, rho, value; how many rows had not converged.
+
+    Estimates that did not converge, or have no value, are left out. Several rows of one place (other seeds of the
+    estimate) are averaged.
+    """
+    place = ["step", "quantity", "functional", "probe_set", "parameters", "rho"]
+    pieces, unconverged = [], 0
+    for setting in study.settings:
+        for seed, run in setting.runs.items():
+            rows = run.probes[run.probes["quantity"].isin(list(quantities))]
+            bad = rows["converged"].isin([False])
+            unconverged += int(bad.sum())
+            good = rows[~bad & rows["value"].notna()]
+            means = good.groupby(place, dropna=False, as_index=False)["value"].mean()
+            pieces.append(means.assign(setting=setting.label, seed=seed))
+    return _join(pieces, [*KEYS, *place, "value"])[[*KEYS, *place, "value"]], unconverged
+
+
+def density_nodes(study: Study) -> pd.DataFrame:
+    """setting, seed, step, functional, probe_set, node, weight of spectral densities, at each run's last such step."""
+    pieces = []
+    for setting in study.settings:
+        for seed, run in setting.runs.items():
+            rows = run.probes[(run.probes["quantity"] == "density") & (run.probes["parameters"] == "all")]
+            if rows.empty:
+                continue
+            rows = rows[rows["step"] == rows["step"].max()]
+            renamed = rows.rename(columns={"rho": "node", "value": "weight"})
+            pieces.append(renamed.assign(setting=setting.label, seed=seed))
+    columns = [*KEYS, "step", "functional", "probe_set", "node", "weight"]
+    return _join(pieces, columns)[columns]
+
+
+def _average(group: pd.DataFrame) -> float:
+    return float(np.average(group["value"], weights=group["weight"]))
+
+
+def natural(levels: Iterable[str]) -> list[str]:
+    """Levels in a person's order: numbers by size, then text; "all" last."""
+
+    def key(level: str) -> tuple[int, float, str]:
+        try:
+            return (0, float(level), level)
+        except ValueError:
+            return (2 if level == "all" else 1, 0.0, level)
+
+    return sorted(set(levels), key=key)
+
+
+def runs_of(study: Study) -> list[tuple[str, object, Run]]:
+    """(setting, seed, run) of every used run."""
+    return [(setting.label, seed, run) for setting in study.settings for seed, run in setting.runs.items()]
+
+
+def _common(series: Sequence[pd.Series]) -> set[object]:
+    sets = [set(one.tolist()) for one in series]
+    return set.intersection(*sets) if sets else set()
+
+
+def _join(pieces: Sequence[pd.DataFrame], columns: Sequence[str]) -> pd.DataFrame:
+    filled = [piece for piece in pieces if len(piece)]
+    return pd.concat(filled, ignore_index=True) if filled else pd.DataFrame(columns=list(columns))
+
+
+def _recorded(frame: pd.DataFrame, by: list[str]) -> pd.DataFrame:
+    if frame.empty:
+        return frame
+    return frame[frame.groupby(by)["value"].transform(lambda values: values.notna().any())].reset_index(drop=True)

@@ -1,0 +1,139 @@
+"""One look for every figure: colours that colour-blind readers tell apart, one fixed line for each method."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from textwrap import fill
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, BLACK = (
+    "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000",
+)  # fmt: skip
+"""Okabe and Ito's palette, without its yellow, which is lost on white."""
+
+COLORS = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, BLACK)
+DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1, 2)), (0, (3, 1, 1, 1, 1, 1)))
+MARKERS = ("o", "s", "^", "D", "v")
+GREY = "#777777"
+
+# method -> (colour, dash): families share a colour
+_FIXED = {
+    "grpo": (0, 0), "grpo-sg": (1, 0), "tr-grpo": (4, 0), "ar": (2, 0), "lopti": (2, 1), "ar-lopti": (2, 2),
+    "cov-grpo": (3, 0), "clip-cov": (3, 1), "kl-cov": (3, 2), "gspo": (5, 0), "holder": (5, 1), "dapo": (6, 0),
+    "dr-grpo": (6, 1), "cispo": (6, 2), "papo": (6, 3), "ppo-ewma": (0, 3), "high-entropy": (5, 2), "grpo-sam": (0, 1),
+    "grpo-gnp": (0, 2),
+}  # fmt: skip
+_CONTROLS = {"shuffled": 1, "reverse": 2, "constant": 3, "mean-one": 4, "entropy": 3}
+
+_RC = {
+    "font.size": 9, "axes.titlesize": 9, "axes.labelsize": 9, "legend.fontsize": 8, "xtick.labelsize": 8,
+    "ytick.labelsize": 8, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
+    "grid.color": "#E5E5E5", "grid.linewidth": 0.6, "axes.axisbelow": True, "lines.linewidth": 1.6,
+    "lines.markersize": 4, "legend.frameon": False,
+    "figure.dpi": 100, "savefig.dpi": 160, "svg.hashsalt": "sharpscope", "svg.fonttype": "none", "text.usetex": False,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Line:
+    """How one setting is drawn: colour, dash pattern, marker."""
+
+    color: str
+    dash: Any
+    marker: str
+
+    @property
+    def plot(self) -> dict[str, Any]:
+        """Keyword arguments of Axes.plot."""
+        return {"color": self.color, "linestyle": self.dash}
+
+
+def lines(labels: Iterable[str]) -> dict[str, Line]:
+    """One line a label, the same in every figure of a study: the method's own where it has one, else the next free.
+
+    A label is a method's name, or begins with it (`grpo-sg weight.tau=4`, `grpo-sg-shuffled`).
+    """
+    taken: set[tuple[int, int]] = set()
+    result: dict[str, Line] = {}
+    # labels that are a method's very name come first, so that a variant never takes its line
+    for label in sorted(set(labels), key=lambda text: (text not in _FIXED, text)):
+        place = _first_free(_preferred(label), taken)
+        taken.add(place)
+        result[label] = Line(COLORS[place[0]], DASHES[place[1]], MARKERS[place[1]])
+    return result
+
+
+def _preferred(label: str) -> tuple[int, int] | None:
+    names = [name for name in _FIXED if label == name or label.startswith((f"{name}-", f"{name} ", f"{name}+"))]
+    if not names:
+        return None
+    name = max(names, key=len)
+    rest = label[len(name) :].lstrip("-")
+    control = next((dash for suffix, dash in _CONTROLS.items() if rest.startswith(suffix)), None)
+    color, dash = _FIXED[name]
+    return (color, dash if control is None else control)
+
+
+def _first_free(preferred: tuple[int, int] | None, taken: set[tuple[int, int]]) -> tuple[int, int]:
+    start = preferred or (0, 0)
+    same_color = [(start[0], (start[1] + i) % len(DASHES)) for i in range(len(DASHES))] if preferred else []
+    every = [(color, dash) for dash in range(len(DASHES)) for color in range(len(COLORS))]
+    return next((place for place in [*same_color, *every] if place not in taken), start)
+
+
+def styled() -> AbstractContextManager[None]:
+    """Context in which figures are made and saved; matplotlib's own settings come back afterwards."""
+    return mpl.rc_context(_RC)
+
+
+def panels(count: int, *, columns: int = 2, width: float = 3.6, height: float = 2.7) -> tuple[Figure, list[Axes]]:
+    """A figure with `count` equal axes in rows of `columns`; made without pyplot, so no global state."""
+    columns = min(count, columns)
+    rows = -(-count // columns)
+    figure = Figure(figsize=(width * columns + 0.4, height * rows + 0.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    grid = figure.subplots(rows, columns, squeeze=False).ravel()
+    for spare in grid[count:]:
+        spare.remove()
+    return figure, list(grid[:count])
+
+
+def printable(text: object, limit: int = 160) -> str:
+    """Text from a file on one line: no control characters, at most `limit` long."""
+    clean = "".join(char if char.isprintable() else "?" for char in str(text))
+    return clean if len(clean) <= limit else clean[: limit - 1] + "…"
+
+
+def plain(text: object) -> str:
+    """The same as a figure's label: no mathematics, and shown in legends whatever it begins with."""
+    clean = printable(text, 60)
+    return ("\u200b" + clean if clean.startswith("_") else clean).replace("$", r"\$")
+
+
+def finish(figure: Figure, axes: Sequence[Axes]) -> None:
+    """Fold long axis labels, and one legend above all panels with each label once."""
+    found: dict[str, Any] = {}
+    for axis in axes:
+        axis.set_ylabel(fill(axis.get_ylabel(), 30))
+        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
+            found.setdefault(label, handle)
+    if found:
+        figure.legend(found.values(), found.keys(), loc="outside upper center", ncols=min(len(found), 3))
+
+
+def save(figure: Figure, folder: Path, name: str) -> list[Path]:
+    """Write `name`.png and `name`.svg; equal figures give equal files."""
+    paths = [folder / f"{name}.png", folder / f"{name}.svg"]
+    with styled():
+        figure.savefig(paths[0], metadata={"Software": None})
+        figure.set_layout_engine("none")  # the places are found; looking for them again takes as long as drawing
+        figure.savefig(paths[1], metadata={"Date": None})
+    return paths
