@@ -22,8 +22,8 @@ def run_warm_start(out: Path, overrides: Sequence[str], quiet: bool) -> None:
 
     from sharpscope.config import check_keys, merge, parse_override, validate
     from sharpscope.errors import UserError
-    from sharpscope.policy import WarmStartSpec
-    from sharpscope.policy import warm_start as train_warm_start
+    from sharpscope.policy.warm_start import Progress as Report
+    from sharpscope.policy.warm_start import WarmStartSpec, warm_start
     from sharpscope.training.environment import set_threads
 
     data: dict[str, Any] = {}
@@ -40,9 +40,16 @@ def run_warm_start(out: Path, overrides: Sequence[str], quiet: bool) -> None:
     )  # fmt: skip
     with Progress(*columns, disable=quiet) as progress:
         bar = progress.add_task("warm-start", total=spec.steps, note="")
-        summary = train_warm_start(
-            spec, out, on_progress=lambda step, note: progress.update(bar, completed=step, note=note)
-        )
-    for name, value in summary.items():
-        typer.echo(f"  {name}: {value}")
+
+        def show(report: Report) -> None:
+            exact = ", ".join(f"{style} {share:.0%}" for style, share in (report.exact or {}).items())
+            note = f"loss {report.loss:.3f} nats/token" + (f", exact on held-out: {exact}" if exact else "")
+            progress.update(bar, completed=report.step, note=note)
+
+        summary = warm_start(spec, out, show)
+    exact = ", ".join(f"{style} {share:.0%}" for style, share in summary.exact.items())
+    typer.echo(
+        f"{summary.parameters:,} parameters, {summary.seconds:.0f} s; loss {summary.loss:.3f} nats/token; exact on held-out "
+        f"demonstrations: {exact or 'not measured'}"
+    )
     typer.echo(f"written: {out}/\ntry it: sharpscope eval {out}   |   sharpscope run --model {out}")

@@ -1,0 +1,101 @@
+"""The command line as a person meets it: exit codes, one-line errors, nothing written by a mistake."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from sharpscope.cli import app, printable
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def sharpscope(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "sharpscope", *arguments]
+    path = {"PYTHONPATH": str(ROOT), "COLUMNS": "200", "OMP_NUM_THREADS": "1", "TERM": "dumb"}
+    return subprocess.run(
+        command, cwd=cwd, env={**os.environ, **path, **environment}, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+TINY = ["--task", "tests.toy_task:vowels", "--steps", "2", "--quiet"]
+SMALL = ["rollout.prompts_per_step=2", "rollout.group_size=2", "rollout.max_new_tokens=4", "evaluation.prompts=2", "threads=1"]
+SETS = [part for value in SMALL for part in ("--set", value)]
+
+
+def test_run_show_and_resume_from_an_empty_folder(tiny_policy: Path, tmp_path: Path):
+    done = sharpscope("run", "--model", str(tiny_policy), *TINY, *SETS, "--out", "runs/first", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "finished: 2 steps" in done.stdout and "sharpscope show runs/first" in done.stdout
+    again = sharpscope("run", "--model", str(tiny_policy), *TINY, *SETS, "--out", "runs/first", cwd=tmp_path)
+    assert again.returncode == 2 and "not overwritten" in again.stderr and "Traceback" not in again.stderr
+    resumed = sharpscope("run", "--resume", "runs/first", cwd=tmp_path)
+    assert resumed.returncode == 0 and "2 steps" in resumed.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["run", "--method", "grop"], "did you mean 'grpo'"),
+        (["run", "--task", "datset"], "did you mean 'dataset'"),
+        (["run", "--model", "/no/such/model"], "no such folder"),
+        (["run", "--set", "stepps=3"], "did you mean 'steps'"),
+        (["run", "--shaping", "papr", "--method", "grpo-sg"], "must be paper, calibrated"),
+        (["run", "--resume", "runs/none"], "does not exist"),
+        (["run", "none.yaml"], "does not exist"),
+        (["run", "--task", "dataset", "--set", "task.path=none.parquet"], "none.parquet"),
+        (["eval", "/no/such/model"], "no such folder"),
+        (["methods", "grop"], "did you mean 'grpo'"),
+        (["schema", "stepz"], "did you mean 'steps'"),
+        (["warm-start", "--set", "stepps=3"], "did you mean 'steps'"),
+        (["sweep", "none.yaml"], "does not exist"),
+    ],
+)
+def test_a_mistake_is_one_line_exit_code_two_and_nothing_written(arguments, says, tmp_path: Path):
+    done = sharpscope(*arguments, cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert says in done.stderr and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_debug_shows_the_traceback(tmp_path: Path):
+    done = sharpscope("--debug", "methods", "grop", cwd=tmp_path)
+    assert done.returncode != 0 and "Traceback" in done.stderr
+
+
+def test_import_and_help_are_light(tmp_path: Path):
+    heavy = "import sys, sharpscope, sharpscope.cli; print([m for m in ('torch', 'transformers', 'pandas', 'matplotlib') if m in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", heavy], env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True, cwd=tmp_path
+    )
+    assert done.stdout.strip() == "[]"
+
+
+def test_every_command_has_help_with_an_example():
+    runner = CliRunner()
+    listing = runner.invoke(app, ["--help"], terminal_width=200).output
+    commands = re.findall(r"^│ ([a-z-]+) {2,}", listing, flags=re.MULTILINE)
+    assert {"run", "eval", "warm-start", "methods", "tasks", "schema", "analyze", "show", "compare", "demo", "sweep"} <= set(commands)
+    for command in commands:
+        shown = runner.invoke(app, [command, "--help"], terminal_width=200)
+        assert shown.exit_code == 0
+        assert command == "bench" or f"sharpscope {command}" in shown.output, command
+
+
+def test_schema_prints_every_column(tmp_path: Path):
+    from sharpscope.traces import TABLES
+
+    text = CliRunner().invoke(app, ["schema"]).output
+    for table in TABLES.values():
+        for name in table.names:
+            assert f"| {name} |" in text
+
+
+def test_messages_cannot_drive_the_terminal():
+    assert printable("a\x1b[31mb\x07\u202ec\nd") == "a�[31mb��c d"

@@ -1,0 +1,147 @@
+"""Configuration: every mistake is one line with the place and the fix; what is saved is read back to the same value."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import BaseModel
+
+from sharpscope.config import RunConfig, build_config, explain_fields, merge, parse_override, to_yaml
+from sharpscope.errors import UserError
+
+
+def test_defaults_are_valid_and_survive_yaml(tmp_path: Path):
+    config = build_config()
+    file = tmp_path / "config.yaml"
+    file.write_text(to_yaml(config))
+    assert build_config(file) == config
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["method=grpo-sg", "method.weight.tau=4", "method.weight_on=ratio"],
+        ["method=grpo-sg-shuffled"],
+        ["method=holder", "method.ratio.p={kind: linear, start: 1.0, end: 0.0}"],
+        ["method.weight.kind=shuffled", "method.weight.of.kind=sigmoid"],
+        ["task.people=[2,3]", "task.unseen_people=[4]"],
+        ["task.kind=dataset", "task.path=x.parquet"],
+    ],
+)
+def test_any_resolved_config_is_read_back_the_same(tmp_path: Path, overrides):
+    config = build_config(None, overrides)
+    file = tmp_path / "config.yaml"
+    file.write_text(to_yaml(config))
+    assert build_config(file) == config
+
+
+def test_file_values_and_overrides_are_laid_over_each_other(tmp_path: Path):
+    file = tmp_path / "run.yaml"
+    file.write_text("method: {name: grpo-sg, weight: {tau: 3.0}}\nsteps: 7\noptimizer: {lr: 0.001}\n")
+    config = build_config(file, ["optimizer.lr=1e-5", "method.weight.U=1.5"], {"steps": 9})
+    assert (config.steps, config.optimizer.lr, config.method.weight.tau, config.method.weight.U) == (9, 1e-5, 3.0, 1.5)
+    assert build_config(file, [], {"method": "grpo"}).method.weight.kind == "uniform"
+
+
+def test_a_part_that_changes_its_kind_starts_afresh():
+    config = build_config(None, ["method=grpo-sg", "method.weight.kind=power"])
+    assert config.method.weight.kind == "power" and not hasattr(config.method.weight, "tau")
+    assert merge({"a": {"kind": "x", "b": 1}}, {"a": {"kind": "x", "c": 2}}) == {"a": {"kind": "x", "b": 1, "c": 2}}
+
+
+def test_ablations_get_names_of_their_own():
+    plain, changed = build_config(None, ["method=grpo-sg"]), build_config(None, ["method=grpo-sg", "method.weight.tau=4"])
+    assert plain.run_name == "grpo-sg-knights_knaves-s0"
+    assert changed.run_name == "grpo-sg+weight.tau=4-knights_knaves-s0"
+    # the default preset given by name is not an ablation
+    named = build_config(None, ["method=grpo-sg", "method.weight.preset=calibrated"])
+    assert named.run_name == plain.run_name
+    other = build_config(None, ["method=grpo-sg", "method.weight.preset=paper"])
+    assert other.run_name != plain.run_name
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["rollout.temprature=1"], "rollout.temprature: unknown field; did you mean 'temperature'"),
+        (["optimiser.lr=1"], "optimiser: unknown field; did you mean 'optimizer'"),
+        (["rollout.temperature=-1"], "rollout.temperature = -1"),
+        (["rollout.group_size=1"], "rollout.group_size = 1"),
+        (["steps=many"], "steps = 'many'"),
+        (["method=grpo_sg"], "did you mean 'grpo-sg'"),
+        (["method.weight.kind=sigmod"], "method.weight.kind = 'sigmod': unknown; did you mean 'sigmoid'"),
+        (["method.weight.tau=1"], "method.weight.tau: unknown field"),
+        (["method=grpo-sg", "method.weight.tau=-1"], "tau"),
+        (["name=../escape"], "name = '../escape'"),
+        (["name=.hidden"], "name"),
+        (["task.people=9"], "task.people"),
+        (["update.mini_batches=25"], "update.mini_batches = 25 must be at most rollout.prompts_per_step = 24"),
+        (["steps"], "--set steps: must look like"),
+        (["steps=[1"], "not valid YAML"),
+        (["method=[1]"], "method = [1]"),
+        (["evaluation.temperatures=[]"], "at least one temperature"),
+    ],
+)
+def test_a_mistake_is_one_line_with_its_place(overrides, says):
+    with pytest.raises(UserError) as caught:
+        build_config(None, overrides)
+    assert says in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("steps: [", "line"),
+        ("- a\n- b\n", "must be a mapping"),
+        ("steps: !!python/object/apply:os.system ['true']\n", "not valid YAML"),
+        ("&a [*a]", "file"),
+    ],
+)
+def test_a_broken_file_is_named(tmp_path: Path, content, says):
+    file = tmp_path / "broken.yaml"
+    file.write_text(content)
+    with pytest.raises(UserError, match=r"broken\.yaml") as caught:
+        build_config(file)
+    assert says in str(caught.value)
+    with pytest.raises(UserError, match="does not exist"):
+        build_config(tmp_path / "absent.yaml")
+
+
+def test_numbers_in_scientific_notation_are_numbers():
+    assert parse_override("optimizer.lr=1e-4") == {"optimizer": {"lr": 1e-4}}
+    assert parse_override("name=run-1") == {"name": "run-1"}
+
+
+scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=12)
+values = st.recursive(scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3))
+fields = st.sampled_from([*RunConfig.model_fields, "nonsense", ""])
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.dictionaries(fields, values, max_size=4))
+def test_any_mapping_is_a_config_or_a_user_error(tmp_path_factory: pytest.TempPathFactory, data):
+    file = tmp_path_factory.mktemp("any") / "any.yaml"
+    file.write_text(yaml.safe_dump(data, allow_unicode=True), encoding="utf-8")
+    try:
+        config = build_config(file)
+    except UserError as error:
+        assert str(error)
+    else:
+        assert isinstance(config, RunConfig)
+
+
+def test_every_field_is_explained():
+    def undocumented(model: type[BaseModel], place: str):
+        for name, info in model.model_fields.items():
+            if not info.description and name not in ("kind",):
+                yield f"{place}{name}"
+            if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
+                yield from undocumented(info.annotation, f"{place}{name}.")
+
+    assert list(undocumented(RunConfig, "")) == []
+    lines = explain_fields(build_config())
+    assert any(line.startswith("optimizer.lr = 0.0001") for line in lines)
