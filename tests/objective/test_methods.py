@@ -33,26 +33,10 @@ from sharpscope.objective.shaping_spec import (
 from sharpscope.objective.spec import HolderRatio, Kl, LoptiPasses, SequenceRatio
 
 NAMES = [
-    "grpo",
-    "grpo-sg",
-    "tr-grpo",
-    "ar",
-    "lopti",
-    "ar-lopti",
-    "cov-grpo",
-    "clip-cov",
-    "kl-cov",
-    "gspo",
-    "holder",
-    "dapo",
-    "dr-grpo",
-    "cispo",
-    "papo",
-    "ppo-ewma",
-    "high-entropy",
-    "grpo-sam",
+    "grpo", "grpo-sg", "tr-grpo", "ar", "lopti", "ar-lopti", "cov-grpo", "clip-cov", "kl-cov",
+    "gspo", "holder", "dapo", "dr-grpo", "cispo", "papo", "ppo-ewma", "high-entropy", "grpo-sam",
     "grpo-gnp",
-]
+]  # fmt: skip
 
 
 def test_all_methods_are_there():

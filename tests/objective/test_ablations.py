@@ -1,0 +1,91 @@
+"""Every file of experiments/ablations plans, covers what it should, and its smoke size trains."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from sharpscope.config import RunConfig
+from sharpscope.objective import (
+    calibrate,
+    method_names,
+    passes_of,
+    policy_loss,
+    prepare,
+    shaping_kinds,
+    token_normalizer,
+)
+from sharpscope.sweeps.plan import plan_sweep, read_sweep
+from sharpscope.traces import load_run
+from sharpscope.training import train
+from tests.objective.data import LIMIT, make_case
+
+FOLDER = Path(__file__).parents[2] / "experiments" / "ablations"
+FILES = sorted(FOLDER.glob("*.yaml"))
+
+
+def methods_of(file: Path, smoke: bool = False) -> dict:
+    """Run name → method, of the first seed."""
+    spec = read_sweep(file).model_copy(update={"seeds": (0,)})
+    return {run.config.run_name: run.config.method for run in plan_sweep(spec, smoke)}
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: f.stem)
+def test_plans_and_says_what_for(file: Path):
+    spec = read_sweep(file)
+    assert len(spec.purpose) > 60
+    assert spec.smoke["steps"] == 1
+    assert spec.out == f"runs/ablations/{file.stem}"
+    runs = methods_of(file)
+    parts = [method.model_dump_json(exclude={"name"}) for method in runs.values()]
+    if file.stem != "learning_rate":
+        assert len(set(parts)) == len(parts)  # no two runs of a seed are the same experiment
+
+
+def test_the_files_cover_every_method_and_shaping():
+    assert list(methods_of(FOLDER / "neighbours.yaml")) == [f"{name}-s0" for name in method_names()]
+    used = {m.weight.kind for file in FILES for m in methods_of(file).values()}
+    assert used | {"custom"} == set(shaping_kinds())
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: f.stem)
+def test_every_method_of_a_file_gives_a_gradient(file: Path):
+    for name, method in methods_of(file).items():
+        case = make_case(method, 0)
+        method = method.model_copy(update={"weight": calibrate(method.weight, case.step)})
+        plan = prepare(method, case.step, torch.Generator().manual_seed(0))
+        logp = case.now.clone().requires_grad_()
+        out = policy_loss(
+            method, plan, logp, token_normalizer(method, case.mask, LIMIT), reference_logp=case.reference,
+            proximal_logp=case.proximal,
+        )  # fmt: skip
+        out.loss.backward()
+        assert bool(torch.isfinite(logp.grad).all()), name
+        assert float(logp.grad.abs().sum()) > 0, name
+
+
+def trained() -> list:
+    """All of neighbours, and the last run of every other file."""
+    params = []
+    for file in FILES:
+        runs = plan_sweep(read_sweep(file).model_copy(update={"seeds": (0,)}), smoke=True)
+        chosen = runs if file.stem == "neighbours" else runs[-1:]
+        params += [pytest.param(run.config, id=f"{file.stem}:{run.config.run_name}") for run in chosen]
+    return params
+
+
+@pytest.mark.parametrize("config", trained())
+def test_the_smoke_size_trains(config: RunConfig, tiny_policy: Path, tmp_path: Path):
+    """One step of a random policy on a toy task, with everything else as the sweep has it."""
+    data = config.model_dump(mode="json")
+    data |= {"task": {"kind": "custom", "factory": "tests.toy_task:vowels"}, "out": str(tmp_path), "threads": 1}
+    data["policy"]["model"] = str(tiny_policy)
+    outcome = train(RunConfig.model_validate(data))
+    assert outcome.status == "finished"
+    run = load_run(outcome.run_dir)
+    assert len(run.steps) == 1
+    assert float(run.steps["grad_norm"].iloc[0]) > 0
+    assert run.steps["updates"].iloc[0] == 2 * passes_of(config.method)
+    assert bool((run.tokens()["weight"] >= 0).all())
