@@ -54,8 +54,7 @@ _NOTES = (
         equation="GRPO with w_t·min(r_t·A, clip(r_t)·A), w = clip(alpha·[sigmoid((u − u0)/tau) − mu], L, U)",
         constants=_SG_CONSTANTS,
         source="arXiv 2511.00066, v3 and v4",
-        differs="Each token's clipped surrogate is multiplied by a weight that grows with its logit; KL is not "
-        "weighted.",
+        differs="Each token's clipped surrogate is multiplied by a weight that grows with its logit; not so the KL.",
         ours=_SG_OURS,
     ),
     MethodNote(
@@ -65,9 +64,8 @@ _NOTES = (
         constants=_SG_CONSTANTS + "; ε 0.2",
         source="arXiv 2511.00066, v1 and v2",
         differs=(
-            "The weight multiplies the ratio inside the clip, and the KL term. Trap: at r = 1 every token with A > 0 "
-            "and "
-            "w > 1 + ε has no gradient."
+            "The weight multiplies the ratio inside the clip, and the KL term. "
+            "Trap: at r = 1 every token with A > 0 and w > 1 + ε has no gradient."
         ),
         ours=_SG_OURS,
     ),
@@ -110,8 +108,8 @@ _NOTES = (
     MethodNote(
         method=Method(name="clip-cov", tokens=spec.ClipCovTokens()),
         title="Clip-Cov",
-        equation="GRPO; max(⌊share·tokens⌋, 1) tokens drawn at random among those with c_t in (low, high) have no "
-        "surrogate",
+        equation="GRPO without the surrogate of max(⌊share·tokens⌋, 1) random tokens with c_t in (low, high); "
+        "c_t as in cov-grpo",
         constants="share 2e-4, low 1, high 5",
         source="arXiv 2505.22617",
         differs="A few tokens with a high covariance leave the surrogate (not the KL term).",
@@ -120,14 +118,14 @@ _NOTES = (
     MethodNote(
         method=Method(name="kl-cov", clip=spec.NoClip(), penalty=spec.KlCovPenalty()),
         title="KL-Cov",
-        equation="−r_t·A_i, + coef·|ln r_t| on the max(⌊share·tokens⌋, 1) tokens with the largest c_t",
+        equation="−r_t·A_i, + coef·|ln r_t| on the max(⌊share·tokens⌋, 1) tokens with the largest c_t; c_t as in "
+        "cov-grpo",
         constants="share 2e-4 (7 B models: 2e-3), coef 1",
         source="arXiv 2505.22617",
         differs="No clip; a divergence from π_old on a few tokens instead.",
         ours=(
             "|ln r| as the authors' code has it: no gradient where r is exactly 1. Ties share the last place. "
-            "Per-completion "
-            "mean as in GRPO. " + _STATISTICS_OURS
+            "Per-completion mean as in GRPO. " + _STATISTICS_OURS
         ),
     ),
     MethodNote(
@@ -136,8 +134,7 @@ _NOTES = (
         equation="GRPO with s_i = exp(mean_t ln r_t) in place of r_t",
         constants="ε 3e-4 below, 4e-4 above",
         source="arXiv 2507.18071",
-        differs="The ratio, and so the clip, belongs to the whole completion; a token's loss_coef depends on its "
-        "neighbours.",
+        differs="Ratio and clip belong to the whole completion; a token's loss_coef depends on its neighbours.",
         ours="None.",
     ),
     MethodNote(
@@ -161,8 +158,7 @@ _NOTES = (
         constants="ε 0.2 / 0.28; overlong penalty over the last 20 % of the completion limit, up to −1",
         source="arXiv 2503.14476",
         differs="Higher upper bound, mean over tokens, no KL, redraws of groups with equal rewards, overlong penalty.",
-        ours="At most 10 rounds of redraws a step. The buffer is a share of the limit (published: 4096 of 20480 "
-        "tokens).",
+        ours="At most 10 rounds of redraws a step. The buffer is a share of the limit (published: 4096 of 20480).",
     ),
     MethodNote(
         method=Method(name="dr-grpo", advantage=spec.Advantage(scale="none"), aggregate="constant"),
@@ -198,10 +194,10 @@ _NOTES = (
         method=Method(name="ppo-ewma", proximal=spec.EwmaProximal()),
         title="GRPO with PPO-EWMA's decoupled objective",
         equation="(π_prox/π_behavior)·min(r_t·A_i, clip(r_t)·A_i), r_t = π/π_prox, π_prox an average of past weights",
-        constants="ε 0.2; decay 0.889 an update",
+        constants="ε 0.2; decay 0.889 after every update",
         source="arXiv 2110.00641; for language models arXiv 2605.12070",
         differs="The clip is centred on an average of past policies, not on the one that wrote the completions.",
-        ours="Group advantages instead of a critic. π_prox is fixed within a step's updates.",
+        ours="Group advantages instead of a critic; the decay (8 updates on average); no bound on π_prox/π_behavior.",
     ),
     MethodNote(
         method=Method(name="high-entropy", tokens=spec.HighEntropyTokens()),

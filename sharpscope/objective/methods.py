@@ -60,14 +60,8 @@ def named_method(name: str) -> Method:
         if base != name and (base in NOTES or any(base.endswith(f"-{s}") for s in SUFFIXES)):
             method = named_method(base)
             if not _fits(method.weight, suffix):
-                raise UserError(
-                    f"method = {name!r}: control {suffix!r} does not fit {base!r}, "
-                    + (
-                        "whose weights are all 1"
-                        if isinstance(method.weight, UniformShaping)
-                        else "whose weights have no bounds"
-                    )
-                )
+                why = "are all 1" if isinstance(method.weight, UniformShaping) else "have no bounds"
+                raise UserError(f"method = {name!r}: control {suffix!r} does not fit {base!r}, whose weights {why}")
             return method.model_copy(update={"name": name, "weight": _wrapped(method.weight, suffix)})
     raise UserError(f"method = {name!r}: unknown{nearest(name, [*method_names(), *control_names()])}")
 

@@ -100,7 +100,6 @@ def _share_count(name: str, share: float, mask: Tensor, warnings: list[str]) -> 
     tokens = share * int(mask.sum())
     if tokens < 1:
         warnings.append(
-            f"{name}: share {share:g} of a step's tokens is less than one token; one is taken. Raise the share or the "
-            "batch"
+            f"{name}: share {share:g} of a step's tokens is less than one token; one is taken; raise the share"
         )
     return max(int(tokens + 1e-9), 1)

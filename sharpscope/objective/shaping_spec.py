@@ -98,8 +98,7 @@ class SigmoidShaping(Part):
     input: Literal["logit", "log_odds", "logp", "prob"] = Field(
         default="logit",
         description="u, of the sampled token: logit (undivided, no shift invariance), log_odds ln π/(1 − π) [nats], "
-        "logp ln π [nats], "
-        "prob π. The published constants only do something with the logit (our reading).",
+        "logp ln π [nats], prob π. The published constants only do something with the logit (our reading).",
     )
     alpha: Positive | None = Field(default=None, description="Gain, > 0; published 2.0.")
     tau: Positive | None = Field(default=None, description="Width of the sigmoid, > 0, unit of u; published 9.0.")

@@ -66,9 +66,7 @@ class PpoClip(Part):
 
 
 class CispoClip(Part):
-    """Objective sg[clip(r, 1 − low, 1 + high)]·A·ln π: the clipped ratio is a constant, so no token loses its
-    gradient.
-    """
+    """Objective sg[clip(r, 1 − low, 1 + high)]·A·ln π: the clipped ratio is a constant, every token has a gradient."""
 
     kind: Literal["cispo"] = "cispo"
     low: Annotated[float, Field(gt=0, le=1)] = Field(
@@ -76,8 +74,8 @@ class CispoClip(Part):
     )
     high: Annotated[float, Field(gt=0)] = Field(
         default=4.0,
-        description="ε above 1, > 0; MiniMax-M1 (arXiv 2506.13585) gives no number, ScaleRL (2510.13786) bounds r by "
-        "5.",
+        description="ε above 1, > 0; MiniMax-M1 (arXiv 2506.13585) gives no number, "
+        "ScaleRL (arXiv 2510.13786) bounds r by 5.",
     )
 
 
@@ -98,9 +96,7 @@ class AllTokens(Part):
 
 
 class HighEntropyTokens(Part):
-    """Only the `share` of the step's loss tokens with the highest entropy takes part (arXiv 2506.01939); ties are
-    kept.
-    """
+    """Only the `share` of the step's loss tokens with the highest entropy, and ties, take part (arXiv 2506.01939)."""
 
     kind: Literal["high_entropy"] = "high_entropy"
     share: Annotated[float, Field(gt=0, le=1)] = Field(
@@ -143,8 +139,7 @@ class KlCovPenalty(Part):
     kind: Literal["kl_cov"] = "kl_cov"
     share: Annotated[float, Field(gt=0, le=1)] = Field(
         default=2e-4,
-        description="Share of the step's loss tokens, in (0, 1], at least one token; published 2e-4 (2e-3 for a 7 B "
-        "model).",
+        description="Share of the step's loss tokens, in (0, 1], at least one token; published 2e-4 (7 B model: 2e-3).",
     )
     coef: NonNegative = Field(default=1.0, description="Weight of the term, ≥ 0; published 1.")
     estimator: Literal["abs", "k3"] = Field(
@@ -171,7 +166,8 @@ class EwmaProximal(Part):
     kind: Literal["ewma"] = "ewma"
     decay: Annotated[float, Field(ge=0, lt=1)] = Field(
         default=0.889,
-        description="β of the average over updates, in [0, 1); centre of mass 1/(1 − β) − 1 updates; published 0.889.",
+        description="β of the average, moved after every update, in [0, 1); centre of mass β/(1 − β) updates, here 8; "
+        "ours.",
     )
 
 
@@ -253,8 +249,7 @@ class Sampling(Part):
     )
     max_redraws: Annotated[int, Field(ge=1, le=1000)] = Field(
         default=10,
-        description="Dynamic sampling: rounds of redraws a step at most, ≥ 1; ours, DAPO redraws until the batch is "
-        "full.",
+        description="Rounds of redraws a step at most, ≥ 1; ours, DAPO redraws until the batch is full.",
     )
     overlong: Overlong | None = Field(default=None, description="Soft penalty on overlong completions; empty: none.")
 
@@ -276,8 +271,7 @@ class Method(Part):
     aggregate: Literal["sequence_mean", "token_mean", "constant"] = Field(
         default="sequence_mean",
         description="sequence_mean: mean over a completion's tokens, then over completions; token_mean: mean over all "
-        "tokens; "
-        "constant: sum divided by completions × completion limit.",
+        "tokens; constant: sum divided by completions × completion limit.",
     )
     kl: Kl = Field(default_factory=Kl, description="Divergence from the reference policy.")
     tokens: Tokens = Field(default_factory=AllTokens, description="Which loss tokens take part in the surrogate.")

@@ -56,7 +56,7 @@ def policy_loss(
     active = torch.where(plan.pass_index == pass_index, normalizer, 0.0)  # (n, T); masked-out tokens are in no pass
     logp = torch.where(mask, logp, 0.0)  # values outside the mask may be anything, also not finite
     anchor = proximal_logp if decoupled and proximal_logp is not None else plan.behavior_logp
-    log_ratio = torch.where(mask, logp - anchor, 0.0).clamp(max=LARGEST_LOG_RATIO)
+    log_ratio = torch.where(mask, logp - anchor.detach(), 0.0).clamp(max=LARGEST_LOG_RATIO)
     ratio = importance_ratio(method.ratio, log_ratio, mask)
 
     weight = plan.weight
@@ -73,7 +73,7 @@ def policy_loss(
         loss = loss + (plan.penalty * _drift(method.penalty, log_ratio) * active).sum()
     kl = torch.zeros_like(logp)
     if reference_logp is not None:
-        kl = k3(logp, torch.where(mask, reference_logp, 0.0))
+        kl = k3(logp, torch.where(mask, reference_logp.detach(), 0.0))
         if method.kl.coef > 0:
             term = weight * kl if method.kl.weighted else kl
             loss = loss + method.kl.coef * (term * active).sum()
@@ -104,8 +104,7 @@ def clipped_objective(clip: Clip, ratio: Tensor, advantage: Tensor, logp: Tensor
 
 
 def gradient_killed(clip: PpoClip, ratio: Tensor, advantage: Tensor) -> Tensor:
-    """int32: 1 where x > 1 + high and A > 0, −1 where x < 1 − low and A < 0, else 0: tokens whose surrogate is
-    constant.
+    """Tokens whose surrogate is constant, int32: 1 where x > 1 + high and A > 0, −1 where x < 1 − low and A < 0.
 
     `ratio` is weight × ratio for `weight_on=ratio`: at ratio 1 every weight above 1 + high kills a positive token
     (TR-GRPO's trap).

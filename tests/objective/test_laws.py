@@ -149,10 +149,8 @@ def test_no_gradient_flows_through_a_weight_or_any_other_decision(name: str):
     assert not any(v.requires_grad for v in vars(plan).values() if isinstance(v, Tensor))
     logp = case.now.clone().requires_grad_()
     normalizer = token_normalizer(method, case.mask, LIMIT, dtype=torch.float64)
-    proximal = case.proximal.clone().requires_grad_()
-    loss = policy_loss(
-        method, plan, logp, normalizer, reference_logp=case.reference, proximal_logp=proximal.detach()
-    ).loss
+    proximal, reference = (value.clone().requires_grad_() for value in (case.proximal, case.reference))
+    loss = policy_loss(method, plan, logp, normalizer, reference_logp=reference, proximal_logp=proximal).loss
     assert torch.autograd.grad(loss, logp, retain_graph=True)[0].abs().sum() > 0
     assert all(
         g is None for g in torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, retain_graph=True)
