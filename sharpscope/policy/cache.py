@@ -39,6 +39,8 @@ class _Layer(CacheLayerMixin):
 
     is_sliding = False
     past = 0
+    keys: Tensor
+    values: Tensor
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to prepare: the first update brings the tensors."""
@@ -86,9 +88,14 @@ class PromptCache(Cache):
     def __init__(self) -> None:
         super().__init__(layer_class_to_replicate=PromptLayer)
 
+    @property
+    def states(self) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values of each layer, both (B, H, P, d_head)."""
+        return [(layer.keys, layer.values) for layer in self.layers]  # type: ignore[misc, union-attr]
+
     def move_right(self, lengths: Tensor) -> None:
         """Turn right padding into left padding: the last of each prompt's `lengths` (B,) positions goes to the end."""
-        width = self.layers[0].keys.shape[2]  # type: ignore[union-attr]
+        width = self.states[0][0].shape[2]
         if bool((lengths == width).all()):
             return
         place = torch.arange(width, device=lengths.device)[None] - (width - lengths)[:, None]  # (B, P)
@@ -112,8 +119,8 @@ def read_prompts(body: nn.Module, ids: Tensor, lengths: Tensor) -> tuple[Tensor,
         lengths: (B,) tokens of each prompt.
 
     Returns:
-        The hidden state (B, d) of each prompt's last token, and the cache, padded on the *left*, so that what follows is
-        adjacent to every prompt and distances in the cache are distances in the text.
+        The hidden state (B, d) of each prompt's last token; and the cache, padded on the *left*, so that what follows
+        is adjacent to every prompt and distances in the cache are distances in the text.
     """
     cache = PromptCache()
     # The mask of ones says that padding is meant to be seen by what is padding itself; nothing earlier looks at it.
@@ -125,49 +132,82 @@ def read_prompts(body: nn.Module, ids: Tensor, lengths: Tensor) -> tuple[Tensor,
     return hidden[torch.arange(len(ids), device=ids.device), lengths - 1], cache
 
 
-class DecodeLayer(_Layer):
-    """Keys and values (n, H, capacity, d_head) written in place, one position a forward pass."""
+class GrowingLayer(_Layer):
+    """Keys and values of n rows, written in place one position a forward pass.
 
-    def __init__(self, prompt: PromptLayer, row_prompt: Tensor, room: int) -> None:
+    Args:
+        keys: (n, H, L, d_head), what the rows start with; L may be 0.
+        values: (n, H, L, d_head).
+        room: positions to make room for; the room doubles when it is full.
+        before: positions that precede these ones and are kept elsewhere.
+    """
+
+    def __init__(self, keys: Tensor, values: Tensor, room: int, before: int = 0) -> None:
         super().__init__()
-        self.past = prompt.past
-        self.keys = _with_room(prompt.keys, row_prompt, self.past, room)
-        self.values = _with_room(prompt.values, row_prompt, self.past, room)
+        self.used, self.before = keys.shape[2], before
+        self.keys, self.values = _with_room(keys, room), _with_room(values, room)
+
+    @property
+    def past(self) -> int:  # type: ignore[override]
+        """Positions so far."""
+        return self.before + self.used
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """See transformers: adds the new states (n, H, t, d_head) and returns all that is attended to."""
-        start, self.past = self.past, self.past + key_states.shape[2]
-        if self.past > self.keys.shape[2]:
-            everything = torch.arange(len(self.keys), device=self.keys.device)
-            self.keys = _with_room(self.keys, everything, start, start)
-            self.values = _with_room(self.values, everything, start, start)
-        self.keys[:, :, start : self.past] = key_states
-        self.values[:, :, start : self.past] = value_states
-        return self.keys[:, :, : self.past], self.values[:, :, : self.past]
+        """See transformers: adds the new states (n, H, t, d_head) and returns all that is held."""
+        start, self.used = self.used, self.used + key_states.shape[2]
+        if self.used > self.keys.shape[2]:
+            room = max(self.used, 2 * self.keys.shape[2]) - start
+            self.keys, self.values = (
+                _with_room(self.keys[:, :, :start], room),
+                _with_room(self.values[:, :, :start], room),
+            )
+        self.keys[:, :, start : self.used] = key_states
+        self.values[:, :, start : self.used] = value_states
+        return self.keys[:, :, : self.used], self.values[:, :, : self.used]
 
-    def keep(self, rows: Tensor, skip: int) -> None:
-        """Keep only `rows`, without their first `skip` positions."""
-        room = self.keys.shape[2] - self.past
-        self.keys = _with_room(self.keys[:, :, skip:], rows, self.past - skip, room)
-        self.values = _with_room(self.values[:, :, skip:], rows, self.past - skip, room)
-        self.past -= skip
+    def keep(self, rows: Tensor, skip: int = 0) -> None:
+        """Keep only `rows` (long), without their first `skip` positions."""
+        room = self.keys.shape[2] - self.used
+        self.keys = _with_room(self.keys[:, :, skip : self.used], room, rows)
+        self.values = _with_room(self.values[:, :, skip : self.used], room, rows)
+        self.used -= skip
 
 
-def _with_room(states: Tensor, rows: Tensor, used: int, room: int) -> Tensor:
-    """The first `used` positions of `rows` in a new tensor with `room` positions behind them."""
-    _, heads, _, width = states.shape
-    grown = states.new_empty(len(rows), heads, used + room, width)
-    grown[:, :, :used] = states[:, :, :used].index_select(0, rows)
+def _with_room(states: Tensor, room: int, rows: Tensor | None = None) -> Tensor:
+    """`states` (n, H, L, d), or `rows` of it, in a new tensor with `room` positions behind them."""
+    count, heads, used, width = states.shape
+    grown = states.new_empty(count if rows is None else len(rows), heads, used + room, width)
+    grown[:, :, :used] = states if rows is None else states.index_select(0, rows)
     return grown
 
 
 class DecodeCache(Cache):
-    """The cache of n rows being decoded, started from B prompts."""
+    """The cache of n rows being decoded, each with a copy of its prompt's keys and values.
 
-    def __init__(self, prompts: PromptCache, row_prompt: Tensor, room: int) -> None:
-        super().__init__(layers=[DecodeLayer(layer, row_prompt, room) for layer in prompts.layers])  # type: ignore[arg-type]
+    For models whose attention cannot be replaced; `SharedDecodeCache` needs no copies.
 
-    def keep(self, rows: Tensor, skip: int) -> None:
-        """Keep only `rows` (long), dropping the first `skip` positions, which are padding in all of them."""
+    Args:
+        prompts: the B prompts' cache.
+        lengths: (B,) tokens of each prompt.
+        row_prompt: (n,) prompt of each row.
+        room: positions behind the prompts to start with.
+    """
+
+    def __init__(self, prompts: PromptCache, lengths: Tensor, row_prompt: Tensor, room: int) -> None:
+        layers = [GrowingLayer(keys[row_prompt], values[row_prompt], room) for keys, values in prompts.states]
+        super().__init__(layers=layers)  # type: ignore[arg-type]
+        self.padding = (layers[0].used - lengths)[row_prompt]  # (n,) columns of padding on the left
+        self.tokens = lengths[row_prompt]  # (n,) tokens so far
+
+    def keep(self, rows: Tensor) -> None:
+        """Keep only `rows` (long), without the columns that are padding in all of them."""
+        self.padding, self.tokens = self.padding[rows], self.tokens[rows]
+        skip = int(self.padding.min())
+        self.padding = self.padding - skip
         for layer in self.layers:
             layer.keep(rows, skip)  # type: ignore[union-attr]
+
+    def mask(self) -> Tensor:
+        """(n, L+1) attention mask of the next forward pass, of one token a row."""
+        width = self.get_seq_length() + 1
+        return (torch.arange(width, device=self.padding.device) >= self.padding[:, None]).long()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,7 @@ from sharpscope.policy.head import backbone
 from sharpscope.policy.loading import Policy
 from sharpscope.policy.rollouts import Completions
 from sharpscope.policy.sampling import completion_uniforms, draw
+from sharpscope.policy.shared_decoding import SharedDecodeCache, can_share_decoding, shared_attention
 from sharpscope.policy.spec import SamplingSpec
 
 # Rows that are done stay until they are this share of the batch: leaving copies the cache of those who go on.
@@ -56,7 +58,8 @@ def generate(
     # Prompts of like length share a batch, so that little of it is padding.
     by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     order = torch.tensor([i * group_size + g for i in by_length for g in range(group_size)])
-    for rows in order.split(spec.decode_batch):
+    for batch in order.split(spec.decode_batch):
+        rows = batch.sort().values  # the rows of a prompt adjacent
         uniforms = completion_uniforms(seed, rows // group_size, rows % group_size, spec.max_new_tokens)
         _decode(policy, prompts, rows, group_size, uniforms, spec, out)
     truncates = spec.temperature > 0 and (spec.top_p < 1 or spec.top_k > 0)
@@ -99,44 +102,40 @@ def _decode(
     """Decode the completions `rows` (n,) together and write them into `out`."""
     device, body = policy.device, backbone(policy.model)
     used, row_prompt = (rows // group_size).unique(return_inverse=True)
-    asked = [prompts[i] for i in used.tolist()]
-    width, row_prompt = max(map(len, asked)), row_prompt.to(device)
-    ids = torch.tensor(
-        [[*prompt, *[policy.pad_id] * (width - len(prompt))] for prompt in asked], device=device
-    )  # (B, P)
+    asked, row_prompt = [prompts[i] for i in used.tolist()], row_prompt.to(device)
+    width = max(map(len, asked))
+    ids = torch.tensor([[*prompt, *[policy.pad_id] * (width - len(prompt))] for prompt in asked], device=device)
     lengths = torch.tensor([len(prompt) for prompt in asked], device=device)
-    attention = (torch.arange(width, device=device) >= width - lengths[:, None]).long()  # (B, P), left padding
-    last, prompt_cache = read_prompts(body, ids, lengths)
-    hidden = last[row_prompt]  # (B, d) -> (n, d)
-    cache = DecodeCache(prompt_cache, row_prompt, min(FIRST_ROOM, spec.max_new_tokens))
+    last, prompt_cache = read_prompts(body, ids, lengths)  # (B, P) -> (B, d)
+    share = can_share_decoding(policy.model)
+    room = min(FIRST_ROOM, spec.max_new_tokens)
+    cache = (SharedDecodeCache if share else DecodeCache)(prompt_cache, lengths, row_prompt, room)
     del prompt_cache
-    attention = attention[row_prompt]  # (n, P)
-    position = lengths[row_prompt]
+    hidden, position = last[row_prompt], lengths[row_prompt]  # (n, d), (n,)
     uniforms, ends = uniforms.to(device), torch.tensor(policy.eos_ids, device=device)
     alive, going = rows.to(device), torch.ones(len(rows), dtype=torch.bool, device=device)
     record: list[tuple[Tensor, ...]] = []
-    for step in range(spec.max_new_tokens):
-        token, logp, sampler_logp = draw(policy.head.logits(hidden), uniforms[:, step], spec)
-        record.append((alive, going, token, logp, logp if sampler_logp is None else sampler_logp))
-        going = going & ~torch.isin(token, ends)
-        done = int((~going).sum())
-        if done == len(going) or step + 1 == spec.max_new_tokens:
-            break
-        if done > LEAVE_SHARE * len(going):
-            keep = going.nonzero()[:, 0]
-            alive, uniforms, token, position, attention = (
-                x[keep] for x in (alive, uniforms, token, position, attention)
-            )
-            going = going[keep]
-            skip = int(attention.argmax(1).min())  # columns that are padding in every row that goes on
-            attention = attention[:, skip:]
-            cache.keep(keep, skip)
-        attention = torch.cat([attention, attention.new_ones(len(attention), 1)], 1)
-        hidden = body(
-            input_ids=token[:, None], attention_mask=attention, position_ids=position[:, None], past_key_values=cache,
-            use_cache=True,
-        ).last_hidden_state[:, 0]  # (n, d)  # fmt: skip
-        position = position + 1
+    with shared_attention(policy.model, cache) if isinstance(cache, SharedDecodeCache) else nullcontext():
+        for step in range(spec.max_new_tokens):
+            token, logp, sampler_logp = draw(policy.head.logits(hidden), uniforms[:, step], spec)
+            record.append((alive, going, token, logp, logp if sampler_logp is None else sampler_logp))
+            going = going & ~torch.isin(token, ends)
+            done = int((~going).sum())
+            if done == len(going) or step + 1 == spec.max_new_tokens:
+                break
+            if done > LEAVE_SHARE * len(going):
+                keep = going.nonzero()[:, 0]
+                alive, uniforms, token, position = alive[keep], uniforms[keep], token[keep], position[keep]
+                going = going[keep]
+                cache.keep(keep)
+            hidden = body(
+                input_ids=token[:, None],
+                attention_mask=cache.mask(),
+                position_ids=position[:, None],
+                past_key_values=cache,
+                use_cache=True,
+            ).last_hidden_state[:, 0]  # (n, d)
+            position = position + 1
     _write(record, ends, out)
 
 

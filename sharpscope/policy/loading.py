@@ -111,13 +111,13 @@ def make_policy(
     check_head(model, head)
     if len(tokenizer) > head.weight.shape[0]:
         raise UserError(
-            f"policy.model {source!r}: the tokenizer has {len(tokenizer)} tokens, the model only {head.weight.shape[0]}; "
-            "use the tokenizer that belongs to the model"
+            f"policy.model {source!r}: the tokenizer has {len(tokenizer)} tokens, the model only "
+            f"{head.weight.shape[0]}; use the tokenizer that belongs to the model"
         )
     if tokenizer.eos_token_id is None:
         raise UserError(
-            f"policy.model {source!r}: the tokenizer has no end-of-text token, so completions could not end; set eos_token "
-            "in tokenizer_config.json"
+            f"policy.model {source!r}: the tokenizer has no end-of-text token, so completions could not end; set "
+            "eos_token in tokenizer_config.json"
         )
     if prompt_format == "chat" and not tokenizer.chat_template:
         raise UserError(f"policy.prompt_format 'chat': the tokenizer of {source!r} has no chat template; use 'plain'")
@@ -148,19 +148,21 @@ class PromptExample(Protocol):
 def render_prompts(examples: Sequence[PromptExample], policy: Policy) -> list[list[int]]:
     """Token ids of every example's prompt, as the model shall see it.
 
-    The prompt is wrapped in the chat template if `policy.chat` and the example is not `meta["templated"]`; a prefill
-    (`meta["prefill"]`, text that opens the completion) follows it, unless a templated prompt ends with it already.
+    Where `policy.chat` and the example is not `meta["templated"]`, the prompt (or the chat turns `meta["messages"]`) is
+    wrapped in the chat template. A prefill (`meta["prefill"]`, text that opens the completion and with which the prompt
+    may end already) stands once at the very end.
     """
     tokenizer, rendered = policy.tokenizer, []
     for example in examples:
-        text, prefill = example.prompt, example.meta.get("prefill") or ""
+        prefill = str(example.meta.get("prefill") or "")
+        text = example.prompt.removesuffix(prefill)
         templated = bool(example.meta.get("templated"))
         if policy.chat and not templated:
-            turn = [{"role": "user", "content": text}]
-            text = str(tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True))
+            turns = example.meta.get("messages") or [{"role": "user", "content": text}]
+            turns = [*turns[:-1], {**turns[-1], "content": turns[-1]["content"].removesuffix(prefill)}]
+            text = str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
             templated = True
-        if not (example.meta.get("templated") and text.rstrip().endswith(prefill.rstrip())):
-            text += prefill
+        text += prefill
         # Markup brings its own special tokens; a plain prompt gets those that the tokenizer puts around text.
         ids = list(tokenizer(text, add_special_tokens=not templated)["input_ids"])
         if not templated and ids and ids[-1] in policy.eos_ids and not text.endswith(tokenizer.eos_token):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -59,7 +59,7 @@ class Completions:
     def rows(self, index: Tensor) -> Self:
         """The rows `index` (long or bool), unchanged in width."""
         order = index.nonzero()[:, 0] if index.dtype == torch.bool else index
-        chosen = {}
+        chosen: dict[str, Any] = {}
         for field in fields(self):
             value = getattr(self, field.name)
             chosen[field.name] = value[order.to(value.device)] if isinstance(value, Tensor) else value

@@ -27,7 +27,7 @@ class PolicySpec(Spec):
     )
     prompt_format: Literal["auto", "plain", "chat"] = Field(
         "auto",
-        description="`chat` wraps prompts in the tokenizer's chat template, `plain` does not; `auto` = chat if there is one",
+        description="`chat` wraps prompts in the tokenizer's template, `plain` does not; `auto` = chat if it has one",
     )
     trust_remote_code: bool = Field(False, description="run Python code that a hub repository brings along")
 

@@ -1,0 +1,152 @@
+"""Decoding in which the rows of a group read their prompt's keys and values where they lie, instead of a copy each.
+
+A decoding step is bound by the memory it reads, and with G completions per prompt most of that would be G copies of the
+prompt. Scores against the prompt are one matrix product per group here, scores against a row's own tokens one per row;
+a softmax over both joins them. transformers calls it through its attention interface, so no model code is touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from sharpscope.errors import UserError
+from sharpscope.policy.cache import GrowingLayer, PromptCache
+from sharpscope.policy.head import bare
+
+ATTENTION = "sharpscope_shared_prompt"
+_running: ContextVar[SharedDecodeCache] = ContextVar("sharpscope_shared_decode_cache")
+
+
+def can_share_decoding(model: nn.Module) -> bool:
+    """Whether the model's attention can be replaced through transformers' attention interface."""
+    return bool(getattr(bare(model), "_supports_attention_backend", False))
+
+
+class SharedDecodeCache(Cache):
+    """Own keys and values of n rows, and their B prompts' ones, left-padded and not copied.
+
+    Args:
+        prompts: the prompts' cache.
+        lengths: (B,) tokens of each prompt.
+        row_prompt: (n,) prompt of each row, ascending.
+        room: own positions to start with.
+    """
+
+    def __init__(self, prompts: PromptCache, lengths: Tensor, row_prompt: Tensor, room: int) -> None:
+        self.prompts = prompts.states
+        self.width = self.prompts[0][0].shape[2]  # P
+        nothing = [(keys[row_prompt, :, :0], values[row_prompt, :, :0]) for keys, values in self.prompts]
+        super().__init__(layers=[GrowingLayer(*pair, room, before=self.width) for pair in nothing])
+        padding = torch.arange(self.width, device=lengths.device) < self.width - lengths[:, None]  # (B, P)
+        self._padding = padding if bool(padding.any()) else None
+        self._arrange(row_prompt)
+
+    def keep(self, rows: Tensor) -> None:
+        """Keep only `rows` (long, ascending), and the prompts that one of them has."""
+        for layer in self.layers:
+            layer.keep(rows)  # type: ignore[union-attr]
+        used, row_prompt = self._row_prompt[rows].unique(return_inverse=True)
+        if len(used) < self._prompt_count:
+            self.prompts = [(keys[used], values[used]) for keys, values in self.prompts]
+            self._padding = None if self._padding is None else self._padding[used]
+        self._arrange(row_prompt)
+
+    def mask(self) -> Tensor:
+        """(n, L+1) ones: padding is hidden by the attention itself."""
+        return torch.ones(
+            len(self._row_prompt), self.get_seq_length() + 1, dtype=torch.long, device=self._row_prompt.device
+        )
+
+    def _arrange(self, row_prompt: Tensor) -> None:
+        """Give every row a slot (prompt, place in its group), so that groups of any size make one batched product."""
+        n, self._row_prompt, self._prompt_count = len(row_prompt), row_prompt, len(self.prompts[0][0])
+        sizes = torch.bincount(row_prompt, minlength=self._prompt_count)
+        self._group = int(sizes.max())  # G: slots per prompt
+        place = torch.arange(n, device=row_prompt.device) - (sizes.cumsum(0) - sizes)[row_prompt]
+        full = self._prompt_count * self._group == n
+        self._slot = None if full else row_prompt * self._group + place  # (n,); None: slot i is row i
+        self.row_padding = None if self._padding is None else self._padding[row_prompt][:, None, None]  # (n, 1, 1, P)
+
+    def by_prompt(self, x: Tensor) -> Tensor:
+        """(n, H, R, e) of rows -> (B, H, G·R, e) of prompts; slots without a row are zero."""
+        _, heads, repeat, width = x.shape
+        prompts, group = self._prompt_count, self._group
+        if self._slot is not None:
+            slots = x.new_zeros(prompts * group, heads, repeat, width)
+            x = slots.index_copy_(0, self._slot, x)
+        x = x.view(prompts, group, heads, repeat, width).transpose(1, 2)  # (B, H, G, R, e)
+        return x.reshape(prompts, heads, group * repeat, width)
+
+    def by_row(self, x: Tensor, repeat: int) -> Tensor:
+        """The inverse of `by_prompt`: (B, H, G·R, e) -> (n, H, R, e)."""
+        (prompts, heads, _, width), group = x.shape, self._group
+        x = x.view(prompts, heads, group, repeat, width).transpose(1, 2)  # (B, G, H, R, e)
+        x = x.reshape(prompts * group, heads, repeat, width)
+        return x if self._slot is None else x.index_select(0, self._slot)
+
+
+@contextmanager
+def shared_attention(model: nn.Module, cache: SharedDecodeCache) -> Iterator[None]:
+    """Within it `model` decodes a token a forward pass against `cache`; its attention kernel is put back afterwards."""
+    config = bare(model).config
+    before, token = config._attn_implementation, _running.set(cache)
+    config._attn_implementation = ATTENTION
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
+        _running.reset(token)
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attention of one query per row, (n, H·R, 1, d), to its prompt and to its own keys and values (n, H, t, d)."""
+    extra = [name for name, other in others.items() if isinstance(other, Tensor) and name not in _HARMLESS]
+    if extra:
+        raise UserError(
+            f"policy.model: its attention takes {', '.join(extra)}, which decoding does not know; choose another "
+            "architecture"
+        )
+    cache, index = _running.get(), int(module.layer_idx)  # type: ignore[arg-type]
+    prompt_key, prompt_value = cache.prompts[index]
+    n, heads, _, d = query.shape
+    kv_heads, width, t = key.shape[1], cache.width, key.shape[2]
+    repeat = heads // kv_heads
+    # A sliding window lets the query, the last of P+t positions, see the last `sliding_window` of them.
+    first = max(0, width + t - sliding_window) if sliding_window else 0
+    first_own, first = max(0, first - width), min(first, width)
+    q = query.reshape(n, kv_heads, repeat, d) * (d**-0.5 if scaling is None else scaling)
+    shared = cache.by_prompt(q) @ prompt_key[:, :, first:].transpose(2, 3)  # (B, H, G·R, P)
+    own = q @ key[:, :, first_own:].transpose(2, 3)  # (n, H, R, t)
+    scores = torch.cat([cache.by_row(shared, repeat), own], 3)  # (n, H, R, P+t)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    if cache.row_padding is not None:
+        scores[..., : width - first].masked_fill_(cache.row_padding[..., first:], -torch.inf)
+    wide = torch.promote_types(scores.dtype, torch.float32)
+    weights = torch.softmax(scores, 3, dtype=wide).to(value.dtype)
+    to_prompt, to_own = weights.split([width - first, t - first_own], 3)
+    out = to_own @ value[:, :, first_own:]  # (n, H, R, e)
+    out = out + cache.by_row(cache.by_prompt(to_prompt) @ prompt_value[:, :, first:], repeat)
+    return out.reshape(n, 1, heads, -1), None
+
+
+_HARMLESS = {"position_ids", "cache_position"}
+ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _attend)
