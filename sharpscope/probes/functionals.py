@@ -7,26 +7,21 @@ Hessian do not depend on how the rows are cut into microbatches.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
 from sharpscope.errors import UserError
 
+if TYPE_CHECKING:
+    from sharpscope.policy.rollouts import Rollouts
+
 FunctionalName = Literal["nll", "surrogate", "expected_failure"]
 FUNCTIONALS: tuple[FunctionalName, ...] = ("nll", "surrogate", "expected_failure")
-
-
-class _RolloutsLike(Protocol):
-    """What is read of `sharpscope.policy.Rollouts`."""
-
-    input_ids: Tensor
-    attention_mask: Tensor
-    completion_mask: Tensor
-    behavior_logp: Tensor
 
 
 @dataclass(frozen=True)
@@ -56,8 +51,12 @@ class TokenBatch:
         """The rows `index`, cut to the longest among them."""
         width = int(self.lengths[index].max())
         return TokenBatch(
-            self.input_ids[index, :width], self.lengths[index], self.scored[index, :width], self.anchor_logp[index, :width],
-            self.reward[index], self.advantage[index, :width],
+            self.input_ids[index, :width],
+            self.lengths[index],
+            self.scored[index, :width],
+            self.anchor_logp[index, :width],
+            self.reward[index],
+            self.advantage[index, :width],
         )
 
     def to(self, device: torch.device | str) -> TokenBatch:
@@ -101,20 +100,51 @@ def token_batch(
     if bool(marked[:, 0].any()):
         raise UserError("probe data: a scored token has no prefix; every row needs a prompt of at least one token")
     floating = torch.float32 if anchor_logp is None else anchor_logp.dtype
-    anchors = torch.zeros(marked.shape, dtype=floating, device=marked.device) if anchor_logp is None else moved(anchor_logp)
+    anchors = (
+        torch.zeros(marked.shape, dtype=floating, device=marked.device) if anchor_logp is None else moved(anchor_logp)
+    )
     worth = torch.ones(len(marked), device=marked.device) if reward is None else reward
     if advantage is None:
         each = torch.ones(marked.shape, device=marked.device)
     else:
         each = advantage[:, None].expand(marked.shape) if advantage.ndim == 1 else moved(advantage)
     ids = moved(input_ids).long()
-    # What stands in the padding is never seen; a row's own first token there keeps libraries from warning about pad tokens.
+    # The padding is never seen; a row's own first token there keeps libraries from warning about pad tokens.
     return TokenBatch(
-        torch.where(keep, ids, ids[:, :1]), lengths, marked, anchors.masked_fill(~marked, 0.0), worth, each.masked_fill(~marked, 0.0)
+        torch.where(keep, ids, ids[:, :1]),
+        lengths,
+        marked,
+        anchors.masked_fill(~marked, 0.0),
+        worth,
+        each.masked_fill(~marked, 0.0),
     )
 
 
-def rollout_batch(rollouts: _RolloutsLike, *, reward: Tensor | None = None, advantage: Tensor | None = None) -> TokenBatch:
+def completion_batch(
+    pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
+    *,
+    reward: Tensor | None = None,
+    advantage: Tensor | None = None,
+) -> TokenBatch:
+    """Rows from (prompt ids, completion ids); completion tokens are scored. `reward`, `advantage`: see `token_batch`.
+
+    Raises:
+        UserError: a prompt or a completion is empty.
+    """
+    for number, (prompt, completion) in enumerate(pairs):
+        if not prompt or not completion:
+            raise UserError(f"probe data, row {number}: the {'completion' if prompt else 'prompt'} is empty")
+    width = max(len(prompt) + len(completion) for prompt, completion in pairs)
+    ids, present, scored = (torch.zeros(len(pairs), width, dtype=torch.long) for _ in range(3))
+    for row, (prompt, completion) in enumerate(pairs):
+        length = len(prompt) + len(completion)
+        ids[row, :length] = torch.tensor([*prompt, *completion])
+        present[row, :length] = 1
+        scored[row, len(prompt) : length] = 1
+    return token_batch(ids, present, scored, reward=reward, advantage=advantage)
+
+
+def rollout_batch(rollouts: Rollouts, *, reward: Tensor | None = None, advantage: Tensor | None = None) -> TokenBatch:
     """A `TokenBatch` from `Rollouts`: the loss tokens of the completions are scored, `behavior_logp` is the anchor.
 
     Args:
@@ -129,10 +159,14 @@ def rollout_batch(rollouts: _RolloutsLike, *, reward: Tensor | None = None, adva
 
     if advantage is not None and advantage.ndim == 2:
         advantage = widened(advantage)
-    worth: Tensor = reward if reward is not None else rollouts.reward  # type: ignore[attr-defined]
+    worth: Tensor = reward if reward is not None else rollouts.reward
     return token_batch(
-        rollouts.input_ids, rollouts.attention_mask, widened(rollouts.completion_mask),
-        anchor_logp=widened(rollouts.behavior_logp), reward=worth, advantage=advantage,
+        rollouts.input_ids,
+        rollouts.attention_mask,
+        widened(rollouts.completion_mask),
+        anchor_logp=widened(rollouts.behavior_logp),
+        reward=worth,
+        advantage=advantage,
     )
 
 
@@ -169,14 +203,20 @@ class Functional:
             raise UserError(f"temperature, {self.temperature}: must be positive")
         worth = self.batch.reward
         if self.name == "expected_failure" and not bool(((worth >= 0) & (worth <= 1)).all()):
-            raise UserError(f"reward, {float(worth.min()):g} to {float(worth.max()):g}: expected_failure needs a success in [0, 1]")
+            raise UserError(
+                f"reward, {float(worth.min()):g} to {float(worth.max()):g}: expected_failure needs a success in [0, 1]"
+            )
 
     @cached_property
     def token_coefficient(self) -> Tensor:
         """(N, S) the fixed normaliser of each scored token, over the whole batch."""
         scored = self.batch.scored
         counts = scored.sum(1, keepdim=True)
-        each = scored.double() / (len(scored) * counts.clamp(min=1)) if self.name == "surrogate" else scored.double() / scored.sum()
+        each = (
+            scored.double() / (len(scored) * counts.clamp(min=1))
+            if self.name == "surrogate"
+            else scored.double() / scored.sum()
+        )
         return each
 
     def share(self, index: Tensor, logp: Tensor, *, width: int) -> Tensor:

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from sharpscope.errors import UserError
 
 if TYPE_CHECKING:
-    from sharpscope.probes.curvature.operators import Operator
+    from sharpscope.probes.hessian.operators import Operator
 
 LossFn = Callable[[], Tensor]
 
@@ -56,7 +56,10 @@ def flatten(tensors: Sequence[Tensor | None], like: Sequence[Tensor]) -> Tensor:
 def unflatten(vector: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """Views (where dtype and device agree) of (P,) in the shapes of `like`."""
     parts = vector.split([tensor.numel() for tensor in like])
-    return [part.view(tensor.shape).to(device=tensor.device, dtype=tensor.dtype) for part, tensor in zip(parts, like, strict=True)]
+    return [
+        part.view(tensor.shape).to(device=tensor.device, dtype=tensor.dtype)
+        for part, tensor in zip(parts, like, strict=True)
+    ]
 
 
 def common_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
@@ -182,13 +185,15 @@ class ClosureSurface:
         """L(θ) and ∇L(θ) (P,); parameters that the loss does not use have gradient 0."""
         loss = self.loss()
         if not loss.requires_grad:
-            raise UserError("loss_fn: its value does not depend on the parameters; does it run under no_grad or detach?")
+            raise UserError(
+                "loss_fn: its value does not depend on the parameters; does it run under no_grad or detach?"
+            )
         gradients = torch.autograd.grad(loss, self.parameters, allow_unused=True)
         return float(loss.detach().double()), flatten(gradients, self.parameters)
 
     def hessian(self) -> Operator:
         """∇²L(θ); its graph is built once and kept while the operator lives."""
-        from sharpscope.probes.curvature.operators import ClosureHessian
+        from sharpscope.probes.hessian.operators import ClosureHessian
 
         return ClosureHessian(self)
 

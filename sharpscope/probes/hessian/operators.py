@@ -54,7 +54,9 @@ class Operator:
 class FunctionOperator(Operator):
     """An operator from a function (P,) → (P,)."""
 
-    def __init__(self, function: Callable[[Tensor], Tensor], size: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, function: Callable[[Tensor], Tensor], size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
         super().__init__(size, dtype, device)
         self._function = function
 

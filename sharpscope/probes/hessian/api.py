@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from sharpscope.errors import UserError
-from sharpscope.probes.curvature.density import spectral_density
-from sharpscope.probes.curvature.krylov import NotFinite, eigenpairs
-from sharpscope.probes.curvature.operators import Operator, Scaled
-from sharpscope.probes.curvature.result import Backend, Curvature, CurvatureSettings, Parts
-from sharpscope.probes.curvature.trace import hutchpp
+from sharpscope.probes.hessian.density import spectral_density
+from sharpscope.probes.hessian.krylov import NotFiniteError, eigenpairs
+from sharpscope.probes.hessian.operators import Operator, Scaled
+from sharpscope.probes.hessian.result import Backend, Curvature, CurvatureSettings, Parts
+from sharpscope.probes.hessian.trace import hutchpp
 from sharpscope.probes.surface import ClosureSurface, LossFn, Surface, untouched
+
 
 def sub_generator(seed: int, name: str) -> torch.Generator:
     """A generator of its own for each estimate, so that leaving one out never changes another."""
@@ -67,7 +68,9 @@ def curvature(
     chosen = None
     if preconditioner is not None:
         if len(preconditioner) != len(parameters):
-            raise UserError(f"preconditioner, {len(preconditioner)} tensors: one for each of the {len(parameters)} parameters")
+            raise UserError(
+                f"preconditioner, {len(preconditioner)} tensors: one for each of the {len(parameters)} parameters"
+            )
         by_id = {id(p): d for p, d in zip(parameters, preconditioner, strict=True)}
         chosen = [by_id[id(p)] for p in surface.parameters]
     with untouched(list(parameters)):
@@ -76,14 +79,19 @@ def curvature(
 
 
 def curvature_of(
-    surface: Surface, settings: CurvatureSettings, *, seed: int = 0, preconditioner: Sequence[Tensor] | None = None, operator: Operator | None = None
+    surface: Surface,
+    settings: CurvatureSettings,
+    *,
+    seed: int = 0,
+    preconditioner: Sequence[Tensor] | None = None,
+    operator: Operator | None = None,
 ) -> Curvature:
     """`curvature` of a surface that is guarded already; `operator` replaces its Hessian (e.g. its Gauss-Newton matrix).
 
     Nothing is raised for numbers that are not finite: they come back as NaN, `converged = False`, and the reason.
     """
     if settings.backend == "pyhessian":
-        from sharpscope.probes.curvature.pyhessian import curvature_by_pyhessian
+        from sharpscope.probes.hessian.pyhessian import curvature_by_pyhessian
 
         if preconditioner is not None or operator is not None:
             raise UserError("backend, 'pyhessian': knows the plain Hessian only; use backend='lanczos'")
@@ -94,7 +102,9 @@ def curvature_of(
     clock["gradient"] = time.perf_counter() - began
     parts = Parts()
     if not (math.isfinite(loss) and bool(gradient.isfinite().all())):
-        parts.why.append(f"the loss is {loss} and its gradient {'finite' if gradient.isfinite().all() else 'not finite'}")
+        parts.why.append(
+            f"the loss is {loss} and its gradient {'finite' if gradient.isfinite().all() else 'not finite'}"
+        )
         return parts.result(loss, float(gradient.norm()), settings, seed, began, clock, 0)
     hessian = operator if operator is not None else surface.hessian()
     if preconditioner is not None:
@@ -107,7 +117,10 @@ def curvature_of(
         if settings.trace_probes:
             # The subspace of the eigenpairs was paid for already; only the probes cost anything.
             parts.trace = hutchpp(
-                hessian, probes=settings.trace_probes, generator=sub_generator(seed, "trace"), subspace=parts.krylov,
+                hessian,
+                probes=settings.trace_probes,
+                generator=sub_generator(seed, "trace"),
+                subspace=parts.krylov,
                 sketch=settings.trace_probes,
             )
         clock["trace"] = time.perf_counter() - mark
@@ -115,10 +128,13 @@ def curvature_of(
         mark = time.perf_counter()
         if settings.density_samples:
             parts.density = spectral_density(
-                hessian, samples=settings.density_samples, steps=settings.density_steps, generator=sub_generator(seed, "density")
+                hessian,
+                samples=settings.density_samples,
+                steps=settings.density_steps,
+                generator=sub_generator(seed, "density"),
             )
         clock["density"] = time.perf_counter() - mark
-    except NotFinite as problem:
+    except NotFiniteError as problem:
         parts.why.append(str(problem))
     return parts.result(loss, float(gradient.norm()), settings, seed, began, clock, hessian.products)
 
@@ -127,12 +143,20 @@ def _eigenvalues(parts: Parts, hessian: Operator, settings: CurvatureSettings, s
     """Eigenpairs, with residuals measured by one more product each."""
     item = torch.finfo(hessian.dtype).bits // 8
     found = eigenpairs(
-        hessian, upper=settings.top, lower=int(settings.smallest), tolerance=settings.tolerance, max_products=settings.max_products,
-        capacity=max(8, int(settings.basis_mb * 2**20 / (item * hessian.size))), generator=sub_generator(seed, "eigenvalues"),
+        hessian,
+        upper=settings.top,
+        lower=int(settings.smallest),
+        tolerance=settings.tolerance,
+        max_products=settings.max_products,
+        capacity=max(8, int(settings.basis_mb * 2**20 / (item * hessian.size))),
+        generator=sub_generator(seed, "eigenvalues"),
     )
-    measured = np.array([
-        float((hessian @ vector).sub_(vector, alpha=float(value)).norm()) for value, vector in zip(found.values, found.vectors, strict=True)
-    ])
+    measured = np.array(
+        [
+            float((hessian @ vector).sub_(vector, alpha=float(value)).norm())
+            for value, vector in zip(found.values, found.vectors, strict=True)
+        ]
+    )
     upper = found.upper
     parts.values, parts.residuals, parts.vectors = found.values[:upper], measured[:upper], found.vectors[:upper]
     if settings.smallest:
@@ -144,7 +168,7 @@ def _eigenvalues(parts: Parts, hessian: Operator, settings: CurvatureSettings, s
         parts.why.append(found.why)
     elif measured.max() > max(2 * bound, 1e-300):
         parts.why.append(
-            f"the measured residual {measured.max():.1e} exceeds the tolerance ({bound:.1e}): rounding of {hessian.dtype}, or a loss "
+            f"the measured residual {measured.max():.1e} exceeds {bound:.1e}: rounding of {hessian.dtype}, or a loss "
             "that changes from call to call"
         )
     if settings.top > hessian.size:
@@ -155,5 +179,7 @@ def _inverse_root(preconditioner: Sequence[Tensor], surface: Surface) -> Tensor:
     """D^(−1/2) (P,)."""
     for diagonal, parameter in zip(preconditioner, surface.parameters, strict=True):
         if diagonal.shape != parameter.shape or not bool((diagonal > 0).all()):
-            raise UserError(f"preconditioner, shape {tuple(diagonal.shape)}: must be positive and shaped {tuple(parameter.shape)}")
+            raise UserError(
+                f"preconditioner, shape {tuple(diagonal.shape)}: must be positive and shaped {tuple(parameter.shape)}"
+            )
     return torch.cat([d.detach().reshape(-1) for d in preconditioner]).rsqrt()

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from sharpscope.probes.curvature.krylov import Krylov, gaussian
-from sharpscope.probes.curvature.operators import Operator
+from sharpscope.probes.hessian.krylov import Krylov, gaussian
+from sharpscope.probes.hessian.operators import Operator
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def spectral_density(operator: Operator, *, samples: int = 8, steps: int = 30, g
     subspace is exact there and stops.
 
     Raises:
-        NotFinite: a product is NaN or infinite.
+        NotFiniteError: a product is NaN or infinite.
     """
     before, samples = operator.products, min(samples, operator.size)
     starts = torch.stack([gaussian(operator, generator) for _ in range(samples)])

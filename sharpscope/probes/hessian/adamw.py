@@ -29,7 +29,7 @@ def adamw_preconditioner(optimizer: torch.optim.Optimizer, parameters: Sequence[
         state = optimizer.state.get(parameter, {})
         if id(parameter) not in groups or "exp_avg_sq" not in state or "step" not in state:
             raise UserError(
-                f"preconditioner, parameter of shape {tuple(parameter.shape)}: the optimizer holds no second moment for it; "
+                f"preconditioner, parameter of shape {tuple(parameter.shape)}: the optimizer has no moments of it; "
                 "take a step of Adam or AdamW first, or leave it out"
             )
         group, step = groups[id(parameter)], float(state["step"])

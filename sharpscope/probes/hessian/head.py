@@ -6,7 +6,6 @@ With u = W h + b, z = F(u) (scale, soft cap, temperature) and ℓ = z_y − logs
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,9 +51,10 @@ class SelectedLogp(torch.autograd.Function):
     """ℓ (M,) = log softmax(F(W h + b))_y for h (M, d), W (V, d), b (V,) or None, y (M,); differentiable once."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, form: Squash, budget_mb: float
     ) -> Tensor:
+        """ℓ (M,), one pass over the vocabulary's blocks."""
         cuts = blocks(len(weight), len(hidden), hidden.element_size(), budget_mb)
         lse, picked = _log_normaliser(hidden, weight, bias, target, form, cuts)
         ctx.save_for_backward(hidden, weight, bias, target, lse)
@@ -63,7 +63,8 @@ class SelectedLogp(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
+        """Logits are computed again, block by block."""
         hidden, weight, bias, target, lse = ctx.saved_tensors
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         to_hidden = torch.zeros_like(hidden) if need_hidden else None

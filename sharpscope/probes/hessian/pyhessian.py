@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sharpscope.probes.curvature.density import spectral_density
-from sharpscope.probes.curvature.result import Curvature, CurvatureSettings, Parts
-from sharpscope.probes.curvature.trace import Trace
+from sharpscope.probes.hessian.density import spectral_density
+from sharpscope.probes.hessian.result import Curvature, CurvatureSettings, Parts
+from sharpscope.probes.hessian.trace import Trace
 from sharpscope.probes.surface import Surface
 
 DENSITY_REASON = "density: ours, because PyHessian 0.1 calls torch.eig, which PyTorch has removed"
@@ -77,13 +77,19 @@ class _Shim:
 
 
 def pyhessian_estimate(
-    surface: Surface, *, top: int = 1, max_iterations: int = 100, tolerance: float = 1e-3, trace: bool = True, seed: int = 0
+    surface: Surface,
+    *,
+    top: int = 1,
+    max_iterations: int = 100,
+    tolerance: float = 1e-3,
+    trace: bool = True,
+    seed: int = 0,
 ) -> PyHessianEstimate:
     """PyHessian's `eigenvalues(max_iterations, tolerance, top)` and `trace(max_iterations, tolerance)` of a closure.
 
     Must run inside `untouched` (or `guarded`), which puts `.grad` and the global random state back.
     """
-    library = import_module("pyhessian.hessian")  # `pyhessian.hessian` the attribute is the class of that name
+    library: Any = import_module("pyhessian.hessian")  # `pyhessian.hessian` the attribute is the class of that name
 
     parameters = _curved(surface)
     if not parameters:
@@ -112,7 +118,10 @@ def pyhessian_estimate(
         library.hessian_vector_product = original
         shim.zero_grad()
     return PyHessianEstimate(
-        np.array(values), torch.stack([_embed(vector, parameters, surface.parameters) for vector in vectors]), spent, np.array(samples)
+        np.array(values),
+        torch.stack([_embed(vector, parameters, surface.parameters) for vector in vectors]),
+        spent,
+        np.array(samples),
     )
 
 
@@ -131,21 +140,32 @@ def curvature_by_pyhessian(surface: Surface, settings: CurvatureSettings, seed: 
         parts.why.append(f"the loss is {loss} and its gradient's norm {norm}")
         return parts.result(loss, norm, settings, seed, began, clock, 0)
     found = pyhessian_estimate(
-        surface, top=settings.top + int(settings.smallest), max_iterations=settings.max_products, trace=settings.trace_probes > 0, seed=seed
+        surface,
+        top=settings.top + int(settings.smallest),
+        max_iterations=settings.max_products,
+        trace=settings.trace_probes > 0,
+        seed=seed,
     )
     hessian = surface.hessian()
-    residuals = np.array([
-        float((hessian @ vector).sub_(vector, alpha=float(value)).norm()) for value, vector in zip(found.values, found.vectors, strict=True)
-    ])
+    residuals = np.array(
+        [
+            float((hessian @ vector).sub_(vector, alpha=float(value)).norm())
+            for value, vector in zip(found.values, found.vectors, strict=True)
+        ]
+    )
     clock["eigenvalues"] = time.perf_counter() - mark
     order = [i for i in np.argsort(-found.values) if found.values[i] > 0][: settings.top]
     scale = float(np.abs(found.values).max())
     if order:
         parts.values, parts.residuals, parts.vectors = found.values[order], residuals[order], found.vectors[order]
         if residuals[order].max() > settings.tolerance * scale:
-            parts.why.append(f"PyHessian stopped at a residual of {residuals[order].max() / scale:.1e} of its largest |eigenvalue|")
+            parts.why.append(
+                f"PyHessian stopped at a residual of {residuals[order].max() / scale:.1e} of its largest |eigenvalue|"
+            )
     if len(order) < settings.top:
-        parts.why.append(f"PyHessian orders by magnitude and found {len(order)} positive eigenvalues, not {settings.top}")
+        parts.why.append(
+            f"PyHessian orders by magnitude and found {len(order)} positive eigenvalues, not {settings.top}"
+        )
     if settings.smallest:
         last = int(np.argmin(found.values))
         if found.values[last] < 0:
@@ -159,7 +179,10 @@ def curvature_by_pyhessian(surface: Surface, settings: CurvatureSettings, seed: 
     if settings.density_samples:
         mark = time.perf_counter()
         parts.density = spectral_density(
-            hessian, samples=settings.density_samples, steps=settings.density_steps, generator=torch.Generator().manual_seed(seed)
+            hessian,
+            samples=settings.density_samples,
+            steps=settings.density_steps,
+            generator=torch.Generator().manual_seed(seed),
         )
         clock["density"] = time.perf_counter() - mark
         parts.notes.append(DENSITY_REASON)
@@ -174,12 +197,19 @@ def _curved(surface: Surface) -> list[Tensor]:
     if not active:
         return []
     second = torch.autograd.grad(active, surface.parameters, [torch.ones_like(g) for g in active], allow_unused=True)
-    return [p for p, g, s in zip(surface.parameters, gradients, second, strict=True) if s is not None and g is not None and g.requires_grad]
+    return [
+        p
+        for p, g, s in zip(surface.parameters, gradients, second, strict=True)
+        if s is not None and g is not None and g.requires_grad
+    ]
 
 
 def _embed(vector: Sequence[Tensor], parameters: Sequence[Tensor], everything: Sequence[Tensor]) -> Tensor:
     given = {id(parameter): part for parameter, part in zip(parameters, vector, strict=True)}
-    parts = [given[id(p)].detach().reshape(-1) if id(p) in given else torch.zeros(p.numel(), device=p.device) for p in everything]
+    parts = [
+        given[id(p)].detach().reshape(-1) if id(p) in given else torch.zeros(p.numel(), device=p.device)
+        for p in everything
+    ]
     flat = torch.cat(parts)
     return flat / flat.norm() if flat.norm() > 0 else flat
 

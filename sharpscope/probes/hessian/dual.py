@@ -17,21 +17,21 @@ from torch.autograd import forward_ad
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from sharpscope.probes.curvature.dual_rules import DualRules
+from sharpscope.probes.hessian.dual_rules import DualRules
 
 
 @contextmanager
 def replaced_forward(module: nn.Module, forward: Any) -> Iterator[None]:
     """Within the block `module` runs `forward`; an instance's own forward is put back as it was."""
     own = module.__dict__.get("forward")
-    module.forward = forward  # type: ignore[method-assign]
+    module.forward = forward
     try:
         yield
     finally:
         if own is None:
             del module.forward
         else:
-            module.forward = own  # type: ignore[method-assign]
+            module.forward = own
 
 
 class DualBody:
@@ -48,18 +48,22 @@ class DualBody:
         wanted = {id(parameter) for parameter in parameters}
         # Every name of a tied parameter, so that each use of it is swapped.
         self._names = {
-            name: parameter for name, parameter in backbone.named_parameters(remove_duplicate=False) if id(parameter) in wanted
+            name: parameter
+            for name, parameter in backbone.named_parameters(remove_duplicate=False)
+            if id(parameter) in wanted
         }
         self._layers = _layers(backbone) if checkpoint else []
-        in_layers = {id(p) for layer in self._layers for p in layer.parameters()}
+        apart = {id(p) for layer in self._layers for p in layer.parameters()}
         self._embedding = _plain_embedding(backbone, wanted)
-        self._rest = [p for p in {id(p): p for p in self._names.values()}.values() if id(p) not in in_layers]
         if self._embedding is not None:
             shared = self._embedding.weight
             if sum(p is shared for p in self._names.values()) > 1:
                 self._embedding = None  # used in another place of the body too: leave it to autograd
             else:
-                self._rest = [p for p in self._rest if p is not shared]
+                apart.add(id(shared))
+        # What is handled apart gets its tangent there: a dual tensor whose tangent is a view holds a copy of it.
+        self._names = {name: p for name, p in self._names.items() if id(p) not in apart}
+        self._rest = list({id(p): p for p in self._names.values()}.values())
 
     def product(self, ids: Tensor, direction: dict[int, Tensor], out: dict[int, Tensor], back: Any) -> None:
         """Run the body on `ids` (n, S) along `direction` and add the product to `out` (both by `id(parameter)`).
@@ -96,8 +100,10 @@ class DualBody:
                 sink.add(self._rest, found[1 + len(looked_up) :])
 
 
-def _reverse(values: Sequence[Tensor], leaves: Sequence[Tensor], cotangents: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-    """A backward pass without tangents: what was saved for it still carries them, and they would be pushed through it."""
+def _reverse(
+    values: Sequence[Tensor], leaves: Sequence[Tensor], cotangents: Sequence[Tensor]
+) -> tuple[Tensor | None, ...]:
+    """A backward pass without tangents: what was saved still carries them, and they would be pushed through it."""
     with forward_ad._set_fwd_grad_enabled(False):
         return torch.autograd.grad(values, leaves, cotangents, allow_unused=True)
 
@@ -125,9 +131,11 @@ def _layers(backbone: nn.Module) -> list[nn.Module]:
 
 def _plain_embedding(backbone: nn.Module, wanted: set[int]) -> nn.Embedding | None:
     """The input embedding if it is trainable and a plain lookup: its gradient is then added row by row, never dense."""
-    module = backbone.get_input_embeddings() if hasattr(backbone, "get_input_embeddings") else None
-    plain = type(module) is nn.Embedding and module.max_norm is None and not module.scale_grad_by_freq
-    return module if plain and id(module.weight) in wanted else None
+    find = getattr(backbone, "get_input_embeddings", None)
+    module = None if find is None else find()
+    if type(module) is not nn.Embedding or module.max_norm is not None or module.scale_grad_by_freq:
+        return None
+    return module if id(module.weight) in wanted else None
 
 
 def _lookup(weight: Tensor, direction: Tensor, looked_up: list[tuple[Tensor, Tensor]]) -> Any:
@@ -191,7 +199,7 @@ class _DualLayer(torch.autograd.Function):
     """(x, ẋ) → (y, ẏ) of one layer; `anchor` only makes the output depend on something that requires grad."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, anchor: Tensor, x: Tensor, x_dot: Tensor, run: Any, parameters: list[Tensor], sink: _Sink
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(x, x_dot)
@@ -203,7 +211,7 @@ class _DualLayer(torch.autograd.Function):
         return y.clone(), y_dot.clone()
 
     @staticmethod
-    def backward(ctx: Any, y_bar: Tensor | None, y_dot_bar: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, y_bar: Tensor | None, y_dot_bar: Tensor | None) -> tuple[Tensor | None, ...]:
         x, x_dot = (tensor.detach().requires_grad_() for tensor in ctx.saved_tensors)
         # The mode is entered again: on a GPU the backward pass runs in a thread of its own.
         with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True), DualRules():

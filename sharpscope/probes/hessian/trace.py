@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from sharpscope.probes.curvature.krylov import Krylov, NotFinite
-from sharpscope.probes.curvature.operators import Operator
+from sharpscope.probes.hessian.krylov import Krylov, NotFiniteError
+from sharpscope.probes.hessian.operators import Operator
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,12 @@ class Trace:
 
 
 def hutchpp(
-    operator: Operator, *, probes: int = 16, sketch: int = 16, generator: torch.Generator, subspace: Krylov | None = None
+    operator: Operator,
+    *,
+    probes: int = 16,
+    sketch: int = 16,
+    generator: torch.Generator,
+    subspace: Krylov | None = None,
 ) -> Trace:
     """Unbiased trace: exact on a subspace Q, Hutchinson with Rademacher probes on its complement.
 
@@ -54,7 +59,7 @@ def hutchpp(
 
     Raises:
         ValueError: fewer than 2 probes: no standard error could be given.
-        NotFinite: a product is NaN or infinite.
+        NotFiniteError: a product is NaN or infinite.
     """
     if probes < 2:
         raise ValueError(f"probes, {probes}: at least 2, or there is no standard error")
@@ -76,7 +81,7 @@ def hutchpp(
                 probe = torch.addmv(probe, subspace.basis.T, subspace.basis @ probe, alpha=-1)
         sample = float(torch.dot(probe, operator @ probe))
         if not math.isfinite(sample):
-            raise NotFinite(f"Hessian product {operator.products} is not finite")
+            raise NotFiniteError(f"Hessian product {operator.products} is not finite")
         samples.append(sample)
     std_error = float(np.std(samples, ddof=1)) / math.sqrt(probes)
     return Trace(exact + float(np.mean(samples)), std_error, probes, operator.products - before)

@@ -1,7 +1,7 @@
 """Operations whose tangent PyTorch computes in a way that cannot be differentiated backward.
 
 The forward-mode rules of softmax, log_softmax and logsumexp (and so of attention) multiply in place, which makes a
-backward pass through the tangent raise; that of layer_norm holds mean and scale constant, which makes it silently wrong.
+backward pass through the tangent raise; that of layer_norm holds mean and scale constant: silently wrong.
 Inside `DualRules` these calls have their closed-form tangent instead; their values are PyTorch's own.
 """
 
@@ -49,9 +49,15 @@ def _logsumexp(input: Tensor, dim: int, keepdim: bool = False) -> Tensor:
 
 
 def _attention(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
-    scale: float | None = None, enable_gqa: bool = False,
-) -> Tensor:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
     """As `scaled_dot_product_attention` defines it, without dropout (probes run in eval mode)."""
     if enable_gqa and key.shape[-3] != query.shape[-3]:
         repeats = query.shape[-3] // key.shape[-3]
@@ -66,8 +72,13 @@ def _attention(
 
 
 def _layer_norm(
-    input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5, *_: Any
-) -> Tensor:  # fmt: skip
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *_: Any,
+) -> Tensor:
     """Composed of operations whose tangents depend on their inputs as they should."""
     axes = tuple(range(-len(normalized_shape), 0))
     centred = input - input.mean(axes, keepdim=True)

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from sharpscope.errors import UserError
-from sharpscope.probes.curvature.density import Density
-from sharpscope.probes.curvature.krylov import Krylov
-from sharpscope.probes.curvature.trace import Trace
 from sharpscope.probes.estimate import Estimate
+from sharpscope.probes.hessian.density import Density
+from sharpscope.probes.hessian.krylov import Krylov
+from sharpscope.probes.hessian.trace import Trace
 
 Backend = Literal["lanczos", "pyhessian"]
 
@@ -98,22 +98,35 @@ class Curvature:
     seconds_by_part: dict[str, float] = field(default_factory=dict)
 
     def estimates(self, probe: str = "curvature", prefix: str = "") -> list[Estimate]:
-        """Rows of the `probes` table; quantities `largest`, `smallest`, `eigenvalue_i`, `trace`, `density`, `gradient_norm`."""
-
+        """Rows of the `probes` table: `gradient_norm`, `largest`, `eigenvalue_i`, `smallest`, `trace`, `density`."""
 
         def row(part: str, quantity: str, value: float, **rest: Any) -> Estimate:
-            return Estimate(probe, prefix + quantity, value, seed=self.seed, seconds=self.seconds_by_part.get(part, 0.0), **rest)
+            return Estimate(
+                probe, prefix + quantity, value, seed=self.seed, seconds=self.seconds_by_part.get(part, 0.0), **rest
+            )
 
         eigen = {"converged": self.converged, "why": self.why}
-        reason = {"converged": None if math.isfinite(self.trace) else False, "why": "" if math.isfinite(self.trace) else self.why}
-        rows = [row("gradient", "gradient_norm", self.gradient_norm, why="" if math.isfinite(self.gradient_norm) else self.why)]
+        reason = {
+            "converged": None if math.isfinite(self.trace) else False,
+            "why": "" if math.isfinite(self.trace) else self.why,
+        }
+        rows = [
+            row(
+                "gradient",
+                "gradient_norm",
+                self.gradient_norm,
+                why="" if math.isfinite(self.gradient_norm) else self.why,
+            )
+        ]
         for index, (value, residual) in enumerate(zip(self.top, self.residuals, strict=True)):
             name = "largest" if index == 0 else f"eigenvalue_{index + 1}"
             rows.append(row("eigenvalues", name, float(value), residual=float(residual), **eigen))
         if self.has_smallest:
             rows.append(row("eigenvalues", "smallest", self.smallest, residual=self.smallest_residual, **eigen))
         if self.trace_probes:
-            rows.append(row("trace", "trace", self.trace, std_error=self.trace_std_error, samples=self.trace_probes, **reason))
+            rows.append(
+                row("trace", "trace", self.trace, std_error=self.trace_std_error, samples=self.trace_probes, **reason)
+            )
         if self.density is not None:
             count = len(self.density.nodes)
             nodes, weights = self.density.nodes.ravel(), self.density.weights.ravel() / count
@@ -139,16 +152,37 @@ class Parts:
         self.notes: list[str] = []
 
     def result(
-        self, loss: float, norm: float, settings: CurvatureSettings, seed: int, began: float, clock: dict[str, float], products: int
+        self,
+        loss: float,
+        norm: float,
+        settings: CurvatureSettings,
+        seed: int,
+        began: float,
+        clock: dict[str, float],
+        products: int,
     ) -> Curvature:
+        """The frozen value; what is missing is NaN."""
         nothing = len(self.values) == 0
         return Curvature(
-            loss=loss, gradient_norm=norm,
-            largest=math.nan if nothing else float(self.values[0]), smallest=self.smallest,
-            trace=self.trace.value if self.trace else math.nan, trace_std_error=self.trace.std_error if self.trace else math.nan,
-            trace_probes=self.trace.probes if self.trace else settings.trace_probes, has_smallest=settings.smallest,
-            top=np.full(1, np.nan) if nothing else self.values, residuals=np.full(1, np.nan) if nothing else self.residuals,
-            smallest_residual=self.smallest_residual, vectors=self.vectors, density=self.density,
-            converged=not self.why, why="; ".join(self.why), products=products, seed=seed, seconds=time.perf_counter() - began,
-            backend=settings.backend, notes=tuple(self.notes), seconds_by_part=clock,
-        )  # fmt: skip
+            loss=loss,
+            gradient_norm=norm,
+            largest=math.nan if nothing else float(self.values[0]),
+            smallest=self.smallest,
+            trace=self.trace.value if self.trace else math.nan,
+            trace_std_error=self.trace.std_error if self.trace else math.nan,
+            trace_probes=self.trace.probes if self.trace else settings.trace_probes,
+            has_smallest=settings.smallest,
+            top=np.full(1, np.nan) if nothing else self.values,
+            residuals=np.full(1, np.nan) if nothing else self.residuals,
+            smallest_residual=self.smallest_residual,
+            vectors=self.vectors,
+            density=self.density,
+            converged=not self.why,
+            why="; ".join(self.why),
+            products=products,
+            seed=seed,
+            seconds=time.perf_counter() - began,
+            backend=settings.backend,
+            notes=tuple(self.notes),
+            seconds_by_part=clock,
+        )

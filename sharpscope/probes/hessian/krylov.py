@@ -1,4 +1,4 @@
-"""Lanczos with full reorthogonalisation: extreme eigenpairs with residuals, and the basis that traces and densities reuse.
+"""Lanczos with full reorthogonalisation: extreme eigenpairs with residuals, and a basis for traces and densities.
 
 SciPy's `eigsh` (ARPACK) looks at its Ritz values only when its whole basis is full, so it costs at least `ncv` products
 however loose the tolerance; this one looks after every product and stops at the first where the residual is met. The
@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sharpscope.probes.curvature.operators import Operator
+from sharpscope.probes.hessian.operators import Operator
 
 
-class NotFinite(ArithmeticError):
+class NotFiniteError(ArithmeticError):
     """A product held NaN or infinity; the message says after how many products."""
 
 
@@ -82,13 +82,13 @@ class Krylov:
         """Take the next direction into the basis; one product.
 
         Raises:
-            NotFinite: the product is not finite.
+            NotFiniteError: the product is not finite.
         """
         vector = self._basis[self.size]
         image = self.operator @ vector
         norm = float(image.norm())
         if not np.isfinite(norm):
-            raise NotFinite(f"Hessian product {self.operator.products} is not finite")
+            raise NotFiniteError(f"Hessian product {self.operator.products} is not finite")
         self.size += 1
         rest, coefficients = self._orthogonal(image)
         j = self.size - 1
@@ -126,7 +126,7 @@ class Krylov:
         self.size = len(keep)
 
     def _orthogonal(self, vector: Tensor) -> tuple[Tensor, np.ndarray]:
-        """`vector` less its part in the basis (projected out twice: "twice is enough"), and that part's coefficients."""
+        """`vector` less its part in the basis (projected out twice, which is enough), and that part's coefficients."""
         if self.size == 0:
             return vector, np.zeros(0)
         first = self.basis @ vector
@@ -164,7 +164,7 @@ def eigenpairs(
         generator: of the starting vector.
 
     Raises:
-        NotFinite: a product is NaN or infinite.
+        NotFiniteError: a product is NaN or infinite.
     """
     wanted = min(upper + lower, operator.size)
     upper = min(upper, wanted)
@@ -188,11 +188,23 @@ def eigenpairs(
             # Keep about half, from both ends in proportion to what is wanted there.
             keep = min(space.capacity // 2 + wanted // 2, space.capacity - 2)
             high = max(upper, min(keep - lower, round(keep * upper / wanted)))
-            space.compress(np.r_[np.arange(keep - high), np.arange(len(values) - high, len(values))], values, coefficients)
+            space.compress(
+                np.r_[np.arange(keep - high), np.arange(len(values) - high, len(values))], values, coefficients
+            )
             restarted = True
     order = np.r_[ends[:upper][::-1], ends[upper:][::-1]]
-    why = "" if done else f"after {spent} products the largest residual is {residuals[ends].max() / scale:.1e} of the largest |eigenvalue|"
+    why = (
+        ""
+        if done
+        else f"after {spent} products the residual is {residuals[ends].max() / scale:.1e} of the largest |eigenvalue|"
+    )
     return Eigenpairs(
-        values[order], space.vectors(coefficients[:, order]), residuals[order], upper, spent, done, why,
+        values[order],
+        space.vectors(coefficients[:, order]),
+        residuals[order],
+        upper,
+        spent,
+        done,
+        why,
         None if restarted else space,
     )

@@ -1,0 +1,28 @@
+"""Curvature of a loss surface: extreme eigenvalues, trace, spectral density, with the error of each."""
+
+from sharpscope.probes.hessian.adamw import adamw_preconditioner, adamw_threshold
+from sharpscope.probes.hessian.api import curvature, curvature_of
+from sharpscope.probes.hessian.density import Density, spectral_density
+from sharpscope.probes.hessian.krylov import Eigenpairs, NotFiniteError, eigenpairs
+from sharpscope.probes.hessian.operators import FunctionOperator, Operator, Scaled
+from sharpscope.probes.hessian.result import Curvature, CurvatureSettings
+from sharpscope.probes.hessian.trace import Trace, hutchpp
+
+__all__ = [
+    "Curvature",
+    "CurvatureSettings",
+    "Density",
+    "Eigenpairs",
+    "FunctionOperator",
+    "NotFiniteError",
+    "Operator",
+    "Scaled",
+    "Trace",
+    "adamw_preconditioner",
+    "adamw_threshold",
+    "curvature",
+    "curvature_of",
+    "eigenpairs",
+    "hutchpp",
+    "spectral_density",
+]

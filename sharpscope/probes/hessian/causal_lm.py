@@ -1,0 +1,239 @@
+"""The surface of a causal language model: a functional over frozen rows, in microbatches, within a memory budget."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from sharpscope.errors import UserError
+from sharpscope.policy.head import backbone, check_head, output_head
+from sharpscope.probes.functionals import Functional
+from sharpscope.probes.guard import guarded
+from sharpscope.probes.hessian.head import SelectedLogp, squash
+from sharpscope.probes.hessian.operators import GraphHessian, Operator
+from sharpscope.probes.hessian.streamed import StreamedHessian, check_forward_mode, scatter, size_of
+from sharpscope.probes.surface import checked_parameters, common_dtype, flatten, working_precision
+
+ProductMode = Literal["auto", "graph", "stream"]
+
+
+class LmSurface:
+    """L(θ) of a functional under a causal LM; `lm_surface` guards the model and puts it into float32.
+
+    Rows are sorted by length into microbatches; what is computed does not depend on them beyond rounding.
+
+    Attributes:
+        parameters: the tensors that vectors are about.
+        functional: with its anchors; see `Functional.anchored`.
+        microbatches: row indices, by length.
+        backbone, head: the model without its output layer, and that layer.
+        head_mb: memory for blocks of the logits [MiB].
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        functional: Functional,
+        *,
+        parameters: Sequence[Tensor] | None = None,
+        microbatch_tokens: int = 4096,
+        graph_mb: float = 1024.0,
+        head_mb: float = 64.0,
+        mode: ProductMode = "auto",
+    ) -> None:
+        self.model = model
+        self.parameters = checked_parameters(list(model.parameters()) if parameters is None else parameters)
+        self.functional = functional
+        self.backbone, self.head = backbone(model), output_head(model)
+        self._graph_mb, self.head_mb, self._mode = graph_mb, head_mb, mode
+        self.microbatches = _microbatches(functional.batch.lengths, microbatch_tokens)
+
+    def restricted(self, parameters: Sequence[Tensor]) -> LmSurface:
+        """The same surface seen over some of the parameters: its Hessian is that diagonal block."""
+        return self._like(self.functional, parameters)
+
+    def over(self, functional: Functional) -> LmSurface:
+        """The same model under another functional (or other rows)."""
+        return self._like(functional, self.parameters)
+
+    def _like(self, functional: Functional, parameters: Sequence[Tensor]) -> LmSurface:
+        tokens = (
+            max(int(functional.batch.lengths[index].max()) * len(index) for index in self.microbatches)
+            if functional is self.functional
+            else 4096
+        )
+        return LmSurface(
+            self.model,
+            functional,
+            parameters=parameters,
+            microbatch_tokens=tokens,
+            graph_mb=self._graph_mb,
+            head_mb=self.head_mb,
+            mode=self._mode,
+        )
+
+    def logp(self) -> Tensor:
+        """(N, S) float64 [nats] log-probability of the scored tokens, 0 elsewhere; no graph."""
+        batch = self.functional.batch
+        found = torch.zeros(batch.scored.shape, dtype=torch.float64, device=batch.scored.device)
+        with torch.no_grad():
+            for index in self.microbatches:
+                logp = self._logp(index)
+                found[index, : logp.shape[1]] = logp
+        return found
+
+    def value(self) -> float:
+        """L(θ), summed in float64."""
+        with torch.no_grad():
+            return sum(float(self._share(index)) for index in self.microbatches)
+
+    def loss(self) -> Tensor:
+        """L(θ) with one graph over all rows (for PyHessian); its memory is not bounded."""
+        return torch.stack([self._share(index, plain=True) for index in self.microbatches]).sum()
+
+    def gradient(self) -> tuple[float, Tensor]:
+        """L(θ) and ∇L(θ) (P,)."""
+        total, value = (
+            torch.zeros(
+                size_of(self.parameters), dtype=common_dtype(self.parameters), device=self.parameters[0].device
+            ),
+            0.0,
+        )
+        for index in self.microbatches:
+            share = self._share(index)
+            value += float(share.detach())
+            if share.requires_grad:
+                total += flatten(torch.autograd.grad(share, self.parameters, allow_unused=True), self.parameters)
+        return value, total
+
+    def hessian(self) -> Operator:
+        """∇²L(θ).
+
+        Mode `graph` keeps the gradient's graph of every microbatch: the cheapest product. `stream` keeps nothing
+        between products, runs the output layer in blocks of the vocabulary and, where one microbatch would not fit
+        `graph_mb`, each layer again in the backward pass. `auto` takes the first where it fits.
+        """
+        per_token = self._graph_bytes_per_token() if self._mode == "auto" else 0.0
+        tokens = int(sum(len(index) * self.functional.batch.lengths[index].max() for index in self.microbatches))
+        if self._mode == "graph" or (self._mode == "auto" and per_token * tokens <= self._graph_mb * 2**20):
+            return GraphHessian([self._share(index, plain=True) for index in self.microbatches], self.parameters)
+        return self._streamed(per_token, gauss_newton=False)
+
+    def gauss_newton(self) -> Operator:
+        """Jᵀ H_z J with J the Jacobian of the logits and H_z the functional's Hessian in them (positive for `nll`)."""
+        return self._streamed(self._graph_bytes_per_token() if self._mode == "auto" else 0.0, gauss_newton=True)
+
+    def _streamed(self, bytes_per_token: float, *, gauss_newton: bool) -> Operator:
+        largest = max(len(index) * int(self.functional.batch.lengths[index].max()) for index in self.microbatches)
+        # The dual graph of a microbatch weighs about as much as its graph of first and second reverse pass.
+        checkpoint = self._mode == "stream" or bytes_per_token * largest > self._graph_mb * 2**20
+        check_forward_mode(self)
+        return StreamedHessian(self, checkpoint=checkpoint, gauss_newton=gauss_newton)
+
+    def _share(self, index: Tensor, *, plain: bool = False) -> Tensor:
+        logp = self._logp(index, plain=plain)
+        return self.functional.share(index, logp, width=logp.shape[1])
+
+    def _logp(self, index: Tensor, *, plain: bool = False) -> Tensor:
+        """(n, width) float64 log-probabilities with graph, 0 off the scored tokens."""
+        ids, place, target = self.inputs(index)
+        hidden = self.backbone(input_ids=ids, use_cache=False).last_hidden_state[:, :-1][place]  # (M, d)
+        head = self.head
+        if plain or len(target) * len(head.weight) * hidden.element_size() <= self.head_mb * 2**20:
+            z = head.logits(hidden) / self.functional.temperature
+            picked = z.gather(1, target[:, None])[:, 0] - z.logsumexp(1)
+        else:
+            form = squash(head, self.functional.temperature)
+            picked = SelectedLogp.apply(hidden, head.weight, head.bias, target, form, self.head_mb)
+        return scatter(picked.double(), place)
+
+    def inputs(self, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Ids (n, width), positions (n, width − 1) whose hidden states predict scored tokens, those tokens (M,)."""
+        batch = self.functional.batch
+        width = int(batch.lengths[index].max())
+        ids, scored = batch.input_ids[index, :width], batch.scored[index, :width]
+        place = scored[:, 1:]
+        return ids, place, ids[:, 1:][place]
+
+    def _graph_bytes_per_token(self) -> float:
+        """Memory that the graph of first and second reverse pass holds, from one row (the longest)."""
+        index = self.microbatches[-1][-1:]
+        held: dict[int, int] = {p.untyped_storage().data_ptr(): 0 for p in self.model.parameters()}
+
+        def pack(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            held.setdefault(storage.data_ptr(), storage.nbytes())
+            return tensor.detach()
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            share = self._share(index, plain=True)
+            if not share.requires_grad:
+                return 0.0
+            gradients = torch.autograd.grad(share, self.parameters, create_graph=True, allow_unused=True)
+        del gradients
+        return sum(held.values()) / float(self.functional.batch.lengths[index].max())
+
+
+@contextmanager
+def lm_surface(
+    model: nn.Module,
+    functional: Functional,
+    *,
+    parameters: Sequence[Tensor] | None = None,
+    microbatch_tokens: int = 4096,
+    graph_mb: float = 1024.0,
+    head_mb: float = 64.0,
+    mode: ProductMode = "auto",
+) -> Iterator[LmSurface]:
+    """Within the block: the surface of a model, guarded, in eval mode, in float32 or better, with MATH attention.
+
+    Unless the functional is stale its anchors become the model's own log-probabilities, so that all ratios are 1.
+
+    Args:
+        model: a Hugging Face causal LM, with or without adapters.
+        functional: what is probed, over which rows.
+        parameters: which tensors; None: all that require grad.
+        microbatch_tokens: padded tokens in one forward pass.
+        graph_mb: memory for graphs kept between products [MiB].
+        head_mb: memory for blocks of the logits [MiB].
+        mode: see `LmSurface.hessian`.
+
+    Raises:
+        UserError: an architecture whose output layer is not one linear map.
+    """
+    tensors = [*model.parameters(), *model.buffers()]
+    with (
+        guarded(model, weights=False, attention="math", training=False),
+        working_precision(tensors),
+        torch.enable_grad(),
+    ):
+        check_head(model, output_head(model))
+        surface = LmSurface(
+            model,
+            functional,
+            parameters=parameters,
+            microbatch_tokens=microbatch_tokens,
+            graph_mb=graph_mb,
+            head_mb=head_mb,
+            mode=mode,
+        )
+        if functional.name != "nll" and not functional.stale:
+            surface.functional = functional.anchored(surface.logp())
+        yield surface
+
+
+def _microbatches(lengths: Tensor, tokens: int) -> list[Tensor]:
+    """Rows in order of length, cut so that rows × longest ≤ tokens (one row at least)."""
+    if tokens < 1:
+        raise UserError(f"microbatch_tokens, {tokens}: at least 1")
+    order = torch.argsort(lengths, stable=True).tolist()
+    found: list[list[int]] = [[]]
+    for row in order:
+        if found[-1] and (len(found[-1]) + 1) * int(lengths[row]) > tokens:
+            found.append([])
+        found[-1].append(row)
+    return [torch.tensor(rows, device=lengths.device) for rows in found]

@@ -1,0 +1,169 @@
+"""Second-order products of a causal language model that keep nothing between them and never hold its logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from sharpscope.errors import UserError
+from sharpscope.probes.functionals import Functional, token_batch
+from sharpscope.probes.hessian.dual import DualBody
+from sharpscope.probes.hessian.head import HeadPoint, HeadProduct, squash
+from sharpscope.probes.hessian.operators import GraphHessian, Operator
+from sharpscope.probes.surface import common_dtype, flatten, unflatten
+
+if TYPE_CHECKING:
+    from sharpscope.probes.hessian.causal_lm import LmSurface
+
+
+class StreamedHessian(Operator):
+    """Hessian or Gauss-Newton products that keep nothing: dual forward, closed-form head, one backward."""
+
+    def __init__(self, surface: LmSurface, *, checkpoint: bool, gauss_newton: bool) -> None:
+        parameters = surface.parameters
+        super().__init__(size_of(parameters), common_dtype(parameters), parameters[0].device)
+        self._surface, self._gauss_newton = surface, gauss_newton
+        self._body = DualBody(surface.backbone, parameters, checkpoint=checkpoint)
+
+    def product(self, vector: Tensor) -> Tensor:
+        """H v or G v for v (P,)."""
+        surface = self._surface
+        like = surface.parameters
+        total = torch.zeros(self.size, dtype=self.dtype, device=self.device)
+        direction = {id(p): part for p, part in zip(like, unflatten(vector, like), strict=True)}
+        parts = unflatten(total, like)
+        for index in surface.microbatches:
+            ids, place, target = surface.inputs(index)
+            back = _HeadBack(
+                surface,
+                index,
+                place,
+                target,
+                direction,
+                dict(zip(map(id, like), parts, strict=True)),
+                self._gauss_newton,
+            )
+            self._body.product(ids, direction, back.out, back)
+        # With one dtype and device the parts are views of `total`; otherwise they are copies.
+        return total if parts[0].data_ptr() == total.data_ptr() and _uniform(like) else flatten(parts, like)
+
+
+class _HeadBack:
+    """From h and ḣ to their cotangents, through the output layer and the functional."""
+
+    def __init__(
+        self,
+        surface: LmSurface,
+        index: Tensor,
+        place: Tensor,
+        target: Tensor,
+        direction: dict[int, Tensor],
+        out: dict[int, Tensor],
+        gauss_newton: bool,
+    ) -> None:
+        self.surface, self.index, self.place, self.target = surface, index, place, target
+        self.direction, self.out, self.gauss_newton = direction, out, gauss_newton
+
+    def __call__(self, hidden: Tensor, hidden_dot: Tensor) -> tuple[Tensor, Tensor | None]:
+        surface, head = self.surface, self.surface.head
+        point = HeadPoint(
+            hidden[:, :-1][self.place],
+            hidden_dot[:, :-1][self.place],
+            head.weight.detach(),
+            self._of(self.direction, head.weight),
+            None if head.bias is None else head.bias.detach(),
+            self._of(self.direction, head.bias),
+            self.target,
+            squash(head, surface.functional.temperature),
+        )
+        with torch.no_grad():
+            product = HeadProduct(point, surface.head_mb)
+            logp, logp_dot = product.tangent()
+        first, second = self._functional(logp.double(), logp_dot.double())
+        with torch.no_grad():
+            back, back_dot = product.cotangents(
+                first.to(logp.dtype),
+                second.to(logp.dtype),
+                self._of(self.out, head.weight),
+                self._of(self.out, head.bias),
+                gauss_newton=self.gauss_newton,
+            )
+        return self._spread(hidden, back), None if back_dot is None else self._spread(hidden, back_dot)
+
+    def _functional(self, logp: Tensor, logp_dot: Tensor) -> tuple[Tensor, Tensor]:
+        """c = ∂φ/∂ℓ (M,) and its derivative along ℓ̇ (M,): the functional couples the tokens of a row."""
+        given = logp.requires_grad_()
+        spread = scatter(given, self.place)
+        share = self.surface.functional.share(self.index, spread, width=spread.shape[1])
+        (first,) = torch.autograd.grad(share, given, create_graph=True)
+        if not first.requires_grad:  # linear in ℓ, as nll is
+            return first.detach(), torch.zeros_like(logp_dot)
+        (second,) = torch.autograd.grad(first, given, logp_dot, allow_unused=True)
+        return first.detach(), torch.zeros_like(logp_dot) if second is None else second
+
+    def _spread(self, hidden: Tensor, rows: Tensor) -> Tensor:
+        """(n, width, d) with `rows` (M, d) at the positions that predict a scored token."""
+        full = torch.zeros_like(hidden)
+        full[:, :-1][self.place] = rows
+        return full
+
+    @staticmethod
+    def _of(table: dict[int, Tensor], tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else table.get(id(tensor))
+
+
+def check_forward_mode(surface: LmSurface) -> None:
+    """Forward mode against reverse mode on a few tokens: an architecture may use an operation with a wrong tangent.
+
+    Raises:
+        UserError: they differ, or forward mode does not exist for an operation of the model.
+    """
+    batch = surface.functional.batch
+    index = batch.lengths.argmin()[None]
+    width = min(16, int(batch.lengths[index]))
+    few = token_batch(
+        batch.input_ids[index, :width], torch.ones_like(batch.input_ids[index, :width]), torch.arange(width)[None] > 0
+    )
+    # Few parameters are enough (norm gains, biases, small matrices): their tangents run through everything above them.
+    small: list[Tensor] = []
+    held = 0
+    for parameter in sorted(surface.parameters, key=Tensor.numel):
+        held += parameter.numel()
+        if small and held > 1_000_000:
+            break
+        small.append(parameter)
+    short = surface.over(Functional("nll", few.to(batch.input_ids.device))).restricted(small)
+    vector = torch.randn(size_of(small), generator=torch.Generator().manual_seed(0), dtype=common_dtype(small)).to(
+        small[0].device
+    )
+    advice = "use mode='graph' with more memory (graph_mb), or another attention implementation"
+    try:
+        streamed = StreamedHessian(short, checkpoint=False, gauss_newton=False) @ vector
+    except NotImplementedError as problem:
+        raise UserError(
+            f"model, {type(surface.model).__name__}: no forward-mode derivative ({problem}); {advice}"
+        ) from problem
+    direct = GraphHessian([short.loss()], short.parameters) @ vector
+    error = float((streamed - direct).norm()) / max(float(direct.norm()), 1e-30)
+    if not error < 1e-2 and float(direct.norm()) > 1e-6 * float(vector.norm()):
+        raise UserError(
+            f"model, {type(surface.model).__name__}: forward mode and reverse mode differ by {error:.0%}; {advice}"
+        )
+
+
+def scatter(values: Tensor, place: Tensor) -> Tensor:
+    """(n, width) with `values` (M,) at the scored tokens: `place` (n, width − 1) is shifted by one."""
+    grid = torch.zeros(place.shape, dtype=values.dtype, device=values.device).masked_scatter(place, values)
+    return torch.nn.functional.pad(grid, (1, 0))
+
+
+def size_of(parameters: Sequence[Tensor]) -> int:
+    """P: numbers in all tensors together."""
+    return sum(parameter.numel() for parameter in parameters)
+
+
+def _uniform(tensors: Sequence[Tensor]) -> bool:
+    return len({(t.dtype, t.device) for t in tensors}) == 1

@@ -1,0 +1,34 @@
+"""Trainable tensors by what they do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor, nn
+
+
+def parameter_groups(model: nn.Module, parameters: Sequence[Tensor] | None = None) -> dict[str, list[Tensor]]:
+    """The groups `embedding`, `attention`, `mlp`, `norm`, `head`, `other`; empty ones left out.
+
+    A tied tensor belongs to its first use (the embedding).
+    """
+    wanted = {id(p) for p in (model.parameters() if parameters is None else parameters) if p.requires_grad}
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
+    fixed: dict[int, str] = {id(p): "head" for p in (head.parameters() if head is not None else ())}
+    fixed |= {id(p): "embedding" for p in embedding.parameters()}
+    groups: dict[str, list[Tensor]] = {}
+    for name, parameter in model.named_parameters():
+        if id(parameter) in wanted:
+            groups.setdefault(fixed.get(id(parameter)) or _kind(name), []).append(parameter)
+    return groups
+
+
+def _kind(name: str) -> str:
+    words = name.lower()
+    rules: list[tuple[str, Callable[[str], bool]]] = [
+        ("norm", lambda w: any(key in w for key in ("norm", "ln_", ".ln"))),
+        ("attention", lambda w: "attn" in w or "attention" in w),
+        ("mlp", lambda w: any(key in w for key in ("mlp", "expert", "feed_forward", "ffn"))),
+        ("embedding", lambda w: any(key in w for key in ("embed", "wpe", "wte"))),
+    ]
+    return next((group for group, holds in rules if holds(words)), "other")

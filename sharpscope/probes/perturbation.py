@@ -1,0 +1,343 @@
+"""Sharpness by perturbation: how much the loss rises within a ball of radius rho around the parameters.
+
+With T = 1, or T = |θ| for adaptive measures, every perturbation is written ε = T∘u with ‖u‖₂ ≤ rho. So nothing is ever
+divided by a weight: one that is exactly zero stays where it is, which is the limit of ever smaller weights.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from sharpscope.errors import UserError, nearest
+from sharpscope.probes.estimate import Estimate
+from sharpscope.probes.hessian.api import sub_generator
+from sharpscope.probes.surface import ClosureSurface, LossFn, Surface, common_dtype, flatten, moved, untouched
+
+SharpnessKind = Literal["sam", "asam", "average", "worst"]
+KINDS: tuple[SharpnessKind, ...] = ("sam", "asam", "average", "worst")
+
+
+@dataclass(frozen=True)
+class Sharpness:
+    """The rise of the loss at one radius.
+
+    Attributes:
+        value: L(θ+ε) − L(θ): at the one-step point (`sam`, `asam`), at the best point found (`worst`), or its mean over
+            Gaussian ε (`average`) [the loss's unit].
+        std_error: of an average; NaN for the others.
+        first_order: rho·‖T∘∇L‖, the maximum of the linearised rise over the same ball; for `average` too, whose own
+            first-order term is 0.
+        ratio: value / first_order; NaN where the gradient is zero.
+        gradient_norm: ‖∇L‖₂, without T.
+        loss: L(θ).
+        rho, kind, adaptive: what was asked.
+        samples: gradients taken (`sam`, `asam`: 1; `worst`: 1 + steps) or antithetic pairs (`average`).
+        converged: the value is what `kind` says; False: it is not, `why` says the reason. None: a direct evaluation.
+        residual: of `worst`: ‖proj(u + rho·g/‖g‖) − u‖/rho, 0 at a stationary point of the ball; NaN for the others.
+        seed, seconds: how it was had.
+    """
+
+    value: float
+    std_error: float
+    first_order: float
+    ratio: float
+    gradient_norm: float
+    loss: float
+    rho: float
+    kind: SharpnessKind
+    adaptive: bool
+    samples: int
+    converged: bool | None
+    why: str
+    residual: float
+    seed: int
+    seconds: float
+
+    @property
+    def quantity(self) -> str:
+        """Name in the `probes` table: `sam`, `asam`, `average`, `worst`, `adaptive_average`, `adaptive_worst`."""
+        return f"adaptive_{self.kind}" if self.adaptive and self.kind in ("average", "worst") else self.kind
+
+    def estimates(self, probe: str = "perturbation", prefix: str = "") -> list[Estimate]:
+        """Three rows: the value, `…_first_order`, `…_ratio`."""
+        name = prefix + self.quantity
+        whole = Estimate(
+            probe,
+            name,
+            self.value,
+            self.std_error,
+            self.samples,
+            self.rho,
+            self.converged,
+            self.residual,
+            self.seed,
+            self.seconds,
+            why=self.why,
+        )
+        undefined = "" if math.isfinite(self.ratio) else "the first-order term is zero or not finite"
+        return [
+            whole,
+            Estimate(
+                probe,
+                f"{name}_first_order",
+                self.first_order,
+                rho=self.rho,
+                seed=self.seed,
+                why=self.why if math.isnan(self.first_order) else "",
+            ),
+            Estimate(
+                probe,
+                f"{name}_ratio",
+                self.ratio,
+                rho=self.rho,
+                seed=self.seed,
+                converged=self.converged,
+                why=undefined or self.why,
+            ),
+        ]
+
+
+def sharpness(
+    loss_fn: LossFn,
+    parameters: Sequence[Tensor],
+    rho: float,
+    kind: SharpnessKind = "sam",
+    steps: int = 20,
+    seed: int = 0,
+    *,
+    adaptive: bool = False,
+    samples: int = 16,
+    tolerance: float = 1e-2,
+) -> Sharpness:
+    """Sharpness of any loss at the parameters' present values.
+
+    - `sam`: one step, ε = rho·∇L/‖∇L‖ (arXiv 2010.01412).
+    - `asam`: one step, ε = rho·T²∇L/‖T∇L‖ with T = |θ|, no stabiliser (arXiv 2102.11600).
+    - `worst`: projected gradient ascent on L in the ball, from the one-step point; a lower bound of the maximum, which
+      `converged` calls stationary. `adaptive` takes the ball ‖T⁻¹ε‖ ≤ rho.
+    - `average`: mean over ε = rho/√P·T∘z, z standard normal, so that E‖u‖² = rho² and one rho means one radius
+      throughout; to second order rho²/(2P)·tr H. Pairs ±ε cancel the first-order noise.
+
+    Args:
+        loss_fn: zero-argument closure that computes a scalar loss from `parameters`, the same in every call.
+        parameters: leaf tensors; half-precision ones are perturbed as float32 copies. Frozen ones are left out.
+        rho: radius [parameters' L2 norm; relative to |θ| where adaptive].
+        kind: see above.
+        steps: gradient steps of `worst` at most.
+        seed: of the random directions.
+        adaptive: T = |θ| also for `average` and `worst`.
+        samples: antithetic pairs of `average`, at least 2.
+        tolerance: residual at which `worst` counts as stationary.
+
+    Returns:
+        A `Sharpness`; parameters, `.grad`, random state and attention kernel are as before, also if this raises.
+
+    Raises:
+        UserError: an unknown kind, rho ≤ 0, a step below the parameters' resolution, a loss that is not deterministic.
+    """
+    surface = ClosureSurface(loss_fn, parameters)
+    with untouched(list(parameters)):
+        surface.check_deterministic()
+        return sharpness_of(
+            surface, rho, kind, steps=steps, seed=seed, adaptive=adaptive, samples=samples, tolerance=tolerance
+        )
+
+
+def sharpness_of(
+    surface: Surface,
+    rho: float,
+    kind: SharpnessKind = "sam",
+    *,
+    steps: int = 20,
+    seed: int = 0,
+    adaptive: bool = False,
+    samples: int = 16,
+    tolerance: float = 1e-2,
+    at: tuple[float, Tensor] | None = None,
+) -> Sharpness:
+    """`sharpness` of a surface that is guarded already; `at` = (L(θ), ∇L(θ)) saves a gradient on a grid of radii."""
+    if kind not in KINDS:
+        raise UserError(f"kind, '{kind}'{nearest(kind, KINDS)}")
+    if not (rho > 0 and math.isfinite(rho)):
+        raise UserError(f"rho, {rho}: must be positive and finite")
+    if steps < 1 or samples < 2:
+        raise UserError(f"steps, {steps}, samples, {samples}: at least 1 step and 2 samples")
+    began = time.perf_counter()
+    adaptive = adaptive or kind == "asam"
+    loss, gradient = surface.gradient() if at is None else at
+    scale = _scale(surface) if adaptive else None
+    scaled = gradient if scale is None else gradient * scale  # ∇_u L = T∘∇L
+    length = float(scaled.double().norm())
+    found = _Found(math.nan, samples=1)
+    if not (math.isfinite(loss) and math.isfinite(length)):
+        found = _Found(math.nan, samples=1, converged=False, why=f"the loss is {loss} and its gradient's norm {length}")
+    elif kind == "average":
+        found = _average(surface, rho, scale, samples, sub_generator(seed, "average"), loss)
+    elif kind == "worst":
+        found = _worst(surface, rho, scale, steps, tolerance, sub_generator(seed, "worst"), loss, scaled)
+    elif length == 0:
+        found = _Found(
+            0.0, samples=1, converged=False, why="the gradient is zero, so one step has no direction; use kind='worst'"
+        )
+    else:
+        with moved(surface.parameters, _step(scaled * (rho / length), scale)):
+            found = _Found(surface.value() - loss, samples=1)
+    found = found.checked(loss, surface)
+    first_order = rho * length
+    return Sharpness(
+        value=found.value,
+        std_error=found.std_error,
+        first_order=first_order,
+        ratio=found.value / first_order if first_order > 0 else math.nan,
+        gradient_norm=float(gradient.double().norm()),
+        loss=loss,
+        rho=rho,
+        kind=kind,
+        adaptive=adaptive,
+        samples=found.samples,
+        converged=found.converged,
+        why=found.why,
+        residual=found.residual,
+        seed=seed,
+        seconds=time.perf_counter() - began,
+    )
+
+
+def sharpness_grid(
+    surface: Surface,
+    rhos: Sequence[float],
+    kinds: Sequence[tuple[SharpnessKind, bool]] = (
+        ("sam", False),
+        ("asam", True),
+        ("average", False),
+        ("worst", False),
+    ),
+    *,
+    steps: int = 20,
+    samples: int = 16,
+    seed: int = 0,
+) -> list[Sharpness]:
+    """Every (kind, adaptive) at every radius, with one gradient at θ for all."""
+    at = surface.gradient()
+    return [
+        sharpness_of(surface, rho, kind, adaptive=adaptive, steps=steps, samples=samples, seed=seed, at=at)
+        for kind, adaptive in kinds
+        for rho in rhos
+    ]
+
+
+@dataclass(frozen=True)
+class _Found:
+    value: float
+    samples: int
+    std_error: float = math.nan
+    converged: bool | None = None
+    why: str = ""
+    residual: float = math.nan
+
+    def checked(self, loss: float, surface: Surface) -> _Found:
+        """The same, not to be believed where it is not finite or drowns in the rounding of the loss."""
+        if self.why:
+            return self
+        rounding = 4 * torch.finfo(common_dtype(surface.parameters)).eps * abs(loss)
+        if not math.isfinite(self.value):
+            return _Found(
+                math.nan, self.samples, self.std_error, False, "the perturbed loss is not finite", self.residual
+            )
+        if abs(self.value) <= rounding and rounding > 0:
+            why = f"{self.value:.1e} is within rounding of the loss {loss:.3g}; use a larger rho or float64"
+            return _Found(self.value, self.samples, self.std_error, False, why, self.residual)
+        return self
+
+
+def _scale(surface: Surface) -> Tensor:
+    """T = |θ| (P,)."""
+    return flatten([parameter.detach().abs() for parameter in surface.parameters], surface.parameters)
+
+
+def _step(u: Tensor, scale: Tensor | None) -> Tensor:
+    """ε = T∘u."""
+    return u if scale is None else u * scale
+
+
+def _directions(surface: Surface, generator: torch.Generator) -> Iterator[Tensor]:
+    """Standard normal (P,), drawn on the CPU so that they are the same on every device."""
+    like = surface.parameters
+    size, dtype, device = sum(p.numel() for p in like), common_dtype(like), like[0].device
+    while True:
+        yield torch.randn(size, generator=generator, dtype=dtype).to(device)
+
+
+def _average(
+    surface: Surface, rho: float, scale: Tensor | None, samples: int, generator: torch.Generator, loss: float
+) -> _Found:
+    rises = []
+    for _, z in zip(range(samples), _directions(surface, generator), strict=False):
+        step = _step(z.mul_(rho / math.sqrt(z.numel())), scale)
+        pair = []
+        for sign in (1.0, -1.0):
+            with moved(surface.parameters, step * sign):
+                pair.append(surface.value() - loss)
+        rises.append(sum(pair) / 2)
+    values = torch.tensor(rises, dtype=torch.float64)
+    return _Found(float(values.mean()), samples, float(values.std()) / math.sqrt(samples))
+
+
+def _worst(
+    surface: Surface,
+    rho: float,
+    scale: Tensor | None,
+    steps: int,
+    tolerance: float,
+    generator: torch.Generator,
+    loss: float,
+    start: Tensor,
+) -> _Found:
+    """Projected gradient ascent in u; a step that lowers the loss is taken back and shortened: the last is the best."""
+
+    def projected(u: Tensor) -> Tensor:
+        length = float(u.double().norm())
+        return u * (rho / length) if length > rho else u
+
+    direction = start
+    if float(start.double().norm()) == 0:  # a critical point: any direction may be the steep one
+        direction = next(_directions(surface, generator))
+        direction = direction if scale is None else direction * (scale > 0)
+        if float(direction.norm()) == 0:
+            return _Found(0.0, 1, converged=True, residual=0.0)  # every weight is zero: the ball is a point
+    u = direction * (rho / float(direction.double().norm()))
+    best, gradient = _climb(surface, u, scale)
+    reach, used, residual = 4.0, 1, math.inf  # reach: length of a step in units of rho
+    while math.isfinite(best):
+        length = float(gradient.double().norm())
+        residual = 0.0 if length == 0 else float((projected(u + gradient * (rho / length)) - u).double().norm()) / rho
+        if residual <= tolerance or used >= steps:
+            break
+        candidate = projected(u + gradient * (reach * rho / length))
+        value, slope = _climb(surface, candidate, scale)
+        used += 1
+        if value >= best:
+            u, best, gradient, reach = candidate, value, slope, min(4 * reach, 1e6)
+        else:
+            reach /= 8
+            if not math.isfinite(value) or reach < 1e-8:
+                break
+    converged = residual <= tolerance
+    why = "" if converged else f"after {used} steps the ascent still moves by {residual:.0%} of rho"
+    if best < loss and converged:  # a stationary point below the start: the ball's centre is higher
+        return _Found(0.0, 1 + used, converged=False, why="the ascent ended below its start", residual=residual)
+    return _Found(best - loss, 1 + used, converged=converged, why=why, residual=residual)
+
+
+def _climb(surface: Surface, u: Tensor, scale: Tensor | None) -> tuple[float, Tensor]:
+    """L(θ + T∘u) and its gradient in u."""
+    with moved(surface.parameters, _step(u, scale)):
+        value, gradient = surface.gradient()
+    return value, gradient if scale is None else gradient * scale

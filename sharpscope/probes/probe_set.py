@@ -1,0 +1,257 @@
+"""Fixed prompts on which every method of a study is probed, as one Parquet file that can be passed between runs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from sharpscope.errors import UserError, nearest
+from sharpscope.probes.functionals import TokenBatch, completion_batch
+from sharpscope.tasks.base import Example, Task
+
+if TYPE_CHECKING:
+    from sharpscope.policy.rollouts import Rollouts
+
+FORMAT = 1
+SPLITS = ("train", "heldout")
+
+
+@dataclass(frozen=True)
+class ProbeItem:
+    """One fixed prompt.
+
+    Attributes:
+        split: `train` or `heldout`.
+        example: what is asked, with its answer and meta.
+        prompt_ids: the prompt as the initial policy's tokenizer renders it, any prefill included.
+        solution: tokens of a completion that the task scored correct, end-of-text token included; empty: none found.
+    """
+
+    split: str
+    example: Example
+    prompt_ids: tuple[int, ...]
+    solution: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Rollouts of the probed policy on probe prompts: rows grouped by prompt, and each row's success.
+
+    Attributes:
+        rollouts: N rows.
+        correct: (N,) 0 or 1 (or a success between).
+    """
+
+    rollouts: Rollouts
+    correct: Tensor
+
+
+# Draws `samples` completions per example from the policy to be probed, with a seed; probes do not generate.
+Draw = Callable[[Sequence[Example], int, int], Drawn]
+
+
+@dataclass(frozen=True)
+class ProbeSet:
+    """The prompts and what they are keyed by; equal keys and contents give equal hashes in every process.
+
+    Attributes:
+        task: name of the task with its data's settings.
+        policy: the initial policy that all methods of the study start from.
+        seed: of the choice of prompts and of the solutions.
+        items: prompts, those of one split adjacent.
+    """
+
+    task: str
+    policy: str
+    seed: int
+    items: tuple[ProbeItem, ...]
+
+    @property
+    def content_hash(self) -> str:
+        """First 16 hex digits of the SHA-256 of key and items."""
+        canonical = [self.task, self.policy, self.seed, [_row(item) for item in self.items]]
+        text = json.dumps(canonical, sort_keys=True, ensure_ascii=True, default=str)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def name(self, split: str | None = None) -> str:
+        """What stands in the `probe_set` column: `<task>/<split>@<hash>`."""
+        return f"{self.task}/{split or 'all'}@{self.content_hash}"
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """Splits that have items."""
+        return tuple(split for split in SPLITS if any(item.split == split for item in self.items))
+
+    def split(self, split: str) -> tuple[ProbeItem, ...]:
+        """The items of one split.
+
+        Raises:
+            UserError: no such split here.
+        """
+        chosen = tuple(item for item in self.items if item.split == split)
+        if not chosen:
+            raise UserError(f"probe set, split '{split}'{nearest(split, {item.split for item in self.items})}")
+        return chosen
+
+    def solutions(self, split: str) -> TokenBatch:
+        """The stored solutions of a split as rows for `nll`: solution tokens are scored, prompt tokens are not.
+
+        Raises:
+            UserError: no prompt of the split has a solution.
+        """
+        solved = [item for item in self.split(split) if item.solution]
+        if not solved:
+            raise UserError(
+                f"probe set, split '{split}': no prompt has a verified solution; draw more, or take a better policy"
+            )
+        return completion_batch([(item.prompt_ids, item.solution) for item in solved])
+
+    def draw(self, split: str, samples: int, draw: Draw, seed: int | None = None) -> Drawn:
+        """Fresh rollouts of the probed policy on a split's prompts; the set's own seed unless another is given."""
+        return draw([item.example for item in self.split(split)], samples, self.seed if seed is None else seed)
+
+    def save(self, path: Path | str) -> Path:
+        """Write the Parquet file (aside, then renamed) and return its path."""
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        path = Path(path)
+        rows = [_row(item) for item in self.items]
+        key = {
+            "format": FORMAT,
+            "task": self.task,
+            "policy": self.policy,
+            "seed": self.seed,
+            "hash": self.content_hash,
+        }
+        columns = {
+            "split": pa.array([row["split"] for row in rows], pa.string()),
+            "prompt": pa.array([row["prompt"] for row in rows], pa.string()),
+            "answer": pa.array([row["answer"] for row in rows], pa.string()),
+            "meta": pa.array([row["meta"] for row in rows], pa.string()),
+            "prompt_ids": pa.array([row["prompt_ids"] for row in rows], pa.list_(pa.int64())),
+            "solution": pa.array([row["solution"] for row in rows], pa.list_(pa.int64())),
+        }
+        table = pa.table(columns).replace_schema_metadata({"sharpscope.probe_set": json.dumps(key)})
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside = path.with_name(path.name + ".tmp")
+        pq.write_table(table, aside)
+        aside.replace(path)
+        return path
+
+    @staticmethod
+    def load(path: Path | str) -> ProbeSet:
+        """Read a probe set.
+
+        Raises:
+            UserError: not a probe set, of another format, or changed since it was written.
+        """
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        try:
+            table = pq.read_table(path)
+            key = json.loads((table.schema.metadata or {})[b"sharpscope.probe_set"])
+        except (OSError, pa.ArrowException, KeyError, ValueError) as problem:
+            raise UserError(
+                f"probe_set, {path}: cannot be read as one ({type(problem).__name__}: {problem})"
+            ) from problem
+        if key.get("format") != FORMAT:
+            raise UserError(
+                f"probe_set, {path}: format {key.get('format')}, this version reads {FORMAT}; build it again"
+            )
+        items = tuple(
+            ProbeItem(
+                row["split"],
+                Example(row["prompt"], row["answer"], json.loads(row["meta"])),
+                tuple(row["prompt_ids"]),
+                tuple(row["solution"]),
+            )
+            for row in table.to_pylist()
+        )
+        found = ProbeSet(key["task"], key["policy"], int(key["seed"]), items)
+        if found.content_hash != key["hash"]:
+            raise UserError(
+                f"probe_set, {path}: its contents do not match its hash {key['hash']}; it was changed or damaged"
+            )
+        return found
+
+
+def build_probe_set(
+    task: Task,
+    draw: Draw,
+    encode: Callable[[Sequence[Example]], Sequence[Sequence[int]]],
+    *,
+    policy: str,
+    seed: int = 0,
+    train: int = 32,
+    heldout: int = 32,
+    tries: int = 8,
+    task_name: str | None = None,
+) -> ProbeSet:
+    """Choose prompts, and for each keep the first of the initial policy's completions that the task scores correct.
+
+    Args:
+        task: its splits `train` and `heldout` are drawn from (levels in proportion, as a seeded shuffle gives them).
+        draw: rollouts of the *initial* policy.
+        encode: prompts as token ids, as the policy sees them.
+        policy: name of the initial policy.
+        seed: of the choice and of the completions.
+        train, heldout: prompts of each split; all there are if fewer.
+        tries: completions per prompt among which a solution is looked for.
+        task_name: name in the key; None: the task's own.
+
+    Raises:
+        UserError: the task has no training prompts.
+    """
+    splits = task.splits()
+    items: list[ProbeItem] = []
+    for split, count in zip(SPLITS, (train, heldout), strict=True):
+        examples = _choose(splits.get(split, []), count, seed)
+        if not examples and split == "train":
+            raise UserError(f"task, {task.name}: has no training prompts to probe")
+        if not examples:
+            continue
+        solutions = _solutions(draw(examples, tries, seed), len(examples))
+        items += [
+            ProbeItem(split, example, tuple(ids), solution)
+            for example, ids, solution in zip(examples, encode(examples), solutions, strict=True)
+        ]
+    return ProbeSet(task_name or task.name, policy, seed, tuple(items))
+
+
+def _choose(examples: Sequence[Example], count: int, seed: int) -> list[Example]:
+    order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(seed))
+    return [examples[i] for i in order[:count].tolist()]
+
+
+def _solutions(drawn: Drawn, prompts: int) -> list[tuple[int, ...]]:
+    """For each prompt the first correct completion that ended by itself and is all the policy's own; () if none."""
+    rollouts = drawn.rollouts
+    found: list[tuple[int, ...]] = [()] * prompts
+    for row in range(len(rollouts.input_ids)):
+        prompt, length = int(rollouts.group[row]), int(rollouts.completion_mask[row].sum())
+        whole = bool(rollouts.completion_mask[row, :length].all())
+        ended = length > 0 and not bool(rollouts.truncated[row])
+        if not found[prompt] and float(drawn.correct[row]) == 1.0 and whole and ended:
+            found[prompt] = tuple(rollouts.completion_ids[row, :length].tolist())
+    return found
+
+
+def _row(item: ProbeItem) -> dict[str, Any]:
+    meta: Mapping[str, Any] = item.example.meta
+    return {
+        "split": item.split,
+        "prompt": item.example.prompt,
+        "answer": item.example.answer,
+        "meta": json.dumps(dict(meta), sort_keys=True, default=str),
+        "prompt_ids": list(item.prompt_ids),
+        "solution": list(item.solution),
+    }

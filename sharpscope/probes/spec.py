@@ -1,0 +1,191 @@
+"""Configuration of the surface probes: what is measured, how finely, how often, and what it may cost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from sharpscope.spec import Spec
+
+Preset = Literal["off", "cheap", "standard", "full"]
+
+# What each preset sets; a field that the user gives keeps the user's value.
+PRESETS: dict[str, dict[str, Any]] = {
+    "off": {"every": 0},
+    "cheap": {
+        "every": 50,
+        "functionals": ("nll",),
+        "prompts": 16,
+        "heldout_prompts": 16,
+        "samples": 2,
+        "top": 1,
+        "max_products": 30,
+        "tolerance": 1e-2,
+        "trace_probes": 0,
+        "density_samples": 0,
+        "rhos": (0.05,),
+        "kinds": ("sam", "asam"),
+    },
+    "standard": {},
+    "full": {
+        "every": 25,
+        "functionals": ("nll", "surrogate", "expected_failure"),
+        "prompts": 64,
+        "heldout_prompts": 64,
+        "samples": 8,
+        "top": 5,
+        "max_products": 300,
+        "tolerance": 1e-4,
+        "trace_probes": 32,
+        "density_samples": 8,
+        "density_steps": 40,
+        "groups": True,
+        "preconditioned": True,
+        "gauss_newton": True,
+        "rhos": (0.01, 0.02, 0.05, 0.1, 0.2, 0.5),
+        "kinds": ("sam", "asam", "average", "adaptive_average", "worst", "adaptive_worst"),
+        "worst_steps": 50,
+        "average_samples": 32,
+        "m": 8,
+        "slices": True,
+    },
+}
+
+KINDS: dict[str, tuple[Literal["sam", "asam", "average", "worst"], bool]] = {
+    "sam": ("sam", False),
+    "asam": ("asam", True),
+    "average": ("average", False),
+    "adaptive_average": ("average", True),
+    "worst": ("worst", False),
+    "adaptive_worst": ("worst", True),
+}
+
+
+class ProbesSpec(Spec):
+    """Curvature and perturbation probes; on the same fixed prompts for every method of a study."""
+
+    preset: Preset = Field(
+        "off", description="Sets every field below that is not given: off | cheap | standard | full."
+    )
+    every: int = Field(
+        50, ge=0, description="Probe every this many steps, and before the first and after the last; 0: never."
+    )
+    budget: float | None = Field(
+        None,
+        gt=0,
+        description="Vector products per step that probes may cost on average; more is thinned out (an event says so); "
+        "null: no limit.",
+    )
+    probe_set: str | None = Field(
+        None, description="Parquet file of a probe set to use; null: built from the task and kept with the run."
+    )
+    probe_set_seed: int = Field(
+        0, ge=0, description="Seed of the probe set's prompts; the same for every run of a study."
+    )
+    prompts: int = Field(32, ge=1, description="Training prompts in the probe set.")
+    heldout_prompts: int = Field(32, ge=0, description="Held-out prompts in the probe set.")
+    functionals: tuple[Literal["nll", "surrogate", "expected_failure"], ...] = Field(
+        ("nll", "expected_failure"),
+        description="Which scalars' surfaces: of stored solutions, of freshly drawn rollouts.",
+    )
+    samples: int = Field(4, ge=1, description="Completions drawn per probe prompt for surrogate and expected_failure.")
+    stale_threshold: float = Field(
+        0.5,
+        gt=0,
+        le=1,
+        description="Smallest effective share of samples (of 1) at which a stale-rollout estimate is valid.",
+    )
+    backend: Literal["lanczos", "pyhessian"] = Field(
+        "lanczos", description="Who finds eigenvalues and trace; pyhessian for comparison."
+    )
+    top: int = Field(
+        3, ge=1, le=100, description="Largest Hessian eigenvalues wanted; their span is that of sharp_alignment."
+    )
+    tolerance: float = Field(
+        1e-3, gt=0, lt=1, description="Residual of an eigenpair relative to the largest |eigenvalue|."
+    )
+    max_products: int = Field(
+        100, ge=4, description="Hessian products for the eigenpairs at most; then converged = false."
+    )
+    trace_probes: int = Field(16, ge=0, description="Random probes of the trace; 0: no trace.")
+    density_samples: int = Field(4, ge=0, description="Random starts of the spectral density; 0: no density.")
+    density_steps: int = Field(20, ge=2, description="Lanczos steps of each start of the spectral density.")
+    gauss_newton: bool = Field(False, description="Also the Gauss-Newton matrix, in the same way.")
+    groups: bool = Field(
+        False, description="Also each group of parameters alone: embedding, attention, mlp, norm, head."
+    )
+    preconditioned: bool = Field(True, description="Also the largest eigenvalue of the AdamW-preconditioned Hessian.")
+    rhos: tuple[float, ...] = Field((0.01, 0.05, 0.1, 0.5), description="Radii of perturbations [parameters' L2 norm].")
+    kinds: tuple[Literal["sam", "asam", "average", "adaptive_average", "worst", "adaptive_worst"], ...] = Field(
+        ("sam", "asam", "average"), description="Which sharpness measures, at every radius."
+    )
+    worst_steps: int = Field(20, ge=1, description="Gradient steps of the projected ascent at most.")
+    average_samples: int = Field(16, ge=2, description="Antithetic pairs of average-case sharpness.")
+    m: int = Field(0, ge=0, description="Examples per group of m-sharpness (SAM), at every radius; 0: none.")
+    slices: bool = Field(
+        False, description="Also loss slices along the gradient, the top eigenvector and random directions."
+    )
+    microbatch_tokens: int = Field(
+        4096, ge=64, description="Tokens (padding included) in one forward pass of a probe [tokens]."
+    )
+    graph_mb: float = Field(1024.0, gt=0, description="Memory for graphs kept between Hessian products [MiB].")
+    head_mb: float = Field(64.0, gt=0, description="Memory for blocks of the logits [MiB].")
+    basis_mb: float = Field(2048.0, gt=0, description="Memory for Lanczos vectors [MiB].")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _preset(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping):
+            return data
+        return PRESETS.get(str(data.get("preset", "off")), {}) | dict(data)
+
+    @field_validator("rhos")
+    @classmethod
+    def _rhos(cls, value: tuple[float, ...]) -> tuple[float, ...]:
+        if not value or any(not (rho > 0 and math.isfinite(rho)) for rho in value) or list(value) != sorted(set(value)):
+            raise ValueError("at least one radius, each positive, in ascending order, none twice")
+        return value
+
+    @field_validator("trace_probes")
+    @classmethod
+    def _trace_probes(cls, value: int) -> int:
+        if value == 1:
+            raise ValueError("at least 2 (one probe has no standard error), or 0 for no trace")
+        return value
+
+    def cost(self, *, gradient: float = 0.5, value: float = 0.2, groups: int = 6) -> float:
+        """Upper bound of what one round of probes costs [Hessian-vector products].
+
+        Args:
+            gradient, value: cost of a gradient and of a loss in units of a product; see `measured_cost`.
+            groups: groups of parameters, if they are probed.
+        """
+        eigen = self.max_products + self.top + 1
+        curvature = eigen + self.trace_probes + self.density_samples * self.density_steps
+        curvature *= 1 + int(self.gauss_newton)
+        curvature += eigen * (groups * int(self.groups) + int(self.preconditioned))
+        each = {
+            "sam": value,
+            "asam": value,
+            "average": 2 * value * self.average_samples,
+            "adaptive_average": 2 * value * self.average_samples,
+            "worst": gradient * (1 + self.worst_steps),
+            "adaptive_worst": gradient * (1 + self.worst_steps),
+        }
+        perturbation = gradient + len(self.rhos) * sum(each[kind] for kind in self.kinds)
+        perturbation += len(self.rhos) * (gradient + value) * int(self.m > 0)
+        perturbation += 4 * 21 * value * int(self.slices)
+        sets = 1 + int(self.heldout_prompts > 0)
+        return sets * len(self.functionals) * (curvature + perturbation)
+
+    def interval(self, cost: float) -> int:
+        """Steps between rounds of probes that keeps `cost` [products per round] within the budget; 0: never.
+
+        A multiple of `every`, so that the steps probed are a subset of those asked for.
+        """
+        if self.every == 0 or self.budget is None:
+            return self.every
+        return self.every * max(1, math.ceil(cost / self.budget / self.every))

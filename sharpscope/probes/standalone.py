@@ -1,0 +1,212 @@
+"""Surface probes of anybody's causal LM on anybody's prompts and completions: what `sharpscope probe` calls."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sharpscope.errors import UserError
+from sharpscope.probes.estimate import Estimate, columns
+from sharpscope.probes.functionals import Functional, FunctionalName, TokenBatch, completion_batch
+from sharpscope.probes.survey import Measured, measure, problems
+from sharpscope.probes.spec import ProbesSpec
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from sharpscope.policy import Policy
+
+
+@dataclass(frozen=True)
+class DataRow:
+    """One line of a data file.
+
+    Attributes:
+        prompt, completion: text; the completion gets an end-of-text token unless it is `truncated`.
+        reward: success in [0, 1], or None.
+        meta: `templated` and `prefill`, as in `sharpscope.tasks.Example`.
+        truncated: cut at a length limit.
+    """
+
+    prompt: str
+    completion: str
+    reward: float | None = None
+    truncated: bool = False
+    meta: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class ProbeReport:
+    """What standalone probes found.
+
+    Attributes:
+        estimates: rows of the `probes` table.
+        measured: per functional, with eigenvectors.
+    """
+
+    estimates: tuple[Estimate, ...]
+    measured: Mapping[FunctionalName, Measured]
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """One line for each estimate that is not to be believed."""
+        return problems(self.estimates)
+
+    def frame(self) -> pd.DataFrame:
+        """The `probes` table (with step 0 and the reasons), nulls where a value does not exist."""
+        import pandas as pd
+
+        frame = pd.DataFrame(columns(self.estimates, why=True))
+        frame.insert(0, "step", 0)
+        floats = ["value", "std_error", "rho", "residual", "seconds"]
+        return frame.astype(dict.fromkeys(floats, "float64"))
+
+    def save(self, folder: Path | str) -> Path:
+        """Write `probes.parquet` into a folder and return its path."""
+        path = Path(folder) / "probes.parquet"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside = path.with_name(path.name + ".tmp")
+        self.frame().to_parquet(aside, index=False)
+        aside.replace(path)
+        return path
+
+
+def read_rows(path: Path | str) -> list[DataRow]:
+    """Rows of a JSONL or Parquet file with `prompt` and `completion`; optional: `reward`, `truncated`, `meta`.
+
+    Raises:
+        UserError: no such file, another ending, a line that is not JSON, or a row without the two texts.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise UserError(f"data, {path}: no such file")
+    if path.suffix == ".parquet":
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        try:
+            records = pq.read_table(path).to_pylist()
+        except pa.ArrowException as problem:
+            raise UserError(f"data, {path}: not a Parquet file that can be read ({problem})") from problem
+    elif path.suffix in (".jsonl", ".json"):
+        records = _json_lines(path)
+    else:
+        raise UserError(f"data, {path}: ends in '{path.suffix}'; give a .jsonl or .parquet file")
+    rows = [_data_row(record, number, path) for number, record in enumerate(records, 1)]
+    if not rows:
+        raise UserError(f"data, {path}: holds no rows")
+    return rows
+
+
+def text_batch(policy: Policy, rows: Sequence[DataRow]) -> TokenBatch:
+    """Rows as tokens: the completion's are scored; the advantage is the success less the mean over equal prompts.
+
+    Raises:
+        UserError: a row longer than the model's context, or an empty completion.
+    """
+    from sharpscope.policy import render_prompts
+    from sharpscope.tasks.base import Example
+
+    prompts = render_prompts([Example(row.prompt, "", dict(row.meta or {})) for row in rows], policy)
+    pairs: list[tuple[list[int], list[int]]] = []
+    for number, (row, prompt) in enumerate(zip(rows, prompts, strict=True), 1):
+        ids = list(policy.tokenizer(row.completion, add_special_tokens=False)["input_ids"])
+        if not row.truncated and (not ids or ids[-1] not in policy.eos_ids) and policy.eos_ids:
+            ids.append(policy.eos_ids[0])
+        if not prompt or not ids:
+            raise UserError(f"data, row {number}: the {'completion' if prompt else 'prompt'} is empty")
+        length = len(prompt) + len(ids)
+        if policy.context is not None and length > policy.context:
+            raise UserError(f"data, row {number}: {length} tokens, the context is {policy.context}; leave it out")
+        pairs.append((prompt, ids))
+    reward = torch.tensor([math.nan if row.reward is None else row.reward for row in rows], dtype=torch.float64)
+    known = reward.nan_to_num(1.0)
+    by_prompt: dict[tuple[int, ...], list[int]] = {}
+    for index, (prompt, _) in enumerate(pairs):
+        by_prompt.setdefault(tuple(prompt), []).append(index)
+    advantage = torch.zeros_like(known)
+    for members in by_prompt.values():
+        advantage[members] = known[members] - known[members].mean()
+    return completion_batch(pairs, reward=known, advantage=advantage).to(policy.device)
+
+
+def probe_policy(
+    policy: Policy,
+    rows: Sequence[DataRow],
+    spec: ProbesSpec,
+    *,
+    functionals: Sequence[FunctionalName] = ("nll",),
+    temperature: float = 1.0,
+    seed: int = 0,
+    label: str = "data",
+    curvature: bool = True,
+    perturbation: bool = True,
+) -> ProbeReport:
+    """Curvature and perturbation of a model on given texts.
+
+    `nll` needs texts alone. `surrogate` and `expected_failure` need each row's `reward`, and take the rows as draws of
+    the policy itself (anchors are its own log-probabilities): say so only of texts that it wrote.
+
+    Args:
+        policy: see `sharpscope.policy.load_policy`; afterwards it is as it was.
+        rows: see `read_rows`.
+        spec: which probes, how finely.
+        functionals: what to probe.
+        temperature: of the softmax.
+        seed: of every random vector.
+        label: for the `probe_set` column.
+        curvature, perturbation: leave one out.
+
+    Raises:
+        UserError: rows without rewards where they are needed, too long or empty rows, a loss below resolution.
+    """
+    missing = sum(row.reward is None for row in rows)
+    if missing and any(name != "nll" for name in functionals):
+        raise UserError(f"data: {missing} of {len(rows)} rows have no reward, which {functionals} need; use nll alone")
+    batch = text_batch(policy, rows)
+    found = {
+        name: measure(
+            policy.model,
+            Functional(name, batch, temperature),
+            spec,
+            seed=seed,
+            probe_set=label,
+            curvature=curvature,
+            perturbation=perturbation,
+        )
+        for name in functionals
+    }
+    return ProbeReport(tuple(e for part in found.values() for e in part.estimates), found)
+
+
+def _json_lines(path: Path) -> list[Any]:
+    records = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if line.strip():
+            try:
+                records.append(json.loads(line))
+            except json.JSONDecodeError as problem:
+                raise UserError(f"data, {path} line {number}: not JSON ({problem.msg})") from problem
+    return records
+
+
+def _data_row(record: Any, number: int, path: Path) -> DataRow:
+    texts = [record.get(name) if isinstance(record, dict) else None for name in ("prompt", "completion")]
+    if not all(isinstance(text, str) for text in texts):
+        raise UserError(f"data, {path} row {number}: needs the texts 'prompt' and 'completion'")
+    reward, meta = record.get("reward"), record.get("meta")
+    if reward is not None and not (isinstance(reward, int | float) and math.isfinite(reward)):
+        raise UserError(f"data, {path} row {number}: reward {reward!r} is not a finite number")
+    return DataRow(
+        str(texts[0]),
+        str(texts[1]),
+        None if reward is None else float(reward),
+        bool(record.get("truncated", False)),
+        meta if isinstance(meta, dict) else None,
+    )

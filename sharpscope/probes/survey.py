@@ -1,0 +1,255 @@
+"""One round of surface probes on a model, as a `ProbesSpec` asks for it: rows of the `probes` table."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from sharpscope.probes.estimate import Estimate, labelled
+from sharpscope.probes.functionals import Functional, FunctionalName, rollout_batch, staleness
+from sharpscope.probes.grouped import m_sharpness_of
+from sharpscope.probes.hessian import Curvature, CurvatureSettings, adamw_preconditioner, curvature_of
+from sharpscope.probes.hessian.causal_lm import LmSurface, lm_surface
+from sharpscope.probes.parameter_groups import parameter_groups
+from sharpscope.probes.perturbation import sharpness_grid
+from sharpscope.probes.probe_set import Draw, Drawn, ProbeSet
+from sharpscope.probes.slices import loss_slices
+from sharpscope.probes.spec import KINDS, ProbesSpec
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+SLICE_POINTS = tuple(i / 10 for i in range(-10, 11))  # of the largest radius
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one functional's surface showed.
+
+    Attributes:
+        functional: with its anchors.
+        curvature: of the whole parameter vector, None if left out; `sharp_alignment` projects on its `vectors`.
+        estimates: rows of the `probes` table.
+    """
+
+    functional: Functional
+    curvature: Curvature | None
+    estimates: tuple[Estimate, ...]
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """One line for each estimate that is not to be believed; for the events table."""
+        return problems(self.estimates)
+
+
+def problems(estimates: Sequence[Estimate]) -> tuple[str, ...]:
+    """One line for each estimate that did not converge or is NaN."""
+    return tuple(
+        f"{e.functional} {e.quantity} ({e.parameters}): {e.why or 'not finite'}"
+        for e in estimates
+        if e.converged is False or (math.isnan(e.value) and not e.quantity.endswith("_ratio"))
+    )
+
+
+def measure(
+    model: nn.Module,
+    functional: Functional,
+    spec: ProbesSpec,
+    *,
+    seed: int = 0,
+    probe_set: str = "",
+    optimizer: torch.optim.Optimizer | None = None,
+    curvature: bool = True,
+    perturbation: bool = True,
+) -> Measured:
+    """Curvature and perturbation probes of one functional.
+
+    Args:
+        model: a Hugging Face causal LM; afterwards it is as it was.
+        functional: what is probed.
+        spec: which probes, how finely.
+        seed: of every random vector.
+        probe_set: label for the rows.
+        optimizer: for the AdamW-preconditioned Hessian; None: left out.
+        curvature, perturbation: leave one of them out (the top eigenpair is then not there for slices).
+    """
+    limits = {"microbatch_tokens": spec.microbatch_tokens, "graph_mb": spec.graph_mb, "head_mb": spec.head_mb}
+    with lm_surface(model, functional, **limits) as surface:  # type: ignore[arg-type]
+        found: list[Estimate] = []
+        if functional.stale:
+            found.append(_stale_row(surface, spec))
+        whole = _Curvatures(surface, spec, seed)
+        result = curvature_of(surface, whole.settings, seed=seed) if curvature else None
+        if result is not None:
+            found += [*result.estimates(), *whole.gauss_newton(), *whole.preconditioned(optimizer), *whole.groups()]
+        if perturbation:
+            found += _perturbations(surface, spec, seed)
+        if spec.slices:
+            found += _slices(surface, spec, seed, result)
+        rows = labelled(found, functional=functional.name, probe_set=probe_set)
+        return Measured(surface.functional, result, tuple(rows))
+
+
+def probe_functionals(
+    probe_set: ProbeSet, split: str, spec: ProbesSpec, draw: Draw, *, temperature: float = 1.0, seed: int = 0
+) -> dict[FunctionalName, Functional]:
+    """The functionals that a spec asks for on one split, with one set of fresh rollouts for those that need them.
+
+    The surrogate's advantage is the success less its prompt's mean, over its standard deviation (n − 1) + 1e-4, as GRPO
+    has it, without any token weights: one ruler for all methods.
+    """
+    found: dict[FunctionalName, Functional] = {}
+    drawn: Drawn | None = None
+    for name in spec.functionals:
+        if name == "nll":
+            found[name] = Functional("nll", probe_set.solutions(split), temperature)
+            continue
+        drawn = probe_set.draw(split, spec.samples, draw, seed) if drawn is None else drawn
+        found[name] = drawn_functional(name, drawn, temperature=temperature)
+    return found
+
+
+def drawn_functional(
+    name: FunctionalName, drawn: Drawn, *, temperature: float = 1.0, stale: bool = False
+) -> Functional:
+    """A functional over drawn rollouts: the success is the reward, its group-normalised value the advantage."""
+    success = drawn.correct.double()
+    batch = rollout_batch(drawn.rollouts, reward=success, advantage=_group_normalised(success, drawn.rollouts.group))
+    return Functional(name, batch, temperature, stale=stale)
+
+
+def measured_cost(model: nn.Module, functional: Functional, spec: ProbesSpec) -> dict[str, float]:
+    """Seconds of one Hessian product, one gradient and one loss, for `ProbesSpec.cost` and the run's record.
+
+    Each is the second of two, so that building the graph is not counted.
+    """
+    limits = {"microbatch_tokens": spec.microbatch_tokens, "graph_mb": spec.graph_mb, "head_mb": spec.head_mb}
+    with lm_surface(model, functional, **limits) as surface:  # type: ignore[arg-type]
+        hessian, (_, gradient) = surface.hessian(), surface.gradient()
+
+        def second(call: object) -> float:
+            call()  # type: ignore[operator]
+            began = time.perf_counter()
+            call()  # type: ignore[operator]
+            return time.perf_counter() - began
+
+        return {
+            "product_s": second(lambda: hessian @ gradient),
+            "gradient_s": second(surface.gradient),
+            "value_s": second(surface.value),
+        }
+
+
+class _Curvatures:
+    """Curvature of one surface in its variants."""
+
+    def __init__(self, surface: LmSurface, spec: ProbesSpec, seed: int) -> None:
+        self.surface, self.spec, self.seed = surface, spec, seed
+        self.settings = CurvatureSettings(
+            top=spec.top,
+            smallest=True,
+            tolerance=spec.tolerance,
+            max_products=spec.max_products,
+            trace_probes=spec.trace_probes,
+            density_samples=spec.density_samples,
+            density_steps=spec.density_steps,
+            backend=spec.backend,
+            basis_mb=spec.basis_mb,
+        )
+        # For variants: the extreme eigenvalues only.
+        self.ends = CurvatureSettings(
+            top=1,
+            tolerance=spec.tolerance,
+            max_products=spec.max_products,
+            trace_probes=0,
+            density_samples=0,
+            basis_mb=spec.basis_mb,
+        )
+
+    def gauss_newton(self) -> list[Estimate]:
+        if not self.spec.gauss_newton:
+            return []
+        settings = CurvatureSettings(**(vars(self.settings) | {"backend": "lanczos"}))
+        found = curvature_of(self.surface, settings, seed=self.seed, operator=self.surface.gauss_newton())
+        return [e for e in found.estimates(prefix="gauss_newton_") if not e.quantity.endswith("gradient_norm")]
+
+    def preconditioned(self, optimizer: torch.optim.Optimizer | None) -> list[Estimate]:
+        if not self.spec.preconditioned or optimizer is None:
+            return []
+        diagonal = adamw_preconditioner(optimizer, self.surface.parameters)
+        found = curvature_of(self.surface, self.ends, seed=self.seed, preconditioner=diagonal)
+        return [e for e in found.estimates(prefix="preconditioned_") if not e.quantity.endswith("gradient_norm")]
+
+    def groups(self) -> list[Estimate]:
+        if not self.spec.groups:
+            return []
+        rows: list[Estimate] = []
+        for name, tensors in parameter_groups(self.surface.model, self.surface.parameters).items():
+            found = curvature_of(self.surface.restricted(tensors), self.ends, seed=self.seed)
+            rows += labelled(found.estimates(), parameters=name)
+        return rows
+
+
+def _perturbations(surface: LmSurface, spec: ProbesSpec, seed: int) -> list[Estimate]:
+    kinds = [KINDS[kind] for kind in spec.kinds]
+    grid = sharpness_grid(surface, spec.rhos, kinds, steps=spec.worst_steps, samples=spec.average_samples, seed=seed)
+    rows = [row for point in grid for row in point.estimates()]
+    if spec.m:
+        count = len(surface.functional.batch)
+        cuts = [torch.arange(start, min(start + spec.m, count)) for start in range(0, count, spec.m)]
+        # The last group may be short; it would count as much as a full one.
+        cuts = [cut for cut in cuts if len(cut) == spec.m]
+        if len(cuts) >= 2:
+            parts = [surface.over(surface.functional.rows(cut)) for cut in cuts]
+            rows += [row for rho in spec.rhos for row in m_sharpness_of(parts, rho, seed=seed).estimates(spec.m)]
+        else:
+            why = f"{count} rows make fewer than 2 groups of m = {spec.m}"
+            rows.append(Estimate("perturbation", f"m{spec.m}_sam", math.nan, converged=False, seed=seed, why=why))
+    return rows
+
+
+def _slices(surface: LmSurface, spec: ProbesSpec, seed: int, curvature: Curvature | None) -> list[Estimate]:
+    """Rows with quantity `slice_<direction>`, the loss as value and the signed distance in `rho`."""
+    farthest = max(spec.rhos)
+    top = curvature.vectors[0] if curvature is not None and curvature.converged else None
+    began = time.perf_counter()
+    frame: pd.DataFrame = loss_slices(surface, [farthest * point for point in SLICE_POINTS], top=top, seed=seed)
+    each = (time.perf_counter() - began) / max(len(frame), 1)
+    return [
+        Estimate("slice", f"slice_{direction}", loss, rho=distance, seed=seed, seconds=each)
+        for direction, distance, loss in zip(frame["direction"], frame["distance"], frame["loss"], strict=True)
+    ]
+
+
+def _stale_row(surface: LmSurface, spec: ProbesSpec) -> Estimate:
+    found = staleness(surface.functional, surface.logp(), spec.stale_threshold)
+    why = (
+        ""
+        if found.valid
+        else f"only {found.share:.0%} of the rows are effective, below {spec.stale_threshold:.0%}: invalid"
+    )
+    return Estimate(
+        "rollouts",
+        "effective_samples",
+        found.effective_samples,
+        samples=len(surface.functional.batch),
+        converged=found.valid,
+        why=why,
+    )
+
+
+def _group_normalised(reward: Tensor, group: Tensor) -> Tensor:
+    """(r − mean)/(std_{n−1} + 1e-4) within each group; 0 where a group has one row or no variance."""
+    result = torch.zeros_like(reward)
+    for index in group.unique():
+        rows = (group == index).nonzero()[:, 0]
+        values = reward[rows]
+        if len(rows) > 1 and float(values.max()) != float(values.min()):
+            result[rows] = (values - values.mean()) / (values.std() + 1e-4)
+    return result
