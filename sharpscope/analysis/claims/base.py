@@ -1,0 +1,337 @@
+"""What a claim is, what testing it found, and how a verdict follows from that by a rule stated beforehand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from sharpscope.analysis.statistics import Interval
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from sharpscope.analysis.claims.study import Study
+    from sharpscope.analysis.claims.tokens import Reducer
+
+Outcome = Literal["supported", "refuted", "inconclusive", "untestable"]
+Role = Literal["primary", "exploratory"]
+
+LEVEL = 0.05
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The decision, written before the data.
+
+    Attributes:
+        text: when the verdict is `supported` and when `refuted`.
+        unit: what one of the n is, e.g. "pairs of runs with one seed".
+        minimal_n: fewer make the claim untestable, whatever they say.
+        margin: the smallest effect that matters, in the effect's unit; an effect shown to be smaller refutes.
+        level: error rate of wrongly calling the claim supported; for primary claims that of the whole family.
+    """
+
+    text: str
+    unit: str
+    minimal_n: int
+    margin: float | None = None
+    level: float = LEVEL
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A number with its interval, in the unit named; `p_value` belongs to the test that the note names, if any."""
+
+    name: str
+    value: float
+    unit: str
+    interval: Interval | None = None
+    p_value: float | None = None
+    n: int | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Confounder:
+    """Something else that could make the effect, and what was done about it."""
+
+    name: str
+    handling: str
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What was read of one run."""
+
+    run: str
+    table: str
+    columns: tuple[str, ...]
+    filter: str
+
+
+@dataclass(frozen=True)
+class Condition:
+    """Something that must hold besides the test before a claim is called supported."""
+
+    text: str
+    met: bool
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a claim's module found; `decide` turns it into a verdict.
+
+    Attributes:
+        effect: the statistic that the rule is about; None if there is nothing to compute it from.
+        n: how many of the rule's units it rests on.
+        p_supported: p-value of the test whose rejection supports the claim, if the effect points as claimed.
+        as_claimed: whether the effect points as claimed.
+        p_refuted: p-value of the test whose rejection at half the level refutes it.
+        smallest_p: the smallest p_supported that n can give.
+        missing: what is not there, where the claim cannot be tested at all.
+        conditions: further requirements of `supported`.
+        confounders, others, rows: see `Verdict`.
+        notes: remarks for a reader.
+        frames: name → data behind the numbers, for figures.
+    """
+
+    effect: Estimate | None = None
+    n: int = 0
+    p_supported: float | None = None
+    as_claimed: bool = False
+    p_refuted: float | None = None
+    smallest_p: float = 0.0
+    missing: str = ""
+    conditions: tuple[Condition, ...] = ()
+    confounders: tuple[Confounder, ...] = ()
+    others: tuple[Estimate, ...] = ()
+    rows: tuple[Rows, ...] = ()
+    notes: tuple[str, ...] = ()
+    frames: Mapping[str, pd.DataFrame] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One published claim and how it is tested.
+
+    Attributes:
+        name: C1 … C13.
+        title: the claim in a few words.
+        source: where it is made.
+        role: primary claims share one error rate (Holm); the others are exploratory, each at its own.
+        rule: the decision.
+        settles: what further data would settle an open question.
+        test: Study → Finding.
+        reducers: Study → what it needs of the tokens tables, computed while they are streamed once for all claims.
+    """
+
+    name: str
+    title: str
+    source: str
+    role: Role
+    rule: Rule
+    settles: str
+    test: Callable[[Study], Finding]
+    reducers: Callable[[Study], Sequence[Reducer]] | None = None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A claim, what the runs say of it, and everything needed to check that.
+
+    Attributes:
+        claim, title, source, role: see `Claim`.
+        verdict: supported | refuted | inconclusive | untestable.
+        reason: why this verdict, in one sentence.
+        effect: the rule's statistic with its interval; None where it could not be computed.
+        p_value: of the test in favour of the claim; None where there is none.
+        p_adjusted: the same after Holm over the primary claims; equal to p_value for exploratory ones.
+        n: sample size in the rule's unit.
+        rule: stated before the data.
+        confounders: with how each was handled.
+        others: further numbers: secondary measures, checks, descriptions.
+        rows: what was read.
+        settles: what would settle the question; empty where it is settled.
+        notes: remarks.
+        methods: (baseline, treatment).
+        frames: data behind the numbers, for figures; not written to claims.json.
+    """
+
+    claim: str
+    title: str
+    source: str
+    role: Role
+    verdict: Outcome
+    reason: str
+    effect: Estimate | None
+    p_value: float | None
+    p_adjusted: float | None
+    n: int
+    rule: Rule
+    confounders: tuple[Confounder, ...]
+    others: tuple[Estimate, ...]
+    rows: tuple[Rows, ...]
+    settles: str
+    notes: tuple[str, ...]
+    methods: tuple[str, str]
+    frames: Mapping[str, pd.DataFrame] = field(default_factory=dict, repr=False)
+
+    @property
+    def interval(self) -> Interval | None:
+        """Interval of the effect."""
+        return None if self.effect is None else self.effect.interval
+
+    def line(self) -> str:
+        """The verdict on one line."""
+        parts = [f"{self.claim:<4}{self.verdict:<13}{self.title}"]
+        if self.effect is not None and math.isfinite(self.effect.value):
+            interval = "" if self.interval is None else f" {self.interval}"
+            p = "" if self.p_adjusted is None else f", p = {self.p_adjusted:.2g}"
+            parts.append(f"{self.effect.name} {self.effect.value:.3g}{interval}{p}, n = {self.n}")
+        if self.verdict in ("untestable", "inconclusive"):
+            parts.append(self.reason)
+        return ": ".join(parts[:2]) + "".join(f" ({part})" for part in parts[2:])
+
+    def to_dict(self) -> dict[str, Any]:
+        """The verdict as JSON values; what is not a finite number is null."""
+        effect = self.effect
+        return {
+            "claim": self.claim,
+            "title": self.title,
+            "source": self.source,
+            "role": self.role,
+            "verdict": self.verdict,
+            "reason": self.reason,
+            "effect": None
+            if effect is None
+            else {"name": effect.name, "value": _number(effect.value), "unit": effect.unit, "note": effect.note},
+            "interval": _interval(self.interval),
+            "p_value": _number(self.p_value),
+            "p_adjusted": _number(self.p_adjusted),
+            "n": self.n,
+            "rule": {
+                "text": self.rule.text,
+                "level": self.rule.level,
+                "unit_of_n": self.rule.unit,
+                "minimal_n": self.rule.minimal_n,
+                "margin": self.rule.margin,
+            },
+            "confounders": [{"name": c.name, "handling": c.handling} for c in self.confounders],
+            "rows": [
+                {"run": r.run, "table": r.table, "columns": list(r.columns), "filter": r.filter} for r in self.rows
+            ],
+            "others": [_estimate(estimate) for estimate in self.others],
+            "settles": self.settles,
+            "notes": list(self.notes),
+            "baseline": self.methods[0],
+            "treatment": self.methods[1],
+        }
+
+
+def decide(
+    claim: Claim,
+    finding: Finding,
+    methods: tuple[str, str],
+    *,
+    family: int = 1,
+    p_supported: float | None = None,
+    p_refuted: float | None = None,
+) -> Verdict:
+    """The verdict that the rule gives.
+
+    Untestable: something is missing, n is below the minimum, or the smallest p that n can give exceeds level/family.
+    Refuted: p_refuted ≤ level/2. Supported: p_supported ≤ level, the effect points as claimed, every condition is met.
+    Refuted wins where both hold: an effect that is there but smaller than the margin is not the one claimed.
+
+    Args:
+        family: number of claims that share the level.
+        p_supported, p_refuted: after correction for the family; None: the finding's own.
+    """
+    rule = claim.rule
+    for_it = finding.p_supported if p_supported is None else p_supported
+    against = finding.p_refuted if p_refuted is None else p_refuted
+    verdict, reason = _outcome(rule, finding, for_it, against, family)
+    return Verdict(
+        claim=claim.name,
+        title=claim.title,
+        source=claim.source,
+        role=claim.role,
+        verdict=verdict,
+        reason=reason,
+        effect=finding.effect,
+        p_value=finding.p_supported,
+        p_adjusted=for_it,
+        n=finding.n,
+        rule=rule,
+        confounders=finding.confounders,
+        others=finding.others,
+        rows=finding.rows,
+        settles=claim.settles if verdict in ("inconclusive", "untestable") else "",
+        notes=finding.notes,
+        methods=methods,
+        frames=finding.frames,
+    )
+
+
+def _outcome(
+    rule: Rule, finding: Finding, p_supported: float | None, p_refuted: float | None, family: int
+) -> tuple[Outcome, str]:
+    if finding.missing:
+        return "untestable", finding.missing
+    if finding.n < rule.minimal_n:
+        return "untestable", f"{finding.n} {rule.unit}; the rule needs {rule.minimal_n}"
+    if finding.smallest_p > rule.level / family:
+        needed = f"{rule.level:g}" if family == 1 else f"{rule.level:g}/{family}"
+        return (
+            "untestable",
+            f"{finding.n} {rule.unit} can give no p below {finding.smallest_p:.3g}, the rule needs {needed}",
+        )
+    if finding.effect is None or not math.isfinite(finding.effect.value):
+        return "untestable", "the effect cannot be computed from what was recorded"
+    if p_refuted is not None and p_refuted <= rule.level / 2:
+        if finding.as_claimed and p_supported is not None and p_supported <= rule.level:
+            return "refuted", "the effect is there, but shown to be smaller than what was said beforehand to matter"
+        return "refuted", "the claimed effect is excluded at the margin stated beforehand"
+    unmet = [condition.text for condition in finding.conditions if not condition.met]
+    if p_supported is not None and p_supported <= rule.level and finding.as_claimed:
+        if unmet:
+            return "inconclusive", "the test speaks for the claim, but not: " + "; ".join(unmet)
+        return "supported", "the test rejects that there is no such effect, and every stated condition holds"
+    return (
+        "inconclusive",
+        "neither the absence of the claimed effect nor an effect of the size that matters is excluded",
+    )
+
+
+def rows_of(runs: Iterable[str], table: str, columns: Iterable[str], filter_: str) -> tuple[Rows, ...]:
+    """The same table, columns and filter of several runs."""
+    return tuple(Rows(run, table, tuple(columns), filter_) for run in runs)
+
+
+def _number(value: float | None) -> float | None:
+    return None if value is None or not math.isfinite(value) else float(value)
+
+
+def _interval(interval: Interval | None) -> dict[str, Any] | None:
+    if interval is None:
+        return None
+    return {
+        "low": _number(interval.low),
+        "high": _number(interval.high),
+        "level": interval.level,
+        "kind": interval.kind,
+    }
+
+
+def _estimate(estimate: Estimate) -> dict[str, Any]:
+    return {
+        "name": estimate.name,
+        "value": _number(estimate.value),
+        "unit": estimate.unit,
+        "interval": _interval(estimate.interval),
+        "p_value": _number(estimate.p_value),
+        "n": estimate.n,
+        "note": estimate.note,
+    }

@@ -1,0 +1,169 @@
+"""C2: the full score norm ‖∇_θ log π‖ grows as 1 − π, other things being equal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from sharpscope.analysis.claims.base import Claim, Condition, Confounder, Estimate, Finding, Rule, rows_of
+from sharpscope.analysis.claims.study import RunLike, Study
+from sharpscope.analysis.claims.tokens import Columns, Reduced, Reducer
+from sharpscope.analysis.statistics import ClusterSlope, cluster_moments, smallest_sign_flip_p, weighted_ranks
+
+NAME = "C2"
+LOCAL = "C2 local"
+SHARED = ("logp", "position", "collision", "logit_grad_norm", "head_grad_norm")
+FULL_COLUMNS = (*SHARED, "score_norm", "score_norm_std_error", "score_norm_local")
+LOWEST = 1e-6
+"""1 − π below this is float32's rounding [1]."""
+MARGIN = 0.5
+FEWEST = 8
+"""Tokens a step must have for its slope to be counted [tokens]."""
+
+
+def _design(tokens: Columns, norm: NDArray[Any], weight: NDArray[Any]) -> dict[str, Any] | None:
+    """Moments of one step: ln norm on ln(1 − π), controlling position, ln ‖h‖ and collision; and the same of ranks."""
+    rest = -np.expm1(tokens["logp"].astype(np.float64))
+    head, logit = tokens["head_grad_norm"].astype(np.float64), tokens["logit_grad_norm"].astype(np.float64)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        hidden = np.log(head) - np.log(logit)  # ln(‖h‖/T), since ‖∂ℓ/∂W‖ = ‖∂ℓ/∂z‖·‖h‖/T
+        y, x = np.log(norm), np.log(rest)
+    controls = [tokens["position"].astype(np.float64), hidden, tokens["collision"].astype(np.float64)]
+    good = (rest > LOWEST) & np.isfinite(y) & np.isfinite(hidden) & np.isfinite(controls[2]) & (weight > 0)
+    if good.sum() < FEWEST:
+        return None
+    w = weight[good]
+    columns = [x[good], *(c[good] for c in controls), y[good]]
+    ranks = [weighted_ranks(column, w) for column in columns]
+    return {
+        "moments": cluster_moments(columns[-1], columns[0], columns[1:-1], w),
+        "ranks": cluster_moments(ranks[-1], ranks[0], ranks[1:-1], w),
+        "tokens": int(good.sum()),
+        "sample": np.column_stack([rest[good], norm[good], w])[:64],
+    }
+
+
+def _full(tokens: Columns, run: RunLike) -> dict[str, Any] | None:
+    norm, local = tokens["score_norm"].astype(np.float64), tokens["score_norm_local"].astype(np.float64)
+    exact = np.isfinite(norm) & (tokens["score_norm_std_error"] == 0)
+    return _design(tokens, np.where(exact, norm, np.nan), exact_weights(exact, local, _exact_top(run)))
+
+
+def _local(tokens: Columns, run: RunLike) -> dict[str, Any] | None:
+    norm = tokens["score_norm_local"].astype(np.float64)
+    return _design(tokens, norm, np.isfinite(norm).astype(np.float64))
+
+
+def exact_weights(exact: NDArray[np.bool_], local: NDArray[np.float64], top: int) -> NDArray[np.float64]:
+    """(n,) inverse drawing probabilities of the tokens with an exact norm, 0 elsewhere.
+
+    Of a step's n tokens the `top` largest by local norm are taken for certain (weight 1), the others at random (weight:
+    how many of them there are for each that was drawn).
+    """
+    weight = exact.astype(np.float64)
+    if not top or not np.isfinite(local).any() or exact.all():
+        return weight
+    order = np.argsort(-np.nan_to_num(local, nan=-np.inf), kind="stable")
+    rest = np.ones(len(local), dtype=bool)
+    rest[order[:top]] = False
+    drawn = exact & rest
+    if drawn.any():
+        weight[drawn] = rest.sum() / drawn.sum()
+    return weight
+
+
+def _exact_top(run: RunLike) -> int:
+    recording = run.config.get("recording") or {}
+    return int(recording.get("exact_top", 0)) if recording.get("exact_random", 0) else 0
+
+
+def reducers(study: Study) -> list[Reducer]:
+    """Moments of each step, for the exact norms and for the local ones."""
+
+    def of(run: RunLike) -> bool:
+        return run.method in (study.baseline, study.treatment)
+
+    return [
+        Reducer(NAME, FULL_COLUMNS, of, _full, needs="score_norm"),
+        Reducer(LOCAL, (*SHARED, "score_norm_local"), of, _local, needs="score_norm_local"),
+    ]
+
+
+def _clustered(results: list[Reduced], key: str, by: str) -> ClusterSlope:
+    """Moments summed over what shares a cluster: the steps of a seed, or a seed."""
+    sums: dict[Any, NDArray[np.float64]] = {}
+    for result in results:
+        cluster = (result.seed, result.step) if by == "step" else result.seed
+        sums[cluster] = sums.get(cluster, 0.0) + result.values[key]
+    return ClusterSlope(np.array(list(sums.values())))
+
+
+def _slope_estimate(name: str, slope: ClusterSlope, note: str) -> Estimate:
+    return Estimate(name, slope.value, "1", slope.interval(), slope.p(0.0), slope.clusters, note)
+
+
+def test(study: Study) -> Finding:
+    """Slope of ln score_norm on ln(1 − π) with controls; its equivalence to 1."""
+    results, local = study.reduced.get(NAME, []), study.reduced.get(LOCAL, [])
+    others = []
+    if local:
+        note = "all tokens, credit through other positions left out; p of slope 0"
+        others = [_slope_estimate("slope with the local norm", _clustered(local, "moments", "step"), note)]
+    if not results:
+        return Finding(missing="no token has an exact score_norm", others=tuple(others))
+    slope, ranks = _clustered(results, "moments", "step"), _clustered(results, "ranks", "step")
+    seeds = _clustered(results, "moments", "seed")
+    low, high = 1 - MARGIN, 1 + MARGIN
+    rank_p = ranks.p(0.0)
+    sample = np.concatenate([r.values["sample"] for r in results])
+    return Finding(
+        effect=Estimate("slope of ln ‖∇ log π‖ on ln(1 − π)", slope.value, "1", slope.interval()),
+        n=slope.clusters,
+        p_supported=max(slope.p(low, "greater"), slope.p(high, "less")),
+        as_claimed=low < slope.value < high,
+        p_refuted=min(slope.p(low, "less"), slope.p(high, "greater")),
+        smallest_p=smallest_sign_flip_p(slope.clusters, "greater"),
+        conditions=(Condition("the partial rank correlation is positive", ranks.value > 0 and rank_p <= 0.05),),
+        confounders=(
+            Confounder("position, hidden norm, collision", "controlled, with a free mean for each step of each run"),
+            Confounder(
+                "choice of tokens",
+                "exact norms of the largest tokens by local norm and of random ones are weighted by their inverse "
+                "drawing probability",
+            ),
+            Confounder("correlated tokens", "clusters are steps × seeds, both methods' runs of a seed in one"),
+            Confounder("rounding", f"tokens with 1 − π below {LOWEST:g} are left out"),
+        ),
+        others=(
+            _slope_estimate("partial rank slope", ranks, "ranks in place of logarithms; p of slope 0"),
+            _slope_estimate("slope, seeds as clusters", seeds, "wider question: other seeds; p of slope 0"),
+            *others,
+        ),
+        rows=rows_of({r.run: None for r in results}, "tokens", FULL_COLUMNS, "score_norm recorded and exact"),
+        notes=(
+            f"{sum(r.values['tokens'] for r in results)} tokens in {slope.clusters} steps of {seeds.clusters} seeds",
+        ),
+        frames={"sample": pd.DataFrame(sample, columns=["one_minus_pi", "score_norm", "sampling_weight"])},
+    )
+
+
+CLAIM = Claim(
+    NAME,
+    "the full score norm grows as 1 − π",
+    "arXiv 2511.00066: a token's gradient norm lies between constants times (1 − π)",
+    "exploratory",
+    Rule(
+        f"supported: the slope of ln norm on ln(1 − π) is shown to lie within 1 ± {MARGIN:g} (two one-sided "
+        "tests) and the "
+        "partial rank correlation is positive; refuted: the slope is shown to lie outside",
+        "clusters (steps × seeds)",
+        6,
+        MARGIN,
+    ),
+    "more steps with recording.token_gradients_every and recording.exact_random, on more seeds",
+    test,
+    reducers,
+)

@@ -1,0 +1,114 @@
+"""C3: few tokens dominate the gradient, beyond what a norm that equals 1 − π would give anyway."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from sharpscope.analysis.claims.base import Claim, Condition, Confounder, Finding, Rule, rows_of
+from sharpscope.analysis.claims.paired import directional, mean_estimate, present
+from sharpscope.analysis.claims.study import RunLike, Study
+from sharpscope.analysis.claims.tokens import Columns, Reducer
+from sharpscope.analysis.statistics import gini, lorenz, sign_flip_p, top_share
+
+NAME = "C3"
+COLUMNS = ("logp", "loss_coef", "score_norm_local")
+TOP = 0.1
+HALF = 0.5
+MARGIN = 0.05
+FEWEST = 50
+"""Tokens with a gradient that a step must have [tokens]."""
+
+
+def _concentration(tokens: Columns, run: RunLike) -> dict[str, Any] | None:
+    coef = np.abs(tokens["loss_coef"].astype(np.float64))
+    norm = tokens["score_norm_local"].astype(np.float64)
+    # tokens of groups without variance have no gradient whatever their norm, and would make any rest look dominant
+    used = np.isfinite(norm) & (coef > 0)
+    if used.sum() < FEWEST:
+        return None
+    pull = coef[used] * norm[used]
+    null = coef[used] * -np.expm1(tokens["logp"][used].astype(np.float64))
+    if not (pull.sum() > 0 and null.sum() > 0):
+        return None
+    return {
+        "top": top_share(pull, TOP),
+        "top_null": top_share(null, TOP),
+        "gini": gini(pull),
+        "gini_null": gini(null),
+        "lorenz": lorenz(pull)[1],
+        "lorenz_null": lorenz(null)[1],
+    }
+
+
+def reducers(study: Study) -> list[Reducer]:
+    """Concentration of |c|·norm and of |c|·(1 − π) in each step of the baseline."""
+    return [Reducer(NAME, COLUMNS, lambda run: run.method == study.baseline, _concentration, needs="score_norm_local")]
+
+
+def test(study: Study) -> Finding:
+    """Share of Σ|c|·‖∇ log π‖ held by the top tenth of the tokens, beyond the null's."""
+    results = study.reduced.get(NAME, [])
+    if not results:
+        return Finding(missing=f"no step of {study.baseline} has score_norm_local on enough tokens")
+    # runs of other settings with the same seed share their puzzles: one cluster
+    frame = pd.DataFrame([{"seed": r.seed, "step": r.step, **{k: r.values[k] for k in _SCALARS}} for r in results])
+    means = frame.groupby(["seed", "step"], as_index=False).mean()
+    excess = (means["top"] - means["top_null"]).to_numpy()
+    p, as_claimed, refuted, smallest = directional(excess, "higher", MARGIN)
+    top = means["top"].to_numpy()
+    curves = {
+        name: np.mean([r.values[name] for r in results], axis=0) for name in ("lorenz", "lorenz_null")
+    }  # (101,) each
+    return Finding(
+        effect=mean_estimate("share of the top tenth beyond the null's", excess, "share of Σ|c|·‖∇ log π‖"),
+        n=len(means),
+        p_supported=p,
+        as_claimed=as_claimed,
+        p_refuted=refuted,
+        smallest_p=smallest,
+        conditions=(
+            Condition(
+                "the top tenth of the tokens is shown to hold more than half",
+                sign_flip_p(top, "greater", shift=HALF) <= 0.05,
+            ),
+        ),
+        confounders=(
+            Confounder("1 − π itself is unequal", "the null has the same coefficients and tokens, with norm = 1 − π"),
+            Confounder("groups without variance", "tokens without a loss coefficient are left out on both sides"),
+            Confounder(
+                "the local norm leaves out credit", "it ranks tokens as the full norm does; said beside the number"
+            ),
+            Confounder("correlated tokens", "clusters are steps × seeds"),
+        ),
+        others=present(
+            mean_estimate("share of the top tenth", top, "share", "p of 0"),
+            mean_estimate("the null's share of the top tenth", means["top_null"].to_numpy(), "share", "p of 0"),
+            mean_estimate("Gini beyond the null's", (means["gini"] - means["gini_null"]).to_numpy(), "1", "p of 0"),
+        ),
+        rows=rows_of({r.run: None for r in results}, "tokens", COLUMNS, "score_norm_local recorded, loss_coef not 0"),
+        notes=(f"{frame['seed'].nunique()} seeds, {frame['step'].nunique()} recorded steps",),
+        frames={"lorenz": pd.DataFrame({"tokens": np.linspace(0, 1, 101), **curves})},
+    )
+
+
+_SCALARS = ("top", "top_null", "gini", "gini_null")
+
+CLAIM = Claim(
+    NAME,
+    "few tokens dominate the gradient",
+    "arXiv 2505.12929 and 2511.00066: low-probability tokens dominate the update",
+    "exploratory",
+    Rule(
+        "supported: the top tenth of the tokens holds more of Σ|c|·norm than where norm = 1 − π, and more than half; "
+        f"refuted: it is shown to hold less than {MARGIN:g} more than that null's",
+        "clusters (steps × seeds)",
+        6,
+        MARGIN,
+    ),
+    "more steps with recording.token_gradients_every, on more seeds",
+    test,
+    reducers,
+)

@@ -1,0 +1,140 @@
+"""C6: sharpness predicts the generalisation gap, over a declared grid of settings and given the learning rate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from sharpscope.analysis.claims.base import Claim, Condition, Confounder, Estimate, Finding, Rule, rows_of
+from sharpscope.analysis.claims.measures import FUNCTIONAL, MEASURES, gap, last_step, sharpness_curve
+from sharpscope.analysis.claims.paired import unfinished
+from sharpscope.analysis.claims.study import GRID, RunLike, Study, most_common
+from sharpscope.analysis.statistics import Granulated, contrast_interval, granulated_kendall, kendall, sign_flip_p
+
+NAME = "C6"
+MARGIN = 0.2
+HELD = "learning rate"
+
+
+def grid_frame(study: Study) -> pd.DataFrame:
+    """One row a run of the grid: run, method, seed, its settings, gap, and sharpness by each measure and `largest`.
+
+    Runs that differ in anything else than the grid's settings, method and seed from the greatest such family are left
+    out.
+    """
+    places = [".".join(place) for place in GRID.values()]
+    runs = study.of(study.baseline, study.treatment)
+    family = {name: study.cell(run, places) for name, run in runs.items()}
+    if not family:
+        return pd.DataFrame()
+    common = most_common(sorted(family.values()))
+    rows = [row for name, run in runs.items() if family[name] == common and (row := _row(study, name, run)) is not None]
+    return pd.DataFrame(rows)
+
+
+def _row(study: Study, name: str, run: RunLike) -> dict[str, Any] | None:
+    step = last_step(run)
+    if step is None:
+        return None
+    measured = {q: sharpness_curve(run, q) for q in (*MEASURES, "largest")}
+    value = gap(run, step)
+    if value is None or not all(len(measured[q]) for q in MEASURES):
+        return None
+    # of the steps probed, the one nearest to the evaluation
+    near = {
+        q: float(curve.iloc[int(np.argmin(np.abs(curve.index.to_numpy() - step)))]) if len(curve) else np.nan
+        for q, curve in measured.items()
+    }
+    return {"run": name, "method": run.method, "seed": run.seed, **study.settings(run), "gap": value, **near}
+
+
+def granulated(frame: pd.DataFrame, quantity: str, axes: list[str], held: list[str]) -> Granulated | None:
+    """Granulated Kendall coefficient of sharpness and gap over `axes`, runs compared within equal `held` only."""
+    return granulated_kendall(
+        frame[quantity].to_numpy(),
+        frame["gap"].to_numpy(),
+        {axis: frame[axis].tolist() for axis in axes},
+        list(frame[["method", "seed", *held]].itertuples(index=False, name=None)),
+    )
+
+
+def test(study: Study) -> Finding:
+    """Ψ of adaptive sharpness and gap over group size and weight decay, at fixed learning rate, method and seed."""
+    frame = grid_frame(study)
+    if not len(frame):
+        return Finding(missing=f"no run has a gap and sam and asam sharpness of {FUNCTIONAL}")
+    varied = [axis for axis in GRID if axis in frame and frame[axis].nunique() > 1]
+    axes = [axis for axis in varied if axis != HELD]
+    if not axes:
+        return Finding(
+            missing=f"no grid: the runs vary {', '.join(varied) or 'no setting'}; group size or weight decay "
+            "must vary at a fixed learning rate"
+        )
+    held = [HELD] if HELD in varied else []
+    found = {q: granulated(frame, q, axes, held) for q in MEASURES}
+    main = found["asam"]
+    if main is None:
+        return Finding(missing="no two runs of the grid differ in one setting alone")
+    others = [
+        _estimate(f"Ψ of {q}", g, "given the learning rate") for q, g in found.items() if q != "asam" and g is not None
+    ]
+    for axis, value in main.axes.items():
+        others.append(Estimate(f"τ over {axis} alone", value, "Kendall τ"))
+    if held:
+        whole = granulated(frame, "asam", varied, [])
+        if whole is not None:
+            others.append(
+                _estimate("Ψ with the learning rate as an axis", whole, "what the learning rate makes is in it")
+            )
+    raw = kendall(frame["asam"].to_numpy(), frame["gap"].to_numpy())
+    others.append(
+        Estimate("plain Kendall τ over all runs", raw, "Kendall τ", n=len(frame), note="any common cause is in it")
+    )
+    return Finding(
+        effect=_estimate("Ψ of adaptive sharpness and gap", main, ""),
+        n=len(frame),
+        p_supported=main.p_value,
+        as_claimed=main.value > 0,
+        p_refuted=sign_flip_p(main.strata, "less", shift=MARGIN),
+        smallest_p=main.smallest_p,
+        conditions=tuple(Condition(f"τ over {a} alone is not negative", v >= 0) for a, v in main.axes.items()),
+        confounders=(
+            Confounder("learning rate", "held fixed: runs are compared, and permuted, within one learning rate"),
+            Confounder("group size, weight decay", "granulated: each τ compares runs that differ in one setting alone"),
+            Confounder("method and seed", "held fixed in each comparison"),
+            Confounder("scale of the weights", "adaptive sharpness; the plain one is beside it"),
+        ),
+        others=tuple(others),
+        rows=rows_of(frame["run"], "probes", ("step", "value", "rho"), f"functional {FUNCTIONAL}; sam, asam; train")
+        + rows_of(frame["run"], "eval", ("step", "accuracy", "n"), "split heldout and train, temperature 1"),
+        notes=(
+            f"{main.pairs} compared pairs in {len(main.strata)} strata; axes: {', '.join(axes)}",
+            *unfinished(study),
+        ),
+        frames={"grid": frame},
+    )
+
+
+def _estimate(name: str, found: Granulated, note: str) -> Estimate:
+    interval = contrast_interval(found.strata)
+    return Estimate(name, found.value, "granulated Kendall τ", interval, found.p_value, found.pairs, note)
+
+
+CLAIM = Claim(
+    NAME,
+    "sharpness predicts the generalisation gap",
+    "flat minima; tested after arXiv 1912.02178",
+    "exploratory",
+    Rule(
+        "supported: the granulated Kendall coefficient of adaptive sharpness and gap at fixed learning rate is above 0 "
+        "(permutation of the gap within learning rate, method and seed) and no axis alone is negative; refuted: it is "
+        f"shown to be below {MARGIN:g} (sign-flip test over strata)",
+        "runs of the grid",
+        8,
+        MARGIN,
+    ),
+    "a grid learning rate × group size × weight decay with perturbation probes, 2 seeds or more",
+    test,
+)

@@ -1,0 +1,144 @@
+"""C8: the treatment's gradient-norm trajectory is smoother, measured so that scale does not count."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+
+from sharpscope.analysis.claims.base import Claim, Condition, Confounder, Finding, Rule, rows_of
+from sharpscope.analysis.claims.measures import log_steps, probe_rows, relative_difference
+from sharpscope.analysis.claims.paired import (
+    FINISHED_ONLY,
+    PAIRED_BY_SEED,
+    SAME_SETTINGS,
+    difference_estimate,
+    directional,
+    pairing_notes,
+    present,
+)
+from sharpscope.analysis.claims.study import Pairing, RunLike, Study
+from sharpscope.analysis.statistics import sign_flip_p
+
+NAME = "C8"
+MARGIN = 0.1
+FEWEST = 20
+"""Steps with a gradient that a run must have [steps]."""
+SPIKE_Z = 4.0
+WINDOW = 50
+UNBIASED = "squared_gradient_norm"
+"""Quantity of the probes table: ⟨g₁, g₂⟩ of two independent batches, unbiased for ‖∇J‖²."""
+
+
+def roughness(norms: np.ndarray) -> float | None:
+    """Median |ln g_{t+1} − ln g_t| of gradient norms (T,): unchanged if all are multiplied by one number."""
+    steps = log_steps(norms)
+    return float(np.median(np.abs(steps))) if len(steps) >= FEWEST - 1 else None
+
+
+def spike_rate(norms: np.ndarray) -> float | None:
+    """Share of steps whose log norm lies SPIKE_Z robust deviations (1.4826·MAD) above the median of the WINDOW
+    before.
+    """
+    logs = np.log(norms[np.isfinite(norms) & (norms > 0)])
+    if len(logs) < FEWEST:
+        return None
+    hits = 0
+    for t in range(10, len(logs)):
+        past = logs[max(0, t - WINDOW) : t]
+        middle = np.median(past)
+        spread = 1.4826 * np.median(np.abs(past - middle))
+        hits += bool(logs[t] > middle + SPIKE_Z * spread)
+    return hits / (len(logs) - 10)
+
+
+def _norms(run: RunLike, steps: int) -> np.ndarray:
+    frame = run.steps.sort_values("step")
+    return frame["grad_norm"].to_numpy(dtype=float)[:steps]
+
+
+def _rough(first: RunLike, second: RunLike) -> tuple[float, float] | None:
+    steps = min(len(first.steps), len(second.steps))
+    a, b = roughness(_norms(first, steps)), roughness(_norms(second, steps))
+    return None if a is None or b is None else (a, b)
+
+
+def _spikes(first: RunLike, second: RunLike) -> tuple[float, float] | None:
+    steps = min(len(first.steps), len(second.steps))
+    a, b = spike_rate(_norms(first, steps)), spike_rate(_norms(second, steps))
+    return None if a is None or b is None else (a, b)
+
+
+def _noise_share(run: RunLike) -> float | None:
+    """1 − (unbiased ‖∇J‖²)/(raw ‖g‖²), averaged over the steps where both are known: what of the norm is noise."""
+    rows = probe_rows(run, UNBIASED, "surrogate")
+    raw = run.steps.set_index("step")["grad_norm"].reindex(rows["step"]).to_numpy(dtype=float) ** 2
+    total = np.nansum(raw)
+    return float(1 - rows["value"].to_numpy(dtype=float)[np.isfinite(raw)].sum() / total) if total > 0 else None
+
+
+def _noise(first: RunLike, second: RunLike) -> tuple[float, float] | None:
+    a, b = _noise_share(first), _noise_share(second)
+    return None if a is None or b is None else (a, b)
+
+
+def compared(study: Study, pairing: Pairing) -> pd.DataFrame:
+    """seed, roughness of both runs, and their relative difference as `difference`."""
+    frame = study.differences(pairing, _rough)
+    relative = [relative_difference(a, b) for a, b in zip(frame["baseline"], frame["treatment"], strict=True)]
+    return frame.assign(difference=np.array(relative, dtype=float))
+
+
+def test(study: Study) -> Finding:
+    """Relative difference of the roughness of ln‖g‖, treatment − baseline."""
+    pairing = study.pairing()
+    if pairing.missing:
+        return Finding(missing=pairing.missing)
+    frame = compared(study, pairing)
+    if not len(frame):
+        return Finding(missing=f"no pair has {FEWEST} steps with a gradient norm")
+    spikes, noise = study.differences(pairing, _spikes), study.differences(pairing, _noise)
+    p, as_claimed, refuted, smallest = directional(frame["difference"].to_numpy(), "lower", MARGIN)
+    more = spikes["difference"].mean() > 0 and sign_flip_p(spikes["difference"].to_numpy(), "greater") <= 0.05
+    return Finding(
+        effect=difference_estimate("difference of roughness", frame, "relative difference, treatment − baseline"),
+        n=len(frame),
+        p_supported=p,
+        as_claimed=as_claimed,
+        p_refuted=refuted,
+        smallest_p=smallest,
+        conditions=(Condition("spikes are not shown to be more frequent", not more),),
+        confounders=(
+            PAIRED_BY_SEED,
+            SAME_SETTINGS,
+            Confounder("scale", "weights of mean above 1 scale the norm; differences of logarithms do not see scale"),
+            Confounder("noise of the batch", "two-batch unbiased ‖∇J‖² beside the raw norm, where it was recorded"),
+            FINISHED_ONLY,
+        ),
+        others=present(
+            difference_estimate("difference of the spike rate", spikes, "share of steps"),
+            difference_estimate("difference of the noise share of ‖g‖²", noise, "share", "from two-batch products"),
+        ),
+        rows=rows_of(pairing.names, "steps", ("step", "grad_norm"), "steps that both runs made"),
+        notes=(
+            *pairing_notes(study, pairing),
+            *(() if len(noise) else ("two-batch unbiased ‖∇J‖² was not recorded",)),
+        ),
+        frames={"roughness": frame},
+    )
+
+
+CLAIM = Claim(
+    NAME,
+    "GRPO-SG's gradient-norm trajectory is smoother",
+    "arXiv 2511.00066",
+    "exploratory",
+    Rule(
+        "supported: the median |ln g_{t+1} − ln g_t| is lower (sign-flip test over seeds), spikes not shown to be more "
+        f"frequent; refuted: it is shown to be lower by less than {MARGIN:.0%}",
+        "pairs of runs with one seed",
+        6,
+        MARGIN,
+    ),
+    "more paired seeds",
+    test,
+)

@@ -1,0 +1,181 @@
+"""C11: reward follows the damped-oscillator model; its overdamped limit, a single exponential, is the rival."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from sharpscope.analysis.claims.base import Claim, Condition, Confounder, Estimate, Finding, Rule, rows_of
+from sharpscope.analysis.claims.measures import probe_rows
+from sharpscope.analysis.claims.oscillator import (
+    explained,
+    fit_exponential,
+    fit_oscillator,
+    noise_variance,
+    prediction_errors,
+)
+from sharpscope.analysis.claims.paired import directional, mean_estimate, present, unfinished
+from sharpscope.analysis.claims.study import RunLike, Study
+from sharpscope.analysis.statistics import mean_interval
+
+NAME = "C11"
+MARGIN = 0.02
+FEWEST = 40
+"""Steps that a curve must have [steps]."""
+GOOD_FIT = 0.9
+STIFFNESS = ("adamw_largest", "preconditioned_largest", "largest")
+"""Quantities of the probes table that stand for the stiffness, the first that is recorded."""
+
+
+def fits_frame(study: Study) -> pd.DataFrame:
+    """One row a run: fitted and predicted frequency and damping, errors of prediction of both models, R²."""
+    rows = [_row(name, run) for name, run in study.of(study.baseline, study.treatment).items()]
+    return pd.DataFrame([row for row in rows if row is not None])
+
+
+def _row(name: str, run: RunLike) -> dict[str, Any] | None:
+    steps = run.steps.sort_values("step")
+    steps = steps[np.isfinite(steps["reward_mean"].to_numpy(dtype=float))]
+    t, reward = steps["step"].to_numpy(dtype=float), steps["reward_mean"].to_numpy(dtype=float)
+    if len(t) < FEWEST or np.ptp(reward) == 0:
+        return None
+    fit = fit_oscillator(t, reward)
+    ours, rival = prediction_errors(t, reward)
+    plain, corrected = explained(fit, reward)
+    omega, zeta = predicted(run)
+    return {
+        "run": name, "method": run.method, "seed": run.seed, **Study.settings(run),
+        "gain": math.log(rival / ours) if ours > 0 and rival > 0 else 0.0,
+        "omega": fit.parameters[0], "zeta": fit.parameters[1], "r2": plain, "r2_corrected": corrected,
+        "omega_predicted": omega, "zeta_predicted": zeta, "noise": noise_variance(reward),
+        "final": float(reward[-max(5, len(reward) // 10):].mean()),
+    }  # fmt: skip
+
+
+def predicted(run: RunLike) -> tuple[float, float]:
+    """(ω, ζ) per step from the optimizer and the measured curvature; NaN where it was not measured.
+
+    Momentum as an average of gradients, θ_{t+1} − θ_t = β(θ_t − θ_{t−1}) − η(1 − β)∇L, has mass m = β/(η(1 − β)) and
+    damping γ = 1/η per update; the stiffness k is the largest eigenvalue, of the AdamW-preconditioned Hessian where
+    that was recorded.
+    """
+    optimizer = run.config.get("optimizer") or {}
+    lr, beta = optimizer.get("lr"), optimizer.get("beta1", 0.9)
+    updates = float(run.steps["updates"].mean())
+    for quantity in STIFFNESS:
+        rows = pd.concat([probe_rows(run, quantity, f) for f in ("surrogate", "expected_failure")])
+        stiffness = float(rows["value"].median()) if len(rows) else 0.0
+        if stiffness > 0 and lr and 0 < beta < 1 and updates > 0:
+            mass, damping = beta / (lr * (1 - beta)), 1 / lr
+            return math.sqrt(stiffness / mass) * updates, damping / (2 * math.sqrt(mass * stiffness))
+    return math.nan, math.nan
+
+
+def _group_size(frame: pd.DataFrame) -> tuple[Estimate, ...]:
+    """What group size does to the final reward and to its noise, runs alike in method, seed, learning rate and
+    decay.
+    """
+    if "group size" not in frame or frame["group size"].nunique() < 2:
+        return ()
+    held = [c for c in ("method", "seed", "learning rate", "weight decay") if c in frame]
+    means, slopes = [], []
+    for _, rows in frame.groupby(held):
+        if rows["group size"].nunique() > 1:
+            x = np.log(rows["group size"].to_numpy())
+            means.append(np.polyfit(x, rows["final"].to_numpy(), 1)[0])
+            slopes.append(np.polyfit(x, np.log(rows["noise"].to_numpy()), 1)[0])
+    return present(
+        mean_estimate("final reward per unit of ln G", np.array(means), "reward", "the model says 0"),
+        mean_estimate("slope of ln noise variance on ln G", np.array(slopes), "1", "the model says −1; p of 0"),
+    )
+
+
+def test(study: Study) -> Finding:
+    """ln(MSE of the exponential / MSE of the oscillator) on steps that were not fitted; seeds as clusters."""
+    frame = fits_frame(study)
+    if not len(frame):
+        return Finding(missing=f"no run of {study.baseline} or {study.treatment} has {FEWEST} steps with a reward")
+    by_seed = frame.groupby("seed").mean(numeric_only=True)
+    gain = by_seed["gain"].to_numpy()
+    p, as_claimed, refuted, smallest = directional(gain, "higher", MARGIN)
+    fitted, ahead = frame["zeta"].median(), frame["zeta_predicted"].median()
+    quality = by_seed["r2_corrected"].to_numpy()
+    good = bool(np.isfinite(quality).all() and quality.mean() >= GOOD_FIT)
+    return Finding(
+        effect=mean_estimate("gain of the oscillator over the exponential", gain, "ln ratio of prediction errors"),
+        n=len(by_seed),
+        p_supported=p,
+        as_claimed=as_claimed,
+        p_refuted=refuted,
+        smallest_p=smallest,
+        conditions=(Condition(f"the oscillator explains {GOOD_FIT:.0%} of what is not noise", good),),
+        confounders=(
+            Confounder("more free parameters", "models are compared on blocks of steps that were not fitted"),
+            Confounder(
+                "noise of a step's reward", "R² is also given with the noise, known from second differences, taken out"
+            ),
+            Confounder("several runs of a seed", "averaged: one cluster"),
+        ),
+        others=present(
+            Estimate(
+                "R² of the oscillator",
+                float(by_seed["r2"].mean()),
+                "1",
+                mean_interval(by_seed["r2"].to_numpy()),
+                None,
+                len(by_seed),
+                "published: at least 0.91",
+            ),
+            Estimate(
+                "R² with the noise taken out",
+                float(np.nanmean(quality)) if np.isfinite(quality).any() else math.nan,
+                "1",
+            ),
+            Estimate("fitted damping ratio ζ", float(fitted), "1", note="median over runs; above 1 it does not swing"),
+            Estimate("damping ratio from optimizer and curvature", float(ahead), "1", note="median over runs"),
+            Estimate("fitted frequency ω", float(frame["omega"].median()), "1/step", note="median over runs"),
+            Estimate("frequency from optimizer and curvature", float(frame["omega_predicted"].median()), "1/step"),
+            *_group_size(frame),
+        ),
+        rows=rows_of(frame["run"], "steps", ("step", "reward_mean", "updates"), "all steps with a reward")
+        + rows_of(frame["run"], "probes", ("value",), f"quantity {' or '.join(STIFFNESS)}"),
+        notes=(
+            "a curve that both models fit alike speaks for the overdamped limit, hence against inertia",
+            *(() if math.isfinite(ahead) else ("no curvature of surrogate or expected_failure: nothing predicted",)),
+            *unfinished(study),
+        ),
+        frames={"fits": frame},
+    )
+
+
+def fitted_curves(run: RunLike) -> pd.DataFrame:
+    """step, reward, oscillator, exponential: a run's reward and both fits, for the figure."""
+    steps = run.steps.sort_values("step")
+    steps = steps[np.isfinite(steps["reward_mean"].to_numpy(dtype=float))]
+    t, reward = steps["step"].to_numpy(dtype=float), steps["reward_mean"].to_numpy(dtype=float)
+    return pd.DataFrame({
+        "step": t, "reward": reward, "oscillator": fit_oscillator(t, reward).curve,
+        "exponential": fit_exponential(t, reward).curve,
+    })  # fmt: skip
+
+
+CLAIM = Claim(
+    NAME,
+    "reward follows the damped-oscillator model",
+    "arXiv 2606.30789 (R² ≥ 0.91)",
+    "exploratory",
+    Rule(
+        "supported: on blocks of steps that were not fitted the oscillator predicts reward better than the single "
+        f"exponential (sign-flip test over seeds), and explains {GOOD_FIT:.0%} of what is not noise; refuted: its "
+        "error is "
+        f"shown to be smaller by less than {MARGIN:.0%}",
+        "seeds",
+        6,
+        MARGIN,
+    ),
+    "more seeds, longer runs, curvature probes for the stiffness",
+    test,
+)

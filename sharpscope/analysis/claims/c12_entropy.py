@@ -1,0 +1,174 @@
+"""C12: polarity predicts the change of entropy, and covariance-aware weights stabilise it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from sharpscope.analysis.claims.base import Claim, Condition, Confounder, Finding, Rule, rows_of
+from sharpscope.analysis.claims.measures import relative_difference
+from sharpscope.analysis.claims.paired import (
+    PAIRED_BY_SEED,
+    difference_estimate,
+    directional,
+    mean_estimate,
+    present,
+    unfinished,
+)
+from sharpscope.analysis.claims.study import RunLike, Study
+from sharpscope.analysis.claims.tokens import Columns, Reducer
+
+NAME = "C12"
+STABLE = "cov-grpo"
+COLUMNS = ("loss_coef", "polarity")
+MARGIN = 0.1
+DRIFT_MARGIN = 0.1
+FEWEST = 15
+"""Steps with a prediction that a run must have [steps]."""
+ENDS = 10
+"""Steps averaged at each end of a run for its drift [steps]."""
+
+
+def _predicted(tokens: Columns, run: RunLike) -> dict[str, Any] | None:
+    push = tokens["loss_coef"].astype(np.float64) * tokens["polarity"].astype(np.float64)
+    good = np.isfinite(push)
+    # c = ∂L/∂ln π, so a descent step of size η on the token's logits changes its entropy by +η·c·polarity
+    return {"push": float(push[good].mean())} if good.any() else None
+
+
+def reducers(study: Study) -> list[Reducer]:
+    """Mean of c·polarity in each step of baseline and treatment."""
+    methods = (study.baseline, study.treatment)
+    return [Reducer(NAME, COLUMNS, lambda run: run.method in methods, _predicted, needs="polarity")]
+
+
+def prediction_frame(study: Study) -> pd.DataFrame:
+    """run, method, seed, step, predicted (lr·mean c·polarity) and measured H_{s+1} − H_{s−1} [nats].
+
+    The entropy of step s itself is left out of the measured change: it comes from the tokens that the prediction
+    is made
+    of, whose luck would tie the two together.
+    """
+    rows = []
+    for result in study.reduced.get(NAME, []):
+        steps = study.finished[result.run].steps.set_index("step")
+        before, after = result.step - 1, result.step + 1
+        if before in steps.index and after in steps.index:
+            change = float(steps["entropy_mean"][after] - steps["entropy_mean"][before])
+            rate = float(steps["lr"][result.step])
+            rows.append((result.run, result.method, result.seed, result.step, rate * result.values["push"], change))
+    frame = pd.DataFrame(rows, columns=["run", "method", "seed", "step", "predicted", "measured"])
+    return frame[np.isfinite(frame["predicted"]) & np.isfinite(frame["measured"])]
+
+
+def partial_correlation(predicted: np.ndarray, measured: np.ndarray, step: np.ndarray) -> float | None:
+    """Correlation of what a parabola in the step leaves of both (T,): trends shared by luck do not count."""
+    if len(step) < FEWEST:
+        return None
+    design = np.vander((step - step.mean()) / (np.ptp(step) or 1.0), 3)
+    left = [v - design @ np.linalg.lstsq(design, v, rcond=None)[0] for v in (predicted, measured)]
+    norms = [float(np.linalg.norm(v)) for v in left]
+    return float(left[0] @ left[1] / (norms[0] * norms[1])) if min(norms) > 0 else None
+
+
+def drift(run: RunLike) -> float | None:
+    """|H at the end − H at the start| over H at the start, means of ENDS steps."""
+    entropy = run.steps.sort_values("step")["entropy_mean"].dropna().to_numpy(dtype=float)
+    if len(entropy) < 2 * ENDS:
+        return None
+    start = float(entropy[:ENDS].mean())
+    return abs(float(entropy[-ENDS:].mean()) - start) / start if start > 0 else None
+
+
+def drift_frame(study: Study, treatment: str = STABLE) -> pd.DataFrame:
+    """seed, drift of baseline and of `treatment`, and their relative difference as `difference`."""
+
+    def measure(first: RunLike, second: RunLike) -> tuple[float, float] | None:
+        a, b = drift(first), drift(second)
+        return None if a is None or b is None else (a, b)
+
+    frame = study.differences(study.pairing(treatment), measure)
+    relative = [relative_difference(a, b) for a, b in zip(frame["baseline"], frame["treatment"], strict=True)]
+    return frame.assign(difference=np.array(relative, dtype=float))
+
+
+def test(study: Study) -> Finding:
+    """Partial correlation of predicted and measured entropy change within a run, and drift under covariance weights."""
+    frame = prediction_frame(study)
+    found = [
+        (rows["seed"].iloc[0], r)
+        for _, rows in frame.groupby("run")
+        if (r := partial_correlation(*(rows[c].to_numpy() for c in ("predicted", "measured", "step")))) is not None
+    ]
+    if not found:
+        return Finding(
+            missing=f"no run has polarity, loss_coef and entropy in {FEWEST} steps with a neighbour on each side"
+        )
+    by_seed = pd.DataFrame(found, columns=["seed", "r"]).groupby("seed")["r"].mean().to_numpy()
+    p, as_claimed, refuted, smallest = directional(by_seed, "higher", MARGIN)
+    drifts, own = drift_frame(study), drift_frame(study, study.treatment)
+    against = [refuted]
+    tested = len(drifts) > 0
+    if tested:
+        stable = directional(drifts["difference"].to_numpy(), "lower", DRIFT_MARGIN)
+        p, as_claimed, smallest = max(p, stable[0]), as_claimed and stable[1], max(smallest, stable[3])
+        against.append(stable[2])
+    return Finding(
+        effect=mean_estimate("partial correlation of predicted and measured change", by_seed, "correlation"),
+        n=min(len(by_seed), len(drifts)) if tested else len(by_seed),
+        p_supported=p,
+        as_claimed=as_claimed,
+        p_refuted=min(1.0, len(against) * min(against)),
+        smallest_p=smallest,
+        conditions=(Condition(f"entropy's drift under {STABLE} could be compared with {study.baseline}'s", tested),),
+        confounders=(
+            Confounder("the same tokens on both sides", "the change is measured around the step, from other rollouts"),
+            Confounder("trends", "a parabola in the step is taken out of both"),
+            Confounder("learning rate", "the prediction is multiplied by the step's own"),
+            Confounder(
+                "AdamW, shared parameters", "the prediction is first order in each token's logits alone: a bound on it"
+            ),
+            PAIRED_BY_SEED,
+        ),
+        others=present(
+            difference_estimate(
+                f"difference of entropy drift, {STABLE}", drifts, "relative difference to the baseline"
+            ),
+            difference_estimate(
+                f"difference of entropy drift, {study.treatment}", own, "relative difference to the baseline"
+            ),
+        ),
+        rows=rows_of(frame["run"].unique(), "tokens", COLUMNS, "all recorded steps")
+        + rows_of(
+            frame["run"].unique(), "steps", ("step", "entropy_mean", "lr"), "recorded steps and their neighbours"
+        ),
+        notes=(
+            f"{len(frame)} steps of {frame['run'].nunique()} runs",
+            *(() if tested else (f"no pair of {STABLE}: that half cannot be tested",)),
+            *unfinished(study),
+        ),
+        frames={"prediction": frame, "drift": drifts},
+    )
+
+
+CLAIM = Claim(
+    NAME,
+    "polarity predicts entropy's change, and covariance-aware weights stabilise it",
+    "arXiv 2605.11775 (polarity) and 2605.11538 (covariance)",
+    "exploratory",
+    Rule(
+        "supported: predicted and measured changes correlate within runs (sign-flip test over seeds) and entropy "
+        "drifts "
+        f"less under {STABLE} than under the baseline; refuted: the correlation is shown to be below {MARGIN:g}, "
+        "or the "
+        f"drift to be smaller by less than {DRIFT_MARGIN:.0%}",
+        "seeds",
+        6,
+        MARGIN,
+    ),
+    f"more seeds, with tokens recorded at every step, and of {STABLE}",
+    test,
+    reducers,
+)

@@ -1,0 +1,244 @@
+"""Tables in the paper's layout, ours beside the published numbers, as CSV, Markdown and LaTeX."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from sharpscope.analysis.claims.c10_alignment import CONTROLS
+from sharpscope.analysis.claims.measures import TEMPERATURE, last_step
+from sharpscope.analysis.claims.study import RunLike, Study, most_common
+from sharpscope.analysis.statistics import Interval, mean_interval
+from sharpscope.analysis.style import plain
+from sharpscope.errors import UserError
+from sharpscope.traces import write_atomic
+
+if TYPE_CHECKING:
+    from sharpscope.traces import Runs
+
+PAPER_SCALE = "Qwen2.5-3B"
+PUBLISHED: dict[str, dict[str, float]] = {"knights_knaves": {"grpo": 0.39, "grpo-sg": 0.63}}
+"""Task → method → average accuracy as arXiv 2511.00066 gives it (K&K, 3 to 7 people, PAPER_SCALE)."""
+NEIGHBOURS = (
+    "tr-grpo", "ar", "lopti", "ar-lopti", "cov-grpo", "clip-cov", "kl-cov", "gspo", "holder", "dapo", "dr-grpo",
+    "cispo", "papo", "ppo-ewma", "high-entropy", "grpo-sam", "grpo-gnp",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Mean over seeds with its 95 % interval (None below 4 seeds)."""
+
+    mean: float
+    interval: Interval | None
+    n: int
+
+    def __str__(self) -> str:
+        """`0.431 [0.402, 0.458]`, or `0.431 (n = 3)` where there is no interval."""
+        if self.interval is None:
+            return f"{self.mean:.3f} (n = {self.n})"
+        return f"{self.mean:.3f} [{self.interval.low:.3f}, {self.interval.high:.3f}]"
+
+
+@dataclass(frozen=True)
+class PaperTable:
+    """A table: methods down, columns across.
+
+    Attributes:
+        name: of its files.
+        caption: what it shows, at which scale.
+        rows: method → column → cell (or text).
+        columns: in order.
+    """
+
+    name: str
+    caption: str
+    rows: Mapping[str, Mapping[str, Cell | str]]
+    columns: tuple[str, ...]
+
+    def frame(self) -> pd.DataFrame:
+        """method, column, mean, low, high, kind of interval, n; text cells as `text`."""
+        rows = []
+        for method, cells in self.rows.items():
+            for column in self.columns:
+                cell = cells.get(column)
+                if isinstance(cell, Cell):
+                    ends = (None, None, None) if cell.interval is None else _ends(cell.interval)
+                    rows.append((method, column, cell.mean, *ends, cell.n, ""))
+                elif cell:
+                    rows.append((method, column, None, None, None, None, None, cell))
+        return pd.DataFrame(rows, columns=["method", "column", "mean", "low", "high", "interval", "n", "text"])
+
+    def markdown(self) -> str:
+        """The table for people, its caption above."""
+        head = ["| method | " + " | ".join(self.columns) + " |", "|---" * (len(self.columns) + 1) + "|"]
+        body = [
+            "| " + " | ".join([_cell_text(m), *(_cell_text(c.get(k, "–")) for k in self.columns)]) + " |"
+            for m, c in self.rows.items()
+        ]
+        return "\n".join([self.caption, "", *head, *body]) + "\n"
+
+    def latex(self) -> str:
+        """A table environment with booktabs rules."""
+        lines = [r"\begin{table}", r"\centering", rf"\caption{{{_latex(self.caption)}}}"]
+        lines += [r"\begin{tabular}{l" + "r" * len(self.columns) + "}", r"\toprule"]
+        lines += [" & ".join(["method", *map(_latex, self.columns)]) + r" \\", r"\midrule"]
+        for method, cells in self.rows.items():
+            lines.append(" & ".join([_latex(method), *(_latex(str(cells.get(c, "–"))) for c in self.columns)]) + r" \\")
+        return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", r"\end{table}"]) + "\n"
+
+
+def paper_tables(runs: Runs, *, baseline: str = "grpo", treatment: str = "grpo-sg") -> list[PaperTable]:
+    """Accuracy by number of people and method; controls; neighbours. Tables without a run are left out.
+
+    All rows are of one setting (task, model, learning rate …), the one with the most runs; accuracy at TEMPERATURE at
+    each run's last evaluation, held-out and unseen sizes, intervals over seeds (percentile-t, from 15 seeds BCa).
+    """
+    study = Study(runs.by_name, baseline, treatment)
+    cells = {name: study.cell(run) for name, run in sorted(study.finished.items()) if last_step(run) is not None}
+    if not cells:
+        return []
+    common = most_common(list(cells.values()))
+    chosen: dict[str, dict[Any, RunLike]] = {}
+    for name, cell in cells.items():
+        run = study.finished[name]
+        if cell == common:
+            chosen.setdefault(run.method, {}).setdefault(run.seed, run)
+    first = next(run for by_seed in chosen.values() for run in by_seed.values())
+    scale = _scale(first)
+    wanted = {
+        "accuracy": ("Accuracy by size and method", (baseline, treatment)),
+        "controls": (
+            "Controls: the same weights without their alignment",
+            (baseline, treatment, *_controls(treatment)),
+        ),
+        "neighbours": ("Neighbours", (baseline, treatment, *NEIGHBOURS)),
+    }
+    made = []
+    for name, (title, methods) in wanted.items():
+        there = [method for method in methods if method in chosen]
+        if there and (name == "accuracy" or set(there) - {baseline, treatment}):
+            made.append(_table(name, title, {m: chosen[m] for m in there}, first.task, scale))
+    return made
+
+
+def write_tables(tables: list[PaperTable], out: str | Path) -> list[Path]:
+    """Each table as table_<name>.csv, .md and .tex in `out`; returns the files.
+
+    Raises:
+        UserError: if the folder cannot be made.
+    """
+    folder = Path(out)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"out: {folder} cannot be made ({error.strerror}); choose another --out") from error
+    paths = []
+    for table in tables:
+        texts = {"csv": table.frame().to_csv(index=False), "md": table.markdown(), "tex": table.latex()}
+        for ending, text in texts.items():
+            paths.append(folder / f"table_{table.name}.{ending}")
+            write_atomic(paths[-1], text)
+    return paths
+
+
+def by_level(run: RunLike) -> dict[str, tuple[float, int]]:
+    """Level → (accuracy, prompts) over held-out and unseen rows at TEMPERATURE (else the highest) at the last
+    evaluation.
+    """
+    rows = run.eval[run.eval["split"].isin(["heldout", "unseen"]) & (run.eval["level"] != "all")]
+    rows = rows[rows["step"] == last_step(run)]
+    if not len(rows):
+        return {}
+    heats = rows["temperature"]
+    rows = (
+        rows[(heats - TEMPERATURE).abs() < 1e-6]
+        if ((heats - TEMPERATURE).abs() < 1e-6).any()
+        else rows[heats == heats.max()]
+    )
+    found = {}
+    for level, group in rows.groupby("level"):
+        n = group["n"].to_numpy(dtype=float)
+        found[str(level)] = (float(group["accuracy"].to_numpy(dtype=float) @ n / n.sum()), int(n.sum()))
+    return found
+
+
+def _table(name: str, title: str, methods: Mapping[str, Mapping[Any, RunLike]], task: str, scale: str) -> PaperTable:
+    measured = {m: [by_level(run) for run in runs.values()] for m, runs in methods.items()}
+    levels = sorted({level for runs in measured.values() for run in runs for level in run}, key=_natural)
+    published = PUBLISHED.get(task, {})
+    paper = f"paper ({PAPER_SCALE})"
+    rows: dict[str, dict[str, Cell | str]] = {}
+    for method, runs in measured.items():
+        cells: dict[str, Cell | str] = {"seeds": str(len(runs))}
+        for level in levels:
+            cells[level] = _cell([run[level][0] for run in runs if level in run])
+        # as the paper averages: every size counts alike
+        cells["average"] = _cell([sum(a for a, _ in run.values()) / len(run) for run in runs if run])
+        if published:
+            cells[paper] = f"{published[method]:.2f}" if method in published else "–"
+        rows[method] = cells
+    columns = ("seeds", *levels, "average", *((paper,) if published else ()))
+    caption = (
+        f"{title}. Task {task}, ours: {scale}; accuracy at temperature {TEMPERATURE:g} at the last evaluation, "
+        "mean and "
+        "95 % interval over seeds"
+        + (
+            f". Published: {PAPER_SCALE}, average over 3 to 7 people, single runs; not comparable in scale."
+            if published
+            else "."
+        )
+    )
+    return PaperTable(name, caption, rows, columns)
+
+
+def _cell(values: list[float]) -> Cell | str:
+    if not values:
+        return "–"
+    frame = pd.Series(values, dtype=float).to_numpy()
+    return Cell(float(frame.mean()), mean_interval(frame), len(frame))
+
+
+def _controls(treatment: str) -> tuple[str, ...]:
+    return tuple(f"{treatment}-{suffix}" for suffix in (*CONTROLS, "mean-one"))
+
+
+def _scale(run: RunLike) -> str:
+    model = str((run.config.get("policy") or {}).get("model", "unknown model"))
+    parameters = run.info.get("parameters")
+    steps = len(run.steps)
+    size = f", {parameters / 1e6:.3g} M parameters" if isinstance(parameters, int | float) else ""
+    return f"{plain(model)}{size}, {steps} steps"
+
+
+def _ends(interval: Interval) -> tuple[float, float, str]:
+    return interval.low, interval.high, interval.kind
+
+
+def _natural(level: str) -> tuple[bool, float, str]:
+    return (not level.isdigit(), float(level) if level.isdigit() else 0.0, level)
+
+
+def _cell_text(value: object) -> str:
+    return str(value).replace("|", "\\|").replace("<", "&lt;")
+
+
+def _latex(text: str) -> str:
+    marks = {
+        "\\": r"\textbackslash{}",
+        "%": r"\%",
+        "_": r"\_",
+        "&": r"\&",
+        "#": r"\#",
+        "$": r"\$",
+        "{": r"\{",
+        "}": r"\}",
+        "–": "--",
+        "^": r"\^{}",
+        "~": r"\~{}",
+    }
+    return "".join(marks.get(char, char) for char in text)

@@ -1,0 +1,132 @@
+"""Intervals for a mean over clusters. What a cluster is (a run, a prompt, a step of a seed) is the caller's to say.
+
+| kind | used for | clusters |
+|---|---|---|
+| `bca` | anything (`scipy.stats.bootstrap`, Efron 1987) | from 15 up |
+| `percentile-t` | the mean of a sample (bootstrap-t, Hall 1988) | 4 to 14 |
+| `sign-flip` | the mean of paired differences (exact; inverts the test that gives their p-value) | 6 to 14 |
+| `clopper-pearson` | a share of independent trials | any |
+
+COVERAGE_TABLE
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import scipy.stats
+from numpy.typing import NDArray
+
+from sharpscope.analysis.statistics.permutation import sign_flip_interval
+
+Kind = Literal["bca", "percentile-t", "sign-flip", "clopper-pearson"]
+
+BCA_FROM = 15
+PERCENTILE_T_FROM = 4
+RESAMPLES = 4_999
+
+
+@dataclass(frozen=True)
+class Interval:
+    """`low` to `high` at confidence `level`, and how it was made."""
+
+    low: float
+    high: float
+    kind: Kind
+    level: float = 0.95
+
+    def __str__(self) -> str:
+        return f"[{self.low:.3g}, {self.high:.3g}]"
+
+
+def mean_interval(values: NDArray[np.floating], level: float = 0.95, seed: int = 0) -> Interval | None:
+    """Interval of the mean of a sample `values` (n,), one number a cluster: BCa, below 15 percentile-t, below 4 None.
+
+    Equal values give an interval of no width.
+    """
+    data = np.asarray(values, dtype=np.float64)
+    if len(data) >= BCA_FROM:
+        return bootstrap_interval(data, None, level, seed)
+    if len(data) < PERCENTILE_T_FROM:
+        return None
+    return _percentile_t(data, level, seed)
+
+
+def contrast_interval(values: NDArray[np.floating], level: float = 0.95, seed: int = 0) -> Interval | None:
+    """Interval of the mean of paired differences `values` (n,): BCa, below 15 exact sign flips, None where n is
+    too small.
+
+    At 95 %, 6 is the smallest n that a sign-flip test can reject anything with.
+    """
+    data = np.asarray(values, dtype=np.float64)
+    if len(data) >= BCA_FROM:
+        return bootstrap_interval(data, None, level, seed)
+    ends = sign_flip_interval(data, level) if len(data) else None
+    return None if ends is None else Interval(*ends, "sign-flip", level)
+
+
+def share_interval(hits: int, trials: int, level: float = 0.95) -> Interval:
+    """Clopper-Pearson interval of a share: `hits` of `trials` independent ones; its coverage is at least `level`."""
+    ends = scipy.stats.binomtest(hits, trials).proportion_ci(level, method="exact")
+    return Interval(float(ends.low), float(ends.high), "clopper-pearson", level)
+
+
+def bootstrap_interval(
+    clusters: NDArray[np.floating],
+    statistic: Callable[[NDArray[np.floating]], NDArray[np.floating]] | None = None,
+    level: float = 0.95,
+    seed: int = 0,
+) -> Interval:
+    """BCa interval of a statistic over clusters, from `scipy.stats.bootstrap`.
+
+    Args:
+        clusters: (n, p) sums of what each cluster holds, or (n,).
+        statistic: takes (B, p) sums over drawn clusters, divided by how many were drawn, and gives (B,); None: the mean
+            of (n,).
+        level: confidence.
+        seed: of the resamples.
+    """
+    data = np.asarray(clusters, dtype=np.float64)
+    n = len(data)
+    table = data.reshape(n, -1)
+    if statistic is None and np.ptp(data) <= 1e-12 * np.abs(data).max():
+        return Interval(float(data[0]), float(data[0]), "bca", level)
+
+    def of(chosen: NDArray[np.int_], axis: int = -1) -> NDArray[np.floating]:
+        shape, drawn = chosen.shape[:-1], chosen.shape[-1]
+        flat = chosen.reshape(-1, drawn).astype(np.int64)
+        rows = np.arange(len(flat))[:, None]
+        # how often each cluster was drawn says all: (B, n) counts times (n, p) sums
+        counts = np.bincount((rows * n + flat).ravel(), minlength=len(flat) * n).reshape(len(flat), n)
+        means = counts @ table / drawn
+        return np.asarray(means[:, 0] if statistic is None else statistic(means)).reshape(shape)
+
+    result = scipy.stats.bootstrap(
+        (np.arange(n),),
+        of,
+        n_resamples=RESAMPLES,
+        confidence_level=level,
+        method="BCa",
+        vectorized=True,
+        rng=np.random.default_rng(seed),
+    )
+    ends = result.confidence_interval
+    return Interval(float(ends.low), float(ends.high), "bca", level)
+
+
+def _percentile_t(data: NDArray[np.float64], level: float, seed: int) -> Interval:
+    """Bootstrap-t: quantiles of (mean* − mean)/se* in place of Student's."""
+    n, mean, error = len(data), data.mean(), data.std(ddof=1) / np.sqrt(len(data))
+    if error <= 1e-12 * np.abs(data).max():
+        return Interval(float(mean), float(mean), "percentile-t", level)
+    drawn = data[np.random.default_rng(seed).integers(0, n, (RESAMPLES, n))]  # (resamples, n)
+    shift, spread = drawn.mean(axis=1) - mean, drawn.std(axis=1, ddof=1) / np.sqrt(n)
+    flat = (
+        spread <= 1e-12 * np.abs(data).max()
+    )  # one value drawn n times: no error to divide by, so as far out as can be
+    t = np.where(flat, np.copysign(np.inf, shift), shift / np.where(flat, 1.0, spread))
+    low, high = np.quantile(t, [(1 - level) / 2, (1 + level) / 2], method="nearest")
+    return Interval(float(mean - high * error), float(mean - low * error), "percentile-t", level)
