@@ -16,7 +16,7 @@ from sharpscope.errors import UserError, nearest
 from sharpscope.objective import Method, method_label, named_method
 from sharpscope.policy import PolicySpec, RolloutSpec
 
-# PROBES from sharpscope.probes import ProbesSpec
+from sharpscope.probes import ProbesSpec
 from sharpscope.spec import Spec
 from sharpscope.tasks import KnightsKnavesSpec, TaskSpec
 from sharpscope.training.spec import (
@@ -53,7 +53,7 @@ class RunConfig(Spec):
     update: UpdateSpec = Field(default_factory=UpdateSpec, description="Mini-batches, inner epochs, microbatches.")
     evaluation: EvaluationSpec = Field(default_factory=EvaluationSpec, description="When and on what to evaluate.")
     recording: RecordingSpec = Field(default_factory=RecordingSpec, description="What is written to the traces.")
-    # PROBES probes: ProbesSpec = Field(default_factory=ProbesSpec, description="Curvature and perturbation probes while training.")
+    probes: ProbesSpec = Field(default_factory=ProbesSpec, description="Curvature and perturbation probes while training.")
     checkpoint: CheckpointSpec = Field(default_factory=CheckpointSpec, description="When weights are saved.")
     health: HealthSpec = Field(default_factory=HealthSpec, description="Rules that speak before a run goes wrong.")
 

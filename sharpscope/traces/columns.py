@@ -175,10 +175,10 @@ TOKENS = Table(
             "entropy polarity p(ln p + H) - sum_j p_j^2 (ln p_j + H): a step eta on "
             "this token's logits with advantage A changes its entropy by -eta * A * polarity",
         ),
-        _maybe("advantage", "float32", ONE, "the token's advantage after per-token factors (not the weight)"),
+        _maybe("advantage", "float32", ONE, "group advantage of the token's completion; per-token factors of a method (AR, PAPO, covariance) are in weight"),
         _maybe("ratio", "float32", ONE, "importance ratio pi / pi_old in that update, as the method defines it"),
         _maybe("weight", "float32", ONE, "the method's token weight w, without gradient"),
-        _maybe("clipped", "int8", ONE, "-1: gradient cut by the lower bound of the ratio, 1: by the upper, 0: not cut"),
+        _maybe("clipped", "int8", ONE, "the ratio's bound that acts, -1 lower, 1 upper, 0 none: there a PPO clip leaves no gradient, CISPO a bounded one"),
         _maybe(
             "loss_coef",
             "float32",
@@ -201,6 +201,13 @@ TOKENS = Table(
             "unbiased estimate of its square is negative",
         ),
         _probe("score_norm_std_error", "float32", NORM, "standard error of score_norm (first order); 0 if exact"),
+        _probe(
+            "draw_probability",
+            "float32",
+            ONE,
+            "probability with which the token was chosen for the exact tier: 1 for the largest local norms, less for those drawn "
+            "at random; weights a mean of score_norm over all tokens by its inverse",
+        ),
         _probe("score_norm_method", "string", "name", "how score_norm was found: exact | sketch"),
         _probe(
             "attribution",

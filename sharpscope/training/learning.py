@@ -97,6 +97,7 @@ class Learner:
 
     def __post_init__(self) -> None:
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self.warnings: tuple[str, ...] = ()
 
     # -- statistics of the policy at the start of the step ---------------------------------------------------------
 
@@ -168,10 +169,10 @@ class Learner:
             order = groups
             if self.mini_batches > 1:
                 order = groups[torch.randperm(len(groups), generator=generator(self.seed, "mini_batches", step, epoch))]
-            for chosen in torch.tensor_split(order, self.mini_batches):
-                rows = torch.nonzero(torch.isin(rollouts.group.cpu(), chosen)).flatten()
-                for pass_index in range(passes_of(self.method)):
-                    yield rows, pass_index
+            # Passes are the outer loop (Lopti): all mini-batches with the first pass's tokens, then all with the rest.
+            for pass_index in range(passes_of(self.method)):
+                for chosen in torch.tensor_split(order, self.mini_batches):
+                    yield torch.nonzero(torch.isin(rollouts.group.cpu(), chosen)).flatten(), pass_index
 
     def _update(self, index: int, rows: Tensor, pass_index: int) -> UpdateRecord:
         """One gradient, what the method does to it, and the optimizer's step."""

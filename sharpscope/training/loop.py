@@ -34,7 +34,8 @@ from sharpscope.training.checkpoint import Progress, checkpoints, load_checkpoin
 from sharpscope.training.data_order import DataOrder
 from sharpscope.training.display import Display, QuietDisplay
 from sharpscope.training.evaluate import evaluate
-from sharpscope.training.health import check_policy, check_rollouts, memory_share, non_finite
+from sharpscope.training.health import Event, check_policy, check_rollouts, memory_share, non_finite
+from sharpscope.training.heldout import heldout_prompts
 from sharpscope.training.learning import Learned, Learner, step_tensors
 from sharpscope.training.observers import Observers
 from sharpscope.training.optimizer import build_optimizer, learning_rate, set_learning_rate
@@ -79,6 +80,8 @@ def train(config: RunConfig, display: Display | None = None, resume: bool = Fals
     policy = load_policy(source)
     longest = [e for split in ("train", *config.evaluation.splits) for e in task.splits().get(split, [])]
     check_lengths(policy, render_prompts(longest, policy), config.rollout.max_new_tokens)
+    if config.recording.heldout_influence_every:
+        heldout_prompts(config, task)
     if not resume:
         create_run_dir(config.run_dir)
     with RunLock(config.run_dir):
@@ -120,6 +123,7 @@ class _Run:
         self.order = DataOrder(examples, config.seed)
         self.recent: list[float] = []  # log gradient norms of the last steps, for spikes
         self.stop_requested = False
+        self.said: set[str] = set()  # warnings of the method that were shown
         self.reference = _frozen_copy(config) if self.method.needs_reference else None
         self.proximal = copy.deepcopy(policy.model).eval() if self.method.needs_proximal else None
         self.learner = Learner(
@@ -243,6 +247,10 @@ class _Run:
         reward = rollouts.reward
         if not bool(torch.isfinite(reward).all()):
             events.append(non_finite(spec, step, "a reward", float(reward[~torch.isfinite(reward)][0])))
+        for text in self.learner.warnings:
+            if text not in self.said:
+                self.said.add(text)
+                events.append(Event(step, "method", "warning", math.nan, math.nan, "warn", text))
         for event in events:
             self.writer.append("events", {name: [value] for name, value in event.row().items()})
             self.display.event(event)

@@ -113,6 +113,8 @@ def token_columns(
     for name, values in probed.items():
         column = flat(values)
         columns[name] = np.ma.masked_array(column, mask=np.isnan(column))
+    if "score_norm" in columns:
+        columns["score_norm_method"] = [None if missing else "exact" for missing in columns["score_norm"].mask]
     return columns
 
 

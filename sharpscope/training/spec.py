@@ -89,11 +89,7 @@ class RecordingSpec(Spec):
     heldout_prompts: int = Field(
         16, ge=1, description="Prompts in the held-out probe set whose gradient influence uses."
     )
-    heldout_functional: Literal["expected_failure", "nll"] = Field(
-        "expected_failure",
-        description="Held-out loss of influence: expected failure on seeded rollouts of the current policy, or nll of "
-        "stored verified solutions.",
-    )
+    heldout_samples: int = Field(8, ge=1, description="Completions drawn for each prompt of the held-out probe set.")
 
 
 class CheckpointSpec(Spec):

@@ -1,0 +1,84 @@
+"""Gradient-norm spikes, and the tokens, prompts and probabilities that made them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+
+from sharpscope.traces import Run
+from sharpscope.traces.spike_rule import robust_z
+
+PROBABILITY_EDGES = (0.0, 0.01, 0.1, 0.3, 0.5, 0.8, 0.95, 0.99, 1.0)
+"""Ranges of π in which a spike's shares are summed."""
+
+
+@dataclass(frozen=True)
+class Spike:
+    """A step whose gradient norm stands out, and what made it where attribution was recorded.
+
+    `tokens`: the recorded tokens with the largest |share|; `prompts`: share by prompt; `probabilities`: share by range of π;
+    each None where the step has no attribution. A share is a part of ‖∇L‖² of the token's update; they sum to 1.
+    """
+
+    step: int
+    grad_norm: float
+    z: float
+    typical: float
+    tokens: pd.DataFrame | None
+    prompts: pd.DataFrame | None
+    probabilities: pd.DataFrame | None
+
+
+def find_spikes(steps: pd.DataFrame, z: float = 4.0) -> pd.DataFrame:
+    """Steps whose log gradient norm is `z` robust standard deviations above the median of the 50 before it.
+
+    Columns step, grad_norm, z, typical (the median norm of the window); the rule is `sharpscope.traces.spike_rule`.
+    """
+    logs: list[float] = []
+    rows = []
+    for row in steps.sort_values("step").itertuples():
+        norm = float(row.grad_norm) if row.grad_norm is not None else math.nan  # type: ignore[arg-type]
+        if not norm > 0:
+            continue
+        score = robust_z(logs, math.log(norm))
+        if score >= z:
+            rows.append((int(row.step), norm, score, math.exp(float(np.median(logs[-50:])))))  # type: ignore[arg-type]
+        logs.append(math.log(norm))
+    return pd.DataFrame(rows, columns=["step", "grad_norm", "z", "typical"])
+
+
+def explain_spikes(run: Run, z: float = 4.0, top: int = 8, largest: int = 0) -> list[Spike]:
+    """Every spike of a run with what made it; with none, the `largest` steps by gradient norm that have attribution."""
+    found = find_spikes(run.steps, z)
+    if found.empty and largest:
+        recorded = run.tokens(columns=["step", "attribution"]).dropna()["step"].unique()
+        rows = run.steps[run.steps["step"].isin(recorded)].nlargest(largest, "grad_norm")
+        median = float(run.steps["grad_norm"].median())
+        found = pd.DataFrame({"step": rows["step"], "grad_norm": rows["grad_norm"], "z": math.nan, "typical": median})
+    return [_explain(run, row, top) for row in found.itertuples()]
+
+
+def _explain(run: Run, row: object, top: int) -> Spike:
+    step, norm = int(row.step), float(row.grad_norm)  # type: ignore[attr-defined]
+    columns = ["rollout", "position", "token_id", "logp", "advantage", "weight", "loss_coef", "attribution"]
+    tokens = run.tokens(steps=[step], columns=["step", "score_norm", "score_norm_local", *columns]).dropna(
+        subset=["attribution"]
+    )
+    head = (step, norm, float(row.z), float(row.typical))  # type: ignore[attr-defined]
+    if tokens.empty:
+        return Spike(*head, None, None, None)
+    tokens = tokens.assign(probability=np.exp(tokens["logp"]))
+    biggest = tokens.reindex(tokens["attribution"].abs().sort_values(ascending=False).index).head(top)
+    rollouts = run.rollouts[run.rollouts["step"] == step][["rollout", "group", "prompt", "reward"]]
+    joined = tokens.merge(rollouts, on="rollout")
+    prompts = (
+        joined.groupby(["group", "prompt"], as_index=False)["attribution"].sum()
+        .sort_values("attribution", key=np.abs, ascending=False).head(top)
+    )  # fmt: skip
+    ranges = pd.cut(tokens["probability"], list(PROBABILITY_EDGES), include_lowest=True)
+    grouped = tokens.groupby(ranges, observed=False)["attribution"]
+    probabilities = pd.DataFrame({"share": grouped.sum(), "tokens": grouped.size() / len(tokens)})
+    return Spike(*head, biggest, prompts, probabilities)
