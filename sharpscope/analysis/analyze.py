@@ -49,7 +49,7 @@ def analyze(
     """Analyse the runs below `paths` (one folder or several); write PNG, SVG, summary.csv and report.md into `out`.
 
     Runs of different tasks, task settings or initial policies are never compared; runs that cannot be read, and data
-    that were not recorded, are named in `messages` and in the report. `on_progress` hears each file's name as it is made.
+    that were not recorded, are named in `messages` and in the report. `on_progress` hears each figure's name.
 
     Raises:
         UserError: if there is no run with at least one step, or `out` cannot be written.

@@ -13,6 +13,7 @@ from sharpscope.analysis.figures_steps import draw_bands
 from sharpscope.analysis.style import GREY, Line, finish, panels, plain, styled
 
 Lines = Mapping[str, Line]
+PLACE = ["quantity", "functional", "probe_set"]
 
 CURVATURE = {
     "largest": "largest Hessian eigenvalue",
@@ -20,27 +21,27 @@ CURVATURE = {
     "trace": "trace of the Hessian",
     "gradient_norm": "gradient norm of the functional [L2, parameters]",
 }
-MOST_PANELS = 12
 
 
 def places(values: pd.DataFrame) -> list[tuple[str, str, str]]:
-    """(quantity, functional, probe set) of a frame, in order."""
-    return sorted(set(map(tuple, values[["quantity", "functional", "probe_set"]].to_numpy().tolist())))
+    """(quantity, functional, probe set) of a frame, in order: one panel each."""
+    return sorted(set(map(tuple, values[PLACE].to_numpy().tolist())))
+
+
+def _at(values: pd.DataFrame, place: tuple[str, str, str]) -> pd.DataFrame:
+    return values[(values[PLACE] == list(place)).all(axis=1)]
 
 
 def sharpness(values: pd.DataFrame, lines: Lines) -> Figure:
     """Curvature along training: a panel for each quantity, functional and probe set."""
-    content = places(values)[:MOST_PANELS]
+    content = places(values)
     with styled():
         figure, axes = panels(len(content))
-        for axis, (quantity, functional, probe_set) in zip(axes, content, strict=True):
-            chosen = values[
-                (values["quantity"] == quantity)
-                & (values["functional"] == functional)
-                & (values["probe_set"] == probe_set)
-            ]
-            draw_bands(axis, chosen, lines)
-            axis.set(xlabel="step", ylabel=CURVATURE.get(quantity, quantity), title=plain(f"{functional}, {probe_set}"))
+        for axis, place in zip(axes, content, strict=True):
+            quantity, functional, probe_set = place
+            draw_bands(axis, _at(values, place), lines)
+            label = CURVATURE.get(quantity, plain(quantity))
+            axis.set(xlabel="step", ylabel=label, title=plain(f"{functional}, {probe_set}"))
         finish(figure, axes)
     return figure
 
@@ -48,37 +49,25 @@ def sharpness(values: pd.DataFrame, lines: Lines) -> Figure:
 def rho_curves(values: pd.DataFrame, first_order: pd.DataFrame, lines: Lines) -> Figure:
     """Rise of the functional within a radius rho at the last probed step, and beside it rho·‖∇L‖ (dotted).
 
-    Both frames: setting, seed, quantity, functional, probe_set, rho, value. A panel for each quantity, functional, set.
+    Both frames: setting, seed, quantity, functional, probe_set, rho, value; the first-order term stands under the name of
+    the quantity that it belongs to. A panel for each quantity, functional and probe set.
     """
-    content = places(values)[:MOST_PANELS]
+    content = places(values)
     with styled():
         figure, axes = panels(len(content))
-        for axis, (quantity, functional, probe_set) in zip(axes, content, strict=True):
-            chosen = values[
-                (values["quantity"] == quantity)
-                & (values["functional"] == functional)
-                & (values["probe_set"] == probe_set)
-            ]
+        for axis, place in zip(axes, content, strict=True):
+            quantity, functional, probe_set = place
+            chosen, beside = _at(values, place), _at(first_order, place)
             draw_bands(axis, chosen, lines, x="rho")
-            beside = first_order[(first_order["functional"] == functional) & (first_order["probe_set"] == probe_set)]
             for label in sorted(set(chosen["setting"]) & set(beside["setting"])):
                 rows = band(beside[beside["setting"] == label], ["rho"])
-                axis.plot(
-                    rows["rho"],
-                    rows["mean"],
-                    color=lines[label].color,
-                    linewidth=0.9,
-                    linestyle=":",
-                    label="first order, rho·‖∇L‖",
-                )
-            positive = bool((chosen["value"] > 0).all())
+                thin = {"color": lines[label].color, "linewidth": 0.9, "linestyle": ":"}
+                axis.plot(rows["rho"], rows["mean"], label="first order, rho·‖∇L‖", **thin)
+            scale = "log" if (chosen["value"] > 0).all() else "linear"
             axis.set(
-                xscale="log",
-                yscale="log" if positive else "linear",
-                xlabel="rho [L2, parameters]",
-                ylabel=plain(quantity),
-                title=plain(f"{functional}, {probe_set}"),
+                xscale="log", yscale=scale, xlabel="rho [L2, parameters]", ylabel=f"{plain(quantity)}: rise of the loss"
             )
+            axis.set(ylabel=f"{plain(quantity)}: rise of the loss", title=plain(f"{functional}, {probe_set}"))
         finish(figure, axes)
     return figure
 
@@ -94,7 +83,7 @@ def spectrum(nodes: pd.DataFrame, lines: Lines) -> Figure:
 
     `nodes`: setting, seed, functional, probe_set, node, weight; each seed's weights sum to 1.
     """
-    content = sorted(set(map(tuple, nodes[["functional", "probe_set"]].to_numpy().tolist())))[:MOST_PANELS]
+    content = sorted(set(map(tuple, nodes[["functional", "probe_set"]].to_numpy().tolist())))
     with styled():
         figure, axes = panels(len(content), width=4.4)
         for axis, (functional, probe_set) in zip(axes, content, strict=True):

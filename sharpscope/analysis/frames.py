@@ -43,7 +43,7 @@ def eval_values(study: Study, column: str = "accuracy") -> pd.DataFrame:
         place = ["step", "split", "level", "temperature"]
         common = _common([pd.Series(list(map(tuple, frame[place].to_numpy().tolist()))) for frame in each.values()])
         for seed, frame in each.items():
-            kept = frame[[tuple(row) in common for row in frame[place].to_numpy().tolist()]]
+            kept = frame[_in(frame[place], common)]
             pieces.append(kept.assign(setting=setting.label, seed=seed)[[*KEYS, *place, "value"]])
     return _recorded(_join(pieces, [*KEYS, "step", "split", "level", "temperature", "value"]), ["split", "level"])
 
@@ -68,8 +68,7 @@ def with_pooled(rows: pd.DataFrame, column: str) -> pd.DataFrame:
     ]
     made = pd.DataFrame(pooled, columns=[*place, "value", "weight"])
     there = set(map(tuple, frame.loc[frame["level"] == "all", ["step", "split", "temperature"]].to_numpy().tolist()))
-    keys = made[["step", "split", "temperature"]].to_numpy().tolist()
-    made = made[[tuple(key) not in there for key in keys]]
+    made = made[~_in(made[["step", "split", "temperature"]], there)]
     return pd.concat([frame, made], ignore_index=True) if len(made) else frame.reset_index(drop=True)
 
 
@@ -131,6 +130,11 @@ def runs_of(study: Study) -> list[tuple[str, object, Run]]:
 def _common(series: Sequence[pd.Series]) -> set[object]:
     sets = [set(one.tolist()) for one in series]
     return set.intersection(*sets) if sets else set()
+
+
+def _in(frame: pd.DataFrame, keys: set[object]) -> np.ndarray:
+    """Which rows are in `keys`, as a mask (also of no rows)."""
+    return np.array([tuple(row) in keys for row in frame.to_numpy().tolist()], dtype=bool)
 
 
 def _join(pieces: Sequence[pd.DataFrame], columns: Sequence[str]) -> pd.DataFrame:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,8 +18,7 @@ from sharpscope.analysis.style import lines
 from sharpscope.analysis.token_frames import SAMPLE, bound_violations, decile_sums, sample_tokens, score_column
 from sharpscope.analysis.weight_curve import shaping_of
 
-FIRST_ORDER = "first_order"
-NOT_A_RISE = {FIRST_ORDER, "density"}
+FIRST_ORDER = "_first_order"
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,8 @@ class Pictures:
             )
         else:
             caption = f"Curvature of the loss surface along training.{left_out} {BAND}."
-            yield Picture("sharpness", caption, figures_probes.sharpness(values, self.lines))
+            for ending, frame in _by_functional(values):
+                yield Picture(f"sharpness{ending}", caption, figures_probes.sharpness(frame, self.lines))
         nodes = density_nodes(self.study)
         if len(nodes):
             caption = "Spectral density of the Hessian at the last probed step, mean over seeds."
@@ -201,18 +202,24 @@ class Pictures:
 
     def _rho_curves(self) -> Iterator[Picture]:
         names = {
-            name for _, _, run in runs_of(self.study) for name in run.probes.loc[run.probes["rho"].notna(), "quantity"]
+            name
+            for _, _, run in runs_of(self.study)
+            for name in run.probes.loc[(run.probes["probe"] == "perturbation") & run.probes["rho"].notna(), "quantity"]
         }
-        rises, unconverged = probe_values(self.study, sorted(names - NOT_A_RISE))
-        beside, _ = probe_values(self.study, [FIRST_ORDER])
-        rises, beside = (frame[(frame["parameters"] == "all") & frame["rho"].notna()] for frame in (rises, beside))
-        if rises.empty:
+        rises = {name for name in names if not name.endswith((FIRST_ORDER, "_ratio"))}
+        values, unconverged = probe_values(self.study, sorted(rises))
+        values = values[(values["parameters"] == "all") & values["rho"].notna()]
+        if values.empty:
             return
-        last = rises["step"].max()
-        rises, beside = rises[rises["step"] == last], beside[beside["step"] == last]
+        beside, _ = probe_values(self.study, sorted(names - rises))
+        beside = beside[(beside["parameters"] == "all") & beside["quantity"].str.endswith(FIRST_ORDER)]
+        beside = beside.assign(quantity=beside["quantity"].str.removesuffix(FIRST_ORDER))
+        last = values["step"].max()
+        values, beside = values[values["step"] == last], beside[beside["step"] == last]
         left_out = f" {unconverged} estimates that did not converge are left out." if unconverged else ""
         caption = f"Rise of the loss within a radius rho at step {last}; dotted: rho·‖∇L‖.{left_out} {BAND}."
-        yield Picture("rho_curves", caption, figures_probes.rho_curves(rises, beside, self.lines))
+        for ending, frame in _by_functional(values):
+            yield Picture(f"rho_curves{ending}", caption, figures_probes.rho_curves(frame, beside, self.lines))
 
     def _samples(self, columns: list[str], limit: int = SAMPLE) -> dict[str, pd.DataFrame]:
         """setting -> sampled tokens of all its seeds; settings without such tokens are left out."""
@@ -228,3 +235,11 @@ class Pictures:
 
 BARS = "Bars: 95 % t-interval over seeds"
 BAND = "Line: mean over seeds; band: 95 % t-interval, none with one seed"
+
+
+def _by_functional(values: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
+    """(ending of a file name, rows) of each functional; no ending where there is one alone."""
+    names = sorted(values["functional"].unique())
+    for number, name in enumerate(names, 1):
+        ending = re.sub(r"[^A-Za-z0-9]+", "_", name).strip("_")[:40] or str(number)
+        yield ("" if len(names) == 1 else f"_{ending}"), values[values["functional"] == name]

@@ -90,7 +90,9 @@ def _curves(steps: pd.DataFrame) -> Table:
     for column, name in CURVES.items():
         values = pd.to_numeric(steps[column], errors="coerce").to_numpy(dtype=float)
         if np.isfinite(values).any():
-            table.add_row(name, _number(values[:third].mean()), sparkline(values), _number(values[-third:].mean()))
+            table.add_row(
+                Text(name), _number(values[:third].mean()), sparkline(values), _number(values[-third:].mean())
+            )
     return table
 
 

@@ -73,7 +73,7 @@ class World:
     extra: dict[str, Any] = field(default_factory=dict)
 
     def accuracy(self, step: int) -> float:
-        share = 1 - np.exp(-3 * step / self.shape.steps)
+        share = 1 - np.exp(-3 * step / max(self.shape.steps, 1))
         return float(
             np.clip(self.effects.accuracy_start + (self.effects.accuracy_gain + self.seed_gain) * share, 0.01, 0.99)
         )
@@ -129,11 +129,10 @@ def write_run(
             _probe(writer, world, 0)
         for step in range(1, shape.steps + 1):
             _step(writer, world, step, tokens, probes and step % shape.probe_every == 0)
-            if step % shape.eval_every == 0 or step == shape.steps:
+            if (shape.eval_every and step % shape.eval_every == 0) or step == shape.steps:
                 _evaluate(writer, world, step)
             if probes and step % shape.probe_every == 0:
                 _probe(writer, world, step)
-            writer.flush()
         writer.append(
             "events",
             {
@@ -292,7 +291,7 @@ def _probed_tokens(world: World, rows: dict[str, Any]) -> dict[str, Any]:
 
 def _evaluate(writer: TraceWriter, world: World, step: int) -> None:
     shape, rng = world.shape, world.rng
-    gap = world.effects.gap * step / shape.steps
+    gap = world.effects.gap * step / max(shape.steps, 1)
     for split in ("heldout", "unseen"):
         for temperature in (0.0, 1.0):
             hits = []
@@ -326,7 +325,7 @@ def _eval_row(writer: TraceWriter, step: int, split: str, level: str, n: int, hi
 
 def _probe(writer: TraceWriter, world: World, step: int) -> None:
     effects, rng = world.effects, world.rng
-    top = (10 + (effects.sharpness - 10) * step / world.shape.steps) * np.exp(rng.normal(0, 0.05))
+    top = (10 + (effects.sharpness - 10) * step / max(world.shape.steps, 1)) * np.exp(rng.normal(0, 0.05))
     base = {"step": step, "probe_set": "heldout", "functional": "nll", "parameters": "all", "seed": 0, "seconds": 0.1}
 
     def row(probe: str, quantity: str, value: float, **rest: Any) -> None:
@@ -340,5 +339,5 @@ def _probe(writer: TraceWriter, world: World, step: int) -> None:
     for node, weight in ((-top / 5, 0.05), (0.0, 0.8), (top / 3, 0.1), (top, 0.05)):
         row("curvature", "density", weight, rho=node, samples=4)
     for rho in RHOS:
-        row("perturbation", "first_order", rho * 1.5, rho=rho)
+        row("perturbation", "sam_first_order", rho * 1.5, rho=rho)
         row("perturbation", "sam", rho * 1.5 + 0.5 * rho**2 * top, rho=rho, samples=1)

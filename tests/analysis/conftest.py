@@ -1,0 +1,23 @@
+"""One small synthetic study for all tests of figures and tables."""
+
+from __future__ import annotations
+
+import pytest
+
+from sharpscope.analysis.studies import studies
+from sharpscope.traces import load_runs
+from tests.traces.synthetic import Effects, Shape, write_study
+
+SHAPE = Shape(steps=6, prompts=3, length=8, probe_every=3, eval_every=3)
+METHODS = {"grpo": Effects(), "grpo-sg": Effects(accuracy_gain=0.4, sharpness=14.0, low_probability_harm=2.0)}
+
+
+@pytest.fixture(scope="session")
+def study_folder(tmp_path_factory):
+    return write_study(tmp_path_factory.mktemp("study") / "runs", METHODS, seeds=3, shape=SHAPE)
+
+
+@pytest.fixture(scope="session")
+def study(study_folder):
+    (found,) = studies(load_runs(study_folder))
+    return found

@@ -1,0 +1,88 @@
+"""Intervals by value, and which runs may be pooled or compared."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from sharpscope.analysis.bands import band, mean_interval
+from sharpscope.analysis.studies import studies
+from sharpscope.traces import load_runs
+from tests.oracles.analysis import T_975, mean_and_half
+from tests.traces.synthetic import Shape, write_run
+
+TINY = Shape(steps=3, prompts=1, group_size=2, length=2, eval_every=3, eval_prompts=10)
+
+
+def _write(path, **options):
+    return write_run(path, **({"shape": TINY, "tokens": False, "probes": False} | options))
+
+
+@pytest.mark.parametrize("n", [df + 1 for df in T_975])
+def test_mean_interval_is_students(n):
+    values = np.random.default_rng(n).normal(size=n)
+    assert mean_interval(values) == pytest.approx(mean_and_half(list(values)), rel=1e-6)
+
+
+def test_one_value_has_no_interval_and_nan_is_not_dropped():
+    mean, half = mean_interval([2.0])
+    assert mean == 2.0 and math.isnan(half)
+    assert all(math.isnan(x) for x in mean_interval([1.0, math.nan, 2.0]))
+    assert all(math.isnan(x) for x in mean_interval([]))
+
+
+def test_band_on_a_log_axis_is_the_geometric_mean():
+    frame = pd.DataFrame({"step": [1, 1, 2, 2], "value": [1.0, 100.0, 0.0, 5.0]})
+    rows = band(frame, ["step"], log=True)
+    mean, half = mean_and_half([math.log(1.0), math.log(100.0)])
+    assert rows.loc[0, ["mean", "low", "high"]].tolist() == pytest.approx(
+        [math.exp(mean), math.exp(mean - half), math.exp(mean + half)], rel=1e-6
+    )
+    assert rows.loc[1, "mean":"high"].isna().all() and rows["n"].tolist() == [2, 2]
+
+
+def test_seeds_are_one_setting_and_other_settings_are_told_apart(tmp_path):
+    for seed in (0, 1):
+        _write(tmp_path / f"a{seed}", seed=seed)
+        _write(tmp_path / f"b{seed}", seed=seed, config={"optimizer": {"lr": 3e-4}})
+        _write(tmp_path / f"c{seed}", seed=seed, method="grpo-sg")
+    (study,) = studies(load_runs(tmp_path))
+    assert study.labels == ["grpo (optimizer.lr=0.0001)", "grpo (optimizer.lr=0.0003)", "grpo-sg"]
+    assert [list(s.runs) for s in study.settings] == [[0, 1]] * 3
+    assert study.slug == "" and study.notes == () and study.horizon == 3
+
+
+def test_tasks_task_settings_and_policies_are_never_one_study(tmp_path):
+    _write(tmp_path / "a")
+    _write(tmp_path / "b", task="math")
+    _write(tmp_path / "c", config={"task": {"kind": "knights_knaves", "people": 5}})
+    _write(tmp_path / "d", config={"policy": {"model": "other"}})
+    found = studies(load_runs(tmp_path))
+    assert len(found) == 4 and len({s.slug for s in found}) == 4
+    names = [s.name for s in found]
+    assert names[1] == "math" and "task.people=5" in names[2] and "policy.model=other" in names[3]
+
+
+def test_finished_runs_come_before_others_and_a_seed_counts_once(tmp_path):
+    _write(tmp_path / "done")
+    _write(tmp_path / "stopped", seed=1, status="interrupted")
+    _write(tmp_path / "again", seed=0)
+    (study,) = studies(load_runs(tmp_path))
+    assert list(study.settings[0].runs) == [0]
+    assert any("stopped (interrupted, 3 steps) is left out" in note for note in study.notes)
+    assert any("done repeats seed 0 of again" in note for note in study.notes)
+
+
+def test_where_nothing_is_finished_what_there_is_is_used(tmp_path):
+    _write(tmp_path / "a", status="interrupted")
+    _write(tmp_path / "b", seed=1, status="failed", shape=Shape(steps=2, prompts=1, group_size=2, length=2))
+    _write(tmp_path / "none", seed=2, status="failed", shape=Shape(steps=0))
+    (study,) = studies(load_runs(tmp_path))
+    setting = next(s for s in study.settings)
+    assert study.horizon == min(run.steps["step"].max() for s in study.settings for run in s.runs.values())
+    assert set(setting.runs) <= {0, 1}
+    assert any("none has no steps yet" in note for note in study.notes)
+    assert any("is not finished" in note for note in study.notes)

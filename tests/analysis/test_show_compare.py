@@ -1,0 +1,145 @@
+"""One run in the terminal, and two side by side: what is printed is what an independent computation finds."""
+
+from __future__ import annotations
+
+import io
+import math
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from sharpscope.analysis import compare, show
+from sharpscope.analysis.compare import mean_over_steps
+from sharpscope.analysis.show import sparkline
+from sharpscope.traces import TraceWriter, load_run, update_run_info
+from tests.oracles.analysis import eval_by_step
+from tests.traces.rows import new_run, rows
+from tests.traces.synthetic import Shape, write_run
+
+SHAPE = Shape(steps=12, prompts=2, length=2, eval_every=6, eval_prompts=50)
+
+
+def _printed(renderable, width=140):
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(renderable)
+    return console.export_text()
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    root = tmp_path_factory.mktemp("pair")
+    a = write_run(root / "a", shape=SHAPE, tokens=False, probes=False)
+    b = write_run(root / "b", method="grpo-sg", seed=1, shape=SHAPE, tokens=False, probes=False)
+    return load_run(a), load_run(b)
+
+
+def test_sparkline_scales_from_smallest_to_largest():
+    assert sparkline(np.array([0.0, 1.0, 7.0])) == "▁▂█"
+    assert sparkline(np.array([1.0, math.nan, 2.0])) == "▁·█"
+    assert sparkline(np.array([3.0, 3.0])) == "▄▄"
+    assert sparkline(np.arange(80.0), width=8) == "▁▂▃▄▅▆▇█"
+    assert sparkline(np.array([])) == "" and sparkline(np.full(3, math.nan)) == "···"
+
+
+def test_show_prints_setting_curves_evaluation_weights_events_and_cost(pair):
+    _, run = pair
+    text = _printed(show(run))
+    rewards = run.steps["reward_mean"].to_numpy()
+    for words in ("b · finished", "grpo-sg", "12 of 12", "knights_knaves", "entropy [nats]", "1.00 s a step",
+                  "generation 50%", f"{rewards[-4:].mean():.3g}", sparkline(rewards),
+                  "weights (sigmoid): mean", "weight_saturation × 1, last at step 12"):  # fmt: skip
+        assert words in text, words
+    (accuracy,) = eval_by_step([run], "heldout", 0.0)[12]
+    assert f"{accuracy:.1%}" in text
+
+
+def test_show_says_when_a_method_is_grpo_in_disguise(tmp_path):
+    run = new_run(tmp_path / "a", calibration={"kind": "sigmoid"})
+    with TraceWriter(run) as writer:
+        writer.append("steps", rows("steps", 1, 1) | {"weight_saturation_low": 0.96, "weight_saturation_high": 0.0})
+    assert "this is GRPO up to the gradient's scale" in _printed(show(load_run(run)))
+
+
+def test_show_of_a_run_without_steps_and_with_hostile_text(tmp_path):
+    run = new_run(tmp_path / "a", method="[bold red]x[/] \x1b[31m", config={"policy": {"model": "[link=evil]y"}})
+    text = _printed(show(load_run(run)))
+    assert "[bold red]x[/] ?[31m" in text and "[link=evil]y" in text and "No step is recorded yet" in text
+    update_run_info(run, status="running")
+    event = {"step": 1, "rule": "[b]r", "severity": "error", "value": None, "threshold": None, "action": "stop",
+             "message": "\x1b]0;evil\x07 [red]"}  # fmt: skip
+    with TraceWriter(run) as writer:
+        writer.append("events", event)
+    assert "[b]r × 1, last at step 1: ?]0;evil? [red]" in _printed(show(load_run(run)))
+    assert "died" in _printed(show(load_run(run)))
+
+
+def test_show_names_damaged_parts(tmp_path):
+    run = new_run(tmp_path / "a")
+    (run / "traces/steps").mkdir()
+    (run / "traces/steps/part-000000-00000000.parquet").write_bytes(b"x")
+    loaded = load_run(run)
+    with pytest.warns(UserWarning, match="set aside"):
+        text = _printed(show(loaded))
+    assert "set aside: traces/steps/part-000000-00000000.parquet" in text
+
+
+def test_mean_over_steps_corrects_for_autocorrelation():
+    rng = np.random.default_rng(0)
+    means, errors = [], []
+    for _ in range(400):
+        x = np.zeros(300)
+        for t in range(1, 300):
+            x[t] = 0.6 * x[t - 1] + rng.normal()
+        mean, error = mean_over_steps(x)
+        means.append(mean)
+        errors.append(error)
+    assert np.mean(errors) == pytest.approx(np.std(means), rel=0.12)
+    white = rng.normal(size=50)
+    mean, error = mean_over_steps(white)
+    assert error >= white.std(ddof=1) / np.sqrt(50) * 0.999
+    assert math.isnan(mean_over_steps(np.array([1.0, 2.0]))[1]) and math.isnan(
+        mean_over_steps(np.array([1.0, math.nan] * 4))[0]
+    )
+
+
+def test_compare_lists_differing_settings_and_results_with_intervals(pair):
+    a, b = pair
+    result = compare(a, b)
+    settings = result.settings.set_index("setting")
+    assert settings.loc["method"].tolist() == ["grpo", "grpo-sg"] and settings.loc["seed"].tolist() == [0, 1]
+    assert "steps" not in settings.index and "calibration.tau" not in settings.index
+    results = result.results.set_index("quantity")
+    row = results.loc["reward, last third"]
+    for side, run in (("a", a), ("b", b)):
+        late = run.steps["reward_mean"].to_numpy()[8:]
+        assert row[side] == pytest.approx(late.mean())
+        assert row[f"{side}_half"] == pytest.approx(1.959964 * mean_over_steps(late)[1])
+    assert row["difference"] == pytest.approx(row["b"] - row["a"])
+    row = results.loc["accuracy heldout, T = 1, step 12"]
+    for side, run in (("a", a), ("b", b)):
+        (pooled,) = eval_by_step([run], "heldout", 1.0)[12]
+        assert row[side] == pytest.approx(pooled)
+        rows_ = run.eval[(run.eval["step"] == 12) & (run.eval["split"] == "heldout") & (run.eval["temperature"] == 1.0)]
+        error = math.sqrt(sum(r.std_error**2 / 4 for r in rows_.itertuples() if r.level != "all"))
+        assert row[f"{side}_half"] == pytest.approx(1.959964 * error)
+    assert row["difference_half"] == pytest.approx(math.hypot(row["a_half"], row["b_half"]))
+    text = _printed(result)
+    assert "accuracy heldout, T = 1, step 12" in text and "says nothing about other seeds" in text
+
+
+def test_compare_refuses_results_of_different_tasks(pair, tmp_path):
+    other = load_run(write_run(tmp_path / "c", task="math", shape=SHAPE, tokens=False, probes=False))
+    result = compare(pair[0], other)
+    assert result.results.empty and any("are not compared" in note for note in result.notes)
+    assert result.settings.set_index("setting").loc["task.kind"].tolist() == ["knights_knaves", "math"]
+    _printed(result)
+
+
+def test_compare_of_a_run_with_itself_and_with_one_that_has_no_steps(pair, tmp_path):
+    result = compare(pair[0], pair[0])
+    assert result.settings.empty and (result.results["difference"] == 0).all()
+    assert "Their settings are equal" in _printed(result)
+    empty = load_run(write_run(tmp_path / "d", shape=Shape(steps=0), status="running"))
+    assert any("no step yet" in note for note in compare(pair[0], empty).notes)
+    assert any("not finished (died)" in note for note in compare(pair[0], empty).notes)
