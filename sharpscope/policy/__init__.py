@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from sharpscope.policy.embedded import EMBEDDED, EmbeddedPolicy, embedded_policy
     from sharpscope.policy.forward import Scored, microbatches, score_completions
-    from sharpscope.policy.generation import generate
+    from sharpscope.policy.generation import check_lengths, generate
     from sharpscope.policy.head import Head, backbone, output_head
     from sharpscope.policy.loading import Policy, load_policy, make_policy, render_prompts
     from sharpscope.policy.rollouts import Completions, Rollouts
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _HOME = {
     "embedded": ("EMBEDDED", "EmbeddedPolicy", "embedded_policy"),
     "forward": ("Scored", "microbatches", "score_completions"),
-    "generation": ("generate",),
+    "generation": ("check_lengths", "generate"),
     "head": ("Head", "backbone", "output_head"),
     "loading": ("Policy", "load_policy", "make_policy", "render_prompts"),
     "rollouts": ("Completions", "Rollouts"),
@@ -48,6 +48,7 @@ __all__ = [
     "WarmStartSpec",
     "WarmStartSummary",
     "backbone",
+    "check_lengths",
     "embedded_policy",
     "generate",
     "load_policy",
