@@ -188,7 +188,7 @@ def _table(name: str, title: str, methods: Mapping[str, Mapping[Any, RunLike]], 
         "mean and "
         "95 % interval over seeds"
         + (
-            f". Published: {PAPER_SCALE}, average over 3 to 7 people, single runs; not comparable in scale."
+            f". Published: {PAPER_SCALE}, average over 3 to 7 people; not comparable in scale."
             if published
             else "."
         )
