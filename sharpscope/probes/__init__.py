@@ -11,6 +11,12 @@ from typing import TYPE_CHECKING, Any
 from sharpscope.probes.spec import ProbesSpec
 
 if TYPE_CHECKING:
+    from sharpscope.probes.attribution import attribute as attribute
+    from sharpscope.probes.attribution import directional_derivative as directional_derivative
+    from sharpscope.probes.attribution import failure_coefficients as failure_coefficients
+    from sharpscope.probes.attribution import heldout_influence as heldout_influence
+    from sharpscope.probes.attribution import logp_gradient as logp_gradient
+    from sharpscope.probes.attribution import nll_coefficients as nll_coefficients
     from sharpscope.probes.estimate import Estimate as Estimate
     from sharpscope.probes.functionals import Functional as Functional
     from sharpscope.probes.grouped import m_sharpness as m_sharpness
@@ -32,8 +38,24 @@ if TYPE_CHECKING:
     from sharpscope.probes.survey import measure as measure
     from sharpscope.probes.survey import measured_cost as measured_cost
     from sharpscope.probes.survey import probe_functionals as probe_functionals
+    from sharpscope.probes.token_gradients import ScoreNorms as ScoreNorms
+    from sharpscope.probes.token_gradients import score_norms as score_norms
+    from sharpscope.probes.token_update import UpdateSplit as UpdateSplit
+    from sharpscope.probes.token_update import coming_update as coming_update
+    from sharpscope.probes.token_update import update_attribution as update_attribution
 
 _HOMES = {
+    "attribute": "attribution",
+    "directional_derivative": "attribution",
+    "failure_coefficients": "attribution",
+    "heldout_influence": "attribution",
+    "logp_gradient": "attribution",
+    "nll_coefficients": "attribution",
+    "ScoreNorms": "token_gradients",
+    "score_norms": "token_gradients",
+    "UpdateSplit": "token_update",
+    "coming_update": "token_update",
+    "update_attribution": "token_update",
     "Measured": "survey",
     "measure": "survey",
     "measured_cost": "survey",

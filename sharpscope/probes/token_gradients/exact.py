@@ -1,0 +1,272 @@
+"""The exact tier: every token's own backward pass, many at a time, on no more than the token's prefix.
+
+One forward pass over a batch of rows serves as many tokens as fit; cotangents are batched by `torch.func.vmap`, and
+a tap on every use of a parameter turns its cotangents into squared norms at once, so that nothing of a gradient's
+size is kept. Where the last layer allows it, what follows the last attention is told per position by one ordinary
+backward pass beforehand: no token's cotangent leaves its own position there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sharpscope.errors import UserError
+from sharpscope.probes.token_gradients import attention as attn
+from sharpscope.probes.token_gradients.head import head_gradients
+from sharpscope.probes.token_gradients.local import CHUNK_TOKENS, add_head
+from sharpscope.probes.token_gradients.result import Collector, Ledger, ScoreNorms
+from sharpscope.probes.token_gradients.rows import Rows, safe_width, widen
+from sharpscope.probes.token_gradients.structure import Structure, hidden_states, recording, split_forward
+from sharpscope.probes.token_gradients.uses import Recorder, Use, exact_squares, local_squares
+
+# Bytes that the widest activation's batch of cotangents may take: on a CPU it should stay in the cache.
+COTANGENT_BYTES = {"cpu": 4 * 2**20, "cuda": 256 * 2**20}
+SLOTS = 16  # tokens of a row that share one forward pass: more save forward passes, fewer waste less of the prefix
+ROWS = {"cpu": 4, "cuda": 16}  # rows in one forward pass
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """M chosen tokens, row by row, and what is known of them before their backward passes.
+
+    Attributes:
+        row, position: (M,) where each is predicted.
+        start: (M, d) cotangent of the hidden state there; with a split pass, of the last layer's input.
+        output: (M, H, d_head) with a split pass: cotangent of the last attention's output.
+        hidden, coupled: (M, d), (M, L): h and ∂ log π/∂a at the row's words, where embeddings are tied.
+    """
+
+    row: Tensor
+    position: Tensor
+    start: Tensor
+    output: Tensor | None
+    hidden: Tensor
+    coupled: Tensor | None
+
+
+def exact_norms(
+    model: nn.Module, structure: Structure, rows: Rows, temperature: float, cotangent_bytes: int | None = None
+) -> ScoreNorms:
+    """Every chosen token's norm, exact to rounding. The model must be in eval mode.
+
+    Raises:
+        UserError: the output layer's parameters are also used in the backbone, other than as tied input embedding.
+    """
+    for name in (structure.tied, structure.head_weight, structure.head_bias):
+        if name in structure.unhandled:
+            raise UserError(
+                f"tier, exact: '{name}' is the output layer's and also used in {structure.unhandled[name]}; freeze it"
+            )
+    device = rows.ids.device
+    budget = cotangent_bytes or COTANGENT_BYTES.get(device.type, COTANGENT_BYTES["cuda"])
+    collector = Collector(rows.shape, torch.promote_types(structure.head.weight.dtype, torch.float32), device)
+    for chunk in rows.chunks(CHUNK_TOKENS.get(device.type, CHUNK_TOKENS["cuda"])):
+        ledger = Ledger(structure.groups, torch.zeros(len(chunk.targets), dtype=collector.dtype, device=device))
+        tokens = _prepare(model, structure, chunk, temperature, ledger)
+        for batch in _packed(tokens, 1 if structure.unhandled else ROWS.get(device.type, ROWS["cuda"])):
+            _batch(model, structure, chunk, tokens, batch, ledger, budget)
+        collector.write(chunk, ledger)
+    return collector.result("exact", torch.zeros_like(collector.squared))
+
+
+def _prepare(model: nn.Module, structure: Structure, chunk: Rows, temperature: float, ledger: Ledger) -> Tokens:
+    """One forward pass: the output layer's part and, with a split, that of everything after the last attention."""
+    ids = widen(chunk.ids, safe_width(model, chunk.ids.shape[1]))  # (B, L)
+    predicts = nn.functional.pad(chunk.predicts, (0, ids.shape[1] - chunk.ids.shape[1]))
+    row, position = predicts.nonzero(as_tuple=True)
+    recorder = Recorder(structure.named, (ids.shape[0], ids.shape[1]), native=structure.native)
+    entered, leaf = None, None
+    with torch.no_grad():
+        if structure.last_layer is not None:
+            hidden, entered, leaf = split_forward(model, structure, recorder, ids, structure.last_layer, only_tail=True)
+        else:
+            attn.begin()
+            with recording(model, structure, recorder, attn.FULL):
+                hidden = hidden_states(model, ids)
+    states = hidden.detach()[predicts]  # (M, d)
+    words = ids[row] if structure.tied else None
+    output, coupled = head_gradients(states, structure.head, chunk.targets, temperature, words=words)
+    add_head(ledger, structure, output)
+    start, attended = output.to_hidden, None
+    if entered is not None and leaf is not None:
+        tail = [use for use in recorder.uses if set(use.names) <= structure.tail]
+        g = torch.zeros_like(hidden)
+        g[predicts] = start
+        into, out, *rest = torch.autograd.grad(
+            hidden, [entered, leaf[3], *(use.out for use in tail)], g, allow_unused=True
+        )
+        for use, cotangent in zip(tail, rest, strict=True):
+            if cotangent is not None:
+                for name, squares in local_squares(use, cotangent):
+                    ledger.add(name, squares[row, position])
+        start = into[row, position]
+        attended = out.transpose(1, 2)[row, position]  # (B, H, L, d) -> (M, H, d)
+    return Tokens(row, position, start, attended, states, coupled)
+
+
+def _packed(tokens: Tokens, rows: int) -> Iterator[Tensor]:
+    """Batches (n, B) of token indices, −1 where empty: up to B rows, each with up to n of its tokens, longest first."""
+    if not len(tokens.row):
+        return
+    lists: list[list[int]] = []
+    order = torch.argsort(tokens.row * (int(tokens.position.max()) + 1) - tokens.position, stable=True)
+    before = -1
+    for index, owner in zip(order.tolist(), tokens.row[order].tolist(), strict=True):
+        if owner != before or len(lists[-1]) == SLOTS:
+            lists.append([])
+        lists[-1].append(index)
+        before = owner
+    position = tokens.position.tolist()
+    # Rows of a batch share its length and its number of slots: sort by both.
+    lists.sort(key=lambda entry: (-position[entry[0]], -len(entry)))
+    for first in range(0, len(lists), rows):
+        entries = lists[first : first + rows]
+        slots = max(len(entry) for entry in entries)
+        yield torch.tensor([[entry[i] if i < len(entry) else -1 for entry in entries] for i in range(slots)])
+
+
+def _batch(
+    model: nn.Module, structure: Structure, chunk: Rows, tokens: Tokens, batch: Tensor, ledger: Ledger, budget: int
+) -> None:
+    """Forward pass over the batch's rows, then the backward passes of its tokens, a few at a time."""
+    device = chunk.ids.device
+    batch = batch.to(device)
+    used = batch >= 0
+    index = batch.clamp_min(0)  # (n, B)
+    position = torch.where(used, tokens.position[index], 0)
+    length = safe_width(model, int(position.max()) + 1)
+    ids = widen(chunk.ids[tokens.row[index[0]], :length], length)  # (B, L)
+    size = (ids.shape[0], ids.shape[1])
+    taps = _Taps(size)
+    whole = [structure.named[name] for name in structure.unhandled]
+    recorder = Recorder(structure.named, size, native=structure.native, wrap=taps.wrap)
+    scene, outputs = _forward(model, structure, recorder, ids)
+    if not taps.probes and not whole:
+        return
+    widest = (
+        max((use.out.numel() for use in taps.uses), default=1) * ids.new_empty(0, dtype=outputs[0].dtype).element_size()
+    )
+    step = max(1, budget // max(widest, 4 * sum(p.numel() for p in whole)))
+    for first in range(0, len(batch), step):
+        part, live = index[first : first + step], used[first : first + step]  # (m, B)
+        where = position[first : first + step]
+        starts = _at(tokens.start[part] * live[..., None], where, size)  # (m, B, L, d)
+        given = [starts]
+        if scene is not None and tokens.output is not None:
+            attended = tokens.output[part] * live[..., None, None]  # (m, B, H, d)
+            given = [*attn.pull_back_at(scene, attended, where), starts]
+        coupled = None if tokens.coupled is None else tokens.coupled[part][..., : size[1]] * live[..., None]
+        if coupled is not None and coupled.shape[-1] < size[1]:
+            coupled = nn.functional.pad(coupled, (0, size[1] - coupled.shape[-1]))
+        taps.tie(structure.tied, tokens.hidden[part], coupled)
+        squares, gradients = _pull(outputs, given, taps.probes, whole)
+        flat, places = live.flatten(), part.flatten()
+        for use, found in zip(taps.uses, squares, strict=True):
+            for i, name in enumerate(use.names):
+                ledger.add(name, found[..., i].flatten()[flat], places[flat])
+        for name, g in zip(structure.unhandled, gradients, strict=True):
+            ledger.add(name, g.flatten(1).square().sum(1)[flat], places[flat])
+
+
+def _forward(
+    model: nn.Module, structure: Structure, recorder: Recorder, ids: Tensor
+) -> tuple[attn.Scene | None, list[Tensor]]:
+    """The graph to pull back through: (last attention or None, tensors whose cotangents are given)."""
+    entered: list[Tensor] = []
+    split = structure.last_layer is not None
+    attn.begin(structure.attention_calls if split else None, stop=True)
+    handle = None
+    if structure.last_layer is not None:
+
+        def keep(_: nn.Module, args: tuple, kwargs: dict) -> None:
+            entered.append(args[0] if args else kwargs["hidden_states"])
+
+        handle = structure.last_layer.register_forward_pre_hook(keep, with_kwargs=True)
+    try:
+        with torch.enable_grad(), recording(model, structure, recorder, attn.FULL):
+            hidden = hidden_states(model, ids)
+    except attn.Stopped as stopped:
+        with torch.no_grad():
+            scene = attn.look(stopped.q, stopped.k, stopped.v, stopped.mask, stopped.scale, stopped.cap)
+        return scene, [stopped.q, stopped.k, stopped.v, entered[0]]
+    finally:
+        if handle is not None:
+            handle.remove()
+    return None, [hidden]
+
+
+def _at(values: Tensor, where: Tensor, size: tuple[int, int]) -> Tensor:
+    """values (m, B, d) put at positions `where` (m, B) of zeros (m, B, L, d)."""
+    out = values.new_zeros(*where.shape, size[1], values.shape[-1])
+    return out.scatter_(2, where[..., None, None].expand(*where.shape, 1, values.shape[-1]), values[:, :, None])
+
+
+def _pull(
+    outputs: list[Tensor], given: list[Tensor], probes: list[Tensor], whole: list[nn.Parameter]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Batched vector-Jacobian products: squared norms (m, B, k) at each probe and whole gradients (m, *shape)."""
+    pairs = [(tensor, g) for tensor, g in zip(outputs, given, strict=True) if tensor.requires_grad]
+    roots = [tensor for tensor, _ in pairs]
+    inputs = [*probes, *whole]
+
+    def pull(*cotangents: Tensor) -> tuple[Tensor, ...]:
+        found = torch.autograd.grad(roots, inputs, cotangents, retain_graph=True, allow_unused=True)
+        return tuple(torch.zeros_like(x) if g is None else g for x, g in zip(inputs, found, strict=True))
+
+    results = torch.func.vmap(pull)(*(g for _, g in pairs))
+    return list(results[: len(probes)]), list(results[len(probes) :])
+
+
+class _Taps:
+    """Puts a tap on the output of every use: the gradient of its probe is, by definition, the use's squared norms."""
+
+    def __init__(self, size: tuple[int, int]) -> None:
+        self.uses: list[Use] = []
+        self.probes: list[Tensor] = []
+        self._rows = size[0]
+
+    def wrap(self, use: Use) -> Tensor:
+        probe = torch.zeros(self._rows, len(use.names), dtype=use.out.dtype, device=use.out.device, requires_grad=True)
+        self.uses.append(use)
+        self.probes.append(probe)
+        return _Tap.apply(use.out, probe, use)
+
+    def tie(self, name: str | None, hidden: Tensor, coupled: Tensor | None) -> None:
+        """Tell the tied embedding's use about the tokens that come next: hidden (m, B, d), coupled (m, B, L)."""
+        for use in self.uses:
+            if use.kind == "embedding" and use.weight == name and coupled is not None:
+                use.tied = (hidden, coupled)
+
+
+class _Tap(torch.autograd.Function):
+    """Identity whose backward also measures the cotangent that passes."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, probe: Tensor, use: Use) -> Tensor:
+        ctx.use = use
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor, None]:
+        return g, _Measured.apply(g, ctx.use), None
+
+
+class _Measured(torch.autograd.Function):
+    """`exact_squares` as an operation that `torch.func.vmap` hands whole batches of cotangents to."""
+
+    @staticmethod
+    def forward(g: Tensor, use: Use) -> Tensor:
+        return exact_squares(use, g[None])[0]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        """Nothing is kept: it is never differentiated."""
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple, g: Tensor, use: Use) -> tuple[Tensor, int]:
+        return exact_squares(use, g.movedim(in_dims[0], 0)), 0

@@ -1,0 +1,103 @@
+"""Directional derivatives of all log-probabilities at once: forward mode through the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn import functional as F
+
+from sharpscope.policy.head import Head, bare
+from sharpscope.probes.guard import attention_implementation
+from sharpscope.probes.token_gradients import attention as attn
+from sharpscope.probes.token_gradients.head import LOGIT_BYTES
+from sharpscope.probes.token_gradients.structure import Structure, hidden_states
+
+Watch = Callable[[dict[str, Tensor]], AbstractContextManager]
+
+
+@contextmanager
+def substituted(model: nn.Module, named: dict[str, nn.Parameter], values: Sequence[Tensor]) -> Iterator[None]:
+    """Run with other tensors in place of the trainable parameters, tied or not; the parameters stay untouched."""
+    replacement = {id(parameter): value for parameter, value in zip(named.values(), values, strict=True)}
+    swapped: list[tuple[nn.Module, str, nn.Parameter]] = []
+    try:
+        for module in bare(model).modules():
+            for name, parameter in list(module._parameters.items()):
+                if parameter is not None and id(parameter) in replacement:
+                    swapped.append((module, name, parameter))
+                    # A plain attribute of the dictionary: `register_parameter` would refuse what is not a Parameter.
+                    module._parameters[name] = replacement[id(parameter)]  # type: ignore[assignment]
+        yield
+    finally:
+        for module, name, parameter in swapped:
+            module._parameters[name] = parameter
+
+
+def forward_attention(model: nn.Module, structure: Structure) -> AbstractContextManager[None]:
+    """Attention that has a forward mode."""
+    attn.begin()
+    return attention_implementation(model, attn.FORWARD if structure.attention_calls else "math")
+
+
+def pushed_hidden(
+    model: nn.Module, structure: Structure, ids: Tensor, direction: Sequence[Tensor], *, watch: Watch | None = None
+) -> tuple[Tensor, Tensor]:
+    """Hidden states (B, L, d) of rows `ids` (B, L), and their derivative along `direction` (like the trainable
+    parameters).
+
+    Args:
+        watch: given the dual tensors by parameter name, makes a context manager to run the forward pass in.
+    """
+    with torch.no_grad(), forward_ad.dual_level():
+        duals = [
+            forward_ad.make_dual(parameter.detach(), tangent.to(parameter))
+            for parameter, tangent in zip(structure.named.values(), direction, strict=True)
+        ]
+        watching = nullcontext() if watch is None else watch(dict(zip(structure.named, duals, strict=True)))
+        with substituted(model, structure.named, duals), forward_attention(model, structure), watching:
+            out = hidden_states(model, ids)
+        value, tangent = forward_ad.unpack_dual(out)
+        return value, torch.zeros_like(value) if tangent is None else tangent
+
+
+@torch.no_grad()
+def pushed_logp(
+    hidden: Tensor,
+    moved: Tensor,
+    head: Head,
+    targets: Tensor,
+    temperature: float,
+    weight: Tensor | None,
+    bias: Tensor | None,
+) -> Tensor:
+    """Derivative (M,) of log π of M tokens.
+
+    With u = z/T and its derivative u̇, d log p_y = Σ_{j≠y} p_j (u̇_y − u̇_j), which does not cancel where p_y is
+    near 1.
+
+    Args:
+        hidden, moved: (M, d) hidden states and their derivative.
+        weight, bias: (V, d) and (V,) direction of the output layer's parameters, None where they are frozen.
+    """
+    V = head.weight.shape[0]
+    size = max(1, LOGIT_BYTES.get(hidden.device.type, LOGIT_BYTES["cuda"]) // (V * max(hidden.element_size(), 4)))
+    out = hidden.new_empty(len(hidden), dtype=torch.promote_types(hidden.dtype, torch.float32))
+    for start in range(0, len(hidden), size):
+        h, y = hidden[start : start + size], targets[start : start + size, None]
+        z = head.logits(h)  # (C, V)
+        rate = F.linear(moved[start : start + size], head.weight)
+        if weight is not None:
+            rate = torch.addmm(rate, h, weight.to(h).T)
+        if bias is not None:
+            rate = rate + bias.to(h)
+        rate = rate.to(z.dtype) * (head.scale / temperature)
+        if head.soft_cap is not None:
+            rate *= 1 - (z / head.soft_cap).square_()
+        p = torch.softmax(z / temperature, 1)
+        p.scatter_(1, y, 0.0)
+        out[start : start + size] = torch.linalg.vecdot(p, rate.gather(1, y) - rate)
+    return out

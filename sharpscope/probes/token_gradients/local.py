@@ -1,0 +1,103 @@
+"""The local tier: one forward and one backward pass in which position t's cotangents belong to token t alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from sharpscope.probes.token_gradients import attention as attn
+from sharpscope.probes.token_gradients.head import HeadGradients, head_gradients
+from sharpscope.probes.token_gradients.result import Collector, Ledger, ScoreNorms
+from sharpscope.probes.token_gradients.rows import Rows, safe_width, widen
+from sharpscope.probes.token_gradients.structure import Structure, hidden_states, recording
+from sharpscope.probes.token_gradients.uses import Recorder, Use, local_squares
+
+# Positions per chunk: on a CPU the activations of one layer should stay in its cache.
+CHUNK_TOKENS = {"cpu": 1024, "cuda": 16384}
+
+
+@dataclass(frozen=True)
+class LocalPass:
+    """One chunk of rows after the cut backward pass.
+
+    Attributes:
+        rows: the chunk; `hidden`: (M, d) hidden states that predict its M chosen tokens.
+        where: (M, 2) row and position that predict them.
+        output: the output layer's part.
+        coupled: (M,) ∂ log π/∂a at the word read at the predicting position; None unless embeddings are tied.
+        uses, cotangents: of the backbone, those that some chosen token reaches.
+    """
+
+    rows: Rows
+    hidden: Tensor
+    where: Tensor
+    output: HeadGradients
+    coupled: Tensor | None
+    uses: list[Use]
+    cotangents: list[Tensor]
+    order: list[int]
+
+
+def local_passes(model: nn.Module, structure: Structure, rows: Rows, temperature: float) -> Iterator[LocalPass]:
+    """Walk over all rows in chunks."""
+    budget = CHUNK_TOKENS.get(rows.ids.device.type, CHUNK_TOKENS["cuda"])
+    for chunk in rows.chunks(budget):
+        ids = widen(chunk.ids, safe_width(model, chunk.ids.shape[1]))  # (B, L)
+        predicts = nn.functional.pad(chunk.predicts, (0, ids.shape[1] - chunk.ids.shape[1]))
+        recorder = Recorder(structure.named, (ids.shape[0], ids.shape[1]))
+        attn.begin()
+        with torch.enable_grad(), recording(model, structure, recorder, attn.CUT):
+            hidden = hidden_states(model, ids)
+        states = hidden.detach()[predicts]  # (M, d)
+        words = ids[predicts][:, None] if structure.tied else None
+        output, coupled = head_gradients(states, structure.head, chunk.targets, temperature, words=words)
+        where = predicts.nonzero()
+        found: list[tuple[int, Use, Tensor]] = []
+        if hidden.requires_grad:
+            start = torch.zeros_like(hidden)
+            start[predicts] = output.to_hidden
+            gradients = torch.autograd.grad(hidden, [use.out for use in recorder.uses], start, allow_unused=True)
+            found = [
+                (i, use, g) for i, (use, g) in enumerate(zip(recorder.uses, gradients, strict=True)) if g is not None
+            ]
+        yield LocalPass(
+            chunk, states, where, output, None if coupled is None else coupled[:, 0],
+            [use for _, use, _ in found], [g for _, _, g in found], [i for i, _, _ in found],
+        )  # fmt: skip
+
+
+def add_head(ledger: Ledger, structure: Structure, output: HeadGradients) -> None:
+    """The output layer's own trainable parameters."""
+    weight = structure.tied or structure.head_weight
+    if weight is not None:
+        ledger.add(weight, output.weight_squared)
+    if structure.head_bias is not None:
+        ledger.add(structure.head_bias, output.pull_squared)
+
+
+def tally(structure: Structure, found: LocalPass) -> Ledger:
+    """Squared local norms (M,) of the chunk's tokens, per group."""
+    ledger = Ledger(structure.groups, torch.zeros_like(found.output.logp))
+    add_head(ledger, structure, found.output)
+    b, j = found.where.unbind(1)
+    for use, g in zip(found.uses, found.cotangents, strict=True):
+        for name, squares in local_squares(use, g):
+            ledger.add(name, squares[b, j])
+        if use.kind == "embedding" and use.weight == structure.tied and found.coupled is not None:
+            assert use.x is not None
+            pull = found.coupled.masked_fill(use.x[b, j] == (-1 if use.ignored is None else use.ignored), 0.0)
+            cross = torch.linalg.vecdot(use.canonical(g)[b, j, 0], found.hidden).to(pull)
+            ledger.add(use.names[0], 2 * pull * cross)
+    return ledger
+
+
+def local_norms(model: nn.Module, structure: Structure, rows: Rows, temperature: float) -> ScoreNorms:
+    """Every chosen token's local norm. The model must be in eval mode."""
+    structure.require_local()
+    collector = Collector(rows.shape, torch.promote_types(structure.head.weight.dtype, torch.float32), rows.ids.device)
+    for found in local_passes(model, structure, rows, temperature):
+        collector.write(found.rows, tally(structure, found))
+    return collector.result("local", None)

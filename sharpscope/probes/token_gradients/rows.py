@@ -1,0 +1,160 @@
+"""Rows of tokens as the probes want them: padding at the end, where a causal model cannot see it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sharpscope.errors import UserError
+from sharpscope.policy.head import bare
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows moved to the left edge; position j holds the token that is read there and predicts token j + 1.
+
+    Attributes:
+        ids: (R, L) long; what stands in the padding is never seen.
+        lengths: (R,) tokens in use.
+        chosen: (R, L) bool: the token at this position is meant; never the first of a row.
+        place: (R, L) column of each token in the caller's arrays.
+        source: (R,) row in the caller's arrays.
+        shape: (N, S) of the caller's arrays.
+    """
+
+    ids: Tensor
+    lengths: Tensor
+    chosen: Tensor
+    place: Tensor
+    source: Tensor
+    shape: tuple[int, int]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def predicts(self) -> Tensor:
+        """(R, L) bool: this position predicts a chosen token (`chosen` moved left by one)."""
+        return torch.nn.functional.pad(self.chosen[:, 1:], (0, 1))
+
+    @property
+    def targets(self) -> Tensor:
+        """(M,) the chosen tokens, row by row."""
+        return self.ids[self.chosen]
+
+    def take(self, index: Tensor) -> Rows:
+        """Some rows, cut to the longest among them."""
+        width = int(self.lengths[index].max())
+        return Rows(
+            self.ids[index, :width], self.lengths[index], self.chosen[index, :width], self.place[index, :width],
+            self.source[index], self.shape,
+        )  # fmt: skip
+
+    def gathered(self, values: Tensor) -> Tensor:
+        """The chosen tokens' entries (M,) of the caller's array `values` (N, S)."""
+        return values[self.source].gather(1, self.place)[self.chosen]
+
+    def write(self, target: Tensor, values: Tensor) -> None:
+        """Put `values` (M,) of the chosen tokens where they belong in `target` (N, S)."""
+        row, column = self.chosen.nonzero(as_tuple=True)
+        target[self.source[row], self.place[row, column]] = values.to(target)
+
+    def chunks(self, tokens: int) -> Iterator[Rows]:
+        """All rows that have a chosen token, rows of like length together, about `tokens` positions at a time."""
+        order = self.lengths.argsort(descending=True, stable=True)
+        order = order[self.chosen.any(1)[order]]
+        start = 0
+        while start < len(order):
+            size = max(1, tokens // int(self.lengths[order[start]]))
+            yield self.take(order[start : start + size])
+            start += size
+
+
+def make_rows(
+    model: nn.Module, input_ids: Tensor, mask: Tensor, attention_mask: Tensor | None, temperature: float
+) -> Rows:
+    """Check what a caller gives and move its rows to the left edge.
+
+    Args:
+        model: gives the device and the size of the vocabulary.
+        input_ids: (N, S) long.
+        mask: (N, S) 0/1 of any dtype: tokens whose log-probability given their prefix is meant.
+        attention_mask: (N, S) 0/1, 0 on padding (anywhere in a row); None = no padding.
+        temperature: T > 0.
+
+    Raises:
+        UserError: shapes differ, a value is out of range, a masked token is padding or the first of its row, or the
+            model has no trainable parameter.
+    """
+    if not temperature > 0:
+        raise UserError(f"temperature, {temperature}: must be positive")
+    if input_ids.ndim != 2 or mask.shape != input_ids.shape:
+        raise UserError(
+            f"mask, shape {tuple(mask.shape)}: must be that of input_ids, (N, S); here {tuple(input_ids.shape)}"
+        )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UserError("model: no parameter has requires_grad; unfreeze those whose gradient is meant")
+    device = input_ids.device
+    present = (
+        torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.to(device).bool()
+    )
+    if present.shape != input_ids.shape:
+        raise UserError(
+            f"attention_mask, shape {tuple(present.shape)}: must be that of input_ids, {tuple(input_ids.shape)}"
+        )
+    meant = mask.to(device)
+    if not bool(((meant == 0) | (meant == 1)).all()):
+        raise UserError("mask: must be 0 or 1 everywhere; give weights as `coef`")
+    meant = meant.bool()
+    if bool((meant & ~present).any()):
+        raise UserError("mask: marks a token that attention_mask calls padding; clear it there")
+    order = torch.argsort(~present, dim=1, stable=True)  # real tokens first, in their order
+    lengths = present.sum(1)
+    width = max(int(lengths.max()) if lengths.numel() else 0, 1)
+    order = order[:, :width]
+    keep = torch.arange(width, device=device) < lengths[:, None]
+    chosen = meant.gather(1, order) & keep
+    if bool(chosen[:, 0].any()):
+        raise UserError("mask: marks the first token of a row, which has no prefix; clear it there")
+    ids = input_ids.gather(1, order).long()
+    embedding: Any = bare(model).get_input_embeddings()
+    vocabulary = embedding.weight.shape[0]
+    if bool(((ids < 0) | (ids >= vocabulary))[keep].any()):
+        raise UserError(f"input_ids: has a token outside 0..{vocabulary - 1}, the model's vocabulary")
+    ids = torch.where(keep, ids, ids[:, :1])  # a token of the row itself: libraries warn about padding tokens
+    home = next(model.parameters()).device
+    source = torch.arange(len(ids), device=home)
+    return Rows(
+        ids.to(home),
+        lengths.to(home),
+        chosen.to(home),
+        order.to(home),
+        source,
+        (input_ids.shape[0], input_ids.shape[1]),
+    )
+
+
+def safe_width(model: nn.Module, width: int) -> int:
+    """The least length of at least `width` that no count of attention heads equals.
+
+    Activations are (rows, positions, heads, d) or (rows, heads, positions, d); telling them apart by their sizes must
+    not be a matter of luck.
+    """
+    config = bare(model).config
+    counts = {
+        getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads", "n_head", "num_heads")
+    }
+    while width in counts:
+        width += 1
+    return width
+
+
+def widen(ids: Tensor, width: int) -> Tensor:
+    """`ids` (R, L) with each row's first token repeated at its end up to `width` columns, which nothing sees."""
+    if ids.shape[1] >= width:
+        return ids
+    return torch.cat([ids, ids[:, :1].expand(-1, width - ids.shape[1])], 1)

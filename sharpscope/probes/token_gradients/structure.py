@@ -1,0 +1,268 @@
+"""What a model is made of, found once by watching a few tokens pass through it, and what each tier can do with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from inspect import signature
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from sharpscope.errors import UserError
+from sharpscope.policy.head import Head, backbone, bare, check_head, output_head
+from sharpscope.probes.guard import attention_implementation
+from sharpscope.probes.token_gradients import attention as attn
+from sharpscope.probes.token_gradients.experts import recorded_experts
+from sharpscope.probes.token_gradients.groups import group_names
+from sharpscope.probes.token_gradients.rows import safe_width
+from sharpscope.probes.token_gradients.uses import Recorder, Use
+
+
+@dataclass
+class Structure:
+    """A model as the tiers see it.
+
+    Attributes:
+        named: trainable parameters by name, in the model's order.
+        head: the output layer.
+        tied: name of the parameter that is input embedding and output layer at once and trainable, or None.
+        head_weight, head_bias: names of the output layer's trainable parameters (None when tied or frozen).
+        unhandled: parameter -> why its per-token gradient cannot be told from uses; the exact tier forms it whole.
+        not_local: why positions mix outside attention, or None.
+        attention_calls: calls of the attention interface per forward pass; 0 where the model does not go through it.
+        last_layer: the decoder layer of the last attention call, where the exact tier may split the pass, or None.
+        tail: then, the parameters used after that call.
+        groups: parameter -> the groups it belongs to.
+    """
+
+    named: dict[str, nn.Parameter]
+    head: Head
+    tied: str | None
+    head_weight: str | None
+    head_bias: str | None
+    unhandled: dict[str, str] = field(default_factory=dict)
+    not_local: str | None = None
+    attention_calls: int = 0
+    last_layer: nn.Module | None = None
+    tail: frozenset[str] = frozenset()
+    groups: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @property
+    def native(self) -> frozenset[str]:
+        """Names that recorders leave alone."""
+        return frozenset(self.unhandled)
+
+    def require_local(self) -> None:
+        """Raise if the local tier would be wrong.
+
+        Raises:
+            UserError: names the module and the tier to use.
+        """
+        reason = None
+        if self.unhandled:
+            name, operation = next(iter(self.unhandled.items()))
+            reason = f"'{name.rpartition('.')[0] or name}' uses its parameter in `{operation}`"
+        elif self.not_local:
+            reason = self.not_local
+        elif not self.attention_calls:
+            reason = "its attention does not go through transformers' AttentionInterface"
+        if reason:
+            raise UserError(
+                f"tier, local (and sketch, which leans on it): {reason}, which it does not know; use tier='exact'"
+            )
+
+
+_known: WeakKeyDictionary[nn.Module, tuple[tuple, Structure]] = WeakKeyDictionary()
+
+
+def structure_of(model: nn.Module) -> Structure:
+    """Look at `model` once; looked at again only when its set of trainable parameters changes.
+
+    Raises:
+        UserError: it is no causal language model with one linear output layer, or not causal.
+    """
+    causal = bare(model)
+    named = {name: parameter for name, parameter in causal.named_parameters() if parameter.requires_grad}
+    key = tuple((name, id(parameter)) for name, parameter in named.items())
+    known = _known.get(model)
+    if known is None or known[0] != key:
+        _known[model] = known = (key, _examine(model, named))
+    return known[1]
+
+
+@contextmanager
+def recording(model: nn.Module, structure: Structure, recorder: Recorder, kind: str) -> Iterator[None]:
+    """A forward pass within the block is watched, its attention of `kind` where the model lets us choose."""
+    with (
+        attention_implementation(model, kind if structure.attention_calls else "math"),
+        recorded_experts(model, recorder),
+        recorder,
+    ):
+        yield
+
+
+def hidden_states(model: nn.Module, ids: Tensor) -> Tensor:
+    """(B, L, d) after the final norm, for rows (B, L) without padding on their left."""
+    body = backbone(model)
+    # Learned positions are looked up once per row, so that each row has a gradient of its own.
+    positions = torch.arange(ids.shape[1], device=ids.device).repeat(ids.shape[0], 1)  # (B, L)
+    given = {"position_ids": positions} if "position_ids" in signature(body.forward).parameters else {}
+    return body(input_ids=ids, use_cache=False, **given).last_hidden_state
+
+
+def _examine(model: nn.Module, named: dict[str, nn.Parameter]) -> Structure:
+    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+        raise UserError("model: prompt-learning adapters add positions of their own; merge or remove the adapter")
+    head = output_head(model)
+    check_head(model, head)
+    names = {id(parameter): name for name, parameter in named.items()}
+    embedding: Any = bare(model).get_input_embeddings().weight
+    own = None if head.weight is embedding else names.get(id(head.weight))
+    structure = Structure(
+        named, head, names.get(id(embedding)) if head.weight is embedding else None, own, names.get(id(head.bias))
+    )
+    structure.groups = group_names(bare(model), named)
+    B, L = 2, safe_width(model, 7)
+    ids = (torch.arange(B * L, device=embedding.device).view(B, L) * 5 + 1) % embedding.shape[0]
+    structure.attention_calls = 1  # until counted: lets `recording` choose the attention
+    recorder = Recorder(named, (B, L))
+    counted = attn.begin()
+    with torch.enable_grad(), recording(model, structure, recorder, attn.CUT):
+        hidden = hidden_states(model, ids)
+    structure.attention_calls = counted.made
+    structure.unhandled = _unhandled(named, recorder, structure)
+    structure.not_local = _leak(recorder.uses, hidden)
+    _find_split(model, structure, counted.module, ids)
+    _check_causal(model, ids)
+    return structure
+
+
+def _unhandled(named: dict[str, nn.Parameter], recorder: Recorder, structure: Structure) -> dict[str, str]:
+    found = dict(recorder.unhandled)
+    uses: dict[str, list[Use]] = {}
+    for use in recorder.uses:
+        for name in use.names:
+            uses.setdefault(name, []).append(use)
+    for name, several in uses.items():
+        if len(several) > 1 and any(use.layout != "gathered" for use in several):
+            found[name] = "several places"
+        if len(several) == 1 and name in (structure.head_weight, structure.head_bias):
+            found[name] = "several places"
+        if name == structure.tied and several[0].kind != "embedding":
+            found[name] = several[0].kind
+    return {name: found[name] for name in named if name in found}
+
+
+def _leak(uses: list[Use], hidden: Tensor) -> str | None:
+    """Where one position's hidden state depends on another's otherwise than through attention, or None."""
+    if not hidden.requires_grad or not uses:
+        return None
+    probe = torch.zeros_like(hidden)
+    probe[:, -1] = torch.linspace(1, 2, hidden.shape[-1], device=hidden.device)
+    gradients = torch.autograd.grad(hidden, [use.out for use in uses], probe, allow_unused=True)
+    L = hidden.shape[1]
+    for use, g in zip(reversed(uses), reversed(gradients), strict=True):
+        if g is None:
+            continue
+        if use.layout == "gathered":
+            assert use.index is not None
+            others = g[use.index % L != L - 1]
+        else:
+            others = use.canonical(g)[:, :-1]
+        if bool(others.abs().sum() > 0):
+            name = use.names[0].rpartition(".")[0] if use.names else "a module"
+            return f"what '{name}' computes at one position reaches another one otherwise than through attention"
+    return None
+
+
+def _check_causal(model: nn.Module, ids: Tensor) -> None:
+    with torch.no_grad():
+        whole, part = hidden_states(model, ids)[:, :-2], hidden_states(model, ids[:, :-2])
+    scale = whole.abs().amax()
+    if not torch.allclose(whole, part, rtol=0, atol=float(scale) * torch.finfo(whole.dtype).eps ** 0.5):
+        raise UserError(
+            f"model, {type(bare(model)).__name__}: a position sees later ones; token gradients need a causal model"
+        )
+
+
+def _find_split(model: nn.Module, structure: Structure, module: nn.Module | None, ids: Tensor) -> None:
+    """Set `last_layer` and `tail` if everything after the last attention can be told per position beforehand.
+
+    That needs the parameters used before the layer's attention and those used after it to be different ones (in a layer
+    whose attention and MLP read the same normalised input they are not).
+    """
+    if module is None or structure.unhandled or structure.not_local:
+        return
+    layer = _decoder_layer(bare(model), module)
+    if layer is None:
+        return
+    recorder = Recorder(structure.named, (ids.shape[0], ids.shape[1]))
+    with torch.enable_grad():
+        hidden, boundary, leaf = split_forward(model, structure, recorder, ids, layer)
+        if leaf is None or boundary is None or not hidden.requires_grad:
+            return
+        roots = [tensor for tensor in (*leaf[:3], boundary) if tensor.requires_grad]
+        if not roots:
+            return
+        outs = [use.out for use in recorder.uses]
+        before = torch.autograd.grad([root.sum() for root in roots], outs, retain_graph=True, allow_unused=True)
+        below = (
+            torch.autograd.grad(boundary.sum(), outs, retain_graph=True, allow_unused=True)
+            if boundary.requires_grad
+            else before
+        )
+        after = torch.autograd.grad(hidden.sum(), outs, allow_unused=True)
+    for to_roots, to_boundary, to_end in zip(before, below, after, strict=True):
+        if to_roots is not None and to_boundary is None and to_end is not None:
+            return  # a use inside the layer that feeds both its attention and what comes after
+    structure.last_layer = layer
+    structure.tail = frozenset(
+        name for use, g in zip(recorder.uses, before, strict=True) if g is None for name in use.names
+    )
+
+
+def _decoder_layer(causal: nn.Module, module: nn.Module) -> nn.Module | None:
+    """The member of a ModuleList that holds `module`."""
+    for part in causal.modules():
+        if isinstance(part, nn.ModuleList):
+            for layer in part:
+                if any(inner is module for inner in layer.modules()):
+                    return layer
+    return None
+
+
+def split_forward(
+    model: nn.Module,
+    structure: Structure,
+    recorder: Recorder,
+    ids: Tensor,
+    layer: nn.Module,
+    *,
+    only_tail: bool = False,
+) -> tuple[Tensor, Tensor | None, tuple[Tensor, Tensor, Tensor, Tensor] | None]:
+    """Forward pass whose last attention output is a leaf: (hidden, input of the last layer, (q, k, v, out) there).
+
+    With `only_tail` the graph begins at the last layer, so that nothing before it is kept; call it under no_grad.
+    """
+    entered: list[Tensor] = []
+
+    def keep(_: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        x = args[0] if args else kwargs["hidden_states"]
+        if only_tail:
+            torch.set_grad_enabled(True)  # until the caller's no_grad ends
+            x = x.detach().requires_grad_()
+        entered.append(x)
+        return ((x, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": x})
+
+    handle = layer.register_forward_pre_hook(keep, with_kwargs=True)
+    counted = attn.begin(structure.attention_calls)
+    try:
+        with recording(model, structure, recorder, attn.CUT):
+            hidden = hidden_states(model, ids)
+    finally:
+        handle.remove()
+    return hidden, entered[0] if entered else None, counted.leaf
