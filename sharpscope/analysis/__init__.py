@@ -1,7 +1,34 @@
-"""Analysis: from recorded runs to figures, tables, a report; reads traces, never trains."""
+"""Analysis: from recorded runs to figures, tables, a report; reads traces, never trains.
 
-from sharpscope.analysis.analyze import AnalysisResult, analyze
-from sharpscope.analysis.compare import Comparison, compare
-from sharpscope.analysis.show import show
+The names below are imported when first used: `show` and `compare` need no plotting library.
+"""
 
-__all__ = ["AnalysisResult", "Comparison", "analyze", "compare", "show"]
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sharpscope.analysis.analyzing import AnalysisResult as AnalysisResult
+    from sharpscope.analysis.analyzing import analyze as analyze
+    from sharpscope.analysis.analyzing import figures_of as figures_of
+    from sharpscope.analysis.comparison import Comparison as Comparison
+    from sharpscope.analysis.comparison import compare as compare
+    from sharpscope.analysis.glance import show as show
+
+_HOMES = {
+    "AnalysisResult": "analyzing",
+    "Comparison": "comparison",
+    "analyze": "analyzing",
+    "compare": "comparison",
+    "figures_of": "analyzing",
+    "show": "glance",
+}
+
+__all__ = ["AnalysisResult", "Comparison", "analyze", "compare", "figures_of", "show"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(f"sharpscope.analysis.{_HOMES[name]}"), name)
+    raise AttributeError(f"module 'sharpscope.analysis' has no attribute '{name}'")

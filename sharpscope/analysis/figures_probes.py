@@ -49,8 +49,8 @@ def sharpness(values: pd.DataFrame, lines: Lines) -> Figure:
 def rho_curves(values: pd.DataFrame, first_order: pd.DataFrame, lines: Lines) -> Figure:
     """Rise of the functional within a radius rho at the last probed step, and beside it rho·‖∇L‖ (dotted).
 
-    Both frames: setting, seed, quantity, functional, probe_set, rho, value; the first-order term stands under the name of
-    the quantity that it belongs to. A panel for each quantity, functional and probe set.
+    Both frames: setting, seed, quantity, functional, probe_set, rho, value; the first-order term stands under
+    the name of the quantity that it belongs to. A panel for each quantity, functional and probe set.
     """
     content = places(values)
     with styled():

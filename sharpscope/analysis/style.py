@@ -14,6 +14,8 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from sharpscope.analysis.text import printable
+
 BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, BLACK = (
     "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000",
 )  # fmt: skip
@@ -104,12 +106,6 @@ def panels(count: int, *, columns: int = 2, width: float = 3.6, height: float = 
     for spare in grid[count:]:
         spare.remove()
     return figure, list(grid[:count])
-
-
-def printable(text: object, limit: int = 160) -> str:
-    """Text from a file on one line: no control characters, at most `limit` long."""
-    clean = "".join(char if char.isprintable() else "?" for char in str(text))
-    return clean if len(clean) <= limit else clean[: limit - 1] + "…"
 
 
 def plain(text: object) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from sharpscope.analysis import analyze
+from sharpscope.analysis import analyze, analyzing
 from sharpscope.analysis.report import escape
 from sharpscope.analysis.tables import interval_text, method_table, run_metrics, summary
 from sharpscope.errors import UserError
@@ -24,7 +24,6 @@ TINY = Shape(steps=3, prompts=2, group_size=2, length=4, eval_every=3, eval_prom
 @pytest.fixture
 def quick(monkeypatch):
     """Figures are made but drawn as empty files: drawing is tested elsewhere, and slow."""
-    import sys
 
     def touch(figure, folder, name):
         paths = [folder / f"{name}.{ending}" for ending in ("png", "svg")]
@@ -32,7 +31,7 @@ def quick(monkeypatch):
             path.touch()
         return paths
 
-    monkeypatch.setattr(sys.modules["sharpscope.analysis.analyze"], "save", touch)
+    monkeypatch.setattr(analyzing, "save", touch)
 
 
 def _write(path, **options):

@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console
 
 from sharpscope.analysis import compare, show
-from sharpscope.analysis.compare import mean_over_steps
-from sharpscope.analysis.show import sparkline
+from sharpscope.analysis.comparison import mean_over_steps
+from sharpscope.analysis.glance import sparkline
 from sharpscope.traces import TraceWriter, load_run, update_run_info
 from tests.oracles.analysis import eval_by_step
 from tests.traces.rows import new_run, rows

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from sharpscope.analysis.frames import with_pooled
 from sharpscope.analysis.studies import flat, ground_of, last_step
-from sharpscope.analysis.style import printable
+from sharpscope.analysis.text import printable
 from sharpscope.traces import Run
 
 Z = 1.959964  # 97.5 % quantile of the normal distribution

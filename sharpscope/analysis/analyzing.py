@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
+from matplotlib.figure import Figure
 
 from sharpscope.analysis.frames import runs_of
 from sharpscope.analysis.pictures import Picture, Pictures
@@ -82,6 +83,17 @@ def analyze(
     report = folder / "report.md"
     write_atomic(report, report_text(reports, runs.table, messages))
     return AnalysisResult(folder, figures, tables, table, [*messages, *_missing(reports)], report)
+
+
+def figures_of(runs: Runs) -> dict[str, Figure]:
+    """Every figure that `analyze` would make of `runs`, by name, for a notebook; nothing is written."""
+    return {
+        f"{study.slug}{picture.name}": picture.figure
+        for study in studies(runs)
+        if study.settings
+        for picture in Pictures(study)
+        if picture.figure is not None
+    }
 
 
 def _load(paths: str | Path | Iterable[str | Path]) -> Runs:

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from sharpscope.analysis.frames import natural, with_pooled
 from sharpscope.analysis.studies import last_step
-from sharpscope.analysis.style import printable
+from sharpscope.analysis.text import printable
 from sharpscope.analysis.weight_curve import shaping_of
 from sharpscope.traces import Run
 
