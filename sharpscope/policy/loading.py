@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,7 +12,15 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
+from transformers.utils import logging
 
 from sharpscope.errors import UserError
 from sharpscope.policy.cache import check_cacheable
@@ -19,6 +28,7 @@ from sharpscope.policy.embedded import embedded_policy
 from sharpscope.policy.head import Head, bare, check_head, output_head
 from sharpscope.policy.spec import PolicySpec
 
+EMBEDDED_PREFIX = "embedded:"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -74,16 +84,17 @@ def load_policy(spec: PolicySpec) -> Policy:
         options["revision"] = spec.revision
     try:
         config = AutoConfig.from_pretrained(location, **options)
-        tokenizer = AutoTokenizer.from_pretrained(location, **options)
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            location,
-            config=config,
-            dtype=getattr(torch, spec.dtype),
-            attn_implementation=_attention(spec, config),
-            use_safetensors=True,
-            output_loading_info=True,
-            **options,
-        )
+        tokenizer = _tokenizer(location, options)
+        with _progress_bar(shown=not spec.model.startswith(EMBEDDED_PREFIX)):
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                location,
+                config=config,
+                dtype=getattr(torch, spec.dtype),
+                attn_implementation=_attention(spec, config),
+                use_safetensors=True,
+                output_loading_info=True,
+                **options,
+            )
     except (OSError, ValueError, RuntimeError, ImportError, KeyError, SafetensorError, json.JSONDecodeError) as error:
         raise UserError(f"policy.model {spec.model!r}: cannot be loaded: {_first_line(error)}") from error
     model, info = loaded
@@ -173,8 +184,8 @@ def render_prompts(examples: Sequence[PromptExample], policy: Policy) -> list[li
 
 def _locate(model: str) -> str:
     """The folder or hub id that `policy.model` means."""
-    if model.startswith("embedded:"):
-        return str(embedded_policy(model.removeprefix("embedded:")).path)
+    if model.startswith(EMBEDDED_PREFIX):
+        return str(embedded_policy(model.removeprefix(EMBEDDED_PREFIX)).path)
     folder = Path(model).expanduser()
     if folder.is_dir():
         _check_folder(folder, model)
@@ -199,6 +210,30 @@ def _check_folder(folder: Path, model: str) -> None:
     raise UserError(
         f"policy.model {model!r}: no weights (*.safetensors) in that folder; save the model with save_pretrained"
     )
+
+
+@contextmanager
+def _progress_bar(shown: bool) -> Iterator[None]:
+    """Without transformers' progress bar unless `shown`: a model that is there in a moment needs none."""
+    before = logging.is_progress_bar_enabled()
+    if not shown:
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if before:
+            logging.enable_progress_bar()
+
+
+def _tokenizer(location: str, options: dict[str, Any]) -> PreTrainedTokenizerBase:
+    """The tokenizer as its own files describe it.
+
+    For some model types (Qwen2 among them) AutoTokenizer disregards a generic class in tokenizer_config.json and takes
+    that of the original models, with their way of cutting text: another tokenizer than the one that was saved.
+    """
+    declared = get_tokenizer_config(location, **options).get("tokenizer_class")
+    generic = declared in ("PreTrainedTokenizerFast", "TokenizersBackend")
+    return (PreTrainedTokenizerFast if generic else AutoTokenizer).from_pretrained(location, **options)
 
 
 def _attention(spec: PolicySpec, config: Any) -> str:

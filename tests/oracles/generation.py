@@ -1,0 +1,74 @@
+"""Generation and scoring one completion and one token at a time, running the whole text through the model each time."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+
+@torch.no_grad()
+def generate_one(
+    model: torch.nn.Module,
+    prompt: list[int],
+    uniforms: list[float],
+    *,
+    temperature: float,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    ends: tuple[int, ...] = (1,),
+) -> dict[str, list]:
+    """One completion of at most len(uniforms) tokens: ids, behavior_logp, sampler_logp, whether it was truncated."""
+    ids, behavior, sampler = [], [], []
+    for u in uniforms:
+        z = model(input_ids=torch.tensor([prompt + ids]), use_cache=False).logits[0, -1].double().tolist()
+        logp = log_softmax([value / (temperature or 1.0) for value in z])
+        token, truncated_logp = choose(logp, u, greedy=temperature == 0, top_p=top_p, top_k=top_k)
+        ids.append(token)
+        behavior.append(logp[token])
+        sampler.append(truncated_logp)
+        if token in ends:
+            return {"ids": ids, "behavior_logp": behavior, "sampler_logp": sampler, "truncated": False}
+    return {"ids": ids, "behavior_logp": behavior, "sampler_logp": sampler, "truncated": True}
+
+
+def log_softmax(z: list[float]) -> list[float]:
+    """ln softmax(z) by its definition."""
+    top = max(z)
+    total = math.log(math.fsum(math.exp(value - top) for value in z))
+    return [value - top - total for value in z]
+
+
+def choose(logp: list[float], u: float, *, greedy: bool, top_p: float, top_k: int) -> tuple[int, float]:
+    """The token that inverse sampling gives at `u`, and its log-probability among the tokens that were kept."""
+    likeliest_first = sorted(range(len(logp)), key=lambda j: -logp[j])
+    if greedy:
+        return likeliest_first[0], 0.0
+    kept = likeliest_first if top_k or top_p < 1 else list(range(len(logp)))
+    if top_k:
+        kept = kept[:top_k]
+    if top_p < 1:
+        needed, mass, total = 0, 0.0, math.fsum(math.exp(logp[j]) for j in kept)
+        while mass < top_p * total:
+            mass += math.exp(logp[kept[needed]])
+            needed += 1
+        kept = kept[:needed]
+    total = math.fsum(math.exp(logp[j]) for j in kept)
+    reached = 0.0
+    for j in kept:
+        reached += math.exp(logp[j])
+        if reached > u * total:
+            break
+    return j, logp[j] - math.log(total)
+
+
+def completion_logp(
+    model: torch.nn.Module, prompt: list[int], completion: list[int], temperature: float
+) -> torch.Tensor:
+    """(T,) log-probabilities of a completion's tokens, each from a forward pass over its own prefix; differentiable."""
+    values = []
+    for t, token in enumerate(completion):
+        ids = torch.tensor([prompt + completion[:t]])
+        z = model(input_ids=ids, use_cache=False).logits[0, -1]
+        values.append(torch.log_softmax(z / temperature, -1)[token])
+    return torch.stack(values)

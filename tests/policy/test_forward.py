@@ -1,0 +1,208 @@
+"""Log-probabilities of finished completions: against one forward pass per token, and against themselves."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sharpscope.policy import chunked_logp, forward
+from sharpscope.policy.chunked_logp import flat_logp
+from sharpscope.policy.forward import length_buckets, microbatches, score_completions
+from sharpscope.policy.head import Head, output_head
+from sharpscope.policy.rollouts import Completions
+from sharpscope.policy.token_stats import STAT_NAMES, token_stats
+from tests.models import ARCHITECTURES, tiny_model
+from tests.oracles.generation import completion_logp
+from tests.policy.helpers import completions_by_hand, random_prompts
+
+# Prompts longer and shorter than the sliding window (8) of the one model that has it, completions of 1 to 9 tokens.
+PROMPTS = random_prompts((11, 3, 6), seed=1)
+COMPLETIONS = [random_prompts((4, 9), seed=2), random_prompts((1, 1, 7), seed=3), random_prompts((9, 2), seed=4)]
+
+
+def rows(**padding: int) -> Completions:
+    return completions_by_hand(PROMPTS, COMPLETIONS, **padding)
+
+
+def gradients(model: torch.nn.Module, loss: torch.Tensor) -> list[torch.Tensor]:
+    found = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True, retain_graph=True)
+    return [torch.zeros_like(p) if g is None else g for p, g in zip(model.parameters(), found, strict=True)]
+
+
+def weighted(logp: torch.Tensor, seed: int = 0) -> torch.Tensor:
+    """A scalar in which every token has another weight."""
+    g = torch.Generator().manual_seed(seed)
+    return (logp * torch.randn(logp.shape, generator=g, dtype=torch.float64)).sum()
+
+
+def assert_gradients_equal(model: torch.nn.Module, a: torch.Tensor, b: torch.Tensor, tolerance: float = 1e-6) -> None:
+    for (name, _), x, y in zip(model.named_parameters(), gradients(model, a), gradients(model, b), strict=True):
+        assert float((x - y).abs().max()) <= tolerance * (1 + float(x.abs().max())), name
+
+
+# Some kernels compute in single precision whatever the model's type: routing of experts, eager attention's softmax.
+TOLERANCE = {"gemma2": 1e-6, "qwen2_moe": 1e-6}
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_values_and_gradients_equal_one_forward_pass_per_token(architecture):
+    model, batch, temperature = tiny_model(architecture), rows(), 1.3
+    flat = [(p, c) for p, group in zip(PROMPTS, COMPLETIONS, strict=True) for c in group]
+    slow = torch.zeros(batch.completion_ids.shape, dtype=torch.float64)
+    for n, (prompt, completion) in enumerate(flat):
+        slow[n, : len(completion)] = completion_logp(model, prompt, completion, temperature)
+    tolerance = TOLERANCE.get(architecture, 1e-11)
+    for share in (False, True):
+        scored = score_completions(model, batch, temperature, share_prompt=share, with_grad=True)
+        assert float((scored.logp - slow).detach().abs().max()) < tolerance
+        assert_gradients_equal(model, weighted(scored.logp), weighted(slow), max(tolerance, 1e-9))
+
+
+@pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize("architecture", ["qwen2", "gemma2", "gpt2"])
+def test_padding_order_and_buckets_change_nothing(architecture, share, monkeypatch):
+    model = tiny_model(architecture)
+    plain = score_completions(model, rows(), 1.0, share_prompt=share, with_grad=True, stats=True)
+    width = plain.logp.shape[1]
+    order = torch.tensor([5, 0, 3, 6, 1, 4, 2])
+    monkeypatch.setattr(forward, "BUCKET_TOKENS", {"cpu": 0, "cuda": 0})  # as many buckets as there are lengths
+    wide = rows(left=5, right=4).rows(order)
+    other = score_completions(model, wide, 1.0, share_prompt=share, with_grad=True, stats=True)
+    assert torch.allclose(other.logp[:, :width], plain.logp[order], atol=2e-6, rtol=0)
+    assert float(other.logp[:, width:].detach().abs().sum()) == 0
+    for name in STAT_NAMES:
+        found, expected = getattr(other.stats, name), getattr(plain.stats, name)
+        assert torch.allclose(found[:, :width], expected[order], atol=2e-6, rtol=1e-6), name
+    assert_gradients_equal(model, (plain.logp**2).sum(), (other.logp**2).sum(), 1e-5)
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_text_of_the_environment_is_read_but_not_scored(share):
+    model, batch = tiny_model(), rows()
+    whole = score_completions(model, batch, 1.0, share_prompt=share, with_grad=False).logp
+    mask = batch.completion_mask.clone()
+    mask[:, 2:5] = 0
+    holed = completions_by_hand(PROMPTS, COMPLETIONS)
+    object.__setattr__(holed, "completion_mask", mask)
+    scored = score_completions(model, holed, 1.0, share_prompt=share, with_grad=True, stats=True)
+    assert torch.allclose(scored.logp, whole * mask, atol=1e-12)
+    assert float(scored.stats.hidden_norm[:, 2:5].abs().sum()) == 0
+    assert bool((scored.stats.hidden_norm[mask == 1] > 0).all())
+
+
+@pytest.mark.parametrize("with_grad", [False, True])
+def test_statistics_come_from_the_same_states_as_the_log_probabilities(with_grad):
+    model, batch, temperature = tiny_model("gpt_neox", tie=False), rows(), 0.7
+    scored = score_completions(model, batch, temperature, share_prompt=True, with_grad=with_grad, stats=True)
+    assert torch.allclose(scored.stats.logp, scored.logp.detach(), atol=1e-12)
+    assert not scored.stats.logp.requires_grad
+    hidden = model.base_model(
+        input_ids=batch.input_ids, attention_mask=batch.attention_mask,
+        position_ids=(batch.attention_mask.cumsum(1) - 1).clamp_min(0),
+    ).last_hidden_state[:, batch.prompt_width - 1 : -1]  # fmt: skip
+    expected = token_stats(hidden, output_head(model), batch.completion_ids, temperature, mask=batch.completion_mask)
+    for name in STAT_NAMES:
+        assert torch.allclose(getattr(scored.stats, name), getattr(expected, name), atol=1e-10), name
+
+
+def test_no_graph_is_kept_unless_asked_for():
+    scored = score_completions(tiny_model(), rows(), 1.0, share_prompt=True, with_grad=False)
+    assert not scored.logp.requires_grad
+    assert scored.stats is None
+
+
+def test_different_prompts_in_one_group_cannot_be_shared():
+    batch = rows()
+    object.__setattr__(batch, "group", torch.zeros(len(batch), dtype=torch.long))
+    with pytest.raises(ValueError, match="different prompts"):
+        score_completions(tiny_model(), batch, 1.0, share_prompt=True, with_grad=False)
+    with pytest.raises(ValueError, match="temperature 0"):
+        score_completions(tiny_model(), batch, 0.0, share_prompt=False, with_grad=False)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize(
+    "kind", [{}, {"bias": True}, {"soft_cap": 2.0, "bias": True}, {"scale": 0.3}, {"soft_cap": 1.5, "scale": 2.0}]
+)
+def test_chunked_backward_pass_equals_the_one_that_keeps_all_logits(kind, temperature, monkeypatch):
+    g = torch.Generator().manual_seed(3)
+    shapes = ((11, 5), (29, 5), (29,))
+    leaves = [torch.randn(shape, generator=g, dtype=torch.float64).requires_grad_() for shape in shapes]
+    hidden, weight, bias = leaves if kind.get("bias") else (*leaves[:2], None)
+    head = Head(weight, bias, kind.get("soft_cap"), kind.get("scale", 1.0))
+    targets = torch.randint(0, 29, (11,), generator=g)
+    monkeypatch.setattr(chunked_logp, "LOGIT_BYTES", {"cpu": 29 * 8 * 3, "cuda": 1})
+    found = {}
+    for keep in (True, False):
+        logp, stats = flat_logp(hidden, head, targets, temperature, stats=True, keep_logits=keep)
+        wanted = [leaf for leaf in (hidden, weight, bias) if leaf is not None]
+        found[keep] = (logp, torch.autograd.grad((logp * torch.arange(1.0, 12.0)).sum(), wanted), stats)
+    assert torch.allclose(found[True][0], found[False][0], atol=1e-12)
+    for kept, chunked in zip(found[True][1], found[False][1], strict=True):
+        assert torch.allclose(kept, chunked, atol=1e-11)
+    for name in STAT_NAMES:
+        assert torch.allclose(found[True][2][name], found[False][2][name], atol=1e-12), name
+
+
+def test_chunked_backward_pass_with_a_frozen_output_layer():
+    hidden, weight = torch.randn(4, 3, requires_grad=True), torch.randn(7, 3)
+    logp, _ = flat_logp(hidden, Head(weight), torch.tensor([0, 6, 2, 3]), 1.0, stats=False, keep_logits=False)
+    logp.sum().backward()
+    expected = torch.nn.functional.one_hot(torch.tensor([0, 6, 2, 3]), 7) - torch.softmax(hidden.detach() @ weight.T, 1)
+    assert torch.allclose(hidden.grad, expected @ weight, atol=1e-5)
+
+
+def test_a_large_vocabulary_is_never_held_whole(monkeypatch):
+    monkeypatch.setattr(chunked_logp, "KEEP_BYTES", {"cpu": 0, "cuda": 0})
+    model, batch = tiny_model("qwen3", tie=True), rows()
+    lean = score_completions(model, batch, 1.0, share_prompt=True, with_grad=True, stats=True)
+    monkeypatch.undo()
+    kept = score_completions(model, batch, 1.0, share_prompt=True, with_grad=True, stats=True)
+    assert_gradients_equal(model, weighted(lean.logp), weighted(kept.logp), 1e-10)
+    assert torch.allclose(lean.stats.polarity, kept.stats.polarity, atol=1e-12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=7), st.integers(0, 40))
+def test_buckets_waste_the_least(lengths, cost):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(forward, "BUCKET_TOKENS", {"cpu": cost, "cuda": cost})
+        buckets = [bucket.tolist() for bucket in length_buckets(np.array(lengths), torch.device("cpu"))]
+    assert sorted(itertools.chain(*buckets)) == list(range(len(lengths)))
+
+    def total(parts: list[list[int]]) -> int:
+        return sum(cost + len(part) * max(part) for part in parts)
+
+    # Some best split keeps rows in order of length, so all splits of the sorted lengths are enough to compare with.
+    ordered, best = sorted(lengths), None
+    for cuts in itertools.product([False, True], repeat=len(lengths) - 1):
+        bounds = [0, *(i + 1 for i, cut in enumerate(cuts) if cut), len(lengths)]
+        value = total([ordered[a:b] for a, b in itertools.pairwise(bounds)])
+        best = value if best is None else min(best, value)
+    assert total([[lengths[i] for i in bucket] for bucket in buckets]) == best
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 120), st.booleans(), st.integers(0, 999))
+def test_microbatches_hold_every_row_once_and_keep_groups_whole(groups, size, budget, shared, seed):
+    g = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, 40, (groups * size,), generator=g)
+    prompt = torch.randint(1, 20, (groups,), generator=g).repeat_interleave(size)
+    group = torch.randperm(groups, generator=g).repeat_interleave(size) if shared else None
+    batches = microbatches(lengths, budget, prompt_lengths=prompt, group=group)
+    assert sorted(torch.cat(batches).tolist()) == list(range(groups * size))
+    for batch in batches:
+        assert batch.tolist() == sorted(batch.tolist())
+        units = batch.tolist() if group is None else group[batch].unique().tolist()
+        work = int(lengths[batch].sum())
+        if group is None:
+            work += int(prompt[batch].sum())
+        else:
+            assert all(int((group == unit).sum()) == int((group[batch] == unit).sum()) for unit in units)
+            work += sum(int(prompt[group == unit][0]) for unit in units)
+        assert work <= budget or len(units) == 1

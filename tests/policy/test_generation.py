@@ -1,0 +1,223 @@
+"""Decoding against one completion, one token at a time; its law; what it leaves behind."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sharpscope.errors import UserError
+from sharpscope.policy import Completions, Policy, generation
+from sharpscope.policy.generation import generate
+from sharpscope.policy.sampling import completion_uniforms, draw
+from sharpscope.policy.spec import SamplingSpec
+from tests.models import ARCHITECTURES
+from tests.oracles.generation import choose, generate_one, log_softmax
+from tests.policy.helpers import random_prompts, tiny_policy
+
+PROMPTS = random_prompts((11, 3, 6), seed=1)
+GROUP = 3
+
+
+def generator(seed: int = 5) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def base_seed(seed: int = 5) -> int:
+    """The number that `generate` draws from `generator(seed)`."""
+    return int(torch.randint(2**62, (), generator=generator(seed)))
+
+
+def assert_matches_oracle(policy: Policy, out: Completions, spec: SamplingSpec, tolerance: float = 1e-6) -> None:
+    P = out.prompt_width
+    truncates = spec.temperature > 0 and (spec.top_p < 1 or spec.top_k > 0)
+    for n in range(len(PROMPTS) * GROUP):
+        prompt = PROMPTS[n // GROUP]
+        u = completion_uniforms(base_seed(), torch.tensor([n // GROUP]), torch.tensor([n % GROUP]), spec.max_new_tokens)
+        slow = generate_one(
+            policy.model, prompt, u[0].tolist(), temperature=spec.temperature, top_p=spec.top_p, top_k=spec.top_k,
+            ends=policy.eos_ids,
+        )  # fmt: skip
+        L = len(slow["ids"])
+        assert out.completion_ids[n, :L].tolist() == slow["ids"]
+        assert out.completion_mask[n].tolist() == [1] * L + [0] * (out.completion_mask.shape[1] - L)
+        assert out.input_ids[n, P - len(prompt) : P + L].tolist() == prompt + slow["ids"]
+        assert out.attention_mask[n].nonzero()[:, 0].tolist() == list(range(P - len(prompt), P + L))
+        assert bool(out.truncated[n]) == slow["truncated"]
+        assert out.behavior_logp[n, :L].tolist() == pytest.approx(slow["behavior_logp"], abs=tolerance)
+        assert float(out.behavior_logp[n, L:].abs().sum()) == 0
+        if truncates:
+            assert out.sampler_logp[n, :L].tolist() == pytest.approx(slow["sampler_logp"], abs=tolerance)
+        spoken = slow["ids"] if slow["truncated"] else slow["ids"][:-1]
+        assert out.texts[n] == policy.tokenizer.decode(spoken)
+    assert out.group.tolist() == [n // GROUP for n in range(len(out))]
+    assert out.completion_ids.shape[1] == int(out.lengths.max())
+    assert (out.sampler_logp is not None) == truncates
+
+
+@pytest.mark.parametrize("copied", [False, True])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_equals_slow_generation(architecture, copied, monkeypatch):
+    # A capacity of 2 makes the caches grow; the one sliding window, of 8, moves over prompt and completion.
+    monkeypatch.setattr(generation, "FIRST_ROOM", 2)
+    if copied:
+        monkeypatch.setattr(generation, "can_share_decoding", lambda model: False)
+    policy = tiny_policy(architecture)
+    spec = SamplingSpec(temperature=1.4, max_new_tokens=12)
+    out = generate(policy, PROMPTS, GROUP, spec, generator())
+    assert_matches_oracle(policy, out, spec, 5e-6)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"temperature": 0},
+        {"temperature": 1.5, "top_p": 0.7},
+        {"temperature": 2.0, "top_k": 4},
+        {"temperature": 0.8, "top_k": 9, "top_p": 0.8},
+    ],
+)
+def test_truncated_and_greedy_sampling_equal_slow_generation(sampling):
+    policy = tiny_policy("qwen2", scale=0.2)
+    spec = SamplingSpec(max_new_tokens=9, **sampling)
+    assert_matches_oracle(policy, generate(policy, PROMPTS, GROUP, spec, generator()), spec)
+
+
+@pytest.mark.parametrize("leave_share", [0.0, 1.0])
+@pytest.mark.parametrize("decode_batch", [1, 2, 4, 100])
+def test_what_is_decoded_together_changes_no_sample(decode_batch, leave_share, monkeypatch):
+    monkeypatch.setattr(generation, "LEAVE_SHARE", leave_share)
+    policy = tiny_policy("llama", scale=0.2)
+    object.__setattr__(policy, "eos_ids", (1, 7, 8, 9, 10))  # many ends: rows leave at every step
+    spec = SamplingSpec(temperature=1.4, max_new_tokens=14, decode_batch=decode_batch)
+    out = generate(policy, PROMPTS, GROUP, spec, generator())
+    assert len(set(out.lengths.tolist())) > 3
+    assert_matches_oracle(policy, out, spec)
+
+
+def test_a_prompts_completions_do_not_depend_on_how_many_there_are_or_on_later_prompts():
+    policy, spec = tiny_policy(), SamplingSpec(max_new_tokens=6)
+    few = generate(policy, PROMPTS[:2], 2, spec, generator())
+    many = generate(policy, PROMPTS, 4, spec, generator())
+    for prompt in range(2):
+        for completion in range(2):
+            a, b = few.completion_ids[prompt * 2 + completion], many.completion_ids[prompt * 4 + completion]
+            assert a[: min(len(a), len(b))].tolist() == b[: min(len(a), len(b))].tolist()
+
+
+def test_one_seed_one_result_and_no_other_randomness():
+    policy, spec = tiny_policy(), SamplingSpec(max_new_tokens=8, temperature=2.0)
+    state = torch.random.get_rng_state()
+    first = generate(policy, PROMPTS, GROUP, spec, generator(1))
+    again = generate(policy, PROMPTS, GROUP, spec, generator(1))
+    other = generate(policy, PROMPTS, GROUP, spec, generator(2))
+    assert torch.equal(first.completion_ids, again.completion_ids)
+    assert torch.equal(first.behavior_logp, again.behavior_logp)
+    assert first.completion_ids.tolist() != other.completion_ids.tolist()
+    assert torch.equal(state, torch.random.get_rng_state())
+    source = generator(1)
+    second = [generate(policy, PROMPTS, GROUP, spec, source).completion_ids.tolist() for _ in range(2)][1]
+    assert second != first.completion_ids.tolist()
+
+
+def test_every_row_may_end_at_once_and_every_end_counts():
+    policy = tiny_policy()
+    object.__setattr__(policy, "eos_ids", tuple(range(37)))
+    out = generate(policy, PROMPTS, GROUP, SamplingSpec(max_new_tokens=5), generator())
+    assert out.completion_mask.tolist() == [[1]] * 9
+    assert out.truncated.tolist() == [False] * 9
+    assert out.texts == [""] * 9
+
+
+def test_the_attention_kernel_and_gradients_are_as_before_also_after_an_error(monkeypatch):
+    policy = tiny_policy()
+    out = generate(policy, PROMPTS, GROUP, SamplingSpec(max_new_tokens=3), generator())
+    assert policy.model.config._attn_implementation == "sdpa"
+    assert not out.behavior_logp.requires_grad
+    assert torch.is_grad_enabled()
+
+    def broken(*args: object) -> None:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(generation, "draw", broken)
+    with pytest.raises(RuntimeError, match="broken"):
+        generate(policy, PROMPTS, GROUP, SamplingSpec(max_new_tokens=3), generator())
+    assert policy.model.config._attn_implementation == "sdpa"
+
+
+def test_prompts_that_cannot_be_continued_are_named():
+    policy = tiny_policy()  # context 128
+    long = random_prompts((120,))[0]
+    with pytest.raises(UserError, match=r"prompt 1 \('.*'…\): 120 tokens and max_new_tokens 9 exceed .* 128 tokens"):
+        generate(policy, [PROMPTS[0], long], 2, SamplingSpec(max_new_tokens=9), generator())
+    generate(policy, [long], 1, SamplingSpec(max_new_tokens=8), generator())
+    with pytest.raises(UserError, match="prompt 0: it has no tokens"):
+        generate(policy, [[]], 2, SamplingSpec(max_new_tokens=9), generator())
+
+
+def test_rewards_and_rows():
+    out = generate(tiny_policy(), PROMPTS, GROUP, SamplingSpec(max_new_tokens=4), generator())
+    rollouts = out.with_reward(torch.arange(9))
+    assert rollouts.reward.dtype == torch.float32
+    part = rollouts.rows(torch.tensor([4, 0]))
+    assert part.reward.tolist() == [4.0, 0.0]
+    assert part.texts == [out.texts[4], out.texts[0]]
+    assert torch.equal(part.input_ids, out.input_ids[[4, 0]])
+    chosen = torch.zeros(9, dtype=torch.bool)
+    chosen[[2, 5]] = True
+    assert rollouts.rows(chosen).reward.tolist() == [2.0, 5.0]
+    assert rollouts.prompt_lengths.tolist() == [11] * 3 + [3] * 3 + [6] * 3
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    st.lists(st.floats(-8, 8, width=32), min_size=2, max_size=20, unique=True),
+    st.floats(0, 1, exclude_max=True),
+    st.floats(0.05, 1),
+    st.integers(0, 25),
+    st.sampled_from([0.5, 1.0, 2.0]),
+)
+def test_draw_equals_its_definition(z, u, top_p, top_k, temperature):
+    spec = SamplingSpec(temperature=temperature, top_p=top_p, top_k=top_k)
+    row = torch.tensor([z], dtype=torch.float64)
+    token, behavior, sampler = draw(row, torch.tensor([u], dtype=torch.float64), spec)
+    logp = log_softmax([value / temperature for value in z])
+    kept_k = top_k if top_k < len(z) else 0
+    # Where rounding decides (u or top_p within rounding of a cumulative sum) either neighbour is right.
+    near = {choose(logp, min(max(u + d, 0), 1), greedy=False, top_p=p, top_k=kept_k) for d in (-1e-9, 0, 1e-9)
+            for p in (top_p, min(1.0, top_p * (1 + 1e-9)), top_p * (1 - 1e-9))}  # fmt: skip
+    assert int(token) in {j for j, _ in near}
+    assert float(behavior) == pytest.approx(logp[int(token)], abs=1e-9)
+    if top_p < 1 or kept_k:
+        assert any(j == int(token) and float(sampler) == pytest.approx(value, abs=1e-6) for j, value in near)
+    else:
+        assert sampler is None
+
+
+@pytest.mark.parametrize(("top_p", "top_k"), [(1.0, 0), (0.75, 0), (1.0, 3)])
+def test_frequencies_follow_the_law(top_p, top_k):
+    count, z = 20_000, torch.tensor([0.3, 2.0, -1.0, 1.2, 0.9])
+    u = torch.rand(count, generator=generator(), dtype=torch.float64)
+    token, behavior, sampler = draw(z.expand(count, 5), u, SamplingSpec(top_p=top_p, top_k=top_k))
+    logp = behavior if sampler is None else sampler
+    seen = torch.bincount(token, minlength=5)
+    assert sum(math.exp(float(logp[token == j][0])) for j in range(5) if seen[j]) == pytest.approx(1, abs=1e-5)
+    for j in range(5):
+        if seen[j]:
+            p = math.exp(float(logp[token == j][0]))
+            assert abs(int(seen[j]) - count * p) < 5 * math.sqrt(count * p * (1 - p) + 1)
+
+
+def test_streams_of_completions_are_unlike_and_uniform():
+    prompts, completions = torch.arange(40).repeat_interleave(10), torch.arange(10).repeat(40)
+    u = completion_uniforms(3, prompts, completions, 50)
+    assert len({tuple(row) for row in u.tolist()}) == 400
+    assert abs(float(u.mean()) - 0.5) < 5 * math.sqrt(1 / 12 / u.numel())
+    correlation = torch.corrcoef(u)
+    assert float((correlation - torch.eye(400, dtype=u.dtype)).abs().max()) < 0.75
+    # (prompt 1, completion 2) and (prompt 2, completion 1) are different streams.
+    swapped = completion_uniforms(3, torch.tensor([1, 2]), torch.tensor([2, 1]), 5)
+    assert swapped[0].tolist() != swapped[1].tolist()

@@ -1,0 +1,242 @@
+"""Loading from a folder, what is refused and how it is said, and prompts as token ids."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from sharpscope.errors import UserError
+from sharpscope.policy import PolicySpec, SamplingSpec, generate, load_policy, make_policy, render_prompts
+from sharpscope.policy.head import check_head, output_head
+from tests.models import ARCHITECTURES, tiny_model
+from tests.policy.helpers import tiny_policy, word_tokenizer
+
+TEMPLATE = (
+    "{% for m in messages %}t10 {{ m['role'] | length }} {{ m['content'] }} t11 {% endfor %}"
+    "{% if add_generation_prompt %}t12 {% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    tiny_model(dtype=torch.float32).save_pretrained(folder)
+    word_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(saved: Path, tmp_path: Path) -> Path:
+    """A copy of the saved model to break."""
+    return Path(shutil.copytree(saved, tmp_path / "model"))
+
+
+def spec(folder: Path | str, **values: Any) -> PolicySpec:
+    return PolicySpec(model=str(folder), device="cpu", **values)
+
+
+def refusal(folder: Path | str, **values: Any) -> str:
+    with pytest.raises(UserError) as caught:
+        load_policy(spec(folder, **values))
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_a_saved_model_speaks_like_the_original(saved):
+    policy, original = load_policy(spec(saved)), tiny_model(dtype=torch.float32)
+    assert policy.source == str(saved)
+    assert policy.tokenizer("t5 </s> t36")["input_ids"] == [5, 1, 36]  # not cut as Qwen2's own tokenizer would
+    assert (policy.eos_ids, policy.pad_id, policy.context) == ((1,), 0, 128)
+    assert (policy.chat, policy.attention) == (False, "sdpa")
+    assert policy.parameters == sum(p.numel() for p in original.parameters())
+    assert not policy.model.training
+    for (name, a), b in zip(policy.model.named_parameters(), original.parameters(), strict=True):
+        assert torch.equal(a, b), name
+    ours = generate(policy, [[5, 6, 7]], 2, SamplingSpec(max_new_tokens=5), torch.Generator().manual_seed(0))
+    theirs = generate(
+        make_policy(original, word_tokenizer(), "x"), [[5, 6, 7]], 2, SamplingSpec(max_new_tokens=5),
+        torch.Generator().manual_seed(0),
+    )  # fmt: skip
+    assert torch.equal(ours.completion_ids, theirs.completion_ids)
+
+
+def test_type_and_kernel_are_as_asked(saved):
+    policy = load_policy(spec(saved, dtype="float64", attention="eager"))
+    assert next(policy.model.parameters()).dtype == torch.float64
+    assert policy.attention == "eager"
+    assert load_policy(spec(saved, dtype="bfloat16")).model.dtype == torch.bfloat16
+
+
+def test_attention_with_capped_logits_is_never_given_to_sdpa(tmp_path):
+    tiny_model("gemma2", dtype=torch.float32).save_pretrained(tmp_path)
+    word_tokenizer().save_pretrained(tmp_path)
+    assert load_policy(spec(tmp_path)).attention == "eager"
+    assert "caps its attention logits" in refusal(tmp_path, attention="sdpa")
+
+
+def test_a_folder_that_is_not_there_or_not_a_model(tmp_path):
+    assert "no such folder" in refusal(tmp_path / "nowhere")
+    assert "no such folder" in refusal("./nowhere")
+    assert "no config.json" in refusal(tmp_path)
+    (tmp_path / "file").write_text("x")
+    assert "is a file" in refusal(tmp_path / "file")
+    assert "did you mean 'knights_knaves'" in refusal("embedded:knights_knave")
+
+
+def test_a_hub_model_that_cannot_be_reached_is_one_line(monkeypatch):
+    def unreachable(*args: Any, **kwargs: Any) -> None:
+        raise OSError("We couldn't connect to the hub\nand much more\n")
+
+    monkeypatch.setattr(AutoConfig, "from_pretrained", unreachable)
+    assert refusal("someone/model") == (
+        "policy.model 'someone/model': cannot be loaded: We couldn't connect to the hub"
+    )
+
+
+def test_a_pickled_checkpoint_is_refused_unread(folder):
+    (folder / "model.safetensors").unlink()
+    assert "no weights (*.safetensors)" in refusal(folder)
+    (folder / "pytorch_model.bin").write_bytes(b"never read")
+    assert "convert it with save_pretrained (safetensors)" in refusal(folder)
+
+
+def test_missing_weights_are_not_made_up(folder):
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"], weights["model.norm.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    assert "no weights for model.layers.1.mlp.up_proj.weight and 1 more" in refusal(folder)
+
+
+def test_weights_of_another_shape_or_no_weights_at_all(folder):
+    path = folder / "model.safetensors"
+    weights = load_file(path)
+    weights["model.norm.weight"] = torch.ones(3)
+    save_file(weights, path, metadata={"format": "pt"})
+    assert "policy.model" in refusal(folder)
+    path.write_bytes(path.read_bytes()[:100])
+    assert "cannot be loaded" in refusal(folder)
+
+
+def test_code_in_a_checkpoint_is_not_run(folder, tmp_path):
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "own", "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    assert "policy.model" in refusal(folder)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_device_that_is_not_there(saved):
+    assert "policy.device 'abacus'" in refusal_device(saved, "abacus")
+    if not torch.cuda.is_available():
+        assert "policy.device 'cuda:7'" in refusal_device(saved, "cuda:7")
+
+
+def refusal_device(folder: Path, device: str) -> str:
+    with pytest.raises(UserError) as caught:
+        load_policy(PolicySpec(model=str(folder), device=device))
+    return str(caught.value)
+
+
+def test_tokenizers_that_do_not_fit():
+    with pytest.raises(UserError, match="has 50 tokens, the model only 37"):
+        make_policy(tiny_model(), word_tokenizer(50), "x")
+    with pytest.raises(UserError, match="no end-of-text token"):
+        make_policy(tiny_model(), word_tokenizer(eos_token=None), "x")
+    with pytest.raises(UserError, match="no chat template"):
+        make_policy(tiny_model(), word_tokenizer(), "x", "chat")
+    assert make_policy(tiny_model(), word_tokenizer(pad_token=None), "x").pad_id == 1
+
+
+def test_every_end_of_text_token_counts():
+    model = tiny_model()
+    model.generation_config.eos_token_id = [7, 1, 9]
+    assert make_policy(model, word_tokenizer(), "x").eos_ids == (1, 7, 9)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("tie", [False, True])
+def test_the_head_gives_the_models_own_logits(architecture, tie):
+    model = tiny_model(architecture, tie=tie)
+    ids = torch.randint(2, 37, (2, 6), generator=torch.Generator().manual_seed(0))
+    hidden = model.base_model(input_ids=ids).last_hidden_state
+    assert torch.allclose(output_head(model).logits(hidden), model(input_ids=ids).logits, atol=1e-12)
+
+
+def test_a_head_that_is_something_else_is_refused():
+    model = tiny_model()
+    model.lm_head.register_forward_hook(lambda module, inputs, out: out * 2)
+    with pytest.raises(UserError, match="not a linear map"):
+        check_head(model, output_head(model))
+    model.lm_head = nn.Sequential(nn.Linear(16, 37))
+    with pytest.raises(UserError, match="its output layer is Sequential"):
+        make_policy(model, word_tokenizer(), "x")
+
+
+def test_recurrent_layers_are_refused():
+    config = AutoConfig.for_model(
+        "qwen3_next", vocab_size=37, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, layer_types=["linear_attention", "full_attention"], num_experts=2,
+        num_experts_per_tok=1, moe_intermediate_size=8, shared_expert_intermediate_size=8, linear_num_value_heads=2,
+        linear_num_key_heads=1, linear_key_head_dim=8, linear_value_head_dim=8,
+    )  # fmt: skip
+    with pytest.raises(UserError, match="layers of type linear_attention"):
+        make_policy(AutoModelForCausalLM.from_config(config), word_tokenizer(), "x")
+
+
+# -- prompts ---------------------------------------------------------------------------------------------------------
+
+
+def example(prompt: str, **meta: Any) -> Any:
+    return SimpleNamespace(prompt=prompt, answer="", meta=meta)
+
+
+def rendered(examples: list[Any], *, template: str | None = None, prompt_format: str = "auto") -> list[str]:
+    tokenizer = word_tokenizer()
+    tokenizer.chat_template = template
+    policy = make_policy(tiny_model(), tokenizer, "x", prompt_format)
+    return [tokenizer.decode(ids) for ids in render_prompts(examples, policy)]
+
+
+def test_plain_prompts_and_prefills():
+    examples = [example("t5 t6"), example("t5", prefill=" t7"), example("t5 t7", prefill=" t7")]
+    assert rendered(examples) == ["t5 t6", "t5 t7", "t5 t7"]
+    assert rendered(examples, template=TEMPLATE, prompt_format="plain") == ["t5 t6", "t5 t7", "t5 t7"]
+
+
+def test_chat_prompts_are_wrapped_once():
+    examples = [
+        example("t5 t6"),
+        example("t5 t7", prefill="t7"),
+        example("t10 t4 t5 t11 t12 t7", templated=True, prefill="t7"),
+        example("t8\n\nt9 t7", prefill="t7",
+                messages=[{"role": "system", "content": "t8"}, {"role": "user", "content": "t9 t7"}]),
+    ]  # fmt: skip
+    # The lengths of the roles' names are not words of the vocabulary and become t2.
+    assert rendered(examples, template=TEMPLATE) == [
+        "t10 t2 t5 t6 t11 t12",
+        "t10 t2 t5 t11 t12 t7",
+        "t10 t4 t5 t11 t12 t7",
+        "t10 t2 t8 t11 t10 t2 t9 t11 t12 t7",
+    ]
+
+
+def test_special_tokens_that_a_tokenizer_adds_itself():
+    from tokenizers.processors import TemplateProcessing
+
+    policy = tiny_policy()
+    policy.tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="t3 $A </s>", special_tokens=[("t3", 3), ("</s>", 1)]
+    )
+    ids = render_prompts([example("t5"), example("t5", templated=True), example("t5 </s>")], policy)
+    assert ids == [[3, 5], [5], [3, 5, 1, 1]]

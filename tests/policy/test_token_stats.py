@@ -1,0 +1,182 @@
+"""Token statistics against their definitions, and the laws that hold for every distribution."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import sharpscope.policy.token_stats as module
+from sharpscope.policy.head import Head
+from sharpscope.policy.token_stats import STAT_NAMES, flat_stats, logit_stats, token_stats
+from tests.oracles.token_stats import token_statistics
+
+
+def stats_of_logits(z: torch.Tensor, y: torch.Tensor, temperature: float = 1.0) -> dict[str, torch.Tensor]:
+    out = {name: torch.full((len(z),), torch.nan, dtype=z.dtype) for name in STAT_NAMES}
+    logit_stats(z.clone(), y, temperature, out)
+    return out
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 2.5])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-6)])
+@pytest.mark.parametrize(
+    "head_kind", [{}, {"bias": True}, {"soft_cap": 3.0}, {"scale": 0.25, "bias": True, "soft_cap": 1.5}]
+)
+def test_every_statistic_of_every_token_equals_its_definition(head_kind, dtype, tolerance, temperature):
+    g = torch.Generator().manual_seed(1)
+    hidden = 2 * torch.randn(3, 5, 6, generator=g, dtype=dtype)
+    weight = torch.randn(23, 6, generator=g, dtype=dtype)
+    bias = torch.randn(23, generator=g, dtype=dtype) if head_kind.get("bias") else None
+    head = Head(weight, bias, head_kind.get("soft_cap"), head_kind.get("scale", 1.0))
+    targets = torch.randint(0, 23, (3, 5), generator=g)
+    mask = torch.rand(3, 5, generator=g) < 0.7
+    stats = token_stats(hidden, head, targets, temperature, mask=mask)
+
+    z = hidden.double() @ weight.double().T + (0 if bias is None else bias.double())
+    z = z * head.scale
+    if head.soft_cap:
+        z = head.soft_cap * torch.tanh(z / head.soft_cap)
+    for n in range(3):
+        for t in range(5):
+            expected = token_statistics(z[n, t], int(targets[n, t]), temperature)
+            expected["hidden_norm"] = float(hidden[n, t].double().norm())
+            for name in STAT_NAMES:
+                value = float(getattr(stats, name)[n, t])
+                wanted = expected[name] if mask[n, t] else 0.0
+                assert value == pytest.approx(wanted, rel=20 * tolerance, abs=20 * tolerance), name
+    assert stats.logp.dtype == dtype
+
+
+def test_a_confident_token_keeps_its_relative_precision_in_single_precision():
+    # 1 − π from 1e-2 down to 1e-12: in float32, 1 − exp(ln π) or 1 − 2π + Σp² would be 0 or noise below 1e-7.
+    gaps = torch.tensor([5.0, 10.0, 15.0, 20.0, 28.0])
+    z = torch.zeros(len(gaps), 11)
+    z[:, 4] = gaps
+    y = torch.full((len(gaps),), 4)
+    out = stats_of_logits(z, y)
+    for row in range(len(gaps)):
+        expected = token_statistics(z[row], 4, 1.0)
+        for name in ("logp", "entropy", "logit_grad_norm", "polarity"):
+            assert float(out[name][row]) == pytest.approx(expected[name], rel=3e-6), (name, float(gaps[row]))
+
+
+def test_an_improbable_token_beside_a_near_certain_one():
+    z = torch.tensor([[0.0, 20.0, -60.0, 1.0]])
+    expected = token_statistics(z[0], 2, 1.0)
+    out = stats_of_logits(z, torch.tensor([2]))
+    for name in ("logp", "entropy", "collision", "logit_grad_norm", "polarity"):
+        assert float(out[name][0]) == pytest.approx(expected[name], rel=1e-5, abs=2e-7), name
+
+
+LOGITS = st.lists(st.floats(-30, 30, width=32), min_size=2, max_size=40)
+
+
+@settings(max_examples=150, deadline=None)
+@given(LOGITS, st.data())
+def test_laws_of_every_distribution(values, data):
+    z = torch.tensor([values], dtype=torch.float64)
+    y = data.draw(st.integers(0, len(values) - 1))
+    temperature = data.draw(st.sampled_from([0.5, 1.0, 3.0]))
+    V = len(values)
+    out = {name: float(value[0]) for name, value in stats_of_logits(z, torch.tensor([y]), temperature).items()}
+    slack = 1e-12
+    assert -slack <= out["entropy"] <= math.log(V) + slack
+    assert 1 / V - slack <= out["collision"] <= 1 + slack
+    assert out["logp"] <= 0
+    miss = -math.expm1(out["logp"])
+    # (1 − π)·sqrt(V/(V−1)) ≤ ‖p − e_y‖ ≤ sqrt(2)·(1 − π)
+    assert miss * math.sqrt(V / (V - 1)) * (1 - 1e-9) - slack <= out["logit_grad_norm"]
+    assert out["logit_grad_norm"] <= math.sqrt(2) * miss * (1 + 1e-9) + slack
+    assert abs(out["polarity"]) <= 2 * (math.log(V) + 1)
+
+
+@settings(max_examples=60, deadline=None)
+@given(LOGITS, st.floats(-50, 50), st.randoms(use_true_random=False), st.data())
+def test_shifting_logits_or_renaming_tokens_changes_nothing_but_the_logit(values, shift, random, data):
+    y = data.draw(st.integers(0, len(values) - 1))
+    order = list(range(len(values)))
+    random.shuffle(order)
+    z = torch.tensor([values], dtype=torch.float64)
+    before = stats_of_logits(z, torch.tensor([y]))
+    after = stats_of_logits(z[:, order] + shift, torch.tensor([order.index(y)]))
+    for name in ("logp", "entropy", "collision", "logit_grad_norm", "polarity"):
+        assert float(after[name]) == pytest.approx(float(before[name]), rel=1e-8, abs=1e-11), name
+    assert float(after["logit"]) == pytest.approx(float(before["logit"]) + shift)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10**6), st.sampled_from([1.0, 0.6, 2.0]))
+def test_gradient_norm_and_polarity_by_differentiation(seed, temperature):
+    g = torch.Generator().manual_seed(seed)
+    V = int(torch.randint(2, 30, (), generator=g))
+    z = (3 * torch.randn(V, generator=g, dtype=torch.float64)).requires_grad_()
+    y = int(torch.randint(0, V, (), generator=g))
+    out = stats_of_logits(z.detach()[None], torch.tensor([y]), temperature)
+
+    scaled = z / temperature
+    (gradient,) = torch.autograd.grad(torch.log_softmax(scaled, 0)[y], scaled)
+    assert float(out["logit_grad_norm"]) == pytest.approx(float(gradient.norm()), rel=1e-9)
+
+    def entropy(s: torch.Tensor) -> torch.Tensor:
+        logp = torch.log_softmax(s, 0)
+        return -(logp.exp() * logp).sum()
+
+    # A policy-gradient step s += η·A·∇ log p_y with A = 1: dH/dη = −polarity.
+    s = scaled.detach().requires_grad_()
+    (slope,) = torch.autograd.grad(entropy(s), s)
+    assert float(out["polarity"]) == pytest.approx(-float(slope @ gradient), rel=1e-8, abs=1e-12)
+
+
+def test_chunks_and_padding_change_nothing(monkeypatch):
+    g = torch.Generator().manual_seed(2)
+    head = Head(torch.randn(50, 8, generator=g))
+    hidden, targets = torch.randn(4, 7, 8, generator=g), torch.randint(0, 50, (4, 7), generator=g)
+    mask = torch.ones(4, 7)
+    mask[1, 3:] = 0
+    whole = token_stats(hidden, head, targets, 0.8, mask=mask)
+    garbage = torch.where(mask[..., None].bool(), hidden, torch.tensor(torch.nan))
+    monkeypatch.setattr(module, "LOGIT_BYTES", {"cpu": 50 * 4 * 5, "cuda": 1})
+    monkeypatch.setattr(module, "CACHE_BYTES", {"cpu": 50 * 4 * 2, "cuda": 1})
+    pieces = token_stats(garbage, head, targets, 0.8, mask=mask)
+    for name in STAT_NAMES:
+        assert torch.allclose(getattr(whole, name), getattr(pieces, name), rtol=1e-5, atol=1e-6), name
+        assert (getattr(pieces, name)[mask == 0] == 0).all()
+
+
+class LargestTensor(TorchDispatchMode):
+    """Largest number of elements of any tensor made while it is on."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor):
+            self.largest = max(self.largest, out.untyped_storage().nbytes() // out.element_size())
+        return out
+
+
+def test_memory_does_not_grow_with_the_length(monkeypatch):
+    V, rows = 1000, 8
+    monkeypatch.setattr(module, "LOGIT_BYTES", {"cpu": rows * V * 4, "cuda": 1})
+    monkeypatch.setattr(module, "CACHE_BYTES", {"cpu": rows * V * 4, "cuda": 1})
+    head = Head(torch.randn(V, 4))
+    largest = []
+    for length in (32, 512):
+        with LargestTensor() as mode:
+            flat_stats(torch.randn(length, 4), head, torch.zeros(length, dtype=torch.long), 1.0)
+        largest.append(mode.largest)
+    assert largest == [rows * V, rows * V]
+
+
+def test_no_tokens_and_no_temperature():
+    head = Head(torch.randn(5, 4))
+    empty = token_stats(torch.randn(2, 3, 4), head, torch.zeros(2, 3, dtype=torch.long), 1.0, mask=torch.zeros(2, 3))
+    assert empty.entropy.shape == (2, 3)
+    assert float(empty.entropy.abs().sum()) == 0
+    with pytest.raises(ValueError, match="temperature 0"):
+        token_stats(torch.randn(2, 3, 4), head, torch.zeros(2, 3, dtype=torch.long), 0.0)
