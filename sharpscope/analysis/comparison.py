@@ -105,10 +105,10 @@ def _settings(run_a: Run, run_b: Run) -> pd.DataFrame:
 def _facts(run: Run) -> dict[str, object]:
     config = flat(run.config)
     machine = {key: run.info.get(key) for key in ("device", "parameters", "commit")}
-    resolved = flat({"calibration": run.info.get("calibration") or {}})
+    resolved = flat(run.info.get("calibration") or {}, "calibration.")
     # a constant that the configuration already gave says nothing new
     resolved = {k: v for k, v in resolved.items() if config.get(k.replace("calibration", "method.weight", 1)) != v}
-    versions = flat({"versions": run.info.get("versions") or {}})
+    versions = flat(run.info.get("versions") or {}, "versions.")
     return {"method": run.method} | config | resolved | machine | versions
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from sharpscope.analysis.bands import band
 from sharpscope.analysis.frames import natural
@@ -44,6 +45,8 @@ def draw_bands(axis: Axes, values: pd.DataFrame, lines: Lines, *, x: str = "step
             axis.fill_between(
                 rows[x].astype(float), rows["low"], rows["high"], color=line.color, alpha=0.16, linewidth=0
             )
+    if x == "step":
+        axis.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
     if log:
         axis.set_yscale("log")
 

@@ -19,7 +19,7 @@ Lines = Mapping[str, Line]
 Samples = Mapping[str, pd.DataFrame]
 
 REST = "1 − π, one minus the token's probability"
-SMALLEST = 1e-7  # 1 − π below this is float32's rounding
+SMALLEST = 1e-8  # where 1 − π is 0 in float32, it is drawn here
 
 
 def weights(samples: Samples, shapings: Mapping[str, Mapping[str, Any]], lines: Lines) -> Figure:
@@ -75,8 +75,8 @@ def logit_gradient(
         for label, sample in samples.items():
             rest = np.maximum(complement(sample["logp"].to_numpy()), SMALLEST)
             norm = sample["logit_grad_norm"].to_numpy(dtype=float)
-            lowest = min(lowest, float(rest.min(initial=1.0)))
-            shown = norm > 0
+            lowest = min(lowest, float(rest[rest > SMALLEST].min(initial=1.0)))
+            shown = (norm > 0) & (rest > SMALLEST)
             axes[0].plot(
                 rest[shown][:4000], norm[shown][:4000], ".", color=lines[label].color, markersize=1.2, alpha=0.35,
                 rasterized=True,

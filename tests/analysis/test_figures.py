@@ -117,7 +117,7 @@ def test_weight_function_is_the_objectives_and_observations_are_quantiles(study)
     np.testing.assert_allclose(w, _objective_weights(SIGMOID, u), atol=1e-6)
     x, y = _line(figure.axes[1], "grpo-sg")
     tokens = samples["grpo-sg"]
-    rest = np.maximum(-np.expm1(tokens["logp"].astype(float).to_numpy()), 1e-7)
+    rest = np.maximum(-np.expm1(tokens["logp"].astype(float).to_numpy()), 1e-8)
     edges = np.exp(np.linspace(np.log(rest.min()), np.log(rest.max()), 25))
     inside = [(rest >= a) & (rest < b) for a, b in zip(edges, [*edges[1:-1], np.inf], strict=False)]
     medians = [np.median(tokens["weight"].to_numpy()[i]) for i in inside if i.sum() >= 5]
