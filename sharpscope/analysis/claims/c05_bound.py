@@ -17,6 +17,7 @@ from sharpscope.analysis.statistics import sign_flip_p, smallest_sign_flip_p
 
 NAME = "C5"
 FUNCTIONAL = "expected_failure"
+SHARPNESS, FIRST_ORDER, AVERAGE = "sam", "sam_first_order", "average"
 DELTA = 0.05
 """Chance with which a PAC-Bayes bound may fail."""
 FRESH = 0.05
@@ -31,19 +32,19 @@ def bound_frame(study: Study) -> pd.DataFrame:
     """
     rows: list[dict[str, Any]] = []
     for name, run in study.of(study.baseline, study.treatment).items():
-        quantities = {q: _by_step_and_radius(run, q) for q in ("sam", "first_order", "average")}
-        steps = sorted({step for step, _ in quantities["sam"]} & set(evaluations(run, "heldout")))
+        quantities = {q: _by_step_and_radius(run, q) for q in (SHARPNESS, FIRST_ORDER, AVERAGE)}
+        steps = sorted({step for step, _ in quantities[SHARPNESS]} & set(evaluations(run, "heldout")))
         for step in steps:
             outside, inside = accuracy(run, "heldout", step), train_accuracy(run, step)
             if outside is None or inside is None:
                 continue
-            for (at, rho), value in quantities["sam"].items():
+            for (at, rho), value in quantities[SHARPNESS].items():
                 if at == step:
                     rows.append({
                         "run": name, "seed": run.seed, "method": run.method, "step": step, "rho": rho,
                         "train": 1 - inside[0], "heldout": 1 - outside[0], "n": outside[1], "sharpness": value,
-                        "first_order": quantities["first_order"].get((step, rho), math.nan),
-                        "average": quantities["average"].get((step, rho), math.nan),
+                        "first_order": quantities[FIRST_ORDER].get((step, rho), math.nan),
+                        "average": quantities[AVERAGE].get((step, rho), math.nan),
                         "bound": 1 - inside[0] + value,
                     })  # fmt: skip
     return pd.DataFrame(rows, columns=COLUMNS)
@@ -154,7 +155,7 @@ def test(study: Study) -> Finding:
             else None,
         ),
         rows=rows_of(
-            names, "probes", ("step", "rho", "value"), f"functional {FUNCTIONAL}; sam, first_order, average; train"
+            names, "probes", ("step", "rho", "value"), f"functional {FUNCTIONAL}; sam, sam_first_order, average; train"
         )
         + rows_of(names, "eval", ("step", "accuracy", "n"), "split heldout and train, temperature 1"),
         notes=(

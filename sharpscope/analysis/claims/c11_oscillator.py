@@ -26,7 +26,7 @@ MARGIN = 0.02
 FEWEST = 40
 """Steps that a curve must have [steps]."""
 GOOD_FIT = 0.9
-STIFFNESS = ("adamw_largest", "preconditioned_largest", "largest")
+STIFFNESS = ("preconditioned_largest", "largest")
 """Quantities of the probes table that stand for the stiffness, the first that is recorded."""
 
 

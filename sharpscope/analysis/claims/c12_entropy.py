@@ -60,6 +60,7 @@ def prediction_frame(study: Study) -> pd.DataFrame:
             rate = float(steps["lr"][result.step])
             rows.append((result.run, result.method, result.seed, result.step, rate * result.values["push"], change))
     frame = pd.DataFrame(rows, columns=["run", "method", "seed", "step", "predicted", "measured"])
+    frame = frame.astype({"predicted": float, "measured": float})
     return frame[np.isfinite(frame["predicted"]) & np.isfinite(frame["measured"])]
 
 

@@ -147,7 +147,7 @@ def tokens_frame(
     weights: bool = False,
     concentration: float = 0.3,
 ) -> pd.DataFrame:
-    """Tokens of several steps whose norm is (1 − π)^slope·‖h‖^…·noise and whose influence in the lowest tenth is planted.
+    """Tokens of several steps whose norm is (1 − π)^slope·‖h‖·noise, with planted influence of the lowest tenth.
 
     Args:
         slope: of ln score norm on ln(1 − π).

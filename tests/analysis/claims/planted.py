@@ -1,0 +1,186 @@
+"""Studies with a planted truth, one maker a claim: `make(truth, rng, seeds, tails)` → runs.
+
+`truth` is "effect" (of the claimed direction and of a size that matters), "none", or "wrong" (the opposite direction).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from sharpscope.analysis.claims.oscillator import oscillator_shapes
+from tests.analysis.claims.frames import draw, frame_run, paired_study, study, tokens_frame
+
+SIGN = {"effect": 1.0, "none": 0.0, "wrong": -1.0}
+Rng = np.random.Generator
+
+
+def logit_bounds(truth: str, rng: Rng, seeds: int, tails: str) -> Any:
+    runs = []
+    for seed in range(seeds):
+        tokens = tokens_frame(rng, 10, 400)
+        if truth != "effect":
+            tokens.loc[tokens.index[:3], "logit_grad_norm"] *= 1.5 if truth == "wrong" else 0.5
+        runs.append(frame_run(seed=seed, tokens=tokens))
+    return study(*runs)
+
+
+def token_claim(**by_truth: dict[str, Any]) -> Any:
+    def make(truth: str, rng: Rng, seeds: int, tails: str) -> Any:
+        return study(
+            *(frame_run(seed=s, tokens=tokens_frame(rng, 6, 200, tails=tails, **by_truth[truth])) for s in range(seeds))
+        )
+
+    return make
+
+
+score_norm = token_claim(effect={"slope": 1.0}, none={"slope": 0.0}, wrong={"slope": -1.0})
+dominance = token_claim(
+    effect={"concentration": 1.5}, none={"concentration": 0.0}, wrong={"slope": 0.3, "concentration": 0.0}
+)
+influence = token_claim(effect={"low_influence": -2.0}, none={}, wrong={"low_influence": 2.0})
+
+
+def sharpness(truth: str, rng: Rng, seeds: int, tails: str) -> Any:
+    return paired_study(
+        seeds, -0.4 * SIGN[truth], base=1.0, noise=0.05, tails=tails, measure="sharpness", rng=rng, relative=True
+    )
+
+
+def generalisation(truth: str, rng: Rng, seeds: int, tails: str) -> Any:
+    return paired_study(seeds, 0.1 * SIGN[truth], noise=0.02, tails=tails, rng=rng, unseen=0.3, train=0.7)
+
+
+def bound(truth: str, rng: Rng, seeds: int, tails: str) -> Any:
+    """The radius holds on the first third of the seeds; on the others the gap is 0.05 smaller, equal or 0.15 larger."""
+    runs = []
+    for seed in range(seeds):
+        late = seed >= max(2, seeds // 3)
+        gap = 0.1 + {"effect": -0.05, "none": 0.0, "wrong": 0.15}[truth] * late
+        gap += 0.0 if not late else draw(rng, tails, 1, 0.01)[0]
+        rows = [
+            {"step": 40, "functional": "expected_failure", "quantity": q, "rho": rho, "value": value * f}
+            for rho, value in ((0.02, 0.02), (0.1, 0.1), (0.3, 0.4))
+            for q, f in (("sam", 1.0), ("sam_first_order", 0.8), ("average", 0.1))
+        ]
+        runs.append(frame_run(seed=seed, heldout=0.7 - gap, train=0.7, probes=rows))
+    return study(*runs)
+
+
+def grid(truth: str, rng: Rng, seeds: int, tails: str, hidden: bool = True) -> Any:
+    """Learning rate raises sharpness and gap in every truth; within a learning rate only the planted tie is left."""
+    runs = []
+    for seed in range(seeds):
+        for lr in (1e-4, 2e-4, 4e-4):
+            for size in (4, 8):
+                for decay in (0.0, 0.1):
+                    common = np.log2(lr / 1e-4) * hidden
+                    own = rng.normal()
+                    value = float(np.exp(common + own))
+                    gap = 0.1 + 0.05 * common + 0.03 * SIGN[truth] * own + draw(rng, tails, 1, 0.01)[0]
+                    config = {
+                        "optimizer": {"lr": lr, "weight_decay": decay},
+                        "rollout": {"group_size": size, "prompts_per_step": 24},
+                    }
+                    tag = f"-{lr:g}-{size}-{decay:g}"
+                    runs.append(
+                        frame_run(seed=seed, config=config, heldout=0.7 - gap, train=0.7, sharpness=value, tag=tag)
+                    )
+    return study(*runs)
+
+
+def smoothness(truth: str, rng: Rng, seeds: int, tails: str) -> Any:
+    runs = []
+    for seed in range(seeds):
+        level = 0.3 * np.exp(0.2 * rng.normal())
+        for method, scale in (("grpo", 1.0), ("grpo-sg", 1 - 0.4 * SIGN[truth])):
+            # the treatment's norms are larger as a whole, which must not count
+            norms = 5 ** (method == "grpo-sg") * np.exp(draw(rng, tails, 200, level * scale))
+            runs.append(frame_run(method, seed, steps=200, columns={"grad_norm": norms}))
+    return study(*runs)
+
+
+RIVALS = ("grpo-sg-shuffled", "grpo-sg-constant", "grpo-sg-reverse", "grpo-sg-entropy")
+
+
+def alignment(
+    truth: str, rng: Rng, seeds: int, tails: str, as_good: str = "", sweep: bool = True, missing: str = ""
+) -> Any:
+    """The treatment beats all rivals by 0.1, by 0, or loses; `as_good` names one rival that is as good as it."""
+    runs = []
+    for seed in range(seeds):
+        level = 0.5 + 0.05 * rng.normal()
+        for name in ("grpo-sg", *RIVALS, "grpo", "grpo at 0.0003"):
+            if name == missing or (name == "grpo at 0.0003" and not sweep):
+                continue
+            better = name in ("grpo-sg", as_good)
+            value = level + 0.1 * SIGN[truth] * better + draw(rng, tails, 1, 0.02)[0]
+            swept = name == "grpo at 0.0003"
+            config = {"optimizer": {"lr": 3e-4}} if swept else None
+            runs.append(
+                frame_run("grpo" if swept else name, seed, config=config, heldout=value, tag="-hot" if swept else "")
+            )
+    return study(*runs)
+
+
+def oscillator(truth: str, rng: Rng, seeds: int, tails: str) -> Any:
+    t = np.arange(1, 101.0)
+    swinging = oscillator_shapes(t - 1, np.array([0.08]), np.array([0.4]))[0]
+    shape = {"effect": swinging, "none": np.exp(-t / 20), "wrong": np.exp(-t / 8)}[truth]
+    runs = [
+        frame_run(seed=s, steps=100, columns={"reward_mean": 1 - 2 * shape + draw(rng, tails, 100, 0.1)})
+        for s in range(seeds)
+    ]
+    return study(*runs)
+
+
+def entropy(truth: str, rng: Rng, seeds: int, tails: str, stable: bool = True) -> Any:
+    """Entropy moves by the mean of c·polarity (or not, or against it); cov-grpo drifts a third as much (or more)."""
+    runs = []
+    for seed in range(seeds):
+        for method in ("grpo", *(("cov-grpo",) if stable else ())):
+            push = rng.normal(size=60)
+            steps, each = np.repeat(np.arange(1, 61), 4), np.repeat(push, 4)
+            tokens = pd.DataFrame({"step": steps, "loss_coef": -1.0, "polarity": -each, "logp": -0.5})
+            moved = np.concatenate([[0.0], np.cumsum(0.01 * SIGN[truth] * push)[:-1]])
+            slope = {"effect": 1 / 3, "none": 1.0, "wrong": 2.0}[truth] if method == "cov-grpo" else 1.0
+            drift = -0.3 * slope * (1 + 0.2 * rng.normal()) * np.arange(60) / 60
+            level = 1 + drift + moved - np.linspace(0, moved[-1], 60) + draw(rng, tails, 60, 0.005)
+            runs.append(frame_run(method, seed, steps=60, tokens=tokens, columns={"entropy_mean": level}))
+    return study(*runs)
+
+
+def lucky(truth: str, rng: Rng, seeds: int, tails: str) -> Any:
+    """Both methods' tokens are drawn alike; the treatment's unlikely tokens with A > 0 pull half, as much, or twice."""
+    runs = []
+    for seed in range(seeds):
+        for method in ("grpo", "grpo-sg"):
+            tokens = tokens_frame(rng, 4, 500, tails=tails, concentration=0.2)
+            chosen = (tokens["logp"] < np.log(0.25)) & (tokens["advantage"] > 0)
+            factor = {"effect": 0.5, "none": 1.0, "wrong": 2.0}[truth]
+            if method == "grpo-sg":
+                tokens.loc[chosen, ["loss_coef", "weight"]] *= factor
+            runs.append(frame_run(method, seed, tokens=tokens))
+    return study(*runs)
+
+
+MAKERS = {
+    "C1": logit_bounds,
+    "C2": score_norm,
+    "C3": dominance,
+    "C4": sharpness,
+    "C5": bound,
+    "C6": grid,
+    "C7": generalisation,
+    "C8": smoothness,
+    "C9": influence,
+    "C10": alignment,
+    "C11": oscillator,
+    "C12": entropy,
+    "C13": lucky,
+}
+"""Claim → maker of its studies."""
+SEEDS = {"C2": 2, "C3": 2, "C9": 3, "C1": 2, "C5": 9, "C6": 2, "C7": 10}
+"""Seeds of an ordinary study; 8 where not named. The token claims' clusters are steps × seeds."""

@@ -1,0 +1,96 @@
+"""Studies in which nothing is true: how often is a claim called supported? 200 a claim in the long version."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import scipy.stats
+
+from sharpscope.analysis.claims import CLAIMS, study_of
+from sharpscope.analysis.claims.base import Estimate, Finding, decide
+from sharpscope.analysis.claims.paired import directional
+from sharpscope.analysis.statistics import granulated_kendall
+from tests.analysis.claims.frames import frame_run, study, tokens_frame
+from tests.analysis.claims.planted import MAKERS, SEEDS
+
+STUDIES = 200
+LEVEL = 0.05
+
+
+def not_above(hits: int, studies: int, level: float = LEVEL) -> bool:
+    """One-sided binomial test of "the rate is at most `level`"."""
+    return bool(scipy.stats.binomtest(hits, studies, level, alternative="greater").pvalue > 0.01)
+
+
+@pytest.mark.parametrize("tails", ["normal", "heavy", "correlated"])
+def test_paired_claims_keep_their_level(tails):
+    """The rule of every paired claim, on differences of two methods that are alike."""
+    rng = np.random.default_rng(0)
+    hits = 0
+    for _ in range(STUDIES):
+        pairs = rng.standard_t(2, (10, 2)) if tails == "heavy" else rng.normal(size=(10, 2))
+        pairs = pairs + (5 * rng.normal(size=(10, 1)) if tails == "correlated" else 0.0)  # the luck of a seed
+        difference = 0.05 * (pairs[:, 1] - pairs[:, 0])
+        p, as_claimed, refuted, smallest = directional(difference, "higher", 0.02)
+        finding = Finding(
+            Estimate("difference", float(difference.mean()), "share"), 10, p, as_claimed, refuted, smallest
+        )
+        hits += decide(CLAIMS["C8"], finding, ("a", "b")).verdict == "supported"
+    assert not_above(hits, STUDIES, LEVEL / 2)  # two-sided at 5 %: half of it on the claimed side
+
+
+def test_an_effect_of_the_margin_is_refuted_no_more_often_than_half_the_level():
+    rng = np.random.default_rng(1)
+    hits = sum(directional(0.02 + 0.05 * rng.normal(size=10), "higher", 0.02)[2] <= LEVEL / 2 for _ in range(1000))
+    assert not_above(hits, 1000, LEVEL / 2)
+
+
+def test_granulated_correlation_keeps_its_level_whatever_the_stratum_does():
+    rng = np.random.default_rng(2)
+    cells = [(a, b, s) for a in (0, 1) for b in (0, 1) for s in range(6)]
+    a, b, s = (list(column) for column in zip(*cells, strict=True))
+    hits = 0
+    for _ in range(60):
+        x, y = rng.normal(size=(2, 24)) + 10 * np.array(s)
+        found = granulated_kendall(x, y, {"a": a, "b": b}, s)
+        hits += found.p_value <= LEVEL
+    assert not_above(hits, 60)
+
+
+def null_runs(claim, rng):
+    """A study in which the claim's test has nothing to find, so that its p should be uniform."""
+    seeds = SEEDS.get(claim, 8)
+    if claim == "C2":  # the slope at the edge of what would still be called equal to 1
+        frames = [tokens_frame(rng, 6, 120, slope=0.5, correlated=0.3) for _ in range(seeds)]
+        return study(*(frame_run(seed=s, tokens=t) for s, t in enumerate(frames)))
+    if claim == "C9":
+        frames = [tokens_frame(rng, 6, 120, correlated=0.5, tails="heavy") for _ in range(seeds)]
+        return study(*(frame_run(seed=s, tokens=t) for s, t in enumerate(frames)))
+    return MAKERS[claim]("none", rng, seeds, "normal")
+
+
+def false_positives(claim, studies):
+    hits = 0
+    for index in range(studies):
+        laid_out = study_of(null_runs(claim, np.random.default_rng([index, *claim.encode()])))
+        make = CLAIMS[claim].reducers
+        laid_out.read_tokens(list(make(laid_out)) if make is not None else [])
+        finding = CLAIMS[claim].test(laid_out)
+        hits += decide(CLAIMS[claim], finding, ("grpo", "grpo-sg")).verdict == "supported"
+    return hits
+
+
+TESTED = [claim for claim in MAKERS if claim != "C1"]  # C1 counts violations of a theorem: nothing is left to chance
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("claim", TESTED)
+def test_200_null_studies(claim):
+    hits = false_positives(claim, STUDIES)
+    print(f"{claim}: {hits} of {STUDIES} null studies supported")
+    assert not_above(hits, STUDIES)
+
+
+@pytest.mark.parametrize("claim", ["C3", "C7", "C13"])
+def test_a_few_null_studies(claim):
+    assert not_above(false_positives(claim, 6), 6)

@@ -1,0 +1,141 @@
+"""What is written and drawn: JSON and Markdown, figures' data, tables; and reading on real files."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from sharpscope.analysis import claims
+from sharpscope.analysis.claim_figures import constants_sensitivity
+from sharpscope.analysis.claim_pictures import claim_pictures, constants_frame, write_claim_figures
+from sharpscope.analysis.claims import tokens
+from sharpscope.analysis.claims.tokens import Reducer, scan, steps_of
+from sharpscope.analysis.paper_tables import paper_tables, write_tables
+from sharpscope.traces import load_run, load_runs
+from tests.analysis.claims.frames import frame_run, paired_study, study, tokens_frame
+from tests.analysis.claims.planted import MAKERS, alignment, grid
+from tests.traces.synthetic import Effects, Shape, write_study
+
+KEYS = {"claim", "verdict", "effect", "interval", "p_value", "n", "rule", "confounders", "rows"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    shape = Shape(steps=6, prompts=3, length=12, probe_every=3, eval_every=3)
+    return write_study(
+        tmp_path_factory.mktemp("claims") / "runs", {"grpo": Effects(), "grpo-sg": Effects()}, seeds=2, shape=shape
+    )
+
+
+def test_verdicts_of_recorded_runs_as_json_and_markdown(folder, tmp_path):
+    runs = load_runs(folder)
+    verdicts = claims.test_claims(runs)
+    paths = claims.write_claims(verdicts, tmp_path / "out")
+    assert [path.name for path in paths] == ["claims.json", "claims.md"]
+    read = json.loads(paths[0].read_text(), parse_constant=lambda text: pytest.fail(f"{text} in JSON"))
+    assert [entry["claim"] for entry in read] == list(claims.CLAIMS)
+    assert all(set(entry) >= KEYS for entry in read)
+    bounds = read[0]
+    assert bounds["verdict"] == "supported" and bounds["n"] == sum(run.rows("tokens") for run in runs)
+    assert {row["run"] for row in bounds["rows"]} == set(runs.by_name)
+    assert all(row["columns"] and row["filter"] for entry in read for row in entry["rows"])
+    assert all(entry["settles"] for entry in read if entry["verdict"] == "untestable")
+    text = paths[1].read_text()
+    assert "refutes nothing about large models" in text
+    assert all(v.rule.text.split(";")[0].replace("<", "&lt;").replace("|", "\\|") in text for v in verdicts)
+
+
+def test_text_from_files_is_not_markup():
+    runs = study(frame_run("<img src=x>|`", 0), frame_run("grpo", 0))
+    (found,) = claims.test_claims(runs, ["C8"], treatment="<img src=x>|`")
+    text = claims.claims_markdown([dataclasses.replace(found, title="a | b <script>")])
+    assert "<img" not in text and "<script" not in text and "a \\| b" in text
+
+
+def test_tokens_are_read_once_in_whole_steps_and_only_the_columns_asked_for(monkeypatch):
+    monkeypatch.setattr(tokens, "BATCH_ROWS", 500)
+    run = frame_run(tokens=tokens_frame(np.random.default_rng(0), 5, 200))
+    reducers = [
+        Reducer("sum", ("logp",), lambda r: True, lambda t, r: {"value": float(t["logp"].sum())}),
+        Reducer("none", ("logit",), lambda r: False, lambda t, r: {"value": 0.0}),
+        Reducer("empty", ("attribution",), lambda r: True, lambda t, r: {"value": 0.0}, needs="attribution"),
+    ]
+    found = scan({"a": run}, reducers)
+    expected = run.token_frame.groupby("step")["logp"].sum()
+    assert [r.values["value"] for r in found["sum"]] == pytest.approx(list(expected))
+    assert [r.tokens for r in found["sum"]] == [200] * 5 and not found["none"] and not found["empty"]
+    steps = [step for read, _ in run.reads for step in read]
+    assert steps == [1, 2, 3, 4, 5] and len(run.reads) == 3
+    assert {columns for _, columns in run.reads} == {("step", "attribution", "logp")}
+
+
+def test_streamed_steps_equal_the_recorded_table(folder):
+    run = load_run(folder / "grpo-s0")
+    whole = run.tokens(columns=["step", "logp"])
+    for step, columns in steps_of(run, ["logp"]):
+        assert np.array_equal(columns["logp"], whole.loc[whole["step"] == step, "logp"].to_numpy())
+
+
+def test_every_picture_is_drawn_or_says_what_is_missing(folder, tmp_path):
+    pictures = list(claim_pictures(load_runs(folder)))
+    assert len(pictures) == 8
+    assert all((p.figure is None) == bool(p.missing) for p in pictures)
+    files = write_claim_figures(load_runs(folder), tmp_path)
+    assert {path.suffix for path in files} == {".png", ".svg"} and all(path.stat().st_size for path in files)
+
+
+def drawn(runs, name):
+    return next(p for p in claim_pictures(runs) if p.name == name).figure
+
+
+def test_figures_draw_the_numbers():
+    rng = np.random.default_rng(0)
+    runs = alignment("effect", rng, 6, "normal")
+    axis = drawn(runs, "shaping_ablation").axes[0]
+    (found,) = claims.test_claims(runs, ["C10"])
+    means = found.frames["comparisons"].groupby("rival", sort=False)["difference"].mean()
+    points = [line.get_xdata()[0] for line in axis.lines if line.get_marker() == "o"]
+    assert points == pytest.approx(list(means))
+    axis = drawn(grid("effect", rng, 1, "normal"), "gap_against_sharpness").axes[0]
+    shown = [x for line in axis.lines if line.get_linestyle() == "None" for x in line.get_xdata()]
+    assert len(shown) == 12 and axis.get_xscale() == "log"
+    for claim, name in (("C5", "bound_tightness"), ("C12", "entropy_prediction"), ("C13", "lucky_spikes")):
+        assert drawn(MAKERS[claim]("effect", rng, 4, "normal"), name) is not None
+
+
+def test_constants_are_read_from_labels():
+    runs = [
+        frame_run("grpo-sg", 0, heldout=0.5),
+        frame_run("grpo-sg+weight.tau=4", 0, heldout=0.4),
+        frame_run("grpo-sg+weight.tau=4+weight.mu=0.1", 0, heldout=0.1),
+        frame_run("grpo", 0),
+    ]
+    frame = constants_frame(claims.Study(study(*runs).by_name))
+    rows = set(frame[["constant", "setting", "accuracy", "default"]].itertuples(index=False, name=None))
+    assert rows == {("tau", 9.0, 0.5, True), ("tau", 4.0, 0.4, False)}
+    (axis,) = constants_sensitivity(frame).axes
+    assert axis.lines[0].get_xdata() == pytest.approx([4, 9]) and axis.lines[0].get_ydata() == pytest.approx([0.4, 0.5])
+
+
+def test_tables_hold_means_over_seeds_beside_the_published_numbers(tmp_path):
+    runs = paired_study(6, 0.1)
+    (table,) = paper_tables(runs)
+    expected = [
+        run.eval.query("step == 40 and temperature == 1 and split == 'heldout'")["accuracy"].iloc[0]
+        for run in runs.by_name.values()
+        if run.method == "grpo-sg"
+    ]
+    cell = table.rows["grpo-sg"]["3"]
+    assert cell.mean == pytest.approx(np.mean(expected)) and cell.n == 6
+    assert cell.interval.kind == "percentile-t" and cell.interval.low < cell.mean < cell.interval.high
+    assert table.rows["grpo-sg"]["paper (Qwen2.5-3B)"] == "0.63" and "not comparable in scale" in table.caption
+    paths = write_tables([table], tmp_path)
+    assert [path.suffix for path in paths] == [".csv", ".md", ".tex"]
+    assert r"\toprule" in paths[2].read_text() and f"{cell.mean:.3f}" in paths[1].read_text()
+    other = paper_tables(study(*runs.by_name.values(), *(frame_run("grpo-sg-shuffled", s) for s in range(3))))
+    assert [t.name for t in other] == ["accuracy", "controls"]
+    assert str(other[1].rows["grpo-sg-shuffled"]["3"]) == "0.500 (n = 3)"
+    assert paper_tables(study()) == []

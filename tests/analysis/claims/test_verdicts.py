@@ -1,0 +1,157 @@
+"""Every claim on studies whose truth is known: the right verdict each time."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from sharpscope.analysis import claims
+from sharpscope.errors import UserError
+from tests.analysis.claims.frames import frame_run, paired_study, study, tokens_frame
+from tests.analysis.claims.planted import MAKERS, SEEDS, alignment, entropy, grid
+
+NOT_SUPPORTED = ("refuted", "inconclusive")
+
+
+def verdict(runs, claim, **options):
+    (found,) = claims.test_claims(runs, [claim], **options)
+    return found
+
+
+def made(claim, truth, tails="normal", seeds=None, stream=0, **options):
+    rng = np.random.default_rng([stream, *claim.encode()])
+    return MAKERS[claim](truth, rng, seeds or SEEDS.get(claim, 8), tails, **options)
+
+
+@pytest.mark.parametrize("claim", MAKERS)
+def test_an_effect_is_supported(claim):
+    found = verdict(made(claim, "effect"), claim)
+    assert found.verdict == "supported", found.line()
+    assert found.rows and found.confounders and found.rule.text and not found.settles
+
+
+@pytest.mark.parametrize("claim", MAKERS)
+def test_no_effect_is_not_supported(claim):
+    assert verdict(made(claim, "none"), claim).verdict in NOT_SUPPORTED
+
+
+@pytest.mark.parametrize("claim", MAKERS)
+def test_the_wrong_direction_is_refuted(claim):
+    assert verdict(made(claim, "wrong"), claim).verdict == "refuted"
+
+
+@pytest.mark.parametrize("claim", ["C2", "C4", "C7", "C8", "C9", "C10", "C11", "C12"])
+def test_heavy_tails_hide_nothing_and_make_nothing(claim):
+    assert verdict(made(claim, "effect", "heavy"), claim).verdict in ("supported", "inconclusive")
+    assert verdict(made(claim, "none", "heavy"), claim).verdict in NOT_SUPPORTED
+
+
+@pytest.mark.parametrize("claim", ["C4", "C5", "C7", "C8", "C10", "C11", "C12", "C13"])
+def test_two_seeds_are_untestable_however_large_the_effect(claim):
+    found = verdict(made(claim, "effect", seeds=2), claim)
+    assert found.verdict == "untestable", found.line()
+    assert found.settles
+
+
+@pytest.mark.parametrize("claim", ["C4", "C7", "C8"])
+def test_a_learning_rate_that_differs_between_the_methods_is_refused_by_name(claim):
+    measure = "sharpness" if claim == "C4" else "heldout"
+    runs = paired_study(10, 0.3, measure=measure, treatment_config={"optimizer": {"lr": 3e-4}})
+    found = verdict(runs, claim)
+    assert found.verdict == "untestable"
+    assert "optimizer.lr (0.0001 and 0.0003)" in found.reason
+    # asked to ignore it (each method tuned), the same runs make pairs, and the verdict says so
+    tuned = verdict(runs, claim, ignore=["optimizer.lr"])
+    assert tuned.verdict != "untestable" and any("optimizer.lr" in note for note in tuned.notes)
+
+
+def test_learning_rate_as_hidden_cause_of_sharpness_and_gap():
+    rng = np.random.default_rng(5)
+    found = verdict(grid("none", rng, 2, "normal"), "C6")
+    assert found.verdict in NOT_SUPPORTED
+    plain = next(e for e in found.others if e.name == "plain Kendall τ over all runs")
+    assert plain.value > 0.3  # what a test that does not hold the learning rate would report
+    assert abs(found.effect.value) < 0.4
+
+
+def test_a_grid_of_learning_rates_alone_is_untestable():
+    runs = [
+        frame_run(seed=s, config={"optimizer": {"lr": lr}}, sharpness=lr, train=0.7, tag=f"-{lr}")
+        for s in range(6)
+        for lr in (1e-4, 2e-4)
+    ]
+    assert "learning rate" in verdict(study(*runs), "C6").reason
+
+
+def test_larger_norm_of_the_hidden_state_is_no_effect_of_probability():
+    rng = np.random.default_rng(0)
+    runs = [frame_run(seed=s, tokens=tokens_frame(rng, 6, 200, slope=0.0, hidden_slope=1.0)) for s in range(2)]
+    assert verdict(study(*runs), "C2").verdict == "refuted"
+
+
+def test_alignment_needs_every_rival():
+    def rng():
+        return np.random.default_rng(1)
+
+    same = verdict(alignment("effect", rng(), 7, "normal", as_good="grpo-sg-constant"), "C10")
+    assert same.verdict in NOT_SUPPORTED and "constant" in same.effect.name
+    hot = verdict(alignment("effect", rng(), 7, "normal", as_good="grpo at 0.0003"), "C10")
+    assert hot.verdict in NOT_SUPPORTED and "lr 0.0003" in hot.effect.name
+    lacking = verdict(alignment("effect", rng(), 7, "normal", missing="grpo-sg-entropy"), "C10")
+    assert lacking.verdict == "untestable" and "grpo-sg-entropy" in lacking.reason
+    unswept = verdict(alignment("effect", rng(), 7, "normal", sweep=False), "C10")
+    assert unswept.verdict == "inconclusive" and "learning rates" in unswept.reason
+
+
+def test_half_of_the_entropy_claim_is_not_the_whole():
+    runs = entropy("effect", np.random.default_rng(2), 7, "normal", stable=False)
+    found = verdict(runs, "C12")
+    assert found.verdict == "inconclusive" and "cov-grpo" in found.reason
+
+
+def test_better_held_out_accuracy_without_repeats_is_no_generalisation_gap():
+    runs = paired_study(12, 0.1)
+    for run in runs.by_name.values():
+        run.config["task"]["train_size"] = 100_000
+    found = verdict(runs, "C7")
+    assert found.verdict == "untestable" and "repeats" in found.reason
+
+
+def test_another_pair_of_methods():
+    runs = paired_study(12, 0.1, treatment="gspo")
+    found = verdict(runs, "C7", treatment="gspo")
+    assert found.verdict == "supported" and found.methods == ("grpo", "gspo")
+    with pytest.raises(UserError, match="treatment, grpo"):
+        claims.test_claims(runs, treatment="grpo")
+    with pytest.raises(UserError, match="no such claim; did you mean 'C"):
+        claims.test_claims(runs, ["C14"])
+
+
+def test_unfinished_runs_are_left_out_and_named():
+    runs = paired_study(12, 0.1)
+    broken = runs.by_name["grpo-sg-3"]
+    broken.status, broken.eval = "interrupted", broken.eval.assign(accuracy=0.0)
+    found = verdict(runs, "C7")
+    assert found.n == 11 and any("grpo-sg-3" in note for note in found.notes)
+
+
+def test_a_verdict_on_a_primary_claim_does_not_depend_on_what_else_was_asked():
+    runs = made("C7", "effect")
+    alone, among = verdict(runs, "C7"), {v.claim: v for v in claims.test_claims(runs)}["C7"]
+    assert alone.to_dict() == among.to_dict()
+    # three primary claims, two of them untestable: Holm multiplies by 3 all the same
+    assert alone.p_adjusted == pytest.approx(3 * alone.p_value)
+
+
+def test_paired_effect_equals_the_mean_of_the_differences():
+    runs = made("C7", "effect")
+    by_seed = {}
+    for run in runs.by_name.values():
+        rows = run.eval[(run.eval["split"] == "heldout") & (run.eval["temperature"] == 1.0) & (run.eval["step"] == 40)]
+        by_seed.setdefault(run.seed, {})[run.method] = rows["accuracy"].iloc[0]
+    expected = np.mean([values["grpo-sg"] - values["grpo"] for values in by_seed.values()])
+    assert verdict(runs, "C7").effect.value == pytest.approx(expected)
+
+
+def test_no_runs_at_all_is_untestable_everywhere():
+    assert {v.verdict for v in claims.test_claims(study())} == {"untestable"}
