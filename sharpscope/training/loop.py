@@ -106,6 +106,7 @@ def _info(config: RunConfig, policy: Policy, threads: int) -> dict[str, Any]:
         "threads": threads,
         "parameters": sum(p.numel() for p in policy.model.parameters()),
         "trainable_parameters": trainable,
+        "vocabulary": policy.head.weight.shape[0],
     }
 
 
