@@ -40,7 +40,8 @@ class Sharpness:
         rho, kind, adaptive: what was asked.
         samples: gradients taken (`sam`, `asam`: 1; `worst`: 1 + steps) or antithetic pairs (`average`).
         converged: the value is what `kind` says; False: it is not, `why` says the reason. None: a direct evaluation.
-        residual: of `worst`: ‖proj(u + rho·g/‖g‖) − u‖/rho, 0 at a stationary point of the ball; NaN for the others.
+        residual: of `worst`: ‖proj(u + rho·g/G) − u‖/rho with G the largest gradient met, 0 at a stationary point;
+            NaN for the others.
         seed, seconds: how it was had.
     """
 
@@ -314,13 +315,14 @@ def _worst(
             return _Found(0.0, 1, converged=True, residual=0.0)  # every weight is zero: the ball is a point
     u = direction * (rho / float(direction.double().norm()))
     best, gradient = _climb(surface, u, scale)
-    reach, used, residual = 4.0, 1, math.inf  # reach: length of a step in units of rho
+    reach, used, residual, largest = 4.0, 1, math.inf, 0.0  # reach: a step in units of rho / the largest gradient seen
     while math.isfinite(best):
-        length = float(gradient.double().norm())
-        residual = 0.0 if length == 0 else float((projected(u + gradient * (rho / length)) - u).double().norm()) / rho
+        largest = max(largest, float(gradient.double().norm()))
+        unit = rho / largest if largest > 0 else 0.0
+        residual = float((projected(u + gradient * unit) - u).double().norm()) / rho
         if residual <= tolerance or used >= steps:
             break
-        candidate = projected(u + gradient * (reach * rho / length))
+        candidate = projected(u + gradient * (reach * unit))
         value, slope = _climb(surface, candidate, scale)
         used += 1
         if value >= best:

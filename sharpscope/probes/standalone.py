@@ -14,8 +14,8 @@ import torch
 from sharpscope.errors import UserError
 from sharpscope.probes.estimate import Estimate, columns
 from sharpscope.probes.functionals import Functional, FunctionalName, TokenBatch, completion_batch
-from sharpscope.probes.survey import Measured, measure, problems
 from sharpscope.probes.spec import ProbesSpec
+from sharpscope.probes.survey import Measured, measure, problems
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -75,10 +75,10 @@ class DualBody:
         anchor = torch.zeros((), device=ids.device, requires_grad=True)
         looked_up: list[tuple[Tensor, Tensor]] = []
         with forward_ad.dual_level(), ExitStack() as stack:
-            duals = {name: forward_ad.make_dual(p, direction[id(p)]) for name, p in self._names.items()}
+            duals = _duals(self._names, direction)
             if self._embedding is not None:
                 weight = self._embedding.weight
-                lookup = _lookup(weight, direction[id(weight)], looked_up)
+                lookup = _lookup(self._embedding, direction[id(weight)], looked_up)
                 stack.enter_context(replaced_forward(self._embedding, lookup))
             for layer in self._layers:
                 stack.enter_context(_checkpointed(layer, direction, sink, anchor))
@@ -106,6 +106,12 @@ def _reverse(
     """A backward pass without tangents: what was saved still carries them, and they would be pushed through it."""
     with forward_ad._set_fwd_grad_enabled(False):
         return torch.autograd.grad(values, leaves, cotangents, allow_unused=True)
+
+
+def _duals(names: dict[str, Tensor], direction: dict[int, Tensor]) -> dict[str, Tensor]:
+    """A dual tensor for each name, one and the same for all names of a tied parameter."""
+    made = {id(p): forward_ad.make_dual(p, direction[id(p)]) for p in {id(p): p for p in names.values()}.values()}
+    return {name: made[id(p)] for name, p in names.items()}
 
 
 class _Sink:
@@ -138,18 +144,24 @@ def _plain_embedding(backbone: nn.Module, wanted: set[int]) -> nn.Embedding | No
     return module if id(module.weight) in wanted else None
 
 
-def _lookup(weight: Tensor, direction: Tensor, looked_up: list[tuple[Tensor, Tensor]]) -> Any:
+def _lookup(embedding: nn.Embedding, direction: Tensor, looked_up: list[tuple[Tensor, Tensor]]) -> Any:
+    """A forward whose rows are leaves. The row `padding_idx` is a constant, as for autograd and so for training."""
+    padding = embedding.padding_idx
+
     def forward(ids: Tensor) -> Tensor:
-        rows = F.embedding(ids, weight.detach()).requires_grad_()
+        rows = F.embedding(ids, embedding.weight.detach()).requires_grad_()
         looked_up.append((ids, rows))
-        return forward_ad.make_dual(rows, F.embedding(ids, direction))
+        dots = F.embedding(ids, direction)
+        return forward_ad.make_dual(
+            rows, dots if padding is None else dots.masked_fill((ids == padding)[..., None], 0.0)
+        )
 
     return forward
 
 
 def _add_rows(out: Tensor, ids: Tensor, rows: Tensor, padding: int | None) -> None:
     flat, values = ids.reshape(-1), rows.reshape(-1, rows.shape[-1])
-    if padding is not None:  # autograd gives this row no gradient either
+    if padding is not None:
         values = values.masked_fill((flat == padding)[:, None], 0.0)
     out.index_add_(0, flat, values)
 
@@ -171,7 +183,7 @@ def _checkpointed(layer: nn.Module, direction: dict[int, Tensor], sink: _Sink, a
             nonlocal inside, extras
             inside = True
             try:
-                duals = {name: forward_ad.make_dual(p, direction[id(p)]) for name, p in owned.items()}
+                duals = _duals(owned, direction)
                 y = functional_call(layer, duals, (forward_ad.make_dual(x, x_dot), *args), kwargs)
             finally:
                 inside = False

@@ -43,7 +43,7 @@ def squash(head: Head, temperature: float) -> Squash:
 
 def blocks(vocabulary: int, tokens: int, itemsize: int, budget_mb: float) -> list[slice]:
     """Slices of the vocabulary such that `BLOCK_ARRAYS` arrays (tokens, block) fit in the budget [MiB]."""
-    width = max(16, int(budget_mb * 2**20 / (BLOCK_ARRAYS * itemsize * max(tokens, 1))))
+    width = max(8, int(budget_mb * 2**20 / (BLOCK_ARRAYS * itemsize * max(tokens, 1))))
     return [slice(start, min(start + width, vocabulary)) for start in range(0, vocabulary, width)]
 
 

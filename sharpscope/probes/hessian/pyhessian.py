@@ -143,6 +143,7 @@ def curvature_by_pyhessian(surface: Surface, settings: CurvatureSettings, seed: 
         surface,
         top=settings.top + int(settings.smallest),
         max_iterations=settings.max_products,
+        tolerance=settings.tolerance,
         trace=settings.trace_probes > 0,
         seed=seed,
     )

@@ -1,0 +1,342 @@
+"""`curvature` on closures: hard spectra, odd parameters, both backends, and leaving no trace behind."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy.sparse.linalg import eigsh
+from torch import nn
+
+import sharpscope
+from sharpscope.errors import UserError
+from sharpscope.probes import adamw_preconditioner, adamw_threshold
+from sharpscope.probes.hessian import FunctionOperator, eigenpairs, hutchpp, spectral_density
+from tests.oracles.curvature import dense_hessian
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def operator(matrix: torch.Tensor) -> FunctionOperator:
+    return FunctionOperator(lambda v: matrix @ v, len(matrix), matrix.dtype, matrix.device)
+
+
+def with_spectrum(values, seed: int = 0) -> torch.Tensor:
+    values = torch.tensor(values, dtype=torch.float64)
+    q = torch.linalg.qr(torch.randn(len(values), len(values), generator=generator(seed), dtype=torch.float64)).Q
+    return q @ torch.diag(values) @ q.T
+
+
+def quadratic(matrix: torch.Tensor, at: torch.Tensor | None = None):
+    theta = (torch.zeros(len(matrix), dtype=matrix.dtype) if at is None else at.clone()).requires_grad_()
+    return theta, lambda: 0.5 * theta @ matrix @ theta
+
+
+class Net(nn.Module):
+    """Smooth, with a tied matrix, a frozen one, an unused one and a parameter that enters linearly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.tied = nn.Linear(4, 5), nn.Linear(4, 5)
+        self.tied.weight = self.first.weight
+        self.frozen, self.unused = nn.Linear(5, 5), nn.Linear(3, 3)
+        self.frozen.requires_grad_(False)
+        self.linear = nn.Parameter(torch.ones(2))
+        self.double()
+        with torch.no_grad():
+            for p in self.parameters():
+                p.copy_(torch.randn(p.shape, generator=generator(p.numel()), dtype=torch.float64))
+
+    def forward(self, x):
+        return (
+            self.frozen(torch.tanh(self.first(x))) * torch.sigmoid(self.tied(x))
+        ).square().mean() + self.linear.sum()
+
+
+def net_and_dense():
+    net, x = Net(), torch.randn(7, 4, generator=generator(), dtype=torch.float64)
+    used = [p for p in net.parameters() if p.requires_grad]
+    theta = torch.cat([p.detach().reshape(-1) for p in used])
+    names = {id(p): name for name, p in net.named_parameters()}
+
+    def loss(at):
+        parts = at.split([p.numel() for p in used])
+        return torch.func.functional_call(
+            net, {names[id(p)]: v.view(p.shape) for p, v in zip(used, parts, strict=True)}, (x,)
+        )
+
+    return net, (lambda: net(x)), dense_hessian(loss, theta)
+
+
+def test_tied_frozen_unused_and_linear_parameters():
+    net, loss, dense = net_and_dense()
+    exact = np.linalg.eigvalsh(dense.numpy())
+    found = sharpscope.curvature(loss, list(net.parameters()), tolerance=1e-8, top=2, trace_probes=64)
+    assert found.converged
+    assert (found.largest, found.smallest) == pytest.approx((exact[-1], exact[0]), rel=1e-6)
+    assert abs(found.trace - exact.sum()) <= 4 * found.trace_std_error + 1e-9
+    assert found.top[1] == pytest.approx(exact[-2], rel=1e-6) and found.residuals.max() < 1e-7 * abs(exact).max()
+
+
+@pytest.mark.parametrize(
+    "values", [[5.0, -4.9999, 1.0, 0.5, -0.1], [3.0, -3.0000001] + [0.0] * 20, [2.0] + [0.0] * 30, [-4.0, -1.0, -0.5]]
+)
+def test_nearly_equal_signs_and_singular_matrices(values):
+    theta, loss = quadratic(with_spectrum(values))
+    found = sharpscope.curvature(loss, [theta], tolerance=1e-9)
+    assert found.converged, found.why
+    assert (found.largest, found.smallest) == pytest.approx((max(values), min(values)), abs=1e-6)
+    assert found.gradient_norm == 0  # a critical point is no obstacle
+    assert abs(found.trace - sum(values)) <= 5 * found.trace_std_error + 1e-9
+
+
+def test_lanczos_agrees_with_scipys_on_the_same_operator_also_across_restarts():
+    matrix = with_spectrum(np.random.default_rng(0).normal(size=80) ** 3)
+    top = eigsh(operator(matrix).as_scipy(), k=4, which="LA", tol=1e-12, return_eigenvectors=False)
+    for capacity in (100, 18):
+        found = eigenpairs(
+            operator(matrix),
+            upper=4,
+            lower=2,
+            tolerance=1e-9,
+            max_products=2000,
+            capacity=capacity,
+            generator=generator(),
+        )
+        assert found.converged and found.upper == 4
+        np.testing.assert_allclose(found.values[:4], np.sort(top)[::-1], rtol=1e-8)
+        assert (found.krylov is None) == (capacity == 18)
+        for value, vector, residual in zip(found.values, found.vectors, found.residuals, strict=True):
+            assert abs(float((matrix @ vector - value * vector).norm()) - residual) < 1e-7
+
+
+def test_float32_is_honest_about_what_it_cannot_reach():
+    matrix = with_spectrum(np.linspace(-1, 3, 60)).float()
+    theta, loss = quadratic(matrix, torch.ones(60))
+    good = sharpscope.curvature(loss, [theta], tolerance=1e-4)
+    assert (
+        good.converged and good.largest == pytest.approx(3, rel=1e-5) and good.smallest == pytest.approx(-1, rel=1e-4)
+    )
+    assert not sharpscope.curvature(loss, [theta], tolerance=1e-12, max_products=60).converged
+
+
+def test_running_out_of_products_says_so():
+    theta, loss = quadratic(with_spectrum(np.linspace(0, 1, 100)))
+    found = sharpscope.curvature(loss, [theta], tolerance=1e-8, max_products=5)
+    assert not found.converged and "after 5 products" in found.why
+    rows = {row.quantity: row for row in found.estimates()}
+    assert rows["largest"].converged is False and "after 5 products" in rows["largest"].why
+    assert rows["trace"].converged is None and rows["trace"].std_error > 0
+
+
+def test_a_loss_that_is_not_finite_gives_reasons_not_numbers():
+    x = torch.tensor([0.0, 1.0], dtype=torch.float64, requires_grad=True)
+    with np.errstate(all="ignore"):
+        found = sharpscope.curvature(lambda: x.sqrt().sum(), [x])
+    assert math.isnan(found.largest) and math.isnan(found.trace) and not found.converged and "not finite" in found.why
+    assert all(row.why for row in found.estimates() if math.isnan(row.value))
+    y = torch.tensor([0.0, 1.0], dtype=torch.float64, requires_grad=True)
+    found = sharpscope.curvature(lambda: y.pow(1.5).sum(), [y])  # finite gradient, infinite second derivative
+    assert not found.converged and "product" in found.why and math.isnan(found.largest)
+
+
+def test_a_zero_hessian_is_zero():
+    theta = torch.ones(4, dtype=torch.float64, requires_grad=True)
+    found = sharpscope.curvature(lambda: theta.sum(), [theta])
+    assert (found.largest, found.smallest, found.trace) == (0, 0, 0) and found.converged
+
+
+@pytest.mark.parametrize("sketch", [0, 8, 16])
+def test_trace_covers_at_the_nominal_rate(sketch):
+    matrix = with_spectrum(np.r_[[30.0, 20.0, -15.0], np.random.default_rng(1).normal(size=57)])
+    exact, inside = float(matrix.trace()), 0
+    errors = []
+    for seed in range(100):
+        found = hutchpp(operator(matrix), probes=16, sketch=sketch, generator=generator(seed))
+        low, high = found.interval(0.95)
+        inside += low <= exact <= high
+        errors.append((found.value - exact) / found.std_error)
+        assert found.products == 16 + sketch
+    assert 88 <= inside <= 100
+    assert 0.75 < np.std(errors) < 1.35 and abs(np.mean(errors)) < 0.4
+
+
+def test_krylov_deflation_beats_plain_hutchinson_at_equal_products():
+    matrix = with_spectrum(np.r_[[100.0, 50.0, 30.0, 20.0], np.full(200, 0.1)])
+
+    def spread(probes, sketch):
+        found = [
+            hutchpp(operator(matrix), probes=probes, sketch=sketch, generator=generator(s)).value for s in range(30)
+        ]
+        return np.std(found)
+
+    assert spread(8, 8) < 0.1 * spread(16, 0)
+
+
+def test_trace_of_the_whole_space_is_exact_and_one_probe_is_refused():
+    matrix = with_spectrum([1.0, 2.0, 3.0])
+    found = hutchpp(operator(matrix), probes=2, sketch=5, generator=generator())
+    assert found.value == pytest.approx(6) and found.std_error == 0
+    with pytest.raises(ValueError, match="at least 2"):
+        hutchpp(operator(matrix), probes=1, generator=generator())
+
+
+def test_density_is_a_distribution_with_the_right_moments_and_curve():
+    values = np.r_[np.full(20, -1.0), np.full(70, 0.5), np.full(10, 4.0)]
+    found = spectral_density(operator(with_spectrum(values)), samples=100, steps=10, generator=generator())
+    np.testing.assert_allclose(found.weights.sum(1), 1)
+    np.testing.assert_allclose(found.moments(4)[0], [(values**k).mean() for k in (1, 2, 3, 4)], rtol=1e-6)
+    grid, curve = found.curve(width=0.1)
+    step = grid[1] - grid[0]
+    assert curve.sum() * step == pytest.approx(1, abs=1e-3)
+    assert curve[(grid > 3.5)].sum() * step == pytest.approx(0.1, abs=1e-3)
+
+
+def test_preconditioned_eigenvalue_is_that_of_the_scaled_matrix_and_adamw_gives_its_diagonal():
+    matrix = with_spectrum([5.0, 3.0, -1.0, 0.2])
+    theta, loss = quadratic(matrix, torch.tensor([1.0, -2.0, 0.5, 3.0], dtype=torch.float64))
+    optimizer = torch.optim.AdamW([theta], lr=0.01, betas=(0.8, 0.95), eps=1e-3, weight_decay=0.0)
+    with pytest.raises(UserError, match="take a step"):
+        adamw_preconditioner(optimizer, [theta])
+    second, first = torch.zeros(4, dtype=torch.float64), torch.zeros(4, dtype=torch.float64)
+    for _ in range(3):
+        before = theta.detach().clone()
+        theta.grad = torch.autograd.grad(loss(), theta)[0]
+        first, second = 0.8 * first + 0.2 * theta.grad, 0.95 * second + 0.05 * theta.grad**2
+        optimizer.step()
+    (diagonal,) = adamw_preconditioner(optimizer, [theta])
+    torch.testing.assert_close(diagonal, (1 - 0.8**3) * ((second / (1 - 0.95**3)).sqrt() + 1e-3))
+    torch.testing.assert_close(theta.detach() - before, -0.01 * first / diagonal)  # the update is −lr·D⁻¹m
+    found = sharpscope.curvature(loss, [theta], preconditioner=[diagonal], tolerance=1e-9)
+    root = diagonal.rsqrt()
+    exact = torch.linalg.eigvalsh(root[:, None] * matrix * root)
+    assert (found.largest, found.smallest) == pytest.approx((float(exact[-1]), float(exact[0])), rel=1e-7)
+    assert adamw_threshold(0.1, 0.9) == pytest.approx(380)
+
+
+def test_gradient_descent_with_momentum_like_adamw_diverges_just_above_the_threshold():
+    """The threshold on a quadratic: exponential-average momentum m ← βm + (1−β)g, θ ← θ − lr·m."""
+    lr, beta = 0.1, 0.9
+    for factor, grows in ((0.99, False), (1.01, True)):
+        curvature, theta, momentum = factor * adamw_threshold(lr, beta), 1.0, 0.0
+        for _ in range(3000):
+            momentum = beta * momentum + (1 - beta) * curvature * theta
+            theta -= lr * momentum
+        assert (abs(theta) > 1) == grows
+
+
+def test_pyhessian_agrees_where_it_is_right_and_its_traps_are_fenced():
+    net, loss, dense = net_and_dense()
+    exact = np.linalg.eigvalsh(dense.numpy())
+    parameters = list(net.parameters())
+    net.train()
+    for parameter in parameters:
+        parameter.grad = torch.full_like(parameter, 7.0)
+    state = torch.get_rng_state()
+    kept = [p.grad for p in parameters]
+    options = {"backend": "pyhessian", "tolerance": 1e-5, "max_products": 2000, "trace_probes": 2}
+    first = sharpscope.curvature(loss, parameters, **options)
+    second = sharpscope.curvature(loss, parameters, **options)
+    assert first.largest == second.largest  # its own second call on the same model doubles
+    assert (first.largest, first.smallest) == pytest.approx((exact[-1], exact[0]), rel=1e-3)
+    assert abs(first.trace - exact.sum()) < 5 * first.trace_std_error
+    assert any("torch.eig" in note for note in first.notes) and first.density is not None
+    assert net.training and all(p.grad is g and bool((g == 7).all()) for p, g in zip(parameters, kept, strict=True))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_pyhessian_stopping_early_is_not_called_converged():
+    theta, loss = quadratic(with_spectrum(np.r_[[1.0, -0.99], np.linspace(0.9, 0.95, 40)]))
+    found = sharpscope.curvature(loss, [theta], backend="pyhessian")
+    assert not found.converged and "PyHessian" in found.why
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_everything_is_as_before_also_when_the_closure_raises(error):
+    weight = torch.randn(6, generator=generator()).to(torch.bfloat16).requires_grad_()
+    weight.grad = torch.ones_like(weight)
+    data, grad, bits, state = weight.data_ptr(), weight.grad, weight.detach().clone(), torch.get_rng_state()
+    calls = 0
+
+    def loss():
+        nonlocal calls
+        calls += 1
+        torch.rand(1)
+        assert weight.dtype == torch.float32 and weight.grad is None
+        if calls == 3:
+            raise error("stop")
+        return weight.square().sum()
+
+    for call in (sharpscope.curvature, lambda f, p: sharpscope.sharpness(f, p, 0.1)):
+        calls = 0
+        with pytest.raises(error):
+            call(loss, [weight])
+        assert weight.data_ptr() == data and weight.dtype == torch.bfloat16 and torch.equal(weight, bits)
+        assert weight.grad is grad and torch.equal(torch.get_rng_state(), state)
+
+
+def test_mistakes_are_named():
+    x = torch.ones(3, requires_grad=True)
+    with pytest.raises(UserError, match="one floating-point number"):
+        sharpscope.curvature(lambda: x * 2, [x])
+    with pytest.raises(UserError, match="not deterministic"):
+        sharpscope.curvature(lambda: (x * torch.rand(3)).sum(), [x])
+    with pytest.raises(UserError, match="not a floating-point leaf"):
+        sharpscope.curvature(lambda: x.sum(), [x * 2])
+    with pytest.raises(UserError, match="none requires grad"):
+        sharpscope.curvature(lambda: x.sum(), [torch.ones(3)])
+    with pytest.raises(UserError, match="backend, 'lanzcos'"):
+        sharpscope.curvature(lambda: x.sum(), [x], backend="lanzcos")
+    with pytest.raises(UserError, match="preconditioner, 2 tensors"):
+        sharpscope.curvature(lambda: x.sum(), [x], preconditioner=[x, x])
+    with pytest.raises(UserError, match="must be positive"):
+        sharpscope.curvature(lambda: x.square().sum(), [x], preconditioner=[torch.zeros(3)])
+
+
+def test_seeds_are_independent_of_what_else_is_computed():
+    theta, loss = quadratic(with_spectrum(np.random.default_rng(2).normal(size=50)))
+    one = sharpscope.curvature(loss, [theta], seed=3)
+    again = sharpscope.curvature(loss, [theta], seed=3, density_samples=0)
+    other = sharpscope.curvature(loss, [theta], seed=4)
+    assert one.trace == again.trace and one.largest == again.largest and again.density is None
+    assert one.trace != other.trace
+
+
+def test_products_agree_with_curvlinops_on_the_same_language_model():
+    curvlinops = pytest.importorskip(
+        "curvlinops", reason="curvlinops-for-pytorch is not installed (pip install --no-deps)"
+    )
+    from sharpscope.probes.functionals import Functional, token_batch
+    from sharpscope.probes.hessian.causal_lm import lm_surface
+    from tests.models import tiny_model
+
+    # curvlinops differentiates SiLU's backward kernel in forward mode, which PyTorch cannot; this GELU is composed.
+    model = tiny_model("qwen2", vocab=23, dtype=torch.float32, hidden_act="gelu_new")
+    ids = torch.randint(2, 23, (4, 9), generator=generator())
+    scored = torch.ones_like(ids)
+    scored[:, 0] = 0
+
+    class Logits(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def forward(self, x):
+            return self.model(input_ids=x, use_cache=False).logits[:, :-1].reshape(-1, 23)
+
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    data = [(ids, ids[:, 1:].reshape(-1))]
+    loss = nn.CrossEntropyLoss(reduction="sum")
+    with lm_surface(model, Functional("nll", token_batch(ids, torch.ones_like(ids), scored))) as surface:
+        vector = torch.randn(sum(p.numel() for p in parameters), generator=generator())
+        for ours, theirs in (
+            (surface.hessian(), curvlinops.HessianLinearOperator),
+            (surface.gauss_newton(), curvlinops.GGNLinearOperator),
+        ):
+            expected = theirs(Logits(), loss, parameters, data) @ vector / 32
+            torch.testing.assert_close(ours @ vector, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
+            assert float((ours @ vector - expected).norm() / expected.norm()) < 1e-5

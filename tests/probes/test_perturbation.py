@@ -1,0 +1,242 @@
+"""Sharpness by perturbation against closed forms, and its limits: zero weights, zero gradients, tiny steps."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import sharpscope
+from sharpscope.errors import UserError
+from sharpscope.probes import m_sharpness
+from sharpscope.probes.hessian.api import sub_generator
+from sharpscope.probes.perturbation import sharpness_grid
+from sharpscope.probes.slices import filter_normalised, loss_slices
+from sharpscope.probes.surface import ClosureSurface, working_precision
+from tests.oracles.curvature import trust_region_max
+
+
+def quadratic(values, gradient, dtype=torch.float64):
+    """L(θ) = 3 + gᵀθ + ½ θᵀHθ at θ = 0 shifted away from zero weights: θ = θ₀ + moves."""
+    size = len(values)
+    q = torch.linalg.qr(torch.randn(size, size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)).Q
+    matrix = (q @ torch.diag(torch.tensor(values, dtype=torch.float64)) @ q.T).to(dtype)
+    slope = torch.tensor(gradient, dtype=dtype)
+    start = torch.linspace(-1, 2, size, dtype=dtype) + 0.05
+    theta = start.clone().requires_grad_()
+
+    def loss():
+        move = theta - start
+        return 3 + slope @ move + 0.5 * move @ matrix @ move
+
+    return theta, loss, matrix, slope
+
+
+SPECTRA = {
+    "convex": [4.0, 2.0, 1.0, 0.5, 0.1, 0.0],
+    "indefinite": [3.0, 1.0, -0.5, -2.0, 0.0, 0.2],
+    "concave": [-1.0, -2.0, -0.5, -3.0, -0.2, -1.5],
+}
+GRADIENT = [0.3, -0.2, 0.5, 0.1, 0.05, -0.4]
+
+
+@pytest.mark.parametrize("name", SPECTRA)
+@pytest.mark.parametrize("rho", [0.1, 1.0, 5.0])
+def test_worst_is_the_trust_region_maximum_and_one_step_its_own_closed_form(name, rho):
+    theta, loss, matrix, slope = quadratic(SPECTRA[name], GRADIENT)
+    exact = trust_region_max(matrix.numpy(), slope.numpy(), rho)
+    worst = sharpscope.sharpness(loss, [theta], rho, "worst", steps=500, tolerance=1e-6)
+    assert worst.converged, worst.why
+    assert worst.value == pytest.approx(exact, rel=1e-6)
+    step = rho * slope / slope.norm()
+    one = sharpscope.sharpness(loss, [theta], rho, "sam")
+    assert one.value == pytest.approx(float(slope @ step + 0.5 * step @ matrix @ step), rel=1e-9)
+    assert one.first_order == pytest.approx(rho * float(slope.norm())) and one.gradient_norm == pytest.approx(
+        float(slope.norm())
+    )
+    assert one.ratio == pytest.approx(one.value / one.first_order) and one.loss == pytest.approx(3)
+    assert worst.value >= one.value - 1e-9
+    assert one.converged is None and one.samples == 1
+
+
+def test_adaptive_worst_is_the_trust_region_maximum_in_the_scaled_coordinates():
+    theta, loss, matrix, slope = quadratic(SPECTRA["indefinite"], GRADIENT)
+    scale = theta.detach().abs()
+    exact = trust_region_max((scale[:, None] * matrix * scale).numpy(), (scale * slope).numpy(), 0.7)
+    found = sharpscope.sharpness(loss, [theta], 0.7, "worst", steps=500, tolerance=1e-6, adaptive=True)
+    assert found.value == pytest.approx(exact, rel=1e-6) and found.quantity == "adaptive_worst"
+    assert found.first_order == pytest.approx(0.7 * float((scale * slope).norm()))
+    one = sharpscope.sharpness(loss, [theta], 0.7, "asam")
+    step = 0.7 * scale**2 * slope / (scale * slope).norm()
+    assert one.value == pytest.approx(float(slope @ step + 0.5 * step @ matrix @ step), rel=1e-9)
+
+
+def test_worst_at_a_critical_point_finds_the_sharpest_direction():
+    theta, loss, _, _ = quadratic([4.0, 1.0, -2.0, 0.5, 0.0, -1.0], [0.0] * 6)
+    found = sharpscope.sharpness(loss, [theta], 0.5, "worst", steps=500, tolerance=1e-5)
+    assert found.converged and found.value == pytest.approx(0.5 * 4 * 0.25, rel=1e-6)
+    assert found.first_order == 0 and math.isnan(found.ratio)
+    one = sharpscope.sharpness(loss, [theta], 0.5, "sam")
+    assert one.value == 0 and one.converged is False and "gradient is zero" in one.why
+
+
+def test_running_out_of_steps_says_so():
+    theta, loss, _, _ = quadratic([1.0, 0.999, 0.998, 0.997, 0.5, 0.1], GRADIENT)
+    found = sharpscope.sharpness(loss, [theta], 100.0, "worst", steps=2, tolerance=1e-9)
+    assert found.converged is False and "after 2 steps" in found.why and found.samples == 3
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_average_is_half_rho_squared_trace_over_size_within_its_error(adaptive):
+    theta, loss, matrix, _ = quadratic(SPECTRA["indefinite"], GRADIENT)
+    scale = theta.detach().abs() if adaptive else torch.ones(6, dtype=torch.float64)
+    exact = 0.3**2 / (2 * 6) * float((matrix.diagonal() * scale**2).sum())
+    inside = 0
+    for seed in range(40):
+        found = sharpscope.sharpness(loss, [theta], 0.3, "average", samples=32, seed=seed, adaptive=adaptive)
+        inside += abs(found.value - exact) <= 2.04 * found.std_error  # Student's t, 31 degrees of freedom, 95 %
+        assert found.samples == 32 and found.std_error > 0
+    assert inside >= 34
+
+
+def two_layers(scale: float = 1.0):
+    generator = torch.Generator().manual_seed(0)
+    first = (torch.randn(5, 4, generator=generator, dtype=torch.float64) * scale).requires_grad_()
+    second = (torch.randn(3, 5, generator=generator, dtype=torch.float64) / scale).requires_grad_()
+    x, y = (
+        torch.randn(6, 4, generator=generator, dtype=torch.float64),
+        torch.randn(6, 3, generator=generator, dtype=torch.float64),
+    )
+    return [first, second], lambda: (x @ first.T @ second.T - y).square().mean()
+
+
+@pytest.mark.parametrize("kind", ["asam", "worst", "average"])
+def test_adaptive_sharpness_is_invariant_under_rescaling_consecutive_layers_and_plain_is_not(kind):
+    def value(scale, kind, **rest):
+        parameters, loss = two_layers(scale)
+        return sharpscope.sharpness(loss, parameters, 0.1, kind, **rest).value
+
+    assert value(7.0, kind, adaptive=True) == pytest.approx(value(1.0, kind, adaptive=True), rel=1e-6)
+    plain = "sam" if kind == "asam" else kind
+    assert value(7.0, plain) != pytest.approx(value(1.0, plain), rel=0.1)
+
+
+@pytest.mark.parametrize("kind", ["asam", "worst", "average"])
+def test_exactly_zero_weights_are_the_limit_of_small_ones(kind):
+    def value(small):
+        parameters, loss = two_layers()
+        with torch.no_grad():
+            parameters[0][2], parameters[1][:, 1] = small, -small
+        found = sharpscope.sharpness(loss, parameters, 0.2, kind, adaptive=True)
+        assert math.isfinite(found.value)
+        return found.value
+
+    assert value(0.0) == pytest.approx(value(1e-9), rel=1e-6)
+    zeros = torch.zeros(3, dtype=torch.float64, requires_grad=True)
+    nothing = sharpscope.sharpness(lambda: (zeros - 1).square().sum(), [zeros], 0.2, kind, adaptive=True)
+    assert nothing.value == 0 and nothing.first_order == 0
+
+
+def test_m_sharpness_is_the_mean_of_the_groups_own_worst_directions():
+    theta = torch.tensor([1.0, -2.0], dtype=torch.float64, requires_grad=True)
+    slopes = [torch.tensor(v, dtype=torch.float64) for v in ([1.0, 0.0], [-1.0, 0.0], [0.0, 3.0])]
+    losses = [lambda s=s: s @ theta + 10 for s in slopes]
+    found = m_sharpness(losses, [theta], 0.5)
+    assert found.value == pytest.approx(np.mean([0.5, 0.5, 1.5])) and found.first_order == pytest.approx(found.value)
+    assert found.std_error == pytest.approx(np.std([0.5, 0.5, 1.5], ddof=1) / math.sqrt(3))
+    together = sharpscope.sharpness(lambda: sum(loss() for loss in losses) / 3, [theta], 0.5)
+    assert together.value < found.value  # the groups' directions cancel
+    assert found.estimates(1)[0].quantity == "m1_sam"
+    with pytest.raises(UserError, match="at least 2"):
+        m_sharpness(losses[:1], [theta], 0.5)
+
+
+def test_bfloat16_weights_are_perturbed_in_float32_and_come_back_bitwise():
+    weight = torch.randn(1000, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16).requires_grad_()
+    before, pointer = weight.detach().clone(), weight.data_ptr()
+    reference = weight.detach().float().requires_grad_()
+    found = sharpscope.sharpness(lambda: weight.float().pow(4).mean(), [weight], 1e-3, "sam")
+    exact = sharpscope.sharpness(lambda: reference.pow(4).mean(), [reference], 1e-3, "sam")
+    assert found.value == exact.value and found.value > 0
+    assert torch.equal(weight, before) and weight.dtype == torch.bfloat16 and weight.data_ptr() == pointer
+
+
+def test_a_step_below_resolution_is_an_error_and_a_difference_within_rounding_is_not_believed():
+    theta = torch.full((100,), 1.0, requires_grad=True)
+    with pytest.raises(UserError, match=r"below the resolution of torch.float32"):
+        sharpscope.sharpness(lambda: theta.square().sum(), [theta], 1e-8)
+    small = torch.full((4,), 1e-4, requires_grad=True)
+    found = sharpscope.sharpness(lambda: 1000 + small.square().sum(), [small], 1e-4)
+    assert found.converged is False and "within rounding" in found.why
+
+
+def test_losses_that_are_not_finite_come_back_as_reasons():
+    theta = torch.tensor([0.5], dtype=torch.float64, requires_grad=True)
+    found = sharpscope.sharpness(lambda: -torch.log(1 - theta).sum(), [theta], 0.6)  # the step leaves the domain
+    assert math.isnan(found.value) and found.converged is False and "not finite" in found.why
+    found = sharpscope.sharpness(lambda: torch.log(theta - 1).sum(), [theta], 0.1)
+    assert math.isnan(found.value) and "loss is nan" in found.why
+    assert all(row.why for row in found.estimates() if math.isnan(row.value))
+
+
+def test_mistakes_are_named():
+    theta = torch.ones(2, requires_grad=True)
+    with pytest.raises(UserError, match="did you mean 'average'"):
+        sharpscope.sharpness(lambda: theta.sum(), [theta], 0.1, "avarage")
+    for rho in (0.0, -1.0, math.nan, math.inf):
+        with pytest.raises(UserError, match="rho"):
+            sharpscope.sharpness(lambda: theta.sum(), [theta], rho)
+    with pytest.raises(UserError, match="steps"):
+        sharpscope.sharpness(lambda: theta.sum(), [theta], 0.1, "worst", steps=0)
+    with pytest.raises(UserError, match="not deterministic"):
+        sharpscope.sharpness(lambda: (theta * torch.rand(2)).sum(), [theta], 0.1)
+
+
+def test_a_grid_takes_one_gradient_for_all_and_agrees_with_single_calls():
+    theta, loss, _, _ = quadratic(SPECTRA["convex"], GRADIENT)
+    surface = ClosureSurface(loss, [theta])
+    grid = sharpness_grid(surface, [0.1, 0.5], steps=50, samples=8)
+    assert [(p.quantity, p.rho) for p in grid] == [
+        (k, r) for k in ("sam", "asam", "average", "worst") for r in (0.1, 0.5)
+    ]
+    for point in grid:
+        kind = point.kind
+        single = sharpscope.sharpness(loss, [theta], point.rho, kind, steps=50, samples=8)
+        assert (single.value, single.first_order) == (point.value, point.first_order)
+    rows = [row for point in grid for row in point.estimates()]
+    assert len(rows) == 24 and {row.quantity for row in rows} >= {"sam", "sam_first_order", "sam_ratio", "worst"}
+
+
+def test_slices_follow_the_loss_along_named_directions():
+    theta, loss, matrix, slope = quadratic(SPECTRA["convex"], GRADIENT)
+    vectors = torch.linalg.eigh(matrix).eigenvectors
+    frame = loss_slices(ClosureSurface(loss, [theta]), [-0.5, 0.0, 0.5], top=vectors[:, -1], random=1)
+    by = {name: group.set_index("distance")["loss"] for name, group in frame.groupby("direction")}
+    assert set(by) == {"gradient", "eigenvector"}  # a vector has no filters
+    unit = slope / slope.norm()
+    assert by["gradient"][0.5] == pytest.approx(3 + 0.5 * float(slope.norm()) + 0.125 * float(unit @ matrix @ unit))
+    top = vectors[:, -1]
+    assert by["eigenvector"][-0.5] == pytest.approx(3 - 0.5 * float(slope @ top) + 0.125 * 4.0)
+    with pytest.raises(UserError, match="distances"):
+        loss_slices(ClosureSurface(loss, [theta]), [0.0])
+
+
+def test_filter_normalised_directions_have_the_rows_norms_and_leave_biases():
+    matrix, bias = torch.randn(5, 7, generator=torch.Generator().manual_seed(0)), torch.ones(3)
+    matrix[2] = 0
+    direction = filter_normalised([matrix, bias], sub_generator(0, "slice_0"))
+    rows, still = direction[:35].view(5, 7), direction[35:]
+    torch.testing.assert_close(rows.norm(dim=1), matrix.norm(dim=1))
+    assert bool((still == 0).all())
+
+
+def test_working_precision_leaves_the_original_storage_alone():
+    half, double = torch.ones(3, dtype=torch.float16), torch.ones(3, dtype=torch.float64)
+    pointers = half.data_ptr(), double.data_ptr()
+    with pytest.raises(KeyboardInterrupt), working_precision([half, double]):
+        assert half.dtype == torch.float32 and double.dtype == torch.float64
+        half.add_(1)
+        raise KeyboardInterrupt
+    assert (half.data_ptr(), double.data_ptr()) == pointers and half.dtype == torch.float16 and bool((half == 1).all())

@@ -1,0 +1,310 @@
+"""Probe sets: the same prompts for everyone, verified solutions, a tamper-proof file; specs; standalone."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from pydantic import ValidationError
+
+from sharpscope.errors import UserError
+from sharpscope.probes import ProbesSpec, build_probe_set, drawn_functional, measure, probe_functionals, read_rows
+from sharpscope.probes.estimate import columns
+from sharpscope.probes.frames import along_training, rho_curves, slice_curves, spectral_curves, stability
+from sharpscope.probes.hessian import adamw_threshold
+from sharpscope.probes.probe_set import Drawn, ProbeSet
+from sharpscope.probes.survey import measured_cost, problems
+from sharpscope.tasks.base import Example
+from tests.models import tiny_model
+
+
+class Toy:
+    """Prompts 'p0'…; a completion is correct if its first token is even."""
+
+    name = "toy"
+
+    def splits(self):
+        return {
+            "train": [
+                Example(f"p{i}", str(i), {"id": f"t{i}", "level": i % 3, "people": ["A", "B"]}) for i in range(10)
+            ],
+            "heldout": [Example(f"h{i}", str(i), {"id": f"h{i}", "level": 1}) for i in range(4)],
+        }
+
+    def score(self, example, completion):
+        raise AssertionError("the caller of `draw` scores")
+
+
+def encode(examples):
+    return [[2 + ord(c) % 30 for c in example.prompt] for example in examples]
+
+
+def draw(examples, samples, seed):
+    """Random completions of 2 to 4 tokens, as `Drawn`."""
+    generator = torch.Generator().manual_seed(seed)
+    prompts = [ids for ids in encode(examples) for _ in range(samples)]
+    rows, width, longest = len(prompts), max(map(len, prompts)), 4
+    ids, attention = (
+        torch.zeros(rows, width + longest, dtype=torch.long),
+        torch.zeros(rows, width + longest, dtype=torch.long),
+    )
+    mask = torch.zeros(rows, longest, dtype=torch.long)
+    lengths = torch.randint(2, longest + 1, (rows,), generator=generator)
+    tokens = torch.randint(2, 37, (rows, longest), generator=generator)
+    for row, prompt in enumerate(prompts):
+        ids[row, width - len(prompt) : width] = torch.tensor(prompt)
+        ids[row, width : width + lengths[row]] = tokens[row, : lengths[row]]
+        attention[row, width - len(prompt) : width + lengths[row]] = 1
+        mask[row, : lengths[row]] = 1
+    correct = (tokens[:, 0] % 2 == 0).float()
+    rollouts = SimpleNamespace(
+        input_ids=ids, attention_mask=attention, completion_ids=ids[:, width:], completion_mask=mask,
+        behavior_logp=torch.zeros(rows, longest), group=torch.arange(len(examples)).repeat_interleave(samples),
+        truncated=lengths == longest, reward=correct * 3 - 1,
+    )  # fmt: skip
+    return Drawn(rollouts, correct)
+
+
+def built(**rest):
+    return build_probe_set(
+        Toy(), draw, encode, **{"policy": "embedded:toy", "seed": 5, "train": 6, "heldout": 3, "tries": 4} | rest
+    )
+
+
+def test_the_same_key_gives_the_same_set_and_another_seed_another():
+    one, two = built(), built()
+    assert one == two and one.content_hash == two.content_hash
+    assert built(seed=6).content_hash != one.content_hash and built(policy="other").content_hash != one.content_hash
+    assert [len(one.split(s)) for s in one.splits] == [6, 3]
+    assert one.name("heldout") == f"toy/heldout@{one.content_hash}"
+
+
+def test_solutions_are_correct_whole_and_scored():
+    found = built()
+    solved = [item for item in found.items if item.solution]
+    assert solved and all(item.solution[0] % 2 == 0 and 2 <= len(item.solution) < 4 for item in solved)
+    batch = found.solutions("train")
+    rows = [item for item in found.split("train") if item.solution]
+    assert len(batch) == len(rows)
+    for row, item in enumerate(rows):
+        length = int(batch.lengths[row])
+        assert batch.input_ids[row, :length].tolist() == [*item.prompt_ids, *item.solution]
+        assert int(batch.scored[row].sum()) == len(item.solution) and not bool(
+            batch.scored[row, : len(item.prompt_ids)].any()
+        )
+
+
+def test_a_file_comes_back_equal_and_a_changed_one_is_refused(tmp_path):
+    found = built()
+    path = found.save(tmp_path / "deep" / "set.parquet")
+    back = ProbeSet.load(path)
+    assert back.content_hash == found.content_hash and back.splits == found.splits
+    assert (
+        back.items[0].prompt_ids == found.items[0].prompt_ids
+        and back.items[0].example.prompt == found.items[0].example.prompt
+    )
+    assert dict(back.items[0].example.meta) == dict(found.items[0].example.meta)
+    assert list(tmp_path.rglob("*.tmp")) == []
+    frame = pd.read_parquet(path)
+    assert list(frame.columns) == ["split", "prompt", "answer", "meta", "prompt_ids", "solution"]
+    import pyarrow.parquet as pq
+
+    table = pq.read_table(path)
+    changed = table.set_column(1, "prompt", table.column("prompt").cast("string").take(list(range(8, -1, -1))))
+    pq.write_table(changed.replace_schema_metadata(table.schema.metadata), path)
+    with pytest.raises(UserError, match="changed or damaged"):
+        ProbeSet.load(path)
+    (tmp_path / "no.parquet").write_bytes(b"nothing")
+    with pytest.raises(UserError, match="cannot be read"):
+        ProbeSet.load(tmp_path / "no.parquet")
+    with pytest.raises(UserError, match="cannot be read"):
+        ProbeSet.load(tmp_path / "missing.parquet")
+
+
+def test_a_round_of_probes_fills_the_tables_columns_and_leaves_the_model_alone():
+    model = tiny_model("qwen2", dtype=torch.float32, hidden_size=8, intermediate_size=8, num_hidden_layers=1)
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model(input_ids=torch.tensor([[3, 4, 5]]), labels=torch.tensor([[3, 4, 5]])).loss.backward()
+    optimizer.step()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    state = torch.get_rng_state()
+    spec = ProbesSpec(
+        preset="cheap",
+        functionals=("nll", "expected_failure"),
+        groups=True,
+        preconditioned=True,
+        gauss_newton=True,
+        slices=True,
+        m=2,
+        rhos=(0.05, 0.2),
+        kinds=("sam", "average"),
+        average_samples=2,
+        trace_probes=4,
+        density_samples=2,
+        density_steps=4,
+        max_products=12,
+    )
+    found = built()
+    parts = {
+        name: measure(model, functional, spec, probe_set=found.name("train"), optimizer=optimizer, seed=1)
+        for name, functional in probe_functionals(found, "train", spec, draw).items()
+    }
+    assert set(parts) == {"nll", "expected_failure"}
+    for name, part in parts.items():
+        quantities = {e.quantity for e in part.estimates}
+        assert quantities >= {
+            "largest",
+            "smallest",
+            "trace",
+            "density",
+            "gradient_norm",
+            "sam",
+            "sam_first_order",
+            "sam_ratio",
+            "average",
+            "m2_sam",
+            "preconditioned_largest",
+            "gauss_newton_trace",
+            "slice_gradient",
+            "slice_random_0",
+        }
+        assert {e.parameters for e in part.estimates} == {"all", "embedding", "attention", "mlp", "norm"}
+        assert {e.functional for e in part.estimates} == {name} and {e.probe_set for e in part.estimates} == {
+            found.name("train")
+        }
+        assert problems(part.estimates) == part.problems
+    assert model.training and torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(p, before[n]) and p.grad is grads[n] for n, p in model.named_parameters())
+    table = columns(parts["nll"].estimates)
+    frame = pd.DataFrame(table).assign(step=3)
+    assert not frame.duplicated(
+        ["step", "probe", "probe_set", "functional", "parameters", "quantity", "rho", "seed"]
+    ).any()
+    check_frames(frame, spec)
+    again = measure(
+        model, next(iter(probe_functionals(found, "train", spec, draw).values())), spec, optimizer=optimizer, seed=1
+    )
+    values = [(e.quantity, e.value) for e in parts["nll"].estimates]
+    assert values == [(e.quantity, e.value) for e in again.estimates]  # the same seed, the same numbers
+
+
+def check_frames(frame, spec):
+    for name in ("value", "rho", "std_error"):
+        frame[name] = frame[name].astype(float)
+    curves = spectral_curves(frame)
+    area = np.trapezoid(curves["density"], curves["eigenvalue"])
+    assert area == pytest.approx(1, abs=0.02)
+    rho = rho_curves(frame)
+    assert set(rho["kind"]) == {"sam", "average", "m2_sam"} and sorted(set(rho["rho"])) == list(spec.rhos)
+    sam = rho[rho["kind"] == "sam"]
+    np.testing.assert_allclose(sam["value"] / sam["first_order"], sam["ratio"])
+    slices = slice_curves(frame)
+    assert slices.groupby("direction").size().eq(21).all()
+    assert list(along_training(frame, "largest", ("parameters",))["parameters"]) == [
+        "all",
+        "attention",
+        "embedding",
+        "mlp",
+        "norm",
+    ]
+    lines = stability(frame, pd.DataFrame({"step": [3], "lr": [1e-3]}), 0.9)
+    assert lines["threshold"].tolist() == pytest.approx([adamw_threshold(1e-3, 0.9)])
+
+
+def test_surrogate_advantage_is_normalised_within_prompts():
+    drawn = draw(Toy().splits()["train"][:3], 4, 0)
+    functional = drawn_functional("surrogate", drawn)
+    success = drawn.correct.double().view(3, 4)
+    spread = success.std(1, keepdim=True)
+    expected = torch.where(spread > 0, (success - success.mean(1, keepdim=True)) / (spread + 1e-4), 0.0).flatten()
+    scored = functional.batch.scored
+    torch.testing.assert_close(functional.batch.advantage, scored * expected[:, None])
+
+
+def test_presets_give_way_to_what_is_set_and_budgets_thin_to_multiples():
+    assert ProbesSpec().every == 0 and ProbesSpec(preset="cheap").rhos == (0.05,)
+    spec = ProbesSpec(preset="full", top=2, every=10)
+    assert (spec.top, spec.every, spec.slices) == (2, 10, True)
+    assert ProbesSpec.model_validate(spec.model_dump()) == spec  # a resolved configuration says the same again
+    costs = [ProbesSpec(preset=name).cost() for name in ("cheap", "standard", "full")]
+    assert costs == sorted(costs) and costs[0] < costs[1] < costs[2]
+    assert ProbesSpec(preset="cheap", every=50, budget=1.0).interval(120.0) == 150
+    assert ProbesSpec(preset="cheap", every=50, budget=100.0).interval(120.0) == 50
+    assert ProbesSpec(preset="cheap", every=50).interval(1e9) == 50 and ProbesSpec().interval(5.0) == 0
+    for wrong in ({"rhos": (0.2, 0.1)}, {"rhos": ()}, {"trace_probes": 1}, {"preset": "cheapest"}, {"unknown": 1}):
+        with pytest.raises(ValidationError):
+            ProbesSpec(**wrong)
+
+
+def test_costs_are_measured():
+    model = tiny_model("qwen2", dtype=torch.float32)
+    functional = probe_functionals(built(), "train", ProbesSpec(preset="cheap"), draw)["nll"]
+    found = measured_cost(model, functional, ProbesSpec(preset="cheap"))
+    assert set(found) == {"product_s", "gradient_s", "value_s"} and all(seconds > 0 for seconds in found.values())
+
+
+def test_data_files_are_read_and_mistakes_named(tmp_path):
+    rows = [{"prompt": "a", "completion": "b", "reward": 1}, {"prompt": "a", "completion": "c", "truncated": True}]
+    path = tmp_path / "d.jsonl"
+    path.write_text("\n".join(json.dumps(row) for row in rows) + "\n\n")
+    found = read_rows(path)
+    assert [(r.prompt, r.completion, r.reward, r.truncated) for r in found] == [
+        ("a", "b", 1.0, False),
+        ("a", "c", None, True),
+    ]
+    pd.DataFrame(rows[:1]).to_parquet(tmp_path / "d.parquet")
+    assert read_rows(tmp_path / "d.parquet")[0] == found[0]
+    for text, message in (
+        ("{", "line 1: not JSON"),
+        ('{"prompt": "a"}', "row 1: needs the texts"),
+        ("", "holds no rows"),
+    ):
+        path.write_text(text)
+        with pytest.raises(UserError, match=message):
+            read_rows(path)
+    path.write_text('{"prompt": "a", "completion": "b", "reward": NaN}')
+    with pytest.raises(UserError, match="not a finite number"):
+        read_rows(path)
+    with pytest.raises(UserError, match="no such file"):
+        read_rows(tmp_path / "x.jsonl")
+    (tmp_path / "d.csv").write_text("a,b")
+    with pytest.raises(UserError, match=r"ends in '\.csv'"):
+        read_rows(tmp_path / "d.csv")
+
+
+def test_anybodys_texts_are_probed(tiny_policy, tmp_path):
+    from sharpscope.policy import PolicySpec, load_policy
+    from sharpscope.probes import probe_policy
+    from sharpscope.probes.standalone import DataRow
+
+    policy = load_policy(PolicySpec(model=str(tiny_policy)))
+    rows = [DataRow("What is it?", "one", 1.0), DataRow("What is it?", "two words", 0.0), DataRow("Why?", "so", 0.5)]
+    spec = ProbesSpec(preset="cheap", rhos=(0.1,), trace_probes=2)
+    report = probe_policy(policy, rows, spec, functionals=("nll", "expected_failure"))
+    frame = pd.read_parquet(report.save(tmp_path))
+    assert (
+        set(frame["functional"]) == {"nll", "expected_failure"}
+        and frame["value"].notna().any()
+        and (frame["step"] == 0).all()
+    )
+    loss = report.measured["nll"].curvature.loss
+    ids = [policy.tokenizer(r.prompt)["input_ids"] for r in rows]
+    total, count = 0.0, 0
+    for row, prompt in zip(rows, ids, strict=True):
+        completion = [*policy.tokenizer(row.completion, add_special_tokens=False)["input_ids"], policy.eos_ids[0]]
+        logp = torch.log_softmax(
+            policy.model(input_ids=torch.tensor([[*prompt, *completion]])).logits[0].detach().float(), -1
+        )
+        total -= sum(float(logp[len(prompt) - 1 + t, token]) for t, token in enumerate(completion))
+        count += len(completion)
+    assert loss == pytest.approx(total / count, rel=1e-4)
+    with pytest.raises(UserError, match="have no reward"):
+        probe_policy(policy, [DataRow("a", "b")], spec, functionals=("expected_failure",))
+    with pytest.raises(UserError, match="context is"):
+        probe_policy(policy, [DataRow("a", "b " * 5000)], spec)
