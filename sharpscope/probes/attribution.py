@@ -28,8 +28,8 @@ from sharpscope.probes.token_gradients.structure import Structure, hidden_states
 
 Way = Literal["auto", "forward", "central"]
 
-# Length of the central difference's step, relative to the weights' norm, over eps^(1/3): there the rounding of log π over
-# the step is about as large as the step squared times the third derivative. Measured on random models in float32.
+# Length of the central difference's step, relative to the weights' norm, over eps^(1/3): there the rounding of log π
+# over the step is about as large as the step squared times the third derivative. Measured on random models in float32.
 STEP = 0.01
 
 

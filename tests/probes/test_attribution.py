@@ -1,0 +1,211 @@
+"""Attribution against a loop of autograd: shares, ways, directions, held-out influence."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from sharpscope.errors import UserError
+from sharpscope.probes import (
+    attribute,
+    directional_derivative,
+    failure_coefficients,
+    heldout_influence,
+    logp_gradient,
+    nll_coefficients,
+)  # fmt: skip
+from tests.models import ARCHITECTURES, random_batch, tiny_model
+from tests.oracles.token_gradients import aligned, log_probabilities, token_gradients
+
+T = 1.3
+
+
+def coefficients(batch, dtype=torch.float64, seed=1):
+    return torch.randn(batch["mask"].shape, generator=torch.Generator().manual_seed(seed), dtype=dtype) * batch["mask"]
+
+
+def tokens(model, batch):
+    return token_gradients(model, batch["input_ids"], batch["mask"], batch["attention_mask"], T)
+
+
+def total(gradients, coef):
+    """Σ c_t ∇log π_t, one tensor a parameter."""
+    return [
+        sum(coef[place] * g[i] for place, g in gradients.items()) for i in range(len(next(iter(gradients.values()))))
+    ]
+
+
+def along(gradients, coef, direction):
+    out = torch.zeros(coef.shape, dtype=torch.float64)
+    for place, gradient in gradients.items():
+        out[place] = coef[place] * sum((g * u).sum() for g, u in zip(gradient, direction, strict=True))
+    return out
+
+
+def shares(model, batch, coef):
+    gradients = tokens(model, batch)
+    gradient = total(gradients, coef)
+    return along(gradients, coef, gradient) / sum(g.square().sum() for g in gradient)
+
+
+def run(model, batch, coef, direction=None, method="auto"):
+    return attribute(model, batch["input_ids"], batch["mask"], coef, direction, batch["attention_mask"], T, method)
+
+
+def off(found, expected):
+    """Largest error relative to Σ|share|."""
+    return float((found.double() - expected).abs().max() / expected.abs().sum())
+
+
+@pytest.mark.parametrize("tie", [True, False])
+@pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
+def test_shares_match_a_loop(architecture, tie):
+    model, batch = tiny_model(architecture, tie=tie), random_batch()
+    coef = coefficients(batch)
+    expected = shares(model, batch, coef)
+    found = run(model, batch, coef)
+    assert off(found, expected) < 1e-6
+    assert float(found.sum()) == pytest.approx(1.0, abs=1e-6)
+    assert not found[batch["mask"] == 0].any()
+    single = tiny_model(architecture, tie=tie, dtype=torch.float32)
+    assert off(run(single, batch, coef.float()), expected) < 1e-5
+    # These weights are far larger than a trained model's, and the function bends accordingly.
+    assert off(run(single, batch, coef.float(), method="central"), expected) < 3e-4
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "gpt2"])
+def test_forward_and_central_agree_in_float64(architecture):
+    model, batch = tiny_model(architecture), random_batch()
+    coef = coefficients(batch)
+    forward, central = run(model, batch, coef, method="forward"), run(model, batch, coef, method="central")
+    assert off(central, forward) < 1e-6
+
+
+def test_along_any_direction_without_normalising():
+    model, batch = tiny_model("qwen2"), random_batch()
+    coef = coefficients(batch)
+    generator = torch.Generator().manual_seed(2)
+    direction = [torch.randn(p.shape, generator=generator, dtype=torch.float64) for p in model.parameters()]
+    expected = along(tokens(model, batch), coef, direction)
+    torch.testing.assert_close(run(model, batch, coef, direction), expected, rtol=1e-9, atol=1e-10)
+
+
+def test_only_trainable_parameters_count():
+    model, batch = tiny_model("qwen2"), random_batch()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("self_attn" in name)
+    coef = coefficients(batch)
+    assert off(run(model, batch, coef), shares(model, batch, coef)) < 1e-9
+
+
+def test_adapters():
+    peft = pytest.importorskip("peft")
+    model, batch = tiny_model("qwen2"), random_batch()
+    model = (
+        peft.get_peft_model(model, peft.LoraConfig(r=3, target_modules="all-linear", init_lora_weights=False))
+        .eval()
+        .double()
+    )
+    coef = coefficients(batch)
+    assert off(run(model, batch, coef), shares(model, batch, coef)) < 1e-7
+
+
+def test_clipping_the_gradient_changes_no_share():
+    model, batch = tiny_model("qwen2"), random_batch()
+    coef = coefficients(batch)
+    torch.testing.assert_close(run(model, batch, 0.013 * coef), run(model, batch, coef), rtol=1e-9, atol=1e-12)
+
+
+def test_no_gradient_no_shares():
+    model, batch = tiny_model("qwen2"), random_batch()
+    found = run(model, batch, torch.zeros(batch["mask"].shape))
+    assert torch.equal(found.isnan(), batch["mask"].bool())
+
+
+def test_the_error_of_a_central_difference_bounds_what_it_is():
+    model, batch = tiny_model("llama", dtype=torch.float32), random_batch()
+    arguments = (model, batch["input_ids"], batch["mask"])
+    direction = logp_gradient(*arguments, coefficients(batch).float(), batch["attention_mask"], T)
+    exact = directional_derivative(*arguments, direction, batch["attention_mask"], T)
+    found = directional_derivative(*arguments, direction, batch["attention_mask"], T, "central", with_error=True)
+    assert exact.error is None and exact.way == "forward" and found.way == "central"
+    true = (found.values - exact.values).abs()
+    assert float(true.max()) <= 3 * float(found.error.max())
+    assert float(found.error.max()) < 0.01 * float(exact.values.abs().max())
+
+
+def test_gradient_of_weighted_log_probabilities():
+    model, batch = tiny_model("qwen2", tie=False), random_batch()
+    coef = coefficients(batch)
+    found = logp_gradient(model, batch["input_ids"], batch["mask"], coef, batch["attention_mask"], T)
+    for mine, theirs in zip(found, total(tokens(model, batch), coef), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-11)
+
+
+def test_failure_and_nll_coefficients_give_their_gradients():
+    model, batch = tiny_model("qwen2"), random_batch()
+    success = torch.tensor([1.0, 0.25, 0.5], dtype=torch.float64)
+    parameters = list(model.parameters())
+    rows = []
+    for row in range(3):
+        ids, columns = aligned(batch["input_ids"], batch["attention_mask"], row)
+        rows.append(log_probabilities(model, ids, T)[batch["mask"][row, columns].bool()])
+    failure = torch.stack(
+        [1 - r * (logp - logp.detach()).sum().exp() for r, logp in zip(success, rows, strict=True)]
+    ).mean()
+    nll = -torch.cat(rows).mean()
+    for scalar, coef in (
+        (failure, failure_coefficients(batch["mask"], success)),
+        (nll, nll_coefficients(batch["mask"]).double()),
+    ):
+        expected = torch.autograd.grad(scalar, parameters, retain_graph=True)
+        found = logp_gradient(model, batch["input_ids"], batch["mask"], coef, batch["attention_mask"], T)
+        for mine, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-9)
+
+
+def test_influence_is_positive_where_a_token_lowers_the_heldout_loss():
+    """Take a small step on each token alone and look."""
+    model, batch, heldout = tiny_model("qwen2"), random_batch(), random_batch(seed=9)
+    coef = coefficients(batch)
+    arguments = (heldout["input_ids"], heldout["mask"])
+    gradient = logp_gradient(model, *arguments, nll_coefficients(heldout["mask"]).double(), heldout["attention_mask"])
+    found = heldout_influence(model, batch["input_ids"], batch["mask"], coef, gradient, batch["attention_mask"], T)
+
+    def loss(moved):
+        with torch.no_grad():
+            parts = []
+            for row in range(3):
+                ids, columns = aligned(heldout["input_ids"], heldout["attention_mask"], row)
+                parts.append(log_probabilities(moved, ids, 1.0)[heldout["mask"][row, columns].bool()])
+            return -torch.cat(parts).mean()
+
+    rate = 1e-6
+    for place, one in list(tokens(model, batch).items())[:4]:
+        after = tiny_model("qwen2")
+        with torch.no_grad():
+            for parameter, g in zip(after.parameters(), one, strict=True):
+                parameter -= rate * coef[place] * g
+        fall = float(loss(model) - loss(after)) / rate
+        assert float(found[place]) == pytest.approx(fall, rel=1e-2)
+
+
+def test_mistakes_are_told():
+    model, batch = tiny_model("qwen2"), random_batch()
+    coef = coefficients(batch)
+    with pytest.raises(UserError, match="method"):
+        run(model, batch, coef, method="backward")
+    with pytest.raises(UserError, match="coef"):
+        run(model, batch, coef[:, 1:])
+    with pytest.raises(UserError, match="tensor 1 differs"):
+        run(
+            model,
+            batch,
+            coef,
+            [torch.zeros_like(p) if i != 1 else torch.zeros(3) for i, p in enumerate(model.parameters())],
+        )
+    with pytest.raises(UserError, match="bfloat16"):
+        run(tiny_model("qwen2", dtype=torch.bfloat16), batch, coef, list(model.parameters()), method="central")
+    assert math.isfinite(float(run(model, batch, coef).sum()))

@@ -1,0 +1,117 @@
+"""Probes leave a model bit for bit as it was, also when they raise."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sharpscope.errors import UserError
+from sharpscope.probes import attribute, score_norms
+from sharpscope.probes.guard import guarded
+from tests.models import random_batch, tiny_model
+
+
+def snapshot(model):
+    return {
+        "weights": [p.detach().clone() for p in [*model.parameters(), *model.buffers()]],
+        "storage": [p.data_ptr() for p in model.parameters()],
+        "objects": [id(p) for p in model.parameters()],
+        "grad": [(id(p.grad), None if p.grad is None else p.grad.clone()) for p in model.parameters()],
+        "requires_grad": [p.requires_grad for p in model.parameters()],
+        "modes": [module.training for module in model.modules()],
+        "rng": torch.get_rng_state(),
+        "attention": model.config._attn_implementation,
+        "experts": getattr(model.config, "_experts_implementation", None),
+        "hooks": sum(len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules()),
+    }
+
+
+def assert_same(before, after):
+    for name in before:
+        a, b = before[name], after[name]
+        if name in ("weights", "rng"):
+            assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True)), name
+        elif name == "grad":
+            assert [x[0] for x in a] == [y[0] for y in b]
+            assert all(x[1] is None or torch.equal(x[1], y[1]) for x, y in zip(a, b, strict=True))
+        else:
+            assert a == b, name
+
+
+def disturbed(architecture):
+    """A model in a state of its own: training mode in part, some gradients, one parameter frozen."""
+    model = tiny_model(architecture)
+    model.train()
+    next(iter(model.children())).eval()
+    parameters = list(model.parameters())
+    parameters[1].grad = torch.ones_like(parameters[1])
+    parameters[2].requires_grad_(False)
+    torch.manual_seed(5)
+    return model
+
+
+CALLS = {
+    "head": lambda m, b: score_norms(m, b["input_ids"], b["mask"], "head", b["attention_mask"]),
+    "local": lambda m, b: score_norms(m, b["input_ids"], b["mask"], "local", b["attention_mask"]),
+    "sketch": lambda m, b: score_norms(m, b["input_ids"], b["mask"], "sketch", b["attention_mask"], directions=2),
+    "exact": lambda m, b: score_norms(m, b["input_ids"], b["mask"], "exact", b["attention_mask"]),
+    "forward": lambda m, b: attribute(m, b["input_ids"], b["mask"], b["mask"].double(), None, b["attention_mask"]),
+    "central": lambda m, b: attribute(
+        m, b["input_ids"], b["mask"], b["mask"].double(), None, b["attention_mask"], 1.0, "central"
+    ),
+}
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "gemma2", "qwen2_moe"])
+@pytest.mark.parametrize("call", sorted(CALLS))
+def test_left_as_it_was(call, architecture):
+    model, batch = disturbed(architecture), random_batch()
+    before = snapshot(model)
+    CALLS[call](model, batch)
+    assert_same(before, snapshot(model))
+
+
+@pytest.mark.parametrize("nth", [1, 3])
+@pytest.mark.parametrize("call", sorted(CALLS))
+def test_left_as_it_was_after_an_exception(call, nth):
+    """The model's last norm raises at its nth call, within whatever the probe is doing then."""
+    model, batch = disturbed("qwen2_moe"), random_batch()
+    if nth > 1:
+        CALLS["local"](model, batch)  # known already: the exception meets the tier itself
+    inner, seen = model.model.layers[1].post_attention_layernorm.forward, []
+
+    def forward(x):
+        seen.append(1)
+        if len(seen) >= (1 if nth == 3 else nth):
+            raise FloatingPointError
+        return inner(x)
+
+    model.model.layers[1].post_attention_layernorm.forward = forward
+    before = snapshot(model)
+    with pytest.raises(FloatingPointError):
+        CALLS[call](model, batch)
+    assert_same(before, snapshot(model))
+
+
+def test_guard_undoes_everything_within_it():
+    model = disturbed("qwen2")
+    before = snapshot(model)
+    with pytest.raises(KeyError), guarded(model, attention="math"):
+        assert not any(module.training for module in model.modules())
+        assert all(p.grad is None for p in model.parameters())
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(torch.randn_like(p))
+        first = next(model.parameters())
+        first.data = torch.zeros_like(first)
+        first.requires_grad_(False)
+        next(iter(model.parameters())).grad = torch.ones_like(first)
+        raise KeyError
+    assert_same(before, snapshot(model))
+
+
+def test_unknown_attention_is_told():
+    model = tiny_model("qwen2")
+    with pytest.raises(UserError, match="attention"), guarded(model, attention="nonsense"):
+        pass
+    assert model.config._attn_implementation == "sdpa"

@@ -1,0 +1,298 @@
+"""Score norms against a loop of autograd in float64, for every architecture."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sharpscope.errors import UserError
+from sharpscope.probes import score_norms
+from tests.models import ARCHITECTURES, random_batch, tiny_model
+from tests.oracles.token_gradients import local_token_gradients, squared_norms, token_gradients
+
+T = 1.3  # a temperature other than 1, so that its place in every formula is tested
+
+
+@pytest.fixture
+def exact_eager(monkeypatch):
+    """Gemma 2 needs eager attention, whose softmax transformers takes in float32: give it one in double precision."""
+    from transformers.models.gemma2 import modeling_gemma2
+
+    def attention(module, query, key, value, attention_mask, dropout=0.0, scaling=None, softcap=None, **_):
+        groups = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        scores = query @ key.mT * scaling
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        weights = torch.softmax(scores + attention_mask[..., : key.shape[2]], -1)
+        return (weights @ value).transpose(1, 2).contiguous(), weights
+
+    monkeypatch.setattr(modeling_gemma2, "eager_attention_forward", attention)
+
+
+def run(model, batch, **options):
+    return score_norms(
+        model, batch["input_ids"], batch["mask"], attention_mask=batch["attention_mask"], temperature=T, **options
+    )
+
+
+def expect(oracle, model, batch):
+    gradients = oracle(model, batch["input_ids"], batch["mask"], batch["attention_mask"], T)
+    return gradients, squared_norms(gradients, batch["mask"].shape)
+
+
+def relative(found, expected):
+    return float(((found - expected).abs() / expected.clamp_min(1e-300))[expected > 0].max())
+
+
+@pytest.mark.parametrize("tie", [True, False])
+@pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
+def test_exact_and_local_match_a_loop(architecture, tie, exact_eager):
+    model, batch = tiny_model(architecture, tie=tie), random_batch()
+    _, full = expect(token_gradients, model, batch)
+    _, local = expect(local_token_gradients, model, batch)
+    exact, cut = run(model, batch, tier="exact"), run(model, batch)
+    assert relative(exact.squared, full) < 1e-8
+    assert relative(cut.squared, local) < 1e-8
+    assert relative(exact.values, full.sqrt()) < 1e-8
+    assert not exact.squared[batch["mask"] == 0].any() and not cut.values[batch["mask"] == 0].any()
+    assert float((cut.values / full.sqrt())[full > 0].median()) > 0.3  # an approximation, but of the right thing
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "gpt2", "gpt_neox", "qwen2_moe"])
+def test_groups_are_the_norms_of_their_parameters(architecture):
+    model, batch = tiny_model(architecture, tie=False), random_batch()
+    gradients, _ = expect(token_gradients, model, batch)
+    found = run(model, batch, tier="exact")
+    names = [name for name, parameter in model.named_parameters()]
+    place = next(iter(gradients))
+    for i in range(2):
+        layer = sum(float(g.square().sum()) for n, g in zip(names, gradients[place], strict=True) if f".{i}." in n)
+        assert float(found.groups[f"layers.{i}"][place]) == pytest.approx(layer**0.5, rel=1e-8)
+    head = sum(
+        float(g.square().sum())
+        for n, g in zip(names, gradients[place], strict=True)
+        if "lm_head" in n or "embed_out" in n
+    )
+    assert float(found.groups["head"][place]) == pytest.approx(head**0.5, rel=1e-8)
+    kinds = sum(found.groups[kind].square() for kind in found.groups if not kind.startswith("layers."))
+    torch.testing.assert_close(kinds, found.squared, rtol=1e-8, atol=0)
+    attention = sum(
+        float(g.square().sum())
+        for n, g in zip(names, gradients[place], strict=True)
+        if ("attn" in n or "attention." in n) and "norm" not in n
+    )
+    assert float(found.groups["attention"][place]) == pytest.approx(attention**0.5, rel=1e-8)
+
+
+def test_exact_without_a_split_and_in_tiny_batches():
+    from sharpscope.probes.token_gradients.structure import structure_of
+
+    model, batch = tiny_model("qwen2"), random_batch()
+    _, full = expect(token_gradients, model, batch)
+    assert relative(run(model, batch, tier="exact", cotangent_bytes=1).squared, full) < 1e-8
+    structure = structure_of(model)
+    assert structure.last_layer is not None
+    structure.last_layer = None
+    assert relative(run(model, batch, tier="exact").squared, full) < 1e-8
+
+
+def test_one_token_of_a_long_row_and_rows_without_tokens():
+    model, batch = tiny_model("llama"), random_batch(rows=4, completion=14)
+    batch["mask"][0] = 0
+    batch["mask"][2] = 0
+    batch["mask"][2, 5] = 1
+    _, full = expect(token_gradients, model, batch)
+    assert relative(run(model, batch, tier="exact").squared, full) < 1e-8
+    assert not run(model, batch).values[0].any()
+    batch["mask"][:] = 0
+    assert not run(model, batch, tier="exact").values.any()
+
+
+@pytest.mark.parametrize("length", [4, 2, 8])  # as many positions as heads, key heads, …: shapes must not be confused
+def test_lengths_that_equal_the_number_of_heads(length):
+    model = tiny_model("qwen3")
+    ids = torch.randint(2, 37, (2, length), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[:, 0] = 0
+    batch = {"input_ids": ids, "mask": mask, "attention_mask": torch.ones_like(ids)}
+    _, local = expect(local_token_gradients, model, batch)
+    _, full = expect(token_gradients, model, batch)
+    assert relative(run(model, batch).squared, local) < 1e-8
+    assert relative(run(model, batch, tier="exact").squared, full) < 1e-8
+
+
+def test_sequences_longer_than_a_block_of_queries():
+    model = tiny_model("qwen2", num_hidden_layers=2, max_position_embeddings=256)
+    ids = torch.randint(2, 37, (1, 150), generator=torch.Generator().manual_seed(3))
+    mask = torch.zeros_like(ids)
+    mask[0, [5, 127, 128, 129, 149]] = 1
+    batch = {"input_ids": ids, "mask": mask, "attention_mask": torch.ones_like(ids)}
+    _, full = expect(token_gradients, model, batch)
+    _, local = expect(local_token_gradients, model, batch)
+    assert relative(run(model, batch, tier="exact").squared, full) < 1e-8
+    assert relative(run(model, batch).squared, local) < 1e-8
+
+
+def test_float32_exact():
+    model, batch = tiny_model("qwen2", dtype=torch.float32), random_batch()
+    double = tiny_model("qwen2")
+    double.load_state_dict(model.state_dict())
+    _, full = expect(token_gradients, double, batch)
+    found = run(model, batch, tier="exact")
+    assert relative(found.values.double(), full.sqrt()) < 1e-4
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "gemma2"])
+def test_head_tier_is_the_output_layers_gradient(architecture, exact_eager):
+    model, batch = tiny_model(architecture, tie=False), random_batch()
+    gradients, _ = expect(token_gradients, model, batch)
+    found = run(model, batch, tier="head")
+    at = [name for name, _ in model.named_parameters()].index("lm_head.weight")
+    for place, gradient in gradients.items():
+        assert float(found.values[place]) == pytest.approx(float(gradient[at].norm()), rel=1e-8)
+
+
+def test_head_tier_keeps_its_precision_for_confident_tokens():
+    """1 − π near 1e-6 in float32: the root of a difference of near-equal numbers would lose all digits."""
+    from sharpscope.policy.head import Head
+    from sharpscope.probes.token_gradients.head import head_gradients
+
+    hidden = torch.tensor([[1.0, 0.5]])
+    weight = torch.tensor([[14.0, 0.0], [0.0, 1.0], [-1.0, 0.3]])
+    found, _ = head_gradients(hidden, Head(weight), torch.tensor([0]), 1.0)
+    p = torch.softmax(weight.double() @ hidden[0].double(), 0)
+    expected = ((p[1:].sum() ** 2 + p[1:].square().sum()) * hidden.double().square().sum()).sqrt()
+    assert float(found.weight_squared.sqrt()) == pytest.approx(float(expected), rel=1e-5)
+
+
+@pytest.mark.parametrize("target", ["all-linear", ["q_proj", "down_proj"]])
+def test_adapters_on_a_frozen_base(target):
+    peft = pytest.importorskip("peft")
+    model, batch = tiny_model("qwen2"), random_batch()
+    model = peft.get_peft_model(model, peft.LoraConfig(r=3, target_modules=target, init_lora_weights=False))
+    with torch.no_grad():
+        generator = torch.Generator().manual_seed(5)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data = 0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+    model.eval()
+    _, full = expect(token_gradients, model, batch)
+    _, local = expect(local_token_gradients, model, batch)
+    assert relative(run(model, batch, tier="exact").squared, full) < 1e-8
+    assert relative(run(model, batch).squared, local) < 1e-8
+    assert "head" not in run(model, batch).groups
+
+
+@pytest.mark.parametrize("kept", ["norm", "bias", "v_proj", "embed_tokens"])
+def test_only_trainable_parameters_count(kept):
+    model, batch = tiny_model("qwen2"), random_batch()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(kept in name)
+    _, full = expect(token_gradients, model, batch)
+    _, local = expect(local_token_gradients, model, batch)
+    assert relative(run(model, batch, tier="exact").squared, full) < 1e-8
+    assert relative(run(model, batch).squared, local) < 1e-8
+
+
+class _Mixing(torch.nn.Module):
+    """An MLP with something added that the recorder does not know."""
+
+    def __init__(self, inner, way):
+        super().__init__()
+        self.inner, self.way = inner, way
+        if way == "einsum":
+            self.matrix = torch.nn.Parameter(0.3 * torch.eye(16, dtype=torch.float64))
+
+    def forward(self, x):
+        if self.way == "einsum":
+            return self.inner(torch.einsum("bld,de->ble", x, self.matrix))
+        return self.inner(x.cumsum(1) / 10)
+
+
+def test_an_unknown_use_is_named_by_local_and_done_whole_by_exact():
+    model, batch = tiny_model("qwen2"), random_batch()
+    model.model.layers[1].mlp = _Mixing(model.model.layers[1].mlp, "einsum")
+    with pytest.raises(UserError, match=r"model\.layers\.1\.mlp.*einsum.*tier='exact'"):
+        run(model, batch)
+    _, full = expect(token_gradients, model, batch)
+    found = run(model, batch, tier="exact")
+    assert relative(found.squared, full) < 1e-8
+
+
+def test_positions_that_mix_outside_attention_are_named():
+    model, batch = tiny_model("qwen2"), random_batch()
+    model.model.layers[1].mlp = _Mixing(model.model.layers[1].mlp, "cumsum")
+    with pytest.raises(UserError, match=r"model\.layers\.1.*tier='exact'"):
+        run(model, batch)
+    _, full = expect(token_gradients, model, batch)
+    assert relative(run(model, batch, tier="exact").squared, full) < 1e-8
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_where_a_weight_is_used_twice(seed):
+    model, batch = tiny_model("llama", seed=seed), random_batch()
+    model.model.layers[1].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
+    with pytest.raises(UserError, match="several places"):
+        run(model, batch)
+    _, full = expect(token_gradients, model, batch)
+    assert relative(run(model, batch, tier="exact").squared, full) < 1e-8
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.float32])
+def test_masks_of_any_type(dtype):
+    model, batch = tiny_model("qwen2"), random_batch()
+    expected = run(model, batch).values
+    assert torch.equal(run(model, {**batch, "mask": batch["mask"].to(dtype)}).values, expected)
+
+
+def test_padding_changes_nothing():
+    """A row alone, without padding, has the norms that it has padded among others."""
+    model, batch = tiny_model("gpt2"), random_batch()  # learned positions: they count real tokens only
+    together = run(model, batch, tier="exact").values
+    for row in range(3):
+        keep = batch["attention_mask"][row].bool()
+        alone = score_norms(
+            model, batch["input_ids"][row : row + 1, keep], batch["mask"][row : row + 1, keep], "exact", temperature=T
+        )
+        torch.testing.assert_close(alone.values[0], together[row, keep], rtol=1e-9, atol=0)
+
+
+def test_mistakes_are_told():
+    model, batch = tiny_model("qwen2"), random_batch()
+    ids, mask, attention = batch["input_ids"], batch["mask"], batch["attention_mask"]
+    with pytest.raises(UserError, match="did you mean 'local'"):
+        score_norms(model, ids, mask, tier="locl")  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="first token"):
+        score_norms(model, ids, torch.ones_like(mask))
+    with pytest.raises(UserError, match="padding"):
+        score_norms(model, ids, torch.ones_like(mask), attention_mask=attention)
+    with pytest.raises(UserError, match="0 or 1"):
+        score_norms(model, ids, mask * 2, attention_mask=attention)
+    with pytest.raises(UserError, match="shape"):
+        score_norms(model, ids, mask[:, :-1])
+    with pytest.raises(UserError, match="temperature"):
+        score_norms(model, ids, mask, temperature=0.0)
+    with pytest.raises(UserError, match="vocabulary"):
+        score_norms(model, ids + 30, mask)
+    with pytest.raises(UserError, match="directions"):
+        score_norms(model, ids, mask, "sketch", directions=1)
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    with pytest.raises(UserError, match="requires_grad"):
+        score_norms(model, ids, mask)
+
+
+def test_a_certain_token_has_no_pull_and_an_impossible_one_a_finite_one():
+    model, batch = tiny_model("qwen2", tie=False), random_batch()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(1e4)
+    logits = model(input_ids=batch["input_ids"][:1, 3:], use_cache=False).logits[0]
+    ids = batch["input_ids"][:1, 3:].clone()
+    ids[0, -1] = logits[-2].argmax()
+    mask = torch.zeros_like(ids)
+    mask[0, -2:] = 1
+    for tier in ("head", "local", "exact"):
+        values = score_norms(model, ids, mask, tier).values[0]
+        assert float(values[-1]) < 1e-30
+        assert 0 < float(values[-2]) < float("inf")
