@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from sharpscope.policy.head import Head
-from sharpscope.policy.token_stats import CACHE_BYTES, LOGIT_BYTES, STAT_NAMES, chunks, flat_stats, logit_stats
+from sharpscope.policy.token_stats import LOGIT_BYTES, STAT_NAMES, cache_budget, chunks, flat_stats, logit_stats
 
 # Logits kept for the backward pass where they are no larger than this; beyond it they are computed twice.
 KEEP_BYTES = {"cpu": 256 * 2**20, "cuda": 1024 * 2**20}
@@ -44,7 +44,7 @@ def flat_logp(
         return logp, {}
     out = {name: torch.empty_like(logp.detach()) for name in STAT_NAMES}
     out["hidden_norm"] = torch.linalg.vector_norm(hidden.detach(), dim=-1, dtype=logp.dtype)
-    for start, stop in chunks(len(hidden), bytes_per_row, hidden.device, CACHE_BYTES):
+    for start, stop in chunks(len(hidden), bytes_per_row, hidden.device, cache_budget()):
         part = {name: value[start:stop] for name, value in out.items()}
         logit_stats(z.detach()[start:stop].clone(), targets[start:stop], temperature, part)
     return logp, out

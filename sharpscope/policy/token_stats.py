@@ -11,7 +11,7 @@ from sharpscope.policy.head import Head
 
 # Logits made at once: enough rows for an efficient matrix product, a constant in memory whatever the length.
 LOGIT_BYTES = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}
-# Logits reduced at once: on a CPU the several passes over them should stay in its cache.
+# Logits reduced at once: on a CPU (per thread) the several passes over them should stay in its cache.
 CACHE_BYTES = {"cpu": 2 * 2**20, "cuda": 128 * 2**20}
 
 
@@ -91,36 +91,43 @@ def logit_stats(z: Tensor, targets: Tensor, temperature: float, out: dict[str, T
     """Fill `out` (each (C,)) from logits `z` (C, V), which are overwritten: they are the only full-size copy.
 
     Sums over the vocabulary leave y out and add its exact term afterwards, so that 1 − p_y keeps its relative precision
-    when p_y is close to 1 (1 − Σp² and 1 − exp(ln p_y) lose it). z' = z/T − max below.
+    when p_y is close to 1 (1 − Σp² and 1 − exp(ln p_y) lose it).
     """
     C, V = z.shape
-    rows = chunks(C, V * z.element_size(), z.device, CACHE_BYTES)
-    scratch = z.new_empty(rows[0][1] if rows else 0, V)
-    for start, stop in rows:
-        zc, y, p = z[start:stop], targets[start:stop, None], scratch[: stop - start]
-        o = {name: value[start:stop] for name, value in out.items()}
-        o["logit"].copy_(zc.gather(1, y)[:, 0])
+    blocks = chunks(C, V * z.element_size(), z.device, cache_budget())
+    scratch = z.new_empty(blocks[0][1] if blocks else 0, V)
+    py, p_max, top, rest, rest_sq, rest_pz, rest_ppz = z.new_empty(7, C).unbind()
+    torch.gather(z, 1, targets[:, None], out=out["logit"][:, None])
+    # Blocks stay in the processor's cache, so that only the first of these passes reads memory; z' = z/T − max below.
+    for start, stop in blocks:
+        here = slice(start, stop)
+        zb, y, p = z[here], targets[here, None], scratch[: stop - start]
         if temperature != 1.0:
-            zc.div_(temperature)
-        zc.sub_(zc.amax(1, keepdim=True))  # z'
-        zy = zc.gather(1, y)[:, 0]
-        torch.softmax(zc, 1, out=p)
-        p_max, py = p.amax(1), p.gather(1, y)[:, 0]
+            zb.div_(temperature)
+        torch.amax(zb, 1, out=top[here])
+        zb.sub_(top[here, None])
+        torch.softmax(zb, 1, out=p)
+        torch.amax(p, 1, out=p_max[here])
+        torch.gather(p, 1, y, out=py[here, None])
         p.scatter_(1, y, 0.0)
-        rest = p.sum(1)  # Σ_{j≠y} p_j = 1 − p_y
-        rest_sq = torch.linalg.vecdot(p, p)  # Σ_{j≠y} p_j²
-        zc.mul_(p)
-        rest_pz = zc.sum(1)  # Σ_{j≠y} p_j z'_j
-        rest_ppz = torch.linalg.vecdot(zc, p)  # Σ_{j≠y} p_j² z'_j
-        log_p_max = torch.where(py > 0.5, torch.log1p(-rest), torch.log(p_max))  # −logsumexp(z')
-        logp = zy + log_p_max
-        entropy = (-log_p_max - rest_pz - py * zy).clamp_min_(0.0)
-        o["logp"].copy_(logp)
-        o["entropy"].copy_(entropy)
-        o["collision"].copy_(rest_sq + py * py)
-        o["logit_grad_norm"].copy_(torch.sqrt(rest * rest + rest_sq))
-        rest_pplogp = rest_ppz + log_p_max * rest_sq  # Σ_{j≠y} p_j² ln p_j
-        o["polarity"].copy_(py * rest * (logp + entropy) - rest_pplogp - entropy * rest_sq)
+        torch.sum(p, 1, out=rest[here])  # Σ_{j≠y} p_j = 1 − p_y
+        torch.linalg.vecdot(p, p, out=rest_sq[here])  # Σ_{j≠y} p_j²
+        zb.mul_(p)
+        torch.sum(zb, 1, out=rest_pz[here])  # Σ_{j≠y} p_j z'_j
+        torch.linalg.vecdot(zb, p, out=rest_ppz[here])  # Σ_{j≠y} p_j² z'_j
+    zy = out["logit"] / temperature - top
+    log_p_max = torch.where(py > 0.5, torch.log1p(-rest), torch.log(p_max))  # −logsumexp(z')
+    logp = out["logp"].copy_(zy + log_p_max)
+    entropy = out["entropy"].copy_((-log_p_max - rest_pz - py * zy).clamp_min_(0.0))
+    out["collision"].copy_(rest_sq + py * py)
+    out["logit_grad_norm"].copy_(torch.sqrt(rest * rest + rest_sq))
+    rest_pplogp = rest_ppz + log_p_max * rest_sq  # Σ_{j≠y} p_j² ln p_j
+    out["polarity"].copy_(py * rest * (logp + entropy) - rest_pplogp - entropy * rest_sq)
+
+
+def cache_budget() -> dict[str, int]:
+    """`CACHE_BYTES` of all threads together."""
+    return CACHE_BYTES | {"cpu": CACHE_BYTES["cpu"] * torch.get_num_threads()}
 
 
 def chunks(rows: int, bytes_per_row: int, device: torch.device, budget: dict[str, int]) -> list[tuple[int, int]]:
