@@ -123,7 +123,9 @@ def test(study: Study) -> Finding:
             Condition("the bound is below 1 on average", bool(bounds.mean() < 1)),
         ),
         confounders=(
-            Confounder("radius chosen to fit", f"rho = {rho:g} was fixed on seeds {chosen}, which are not tested"),
+            Confounder(
+                "radius chosen to fit", f"rho = {rho:g} was fixed on seeds {', '.join(map(str, chosen))}, not tested"
+            ),
             Confounder(
                 "no gap", "where held-out failure is no larger than training failure any bound holds; see the gap"
             ),

@@ -182,5 +182,5 @@ MAKERS = {
     "C13": lucky,
 }
 """Claim → maker of its studies."""
-SEEDS = {"C2": 2, "C3": 2, "C9": 3, "C1": 2, "C5": 9, "C6": 2, "C7": 10}
+SEEDS = {"C2": 2, "C3": 2, "C9": 3, "C1": 2, "C5": 9, "C6": 2, "C7": 10, "C10": 10}
 """Seeds of an ordinary study; 8 where not named. The token claims' clusters are steps × seeds."""
