@@ -20,6 +20,7 @@ TOY = {
     "evaluation.prompts": 4,
     "evaluation.every": 2,
     "optimizer.lr": 0.01,
+    "recording.heldout_influence_every": 0,
 }
 
 

@@ -38,3 +38,9 @@ def half_flat():
         return Reward(0.0, {}, False) if int(example.answer) % 2 else score(example, completion)
 
     return splits, flat
+
+
+def only_train():
+    """`vowels` without held-out examples."""
+    splits, score = vowels()
+    return {"train": splits["train"]}, score

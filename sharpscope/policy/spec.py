@@ -38,7 +38,7 @@ class SamplingSpec(Spec):
     temperature: float = Field(1.0, ge=0, le=10, description="logits are divided by it; 0 = greedy")
     top_p: float = Field(1.0, gt=0, le=1, description="nucleus: keep the likeliest tokens up to this mass; 1 = off")
     top_k: int = Field(0, ge=0, description="keep this many likeliest tokens; 0 = off")
-    max_new_tokens: int = Field(128, ge=1, description="longest completion [tokens], the end-of-text token included")
+    max_new_tokens: int = Field(192, ge=1, description="longest completion [tokens], the end-of-text token included")
     decode_batch: int = Field(
         512, ge=1, description="completions decoded at once; bounds memory, changes samples by float rounding at most"
     )

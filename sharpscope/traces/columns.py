@@ -88,7 +88,12 @@ STEPS = Table(
         ),
         _maybe("entropy_mean", "float64", NATS, "mean over tokens of the policy's entropy at the start of the step"),
         _maybe("grad_norm", "float64", NORM, "mean over the updates of the gradient's norm before clipping"),
-        _maybe("update_norm", "float64", NORM, "mean over the updates of the norm of the change of the parameters, decay included"),
+        _maybe(
+            "update_norm",
+            "float64",
+            NORM,
+            "mean over the updates of the norm of the change of the parameters, decay included",
+        ),
         _maybe("clip_fraction_low", "float64", ONE, "share of token uses whose gradient the lower ratio bound cut"),
         _maybe("clip_fraction_high", "float64", ONE, "share of token uses whose gradient the upper ratio bound cut"),
         _maybe("weight_mean", "float64", ONE, "mean token weight"),
@@ -175,10 +180,20 @@ TOKENS = Table(
             "entropy polarity p(ln p + H) - sum_j p_j^2 (ln p_j + H): a step eta on "
             "this token's logits with advantage A changes its entropy by -eta * A * polarity",
         ),
-        _maybe("advantage", "float32", ONE, "group advantage of the token's completion; per-token factors of a method (AR, PAPO, covariance) are in weight"),
+        _maybe(
+            "advantage",
+            "float32",
+            ONE,
+            "group advantage of the token's completion; per-token factors of a method (AR, PAPO, covariance) are in weight",
+        ),
         _maybe("ratio", "float32", ONE, "importance ratio pi / pi_old in that update, as the method defines it"),
         _maybe("weight", "float32", ONE, "the method's token weight w, without gradient"),
-        _maybe("clipped", "int8", ONE, "the ratio's bound that acts, -1 lower, 1 upper, 0 none: there a PPO clip leaves no gradient, CISPO a bounded one"),
+        _maybe(
+            "clipped",
+            "int8",
+            ONE,
+            "the ratio's bound that acts, -1 lower, 1 upper, 0 none: there a PPO clip leaves no gradient, CISPO a bounded one",
+        ),
         _maybe(
             "loss_coef",
             "float32",
@@ -225,7 +240,7 @@ TOKENS = Table(
             "heldout_influence",
             "float32",
             NATS,
-            "-c <grad ln pi, grad L_heldout>: first-order fall of the held-out "
+            "c <grad ln pi, grad L_heldout>: first-order fall of the held-out "
             "loss per unit of learning rate; positive lowers it",
         ),
         _probe(

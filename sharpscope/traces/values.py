@@ -82,7 +82,7 @@ def _numbers(where: str, column: Column, value: Any, target: pa.DataType) -> pa.
         items = [item.item() if hasattr(item, "item") else item for item in data]
         mask = np.array([item is None for item in items], dtype=bool)
         # nulls get a neighbour's value under the mask, so that they do not decide the type
-        filler = next((item for item in items if item is not None), 0)
+        filler = next((item for item in items if item is not None), np.dtype(target.to_pandas_dtype()).type(0))
         data = (
             np.array([filler if item is None else item for item in items])
             if items

@@ -22,6 +22,7 @@ from sharpscope.training.spec import CheckpointSpec
 STATE = "trainer_state.json"
 OPTIMIZER = "optimizer.safetensors"
 PROXIMAL = "proximal.safetensors"
+VECTORS = "eigenvectors.safetensors"
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,12 @@ def save_checkpoint(
     optimizer: torch.optim.AdamW,
     progress: Progress,
     proximal: nn.Module | None = None,
+    vectors: torch.Tensor | None = None,
 ) -> Path:
-    """Write a checkpoint that `AutoModelForCausalLM.from_pretrained` loads too. It appears whole or not at all."""
+    """Write a checkpoint that `AutoModelForCausalLM.from_pretrained` loads too. It appears whole or not at all.
+
+    `vectors` (k, P): the newest top Hessian eigenvectors, on which later tokens are projected.
+    """
     final = checkpoint_dir(run_dir, progress.step)
     aside = final.with_name(f".{final.name}.tmp")
     shutil.rmtree(aside, ignore_errors=True)
@@ -63,6 +68,8 @@ def save_checkpoint(
     save_file(_optimizer_tensors(model, optimizer), aside / OPTIMIZER)
     if proximal is not None:
         save_file({name: p.detach().contiguous() for name, p in _unique(proximal)}, aside / PROXIMAL)
+    if vectors is not None:
+        save_file({"vectors": vectors.detach().cpu().contiguous()}, aside / VECTORS)
     (aside / STATE).write_text(json.dumps(vars(progress), indent=1), encoding="utf-8")
     for path in [*aside.iterdir(), aside]:
         _fsync(path)
@@ -91,6 +98,12 @@ def load_checkpoint(
             for name, parameter in _unique(proximal):
                 parameter.copy_(weights[name])
     return Progress(**state)
+
+
+def load_vectors(folder: Path) -> torch.Tensor | None:
+    """The eigenvectors (k, P) that a checkpoint holds, or None."""
+    path = folder / VECTORS
+    return load_file(path)["vectors"] if path.exists() else None
 
 
 def prune(run_dir: Path, spec: CheckpointSpec) -> list[Path]:

@@ -66,11 +66,10 @@ class UpdateBatch:
     rows: Tensor  # (n,) indices into the round's rollouts
     loss_coef: Tensor  # (n, T), ∂L/∂log π_t
     grad_norm: float
+    clip_factor: float  # what the gradient will be multiplied by
 
 
 BeforeStep = Callable[[UpdateBatch], None]
-AfterStep = Callable[[UpdateBatch, float], None]
-"""Called right after `optimizer.step()` with the clip factor that was applied."""
 
 
 @dataclass
@@ -92,7 +91,6 @@ class Learner:
     reference: torch.nn.Module | None = None
     proximal: torch.nn.Module | None = None
     before_step: BeforeStep | None = None
-    after_step: AfterStep | None = None
     parameters: list[Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -185,15 +183,12 @@ class Learner:
         if not (math.isfinite(loss) and math.isfinite(norm)):
             self.optimizer.zero_grad(set_to_none=True)
             return UpdateRecord(loss, norm, 0.0, 0.0, skipped=True)
-        batch = UpdateBatch(index, rows, self._coef, norm)
-        if self.before_step is not None:
-            self.before_step(batch)
         factor = 1.0 if self.max_grad_norm is None else min(1.0, self.max_grad_norm / (norm + 1e-6))
+        if self.before_step is not None:
+            self.before_step(UpdateBatch(index, rows, self._coef, norm, factor))
         scale_gradients(self.parameters, factor)
         self.optimizer.step()
         size = update_norm(self.optimizer)
-        if self.after_step is not None:
-            self.after_step(batch, factor)
         self._move_proximal()
         self.optimizer.zero_grad(set_to_none=True)
         return UpdateRecord(loss, norm, size, factor, skipped=False)

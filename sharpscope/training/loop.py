@@ -24,21 +24,22 @@ from sharpscope.traces import (
     TraceWriter,
     create_run_dir,
     create_run_info,
+    read_run_info,
     rewind,
     update_run_info,
     write_atomic,
 )
 from sharpscope.traces.files import now
 from sharpscope.training import environment
-from sharpscope.training.checkpoint import Progress, checkpoints, load_checkpoint, prune, save_checkpoint
+from sharpscope.training.checkpoint import Progress, checkpoints, load_checkpoint, load_vectors, prune, save_checkpoint
 from sharpscope.training.data_order import DataOrder
 from sharpscope.training.display import Display, QuietDisplay
 from sharpscope.training.evaluate import evaluate
 from sharpscope.training.health import Event, check_policy, check_rollouts, memory_share, non_finite
-from sharpscope.training.heldout import heldout_prompts
 from sharpscope.training.learning import Learned, Learner, step_tensors
 from sharpscope.training.observers import Observers
 from sharpscope.training.optimizer import build_optimizer, learning_rate, set_learning_rate
+from sharpscope.training.probe_sets import check_probe_set
 from sharpscope.training.records import rollout_columns, steps_row, token_columns
 from sharpscope.training.rounds import Round, draw_round
 
@@ -80,8 +81,7 @@ def train(config: RunConfig, display: Display | None = None, resume: bool = Fals
     policy = load_policy(source)
     longest = [e for split in ("train", *config.evaluation.splits) for e in task.splits().get(split, [])]
     check_lengths(policy, render_prompts(longest, policy), config.rollout.max_new_tokens)
-    if config.recording.heldout_influence_every:
-        heldout_prompts(config, task)
+    check_probe_set(config, task)
     if not resume:
         create_run_dir(config.run_dir)
     with RunLock(config.run_dir):
@@ -153,8 +153,11 @@ class _Run:
         try:
             with TraceWriter(run_dir) as writer, _stop_after_step(self):
                 self.writer = writer
+                self.display.status("choosing the probe set")
+                self._tell(self.observers.start(read_run_info(run_dir)))
                 if done == 0:
                     self._evaluate(0)
+                    self._probe(0)
                 for step in range(done + 1, config.steps + 1):
                     stop = self._step(step)
                     done = step
@@ -213,6 +216,7 @@ class _Run:
         every = config.evaluation.every
         if every and (step % every == 0 or step == config.steps):
             self._evaluate(step)
+        self._probe(step)
         if config.checkpoint.every and step % config.checkpoint.every == 0 and step < config.steps:
             self.writer.flush()
             self._save(step)
@@ -252,10 +256,22 @@ class _Run:
             if text not in self.said:
                 self.said.add(text)
                 events.append(Event(step, "method", "warning", math.nan, math.nan, "warn", text))
+        self._tell(events)
+        return next((f"{event.rule}: {event.message}" for event in events if event.action == "stop"), "")
+
+    def _tell(self, events: list[Event]) -> None:
+        """Events to the trace and to the person."""
         for event in events:
             self.writer.append("events", {name: [value] for name, value in event.row().items()})
             self.display.event(event)
-        return next((f"{event.rule}: {event.message}" for event in events if event.action == "stop"), "")
+
+    def _probe(self, step: int) -> None:
+        """Measure the loss surface, where it is due."""
+        if self.observers.surface.due(step):
+            self.display.status(f"step {step}: probing the loss surface")
+            rows, events = self.observers.surface.rows(step)
+            self.writer.append("probes", rows)
+            self._tell(events)
 
     def _record(self, step: int, drawn: Round, learned: Learned) -> None:
         spec = self.config.recording
@@ -266,8 +282,9 @@ class _Run:
             self.writer.append(
                 "tokens", token_columns(step, drawn, learned, probed, self.policy.head, self.config.rollout.temperature)
             )
-        for table, rows in self.observers.rows().items():
-            self.writer.append(table, rows)
+        rows = self.observers.rows()
+        if rows:
+            self.writer.append("probes", rows)
 
     def _evaluate(self, step: int) -> None:
         spec = self.config.evaluation
@@ -291,12 +308,14 @@ class _Run:
         self.display.status(f"step {step}: saving a checkpoint")
         progress = Progress(step, self.order.cursor, self.recent, self.method.model_dump(mode="json"), {})
         save_checkpoint(
-            self.config.run_dir, self.policy.model, self.policy.tokenizer, self.optimizer, progress, self.proximal
-        )
+            self.config.run_dir, self.policy.model, self.policy.tokenizer, self.optimizer, progress, self.proximal,
+            self.observers.surface.vectors,
+        )  # fmt: skip
         prune(self.config.run_dir, self.config.checkpoint)
 
     def _restore(self, checkpoint: Path) -> int:
         progress = load_checkpoint(checkpoint, self.policy.model, self.optimizer, self.proximal)
+        self.observers.surface.vectors = load_vectors(checkpoint)
         self.order.cursor = progress.cursor
         self.recent = progress.recent_log_grad_norms
         self.method = type(self.method).model_validate(progress.method)

@@ -2,7 +2,7 @@
 
 Token gradients: at every k-th step, and at any step whose gradient norm is a spike, all tokens get the local score norm and
 their attribution; the tokens with the largest local norm and some drawn at random also get the exact norm, so that each run
-states the local tier's error beside its numbers. Held-out influence has a schedule of its own.
+states the local tier's error beside its numbers. Held-out influence and the loss surface have schedules of their own.
 """
 
 from __future__ import annotations
@@ -15,12 +15,26 @@ import torch
 from torch import Tensor
 
 from sharpscope.policy import Policy, Rollouts
+from sharpscope.probes import (
+    ProbeSet,
+    attribute,
+    coming_update,
+    directional_derivative,
+    failure_coefficients,
+    heldout_influence,
+    logp_gradient,
+    nll_coefficients,
+    score_norms,
+    update_attribution,
+)
 from sharpscope.tasks import Task
 from sharpscope.traces.spike_rule import robust_z
-from sharpscope.training.heldout import HeldoutGradient
+from sharpscope.training.health import Event
 from sharpscope.training.learning import Learner, UpdateBatch
+from sharpscope.training.probe_sets import Drawer, needs_probe_set, run_probe_set
 from sharpscope.training.rounds import Round
-from sharpscope.training.seeds import generator
+from sharpscope.training.seeds import derive, generator
+from sharpscope.training.surface import SurfaceProbes
 
 if TYPE_CHECKING:
     from sharpscope.config import RunConfig
@@ -30,26 +44,45 @@ class Observers:
     """Runs the probes that are due at a step; `columns` and `rows` are what they found."""
 
     def __init__(self, config: RunConfig, policy: Policy, task: Task, learner: Learner) -> None:
-        self.config, self.policy, self.learner = config, policy, learner
+        self.config, self.policy, self.task, self.learner = config, policy, task, learner
         self.spec = config.recording
         self.seconds = 0.0
+        self.drawer = Drawer(config, policy, task)
+        self.surface = SurfaceProbes(config, policy, learner.optimizer, self.drawer)
+        self.probe_set: ProbeSet | None = None
         self._columns: dict[str, Tensor] = {}
-        self._heldout = HeldoutGradient(config, policy, task)
+        self._parts: list[tuple[str, float]] = []
         learner.before_step = self._before_step
+
+    def start(self, info: dict[str, Any]) -> list[Event]:
+        """Load or build the probe set, where a schedule needs one; `info` is run.json."""
+        if not needs_probe_set(self.config):
+            return []
+        self.probe_set = run_probe_set(self.config, self.task)
+        return self.surface.start(self.probe_set, info)
 
     def begin(self, step: int, drawn: Round, recent: list[float]) -> None:
         """Learn what this step's updates will be about; `recent` are the last steps' log gradient norms."""
         self.seconds = 0.0
         self._columns = {}
+        self._parts = []
         self._step, self._rollouts, self._recent = step, drawn.rollouts, recent
 
     def columns(self) -> dict[str, Tensor]:
         """Probe columns of the tokens table, (N, T) each, NaN where nothing was measured."""
         return self._columns
 
-    def rows(self) -> dict[str, dict[str, Any]]:
-        """Rows of other tables, by table."""
-        return {}
+    def rows(self) -> dict[str, Any]:
+        """Rows of the probes table about this step's updates: what of ‖Δθ‖² is not the tokens'."""
+        if not self._parts:
+            return {}
+        blank = [None] * len(self._parts)
+        return {
+            "step": self._step, "probe": "update", "probe_set": "", "functional": "surrogate", "parameters": "all",
+            "quantity": [name for name, _ in self._parts], "value": [value for _, value in self._parts],
+            "std_error": blank, "samples": blank, "rho": blank, "converged": blank, "residual": blank, "seed": blank,
+            "seconds": self.seconds,
+        }  # fmt: skip
 
     # -- between gradient and step ----------------------------------------------------------------------------------
 
@@ -67,11 +100,10 @@ class Observers:
 
     def _token_gradients(self, batch: UpdateBatch) -> None:
         """Local norms and attribution of all tokens of the update, exact norms of a few."""
-        from sharpscope.probes import attribute, score_norms
-
         part = self._rollouts.rows(batch.rows)
         mask = _mask(part)
         common: dict[str, Any] = {"attention_mask": part.attention_mask, "temperature": self.config.rollout.temperature}
+        # Forward and backward passes cost by token, so tokens without a part in the gradient are still run: they have norms.
         local = score_norms(self.policy.model, part.input_ids, mask, tier="local", **common).values
         self._put("score_norm_local", batch, local)
         if batch.grad_norm > 0:
@@ -79,12 +111,25 @@ class Observers:
             coef = _wide(part, batch.loss_coef.to(mask.device))
             along = attribute(self.policy.model, part.input_ids, mask, coef, direction=gradient, **common)
             self._put("attribution", batch, along / batch.grad_norm**2)
+            if self.spec.update_attribution:
+                self._update_attribution(batch, part, mask, coef, common)
         self._exact(batch, part, local, common)
+
+    def _update_attribution(
+        self, batch: UpdateBatch, part: Rollouts, mask: Tensor, coef: Tensor, common: dict[str, Any]
+    ) -> None:
+        """Shares of ‖Δθ‖² of the step that the optimizer is about to take; what is not the tokens' goes to the probes table."""
+        split = coming_update(self.learner.optimizer, self.learner.parameters, batch.clip_factor)  # type: ignore[arg-type]
+        shares = update_attribution(self.policy.model, part.input_ids, mask, coef, split, **common)
+        self._put("update_attribution", batch, shares)
+        if batch.index == 0:
+            self._parts += [
+                ("update_share_gradient", split.gradient), ("update_share_momentum", split.momentum),
+                ("update_share_weight_decay", split.weight_decay),
+            ]  # fmt: skip
 
     def _exact(self, batch: UpdateBatch, part: Rollouts, local: Tensor, common: dict[str, Any]) -> None:
         """The exact tier on the largest tokens by local norm and on random others, with the probability of being drawn."""
-        from sharpscope.probes import score_norms
-
         places = part.completion_mask.bool().nonzero()  # (M, 2)
         norms = local[:, part.prompt_width :][part.completion_mask.bool()]  # (M,)
         top = norms.argsort(descending=True, stable=True)[: self.spec.exact_top]
@@ -111,18 +156,49 @@ class Observers:
         chances = torch.full(part.input_ids.shape, math.nan, device=norms.device)
         chances[rows, columns + part.prompt_width] = probability[chosen]
         self._put("draw_probability", batch, chances)
+        self._alignment(batch, part, keep, mask, exact, some)
+
+    def _alignment(
+        self, batch: UpdateBatch, part: Rollouts, keep: Tensor, mask: Tensor, exact: Tensor, common: dict[str, Any]
+    ) -> None:
+        """Share of ∇log π_t in the span of the newest top eigenvectors, for the tokens whose exact norm is known."""
+        vectors = self.surface.vectors
+        if vectors is None:
+            return
+        sizes = [p.numel() for p in self.learner.parameters]
+        total = torch.zeros_like(exact)
+        for vector in vectors:
+            direction = [v.view_as(p) for v, p in zip(vector.split(sizes), self.learner.parameters, strict=True)]
+            found = directional_derivative(self.policy.model, part.input_ids[keep], mask[keep], direction, **common)
+            total += found.values.to(total) ** 2
+        values = torch.full(part.input_ids.shape, math.nan, device=exact.device)
+        share = torch.where(exact > 0, total / exact.clamp_min(torch.finfo(exact.dtype).tiny) ** 2, math.nan)
+        values[keep] = torch.where(mask[keep].bool(), share, math.nan).float()
+        self._put("sharp_alignment", batch, values)
 
     def _influence(self, batch: UpdateBatch) -> None:
-        """−c_t⟨∇log π_t, ∇L_heldout⟩ of all tokens of the update; positive lowers the held-out loss."""
-        from sharpscope.probes import attribute
-
+        """c_t⟨∇log π_t, ∇L_heldout⟩ of all tokens of the update; positive lowers the held-out loss."""
         part = self._rollouts.rows(batch.rows)
-        direction = [-g for g in self._heldout.gradient(self._step)]
-        along = attribute(
+        found = heldout_influence(
             self.policy.model, part.input_ids, _mask(part), _wide(part, batch.loss_coef.to(part.input_ids.device)),
-            direction=direction, attention_mask=part.attention_mask, temperature=self.config.rollout.temperature,
+            self._heldout_gradient(), attention_mask=part.attention_mask, temperature=self.config.rollout.temperature,
         )  # fmt: skip
-        self._put("heldout_influence", batch, along)
+        self._put("heldout_influence", batch, found)
+
+    def _heldout_gradient(self) -> list[Tensor]:
+        """∇L_heldout: of the expected failure on rollouts that the present policy draws, or of stored solutions' nll."""
+        assert self.probe_set is not None
+        model, temperature = self.policy.model, self.config.rollout.temperature
+        if self.spec.heldout_functional == "nll":
+            batch = self.probe_set.solutions("heldout")
+            device = self.policy.device
+            ids, mask, attention = (t.to(device) for t in (batch.input_ids, batch.mask, batch.attention_mask))
+            return logp_gradient(model, ids, mask, nll_coefficients(mask), attention, temperature)
+        seed = derive(self.config.seed, "heldout", self._step) % 2**31
+        drawn = self.probe_set.draw("heldout", self.spec.heldout_samples, self.drawer, seed)
+        mask = _mask(drawn.rollouts)
+        coef = failure_coefficients(mask, drawn.correct)
+        return logp_gradient(model, drawn.rollouts.input_ids, mask, coef, drawn.rollouts.attention_mask, temperature)
 
     def _put(self, name: str, batch: UpdateBatch, values: Tensor) -> None:
         """Keep `values` (n, P+T) of the update's rows where no earlier update of the step has put any."""

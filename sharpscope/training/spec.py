@@ -84,10 +84,12 @@ class RecordingSpec(Spec):
         True, description="Also split the squared update norm over tokens, momentum and decay."
     )
     heldout_influence_every: int = Field(
-        50, ge=0, description="Steps between recordings of held-out influence and its probe-set gradient; 0: never."
+        50, ge=0, description="Steps between recordings of held-out influence, along a gradient on the probe set; 0: never."
     )
-    heldout_prompts: int = Field(
-        16, ge=1, description="Prompts in the held-out probe set whose gradient influence uses."
+    heldout_functional: Literal["expected_failure", "nll"] = Field(
+        "expected_failure",
+        description="Held-out loss of influence: expected failure on seeded rollouts of the current policy, or nll of the "
+        "probe set's stored verified solutions.",
     )
     heldout_samples: int = Field(8, ge=1, description="Completions drawn for each prompt of the held-out probe set.")
 

@@ -1,0 +1,85 @@
+"""The probe set of a run: fixed prompts that every method and seed of a study shares, and rollouts drawn from them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from sharpscope.errors import UserError
+from sharpscope.policy import Policy, load_policy, render_prompts
+from sharpscope.probes import Drawn, ProbeSet, build_probe_set
+from sharpscope.tasks import Example, Task
+from sharpscope.training.rounds import draw_completions
+
+if TYPE_CHECKING:
+    from sharpscope.config import RunConfig
+
+PROBE_SET_FILE = "probe_set.parquet"
+
+
+class Drawer:
+    """Draws seeded completions of a policy for probes, and has the task score them."""
+
+    def __init__(self, config: RunConfig, policy: Policy, task: Task) -> None:
+        self.config, self.policy, self.task = config, policy, task
+
+    def __call__(self, examples: Sequence[Example], samples: int, seed: int) -> Drawn:
+        """`samples` completions per example, rows of an example adjacent, with their success (0 or 1)."""
+        drawn = draw_completions(self.policy, examples, samples, self.config.rollout, seed)
+        success = [self.task.score(examples[row // samples], text).correct for row, text in enumerate(drawn.texts)]
+        correct = torch.tensor(success, dtype=torch.float32, device=self.policy.device)
+        return Drawn(drawn.with_reward(correct), correct)
+
+
+def needs_probe_set(config: RunConfig) -> bool:
+    """Whether any schedule of the run looks at the probe set."""
+    return bool(config.recording.heldout_influence_every or config.probes.every)
+
+
+def check_probe_set(config: RunConfig, task: Task) -> None:
+    """Find what is wrong before the run's folder is made.
+
+    Raises:
+        UserError: a held-out measurement on a task without held-out examples, or a probe-set file that cannot be read.
+    """
+    if config.recording.heldout_influence_every and not task.splits().get("heldout"):
+        raise UserError(
+            "recording.heldout_influence_every: the task has no split 'heldout' to measure influence on; set it to 0"
+        )
+    if config.recording.heldout_influence_every and not config.probes.heldout_prompts:
+        raise UserError("probes.heldout_prompts = 0: held-out influence needs some; set recording.heldout_influence_every to 0")
+    if config.probes.probe_set is not None:
+        ProbeSet.load(config.probes.probe_set)
+
+
+def run_probe_set(config: RunConfig, task: Task) -> ProbeSet:
+    """The run's probe set: the file of an earlier start, the file that the configuration names, or built anew and kept.
+
+    It depends on the task, the initial policy and `probes.probe_set_seed` only, never on the method or the run's seed.
+    """
+    path = Path(config.run_dir) / PROBE_SET_FILE
+    if path.exists():
+        return ProbeSet.load(path)
+    if config.probes.probe_set is not None:
+        found = ProbeSet.load(config.probes.probe_set)
+    else:
+        initial = load_policy(config.policy)
+        spec = config.probes
+        found = build_probe_set(
+            task, Drawer(config, initial, task), lambda examples: render_prompts(examples, initial),
+            policy=config.policy.model, seed=spec.probe_set_seed, train=spec.prompts, heldout=spec.heldout_prompts,
+            task_name=task_key(config),
+        )  # fmt: skip
+    found.save(path)
+    return found
+
+
+def task_key(config: RunConfig) -> str:
+    """The task's kind with a hash of its settings, so that probe sets of different data never share a name."""
+    settings = json.dumps(config.task.model_dump(mode="json"), sort_keys=True)
+    return f"{config.task.kind}-{hashlib.sha256(settings.encode()).hexdigest()[:8]}"

@@ -1,0 +1,79 @@
+"""Curvature and perturbation probes while training: which steps, what it costs, rows of the probes table."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from sharpscope.policy import Policy
+from sharpscope.probes import ProbeSet, measure, measured_cost, probe_functionals
+from sharpscope.probes.estimate import columns
+from sharpscope.traces import update_run_info
+from sharpscope.training.health import Event
+from sharpscope.training.probe_sets import Drawer
+from sharpscope.training.seeds import derive
+
+if TYPE_CHECKING:
+    from sharpscope.config import RunConfig
+
+
+class SurfaceProbes:
+    """Measures the loss surface at scheduled steps. `vectors` (k, P): the span of the newest top eigenvectors, or None."""
+
+    def __init__(self, config: RunConfig, policy: Policy, optimizer: torch.optim.Optimizer, drawer: Drawer) -> None:
+        self.config, self.policy, self.optimizer, self.drawer = config, policy, optimizer, drawer
+        self.spec = config.probes
+        self.every = self.spec.every
+        self.vectors: Tensor | None = None
+        self.probe_set: ProbeSet | None = None
+
+    def start(self, probe_set: ProbeSet, info: dict[str, Any]) -> list[Event]:
+        """Fix the schedule. The cost is measured once in a run's life and saved, so that a resumed run probes the same steps."""
+        self.probe_set = probe_set
+        if not self.spec.every:
+            return []
+        cost = info.get("probe_cost")
+        if cost is None:
+            functional = next(iter(probe_functionals(probe_set, probe_set.splits[0], self.spec, self.drawer, seed=0).values()))
+            cost = measured_cost(self.policy.model, functional, self.spec)
+            update_run_info(self.config.run_dir, probe_cost=cost)
+        product = max(cost["product_s"], 1e-9)
+        products = self.spec.cost(gradient=cost["gradient_s"] / product, value=cost["value_s"] / product)
+        self.every = self.spec.interval(products)
+        if self.every == self.spec.every:
+            return []
+        text = (
+            f"a round of probes may cost {products:.0f} vector products; within {self.spec.budget:g} a step they run every "
+            f"{self.every} steps instead of {self.spec.every}"
+        )
+        return [Event(0, "probe_budget", "info", products, float(self.spec.budget or 0), "thinned", text)]
+
+    def due(self, step: int) -> bool:
+        """Whether the surface is probed after `step` (0: before training)."""
+        return bool(self.every) and (step % self.every == 0 or step == self.config.steps)
+
+    def rows(self, step: int) -> tuple[dict[str, Any], list[Event]]:
+        """Columns of the probes table, and an event for each estimate that is not to be believed."""
+        assert self.probe_set is not None
+        found: list[Any] = []
+        events = []
+        for split in self.probe_set.splits:
+            seed = derive(self.config.probes.probe_set_seed, f"surface:{split}", step) % 2**31
+            functionals = probe_functionals(
+                self.probe_set, split, self.spec, self.drawer, temperature=self.config.rollout.temperature, seed=seed
+            )
+            for functional in functionals.values():
+                measured = measure(
+                    self.policy.model, functional, self.spec, seed=seed, probe_set=self.probe_set.name(split),
+                    optimizer=self.optimizer if self.optimizer.state else None,
+                )  # fmt: skip
+                found += measured.estimates
+                events += [
+                    Event(step, "probe", "warning", math.nan, math.nan, "warn", text) for text in measured.problems
+                ]
+                if split == "train" and measured.curvature is not None and measured.curvature.converged:
+                    self.vectors = measured.curvature.vectors
+        return {"step": step, **columns(found)}, events

@@ -1,0 +1,133 @@
+"""What is measured beside training: values, schedules, and that training does not notice."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import sharpscope
+from sharpscope.errors import UserError
+from sharpscope.training import train
+from sharpscope.training.checkpoint import checkpoints
+from tests.training.test_loop import StopAfter, assert_same, tables
+
+RECORD = {
+    "recording__token_gradients_every": 2, "recording__exact_top": 3, "recording__exact_random": 2,
+    "recording__heldout_influence_every": 2, "recording__heldout_samples": 4, "probes__heldout_prompts": 4, "probes__prompts": 4,
+    "evaluation__every": 0, "steps": 4,
+}  # fmt: skip
+SURFACE = {
+    "probes__every": 2, "probes__functionals": ["expected_failure"], "probes__max_products": 12, "probes__trace_probes": 2,
+    "probes__density_samples": 0, "probes__rhos": [0.05], "probes__kinds": ["sam"], "probes__samples": 2, "probes__top": 1,
+    "probes__preconditioned": False,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def recorded(tiny_policy, tmp_path_factory):
+    """One run with everything recorded, and the same run with nothing recorded."""
+    from sharpscope.config import build_config
+    from tests.conftest import TOY
+
+    out = tmp_path_factory.mktemp("observed")
+    base = {**TOY, "policy.model": str(tiny_policy), "out": str(out), "method": "grpo"}
+    full = {path.replace("__", "."): value for path, value in (RECORD | SURFACE).items()}
+    nothing = full | {"recording.token_gradients_every": 0, "recording.heldout_influence_every": 0, "probes.every": 0}
+    train(build_config(values=base | full | {"name": "full"}))
+    train(build_config(values=base | nothing | {"name": "nothing"}))
+    return out / "full", out / "nothing"
+
+
+def test_training_does_not_notice(recorded):
+    full, nothing = recorded
+    one, two = (AutoModelForCausalLM.from_pretrained(checkpoints(folder)[-1]) for folder in (full, nothing))
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
+    a, b = tables(full), tables(nothing)
+    pd.testing.assert_frame_equal(a["steps"], b["steps"], check_exact=True)
+    pd.testing.assert_frame_equal(a["rollouts"], b["rollouts"], check_exact=True)
+
+
+def test_shares_of_a_gradient_sum_to_one_at_the_scheduled_steps(recorded):
+    tokens = sharpscope.load_run(recorded[0]).tokens()
+    found = tokens.dropna(subset=["attribution"]).groupby("step")["attribution"].sum()
+    assert found.index.tolist() == [2, 4]
+    np.testing.assert_allclose(found, 1.0, atol=1e-3)
+    assert tokens[tokens["step"].isin([1, 3])]["score_norm_local"].isna().all()
+    assert tokens[tokens["step"].isin([2, 4])]["score_norm_local"].notna().all()
+
+
+def test_shares_of_an_update_sum_to_one_with_momentum_and_decay(recorded):
+    run = sharpscope.load_run(recorded[0])
+    probes = run.probes[run.probes["probe"] == "update"]
+    tokens = run.tokens().dropna(subset=["update_attribution"])
+    for step, group in tokens.groupby("step"):
+        parts = probes[probes["step"] == step].set_index("quantity")["value"]
+        assert parts.sum() == pytest.approx(1.0, abs=1e-5)
+        assert group["update_attribution"].sum() == pytest.approx(parts["update_share_gradient"], abs=1e-3)
+
+
+def test_some_tokens_are_exact_with_their_drawing_probability(recorded):
+    tokens = sharpscope.load_run(recorded[0]).tokens()
+    for _, step in tokens[tokens["step"].isin([2, 4])].groupby("step"):
+        exact = step.dropna(subset=["score_norm"])
+        assert len(exact) == 5 and set(exact["score_norm_method"]) == {"exact"}
+        certain = exact[exact["draw_probability"] == 1.0]
+        assert len(certain) == 3
+        assert certain["score_norm_local"].min() >= step.drop(certain.index)["score_norm_local"].max()
+        drawn = exact[exact["draw_probability"] < 1.0]
+        np.testing.assert_allclose(drawn["draw_probability"], 2 / (len(step) - 3), rtol=1e-6)
+        assert (exact["score_norm"] >= exact["head_grad_norm"] * 0.2).all()
+
+
+def test_exact_norms_are_those_of_autograd(toy_config):
+    """At the first recorded step the policy is the initial one, so that its norms can be computed afresh."""
+    config = toy_config(**(RECORD | {"recording__token_gradients_every": 1, "recording__heldout_influence_every": 0, "steps": 1}))
+    train(config)
+    run = sharpscope.load_run(config.run_dir)
+    model = AutoModelForCausalLM.from_pretrained(config.policy.model)
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(config.policy.model)
+    exact = run.tokens().dropna(subset=["score_norm"])
+    for row in exact.itertuples():
+        rollout = run.rollouts[run.rollouts["rollout"] == row.rollout].iloc[0]
+        whole = run.tokens()[run.tokens()["rollout"] == row.rollout].sort_values("position")["token_id"].tolist()
+        ids = torch.tensor([tokenizer(rollout["prompt"])["input_ids"] + whole[: row.position + 1]])
+        logp = torch.log_softmax(model(input_ids=ids).logits[0, -2], dim=-1)[row.token_id]
+        grads = torch.autograd.grad(logp, list(model.parameters()))
+        assert row.score_norm == pytest.approx(float(torch.cat([g.flatten() for g in grads]).norm()), rel=1e-3)
+
+
+def test_influence_is_the_fall_of_the_heldout_loss(recorded):
+    tokens = sharpscope.load_run(recorded[0]).tokens()
+    assert tokens.dropna(subset=["heldout_influence"])["step"].unique().tolist() == [2, 4]
+
+
+def test_the_surface_is_probed_on_schedule_and_tokens_are_projected(recorded):
+    run = sharpscope.load_run(recorded[0])
+    surface = run.probes[run.probes["probe"].isin(["curvature", "perturbation"])]
+    assert sorted(surface["step"].unique()) == [0, 2, 4]
+    assert len(surface["probe_set"].unique()) == 2  # train and held-out
+    assert "probe_cost" in run.info
+    aligned = run.tokens().dropna(subset=["sharp_alignment"])
+    if run.probes[run.probes["quantity"] == "largest"]["converged"].any():
+        assert len(aligned) and aligned["sharp_alignment"].between(0, 1 + 1e-3).all()
+
+
+def test_an_interrupted_run_with_probes_goes_on_as_if_it_had_not_been(toy_config):
+    changes = RECORD | SURFACE
+    whole, broken = toy_config(name="whole", **changes), toy_config(name="broken", **changes)
+    train(whole)
+    train(broken, StopAfter(3))
+    train(broken, resume=True)
+    assert_same(tables(whole.run_dir), tables(broken.run_dir))
+
+
+def test_influence_needs_held_out_examples(toy_config):
+    config = toy_config(recording__heldout_influence_every=2, task__factory="tests.toy_task:only_train")
+    with pytest.raises(UserError, match="heldout"):
+        train(config)
+    assert not config.run_dir.exists()
