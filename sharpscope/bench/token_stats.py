@@ -1,4 +1,4 @@
-"""All token statistics against log-softmax and gather alone, at a large vocabulary: what knowing more than logp costs."""
+"""All token statistics against log-softmax and gather alone, at a large vocabulary: the price of more than logp."""
 
 from __future__ import annotations
 
