@@ -75,20 +75,18 @@ def gap_against_sharpness(grid: pd.DataFrame, quantity: str = "asam") -> Figure:
 
     `grid`: gap, the sharpness `quantity`, method, seed, and the grid's settings.
     """
-    rates = sorted(grid["learning rate"].unique())
-    sizes = sorted(grid["group size"].unique())
+    named = {axis: short for axis, short in (("learning rate", "lr"), ("group size", "G")) if axis in grid}
+    places = {axis: sorted(grid[axis].unique()) for axis in named}
     with styled():
         figure, axes = panels(1, width=5.0, height=3.4)
-        for (rate, size), rows in grid.groupby(["learning rate", "group size"]):
-            color = COLORS[rates.index(rate) % len(COLORS)]
-            axes[0].plot(
-                rows[quantity],
-                rows["gap"],
-                linestyle="none",
-                marker=MARKERS[sizes.index(size) % len(MARKERS)],
-                color=color,
-                label=f"lr {rate:g}, G {size:g}",
+        for values, rows in grid.groupby(list(named)) if named else [((), grid)]:
+            at = dict(zip(named, values, strict=True))
+            color, marker = (
+                looks[places[axis].index(at[axis]) % len(looks)] if axis in at else looks[0]
+                for axis, looks in (("learning rate", COLORS), ("group size", MARKERS))
             )
+            label = ", ".join(f"{named[axis]} {value:g}" for axis, value in at.items())
+            axes[0].plot(rows[quantity], rows["gap"], linestyle="none", marker=marker, color=color, label=label)
             for _, alike in rows.groupby(["method", "seed"]):
                 ordered = alike.sort_values("weight decay") if "weight decay" in alike else alike
                 axes[0].plot(ordered[quantity], ordered["gap"], color=color, linewidth=0.6, alpha=0.6)
@@ -207,7 +205,8 @@ def _curve(axis: Axes, rows: pd.DataFrame, column: str, label: str, color: str, 
     if not len(means):
         return
     points = band(means, ["step"], column)
-    axis.plot(points["step"], points["mean"], color=color, linestyle=dash, label=label or None)
+    marker = "o" if len(points) <= 12 else ""
+    axis.plot(points["step"], points["mean"], marker, markersize=3, color=color, linestyle=dash, label=label or None)
     axis.fill_between(points["step"], points["low"], points["high"], color=color, alpha=0.16, linewidth=0)
 
 

@@ -55,7 +55,7 @@ def prediction_frame(study: Study) -> pd.DataFrame:
     for result in study.reduced.get(NAME, []):
         steps = study.finished[result.run].steps.set_index("step")
         before, after = result.step - 1, result.step + 1
-        if before in steps.index and after in steps.index:
+        if {before, result.step, after} <= set(steps.index):
             change = float(steps["entropy_mean"][after] - steps["entropy_mean"][before])
             rate = float(steps["lr"][result.step])
             rows.append((result.run, result.method, result.seed, result.step, rate * result.values["push"], change))

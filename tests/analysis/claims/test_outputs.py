@@ -102,7 +102,15 @@ def test_figures_draw_the_numbers():
     axis = drawn(grid("effect", rng, 1, "normal"), "gap_against_sharpness").axes[0]
     shown = [x for line in axis.lines if line.get_linestyle() == "None" for x in line.get_xdata()]
     assert len(shown) == 12 and axis.get_xscale() == "log"
-    for claim, name in (("C5", "bound_tightness"), ("C12", "entropy_prediction"), ("C13", "lucky_spikes")):
+    bounds = MAKERS["C5"]("effect", rng, 6, "normal")
+    left, right = drawn(bounds, "bound_tightness").axes
+    (tested,) = claims.test_claims(bounds, ["C5"])
+    rows = tested.frames["bound"].query("rho == fixed_rho")
+    heights = {line.get_label(): line.get_ydata()[0] for line in left.lines}
+    assert heights["training failure + sharpness"] == pytest.approx((rows["train"] + rows["sharpness"]).mean())
+    assert heights["held-out failure"] == pytest.approx(rows["heldout"].mean())
+    assert right.lines[0].get_ydata() == pytest.approx([0.8])
+    for claim, name in (("C12", "entropy_prediction"), ("C13", "lucky_spikes")):
         assert drawn(MAKERS[claim]("effect", rng, 4, "normal"), name) is not None
 
 
