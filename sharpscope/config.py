@@ -15,7 +15,6 @@ from pydantic import BaseModel, Field, ValidationError, field_validator, model_v
 from sharpscope.errors import UserError, nearest
 from sharpscope.objective import Method, method_label, named_method
 from sharpscope.policy import PolicySpec, RolloutSpec
-
 from sharpscope.probes import ProbesSpec
 from sharpscope.spec import Spec
 from sharpscope.tasks import KnightsKnavesSpec, TaskSpec
@@ -44,7 +43,7 @@ class RunConfig(Spec):
         None, ge=1, le=1024, description="CPU threads of torch; null: all physical cores this process may use."
     )
     task: TaskSpec = Field(
-        default_factory=lambda: KnightsKnavesSpec(), description="What is asked and how it is scored."
+        default_factory=KnightsKnavesSpec, description="What is asked and how it is scored."
     )
     policy: PolicySpec = Field(default_factory=PolicySpec, description="The model.")
     rollout: RolloutSpec = Field(default_factory=RolloutSpec, description="How completions are drawn.")
@@ -53,7 +52,9 @@ class RunConfig(Spec):
     update: UpdateSpec = Field(default_factory=UpdateSpec, description="Mini-batches, inner epochs, microbatches.")
     evaluation: EvaluationSpec = Field(default_factory=EvaluationSpec, description="When and on what to evaluate.")
     recording: RecordingSpec = Field(default_factory=RecordingSpec, description="What is written to the traces.")
-    probes: ProbesSpec = Field(default_factory=ProbesSpec, description="Curvature and perturbation probes while training.")
+    probes: ProbesSpec = Field(
+        default_factory=ProbesSpec, description="Curvature and perturbation probes while training."
+    )
     checkpoint: CheckpointSpec = Field(default_factory=CheckpointSpec, description="When weights are saved.")
     health: HealthSpec = Field(default_factory=HealthSpec, description="Rules that speak before a run goes wrong.")
 
@@ -218,10 +219,7 @@ def parse_override(text: str) -> dict[str, Any]:
         raise UserError(f"--set {text}: the value is not valid YAML; put text in quotes") from None
     if isinstance(value, str):
         # YAML 1.1 reads 1e-4 as text; a person means the number.
-        try:
-            value = float(value) if re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", value) else value
-        except ValueError:
-            pass
+        value = float(value) if re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", value) else value
     return _nested(path.strip(), value)
 
 

@@ -20,12 +20,24 @@ def sharpscope(*arguments: str, cwd: Path, **environment: str) -> subprocess.Com
     command = [sys.executable, "-m", "sharpscope", *arguments]
     path = {"PYTHONPATH": str(ROOT), "COLUMNS": "200", "OMP_NUM_THREADS": "1", "TERM": "dumb"}
     return subprocess.run(
-        command, cwd=cwd, env={**os.environ, **path, **environment}, capture_output=True, text=True, timeout=120, check=False
+        command,
+        cwd=cwd,
+        env={**os.environ, **path, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
 
 
 TINY = ["--task", "tests.toy_task:vowels", "--steps", "2", "--quiet"]
-SMALL = ["rollout.prompts_per_step=2", "rollout.group_size=2", "rollout.max_new_tokens=4", "evaluation.prompts=2", "threads=1"]
+SMALL = [
+    "rollout.prompts_per_step=2",
+    "rollout.group_size=2",
+    "rollout.max_new_tokens=4",
+    "evaluation.prompts=2",
+    "threads=1",
+]
 SETS = [part for value in SMALL for part in ("--set", value)]
 
 
@@ -72,7 +84,12 @@ def test_debug_shows_the_traceback(tmp_path: Path):
 def test_import_and_help_are_light(tmp_path: Path):
     heavy = "import sys, sharpscope, sharpscope.cli; print([m for m in ('torch', 'transformers', 'pandas', 'matplotlib') if m in sys.modules])"
     done = subprocess.run(
-        [sys.executable, "-c", heavy], env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True, cwd=tmp_path
+        [sys.executable, "-c", heavy],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=tmp_path,
     )
     assert done.stdout.strip() == "[]"
 
@@ -81,7 +98,19 @@ def test_every_command_has_help_with_an_example():
     runner = CliRunner()
     listing = runner.invoke(app, ["--help"], terminal_width=200).output
     commands = re.findall(r"^│ ([a-z-]+) {2,}", listing, flags=re.MULTILINE)
-    assert {"run", "eval", "warm-start", "methods", "tasks", "schema", "analyze", "show", "compare", "demo", "sweep"} <= set(commands)
+    assert {
+        "run",
+        "eval",
+        "warm-start",
+        "methods",
+        "tasks",
+        "schema",
+        "analyze",
+        "show",
+        "compare",
+        "demo",
+        "sweep",
+    } <= set(commands)
     for command in commands:
         shown = runner.invoke(app, [command, "--help"], terminal_width=200)
         assert shown.exit_code == 0

@@ -54,7 +54,10 @@ def test_a_part_that_changes_its_kind_starts_afresh():
 
 
 def test_ablations_get_names_of_their_own():
-    plain, changed = build_config(None, ["method=grpo-sg"]), build_config(None, ["method=grpo-sg", "method.weight.tau=4"])
+    plain, changed = (
+        build_config(None, ["method=grpo-sg"]),
+        build_config(None, ["method=grpo-sg", "method.weight.tau=4"]),
+    )
     assert plain.run_name == "grpo-sg-knights_knaves-s0"
     assert changed.run_name == "grpo-sg+weight.tau=4-knights_knaves-s0"
     # the default preset given by name is not an ablation
@@ -117,7 +120,9 @@ def test_numbers_in_scientific_notation_are_numbers():
 
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=12)
-values = st.recursive(scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3))
+values = st.recursive(
+    scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
+)
 fields = st.sampled_from([*RunConfig.model_fields, "nonsense", ""])
 
 

@@ -25,7 +25,13 @@ def sweep_file(tiny_policy: Path, tmp_path: Path):
             for parent in parents:
                 part = part.setdefault(parent, {})
             part[last] = value
-        data = {"purpose": "a test", "out": str(tmp_path / "runs"), "base": base, "methods": ["grpo", "ar"], "seeds": [0]}
+        data = {
+            "purpose": "a test",
+            "out": str(tmp_path / "runs"),
+            "base": base,
+            "methods": ["grpo", "ar"],
+            "seeds": [0],
+        }
         file = tmp_path / "sweep.yaml"
         file.write_text(yaml.safe_dump(data | changes))
         return file
@@ -35,12 +41,20 @@ def sweep_file(tiny_policy: Path, tmp_path: Path):
 
 def test_every_combination_is_planned_once(sweep_file):
     file = sweep_file(
-        seeds=[0, 1], settings=[{}, {"optimizer.weight_decay": 0.1}], grid={"optimizer.lr": [0.1, 0.01], "rollout.group_size": [2, 4]}
+        seeds=[0, 1],
+        settings=[{}, {"optimizer.weight_decay": 0.1}],
+        grid={"optimizer.lr": [0.1, 0.01], "rollout.group_size": [2, 4]},
     )
     runs = plan_sweep(read_sweep(file))
     assert len(runs) == len({run.run_dir for run in runs}) == 2 * 2 * 2 * 4
     seen = {
-        (r.config.method.name, r.config.seed, r.config.optimizer.lr, r.config.rollout.group_size, r.config.optimizer.weight_decay)
+        (
+            r.config.method.name,
+            r.config.seed,
+            r.config.optimizer.lr,
+            r.config.rollout.group_size,
+            r.config.optimizer.weight_decay,
+        )
         for r in runs
     }
     assert len(seen) == 32
@@ -77,7 +91,9 @@ def test_finished_runs_stay_interrupted_go_on_failed_wait(sweep_file):
 
 
 def test_a_run_that_fails_is_reported_and_does_not_stop_the_others(sweep_file, tmp_path: Path):
-    runs = plan_sweep(read_sweep(sweep_file(settings=[{}, {"policy.model": str(tmp_path / "absent")}], methods=["grpo"])))
+    runs = plan_sweep(
+        read_sweep(sweep_file(settings=[{}, {"policy.model": str(tmp_path / "absent")}], methods=["grpo"]))
+    )
     outcome = execute(runs, workers=1, threads=1)
     assert outcome.finished == [runs[0].run_dir.name]
     assert "no such folder" in outcome.errors[runs[1].run_dir.name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +12,7 @@ import typer
 def register(app: typer.Typer) -> None:
     """Add the commands to the application."""
     app.command("methods")(methods)
+    app.command("shapings")(shapings)
     app.command("tasks")(tasks)
     app.command("config")(config)
     app.command("schema")(schema)
@@ -52,6 +54,52 @@ def methods(
         "One in full: sharpscope methods NAME. Use: sharpscope run --method NAME",
         highlight=False,
     )
+
+
+def shapings(
+    names: Annotated[
+        list[str] | None, typer.Argument(help="Methods whose weights are drawn; default: the main ones.")
+    ] = None,
+    run: Annotated[Path | None, typer.Option(help="A run: also draw the weights on the tokens it saw.")] = None,
+    step: Annotated[int, typer.Option(help="The step of the run.")] = 1,
+    out: Annotated[Path, typer.Option(help="The picture, .png or .svg.")] = Path("shapings.png"),
+) -> None:
+    """Draw token weights over logit and probability and, given a run, over what it really saw.
+
+    With a run it also prints the share of the weights at each bound and, where the weight multiplies the ratio inside the
+    clip, the share of tokens whose gradient the clip kills.
+
+    Examples:
+
+      sharpscope shapings grpo-sg ar
+
+      sharpscope shapings grpo-sg tr-grpo --run runs/first --step 1
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    from sharpscope.analysis.shaping_curves import DEFAULT, function_curves, observed, shaping_figure
+    from sharpscope.analysis.style import styled
+    from sharpscope.errors import UserError
+    from sharpscope.objective import named_method
+    from sharpscope.traces import load_run
+
+    if out.suffix not in (".png", ".svg"):
+        raise UserError(f"--out {out}: must end in .png or .svg")
+    methods = [named_method(name) for name in names or DEFAULT]
+    seen = None
+    if run is not None:
+        seen, shares = observed(methods, load_run(run), step)
+        table = Table(*shares.columns, title=f"weights on step {step}, calibrated there")
+        for row in shares.to_dict("records"):
+            table.add_row(
+                row.pop("method"),
+                *("–" if value is None or math.isnan(value) else f"{value:.3f}" for value in row.values()),
+            )
+        Console().print(table)
+    with styled():
+        shaping_figure(function_curves(methods), seen).savefig(out)
+    typer.echo(f"written: {out}")
 
 
 def tasks() -> None:

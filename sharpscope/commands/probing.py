@@ -1,9 +1,215 @@
-"""`probe`: the surface and the tokens of anybody's model or of a run's checkpoints."""
+"""`probe`: the loss surface and the tokens of anybody's model, or of a run's checkpoints."""
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
 import typer
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from sharpscope.policy import Policy
+    from sharpscope.probes.spec import ProbesSpec
+
+PARTS = ("curvature", "perturbation", "tokens")
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands to the application."""
+    app.command("probe")(probe)
+
+
+def probe(
+    run: Annotated[
+        Path | None, typer.Argument(help="A run's folder, to probe its checkpoints on its own probe set.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="embedded:NAME, a model folder, or a hub id.")] = None,
+    data: Annotated[Path | None, typer.Option(help="JSONL or Parquet with prompt and completion (and reward).")] = None,
+    probes: Annotated[str, typer.Option(help="Comma-separated: curvature, perturbation, tokens.")] = ",".join(PARTS),
+    functional: Annotated[
+        list[str] | None, typer.Option(help="nll (default); surrogate, expected_failure need rewards.")
+    ] = None,
+    all_checkpoints: Annotated[
+        bool, typer.Option("--all-checkpoints", help="Every checkpoint of the run, not only the last.")
+    ] = False,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="Any field of `probes`, as name=value: --set preset=full.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of every random vector.")] = 0,
+    out: Annotated[Path, typer.Option(help="Folder of the table and the pictures.")] = Path("probe"),
+) -> None:
+    """How sharp is the place: curvature, perturbation sharpness and token gradient norms of any causal language model.
+
+    Examples:
+
+      sharpscope probe --model embedded:knights_knaves --data completions.jsonl --out probe
+
+      sharpscope probe runs/first --all-checkpoints
+    """
+    from sharpscope.errors import UserError, nearest
+
+    parts = [part.strip() for part in probes.split(",") if part.strip()]
+    for part in parts:
+        if part not in PARTS:
+            raise UserError(f"--probes {part}: unknown{nearest(part, PARTS)}")
+    names = functional or ["nll"]
+    for name in names:
+        if name not in ("nll", "surrogate", "expected_failure"):
+            raise UserError(f"--functional {name}: unknown{nearest(name, ('nll', 'surrogate', 'expected_failure'))}")
+    if out.exists() and any(out.iterdir()):
+        raise UserError(f"--out {out}: is not empty and is not overwritten; choose another folder")
+    if (run is None) == (model is None):
+        raise UserError("probe: give a run's folder, or --model with --data")
+    spec = _spec(set_ or [])
+    if run is not None:
+        found = _checkpoints(run, spec, seed, all_checkpoints, parts)
+    else:
+        if data is None:
+            raise UserError("probe --model: needs --data, a JSONL or Parquet file of prompts and completions")
+        found = _model(str(model), data, spec, seed, names, parts, out)
+    out.mkdir(parents=True, exist_ok=True)
+    found.to_parquet(out / "probes.parquet", index=False)
+    _show(found)
+    _pictures(found, out)
+    typer.echo(
+        f"written: {out}/ (probes.parquet{', tokens.parquet' if (out / 'tokens.parquet').exists() else ''}, pictures)"
+    )
+
+
+def _spec(overrides: list[str]) -> ProbesSpec:
+    from sharpscope.config import check_keys, merge, parse_override, validate
+    from sharpscope.probes.spec import ProbesSpec
+
+    values: dict[str, Any] = {"preset": "standard"}
+    for override in overrides:
+        values = merge(values, parse_override(override))
+    check_keys(ProbesSpec, values)
+    spec: ProbesSpec = validate(ProbesSpec, values)
+    return spec
+
+
+def _model(
+    model: str, data: Path, spec: ProbesSpec, seed: int, functionals: list[str], parts: list[str], out: Path
+) -> pd.DataFrame:
+    from sharpscope.policy import PolicySpec, load_policy
+    from sharpscope.probes import probe_policy, read_rows
+    from sharpscope.training.environment import set_threads
+
+    set_threads(None)
+    rows = read_rows(data)
+    policy = load_policy(PolicySpec(model=model))
+    report = probe_policy(
+        policy, rows, spec, functionals=functionals, seed=seed, label=data.stem,  # type: ignore[arg-type]
+        curvature="curvature" in parts, perturbation="perturbation" in parts,
+    )  # fmt: skip
+    for problem in report.problems:
+        typer.echo(f"  not to be believed: {problem}", err=True)
+    if "tokens" in parts:
+        out.mkdir(parents=True, exist_ok=True)
+        _tokens(policy, rows).to_parquet(out / "tokens.parquet", index=False)
+    return report.frame()
+
+
+def _tokens(policy: Policy, rows: Any) -> pd.DataFrame:
+    """One row a completion token: its text position, id and local score norm."""
+    import pandas as pd
+
+    from sharpscope.probes import score_norms
+    from sharpscope.probes.standalone import text_batch
+
+    batch = text_batch(policy, rows)
+    norms = score_norms(policy.model, batch.input_ids, batch.mask, tier="local", attention_mask=batch.attention_mask)
+    row, column = batch.mask.bool().nonzero(as_tuple=True)
+    place = batch.mask.cumsum(1)[row, column] - 1
+    return pd.DataFrame(
+        {
+            "row": row.cpu(), "position": place.cpu(), "token_id": batch.input_ids[row, column].cpu(),
+            "score_norm_local": norms.values[row, column].cpu(),
+        }
+    )  # fmt: skip
+
+
+def _checkpoints(run: Path, spec: ProbesSpec, seed: int, every: bool, parts: list[str]) -> pd.DataFrame:
+    import pandas as pd
+
+    from sharpscope.config import build_config
+    from sharpscope.errors import UserError
+    from sharpscope.policy import load_policy
+    from sharpscope.probes import measure, probe_functionals
+    from sharpscope.probes.estimate import columns
+    from sharpscope.tasks import make_task
+    from sharpscope.training.checkpoint import checkpoints
+    from sharpscope.training.environment import set_threads
+    from sharpscope.training.probe_sets import Drawer, run_probe_set
+
+    if "tokens" in parts and len(parts) == 1:
+        raise UserError(
+            "probe RUN --probes tokens: a run's token gradients stand in its tokens table; see `sharpscope tokens`"
+        )
+    config = build_config(run / "config.yaml", values={"out": str(run.parent), "name": run.name})
+    saved = checkpoints(run)
+    if not saved:
+        raise UserError(f"run '{run}' has no checkpoint to probe")
+    set_threads(config.threads)
+    task = make_task(config.task)
+    probe_set = run_probe_set(config, task)
+    frames = []
+    for folder in saved if every else saved[-1:]:
+        step = int(folder.name.removeprefix("step-"))
+        policy = load_policy(config.policy.model_copy(update={"model": str(folder)}))
+        drawer = Drawer(config, policy, task)
+        for split in probe_set.splits:
+            typer.echo(f"  step {step}, {split}", err=True)
+            found = probe_functionals(probe_set, split, spec, drawer, temperature=config.rollout.temperature, seed=seed)
+            for functional in found.values():
+                measured = measure(
+                    policy.model, functional, spec, seed=seed, probe_set=probe_set.name(split),
+                    curvature="curvature" in parts, perturbation="perturbation" in parts,
+                )  # fmt: skip
+                for problem in measured.problems:
+                    typer.echo(f"  not to be believed: step {step}: {problem}", err=True)
+                frame = pd.DataFrame(columns(measured.estimates, why=True))
+                frame.insert(0, "step", step)
+                frames.append(frame)
+    floats = ["value", "std_error", "rho", "residual", "seconds"]
+    return pd.concat([frame.astype(dict.fromkeys(floats, "float64")) for frame in frames], ignore_index=True)
+
+
+def _show(found: pd.DataFrame) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("step", "functional", "probe set", "quantity", "rho", "value", "± s.e.", "residual", "converged")
+    shown = found[
+        (found["quantity"] != "density") & (found["parameters"] == "all") & ~found["quantity"].str.startswith("slice")
+    ]
+    for row in shown.to_dict("records"):
+        numbers = [
+            "–" if row[name] is None or row[name] != row[name] else f"{row[name]:.4g}"
+            for name in ("rho", "value", "std_error", "residual")
+        ]
+        converged = {True: "yes", False: "NO"}.get(row["converged"], "–")
+        table.add_row(str(row["step"]), row["functional"], row["probe_set"], row["quantity"], *numbers, converged)
+    Console().print(table)
+
+
+def _pictures(found: pd.DataFrame, out: Path) -> None:
+    """Rho curves with their first-order line, and spectral densities, of the last step."""
+    from sharpscope.analysis import figures_probes
+    from sharpscope.analysis.style import lines, save, styled
+
+    last = found[(found["step"] == found["step"].max()) & (found["parameters"] == "all")].assign(
+        setting="model", seed=0
+    )
+    line = lines(["model"])
+    first = last[last["quantity"].str.endswith("_first_order")]
+    first = first.assign(quantity=first["quantity"].str.removesuffix("_first_order"))
+    values = last[last["quantity"].isin(first["quantity"].unique()) & last["rho"].notna()]
+    nodes = last[last["quantity"] == "density"].rename(columns={"rho": "node", "value": "weight"})
+    with styled():
+        if len(values):
+            save(figures_probes.rho_curves(values, first, line), out, "rho_curves")
+        if len(nodes):
+            save(figures_probes.spectrum(nodes, line), out, "spectrum")

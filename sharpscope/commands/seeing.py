@@ -13,6 +13,9 @@ def register(app: typer.Typer) -> None:
     app.command("analyze")(analyze)
     app.command("show")(show)
     app.command("compare")(compare)
+    app.command("claims")(claims)
+    app.command("tokens")(tokens)
+    app.command("spikes")(spikes)
 
 
 def analyze(
@@ -30,14 +33,18 @@ def analyze(
     from rich.console import Console
 
     from sharpscope.analysis import analyze as write_report
+    from sharpscope.analysis.claims import test_claims, write_claims
+    from sharpscope.traces import load_runs
 
     console = Console(stderr=True)
     with console.status("reading traces") as status:
         result = write_report(runs, out, on_progress=lambda text: status.update(printable_line(text)))
+        status.update("testing the claims")
+        write_claims(test_claims(load_runs(runs)), out)
     for message in result.messages:
         typer.echo(f"  {printable_line(message)}")
     typer.echo(
-        f"{len(result.figures)} figures and {len(result.tables)} tables. Written: {out}/ (start with {out}/report.md)"
+        f"{len(result.figures)} figures and {len(result.tables)} tables. Written: {out}/ (start with {out}/report.md; claims.md)"
     )
 
 
@@ -74,6 +81,92 @@ def compare(
     from sharpscope.traces import load_run
 
     Console().print(render(load_run(first), load_run(second)))
+
+
+def claims(
+    runs: Annotated[list[Path], typer.Argument(help="Run folders, or folders of runs.")],
+    claim: Annotated[
+        list[str] | None, typer.Option(help="A claim's name, such as C7; repeatable. Default: all.")
+    ] = None,
+    details: Annotated[
+        bool, typer.Option("--details", help="Statistic, interval, rule, confounders and rows of each.")
+    ] = False,
+    baseline: Annotated[str, typer.Option(help="The method compared with.")] = "grpo",
+    treatment: Annotated[str, typer.Option(help="The method that the claims are about.")] = "grpo-sg",
+) -> None:
+    """Test the published claims on whatever runs there are: supported, refuted, inconclusive or untestable.
+
+    Examples:
+
+      sharpscope claims runs/
+
+      sharpscope claims runs/ --claim C7 --details --treatment gspo
+    """
+    from sharpscope.analysis.claims import test_claims, verdict_text
+    from sharpscope.traces import load_runs
+
+    for verdict in test_claims(load_runs(runs), claim, baseline=baseline, treatment=treatment):
+        typer.echo(printable_lines(verdict_text(verdict) if details else verdict.line()))
+
+
+def printable_lines(text: str) -> str:
+    """Several lines without control characters."""
+    return "\n".join(printable_line(line) for line in text.split("\n"))
+
+
+def tokens(
+    run: Annotated[Path, typer.Argument(help="A run's folder.")],
+    step: Annotated[int, typer.Option(help="The step to look at.")],
+    by: Annotated[
+        str, typer.Option(help="A column of the tokens table; the largest by magnitude come first.")
+    ] = "attribution",
+    top: Annotated[int, typer.Option(help="How many tokens.")] = 20,
+) -> None:
+    """The tokens of a step that matter most, in their sentence, with their numbers.
+
+    Example:
+
+      sharpscope tokens runs/first --step 10 --by attribution --top 20
+    """
+    from rich.console import Console
+
+    from sharpscope.analysis.token_listing import render_tokens, token_decoder, top_tokens
+    from sharpscope.traces import load_run
+
+    loaded = load_run(run)
+    chosen, everything = top_tokens(loaded, step, by, top)
+    Console().print(render_tokens(chosen, everything, by, token_decoder(loaded), f"step {step}, by |{by}|"))
+
+
+def spikes(
+    run: Annotated[Path, typer.Argument(help="A run's folder.")],
+    z: Annotated[
+        float, typer.Option(help="Robust standard deviations of the log gradient norm above its running median.")
+    ] = 4.0,
+    top: Annotated[int, typer.Option(help="Tokens shown for each spike.")] = 8,
+) -> None:
+    """Gradient-norm spikes, and the tokens, prompts and probabilities that make them.
+
+    Example:
+
+      sharpscope spikes runs/first
+    """
+    from rich.console import Console
+
+    from sharpscope.analysis.spikes import explain_spikes
+    from sharpscope.analysis.token_listing import render_spikes, token_decoder
+    from sharpscope.traces import load_run
+
+    loaded = load_run(run)
+    found = explain_spikes(loaded, z, top, largest=1)
+    if not found:
+        typer.echo(
+            f"no gradient norm is {z:g} robust standard deviations above its running median, and no attribution is recorded"
+        )
+        return
+    if all(spike.z != spike.z for spike in found):  # NaN: not a spike
+        typer.echo(f"no spike at z = {z:g}; the largest step with attribution instead:")
+    Console().print(render_spikes(found, lambda step: loaded.tokens(steps=[step]), token_decoder(loaded)))
 
 
 def printable_line(text: str) -> str:

@@ -310,15 +310,15 @@ def blank_stats(mask: Tensor, model: torch.nn.Module) -> TokenStats:
     """TokenStats of zeros in the shape of `mask` (N, T), on its device, in the dtype that the model's statistics have."""
     dtype = torch.float64 if next(model.parameters()).dtype == torch.float64 else torch.float32
     return TokenStats(
-        **{field.name: torch.zeros(mask.shape, dtype=dtype, device=mask.device) for field in fields(TokenStats)}
+        **{stat.name: torch.zeros(mask.shape, dtype=dtype, device=mask.device) for stat in fields(TokenStats)}
     )
 
 
 def write_stats(target: TokenStats, rows: Tensor, values: TokenStats | None) -> None:
     """Put `values` (n, T) into the rows `rows` of `target` (N, T)."""
     assert values is not None
-    for field in fields(TokenStats):
-        getattr(target, field.name)[rows] = getattr(values, field.name).to(getattr(target, field.name).dtype)
+    for name in (stat.name for stat in fields(TokenStats)):
+        getattr(target, name)[rows] = getattr(values, name).to(getattr(target, name).dtype)
 
 
 __all__ = ["Learned", "Learner", "TokenRecord", "UpdateBatch", "UpdateRecord", "step_tensors"]

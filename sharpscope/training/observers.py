@@ -219,5 +219,3 @@ def _mask(part: Rollouts) -> Tensor:
 def _wide(part: Rollouts, values: Tensor) -> Tensor:
     """Completion values (n, T) in the shape of `input_ids` (n, P+T), 0 on the prompt."""
     return torch.cat([values.new_zeros(len(values), part.prompt_width), values], dim=1)
-
-

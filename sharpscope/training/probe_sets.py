@@ -52,7 +52,9 @@ def check_probe_set(config: RunConfig, task: Task) -> None:
             "recording.heldout_influence_every: the task has no split 'heldout' to measure influence on; set it to 0"
         )
     if config.recording.heldout_influence_every and not config.probes.heldout_prompts:
-        raise UserError("probes.heldout_prompts = 0: held-out influence needs some; set recording.heldout_influence_every to 0")
+        raise UserError(
+            "probes.heldout_prompts = 0: held-out influence needs some; set recording.heldout_influence_every to 0"
+        )
     if config.probes.probe_set is not None:
         ProbeSet.load(config.probes.probe_set)
 

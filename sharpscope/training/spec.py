@@ -84,7 +84,9 @@ class RecordingSpec(Spec):
         True, description="Also split the squared update norm over tokens, momentum and decay."
     )
     heldout_influence_every: int = Field(
-        50, ge=0, description="Steps between recordings of held-out influence, along a gradient on the probe set; 0: never."
+        50,
+        ge=0,
+        description="Steps between recordings of held-out influence, along a gradient on the probe set; 0: never.",
     )
     heldout_functional: Literal["expected_failure", "nll"] = Field(
         "expected_failure",

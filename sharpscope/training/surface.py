@@ -37,7 +37,9 @@ class SurfaceProbes:
             return []
         cost = info.get("probe_cost")
         if cost is None:
-            functional = next(iter(probe_functionals(probe_set, probe_set.splits[0], self.spec, self.drawer, seed=0).values()))
+            functional = next(
+                iter(probe_functionals(probe_set, probe_set.splits[0], self.spec, self.drawer, seed=0).values())
+            )
             cost = measured_cost(self.policy.model, functional, self.spec)
             update_run_info(self.config.run_dir, probe_cost=cost)
         product = max(cost["product_s"], 1e-9)

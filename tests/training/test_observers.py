@@ -84,7 +84,9 @@ def test_some_tokens_are_exact_with_their_drawing_probability(recorded):
 
 def test_exact_norms_are_those_of_autograd(toy_config):
     """At the first recorded step the policy is the initial one, so that its norms can be computed afresh."""
-    config = toy_config(**(RECORD | {"recording__token_gradients_every": 1, "recording__heldout_influence_every": 0, "steps": 1}))
+    config = toy_config(
+        **(RECORD | {"recording__token_gradients_every": 1, "recording__heldout_influence_every": 0, "steps": 1})
+    )
     train(config)
     run = sharpscope.load_run(config.run_dir)
     model = AutoModelForCausalLM.from_pretrained(config.policy.model)
