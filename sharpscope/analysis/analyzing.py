@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 from matplotlib.figure import Figure
@@ -110,8 +111,8 @@ def _load(paths: str | Path | Iterable[str | Path]) -> Runs:
     return Runs(several[0].root if several else Path(), names, skipped)  # type: ignore[arg-type]
 
 
-def _nothing(paths: object, runs: Runs) -> str:
-    where = runs.root if isinstance(paths, str | Path) else ", ".join(map(str, paths))  # type: ignore[attr-defined]
+def _nothing(paths: Any, runs: Runs) -> str:
+    where = runs.root if isinstance(paths, str | Path) else ", ".join(map(str, paths))
     if runs.skipped:
         name, why = next(iter(runs.skipped.items()))
         return f"runs: none of the {len(runs.skipped)} below {where} can be read; {name}: {why}"

@@ -56,14 +56,20 @@ class Comparison:
         if len(self.results):
             heads = [Column(Text(printable(name)), justify="right") for name in self.names]
             table = Table("result", "unit", *heads, Column("b − a", justify="right"), box=None, pad_edge=False)
-            for row in self.results.itertuples(index=False):
-                clear = abs(row.difference) > row.difference_half
+            for result in self.results.to_dict("records"):
+                clear = abs(result["difference"]) > result["difference_half"]
                 cells = [
-                    _cell(row.a, row.a_half),
-                    _cell(row.b, row.b_half),
-                    _cell(row.difference, row.difference_half, "+"),
+                    _cell(result["a"], result["a_half"]),
+                    _cell(result["b"], result["b_half"]),
+                    _cell(result["difference"], result["difference_half"], "+"),
                 ]
-                table.add_row(Text(row.quantity), row.unit, cells[0], cells[1], Text(cells[2], "bold" if clear else ""))
+                table.add_row(
+                    Text(result["quantity"]),
+                    result["unit"],
+                    cells[0],
+                    cells[1],
+                    Text(cells[2], "bold" if clear else ""),
+                )
             parts += [Text(), table]
         return Group(*parts, *(Text(printable(note, 400), "dim") for note in self.notes))
 
@@ -160,13 +166,14 @@ def _accuracies(rows: pd.DataFrame) -> dict[tuple[str, float], tuple[float, floa
     """(split, temperature) -> pooled accuracy and its standard error over prompts."""
     pooled = with_pooled(rows, "accuracy")
     result = {}
-    for (split, temperature), group in pooled[pooled["level"] == "all"].groupby(["split", "temperature"]):
+    for _, group in pooled[pooled["level"] == "all"].groupby(["split", "temperature"]):
+        split, temperature = str(group["split"].iloc[0]), float(group["temperature"].iloc[0])
         here = rows[(rows["split"] == split) & (rows["temperature"] == temperature)]
         levels = here[here["level"] != "all"]
         parts = levels if len(levels) else here
         weight = parts["n"] * parts["k"] / (parts["n"] * parts["k"]).sum()
         error = math.sqrt(float(((weight * parts["std_error"]) ** 2).sum(skipna=False)))
-        result[str(split), float(temperature)] = (float(group["value"].iloc[-1]), error)
+        result[split, temperature] = (float(group["value"].iloc[-1]), error)
     return result
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -61,7 +62,7 @@ def rho_curves(values: pd.DataFrame, first_order: pd.DataFrame, lines: Lines) ->
             draw_bands(axis, chosen, lines, x="rho")
             for label in sorted(set(chosen["setting"]) & set(beside["setting"])):
                 rows = band(beside[beside["setting"] == label], ["rho"])
-                thin = {"color": lines[label].color, "linewidth": 0.9, "linestyle": ":"}
+                thin: dict[str, Any] = {"color": lines[label].color, "linewidth": 0.9, "linestyle": ":"}
                 axis.plot(rows["rho"], rows["mean"], label="first order, rho·‖∇L‖", **thin)
             scale = "log" if (chosen["value"] > 0).all() else "linear"
             axis.set(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -127,12 +128,12 @@ def runs_of(study: Study) -> list[tuple[str, object, Run]]:
     return [(setting.label, seed, run) for setting in study.settings for seed, run in setting.runs.items()]
 
 
-def _common(series: Sequence[pd.Series]) -> set[object]:
+def _common(series: Sequence[pd.Series]) -> set[Any]:
     sets = [set(one.tolist()) for one in series]
     return set.intersection(*sets) if sets else set()
 
 
-def _in(frame: pd.DataFrame, keys: set[object]) -> np.ndarray:
+def _in(frame: pd.DataFrame, keys: set[Any]) -> np.ndarray:
     """Which rows are in `keys`, as a mask (also of no rows)."""
     return np.array([tuple(row) in keys for row in frame.to_numpy().tolist()], dtype=bool)
 

@@ -35,7 +35,7 @@ _FIXED = {
 }  # fmt: skip
 _CONTROLS = {"shuffled": 1, "reverse": 2, "constant": 3, "mean-one": 4, "entropy": 3}
 
-_RC = {
+_RC: Any = {
     "font.size": 9, "axes.titlesize": 9, "axes.labelsize": 9, "legend.fontsize": 8, "xtick.labelsize": 8,
     "ytick.labelsize": 8, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
     "grid.color": "#E5E5E5", "grid.linewidth": 0.6, "axes.axisbelow": True, "lines.linewidth": 1.6,

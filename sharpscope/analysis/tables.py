@@ -52,8 +52,8 @@ def _eval_metrics(run: Run, horizon: int) -> dict[tuple[str, str], float]:
     pooled = pooled[pooled["level"] == "all"].sort_values("step")
     last = pooled.groupby(["split", "temperature"], as_index=False).last()
     return {
-        (f"accuracy {row.split}, {_temperature(row.temperature)}", "share"): float(row.value)
-        for row in last.itertuples()
+        (f"accuracy {split}, {_temperature(temperature)}", "share"): float(value)
+        for split, temperature, value in zip(last["split"], last["temperature"], last["value"], strict=True)
     }
 
 
@@ -86,7 +86,9 @@ def summary(study: Study) -> pd.DataFrame:
 
 def method_table(table: pd.DataFrame) -> pd.DataFrame:
     """A summary as a table to read: settings down, metrics across, cells "mean ± half-width of the 95 % interval"."""
-    cells = table.assign(cell=[interval_text(row.mean, row.high - row.mean) for row in table.itertuples()])
+    cells = table.assign(
+        cell=[interval_text(mean, high - mean) for mean, high in zip(table["mean"], table["high"], strict=True)]
+    )
     wide = cells.pivot(index="setting", columns="metric", values="cell")
     ordered = wide[list(dict.fromkeys(table["metric"]))].fillna("–")
     ordered.insert(0, "runs", table.groupby("setting")["runs"].max().astype(str))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ def complement(logp: np.ndarray) -> np.ndarray:
 
 def recorded(run: Run, columns: Sequence[str]) -> Iterator[pd.DataFrame]:
     """Parts of the token table with `columns`, without rows where one of them is null or not a number."""
-    for frame in run.iter_tokens(columns=columns):
+    for frame in run.iter_tokens(columns=columns, required=columns):
         kept = frame.dropna()
         if len(kept):
             yield kept
@@ -69,10 +69,13 @@ def lower_factor(vocabulary: int | None) -> float:
     return float(np.sqrt(vocabulary / (vocabulary - 1))) if vocabulary and vocabulary > 1 else 1.0
 
 
-def rounding(frame: Mapping[str, Any], temperature: float) -> np.ndarray:
-    """Absolute error of 1 − π from float32: ln π is a difference of numbers of the size of the logits over T."""
-    logit = np.abs(np.asarray(frame["logit"], dtype=np.float64)) / temperature
-    return np.asarray(4 * EPSILON * (1 + logit + np.abs(np.asarray(frame["logp"], dtype=np.float64))))
+def rounding(tokens: Any, temperature: float) -> np.ndarray:
+    """Absolute error of 1 − π from float32, of tokens with columns logit and logp (a frame or a mapping).
+
+    ln π is a difference of numbers of the size of the logits over T.
+    """
+    logit = np.abs(np.asarray(tokens["logit"], dtype=np.float64)) / temperature
+    return np.asarray(4 * EPSILON * (1 + logit + np.abs(np.asarray(tokens["logp"], dtype=np.float64))))
 
 
 def score_column(run: Run) -> str | None:
@@ -81,9 +84,10 @@ def score_column(run: Run) -> str | None:
     Spending the exact tier on the largest tokens alone is usual; those are no fair sample. None: neither was recorded.
     """
     full = local = 0
-    for frame in run.iter_tokens(columns=["score_norm", "score_norm_local"]):
-        full += int(frame["score_norm"].notna().sum())
-        local += int(frame["score_norm_local"].notna().sum())
+    for frame in recorded(run, ["score_norm"]):
+        full += len(frame)
+    for frame in recorded(run, ["score_norm_local"]):
+        local += len(frame)
     if full and full >= 0.9 * local:
         return "score_norm"
     return "score_norm_local" if local else None
@@ -134,4 +138,4 @@ def decile_sums(run: Run, column: str) -> pd.DataFrame:
         pieces.append(keyed.groupby(["step", "update", "decile", "sign"], as_index=False)["value"].sum())
     columns = ["step", "update", "decile", "sign", "value"]
     whole = pd.concat(pieces, ignore_index=True) if pieces else pd.DataFrame(columns=columns)
-    return whole.groupby(columns[:-1], as_index=False)["value"].sum()
+    return pd.DataFrame(whole.groupby(columns[:-1], as_index=False)["value"].sum())

@@ -184,7 +184,8 @@ TOKENS = Table(
             "advantage",
             "float32",
             ONE,
-            "group advantage of the token's completion; per-token factors of a method (AR, PAPO, covariance) are in weight",
+            "group advantage of the token's completion; per-token factors of a method (AR, PAPO, covariance) are in "
+            "weight",
         ),
         _maybe("ratio", "float32", ONE, "importance ratio pi / pi_old in that update, as the method defines it"),
         _maybe("weight", "float32", ONE, "the method's token weight w, without gradient"),
@@ -192,7 +193,8 @@ TOKENS = Table(
             "clipped",
             "int8",
             ONE,
-            "the ratio's bound that acts, -1 lower, 1 upper, 0 none: there a PPO clip leaves no gradient, CISPO a bounded one",
+            "the ratio's bound that acts, -1 lower, 1 upper, 0 none: there a PPO clip leaves no gradient, CISPO a "
+            "bounded one",
         ),
         _maybe(
             "loss_coef",
@@ -220,8 +222,8 @@ TOKENS = Table(
             "draw_probability",
             "float32",
             ONE,
-            "probability with which the token was chosen for the exact tier: 1 for the largest local norms, less for those drawn "
-            "at random; weights a mean of score_norm over all tokens by its inverse",
+            "probability with which the token was chosen for the exact tier: 1 for the largest local norms, less for "
+            "those drawn at random; weights a mean of score_norm over all tokens by its inverse",
         ),
         _probe("score_norm_method", "string", "name", "how score_norm was found: exact | sketch"),
         _probe(

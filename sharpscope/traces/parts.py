@@ -68,15 +68,22 @@ class Part:
         """The highest step it holds rows of."""
         return max(group.last_step for group in self.groups)
 
-    def read(self, columns: Sequence[str], steps: Collection[int] | None = None) -> pa.Table:
+    def wanted(self, steps: Collection[int] | None = None, required: Collection[str] = ()) -> list[RowGroup]:
+        """Row groups that may hold rows of `steps` (None: all) in which no `required` column is all null."""
+        groups = [g for g in self.groups if steps is None or any(g.first_step <= s <= g.last_step for s in steps)]
+        return [g for g in groups if not any(self._empty(g, column) for column in required)]
+
+    def read(
+        self, columns: Sequence[str], steps: Collection[int] | None = None, required: Collection[str] = ()
+    ) -> pa.Table:
         """Rows of `steps` (None: all), with `columns` in their order; no byte of another column or row group is read.
+
+        Row groups in which a `required` column holds nothing but nulls are not read either.
 
         Raises:
             DamagedPartError: if a page fails its checksum or cannot be decoded.
         """
-        groups = [g for g in self.groups if steps is None or any(g.first_step <= s <= g.last_step for s in steps)]
-        if not groups:
-            return self.metadata.schema.to_arrow_schema().empty_table().select(list(columns))
+        groups = self.wanted(steps, required)
         mixed = steps is not None and any(g.first_step != g.last_step for g in groups)
         wanted = [*columns, "step"] if mixed and "step" not in columns else list(columns)
         try:
@@ -93,6 +100,11 @@ class Part:
         if mixed:
             table = table.filter(pc.is_in(table["step"], pa.array(list(steps or ()), pa.int32())))
         return table.select(list(columns))
+
+    def _empty(self, group: RowGroup, column: str) -> bool:
+        rows = self.metadata.row_group(group.index)
+        statistics = rows.column(self.metadata.schema.names.index(column)).statistics
+        return statistics is not None and statistics.has_null_count and statistics.null_count == rows.num_rows
 
 
 def open_part(path: Path) -> Part:

@@ -96,10 +96,16 @@ class Run:
         return self._frame("tokens", steps, columns)
 
     def iter_tokens(
-        self, steps: Iterable[int] | int | None = None, columns: Sequence[str] | None = None
+        self,
+        steps: Iterable[int] | int | None = None,
+        columns: Sequence[str] | None = None,
+        required: Sequence[str] = (),
     ) -> Iterator[pd.DataFrame]:
-        """The same one part after the other, so that memory holds one part's chosen columns."""
-        for table in self._tables("tokens", _steps(steps), _columns("tokens", columns)):
+        """The same one part after the other, so that memory holds one part's chosen columns.
+
+        Steps in which a `required` column was not recorded at all are left out without being read.
+        """
+        for table in self._tables("tokens", _steps(steps), _columns("tokens", columns), _columns("tokens", required)):
             yield _pandas(table)
 
     def rows(self, table: str) -> int:
@@ -127,11 +133,15 @@ class Run:
         tables = list(self._tables(table, _steps(steps), chosen))
         return _pandas(pa.concat_tables([empty, *tables]))
 
-    def _tables(self, table: str, steps: set[int] | None, columns: list[str]) -> Iterator[pa.Table]:
+    def _tables(
+        self, table: str, steps: set[int] | None, columns: list[str], required: Sequence[str] = ()
+    ) -> Iterator[pa.Table]:
         schema = pa.schema([arrow_schema(table).field(name) for name in columns])
         for part in self._open(table):
+            if not part.wanted(steps, required):
+                continue
             try:
-                rows = part.read(columns, steps)
+                rows = part.read(columns, steps, required)
             except FileNotFoundError:
                 continue  # taken away by a resumed run since the folder was listed
             except DamagedPartError as error:

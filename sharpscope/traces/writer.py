@@ -20,6 +20,8 @@ from sharpscope.traces.values import SchemaError, to_table
 _FLUSH_ORDER = ("tokens", "rollouts", "probes", "eval", "events", "steps")
 # these repeat within a step, so a dictionary is smaller than their bytes split into streams
 _REPEATING = {"advantage", "ratio", "weight"}
+# readers skip row groups in which these are all null
+_PROBED = {column.name for table in TABLES.values() for column in table.columns if column.probe}
 
 
 def write_part(table: pa.Table, folder: Path, number: int) -> Path:
@@ -48,7 +50,7 @@ def _encoding(schema: pa.Schema) -> dict[str, Any]:
         "compression_level": 3,
         "use_dictionary": [f.name for f in schema if f.name not in split],
         "column_encoding": dict.fromkeys(split, "BYTE_STREAM_SPLIT"),
-        "write_statistics": ["step"],
+        "write_statistics": [name for name in schema.names if name == "step" or name in _PROBED],
         "write_page_checksum": True,
     }
 

@@ -188,6 +188,25 @@ def test_steps_and_columns_are_chosen_without_reading_others(tmp_path, monkeypat
         loaded.tokens(columns=["lgp"])
 
 
+def test_steps_without_a_required_column_are_not_read(tmp_path, monkeypatch):
+    run = new_run(tmp_path / "a")
+    half = np.ma.masked_array(np.ones(4), mask=[True, True, False, False])
+    with TraceWriter(run) as writer:
+        for step, values in enumerate([None, half, np.full(4, np.nan)], 1):
+            writer.append("tokens", _tokens(step, attribution=values))
+    read = []
+    original = pq.ParquetFile.read_row_groups
+
+    def spy(self, groups, **options):
+        read.append(list(groups))
+        return original(self, groups, **options)
+
+    monkeypatch.setattr(pq.ParquetFile, "read_row_groups", spy)
+    (frame,) = load_run(run).iter_tokens(columns=["step", "attribution"], required=["attribution"])
+    assert read == [[1, 2]] and frame["step"].tolist() == [2] * 4 + [3] * 4
+    assert len(load_run(run).tokens(columns=["attribution"])) == 12
+
+
 def test_numbering_goes_on_and_nothing_is_overwritten(tmp_path):
     run = new_run(tmp_path / "a")
     for step in (1, 2, 3):
