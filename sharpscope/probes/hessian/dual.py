@@ -7,7 +7,7 @@ only its input (x, ẋ) and is run again in the backward pass.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -108,7 +108,7 @@ def _reverse(
         return torch.autograd.grad(values, leaves, cotangents, allow_unused=True)
 
 
-def _duals(names: dict[str, Tensor], direction: dict[int, Tensor]) -> dict[str, Tensor]:
+def _duals(names: Mapping[str, Tensor], direction: dict[int, Tensor]) -> dict[str, Tensor]:
     """A dual tensor for each name, one and the same for all names of a tied parameter."""
     made = {id(p): forward_ad.make_dual(p, direction[id(p)]) for p in {id(p): p for p in names.values()}.values()}
     return {name: made[id(p)] for name, p in names.items()}
