@@ -58,6 +58,29 @@ class _Layer(CacheLayerMixin):
         return -1
 
 
+class _TakeRows(torch.autograd.Function):
+    """Rows of a tensor, whose gradient is summed by a matrix product: several times as fast as index_select's, which adds
+    element by element, and in the same order every time on every device."""
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(rows)
+        ctx.count = len(states)
+        return states.index_select(0, rows)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (rows,), gradient = ctx.saved_tensors, gradients[0]  # (n, …)
+        chosen = torch.arange(ctx.count, device=rows.device)[:, None] == rows  # (B, n)
+        total = chosen.to(gradient.dtype) @ gradient.reshape(len(rows), -1)
+        return total.view(ctx.count, *gradient.shape[1:]), None
+
+
+def take_rows(states: Tensor, rows: Tensor) -> Tensor:
+    """`states[rows]`, (B, …) -> (n, …), for `rows` (n,) that repeat many times."""
+    return _TakeRows.apply(states, rows)
+
+
 class PromptLayer(_Layer):
     """Keeps the prompts' keys and values (B, H, P, d_head), with their graph."""
 
@@ -77,8 +100,8 @@ class ContinuationLayer(_Layer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """See transformers: adds the new states (n, H, t, d_head) and returns all that is attended to."""
-        keys = self.prompt.keys.index_select(0, self.row_prompt)  # (B, H, P, d) -> (n, H, P, d)
-        values = self.prompt.values.index_select(0, self.row_prompt)
+        keys = take_rows(self.prompt.keys, self.row_prompt)  # (B, H, P, d) -> (n, H, P, d)
+        values = take_rows(self.prompt.values, self.row_prompt)
         return torch.cat([keys, key_states], 2), torch.cat([values, value_states], 2)  # (n, H, P+T, d)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sharpscope.policy.cache import read_prompts
+from sharpscope.policy.cache import read_prompts, take_rows
 from sharpscope.policy.chunked_logp import flat_logp
 from sharpscope.policy.head import backbone, output_head
 from sharpscope.policy.rollouts import Completions
@@ -110,7 +110,7 @@ def _shared_hidden(model: nn.Module, rows: Completions) -> Iterator[tuple[Tensor
     lengths = rows.prompt_lengths[first]
     last, cache = read_prompts(body, _to_left_edge(ids[first], lengths, ids.shape[1], ids.shape[1]), lengths)  # (B, d)
     for bucket in length_buckets(rows.lengths.cpu().numpy(), ids.device):
-        opening = last[row_prompt[bucket]][:, None]  # (b, 1, d)
+        opening = take_rows(last, row_prompt[bucket])[:, None]  # (b, 1, d)
         width = int(rows.lengths[bucket].max()) - 1
         if width <= 0:
             yield bucket, opening

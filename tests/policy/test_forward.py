@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sharpscope.policy import chunked_logp, forward
+from sharpscope.policy.cache import take_rows
 from sharpscope.policy.chunked_logp import flat_logp
 from sharpscope.policy.forward import length_buckets, microbatches, score_completions
 from sharpscope.policy.head import Head, output_head
@@ -206,3 +207,11 @@ def test_microbatches_hold_every_row_once_and_keep_groups_whole(groups, size, bu
             assert all(int((group == unit).sum()) == int((group[batch] == unit).sum()) for unit in units)
             work += sum(int(prompt[group == unit][0]) for unit in units)
         assert work <= budget or len(units) == 1
+
+
+def test_taking_rows_has_the_gradients_of_indexing():
+    states = torch.randn(4, 2, 3, dtype=torch.float64, requires_grad=True)
+    rows = torch.tensor([3, 0, 0, 3, 3])
+    assert torch.equal(take_rows(states, rows), states[rows])
+    assert torch.autograd.gradcheck(lambda x: take_rows(x, rows), states)
+    assert torch.autograd.gradgradcheck(lambda x: take_rows(x, rows), states)
