@@ -38,7 +38,7 @@ class Drawer:
 
 def needs_probe_set(config: RunConfig) -> bool:
     """Whether any schedule of the run looks at the probe set."""
-    return bool(config.recording.heldout_influence_every or config.probes.every)
+    return 0 < config.recording.heldout_influence_every <= config.steps or config.probes.every > 0
 
 
 def check_probe_set(config: RunConfig, task: Task) -> None:

@@ -133,3 +133,9 @@ def test_influence_needs_held_out_examples(toy_config):
     with pytest.raises(UserError, match="heldout"):
         train(config)
     assert not config.run_dir.exists()
+
+
+def test_no_probe_set_is_drawn_for_a_schedule_that_never_comes(toy_config):
+    config = toy_config(recording__heldout_influence_every=50)
+    train(config)
+    assert not (config.run_dir / "probe_set.parquet").exists()
