@@ -11,7 +11,6 @@ from typing import Any, Protocol
 
 import numpy as np
 import pandas as pd
-from numpy.typing import NDArray
 
 from sharpscope.analysis.claims.tokens import Reduced, Reducer, scan
 
@@ -246,14 +245,6 @@ class Study:
                 "could not be laid to the method"
             )
         return f"{first} and {second} share no seed"
-
-
-def values_by_seed(results: Sequence[Reduced], key: str) -> dict[Any, NDArray[np.float64]]:
-    """The numbers `key` of reduced steps, by seed."""
-    found: dict[Any, list[float]] = {}
-    for result in results:
-        found.setdefault(result.seed, []).append(float(result.values[key]))
-    return {seed: np.array(values) for seed, values in found.items()}
 
 
 def _without(config: Mapping[str, Any], places: Sequence[str]) -> dict[str, Any]:
