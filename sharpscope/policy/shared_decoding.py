@@ -41,9 +41,10 @@ class SharedDecodeCache(Cache):
     """
 
     def __init__(self, prompts: PromptCache, lengths: Tensor, row_prompt: Tensor, room: int) -> None:
-        self.prompts = prompts.states
-        self.width = self.prompts[0][0].shape[2]  # P
-        nothing = [(keys[row_prompt, :, :0], values[row_prompt, :, :0]) for keys, values in self.prompts]
+        # Keys (B, H, d_head, P), as the products need them, and values (B, H, P, d_head).
+        self.prompts = [(keys.transpose(2, 3).contiguous(), values) for keys, values in prompts.states]
+        self.width = self.prompts[0][1].shape[2]  # P
+        nothing = [(keys[row_prompt, :, :0], values[row_prompt, :, :0]) for keys, values in prompts.states]
         super().__init__(layers=[GrowingLayer(*pair, room, before=self.width) for pair in nothing])
         padding = torch.arange(self.width, device=lengths.device) < self.width - lengths[:, None]  # (B, P)
         self._padding = padding if bool(padding.any()) else None
@@ -77,6 +78,8 @@ class SharedDecodeCache(Cache):
 
     def by_prompt(self, x: Tensor) -> Tensor:
         """(n, H, R, e) of rows -> (B, H, G·R, e) of prompts; slots without a row are zero."""
+        if self._group == 1:  # every row alone with its prompt
+            return x
         _, heads, repeat, width = x.shape
         prompts, group = self._prompt_count, self._group
         if self._slot is not None:
@@ -87,6 +90,8 @@ class SharedDecodeCache(Cache):
 
     def by_row(self, x: Tensor, repeat: int) -> Tensor:
         """The inverse of `by_prompt`: (B, H, G·R, e) -> (n, H, R, e)."""
+        if self._group == 1:
+            return x
         (prompts, heads, _, width), group = x.shape, self._group
         x = x.view(prompts, heads, group, repeat, width).transpose(1, 2)  # (B, G, H, R, e)
         x = x.reshape(prompts * group, heads, repeat, width)
@@ -132,9 +137,12 @@ def _attend(
     # A sliding window lets the query, the last of P+t positions, see the last `sliding_window` of them.
     first = max(0, width + t - sliding_window) if sliding_window else 0
     first_own, first = max(0, first - width), min(first, width)
+    if first:
+        prompt_key, prompt_value = prompt_key[..., first:], prompt_value[:, :, first:]
+        key, value = key[:, :, first_own:], value[:, :, first_own:]
     q = query.reshape(n, kv_heads, repeat, d) * (d**-0.5 if scaling is None else scaling)
-    shared = cache.by_prompt(q) @ prompt_key[:, :, first:].transpose(2, 3)  # (B, H, G·R, P)
-    own = q @ key[:, :, first_own:].transpose(2, 3)  # (n, H, R, t)
+    shared = cache.by_prompt(q) @ prompt_key  # (B, H, G·R, P)
+    own = q @ key.transpose(2, 3)  # (n, H, R, t)
     scores = torch.cat([cache.by_row(shared, repeat), own], 3)  # (n, H, R, P+t)
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
@@ -142,9 +150,8 @@ def _attend(
         scores[..., : width - first].masked_fill_(cache.row_padding[..., first:], -torch.inf)
     wide = torch.promote_types(scores.dtype, torch.float32)
     weights = torch.softmax(scores, 3, dtype=wide).to(value.dtype)
-    to_prompt, to_own = weights.split([width - first, t - first_own], 3)
-    out = to_own @ value[:, :, first_own:]  # (n, H, R, e)
-    out = out + cache.by_row(cache.by_prompt(to_prompt) @ prompt_value[:, :, first:], repeat)
+    to_prompt, to_own = weights.split([width - first, key.shape[2]], 3)
+    out = to_own @ value + cache.by_row(cache.by_prompt(to_prompt) @ prompt_value, repeat)  # (n, H, R, e)
     return out.reshape(n, 1, heads, -1), None
 
 
