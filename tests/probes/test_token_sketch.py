@@ -58,14 +58,14 @@ def test_unbiased_over_200_seeds_and_its_standard_error_covers():
     model, batch = tiny_model("qwen2", num_hidden_layers=2), random_batch(rows=2)
     full, local, _ = oracle(model, batch)
     truth = full.square().sum(1)
-    structure, seeds, K = structure_of(model), 200, 48
+    structure, seeds, K = structure_of(model), 200, 32
     means, covered = [], []
     for seed in range(seeds):
         generator = torch.Generator().manual_seed(seed)
         drawn = torch.stack([torch.cat([v.flatten() for v in draw_direction(structure, generator)]) for _ in range(K)])
         mean, error = estimates(full, local, drawn)
         means.append(mean)
-        covered.append((mean - truth).abs() <= 2.01 * error)  # 97.5 % point of Student's t with 47 degrees
+        covered.append((mean - truth).abs() <= 2.04 * error)  # 97.5 % point of Student's t with 31 degrees
     mean = torch.stack(means)
     bias = (mean.mean(0) - truth) / (mean.std(0) / seeds**0.5)
     assert float(bias.abs().max()) < 3.5, "an estimate is off by more than chance allows"

@@ -84,19 +84,28 @@ def _score_pull(scene: Scene, block: tuple[int, int, Tensor, Tensor | None], g: 
     return dS.mul_(scene.scale)
 
 
-def pull_back(scene: Scene, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Vector-Jacobian product: g (B, H, L, d) -> dq (B, H, L, d), dk, dv (B, Hkv, L, d)."""
+def pull_back(scene: Scene, g: Tensor, out: tuple[Tensor, ...] | None = None) -> tuple[Tensor, ...]:
+    """Vector-Jacobian product: g (B, H, L, d) -> dq (B, H, L, d), dk, dv (B, Hkv, L, d), written to `out` where given."""
     B, H, L, _ = scene.shape
     q, k, v = scene.q, scene.k, scene.v
+    if out is None:
+        out = (q.new_empty(B, H, L, q.shape[-1]), *(x.new_empty(B, len(x) // B, *x.shape[1:]) for x in (k, v)))
     g = g.reshape(scene.out.shape)
-    dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    for block in scene.blocks:
+    dq, dk, dv = (whole.view(x.shape) for whole, x in zip(out, (q, k, v), strict=True))
+    # The last block of queries reaches every key: it fills dk and dv, the others add to them.
+    for block in reversed(scene.blocks):
         start, stop, P, _ = block
         dS = _score_pull(scene, block, g).flatten(1, 2)  # (B·kv, g·b, stop)
         dq[:, :, start:stop] = torch.bmm(dS, k[:, :stop]).view(*q.shape[:2], stop - start, -1)
-        dk[:, :stop].baddbmm_(dS.mT, q[:, :, start:stop].flatten(1, 2))
-        dv[:, :stop].baddbmm_(P.flatten(1, 2).mT, g[:, :, start:stop].flatten(1, 2))
-    return dq.view(B, H, L, -1), dk.view(B, -1, L, k.shape[-1]), dv.view(B, -1, L, v.shape[-1])
+        to_k = torch.bmm(dS.mT, q[:, :, start:stop].flatten(1, 2))
+        to_v = torch.bmm(P.flatten(1, 2).mT, g[:, :, start:stop].flatten(1, 2))
+        if stop == L:
+            dk.copy_(to_k)
+            dv.copy_(to_v)
+        else:
+            dk[:, :stop] += to_k
+            dv[:, :stop] += to_v
+    return out
 
 
 def pull_back_cut(scene: Scene, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -195,7 +204,7 @@ class _BatchedPull(torch.autograd.Function):
     """`pull_back` as an operation that `torch.func.vmap` hands whole batches of cotangents to."""
 
     @staticmethod
-    def forward(g: Tensor, scene: Scene) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(g: Tensor, scene: Scene) -> tuple[Tensor, ...]:
         return pull_back(scene, g)
 
     @staticmethod
@@ -204,8 +213,13 @@ class _BatchedPull(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple, g: Tensor, scene: Scene) -> tuple[tuple[Tensor, ...], tuple[int, int, int]]:
-        parts = zip(*(pull_back(scene, one) for one in g.unbind(in_dims[0])), strict=True)
-        return tuple(torch.stack(part) for part in parts), (0, 0, 0)
+        B, H, L, _ = scene.shape
+        n, kv = g.shape[in_dims[0]], len(scene.k) // B
+        shapes = ((H, scene.q.shape[-1]), (kv, scene.k.shape[-1]), (kv, scene.v.shape[-1]))
+        parts = tuple(g.new_empty(n, B, heads, L, d) for heads, d in shapes)
+        for i, one in enumerate(g.unbind(in_dims[0])):
+            pull_back(scene, one, tuple(part[i] for part in parts))
+        return parts, (0, 0, 0)
 
 
 class _Full(torch.autograd.Function):

@@ -25,9 +25,9 @@ from sharpscope.probes.token_gradients.structure import Structure, hidden_states
 from sharpscope.probes.token_gradients.uses import Recorder, Use, exact_squares, local_squares
 
 # Bytes that the widest activation's batch of cotangents may take: on a CPU it should stay in the cache.
-COTANGENT_BYTES = {"cpu": 4 * 2**20, "cuda": 256 * 2**20}
+COTANGENT_BYTES = {"cpu": 8 * 2**20, "cuda": 256 * 2**20}
 SLOTS = 16  # tokens of a row that share one forward pass: more save forward passes, fewer waste less of the prefix
-ROWS = {"cpu": 4, "cuda": 16}  # rows in one forward pass
+ROWS = {"cpu": 2, "cuda": 16}  # rows in one forward pass
 
 
 @dataclass(frozen=True)

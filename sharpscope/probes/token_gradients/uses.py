@@ -51,14 +51,14 @@ class Use:
     size: tuple[int, int]
     index: Tensor | None = None
     ignored: int | None = None
-    weight_value: Tensor | None = (
-        None  # what stood in for the parameters in this pass (duals in forward mode, slices, casts)
-    )
+    # What stood in for the parameters in this pass: duals in forward mode, slices, casts.
+    weight_value: Tensor | None = None
     bias_value: Tensor | None = None
     transposed: bool = False  # linear: the weight is (d_in, d_out)
-    tied: tuple[Tensor, Tensor] | None = (
-        None  # exact tier, tied embedding: h (n, B, d) and ∂ log π/∂a at the ids (n, B, L)
-    )
+    # Exact tier. Linear: x xᵀ (B, L, L) where it is smaller than the weight's gradient. Tied embedding: h (n, B, d) and
+    # ∂ log π/∂a at the ids (n, B, L) of the tokens that come next.
+    gram: Tensor | None = None
+    tied: tuple[Tensor, Tensor] | None = None
 
     @property
     def names(self) -> list[str]:
@@ -121,18 +121,19 @@ def exact_squares(use: Use, g: Tensor) -> Tensor:
     found = []
     if use.weight is not None:
         assert use.x is not None
-        found.append(torch.stack([_product_squares(use.x, one) for one in g]))
+        if use.gram is None and use.x.shape[1] < use.x.shape[2]:
+            use.gram = torch.bmm(use.x, use.x.mT)  # (B, L, L), the same for every batch of cotangents
+        found.append(torch.stack([_product_squares(use.x, use.gram, one) for one in g]))
     if use.bias is not None:
         found.append(g.sum(-2).square().sum(-1))
     return torch.stack(found, -1)
 
 
-def _product_squares(a: Tensor, b: Tensor) -> Tensor:
-    """‖aᵀb‖²_F per row (B,): a (B, L, d_in), b (B, L, d_out); through the product or the Gram matrix of a."""
-    if a.shape[1] < a.shape[2]:
-        return torch.linalg.vecdot(torch.bmm(torch.bmm(a, a.mT), b).flatten(1), b.flatten(1))
-    made = torch.bmm(a.mT, b).flatten(1)
-    return torch.linalg.vecdot(made, made)
+def _product_squares(a: Tensor, gram: Tensor | None, b: Tensor) -> Tensor:
+    """‖aᵀb‖²_F per row (B,): a (B, L, d_in), b (B, L, d_out); as ⟨aaᵀb, b⟩ where a's Gram matrix (B, L, L) is given."""
+    if gram is not None:
+        return torch.linalg.vecdot(torch.bmm(gram, b).flatten(1), b.flatten(1))
+    return torch.linalg.vector_norm(torch.bmm(a.mT, b), dim=(1, 2)).square()
 
 
 def _without_ignored(use: Use, g: Tensor) -> Tensor:

@@ -1,0 +1,294 @@
+"""What it costs to know every token's gradient norm and share, against a loop of `autograd.grad`, in one run.
+
+The loop's time is taken on a sample of tokens spread over the positions and multiplied: each of its backward passes
+costs the same, whatever the token. Both sides run on the same weights, threads and device; repeats alternate between
+them.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from sharpscope.packaged import data_path
+from sharpscope.probes import directional_derivative, logp_gradient, score_norms
+from sharpscope.probes.token_gradients import Tier
+
+GPU_SHAPES: dict[str, dict[str, int]] = {
+    "Qwen2.5-0.5B": {
+        "layers": 24,
+        "width": 896,
+        "heads": 14,
+        "key_heads": 2,
+        "feed_forward": 4864,
+        "vocabulary": 151_936,
+    },
+    "Qwen2.5-3B": {
+        "layers": 36,
+        "width": 2048,
+        "heads": 16,
+        "key_heads": 2,
+        "feed_forward": 11_008,
+        "vocabulary": 151_936,
+    },
+}
+"""Real shapes, with random weights, that are measured where a GPU is at hand."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table.
+
+    Attributes:
+        what: the quantity; `setting`: the batch.
+        seconds: median time of ours; `baseline`: of the baseline.
+        ratio: how many times ours is faster, or (attribution) its cost in forward passes.
+        required, hoped: of the ratio.
+        unit: "x faster" or "forward passes".
+        note: anything that a reader must know.
+    """
+
+    what: str
+    setting: str
+    seconds: float
+    baseline: float
+    ratio: float
+    required: float
+    hoped: float
+    unit: str
+    note: str = ""
+
+
+def random_model(
+    *, layers: int = 4, width: int = 128, heads: int = 4, key_heads: int = 4, feed_forward: int = 384,
+    vocabulary: int = 624, device: str = "cpu",
+) -> nn.Module:  # fmt: skip
+    """A randomly initialised Qwen2 of this shape, embeddings tied, in eval mode; by default the embedded policy's."""
+    config = Qwen2Config(
+        vocab_size=vocabulary, hidden_size=width, intermediate_size=feed_forward, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=key_heads, tie_word_embeddings=True, max_position_embeddings=4096,
+        bos_token_id=None, eos_token_id=1, pad_token_id=0,
+    )  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = Qwen2ForCausalLM._from_config(config, attn_implementation="sdpa", dtype=torch.float32)
+    return model.to(device).eval()
+
+
+def embedded() -> nn.Module:
+    """The embedded Knights-and-Knaves policy, float32, in eval mode."""
+    folder = data_path("policies", "knights_knaves")
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
+
+
+@torch.no_grad()
+def sampled_rows(model: nn.Module, rows: int, length: int, seed: int = 0) -> Tensor:
+    """(rows, length) token ids drawn from the model at temperature 1, by a generator of `seed`; never the end."""
+    device = next(model.parameters()).device
+    generator = torch.Generator(device=device).manual_seed(seed)
+    vocabulary = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+    ids = torch.randint(2, vocabulary, (rows, 1), generator=generator, device=device)
+    cache, read = None, ids
+    while ids.shape[1] < length:
+        out = model(input_ids=read, past_key_values=cache, use_cache=True)
+        cache, logits = out.past_key_values, out.logits[:, -1].float()
+        logits[:, :2] = -torch.inf  # padding and end of text
+        read = torch.multinomial(torch.softmax(logits, -1), 1, generator=generator)
+        ids = torch.cat([ids, read], 1)
+    return ids
+
+
+def loop_norms(model: nn.Module, ids: Tensor, positions: Sequence[int]) -> list[float]:
+    """The baseline: a backward pass a token over a kept graph, ids (1, S); norms of the tokens at `positions`."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    logp = torch.log_softmax(model(input_ids=ids, use_cache=False).logits[0, :-1].float(), -1)
+    logp = logp.gather(1, ids[0, 1:, None])[:, 0]
+    found = []
+    for position in positions:
+        gradients = torch.autograd.grad(logp[position - 1], parameters, retain_graph=True)
+        found.append(float(torch.stack([g.square().sum() for g in gradients]).sum().sqrt()))
+    return found
+
+
+def timed(function: Callable[[], Any], device: torch.device) -> float:
+    """Wall seconds of one call."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    started = time.perf_counter()
+    function()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - started
+
+
+class Baseline:
+    """Seconds that the loop takes per token of a row, measured in small samples between the other measurements."""
+
+    def __init__(self, model: nn.Module, ids: Tensor, sample: int) -> None:
+        length = ids.shape[1]
+        self._model, self._ids = model, ids[:1]
+        self._positions = sorted({max(1, round((i + 0.5) * length / sample)) for i in range(sample)})
+        self._seconds: list[float] = []
+
+    def measure(self) -> None:
+        """One sample more; the forward pass is left out."""
+        device = self._ids.device
+        none = timed(lambda: loop_norms(self._model, self._ids, []), device)
+        all_ = timed(lambda: loop_norms(self._model, self._ids, self._positions), device)
+        self._seconds.append(max(all_ - none, 0.0) / len(self._positions))
+
+    @property
+    def per_token(self) -> float:
+        """Median seconds of one token."""
+        return statistics.median(self._seconds)
+
+
+def versus_loop(
+    model: nn.Module,
+    ids: Tensor,
+    ours: Callable[[Tensor, Tensor], object],
+    repeats: int,
+    sample: int,
+    chosen: int | None = None,
+) -> tuple[float, float]:
+    """(median seconds of `ours(ids, mask)`, seconds that the loop would take), on all tokens or on `chosen` a row."""
+    mask = torch.ones_like(ids)
+    mask[:, 0] = 0
+    if chosen is not None:
+        length = ids.shape[1]
+        mask[:] = 0
+        mask[:, [max(1, round((i + 0.5) * length / chosen)) for i in range(chosen)]] = 1
+    baseline, seconds = Baseline(model, ids, sample), []
+    ours(ids[:1, :8], mask[:1, :8])  # warm up
+    for _ in range(repeats):
+        baseline.measure()
+        seconds.append(timed(lambda: ours(ids, mask), ids.device))
+    return statistics.median(seconds), baseline.per_token * int(mask.sum())
+
+
+def directions_needed(model: nn.Module, ids: Tensor, error: float = 0.05, pilot: int = 8) -> int:
+    """K at which the sketch's median error of a token's norm is `error`, from the standard errors of a pilot run."""
+    mask = torch.ones_like(ids)
+    mask[:, 0] = 0
+    found = score_norms(model, ids, mask, "sketch", directions=pilot)
+    assert found.std_error is not None
+    at = mask.bool() & (found.squared > 0)
+    # Half of a normal's draws lie within 0.674 standard deviations; the norm's relative error is half its square's.
+    relative = 0.674 * found.std_error[at] / (2 * found.squared[at])
+    return max(2, round(float((relative.median() / error) ** 2 * pilot) + 0.5))
+
+
+def attribution_costs(model: nn.Module, ids: Tensor, repeats: int) -> dict[str, tuple[float, float]]:
+    """Way -> (median seconds of all shares beyond the gradient, median seconds of a forward pass to log-probabilities)."""
+    mask = torch.ones_like(ids)
+    mask[:, 0] = 0
+    direction = logp_gradient(model, ids, mask, mask.float())
+
+    @torch.no_grad()
+    def forward() -> None:
+        logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
+        torch.log_softmax(logits, -1).gather(-1, ids[:, 1:, None])
+
+    ways: dict[str, list[float]] = {"forward": [], "central": [], "pass": []}
+    for _ in range(repeats + 1):
+        ways["pass"].append(timed(forward, ids.device))
+        for way in ("forward", "central"):
+            ways[way].append(
+                timed(lambda way=way: directional_derivative(model, ids, mask, direction, method=way), ids.device)  # type: ignore[misc]
+            )
+    one = statistics.median(ways["pass"][1:])
+    return {way: (statistics.median(ways[way][1:]), one) for way in ("forward", "central")}
+
+
+def table(
+    model: nn.Module, *, rows: int = 8, length: int = 256, long_rows: int = 2, long: int = 1024, repeats: int = 5,
+    sample: int = 16, exact_tokens: int | None = None,
+) -> list[Row]:  # fmt: skip
+    """The benchmark's lines for one model; `exact_tokens` a row instead of all (for models whose loop takes hours)."""
+    ids, setting = sampled_rows(model, rows, length), f"{rows} x {length} tokens"
+    found = []
+    ours, loop = versus_loop(model, ids, lambda i, m: score_norms(model, i, m, "exact"), repeats, sample, exact_tokens)
+    each = "all tokens" if exact_tokens is None else f"{exact_tokens} tokens a row"
+    found.append(Row(f"exact, {each}", setting, ours, loop, loop / ours, 3, 8, "x faster"))
+    ours, loop = versus_loop(model, ids, lambda i, m: score_norms(model, i, m, "local"), repeats, sample)
+    found.append(Row("local, all tokens", setting, ours, loop, loop / ours, 100, 250, "x faster"))
+    long_ids = sampled_rows(model, long_rows, long)
+    K = directions_needed(model, long_ids)
+    ours, loop = versus_loop(
+        model, long_ids, lambda i, m: score_norms(model, i, m, "sketch", directions=K), max(1, repeats // 2 + 1), sample
+    )
+    note = f"K = {K} directions: median error 5 %"
+    found.append(
+        Row("sketch, all tokens", f"{long_rows} x {long} tokens", ours, loop, loop / ours, 8, 25, "x faster", note)
+    )
+    costs = attribution_costs(model, ids, repeats)
+    for way, required, hoped in (("forward", 5.0, 3.0), ("central", 2.5, 2.1)):
+        ours, one = costs[way]
+        name = "forward mode" if way == "forward" else "central difference"
+        found.append(Row(f"attribution, {name}", setting, ours, one, ours / one, required, hoped, "forward passes"))
+    return found
+
+
+TIER_SAMPLES: dict[Tier, int | None] = {"exact": 16, "local": None, "sketch": None}
+"""Tokens a row that the growth of each tier is measured on; None = all."""
+
+
+def _tier(model: nn.Module, tier: Tier) -> Callable[[Tensor, Tensor], object]:
+    """The tier as a function of ids and mask; the sketch with 8 directions."""
+    return lambda ids, mask: score_norms(model, ids, mask, tier, directions=8)
+
+
+def growth(repeats: int = 3, *, quick: bool = False) -> list[dict[str, float | str]]:
+    """Seconds a token of each tier and of the loop, as length, width and vocabulary grow (random weights, two rows)."""
+    lengths, widths, words = (
+        ([64, 128], [64], [624]) if quick else ([64, 128, 256, 512, 1024], [64, 128, 256, 512], [624, 5_000, 50_000])
+    )
+    found: list[dict[str, float | str]] = []
+    plans = [
+        *(("length", value, random_model(), value) for value in lengths),
+        *(("width", value, random_model(width=value, feed_forward=3 * value), 128) for value in widths),
+        *(("vocabulary", value, random_model(vocabulary=value), 128) for value in words),
+    ]
+    for axis, value, model, length in plans:
+        ids = sampled_rows(model, 2, length)
+        point: dict[str, float | str] = {"axis": axis, "value": value}
+        for tier, chosen in TIER_SAMPLES.items():
+            ours, loop = versus_loop(model, ids, _tier(model, tier), repeats, 8, chosen)
+            tokens = 2 * (chosen or length - 1)
+            point[tier], point["loop"] = ours / tokens, loop / tokens
+        found.append(point)
+    return found
+
+
+def run(*, quick: bool = False, repeats: int = 5, with_growth: bool = True) -> dict[str, Any]:
+    """Everything that the command prints and writes, as plain values."""
+    small: dict[str, int] = (
+        {"rows": 2, "length": 32, "long_rows": 1, "long": 64, "repeats": 1, "sample": 4}
+        if quick
+        else {"repeats": repeats}
+    )
+    found: dict[str, Any] = {
+        "threads": torch.get_num_threads(),
+        "quick": quick,
+        "torch": torch.__version__,
+        "embedded policy": [asdict(row) for row in table(embedded(), **small)],
+        "growth": growth(1 if quick else min(repeats, 3), quick=quick) if with_growth else [],
+    }
+    if not torch.cuda.is_available():
+        found["gpu"] = "GPU numbers are missing: none was at hand"
+        return found
+    found["gpu"] = torch.cuda.get_device_name()
+    for name, shape in GPU_SHAPES.items():
+        model = random_model(**shape, device="cuda")
+        lines = table(model, rows=2, length=128 if quick else 1024, long_rows=2, long=128 if quick else 1024,
+                      repeats=1 if quick else repeats, sample=4, exact_tokens=32)  # fmt: skip
+        found[name] = [asdict(row) for row in lines]
+        del model
+    return found

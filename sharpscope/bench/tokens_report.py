@@ -1,0 +1,73 @@
+"""The token benchmark on the screen and as files: a table, the numbers, and how the costs grow."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+TABLES = ("embedded policy", "Qwen2.5-0.5B", "Qwen2.5-3B")
+HEADINGS = ("what", "setting", "ours [s]", "baseline [s]", "ratio", "required", "hoped", "note")
+
+
+def show(found: dict[str, Any], console: Console | None = None) -> None:
+    """Print the tables."""
+    console = console or Console()
+    for name in TABLES:
+        if name not in found:
+            continue
+        table = Table(*HEADINGS, title=f"{name}, {found['threads']} threads")
+        for row in found[name]:
+            table.add_row(*_cells(row))
+        console.print(table)
+    console.print(f"GPU: {found['gpu']}", markup=False)
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    sign = ">=" if row["unit"] == "x faster" else "<="
+    return [
+        row["what"], row["setting"], f"{row['seconds']:.3f}", f"{row['baseline']:.3f}", f"{row['ratio']:.2f} {row['unit']}",
+        f"{sign} {row['required']:g}", f"{sign} {row['hoped']:g}", row["note"],
+    ]  # fmt: skip
+
+
+def write(found: dict[str, Any], folder: Path) -> list[Path]:
+    """Write tokens.json, tokens.md and, where growth was measured, tokens.png; returns their paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    numbers, text = folder / "tokens.json", folder / "tokens.md"
+    numbers.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    lines = [f"# What a token's gradient costs ({found['threads']} threads, torch {found['torch']})", ""]
+    if found["quick"]:
+        lines += ["A smoke run: the sizes are too small for the numbers to mean anything.", ""]
+    for name in TABLES:
+        if name in found:
+            lines += [f"## {name}", "", "| " + " | ".join(HEADINGS) + " |", "|" + "---|" * len(HEADINGS)]
+            lines += ["| " + " | ".join(_cells(row)) + " |" for row in found[name]] + [""]
+    lines += [
+        "Baseline: for norms, a loop of `autograd.grad` over a kept graph, timed on a sample of tokens in the same run; for",
+        "attribution, a forward pass to the log-probabilities.", "", f"GPU: {found['gpu']}.", "",
+    ]  # fmt: skip
+    text.write_text("\n".join(lines), encoding="utf-8")
+    return [numbers, text, *_picture(found["growth"], folder / "tokens.png")]
+
+
+def _picture(points: list[dict[str, Any]], path: Path) -> list[Path]:
+    if not points:
+        return []
+    from matplotlib.figure import Figure
+
+    axes = ("length", "width", "vocabulary")
+    figure = Figure(figsize=(11, 3.6), layout="constrained")
+    for place, axis in zip(figure.subplots(1, 3, sharey=True), axes, strict=True):
+        here = [point for point in points if point["axis"] == axis]
+        for way in ("loop", "exact", "sketch", "local"):
+            place.loglog([p["value"] for p in here], [p[way] for p in here], marker="o", label=way)
+        place.set_xlabel({"length": "tokens a row", "width": "width", "vocabulary": "words"}[axis])
+        place.grid(alpha=0.3)
+    figure.axes[0].set_ylabel("seconds a token")
+    figure.axes[0].legend(title="sketch: K = 8")
+    figure.savefig(path, dpi=150)
+    return [path]

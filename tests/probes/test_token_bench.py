@@ -1,0 +1,50 @@
+"""The token benchmark compares like with like, and writes what it found."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from sharpscope.bench import tokens, tokens_report
+from sharpscope.probes import score_norms
+
+SMALL = {"layers": 2, "width": 16, "heads": 2, "key_heads": 2, "feed_forward": 24, "vocabulary": 31}
+
+
+def test_the_baseline_computes_what_the_exact_tier_computes():
+    model = tokens.random_model(**SMALL)
+    ids = tokens.sampled_rows(model, 1, 12)
+    assert ids.shape == (1, 12) and int(ids.min()) >= 2
+    mask = torch.ones_like(ids)
+    mask[0, 0] = 0
+    ours = score_norms(model, ids, mask, "exact").values[0, 1:].tolist()
+    assert tokens.loop_norms(model, ids, range(1, 12)) == pytest.approx(ours, rel=1e-4)
+
+
+def test_directions_needed_grow_as_the_square_of_the_precision_asked_for():
+    model = tokens.random_model(**SMALL)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(8 if parameter.ndim == 2 else 1)
+    ids = tokens.sampled_rows(model, 2, 12)
+    coarse, fine = tokens.directions_needed(model, ids, 0.02), tokens.directions_needed(model, ids, 0.01)
+    assert coarse > 2 and 3 < fine / coarse < 5
+
+
+def test_report_names_requirements_and_a_missing_gpu(tmp_path, capsys):
+    row = tokens.Row("local, all tokens", "2 x 8 tokens", 0.5, 60.0, 120.0, 100, 250, "x faster")
+    found = {
+        "threads": 1, "quick": True, "torch": "2", "embedded policy": [vars(row)], "gpu": "GPU numbers are missing: none was at hand",
+        "growth": [{"axis": a, "value": v, "loop": 1.0, "exact": 0.3, "local": 0.01, "sketch": 0.05}
+                   for a in ("length", "width", "vocabulary") for v in (64, 128)],
+    }  # fmt: skip
+    paths = tokens_report.write(found, tmp_path)
+    assert [path.name for path in paths] == ["tokens.json", "tokens.md", "tokens.png"]
+    text = (tmp_path / "tokens.md").read_text(encoding="utf-8")
+    assert "| local, all tokens | 2 x 8 tokens | 0.500 | 60.000 | 120.00 x faster | >= 100 | >= 250 |" in text
+    assert "GPU numbers are missing" in text and "smoke run" in text
+    assert json.loads((tmp_path / "tokens.json").read_text(encoding="utf-8")) == found
+    tokens_report.show(found)
+    assert "120.00" in capsys.readouterr().out
