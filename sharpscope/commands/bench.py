@@ -74,3 +74,63 @@ def tokens(
     tokens_report.show(found)
     for path in tokens_report.write(found, out):
         typer.echo(str(path))
+
+
+@bench.command("token-stats")
+def token_stats(
+    vocabulary: Annotated[int, typer.Option(min=16, help="Size of the vocabulary.")] = 151_936,
+    repeats: Annotated[int, typer.Option(min=1, help="Measurements of each, of which the median counts.")] = 7,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads for both sides.")] = None,
+) -> None:
+    """All statistics of every token against log-softmax and gather alone.
+
+    Example:
+
+      sharpscope bench token-stats
+    """
+    from sharpscope.bench.token_stats import measure
+    from sharpscope.training import environment
+
+    environment.set_threads(threads)
+    found = measure(vocabulary=vocabulary, repeats=repeats)
+    typer.echo(f"statistics / log-softmax + gather, {vocabulary:,} words: {found.ratio:.2f} (required at most 2, hoped 1.3)")
+    typer.echo(f"  against log-softmax in cache-sized blocks: {found.ratio_blocked:.2f}")
+    typer.echo(f"  with the output layer on both sides: {found.ratio_with_head:.2f}")
+
+
+@bench.command("analyze")
+def analyze(
+    rows: Annotated[int, typer.Option(min=1000, help="Token rows of the synthetic run.")] = 10_000_000,
+) -> None:
+    """Analyse a synthetic run of millions of token rows: time, memory, bytes on disk.
+
+    Example:
+
+      sharpscope bench analyze --rows 1000000
+    """
+    from sharpscope.bench.analyze import bench_analyze
+
+    typer.echo(bench_analyze(rows, on_progress=lambda text: typer.echo(f"  {text}", err=True)).to_json(), nl=False)
+
+
+@bench.command("curvature")
+def curvature(
+    out: Annotated[Path, typer.Option(help="Folder for the table.")] = Path("experiments/benchmarks"),
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads for both sides.")] = None,
+) -> None:
+    """Hessian products, eigenvalues and trace against curvlinops and PyHessian, and a product's memory.
+
+    Example:
+
+      sharpscope bench curvature
+    """
+    from sharpscope.bench.curvature import compare_curvature, peak_memory
+    from sharpscope.bench.curvature import report as table
+    from sharpscope.training import environment
+
+    environment.set_threads(threads)
+    text = table(compare_curvature(), [peak_memory(layers=2), peak_memory(layers=24)])
+    typer.echo(text)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "curvature.md").write_text(text, encoding="utf-8")
+    typer.echo(f"written: {out}/curvature.md")

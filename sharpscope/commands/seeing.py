@@ -14,6 +14,7 @@ def register(app: typer.Typer) -> None:
     app.command("show")(show)
     app.command("compare")(compare)
     app.command("claims")(claims)
+    app.command("figures")(figures)
     app.command("tokens")(tokens)
     app.command("spikes")(spikes)
 
@@ -33,6 +34,7 @@ def analyze(
     from rich.console import Console
 
     from sharpscope.analysis import analyze as write_report
+    from sharpscope.analysis.claim_pictures import write_claim_figures
     from sharpscope.analysis.claims import test_claims, write_claims
     from sharpscope.traces import load_runs
 
@@ -40,11 +42,14 @@ def analyze(
     with console.status("reading traces") as status:
         result = write_report(runs, out, on_progress=lambda text: status.update(printable_line(text)))
         status.update("testing the claims")
-        write_claims(test_claims(load_runs(runs)), out)
+        loaded = load_runs(runs)
+        verdicts = test_claims(loaded)
+        write_claims(verdicts, out)
+        drawn = write_claim_figures(loaded, out, verdicts)
     for message in result.messages:
         typer.echo(f"  {printable_line(message)}")
     typer.echo(
-        f"{len(result.figures)} figures and {len(result.tables)} tables. Written: {out}/ (start with {out}/report.md; claims.md)"
+        f"{len(result.figures) + len(drawn) // 2} figures and {len(result.tables)} tables. Written: {out}/ (start with {out}/report.md; claims.md)"
     )
 
 
@@ -107,6 +112,33 @@ def claims(
 
     for verdict in test_claims(load_runs(runs), claim, baseline=baseline, treatment=treatment):
         typer.echo(printable_lines(verdict_text(verdict) if details else verdict.line()))
+
+
+def figures(
+    source: Annotated[Path, typer.Option("--from", help="Run folders, or a folder of runs.")],
+    out: Annotated[Path, typer.Option(help="Where the pictures go.")] = Path("figures"),
+) -> None:
+    """Every figure of the runs and of the claims, and nothing else.
+
+    Example:
+
+      sharpscope figures --from data/reference --out figures
+    """
+    from sharpscope.analysis import figures_of
+    from sharpscope.analysis.claim_pictures import write_claim_figures
+    from sharpscope.analysis.style import save
+    from sharpscope.errors import UserError
+    from sharpscope.traces import load_runs
+
+    loaded = load_runs(source)
+    made = figures_of(loaded)
+    if not made:
+        raise UserError(f"--from {source}: no run with at least one step; record one with `sharpscope run`")
+    out.mkdir(parents=True, exist_ok=True)
+    for name, figure in made.items():
+        save(figure, out, name)
+    drawn = write_claim_figures(loaded, out)
+    typer.echo(f"{len(made) + len(drawn) // 2} figures (PNG and SVG). Written: {out}/")
 
 
 def printable_lines(text: str) -> str:

@@ -1,0 +1,31 @@
+"""Every notebook under experiments/notebooks runs from top to bottom on the reference traces."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+NOTEBOOKS = sorted((ROOT / "experiments" / "notebooks").glob("*.ipynb"))
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs(notebook: Path, tmp_path: Path):
+    """In a copy, so that its output does not change the checkout."""
+    copy = tmp_path / "experiments" / "notebooks" / notebook.name
+    copy.parent.mkdir(parents=True)
+    shutil.copy(notebook, copy)
+    shutil.copytree(ROOT / "data" / "reference", tmp_path / "data" / "reference")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "--nbmake", "--rootdir", str(tmp_path), "-p", "no:cacheprovider", "-q", str(copy)],
+        cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:]
+
+
+def test_there_is_a_notebook():
+    assert NOTEBOOKS
