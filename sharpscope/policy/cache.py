@@ -57,6 +57,10 @@ class _Layer(CacheLayerMixin):
         """No limit."""
         return -1
 
+    def get_max_cache_shape(self) -> int:
+        """No limit; the name of `get_max_length` in earlier versions of transformers 5."""
+        return -1
+
 
 class _TakeRows(torch.autograd.Function):
     """Rows of a tensor, whose gradient is summed by a matrix product: several times as fast as index_select's, which adds

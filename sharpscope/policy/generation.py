@@ -100,7 +100,7 @@ def _decode(
     out: _Output,
 ) -> None:
     """Decode the completions `rows` (n,) together and write them into `out`."""
-    device, body = policy.device, backbone(policy.model)
+    device, body, head = policy.device, backbone(policy.model), policy.head
     used, row_prompt = (rows // group_size).unique(return_inverse=True)
     asked, row_prompt = [prompts[i] for i in used.tolist()], row_prompt.to(device)
     width = max(map(len, asked))
@@ -117,7 +117,7 @@ def _decode(
     record: list[tuple[Tensor, ...]] = []
     with shared_attention(policy.model, cache) if isinstance(cache, SharedDecodeCache) else nullcontext():
         for step in range(spec.max_new_tokens):
-            token, logp, sampler_logp = draw(policy.head.logits(hidden), uniforms[:, step], spec)
+            token, logp, sampler_logp = draw(head.logits(hidden), uniforms[:, step], spec)
             record.append((alive, going, token, logp, logp if sampler_logp is None else sampler_logp))
             going = going & ~torch.isin(token, ends)
             done = int((~going).sum())

@@ -78,8 +78,9 @@ def check_head(model: nn.Module, head: Head) -> None:
     """
     causal = bare(model)
     ids = torch.arange(3, device=head.weight.device)[None] % head.weight.shape[0]
-    own = causal(input_ids=ids, use_cache=False).logits.float()
-    ours = head.logits(backbone(model)(input_ids=ids, use_cache=False).last_hidden_state).float()
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
+    own = causal(**inputs).logits.float()
+    ours = head.logits(backbone(model)(**inputs).last_hidden_state).float()
     tolerance = 1e-3 if head.weight.dtype in (torch.float32, torch.float64) else 5e-2
     slack = tolerance * (1 + float(own.abs().max()))
     if own.shape != ours.shape or not torch.allclose(own, ours, rtol=tolerance, atol=slack):
