@@ -50,7 +50,7 @@ def function_curves(methods: Sequence[Method]) -> pd.DataFrame:
             values = torch.from_numpy(x)
             probability = {} if axis == "logit" else {"logp": values.log()}
             known = {"logit": values} if axis == "logit" else probability
-            step = StepTensors.from_columns(**known)
+            step = StepTensors.from_columns(**known)  # type: ignore[arg-type]
             try:
                 shaping = calibrate(published(method).weight, step) if needs_calibration(method) else method.weight
                 weight = token_weights(shaping, step, torch.Generator().manual_seed(0))[:, 0].numpy()
@@ -89,7 +89,7 @@ def step_of(run: Run, step: int) -> StepTensors:
     group = torch.from_numpy(
         run.rollouts.query("step == @step").set_index("rollout").loc[rollouts, "group"].to_numpy().copy()
     )
-    return StepTensors(mask=mask, group=group, advantage=advantage, behavior_logp=filled["logp"], **filled)
+    return StepTensors(mask=mask, group=group, advantage=advantage, behavior_logp=filled["logp"], **filled)  # type: ignore[arg-type]
 
 
 def observed(

@@ -76,7 +76,7 @@ def _explain(run: Run, row: object, top: int) -> Spike:
     joined = tokens.merge(rollouts, on="rollout")
     prompts = (
         joined.groupby(["group", "prompt"], as_index=False)["attribution"].sum()
-        .sort_values("attribution", key=np.abs, ascending=False).head(top)
+        .sort_values("attribution", key=lambda shares: shares.abs(), ascending=False).head(top)
     )  # fmt: skip
     ranges = pd.cut(tokens["probability"], list(PROBABILITY_EDGES), include_lowest=True)
     grouped = tokens.groupby(ranges, observed=False)["attribution"]

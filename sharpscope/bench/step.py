@@ -82,7 +82,7 @@ def _theirs(config: RunConfig, folder: Path, threads: int) -> StepTimes:
     def reward(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
         return [task.score(by_prompt[p], c).total for p, c in zip(prompts, completions, strict=True)]
 
-    class Clock(TrainerCallback):  # type: ignore[misc]
+    class Clock(TrainerCallback):
         def __init__(self) -> None:
             self.seconds: list[float] = []
 
@@ -101,7 +101,8 @@ def _theirs(config: RunConfig, folder: Path, threads: int) -> StepTimes:
         use_cpu=policy.device.type == "cpu", bf16=False, gradient_checkpointing=False, seed=config.seed, disable_tqdm=True,
         dataloader_pin_memory=False,
     )  # fmt: skip
-    trainer = GRPOTrainer(
+    make: Any = GRPOTrainer  # its annotations are narrower than what it takes
+    trainer = make(
         model=policy.model, processing_class=policy.tokenizer, reward_funcs=reward, args=arguments,
         train_dataset=Dataset.from_dict({"prompt": [example.prompt for example in examples]}), callbacks=[clock],
     )  # fmt: skip

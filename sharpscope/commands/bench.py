@@ -93,7 +93,9 @@ def token_stats(
 
     environment.set_threads(threads)
     found = measure(vocabulary=vocabulary, repeats=repeats)
-    typer.echo(f"statistics / log-softmax + gather, {vocabulary:,} words: {found.ratio:.2f} (required at most 2, hoped 1.3)")
+    typer.echo(
+        f"statistics / log-softmax + gather, {vocabulary:,} words: {found.ratio:.2f} (required at most 2, hoped 1.3)"
+    )
     typer.echo(f"  against log-softmax in cache-sized blocks: {found.ratio_blocked:.2f}")
     typer.echo(f"  with the output layer on both sides: {found.ratio_with_head:.2f}")
 

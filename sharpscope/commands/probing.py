@@ -115,14 +115,17 @@ def _model(
 def _tokens(policy: Policy, rows: Any) -> pd.DataFrame:
     """One row a completion token: its text position, id and local score norm."""
     import pandas as pd
+    import torch
 
     from sharpscope.probes import score_norms
     from sharpscope.probes.standalone import text_batch
 
     batch = text_batch(policy, rows)
-    norms = score_norms(policy.model, batch.input_ids, batch.mask, tier="local", attention_mask=batch.attention_mask)
-    row, column = batch.mask.bool().nonzero(as_tuple=True)
-    place = batch.mask.cumsum(1)[row, column] - 1
+    mask = batch.scored
+    attention = torch.arange(mask.shape[1], device=mask.device) < batch.lengths[:, None]
+    norms = score_norms(policy.model, batch.input_ids, mask, tier="local", attention_mask=attention.long())
+    row, column = mask.nonzero(as_tuple=True)
+    place = mask.long().cumsum(1)[row, column] - 1
     return pd.DataFrame(
         {
             "row": row.cpu(), "position": place.cpu(), "token_id": batch.input_ids[row, column].cpu(),

@@ -59,6 +59,8 @@ class Observers:
         if not needs_probe_set(self.config):
             return []
         self.probe_set = run_probe_set(self.config, self.task)
+        if self.spec.heldout_influence_every and self.spec.heldout_functional == "nll":
+            self.probe_set.solutions("heldout")  # says now, not in the middle of the run, if there are none
         return self.surface.start(self.probe_set, info)
 
     def begin(self, step: int, drawn: Round, recent: list[float]) -> None:
@@ -191,9 +193,10 @@ class Observers:
         model, temperature = self.policy.model, self.config.rollout.temperature
         if self.spec.heldout_functional == "nll":
             batch = self.probe_set.solutions("heldout")
-            device = self.policy.device
-            ids, mask, attention = (t.to(device) for t in (batch.input_ids, batch.mask, batch.attention_mask))
-            return logp_gradient(model, ids, mask, nll_coefficients(mask), attention, temperature)
+            batch = batch.to(self.policy.device)
+            mask = batch.scored.long()  # right-padded: attention to padding behind a token never happens
+            attention = (torch.arange(mask.shape[1], device=mask.device) < batch.lengths[:, None]).long()
+            return logp_gradient(model, batch.input_ids, mask, nll_coefficients(mask), attention, temperature)
         seed = derive(self.config.seed, "heldout", self._step) % 2**31
         drawn = self.probe_set.draw("heldout", self.spec.heldout_samples, self.drawer, seed)
         mask = _mask(drawn.rollouts)

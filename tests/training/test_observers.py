@@ -139,3 +139,48 @@ def test_no_probe_set_is_drawn_for_a_schedule_that_never_comes(toy_config):
     config = toy_config(recording__heldout_influence_every=50)
     train(config)
     assert not (config.run_dir / "probe_set.parquet").exists()
+
+
+def test_influence_along_the_nll_of_stored_solutions(toy_config):
+    """The held-out gradient is that of the mean nll per token of the probe set's solutions, by autograd on the initial policy."""
+    from sharpscope.probes import ProbeSet
+
+    config = toy_config(
+        **(
+            RECORD
+            | {
+                "recording__heldout_functional": "nll",
+                "recording__heldout_influence_every": 1,
+                "steps": 1,
+                "rollout__max_new_tokens": 120,
+            }
+        )
+    )
+    train(config)
+    tokens = sharpscope.load_run(config.run_dir).tokens().dropna(subset=["heldout_influence"])
+    model = AutoModelForCausalLM.from_pretrained(config.policy.model)
+    items = [item for item in ProbeSet.load(config.run_dir / "probe_set.parquet").split("heldout") if item.solution]
+    total, count = 0.0, 0
+    for item in items:
+        ids = torch.tensor([list(item.prompt_ids) + list(item.solution)])
+        logp = torch.log_softmax(model(input_ids=ids).logits[0, :-1], dim=-1).gather(1, ids[0, 1:, None])[:, 0]
+        total = total - logp[len(item.prompt_ids) - 1 :].sum()
+        count += len(item.solution)
+    heldout = torch.autograd.grad(total / count, list(model.parameters()))
+    # Σ_t of the influences is ⟨∇L, ∇L_heldout⟩: the fall of the held-out loss per unit of learning rate
+    rollouts = sharpscope.load_run(config.run_dir).rollouts
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(config.policy.model)
+    expected = 0.0
+    for rollout in rollouts.itertuples():
+        mine = tokens[tokens["rollout"] == rollout.rollout].sort_values("position")
+        prompt = tokenizer(rollout.prompt)["input_ids"]
+        ids = torch.tensor([prompt + mine["token_id"].tolist()])
+        logp = torch.log_softmax(model(input_ids=ids).logits[0, :-1], dim=-1).gather(1, ids[0, 1:, None])[
+            len(prompt) - 1 :, 0
+        ]
+        coef = torch.tensor(mine["loss_coef"].to_numpy(dtype=np.float32).copy())
+        grads = torch.autograd.grad((coef * logp).sum(), list(model.parameters()))
+        expected += sum(float((g * h).sum()) for g, h in zip(grads, heldout, strict=True))
+    assert tokens["heldout_influence"].sum() == pytest.approx(expected, rel=1e-3, abs=1e-7)
