@@ -49,7 +49,8 @@ def analyze(
     for message in result.messages:
         typer.echo(f"  {printable_line(message)}")
     typer.echo(
-        f"{len(result.figures) + len(drawn) // 2} figures and {len(result.tables)} tables. Written: {out}/ (start with {out}/report.md; claims.md)"
+        f"{len(result.figures) + len(drawn) // 2} figures and {len(result.tables)} tables. "
+        f"Written: {out}/ (start with {out}/report.md; {out}/claims.md)"
     )
 
 

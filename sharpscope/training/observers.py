@@ -111,7 +111,9 @@ class Observers:
         if batch.grad_norm > 0:
             gradient = [torch.zeros_like(p) if p.grad is None else p.grad.detach() for p in self.learner.parameters]
             coef = _wide(part, batch.loss_coef.to(mask.device))
-            along = attribute(self.policy.model, part.input_ids, mask, coef, direction=gradient, **common)
+            along = attribute(
+                self.policy.model, part.input_ids, mask, coef, direction=gradient, method=self.spec.derivative, **common
+            )
             self._put("attribution", batch, along / batch.grad_norm**2)
             if self.spec.update_attribution:
                 self._update_attribution(batch, part, mask, coef, common)
@@ -122,7 +124,8 @@ class Observers:
     ) -> None:
         """Shares of ‖Δθ‖² of the step that the optimizer is about to take; what is not the tokens' goes to the probes table."""
         split = coming_update(self.learner.optimizer, self.learner.parameters, batch.clip_factor)  # type: ignore[arg-type]
-        shares = update_attribution(self.policy.model, part.input_ids, mask, coef, split, **common)
+        # D⁻¹ stretches the direction over many orders of magnitude, where a difference of float32 values is too coarse.
+        shares = update_attribution(self.policy.model, part.input_ids, mask, coef, split, method="forward", **common)
         self._put("update_attribution", batch, shares)
         if batch.index == 0:
             self._parts += [
@@ -171,7 +174,9 @@ class Observers:
         total = torch.zeros_like(exact)
         for vector in vectors:
             direction = [v.view_as(p) for v, p in zip(vector.split(sizes), self.learner.parameters, strict=True)]
-            found = directional_derivative(self.policy.model, part.input_ids[keep], mask[keep], direction, **common)
+            found = directional_derivative(
+                self.policy.model, part.input_ids[keep], mask[keep], direction, method=self.spec.derivative, **common
+            )
             total += found.values.to(total) ** 2
         values = torch.full(part.input_ids.shape, math.nan, device=exact.device)
         share = torch.where(exact > 0, total / exact.clamp_min(torch.finfo(exact.dtype).tiny) ** 2, math.nan)
@@ -184,6 +189,7 @@ class Observers:
         found = heldout_influence(
             self.policy.model, part.input_ids, _mask(part), _wide(part, batch.loss_coef.to(part.input_ids.device)),
             self._heldout_gradient(), attention_mask=part.attention_mask, temperature=self.config.rollout.temperature,
+            method=self.spec.derivative,
         )  # fmt: skip
         self._put("heldout_influence", batch, found)
 

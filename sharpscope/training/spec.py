@@ -81,7 +81,14 @@ class RecordingSpec(Spec):
     exact_top: int = Field(16, ge=0, description="Tokens with the largest local norm that get the exact tier [tokens].")
     exact_random: int = Field(16, ge=0, description="Tokens drawn at random that get the exact tier [tokens].")
     update_attribution: bool = Field(
-        True, description="Also split the squared update norm over tokens, momentum and decay."
+        False,
+        description="Also split the squared update norm over tokens, momentum and decay, at the same steps (costs as much again "
+        "as attribution).",
+    )
+    derivative: Literal["central", "forward"] = Field(
+        "central",
+        description="Attribution, influence and alignment by central difference (two forward passes, float32 weights or better) "
+        "or in forward mode (exact to rounding, about the cost of four); update attribution is always in forward mode.",
     )
     heldout_influence_every: int = Field(
         50,

@@ -15,7 +15,7 @@ from sharpscope.training.checkpoint import checkpoints
 from tests.training.test_loop import StopAfter, assert_same, tables
 
 RECORD = {
-    "recording__token_gradients_every": 2, "recording__exact_top": 3, "recording__exact_random": 2,
+    "recording__token_gradients_every": 2, "recording__exact_top": 3, "recording__update_attribution": True, "recording__exact_random": 2,
     "recording__heldout_influence_every": 2, "recording__heldout_samples": 4, "probes__heldout_prompts": 4, "probes__prompts": 4,
     "evaluation__every": 0, "steps": 4,
 }  # fmt: skip
@@ -80,6 +80,17 @@ def test_some_tokens_are_exact_with_their_drawing_probability(recorded):
         drawn = exact[exact["draw_probability"] < 1.0]
         np.testing.assert_allclose(drawn["draw_probability"], 2 / (len(step) - 3), rtol=1e-6)
         assert (exact["score_norm"] >= exact["head_grad_norm"] * 0.2).all()
+
+
+def test_central_difference_and_forward_mode_agree(toy_config):
+    found = []
+    for way in ("central", "forward"):
+        config = toy_config(name=way, **(RECORD | {"recording__derivative": way, "steps": 2}))
+        train(config)
+        found.append(sharpscope.load_run(config.run_dir).tokens().dropna(subset=["attribution"]))
+    for column in ("attribution", "update_attribution", "heldout_influence"):
+        scale = found[1][column].abs().sum()
+        np.testing.assert_allclose(found[0][column], found[1][column], atol=1e-3 * scale)
 
 
 def test_exact_norms_are_those_of_autograd(toy_config):
