@@ -36,8 +36,9 @@ def draw(z: Tensor, u: Tensor, spec: SamplingSpec) -> tuple[Tensor, Tensor, Tens
     Args:
         z: (n, V) logits, not divided by the temperature.
         u: (n,) float64 uniforms in [0, 1).
-        spec: temperature, top_k, top_p. Top-k keeps exactly k tokens; top-p then keeps the fewest likeliest of these
-            whose share of their mass reaches top_p. Temperature 0 takes the likeliest token.
+        spec: temperature, top_k, top_p. Top-k keeps exactly k tokens (which of equally likely ones is left open); top-p
+            then keeps the fewest likeliest of these whose share of their mass reaches top_p. Temperature 0 takes the
+            likeliest token.
 
     Returns:
         token (n,) long; its log-probability [nats] under softmax(z/T) (T = 1 where the temperature is 0), (n,); and

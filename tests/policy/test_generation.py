@@ -174,13 +174,14 @@ def test_rewards_and_rows():
 
 @settings(max_examples=120, deadline=None)
 @given(
-    st.lists(st.floats(-8, 8, width=32), min_size=2, max_size=20, unique=True),
+    st.lists(st.integers(-80, 80), min_size=2, max_size=20, unique=True),  # tenths: no ties, whose order is free
     st.floats(0, 1, exclude_max=True),
     st.floats(0.05, 1),
     st.integers(0, 25),
     st.sampled_from([0.5, 1.0, 2.0]),
 )
-def test_draw_equals_its_definition(z, u, top_p, top_k, temperature):
+def test_draw_equals_its_definition(tenths, u, top_p, top_k, temperature):
+    z = [value / 10 for value in tenths]
     spec = SamplingSpec(temperature=temperature, top_p=top_p, top_k=top_k)
     row = torch.tensor([z], dtype=torch.float64)
     token, behavior, sampler = draw(row, torch.tensor([u], dtype=torch.float64), spec)
