@@ -42,9 +42,7 @@ class RunConfig(Spec):
     threads: int | None = Field(
         None, ge=1, le=1024, description="CPU threads of torch; null: all physical cores this process may use."
     )
-    task: TaskSpec = Field(
-        default_factory=KnightsKnavesSpec, description="What is asked and how it is scored."
-    )
+    task: TaskSpec = Field(default_factory=KnightsKnavesSpec, description="What is asked and how it is scored.")
     policy: PolicySpec = Field(default_factory=PolicySpec, description="The model.")
     rollout: RolloutSpec = Field(default_factory=RolloutSpec, description="How completions are drawn.")
     method: Method = Field(default_factory=lambda: named_method("grpo"), description="The objective, as data.")

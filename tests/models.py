@@ -6,7 +6,9 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-COMMON = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=128)
+COMMON = dict(
+    hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=128
+)
 ARCHITECTURES: dict[str, dict] = {
     "qwen2": dict(COMMON, num_key_value_heads=2),
     "qwen3": dict(COMMON, num_key_value_heads=2, head_dim=8),
@@ -15,15 +17,27 @@ ARCHITECTURES: dict[str, dict] = {
     "gpt_neox": dict(COMMON, rotary_pct=0.5, hidden_dropout=0.0, attention_dropout=0.0),
     "gemma2": dict(COMMON, num_key_value_heads=2, head_dim=8, sliding_window=8, query_pre_attn_scalar=8),
     "qwen2_moe": dict(
-        COMMON, num_key_value_heads=2, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8,
-        shared_expert_intermediate_size=8, decoder_sparse_step=1, experts_implementation="eager",
+        COMMON,
+        num_key_value_heads=2,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=8,
+        shared_expert_intermediate_size=8,
+        decoder_sparse_step=1,
+        experts_implementation="eager",
     ),
 }
 
 
 def tiny_model(
-    architecture: str = "qwen2", *, vocab: int = 37, tie: bool = True, dtype: torch.dtype = torch.float64, seed: int = 0,
-    scale: float = 0.3, **overrides: object,
+    architecture: str = "qwen2",
+    *,
+    vocab: int = 37,
+    tie: bool = True,
+    dtype: torch.dtype = torch.float64,
+    seed: int = 0,
+    scale: float = 0.3,
+    **overrides: object,
 ) -> PreTrainedModel:
     """A randomly initialised tiny causal LM in eval mode; weights are N(0, scale²) so that gradients are far from zero.
 
@@ -34,7 +48,9 @@ def tiny_model(
         vocab_size=vocab, tie_word_embeddings=tie, pad_token_id=0, eos_token_id=1, bos_token_id=1, **settings
     )
     generator = torch.Generator().manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager" if architecture == "gemma2" else "sdpa").to(dtype)
+    model = AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager" if architecture == "gemma2" else "sdpa"
+    ).to(dtype)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(dtype)

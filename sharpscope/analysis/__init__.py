@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from sharpscope.analysis.analyzing import AnalysisResult as AnalysisResult
     from sharpscope.analysis.analyzing import analyze as analyze
     from sharpscope.analysis.analyzing import figures_of as figures_of
+    from sharpscope.analysis.analyzing import load_several as load_several
     from sharpscope.analysis.comparison import Comparison as Comparison
     from sharpscope.analysis.comparison import compare as compare
     from sharpscope.analysis.glance import show as show
@@ -22,10 +23,11 @@ _HOMES = {
     "analyze": "analyzing",
     "compare": "comparison",
     "figures_of": "analyzing",
+    "load_several": "analyzing",
     "show": "glance",
 }
 
-__all__ = ["AnalysisResult", "Comparison", "analyze", "compare", "figures_of", "show"]
+__all__ = ["AnalysisResult", "Comparison", "analyze", "compare", "figures_of", "load_several", "show"]
 
 
 def __getattr__(name: str) -> Any:

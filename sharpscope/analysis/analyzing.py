@@ -59,7 +59,7 @@ def analyze(
     with warnings.catch_warnings():  # what they say is in the messages
         warnings.simplefilter("ignore", DamagedPartWarning)
         warnings.filterwarnings("ignore", message=".* is left out: ")
-        runs = _load(paths)
+        runs = load_several(paths)
         found = [study for study in studies(runs) if study.settings]
         if not found:
             raise UserError(_nothing(paths, runs))
@@ -97,7 +97,8 @@ def figures_of(runs: Runs) -> dict[str, Figure]:
     }
 
 
-def _load(paths: str | Path | Iterable[str | Path]) -> Runs:
+def load_several(paths: str | Path | Iterable[str | Path]) -> Runs:
+    """The runs below one folder or several; a name that stands twice becomes the run's path."""
     if isinstance(paths, str | Path):
         return load_runs(paths)
     several = [load_runs(path) for path in paths]

@@ -187,11 +187,7 @@ def _table(name: str, title: str, methods: Mapping[str, Mapping[Any, RunLike]], 
         f"{title}. Task {task}, ours: {scale}; accuracy at temperature {TEMPERATURE:g} at the last evaluation, "
         "mean and "
         "95 % interval over seeds"
-        + (
-            f". Published: {PAPER_SCALE}, average over 3 to 7 people; not comparable in scale."
-            if published
-            else "."
-        )
+        + (f". Published: {PAPER_SCALE}, average over 3 to 7 people; not comparable in scale." if published else ".")
     )
     return PaperTable(name, caption, rows, columns)
 

@@ -78,12 +78,12 @@ def step_of(run: Run, step: int) -> StepTensors:
 
     def laid_out(values: np.ndarray) -> torch.Tensor:
         out = torch.zeros(shape, dtype=torch.float64)
-        out[row, place] = torch.from_numpy(np.array(values, dtype=np.float64))
+        out[row, place] = torch.tensor(values.tolist(), dtype=torch.float64)
         return out
 
     filled = {name: laid_out(tokens[name].to_numpy()) for name in names[2:7]}
     mask = laid_out(np.ones(len(tokens))).bool()
-    advantage = torch.from_numpy(
+    advantage = torch.tensor(
         tokens.groupby("rollout")["advantage"].first().fillna(0.0).to_numpy(dtype=np.float64).copy()
     )
     group = torch.from_numpy(

@@ -74,10 +74,8 @@ def _explain(run: Run, row: object, top: int) -> Spike:
     biggest = tokens.reindex(tokens["attribution"].abs().sort_values(ascending=False).index).head(top)
     rollouts = run.rollouts[run.rollouts["step"] == step][["rollout", "group", "prompt", "reward"]]
     joined = tokens.merge(rollouts, on="rollout")
-    prompts = (
-        joined.groupby(["group", "prompt"], as_index=False)["attribution"].sum()
-        .sort_values("attribution", key=lambda shares: shares.abs(), ascending=False).head(top)
-    )  # fmt: skip
+    prompts = pd.DataFrame(joined.groupby(["group", "prompt"])["attribution"].sum()).reset_index()
+    prompts = prompts.loc[prompts["attribution"].abs().nlargest(top).index]
     ranges = pd.cut(tokens["probability"], list(PROBABILITY_EDGES), include_lowest=True)
     grouped = tokens.groupby(ranges, observed=False)["attribution"]
     probabilities = pd.DataFrame({"share": grouped.sum(), "tokens": grouped.size() / len(tokens)})

@@ -63,10 +63,17 @@ def compare_curvature(
     with lm_surface(policy.model, functional, mode="graph", microbatch_tokens=10**9) as surface:
         hessian = surface.hessian()
         found = {
-            "rows": rows, "tokens": int(batch.lengths.sum()), "scored": int(batch.scored.sum()), "parameters": hessian.size,
-            "threads": torch.get_num_threads(), "seeds": seeds, "torch": torch.__version__, "model": model,
-            "eigenvalue": _eigenvalue(surface, hessian, seeds), "trace": _trace(surface, hessian, seeds),
-        }  # fmt: skip
+            "rows": rows,
+            "tokens": int(batch.lengths.sum()),
+            "scored": int(batch.scored.sum()),
+            "parameters": hessian.size,
+            "threads": torch.get_num_threads(),
+            "seeds": seeds,
+            "torch": torch.__version__,
+            "model": model,
+            "eigenvalue": _eigenvalue(surface, hessian, seeds),
+            "trace": _trace(surface, hessian, seeds),
+        }
         found["product"] = _product(surface, hessian, repeats)
     return found
 
@@ -86,16 +93,20 @@ def _eigenvalue(surface: LmSurface, hessian: Operator, seeds: int) -> dict[str, 
     theirs, ours = [], []
     for seed in range(seeds):
         result = pyhessian_estimate(
-            surface, top=1, max_iterations=PYHESSIAN["maxIter"], tolerance=PYHESSIAN["tol"], trace=False, seed=seed
+            surface, top=1, max_iterations=int(PYHESSIAN["maxIter"]), tolerance=PYHESSIAN["tol"], trace=False, seed=seed
         )
         error = abs(float(result.values[0]) - exact) / abs(exact)
         theirs.append((result.eigenvalue_products, error))
         ours.append(_lanczos_until(hessian, exact, error, seed))
     products = statistics.mean(n for n, _ in theirs), statistics.mean(n for n, _ in ours)
     return {
-        "reference": exact, "reference_converged": reference.converged, "pyhessian": theirs, "ours": ours,
-        "ratio": products[1] / products[0], "products": products,
-    }  # fmt: skip
+        "reference": exact,
+        "reference_converged": reference.converged,
+        "pyhessian": theirs,
+        "ours": ours,
+        "ratio": products[1] / products[0],
+        "products": products,
+    }
 
 
 def _lanczos_until(hessian: Operator, exact: float, error: float, seed: int) -> tuple[int, float]:
@@ -118,7 +129,7 @@ def _trace(surface: LmSurface, hessian: Operator, seeds: int) -> dict[str, Any]:
         result = pyhessian_estimate(
             surface,
             top=1,
-            max_iterations=PYHESSIAN["maxIter"],
+            max_iterations=int(PYHESSIAN["maxIter"]),
             tolerance=PYHESSIAN["tol"],
             trace=True,
             seed=1000 + seed,
@@ -140,9 +151,13 @@ def _trace(surface: LmSurface, hessian: Operator, seeds: int) -> dict[str, Any]:
     mean = statistics.mean(n for n, _ in theirs)
     reached = curve[-1][1] <= error
     return {
-        "reference": exact.value, "reference_std_error": exact.std_error, "pyhessian_products": mean, "pyhessian_rms": error,
-        "ours": curve, "ratio": curve[-1][0] / mean if reached else math.inf,
-    }  # fmt: skip
+        "reference": exact.value,
+        "reference_std_error": exact.std_error,
+        "pyhessian_products": mean,
+        "pyhessian_rms": error,
+        "ours": curve,
+        "ratio": curve[-1][0] / mean if reached else math.inf,
+    }
 
 
 def _product(surface: LmSurface, hessian: Operator, repeats: int) -> dict[str, Any]:
@@ -155,7 +170,7 @@ def _product(surface: LmSurface, hessian: Operator, repeats: int) -> dict[str, A
     vector = torch.randn(hessian.size, generator=torch.Generator().manual_seed(0))
     streamed = LmSurface(surface.model, surface.functional, mode="stream", microbatch_tokens=4096).hessian()
     with _composed_silu(surface.model):
-        # curvlinops differentiates SiLU's backward kernel in forward mode, which PyTorch cannot: x·sigmoid(x) on its side.
+        # curvlinops differentiates SiLU's backward kernel in forward mode, which PyTorch cannot.
         wrapped = _Logits(surface.model, batch.scored)
         target = batch.input_ids[:, 1:][batch.scored[:, 1:]]
         peer = curvlinops.HessianLinearOperator(
@@ -173,8 +188,10 @@ def _product(surface: LmSurface, hessian: Operator, repeats: int) -> dict[str, A
             return peer @ vector
 
     sides: dict[str, Callable[[], Tensor]] = {
-        "ours": lambda: hessian @ vector, "streamed": lambda: streamed @ vector, "curvlinops": theirs,
-    }  # fmt: skip
+        "ours": lambda: hessian @ vector,
+        "streamed": lambda: streamed @ vector,
+        "curvlinops": theirs,
+    }
     times: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(repeats + 1):
         for name, call in sides.items():
@@ -183,9 +200,12 @@ def _product(surface: LmSurface, hessian: Operator, repeats: int) -> dict[str, A
             times[name].append(time.perf_counter() - began)
     medians = {name: statistics.median(values[1:]) for name, values in times.items()}
     return {
-        "seconds": medians, "ratio": medians["ours"] / medians["curvlinops"], "streamed_ratio": medians["streamed"] / medians["curvlinops"],
-        "difference": difference, "curvlinops": version("curvlinops-for-pytorch"),
-    }  # fmt: skip
+        "seconds": medians,
+        "ratio": medians["ours"] / medians["curvlinops"],
+        "streamed_ratio": medians["streamed"] / medians["curvlinops"],
+        "difference": difference,
+        "curvlinops": version("curvlinops-for-pytorch"),
+    }
 
 
 class _Logits(nn.Module):
@@ -207,7 +227,7 @@ def _composed_silu(model: nn.Module) -> Iterator[None]:
     replaced = [(m, m.act_fn) for m in model.modules() if "silu" in type(getattr(m, "act_fn", None)).__name__.lower()]
     try:
         for module, _ in replaced:
-            module.act_fn = _ComposedSiLU()  # type: ignore[assignment]
+            module.act_fn = _ComposedSiLU()
         yield
     finally:
         for module, before in replaced:
@@ -247,9 +267,14 @@ def _measure_peak(arguments: str) -> None:
 
     given = json.loads(arguments)
     config = Qwen2Config(
-        vocab_size=given["vocabulary"], hidden_size=given["width"], intermediate_size=4864, num_hidden_layers=given["layers"],
-        num_attention_heads=14, num_key_value_heads=2, tie_word_embeddings=True,
-    )  # fmt: skip
+        vocab_size=given["vocabulary"],
+        hidden_size=given["width"],
+        intermediate_size=4864,
+        num_hidden_layers=given["layers"],
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+    )
     model = Qwen2ForCausalLM(config)
     ids = torch.randint(0, given["vocabulary"], (1, given["tokens"]), generator=torch.Generator().manual_seed(0))
     scored = torch.ones_like(ids)
@@ -288,35 +313,61 @@ def _rms(values: list[float]) -> float:
 def report(found: dict[str, Any], memory: list[dict[str, Any]]) -> str:
     """The table as Markdown, with every setting."""
     eigen, trace, product = found["eigenvalue"], found["trace"], found["product"]
+    times = product["seconds"]
     their_errors, our_errors = ([error for _, error in eigen[side]] for side in ("pyhessian", "ours"))
     lines = [
         "# Curvature: cost against PyHessian and curvlinops",
         "",
-        f"Policy {found['model']} ({found['parameters']:,} parameters), `nll` of {found['rows']} of its own completions "
+        f"Policy {found['model']} ({found['parameters']:,} parameters), `nll` of {found['rows']} of its own completions",
         f"({found['tokens']:,} tokens, {found['scored']:,} scored), float32, {found['threads']} threads, torch {found['torch']}.",
-        f"PyHessian 0.1 at its defaults (maxIter = 100, tol = 1e-3), {found['seeds']} seeds; curvlinops {product['curvlinops']}.",
+        f"PyHessian 0.1 at its defaults (maxIter = 100, tol = 1e-3), {found['seeds']} seeds, errors against converged",
+        f"references: top eigenvalue {eigen['reference']:.6g} (converged: {eigen['reference_converged']}), trace",
+        f"{trace['reference']:.5g} ± {trace['reference_std_error']:.2g}. curvlinops {product['curvlinops']} with SiLU composed",
+        f"(it needs that); its products and ours differ by {product['difference']:.1e} relative.",
         "",
         "| | ours | peer | ratio | required | hope |",
         "|---|---|---|---|---|---|",
-        f"| Hessian products for the top eigenvalue at PyHessian's error (mean; median relative error "
-        f"{statistics.median(our_errors):.1e} against {statistics.median(their_errors):.1e}; reference {eigen['reference']:.6g}, converged: "
-        f"{eigen['reference_converged']}) | {eigen['products'][1]:.1f} | {eigen['products'][0]:.1f} | {eigen['ratio']:.2f} | ≤ 0.5 | ≤ 0.25 |",
-        f"| seconds of a product, graph kept (curvlinops with SiLU composed, which it needs; relative difference "
-        f"{product['difference']:.1e}) | {product['seconds']['ours']:.3f} | {product['seconds']['curvlinops']:.3f} | {product['ratio']:.2f} "
-        "| ≤ 1.1 | ≤ 0.8 |",
-        f"| the same, nothing kept between products, layers recomputed | {product['seconds']['streamed']:.3f} | "
-        f"{product['seconds']['curvlinops']:.3f} | {product['streamed_ratio']:.2f} | | |",
-        f"| products of the trace at PyHessian's RMS error ({trace['pyhessian_rms']:.3g}; ours {trace['ours'][-1][1]:.3g}; reference "
-        f"{trace['reference']:.5g} ± {trace['reference_std_error']:.2g}), half of ours for the Krylov subspace | {trace['ours'][-1][0]} | "
-        f"{trace['pyhessian_products']:.1f} | {trace['ratio']:.2f} | ≤ 0.5 | ≤ 0.25 |",
+        _row(
+            "Hessian products for the top eigenvalue at PyHessian's error (means; median relative errors "
+            f"{statistics.median(our_errors):.1e} and {statistics.median(their_errors):.1e})",
+            eigen["products"][1],
+            eigen["products"][0],
+            eigen["ratio"],
+            "≤ 0.5 | ≤ 0.25",
+        ),
+        _row("seconds of a product, graph kept", times["ours"], times["curvlinops"], product["ratio"], "≤ 1.1 | ≤ 0.8"),
+        _row(
+            "the same, nothing kept between products, layers recomputed",
+            times["streamed"],
+            times["curvlinops"],
+            product["streamed_ratio"],
+            " | ",
+        ),
+        _row(
+            f"products of the trace at PyHessian's RMS error ({trace['ours'][-1][1]:.3g} and {trace['pyhessian_rms']:.3g}); "
+            "half of ours for the Krylov subspace",
+            trace["ours"][-1][0],
+            trace["pyhessian_products"],
+            trace["ratio"],
+            "≤ 0.5 | ≤ 0.25",
+        ),
     ]
     lines += [
-        f"| peak memory of a product beyond parameters and vectors [MiB], {m['vocabulary']:,} words, width {m['width']}, T = {m['tokens']}, "
-        f"batch 1, {m['layers']} layers, blocks of {m['head_mb']:g} MiB, against the logits | {m['extra_mb']:.0f} | {m['logits_mb']:.0f} | "
-        f"{m['ratio']:.2f} | ≤ 3 | ≤ 0.5 |"
+        _row(
+            f"peak memory of a product beyond parameters and vectors against the logits [MiB], {m['vocabulary']:,} words, "
+            f"width {m['width']}, T = {m['tokens']}, batch 1, {m['layers']} layers, blocks of {m['head_mb']:g} MiB",
+            m["extra_mb"],
+            m["logits_mb"],
+            m["ratio"],
+            "≤ 3 | ≤ 0.5",
+        )
         for m in memory
     ]
     return "\n".join(lines) + "\n"
+
+
+def _row(what: str, ours: float, peer: float, ratio: float, targets: str) -> str:
+    return f"| {what} | {ours:.3g} | {peer:.3g} | {ratio:.2f} | {targets} |"
 
 
 def main() -> None:

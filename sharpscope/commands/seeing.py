@@ -34,15 +34,15 @@ def analyze(
     from rich.console import Console
 
     from sharpscope.analysis import analyze as write_report
+    from sharpscope.analysis import load_several
     from sharpscope.analysis.claim_pictures import write_claim_figures
     from sharpscope.analysis.claims import test_claims, write_claims
-    from sharpscope.traces import load_runs
 
     console = Console(stderr=True)
     with console.status("reading traces") as status:
         result = write_report(runs, out, on_progress=lambda text: status.update(printable_line(text)))
         status.update("testing the claims")
-        loaded = load_runs(runs)
+        loaded = load_several(runs)
         verdicts = test_claims(loaded)
         write_claims(verdicts, out)
         drawn = write_claim_figures(loaded, out, verdicts)
@@ -108,10 +108,10 @@ def claims(
 
       sharpscope claims runs/ --claim C7 --details --treatment gspo
     """
+    from sharpscope.analysis import load_several
     from sharpscope.analysis.claims import test_claims, verdict_text
-    from sharpscope.traces import load_runs
 
-    for verdict in test_claims(load_runs(runs), claim, baseline=baseline, treatment=treatment):
+    for verdict in test_claims(load_several(runs), claim, baseline=baseline, treatment=treatment):
         typer.echo(printable_lines(verdict_text(verdict) if details else verdict.line()))
 
 

@@ -64,7 +64,8 @@ def contents(puzzle):
     """The puzzle's texts under every renaming of its people; two puzzles are the same if these sets are equal."""
     people = range(len(puzzle))
     return frozenset(
-        tuple(_text(_form(puzzle[order.index(position)], order)) for position in people) for order in permutations(people)
+        tuple(_text(_form(puzzle[order.index(position)], order)) for position in people)
+        for order in permutations(people)
     )
 
 
