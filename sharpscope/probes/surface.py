@@ -40,6 +40,10 @@ class Surface(Protocol):
         """∇²L(θ) at the parameters' present values, as an operator on (P,)."""
         ...
 
+    def start(self, generator: torch.Generator) -> Tensor | None:
+        """A random direction (P,) that leans towards sharp ones, for Lanczos to start from; None: nothing is known."""
+        ...
+
 
 def flatten(tensors: Sequence[Tensor | None], like: Sequence[Tensor]) -> Tensor:
     """(P,) detached vector of `tensors` (None = zeros), in the widest dtype and on the first device of `like`."""
@@ -196,6 +200,9 @@ class ClosureSurface:
         from sharpscope.probes.hessian.operators import ClosureHessian
 
         return ClosureHessian(self)
+
+    def start(self, generator: torch.Generator) -> None:
+        """A closure does not show its examples: Lanczos starts at random."""
 
     def check_deterministic(self) -> None:
         """Two evaluations at one θ must agree, or every difference would be noise.

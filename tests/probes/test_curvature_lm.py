@@ -103,6 +103,17 @@ def test_streamed_products_agree_with_reverse_mode_on_every_architecture(archite
     torch.testing.assert_close(products[1], products[0], rtol=1e-5, atol=1e-6 * float(products[0].abs().max()))
 
 
+def test_lanczos_starts_from_a_draw_of_the_rows_gradients():
+    model, batch, _, _, _ = oracle("surrogate")
+    with lm_surface(model, functional("surrogate", batch), microbatch_tokens=8) as surface:
+        start = surface.start(torch.Generator().manual_seed(4))
+        signs = torch.randn(3, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+        counted = surface.functional.rows(torch.tensor([0])).token_coefficient  # each row alone: weight 1, not 1/3
+        assert float(counted.sum()) == pytest.approx(1)
+        rows = [surface.over(surface.functional.rows(torch.tensor([i]))).gradient()[1] / 3 for i in range(3)]
+    torch.testing.assert_close(start, sum(sign * row for sign, row in zip(signs, rows, strict=True)))
+
+
 def test_groups_are_diagonal_blocks():
     model, batch, dense, _, _ = oracle("nll")
     names = {id(p): name for name, p in model.named_parameters()}

@@ -111,7 +111,10 @@ def curvature_of(
         hessian = Scaled(hessian, _inverse_root(preconditioner, surface))
     try:
         mark = time.perf_counter()
-        _eigenvalues(parts, hessian, settings, seed)
+        start = surface.start(sub_generator(seed, "start"))
+        if start is not None and isinstance(hessian, Scaled):
+            start = hessian.unscaled(start)
+        _eigenvalues(parts, hessian, settings, seed, start)
         clock["eigenvalues"] = time.perf_counter() - mark
         mark = time.perf_counter()
         if settings.trace_probes:
@@ -139,7 +142,7 @@ def curvature_of(
     return parts.result(loss, float(gradient.norm()), settings, seed, began, clock, hessian.products)
 
 
-def _eigenvalues(parts: Parts, hessian: Operator, settings: CurvatureSettings, seed: int) -> None:
+def _eigenvalues(parts: Parts, hessian: Operator, settings: CurvatureSettings, seed: int, start: Tensor | None) -> None:
     """Eigenpairs, with residuals measured by one more product each."""
     item = torch.finfo(hessian.dtype).bits // 8
     found = eigenpairs(
@@ -149,6 +152,7 @@ def _eigenvalues(parts: Parts, hessian: Operator, settings: CurvatureSettings, s
         tolerance=settings.tolerance,
         max_products=settings.max_products,
         capacity=max(8, int(settings.basis_mb * 2**20 / (item * hessian.size))),
+        start=start,
         generator=sub_generator(seed, "eigenvalues"),
     )
     measured = np.array(

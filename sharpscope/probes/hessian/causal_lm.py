@@ -110,6 +110,26 @@ class LmSurface:
                 total += flatten(torch.autograd.grad(share, self.parameters, allow_unused=True), self.parameters)
         return value, total
 
+    def start(self, generator: torch.Generator) -> Tensor:
+        """Σ_i ξ_i ∇L_i over the rows, ξ standard normal: a draw whose covariance is the rows' empirical Fisher matrix.
+
+        It costs one gradient and lies where the sharp directions mostly are, which saves Lanczos one product or two.
+        """
+        total = torch.zeros(
+            size_of(self.parameters), dtype=common_dtype(self.parameters), device=self.parameters[0].device
+        )
+        signs = torch.randn(len(self.functional.batch), generator=generator, dtype=torch.float64)
+        for index in self.microbatches:
+            logp = self._logp(index)
+            if not logp.requires_grad:
+                continue
+            given = logp.detach().requires_grad_()
+            share = self.functional.share(index, given, width=given.shape[1])
+            (coefficient,) = torch.autograd.grad(share, given)
+            weighted = coefficient * signs.to(given.device)[index][:, None]
+            total += flatten(torch.autograd.grad(logp, self.parameters, weighted, allow_unused=True), self.parameters)
+        return total
+
     def hessian(self) -> Operator:
         """∇²L(θ).
 

@@ -141,6 +141,15 @@ def gaussian(operator: Operator, generator: torch.Generator) -> Tensor:
     return torch.randn(operator.size, generator=generator, dtype=operator.dtype).to(operator.device)
 
 
+def noisy(start: Tensor | None, operator: Operator, generator: torch.Generator) -> Tensor | None:
+    """`start` of unit length plus a random vector of length 0.05; None where there is no direction."""
+    norm = 0.0 if start is None else float(start.norm())
+    if start is None or not np.isfinite(norm) or norm == 0:
+        return None
+    noise = gaussian(operator, generator)
+    return (start / norm).to(noise).add_(noise, alpha=0.05 / float(noise.norm()))
+
+
 def eigenpairs(
     operator: Operator,
     *,
@@ -149,6 +158,7 @@ def eigenpairs(
     tolerance: float = 1e-3,
     max_products: int = 200,
     capacity: int = 100,
+    start: Tensor | None = None,
     generator: torch.Generator,
 ) -> Eigenpairs:
     """The `upper` largest and `lower` smallest (signed) eigenvalues of a symmetric operator.
@@ -161,6 +171,7 @@ def eigenpairs(
             most the residual, and about residual²/gap.
         max_products: products to spend; after that the result says `converged = False`.
         capacity: vectors held in memory (P each); above that, thick restarts.
+        start: (P,) direction to start from, to which a little noise is added, so that no eigenvector is missed.
         generator: of the starting vector.
 
     Raises:
@@ -171,7 +182,7 @@ def eigenpairs(
     lower = wanted - upper
     capacity = min(operator.size, max(capacity, 2 * wanted + 6), max(max_products, wanted))
     space = Krylov(operator, capacity, generator)
-    space.start()
+    space.start(noisy(start, operator, generator))
     spent, restarted = 0, False
     while True:
         space.extend()

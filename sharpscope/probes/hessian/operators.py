@@ -112,6 +112,10 @@ class Scaled(Operator):
         super().__init__(operator.size, operator.dtype, operator.device)
         self._operator, self._scale = operator, scale.to(device=operator.device, dtype=operator.dtype)
 
+    def unscaled(self, gradient: Tensor) -> Tensor:
+        """S g: a gradient g (P,) of the loss in the new coordinates."""
+        return gradient * self._scale
+
     def product(self, vector: Tensor) -> Tensor:
         """S H S v for v (P,)."""
         return (self._operator @ (vector * self._scale)).mul_(self._scale)
