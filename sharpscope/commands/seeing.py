@@ -37,6 +37,7 @@ def analyze(
     from sharpscope.analysis import load_several
     from sharpscope.analysis.claim_pictures import write_claim_figures
     from sharpscope.analysis.claims import test_claims, write_claims
+    from sharpscope.analysis.paper_tables import paper_tables, write_tables
 
     console = Console(stderr=True)
     with console.status("reading traces") as status:
@@ -46,10 +47,11 @@ def analyze(
         verdicts = test_claims(loaded)
         write_claims(verdicts, out)
         drawn = write_claim_figures(loaded, out, verdicts)
+        tables = write_tables(paper_tables(loaded), out)
     for message in result.messages:
         typer.echo(f"  {printable_line(message)}")
     typer.echo(
-        f"{len(result.figures) + len(drawn) // 2} figures and {len(result.tables)} tables. "
+        f"{len(result.figures) + len(drawn) // 2} figures and {len(result.tables) + len(tables) // 3} tables. "
         f"Written: {out}/ (start with {out}/report.md; {out}/claims.md)"
     )
 

@@ -21,7 +21,7 @@ def register(app: typer.Typer) -> None:
 def demo(
     out: Annotated[Path, typer.Option(help="Folder of the demo's runs and report.")] = Path("demo"),
     seed: Annotated[int, typer.Option(help="Seed of both runs.")] = 0,
-    steps: Annotated[int, typer.Option(help="Steps of each run.")] = 30,
+    steps: Annotated[int, typer.Option(help="Steps of each run.")] = 24,
 ) -> None:
     """GRPO and GRPO-SG on real puzzles from the shipped policy, then the report. A few minutes on a laptop.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -142,6 +143,8 @@ def _ray(
         import ray as cluster
     except ImportError:
         raise UserError("--ray: Ray is not installed; pip install 'sharpscope[ray]'") from None
+    if ray != "local":
+        _check_address(ray)
     try:
         if ray == "local":
             cluster.init(
@@ -176,6 +179,21 @@ def _ray(
             on_progress(wanted, [tasks[task] for task in pending if tasks[task].status == "running"])
     finally:
         cluster.shutdown()
+
+
+def _check_address(address: str) -> None:
+    """UserError at once for a cluster that does not answer: Ray itself would go on trying for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdigit():
+        raise UserError(
+            f"--ray {address}: must be `local` or HOST:PORT of a cluster's head (ray://HOST:PORT for a client)"
+        )
+    try:
+        socket.create_connection((host, int(port)), timeout=5).close()
+    except (OSError, OverflowError) as error:
+        raise UserError(
+            f"--ray {address}: the cluster cannot be reached ({error}); start one with `ray start --head`"
+        ) from None
 
 
 def worker_environment(threads: int) -> dict[str, str]:
