@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pandas as pd
 from matplotlib.figure import Figure
 
+from sharpscope.analysis import claim_evidence as evidence
 from sharpscope.analysis import claim_figures as figures
 from sharpscope.analysis.claims import Verdict, study_of, test_claims
 from sharpscope.analysis.claims.c07_generalisation import held_out
@@ -35,6 +36,10 @@ def claim_pictures(
     study = study_of(runs, baseline, treatment)
     colours = lines(study.methods)
     plans: list[tuple[str, str, str, str, Callable[[pd.DataFrame], Figure]]] = [
+        ("C1", "violations", "logit_bounds", "Tokens outside the bounds of the logit gradient", evidence.bound_counts),
+        ("C2", "sample", "exact_norms", "Exact score norms of some tokens of each step", evidence.norm_sample),
+        ("C3", "lorenz", "dominance", "What the largest tokens hold of the gradient, mean over steps and seeds",
+         evidence.dominance),
         ("C9", "influence", "influence_by_decile", "First-order influence on the held-out loss by decile of "
          "probability and sign of the advantage", figures.influence_by_decile),
         ("C5", "bound", "bound_tightness", "Held-out failure and the sharpness bound along training, its radius "
@@ -49,7 +54,9 @@ def claim_pictures(
          lambda frame: figures.entropy_prediction(frame, colours)),
     ]  # fmt: skip
     for claim, key, name, caption, draw in plans:
-        yield _picture(found.get(claim), key, name, f"{caption} ({claim})", draw)
+        yield _picture(found.get(claim), claim, key, name, f"{caption} ({claim})", draw)
+    for claim, (keys, unit) in _PAIRED.items():
+        yield _pairs(found.get(claim), claim, keys, unit)
     yield _constants(study)
     yield _rewards(study)
 
@@ -64,13 +71,34 @@ def write_claim_figures(runs: Runs, out: str | Path, verdicts: Sequence[Verdict]
 
 
 def _picture(
-    verdict: Verdict | None, key: str, name: str, caption: str, draw: Callable[[pd.DataFrame], Figure]
+    verdict: Verdict | None, claim: str, key: str, name: str, caption: str, draw: Callable[[pd.DataFrame], Figure]
 ) -> Picture:
     frame = None if verdict is None else verdict.frames.get(key)
     if verdict is None or frame is None or not len(frame):
         why = "not tested" if verdict is None else verdict.reason
-        return Picture(name, "", missing=f"{name.replace('_', ' ')}: {why}")
-    return Picture(name, f"{caption}: {verdict.verdict}.", draw(frame))
+        return Picture(name, "", missing=f"{name.replace('_', ' ')}: {why}", claim=claim)
+    return Picture(name, f"{caption}: {verdict.verdict}.", draw(frame), claim=claim)
+
+
+_PAIRED: dict[str, tuple[dict[str, str], str]] = {
+    "C4": ({"sharpness_sam": "plain (sam)", "sharpness_asam": "adaptive (asam)"}, "sharpness at the last probed step"),
+    "C7": ({"heldout": "held-out", "unseen": "unseen sizes"}, "accuracy at the last evaluation [share]"),
+    "C8": ({"roughness": "gradient norm"}, "median |ln g(t+1) − ln g(t)|"),
+}
+"""claim → (frame → title of its panel, unit): baseline against treatment, paired by seed."""
+
+
+def _pairs(verdict: Verdict | None, claim: str, keys: dict[str, str], unit: str) -> Picture:
+    name = f"pairs_{claim.lower()}"
+    frames = (
+        {} if verdict is None else {title: verdict.frames[key] for key, title in keys.items() if key in verdict.frames}
+    )
+    if verdict is None or not any(map(len, frames.values())):
+        return Picture(
+            name, "", missing=f"pairs of {claim}: {verdict.reason if verdict else 'not tested'}", claim=claim
+        )
+    caption = f"Baseline and treatment, paired by seed ({claim}): {verdict.verdict}."
+    return Picture(name, caption, evidence.paired(frames, verdict.methods, unit), claim=claim)
 
 
 def constants_frame(study: Study) -> pd.DataFrame:
@@ -112,6 +140,6 @@ def _rewards(study: Study) -> Picture:
                 chosen[name] = fitted_curves(run)
                 break
     if not chosen:
-        return Picture("reward_fit", "", missing="reward fit: no finished run has 10 steps with a reward")
+        return Picture("reward_fit", "", missing="reward fit: no finished run has 10 steps with a reward", claim="C11")
     caption = "Reward of one run a method with the damped oscillator and its overdamped limit (C11)."
-    return Picture("reward_fit", caption, figures.reward_fit(chosen))
+    return Picture("reward_fit", caption, figures.reward_fit(chosen), claim="C11")

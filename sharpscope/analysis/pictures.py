@@ -23,12 +23,13 @@ FIRST_ORDER = "_first_order"
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure with its file name and caption, or `missing`: why there is none."""
+    """A figure with its file name and caption, or `missing`: why there is none. `claim`: the claim it belongs to, if any."""
 
     name: str
     caption: str
     figure: Figure | None = None
     missing: str = ""
+    claim: str = ""
 
 
 class Pictures:

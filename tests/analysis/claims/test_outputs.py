@@ -81,7 +81,7 @@ def test_streamed_steps_equal_the_recorded_table(folder):
 
 def test_every_picture_is_drawn_or_says_what_is_missing(folder, tmp_path):
     pictures = list(claim_pictures(load_runs(folder)))
-    assert len(pictures) == 8
+    assert len(pictures) == 14 and {p.claim for p in pictures} == {*claims.CLAIMS, ""}
     assert all((p.figure is None) == bool(p.missing) for p in pictures)
     files = write_claim_figures(load_runs(folder), tmp_path)
     assert {path.suffix for path in files} == {".png", ".svg"} and all(path.stat().st_size for path in files)
