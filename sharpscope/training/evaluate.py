@@ -57,6 +57,12 @@ def evaluate(
     return rows
 
 
+def heldout_score(rows: Sequence[dict[str, Any]]) -> float:
+    """Accuracy by which checkpoints are kept: the first split of `rows` at its first temperature, over all puzzles of it."""
+    chosen = [r for r in rows if (r["split"], r["temperature"]) == (rows[0]["split"], rows[0]["temperature"])]
+    return sum(r["accuracy"] * r["n"] for r in chosen) / sum(r["n"] for r in chosen)
+
+
 def _one(
     policy: Policy,
     task: Task,
@@ -76,12 +82,21 @@ def _one(
     completions = draw_completions(policy, examples, k, drawn, derive(seed, f"evaluation:{place}"))
     rewards = [task.score(examples[row // k], text) for row, text in enumerate(completions.texts)]
     correct = np.array([reward.correct for reward in rewards], dtype=bool).reshape(len(examples), k)
-    share = correct.mean(axis=1)
+    return evaluation_row(
+        step, task.name, split, level, correct, [reward.total for reward in rewards], float(temperature)
+    )
+
+
+def evaluation_row(
+    step: int, task: str, split: str, level: str, correct: np.ndarray, rewards: Sequence[float], temperature: float
+) -> dict[str, Any]:
+    """A row of the eval table from `correct` (prompts, k) and the completions' total rewards."""
+    share, k = correct.mean(axis=1), correct.shape[1]
     return {
-        "step": step, "task": task.name, "split": split, "level": level, "n": len(examples), "k": k,
+        "step": step, "task": task, "split": split, "level": level, "n": len(share), "k": k,
         "accuracy": float(share.mean()),
         "std_error": float(share.std(ddof=1) / np.sqrt(len(share))) if len(share) > 1 else None,
         "pass_at_k": pass_at_k(correct, k),
-        "reward_mean": float(np.mean([reward.total for reward in rewards])),
-        "heldout_loss": None, "temperature": float(temperature),
+        "reward_mean": float(np.mean(rewards)),
+        "heldout_loss": None, "temperature": temperature,
     }  # fmt: skip
