@@ -14,6 +14,15 @@ SAMPLE = 200_000
 EPSILON = float(np.finfo(np.float32).eps)
 
 
+DECILE_COLUMNS = ("attribution", "update_attribution", "heldout_influence", "sharp_alignment")
+"""Columns whose sums by probability decile are kept of a token table that is not."""
+
+
+def kept(run: Run, name: str) -> list[Any]:
+    """What a reduced run keeps of `name`, computed from the whole token table; empty for a run that has the table."""
+    return [row.values for row in run.reductions or () if row.name == name]
+
+
 def complement(logp: np.ndarray) -> np.ndarray:
     """1 − π = −expm1(ln π), without cancellation."""
     return np.asarray(-np.expm1(np.asarray(logp, dtype=np.float64)))
@@ -48,6 +57,8 @@ def bound_violations(run: Run, vocabulary: int | None, temperature: float = 1.0)
     Returns tokens, below, above (counts), and the extremes of ‖p − e_y‖/(1 − π) over tokens with 1 − π > 1e-4. Without
     the vocabulary's size V the lower bound is 1 − π, which is weaker.
     """
+    for values in kept(run, "bound violations"):
+        return dict(values)
     factor = lower_factor(vocabulary)
     tokens = below = above = 0
     low, high = np.inf, -np.inf
@@ -83,6 +94,9 @@ def score_column(run: Run) -> str | None:
 
     Spending the exact tier on the largest tokens alone is usual; those are no fair sample. None: neither was recorded.
     """
+    for name in kept(run, "score column"):
+        # the few exact norms of a reduced run are in its claims' samples, not among its sampled tokens
+        return None if name is None else str(name)
     full = local = 0
     for frame in recorded(run, ["score_norm"]):
         full += len(frame)
@@ -127,6 +141,8 @@ def decile_sums(run: Run, column: str) -> pd.DataFrame:
 
     Deciles are by rank of ln π within the step. sign: of the token's advantage (−1, 0, 1).
     """
+    for values in kept(run, f"deciles {column}"):
+        return pd.DataFrame(values)
     pieces = []
     for frame in recorded(run, ["step", "update", "logp", "advantage", column]):
         rank = frame.groupby("step")["logp"].rank(method="first")

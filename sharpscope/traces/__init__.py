@@ -11,6 +11,7 @@ from sharpscope.traces.files import (
 )
 from sharpscope.traces.lock import Owner, RunLock, lock_owner
 from sharpscope.traces.reader import DamagedPartWarning, Run, Runs, load_run, load_runs
+from sharpscope.traces.reductions import Reduction, read_reductions, write_reductions
 from sharpscope.traces.rewind import rewind
 from sharpscope.traces.schema import SCHEMA_VERSION, TABLES, arrow_schema, schema_markdown, schema_rows, timing_columns
 from sharpscope.traces.values import SchemaError
@@ -22,6 +23,7 @@ __all__ = [
     "TABLES",
     "DamagedPartWarning",
     "Owner",
+    "Reduction",
     "Run",
     "RunLock",
     "Runs",
@@ -33,6 +35,7 @@ __all__ = [
     "load_run",
     "load_runs",
     "lock_owner",
+    "read_reductions",
     "read_run_info",
     "rewind",
     "run_path",
@@ -41,4 +44,5 @@ __all__ = [
     "timing_columns",
     "update_run_info",
     "write_atomic",
+    "write_reductions",
 ]

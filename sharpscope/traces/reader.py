@@ -16,6 +16,7 @@ from sharpscope.traces.files import RUN_FILE, TRACES, read_run_info
 from sharpscope.traces.html import run_html, runs_html
 from sharpscope.traces.lock import lock_owner
 from sharpscope.traces.parts import DamagedPartError, Part, names, open_part
+from sharpscope.traces.reductions import Reduction, read_reductions
 from sharpscope.traces.schema import SCHEMA_VERSION, TABLES, arrow_schema
 
 
@@ -108,6 +109,22 @@ class Run:
         for table in self._tables("tokens", _steps(steps), _columns("tokens", columns), _columns("tokens", required)):
             yield _pandas(table)
 
+    def arrow(self, table: str, steps: Iterable[int] | int | None = None) -> pa.Table:
+        """A table with all its columns as Arrow, where null ("not recorded") and NaN (recorded) differ."""
+        return pa.concat_tables(
+            [arrow_schema(table).empty_table(), *self._tables(table, _steps(steps), _columns(table, None))]
+        )
+
+    @cached_property
+    def reductions(self) -> list[Reduction] | None:
+        """What was made of the whole token table, where that was not kept (`sharpscope reduce`); None where it was."""
+        return read_reductions(self.path)
+
+    @property
+    def reduced(self) -> dict[str, Any] | None:
+        """Of a reduced run: `tokens` it had, `sampled` that were kept, and by which `rule`; None of a whole one."""
+        return self.info.get("reduced")
+
     def rows(self, table: str) -> int:
         """Number of rows of a table, from the footers alone."""
         return sum(part.rows for part in self._open("tokens" if table == "tokens" else table))
@@ -116,7 +133,9 @@ class Run:
     def token_steps(self) -> list[int]:
         """Steps that have token rows, from the footers alone where a part holds one step a row group."""
         groups = {(g.first_step, g.last_step) for part in self._open("tokens") for g in part.groups}
-        return sorted({step for first, last in groups for step in (first, last)})
+        if any(first != last for first, last in groups):
+            return sorted(self.tokens(columns=["step"])["step"].unique().tolist())
+        return sorted({first for first, _ in groups})
 
     def verify(self) -> dict[str, str]:
         """Read every page of every part and return `damaged`."""

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 from sharpscope.errors import nearest
 from sharpscope.traces.files import ASIDE, TRACES, publish, sync_folder
 from sharpscope.traces.parts import PART, footer_checksum, names
-from sharpscope.traces.schema import TABLES
+from sharpscope.traces.schema import TABLES, arrow_schema
 from sharpscope.traces.values import SchemaError, to_table
 
 _FLUSH_ORDER = ("tokens", "rollouts", "probes", "eval", "events", "steps")
@@ -24,15 +24,17 @@ _REPEATING = {"advantage", "ratio", "weight"}
 _PROBED = {column.name for table in TABLES.values() for column in table.columns if column.probe}
 
 
-def write_part(table: pa.Table, folder: Path, number: int) -> Path:
-    """Write one part whole: aside, checksums, fsync, rename, fsync of the folder. One row group a step.
+def write_part(table: pa.Table, folder: Path, number: int, *, groups: bool = True) -> Path:
+    """Write one part whole: aside, checksums, fsync, rename, fsync of the folder. One row group a step, or one in all.
 
     The name carries the footer's checksum: part-<number>-<crc32>.parquet.
     """
     aside = folder / f".part-{number:06d}{ASIDE}"
     try:
         with pq.ParquetWriter(aside, table.schema, **_encoding(table.schema)) as writer:
-            for step in pc.unique(table["step"]).sort().to_pylist():
+            if not groups:
+                writer.write_table(table, row_group_size=max(1, len(table)))
+            for step in pc.unique(table["step"]).sort().to_pylist() if groups else ():
                 writer.write_table(table.filter(pc.equal(table["step"], step)))
         final = folder / f"part-{number:06d}-{footer_checksum(aside):08x}.parquet"
         publish(aside, final)
@@ -63,10 +65,12 @@ class TraceWriter:
 
     Args:
         run_dir: folder of the run; `traces/` is made in it when missing.
+        groups: one row group a step, so that a reader finds a step without reading others; False makes small files.
     """
 
-    def __init__(self, run_dir: str | Path) -> None:
+    def __init__(self, run_dir: str | Path, *, groups: bool = True) -> None:
         self.folder = Path(run_dir) / TRACES
+        self._groups = groups
         self._buffers: dict[str, list[pa.Table]] = {name: [] for name in TABLES}
         self._next: dict[str, int] = {}
         for name in TABLES:
@@ -93,6 +97,18 @@ class TraceWriter:
             self._buffers[table].append(rows)
         return int(rows.num_rows)
 
+    def append_table(self, table: str, rows: pa.Table) -> int:
+        """Buffer rows as `Run.arrow` gives them, so that null and NaN stay what they were; returns how many.
+
+        Raises:
+            SchemaError: for a table of another schema.
+        """
+        if table not in TABLES or rows.schema.names != TABLES[table].names:
+            raise SchemaError(f"{table}: not a table of a trace with all its columns")
+        if rows.num_rows:
+            self._buffers[table].append(rows.cast(arrow_schema(table)))
+        return int(rows.num_rows)
+
     def flush(self) -> list[Path]:
         """Write what is buffered, one part a table, `steps` last: a step in `steps` has all its other rows.
 
@@ -103,7 +119,8 @@ class TraceWriter:
         written = []
         for name in _FLUSH_ORDER:
             if self._buffers[name]:
-                written.append(write_part(pa.concat_tables(self._buffers[name]), self.folder / name, self._next[name]))
+                rows = pa.concat_tables(self._buffers[name])
+                written.append(write_part(rows, self.folder / name, self._next[name], groups=self._groups))
                 self._next[name] += 1
                 self._buffers[name].clear()
         return written

@@ -16,7 +16,7 @@ from sharpscope.analysis.statistics import ClusterSlope, cluster_moments, smalle
 NAME = "C2"
 LOCAL = "C2 local"
 SHARED = ("logp", "position", "collision", "logit_grad_norm", "head_grad_norm")
-FULL_COLUMNS = (*SHARED, "score_norm", "score_norm_std_error", "score_norm_local")
+FULL_COLUMNS = (*SHARED, "score_norm", "score_norm_std_error", "draw_probability")
 LOWEST = 1e-6
 """1 − π below this is float32's rounding [1]."""
 MARGIN = 0.5
@@ -47,37 +47,16 @@ def _design(tokens: Columns, norm: NDArray[Any], weight: NDArray[Any]) -> dict[s
 
 
 def _full(tokens: Columns, run: RunLike) -> dict[str, Any] | None:
-    norm, local = tokens["score_norm"].astype(np.float64), tokens["score_norm_local"].astype(np.float64)
+    norm, chance = tokens["score_norm"].astype(np.float64), tokens["draw_probability"].astype(np.float64)
     exact = np.isfinite(norm) & (tokens["score_norm_std_error"] == 0)
-    return _design(tokens, np.where(exact, norm, np.nan), exact_weights(exact, local, _exact_top(run)))
+    # where no token was drawn at random, no probability is recorded: all that have a norm count alike
+    weight = np.where(exact, 1.0 / np.where(chance > 0, chance, 1.0), 0.0)
+    return _design(tokens, np.where(exact, norm, np.nan), weight)
 
 
 def _local(tokens: Columns, run: RunLike) -> dict[str, Any] | None:
     norm = tokens["score_norm_local"].astype(np.float64)
     return _design(tokens, norm, np.isfinite(norm).astype(np.float64))
-
-
-def exact_weights(exact: NDArray[np.bool_], local: NDArray[np.float64], top: int) -> NDArray[np.float64]:
-    """(n,) inverse drawing probabilities of the tokens with an exact norm, 0 elsewhere.
-
-    Of a step's n tokens the `top` largest by local norm are taken for certain (weight 1), the others at random (weight:
-    how many of them there are for each that was drawn).
-    """
-    weight = exact.astype(np.float64)
-    if not top or not np.isfinite(local).any() or exact.all():
-        return weight
-    order = np.argsort(-np.nan_to_num(local, nan=-np.inf), kind="stable")
-    rest = np.ones(len(local), dtype=bool)
-    rest[order[:top]] = False
-    drawn = exact & rest
-    if drawn.any():
-        weight[drawn] = rest.sum() / drawn.sum()
-    return weight
-
-
-def _exact_top(run: RunLike) -> int:
-    recording = run.config.get("recording") or {}
-    return int(recording.get("exact_top", 0)) if recording.get("exact_random", 0) else 0
 
 
 def reducers(study: Study) -> list[Reducer]:

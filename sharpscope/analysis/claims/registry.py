@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from sharpscope.analysis.claims import (
@@ -22,6 +23,7 @@ from sharpscope.analysis.claims import (
 )
 from sharpscope.analysis.claims.base import Claim, Finding, Verdict, decide
 from sharpscope.analysis.claims.study import Study
+from sharpscope.analysis.claims.tokens import Reducer
 from sharpscope.analysis.statistics import holm
 from sharpscope.errors import UserError, nearest
 
@@ -91,6 +93,13 @@ def test_claims(
 
 
 test_claims.__test__ = False  # type: ignore[attr-defined]  # not a test, whatever its name looks like
+
+
+def reducers_of_all() -> list[Reducer]:
+    """Every claim's reducers, each of interest in every run: what a reduction keeps, whichever methods are compared."""
+    study = Study({})
+    made = [r for claim in CLAIMS.values() if claim.reducers is not None for r in claim.reducers(study)]
+    return [replace(reducer, of=lambda run: True) for reducer in made]
 
 
 def study_of(runs: Runs, baseline: str = "grpo", treatment: str = "grpo-sg", ignore: Sequence[str] = ()) -> Study:

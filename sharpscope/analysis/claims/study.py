@@ -13,6 +13,7 @@ import numpy as np
 import pandas as pd
 
 from sharpscope.analysis.claims.tokens import Reduced, Reducer, scan
+from sharpscope.traces import Reduction
 
 IGNORED = (
     "name",
@@ -85,6 +86,11 @@ class RunLike(Protocol):
     @property
     def probes(self) -> pd.DataFrame:
         """Table `probes`."""
+        ...
+
+    @property
+    def reductions(self) -> Sequence[Reduction] | None:
+        """What was made of the token table, where that was not kept."""
         ...
 
     @property

@@ -62,6 +62,10 @@ def scan(runs: Mapping[str, RunLike], reducers: Sequence[Reducer]) -> dict[str, 
         columns = sorted({column for reducer in wanted for column in reducer.columns})
         if not columns:
             continue
+        if run.reductions is not None:
+            for reducer in wanted:
+                found[reducer.name] += _kept(name, run, reducer)
+            continue
         for step, tokens in steps_of(run, columns):
             recorded = {column: _recorded(tokens[column]) for column in {r.needs for r in wanted if r.needs}}
             for reducer in wanted:
@@ -72,6 +76,12 @@ def scan(runs: Mapping[str, RunLike], reducers: Sequence[Reducer]) -> dict[str, 
                     rows = len(next(iter(tokens.values())))
                     found[reducer.name].append(Reduced(name, run.method, run.seed, step, rows, values))
     return found
+
+
+def _kept(name: str, run: RunLike, reducer: Reducer) -> list[Reduced]:
+    """What was made of a token table before it was left out."""
+    rows = run.reductions or ()
+    return [Reduced(name, run.method, run.seed, r.step, r.tokens, r.values) for r in rows if r.name == reducer.name]
 
 
 def steps_of(run: RunLike, columns: Sequence[str]) -> Iterator[tuple[int, Columns]]:

@@ -14,7 +14,6 @@ CONFIG: dict[str, Any] = {
     "policy": {"model": "embedded:knights_knaves"},
     "optimizer": {"lr": 1e-4, "beta1": 0.9, "weight_decay": 0.0},
     "rollout": {"prompts_per_step": 24, "group_size": 8, "temperature": 1.0},
-    "recording": {"exact_top": 8, "exact_random": 16},
 }
 
 
@@ -34,6 +33,7 @@ class FrameRun:
     task: str = "knights_knaves"
     info: dict[str, Any] = field(default_factory=lambda: {"parameters": 900_000, "vocabulary": None})
     reads: list[Any] = field(default_factory=list)
+    reductions: None = None
 
     @property
     def token_steps(self) -> list[int]:
@@ -174,6 +174,8 @@ def tokens_frame(
         order = np.argsort(-local)
         exact[order[:8]] = True
         exact[rng.choice(order[8:], 16, replace=False)] = True
+        chance = np.full(count, 16 / (count - 8))
+        chance[order[:8]] = 1.0
         parts.append(
             pd.DataFrame(
                 {
@@ -189,6 +191,7 @@ def tokens_frame(
                     "logit_grad_norm": logit_norm,
                     "head_grad_norm": logit_norm * hidden,
                     "score_norm_local": local,
+                    "draw_probability": np.where(exact, chance, np.nan),
                     "score_norm": np.where(exact, norm, np.nan),
                     "score_norm_std_error": np.where(exact, 0.0, np.nan),
                     "heldout_influence": influence,

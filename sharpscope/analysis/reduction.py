@@ -1,0 +1,117 @@
+"""A run's traces made small enough for a repository: every claim and table stays what it was, bit for bit.
+
+Kept whole: `steps`, `eval`, `probes`, `events`, run.json, config.yaml. The token table is replaced by what the claims and
+figures make of each step (`reductions.parquet`) and by a uniform sample of tokens for the figures that show single ones.
+Rollouts' texts and checkpoints are not kept.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from sharpscope.analysis.claims import reducers_of_all
+from sharpscope.analysis.claims.tokens import scan
+from sharpscope.analysis.token_frames import DECILE_COLUMNS, bound_violations, decile_sums, score_column
+from sharpscope.errors import UserError
+from sharpscope.traces import RUN_FILE, Reduction, Run, TraceWriter, load_run, update_run_info, write_reductions
+
+TOKENS = 1_500
+"""Tokens kept of a run unless asked otherwise."""
+KEPT = ("steps", "eval", "probes", "events")
+
+
+def reduce_run(run: Run, out: Path, tokens: int = TOKENS) -> Path:
+    """Write `out`, a folder that `load_run` reads and that gives the claims and figures what `run` gives them.
+
+    Half of the sampled `tokens` come from steps with score norms, half from all steps, each drawn uniformly (seeded).
+
+    Raises:
+        UserError: for a run that has not finished or was reduced before, or a folder that is there already.
+    """
+    if run.reduced is not None:
+        raise UserError(f"run: {run.path} is a reduction itself; reduce the run it was made from")
+    if run.status != "finished":
+        raise UserError(f"run: {run.path} is {run.status}; only a finished run is reduced")
+    if out.exists():
+        raise UserError(f"out: {out} exists and is not overwritten; remove it first")
+    aside = out.with_name(f".{out.name}.tmp")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    for name in (RUN_FILE, "config.yaml"):
+        if (run.path / name).exists():
+            shutil.copy(run.path / name, aside / name)
+    _tables(run, aside, tokens)
+    write_reductions(aside, _reductions(run))
+    sampled = load_run(aside).rows("tokens")
+    update_run_info(aside, reduced={"tokens": run.rows("tokens"), "sampled": sampled, "rule": RULE})
+    aside.rename(out)
+    return out
+
+
+RULE = "half of the sampled tokens uniformly from the steps with score norms, half uniformly from all other steps"
+
+
+def reduce_runs(
+    runs: Iterable[tuple[str, Run]], out: Path, tokens: int = TOKENS, tell: Callable[[str], None] | None = None
+) -> tuple[list[Path], list[str]]:
+    """Reduce every finished run that is not below `out` yet; returns what was written and, one line each, what not."""
+    written, left_out = [], []
+    for name, run in runs:
+        folder = out / name
+        if folder.exists():
+            left_out.append(f"{name}: is there already")
+        elif run.status != "finished":
+            left_out.append(f"{name}: {run.status}")
+        else:
+            if tell is not None:
+                tell(name)
+            written.append(reduce_run(run, folder, tokens))
+    return written, left_out
+
+
+def _reductions(run: Run) -> list[Reduction]:
+    """All that is computed from whole token tables, whichever methods a claim will later compare."""
+    found = scan({"": run}, reducers_of_all())
+    rows = [Reduction(name, one.step, one.tokens, one.values) for name, several in found.items() for one in several]
+    rows.append(Reduction("bound violations", -1, run.rows("tokens"), _violations(run)))
+    rows.append(Reduction("score column", -1, run.rows("tokens"), score_column(run)))
+    for column in DECILE_COLUMNS:
+        rows.append(Reduction(f"deciles {column}", -1, run.rows("tokens"), decile_sums(run, column).to_dict("list")))
+    return rows
+
+
+def _violations(run: Run) -> dict[str, Any]:
+    vocabulary = run.info.get("vocabulary")
+    temperature = float((run.config.get("rollout") or {}).get("temperature", 1.0))
+    return bound_violations(run, vocabulary if isinstance(vocabulary, int) else None, temperature)
+
+
+def _tables(run: Run, folder: Path, tokens: int) -> None:
+    with TraceWriter(folder, groups=False) as writer:
+        for table in KEPT:
+            writer.append_table(table, run.arrow(table))
+        writer.append_table("tokens", _sample(run, tokens))
+
+
+def _sample(run: Run, count: int) -> pa.Table:
+    """`count` rows of the token table by RULE, all columns, in the table's order."""
+    steps = run.token_steps
+    measured = [run.tokens([step], ["score_norm_local"])["score_norm_local"].notna().to_numpy() for step in steps]
+    has_norm = np.concatenate(measured) if measured else np.zeros(0, dtype=bool)
+    order = np.random.default_rng(0).permutation(len(has_norm))
+    half = order[has_norm[order]][: count // 2]
+    rest = order[~has_norm[order]][: count - len(half)]
+    chosen = np.zeros(len(has_norm), dtype=bool)
+    chosen[half] = chosen[rest] = True
+    place, pieces = 0, [run.arrow("tokens", steps=[])]
+    for step in steps:
+        rows = run.arrow("tokens", steps=[step])
+        pieces.append(rows.filter(pa.array(chosen[place : place + len(rows)])))
+        place += len(rows)
+    return pa.concat_tables(pieces)

@@ -1,0 +1,76 @@
+"""What was made of a token table that was not kept: results by name and step, in one small file beside the traces."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from sharpscope.errors import UserError
+from sharpscope.traces.files import write_atomic
+
+REDUCTIONS_FILE = "reductions.parquet"
+_ARRAY = "array"
+_SCHEMA = pa.schema([("name", pa.string()), ("step", pa.int32()), ("tokens", pa.int64()), ("values", pa.string())])
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """One result: `values` of what `name` computes, from the `tokens` rows of `step` (−1: of the whole run)."""
+
+    name: str
+    step: int
+    tokens: int
+    values: Any
+
+
+def write_reductions(run_dir: str | Path, rows: Sequence[Reduction]) -> Path:
+    """Write the file in one step. Values are JSON with arrays of float64, whose digits all survive."""
+    table = pa.table(
+        {
+            "name": [row.name for row in rows],
+            "step": [row.step for row in rows],
+            "tokens": [row.tokens for row in rows],
+            "values": [json.dumps(row.values, default=_plain, separators=(",", ":")) for row in rows],
+        },
+        schema=_SCHEMA,
+    )
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink, compression="zstd", compression_level=19)
+    path = Path(run_dir) / REDUCTIONS_FILE
+    write_atomic(path, sink.getvalue().to_pybytes())
+    return path
+
+
+def read_reductions(run_dir: str | Path) -> list[Reduction] | None:
+    """The results in the order written; None where the run has no such file.
+
+    Raises:
+        UserError: for a file that cannot be read.
+    """
+    path = Path(run_dir) / REDUCTIONS_FILE
+    if not path.exists():
+        return None
+    try:
+        rows = pq.read_table(path, schema=_SCHEMA).to_pylist()
+        return [Reduction(r["name"], r["step"], r["tokens"], json.loads(r["values"], object_hook=_array)) for r in rows]
+    except (pa.ArrowException, OSError, ValueError, TypeError) as error:
+        raise UserError(f"{path}: cannot be read ({error}); reduce the run's traces again") from error
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return {_ARRAY: value.astype(np.float64).tolist()}
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"{type(value).__name__} cannot be kept in {REDUCTIONS_FILE}")
+
+
+def _array(value: dict[str, Any]) -> Any:
+    return np.array(value[_ARRAY], dtype=np.float64) if set(value) == {_ARRAY} else value

@@ -1,0 +1,131 @@
+"""Reduced runs: claims and tables as from the whole, a uniform sample of tokens, nothing overwritten."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pandas as pd
+import pytest
+from typer.testing import CliRunner
+
+from sharpscope.analysis import claims
+from sharpscope.analysis.paper_tables import paper_tables
+from sharpscope.analysis.reduction import reduce_run, reduce_runs
+from sharpscope.analysis.token_frames import bound_violations, decile_sums, score_column
+from sharpscope.cli import app
+from sharpscope.errors import UserError
+from sharpscope.traces import Reduction, load_run, load_runs, read_reductions, update_run_info, write_reductions
+from tests.traces.synthetic import Effects, Shape, write_study
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    shape = Shape(steps=6, prompts=3, length=12, probe_every=3, eval_every=3)
+    return write_study(
+        tmp_path_factory.mktemp("whole") / "runs", {"grpo": Effects(), "grpo-sg": Effects()}, seeds=2, shape=shape
+    )
+
+
+@pytest.fixture(scope="module")
+def reduced(folder, tmp_path_factory):
+    out = tmp_path_factory.mktemp("reduced") / "reference"
+    written, left_out = reduce_runs(load_runs(folder).by_name.items(), out, tokens=60)
+    assert len(written) == 4 and not left_out
+    return out
+
+
+def test_every_verdict_is_the_same_whichever_methods_are_compared(folder, reduced):
+    for pair in ({}, {"baseline": "grpo-sg", "treatment": "grpo"}):
+        whole, small = (claims.test_claims(load_runs(path), **pair) for path in (folder, reduced))
+        assert claims.claims_json(whole) == claims.claims_json(small)
+        assert any(verdict.n for verdict in whole if verdict.claim in ("C1", "C2", "C3"))
+        for first, second in zip(whole, small, strict=True):
+            for name, frame in first.frames.items():
+                pd.testing.assert_frame_equal(frame, second.frames[name])
+
+
+def test_tables_of_the_paper_and_sums_over_all_tokens_are_the_same(folder, reduced):
+    assert str(paper_tables(load_runs(reduced))) == str(paper_tables(load_runs(folder)))
+    for whole in load_runs(folder):
+        small = load_run(reduced / whole.name)
+        assert bound_violations(small, 32) == bound_violations(whole, whole.info.get("vocabulary"))
+        assert score_column(small) == score_column(whole)
+        for column in ("attribution", "heldout_influence"):
+            pd.testing.assert_frame_equal(decile_sums(small, column), decile_sums(whole, column), check_dtype=False)
+
+
+def test_other_tables_keep_null_and_nan_apart(folder, reduced):
+    for name in ("steps", "eval", "probes", "events"):
+        whole, small = (load_run(path / "grpo-s0").arrow(name) for path in (folder, reduced))
+        assert small.equals(whole)
+
+
+def test_the_sample_is_rows_of_the_table_half_of_them_with_norms(folder, reduced):
+    whole, small = (load_run(path / "grpo-s0") for path in (folder, reduced))
+    rows = small.tokens()
+    assert len(rows) == 60 == small.reduced["sampled"] and small.reduced["tokens"] == whole.rows("tokens")
+    assert rows["score_norm_local"].notna().sum() == 30
+    keys = ["step", "rollout", "position"]
+    assert not rows.duplicated(keys).any()
+    merged = rows.merge(whole.tokens(), on=keys, suffixes=("", "_whole"))
+    assert len(merged) == 60
+    for name in ("token_id", "logp", "loss_coef", "score_norm_local"):
+        np.testing.assert_array_equal(merged[name], merged[f"{name}_whole"])
+    assert small.token_steps == sorted(rows["step"].unique())
+    step = small.token_steps[-1]
+    assert len(small.tokens([step])) == (rows["step"] == step).sum()
+
+
+def test_every_token_is_drawn_equally_often(folder, tmp_path, monkeypatch):
+    run = load_run(folder / "grpo-s0")
+    plain = run.tokens()["score_norm_local"].isna().to_numpy()
+    counts = np.zeros(len(plain))
+    real = np.random.default_rng
+    for seed in range(40):
+        monkeypatch.setattr("sharpscope.analysis.reduction.np.random.default_rng", lambda _, s=seed: real(s))
+        drawn = load_run(reduce_run(run, tmp_path / str(seed), 100)).tokens(columns=["step", "rollout", "position"])
+        whole = run.tokens(columns=["step", "rollout", "position"]).reset_index()
+        counts[whole.merge(drawn)["index"]] += 1
+    share = 50 / plain.sum()
+    # the largest of all counts stays within what a binomial of 40 draws would give one token in a million
+    assert counts[plain].mean() == pytest.approx(40 * share)
+    assert counts[plain].std() == pytest.approx(np.sqrt(40 * share * (1 - share)), rel=0.25)
+
+
+def test_what_is_there_is_left_and_what_has_not_finished_is_named(folder, reduced, tmp_path):
+    written, left_out = reduce_runs(load_runs(folder).by_name.items(), reduced)
+    assert not written and len(left_out) == 4 and all("is there already" in line for line in left_out)
+    with pytest.raises(UserError, match="reduction itself"):
+        reduce_run(load_run(reduced / "grpo-s0"), tmp_path / "again")
+    one = write_study(tmp_path / "one", {"grpo": Effects()}, seeds=1, shape=Shape(steps=2, prompts=2, length=6))
+    update_run_info(one / "grpo-s0", status="failed")
+    with pytest.raises(UserError, match="failed; only a finished run"):
+        reduce_run(load_run(one / "grpo-s0"), tmp_path / "other")
+    assert not (tmp_path / "other").exists() and not (tmp_path / "again").exists()
+
+
+def test_command(folder, tmp_path):
+    result = CliRunner().invoke(app, ["reduce", str(folder), "--out", str(tmp_path / "out"), "--tokens", "20"])
+    assert result.exit_code == 0 and "4 runs reduced" in result.output
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {run.name for run in load_runs(folder)}
+
+
+def test_values_survive_to_the_last_digit(tmp_path):
+    values = {
+        "m": np.array([[0.1, 1 / 3], [np.nan, -1e-300]]),
+        "n": 3,
+        "x": float("nan"),
+        "cells": [{"a": 0.1, "b": "c"}],
+    }
+    write_reductions(tmp_path, [Reduction("C2", 4, 9, values), Reduction("score column", -1, 9, None)])
+    first, second = read_reductions(tmp_path)
+    np.testing.assert_array_equal(first.values["m"], values["m"])
+    assert first.values["cells"] == values["cells"] and first.values["n"] == 3 and np.isnan(first.values["x"])
+    assert second == Reduction("score column", -1, 9, None) and (first.name, first.step, first.tokens) == ("C2", 4, 9)
+    assert read_reductions(tmp_path / "none") is None
+    with pytest.raises(TypeError, match="set cannot be kept"):
+        write_reductions(tmp_path, [Reduction("x", 0, 0, {1, 2})])
+    (tmp_path / "reductions.parquet").write_bytes(json.dumps({"no": "parquet"}).encode())
+    with pytest.raises(UserError, match="cannot be read"):
+        read_reductions(tmp_path)
