@@ -10,6 +10,10 @@ class UserError(Exception):
     """A mistake that the user can mend; the message names the field, the value and the fix in one line."""
 
 
+class NonFiniteError(UserError):
+    """A number that training needs is not finite; the health rule `non_finite` says what happens then."""
+
+
 def nearest(name: str, valid: Iterable[str]) -> str:
     """`"; did you mean 'x'?"` for the closest of `valid` to `name`, or the whole sorted list when none is close."""
     names = sorted(valid)

@@ -26,22 +26,24 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def sync_folder(folder: Path) -> None:
-    """Flush a folder's entries to the disk, so that a rename in it survives a power loss."""
-    handle = os.open(folder, os.O_RDONLY)
+def sync_folder(path: Path) -> None:
+    """Flush a file's content, or a folder's entries, to the disk, so that a rename in it survives a power loss."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def sync_tree(folder: Path) -> None:
+    """Flush every file and folder below `folder`, and itself, to the disk."""
+    for path in [*folder.rglob("*"), folder]:
+        sync_folder(path)
 
 
 def publish(aside: Path, final: Path) -> None:
     """Make a finished file visible under its name: fsync the file, rename, fsync the folder."""
-    handle = os.open(aside, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    sync_folder(aside)
     aside.replace(final)
     sync_folder(final.parent)
 
@@ -80,16 +82,25 @@ def create_run_dir(path: str | Path) -> Path:
     folder = Path(path)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if any(folder.iterdir()):
+        if any(folder.iterdir()) and not _never_began(folder):
             what = "holds a run" if (folder / RUN_FILE).exists() else "is not empty"
             raise UserError(f"out: {folder} {what} and is not overwritten; choose another --out, or remove it first")
-        (folder / TRACES).mkdir()
+        (folder / TRACES).mkdir(exist_ok=True)
         sync_folder(folder)
+        sync_folder(folder.parent)
     except FileExistsError as error:
         raise UserError(f"out: {folder} exists and is not a free folder; choose another --out") from error
     except OSError as error:
         raise UserError(f"out: {folder} cannot be written ({error.strerror}); choose another --out") from error
     return folder
+
+
+def _never_began(folder: Path) -> bool:
+    """Whether a folder is what a run leaves that was killed before it wrote its first file."""
+    known = {TRACES, "lock.json"}
+    return all(p.name in known or p.name.endswith(ASIDE) for p in folder.iterdir()) and not any(
+        path.is_file() for path in (folder / TRACES).rglob("*")
+    )
 
 
 def create_run_info(run_dir: str | Path, info: Mapping[str, Any]) -> dict[str, Any]:

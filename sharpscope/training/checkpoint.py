@@ -1,25 +1,31 @@
 """Checkpoints: everything that a run needs to go on exactly, written aside and renamed, safetensors and JSON only.
 
-Random draws are functions of (seed, purpose, step) and need no state; see `sharpscope.training.seeds`.
+Random draws are functions of (seed, purpose, step) and need no state; see `sharpscope.training.seeds`. A checkpoint lists the
+checksums of its files: a damaged one is noticed and set aside, never loaded.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-import os
 import shutil
+import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from sharpscope.errors import UserError
+from sharpscope.traces.files import sync_folder, sync_tree
 from sharpscope.training.spec import CheckpointSpec
 
 STATE = "trainer_state.json"
+CHECKSUMS = "checksums.json"
 OPTIMIZER = "optimizer.safetensors"
 PROXIMAL = "proximal.safetensors"
 VECTORS = "eigenvectors.safetensors"
@@ -33,7 +39,8 @@ class Progress:
     cursor: int
     recent_log_grad_norms: list[float]
     method: dict[str, Any]  # the method with calibrated constants filled in
-    extra: dict[str, Any]
+    said: Sequence[str] = ()  # warnings of the method that were told and are not told again
+    score: float | None = None  # held-out accuracy at this very step; None where nothing was evaluated
 
 
 def checkpoint_dir(run_dir: Path, step: int) -> Path:
@@ -42,8 +49,55 @@ def checkpoint_dir(run_dir: Path, step: int) -> Path:
 
 
 def checkpoints(run_dir: Path) -> list[Path]:
-    """Whole checkpoints of a run, oldest first."""
-    return sorted(p for p in (run_dir / "checkpoints").glob("step-*") if (p / STATE).exists())
+    """Checkpoints of a run, oldest first; each was whole when it got its name."""
+    found = [p for p in (run_dir / "checkpoints").glob("step-*") if (p / STATE).exists()]
+    return sorted(found, key=step_of)
+
+
+def step_of(folder: Path) -> int:
+    """The step after which a checkpoint was saved."""
+    return int(folder.name.removeprefix("step-"))
+
+
+def damage(folder: Path) -> str | None:
+    """What is wrong with a checkpoint's files by its list of checksums; None if nothing is."""
+    try:
+        listed = json.loads((folder / CHECKSUMS).read_bytes())
+        for name, expected in listed.items():
+            if _checksum(folder / name) != expected:
+                return f"{name} does not have its checksum"
+    except FileNotFoundError as error:
+        return f"{Path(str(error.filename)).name} is missing"
+    except (OSError, ValueError, AttributeError) as error:
+        return f"{CHECKSUMS} cannot be read ({error})"
+    return None
+
+
+def newest_whole(run_dir: Path) -> tuple[Path | None, list[str]]:
+    """(the newest checkpoint whose files are sound, what was found damaged on the way). Hold the run's lock.
+
+    A damaged checkpoint is renamed to `damaged-step-…`, so that nothing loads it again. None: there is none to go on from.
+    """
+    problems: list[str] = []
+    _clear(run_dir)
+    for folder in reversed(checkpoints(run_dir)):
+        problem = damage(folder)
+        if problem is None:
+            return folder, problems
+        aside = _free(folder.with_name(f"damaged-{folder.name}"))
+        folder.rename(aside)
+        sync_folder(aside.parent)
+        problems.append(f"checkpoint {folder.name} is damaged ({problem}); it is set aside as {aside.name}")
+    return None, problems
+
+
+def _free(path: Path) -> Path:
+    """`path`, or with a number behind it the first that does not exist."""
+    number, found = 1, path
+    while found.exists():
+        number += 1
+        found = path.with_name(f"{path.name}-{number}")
+    return found
 
 
 def save_checkpoint(
@@ -61,23 +115,59 @@ def save_checkpoint(
     """
     final = checkpoint_dir(run_dir, progress.step)
     aside = final.with_name(f".{final.name}.tmp")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    model.save_pretrained(aside, safe_serialization=True)  # type: ignore[operator]
-    tokenizer.save_pretrained(aside)
-    save_file(_optimizer_tensors(model, optimizer), aside / OPTIMIZER)
-    if proximal is not None:
-        save_file({name: p.detach().contiguous() for name, p in _unique(proximal)}, aside / PROXIMAL)
-    if vectors is not None:
-        save_file({"vectors": vectors.detach().cpu().contiguous()}, aside / VECTORS)
-    (aside / STATE).write_text(json.dumps(vars(progress), indent=1), encoding="utf-8")
-    for path in [*aside.iterdir(), aside]:
-        _fsync(path)
+    _clear(run_dir)
+    try:
+        aside.mkdir(parents=True)
+        sync_folder(run_dir)
+        _write(aside, model, tokenizer, optimizer, progress, proximal, vectors)
+        sync_tree(aside)
+    except Exception as error:  # a full disk has many names: OSError, SafetensorError, a tokenizer's plain Exception
+        shutil.rmtree(aside, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise
+        raise OSError(f"checkpoint '{final}' cannot be written: {error}") from error
     if final.exists():
-        shutil.rmtree(final)
+        final.rename(_free(final.with_name(f".{final.name}.old")))
     aside.rename(final)
-    _fsync(final.parent)
+    sync_folder(final.parent)
+    _clear(run_dir)
     return final
+
+
+def _write(
+    folder: Path,
+    model: nn.Module,
+    tokenizer: Any,
+    optimizer: torch.optim.AdamW,
+    progress: Progress,
+    proximal: nn.Module | None,
+    vectors: torch.Tensor | None,
+) -> None:
+    """All files of a checkpoint, their checksums last."""
+    model.save_pretrained(folder, safe_serialization=True)  # type: ignore[operator]
+    tokenizer.save_pretrained(folder)
+    save_file(_optimizer_tensors(model, optimizer), folder / OPTIMIZER)
+    if proximal is not None:
+        save_file({name: p.detach().contiguous() for name, p in _unique(proximal)}, folder / PROXIMAL)
+    if vectors is not None:
+        save_file({"vectors": vectors.detach().cpu().contiguous()}, folder / VECTORS)
+    (folder / STATE).write_text(json.dumps(vars(progress), indent=1), encoding="utf-8")
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    sums = {path.relative_to(folder).as_posix(): _checksum(path) for path in files}
+    (folder / CHECKSUMS).write_text(json.dumps(sums, indent=1), encoding="utf-8")
+
+
+def _clear(run_dir: Path) -> None:
+    """Remove what a crash left of checkpoints that were being written, replaced or taken away.
+
+    A checkpoint that was moved out of the way for its successor comes back if the successor never got its name.
+    """
+    for folder in (run_dir / "checkpoints").glob(".step-*"):
+        name = folder.name.removeprefix(".").partition(".")[0]
+        if ".old" in folder.name and not folder.with_name(name).exists():
+            folder.rename(folder.with_name(name))
+        else:
+            shutil.rmtree(folder)
 
 
 def load_checkpoint(
@@ -87,7 +177,7 @@ def load_checkpoint(
     try:
         state = json.loads((folder / STATE).read_text(encoding="utf-8"))
         tensors = load_file(folder / OPTIMIZER)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise UserError(
             f"checkpoint '{folder}' cannot be read ({error}); resume from an earlier one by removing it"
         ) from None
@@ -107,15 +197,51 @@ def load_vectors(folder: Path) -> torch.Tensor | None:
 
 
 def prune(run_dir: Path, spec: CheckpointSpec) -> list[Path]:
-    """Remove checkpoints that the policy does not keep; returns them."""
+    """Remove checkpoints that the policy does not keep; returns them.
+
+    Kept are the newest `keep_last`, those whose step is a multiple of `keep_every`, and the `keep_best` with the highest
+    held-out accuracy (Progress.score; of equals the earlier).
+    """
     found = checkpoints(run_dir)
     kept = set(found[-spec.keep_last :])
     if spec.keep_every:
-        kept |= {p for p in found if int(p.name.removeprefix("step-")) % spec.keep_every == 0}
+        kept |= {p for p in found if step_of(p) % spec.keep_every == 0}
+    if spec.keep_best:
+        scores = {p: _score(p) for p in found}
+        rated = [p for p in found if scores[p] is not None]
+        kept |= set(sorted(rated, key=lambda p: -(scores[p] or 0.0))[: spec.keep_best])
     removed = [p for p in found if p not in kept]
     for path in removed:
-        shutil.rmtree(path)
+        # out of sight in one step: a folder half removed by a crash must not look like a checkpoint
+        gone = _free(path.with_name(f".{path.name}.gone"))
+        path.rename(gone)
+        shutil.rmtree(gone)
     return removed
+
+
+def _score(folder: Path) -> float | None:
+    try:
+        return json.loads((folder / STATE).read_bytes()).get("score")
+    except (OSError, ValueError):
+        return None
+
+
+def fingerprint(model: nn.Module) -> str:
+    """SHA-256 of a model's parameters: names, shapes, bytes."""
+    found = hashlib.sha256()
+    for name, parameter in _unique(model):
+        found.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
+        found.update(parameter.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def _checksum(path: Path) -> list[int]:
+    """Size [bytes] and CRC-32 of a file."""
+    total = crc = 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            total, crc = total + len(block), zlib.crc32(block, crc)
+    return [total, crc]
 
 
 def _unique(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -140,11 +266,3 @@ def _restore_optimizer(model: nn.Module, optimizer: torch.optim.AdamW, tensors: 
         parameter = parameters[name]
         # AdamW keeps its step count on the CPU
         optimizer.state[parameter][entry] = value if entry == "step" else value.to(parameter.device)
-
-
-def _fsync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

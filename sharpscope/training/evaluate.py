@@ -79,7 +79,7 @@ def _one(
     greedy = {"top_p": 1.0, "top_k": 0} if temperature == 0 else {}
     drawn = spec.model_copy(update={"temperature": temperature, **greedy})
     place = "/".join(map(str, [split, level, temperature]))
-    completions = draw_completions(policy, examples, k, drawn, derive(seed, f"evaluation:{place}"))
+    completions = draw_completions(policy, task, examples, k, drawn, derive(seed, f"evaluation:{place}"))
     rewards = [task.score(examples[row // k], text) for row, text in enumerate(completions.texts)]
     correct = np.array([reward.correct for reward in rewards], dtype=bool).reshape(len(examples), k)
     return evaluation_row(

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 
 from sharpscope.training.spec import HealthSpec, Rule
+
+CGROUP = Path("/sys/fs/cgroup")
+PREVENTS = ("skip_step", "stop")
+"""Actions that leave a step's updates out."""
 
 
 @dataclass(frozen=True)
@@ -36,11 +42,22 @@ def _fires(rule: Rule, value: float, below: bool = False) -> bool:
 
 
 def memory_share(device: torch.device) -> float:
-    """Share of memory in use: of the GPU where the model is on one, else of the machine."""
+    """Share of memory in use: of the GPU where the model is on one, else of the machine or of this process's container."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return 1 - free / total
-    return float(psutil.virtual_memory().percent) / 100
+    return max(float(psutil.virtual_memory().percent) / 100, container_share(CGROUP))
+
+
+def container_share(folder: Path) -> float:
+    """Share of a control group's memory limit in use, page cache that can be dropped left out; 0 without a limit."""
+    try:
+        limit = (folder / "memory.max").read_text().strip()
+        used = int((folder / "memory.current").read_text())
+        counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        return (used - int(counts.get("inactive_file", 0))) / int(limit) if limit != "max" else 0.0
+    except (OSError, ValueError):
+        return 0.0
 
 
 def check_rollouts(spec: HealthSpec, step: int, *, zero_variance_share: float, truncated_share: float) -> list[Event]:
@@ -121,17 +138,16 @@ def check_policy(
     return events
 
 
-def non_finite(spec: HealthSpec, step: int, what: str, value: float) -> Event:
-    """The event of a number that is not finite."""
-    return Event(
-        step,
-        "non_finite",
-        "error",
-        value,
-        math.nan,
-        spec.non_finite,
-        f"{what} is not finite; lower optimizer.lr, or look at this step's rollouts and tokens",
-    )
+def check_finite(spec: HealthSpec, step: int, problems: Sequence[tuple[str, float]], broken: bool) -> list[Event]:
+    """An event for each number that is not finite: what it is, and the number.
+
+    `broken`: the model's own weights are not finite. No action can mend that, so the run stops.
+    """
+    advice = "lower optimizer.lr, or look at this step's rollouts and tokens"
+    action = "stop" if broken else spec.non_finite
+    return [
+        Event(step, "non_finite", "error", value, math.nan, action, f"{what}; {advice}") for what, value in problems
+    ]
 
 
 def _event(step: int, name: str, rule: Rule, value: float, message: str) -> Event:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 import torch
 from torch import Tensor
 
+from sharpscope.errors import NonFiniteError
 from sharpscope.objective import (
     LossOutput,
     Method,
@@ -24,6 +25,9 @@ from sharpscope.policy import Rollouts, TokenStats, microbatches, score_completi
 from sharpscope.training.optimizer import gradient_norm, scale_gradients, update_norm
 from sharpscope.training.seeds import generator
 
+NO_GRADIENT = "the gradient is not finite"
+BROKEN = "an update made model weights that are not finite, and nothing later can mend them"
+
 
 @dataclass(frozen=True)
 class UpdateRecord:
@@ -34,6 +38,7 @@ class UpdateRecord:
     update_norm: float
     clip_factor: float
     skipped: bool
+    problem: str = ""  # what is not finite; empty if all is
 
 
 @dataclass
@@ -70,11 +75,16 @@ class UpdateBatch:
 
 
 BeforeStep = Callable[[UpdateBatch], None]
+Allow = Callable[[TokenStats, Tensor], bool]
+"""Asked once a step, before its first update changes anything, with π_old's statistics and the token weights (N, T)."""
 
 
 @dataclass
 class Learner:
-    """Runs the updates of a step. `before_step` observes each update's gradient; it must change nothing."""
+    """Runs the updates of a step. `before_step` observes each update's gradient; it must change nothing.
+
+    `allow` may leave the updates of a step out: then its tokens are recorded, and weights and optimizer stay as they are.
+    """
 
     model: torch.nn.Module
     optimizer: torch.optim.AdamW
@@ -87,10 +97,10 @@ class Learner:
     share_prompt: bool
     max_grad_norm: float | None
     seed: int
-    stop_on_non_finite: bool = True
     reference: torch.nn.Module | None = None
     proximal: torch.nn.Module | None = None
     before_step: BeforeStep | None = None
+    allow: Allow | None = None
     parameters: list[Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -139,11 +149,6 @@ class Learner:
         self._rollouts, self._advantage, self._progress = rollouts, advantage, progress
         mask = rollouts.completion_mask
         stats = None if self.fused else self.statistics(rollouts)
-        self._plan = None
-        if stats is not None:
-            tensors = self._tensors(torch.arange(len(rollouts)), stats, stats.logp)
-            self._plan = prepare(self.method, tensors, generator(self.seed, "plan", step))
-        self.warnings = () if self._plan is None else self._plan.warnings
         blank = torch.zeros(mask.shape)
         self._tokens = TokenRecord(
             stats=stats if stats is not None else blank_stats(mask, self.model),
@@ -155,9 +160,20 @@ class Learner:
             kl=blank.clone(),
             update=torch.full(mask.shape, -1, dtype=torch.int32),
         )
-        updates = []
-        for index, (rows, pass_index) in enumerate(self._updates(rollouts, step)):
-            updates.append(self._update(index, rows, pass_index))
+        self._plan, self.warnings, self._vetoed = None, (), False
+        updates: list[UpdateRecord] = []
+        try:
+            if stats is not None:
+                tensors = self._tensors(torch.arange(len(rollouts)), stats, stats.logp)
+                self._plan = prepare(self.method, tensors, generator(self.seed, "plan", step))
+                self.warnings = self._plan.warnings
+            for index, (rows, pass_index) in enumerate(self._updates(rollouts, step)):
+                updates.append(self._update(index, rows, pass_index))
+                if self._vetoed:
+                    break
+        except NonFiniteError as error:  # a token weight
+            self.optimizer.zero_grad(set_to_none=True)
+            updates.append(UpdateRecord(math.nan, math.nan, 0.0, 0.0, skipped=True, problem=str(error)))
         return Learned(updates, self._tokens)
 
     def _updates(self, rollouts: Rollouts, step: int) -> Iterator[tuple[Tensor, int]]:
@@ -176,13 +192,20 @@ class Learner:
         """One gradient, what the method does to it, and the optimizer's step."""
         loss = self._gradient(index, rows, pass_index, record=True)
         norm = gradient_norm(self.parameters)
+        if index == 0 and self.allow is not None:
+            self._vetoed = not self.allow(
+                self._tokens.stats, self._tokens.weight if self._plan is None else self._plan.weight
+            )
+            if self._vetoed:
+                self.optimizer.zero_grad(set_to_none=True)
+                return UpdateRecord(loss, norm, 0.0, 0.0, skipped=True, problem=_problem(loss, norm))
         sharpness = self.method.sharpness
         if isinstance(sharpness, Sam | GradientNormPenalty) and math.isfinite(norm) and norm > 0:
             self._sharpen(sharpness, index, rows, pass_index, norm)
             norm = gradient_norm(self.parameters)
         if not (math.isfinite(loss) and math.isfinite(norm)):
             self.optimizer.zero_grad(set_to_none=True)
-            return UpdateRecord(loss, norm, 0.0, 0.0, skipped=True)
+            return UpdateRecord(loss, norm, 0.0, 0.0, skipped=True, problem=_problem(loss, norm))
         factor = 1.0 if self.max_grad_norm is None else min(1.0, self.max_grad_norm / (norm + 1e-6))
         if self.before_step is not None:
             self.before_step(UpdateBatch(index, rows, self._coef, norm, factor))
@@ -191,7 +214,8 @@ class Learner:
         size = update_norm(self.optimizer)
         self._move_proximal()
         self.optimizer.zero_grad(set_to_none=True)
-        return UpdateRecord(loss, norm, size, factor, skipped=False)
+        problem = "" if math.isfinite(size) else BROKEN
+        return UpdateRecord(loss, norm, size, factor, skipped=False, problem=problem)
 
     def _gradient(self, index: int, rows: Tensor, pass_index: int, record: bool) -> float:
         """∇L of one update into `.grad`, summed over microbatches; returns L."""
@@ -293,6 +317,10 @@ class Learner:
         group = part.group if self.share_prompt else None
         batches = microbatches(part.lengths, self.microbatch_tokens, prompt_lengths=part.prompt_lengths, group=group)
         return [rows[batch] for batch in batches]
+
+
+def _problem(loss: float, norm: float) -> str:
+    return "the loss is not finite" if not math.isfinite(loss) else "" if math.isfinite(norm) else NO_GRADIENT
 
 
 def step_tensors(

@@ -4,44 +4,53 @@ from __future__ import annotations
 
 import copy
 import math
-import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
 from sharpscope.errors import UserError
 from sharpscope.objective import calibrate, choose_preset, method_label, needs_calibration
-from sharpscope.policy import Policy, check_lengths, load_policy, render_prompts
+from sharpscope.policy import Policy, TokenStats, check_lengths, load_policy, render_prompts
 from sharpscope.tasks import Task, make_task
-from sharpscope.traces import (
-    RunLock,
-    TraceWriter,
-    create_run_dir,
-    create_run_info,
-    read_run_info,
-    rewind,
-    update_run_info,
-    write_atomic,
-)
-from sharpscope.traces.files import now
+from sharpscope.traces import RunLock, TraceWriter, create_run_dir, read_run_info, rewind, update_run_info
+from sharpscope.traces.files import RUN_FILE
 from sharpscope.training import environment
-from sharpscope.training.checkpoint import Progress, checkpoints, load_checkpoint, load_vectors, prune, save_checkpoint
+from sharpscope.training.checkpoint import (
+    Progress,
+    fingerprint,
+    load_checkpoint,
+    load_vectors,
+    newest_whole,
+    prune,
+    save_checkpoint,
+)
+from sharpscope.training.clock import Clock, stop_after_step
 from sharpscope.training.data_order import DataOrder
 from sharpscope.training.display import Display, QuietDisplay
-from sharpscope.training.evaluate import evaluate
-from sharpscope.training.health import Event, check_policy, check_rollouts, memory_share, non_finite
-from sharpscope.training.learning import Learned, Learner, step_tensors
+from sharpscope.training.evaluate import evaluate, heldout_score
+from sharpscope.training.health import PREVENTS, Event, check_finite, check_policy, check_rollouts, memory_share
+from sharpscope.training.learning import BROKEN, Learned, Learner, step_tensors
 from sharpscope.training.observers import Observers
 from sharpscope.training.optimizer import build_optimizer, learning_rate, set_learning_rate
 from sharpscope.training.probe_sets import check_probe_set
-from sharpscope.training.records import rollout_columns, steps_row, token_columns
+from sharpscope.training.records import rollout_columns, steps_row, token_columns, weight_columns
 from sharpscope.training.rounds import Round, draw_round
+from sharpscope.training.run_folder import (
+    begin_run_dir,
+    check_reference,
+    discard_unused,
+    end_run,
+    keep_traceback,
+    refused_write,
+    run_info,
+)
 
 if TYPE_CHECKING:
     from sharpscope.config import RunConfig
@@ -61,53 +70,44 @@ def train(config: RunConfig, display: Display | None = None, resume: bool = Fals
     """Train as `config` says and record it in `config.run_dir`.
 
     Everything that can be wrong with the input is checked before the folder is made. With `resume`, go on from the
-    folder's last checkpoint. Ctrl-C ends the run after the current step, with a checkpoint; a second one at once.
+    folder's last sound checkpoint, or from the beginning where there is none; what was recorded after it goes. Ctrl-C ends
+    the run after the current step, with a checkpoint; a second one at once. A disk that takes no more ends it as `failed`.
 
     Raises:
         UserError: for a mistake in the input, a folder that exists, or a folder that another process writes to.
     """
-    from sharpscope.config import to_yaml
-
     disable_progress_bar()  # transformers' own bars; ours says what is being done
     threads = environment.set_threads(config.threads)
-    task = make_task(config.task)
-    examples = task.splits().get("train", [])
-    if not examples:
-        raise UserError(f"task.kind = '{config.task.kind}': has no split 'train' to learn from")
-    saved = checkpoints(config.run_dir) if resume else []
-    if resume and not saved:
-        raise UserError(f"run '{config.run_dir}' has no checkpoint to resume from; start it anew with another name")
-    source = config.policy if not saved else config.policy.model_copy(update={"model": str(saved[-1])})
-    policy = load_policy(source)
-    longest = [e for split in ("train", *config.evaluation.splits) for e in task.splits().get(split, [])]
-    check_lengths(policy, render_prompts(longest, policy), config.rollout.max_new_tokens)
-    check_probe_set(config, task)
-    if not resume:
-        create_run_dir(config.run_dir)
-    with RunLock(config.run_dir):
-        if not resume:
-            write_atomic(config.run_dir / "config.yaml", to_yaml(config))
-            policy.tokenizer.save_pretrained(config.run_dir / "tokenizer")
-            create_run_info(config.run_dir, _info(config, policy, threads))
+    with ExitStack() as held:
+        saved: Path | None = None
+        notes: list[str] = []
+        if resume:
+            held.enter_context(RunLock(config.run_dir))
+            saved, notes = newest_whole(config.run_dir)
+        task = make_task(config.task)
+        examples = task.splits().get("train", [])
+        if not examples:
+            raise UserError(f"task.kind = '{config.task.kind}': has no split 'train' to learn from")
+        source = config.policy if saved is None else config.policy.model_copy(update={"model": str(saved)})
+        policy = load_policy(source)
+        longest = [e for split in ("train", *config.evaluation.splits) for e in task.splits().get(split, [])]
+        check_lengths(policy, render_prompts(longest, policy), config.rollout.max_new_tokens)
+        check_probe_set(config, task)
         run = _Run(config, policy, task, examples, display or QuietDisplay())
-        return run.go(saved[-1] if saved else None)
-
-
-def _info(config: RunConfig, policy: Policy, threads: int) -> dict[str, Any]:
-    trainable = sum(p.numel() for p in policy.model.parameters() if p.requires_grad)
-    return {
-        "method": method_label(config.method),
-        "task": config.task.kind,
-        "seed": config.seed,
-        "config": config.model_dump(mode="json"),
-        "versions": environment.versions(),
-        "commit": environment.commit(),
-        "device": environment.describe_device(policy.device),
-        "threads": threads,
-        "parameters": sum(p.numel() for p in policy.model.parameters()),
-        "trainable_parameters": trainable,
-        "vocabulary": policy.head.weight.shape[0],
-    }
+        if not resume:
+            create_run_dir(config.run_dir)
+            held.enter_context(RunLock(config.run_dir))
+        begun = (config.run_dir / RUN_FILE).exists()
+        if begun and not resume:
+            raise UserError(f"out: {config.run_dir} holds a run and is not overwritten; choose another --out")
+        if not begun:
+            begin_run_dir(config, policy, run_info(config, policy, threads))
+        try:
+            return run.go(saved, notes)
+        except UserError:
+            if not resume:
+                discard_unused(config.run_dir)
+            raise
 
 
 class _Run:
@@ -125,6 +125,7 @@ class _Run:
         self.recent: list[float] = []  # log gradient norms of the last steps, for spikes
         self.stop_requested = False
         self.said: set[str] = set()  # warnings of the method that were shown
+        self.scores: dict[int, float] = {}  # held-out accuracy by step
         self.reference = _frozen_copy(config) if self.method.needs_reference else None
         self.proximal = copy.deepcopy(policy.model).eval() if self.method.needs_proximal else None
         self.learner = Learner(
@@ -138,24 +139,27 @@ class _Run:
 
     # -- the whole run -----------------------------------------------------------------------------------------------
 
-    def go(self, checkpoint: Path | None) -> Outcome:
+    def go(self, checkpoint: Path | None, notes: list[str]) -> Outcome:
+        """All steps after `checkpoint` (None: all). `notes` are kept in run.json."""
         config, run_dir = self.config, self.config.run_dir
-        done = 0
-        if checkpoint is not None:
-            done = self._restore(checkpoint)
-            rewind(run_dir, done)
-            update_run_info(run_dir, status="running", steps_done=done)
+        if self.reference is not None:
+            check_reference(run_dir, fingerprint(self.reference))
+        done = restored = 0 if checkpoint is None else self._restore(checkpoint)
+        rewind(run_dir, done if checkpoint is not None else -1)
+        noted = [*read_run_info(run_dir).get("notes", []), *notes]
+        update_run_info(run_dir, status="running", steps_done=done, notes=noted)
         status, reason = "failed", ""
         self.display.start(
             f"{method_label(config.method)} · {config.task.kind} · seed {config.seed}", config.steps, done
         )
         started = time.perf_counter()
         try:
-            with TraceWriter(run_dir) as writer, _stop_after_step(self):
+            with TraceWriter(run_dir) as writer, stop_after_step(self):
                 self.writer = writer
                 self.display.status("choosing the probe set")
-                self._tell(self.observers.start(read_run_info(run_dir)))
-                if done == 0:
+                events = self.observers.start(read_run_info(run_dir))
+                if checkpoint is None:
+                    self._tell(events)  # a checkpoint's run has told them
                     self._evaluate(0)
                     self._probe(0)
                 for step in range(done + 1, config.steps + 1):
@@ -167,23 +171,24 @@ class _Run:
                 else:
                     status, reason = "finished", "all steps done"
                 writer.flush()
-            self._save(done)
+            if done > restored:
+                self._save(done)
         except KeyboardInterrupt:
             status, reason = "interrupted", "stopped at once by the user; the step in progress is lost"
+        except OSError as error:
+            status, reason = "failed", refused_write(error, run_dir)
+            if not reason:
+                reason = keep_traceback(run_dir, error)
+                raise
         except BaseException as error:
-            reason = f"{type(error).__name__}: {error}"
+            reason = str(error) if isinstance(error, UserError) else keep_traceback(run_dir, error)
             raise
         finally:
             self.display.stop()
-            update_run_info(
-                run_dir,
-                status=status,
-                steps_done=done,
-                finished=now(),
-                end=reason,
-                seconds=round(time.perf_counter() - started, 3),
+            end_run(
+                run_dir, status=status, steps_done=done, end=reason, seconds=round(time.perf_counter() - started, 3),
                 peak_memory_bytes=environment.peak_memory_bytes(self.device),
-            )
+            )  # fmt: skip
         return Outcome(run_dir, status, done, reason)
 
     def _step(self, step: int) -> str:
@@ -193,17 +198,19 @@ class _Run:
         lr = learning_rate(config.optimizer, step, config.steps)
         set_learning_rate(self.optimizer, lr)
         self.display.status(f"step {step}: drawing completions")
-        clock = _Clock()
+        clock = Clock()
         drawn = draw_round(self.policy, self.task, self.order, self.method, config.rollout, config.seed, step)
         clock.lap("generation_s")
         if needs_calibration(self.method):
             self._calibrate(drawn, progress)
         self.display.status(f"step {step}: learning")
         self.observers.begin(step, drawn, self.recent)
+        events = self._check_rollouts(step, drawn)
+        self.learner.allow = partial(self._allow, step, drawn, progress, events)
         learned = self.learner.learn(drawn.rollouts, drawn.advantage, step, progress)
         clock.lap("training_s", minus=self.observers.seconds)
         row = steps_row(step, drawn, learned, self.method, progress, lr)
-        stop = self._judge(step, drawn, learned, row)
+        stop = self._judge(step, learned, events)
         if row["grad_norm"]:
             self.recent = [*self.recent[-49:], math.log(row["grad_norm"])]
         self._record(step, drawn, learned)
@@ -232,26 +239,45 @@ class _Run:
         self.learner.method = self.method
         update_run_info(self.config.run_dir, calibration=self.method.weight.model_dump(mode="json"))
 
-    def _judge(self, step: int, drawn: Round, learned: Learned, row: dict[str, Any]) -> str:
-        """Apply the health rules; returns why the run must stop, or nothing."""
+    def _check_rollouts(self, step: int, drawn: Round) -> list[Event]:
+        """The health rules that rewards and lengths answer, before anything is learnt from them."""
         spec, rollouts = self.config.health, drawn.rollouts
+        truncated = float(rollouts.truncated.double().mean())
+        share = drawn.zero_variance_share
+        events = check_rollouts(spec, step, zero_variance_share=share, truncated_share=truncated)
+        odd = rollouts.reward[~torch.isfinite(rollouts.reward)]
+        return events + check_finite(spec, step, [("a reward is not finite", float(odd[0]))] if len(odd) else [], False)
+
+    def _allow(
+        self, step: int, drawn: Round, progress: float, events: list[Event], stats: TokenStats, weight: Tensor
+    ) -> bool:
+        """The health rules that the policy and its weights answer, between a step's first gradient and its first update.
+
+        Appends to `events`; False leaves the step's updates out. A reward that is not finite takes its group out only.
+        """
+        rollouts = drawn.rollouts
         mask = rollouts.completion_mask.bool().cpu()
-        gap = (learned.tokens.stats.logp.cpu() - rollouts.behavior_logp.cpu())[mask].abs()
-        saturation = max(row["weight_saturation_low"] or 0.0, row["weight_saturation_high"] or 0.0)
-        events = check_rollouts(
-            spec, step, zero_variance_share=drawn.zero_variance_share, truncated_share=row["truncated_fraction"]
-        ) + check_policy(
-            spec, step, entropy_mean=row["entropy_mean"] if row["entropy_mean"] is not None else math.nan,
-            saturation=saturation, logp_mismatch=float(gap.mean()) if gap.numel() else math.nan,
-            memory=memory_share(self.device),
+        gap = (stats.logp.cpu() - rollouts.behavior_logp.cpu())[mask].abs()
+        entropy = stats.entropy.cpu()[mask]
+        columns = weight_columns(self.method, weight.cpu(), mask, progress)
+        events += check_policy(
+            self.config.health, step, entropy_mean=float(entropy.double().mean()) if entropy.numel() else math.nan,
+            saturation=max(columns["weight_saturation_low"] or 0.0, columns["weight_saturation_high"] or 0.0),
+            logp_mismatch=float(gap.mean()) if gap.numel() else math.nan, memory=memory_share(self.device),
         )  # fmt: skip
+        return not any(
+            event.action in PREVENTS and (event.rule, event.action) != ("non_finite", "skip_step") for event in events
+        )
+
+    def _judge(self, step: int, learned: Learned, events: list[Event]) -> str:
+        """Tell a step's events; returns why the run must stop, or nothing."""
+        spec = self.config.health
         for update in learned.updates:
-            if update.skipped:
+            if update.problem:
                 value = update.loss if not math.isfinite(update.loss) else update.grad_norm
-                events.append(non_finite(spec, step, "the loss or gradient of an update", value))
-        reward = rollouts.reward
-        if not bool(torch.isfinite(reward).all()):
-            events.append(non_finite(spec, step, "a reward", float(reward[~torch.isfinite(reward)][0])))
+                broken = update.problem == BROKEN
+                value = update.update_norm if broken else value
+                events += check_finite(spec, step, [(update.problem, value)], broken)
         for text in self.learner.warnings:
             if text not in self.said:
                 self.said.add(text)
@@ -296,6 +322,7 @@ class _Run:
             on_progress=lambda text: self.display.status(f"step {step}: evaluating {text}"),
         )  # fmt: skip
         if rows:
+            self.scores[step] = heldout_score(rows)
             self.writer.append("eval", {name: [row[name] for row in rows] for name in rows[0]})
             self.writer.flush()
             self.display.evaluation(rows)
@@ -303,10 +330,11 @@ class _Run:
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
     def _save(self, step: int) -> None:
-        if not self.config.checkpoint.every and step < self.config.steps and not self.stop_requested:
-            return
         self.display.status(f"step {step}: saving a checkpoint")
-        progress = Progress(step, self.order.cursor, self.recent, self.method.model_dump(mode="json"), {})
+        progress = Progress(
+            step, self.order.cursor, self.recent, self.method.model_dump(mode="json"), sorted(self.said),
+            self.scores.get(step),
+        )  # fmt: skip
         save_checkpoint(
             self.config.run_dir, self.policy.model, self.policy.tokenizer, self.optimizer, progress, self.proximal,
             self.observers.surface.vectors,
@@ -318,47 +346,13 @@ class _Run:
         self.observers.surface.vectors = load_vectors(checkpoint)
         self.order.cursor = progress.cursor
         self.recent = progress.recent_log_grad_norms
+        self.said = set(progress.said)
         self.method = type(self.method).model_validate(progress.method)
         self.learner.method = self.method
         return progress.step
-
-
-class _Clock:
-    """Wall time by part of a step [s]."""
-
-    def __init__(self) -> None:
-        self.laps: dict[str, float] = {}
-        self._last = time.perf_counter()
-
-    def lap(self, name: str, minus: float = 0.0, plus: float = 0.0) -> None:
-        present = time.perf_counter()
-        self.laps[name] = present - self._last - minus + plus
-        self._last = present
 
 
 def _frozen_copy(config: RunConfig) -> torch.nn.Module:
     """The initial policy, without gradients: the reference of the KL term."""
     model = load_policy(config.policy).model.eval()
     return model.requires_grad_(False)
-
-
-@contextmanager
-def _stop_after_step(run: _Run) -> Iterator[None]:
-    """The first SIGINT or SIGTERM asks the run to stop after this step; the second interrupts it at once."""
-
-    def handler(number: int, frame: Any) -> None:
-        if run.stop_requested:
-            raise KeyboardInterrupt
-        run.stop_requested = True
-        run.display.status("stopping after this step; press Ctrl-C again to stop at once")
-
-    try:
-        previous = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
-    except ValueError:  # not in the main thread: whoever runs us there handles signals
-        yield
-        return
-    try:
-        yield
-    finally:
-        for number, old in previous.items():
-            signal.signal(number, old)

@@ -30,7 +30,7 @@ class Drawer:
 
     def __call__(self, examples: Sequence[Example], samples: int, seed: int) -> Drawn:
         """`samples` completions per example, rows of an example adjacent, with their success (0 or 1)."""
-        drawn = draw_completions(self.policy, examples, samples, self.config.rollout, seed)
+        drawn = draw_completions(self.policy, self.task, examples, samples, self.config.rollout, seed)
         success = [self.task.score(examples[row // samples], text).correct for row, text in enumerate(drawn.texts)]
         correct = torch.tensor(success, dtype=torch.float32, device=self.policy.device)
         return Drawn(drawn.with_reward(correct), correct)

@@ -10,8 +10,17 @@ import torch
 from torch import Tensor
 
 from sharpscope.objective import Method, group_advantages, informative_groups, overlong_penalty
-from sharpscope.policy import Completions, Policy, Rollouts, RolloutSpec, SamplingSpec, generate, render_prompts
-from sharpscope.tasks import Example, Reward, Task
+from sharpscope.policy import (
+    Completions,
+    Environment,
+    Policy,
+    Rollouts,
+    RolloutSpec,
+    SamplingSpec,
+    generate,
+    render_prompts,
+)
+from sharpscope.tasks import Example, InteractiveTask, Reward, Task
 from sharpscope.training.data_order import DataOrder
 from sharpscope.training.seeds import derive
 
@@ -33,11 +42,15 @@ class Round:
 
 
 def draw_completions(
-    policy: Policy, examples: Sequence[Example], group_size: int, spec: SamplingSpec, seed: int
+    policy: Policy, task: Task, examples: Sequence[Example], group_size: int, spec: SamplingSpec, seed: int
 ) -> Completions:
-    """`group_size` completions of each example's prompt; N = examples × group_size rows, seeded."""
+    """`group_size` completions of each example's prompt; N = examples × group_size rows, seeded.
+
+    Where the task is interactive it answers in the middle of them, for all rows together.
+    """
     prompts = render_prompts(examples, policy)
-    return generate(policy, prompts, group_size, spec, torch.Generator().manual_seed(seed))
+    environment = Environment(task, examples) if isinstance(task, InteractiveTask) else None
+    return generate(policy, prompts, group_size, spec, torch.Generator().manual_seed(seed), environment)
 
 
 def draw_round(
@@ -67,7 +80,7 @@ def draw_round(
 def _draw(
     policy: Policy, task: Task, examples: list[Example], method: Method, spec: RolloutSpec, seed: int
 ) -> tuple[Rollouts, list[Reward]]:
-    completions = draw_completions(policy, examples, spec.group_size, spec, seed)
+    completions = draw_completions(policy, task, examples, spec.group_size, spec, seed)
     rewards = [task.score(examples[row // spec.group_size], text) for row, text in enumerate(completions.texts)]
     total = torch.tensor([reward.total for reward in rewards], dtype=torch.float32)
     if method.sampling.overlong is not None:

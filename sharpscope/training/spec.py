@@ -107,10 +107,17 @@ class RecordingSpec(Spec):
 class CheckpointSpec(Spec):
     """When the policy and the optimizer are saved, and which checkpoints are kept."""
 
-    every: int = Field(50, ge=0, description="Save every this many steps and after the last; 0: only after the last.")
+    every: int = Field(50, ge=0, description="Save every this many steps and when the run ends; 0: only when it ends.")
     keep_last: int = Field(2, ge=1, description="The newest checkpoints that are kept.")
     keep_every: int = Field(
         0, ge=0, description="Keep, besides, every checkpoint whose step is a multiple of this; 0: none."
+    )
+    keep_best: int = Field(
+        0,
+        ge=0,
+        description="Keep, besides, this many checkpoints with the highest accuracy, at their own step, on evaluation.splits' first "
+        "split at evaluation.temperatures' first temperature (all levels, by number of puzzles); 0: none. Needs "
+        "checkpoint.every to be a multiple of evaluation.every.",
     )
 
 
@@ -119,7 +126,8 @@ class Rule(Spec):
 
     threshold: float = Field(description="The value beyond which the rule fires; see the rule for its unit.")
     action: Literal["off", "warn", "skip_step", "stop"] = Field(
-        description="What happens then; every firing is an event."
+        description="warn: say so; skip_step: also leave this step's updates out (its tokens are recorded, weights and optimizer stay); "
+        "stop: also end the run, with a checkpoint. Every firing is an event."
     )
 
 
@@ -140,7 +148,8 @@ class HealthSpec(Spec):
 
     non_finite: Literal["skip_step", "stop"] = Field(
         "stop",
-        description="A loss, gradient, reward or weight that is not finite: leave the update out, or stop the run.",
+        description="A loss, gradient, reward or token weight that is not finite: leave the update out (of a reward: its group), or "
+        "stop the run too. Model weights that are not finite always stop it.",
     )
     no_variance: Rule = Field(
         Rule(threshold=1.0, action="warn"), description="Share of groups whose rewards are all equal, at or above."

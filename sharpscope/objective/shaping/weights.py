@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sharpscope.errors import UserError
+from sharpscope.errors import NonFiniteError, UserError
 from sharpscope.objective import shaping_spec as kinds
 from sharpscope.objective.custom import find_shaping
 from sharpscope.objective.shaping import batch, controls, curves
@@ -33,7 +33,7 @@ def token_weights(shaping: kinds.Part, step: StepTensors, generator: torch.Gener
     weight = _weights(shaping, step, mask, generator) if bool(mask.any()) else torch.zeros_like(step.logp)
     inside = weight[mask]
     if not bool(torch.isfinite(inside).all()):
-        raise UserError(
+        raise NonFiniteError(
             f"method.weight: {_label(shaping)} gives weights that are not finite; check its inputs and constants"
         )
     if bool((inside < 0).any()):

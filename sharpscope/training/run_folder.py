@@ -1,0 +1,114 @@
+"""A run's folder from its first file to its last word, whatever happens to the disk in between."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+import traceback
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sharpscope.errors import UserError
+from sharpscope.objective import method_label
+from sharpscope.policy import Policy
+from sharpscope.traces import create_run_info, read_run_info, update_run_info, write_atomic
+from sharpscope.traces.files import TRACES, now, sync_folder, sync_tree
+from sharpscope.training import environment
+
+if TYPE_CHECKING:
+    from sharpscope.config import RunConfig
+
+TRACEBACK = "traceback.txt"
+_REFUSALS = {
+    errno.ENOSPC: "free some space",
+    errno.EDQUOT: "free some of your quota",
+    errno.EFBIG: "raise the limit on file sizes",
+    errno.EROFS: "make it writable",
+    errno.EACCES: "make it writable",
+    errno.EPERM: "make it writable",
+    errno.EIO: "check the disk",
+}
+
+
+def begin_run_dir(config: RunConfig, policy: Policy, info: dict[str, Any]) -> None:
+    """Write config.yaml, tokenizer/ and, last, run.json: with it a run exists. All is on the disk when it does."""
+    from sharpscope.config import to_yaml
+
+    folder = config.run_dir
+    try:
+        write_atomic(folder / "config.yaml", to_yaml(config))
+        policy.tokenizer.save_pretrained(folder / "tokenizer")
+        sync_tree(folder / "tokenizer")
+        sync_folder(folder)
+        create_run_info(folder, info)
+    except Exception as error:  # tokenizers raise a plain Exception where the disk is full
+        discard_unused(folder)
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise UserError(
+            f"out: {folder} cannot be written ({reason}); choose another --out, or free some space"
+        ) from error
+
+
+def run_info(config: RunConfig, policy: Policy, threads: int) -> dict[str, Any]:
+    """What run.json says of a new run."""
+    trainable = sum(p.numel() for p in policy.model.parameters() if p.requires_grad)
+    return {
+        "method": method_label(config.method),
+        "task": config.task.kind,
+        "seed": config.seed,
+        "config": config.model_dump(mode="json"),
+        "versions": environment.versions(),
+        "commit": environment.commit(),
+        "device": environment.describe_device(policy.device),
+        "threads": threads,
+        "parameters": sum(p.numel() for p in policy.model.parameters()),
+        "trainable_parameters": trainable,
+        "vocabulary": policy.head.weight.shape[0],
+    }
+
+
+def discard_unused(folder: Path) -> None:
+    """Remove a new run's folder if nothing was recorded in it: a mistake found late leaves nothing behind either."""
+    if not any((folder / TRACES).rglob("part-*.parquet")):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def check_reference(folder: Path, fingerprint: str) -> None:
+    """Keep the reference policy's fingerprint in run.json; on resume, see that it is still the same policy.
+
+    Raises:
+        UserError: policy.model has other weights than when the run began, so the KL term would be another.
+    """
+    known = read_run_info(folder).get("reference_sha256")
+    if known is None:
+        update_run_info(folder, reference_sha256=fingerprint)
+    elif known != fingerprint:
+        raise UserError(
+            f"run '{folder}': policy.model has other weights than when this run began, so its KL reference is lost; put "
+            "the first model back, or start a new run"
+        )
+
+
+def refused_write(error: OSError, folder: Path) -> str:
+    """What a person should do about a write that the disk refused; empty for any other error."""
+    number = error.errno
+    if number is None and "os error" in str(error):  # from Rust: "No space left on device (os error 28)"
+        number = int("".join(c for c in str(error).rpartition("os error ")[2] if c.isdigit()) or 0)
+    if number not in _REFUSALS:
+        return ""
+    text = " ".join(str(error).split())
+    return f"{folder} cannot be written ({text}); {_REFUSALS[number]}, then: sharpscope run --resume {folder}"
+
+
+def keep_traceback(folder: Path, error: BaseException) -> str:
+    """Write an unforeseen error's traceback into the run's folder; returns the error in one line."""
+    with suppress(OSError):
+        write_atomic(folder / TRACEBACK, "".join(traceback.format_exception(error)))
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def end_run(folder: Path, **changes: Any) -> None:
+    """The last entries of run.json. On a disk that takes nothing more it stays `running`, which readers see has died."""
+    with suppress(OSError):
+        update_run_info(folder, finished=now(), **changes)
