@@ -6,10 +6,12 @@ Both keep every key of every layer, so positions in the cache equal positions in
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
@@ -109,28 +111,57 @@ class ContinuationLayer(_Layer):
         return torch.cat([keys, key_states], 2), torch.cat([values, value_states], 2)  # (n, H, P+T, d)
 
 
+class AppendLayer(_Layer):
+    """Keeps given keys and values (n, H, L, d_head) and those of what is read after them."""
+
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        super().__init__()
+        self.keys, self.values, self.past = keys, values, keys.shape[2]
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """See transformers: adds the new states (n, H, t, d_head) and returns all that is held."""
+        self.keys = torch.cat([self.keys, key_states], 2)
+        self.values = torch.cat([self.values, value_states], 2)
+        self.past = self.keys.shape[2]
+        return self.keys, self.values
+
+
 class PromptCache(Cache):
     """Differentiable cache of B prompts; `continuation(row_prompt)` continues them in n rows."""
 
     def __init__(self) -> None:
         super().__init__(layer_class_to_replicate=PromptLayer)
 
+    @classmethod
+    def of(cls, states: Iterable[tuple[Tensor, Tensor]]) -> PromptCache:
+        """A cache that holds these keys and values, (B, H, P, d_head) both, layer by layer."""
+        cache = cls()
+        for keys, values in states:
+            layer = PromptLayer()
+            layer.update(keys, values)
+            cache.layers.append(layer)
+        return cache
+
     @property
     def states(self) -> list[tuple[Tensor, Tensor]]:
         """Keys and values of each layer, both (B, H, P, d_head)."""
         return [(layer.keys, layer.values) for layer in self.layers]  # type: ignore[misc, union-attr]
 
-    def move_right(self, lengths: Tensor) -> None:
-        """Turn right padding into left padding: the last of each prompt's `lengths` (B,) positions goes to the end."""
-        width = self.states[0][0].shape[2]
-        if bool((lengths == width).all()):
+    def move_right(self, behind: Tensor) -> None:
+        """Turn right padding into left padding: what stands before the last `behind` (B,) positions goes to the end."""
+        if not bool(behind.any()):
             return
-        place = torch.arange(width, device=lengths.device)[None] - (width - lengths)[:, None]  # (B, P)
+        width = self.states[0][0].shape[2]
+        place = torch.arange(width, device=behind.device)[None] - behind[:, None]  # (B, P)
         place = place.clamp_min(0)[:, None, :, None]  # what padding holds does not matter, as long as it is finite
         for layer in self.layers:
             for name in ("keys", "values"):
                 states = getattr(layer, name)  # (B, H, P, d)
                 setattr(layer, name, states.gather(2, place.expand(-1, states.shape[1], -1, states.shape[3])))
+
+    def rows(self, index: Tensor) -> PromptCache:
+        """The texts `index` (m,) long."""
+        return PromptCache.of((keys[index], values[index]) for keys, values in self.states)
 
     def continuation(self, row_prompt: Tensor) -> Cache:
         """A cache for rows whose prompts are `row_prompt` (n,) long, for one forward pass."""
@@ -155,8 +186,51 @@ def read_prompts(body: nn.Module, ids: Tensor, lengths: Tensor) -> tuple[Tensor,
     hidden = body(
         input_ids=ids, attention_mask=everything, past_key_values=cache, use_cache=True
     ).last_hidden_state  # (B, P, d)
-    cache.move_right(lengths)
+    cache.move_right(ids.shape[1] - lengths)
     return hidden[torch.arange(len(ids), device=ids.device), lengths - 1], cache
+
+
+def read_on(
+    body: nn.Module, before: PromptCache, lengths: Tensor, ids: Tensor, new: Tensor
+) -> tuple[Tensor, PromptCache, Tensor]:
+    """Read more of n texts whose beginnings a cache holds.
+
+    Args:
+        body: the model without its output layer.
+        before: what was read so far, (n, H, W, d_head) per layer, padded on the left.
+        lengths: (n,) tokens of each text so far.
+        ids: (n, K) tokens to read, padded on the right.
+        new: (n,) of them that are no padding, at least 1.
+
+    Returns:
+        The hidden state (n, d) of each text's last token; the cache of all of it, padded on the left; and (n,) the
+        tokens of each text now.
+    """
+    width, here = before.states[0][0].shape[2], torch.arange(ids.shape[1], device=ids.device)
+    seen = torch.arange(width, device=ids.device) >= width - lengths[:, None]  # (n, W)
+    cache = Cache(layers=[AppendLayer(keys, values) for keys, values in before.states])
+    hidden = body(
+        input_ids=ids, attention_mask=torch.cat([seen.long(), torch.ones_like(ids)], 1),
+        # Padding gets the last token's position: one of its own might lie outside the context.
+        position_ids=lengths[:, None] + torch.minimum(here, new[:, None] - 1),
+        past_key_values=cache, use_cache=True,
+    ).last_hidden_state  # (n, K, d)  # fmt: skip
+    after = PromptCache.of((layer.keys, layer.values) for layer in cache.layers)  # type: ignore[union-attr, misc]
+    after.move_right(ids.shape[1] - new)
+    return hidden[torch.arange(len(ids), device=ids.device), new - 1], after, lengths + new
+
+
+def stack(parts: Sequence[PromptCache]) -> PromptCache:
+    """The texts of several caches, padded on the left, one after the other in one cache as wide as the widest."""
+    width = max(part.states[0][0].shape[2] for part in parts)
+    layers = zip(*(part.states for part in parts), strict=True)
+    return PromptCache.of(
+        (_stack([keys for keys, _ in layer], width), _stack([values for _, values in layer], width)) for layer in layers
+    )
+
+
+def _stack(parts: Sequence[Tensor], width: int) -> Tensor:
+    return torch.cat([pad(part, (0, 0, width - part.shape[2], 0)) for part in parts])
 
 
 class GrowingLayer(_Layer):
@@ -233,6 +307,15 @@ class DecodeCache(Cache):
         self.padding = self.padding - skip
         for layer in self.layers:
             layer.keep(rows, skip)  # type: ignore[union-attr]
+
+    def texts(self, rows: Tensor, behind: Tensor) -> PromptCache:
+        """All that `rows` (m,) hold but their last `behind` (m,) positions, in a cache of its own."""
+        found = PromptCache.of(
+            (layer.keys[rows, :, : layer.used], layer.values[rows, :, : layer.used])  # type: ignore[union-attr, misc]
+            for layer in self.layers
+        )
+        found.move_right(behind)
+        return found
 
     def mask(self) -> Tensor:
         """(n, L+1) attention mask of the next forward pass, of one token a row."""

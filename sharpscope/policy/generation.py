@@ -1,31 +1,35 @@
-"""Completions by key-value cached decoding: a prompt is read once for its group, finished rows leave the batch."""
+"""Completions, of one turn or of several with an environment's replies between them.
+
+A prompt is read once for its group; replies are tokenized for themselves and read into the cache in one pass for all
+rows, so what was sampled stays as it was sampled and nothing is read twice.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from sharpscope.errors import UserError
-from sharpscope.policy.cache import DecodeCache, read_prompts
+from sharpscope.policy.cache import read_on, read_prompts
+from sharpscope.policy.conversation import Environment, Turns, as_text
+from sharpscope.policy.decoding import Ended, Output, Start, decode_turn
 from sharpscope.policy.head import backbone
 from sharpscope.policy.loading import Policy
 from sharpscope.policy.rollouts import Completions
-from sharpscope.policy.sampling import completion_uniforms, draw
-from sharpscope.policy.shared_decoding import SharedDecodeCache, can_share_decoding, shared_attention
+from sharpscope.policy.sampling import completion_uniforms
 from sharpscope.policy.spec import SamplingSpec
-
-# Rows that are done stay until they are this share of the batch: leaving copies the cache of those who go on.
-LEAVE_SHARE = 0.125
-FIRST_ROOM = 64  # positions behind the prompt that the cache starts with; it doubles when it is full
 
 
 @torch.no_grad()
 def generate(
-    policy: Policy, prompts: Sequence[Sequence[int]], group_size: int, spec: SamplingSpec, generator: torch.Generator
+    policy: Policy,
+    prompts: Sequence[Sequence[int]],
+    group_size: int,
+    spec: SamplingSpec,
+    generator: torch.Generator,
+    environment: Environment | None = None,
 ) -> Completions:
     """Draw `group_size` completions for every prompt.
 
@@ -38,6 +42,9 @@ def generate(
         group_size: completions per prompt, G.
         spec: temperature, top-p, top-k, limit of new tokens, rows decoded at once.
         generator: a CPU generator; one number is drawn from it.
+        environment: speaks whenever a row has written one of its stop texts or an end-of-text token, until it has
+            nothing more to say; its text takes part in the limit of new tokens. A reply that would leave no room for
+            another token is not appended: the row counts as truncated.
 
     Returns:
         Completions of N = len(prompts) × G rows, the rows of a prompt adjacent.
@@ -48,33 +55,23 @@ def generate(
     check_lengths(policy, prompts, spec.max_new_tokens)
     seed = int(torch.randint(2**62, (), generator=generator))
     count = len(prompts) * group_size
-    out = _Output(
-        ids=torch.full((count, spec.max_new_tokens), policy.pad_id),
-        logp=torch.zeros(count, spec.max_new_tokens),
-        sampler_logp=torch.zeros(count, spec.max_new_tokens),
-        length=torch.zeros(count, dtype=torch.long),
-        truncated=torch.ones(count, dtype=torch.bool),
-    )
+    out, texts = Output.blank(count, spec.max_new_tokens, policy.pad_id), [""] * count
     # Prompts of like length share a batch, so that little of it is padding.
     by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     order = torch.tensor([i * group_size + g for i in by_length for g in range(group_size)])
     for batch in order.split(spec.decode_batch):
         rows = batch.sort().values  # the rows of a prompt adjacent
         uniforms = completion_uniforms(seed, rows // group_size, rows % group_size, spec.max_new_tokens)
-        _decode(policy, prompts, rows, group_size, uniforms, spec, out)
+        start = _read(policy, prompts, rows, group_size)
+        if environment is None:
+            decode_turn(policy, start, uniforms.to(policy.device), spec, out)
+        else:
+            _converse(policy, start, uniforms.to(policy.device), spec, out, environment, group_size, texts)
+    if environment is None:
+        spoken = (out.length - (~out.truncated).long()).tolist()  # without the end-of-text token
+        texts = [as_text(policy.tokenizer, row[:n]) for row, n in zip(out.ids.tolist(), spoken, strict=True)]
     truncates = spec.temperature > 0 and (spec.top_p < 1 or spec.top_k > 0)
-    return _collect(policy, prompts, group_size, out, truncates)
-
-
-@dataclass(frozen=True)
-class _Output:
-    """Tensors on the CPU that decoding fills in place: (N, max_new_tokens), or (N,) for length and truncated."""
-
-    ids: Tensor
-    logp: Tensor
-    sampler_logp: Tensor
-    length: Tensor
-    truncated: Tensor
+    return _collect(policy, prompts, group_size, out, texts, truncates)
 
 
 def check_lengths(policy: Policy, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
@@ -90,64 +87,76 @@ def check_lengths(policy: Policy, prompts: Sequence[Sequence[int]], max_new_toke
             )
 
 
-def _decode(
+def _read(policy: Policy, prompts: Sequence[Sequence[int]], rows: Tensor, group_size: int) -> Start:
+    """The prompts of completions `rows` (n,), read once each."""
+    used, row_prompt = (rows // group_size).unique(return_inverse=True)
+    asked = [prompts[i] for i in used.tolist()]
+    ids, lengths = right_pad(asked, policy.pad_id, policy.device)
+    last, cache = read_prompts(backbone(policy.model), ids, lengths)  # (B, P) -> (B, d)
+    row_prompt = row_prompt.to(policy.device)
+    return Start(rows, cache, lengths, row_prompt, last[row_prompt])
+
+
+def right_pad(texts: Sequence[Sequence[int]], pad_id: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Token ids (B, L) padded on the right with `pad_id`, and their numbers (B,)."""
+    width = max(map(len, texts))
+    ids = torch.tensor([[*text, *[pad_id] * (width - len(text))] for text in texts], device=device)
+    return ids, torch.tensor([len(text) for text in texts], device=device)
+
+
+def _converse(
     policy: Policy,
-    prompts: Sequence[Sequence[int]],
-    rows: Tensor,
-    group_size: int,
+    start: Start,
     uniforms: Tensor,
     spec: SamplingSpec,
-    out: _Output,
+    out: Output,
+    environment: Environment,
+    group_size: int,
+    texts: list[str],
 ) -> None:
-    """Decode the completions `rows` (n,) together and write them into `out`."""
-    device, body, head = policy.device, backbone(policy.model), policy.head
-    used, row_prompt = (rows // group_size).unique(return_inverse=True)
-    asked, row_prompt = [prompts[i] for i in used.tolist()], row_prompt.to(device)
-    width = max(map(len, asked))
-    ids = torch.tensor([[*prompt, *[policy.pad_id] * (width - len(prompt))] for prompt in asked], device=device)
-    lengths = torch.tensor([len(prompt) for prompt in asked], device=device)
-    last, prompt_cache = read_prompts(body, ids, lengths)  # (B, P) -> (B, d)
-    share = can_share_decoding(policy.model)
-    room = min(FIRST_ROOM, spec.max_new_tokens)
-    cache = (SharedDecodeCache if share else DecodeCache)(prompt_cache, lengths, row_prompt, room)
-    del prompt_cache
-    hidden, position = last[row_prompt], lengths[row_prompt]  # (n, d), (n,)
-    uniforms, ends = uniforms.to(device), torch.tensor(policy.eos_ids, device=device)
-    alive, going = rows.to(device), torch.ones(len(rows), dtype=torch.bool, device=device)
-    record: list[tuple[Tensor, ...]] = []
-    with shared_attention(policy.model, cache) if isinstance(cache, SharedDecodeCache) else nullcontext():
-        for step in range(spec.max_new_tokens):
-            token, logp, sampler_logp = draw(head.logits(hidden), uniforms[:, step], spec)
-            record.append((alive, going, token, logp, logp if sampler_logp is None else sampler_logp))
-            going = going & ~torch.isin(token, ends)
-            done = int((~going).sum())
-            if done == len(going) or step + 1 == spec.max_new_tokens:
-                break
-            if done > LEAVE_SHARE * len(going):
-                keep = going.nonzero()[:, 0]
-                alive, uniforms, token, position = alive[keep], uniforms[keep], token[keep], position[keep]
-                going = going[keep]
-                cache.keep(keep)
-            hidden = body(
-                input_ids=token[:, None],
-                attention_mask=cache.mask(),
-                position_ids=position[:, None],
-                past_key_values=cache,
-                use_cache=True,
-            ).last_hidden_state[:, 0]  # (n, d)
-            position = position + 1
-    _write(record, ends, out)
+    """Turns and replies of rows, all rows together, until none goes on; `texts` (N) gets everything that is said."""
+    while True:
+        turns = Turns(policy, environment.stop, len(start.rows))
+        ended = decode_turn(policy, start, uniforms, spec, out, turns)
+        for member, row in enumerate(start.rows.tolist()):
+            texts[row] += turns.text(member)
+        if ended is None:
+            return
+        rows = start.rows[ended.members]
+        said = environment.replies((rows // group_size).tolist(), [texts[row] for row in rows.tolist()])
+        last = [turns.tokens[member][-1] for member in ended.members.tolist()]
+        going, chunks = [], []
+        for place, (row, reply) in enumerate(zip(rows.tolist(), said, strict=True)):
+            if reply is not None and _append(policy, reply, row, spec.max_new_tokens, out, texts):
+                going.append(place)
+                begin, end = int(out.own[row].nonzero()[-1]) + 1, int(out.length[row])
+                chunks.append([last[place], *out.ids[row, begin:end].tolist()])
+        if not going:
+            return
+        start, uniforms = _resume(policy, ended, going, chunks, rows), uniforms[ended.members[going].to(policy.device)]
 
 
-def _write(record: list[tuple[Tensor, ...]], ends: Tensor, out: _Output) -> None:
-    """Move what each decoding step recorded into `out`, in one transfer a column kind."""
-    for step, (alive, going, token, logp, sampler_logp) in enumerate(record):
-        rows = alive[going].cpu()
-        out.ids[rows, step] = token[going].cpu()
-        out.logp[rows, step] = logp[going].float().cpu()
-        out.sampler_logp[rows, step] = sampler_logp[going].float().cpu()
-        out.length[rows] = step + 1
-        out.truncated[rows] = ~torch.isin(token[going], ends).cpu()
+def _append(policy: Policy, reply: str, row: int, most: int, out: Output, texts: list[str]) -> bool:
+    """Write a reply behind a row; False, and the row is truncated, where no token would fit behind it."""
+    ids = policy.tokenizer(reply, add_special_tokens=False)["input_ids"]
+    begin = int(out.length[row])
+    if begin + len(ids) >= most:
+        out.truncated[row] = True
+        return False
+    out.ids[row, begin : begin + len(ids)] = torch.tensor(ids, dtype=torch.long)
+    out.length[row] += len(ids)
+    texts[row] += reply
+    return True
+
+
+def _resume(policy: Policy, ended: Ended, going: list[int], chunks: list[list[int]], rows: Tensor) -> Start:
+    """Read each row's last token and its reply; every row is a text of its own from here on."""
+    place = torch.tensor(going, device=policy.device)
+    ids, new = right_pad(chunks, policy.pad_id, policy.device)
+    hidden, cache, lengths = read_on(
+        backbone(policy.model), ended.cache.rows(place), ended.lengths[place], ids, new
+    )  # (m, d)
+    return Start(rows[going], cache, lengths, torch.arange(len(going), device=policy.device), hidden)
 
 
 def left_pad(prompts: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
@@ -159,24 +168,18 @@ def left_pad(prompts: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Ten
 
 
 def _collect(
-    policy: Policy, prompts: Sequence[Sequence[int]], group_size: int, out: _Output, truncates: bool
+    policy: Policy, prompts: Sequence[Sequence[int]], group_size: int, out: Output, texts: list[str], truncates: bool
 ) -> Completions:
     width = int(out.length.max())  # T
-    mask = (torch.arange(width) < out.length[:, None]).long()  # (N, T)
+    used = (torch.arange(width) < out.length[:, None]).long()  # (N, T)
     ids, attention = left_pad(prompts, policy.pad_id)
     ids, attention = ids.repeat_interleave(group_size, 0), attention.repeat_interleave(group_size, 0)  # (N, P)
-    completion_ids = out.ids[:, :width]
-    spoken = (out.length - (~out.truncated).long()).tolist()  # without the end-of-text token
-    texts = policy.tokenizer.batch_decode(
-        [row[:n] for row, n in zip(completion_ids.tolist(), spoken, strict=True)],
-        skip_special_tokens=False, clean_up_tokenization_spaces=False,
-    )  # fmt: skip
-    device = policy.device
+    completion_ids, device = out.ids[:, :width], policy.device
     return Completions(
         input_ids=torch.cat([ids, completion_ids], 1).to(device),
-        attention_mask=torch.cat([attention, mask], 1).to(device),
+        attention_mask=torch.cat([attention, used], 1).to(device),
         completion_ids=completion_ids.to(device),
-        completion_mask=mask.to(device),
+        completion_mask=out.own[:, :width].long().to(device),
         behavior_logp=out.logp[:, :width].to(device),
         sampler_logp=out.sampler_logp[:, :width].to(device) if truncates else None,
         group=(torch.arange(len(prompts)).repeat_interleave(group_size)).to(device),

@@ -60,6 +60,19 @@ class SharedDecodeCache(Cache):
             self._padding = None if self._padding is None else self._padding[used]
         self._arrange(row_prompt)
 
+    def texts(self, rows: Tensor, behind: Tensor) -> PromptCache:
+        """All that `rows` (m,) and their prompts hold but their last `behind` (m,) positions, in a cache of its own."""
+        prompt = self._row_prompt[rows]
+        found = PromptCache.of(
+            (
+                torch.cat([keys[prompt].transpose(2, 3), layer.keys[rows, :, : layer.used]], 2),  # type: ignore[union-attr, misc]
+                torch.cat([values[prompt], layer.values[rows, :, : layer.used]], 2),  # type: ignore[union-attr, misc]
+            )
+            for (keys, values), layer in zip(self.prompts, self.layers, strict=True)
+        )
+        found.move_right(behind)
+        return found
+
     def mask(self) -> Tensor:
         """(n, L+1) ones: padding is hidden by the attention itself."""
         return torch.ones(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -72,3 +74,53 @@ def completion_logp(
         z = model(input_ids=ids, use_cache=False).logits[0, -1]
         values.append(torch.log_softmax(z / temperature, -1)[token])
     return torch.stack(values)
+
+
+@torch.no_grad()
+def converse_one(
+    model: torch.nn.Module,
+    prompt: list[int],
+    uniforms: list[float],
+    respond: Callable[[str], str | None],
+    encode: Callable[[str], list[int]],
+    decode: Callable[[list[int]], str],
+    *,
+    stop: tuple[str, ...],
+    temperature: float,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    ends: tuple[int, ...] = (1,),
+) -> dict[str, Any]:
+    """One conversation of at most len(uniforms) tokens, replies included, by a full forward pass for every token.
+
+    `mask` is 1 where the model chose; log-probabilities are None on replies.
+    """
+    ids: list[int] = []
+    mask: list[int] = []
+    behavior: list[float | None] = []
+    sampler: list[float | None] = []
+    text, turn, truncated = "", [], True
+    while len(ids) < len(uniforms):
+        z = model(input_ids=torch.tensor([prompt + ids]), use_cache=False).logits[0, -1].double().tolist()
+        logp = log_softmax([value / (temperature or 1.0) for value in z])
+        token, kept_logp = choose(logp, uniforms[len(ids)], greedy=temperature == 0, top_p=top_p, top_k=top_k)
+        ids, mask, turn = [*ids, token], [*mask, 1], [*turn, token]
+        behavior, sampler = [*behavior, logp[token]], [*sampler, kept_logp]
+        spoken = decode(turn[:-1] if token in ends else turn)
+        if token not in ends and not any(end in spoken for end in stop):
+            continue
+        text, turn = text + spoken, []
+        reply = respond(text)
+        if reply is None:
+            truncated = False
+            break
+        heard = encode(reply)
+        if len(ids) + len(heard) >= len(uniforms):
+            break
+        text += reply
+        ids, mask = ids + heard, mask + [0] * len(heard)
+        behavior, sampler = behavior + [None] * len(heard), sampler + [None] * len(heard)
+    return {
+        "ids": ids, "mask": mask, "behavior_logp": behavior, "sampler_logp": sampler, "truncated": truncated,
+        "text": text + decode(turn[:-1] if turn and turn[-1] in ends else turn),
+    }  # fmt: skip

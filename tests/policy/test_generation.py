@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sharpscope.errors import UserError
-from sharpscope.policy import Completions, Policy, generation
+from sharpscope.policy import Completions, Policy, decoding
 from sharpscope.policy.generation import generate
 from sharpscope.policy.sampling import completion_uniforms, draw
 from sharpscope.policy.spec import SamplingSpec
@@ -62,9 +62,9 @@ def assert_matches_oracle(policy: Policy, out: Completions, spec: SamplingSpec, 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_equals_slow_generation(architecture, copied, monkeypatch):
     # A capacity of 2 makes the caches grow; the one sliding window, of 8, moves over prompt and completion.
-    monkeypatch.setattr(generation, "FIRST_ROOM", 2)
+    monkeypatch.setattr(decoding, "FIRST_ROOM", 2)
     if copied:
-        monkeypatch.setattr(generation, "can_share_decoding", lambda model: False)
+        monkeypatch.setattr(decoding, "can_share_decoding", lambda model: False)
     policy = tiny_policy(architecture)
     spec = SamplingSpec(temperature=1.4, max_new_tokens=12)
     out = generate(policy, PROMPTS, GROUP, spec, generator())
@@ -89,7 +89,7 @@ def test_truncated_and_greedy_sampling_equal_slow_generation(sampling):
 @pytest.mark.parametrize("leave_share", [0.0, 1.0])
 @pytest.mark.parametrize("decode_batch", [1, 2, 4, 100])
 def test_what_is_decoded_together_changes_no_sample(decode_batch, leave_share, monkeypatch):
-    monkeypatch.setattr(generation, "LEAVE_SHARE", leave_share)
+    monkeypatch.setattr(decoding, "LEAVE_SHARE", leave_share)
     policy = tiny_policy("llama", scale=0.2)
     object.__setattr__(policy, "eos_ids", (1, 7, 8, 9, 10))  # many ends: rows leave at every step
     spec = SamplingSpec(temperature=1.4, max_new_tokens=14, decode_batch=decode_batch)
@@ -142,7 +142,7 @@ def test_the_attention_kernel_and_gradients_are_as_before_also_after_an_error(mo
     def broken(*args: object) -> None:
         raise RuntimeError("broken")
 
-    monkeypatch.setattr(generation, "draw", broken)
+    monkeypatch.setattr(decoding, "draw", broken)
     with pytest.raises(RuntimeError, match="broken"):
         generate(policy, PROMPTS, GROUP, SamplingSpec(max_new_tokens=3), generator())
     assert policy.model.config._attn_implementation == "sdpa"

@@ -42,7 +42,7 @@ def test_rows_against_counting_by_hand(toy_config):
     sampled = rows[1]
     examples = [e for e in task.splits()["heldout"] if e.meta["level"] == 0]
     spec = SamplingSpec(max_new_tokens=config.rollout.max_new_tokens)
-    drawn = draw_completions(policy, examples, 3, spec, derive(1, "evaluation:heldout/0/1.0"))
+    drawn = draw_completions(policy, task, examples, 3, spec, derive(1, "evaluation:heldout/0/1.0"))
     rewards = [task.score(examples[i // 3], text) for i, text in enumerate(drawn.texts)]
     correct = np.array([r.correct for r in rewards]).reshape(5, 3)
     assert sampled["accuracy"] == pytest.approx(correct.mean())
