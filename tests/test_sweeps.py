@@ -61,6 +61,37 @@ def test_every_combination_is_planned_once(sweep_file):
     assert [run.config.method.name for run in runs[:2]] == ["grpo", "ar"]  # pairs come together
 
 
+def test_parts_of_a_study(sweep_file):
+    parts = {
+        "main": {"seeds": [0, 1]},
+        "rates": {
+            "methods": ["grpo"],
+            "grid": {"optimizer.lr": [0.1, 0.01]},
+            "base": {"optimizer": {"weight_decay": 0.2}},
+        },
+    }
+    data = yaml.safe_load(sweep_file().read_text())
+    file = sweep_file()
+    file.write_text(yaml.safe_dump({k: v for k, v in data.items() if k not in ("methods", "seeds")} | {"parts": parts}))
+    spec = read_sweep(file)
+    runs = plan_sweep(spec)
+    assert [r.run_dir.name for r in runs] == [
+        "grpo-s0", "grpo-sg-s0", "grpo-s1", "grpo-sg-s1", "grpo+lr=0.1-s0", "grpo+lr=0.01-s0",
+    ]  # fmt: skip
+    assert [r.config.optimizer.weight_decay for r in runs] == [runs[0].config.optimizer.weight_decay] * 4 + [0.2] * 2
+    assert runs[0].config.optimizer.weight_decay != 0.2 and all(r.config.steps == 2 for r in runs)
+    assert [r.run_dir.name for r in plan_sweep(spec, only=["rates"])] == ["grpo+lr=0.1-s0", "grpo+lr=0.01-s0"]
+    with pytest.raises(UserError, match="no such part; did you mean 'rates'"):
+        plan_sweep(spec, only=["rate"])
+    file.write_text(yaml.safe_dump({k: v for k, v in data.items() if k != "methods"} | {"parts": parts}))
+    with pytest.raises(UserError, match="seeds stands beside parts"):
+        read_sweep(file)
+    clash = {"a": {"methods": ["grpo"]}, "b": {"methods": ["grpo"], "base": {"steps": 3}}}
+    file.write_text(yaml.safe_dump({k: v for k, v in data.items() if k not in ("methods", "seeds")} | {"parts": clash}))
+    with pytest.raises(UserError, match="share the folder"):
+        plan_sweep(read_sweep(file), only=["a"])
+
+
 def test_mistakes_are_found_before_anything_runs(sweep_file, tmp_path: Path):
     for changes, says in (
         ({"grid": {"optimizer.lrr": [1]}}, "did you mean 'lr'"),

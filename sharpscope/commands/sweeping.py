@@ -87,6 +87,9 @@ def sweep(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the runs and a time estimate from a measured step.")
     ] = False,
+    part: Annotated[
+        list[str] | None, typer.Option(help="Only this part of a sweep that has parts; repeatable. Default: all.")
+    ] = None,
 ) -> None:
     """Run a grid methods × settings × seeds; call it again to go on where it stopped.
 
@@ -95,6 +98,8 @@ def sweep(
       sharpscope sweep experiments/pair.yaml --dry-run
 
       sharpscope sweep experiments/pair.yaml --workers 2
+
+      sharpscope sweep experiments/study.yaml --part main --workers 2
     """
     from sharpscope.errors import UserError
     from sharpscope.sweeps import execute, plan_sweep, read_sweep
@@ -102,7 +107,7 @@ def sweep(
 
     if workers < 1:
         raise UserError(f"--workers {workers}: must be at least 1")
-    runs = plan_sweep(read_sweep(file), smoke=smoke)
+    runs = plan_sweep(read_sweep(file), smoke=smoke, only=part or ())
     share = threads if threads is not None else max(1, set_threads(None) // workers)
     if dry_run:
         _dry_run(runs, workers, share)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import hashlib
 import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from sharpscope.config import RunConfig, build_config, check_keys, merge, read_yaml, to_yaml, validate
-from sharpscope.errors import UserError
-from sharpscope.sweeps.spec import SweepSpec
+from sharpscope.errors import UserError, nearest
+from sharpscope.sweeps.spec import SweepPart, SweepSpec
 from sharpscope.traces import lock_owner, read_run_info
 
 
@@ -56,32 +56,54 @@ def read_sweep(file: Path) -> SweepSpec:
     return spec
 
 
-def plan_sweep(spec: SweepSpec, smoke: bool = False) -> list[PlannedRun]:
-    """Every run of the sweep, in the order seeds → settings → methods, so that a sweep cut short has whole comparisons.
+def plan_sweep(spec: SweepSpec, smoke: bool = False, only: Sequence[str] = ()) -> list[PlannedRun]:
+    """Every run of the sweep, in the order parts → seeds → settings → methods, so that one cut short has whole comparisons.
+
+    Args:
+        only: names of the parts wanted; none: all.
 
     Raises:
-        UserError: a combination that is no valid configuration, or two runs that would share a folder.
+        UserError: a combination that is no valid configuration, two runs that would share a folder, an unknown part.
     """
-    combinations = [dict(zip(spec.grid, values, strict=True)) for values in itertools.product(*spec.grid.values())]
+    for name in only:
+        if name not in spec.parts:
+            raise UserError(f"part, {name}: the sweep has no such part{nearest(name, spec.parts)}")
+    parts = spec.parts or {"": spec}
+    planned = {
+        name: _plan_part(spec, part, smoke) for name, part in parts.items()
+    }  # all are checked, whatever is wanted
+    runs = [run for name, several in planned.items() for run in several if not only or name in only]
+    _check_folders([run for several in planned.values() for run in several])
+    return runs
+
+
+def _plan_part(spec: SweepSpec, part: SweepPart, smoke: bool) -> list[PlannedRun]:
+    combinations = [dict(zip(part.grid, values, strict=True)) for values in itertools.product(*part.grid.values())]
     runs = []
-    for seed in spec.seeds:
-        for setting in spec.settings:
+    for seed in part.seeds:
+        for setting in part.settings:
             for point in combinations:
-                runs += [_plan(spec, method, {**setting, **point}, seed, smoke) for method in spec.methods]
+                runs += [_plan(spec, part, method, {**setting, **point}, seed, smoke) for method in part.methods]
+    return runs
+
+
+def _check_folders(runs: Sequence[PlannedRun]) -> None:
     folders: dict[Path, PlannedRun] = {}
     for run in runs:
         if run.run_dir in folders:
             raise UserError(f"sweep: two runs would share the folder {run.run_dir}; name every setting once")
         folders[run.run_dir] = run
-    return runs
 
 
-def _plan(spec: SweepSpec, method: str, settings: Mapping[str, Any], seed: int, smoke: bool) -> PlannedRun:
-    data = merge(dict(spec.base), {"method": method})
+def _plan(
+    spec: SweepSpec, part: SweepPart, method: str, settings: Mapping[str, Any], seed: int, smoke: bool
+) -> PlannedRun:
+    data = merge(dict(spec.base), dict(part.base)) if part is not spec else dict(spec.base)
+    data = merge(data, {"method": method})
     for path, value in {**settings, **(spec.smoke if smoke else {})}.items():
         nested: Any = value
-        for part in reversed(path.split(".")):
-            nested = {part: nested}
+        for key in reversed(path.split(".")):
+            nested = {key: nested}
         data = merge(data, nested)
     data = merge(
         data, {"seed": seed, "out": spec.out + ("-smoke" if smoke else ""), "name": run_name(method, settings, seed)}

@@ -9,13 +9,12 @@ from pydantic import Field, field_validator, model_validator
 from sharpscope.spec import Spec
 
 
-class SweepSpec(Spec):
+class SweepPart(Spec):
     """methods × settings × grid × seeds; every combination is one run."""
 
-    purpose: str = Field("", description="What the sweep is for, in a sentence; kept with the sweep.")
-    out: str = Field("runs", description="Folder of the runs' folders.")
+    purpose: str = Field("", description="What it is for, in a sentence; kept with the sweep.")
     base: dict[str, Any] = Field(
-        default_factory=dict, description="Fields of a run's configuration, nested, that all runs share."
+        default_factory=dict, description="Fields of a run's configuration, nested, that all its runs share."
     )
     methods: tuple[str, ...] = Field(("grpo", "grpo-sg"), description="Names of methods.", min_length=1)
     settings: tuple[dict[str, Any], ...] = Field(
@@ -25,10 +24,6 @@ class SweepSpec(Spec):
         default_factory=dict, description="A field's path to its values; all combinations, times the settings."
     )
     seeds: tuple[int, ...] = Field((0,), min_length=1, description="Training seeds.")
-    smoke: dict[str, Any] = Field(
-        default_factory=dict,
-        description="Field paths to values that make every run tiny, for --smoke: a check that it runs.",
-    )
 
     @field_validator("methods", "seeds")
     @classmethod
@@ -38,8 +33,30 @@ class SweepSpec(Spec):
         return value
 
     @model_validator(mode="after")
-    def _grid_has_values(self) -> SweepSpec:
+    def _grid_has_values(self) -> SweepPart:
         empty = [path for path, values in self.grid.items() if not values]
         if empty:
             raise ValueError(f"grid.{empty[0]} has no values")
+        return self
+
+
+class SweepSpec(SweepPart):
+    """One such product of runs, or several as named parts of a study."""
+
+    out: str = Field("runs", description="Folder of the runs' folders.")
+    smoke: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Field paths to values that make every run tiny, for --smoke: a check that it runs.",
+    )
+    parts: dict[str, SweepPart] = Field(
+        default_factory=dict,
+        description="Parts of a study by name, run one after the other; each has its own methods, settings, grid and seeds, and "
+        "its base is laid over the sweep's. With parts, the sweep's own are not used.",
+    )
+
+    @model_validator(mode="after")
+    def _either_or(self) -> SweepSpec:
+        own = {"methods", "settings", "grid", "seeds"} & self.model_fields_set
+        if self.parts and own:
+            raise ValueError(f"{sorted(own)[0]} stands beside parts; give it in each part")
         return self
