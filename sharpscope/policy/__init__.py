@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from sharpscope.policy.conversation import Environment
     from sharpscope.policy.embedded import EMBEDDED, EmbeddedPolicy, embedded_policy
     from sharpscope.policy.forward import Scored, microbatches, score_completions
     from sharpscope.policy.generation import check_lengths, generate
@@ -18,9 +19,11 @@ if TYPE_CHECKING:
     from sharpscope.policy.rollouts import Completions, Rollouts
     from sharpscope.policy.spec import PolicySpec, RolloutSpec, SamplingSpec
     from sharpscope.policy.token_stats import TokenStats
-    from sharpscope.policy.warm_start import WarmStartSpec, WarmStartSummary
+    from sharpscope.policy.warm_spec import WARM_STARTS, WarmStartSpec
+    from sharpscope.policy.warm_start import WarmStartSummary
 
 _HOME = {
+    "conversation": ("Environment",),
     "embedded": ("EMBEDDED", "EmbeddedPolicy", "embedded_policy"),
     "forward": ("Scored", "microbatches", "score_completions"),
     "generation": ("check_lengths", "generate"),
@@ -29,14 +32,17 @@ _HOME = {
     "rollouts": ("Completions", "Rollouts"),
     "spec": ("PolicySpec", "RolloutSpec", "SamplingSpec"),
     "token_stats": ("TokenStats",),
-    "warm_start": ("WarmStartSpec", "WarmStartSummary"),
+    "warm_spec": ("WARM_STARTS", "WarmStartSpec"),
+    "warm_start": ("WarmStartSummary",),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
 __all__ = [
     "EMBEDDED",
+    "WARM_STARTS",
     "Completions",
     "EmbeddedPolicy",
+    "Environment",
     "Head",
     "Policy",
     "PolicySpec",

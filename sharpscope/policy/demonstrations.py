@@ -28,12 +28,22 @@ GUESS = "a guess."
 
 @dataclass(frozen=True)
 class Demonstration:
-    """A prompt and the completion to imitate, end of text not included; `level` is the number of people."""
+    """A prompt and the completion to imitate, end of text not included; `level` is the task's.
+
+    Where an environment speaks in between, `completion` is the first turn and `later` holds its replies, which are not
+    imitated, each with the turn that follows.
+    """
 
     prompt: str
     completion: str
     style: Style
     level: int
+    later: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def text(self) -> str:
+        """Prompt, all turns and replies."""
+        return "".join([self.prompt, self.completion, *(reply + turn for reply, turn in self.later)])
 
 
 def holds(statement: Sequence[Any], roles: Sequence[bool]) -> bool:

@@ -11,75 +11,26 @@ import json
 import math
 import platform
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
+from typing import TypeVar
 
 import tokenizers
 import torch
 import transformers
-from pydantic import Field, field_validator
 from torch.nn.functional import cross_entropy
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen2ForCausalLM
+from transformers import PreTrainedTokenizerBase, Qwen2ForCausalLM
 
 from sharpscope.errors import UserError
+from sharpscope.policy import demonstrations_math, demonstrations_tool
 from sharpscope.policy.demonstrations import OPENING, ROLE, Demonstration, demonstrations, phrases, puzzles
 from sharpscope.policy.embedded import build_model, build_tokenizer, common_phrases, save_tokenizer
 from sharpscope.policy.muon import Muon
-from sharpscope.spec import Spec
+from sharpscope.policy.warm_spec import KnightsKnavesWarmStart, MathWarmStart, ToolQaWarmStart, WarmStartSpec
 
 SUMMARY = "warm_start.json"
-
-
-class WarmStartSpec(Spec):
-    """Warm start of the embedded policy `knights_knaves`; the defaults are those of the shipped one."""
-
-    layers: int = Field(4, ge=1, le=16, description="transformer layers")
-    width: int = Field(128, ge=8, le=1024, description="hidden size; a multiple of 2 × heads")
-    feed_forward: int = Field(384, ge=8, le=4096, description="inner size of the feed-forward layers")
-    heads: int = Field(4, ge=1, le=32, description="attention heads")
-    vocabulary: int = Field(768, ge=268, le=8192, description="most tokens of the tokenizer")
-    corpus: int = Field(4000, ge=1, description="demonstrations that the tokenizer is fitted to")
-    weights: dict[int, float] = Field(
-        {2: 0.15, 3: 0.65, 4: 0.15, 5: 0.03},
-        description="share of demonstrations by number of people, 2 to 7; need not sum to 1",
-    )
-    puzzles: int = Field(
-        8000, ge=1, description="different puzzles of the most frequent size; others in proportion to their share"
-    )
-    guess_share: float = Field(0.5, ge=0, le=1, description="share of demonstrations that guess instead of reasoning")
-    chat_share: float = Field(
-        0.15, ge=0, le=1, description="share of demonstrations with a chat prompt that ends in an opened <think>"
-    )
-    steps: int = Field(1300, ge=1, description="optimizer updates")
-    batch: int = Field(48, ge=1, description="demonstrations per update")
-    micro_tokens: int = Field(
-        2048, ge=1, description="tokens in one forward pass, padding included, though at least one row"
-    )
-    muon_lr: float = Field(
-        0.02, gt=0, le=1, description="peak learning rate of Muon, for the layers' matrices [per update]"
-    )
-    lr: float = Field(
-        6e-3, gt=0, le=1, description="peak learning rate of AdamW, for embeddings, biases and gains [per update]"
-    )
-    beta2: float = Field(0.98, ge=0, lt=1, description="decay of AdamW's squared gradient average; beta1 is 0.9")
-    weight_decay: float = Field(0.01, ge=0, description="decoupled decay of the layers' matrices")
-    warmup: int = Field(60, ge=0, description="updates over which the learning rates rise")
-    cooldown: float = Field(
-        0.4, ge=0, le=1, description="share of the updates, the last ones, over which they fall to zero"
-    )
-    max_grad_norm: float = Field(1.0, gt=0, description="global L2 norm to which gradients are clipped")
-    probe_every: int = Field(200, ge=1, description="updates between two measurements on held-out demonstrations")
-    probe_size: int = Field(100, ge=1, description="held-out demonstrations per measurement")
-    seed: int = Field(0, ge=0, description="seed of weights, puzzles and order")
-
-    @field_validator("weights")
-    @classmethod
-    def _sizes(cls, weights: dict[int, float]) -> dict[int, float]:
-        if not all(2 <= people <= 7 and share >= 0 for people, share in weights.items()) or not any(weights.values()):
-            raise ValueError(f"{weights}: numbers of people from 2 to 7, shares from 0, at least one of them above 0")
-        return weights
 
 
 @dataclass(frozen=True)
@@ -110,8 +61,25 @@ class WarmStartSummary:
     spec: dict[str, object]
 
 
-Row = tuple[list[int], list[int]]
-"""Token ids of a prompt and of its completion, which ends in the end-of-text token."""
+@dataclass(frozen=True)
+class Row:
+    """Token ids of a prompt and of its completion, which ends in the end-of-text token; `mask` 1 is to be imitated."""
+
+    prompt: list[int]
+    completion: list[int]
+    mask: list[int]
+
+    def __len__(self) -> int:
+        return len(self.prompt) + len(self.completion)
+
+
+@dataclass(frozen=True)
+class Material:
+    """Demonstrations to train on, held-out ones to measure with, and the phrases that are one token each."""
+
+    train: Iterator[Demonstration]
+    probe: Iterator[Demonstration]
+    phrases: Callable[[Sequence[Demonstration]], list[str]]
 
 
 def warm_start(
@@ -128,8 +96,9 @@ def warm_start(
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"out = '{out}': exists and is not an empty folder; choose another")
     began = time.monotonic()
-    train, probe = _streams(spec)
-    tokenizer = _tokenizer(list(islice(train, spec.corpus)), spec.vocabulary)
+    material = _material(spec)
+    corpus = list(islice(material.train, spec.corpus))
+    tokenizer = build_tokenizer((d.text for d in corpus), material.phrases(corpus), spec.vocabulary)
     model = build_model(
         tokenizer,
         layers=spec.layers,
@@ -138,7 +107,9 @@ def warm_start(
         heads=spec.heads,
         seed=spec.seed,
     )
-    last = _train(spec, model, tokenizer, train, list(islice(probe, spec.probe_size)), began, on_progress)
+    last = _train(
+        spec, model, tokenizer, material.train, list(islice(material.probe, spec.probe_size)), began, on_progress
+    )
     summary = WarmStartSummary(
         loss=last.loss,
         exact=last.exact or {},
@@ -160,27 +131,70 @@ def warm_start(
     return summary
 
 
-def _streams(spec: WarmStartSpec) -> tuple[Iterator[Demonstration], Iterator[Demonstration]]:
-    """Demonstrations to train on, and held-out ones to measure with; no content stands in both."""
+def _material(spec: WarmStartSpec) -> Material:
+    """What the policy of that kind imitates; no content stands both in `train` and in `probe`."""
+    if isinstance(spec, KnightsKnavesWarmStart):
+        return _puzzle_material(spec)
+    if isinstance(spec, MathWarmStart):
+        return _math_material(spec)
+    if isinstance(spec, ToolQaWarmStart):
+        return _tool_material(spec)
+    raise TypeError(f"no material for {type(spec).__name__}")
+
+
+def _puzzle_material(spec: KnightsKnavesWarmStart) -> Material:
     top = max(spec.weights.values())
-    sizes = {people: share for people, share in spec.weights.items() if share > 0}
+    sizes = _used(spec.weights)
     shares = {"guess_share": spec.guess_share, "chat_share": spec.chat_share}
     pools = {
         people: puzzles(people, max(1, round(spec.puzzles * share / top)), spec.seed) for people, share in sizes.items()
     }
     held_out = {people: puzzles(people, spec.probe_size, spec.seed, split="heldout") for people in sizes}
-    return (
+    return Material(
         demonstrations(pools, sizes, **shares, seed=spec.seed),
         demonstrations(held_out, sizes, **shares, seed=spec.seed + 1),
+        _puzzle_phrases,
     )
 
 
-def _tokenizer(corpus: Sequence[Demonstration], vocabulary: int) -> PreTrainedTokenizerFast:
+def _puzzle_phrases(corpus: Sequence[Demonstration]) -> list[str]:
     """Phrases from the compact prompts and the completions, the rest from all texts: chat text stays ordinary text."""
     common = common_phrases(d.prompt for d in corpus if not d.prompt.endswith(OPENING))
     roles = [f" is {negation}a {role}" for negation in ("", "not ") for role in ROLE.values()]
-    found = sorted({*common, *phrases(), *roles, "If "})
-    return build_tokenizer((d.prompt + d.completion for d in corpus), found, vocabulary)
+    return sorted({*common, *phrases(), *roles, "If "})
+
+
+def _math_material(spec: MathWarmStart) -> Material:
+    families, levels = _used(spec.weights), _used(spec.levels)
+    kinds = (sorted(families), sorted(levels))
+    pool = demonstrations_math.questions(*kinds, spec.questions, spec.seed)
+    held_out = demonstrations_math.questions(*kinds, spec.probe_size, spec.seed, "heldout")
+    shares = (families, levels)
+    return Material(
+        demonstrations_math.math_demonstrations(pool, *shares, guess_share=spec.guess_share, seed=spec.seed),
+        demonstrations_math.math_demonstrations(held_out, *shares, guess_share=spec.guess_share, seed=spec.seed + 1),
+        lambda _: demonstrations_math.phrases(),
+    )
+
+
+def _tool_material(spec: ToolQaWarmStart) -> Material:
+    hops = _used(spec.weights)
+    pool = demonstrations_tool.asked(sorted(hops), spec.worlds, spec.questions, spec.seed)
+    held_out = demonstrations_tool.asked(sorted(hops), 1, max(1, spec.probe_size // 4), spec.seed, "heldout")
+    seen = [question for questions in pool.values() for question in questions[: spec.questions]]
+    return Material(
+        demonstrations_tool.tool_demonstrations(pool, hops, guess_share=spec.guess_share, seed=spec.seed),
+        demonstrations_tool.tool_demonstrations(held_out, hops, guess_share=spec.guess_share, seed=spec.seed + 1),
+        lambda _: demonstrations_tool.phrases(seen),
+    )
+
+
+Key = TypeVar("Key")
+
+
+def _used(weights: Mapping[Key, float]) -> dict[Key, float]:
+    """The shares that are not 0."""
+    return {key: share for key, share in weights.items() if share > 0}
 
 
 def _train(
@@ -231,35 +245,41 @@ def schedule(step: int, spec: WarmStartSpec) -> float:
 
 
 def _row(tokenizer: PreTrainedTokenizerBase, demonstration: Demonstration) -> Row:
-    prompt, completion = tokenizer([demonstration.prompt, demonstration.completion])["input_ids"]
-    return prompt, [*completion, tokenizer.eos_token_id]
+    """Every turn and reply is tokenized for itself, as in a rollout; the replies' mask is 0."""
+    turns = [(demonstration.completion, 1)]
+    for reply, turn in demonstration.later:
+        turns += [(reply, 0), (turn, 1)]
+    prompt, *parts = tokenizer([demonstration.prompt, *(text for text, _ in turns)])["input_ids"]
+    parts[-1] = [*parts[-1], tokenizer.eos_token_id]
+    mask = [own for part, (_, own) in zip(parts, turns, strict=True) for _ in part]
+    return Row(prompt, [token for part in parts for token in part], mask)
 
 
 def _batches(rows: Sequence[Row], most: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, list[int]]]:
     """Rows by length, cut so that none holds more than `most` tokens with its padding, though at least one row.
 
-    Yields input_ids (n, L), labels (n, L) that are −100 but on completions, and the rows' indices (n). Lengths differ
-    tenfold: with a fixed number of rows padding would be half the work.
+    Yields input_ids (n, L), labels (n, L) that are −100 where nothing is imitated, and the rows' indices (n). Lengths
+    differ tenfold: with a fixed number of rows padding would be half the work.
     """
-    order = sorted(range(len(rows)), key=lambda i: len(rows[i][0]) + len(rows[i][1]))
+    order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
     while order:
-        lengths = [len(rows[i][0]) + len(rows[i][1]) for i in order]
+        lengths = [len(rows[i]) for i in order]
         number = max([1, *(n for n, length in enumerate(lengths, 1) if n * length <= most)])
         chosen, order = order[:number], order[number:]
         input_ids = torch.zeros(number, lengths[number - 1], dtype=torch.long)
         labels = torch.full(input_ids.shape, -100)
         for line, i in enumerate(chosen):
-            prompt, completion = rows[i]
-            end = len(prompt) + len(completion)
-            input_ids[line, :end] = torch.tensor(prompt + completion)
-            labels[line, len(prompt) : end] = torch.tensor(completion)
+            row = rows[i]
+            input_ids[line, : len(row)] = torch.tensor(row.prompt + row.completion)
+            wanted = torch.tensor(row.completion).where(torch.tensor(row.mask).bool(), -100)
+            labels[line, len(row.prompt) : len(row)] = wanted
         yield input_ids, labels, chosen
 
 
 def _predictions(
     model: Qwen2ForCausalLM, input_ids: torch.Tensor, labels: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Logits (M, V) and labels (M,) of the M completion tokens, and which of them are which, (n, L − 1) bool.
+    """Logits (M, V) and labels (M,) of the M tokens to imitate, and which of them are which, (n, L − 1) bool.
 
     Padding stands on the right, where causal attention never looks, so no attention mask is needed.
     """
@@ -270,7 +290,7 @@ def _predictions(
 
 def _accumulate(model: Qwen2ForCausalLM, rows: Sequence[Row], most: int) -> float:
     """Add the gradient of the batch's mean loss over completion tokens; returns that loss [nats]."""
-    tokens = sum(len(completion) for _, completion in rows)
+    tokens = sum(sum(row.mask) for row in rows)
     total = 0.0
     for input_ids, labels, _ in _batches(rows, most):
         logits, wanted, _ = _predictions(model, input_ids, labels)
@@ -295,6 +315,6 @@ def exactness(
         hit = torch.ones_like(here)
         hit[here] = logits.argmax(-1) == wanted
         for line, i in enumerate(chosen):
-            skipped = len(rows[i][0]) + probe[i].completion.startswith(OPENING)
+            skipped = len(rows[i].prompt) + probe[i].completion.startswith(OPENING)
             right.setdefault(probe[i].style, []).append(bool(hit[line, skipped:].all()))
     return {style: sum(values) / len(values) for style, values in sorted(right.items())}
