@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -12,7 +13,8 @@ from torch import Tensor, nn
 
 from sharpscope.policy.cache import read_prompts, take_rows
 from sharpscope.policy.chunked_logp import flat_logp
-from sharpscope.policy.head import backbone, output_head
+from sharpscope.policy.head import backbone, computing, output_head
+from sharpscope.policy.recompute import recomputed
 from sharpscope.policy.rollouts import Completions
 from sharpscope.policy.token_stats import TokenStats, flat_stats, spread
 
@@ -34,8 +36,9 @@ class Scored:
 
 
 def score_completions(
-    model: nn.Module, rows: Completions, temperature: float, *, share_prompt: bool, with_grad: bool, stats: bool = False
-) -> Scored:
+    model: nn.Module, rows: Completions, temperature: float, *, share_prompt: bool, with_grad: bool, stats: bool = False,
+    compute: torch.dtype | None = None, recompute: bool = False, one_pass: bool = False,
+) -> Scored:  # fmt: skip
     """Log-probabilities of the completions' tokens (mask 1) under softmax(z/T) of `model`, before top-p and top-k.
 
     Padding costs little: rows run in buckets of like length, and only tokens of the mask reach the output layer.
@@ -48,24 +51,34 @@ def score_completions(
             The result equals the plain one to rounding.
         with_grad: keep the graph, so that `logp` can be differentiated.
         stats: also return `TokenStats`, from the same pass over the logits, without gradient.
+        compute: type of the layers' matrix products (autocast); norms, the output layer and what follows keep the weights'
+            own type, at least float32. None: the weights' type everywhere.
+        recompute: keep only each layer's input for the backward pass and compute the layer again there (gradient
+            checkpointing): less memory, a third more time, the same gradient.
+        one_pass: run every row in a single forward pass of the model, padding and all. Where weights are sharded over
+            processes, all of them must run the same number of passes. Not with `share_prompt`.
 
     Raises:
-        ValueError: the temperature is not positive, or rows of one group have different prompts.
+        ValueError: the temperature is not positive, rows of one group have different prompts, or `one_pass` with
+            `share_prompt`.
     """
     if not temperature > 0:
         raise ValueError(f"temperature {temperature}: must be positive")
+    if one_pass and share_prompt:
+        raise ValueError("one_pass: shared prompts take a pass of their own")
     head, mask = output_head(model), rows.completion_mask.bool()
     with torch.set_grad_enabled(with_grad):
-        states = _shared_hidden if share_prompt else _plain_hidden
         # Each bucket's hidden states of its rows' masked tokens, row by row; put back into the order of `rows`.
         hidden_parts, place_parts = [], []
         place = torch.arange(mask.numel(), device=mask.device).view(mask.shape)  # (n, T)
-        for bucket, hidden in states(model, rows):  # (b,), (b, T_b, d)
-            keep = mask[bucket, : hidden.shape[1]]
-            hidden_parts.append(hidden[keep])
-            place_parts.append(place[bucket, : hidden.shape[1]][keep])
+        states = _shared_hidden(model, rows) if share_prompt else _plain_hidden(model, rows, one_pass)
+        with computing(model, compute), recomputed(model) if recompute and with_grad else nullcontext():
+            for bucket, hidden in states:  # (b,), (b, T_b, d)
+                keep = mask[bucket, : hidden.shape[1]]
+                hidden_parts.append(hidden[keep])
+                place_parts.append(place[bucket, : hidden.shape[1]][keep])
         hidden, places = torch.cat(hidden_parts), torch.cat(place_parts)  # (M, d), (M,)
-        hidden = hidden[places.argsort()]
+        hidden = hidden[places.argsort()].to(head.weight.dtype)
         targets = rows.completion_ids[mask]
         if with_grad:
             logp, found = flat_logp(hidden, head, targets, temperature, stats=stats)
@@ -76,10 +89,12 @@ def score_completions(
         return Scored(spread(logp, mask), laid_out)
 
 
-def _plain_hidden(model: nn.Module, rows: Completions) -> Iterator[tuple[Tensor, Tensor]]:
+def _plain_hidden(model: nn.Module, rows: Completions, one_pass: bool = False) -> Iterator[tuple[Tensor, Tensor]]:
     """Buckets (rows (b,), hidden (b, T_b, d)), hidden[:, t] predicting completion token t; each row runs its prompt."""
     P, prompt, length = rows.prompt_width, rows.prompt_lengths, rows.lengths
-    for bucket in length_buckets((prompt + length).cpu().numpy(), rows.input_ids.device):
+    everything = [torch.arange(len(rows), device=length.device)]
+    buckets = everything if one_pass else length_buckets((prompt + length).cpu().numpy(), rows.input_ids.device)
+    for bucket in buckets:
         # Moved to the left edge, rows have padding on their right only, which causal attention needs no mask for.
         p, n = prompt[bucket, None], length[bucket, None]
         width = int((p + n).max()) - 1  # the last token predicts nothing
@@ -159,18 +174,22 @@ def microbatches(
 
     Args:
         lengths: (N,) completion tokens per row.
-        token_budget: tokens per microbatch, prompts included; a unit that alone exceeds it is a microbatch of its own.
+        token_budget: tokens per microbatch, prompts included; a row that alone exceeds it is a microbatch of its own.
         prompt_lengths: (N,) prompt tokens per row.
-        group: (N,) if prompts are shared: groups then stay whole and their prompt counts once; None = rows are units.
+        group: (N,) if prompts are shared: the rows of a group then stay together, and their prompt counts once; a group
+            that alone exceeds the budget is cut into parts that read the prompt each. None = rows are units.
 
     Returns:
         Long index tensors on the CPU that together hold every row once, each ascending.
     """
     unit = torch.arange(len(lengths)) if group is None else group.cpu().unique(return_inverse=True)[1]
+    lengths, prompt_lengths = lengths.cpu(), prompt_lengths.cpu()
+    if group is not None:
+        unit = _within_budget(unit, lengths, prompt_lengths, token_budget)
     count = int(unit.max()) + 1 if len(unit) else 0
-    longest = torch.zeros(count, dtype=torch.long).scatter_reduce(0, unit, lengths.cpu(), "amax")
-    work = torch.zeros(count, dtype=torch.long).scatter_add(0, unit, lengths.cpu())
-    work += torch.zeros(count, dtype=torch.long).scatter_reduce(0, unit, prompt_lengths.cpu(), "amax")
+    longest = torch.zeros(count, dtype=torch.long).scatter_reduce(0, unit, lengths, "amax")
+    work = torch.zeros(count, dtype=torch.long).scatter_add(0, unit, lengths)
+    work += torch.zeros(count, dtype=torch.long).scatter_reduce(0, unit, prompt_lengths, "amax")
     batches: list[list[int]] = []
     filled = token_budget
     for index in longest.argsort(descending=True, stable=True).tolist():
@@ -180,3 +199,19 @@ def microbatches(
         batches[-1].append(index)
         filled += int(work[index])
     return [torch.isin(unit, torch.tensor(batch)).nonzero()[:, 0] for batch in batches]
+
+
+def _within_budget(unit: Tensor, lengths: Tensor, prompt_lengths: Tensor, budget: int) -> Tensor:
+    """Units (N,) of which none exceeds `budget` unless it is a single row: larger groups are cut, rows of like length together."""
+    parts = torch.zeros_like(unit)
+    count = 0
+    for label in range(int(unit.max()) + 1 if len(unit) else 0):
+        rows = (unit == label).nonzero()[:, 0]
+        filled = prompt = int(prompt_lengths[rows].max())
+        for place, row in enumerate(rows[lengths[rows].argsort(descending=True, stable=True)].tolist()):
+            if place and filled + int(lengths[row]) > budget:
+                count, filled = count + 1, prompt
+            parts[row] = count
+            filled += int(lengths[row])
+        count += 1
+    return parts

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,8 +31,13 @@ class Head:
     scale: float = 1.0
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits z (..., V) before any temperature of `hidden` (..., d); at least float32. Differentiable."""
-        z = F.linear(hidden, self.weight, self.bias)
+        """Logits z (..., V) before any temperature of `hidden` (..., d); at least float32. Differentiable.
+
+        Computed in the weight's own type, also where autocast is on.
+        """
+        autocast = torch.is_autocast_enabled(hidden.device.type)
+        with torch.autocast(hidden.device.type, enabled=False) if autocast else nullcontext():
+            z = F.linear(hidden.to(self.weight.dtype), self.weight, self.bias)
         if z.dtype in (torch.float16, torch.bfloat16):
             z = z.float()
         if self.scale != 1.0:
@@ -38,6 +45,13 @@ class Head:
         if self.soft_cap is not None:
             z = torch.tanh(z / self.soft_cap) * self.soft_cap
         return z
+
+
+def computing(model: nn.Module, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
+    """Within it, matrix products of `model` are computed in `dtype` (autocast); None: in the weights' own type."""
+    if dtype is None:
+        return nullcontext()
+    return torch.autocast(next(model.parameters()).device.type, dtype=dtype)
 
 
 def bare(model: nn.Module) -> PreTrainedModel:

@@ -23,6 +23,7 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils import logging
 
 from sharpscope.errors import UserError
+from sharpscope.policy.adapters import adapter_folder, add_adapters, base_of, load_adapters
 from sharpscope.policy.cache import check_cacheable
 from sharpscope.policy.embedded import embedded_policy
 from sharpscope.policy.head import Head, bare, check_head, output_head
@@ -45,6 +46,7 @@ class Policy:
         context: longest sequence [tokens], or None where the model has no limit.
         chat: whether prompts are wrapped in the tokenizer's chat template.
         attention: the attention kernel in use.
+        compute: type in which matrix products are computed (autocast), or None: that of the weights.
     """
 
     model: nn.Module
@@ -55,6 +57,7 @@ class Policy:
     context: int | None
     chat: bool
     attention: str
+    compute: torch.dtype | None = None
 
     @property
     def device(self) -> torch.device:
@@ -72,12 +75,28 @@ class Policy:
         return sum(p.numel() for p in self.model.parameters())
 
 
-def load_policy(spec: PolicySpec) -> Policy:
+def load_policy(spec: PolicySpec, base: str | None = None) -> Policy:
     """Load what `spec.model` names: `embedded:NAME`, a local folder or a hub id; weights from safetensors only.
+
+    A folder of saved adapters brings the base model that it names; `base` (a model as `spec.model` names one) replaces that.
 
     Raises:
         UserError: the model, its weights or its tokenizer are missing, incomplete or of a kind that is not supported.
     """
+    adapters = adapter_folder(spec.model)
+    if adapters is not None:
+        spec = spec.model_copy(update={"model": base or base_of(adapters)})
+    model, tokenizer, location = _load(spec)
+    if adapters is not None:
+        model = load_adapters(model, adapters)
+    elif spec.lora is not None:
+        model = add_adapters(model, spec.lora, location)
+    compute = torch.bfloat16 if spec.dtype == "bfloat16" else None
+    return make_policy(model, tokenizer, spec.model, spec.prompt_format, compute)
+
+
+def _load(spec: PolicySpec) -> tuple[nn.Module, PreTrainedTokenizerBase, str]:
+    """The model on its device, its tokenizer, and where they came from (a folder or hub id)."""
     location = _locate(spec.model)
     options: dict[str, Any] = {"trust_remote_code": spec.trust_remote_code}
     if spec.revision is not None and not Path(location).is_dir():
@@ -89,7 +108,7 @@ def load_policy(spec: PolicySpec) -> Policy:
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 location,
                 config=config,
-                dtype=getattr(torch, spec.dtype),
+                dtype=_held(spec),
                 attn_implementation=_attention(spec, config),
                 use_safetensors=True,
                 output_loading_info=True,
@@ -105,12 +124,20 @@ def load_policy(spec: PolicySpec) -> Policy:
             f"policy.model {spec.model!r}: the checkpoint has no weights for {missing[0]}{more}; save the whole model "
             "with save_pretrained"
         )
-    return make_policy(model.to(_device(spec.device)).eval(), tokenizer, spec.model, spec.prompt_format)
+    return model.to(_device(spec.device)).eval(), tokenizer, location
+
+
+def _held(spec: PolicySpec) -> torch.dtype:
+    """Type of the model's own weights: at least float32, unless they are frozen, which needs no more than what is computed with."""
+    if spec.dtype == "bfloat16":
+        return torch.float32 if spec.lora is None else torch.bfloat16
+    return torch.float64 if spec.dtype == "float64" else torch.float32
 
 
 def make_policy(
-    model: nn.Module, tokenizer: PreTrainedTokenizerBase, source: str, prompt_format: str = "auto"
-) -> Policy:
+    model: nn.Module, tokenizer: PreTrainedTokenizerBase, source: str, prompt_format: str = "auto",
+    compute: torch.dtype | None = None,
+) -> Policy:  # fmt: skip
     """A Policy of a model and tokenizer in hand; checks that they fit together and can be generated from.
 
     Raises:
@@ -138,7 +165,7 @@ def make_policy(
         pad_id=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
         context=getattr(config, "max_position_embeddings", None),
         chat=bool(tokenizer.chat_template) and prompt_format != "plain",
-        attention=config._attn_implementation,
+        attention=config._attn_implementation, compute=compute,
     )  # fmt: skip
 
 
