@@ -169,16 +169,21 @@ def save_rows(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def warm_start(
-    out: Annotated[Path, typer.Option(help="Folder of the new policy.")] = Path("policies/knights_knaves"),
+    policy: Annotated[
+        str, typer.Argument(help="Which of the embedded policies: knights_knaves, math or tool_qa.")
+    ] = "knights_knaves",
+    out: Annotated[Path | None, typer.Option(help="Folder of the new policy. Default: policies/NAME.")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="Any field of the warm start, as name=value.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help=QUIET_HELP)] = False,
 ) -> None:
     """Train an embedded policy from nothing on generated demonstrations; the defaults recreate the shipped one.
 
-    Example:
+    Examples:
 
       sharpscope warm-start --out policies/mine --set steps=2500
+
+      sharpscope warm-start tool_qa
     """
     from sharpscope.commands.warm import run_warm_start
 
-    run_warm_start(out, set_ or [], quiet)
+    run_warm_start(policy, out, set_ or [], quiet)

@@ -9,7 +9,7 @@ from typing import Any
 import typer
 
 
-def run_warm_start(out: Path, overrides: Sequence[str], quiet: bool) -> None:
+def run_warm_start(policy: str, out: Path | None, overrides: Sequence[str], quiet: bool) -> None:
     """Build the spec from `name=value` overrides, run it, say what was written."""
     from rich.progress import (
         BarColumn,
@@ -21,16 +21,20 @@ def run_warm_start(out: Path, overrides: Sequence[str], quiet: bool) -> None:
     )
 
     from sharpscope.config import check_keys, merge, parse_override, validate
-    from sharpscope.errors import UserError
+    from sharpscope.errors import UserError, nearest
+    from sharpscope.policy import WARM_STARTS
     from sharpscope.policy.warm_start import Progress as Report
-    from sharpscope.policy.warm_start import WarmStartSpec, warm_start
+    from sharpscope.policy.warm_start import warm_start
     from sharpscope.training.environment import set_threads
 
+    if policy not in WARM_STARTS:
+        raise UserError(f"warm-start {policy}: unknown{nearest(policy, WARM_STARTS)}")
+    kind, out = WARM_STARTS[policy], out or Path("policies") / policy
     data: dict[str, Any] = {}
     for override in overrides:
         data = merge(data, parse_override(override))
-    check_keys(WarmStartSpec, data)
-    spec = validate(WarmStartSpec, data)
+    check_keys(kind, data)
+    spec = validate(kind, data)
     if out.exists() and any(out.iterdir()):
         raise UserError(f"--out {out}: is not empty and is not overwritten; choose another folder")
     set_threads(None)
@@ -52,4 +56,6 @@ def run_warm_start(out: Path, overrides: Sequence[str], quiet: bool) -> None:
         f"{summary.parameters:,} parameters, {summary.seconds:.0f} s; loss {summary.loss:.3f} nats/token; exact on held-out "
         f"demonstrations: {exact or 'not measured'}"
     )
-    typer.echo(f"written: {out}/\ntry it: sharpscope eval {out}   |   sharpscope run --model {out}")
+    typer.echo(
+        f"written: {out}/\ntry it: sharpscope eval {out} --task {policy}   |   sharpscope run --task {policy} --model {out}"
+    )

@@ -21,6 +21,8 @@ SHARES = {"person": 0.5, "company": 0.2, "city": 0.2, "country": 0.1}
 
 _ONSETS = ("b", "d", "f", "g", "k", "l", "m", "n", "p", "r", "s", "t", "v", "z", "br", "st", "tr")
 _VOWELS = ("a", "e", "i", "o", "u")
+SYLLABLES = tuple(onset + vowel for onset in _ONSETS for vowel in _VOWELS)
+"""What names are made of, two or three each."""
 
 
 @dataclass(frozen=True)

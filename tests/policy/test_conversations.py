@@ -163,7 +163,7 @@ def test_sampled_ids_stay_as_they_were_sampled():
 
 def test_a_reply_that_leaves_no_room_ends_the_row_as_truncated():
     class Long(Parrot):
-        stop = tuple(f"t{i}" for i in range(2, 37))
+        stop = ("<pad>", "</s>", *(f"t{i}" for i in range(2, 37)))
 
         def respond(self, example, completion):
             return " t5" * (3 - int(example.answer))

@@ -1,0 +1,118 @@
+"""Demonstrations for the warm start of `tool_qa`: whole conversations with a retriever, in the task's protocol.
+
+`reason` looks every hop up: it names what it wants to know, searches for the thing, reads the passage and goes on with
+what it found. `guess` answers before the last hop was looked up, with a name that it cannot know. The replies are those
+of the task itself on invented worlds of other seeds, so there is nothing to learn by heart.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, cast
+
+from sharpscope.policy.demonstrations import GUESS, OPENING, Demonstration
+from sharpscope.tasks import Example, InteractiveTask, ToolQaSpec, make_task, respond_all
+from sharpscope.tasks.tool_world import SYLLABLES
+
+FIRST_WORLD = 1_000_000
+"""Seed of the first world: far from those that a person gives to a task."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A question, what the environment replies to each search on its way, and names that its answer could be."""
+
+    example: Example
+    replies: tuple[str, ...]
+    others: tuple[str, ...]
+
+
+def asked(
+    hops: Sequence[int], worlds: int, count: int, seed: int, split: Literal["train", "heldout"] = "train"
+) -> dict[int, list[Asked]]:
+    """`count` questions of every world and number of hops, by hops, on the task's training or held-out side."""
+    pool: dict[int, list[Asked]] = {number: [] for number in hops}
+    for world in range(worlds):
+        sizes = {"train_size": 1, "heldout_size": 0} | {f"{split}_size": count}
+        task = make_task(ToolQaSpec(hops=tuple(hops), **sizes, seed=FIRST_WORLD * (1 + seed) + world))  # type: ignore[arg-type]
+        examples = task.splits()[split]
+        names = tuple({value for example in examples for _, _, value in example.meta["chain"]})
+        for example, replies in zip(examples, _replies(cast(InteractiveTask, task), examples), strict=True):
+            others = tuple(sorted(set(names) - {example.answer}))
+            pool[int(example.meta["level"])].append(Asked(example, replies, others))
+    return pool
+
+
+def _replies(task: InteractiveTask, examples: Sequence[Example]) -> list[tuple[str, ...]]:
+    """What the environment says to a search for each thing on the way, all conversations at once."""
+    rows = [(i, thing) for i, example in enumerate(examples) for thing, _, _ in example.meta["chain"]]
+    texts = respond_all(task, [examples[i] for i, _ in rows], [f"<search>{thing}</search>" for _, thing in rows])
+    replies: list[list[str]] = [[] for _ in examples]
+    for (i, _), text in zip(rows, texts, strict=True):
+        assert text is not None
+        replies[i].append(text)
+    return [tuple(texts) for texts in replies]
+
+
+def conversation(question: Asked, searches: int, guess: str | None) -> tuple[str, tuple[tuple[str, str], ...]]:
+    """The first turn and the later ones, each after the environment's reply.
+
+    Args:
+        question: what is asked.
+        searches: hops that are looked up.
+        guess: the answer given after that, or None: the value that the last search found.
+    """
+    turns = []
+    chain = question.example.meta["chain"]
+    for thing, relation, _ in chain[:searches]:
+        turns.append(f"{OPENING}{thing}, {relation}</think><search>{thing}</search>")
+    thought, answer = (chain[searches - 1][2],) * 2 if guess is None else (GUESS, guess)
+    turns.append(f"{OPENING}{thought}</think><answer>{answer}</answer>")
+    return turns[0], tuple(zip(question.replies, turns[1:], strict=False))
+
+
+def phrases(seen: Sequence[Asked]) -> list[str]:
+    """What questions, replies and turns are put together from: one token each in the embedded policy.
+
+    Names are made of syllables, each one token with a capital and one without.
+    """
+    found = {syllable for small in SYLLABLES for syllable in (small, small.capitalize())}
+    found |= {GUESS, "What is the ", " of the ", " of ", "?\n", "Doc 1(Title: ", "\n\n"}
+    found |= {f"\nDoc {i}(Title: " for i in (2, 3)}
+    for question in seen:
+        for thing, relation, value in question.example.meta["chain"]:
+            found |= {relation, f", {relation}"}
+            assert thing != value
+        for reply in question.replies:
+            found |= _between(reply)
+    return sorted(found)
+
+
+def _between(reply: str) -> set[str]:
+    """The fixed texts of passages: ") kind: person. birthplace: ", ". employer: "."""
+    found = set()
+    for line in reply.partition("<information>")[2].partition("</information>")[0].split("\n"):
+        fields = line.partition(") ")[2].removesuffix(".").split(". ")
+        if len(fields) > 1:
+            found.add(f") {fields[0]}. {fields[1].partition(': ')[0]}: ")
+            found |= {f". {field.partition(': ')[0]}: " for field in fields[2:]}
+    return found
+
+
+def tool_demonstrations(
+    pool: Mapping[int, Sequence[Asked]], weights: Mapping[int, float], *, guess_share: float, seed: int
+) -> Iterator[Demonstration]:
+    """Endless stream of conversations: numbers of hops by `weights`, questions of `pool` drawn at random."""
+    rng = random.Random(seed)
+    numbers = sorted(pool)
+    while True:
+        hops = rng.choices(numbers, [weights[number] for number in numbers])[0]
+        question = rng.choice(pool[hops])
+        if rng.random() < guess_share:
+            first, later = conversation(question, rng.randrange(hops), rng.choice(question.others))
+            yield Demonstration(question.example.prompt, first, "guess", hops, later)
+        else:
+            first, later = conversation(question, hops, None)
+            yield Demonstration(question.example.prompt, first, "reason", hops, later)
