@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
@@ -23,7 +24,7 @@ app = typer.Typer(
 for room in (training, seeing, sweeping, reducing, describe, probing, bench):
     room.register(app)
 
-_DEBUG = "SHARPSCOPE_DEBUG"
+_shown = {"traceback": False}  # what --debug asks for
 
 
 def _version(value: bool) -> None:
@@ -41,23 +42,37 @@ def _common(
 ) -> None:
     # Model output may go to the terminal; tokenizers' own parallelism would fight torch for the cores.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    if debug:
-        os.environ[_DEBUG] = "1"
+    _shown["traceback"] = debug
 
 
-def main() -> None:
-    """Run the command line; a user's mistake is one line on stderr and exit code 2."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line (default: sys.argv). An error is one line on stderr; --debug shows its traceback.
+
+    Exit codes: 2 for a user's mistake and for a path that cannot be read or written, 1 for a run that failed and for an
+    error that nobody foresaw.
+    """
+    _shown["traceback"] = False
     try:
-        app()
-    except UserError as error:
-        if os.environ.get(_DEBUG):
-            raise
-        # No markup: the message may quote a file's or a model's text.
-        sys.stderr.write(f"error: {printable(str(error))}\n")
-        sys.exit(2)
+        app(args=None if arguments is None else list(arguments))
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+    except Exception as error:
+        if _shown["traceback"]:
+            raise
+        # No markup: the message may quote a file's or a model's text.
+        sys.stderr.write(f"error: {printable(in_one_line(error))}\n")
+        sys.exit(2 if isinstance(error, UserError | OSError) else 1)
+
+
+def in_one_line(error: Exception) -> str:
+    """What a person is told of an error; an unforeseen one says how to see where it happened."""
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}; check the path, its permissions and the free space"
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:300]}; unforeseen, `sharpscope --debug …` shows where it happened"
 
 
 def printable(text: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import reprlib
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -14,8 +15,9 @@ from pydantic import BaseModel, Field, ValidationError, field_validator, model_v
 
 from sharpscope.errors import UserError, nearest
 from sharpscope.objective import Method, method_label, named_method
-from sharpscope.policy import PolicySpec, RolloutSpec
+from sharpscope.policy import WARM_STARTS, PolicySpec, RolloutSpec
 from sharpscope.probes import ProbesSpec
+from sharpscope.safe_yaml import YAML_ERRORS, YAML_LIMIT, load_yaml
 from sharpscope.spec import Spec
 from sharpscope.tasks import KnightsKnavesSpec, TaskSpec
 from sharpscope.training.spec import (
@@ -74,6 +76,16 @@ class RunConfig(Spec):
             )
         return self
 
+    @model_validator(mode="after")
+    def _best_is_known(self) -> RunConfig:
+        every, of = self.checkpoint.every, self.evaluation.every
+        if self.checkpoint.keep_best and (not of or not every or every % of):
+            raise ValueError(
+                f"checkpoint.keep_best = {self.checkpoint.keep_best}: the best is known only where a checkpoint is evaluated; make "
+                f"checkpoint.every = {every} a multiple of evaluation.every = {of}, both above 0"
+            )
+        return self
+
     @property
     def run_name(self) -> str:
         """The run's folder name."""
@@ -103,9 +115,18 @@ def build_config(
         data = merge(data, _nested(path, value))
     for override in overrides:
         data = merge(data, parse_override(override))
-    data = _fill_kinds(RunConfig, _expand_method(data))
+    data = _own_policy(_fill_kinds(RunConfig, _expand_method(data)))
     check_keys(RunConfig, data)
     return resolve_method(validate(RunConfig, data))
+
+
+def _own_policy(data: dict[str, Any]) -> dict[str, Any]:
+    """A task that an embedded policy was made for is played with that one, unless a model is named."""
+    task, policy = data.get("task"), data.get("policy", {})
+    kind = task.get("kind") if isinstance(task, Mapping) else None
+    if kind not in WARM_STARTS or not isinstance(policy, Mapping) or "model" in policy:
+        return data
+    return {**data, "policy": {**policy, "model": f"embedded:{kind}"}}
 
 
 def default_preset(config: RunConfig) -> Literal["paper", "calibrated"]:
@@ -188,12 +209,16 @@ def validate(model: type[typing.Any], data: Mapping[str, Any]) -> typing.Any:
 def read_yaml(file: Path) -> dict[str, Any]:
     """A YAML mapping, read with `yaml.safe_load`."""
     try:
-        data = yaml.safe_load(file.read_text(encoding="utf-8"))
+        with file.open("rb") as stream:
+            content = stream.read(YAML_LIMIT + 1)
+        if len(content) > YAML_LIMIT:
+            raise UserError(f"config file '{file}': is larger than {YAML_LIMIT:,} bytes, so it is no configuration")
+        data = load_yaml(content.decode("utf-8"))
     except FileNotFoundError:
         raise UserError(f"config file '{file}' does not exist; give the path of a YAML file, or leave it out") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"config file '{file}' cannot be read: {error}") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+    except YAML_ERRORS as error:
         where = getattr(error, "problem_mark", None)
         line = f", line {where.line + 1}" if where is not None else ""
         raise UserError(
@@ -212,8 +237,8 @@ def parse_override(text: str) -> dict[str, Any]:
     if not sign or not path.strip():
         raise UserError(f"--set {text}: must look like field.subfield=value")
     try:
-        value = yaml.safe_load(raw)
-    except (yaml.YAMLError, ValueError, RecursionError):
+        value = load_yaml(raw)
+    except YAML_ERRORS:
         raise UserError(f"--set {text}: the value is not valid YAML; put text in quotes") from None
     if isinstance(value, str):
         # YAML 1.1 reads 1e-4 as text; a person means the number.
@@ -320,5 +345,5 @@ def _plain_location(location: tuple[int | str, ...], data: Any) -> list[int | st
 
 
 def _short(value: Any) -> str:
-    text = repr(value)
+    text = reprlib.repr(value)  # never walks a large value
     return text if len(text) <= 60 else text[:57] + "..."

@@ -69,7 +69,12 @@ class RunLock:
     def acquire(self) -> RunLock:
         """Take the lock."""
         while True:
-            handle = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+            try:
+                handle = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+            except OSError as error:
+                raise UserError(
+                    f"run: {self.path.parent} cannot be written ({error.strerror}); make it a writable folder, or copy the run"
+                ) from error
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if self._still_named(handle):
@@ -90,8 +95,12 @@ class RunLock:
         self.stale = owner
         process = psutil.Process()
         mine = Owner(process.pid, socket.gethostname(), now(), process.create_time())
-        os.ftruncate(handle, 0)
-        os.pwrite(handle, json.dumps(asdict(mine)).encode(), 0)
+        try:
+            os.ftruncate(handle, 0)
+            os.pwrite(handle, json.dumps(asdict(mine)).encode(), 0)
+        except OSError as error:
+            os.close(handle)
+            raise UserError(f"run: {self.path} cannot be written ({error.strerror}); free some space") from error
         self._handle = handle
         return self
 
