@@ -1,0 +1,219 @@
+"""What a TRL trainer was told, as the configuration of a run; and what of it cannot be recorded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from sharpscope.config import RunConfig, check_keys, resolve_method, validate
+from sharpscope.errors import UserError
+from sharpscope.objective import Method, named_method
+from sharpscope.objective.shaping_spec import UniformShaping
+from sharpscope.objective.spec import (
+    Advantage,
+    AllTokens,
+    CispoClip,
+    HighEntropyTokens,
+    Kl,
+    NoClip,
+    PpoClip,
+    SequenceRatio,
+    TokenRatio,
+)
+
+OLDEST = (1, 0)
+EXCLUDED = ("1.15.0",)
+#: TRL's losses that have a name among our methods' aggregations; the others keep TRL's loss and say so in a note.
+AGGREGATES = {
+    "grpo": "sequence_mean", "bnpo": "token_mean", "dapo": "token_mean", "cispo": "token_mean", "dr_grpo": "constant",
+}  # fmt: skip
+#: Losses in which a non-negative factor on a token's advantage multiplies that token's surrogate and nothing else.
+WEIGHTABLE = ("grpo", "bnpo", "dapo", "dr_grpo", "cispo", "sapo", "vespo")
+
+
+def check_trainer(trainer: Any) -> None:
+    """Find what cannot be recorded before anything is written.
+
+    Raises:
+        UserError: TRL's version, an option or a set-up that the recorder does not support; the message names it.
+    """
+    try:
+        found = version("trl")
+    except PackageNotFoundError:
+        raise UserError("record: TRL is not installed; pip install 'sharpscope[trl]'") from None
+    numbers = tuple(int(part) for part in found.split(".")[:2] if part.isdigit())
+    if found in EXCLUDED or numbers < OLDEST:
+        raise UserError(f"record: TRL {found} is not supported; pip install 'trl>=1.0,!=1.15.0'")
+    from trl import GRPOTrainer
+
+    if not isinstance(trainer, GRPOTrainer):
+        raise UserError(f"record: {type(trainer).__name__} is no GRPOTrainer; give a trl.GRPOTrainer")
+    args, accelerator = trainer.args, trainer.accelerator
+    if getattr(trainer, "use_liger_kernel", False) or getattr(args, "use_liger_kernel", False):
+        raise UserError(
+            "record: use_liger_kernel = True computes the loss without per-token log-probabilities; set it to False"
+        )
+    if accelerator.num_processes > 1 or args.n_gpu > 1:
+        raise UserError(
+            f"record: {max(accelerator.num_processes, args.n_gpu)} processes or GPUs; recording works in one process on one "
+            "device, so start the trainer with one"
+        )
+    if accelerator.distributed_type.value not in ("NO", "no"):
+        raise UserError(
+            f"record: distributed_type {accelerator.distributed_type.value} keeps gradients and weights elsewhere; start the "
+            "trainer without it"
+        )
+    if args.fp16:
+        raise UserError("record: fp16 = True scales the loss by a changing factor; use bf16 or float32")
+    round_, update = generate_every(trainer), args.gradient_accumulation_steps
+    if round_ % update and update % round_:
+        raise UserError(
+            f"record: steps_per_generation × num_iterations = {round_} and gradient_accumulation_steps = {update}: one must "
+            "divide the other, so that a step has whole updates"
+        )
+
+
+def generate_every(trainer: Any) -> int:
+    """Micro-steps for which one batch of completions serves."""
+    return int(trainer.args.steps_per_generation * trainer.num_iterations)
+
+
+def step_length(trainer: Any) -> int:
+    """Micro-steps of one step: whole batches of completions and whole updates."""
+    return int(max(generate_every(trainer), trainer.args.gradient_accumulation_steps))
+
+
+def token_weights_of(weights: str | Method) -> Method:
+    """The method whose token weights shall act in TRL's loss.
+
+    Raises:
+        UserError: it has none, or they are not a factor on the surrogate, or it changes more than weights.
+    """
+    method = named_method(weights) if isinstance(weights, str) else weights
+    plain = named_method("grpo")
+    rest = method.model_copy(update={"name": plain.name, "weight": plain.weight, "tokens": plain.tokens})
+    if method.weight_on != "surrogate":
+        raise UserError(
+            f"weights = '{method.name}': they act on the ratio inside the clip, which TRL's advantages cannot carry; use grpo-sg"
+        )
+    if rest != plain or (isinstance(method.weight, UniformShaping) and isinstance(method.tokens, AllTokens)):
+        raise UserError(
+            f"weights = '{method.name}': this method is more than token weights on GRPO, or has none; give one such as grpo-sg, "
+            "ar, cov-grpo, papo, high-entropy or a control, and set the rest by TRL's own options"
+        )
+    return method
+
+
+def check_weightable(trainer: Any) -> None:
+    """Token weights must be a factor on each token's surrogate.
+
+    Raises:
+        UserError: they would not be, in TRL's loss; the message names the option.
+    """
+    loss_type = trainer.loss_type
+    if loss_type not in WEIGHTABLE:
+        raise UserError(
+            f"weights: loss_type = '{loss_type}' does not keep token weights apart; use one of {', '.join(WEIGHTABLE)}"
+        )
+
+
+def trl_method(trainer: Any, weights: Method | None) -> tuple[Method, list[str]]:
+    """TRL's objective in our terms, and notes on what our terms do not say."""
+    args, loss_type, notes = trainer.args, trainer.loss_type, []
+    low, high = float(trainer.epsilon_low), float(trainer.epsilon_high)
+    clip: Any = PpoClip(low=low, high=high) if 0 < low <= 1 and high > 0 else NoClip()
+    name = "grpo"
+    if loss_type == "cispo":
+        clip, name = (CispoClip(high=high - 1) if high > 1 else NoClip()), "cispo"
+        if high <= 1:
+            notes.append(f"cispo: TRL bounds the ratio itself by epsilon_high = {high:g}")
+    elif loss_type not in AGGREGATES:
+        clip, name = NoClip(), loss_type
+        notes.append(f"the loss is TRL's loss_type '{loss_type}', which config.method does not describe")
+    if args.delta is not None:
+        notes.append(f"two-sided clipping with delta = {args.delta:g}")
+    scale = str(trainer.scale_rewards)
+    if scale not in ("group", "none"):
+        notes.append(f"advantages are scaled by TRL's scale_rewards = '{scale}'")
+    sequence = trainer.importance_sampling_level == "sequence"
+    share = float(trainer.top_entropy_quantile)
+    tokens: Any = HighEntropyTokens(share=share) if share < 1 else AllTokens()
+    if weights is not None and not isinstance(weights.tokens, AllTokens):
+        tokens = weights.tokens
+    method = Method(
+        name=weights.name if weights is not None else "gspo" if sequence and name == "grpo" else name,
+        advantage=Advantage(scale="none" if scale == "none" else "group"),
+        ratio=SequenceRatio() if sequence else TokenRatio(),
+        weight=weights.weight if weights is not None else UniformShaping(),
+        clip=clip,
+        aggregate=AGGREGATES.get(loss_type, "sequence_mean"),
+        kl=Kl(coef=float(trainer.beta)),
+        tokens=tokens,
+    )
+    return method, notes
+
+
+def run_config(
+    trainer: Any, out: Path, task: str, method: Method, recording: Mapping[str, Any] | None, updates: int
+) -> RunConfig:
+    """The trainer's arguments as a run's configuration; `updates` is how many the training will make, as far as known.
+
+    Raises:
+        UserError: an option of `recording` is wrong or needs what a TRL run does not have.
+    """
+    args = trainer.args
+    rows = args.per_device_train_batch_size * args.steps_per_generation
+    per_round, per_step = generate_every(trainer), step_length(trainer)
+    prompts = max(1, rows * (per_step // per_round) // trainer.num_generations)
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    schedule = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
+    data: dict[str, Any] = {
+        "name": out.name, "out": str(out.parent), "seed": int(args.seed),
+        "steps": max(1, math.ceil(updates * args.gradient_accumulation_steps / per_step)),
+        "task": {"kind": "custom", "factory": task},
+        "policy": {
+            "model": str(getattr(model.config, "_name_or_path", "") or type(model).__name__),
+            "dtype": str(model.dtype).removeprefix("torch."), "device": str(model.device),
+        },
+        "rollout": {
+            "temperature": float(trainer.temperature), "top_p": float(args.top_p), "top_k": max(0, int(args.top_k or 0)),
+            "max_new_tokens": int(trainer.max_completion_length), "prompts_per_step": prompts,
+            "group_size": int(trainer.num_generations),
+        },
+        "method": method.model_dump(mode="json"),
+        "optimizer": {
+            "lr": float(args.learning_rate), "beta1": float(args.adam_beta1), "beta2": float(args.adam_beta2),
+            "eps": float(args.adam_epsilon), "weight_decay": float(args.weight_decay),
+            "max_grad_norm": float(args.max_grad_norm) or None,
+            "schedule": schedule if schedule in ("constant", "linear", "cosine") else "constant",
+        },
+        "update": {
+            "mini_batches": min(prompts, max(1, args.steps_per_generation // args.gradient_accumulation_steps)),
+            "inner_epochs": int(trainer.num_iterations),
+        },
+        "evaluation": {"every": 0}, "checkpoint": {"every": 0}, "probes": {"every": 0},
+        "recording": {"heldout_influence_every": 0, **(recording or {})},
+    }  # fmt: skip
+    check_keys(RunConfig, data)
+    config: RunConfig = resolve_method(validate(RunConfig, data))
+    if config.recording.heldout_influence_every:
+        raise UserError(
+            "recording.heldout_influence_every: a TRL run has no probe set of held-out prompts; set it to 0"
+        )
+    return config
+
+
+def sampler_notes(trainer: Any) -> list[str]:
+    """What a reader of the trace should know of how completions were drawn and scored."""
+    args, notes = trainer.args, []
+    for name, off in (("min_p", None), ("repetition_penalty", 1.0)):
+        value = getattr(args, name, off)
+        if value not in (off, None):
+            notes.append(f"completions were drawn with {name} = {value:g}, which log-probabilities do not show")
+    schedule = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
+    if schedule not in ("constant", "linear", "cosine"):
+        notes.append(f"the learning rate follows TRL's schedule '{schedule}'")
+    return notes

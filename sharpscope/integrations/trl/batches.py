@@ -1,0 +1,137 @@
+"""One batch of TRL's completions in our terms, what its tokens did, and several such batches as one step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sharpscope.objective import Plan
+from sharpscope.policy import Completions, Rollouts
+from sharpscope.policy.token_stats import TokenStats
+from sharpscope.tasks import Example, Reward
+from sharpscope.training.learning import TokenRecord
+from sharpscope.training.rounds import Round, join_rollouts
+
+
+@dataclass
+class Scored:
+    """What TRL's reward functions said of one batch of completions, in the order before its shuffle."""
+
+    rewards: Tensor  # (N, functions), NaN where a function gave none
+    completion_ids: list[list[int]]
+
+
+@dataclass
+class Batch:
+    """One batch of completions: rows as TRL made them, before its shuffle. N rows, T completion positions."""
+
+    serial: int
+    drawn: Round
+    tokens: TokenRecord
+    plan: Plan | None
+    sampled: bool  # whether the sampler's log-probabilities are known
+
+
+def rollouts_of(output: dict[str, Any], scored: Scored, reward: Tensor, group_size: int, speak: Any) -> Rollouts:
+    """TRL's batch as Rollouts of N rows; `speak` (tokens, eos_ids) says how ids become text.
+
+    `behavior_logp` is NaN where TRL does not know the sampler's log-probabilities.
+    """
+    tokenizer, eos_ids = speak
+    mask = output["completion_mask"]
+    if output.get("tool_mask") is not None:
+        loss_mask = mask * output["tool_mask"]
+    else:
+        loss_mask = mask
+    sampler = output.get("sampling_per_token_logps")
+    ends = [bool(ids) and ids[-1] in eos_ids for ids in scored.completion_ids]
+    spoken = [ids[:-1] if end else ids for ids, end in zip(scored.completion_ids, ends, strict=True)]
+    completions = Completions(
+        input_ids=torch.cat([output["prompt_ids"], output["completion_ids"]], 1),
+        attention_mask=torch.cat([output["prompt_mask"], mask], 1).long(),
+        completion_ids=output["completion_ids"],
+        completion_mask=loss_mask.long(),
+        behavior_logp=torch.full(mask.shape, torch.nan, device=mask.device) if sampler is None else sampler.float(),
+        sampler_logp=None,
+        group=torch.arange(len(mask), device=mask.device) // group_size,
+        truncated=~torch.tensor(ends, device=mask.device),
+        texts=tokenizer.batch_decode(spoken, skip_special_tokens=False, clean_up_tokenization_spaces=False),
+    )
+    return completions.with_reward(reward)
+
+
+def rewards_of(scored: Scored, names: Sequence[str], total: Tensor, correct: Callable[[float], bool]) -> list[Reward]:
+    """One Reward a completion: parts by reward function, the total as TRL weighs them."""
+    parts = [dict(zip(names, row, strict=True)) for row in scored.rewards.tolist()]
+    return [Reward(value, part, bool(correct(value))) for value, part in zip(total.tolist(), parts, strict=True)]
+
+
+def examples_of(rollouts: Rollouts, group_size: int, tokenizer: Any) -> list[Example]:
+    """One Example a group, holding the prompt's text as the model saw it."""
+    first = slice(None, None, group_size)
+    ids, seen = rollouts.input_ids[first, : rollouts.prompt_width], rollouts.attention_mask[first]
+    prompts = [row[keep.bool()].tolist() for row, keep in zip(ids, seen[:, : rollouts.prompt_width], strict=True)]
+    return [Example(text, "", {}) for text in tokenizer.batch_decode(prompts, clean_up_tokenization_spaces=False)]
+
+
+def blank_record(stats: TokenStats, advantage: Tensor, weight: Tensor | None) -> TokenRecord:
+    """A TokenRecord (N, T) of tokens that no update has used yet."""
+    shape = stats.logp.shape
+    blank = torch.zeros(shape)
+    return TokenRecord(
+        stats=stats,
+        weight=torch.ones(shape) if weight is None else weight.float().cpu(),
+        advantage=advantage.float().cpu()[:, None].expand(shape).clone(),
+        loss_coef=blank.clone(),
+        ratio=blank.clone(),
+        clipped=blank.to(torch.int8),
+        kl=blank.clone(),
+        update=torch.full(shape, -1, dtype=torch.int32),
+    )
+
+
+def same_prompts(rollouts: Rollouts, group_size: int) -> bool:
+    """Whether the rows of every group have one prompt, so that it can be run once for all of them."""
+    ids = rollouts.input_ids[:, : rollouts.prompt_width] * rollouts.attention_mask[:, : rollouts.prompt_width]
+    grouped = ids.view(-1, group_size, ids.shape[1])
+    return bool((grouped == grouped[:, :1]).all())
+
+
+def join(batches: Sequence[Batch]) -> tuple[Round, TokenRecord, dict[int, int]]:
+    """Several batches as one round, their tokens as one record, and each batch's first row by its serial number."""
+    drawn, tokens = batches[0].drawn, batches[0].tokens
+    first = {batches[0].serial: 0}
+    for batch in batches[1:]:
+        first[batch.serial] = len(drawn.rewards)
+        drawn, tokens = _joined(drawn, batch.drawn), _joined_tokens(tokens, batch.tokens)
+    return drawn, tokens, first
+
+
+def _joined(one: Round, two: Round) -> Round:
+    rollouts = join_rollouts(one.rollouts, two.rollouts)
+    groups = torch.cat([one.rollouts.group, two.rollouts.group + len(one.examples)])
+    return Round(
+        [*one.examples, *two.examples], Rollouts(**{**vars(rollouts), "group": groups}), [*one.rewards, *two.rewards],
+        torch.cat([one.advantage, two.advantage]), 0,
+    )  # fmt: skip
+
+
+def _joined_tokens(one: TokenRecord, two: TokenRecord) -> TokenRecord:
+    width = max(one.update.shape[1], two.update.shape[1])
+
+    def cat(first: Tensor, second: Tensor, fill: int = 0) -> Tensor:
+        return torch.cat([widened(first, width, fill), widened(second, width, fill)])
+
+    stats = {f.name: cat(getattr(one.stats, f.name), getattr(two.stats, f.name)) for f in fields(TokenStats)}
+    rest = {f.name: cat(getattr(one, f.name), getattr(two, f.name)) for f in fields(TokenRecord) if f.name != "stats"}
+    rest["update"] = cat(one.update, two.update, -1)
+    return TokenRecord(stats=TokenStats(**stats), **rest)
+
+
+def widened(values: Tensor, width: int, fill: int = 0) -> Tensor:
+    """`values` (n, T) padded on the right with `fill` to `width` columns."""
+    return torch.nn.functional.pad(values, (0, width - values.shape[1]), value=fill)

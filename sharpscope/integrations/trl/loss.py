@@ -1,0 +1,58 @@
+"""What TRL's loss did with each token: its ratio, the bound that acted, its divergence from the reference."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sharpscope.objective import gradient_killed, k3
+from sharpscope.objective.spec import PpoClip
+
+
+@dataclass(frozen=True)
+class Used:
+    """(n, T) values of the tokens of one micro-batch under the policy of its update."""
+
+    ratio: Tensor
+    clipped: Tensor  # −1 lower bound acts, 1 upper, 0 none
+    kl: Tensor  # k3 [nats], 0 without a reference
+
+
+@torch.no_grad()
+def used(trainer: Any, inputs: dict[str, Any], logp: Tensor) -> Used:
+    """TRL's ratio (of tokens or sequences), where its clip takes the gradient away, and k3 to its reference.
+
+    Args:
+        trainer: whose options apply.
+        inputs: TRL's batch of n rows.
+        logp: (n, T) [nats], what the trainer's loss differentiates.
+    """
+    mask = inputs["completion_mask"]
+    if inputs.get("tool_mask") is not None:
+        mask = mask * inputs["tool_mask"]
+    logp = logp.detach()
+    old = inputs.get("old_per_token_logps")
+    change = torch.zeros_like(logp) if old is None else (logp - old) * mask
+    if trainer.importance_sampling_level == "sequence":
+        change = (change.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)).expand(logp.shape)
+    ratio = change.exp()
+    advantage = inputs["advantages"]
+    advantage = (advantage if advantage.dim() == 2 else advantage[:, None]).expand(logp.shape)
+    reference = inputs.get("ref_per_token_logps")
+    kl = torch.zeros_like(logp) if reference is None else torch.where(mask.bool(), k3(logp, reference), 0.0)
+    return Used(torch.where(mask.bool(), ratio, 1.0), _clipped(trainer, ratio, advantage) * mask.int(), kl)
+
+
+def _clipped(trainer: Any, ratio: Tensor, advantage: Tensor) -> Tensor:
+    if trainer.loss_type == "cispo":  # TRL bounds the ratio itself, from above only
+        return ((ratio > trainer.epsilon_high) & (advantage != 0)).int()
+    if trainer.loss_type in ("sapo", "vespo"):  # they have no bound
+        return torch.zeros_like(ratio, dtype=torch.int32)
+    low, high = float(trainer.epsilon_low), float(trainer.epsilon_high)
+    killed = gradient_killed(PpoClip.model_construct(low=low, high=high), ratio, advantage)
+    if trainer.args.delta is not None:  # two-sided: a negative token with a ratio above delta has no gradient either
+        killed = torch.where((ratio > trainer.args.delta) & (advantage < 0), 1, killed)
+    return killed

@@ -1,0 +1,376 @@
+"""The recorder: wrappers around five methods of a GRPOTrainer, which see everything and change nothing but what is asked.
+
+TRL shuffles a batch after scoring it, so each row carries its number (`ROW`) through shuffle and split, and what the loss
+does to it is written under that number. A step is the shortest stretch of whole batches and whole updates.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import TrainerCallback
+
+from sharpscope.errors import UserError
+from sharpscope.integrations.trl import arguments
+from sharpscope.integrations.trl.batches import (
+    Batch,
+    Scored,
+    blank_record,
+    examples_of,
+    rewards_of,
+    rollouts_of,
+    same_prompts,
+)
+from sharpscope.integrations.trl.step import Step
+from sharpscope.integrations.trl.trace import Trace
+from sharpscope.objective import (
+    Method,
+    calibrate,
+    choose_preset,
+    needs_calibration,
+    prepare,
+)
+from sharpscope.policy import make_policy
+from sharpscope.probes.guard import guarded
+from sharpscope.training.learning import Learned, Learner, step_tensors
+from sharpscope.training.observers import Observers
+from sharpscope.training.optimizer import gradient_norm, update_norm
+from sharpscope.training.rounds import Round
+from sharpscope.training.seeds import generator
+
+ROW = "sharpscope_row"  # (n, 2): serial number of the batch, row in it
+_WRAPPED = (
+    "train", "training_step", "_generate_and_score_completions", "_calculate_rewards", "_compute_loss",
+    "_get_per_token_logps_and_entropies",
+)  # fmt: skip
+
+
+def positive(total: float) -> bool:
+    """Whether a total reward counts as correct, unless the caller says otherwise: it is above 0."""
+    return total > 0
+
+
+def record(
+    trainer: Any, out: str | Path = "runs/trl", *, weights: str | Method | None = None, shaping: str | None = None,
+    task: str = "trl", correct: Callable[[float], bool] = positive, recording: Mapping[str, Any] | None = None,
+) -> Recorder:  # fmt: skip
+    """Record a TRL GRPOTrainer: call it once, between making the trainer and `trainer.train()`.
+
+    Every token's coefficient in the loss comes from a hook on the log-probabilities inside TRL's own loss, its statistics
+    from a forward pass of our own with dropout off; score norms and attribution are taken by schedule. Without `weights` the
+    training is bitwise what it would have been. `sharpscope analyze`, `show`, `tokens`, `spikes`, `claims` read the folder.
+
+    Args:
+        trainer: a trl.GRPOTrainer in one process, float32 or bf16.
+        out: folder of the run; it must be free.
+        weights: a method, or the name of one, whose token weights multiply TRL's surrogate (`grpo-sg`, `ar`, a control …),
+            through per-token advantages; None changes nothing.
+        shaping: preset of a sigmoid weight, `paper` or `calibrated`; None: `paper`.
+        task: the task's name in the trace.
+        correct: which total rewards count as correct (default: above 0), for accuracy.
+        recording: fields of the run configuration's part `recording`, such as {"token_gradients_every": 5}.
+
+    Returns:
+        The recorder; `recorder.detach()` makes the trainer what it was.
+
+    Raises:
+        UserError: the trainer, an option or the folder cannot be used; the message names it.
+    """
+    arguments.check_trainer(trainer)
+    if hasattr(trainer, "_sharpscope"):
+        raise UserError("record: this trainer is recorded already; call detach() on that recorder first")
+    method = None
+    if weights is not None:
+        arguments.check_weightable(trainer)
+        method = arguments.token_weights_of(weights)
+        method = method.model_copy(update={"weight": choose_preset(method.weight, shaping or "paper")})
+    elif shaping is not None:
+        raise UserError(f"shaping = {shaping!r}: belongs to weights, which are not given; add weights='grpo-sg'")
+    return Recorder(trainer, Path(out), method, task, correct, recording)
+
+
+class Recorder:
+    """What `record` returns. `run_dir` is the run's folder."""
+
+    def __init__(
+        self, trainer: Any, out: Path, weights: Method | None, task: str, correct: Callable[[float], bool],
+        recording: Mapping[str, Any] | None,
+    ) -> None:  # fmt: skip
+        self.trainer, self.run_dir, self.weights, self.correct = trainer, out, weights, correct
+        self.model = trainer.accelerator.unwrap_model(trainer.model)
+        tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
+        with guarded(self.model, weights=False):
+            self.policy = make_policy(self.model, tokenizer, str(getattr(self.model.config, "_name_or_path", "")))
+        self.group_size = int(trainer.num_generations)
+        method, notes = arguments.trl_method(trainer, weights)
+        notes += arguments.sampler_notes(trainer)
+        self._config = lambda updates: arguments.run_config(trainer, out, task, method, recording, updates)
+        config = self._config(max(int(trainer.args.max_steps), 1))
+        self.trace = Trace(config, method, notes, self.policy, trainer, correct)
+        self.learner = Learner(
+            model=self.model, optimizer=None, method=method, temperature=config.rollout.temperature,  # type: ignore[arg-type]
+            max_new_tokens=config.rollout.max_new_tokens, mini_batches=1, inner_epochs=1,
+            microbatch_tokens=config.update.microbatch_tokens, share_prompt=True,
+            max_grad_norm=config.optimizer.max_grad_norm, seed=config.seed,
+        )  # fmt: skip
+        self.recording = False
+        self._serial = 0
+        self._attach()
+
+    # -- taking hold of the trainer, and letting go ------------------------------------------------------------------
+
+    def _attach(self) -> None:
+        trainer = self.trainer
+        self._own = {name: vars(trainer)[name] for name in _WRAPPED if name in vars(trainer)}
+        self._was = {name: getattr(trainer, name) for name in _WRAPPED}
+        trainer.train, trainer.training_step = self._train, self._training_step
+        trainer._generate_and_score_completions = self._generate
+        trainer._calculate_rewards, trainer._compute_loss = self._rewards, self._loss
+        trainer._get_per_token_logps_and_entropies = self._logps
+        self._callback = _Callback(self)
+        trainer.add_callback(self._callback)
+        trainer._sharpscope = self
+
+    def detach(self) -> None:
+        """Make the trainer what it was; what has been recorded stays. During training, the run ends as interrupted."""
+        trainer = self.trainer
+        if getattr(trainer, "_sharpscope", None) is not self:
+            return
+        if self.recording:
+            self._stop("interrupted", "the recorder was detached")
+        for name in _WRAPPED:
+            delattr(trainer, name)
+            if name in self._own:
+                setattr(trainer, name, self._own[name])
+        trainer.remove_callback(self._callback)
+        del trainer._sharpscope
+
+    def _train(self, *args: Any, **kwargs: Any) -> Any:
+        self.trace.open()
+        self._step = Step()
+        self._current: dict[str, Any] | None = None
+        self._scored: Scored | None = None
+        self.recording = True
+        status, reason = "failed", ""
+        try:
+            result = self._was["train"](*args, **kwargs)
+            status, reason = "finished", "all steps done"
+            return result
+        except KeyboardInterrupt:
+            status, reason = "interrupted", "stopped by the user"
+            raise
+        except BaseException as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            if self.recording:
+                self._stop(status, reason)
+
+    def _stop(self, status: str, reason: str) -> None:
+        """End the recording: a step that has begun is written as far as it came."""
+        self.recording = False
+        try:
+            if status != "failed" and self._step.updates:
+                self._close_step()
+        finally:
+            self.trace.close(status, reason)
+
+    def begin(self) -> None:
+        """Called when TRL knows how long it will train and has its optimizer."""
+        trainer = self.trainer
+        config = self._config(int(trainer.state.max_steps))
+        optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+        self.learner.optimizer = optimizer
+        self._adam = isinstance(optimizer, torch.optim.AdamW) and not any(g["amsgrad"] for g in optimizer.param_groups)
+        if config.recording.update_attribution and not self._adam:
+            raise UserError(
+                f"recording.update_attribution: the optimizer is {type(optimizer).__name__}; it works for AdamW without amsgrad"
+            )
+        self.trace.begin(config)
+        task: Any = None  # no probe of a TRL run draws or scores
+        self.observers = Observers(config, self.policy, task, self.learner)
+
+    # -- one batch of completions ------------------------------------------------------------------------------------
+
+    def _rewards(self, *args: Any, **kwargs: Any) -> Tensor:
+        found = self._was["_calculate_rewards"](*args, **kwargs)
+        ids = kwargs["completion_ids_list"] if "completion_ids_list" in kwargs else args[3]
+        self._scored = Scored(found.detach().cpu(), [list(row) for row in ids])
+        return found
+
+    def _generate(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        training = self.model.training
+        started = time.perf_counter()
+        output: dict[str, Any] = self._was["_generate_and_score_completions"](inputs)
+        if not self.recording or self._scored is None:
+            return output
+        scored, self._scored = self._scored, None
+        total = (scored.rewards * self.trainer.reward_weights.cpu()[None]).nansum(1)
+        if not training:
+            self.trace.evaluated(total)
+            return output
+        done = time.perf_counter()
+        self._step.seconds["generation_s"] += done - started
+        self._open_batch(output, scored, total)
+        self._step.seconds["recording_s"] += time.perf_counter() - done
+        return output
+
+    def _open_batch(self, output: dict[str, Any], scored: Scored, total: Tensor) -> None:
+        """Note a fresh batch, measure π_old on it, and give its rows their numbers and, if asked, their weights."""
+        advantage = output["advantages"]
+        if advantage.dim() != 1:
+            raise UserError(
+                f"record: this trainer's advantages have shape {tuple(advantage.shape)}; recording needs one a completion"
+            )
+        self._serial += 1
+        speak = (self.policy.tokenizer, self.policy.eos_ids)
+        rollouts = rollouts_of(output, scored, total, self.group_size, speak)
+        rewards = rewards_of(scored, self.trainer.reward_func_names, total, self.correct)
+        examples = examples_of(rollouts, self.group_size, self.policy.tokenizer)
+        drawn = Round(examples, rollouts, rewards, advantage.detach().clone(), 0)
+        self.learner.share_prompt = same_prompts(rollouts, self.group_size)
+        with guarded(self.model, weights=False), self.trainer.accelerator.autocast():
+            stats = self.learner.statistics(rollouts)
+        plan = None
+        if self.weights is not None:
+            plan = self._plan(drawn, stats)
+            factor = plan.weight * plan.keep.to(plan.weight)
+            output["advantages"] = advantage[:, None] * factor.to(advantage)  # (N, T)
+        tokens = blank_record(stats, advantage, None if plan is None else plan.weight)
+        self._step.batches.append(Batch(self._serial, drawn, tokens, plan, "sampling_per_token_logps" in output))
+        rows = torch.arange(len(advantage), device=advantage.device)
+        output[ROW] = torch.stack([torch.full_like(rows, self._serial), rows], 1)
+
+    def _plan(self, drawn: Round, stats: Any) -> Any:
+        """The weights of this batch, fixed for all its updates; a first batch calibrates what is open."""
+        assert self.weights is not None
+        tensors = step_tensors(drawn.rollouts, drawn.advantage, stats, stats.logp, self.trace.progress)
+        if needs_calibration(self.weights):
+            self.weights = self.weights.model_copy(update={"weight": calibrate(self.weights.weight, tensors)})
+            self.trace.calibrated(self.weights)
+        seed = generator(self.trace.config.seed, "plan", self._serial)
+        plan = prepare(self.weights, tensors, seed)
+        self.trace.warn(plan.warnings)
+        return plan
+
+    # -- one micro-batch ---------------------------------------------------------------------------------------------
+
+    def _training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        started = time.perf_counter()
+        before = self._step.elsewhere
+        loss: Tensor = self._was["training_step"](*args, **kwargs)
+        if not self.recording:
+            return loss
+        inside = self._step.elsewhere - before
+        done = time.perf_counter()
+        self._step.seconds["training_s"] += done - started - inside
+        self._step.micro += 1
+        self._step.losses.append(loss.detach())
+        if self.trainer.accelerator.sync_gradients:
+            self._gradient_done()
+        self._step.seconds["recording_s"] += time.perf_counter() - done
+        return loss
+
+    def _loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        if not self.recording or not self.model.training or ROW not in inputs:
+            return self._was["_compute_loss"](model, inputs)
+        self._current, self._seen = inputs, False
+        try:
+            loss: Tensor = self._was["_compute_loss"](model, inputs)
+        finally:
+            self._current = None
+        if not self._seen:
+            raise UserError(
+                f"record: the loss of {type(self.trainer).__name__} takes no log-probabilities from "
+                "_get_per_token_logps_and_entropies, so it cannot be recorded"
+            )
+        return loss
+
+    def _logps(self, *args: Any, **kwargs: Any) -> Any:
+        found = self._was["_get_per_token_logps_and_entropies"](*args, **kwargs)
+        if self._current is not None and found[0].requires_grad:
+            started = time.perf_counter()
+            self._step.hook(self.trainer, found[0], self._current, self._current[ROW])
+            self._seen = True
+            self._step.seconds["recording_s"] += time.perf_counter() - started
+        return found
+
+    # -- one update --------------------------------------------------------------------------------------------------
+
+    def _gradient_done(self) -> None:
+        """The gradient of an update is whole and not yet clipped: measure what is due."""
+        step, limit = self._step, self.learner.max_grad_norm
+        loss, norm = math.fsum(float(loss) for loss in step.losses), gradient_norm(self.learner.parameters)
+        step.gradient = (loss, norm, 1.0 if limit is None else min(1.0, limit / (norm + 1e-6)))
+        if not step.updates:
+            self.observers.begin(self.trace.step, step.joined()[0], self.trace.recent)
+        if math.isfinite(norm) and math.isfinite(loss):
+            assert self.learner.before_step is not None
+            self.learner.before_step(step.update_batch())
+        else:
+            self.trace.not_finite(norm if math.isfinite(loss) else loss)
+
+    def before_update(self) -> None:
+        """The optimizer is about to step."""
+        self._pressed = time.perf_counter()
+        self._lr = float(self.learner.optimizer.param_groups[0]["lr"])
+        self._kept = None if self._adam else [p.detach().clone() for p in self.learner.parameters]
+
+    def after_update(self) -> None:
+        """The optimizer has stepped; its gradients are still there."""
+        done = time.perf_counter()
+        self._step.seconds["training_s"] += done - self._pressed
+        if self._kept is None:
+            size = update_norm(self.learner.optimizer)
+        else:
+            moved = [p.detach() - kept for p, kept in zip(self.learner.parameters, self._kept, strict=True)]
+            size = math.sqrt(sum(float(torch.linalg.vector_norm(m, dtype=torch.float64)) ** 2 for m in moved))
+        self._step.updated(size, bool(self.trainer.accelerator.optimizer_step_was_skipped))
+        self._step.seconds["recording_s"] += time.perf_counter() - done
+
+    def step_done(self) -> None:
+        """An update is over: where a batch of completions is used up as well, so is the step."""
+        if self._step.micro % arguments.generate_every(self.trainer) == 0:
+            self._close_step()
+
+    def _close_step(self) -> None:
+        started, step = time.perf_counter(), self._step
+        drawn, tokens = step.joined()
+        self.trace.write(
+            drawn, Learned(step.updates, tokens), self.observers.columns(), self.observers.rows(), self._lr, self.weights,
+            all(batch.sampled for batch in step.batches), step.seconds, started,
+        )  # fmt: skip
+        self._step = Step()
+
+
+class _Callback(TrainerCallback):
+    """The trainer's own announcements, passed on while recording."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        if self.recorder.recording:
+            self.recorder.begin()
+
+    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+        if self.recorder.recording:
+            self.recorder.before_update()
+
+    def on_optimizer_step(self, *_: Any, **__: Any) -> None:
+        if self.recorder.recording:
+            self.recorder.after_update()
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        if self.recorder.recording:
+            self.recorder.step_done()
+
+    def on_evaluate(self, *_: Any, **__: Any) -> None:
+        if self.recorder.recording:
+            self.recorder.trace.write_evaluation()

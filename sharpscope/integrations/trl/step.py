@@ -1,0 +1,82 @@
+"""The step in progress: its batches of completions, what the loss did to their tokens, its updates and its time."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sharpscope.integrations.trl.batches import Batch, join, widened
+from sharpscope.integrations.trl.loss import used
+from sharpscope.training.learning import TokenRecord, UpdateBatch, UpdateRecord
+from sharpscope.training.rounds import Round
+
+
+@dataclass
+class Step:
+    """Whole batches and whole updates; `micro` counts the micro-steps so far, `seconds` where the time went [s]."""
+
+    batches: list[Batch] = field(default_factory=list)
+    updates: list[UpdateRecord] = field(default_factory=list)
+    micro: int = 0
+    seconds: dict[str, float] = field(
+        default_factory=lambda: {"generation_s": 0.0, "training_s": 0.0, "recording_s": 0.0}
+    )
+    gradient: tuple[float, float, float] = (math.nan, math.nan, 1.0)  # loss, norm, clip factor of the present update
+    losses: list[Tensor] = field(default_factory=list)  # of the present update's micro-batches
+    coefs: list[tuple[int, Tensor, Tensor]] = field(default_factory=list)  # serial, rows (n,), ∂L/∂log π (n, T)
+
+    @property
+    def elsewhere(self) -> float:
+        """Seconds that were not training."""
+        return self.seconds["generation_s"] + self.seconds["recording_s"]
+
+    def hook(self, trainer: Any, logp: Tensor, inputs: dict[str, Any], numbers: Tensor) -> None:
+        """Keep what a micro-batch's tokens do in the loss, and, on the way back, ∂L/∂log π of each.
+
+        Args:
+            trainer: whose options apply.
+            logp: (n, T) [nats], what TRL's loss differentiates.
+            inputs: TRL's micro-batch.
+            numbers: (n, 2), serial number of the batch and row in it.
+        """
+        serial, rows = int(numbers[0, 0]), numbers[:, 1].cpu()
+        batch = next(b for b in self.batches if b.serial == serial)
+        tokens, index = batch.tokens, len(self.updates)
+        mask = batch.drawn.rollouts.completion_mask[rows.to(logp.device)].bool().cpu()
+        first = mask & (tokens.update[rows] < 0)  # (n, T): a token's columns are those of its first update
+        found = used(trainer, inputs, logp)
+        for name in ("ratio", "clipped", "kl"):
+            target, value = getattr(tokens, name), getattr(found, name)
+            target[rows] = torch.where(first, value.detach().cpu().to(target.dtype), target[rows])
+        tokens.update[rows] = torch.where(first, index, tokens.update[rows])
+
+        def keep(gradient: Tensor) -> None:
+            coef = torch.where(mask, gradient.detach().float().cpu(), 0.0)  # (n, T)
+            tokens.loss_coef[rows] = torch.where(first, coef, tokens.loss_coef[rows])
+            self.coefs.append((serial, rows, coef))
+
+        logp.register_hook(keep)
+
+    def joined(self) -> tuple[Round, TokenRecord]:
+        """All batches so far as one round, and its tokens."""
+        drawn, tokens, _ = join(self.batches)
+        return drawn, tokens
+
+    def update_batch(self) -> UpdateBatch:
+        """The rows and coefficients of the present update, between its gradient and its step."""
+        drawn, _, offset = join(self.batches)
+        width = drawn.rollouts.completion_ids.shape[1]
+        rows = torch.cat([rows + offset[serial] for serial, rows, _ in self.coefs])
+        coef = torch.cat([widened(coef, width) for _, _, coef in self.coefs])
+        _, norm, factor = self.gradient
+        return UpdateBatch(len(self.updates), rows, coef, norm, factor)
+
+    def updated(self, size: float, skipped: bool) -> None:
+        """The present update is made; `size` is ‖Δθ‖₂."""
+        loss, norm, factor = self.gradient
+        self.updates.append(UpdateRecord(loss, norm, size, factor, skipped))
+        self.coefs, self.losses = [], []

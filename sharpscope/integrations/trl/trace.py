@@ -1,0 +1,188 @@
+"""The folder of a recorded TRL run: run.json, config.yaml, the tokenizer and the tables."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sharpscope.config import RunConfig, to_yaml
+from sharpscope.objective import Method, method_label
+from sharpscope.policy import Policy
+from sharpscope.traces import (
+    RunLock,
+    TraceWriter,
+    create_run_dir,
+    create_run_info,
+    update_run_info,
+    write_atomic,
+)
+from sharpscope.traces.files import now
+from sharpscope.training import environment
+from sharpscope.training.evaluate import evaluation_row
+from sharpscope.training.health import Event, check_policy, check_rollouts, memory_share
+from sharpscope.training.learning import Learned
+from sharpscope.training.records import rollout_columns, steps_row, token_columns
+from sharpscope.training.rounds import Round
+
+
+class Trace:
+    """Writes the tables of one recorded training, step by step. `step` is the one in progress, from 1."""
+
+    def __init__(
+        self, config: RunConfig, method: Method, notes: Sequence[str], policy: Policy, trainer: Any,
+        correct: Callable[[float], bool],
+    ) -> None:  # fmt: skip
+        self.config, self.method, self.policy, self.trainer, self.correct = config, method, policy, trainer, correct
+        self.run_dir = config.run_dir
+        self.step, self.recent = 1, list[float]()
+        self._said: set[str] = set()
+        self._events: list[Event] = []
+        self._evaluated: list[Tensor] = []
+        self._stack = contextlib.ExitStack()
+        create_run_dir(self.run_dir)
+        policy.tokenizer.save_pretrained(self.run_dir / "tokenizer")
+        model = policy.model
+        found = environment.versions() | {"trl": version("trl"), "accelerate": version("accelerate")}
+        info = {
+            "method": method_label(method), "task": config.task.factory, "seed": config.seed,  # type: ignore[union-attr]
+            "config": config.model_dump(mode="json"), "versions": found, "commit": environment.commit(),
+            "device": environment.describe_device(policy.device), "threads": torch.get_num_threads(),
+            "parameters": policy.parameters,
+            "trainable_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
+            "vocabulary": policy.head.weight.shape[0],
+            "notes": [f"recorded from {type(trainer).__name__} of TRL {version('trl')}", *notes],
+            "trainer": {"name": type(trainer).__name__, "loss_type": trainer.loss_type},
+        }  # fmt: skip
+        create_run_info(self.run_dir, info)
+
+    @property
+    def progress(self) -> float:
+        """Share of the training done, in [0, 1], for schedules."""
+        return min((self.step - 1) / max(self.config.steps - 1, 1), 1.0)
+
+    # -- beginning and end ----------------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Take the folder and be ready to write."""
+        self._started = time.perf_counter()
+        self._stack.enter_context(RunLock(self.run_dir))
+        self.writer = self._stack.enter_context(TraceWriter(self.run_dir))
+        update_run_info(self.run_dir, status="running")
+
+    def begin(self, config: RunConfig) -> None:
+        """The configuration, now that it is known how long the training will be."""
+        self.config = config
+        write_atomic(self.run_dir / "config.yaml", to_yaml(config))
+        update_run_info(self.run_dir, config=config.model_dump(mode="json"))
+
+    def close(self, status: str, reason: str) -> None:
+        """Write what is left and say how it ended."""
+        try:
+            self._write_events()
+            self._stack.close()  # flushes, and gives the folder back
+        finally:
+            update_run_info(
+                self.run_dir, status=status, steps_done=self.step - 1, finished=now(), end=reason,
+                seconds=round(time.perf_counter() - self._started, 3),
+                peak_memory_bytes=environment.peak_memory_bytes(self.policy.device),
+            )  # fmt: skip
+
+    # -- what is to be said ------------------------------------------------------------------------------------------
+
+    def calibrated(self, weights: Method) -> None:
+        """Keep the constants that the first batch filled in."""
+        update_run_info(self.run_dir, calibration=weights.weight.model_dump(mode="json"))
+
+    def warn(self, texts: Sequence[str]) -> None:
+        """A method's warnings, each once."""
+        for text in texts:
+            if text not in self._said:
+                self._said.add(text)
+                self._events.append(Event(self.step, "method", "warning", math.nan, math.nan, "warn", text))
+
+    def not_finite(self, value: float) -> None:
+        """A loss or gradient that is no number; the trainer decides what becomes of it."""
+        text = "the loss or gradient of an update is not finite; lower learning_rate, or look at this step's tokens"
+        self._events.append(Event(self.step, "non_finite", "error", value, math.nan, "none", text))
+
+    def _write_events(self) -> None:
+        for event in self._events:
+            self.writer.append("events", {name: [value] for name, value in event.row().items()})
+        self._events = []
+
+    # -- a step ------------------------------------------------------------------------------------------------------
+
+    def write(
+        self, drawn: Round, learned: Learned, probed: dict[str, Tensor], rows: dict[str, Any], lr: float,
+        weights: Method | None, sampled: bool, seconds: dict[str, float], started: float,
+    ) -> None:  # fmt: skip
+        """Write one step to the tables; `started` is when its recording's last part began [s, perf_counter]."""
+        step, spec = self.step, self.config.recording
+        method = self.method if weights is None else self.method.model_copy(update={"weight": weights.weight})
+        row = steps_row(step, drawn, learned, method, self.progress, lr)
+        self._judge(drawn, learned, row, sampled)
+        if row["grad_norm"]:
+            self.recent = [*self.recent[-49:], math.log(row["grad_norm"])]
+        if spec.rollouts_every and step % spec.rollouts_every == 0:
+            self.writer.append("rollouts", rollout_columns(step, drawn))
+        if probed or (spec.tokens_every and step % spec.tokens_every == 0):
+            temperature = self.config.rollout.temperature
+            columns = token_columns(step, drawn, learned, probed, self.policy.head, temperature)
+            if not sampled:
+                columns["behavior_logp"] = None
+            self.writer.append("tokens", columns)
+        if rows:
+            self.writer.append("probes", rows)
+        self._write_events()
+        seconds["recording_s"] += time.perf_counter() - started
+        self.writer.append("steps", row | seconds)
+        if step % spec.flush_every == 0:
+            self.writer.flush()
+            update_run_info(self.run_dir, steps_done=step)
+        self.step += 1
+
+    def _judge(self, drawn: Round, learned: Learned, row: dict[str, Any], sampled: bool) -> None:
+        """The health rules, which only speak here: a recorded training is never stopped."""
+        spec, rollouts = self.config.health, drawn.rollouts
+        mask = rollouts.completion_mask.bool().cpu()
+        gap = (learned.tokens.stats.logp.cpu() - rollouts.behavior_logp.cpu())[mask].abs()
+        saturation = max(row["weight_saturation_low"] or 0.0, row["weight_saturation_high"] or 0.0)
+        entropy = row["entropy_mean"]
+        self._events += check_rollouts(
+            spec, self.step, zero_variance_share=drawn.zero_variance_share, truncated_share=row["truncated_fraction"]
+        )
+        self._events += check_policy(
+            spec, self.step, entropy_mean=math.nan if entropy is None else entropy, saturation=saturation,
+            logp_mismatch=float(gap.nanmean()) if sampled else math.nan, memory=memory_share(self.policy.device),
+        )  # fmt: skip
+
+    # -- TRL's own evaluations ---------------------------------------------------------------------------------------
+
+    def evaluated(self, total: Tensor) -> None:
+        """The rewards (n,) of one batch of an evaluation, completions of a prompt adjacent."""
+        self._evaluated.append(total)
+
+    def write_evaluation(self) -> None:
+        """The evaluation that has just ended, as one row: every prompt of TRL's evaluation set."""
+        if not self._evaluated:
+            return
+        total = torch.cat(self._evaluated)
+        self._evaluated = []
+        k = int(getattr(self.trainer, "num_generations_eval", self.trainer.num_generations))
+        total = total[: len(total) // k * k]
+        if not len(total):
+            return
+        correct = np.array([self.correct(value) for value in total.tolist()], dtype=bool).reshape(-1, k)
+        row = evaluation_row(
+            self.step - 1, str(self.config.task.factory), "heldout", "all", correct, total.tolist(),  # type: ignore[union-attr]
+            self.config.rollout.temperature,
+        )  # fmt: skip
+        self.writer.append("eval", {name: [value] for name, value in row.items()})

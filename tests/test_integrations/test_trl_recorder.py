@@ -1,0 +1,309 @@
+"""Recording a TRL trainer: nothing of the training changes, and what is recorded is what TRL's own loss did."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from transformers import TrainerCallback
+
+import sharpscope
+from sharpscope.errors import UserError
+from tests.oracles.trl import loss_coefficients
+
+pytest.importorskip("trl", reason="TRL is not installed (test extra)")
+
+from sharpscope.integrations.trl import record
+from sharpscope.integrations.trl.recorder import _WRAPPED, ROW
+from tests.test_integrations.trainers import PROMPTS, VOCABULARY, evens, tokenizer, trainer
+
+ALL = {"token_gradients_every": 1, "exact_top": 2, "exact_random": 2}
+#: A generation batch for several updates, used twice, in several micro-batches: everything that TRL shuffles and splits.
+REUSED = {"steps_per_generation": 4, "num_iterations": 2, "per_device_train_batch_size": 4, "max_steps": 6}
+
+
+def weights_of(one: Any) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in one.model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "model", "arguments"),
+    [
+        ("qwen2", {}, REUSED | {"beta": 0.1}),
+        ("gpt2", {"resid_pdrop": 0.2, "attn_pdrop": 0.2}, {}),  # dropout draws from the global generator
+        (
+            "qwen2",
+            {},
+            {"steps_per_generation": 1, "gradient_accumulation_steps": 4, "max_steps": 2, "optim": "adafactor"},
+        ),
+    ],
+)
+def test_the_same_weights_with_and_without_the_recorder(architecture, model, arguments, tmp_path: Path):
+    plain = trainer(tmp_path / "a", architecture=architecture, model=model, **arguments)
+    plain.train()
+    recorded = trainer(tmp_path / "b", architecture=architecture, model=model, **arguments)
+    record(recorded, tmp_path / "run", recording=ALL)
+    recorded.train()
+    assert all(torch.equal(a, b) for a, b in zip(weights_of(plain), weights_of(recorded), strict=True))
+    start = trainer(tmp_path / "c", architecture=architecture, model=model, **arguments)
+    assert not torch.equal(weights_of(start)[0], weights_of(plain)[0])  # it did learn
+    steps = sharpscope.load_run(tmp_path / "run").steps
+    assert (steps["grad_norm"] > 0).all() and (steps["update_norm"] > 0).all()
+
+
+class Watch(TrainerCallback):
+    """Keeps, in each update, the gradient before the optimizer's step and the weights around it."""
+
+    def __init__(self) -> None:
+        self.gradients: list[list[torch.Tensor]] = []
+        self.before: list[list[torch.Tensor]] = []
+        self.after: list[list[torch.Tensor]] = []
+
+    def on_pre_optimizer_step(self, *_: Any, model: Any, **__: Any) -> None:
+        self.gradients.append([p.grad.clone() for p in model.parameters()])
+        self.before.append([p.detach().clone() for p in model.parameters()])
+
+    def on_optimizer_step(self, *_: Any, model: Any, **__: Any) -> None:
+        self.after.append([p.detach().clone() for p in model.parameters()])
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A run with clipping by the ratio, a KL term and reuse, the oracle's coefficients beside it; no gradient clipping."""
+    folder = tmp_path_factory.mktemp("watched")
+    one = trainer(
+        folder / "t", **REUSED, beta=0.1, max_grad_norm=0.0, epsilon=0.02, loss_type="dapo", learning_rate=0.02
+    )
+    recorder = record(one, folder / "run", recording=ALL)
+    watch, oracle = Watch(), []
+    one.add_callback(watch)
+    compute, logps = recorder._was["_compute_loss"], recorder._was["_get_per_token_logps_and_entropies"]
+
+    def with_oracle(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
+        seen = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
+        with torch.no_grad():
+            logp = logps(model, ids, seen, inputs["completion_ids"].shape[1])[0]
+        oracle.append((len(watch.before), inputs[ROW].clone(), loss_coefficients(one, compute, model, inputs, logp)))
+        return compute(model, inputs)
+
+    recorder._was["_compute_loss"] = with_oracle
+    one.train()
+    return {"run": sharpscope.load_run(folder / "run"), "watch": watch, "oracle": oracle, "trainer": one}
+
+
+def test_each_token_has_the_coefficient_of_trls_loss(watched):
+    """Joined by the row's number through TRL's shuffle; of a token used twice, the first update's."""
+    tokens = watched["run"].tokens().set_index(["step", "rollout", "position"])
+    first: dict[tuple[int, int, int], float] = {}
+    for _, rows, coef in watched["oracle"]:
+        for (serial, row), values in zip(rows.tolist(), coef, strict=True):
+            for position, value in enumerate(values.tolist()):
+                first.setdefault((serial, row, position), value)
+    expected = np.array([first[index] for index in tokens.index])
+    assert np.abs(expected).max() > 1e-3
+    np.testing.assert_allclose(tokens["loss_coef"], expected, rtol=1e-4, atol=1e-8)
+    assert set(tokens["update"].unique()) == {0, 1}  # two updates see a batch first, two more see it again
+    assert (tokens["ratio"] != 1).any()
+
+
+def test_coefficients_times_score_gradients_are_the_trainers_gradient(watched):
+    run, watch, one = watched["run"], watched["watch"], watched["trainer"]
+    tokens, rollouts = run.tokens(), run.rollouts
+    parameters = list(one.model.parameters())
+    for update in (0, 1, 4, 5):  # the updates that see a batch first, in steps 1 and 2
+        step, index = update // 4 + 1, update % 4
+        with torch.no_grad():
+            for parameter, value in zip(parameters, watch.before[update], strict=True):
+                parameter.copy_(value)
+        one.model.zero_grad()
+        one.model.eval()
+        part = tokens[(tokens["step"] == step) & (tokens["update"] == index)]
+        for rollout, mine in part.groupby("rollout"):
+            text = rollouts[(rollouts["step"] == step) & (rollouts["rollout"] == rollout)]["prompt"].iloc[0]
+            prompt = tokenizer()(text)["input_ids"]
+            ids = torch.tensor([prompt + mine.sort_values("position")["token_id"].tolist()])
+            logits = one.model(input_ids=ids).logits[0, len(prompt) - 1 : -1]
+            logp = logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0]
+            (logp * torch.tensor(mine.sort_values("position")["loss_coef"].to_numpy())).sum().backward()
+        for parameter, theirs in zip(parameters, watch.gradients[update], strict=True):
+            torch.testing.assert_close(parameter.grad, theirs, rtol=1e-3, atol=1e-5)
+
+
+def test_norms_of_gradient_and_update_and_shares(watched):
+    watch, run = watched["watch"], watched["run"]
+    norm = [float(sum(g.double().square().sum() for g in gradient)) ** 0.5 for gradient in watch.gradients]
+    moved = [
+        float(sum((b.double() - a.double()).square().sum() for a, b in zip(one, two, strict=True))) ** 0.5
+        for one, two in zip(watch.before, watch.after, strict=True)
+    ]
+    np.testing.assert_allclose(run.steps["grad_norm"], [np.mean(norm[:4]), np.mean(norm[4:])], rtol=1e-5)
+    np.testing.assert_allclose(run.steps["update_norm"], [np.mean(moved[:4]), np.mean(moved[4:])], rtol=1e-4)
+    assert run.steps["updates"].tolist() == [4, 2]  # the training ended within the second step
+    tokens = run.tokens()
+    shares = tokens.groupby(["step", "update"])["attribution"].sum()
+    np.testing.assert_allclose(shares, 1.0, atol=5e-3)
+    assert tokens["score_norm_local"].notna().all()
+
+
+def test_rows_are_joined_through_the_shuffle(watched):
+    """A row's reward, tokens, text, group and prompt belong together, and π_old is the model's at the step's start."""
+    run = watched["run"]
+    words = tokenizer()
+    tokens = run.tokens()
+    for (step, rollout), mine in tokens.groupby(["step", "rollout"]):
+        row = run.rollouts[(run.rollouts["step"] == step) & (run.rollouts["rollout"] == rollout)].iloc[0]
+        ids = mine.sort_values("position")["token_id"].tolist()
+        assert words.decode([i for i in ids if i != 1]) == row["completion"]
+        spoken = words.decode(ids, skip_special_tokens=True)
+        assert row["reward"] == pytest.approx(evens([spoken])[0] - 0.01 * len(spoken.split()), abs=1e-6)
+        assert row["correct"] == (row["reward"] > 0)
+        np.testing.assert_allclose(mine["advantage"], row["advantage"], rtol=1e-6)
+    assert (run.rollouts.groupby(["step", "group"])["prompt"].nunique() == 1).all()
+    assert set(run.rollouts["prompt"]) <= set(PROMPTS)
+    grouped = run.rollouts.groupby(["step", "group"])["reward"]
+    expected = (run.rollouts["reward"] - grouped.transform("mean")) / (grouped.transform("std") + 1e-4)
+    np.testing.assert_allclose(run.rollouts["advantage"], expected, atol=1e-4)
+
+
+def test_statistics_are_those_of_the_policy_at_the_steps_start(watched):
+    run, watch, one = watched["run"], watched["watch"], watched["trainer"]
+    with torch.no_grad():
+        for parameter, value in zip(one.model.parameters(), watch.before[4], strict=True):
+            parameter.copy_(value)  # the second step's first update
+        row = run.rollouts[run.rollouts["step"] == 2].iloc[5]
+        mine = run.tokens(steps=[2]).query(f"rollout == {row['rollout']}").sort_values("position")
+        prompt = tokenizer()(row["prompt"])["input_ids"]
+        ids = torch.tensor([prompt + mine["token_id"].tolist()])
+        logits = one.model.eval()(input_ids=ids).logits[0, len(prompt) - 1 : -1].double()
+    p = logits.softmax(-1)
+    chosen = ids[0, len(prompt) :, None]
+    np.testing.assert_allclose(mine["logp"], p.log().gather(1, chosen)[:, 0], atol=1e-4)
+    np.testing.assert_allclose(mine["logit"], logits.gather(1, chosen)[:, 0], rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(mine["entropy"], -(p * p.log()).sum(-1), atol=1e-4)
+    np.testing.assert_allclose(mine["collision"], p.square().sum(-1), atol=1e-4)
+    assert mine["behavior_logp"].isna().all()  # without a server TRL does not know the sampler's
+
+
+def test_run_json_says_what_trained(watched):
+    info = watched["run"].info
+    assert (info["status"], info["steps_done"], info["task"]) == ("finished", 2, "trl")
+    assert info["method"] == "grpo+clip.low=0.02+clip.high=0.02+aggregate=token_mean+kl.coef=0.1"
+    assert info["versions"]["trl"] == importlib.metadata.version("trl")
+    assert info["vocabulary"] == VOCABULARY
+    config = sharpscope.load_run(watched["run"].path).config
+    assert (config["rollout"]["group_size"], config["rollout"]["prompts_per_step"], config["steps"]) == (4, 4, 2)
+
+
+def test_an_update_over_several_generation_batches_is_one_step(tmp_path: Path):
+    one = trainer(tmp_path / "t", steps_per_generation=1, gradient_accumulation_steps=4, max_steps=2)
+    record(one, tmp_path / "run", recording=ALL)
+    one.train()
+    run = sharpscope.load_run(tmp_path / "run")
+    assert run.steps["updates"].tolist() == [1, 1]
+    counts = run.rollouts.groupby("step")
+    assert counts.size().tolist() == [32, 32] and counts["group"].nunique().tolist() == [8, 8]
+    np.testing.assert_allclose(run.tokens().groupby("step")["attribution"].sum(), 1.0, atol=5e-3)
+    assert run.steps["tokens"].sum() == len(run.tokens()) == run.rollouts["length"].sum()
+
+
+def test_evaluations_of_trl_are_rows_of_the_eval_table(tmp_path: Path):
+    one = trainer(tmp_path / "t", eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=8, max_steps=2)
+    record(one, tmp_path / "run", correct=lambda total: total > -0.2)
+    seen: list[float] = []
+    total = one._calculate_rewards
+
+    def remember(*arguments: Any, **named: Any) -> torch.Tensor:
+        found = total(*arguments, **named)
+        if not one.model.training:
+            seen.extend(found.sum(1).tolist())
+        return found
+
+    one._calculate_rewards = remember
+    one.train()
+    rows = sharpscope.load_run(tmp_path / "run").eval
+    assert rows["step"].tolist() == [1, 2] and (rows["n"] == 4).all() and (rows["k"] == 4).all()
+    both = np.array(seen).reshape(2, 16)
+    np.testing.assert_allclose(rows["reward_mean"], both.mean(1), atol=1e-6)
+    np.testing.assert_allclose(rows["accuracy"], (both > -0.2).mean(1))
+
+
+def test_detach_gives_the_trainer_back(tmp_path: Path):
+    one = trainer(tmp_path / "t")
+    before = {name: getattr(one, name) for name in _WRAPPED}
+    callbacks = list(one.callback_handler.callbacks)
+    recorder = record(one, tmp_path / "run")
+    assert all(getattr(one, name) != before[name] for name in _WRAPPED)
+    with pytest.raises(UserError, match="recorded already"):
+        record(one, tmp_path / "other")
+    recorder.detach()
+    recorder.detach()  # a second time does nothing
+    assert all(getattr(one, name) == before[name] and name not in vars(one) for name in _WRAPPED)
+    assert one.callback_handler.callbacks == callbacks
+    one.train()
+    assert sharpscope.load_run(tmp_path / "run").steps.empty
+
+
+class Fail(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
+        if state.global_step == 2:
+            raise RuntimeError("no space left")
+
+
+def test_a_training_that_fails_leaves_a_readable_run(tmp_path: Path):
+    one = trainer(tmp_path / "t")
+    record(one, tmp_path / "run")
+    one.add_callback(Fail())
+    with pytest.raises(RuntimeError, match="no space left"):
+        one.train()
+    run = sharpscope.load_run(tmp_path / "run")
+    assert run.info["status"] == "failed" and "no space left" in run.info["end"]
+    assert run.steps["step"].tolist() == [1, 2] and not (tmp_path / "run" / "lock.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"use_liger_kernel": True}, "use_liger_kernel"),
+        ({"fp16": True}, "fp16"),
+        ({"n_gpu": 2}, "2 processes or GPUs"),
+        ({"gradient_accumulation_steps": 3}, "must\ndivide|must divide"),
+    ],
+)
+def test_what_cannot_be_recorded_is_said_before_anything_is_written(change, message, tmp_path: Path, monkeypatch):
+    one = trainer(tmp_path / "t")
+    for name, value in change.items():
+        monkeypatch.setattr(type(one.args), name, value, raising=False)
+        monkeypatch.setitem(vars(one.args), name, value)
+    with pytest.raises(UserError, match=message):
+        record(one, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_other_mistakes(tmp_path: Path, monkeypatch):
+    one = trainer(tmp_path / "t")
+    with pytest.raises(UserError, match="no GRPOTrainer"):
+        record(object(), tmp_path / "run")
+    with pytest.raises(UserError, match="heldout_influence_every"):
+        record(one, tmp_path / "run", recording={"heldout_influence_every": 5})
+    with pytest.raises(UserError, match="token_gradient_every: unknown"):
+        record(one, tmp_path / "run", recording={"token_gradient_every": 5})
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "a").touch()
+    with pytest.raises(UserError, match="is not empty"):
+        record(one, tmp_path / "full")
+    for found in ("1.15.0", "0.29.1"):
+        monkeypatch.setattr("sharpscope.integrations.trl.arguments.version", lambda _, found=found: found)
+        with pytest.raises(UserError, match=f"TRL {found} is not supported"):
+            record(one, tmp_path / "run")
+    assert "train" not in vars(one) and not (tmp_path / "run").exists()
+
+
+def test_nothing_is_null_that_a_command_needs(watched):
+    tokens: pd.DataFrame = watched["run"].tokens()
+    assert tokens[["logp", "logit", "weight", "ratio", "clipped", "loss_coef", "head_grad_norm"]].notna().all(axis=None)
