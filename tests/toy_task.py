@@ -44,3 +44,9 @@ def only_train():
     """`vowels` without held-out examples."""
     splits, score = vowels()
     return {"train": splits["train"]}, score
+
+
+def always_nan():
+    """As `vowels`, but no reward is a number."""
+    splits, score = vowels()
+    return splits, lambda example, completion: Reward(float("nan"), {}, score(example, completion).correct)

@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import socket
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -16,6 +17,7 @@ from sharpscope.errors import UserError
 from sharpscope.traces.files import now
 
 LOCK_FILE = "lock.json"
+_TAKING_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,21 @@ def lock_owner(run_dir: str | Path) -> Owner | None:
         return Owner(**json.loads((Path(run_dir) / LOCK_FILE).read_text("utf-8")))
     except (OSError, ValueError, TypeError):
         return None
+
+
+def has_writer(run_dir: str | Path) -> bool:
+    """Whether a process holds a run's folder, as far as can be told: an owner on another machine counts as alive.
+
+    A lock file that is new and still empty belongs to a writer that is just taking it.
+    """
+    owner = lock_owner(run_dir)
+    if owner is None:
+        try:
+            found = (Path(run_dir) / LOCK_FILE).stat()
+        except OSError:
+            return False
+        return found.st_size == 0 and time.time() - found.st_mtime < _TAKING_S
+    return owner.alive is not False
 
 
 class RunLock:

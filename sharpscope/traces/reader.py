@@ -14,7 +14,7 @@ import pyarrow as pa
 from sharpscope.errors import UserError, nearest
 from sharpscope.traces.files import RUN_FILE, TRACES, read_run_info
 from sharpscope.traces.html import run_html, runs_html
-from sharpscope.traces.lock import lock_owner
+from sharpscope.traces.lock import has_writer
 from sharpscope.traces.parts import DamagedPartError, Part, names, open_part
 from sharpscope.traces.reductions import Reduction, read_reductions
 from sharpscope.traces.schema import SCHEMA_VERSION, TABLES, arrow_schema
@@ -60,8 +60,7 @@ class Run:
     def status(self) -> str:
         """running | finished | interrupted | failed | died (said to be running, by a process that is gone)."""
         said = str(self.info.get("status", "failed"))
-        owner = lock_owner(self.path)
-        return "died" if said == "running" and (owner is None or owner.alive is False) else said
+        return "died" if said == "running" and not has_writer(self.path) else said
 
     @cached_property
     def steps(self) -> pd.DataFrame:

@@ -1,0 +1,14 @@
+"""Shapings of one's own for tests."""
+
+from __future__ import annotations
+
+import torch
+
+from sharpscope import register_shaping
+
+
+@register_shaping("sometimes_nan", bounds=(0.0, 2.0))
+def sometimes_nan(step):
+    """Weight 1, but NaN at the second step."""
+    middle = 0.25 < step.progress < 0.75
+    return torch.full_like(step.logp, float("nan") if middle else 1.0)

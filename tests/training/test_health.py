@@ -1,0 +1,228 @@
+"""Health rules by value: when each fires, what it prevents, and that a person sees it."""
+
+from __future__ import annotations
+
+import io
+import math
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+from transformers import AutoModelForCausalLM
+
+import sharpscope
+from sharpscope.analysis import show
+from sharpscope.training import health, train
+from sharpscope.training.checkpoint import checkpoints
+from sharpscope.training.health import check_finite, check_policy, check_rollouts, container_share
+from sharpscope.training.learning import Learner
+from sharpscope.training.spec import HealthSpec
+
+QUIET = {"evaluation__every": 0, "steps": 2}
+FINE = {"entropy_mean": 1.0, "saturation": 0.5, "logp_mismatch": 0.0, "memory": 0.1}
+
+
+def weights(folder):
+    return [p.detach() for p in AutoModelForCausalLM.from_pretrained(folder).parameters()]
+
+
+@pytest.mark.parametrize(
+    ("rule", "values", "fires"),
+    [
+        ("no_variance", {"zero_variance_share": 1.0}, True),
+        ("no_variance", {"zero_variance_share": 0.999}, False),
+        ("truncation", {"truncated_share": 0.501}, True),
+        ("truncation", {"truncated_share": 0.5}, False),
+        ("entropy_collapse", {"entropy_mean": 0.0099}, True),
+        ("entropy_collapse", {"entropy_mean": 0.01}, False),
+        ("entropy_collapse", {"entropy_mean": math.nan}, False),
+        ("weight_saturation", {"saturation": 0.951}, True),
+        ("weight_saturation", {"saturation": 0.95}, False),
+        ("logp_mismatch", {"logp_mismatch": 0.051}, True),
+        ("logp_mismatch", {"logp_mismatch": 0.05}, False),
+        ("memory", {"memory": 0.921}, True),
+        ("memory", {"memory": 0.92}, False),
+    ],
+)
+@pytest.mark.parametrize("action", ["off", "warn", "skip_step", "stop"])
+def test_a_rule_fires_beyond_its_threshold_and_names_its_action(rule, values, fires, action):
+    spec = HealthSpec.model_validate({rule: {"action": action}})
+    if set(values) <= {"zero_variance_share", "truncated_share"}:
+        found = check_rollouts(spec, 7, **{"zero_variance_share": 0.0, "truncated_share": 0.0, **values})
+    else:
+        found = check_policy(spec, 7, **(FINE | values))
+    if not fires or action == "off":
+        assert found == []
+        return
+    (event,) = found
+    threshold = getattr(HealthSpec(), rule).threshold
+    assert (event.step, event.rule, event.threshold, event.action) == (7, rule, threshold, action)
+    assert event.value == next(iter(values.values())) and event.severity == ("error" if action == "stop" else "warning")
+    assert event.message and "\n" not in event.message
+
+
+def test_what_is_not_finite_is_named_and_broken_weights_always_stop():
+    spec = HealthSpec(non_finite="skip_step")
+    (event,) = check_finite(spec, 3, [("the loss is not finite", math.inf)], broken=False)
+    assert (event.rule, event.action, event.severity) == (
+        "non_finite",
+        "skip_step",
+        "error",
+    ) and event.value == math.inf
+    assert check_finite(spec, 3, [("x", math.nan)], broken=True)[0].action == "stop"
+
+
+def test_a_containers_limit_counts_without_the_page_cache(tmp_path):
+    (tmp_path / "memory.current").write_text("900\n")
+    (tmp_path / "memory.stat").write_text("anon 500\ninactive_file 300\n")
+    (tmp_path / "memory.max").write_text("1000\n")
+    assert container_share(tmp_path) == pytest.approx(0.6)
+    (tmp_path / "memory.max").write_text("max\n")
+    assert container_share(tmp_path) == 0.0 == container_share(tmp_path / "none")
+
+
+SURE = {  # rule -> settings with which it fires at every step of the toy run
+    "no_variance": {"health__no_variance__threshold": 0.0},
+    "truncation": {"rollout__max_new_tokens": 2},
+    "entropy_collapse": {"health__entropy_collapse__threshold": 99.0},
+    "weight_saturation": {"health__weight_saturation__threshold": 0.0, "method": "grpo-sg"},
+    "logp_mismatch": {"health__logp_mismatch__threshold": -1.0},
+    "memory": {"health__memory__threshold": 0.0},
+}
+
+
+@pytest.mark.parametrize("rule", SURE)
+def test_skip_step_leaves_the_weights_as_they_are_and_records_the_tokens(toy_config, rule):
+    config = toy_config(**(QUIET | SURE[rule] | {f"health__{rule}__action": "skip_step"}))
+    outcome = train(config)
+    assert outcome.status == "finished"
+    before, after = weights(config.policy.model), weights(checkpoints(config.run_dir)[-1])
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    run = sharpscope.load_run(config.run_dir)
+    assert (run.steps["updates"] == 0).all() and run.steps["grad_norm"].isna().all() and run.steps["lr"].isna().all()
+    assert run.tokens()["logp"].notna().all() and len(run.tokens()) == run.steps["tokens"].sum()
+    events = run.events[run.events["rule"] == rule]
+    assert events["step"].tolist() == [1, 2] and set(events["action"]) == {"skip_step"}
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(show(run))
+    assert f"{rule} × 2, last at step 2" in console.export_text()
+
+
+@pytest.mark.parametrize("changes", [{}, {"update__mini_batches": 2, "update__inner_epochs": 2}])
+def test_warn_changes_nothing_of_the_training(toy_config, changes):
+    found = []
+    for action in ("off", "warn"):
+        config = toy_config(name=action, health__entropy_collapse__threshold=99.0,
+                            health__entropy_collapse__action=action, **QUIET, **changes)  # fmt: skip
+        train(config)
+        found.append(weights(checkpoints(config.run_dir)[-1]))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(found[0], weights(config.policy.model), strict=True))
+
+
+@pytest.mark.parametrize("rule", ["truncation", "entropy_collapse"])
+def test_stop_ends_the_run_before_the_update_with_a_checkpoint(toy_config, rule):
+    config = toy_config(**(QUIET | SURE[rule] | {f"health__{rule}__action": "stop", "checkpoint__every": 0}))
+    outcome = train(config)
+    assert (outcome.status, outcome.steps_done) == ("failed", 1) and outcome.reason.startswith(rule)
+    before, after = weights(config.policy.model), weights(checkpoints(config.run_dir)[-1])
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    run = sharpscope.load_run(config.run_dir)
+    assert run.status == "failed" and run.info["end"] == outcome.reason and len(run.steps) == 1
+
+
+def spoil_gradient(monkeypatch, at: int, value: float) -> None:
+    """Make one entry of the `at`-th gradient `value`."""
+    calls = {"n": 0}
+    plain = Learner._gradient
+
+    def spoilt(self, *arguments, **options):
+        loss = plain(self, *arguments, **options)
+        calls["n"] += 1
+        if calls["n"] == at:
+            self.parameters[0].grad.view(-1)[0] = value
+        return loss
+
+    monkeypatch.setattr(Learner, "_gradient", spoilt)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("action", ["skip_step", "stop"])
+def test_a_gradient_that_is_not_finite_is_left_out(toy_config, monkeypatch, value, action):
+    spoil_gradient(monkeypatch, 2, value)
+    outcome = train(toy_config(steps=3, evaluation__every=0, health__non_finite=action))
+    run = sharpscope.load_run(outcome.run_dir)
+    assert run.events["rule"].tolist() == ["non_finite"] and run.events["step"].tolist() == [2]
+    assert "the gradient is not finite" in run.events["message"].iloc[0] and not math.isfinite(
+        run.events["value"].iloc[0]
+    )
+    assert run.steps["updates"].tolist() == ([1, 0, 1] if action == "skip_step" else [1, 0])
+    assert (outcome.status, outcome.steps_done) == (("finished", 3) if action == "skip_step" else ("failed", 2))
+    assert all(torch.isfinite(w).all() for w in weights(checkpoints(outcome.run_dir)[-1]))
+
+
+def test_a_token_weight_that_is_not_finite_is_left_out(toy_config):
+    config = toy_config(method="grpo-sg", method__weight={"kind": "custom", "function": "tests.toy_shaping:sometimes_nan"},
+                        health__non_finite="skip_step", evaluation__every=0)  # fmt: skip
+    assert train(config).status == "finished"
+    run = sharpscope.load_run(config.run_dir)
+    assert run.steps["updates"].tolist() == [1, 0, 1]
+    (event,) = run.events[run.events["rule"] == "non_finite"].to_dict("records")
+    assert event["step"] == 2 and "weights that are not finite" in event["message"]
+
+
+def test_model_weights_that_are_not_finite_stop_the_run(toy_config, monkeypatch):
+    from sharpscope.training import learning
+
+    plain = learning.update_norm
+    sizes = []
+
+    def spoilt(optimizer):
+        sizes.append(plain(optimizer))
+        return math.inf if len(sizes) == 2 else sizes[-1]
+
+    monkeypatch.setattr(learning, "update_norm", spoilt)
+    outcome = train(toy_config(steps=3, evaluation__every=0, health__non_finite="skip_step"))
+    assert (outcome.status, outcome.steps_done) == ("failed", 2) and "model weights" in outcome.reason
+
+
+def test_a_reward_that_is_not_finite_stops_before_the_update(toy_config):
+    config = toy_config(task__factory="tests.toy_task:always_nan", evaluation__every=0)
+    outcome = train(config)
+    assert (outcome.status, outcome.steps_done) == ("failed", 1) and "a reward is not finite" in outcome.reason
+    before, after = weights(config.policy.model), weights(checkpoints(config.run_dir)[-1])
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_a_sampler_that_disagrees_with_the_trainer_is_noticed(toy_config, monkeypatch):
+    from dataclasses import replace
+
+    from sharpscope.training import loop
+
+    plain = loop.draw_round
+
+    def off(*arguments, **options):
+        drawn = plain(*arguments, **options)
+        return replace(drawn, rollouts=replace(drawn.rollouts, behavior_logp=drawn.rollouts.behavior_logp - 0.2))
+
+    monkeypatch.setattr(loop, "draw_round", off)
+    run = sharpscope.load_run(train(toy_config(**QUIET)).run_dir)
+    events = run.events[run.events["rule"] == "logp_mismatch"]
+    np.testing.assert_allclose(events["value"], 0.2, atol=1e-4)
+    tokens = run.tokens()
+    gap = (tokens["logp"] - tokens["behavior_logp"]).abs().groupby(tokens["step"]).mean()
+    np.testing.assert_allclose(events["value"], gap, rtol=1e-4)
+
+
+def test_saturation_is_that_of_the_steps_table(toy_config):
+    run = sharpscope.load_run(train(toy_config(method="grpo-sg", method__weight__preset="paper", **QUIET)).run_dir)
+    events = run.events[run.events["rule"] == "weight_saturation"].set_index("step")["value"]
+    steps = run.steps.set_index("step")
+    expected = steps[["weight_saturation_low", "weight_saturation_high"]].max(axis=1)
+    np.testing.assert_allclose(events, expected[events.index], rtol=1e-6)
+    assert len(events)
+
+
+def test_memory_is_that_of_the_machine():
+    assert 0 < health.memory_share(torch.device("cpu")) < 1
