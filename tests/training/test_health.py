@@ -153,10 +153,9 @@ def test_a_gradient_that_is_not_finite_is_left_out(toy_config, monkeypatch, valu
     spoil_gradient(monkeypatch, 2, value)
     outcome = train(toy_config(steps=3, evaluation__every=0, health__non_finite=action))
     run = sharpscope.load_run(outcome.run_dir)
-    assert run.events["rule"].tolist() == ["non_finite"] and run.events["step"].tolist() == [2]
-    assert "the gradient is not finite" in run.events["message"].iloc[0] and not math.isfinite(
-        run.events["value"].iloc[0]
-    )
+    (event,) = run.events[run.events["rule"] == "non_finite"].to_dict("records")
+    assert event["step"] == 2 and "the gradient is not finite" in event["message"] and event["action"] == action
+    assert not math.isfinite(event["value"])
     assert run.steps["updates"].tolist() == ([1, 0, 1] if action == "skip_step" else [1, 0])
     assert (outcome.status, outcome.steps_done) == (("finished", 3) if action == "skip_step" else ("failed", 2))
     assert all(torch.isfinite(w).all() for w in weights(checkpoints(outcome.run_dir)[-1]))
