@@ -107,30 +107,47 @@ def evaluate(
         Path,
         typer.Argument(help="A run's folder (its last checkpoint), a checkpoint, a model folder, or embedded:NAME."),
     ],
-    task: Annotated[str | None, typer.Option(help="A task's kind; default: the run's task, or knights_knaves.")] = None,
+    task: Annotated[
+        str | None, typer.Option(help="A task's kind; default: that of the run or embedded policy, or knights_knaves.")
+    ] = None,
     split: Annotated[list[str] | None, typer.Option(help="Splits; default: heldout and unseen.")] = None,
     temperature: Annotated[
         list[float] | None, typer.Option(help="Sampling temperatures; 0 is greedy. Default: 0 and 1.")
     ] = None,
     prompts: Annotated[int, typer.Option(help="Puzzles of each level.")] = 500,
-    k: Annotated[int, typer.Option("--samples", "-k", help="Completions per puzzle at temperatures above 0.")] = 1,
+    samples: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Completions per puzzle at temperatures above 0 (avg@n); default: the largest -k, or 1."
+        ),
+    ] = None,
+    k: Annotated[list[int] | None, typer.Option("-k", min=1, help="k of the unbiased pass@k; repeatable.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
     set_: Annotated[list[str] | None, typer.Option("--set", help=SET_HELP)] = None,
     out: Annotated[Path | None, typer.Option(help="Write the rows to this CSV or Parquet file too.")] = None,
+    keep: Annotated[
+        Path, typer.Option(help="Folder for the finished batches of an interrupted evaluation; removed at its end.")
+    ] = Path("evaluations"),
 ) -> None:
     """Accuracy of a policy on a task, by split, level and temperature, with standard errors.
+
+    avg@n is the share of correct completions among n per puzzle; pass@k the chance that k of them hold a right one. The same
+    command after an interruption goes on where it stopped.
 
     Examples:
 
       sharpscope eval embedded:knights_knaves --prompts 500
 
-      sharpscope eval runs/first --split heldout --temperature 1 -k 8
+      sharpscope eval runs/first --split heldout --temperature 1 --samples 16 -k 1 -k 8
     """
     from sharpscope.training import evaluate_model
 
+    if out is not None:
+        check_rows_file(out)
     rows = evaluate_model(
         str(model), task=task, splits=tuple(split or ("heldout", "unseen")), temperatures=tuple(temperature or (0.0, 1.0)),
-        prompts=prompts, samples=k, seed=seed, overrides=set_ or (), on_progress=lambda text: typer.echo(f"  {text}", err=True),
+        prompts=prompts, samples=samples or max(k or [1]), seed=seed, pass_at=sorted(set(k or [])), overrides=set_ or (),
+        on_progress=lambda text: typer.echo(f"  {text}", err=True), keep=keep,
     )  # fmt: skip
     print_evaluation(rows)
     if out is not None:
@@ -140,32 +157,53 @@ def evaluate(
 
 def print_evaluation(rows: list[dict[str, Any]]) -> None:
     """The eval rows as a table."""
+    import re
+
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
-    table = Table("split", "level", "T", "n", "k", "accuracy", "± s.e.", "pass@k", "reward", title=f"{rows[0]['task']}")
+    passes = sorted(int(name.removeprefix("pass_at_")) for name in rows[0] if re.fullmatch(r"pass_at_\d+", name))
+    several = any(row["k"] > 1 for row in rows)
+    columns = ["split", "level", "T", "prompts", "n", "avg@n ± s.e.", *(f"pass@{k} ± s.e." for k in passes)]
+    table = Table(*columns, *(["pass@n"] if several else []), "reward", title=escape(str(rows[0]["task"])))
     for row in rows:
-        error = "–" if row["std_error"] is None else f"{row['std_error']:.2%}"
-        table.add_row(
-            row["split"], row["level"], f"{row['temperature']:g}", str(row["n"]), str(row["k"]), f"{row['accuracy']:.2%}",
-            error, f"{row['pass_at_k']:.2%}", f"{row['reward_mean']:+.3f}",
-        )  # fmt: skip
+        cells = [row["split"], row["level"], f"{row['temperature']:g}", str(row["n"]), str(row["k"])]
+        cells += [_with_error(row["accuracy"], row["std_error"])]
+        cells += [
+            _with_error(row[f"pass_at_{k}"], row[f"pass_at_{k}_std_error"]) if k <= row["k"] else "" for k in passes
+        ]
+        cells += [f"{row['pass_at_k']:.2%}"] if several else []
+        table.add_row(*map(escape, cells), f"{row['reward_mean']:+.3f}")
     Console().print(table)
+
+
+def _with_error(value: float, error: float | None) -> str:
+    return f"{value:.2%}" + ("" if error is None else f" ± {error:.2%}")
+
+
+def check_rows_file(path: Path) -> None:
+    """Make sure that `save_rows` knows the file's kind.
+
+    Raises:
+        UserError: it does not.
+    """
+    from sharpscope.errors import UserError
+
+    if path.suffix not in (".csv", ".parquet"):
+        raise UserError(f"--out {path}: must end in .csv or .parquet")
 
 
 def save_rows(rows: list[dict[str, Any]], path: Path) -> None:
     """Rows as CSV or Parquet, by the file's ending."""
     import pandas as pd
 
-    from sharpscope.errors import UserError
-
+    check_rows_file(path)
     frame = pd.DataFrame(rows)
     if path.suffix == ".csv":
         frame.to_csv(path, index=False)
-    elif path.suffix == ".parquet":
-        frame.to_parquet(path, index=False)
     else:
-        raise UserError(f"--out {path}: must end in .csv or .parquet")
+        frame.to_parquet(path, index=False)
 
 
 def warm_start(

@@ -1,8 +1,8 @@
 """Demonstrations for the warm start of `tool_qa`: whole conversations with a retriever, in the task's protocol.
 
 `reason` looks every hop up: it names what it wants to know, searches for the thing, reads the passage and goes on with
-what it found. `guess` answers before the last hop was looked up, with a name that it cannot know. The replies are those
-of the task itself on invented worlds of other seeds, so there is nothing to learn by heart.
+what it found. `guess` answers before the last hop was looked up, with the thing that it got to. The replies are those of
+the task itself on invented worlds of other seeds, so there is nothing to learn by heart.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ FIRST_WORLD = 1_000_000
 
 @dataclass(frozen=True)
 class Asked:
-    """A question, what the environment replies to each search on its way, and names that its answer could be."""
+    """A question, and what the environment replies to each search on its way."""
 
     example: Example
     replies: tuple[str, ...]
-    others: tuple[str, ...]
 
 
 def asked(
@@ -38,10 +37,8 @@ def asked(
         sizes = {"train_size": 1, "heldout_size": 0} | {f"{split}_size": count}
         task = make_task(ToolQaSpec(hops=tuple(hops), **sizes, seed=FIRST_WORLD * (1 + seed) + world))  # type: ignore[arg-type]
         examples = task.splits()[split]
-        names = tuple({value for example in examples for _, _, value in example.meta["chain"]})
         for example, replies in zip(examples, _replies(cast(InteractiveTask, task), examples), strict=True):
-            others = tuple(sorted(set(names) - {example.answer}))
-            pool[int(example.meta["level"])].append(Asked(example, replies, others))
+            pool[int(example.meta["level"])].append(Asked(example, replies))
     return pool
 
 
@@ -56,19 +53,16 @@ def _replies(task: InteractiveTask, examples: Sequence[Example]) -> list[tuple[s
     return [tuple(texts) for texts in replies]
 
 
-def conversation(question: Asked, searches: int, guess: str | None) -> tuple[str, tuple[tuple[str, str], ...]]:
-    """The first turn and the later ones, each after the environment's reply.
+def conversation(question: Asked, searches: int) -> tuple[str, tuple[tuple[str, str], ...]]:
+    """The first turn and the later ones, each after the environment's reply; right where `searches` is the number of hops.
 
-    Args:
-        question: what is asked.
-        searches: hops that are looked up.
-        guess: the answer given after that, or None: the value that the last search found.
+    With fewer searches the answer is a guess: the thing that the next search would have been for.
     """
     turns = []
     chain = question.example.meta["chain"]
     for thing, relation, _ in chain[:searches]:
         turns.append(f"{OPENING}{thing}, {relation}</think><search>{thing}</search>")
-    thought, answer = (chain[searches - 1][2],) * 2 if guess is None else (GUESS, guess)
+    thought, answer = (chain[-1][2],) * 2 if searches == len(chain) else (GUESS, chain[searches][0])
     turns.append(f"{OPENING}{thought}</think><answer>{answer}</answer>")
     return turns[0], tuple(zip(question.replies, turns[1:], strict=False))
 
@@ -110,9 +104,6 @@ def tool_demonstrations(
     while True:
         hops = rng.choices(numbers, [weights[number] for number in numbers])[0]
         question = rng.choice(pool[hops])
-        if rng.random() < guess_share:
-            first, later = conversation(question, rng.randrange(hops), rng.choice(question.others))
-            yield Demonstration(question.example.prompt, first, "guess", hops, later)
-        else:
-            first, later = conversation(question, hops, None)
-            yield Demonstration(question.example.prompt, first, "reason", hops, later)
+        guesses = rng.random() < guess_share
+        first, later = conversation(question, rng.randrange(hops) if guesses else hops)
+        yield Demonstration(question.example.prompt, first, "guess" if guesses else "reason", hops, later)

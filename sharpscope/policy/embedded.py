@@ -74,6 +74,16 @@ EMBEDDED: dict[str, EmbeddedPolicy] = {
             "knights_knaves",
             "Qwen2 architecture, 0.9 M parameters; tries assignments in order or guesses, half the time each",
         ),
+        EmbeddedPolicy(
+            "math",
+            "math",
+            "Qwen2 architecture, 0.9 M parameters; works operation by operation or answers at once, half the time each",
+        ),
+        EmbeddedPolicy(
+            "tool_qa",
+            "tool_qa",
+            "Qwen2 architecture, 0.9 M parameters; searches hop by hop or answers too early, half the time each",
+        ),
     )
 }
 """Every policy that ships with the package, by name."""

@@ -15,7 +15,7 @@ from sharpscope.errors import UserError
 from sharpscope.policy.cache import read_on, read_prompts
 from sharpscope.policy.conversation import Environment, Turns, as_text
 from sharpscope.policy.decoding import Ended, Output, Start, decode_turn
-from sharpscope.policy.head import backbone
+from sharpscope.policy.head import backbone, computing
 from sharpscope.policy.loading import Policy
 from sharpscope.policy.rollouts import Completions
 from sharpscope.policy.sampling import completion_uniforms
@@ -30,6 +30,7 @@ def generate(
     spec: SamplingSpec,
     generator: torch.Generator,
     environment: Environment | None = None,
+    first: int = 0,
 ) -> Completions:
     """Draw `group_size` completions for every prompt.
 
@@ -45,6 +46,8 @@ def generate(
         environment: speaks whenever a row has written one of its stop texts or an end-of-text token, until it has
             nothing more to say; its text takes part in the limit of new tokens. A reply that would leave no room for
             another token is not appended: the row counts as truncated.
+        first: index of the first prompt, where the prompts are a part of a longer list: the completions are then those
+            that the same state gives for the whole list.
 
     Returns:
         Completions of N = len(prompts) × G rows, the rows of a prompt adjacent.
@@ -61,12 +64,14 @@ def generate(
     order = torch.tensor([i * group_size + g for i in by_length for g in range(group_size)])
     for batch in order.split(spec.decode_batch):
         rows = batch.sort().values  # the rows of a prompt adjacent
-        uniforms = completion_uniforms(seed, rows // group_size, rows % group_size, spec.max_new_tokens)
-        start = _read(policy, prompts, rows, group_size)
-        if environment is None:
-            decode_turn(policy, start, uniforms.to(policy.device), spec, out)
-        else:
-            _converse(policy, start, uniforms.to(policy.device), spec, out, environment, group_size, texts)
+        uniforms = completion_uniforms(seed, first + rows // group_size, rows % group_size, spec.max_new_tokens)
+        # One context for all of a batch: weights are rounded to the computing type once, not at every token.
+        with computing(policy.model, policy.compute):
+            start = _read(policy, prompts, rows, group_size)
+            if environment is None:
+                decode_turn(policy, start, uniforms.to(policy.device), spec, out)
+            else:
+                _converse(policy, start, uniforms.to(policy.device), spec, out, environment, group_size, texts)
     if environment is None:
         spoken = (out.length - (~out.truncated).long()).tolist()  # without the end-of-text token
         texts = [as_text(policy.tokenizer, row[:n]) for row, n in zip(out.ids.tolist(), spoken, strict=True)]

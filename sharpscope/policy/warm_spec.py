@@ -75,7 +75,7 @@ class MathWarmStart(WarmStartSpec):
     policy: ClassVar[str] = "math"
 
     weights: dict[Literal["arithmetic", "linear", "modular"], float] = Field(
-        {"arithmetic": 0.7, "linear": 0.15, "modular": 0.15},
+        {"arithmetic": 0.8, "linear": 0.1, "modular": 0.1},
         description="share of demonstrations by family of question; need not sum to 1",
     )
     levels: dict[int, float] = Field(
@@ -83,8 +83,8 @@ class MathWarmStart(WarmStartSpec):
     )
     questions: int = Field(5000, ge=1, description="different questions of a family and level; of level 1 at most 500")
     vocabulary: int = Field(320, ge=268, le=8192, description="most tokens of the tokenizer")
-    steps: int = Field(1000, ge=1, description="optimizer updates")
-    batch: int = Field(128, ge=1, description="demonstrations per update")
+    steps: int = Field(1300, ge=1, description="optimizer updates")
+    batch: int = Field(64, ge=1, description="demonstrations per update")
 
     @field_validator("levels")
     @classmethod

@@ -2,24 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from sharpscope.policy import Policy, SamplingSpec
 from sharpscope.tasks import Example, Task
+from sharpscope.training.evaluation_progress import Batch, EvaluationProgress
 from sharpscope.training.rounds import draw_completions
 from sharpscope.training.seeds import derive
+
+BATCH_COMPLETIONS = 256
+"""Completions drawn between two savings of an evaluation's progress."""
 
 
 def pass_at_k(correct: np.ndarray, k: int) -> float:
     """Unbiased pass@k (arXiv 2107.03374) from `correct` (prompts, n ≥ k) booleans: mean of 1 − C(n−c, k)/C(n, k)."""
+    return float(np.mean(prompt_pass_at_k(correct, k)))
+
+
+def prompt_pass_at_k(correct: np.ndarray, k: int) -> np.ndarray:
+    """(prompts,) the same for each prompt: the chance that k of its n completions, drawn without return, hold a right one.
+
+    Raises:
+        ValueError: k is not between 1 and n.
+    """
     n = correct.shape[1]
-    hits = correct.sum(axis=1)
+    if not 1 <= k <= n:
+        raise ValueError(f"pass@{k} needs from 1 to n = {n} completions per prompt")
     # 1 − Π_{i=n−c+1..n} (1 − k/i), which never overflows
-    values = [1.0 - float(np.prod(1.0 - k / np.arange(n - c + 1, n + 1))) if n - c >= k else 1.0 for c in hits]
-    return float(np.mean(values))
+    return np.array(
+        [
+            1.0 - float(np.prod(1.0 - k / np.arange(n - c + 1, n + 1))) if n - c >= k else 1.0
+            for c in correct.sum(axis=1)
+        ]
+    )
+
+
+def standard_error(values: np.ndarray) -> float | None:
+    """Of the mean of `values`, one for each prompt; None where one prompt cannot tell."""
+    return float(values.std(ddof=1) / np.sqrt(len(values))) if len(values) > 1 else None
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One row of the eval table before it is measured: examples of one split and level, at one temperature."""
+
+    split: str
+    level: str
+    temperature: float
+    samples: int  # completions per example
+    examples: list[Example]
+
+    @property
+    def name(self) -> str:
+        """What its draws are seeded by."""
+        return "/".join(map(str, [self.split, self.level, self.temperature]))
 
 
 def evaluate(
@@ -34,14 +74,41 @@ def evaluate(
     spec: SamplingSpec,
     seed: int,
     on_progress: Callable[[str], None] | None = None,
+    progress: EvaluationProgress | None = None,
+    pass_at: Sequence[int] = (),
 ) -> list[dict[str, Any]]:
     """Rows of the eval table: one for each split, level and temperature that the task has.
 
     `prompts` puzzles of each level, the first in the split's own fixed order. At temperature 0 one completion is enough and
-    k = 1; above, k = `samples`. The standard error is that of the mean over prompts of each prompt's share of correct
-    completions. Draws are seeded by (seed, split, level, temperature), the same at every step and for every method.
+    k = 1; above, k = `samples`. The accuracy is avg@k; its standard error that of the mean over prompts of each prompt's
+    share of correct completions. Draws are seeded by (seed, split, level, temperature), the same at every step and for every
+    method.
+
+    Args:
+        policy, task, step, splits, prompts, temperatures, samples, spec, seed: as above.
+        on_progress: told what is being measured.
+        progress: batches that are there already, and where to keep finished ones.
+        pass_at: further columns `pass_at_<k>` and `pass_at_<k>_std_error`, unbiased, for each k from 1 to `samples`.
     """
     rows = []
+    for cell in cells(task, splits, prompts, temperatures, samples):
+        if on_progress is not None:
+            on_progress(f"{cell.split}, level {cell.level}, temperature {cell.temperature:g}")
+        batches = list(_batches(policy, task, cell, spec, seed, progress))
+        correct = np.array([row for batch in batches for row in batch.correct], dtype=bool)
+        rewards = [value for batch in batches for value in batch.rewards]
+        row = evaluation_row(step, task.name, cell.split, cell.level, correct, rewards, cell.temperature)
+        for k in pass_at:
+            values = prompt_pass_at_k(correct, min(k, cell.samples))
+            row |= {f"pass_at_{k}": float(values.mean()), f"pass_at_{k}_std_error": standard_error(values)}
+        rows.append(row)
+    return rows
+
+
+def cells(
+    task: Task, splits: Sequence[str], prompts: int, temperatures: Sequence[float], samples: int
+) -> Iterator[Cell]:
+    """What there is to measure, in the order of the rows."""
     available = task.splits()
     for split in splits:
         by_level: dict[str, list[Example]] = {}
@@ -49,42 +116,35 @@ def evaluate(
             by_level.setdefault(str(example.meta.get("level", "all")), []).append(example)
         for level, examples in sorted(by_level.items()):
             for temperature in temperatures:
-                if on_progress is not None:
-                    on_progress(f"{split}, level {level}, temperature {temperature:g}")
-                rows.append(
-                    _one(policy, task, split, level, examples[:prompts], temperature, samples, spec, seed, step)
-                )
-    return rows
+                yield Cell(split, level, float(temperature), 1 if temperature == 0 else samples, examples[:prompts])
+
+
+def _batches(
+    policy: Policy, task: Task, cell: Cell, spec: SamplingSpec, seed: int, progress: EvaluationProgress | None
+) -> Iterator[Batch]:
+    """The cell's batches in order; those that `progress` does not have are drawn and scored."""
+    greedy = {"top_p": 1.0, "top_k": 0} if cell.temperature == 0 else {}
+    drawn = spec.model_copy(update={"temperature": cell.temperature, **greedy})
+    size = max(1, BATCH_COMPLETIONS // cell.samples)
+    for first in range(0, len(cell.examples), size):
+        found = progress.get(cell.name, first) if progress is not None else None
+        if found is None:
+            examples = cell.examples[first : first + size]
+            texts = draw_completions(
+                policy, task, examples, cell.samples, drawn, derive(seed, f"evaluation:{cell.name}"), first
+            ).texts
+            rewards = [task.score(examples[row // cell.samples], text) for row, text in enumerate(texts)]
+            correct = np.array([reward.correct for reward in rewards], dtype=bool).reshape(len(examples), cell.samples)
+            found = Batch(correct.tolist(), [reward.total for reward in rewards])
+            if progress is not None:
+                progress.put(cell.name, first, found)
+        yield found
 
 
 def heldout_score(rows: Sequence[dict[str, Any]]) -> float:
     """Accuracy by which checkpoints are kept: the first split of `rows` at its first temperature, over all puzzles of it."""
     chosen = [r for r in rows if (r["split"], r["temperature"]) == (rows[0]["split"], rows[0]["temperature"])]
     return sum(r["accuracy"] * r["n"] for r in chosen) / sum(r["n"] for r in chosen)
-
-
-def _one(
-    policy: Policy,
-    task: Task,
-    split: str,
-    level: str,
-    examples: list[Example],
-    temperature: float,
-    samples: int,
-    spec: SamplingSpec,
-    seed: int,
-    step: int,
-) -> dict[str, Any]:
-    k = 1 if temperature == 0 else samples
-    greedy = {"top_p": 1.0, "top_k": 0} if temperature == 0 else {}
-    drawn = spec.model_copy(update={"temperature": temperature, **greedy})
-    place = "/".join(map(str, [split, level, temperature]))
-    completions = draw_completions(policy, task, examples, k, drawn, derive(seed, f"evaluation:{place}"))
-    rewards = [task.score(examples[row // k], text) for row, text in enumerate(completions.texts)]
-    correct = np.array([reward.correct for reward in rewards], dtype=bool).reshape(len(examples), k)
-    return evaluation_row(
-        step, task.name, split, level, correct, [reward.total for reward in rewards], float(temperature)
-    )
 
 
 def evaluation_row(
@@ -95,7 +155,7 @@ def evaluation_row(
     return {
         "step": step, "task": task, "split": split, "level": level, "n": len(share), "k": k,
         "accuracy": float(share.mean()),
-        "std_error": float(share.std(ddof=1) / np.sqrt(len(share))) if len(share) > 1 else None,
+        "std_error": standard_error(share),
         "pass_at_k": pass_at_k(correct, k),
         "reward_mean": float(np.mean(rewards)),
         "heldout_loss": None, "temperature": temperature,

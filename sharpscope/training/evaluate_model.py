@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from sharpscope import __version__
 from sharpscope.errors import UserError
-from sharpscope.policy import load_policy
+from sharpscope.policy import embedded_policy, load_policy
+from sharpscope.policy.loading import EMBEDDED_PREFIX
 from sharpscope.tasks import make_task, task_choice
 from sharpscope.training import environment
 from sharpscope.training.checkpoint import checkpoints
-from sharpscope.training.evaluate import evaluate
+from sharpscope.training.evaluate import BATCH_COMPLETIONS, evaluate
+from sharpscope.training.evaluation_progress import EvaluationProgress
 
 
 def evaluate_model(
@@ -23,12 +27,15 @@ def evaluate_model(
     prompts: int = 500,
     samples: int = 1,
     seed: int = 0,
+    pass_at: Sequence[int] = (),
     overrides: Sequence[str] = (),
     on_progress: Callable[[str], None] | None = None,
+    keep: Path | str = "evaluations",
 ) -> list[dict[str, Any]]:
     """Rows of the eval table for a run's last checkpoint, a model folder, a hub id or `embedded:NAME`.
 
-    A run brings its own task and sampling limits; `task` and `overrides` change them.
+    A run brings its own task and sampling limits, an embedded policy its task; `task` and `overrides` change them. Finished
+    batches are kept in the folder `keep` until all are there: called again after an interruption, it draws only the rest.
 
     Raises:
         UserError: no such model, a run without a checkpoint, or a task without the splits.
@@ -42,6 +49,8 @@ def evaluate_model(
             raise UserError(f"run '{folder}' has no checkpoint; evaluate one of its models by folder, or let it run on")
         file, model, step = folder / "config.yaml", str(saved[-1]), int(saved[-1].name.removeprefix("step-"))
     values: dict[str, Any] = {"policy.model": model}
+    if task is None and file is None and model.startswith(EMBEDDED_PREFIX):
+        task = embedded_policy(model.removeprefix(EMBEDDED_PREFIX)).task
     if task is not None:
         values["task"] = dict(task_choice(task))
     config = build_config(file, overrides, values)
@@ -54,10 +63,36 @@ def evaluate_model(
     present = [split for split in splits if split not in missing]
     if not present:
         raise UserError(f"--split {', '.join(missing)}: the task has {', '.join(made.splits()) or 'no splits'}")
-    rows = evaluate(
-        load_policy(config.policy), made, step=step, splits=present, prompts=prompts, temperatures=temperatures,
-        samples=samples, spec=config.rollout, seed=seed, on_progress=on_progress,
+    for k in pass_at:
+        if not 1 <= k <= samples:
+            raise UserError(
+                f"-k {k}: pass@k needs from 1 to --samples = {samples} completions per puzzle; raise --samples"
+            )
+    policy = load_policy(config.policy)
+    progress = EvaluationProgress(
+        Path(keep), re.sub(r"[^A-Za-z0-9._-]+", "-", Path(model).name).strip("-.") or "model",
+        {
+            "version": __version__, "batch": BATCH_COMPLETIONS, "model": _fingerprint(model), "seed": seed,
+            "prompts": prompts, "samples": samples,
+            **config.model_dump(mode="json", include={"task", "policy", "rollout"}),
+        },
     )  # fmt: skip
+    if progress and on_progress is not None:
+        on_progress(f"going on with an interrupted evaluation: {len(progress)} batches are in {progress.path}")
+    rows = evaluate(
+        policy, made, step=step, splits=present, prompts=prompts, temperatures=temperatures, samples=samples,
+        spec=config.rollout, seed=seed, on_progress=on_progress, progress=progress, pass_at=pass_at,
+    )  # fmt: skip
+    progress.finish()
     if not rows:
         raise UserError(f"--split {', '.join(present)}: the split is empty for this task")
     return rows
+
+
+def _fingerprint(model: str) -> list[tuple[str, int, int]]:
+    """Name, size and time of the files of a model's folder: another file there is another evaluation."""
+    folder = Path(model).expanduser()
+    if not folder.is_dir():
+        return []
+    files = sorted(file for file in folder.iterdir() if file.is_file())
+    return [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]

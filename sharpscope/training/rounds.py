@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,8 +21,12 @@ from sharpscope.policy import (
     render_prompts,
 )
 from sharpscope.tasks import Example, InteractiveTask, Reward, Task
+from sharpscope.training import processes
 from sharpscope.training.data_order import DataOrder
 from sharpscope.training.seeds import derive
+from sharpscope.training.sharding import whole_weights
+
+C = TypeVar("C", bound=Completions)
 
 
 @dataclass(frozen=True)
@@ -42,15 +46,42 @@ class Round:
 
 
 def draw_completions(
-    policy: Policy, task: Task, examples: Sequence[Example], group_size: int, spec: SamplingSpec, seed: int
+    policy: Policy,
+    task: Task,
+    examples: Sequence[Example],
+    group_size: int,
+    spec: SamplingSpec,
+    seed: int,
+    first: int = 0,
 ) -> Completions:
     """`group_size` completions of each example's prompt; N = examples × group_size rows, seeded.
 
-    Where the task is interactive it answers in the middle of them, for all rows together.
+    Where `examples` is a part of a longer list, `first` is the index of its first there: the draws are those of the list.
+
+    Where the task is interactive it answers in the middle of them, for all rows together. Several processes draw a part of the
+    prompts each; all get all, the same as one process would draw.
     """
-    prompts = render_prompts(examples, policy)
-    environment = Environment(task, examples) if isinstance(task, InteractiveTask) else None
-    return generate(policy, prompts, group_size, spec, torch.Generator().manual_seed(seed), environment)
+    part = processes.share(len(examples))
+    mine, own = examples[part], None
+    with whole_weights(policy.model):
+        if mine:
+            prompts = render_prompts(mine, policy)
+            environment = Environment(task, mine) if isinstance(task, InteractiveTask) else None
+            seeded = torch.Generator().manual_seed(seed)
+            own = generate(policy, prompts, group_size, spec, seeded, environment, first + part.start)
+    if processes.count() == 1 and own is not None:
+        return own
+    if own is not None:
+        own = moved(replace(own, group=own.group + part.start), torch.device("cpu"))
+    drawn = [completions for completions in processes.gather(own) if completions is not None]
+    return moved(join_rollouts(*drawn), policy.device)
+
+
+def score_texts(task: Task, examples: Sequence[Example], texts: Sequence[str]) -> list[Reward]:
+    """Rewards of completions, as many for each example, those of an example adjacent; each process scores a part."""
+    size, part = len(texts) // len(examples), processes.share(len(texts))
+    own = [task.score(examples[row // size], texts[row]) for row in range(len(texts))[part]]
+    return [reward for rewards in processes.gather(own) for reward in rewards]
 
 
 def draw_round(
@@ -81,7 +112,7 @@ def _draw(
     policy: Policy, task: Task, examples: list[Example], method: Method, spec: RolloutSpec, seed: int
 ) -> tuple[Rollouts, list[Reward]]:
     completions = draw_completions(policy, task, examples, spec.group_size, spec, seed)
-    rewards = [task.score(examples[row // spec.group_size], text) for row, text in enumerate(completions.texts)]
+    rewards = score_texts(task, examples, completions.texts)
     total = torch.tensor([reward.total for reward in rewards], dtype=torch.float32)
     if method.sampling.overlong is not None:
         total = total + overlong_penalty(method.sampling, completions.lengths.cpu(), spec.max_new_tokens)
@@ -105,26 +136,26 @@ def _replace_groups(
     return replace(picked, group=labels), [rewards[row] for row in rows.tolist()], [examples[g] for g in source]
 
 
-def join_rollouts(first: Rollouts, second: Rollouts) -> Rollouts:
-    """The rows of both, one below the other: prompts padded on the left and completions on the right to the wider one."""
-    prompt = max(first.prompt_width, second.prompt_width)
-    width = max(first.completion_ids.shape[1], second.completion_ids.shape[1])
+def moved(rows: C, device: torch.device) -> C:
+    """The same rows with their tensors on `device`."""
+    values = {field.name: getattr(rows, field.name) for field in fields(rows)}
+    return replace(rows, **{name: v.to(device) for name, v in values.items() if isinstance(v, Tensor)})
 
-    def pad(rollouts: Rollouts, values: Tensor, left: int, fill: int | float) -> Tensor:
-        right = width - rollouts.completion_ids.shape[1]
-        return torch.nn.functional.pad(values, (left, right), value=fill)
 
-    joined: dict[str, Any] = {}
-    for field in fields(Rollouts):
-        parts = []
-        for rollouts in (first, second):
-            value = getattr(rollouts, field.name)
-            if isinstance(value, Tensor) and value.ndim == 2:
-                left = prompt - rollouts.prompt_width if field.name in ("input_ids", "attention_mask") else 0
-                value = pad(rollouts, value, left, 0)
-            parts.append(value)
-        if field.name == "texts":
-            joined["texts"] = [*parts[0], *parts[1]]
-        else:
-            joined[field.name] = None if parts[0] is None or parts[1] is None else torch.cat(parts)
-    return Rollouts(**joined)
+def join_rollouts(*parts: C) -> C:
+    """The rows of all, one below the other: prompts padded on the left and completions on the right to the widest."""
+    prompt = max(part.prompt_width for part in parts)
+    width = max(part.completion_ids.shape[1] for part in parts)
+
+    def padded(part: C, name: str) -> Tensor:
+        value: Tensor = getattr(part, name)
+        if value.ndim != 2:
+            return value
+        left = prompt - part.prompt_width if name in ("input_ids", "attention_mask") else 0
+        return torch.nn.functional.pad(value, (left, width - part.completion_ids.shape[1]), value=0)
+
+    joined: dict[str, Any] = {"texts": [text for part in parts for text in part.texts]}
+    for name in (field.name for field in fields(parts[0]) if field.name != "texts"):
+        known = all(getattr(part, name) is not None for part in parts)
+        joined[name] = torch.cat([padded(part, name) for part in parts]) if known else None
+    return replace(parts[0], **joined)
