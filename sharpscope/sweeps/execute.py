@@ -241,6 +241,7 @@ def estimate_step_seconds(run: PlannedRun, threads: int, steps: int = 2) -> floa
             update={
                 "out": folder, "name": "estimate", "steps": steps + 1, "threads": threads,
                 "evaluation": run.config.evaluation.model_copy(update=quick),
+                "probes": run.config.probes.model_copy(update=quick),
             }
         )  # fmt: skip
         train(config)
