@@ -32,6 +32,9 @@ class AnalysisResult:
         summary: the table behind summary.csv (SUMMARY columns).
         messages: what a person should know, one line each: left out runs, damaged parts, missing data.
         report: the Markdown file.
+        runs: every readable run.
+        reports: each study with its table and pictures.
+        said_first: the part of `messages` that a report begins with: all but what is missing for a figure.
     """
 
     out: Path
@@ -40,6 +43,9 @@ class AnalysisResult:
     summary: pd.DataFrame
     messages: list[str]
     report: Path
+    runs: Runs
+    reports: list[StudyReport]
+    said_first: list[str]
 
 
 def analyze(
@@ -66,24 +72,51 @@ def analyze(
         folder = _folder(out)
         tell = on_progress or (lambda text: None)
         figures: dict[str, list[Path]] = {}
-        reports = []
-        for study in found:
-            pictures = []
-            for picture in Pictures(study):
-                if picture.figure is not None:
-                    name = f"{study.slug}{picture.name}"
-                    tell(name)
-                    figures[name] = save(picture.figure, folder, name)
-                pictures.append(picture)
-            reports.append(StudyReport(study, summary(study), pictures))
-        messages = _messages(runs, reports)
+
+        def keep(name: str, figure: Figure) -> None:
+            tell(name)
+            figures[name] = save(figure, folder, name)
+
+        reports, messages = _collect(runs, found, keep)
     table = pd.concat([r.table for r in reports if len(r.table)] or [pd.DataFrame(columns=SUMMARY)], ignore_index=True)
     tables = {"summary": folder / "summary.csv", "runs": folder / "runs.csv"}
     write_atomic(tables["summary"], table.to_csv(index=False))
     write_atomic(tables["runs"], runs.table.to_csv(index=False))
     report = folder / "report.md"
     write_atomic(report, report_text(reports, runs.table, messages))
-    return AnalysisResult(folder, figures, tables, table, [*messages, *_missing(reports)], report)
+    missing = _missing(reports)
+    return AnalysisResult(
+        folder, figures, tables, table, [*messages, *missing], report, runs=runs, reports=reports, said_first=messages
+    )
+
+
+def collect(runs: Runs, on_progress: Callable[[str], None] | None = None) -> tuple[list[StudyReport], list[str]]:
+    """Every study with its table and pictures, and what a person should know first; nothing is written.
+
+    Empty where no run has a step yet; the messages say so.
+    """
+    with warnings.catch_warnings():  # what they say is in the messages
+        warnings.simplefilter("ignore", DamagedPartWarning)
+        every = studies(runs)
+        found = [study for study in every if study.settings]
+        tell = on_progress or (lambda text: None)
+        reports, messages = _collect(runs, found, lambda name, figure: tell(name))
+    return reports, [*messages, *(note for study in every if not study.settings for note in study.notes)]
+
+
+def _collect(
+    runs: Runs, found: list[Study], keep: Callable[[str, Figure], None]
+) -> tuple[list[StudyReport], list[str]]:
+    """The studies' reports and messages; `keep` gets every figure's name and the figure."""
+    reports = []
+    for study in found:
+        pictures = []
+        for picture in Pictures(study):
+            if picture.figure is not None:
+                keep(f"{study.slug}{picture.name}", picture.figure)
+            pictures.append(picture)
+        reports.append(StudyReport(study, summary(study), pictures))
+    return reports, _messages(runs, reports)
 
 
 def figures_of(runs: Runs) -> dict[str, Figure]:

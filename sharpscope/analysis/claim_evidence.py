@@ -48,16 +48,16 @@ def norm_sample(sample: pd.DataFrame) -> Figure:
 
 
 def dominance(curves: pd.DataFrame) -> Figure:
-    """Share of Σ|c|·‖∇ ln π‖ that the largest tokens hold, and that of the null in which the norm is 1 − π (C3).
+    """Share of Σ|c|·‖∇ ln π‖ that the smallest tokens hold, and that of the null in which the norm is 1 − π (C3).
 
-    `curves`: tokens (share, largest first), lorenz, lorenz_null.
+    `curves`: tokens (share, smallest first), lorenz, lorenz_null.
     """
     with styled():
         figure, (axis,) = panels(1, width=5.0)
         axis.plot(curves["tokens"], curves["lorenz"], color=BLUE, label="recorded")
         axis.plot(curves["tokens"], curves["lorenz_null"], ":", color=VERMILLION, label="if norm = 1 − π")
         axis.plot([0, 1], [0, 1], color=GREY, linewidth=0.8, label="all tokens equal")
-        axis.set(xlabel="share of tokens, largest first", ylabel="share of Σ|c|·‖∇ ln π‖")
+        axis.set(xlabel="share of tokens, smallest first", ylabel="share of Σ|c|·‖∇ ln π‖")
         finish(figure, [axis])
     return figure
 

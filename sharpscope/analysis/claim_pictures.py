@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,7 +38,7 @@ def claim_pictures(
     plans: list[tuple[str, str, str, str, Callable[[pd.DataFrame], Figure]]] = [
         ("C1", "violations", "logit_bounds", "Tokens outside the bounds of the logit gradient", evidence.bound_counts),
         ("C2", "sample", "exact_norms", "Exact score norms of some tokens of each step", evidence.norm_sample),
-        ("C3", "lorenz", "dominance", "What the largest tokens hold of the gradient, mean over steps and seeds",
+        ("C3", "lorenz", "dominance", "Lorenz curve of the tokens' parts of the gradient, mean over steps and seeds",
          evidence.dominance),
         ("C9", "influence", "influence_by_decile", "First-order influence on the held-out loss by decile of "
          "probability and sign of the advantage", figures.influence_by_decile),
@@ -63,11 +63,14 @@ def claim_pictures(
 
 def write_claim_figures(runs: Runs, out: str | Path, verdicts: Sequence[Verdict] | None = None) -> list[Path]:
     """Draw what can be drawn into `out` as PNG and SVG; returns the files."""
+    return save_pictures(claim_pictures(runs, verdicts), out)
+
+
+def save_pictures(pictures: Iterable[Picture], out: str | Path) -> list[Path]:
+    """Save those that were drawn into `out` as PNG and SVG; returns the files."""
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
-    return [
-        path for p in claim_pictures(runs, verdicts) if p.figure is not None for path in save(p.figure, folder, p.name)
-    ]
+    return [path for p in pictures if p.figure is not None for path in save(p.figure, folder, p.name)]
 
 
 def _picture(

@@ -103,12 +103,13 @@ def compare(run_a: Run, run_b: Run) -> Comparison:
 
 
 def _settings(run_a: Run, run_b: Run) -> pd.DataFrame:
-    a, b = (_facts(run) for run in (run_a, run_b))
+    a, b = (facts_of(run) for run in (run_a, run_b))
     keys = [key for key in {**a, **b} if a.get(key) != b.get(key) and key not in ("name", "out")]
     return pd.DataFrame([(key, a.get(key, "–"), b.get(key, "–")) for key in keys], columns=["setting", "a", "b"])
 
 
-def _facts(run: Run) -> dict[str, object]:
+def facts_of(run: Run) -> dict[str, object]:
+    """What a run was made with, as one flat mapping: method, configuration, resolved constants, machine, versions."""
     config = flat(run.config)
     machine = {key: run.info.get(key) for key in ("device", "parameters", "commit")}
     resolved = flat(run.info.get("calibration") or {}, "calibration.")

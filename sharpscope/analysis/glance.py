@@ -121,10 +121,17 @@ def _cost(run: Run) -> RenderableType:
     text = f"cost: {total / len(run.steps):.2f} s a step, {total / 60:.1f} min in all"
     if total > 0:
         text += " (" + ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in parts.items()) + ")"
-    memory = run.info.get("peak_memory_bytes")
-    if isinstance(memory, int | float):
-        text += f"; peak memory {memory / 2**20:,.0f} MiB"
+    memory = peak_memory(run)
+    if memory:
+        text += f"; peak memory {memory}"
     return Text(text)
+
+
+def peak_memory(run: Run) -> str:
+    """The most memory that a run held, by kind: `process 547 MiB`; empty where it was not recorded."""
+    found = run.info.get("peak_memory_bytes")
+    kinds = found if isinstance(found, dict) else {"process": found}
+    return ", ".join(f"{kind} {size / 2**20:,.0f} MiB" for kind, size in kinds.items() if isinstance(size, int | float))
 
 
 def _evaluation(run: Run) -> RenderableType:

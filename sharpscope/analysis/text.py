@@ -2,8 +2,37 @@
 
 from __future__ import annotations
 
+import unicodedata
+
+# what reorders or hides text around it: shown by name, never obeyed
+NAMED = {
+    "\u061c": "ALM", "\u200b": "ZWSP", "\u200c": "ZWNJ", "\u200d": "ZWJ", "\u200e": "LRM", "\u200f": "RLM",
+    "\u2028": "LS", "\u2029": "PS", "\u202a": "LRE", "\u202b": "RLE", "\u202c": "PDF", "\u202d": "LRO", "\u202e": "RLO",
+    "\u2066": "LRI", "\u2067": "RLI", "\u2068": "FSI", "\u2069": "PDI", "\ufeff": "BOM",
+}  # fmt: skip
+_KEPT = {"\n", "\t"}
+
 
 def printable(text: object, limit: int = 160) -> str:
     """Text on one line: no control characters, at most `limit` long."""
     clean = "".join(char if char.isprintable() else "?" for char in str(text))
     return clean if len(clean) <= limit else clean[: limit - 1] + "…"
+
+
+def shown(text: object) -> str:
+    """Text in which every control and every bidirectional or invisible mark stands as ⟦NAME⟧; newline and tab stay.
+
+    Lone surrogates and noncharacters, which no file may hold, become ⟦U+XXXX⟧ too.
+    """
+    source = str(text)
+    if source.isascii() and source.isprintable():
+        return source
+    return "".join(char if char in _KEPT or _harmless(char) else _label(char) for char in source)
+
+
+def _harmless(char: str) -> bool:
+    return char not in NAMED and unicodedata.category(char) not in ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
+
+
+def _label(char: str) -> str:
+    return f"⟦{NAMED.get(char, f'U+{ord(char):04X}')}⟧"

@@ -1,4 +1,4 @@
-"""`analyze`, `show`, `compare`, `claims`, `figures`: commands that read traces."""
+"""`show`, `compare`, `claims`, `figures`, `tokens`, `spikes`: commands that read traces and answer in the terminal."""
 
 from __future__ import annotations
 
@@ -10,50 +10,12 @@ import typer
 
 def register(app: typer.Typer) -> None:
     """Add the commands to the application."""
-    app.command("analyze")(analyze)
     app.command("show")(show)
     app.command("compare")(compare)
     app.command("claims")(claims)
     app.command("figures")(figures)
     app.command("tokens")(tokens)
     app.command("spikes")(spikes)
-
-
-def analyze(
-    runs: Annotated[list[Path], typer.Argument(help="Run folders, or folders of runs.")],
-    out: Annotated[Path, typer.Option(help="Where figures, tables and the report go.")] = Path("report"),
-) -> None:
-    """Figures, tables and a report of whatever runs there are.
-
-    Examples:
-
-      sharpscope analyze runs/
-
-      sharpscope analyze runs/first runs/second --out report
-    """
-    from rich.console import Console
-
-    from sharpscope.analysis import analyze as write_report
-    from sharpscope.analysis import load_several
-    from sharpscope.analysis.claim_pictures import write_claim_figures
-    from sharpscope.analysis.claims import test_claims, write_claims
-    from sharpscope.analysis.paper_tables import paper_tables, write_tables
-
-    console = Console(stderr=True)
-    with console.status("reading traces") as status:
-        result = write_report(runs, out, on_progress=lambda text: status.update(printable_line(text)))
-        status.update("testing the claims")
-        loaded = load_several(runs)
-        verdicts = test_claims(loaded)
-        write_claims(verdicts, out)
-        drawn = write_claim_figures(loaded, out, verdicts)
-        tables = write_tables(paper_tables(loaded), out)
-    for message in result.messages:
-        typer.echo(f"  {printable_line(message)}")
-    typer.echo(
-        f"{len(result.figures) + len(drawn) // 2} figures and {len(result.tables) + len(tables) // 3} tables. "
-        f"Written: {out}/ (start with {out}/report.md; {out}/claims.md)"
-    )
 
 
 def show(

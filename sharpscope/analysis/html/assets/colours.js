@@ -1,0 +1,116 @@
+"use strict";
+/* How tokens are coloured: what each choice reads, and which of eight shades a value gets. */
+const Colours = (() => {
+  const SHADES = 8;
+
+  const CHOICES = {
+    attribution: {
+      label: "attribution", signed: true, of: (c) => c.c.attribution,
+      says: "signed share of the squared gradient norm of the token's update; they sum to 1",
+    },
+    score: {
+      label: "score norm", signed: false, of: (c) => c.c.score || c.c.exact,
+      says: "norm of the gradient of ln π over all parameters; local tier where it was recorded, else the exact one",
+    },
+    weight: { label: "weight", signed: false, floor: true, of: (c) => c.c.weight, says: "the method's token weight" },
+    probability: {
+      label: "probability", signed: false, unlikely: true,
+      of: (c) => c.c.logp && c.c.logp.map((v) => (v === null ? null : Math.exp(number(v)))),
+      says: "probability π of the token at the start of the step; darker is less likely",
+    },
+    influence: {
+      label: "influence", signed: true, of: (c) => c.c.influence,
+      says: "first-order fall of the held-out loss per unit of learning rate; positive lowers it",
+    },
+    entropy: { label: "entropy", signed: false, of: (c) => c.c.entropy, says: "entropy of the next-token distribution [nats]" },
+  };
+
+  function number(value) {
+    return value === "∞" ? Infinity : value === "−∞" ? -Infinity : value;
+  }
+
+  /* From all completions, the ends of a choice's scale: full shade at the 99 % quantile of the magnitude. */
+  function scale(name, completions) {
+    const choice = CHOICES[name];
+    if (choice.unlikely) return { choice, low: 0, high: 1, some: completions.some((c) => c.c && c.c.logp) };
+    const sizes = [];
+    let low = Infinity;
+    for (const completion of completions) {
+      for (const raw of (completion.c && choice.of(completion)) || []) {
+        const value = number(raw);
+        if (value === null || !Number.isFinite(value)) continue;
+        sizes.push(Math.abs(value));
+        low = Math.min(low, value);
+      }
+    }
+    sizes.sort((a, b) => a - b);
+    const high = sizes.length ? sizes[Math.min(sizes.length - 1, Math.floor(0.99 * sizes.length))] : 0;
+    return { choice, low: choice.floor && sizes.length ? low : 0, high, some: sizes.length > 0 };
+  }
+
+  /* 0 (none) to SHADES; grows with the square root, so that small values can still be told apart. */
+  function shade(value, { choice, low, high }) {
+    if (value === null || value === undefined) return 0;
+    if (choice.unlikely) return Math.round(SHADES * Math.sqrt(Math.max(0, 1 - value)));
+    const width = high - low;
+    if (!(width > 0)) return 0;
+    const part = (Math.abs(number(value)) - low) / width;
+    return Math.round(SHADES * Math.sqrt(Math.min(1, Math.max(0, part))));
+  }
+
+  /* The class of a token: "up3", "down8", "size5" or "". */
+  function className(value, scale_) {
+    const depth = shade(value, scale_);
+    if (!depth) return "";
+    const kind = scale_.choice.signed ? (number(value) < 0 ? "down" : "up") : "size";
+    return kind + depth;
+  }
+
+  function format(value) {
+    if (value === null || value === undefined) return "not recorded";
+    if (typeof value === "string") return value;
+    const size = Math.abs(value);
+    if (value !== 0 && (size < 1e-3 || size >= 1e5)) return value.toExponential(2).replace("-", "−");
+    return String(Number(value.toPrecision(4))).replace("-", "−");
+  }
+
+  /* Swatches from one end of the scale to the other, and what the ends are. */
+  function legend(place, name, scale_) {
+    const { choice, low, high, some } = scale_;
+    place.replaceChildren();
+    const says = document.createElement("p");
+    says.textContent = `${choice.label}: ${choice.says}.`;
+    place.append(says);
+    if (!some) {
+      const none = document.createElement("p");
+      none.textContent = `${choice.label} was not recorded for any completion in this file; tokens are uncoloured.`;
+      place.append(none);
+      return;
+    }
+    const row = document.createElement("p");
+    row.className = "swatches";
+    const steps = [];
+    if (choice.signed) for (let i = SHADES; i >= 1; i -= 1) steps.push(`down${i}`);
+    steps.push("");
+    for (let i = 1; i <= SHADES; i += 1) steps.push((choice.signed ? "up" : "size") + i);
+    const ends = choice.unlikely ? ["π = 1", "π = 0"]
+      : choice.signed ? [`−${format(high)} and below, underlined`, `+${format(high)} and above`]
+      : [format(low), `${format(high)} and above`];
+    row.append(`${ends[0]} `);
+    for (const step of steps) {
+      const swatch = document.createElement("span");
+      swatch.className = `swatch ${step}`;
+      swatch.setAttribute("aria-hidden", "true");
+      row.append(swatch);
+    }
+    row.append(` ${ends[1]}`);
+    place.append(row);
+    const note = document.createElement("p");
+    note.className = "small";
+    note.textContent = "The shade grows with the square root of the value"
+      + (choice.unlikely ? " of 1 − π." : "; full at the 99 % quantile of all tokens in this file.");
+    place.append(note);
+  }
+
+  return { CHOICES, scale, className, format, legend, number };
+})();

@@ -1,0 +1,250 @@
+"use strict";
+/* Completions as cards of tokens: drawing one, its details, and moving in it with the keyboard. */
+const Tokens = (() => {
+  const SHOWN_TOKENS = 400;
+  const SHOWN_TEXT = 4000;
+  const data = JSON.parse(document.getElementById("data-tokens").textContent);
+  const tip = document.getElementById("tip");
+  const NAMES = [
+    ["logp", "ln π"], ["attribution", "attribution"], ["update", "update attribution"], ["score", "score norm (local)"],
+    ["exact", "score norm (exact)"], ["weight", "weight"], ["coef", "loss coefficient"], ["influence", "influence"],
+    ["entropy", "entropy [nats]"], ["ratio", "ratio"], ["clipped", "clipped"],
+  ];
+
+  function make(tag, className, text) {
+    const element = document.createElement(tag);
+    if (className) element.className = className;
+    if (text !== undefined) element.textContent = text;
+    return element;
+  }
+
+  function position(completion, index) {
+    return completion.at ? completion.at[index] : index;
+  }
+
+  /* Index of the token at a position, -1 if the file has none. */
+  function indexOf(completion, place) {
+    return completion.at ? completion.at.indexOf(place) : place < (completion.t || []).length ? place : -1;
+  }
+
+  function piece(completion, index) {
+    return data.pieces[completion.t[index]];
+  }
+
+  function wholeText(completion) {
+    return completion.text !== undefined ? completion.text : completion.t.map((id) => data.pieces[id]).join("") + (completion.rest || "");
+  }
+
+  function title(completion) {
+    return `${data.runs[completion.r]} · step ${completion.s} · completion ${completion.n}`;
+  }
+
+  function facts(completion) {
+    const parts = [
+      `reward ${Colours.format(completion.reward)}`, completion.ok ? "correct" : "wrong",
+      `advantage ${Colours.format(completion.adv)}`, `${completion.len.toLocaleString("en")} tokens`,
+    ];
+    if (completion.cut) parts.push("cut at the length limit");
+    return parts.join(" · ");
+  }
+
+  /* Text with a button for what lies beyond `limit` characters. */
+  function longText(tag, className, text, limit) {
+    const box = make(tag, className, text.length > limit ? `${text.slice(0, limit)} …` : text);
+    const all = make("div");
+    all.append(box);
+    if (text.length > limit) {
+      const button = make("button", "", `Show all ${text.length.toLocaleString("en")} characters`);
+      button.type = "button";
+      button.addEventListener("click", () => {
+        box.textContent = text;
+        button.remove();
+      });
+      all.append(button);
+    }
+    return all;
+  }
+
+  function visible(text) {
+    if (text === "") return "‸";
+    return text.replace(/\n/g, "⏎\n").replace(/\t/g, "⇥");
+  }
+
+  function spoken(text) {
+    if (text === "") return "part of a character";
+    return text.trim() === "" ? text.replace(/\n/g, "newline ").replace(/\t/g, "tab ").replace(/ /g, "space ").trim() : null;
+  }
+
+  function fill(list, completion, scale, upTo) {
+    const values = (completion.c && scale.choice.of(completion)) || [];
+    const start = list.querySelectorAll(".token").length;
+    const fragment = document.createDocumentFragment();
+    for (let i = start; i < upTo; i += 1) {
+      if (i > 0 && position(completion, i) !== position(completion, i - 1) + 1) {
+        const gap = make("span", "gap", " ⋯ ");
+        gap.setAttribute("role", "presentation");
+        fragment.append(gap);
+      }
+      const text = piece(completion, i);
+      const token = make("span", `token ${Colours.className(values[i], scale)}`, visible(text));
+      token.setAttribute("role", "option");
+      token.setAttribute("aria-selected", "false");
+      const name = spoken(text);
+      if (name) token.setAttribute("aria-label", name);
+      token.tabIndex = i === 0 ? 0 : -1;
+      token.dataset.index = String(i);
+      fragment.append(token);
+    }
+    list.append(fragment);
+  }
+
+  /* A card of one completion; `number` is its place in data.completions. */
+  function card(number, scale) {
+    const completion = data.completions[number];
+    const box = make("article", "completion");
+    box.dataset.number = String(number);
+    const head = make("header");
+    head.append(make("h3", "", title(completion)), make("p", "small", `${facts(completion)} · here for: ${completion.why}`));
+    const prompt = make("details", "prompt");
+    prompt.append(make("summary", "", "Prompt"), longText("pre", "text", data.prompts[completion.p], SHOWN_TEXT));
+    box.append(head, prompt);
+    if (!completion.t) {
+      box.append(longText("pre", "text", completion.text, SHOWN_TEXT));
+      return box;
+    }
+    const list = make("div", "tokens");
+    list.setAttribute("role", "listbox");
+    list.setAttribute("aria-orientation", "horizontal");
+    list.setAttribute("aria-label", `Tokens of ${title(completion)}`);
+    fill(list, completion, scale, Math.min(SHOWN_TOKENS, completion.t.length));
+    box.append(list);
+    if (completion.t.length > SHOWN_TOKENS || completion.rest) box.append(moreButton(list, completion, scale));
+    if (!scale.choice.of(completion)) {
+      box.append(make("p", "small", `${scale.choice.label} was not recorded at this step.`));
+    }
+    return box;
+  }
+
+  function moreButton(list, completion, scale) {
+    const total = completion.t.length + (completion.more || 0);
+    const button = make("button", "all", `Show all ${total.toLocaleString("en")} tokens`);
+    button.type = "button";
+    button.addEventListener("click", () => {
+      fill(list, completion, scale, completion.t.length);
+      if (completion.rest) {
+        list.after(make("p", "small", `The last ${completion.more.toLocaleString("en")} tokens, as text:`),
+          make("pre", "text tail", completion.rest));
+      }
+      button.remove();
+    });
+    return button;
+  }
+
+  /* Make the token with `index` exist (long completions are cut) and focus it. */
+  function focus(box, index) {
+    const completion = data.completions[Number(box.dataset.number)];
+    const list = box.querySelector(".tokens");
+    if (!list || index < 0) return;
+    if (index >= SHOWN_TOKENS) box.querySelector("button.all")?.click();
+    const token = list.querySelector(`.token[data-index="${index}"]`);
+    if (token && completion) move(list, token);
+  }
+
+  function move(list, token) {
+    for (const other of list.querySelectorAll('.token[tabindex="0"]')) {
+      other.tabIndex = -1;
+      other.setAttribute("aria-selected", "false");
+    }
+    token.tabIndex = 0;
+    token.setAttribute("aria-selected", "true");
+    token.focus();
+  }
+
+  function show(token) {
+    const completion = data.completions[Number(token.closest(".completion").dataset.number)];
+    const index = Number(token.dataset.index);
+    const rows = [["token", JSON.stringify(piece(completion, index)).slice(1, -1)], ["position", position(completion, index)]];
+    if (completion.c.logp) rows.push(["probability π", Colours.format(Math.exp(Colours.number(completion.c.logp[index])))]);
+    for (const [key, label] of NAMES) {
+      const values = completion.c[key];
+      if (values && values[index] !== null) rows.push([label, Colours.format(values[index])]);
+    }
+    rows.push(["advantage", Colours.format(completion.adv)]);
+    const table = make("dl");
+    for (const [label, value] of rows) {
+      const text = String(value);
+      table.append(make("dt", "", label), make("dd", "", text.length > 200 ? `${text.slice(0, 200)} …` : text));
+    }
+    tip.replaceChildren(table);
+    tip.hidden = false;
+    const at = token.getClientRects()[0] || token.getBoundingClientRect();
+    const width = tip.offsetWidth;
+    const left = Math.max(8, Math.min(at.left, document.documentElement.clientWidth - width - 8));
+    const below = at.bottom + 6 + tip.offsetHeight < window.innerHeight;
+    tip.style.setProperty("left", `${left + window.scrollX}px`);
+    tip.style.setProperty("top", `${(below ? at.bottom + 6 : Math.max(8, at.top - tip.offsetHeight - 6)) + window.scrollY}px`);
+    for (const other of document.querySelectorAll('[aria-describedby="tip"]')) other.removeAttribute("aria-describedby");
+    token.setAttribute("aria-describedby", "tip");
+  }
+
+  function hide() {
+    tip.hidden = true;
+  }
+
+  /* The token nearest above or below, by where it stands on the screen. */
+  function vertical(tokens, from, down) {
+    const here = from.getBoundingClientRect();
+    let best = null;
+    let cost = Infinity;
+    for (const token of tokens) {
+      const there = token.getBoundingClientRect();
+      const rise = down ? there.top - here.bottom : here.top - there.bottom;
+      if (rise < -2) continue;
+      const price = rise * 4 + Math.abs(there.left - here.left);
+      if (token !== from && price < cost) [best, cost] = [token, price];
+    }
+    return best;
+  }
+
+  function onKey(event) {
+    const token = event.target.closest(".token");
+    if (!token) return;
+    const list = token.closest(".tokens");
+    const tokens = [...list.querySelectorAll(".token")];
+    const index = tokens.indexOf(token);
+    const targets = {
+      ArrowRight: () => tokens[index + 1], ArrowLeft: () => tokens[index - 1], Home: () => tokens[0],
+      End: () => tokens[tokens.length - 1], ArrowDown: () => vertical(tokens, token, true),
+      ArrowUp: () => vertical(tokens, token, false),
+    };
+    if (event.key === "Escape") {
+      hide();
+    } else if (targets[event.key]) {
+      event.preventDefault();
+      const next = targets[event.key]();
+      if (next) move(list, next);
+    }
+  }
+
+  function listen(place) {
+    place.addEventListener("keydown", onKey);
+    place.addEventListener("focusin", (event) => event.target.classList.contains("token") && show(event.target));
+    place.addEventListener("focusout", hide);
+    place.addEventListener("mouseover", (event) => {
+      const token = event.target.closest(".token");
+      if (token) show(token);
+      else if (!place.contains(document.activeElement)) hide();
+    });
+    place.addEventListener("mouseleave", (event) => {
+      if (!tip.contains(event.relatedTarget)) hide();
+    });
+    place.addEventListener("click", (event) => {
+      const token = event.target.closest(".token");
+      if (token) move(token.closest(".tokens"), token);
+    });
+    tip.addEventListener("mouseleave", hide);
+    document.addEventListener("keydown", (event) => event.key === "Escape" && hide());
+  }
+
+  return { data, make, card, focus, indexOf, listen, longText, piece, position, title, visible, wholeText };
+})();

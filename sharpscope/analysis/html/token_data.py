@@ -1,0 +1,198 @@
+"""The token view's data: chosen completions with their tokens' numbers, as JSON values within a stated size."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from sharpscope.analysis.text import shown
+from sharpscope.analysis.token_choice import RULE, Choice, choose
+from sharpscope.analysis.token_texts import Pieces, piece_maker
+from sharpscope.traces import Run
+
+BUDGET = 4_500_000
+"""Bytes of token data in a report, divided evenly among its runs."""
+RUN_BUDGET = 700_000
+"""Most bytes of one run, however few there are."""
+MOST_TOKENS = 4_000
+"""Tokens of a completion that are shown with numbers; what follows is shown as text."""
+MOST_TEXT = 200_000
+"""Characters of a completion or prompt beyond which it is cut in the file."""
+DIGITS = 4
+
+COLUMNS = {
+    "attribution": "attribution",
+    "score": "score_norm_local",
+    "exact": "score_norm",
+    "weight": "weight",
+    "logp": "logp",
+    "influence": "heldout_influence",
+    "entropy": "entropy",
+    "coef": "loss_coef",
+    "update": "update_attribution",
+    "ratio": "ratio",
+    "clipped": "clipped",
+}
+"""Name in the page → column of the tokens table."""
+
+
+@dataclass
+class Pool:
+    """Values that repeat over the whole report, by number: token texts and prompts."""
+
+    numbers: dict[str, int] = field(default_factory=dict)
+
+    def __call__(self, text: str) -> int:
+        """The number of a text."""
+        return self.numbers.setdefault(text, len(self.numbers))
+
+    @property
+    def texts(self) -> list[str]:
+        """In the order of their numbers."""
+        return list(self.numbers)
+
+
+def token_view(runs: Mapping[str, Run], budget: int = BUDGET) -> dict[str, Any]:
+    """Everything the token view shows: rule, runs, prompts, token texts (`pieces`), completions, spikes, notes.
+
+    A completion's `c` maps a name of COLUMNS to one number a token; a column without any number is left out. Every text is
+    made visible by `shown`. At most `budget` bytes of completions, every run its equal part.
+    """
+    choices = choose(runs)
+    share = min(RUN_BUDGET, budget // max(1, len(choices)))
+    pieces, prompts = Pool(), Pool()
+    completions: list[dict[str, Any]] = []
+    spikes: list[dict[str, Any]] = []
+    notes: list[str] = []
+    for number, (name, choice) in enumerate(choices.items()):
+        maker = piece_maker(choice.run)
+        if not choice.run.rows("tokens"):
+            notes.append(
+                f"{name}: no token rows were recorded (recording.tokens_every); its completions are plain text."
+            )
+        elif maker is None:
+            notes.append(f"{name}: the run saved no readable tokenizer, so tokens stand as their numbers.")
+        taken = _completions(choice, number, share, maker, pieces, prompts)
+        if len(taken) < len(choice.wanted):
+            notes.append(f"{name}: {len(taken)} of {len(choice.wanted)} chosen completions fit into the file.")
+        completions += taken
+        spikes += _spikes(choice, number, {(c["s"], c["n"]) for c in taken}, prompts)
+    silent = [name for name in runs if name not in choices]
+    notes += [f"{name}: no completions were recorded (recording.rollouts_every)." for name in silent]
+    return {
+        "rule": RULE, "runs": [shown(name) for name in choices], "methods": [shown(c.run.method) for c in choices.values()],
+        "prompts": [shown(text) for text in prompts.texts], "pieces": pieces.texts, "completions": completions,
+        "spikes": spikes, "notes": [shown(note) for note in notes],
+    }  # fmt: skip
+
+
+def _completions(
+    choice: Choice, number: int, budget: int, maker: Pieces | None, pieces: Pool, prompts: Pool
+) -> list[dict[str, Any]]:
+    rollouts = choice.run.rollouts.set_index(["step", "rollout"])
+    found: list[dict[str, Any]] = []
+    used = 0
+    steps: dict[int, pd.DataFrame] = {}
+    for (step, rollout), why in choice.wanted.items():
+        if step not in steps:
+            steps[step] = choice.run.tokens(
+                steps=[step], columns=["rollout", "position", "token_id", *COLUMNS.values()]
+            )
+        row = rollouts.loc[(step, rollout)]
+        tokens = steps[step]
+        chosen = tokens[tokens["rollout"] == rollout].sort_values("position")
+        known = (len(pieces.numbers), len(prompts.numbers))
+        completion = _head(row, number, step, rollout, why, prompts) | _body(row, chosen, maker, pieces)
+        size = len(json.dumps(completion)) + sum(
+            len(json.dumps(t)) for t in [*pieces.texts[known[0] :], *prompts.texts[known[1] :]]
+        )
+        if used + size > budget and found:
+            for pool, length in zip((pieces, prompts), known, strict=True):
+                pool.numbers = dict(list(pool.numbers.items())[:length])
+            break
+        used += size
+        found.append(completion)
+    return found
+
+
+def _head(row: Any, number: int, step: int, rollout: int, why: str, prompts: Pool) -> dict[str, Any]:
+    return {
+        "r": number, "s": step, "n": rollout, "g": int(row["group"]), "p": prompts(_cut(str(row["prompt"]))),
+        "reward": _short(row["reward"]), "parts": shown(row["reward_parts"])[:300], "ok": bool(row["correct"]),
+        "adv": _short(row["advantage"]), "len": int(row["length"]), "cut": bool(row["truncated"]), "why": shown(why),
+    }  # fmt: skip
+
+
+def _body(row: Any, tokens: pd.DataFrame, maker: Pieces | None, pieces: Pool) -> dict[str, Any]:
+    if tokens.empty:
+        return {"text": shown(_cut(str(row["completion"])))}
+    ids = [int(token) for token in tokens["token_id"]]
+    texts = [f"⟨{token}⟩" for token in ids] if maker is None else maker(ids)
+    kept = tokens.head(MOST_TOKENS)
+    columns = {
+        name: [_short(value) for value in kept[column]]
+        for name, column in COLUMNS.items()
+        if kept[column].notna().any()
+    }
+    body: dict[str, Any] = {"t": [pieces(shown(text)) for text in texts[:MOST_TOKENS]], "c": columns}
+    positions = [int(position) for position in kept["position"]]
+    if positions != list(range(len(positions))):
+        body["at"] = positions
+    if len(texts) > MOST_TOKENS:
+        body["rest"] = shown(_cut("".join(texts[MOST_TOKENS:])))
+        body["more"] = len(texts) - MOST_TOKENS
+    return body
+
+
+def _spikes(choice: Choice, number: int, there: set[tuple[int, int]], prompts: Pool) -> list[dict[str, Any]]:
+    """Each spike with its tokens (`here`: whether their completion is in the file), prompts and ranges of probability."""
+    found = []
+    for spike in choice.spikes:
+        entry: dict[str, Any] = {
+            "r": number, "s": spike.step, "norm": _short(spike.grad_norm), "typical": _short(spike.typical),
+            "z": _short(spike.z),
+        }  # fmt: skip
+        if spike.tokens is not None and spike.prompts is not None and spike.probabilities is not None:
+            entry["spots"] = [
+                {"n": int(t["rollout"]), "i": int(t["position"]), "share": _short(t["attribution"]), "p": _short(t["probability"]),
+                 "here": (spike.step, int(t["rollout"])) in there}
+                for t in spike.tokens.to_dict("records")
+            ]  # fmt: skip
+            entry["prompts"] = [
+                {"p": prompts(_cut(str(row["prompt"]))), "share": _short(row["attribution"])}
+                for row in spike.prompts.head(4).to_dict("records")
+            ]
+            entry["ranges"] = [
+                {
+                    "range": f"{interval.left:g} to {interval.right:g}",
+                    "share": _short(row["share"]),
+                    "tokens": _short(row["tokens"]),
+                }
+                for interval, row in zip(spike.probabilities.index, spike.probabilities.to_dict("records"), strict=True)
+            ]
+        found.append(entry)
+    return found
+
+
+def _cut(text: str) -> str:
+    return (
+        text
+        if len(text) <= MOST_TEXT
+        else f"{text[:MOST_TEXT]} … ({len(text) - MOST_TEXT:,} characters more in the traces)"
+    )
+
+
+def _short(value: Any) -> float | int | str | None:
+    """A number with DIGITS significant digits; infinities as text, what is not recorded as None."""
+    if value is None or pd.isna(value):
+        return None
+    number = float(value)
+    if np.isinf(number):
+        return "∞" if number > 0 else "−∞"
+    short = float(f"{number:.{DIGITS}g}")
+    return int(short) if short == int(short) and abs(short) < 1e9 else short

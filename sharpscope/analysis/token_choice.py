@@ -1,0 +1,133 @@
+"""Which completions the token view holds: a stated rule, the same for every run of a report."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import pandas as pd
+
+from sharpscope.analysis.spikes import Spike, explain_spikes
+from sharpscope.analysis.studies import ground_of
+from sharpscope.traces import Run
+
+SPIKES = 4
+"""Spikes of a run that are shown, the largest first."""
+SPIKE_TOKENS = 8
+SPIKE_COMPLETIONS = 4
+OTHERS = 2
+"""Completions of a spike's prompt taken from each other run of the study."""
+PROMPTS = 2
+PER_PROMPT = 4
+LARGEST = 2
+"""Completions of a chosen step taken for their largest tokens."""
+
+RULE = (
+    f"Which completions are here: of each run, for its spikes of the gradient norm (at most {SPIKES}, the largest; without a "
+    f"spike, its largest gradient with attribution) the {SPIKE_COMPLETIONS} completions that hold the largest shares of the "
+    f"squared gradient norm; up to {OTHERS} completions of those completions' prompts from every other run that was asked them "
+    "at that step; then, of the first, the middle and the last step with token rows (of those with attribution, where there are "
+    f"any; of those that all runs of a study have, where there are any), up to {PER_PROMPT} completions of the first {PROMPTS} "
+    f"prompts and the {LARGEST} with the largest tokens; in this order until the run's part of the file is full."
+)
+
+
+@dataclass
+class Choice:
+    """What is taken of one run: (step, rollout) → why, in the order of the rule; and its spikes.
+
+    A run without a spike has in their place its largest gradient with attribution, whose z is NaN.
+    """
+
+    run: Run
+    wanted: dict[tuple[int, int], str] = field(default_factory=dict)
+    spikes: list[Spike] = field(default_factory=list)
+
+    def add(self, step: int, rollouts: Iterable[int], why: str) -> None:
+        """Take completions that were not taken yet."""
+        for rollout in rollouts:
+            self.wanted.setdefault((int(step), int(rollout)), why)
+
+
+def choose(runs: Mapping[str, Run]) -> dict[str, Choice]:
+    """RULE applied to every run that has completions."""
+    choices = {name: Choice(run) for name, run in runs.items() if len(run.rollouts)}
+    for name, choice in choices.items():
+        choice.spikes = _spikes(choice.run)
+        for spike in choice.spikes:
+            held = [] if spike.tokens is None else [int(rollout) for rollout in spike.tokens["rollout"]]
+            taken = list(dict.fromkeys(held))[:SPIKE_COMPLETIONS]
+            choice.add(spike.step, taken, "spike")
+            prompts = _prompts(choice.run, spike.step, taken)
+            for other_name, other in choices.items():
+                if other_name != name and ground_of(other.run) == ground_of(choice.run):
+                    rows = _at(other.run, spike.step)
+                    for prompt in prompts:
+                        same = rows.loc[rows["prompt"] == prompt, "rollout"].head(OTHERS)
+                        other.add(spike.step, same, f"asked what a spike of {name} was asked")
+    for members in _studies(choices):
+        common = _common_steps([_candidates(choice.run) for choice in members])
+        for choice in members:
+            own = _candidates(choice.run)
+            for step in _ends(common or own):
+                _add_step(choice, step)
+    return choices
+
+
+def _spikes(run: Run) -> list[Spike]:
+    found = explain_spikes(run, top=SPIKE_TOKENS, largest=1)
+    largest = sorted(found, key=lambda spike: -spike.z)[:SPIKES] if len(found) > 1 else found
+    return sorted(largest, key=lambda spike: spike.step)
+
+
+def _studies(choices: Mapping[str, Choice]) -> list[list[Choice]]:
+    groups: dict[str, list[Choice]] = {}
+    for choice in choices.values():
+        groups.setdefault(json.dumps(ground_of(choice.run)), []).append(choice)
+    return list(groups.values())
+
+
+def _candidates(run: Run) -> list[int]:
+    """Steps with attribution, else with token rows, else with completions."""
+    with_text = set(map(int, run.rollouts["step"].unique()))
+    steps = set(run.token_steps) & with_text
+    shares: set[int] = set()
+    for frame in run.iter_tokens(columns=["step", "attribution"], required=["attribution"]):
+        shares |= set(map(int, frame.dropna()["step"].unique()))
+    return sorted(shares & steps or steps or with_text)
+
+
+def _common_steps(each: Sequence[list[int]]) -> list[int]:
+    return sorted(set.intersection(*map(set, each))) if each else []
+
+
+def _ends(steps: Sequence[int]) -> list[int]:
+    """Last, first, middle, without repeats: what is left of a small budget goes to the end of training."""
+    return list(dict.fromkeys([steps[-1], steps[0], steps[len(steps) // 2]])) if steps else []
+
+
+def _add_step(choice: Choice, step: int) -> None:
+    rows = _at(choice.run, step)
+    first = sorted(rows["group"].unique())[:PROMPTS]
+    choice.add(step, _largest(choice.run, step), "largest tokens")
+    for group in first:
+        choice.add(step, rows.loc[rows["group"] == group, "rollout"].head(PER_PROMPT), "first prompts")
+
+
+def _largest(run: Run, step: int) -> list[int]:
+    tokens = run.tokens(steps=[step], columns=["rollout", "attribution", "loss_coef"])
+    for column in ("attribution", "loss_coef"):
+        sizes = tokens.groupby("rollout")[column].apply(lambda values: values.abs().max()).dropna()
+        if len(sizes):
+            return [int(rollout) for rollout in sizes.nlargest(LARGEST).index]
+    return []
+
+
+def _at(run: Run, step: int) -> pd.DataFrame:
+    return run.rollouts[run.rollouts["step"] == step].sort_values("rollout")
+
+
+def _prompts(run: Run, step: int, rollouts: Sequence[int]) -> list[str]:
+    rows = _at(run, step)
+    return list(dict.fromkeys(rows.loc[rows["rollout"].isin(rollouts), "prompt"]))
