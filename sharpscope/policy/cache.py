@@ -7,7 +7,7 @@ Both keep every key of every layer, so positions in the cache equal positions in
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -266,6 +266,10 @@ class GrowingLayer(_Layer):
         self.values[:, :, start : self.used] = value_states
         return self.keys[:, :, : self.used], self.values[:, :, : self.used]
 
+    def of(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values (m, H, L, d_head) of `rows` (m,)."""
+        return self.keys[rows, :, : self.used], self.values[rows, :, : self.used]
+
     def keep(self, rows: Tensor, skip: int = 0) -> None:
         """Keep only `rows` (long), without their first `skip` positions."""
         room = self.keys.shape[2] - self.used
@@ -310,10 +314,7 @@ class DecodeCache(Cache):
 
     def texts(self, rows: Tensor, behind: Tensor) -> PromptCache:
         """All that `rows` (m,) hold but their last `behind` (m,) positions, in a cache of its own."""
-        found = PromptCache.of(
-            (layer.keys[rows, :, : layer.used], layer.values[rows, :, : layer.used])  # type: ignore[union-attr, misc]
-            for layer in self.layers
-        )
+        found = PromptCache.of(cast(GrowingLayer, layer).of(rows) for layer in self.layers)
         found.move_right(behind)
         return found
 

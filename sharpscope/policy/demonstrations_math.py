@@ -31,7 +31,7 @@ def questions(
         for level in levels:
             size = min(count, EASY) if level == 1 else count
             sizes = {"train_size": 1, "heldout_size": 0} | {f"{split}_size": size}
-            spec = MathSpec(families=(family,), levels=(level,), **sizes, seed=seed)  # type: ignore[arg-type]
+            spec = MathSpec(families=(family,), levels=(level,), **sizes, seed=seed)
             pool[family, level] = make_task(spec).splits()[split]
     return pool
 

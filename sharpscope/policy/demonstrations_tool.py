@@ -35,7 +35,7 @@ def asked(
     pool: dict[int, list[Asked]] = {number: [] for number in hops}
     for world in range(worlds):
         sizes = {"train_size": 1, "heldout_size": 0} | {f"{split}_size": count}
-        task = make_task(ToolQaSpec(hops=tuple(hops), **sizes, seed=FIRST_WORLD * (1 + seed) + world))  # type: ignore[arg-type]
+        task = make_task(ToolQaSpec(hops=tuple(hops), **sizes, seed=FIRST_WORLD * (1 + seed) + world))
         examples = task.splits()[split]
         for example, replies in zip(examples, _replies(cast(InteractiveTask, task), examples), strict=True):
             pool[int(example.meta["level"])].append(Asked(example, replies))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -63,12 +63,10 @@ class SharedDecodeCache(Cache):
     def texts(self, rows: Tensor, behind: Tensor) -> PromptCache:
         """All that `rows` (m,) and their prompts hold but their last `behind` (m,) positions, in a cache of its own."""
         prompt = self._row_prompt[rows]
+        own = [cast(GrowingLayer, layer).of(rows) for layer in self.layers]
         found = PromptCache.of(
-            (
-                torch.cat([keys[prompt].transpose(2, 3), layer.keys[rows, :, : layer.used]], 2),  # type: ignore[union-attr, misc]
-                torch.cat([values[prompt], layer.values[rows, :, : layer.used]], 2),  # type: ignore[union-attr, misc]
-            )
-            for (keys, values), layer in zip(self.prompts, self.layers, strict=True)
+            (torch.cat([keys[prompt].transpose(2, 3), own_keys], 2), torch.cat([values[prompt], own_values], 2))
+            for (keys, values), (own_keys, own_values) in zip(self.prompts, own, strict=True)
         )
         found.move_right(behind)
         return found

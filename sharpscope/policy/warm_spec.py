@@ -98,13 +98,22 @@ class ToolQaWarmStart(WarmStartSpec):
     policy: ClassVar[str] = "tool_qa"
 
     weights: dict[int, float] = Field(
-        {1: 0.4, 2: 0.5, 3: 0.1}, description="share of demonstrations by number of hops, 1 to 3; need not sum to 1"
+        {1: 0.7, 2: 0.25, 3: 0.05}, description="share of demonstrations by number of hops, 1 to 3; need not sum to 1"
     )
     worlds: int = Field(40, ge=1, description="invented worlds to ask about, none of them that of the task's own seeds")
     questions: int = Field(300, ge=1, description="most different questions of each world and number of hops")
     vocabulary: int = Field(576, ge=268, le=8192, description="most tokens of the tokenizer")
-    steps: int = Field(1000, ge=1, description="optimizer updates")
+    layers: int = Field(3, ge=1, le=16, description="transformer layers")
+    width: int = Field(96, ge=8, le=1024, description="hidden size; a multiple of 2 × heads")
+    feed_forward: int = Field(256, ge=8, le=4096, description="inner size of the feed-forward layers")
+    guess_share: float = Field(
+        0.35, ge=0, le=1, description="share of demonstrations that guess instead of searching on"
+    )
+    steps: int = Field(1700, ge=1, description="optimizer updates")
     batch: int = Field(32, ge=1, description="demonstrations per update")
+    micro_tokens: int = Field(
+        4096, ge=1, description="tokens in one forward pass, padding included, though at least one row"
+    )
 
     @field_validator("weights")
     @classmethod

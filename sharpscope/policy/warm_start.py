@@ -165,7 +165,8 @@ def _puzzle_phrases(corpus: Sequence[Demonstration]) -> list[str]:
 
 
 def _math_material(spec: MathWarmStart) -> Material:
-    families, levels = _used(spec.weights), _used(spec.levels)
+    families = _used({str(family): share for family, share in spec.weights.items()})
+    levels = _used(spec.levels)
     kinds = (sorted(families), sorted(levels))
     pool = demonstrations_math.questions(*kinds, spec.questions, spec.seed)
     held_out = demonstrations_math.questions(*kinds, spec.probe_size, spec.seed, "heldout")
