@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,7 +119,7 @@ class ProbeSet:
         return draw([item.example for item in self.split(split)], samples, self.seed if seed is None else seed)
 
     def save(self, path: Path | str) -> Path:
-        """Write the Parquet file (aside, then renamed) and return its path."""
+        """Write the Parquet file (aside, flushed to the disk, then renamed) and return its path."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 
@@ -142,7 +143,10 @@ class ProbeSet:
         table = pa.table(columns).replace_schema_metadata({"sharpscope.probe_set": json.dumps(key)})
         path.parent.mkdir(parents=True, exist_ok=True)
         aside = path.with_name(path.name + ".tmp")
-        pq.write_table(table, aside)
+        with aside.open("wb") as file:
+            pq.write_table(table, file)
+            file.flush()
+            os.fsync(file.fileno())
         aside.replace(path)
         return path
 
