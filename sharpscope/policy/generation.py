@@ -19,7 +19,7 @@ from sharpscope.policy.head import backbone, computing
 from sharpscope.policy.loading import Policy
 from sharpscope.policy.rollouts import Completions
 from sharpscope.policy.sampling import completion_uniforms
-from sharpscope.policy.spec import SamplingSpec
+from sharpscope.policy.spec import LocalBackend, SamplingSpec
 
 
 @torch.no_grad()
@@ -59,6 +59,16 @@ def generate(
     seed = int(torch.randint(2**62, (), generator=generator))
     count = len(prompts) * group_size
     out, texts = Output.blank(count, spec.max_new_tokens, policy.pad_id), [""] * count
+    truncates = spec.temperature > 0 and (spec.top_p < 1 or spec.top_k > 0)
+    if not isinstance(spec.backend, LocalBackend):
+        if environment is not None:
+            raise UserError(
+                f"rollout.backend.kind = {spec.backend.kind}: a task that answers in the middle of a completion needs backend local"
+            )
+        from sharpscope.policy.remote import draw_remotely
+
+        texts = draw_remotely(policy, prompts, group_size, spec, seed, first, out)
+        return _collect(policy, prompts, group_size, out, texts, truncates)
     # Prompts of like length share a batch, so that little of it is padding.
     by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     order = torch.tensor([i * group_size + g for i in by_length for g in range(group_size)])
@@ -75,7 +85,6 @@ def generate(
     if environment is None:
         spoken = (out.length - (~out.truncated).long()).tolist()  # without the end-of-text token
         texts = [as_text(policy.tokenizer, row[:n]) for row, n in zip(out.ids.tolist(), spoken, strict=True)]
-    truncates = spec.temperature > 0 and (spec.top_p < 1 or spec.top_k > 0)
     return _collect(policy, prompts, group_size, out, texts, truncates)
 
 

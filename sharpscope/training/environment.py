@@ -14,17 +14,22 @@ from typing import Any
 import psutil
 import torch
 
-PACKAGES = ("sharpscope", "torch", "transformers", "tokenizers", "numpy", "scipy", "pandas", "pyarrow", "reasoning-gym")
+OPTIONAL = ("accelerate", "peft")
+PACKAGES = (
+    "sharpscope", "torch", "transformers", "tokenizers", "numpy", "scipy", "pandas", "pyarrow", "reasoning-gym", *OPTIONAL,
+)  # fmt: skip
 
 
 def set_threads(threads: int | None) -> int:
-    """Give torch its CPU threads: `threads`, or the physical cores that this process may use. Returns the number set.
+    """Give torch its CPU threads: `threads`, or the physical cores that this process may use, divided by the processes of
+    the run on this machine. Returns the number set.
 
     Two processes that each take all cores slow each other down tenfold, so every command calls this.
     """
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     physical = psutil.cpu_count(logical=False) or usable
-    chosen = threads if threads is not None else max(1, min(usable, physical))
+    together = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    chosen = threads if threads is not None else max(1, min(usable, physical) // together)
     torch.set_num_threads(chosen)
     return chosen
 
@@ -43,7 +48,8 @@ def versions() -> dict[str, str]:
         try:
             found[package] = version(package)
         except PackageNotFoundError:
-            found[package] = "not installed as a package"
+            if package not in OPTIONAL:
+                found[package] = "not installed as a package"
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field, fields
 
 import torch
@@ -21,9 +22,13 @@ from sharpscope.objective import (
     token_normalizer,
 )
 from sharpscope.objective.spec import EwmaProximal, GradientNormPenalty, Sam
-from sharpscope.policy import Rollouts, TokenStats, microbatches, score_completions
+from sharpscope.policy import Rollouts, Scored, TokenStats, microbatches, score_completions
+from sharpscope.policy.adapters import without_adapters
+from sharpscope.training import processes
 from sharpscope.training.optimizer import gradient_norm, scale_gradients, update_norm
 from sharpscope.training.seeds import generator
+from sharpscope.training.sharding import Seen, is_sharded, whole_copy
+from sharpscope.training.token_record import TokenRecord, blank_stats, step_tensors, write_stats
 
 NO_GRADIENT = "the gradient is not finite"
 BROKEN = "an update made model weights that are not finite, and nothing later can mend them"
@@ -39,20 +44,6 @@ class UpdateRecord:
     clip_factor: float
     skipped: bool
     problem: str = ""  # what is not finite; empty if all is
-
-
-@dataclass
-class TokenRecord:
-    """What each token did in the first update that used it; all (N, T), on the CPU."""
-
-    stats: TokenStats
-    weight: Tensor
-    advantage: Tensor
-    loss_coef: Tensor  # ∂L/∂log π_t of that update
-    ratio: Tensor
-    clipped: Tensor  # int8: −1 clipped low, 0 not, 1 clipped high
-    kl: Tensor
-    update: Tensor  # int32; −1 where no update used the token
 
 
 @dataclass
@@ -97,8 +88,10 @@ class Learner:
     share_prompt: bool
     max_grad_norm: float | None
     seed: int
-    reference: torch.nn.Module | None = None
+    reference: torch.nn.Module | None = None  # the model itself: its adapters are switched off
     proximal: torch.nn.Module | None = None
+    compute: torch.dtype | None = None
+    recompute: bool = False
     before_step: BeforeStep | None = None
     allow: Allow | None = None
     parameters: list[Tensor] = field(init=False)
@@ -106,6 +99,26 @@ class Learner:
     def __post_init__(self) -> None:
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.warnings: tuple[str, ...] = ()
+        # Every process must run the layers equally often where they are divided: one pass a microbatch, prompts included.
+        self.sharded = is_sharded(self.model)
+        self.share_prompt = self.share_prompt and not self.sharded
+        self._seen: Seen | None = None
+
+    @property
+    def seen(self) -> Seen:
+        """The present model, gradients and optimizer as probes see them; of a sharded model a whole copy, until the next update.
+
+        Every process must ask, in the same order.
+        """
+        if not self.sharded:
+            return Seen(self.model, self.parameters, self.optimizer)  # type: ignore[arg-type]
+        if self._seen is None:
+            self._seen = whole_copy(self.model, self.optimizer, next(self.model.parameters()).device)
+        return self._seen
+
+    def forget_seen(self) -> None:
+        """Free the copy that probes saw: it is no longer the present model."""
+        self._seen = None
 
     # -- statistics of the policy at the start of the step ---------------------------------------------------------
 
@@ -118,29 +131,33 @@ class Learner:
             and passes_of(self.method) == 1
             and self.proximal is None
             and self.method.sharpness.kind == "none"  # the second gradient, at shifted weights, needs π_old as it was
+            and not self.sharded  # a plan that fails in one process alone would leave the others waiting
         )
 
     @torch.no_grad()
     def statistics(self, rollouts: Rollouts) -> TokenStats:
         """TokenStats (N, T) of the current policy over all rows, in microbatches."""
         found = blank_stats(rollouts.completion_mask, self.model)
-        for rows in self._microbatches(rollouts, torch.arange(len(rollouts))):
-            scored = score_completions(
-                self.model,
-                rollouts.rows(rows),
-                self.temperature,
-                share_prompt=self.share_prompt,
-                with_grad=False,
-                stats=True,
-            )
-            write_stats(found, rows, scored.stats)
+        mine, batches = self._mine(rollouts, torch.arange(len(rollouts)))
+        for rows in batches:
+            write_stats(found, rows, self._score(self.model, rollouts.rows(rows), stats=True).stats)
+        for _ in range(self._idle(batches)):
+            self._score(self.model, self._least(rollouts), stats=True)
+        processes.share_rows(mine, [getattr(found, stat.name) for stat in fields(TokenStats)])
         return found
+
+    def _score(self, model: torch.nn.Module, rows: Rollouts, *, with_grad: bool = False, stats: bool = False) -> Scored:
+        return score_completions(
+            model, rows, self.temperature, share_prompt=self.share_prompt, with_grad=with_grad, stats=stats,
+            compute=self.compute, recompute=self.recompute, one_pass=self.sharded,
+        )  # fmt: skip
 
     def _frozen_logp(self, model: torch.nn.Module | None, micro: Rollouts) -> Tensor | None:
         """(n, T) log-probabilities of a frozen model; None without one."""
         if model is None:
             return None
-        return score_completions(model, micro, self.temperature, share_prompt=self.share_prompt, with_grad=False).logp
+        with without_adapters(model) if model is self.model else nullcontext():
+            return self._score(model, micro).logp
 
     # -- the step --------------------------------------------------------------------------------------------------
 
@@ -190,6 +207,7 @@ class Learner:
 
     def _update(self, index: int, rows: Tensor, pass_index: int) -> UpdateRecord:
         """One gradient, what the method does to it, and the optimizer's step."""
+        self.forget_seen()
         loss = self._gradient(index, rows, pass_index, record=True)
         norm = gradient_norm(self.parameters)
         if index == 0 and self.allow is not None:
@@ -209,6 +227,7 @@ class Learner:
         factor = 1.0 if self.max_grad_norm is None else min(1.0, self.max_grad_norm / (norm + 1e-6))
         if self.before_step is not None:
             self.before_step(UpdateBatch(index, rows, self._coef, norm, factor))
+        self.forget_seen()
         scale_gradients(self.parameters, factor)
         self.optimizer.step()
         size = update_norm(self.optimizer)
@@ -225,19 +244,30 @@ class Learner:
         place = {int(row): position for position, row in enumerate(rows)}
         if record:
             self._coef = torch.zeros(len(rows), rollouts.completion_ids.shape[1])
-        total = 0.0
-        for micro in self._microbatches(rollouts, rows):
-            local = torch.tensor([place[int(row)] for row in micro])
-            total += self._microbatch(index, micro, local, normalizer[local], pass_index, record)
-        return total
+        total, problem = 0.0, None
+        mine, batches = self._mine(rollouts, rows)
+        try:
+            for micro in batches:
+                local = torch.tensor([place[int(row)] for row in micro])
+                total += self._microbatch(index, micro, local, normalizer[local], pass_index, record)
+        except NonFiniteError as error:  # a token weight, which every process must hear of
+            problem = str(error)
+        for _ in range(self._idle(batches)):
+            self._idle_microbatch(rollouts)
+        problem = processes.first_of([problem])
+        if problem is not None:
+            raise NonFiniteError(problem)
+        processes.sum_gradients(self.parameters)
+        if record:
+            processes.share_rows(torch.tensor([place[int(row)] for row in mine], dtype=torch.long), [self._coef])
+            processes.share_rows(mine, self._tokens.tensors(stats=self._plan is None))
+        return processes.total(total)
 
     def _microbatch(
         self, index: int, micro: Tensor, local: Tensor, normalizer: Tensor, pass_index: int, record: bool
     ) -> float:
         rows = self._rollouts.rows(micro)
-        scored = score_completions(
-            self.model, rows, self.temperature, share_prompt=self.share_prompt, with_grad=True, stats=self._plan is None
-        )
+        scored = self._score(self.model, rows, with_grad=True, stats=self._plan is None)
         logp = scored.logp  # (n, T)
         if scored.stats is None:
             assert self._plan is not None
@@ -312,41 +342,38 @@ class Learner:
         rollouts = self._rollouts
         return step_tensors(rollouts.rows(rows), self._advantage[rows], stats, old_logp, self._progress)
 
-    def _microbatches(self, rollouts: Rollouts, rows: Tensor) -> list[Tensor]:
+    def _mine(self, rollouts: Rollouts, rows: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Those of `rows` that this process computes, whole groups of about the same work as the others', and microbatches."""
         part = rollouts.rows(rows)
+        labels, member = part.group.cpu().unique(return_inverse=True)
+        work = torch.zeros(len(labels), dtype=torch.long).scatter_add(
+            0, member, (part.lengths + part.prompt_lengths).cpu()
+        )
+        own = torch.isin(member, torch.tensor(processes.deal(work.tolist()), dtype=torch.long)).nonzero()[:, 0]
+        if not len(own):
+            return rows[own], []
+        part, rows = part.rows(own), rows[own]
         group = part.group if self.share_prompt else None
         batches = microbatches(part.lengths, self.microbatch_tokens, prompt_lengths=part.prompt_lengths, group=group)
-        return [rows[batch] for batch in batches]
+        return rows, [rows[batch] for batch in batches]
+
+    def _idle(self, batches: list[Tensor]) -> int:
+        """How many passes this process must run for the others' sake, who have more microbatches of a sharded model."""
+        return max(processes.gather(len(batches))) - len(batches) if self.sharded else 0
+
+    def _least(self, rollouts: Rollouts) -> Rollouts:
+        """The row that costs least."""
+        return rollouts.rows((rollouts.lengths + rollouts.prompt_lengths).argmin()[None].cpu())
+
+    def _idle_microbatch(self, rollouts: Rollouts) -> None:
+        """All passes of a microbatch, adding nothing to the gradient."""
+        rows = self._least(rollouts)
+        (self._score(self.model, rows, with_grad=True).logp.sum() * 0.0).backward()
+        self._frozen_logp(self.reference, rows)
 
 
 def _problem(loss: float, norm: float) -> str:
     return "the loss is not finite" if not math.isfinite(loss) else "" if math.isfinite(norm) else NO_GRADIENT
-
-
-def step_tensors(
-    rollouts: Rollouts, advantage: Tensor, stats: TokenStats, old_logp: Tensor, progress: float
-) -> StepTensors:
-    """What the objective needs of a step, from rollouts (N, T) and the statistics of the policy at its start."""
-    return StepTensors(
-        mask=rollouts.completion_mask, group=rollouts.group, advantage=advantage.to(stats.logp), behavior_logp=old_logp,
-        logp=stats.logp, logit=stats.logit, entropy=stats.entropy, collision=stats.collision, polarity=stats.polarity,
-        progress=progress,
-    )  # fmt: skip
-
-
-def blank_stats(mask: Tensor, model: torch.nn.Module) -> TokenStats:
-    """TokenStats of zeros in the shape of `mask` (N, T), on its device, in the dtype that the model's statistics have."""
-    dtype = torch.float64 if next(model.parameters()).dtype == torch.float64 else torch.float32
-    return TokenStats(
-        **{stat.name: torch.zeros(mask.shape, dtype=dtype, device=mask.device) for stat in fields(TokenStats)}
-    )
-
-
-def write_stats(target: TokenStats, rows: Tensor, values: TokenStats | None) -> None:
-    """Put `values` (n, T) into the rows `rows` of `target` (N, T)."""
-    assert values is not None
-    for name in (stat.name for stat in fields(TokenStats)):
-        getattr(target, name)[rows] = getattr(values, name).to(getattr(target, name).dtype)
 
 
 __all__ = ["Learned", "Learner", "TokenRecord", "UpdateBatch", "UpdateRecord", "step_tensors"]

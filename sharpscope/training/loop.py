@@ -18,19 +18,12 @@ from transformers.utils.logging import disable_progress_bar
 from sharpscope.errors import UserError
 from sharpscope.objective import calibrate, choose_preset, method_label, needs_calibration
 from sharpscope.policy import Policy, TokenStats, check_lengths, load_policy, render_prompts
+from sharpscope.policy.adapters import has_adapters
 from sharpscope.tasks import Task, make_task
-from sharpscope.traces import RunLock, TraceWriter, create_run_dir, read_run_info, rewind, update_run_info
+from sharpscope.traces import RunLock, create_run_dir, read_run_info, rewind
 from sharpscope.traces.files import RUN_FILE
-from sharpscope.training import environment
-from sharpscope.training.checkpoint import (
-    Progress,
-    fingerprint,
-    load_checkpoint,
-    load_vectors,
-    newest_whole,
-    prune,
-    save_checkpoint,
-)
+from sharpscope.training import environment, processes, saving
+from sharpscope.training.checkpoint import Progress, fingerprint, load_vectors, newest_whole
 from sharpscope.training.clock import Clock, stop_after_step
 from sharpscope.training.data_order import DataOrder
 from sharpscope.training.display import Display, QuietDisplay
@@ -40,6 +33,7 @@ from sharpscope.training.learning import BROKEN, Learned, Learner, step_tensors
 from sharpscope.training.observers import Observers
 from sharpscope.training.optimizer import build_optimizer, learning_rate, set_learning_rate
 from sharpscope.training.probe_sets import check_probe_set
+from sharpscope.training.processes import Launch
 from sharpscope.training.records import rollout_columns, steps_row, token_columns, weight_columns
 from sharpscope.training.rounds import Round, draw_round
 from sharpscope.training.run_folder import (
@@ -48,9 +42,12 @@ from sharpscope.training.run_folder import (
     discard_unused,
     end_run,
     keep_traceback,
+    note,
     refused_write,
     run_info,
+    trace_writer,
 )
+from sharpscope.training.sharding import shard
 
 if TYPE_CHECKING:
     from sharpscope.config import RunConfig
@@ -77,87 +74,113 @@ def train(config: RunConfig, display: Display | None = None, resume: bool = Fals
         UserError: for a mistake in the input, a folder that exists, or a folder that another process writes to.
     """
     disable_progress_bar()  # transformers' own bars; ours says what is being done
+    launch = processes.start()
     threads = environment.set_threads(config.threads)
+    display = display if display is not None and processes.is_first() else QuietDisplay()
+    folder = config.run_dir
     with ExitStack() as held:
+
+        def hold() -> None:
+            held.enter_context(RunLock(folder))
+
         saved: Path | None = None
         notes: list[str] = []
         if resume:
-            held.enter_context(RunLock(config.run_dir))
-            saved, notes = newest_whole(config.run_dir)
+            processes.decided(hold)
+            saved, notes = processes.decided(lambda: newest_whole(folder))
         task = make_task(config.task)
         examples = task.splits().get("train", [])
         if not examples:
             raise UserError(f"task.kind = '{config.task.kind}': has no split 'train' to learn from")
         source = config.policy if saved is None else config.policy.model_copy(update={"model": str(saved)})
-        policy = load_policy(source)
+        policy = load_policy(source, base=config.policy.model)
         longest = [e for split in ("train", *config.evaluation.splits) for e in task.splits().get(split, [])]
         check_lengths(policy, render_prompts(longest, policy), config.rollout.max_new_tokens)
         check_probe_set(config, task)
-        run = _Run(config, policy, task, examples, display or QuietDisplay())
+        info = run_info(config, policy, threads, launch)
+        run = _Run(config, policy, task, examples, display, launch)
         if not resume:
-            create_run_dir(config.run_dir)
-            held.enter_context(RunLock(config.run_dir))
-        begun = (config.run_dir / RUN_FILE).exists()
+            processes.decided(lambda: create_run_dir(folder) and None)
+            processes.decided(hold)
+        begun = processes.agreed((folder / RUN_FILE).exists())
         if begun and not resume:
-            raise UserError(f"out: {config.run_dir} holds a run and is not overwritten; choose another --out")
+            raise UserError(f"out: {folder} holds a run and is not overwritten; choose another --out")
         if not begun:
-            begin_run_dir(config, policy, run_info(config, policy, threads))
+            processes.decided(lambda: begin_run_dir(config, policy, info))
         try:
             return run.go(saved, notes)
         except UserError:
-            if not resume:
-                discard_unused(config.run_dir)
+            if not resume and processes.is_first():
+                discard_unused(folder)
             raise
 
 
 class _Run:
     """The state of one run while it trains."""
 
-    def __init__(self, config: RunConfig, policy: Policy, task: Task, examples: list[Any], display: Display) -> None:
+    def __init__(
+        self, config: RunConfig, policy: Policy, task: Task, examples: list[Any], display: Display, launch: Launch
+    ) -> None:
         from sharpscope.config import default_preset
 
         self.config, self.policy, self.task, self.display = config, policy, task, display
         self.device = policy.device
         preset = default_preset(config)
         self.method = config.method.model_copy(update={"weight": choose_preset(config.method.weight, preset)})
+        self.reference = _reference(config, policy) if self.method.needs_reference else None
+        self.reference_mark = None if self.reference is None else fingerprint(self.reference)
+        self.proximal = copy.deepcopy(policy.model).eval() if self.method.needs_proximal else None
+        if launch.sharded:
+            self._shard(launch.reshard)
         self.optimizer = build_optimizer(policy.model, config.optimizer)
         self.order = DataOrder(examples, config.seed)
         self.recent: list[float] = []  # log gradient norms of the last steps, for spikes
         self.stop_requested = False
         self.said: set[str] = set()  # warnings of the method that were shown
         self.scores: dict[int, float] = {}  # held-out accuracy by step
-        self.reference = _frozen_copy(config) if self.method.needs_reference else None
-        self.proximal = copy.deepcopy(policy.model).eval() if self.method.needs_proximal else None
         self.learner = Learner(
             model=policy.model, optimizer=self.optimizer, method=self.method, temperature=config.rollout.temperature,
             max_new_tokens=config.rollout.max_new_tokens, mini_batches=config.update.mini_batches,
             inner_epochs=config.update.inner_epochs, microbatch_tokens=config.update.microbatch_tokens,
             share_prompt=config.update.share_prompt,
             max_grad_norm=config.optimizer.max_grad_norm, seed=config.seed, reference=self.reference, proximal=self.proximal,
+            compute=policy.compute, recompute=config.update.gradient_checkpointing,
         )  # fmt: skip
         self.observers = Observers(config, policy, task, self.learner)
+
+    def _shard(self, reshard: bool) -> None:
+        """Divide the weights of the policy and of its reference over the processes."""
+        if self.proximal is not None:
+            raise UserError(
+                f"method.proximal: {method_label(self.method)} keeps an average of all weights, which is not sharded; launch "
+                "without --use_fsdp"
+            )
+        for model in (self.policy.model, self.reference):
+            if model is not None:
+                shard(model, reshard)
 
     # -- the whole run -----------------------------------------------------------------------------------------------
 
     def go(self, checkpoint: Path | None, notes: list[str]) -> Outcome:
         """All steps after `checkpoint` (None: all). `notes` are kept in run.json."""
         config, run_dir = self.config, self.config.run_dir
-        if self.reference is not None:
-            check_reference(run_dir, fingerprint(self.reference))
+        mark = self.reference_mark
+        if mark is not None:
+            processes.decided(lambda: check_reference(run_dir, mark))
         done = restored = 0 if checkpoint is None else self._restore(checkpoint)
-        rewind(run_dir, done if checkpoint is not None else -1)
-        noted = [*read_run_info(run_dir).get("notes", []), *notes]
-        update_run_info(run_dir, status="running", steps_done=done, notes=noted)
+        processes.decided(lambda: rewind(run_dir, done if checkpoint is not None else -1) and None)
+        info = processes.decided(lambda: read_run_info(run_dir))
+        note(run_dir, status="running", steps_done=done, notes=[*info.get("notes", []), *notes])
         status, reason = "failed", ""
         self.display.start(
             f"{method_label(config.method)} · {config.task.kind} · seed {config.seed}", config.steps, done
         )
         started = time.perf_counter()
         try:
-            with TraceWriter(run_dir) as writer, stop_after_step(self):
+            with trace_writer(run_dir) as writer, stop_after_step(self):
                 self.writer = writer
                 self.display.status("choosing the probe set")
-                events = self.observers.start(read_run_info(run_dir))
+                events = self.observers.start(info)
                 if checkpoint is None:
                     self._tell(events)  # a checkpoint's run has told them
                     self._evaluate(0)
@@ -165,7 +188,7 @@ class _Run:
                 for step in range(done + 1, config.steps + 1):
                     stop = self._step(step)
                     done = step
-                    if stop or self.stop_requested:
+                    if stop or any(processes.gather(self.stop_requested)):
                         status, reason = ("failed", stop) if stop else ("interrupted", "stopped by the user")
                         break
                 else:
@@ -218,7 +241,7 @@ class _Run:
         self.writer.append("steps", row | clock.laps)
         if step % config.recording.flush_every == 0:
             self.writer.flush()
-            update_run_info(config.run_dir, steps_done=step)
+            note(config.run_dir, steps_done=step)
         self.display.step(row)
         every = config.evaluation.every
         if every and (step % every == 0 or step == config.steps):
@@ -237,7 +260,7 @@ class _Run:
         tensors = step_tensors(drawn.rollouts, drawn.advantage, stats, stats.logp, progress)
         self.method = self.method.model_copy(update={"weight": calibrate(self.method.weight, tensors)})
         self.learner.method = self.method
-        update_run_info(self.config.run_dir, calibration=self.method.weight.model_dump(mode="json"))
+        note(self.config.run_dir, calibration=self.method.weight.model_dump(mode="json"))
 
     def _check_rollouts(self, step: int, drawn: Round) -> list[Event]:
         """The health rules that rewards and lengths answer, before anything is learnt from them."""
@@ -265,9 +288,10 @@ class _Run:
             saturation=max(columns["weight_saturation_low"] or 0.0, columns["weight_saturation_high"] or 0.0),
             logp_mismatch=float(gap.mean()) if gap.numel() else math.nan, memory=memory_share(self.device),
         )  # fmt: skip
-        return not any(
+        allowed = not any(
             event.action in PREVENTS and (event.rule, event.action) != ("non_finite", "skip_step") for event in events
         )
+        return processes.agreed(allowed)  # memory differs between processes
 
     def _judge(self, step: int, learned: Learned, events: list[Event]) -> str:
         """Tell a step's events; returns why the run must stop, or nothing."""
@@ -283,7 +307,7 @@ class _Run:
                 self.said.add(text)
                 events.append(Event(step, "method", "warning", math.nan, math.nan, "warn", text))
         self._tell(events)
-        return next((f"{event.rule}: {event.message}" for event in events if event.action == "stop"), "")
+        return processes.agreed(next((f"{e.rule}: {e.message}" for e in events if e.action == "stop"), ""))
 
     def _tell(self, events: list[Event]) -> None:
         """Events to the trace and to the person."""
@@ -335,14 +359,10 @@ class _Run:
             step, self.order.cursor, self.recent, self.method.model_dump(mode="json"), sorted(self.said),
             self.scores.get(step),
         )  # fmt: skip
-        save_checkpoint(
-            self.config.run_dir, self.policy.model, self.policy.tokenizer, self.optimizer, progress, self.proximal,
-            self.observers.surface.vectors,
-        )  # fmt: skip
-        prune(self.config.run_dir, self.config.checkpoint)
+        saving.save(self.config, self.policy, self.optimizer, progress, self.proximal, self.observers.surface.vectors)
 
     def _restore(self, checkpoint: Path) -> int:
-        progress = load_checkpoint(checkpoint, self.policy.model, self.optimizer, self.proximal)
+        progress = saving.restore(checkpoint, self.policy, self.optimizer, self.proximal)
         self.observers.surface.vectors = load_vectors(checkpoint)
         self.order.cursor = progress.cursor
         self.recent = progress.recent_log_grad_norms
@@ -352,7 +372,8 @@ class _Run:
         return progress.step
 
 
-def _frozen_copy(config: RunConfig) -> torch.nn.Module:
-    """The initial policy, without gradients: the reference of the KL term."""
-    model = load_policy(config.policy).model.eval()
-    return model.requires_grad_(False)
+def _reference(config: RunConfig, policy: Policy) -> torch.nn.Module:
+    """The initial policy without gradients, the reference of the KL term; the policy itself where it has adapters to switch off."""
+    if has_adapters(policy.model):
+        return policy.model
+    return load_policy(config.policy).model.eval().requires_grad_(False)

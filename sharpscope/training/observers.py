@@ -48,7 +48,7 @@ class Observers:
         self.spec = config.recording
         self.seconds = 0.0
         self.drawer = Drawer(config, policy, task)
-        self.surface = SurfaceProbes(config, policy, learner.optimizer, self.drawer)
+        self.surface = SurfaceProbes(config, learner, self.drawer)
         self.probe_set: ProbeSet | None = None
         self._columns: dict[str, Tensor] = {}
         self._parts: list[tuple[str, float]] = []
@@ -106,13 +106,21 @@ class Observers:
         mask = _mask(part)
         common: dict[str, Any] = {"attention_mask": part.attention_mask, "temperature": self.config.rollout.temperature}
         # Forward and backward passes cost by token, so tokens without a part in the gradient are still run: they have norms.
-        local = score_norms(self.policy.model, part.input_ids, mask, tier="local", **common).values
+        local = score_norms(self.learner.seen.model, part.input_ids, mask, tier="local", **common).values
         self._put("score_norm_local", batch, local)
         if batch.grad_norm > 0:
-            gradient = [torch.zeros_like(p) if p.grad is None else p.grad.detach() for p in self.learner.parameters]
+            gradient = [
+                torch.zeros_like(p) if p.grad is None else p.grad.detach() for p in self.learner.seen.parameters
+            ]
             coef = _wide(part, batch.loss_coef.to(mask.device))
             along = attribute(
-                self.policy.model, part.input_ids, mask, coef, direction=gradient, method=self.spec.derivative, **common
+                self.learner.seen.model,
+                part.input_ids,
+                mask,
+                coef,
+                direction=gradient,
+                method=self.spec.derivative,
+                **common,
             )
             self._put("attribution", batch, along / batch.grad_norm**2)
             if self.spec.update_attribution:
@@ -123,9 +131,11 @@ class Observers:
         self, batch: UpdateBatch, part: Rollouts, mask: Tensor, coef: Tensor, common: dict[str, Any]
     ) -> None:
         """Shares of ‖Δθ‖² of the step that the optimizer is about to take; what is not the tokens' goes to the probes table."""
-        split = coming_update(self.learner.optimizer, self.learner.parameters, batch.clip_factor)  # type: ignore[arg-type]
+        split = coming_update(self.learner.seen.optimizer, self.learner.seen.parameters, batch.clip_factor)
         # D⁻¹ stretches the direction over many orders of magnitude, where a difference of float32 values is too coarse.
-        shares = update_attribution(self.policy.model, part.input_ids, mask, coef, split, method="forward", **common)
+        shares = update_attribution(
+            self.learner.seen.model, part.input_ids, mask, coef, split, method="forward", **common
+        )
         self._put("update_attribution", batch, shares)
         if batch.index == 0:
             self._parts += [
@@ -154,7 +164,7 @@ class Observers:
         keep = mask.any(dim=1).nonzero()[:, 0]  # only completions that hold a chosen token are run
         some = {**common, "attention_mask": part.attention_mask[keep]}
         values = torch.full(part.input_ids.shape, math.nan, device=norms.device)
-        exact = score_norms(self.policy.model, part.input_ids[keep], mask[keep], tier="exact", **some).values
+        exact = score_norms(self.learner.seen.model, part.input_ids[keep], mask[keep], tier="exact", **some).values
         values[keep] = torch.where(mask[keep].bool(), exact.float(), math.nan)
         self._put("score_norm", batch, values)
         self._put("score_norm_std_error", batch, torch.where(values.isnan(), math.nan, 0.0))
@@ -170,12 +180,17 @@ class Observers:
         vectors = self.surface.vectors
         if vectors is None:
             return
-        sizes = [p.numel() for p in self.learner.parameters]
+        sizes = [p.numel() for p in self.learner.seen.parameters]
         total = torch.zeros_like(exact)
         for vector in vectors:
-            direction = [v.view_as(p) for v, p in zip(vector.split(sizes), self.learner.parameters, strict=True)]
+            direction = [v.view_as(p) for v, p in zip(vector.split(sizes), self.learner.seen.parameters, strict=True)]
             found = directional_derivative(
-                self.policy.model, part.input_ids[keep], mask[keep], direction, method=self.spec.derivative, **common
+                self.learner.seen.model,
+                part.input_ids[keep],
+                mask[keep],
+                direction,
+                method=self.spec.derivative,
+                **common,
             )
             total += found.values.to(total) ** 2
         values = torch.full(part.input_ids.shape, math.nan, device=exact.device)
@@ -187,7 +202,7 @@ class Observers:
         """c_t⟨∇log π_t, ∇L_heldout⟩ of all tokens of the update; positive lowers the held-out loss."""
         part = self._rollouts.rows(batch.rows)
         found = heldout_influence(
-            self.policy.model, part.input_ids, _mask(part), _wide(part, batch.loss_coef.to(part.input_ids.device)),
+            self.learner.seen.model, part.input_ids, _mask(part), _wide(part, batch.loss_coef.to(part.input_ids.device)),
             self._heldout_gradient(), attention_mask=part.attention_mask, temperature=self.config.rollout.temperature,
             method=self.spec.derivative,
         )  # fmt: skip
@@ -196,7 +211,7 @@ class Observers:
     def _heldout_gradient(self) -> list[Tensor]:
         """∇L_heldout: of the expected failure on rollouts that the present policy draws, or of stored solutions' nll."""
         assert self.probe_set is not None
-        model, temperature = self.policy.model, self.config.rollout.temperature
+        model, temperature = self.learner.seen.model, self.config.rollout.temperature
         if self.spec.heldout_functional == "nll":
             batch = self.probe_set.solutions("heldout")
             batch = batch.to(self.policy.device)

@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from sharpscope.training import processes
 from sharpscope.training.spec import OptimizerSpec
 
 
 def build_optimizer(model: nn.Module, spec: OptimizerSpec) -> torch.optim.AdamW:
-    """AdamW over the trainable parameters; weight decay acts on tensors of two or more dimensions only."""
+    """AdamW over the trainable parameters; weight decay acts on tensors of two or more dimensions only.
+
+    Parameters that are divided over processes have groups of their own: AdamW's joint operations take one kind at a time.
+    """
     trainable = [p for p in model.parameters() if p.requires_grad]
     groups = [
-        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": spec.weight_decay},
-        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
+        {
+            "params": [p for p in trainable if (p.ndim >= 2) is matrices and _divided(p) is divided],
+            "weight_decay": spec.weight_decay if matrices else 0.0,
+        }
+        for divided in (False, True)
+        for matrices in (True, False)
     ]
     return torch.optim.AdamW(
         [group for group in groups if group["params"]], lr=spec.lr, betas=(spec.beta1, spec.beta2), eps=spec.eps
@@ -42,13 +51,28 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr
 
 
+def _divided(tensor: Tensor) -> bool:
+    """Whether this process holds a part of the tensor only (FSDP2)."""
+    return hasattr(tensor, "to_local")
+
+
+def _norm(parts: Iterable[Tensor]) -> float:
+    """Global L2 norm, summed in float64; of a tensor that is divided over processes each contributes its part."""
+    whole = own = 0.0
+    divided = False
+    for part in parts:
+        local: Any = part
+        square = float(torch.linalg.vector_norm(local.to_local() if _divided(part) else part, dtype=torch.float64)) ** 2
+        if _divided(part):
+            own, divided = own + square, True
+        else:
+            whole += square
+    return math.sqrt(whole + (processes.total(own) if divided else 0.0))
+
+
 def gradient_norm(parameters: Iterable[Tensor]) -> float:
     """Global L2 norm of `.grad` over the parameters, summed in float64; parameters without a gradient count 0."""
-    total = 0.0
-    for parameter in parameters:
-        if parameter.grad is not None:
-            total += float(torch.linalg.vector_norm(parameter.grad, dtype=torch.float64)) ** 2
-    return math.sqrt(total)
+    return _norm(p.grad for p in parameters if p.grad is not None)
 
 
 def scale_gradients(parameters: Iterable[Tensor], factor: float) -> None:
@@ -66,7 +90,11 @@ def update_norm(optimizer: torch.optim.AdamW) -> float:
     Computed from AdamW's state, one parameter at a time, so that no copy of the weights is needed:
     Δθ = −lr·m̂/(√v̂ + ε) − lr·λ·θ_before with θ_before = (θ_after + lr·m̂/(√v̂ + ε)) / (1 − lr·λ).
     """
-    total = 0.0
+    return _norm(_steps_taken(optimizer))
+
+
+def _steps_taken(optimizer: torch.optim.AdamW) -> Iterator[Tensor]:
+    """Δθ of one parameter after the other."""
     for group in optimizer.param_groups:
         lr, decay, eps = group["lr"], group["weight_decay"], group["eps"]
         beta1, beta2 = group["betas"]
@@ -78,6 +106,4 @@ def update_norm(optimizer: torch.optim.AdamW) -> float:
             root = (state["exp_avg_sq"] / (1 - beta2**step)).sqrt_().add_(eps)
             adaptive = (state["exp_avg"] / (1 - beta1**step)).div_(root).mul_(lr)
             before = (parameter + adaptive) / (1 - lr * decay) if decay else parameter
-            delta = adaptive + lr * decay * before if decay else adaptive
-            total += float(torch.linalg.vector_norm(delta, dtype=torch.float64)) ** 2
-    return math.sqrt(total)
+            yield adaptive + lr * decay * before if decay else adaptive

@@ -14,6 +14,7 @@ from sharpscope.errors import UserError
 from sharpscope.policy import Policy, load_policy, render_prompts
 from sharpscope.probes import Drawn, ProbeSet, build_probe_set
 from sharpscope.tasks import Example, Task
+from sharpscope.training import processes
 from sharpscope.training.rounds import draw_completions
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def run_probe_set(config: RunConfig, task: Task) -> ProbeSet:
     It depends on the task, the initial policy and `probes.probe_set_seed` only, never on the method or the run's seed.
     """
     path = Path(config.run_dir) / PROBE_SET_FILE
-    if path.exists():
+    if processes.agreed(path.exists()):
         return ProbeSet.load(path)
     if config.probes.probe_set is not None:
         found = ProbeSet.load(config.probes.probe_set)
@@ -77,7 +78,7 @@ def run_probe_set(config: RunConfig, task: Task) -> ProbeSet:
             policy=config.policy.model, seed=spec.probe_set_seed, train=spec.prompts, heldout=spec.heldout_prompts,
             task_name=task_key(config),
         )  # fmt: skip
-    found.save(path)
+    processes.decided(lambda: found.save(path) and None)
     return found
 
 

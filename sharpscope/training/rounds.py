@@ -139,7 +139,8 @@ def _replace_groups(
 def moved(rows: C, device: torch.device) -> C:
     """The same rows with their tensors on `device`."""
     values = {field.name: getattr(rows, field.name) for field in fields(rows)}
-    return replace(rows, **{name: v.to(device) for name, v in values.items() if isinstance(v, Tensor)})
+    tensors: dict[str, Any] = {name: v.to(device) for name, v in values.items() if isinstance(v, Tensor)}
+    return replace(rows, **tensors)
 
 
 def join_rollouts(*parts: C) -> C:

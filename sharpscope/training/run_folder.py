@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import shutil
 import traceback
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from sharpscope.errors import UserError
 from sharpscope.objective import method_label
 from sharpscope.policy import Policy
-from sharpscope.traces import create_run_info, read_run_info, update_run_info, write_atomic
+from sharpscope.traces import TraceWriter, create_run_info, read_run_info, update_run_info, write_atomic
 from sharpscope.traces.files import TRACES, now, sync_folder, sync_tree
-from sharpscope.training import environment
+from sharpscope.training import environment, processes
 
 if TYPE_CHECKING:
     from sharpscope.config import RunConfig
@@ -50,7 +51,7 @@ def begin_run_dir(config: RunConfig, policy: Policy, info: dict[str, Any]) -> No
         ) from error
 
 
-def run_info(config: RunConfig, policy: Policy, threads: int) -> dict[str, Any]:
+def run_info(config: RunConfig, policy: Policy, threads: int, launch: processes.Launch) -> dict[str, Any]:
     """What run.json says of a new run."""
     trainable = sum(p.numel() for p in policy.model.parameters() if p.requires_grad)
     return {
@@ -62,6 +63,8 @@ def run_info(config: RunConfig, policy: Policy, threads: int) -> dict[str, Any]:
         "commit": environment.commit(),
         "device": environment.describe_device(policy.device),
         "threads": threads,
+        "processes": launch.processes,
+        "sharded": launch.sharded,
         "parameters": sum(p.numel() for p in policy.model.parameters()),
         "trainable_parameters": trainable,
         "vocabulary": policy.head.weight.shape[0],
@@ -104,11 +107,40 @@ def refused_write(error: OSError, folder: Path) -> str:
 def keep_traceback(folder: Path, error: BaseException) -> str:
     """Write an unforeseen error's traceback into the run's folder; returns the error in one line."""
     with suppress(OSError):
-        write_atomic(folder / TRACEBACK, "".join(traceback.format_exception(error)))
+        if processes.is_first():  # the others' are on their standard error
+            write_atomic(folder / TRACEBACK, "".join(traceback.format_exception(error)))
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+class NoWriter:
+    """What a TraceWriter is to processes that do not write."""
+
+    def __enter__(self) -> NoWriter:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def append(self, table: str, columns: Mapping[str, Any]) -> int:
+        """Nothing: the first process has the same rows."""
+        return 0
+
+    def flush(self) -> None:
+        """Nothing."""
+
+
+def trace_writer(folder: Path) -> TraceWriter | NoWriter:
+    """Writes a run's trace; of several processes only the first one's does."""
+    return TraceWriter(folder) if processes.is_first() else NoWriter()
+
+
+def note(folder: Path, **changes: Any) -> None:
+    """Entries of run.json, from the first process."""
+    if processes.is_first():
+        update_run_info(folder, **changes)
 
 
 def end_run(folder: Path, **changes: Any) -> None:
     """The last entries of run.json. On a disk that takes nothing more it stays `running`, which readers see has died."""
     with suppress(OSError):
-        update_run_info(folder, finished=now(), **changes)
+        note(folder, finished=now(), **changes)

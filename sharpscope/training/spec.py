@@ -37,7 +37,14 @@ class UpdateSpec(Spec):
     )
     inner_epochs: int = Field(1, ge=1, description="Times each completion is used in a step.")
     microbatch_tokens: int = Field(
-        16384, ge=64, description="Tokens (prompt + completion, padding included) held in one forward pass [tokens]."
+        16384,
+        ge=64,
+        description="Tokens (prompts once, completions) of one forward and backward pass; a group that exceeds it is cut, a longer "
+        "completion runs alone [tokens].",
+    )
+    gradient_checkpointing: bool = Field(
+        False,
+        description="Compute each layer again in the backward pass: less memory, a third more time, the same gradient.",
     )
     share_prompt: bool = Field(
         True, description="Run a prompt once for all completions of its group; the gradients are the same to rounding."

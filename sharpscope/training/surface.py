@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
-from sharpscope.policy import Policy
-from sharpscope.probes import ProbeSet, measure, measured_cost, probe_functionals
-from sharpscope.probes.estimate import columns
-from sharpscope.traces import update_run_info
+from sharpscope.probes import ProbeSet, measure, measured_cost, probe_functionals, squared_gradient_norm
+from sharpscope.probes.estimate import Estimate, columns, labelled
+from sharpscope.probes.survey import problems
+from sharpscope.training import processes
 from sharpscope.training.health import Event
+from sharpscope.training.learning import Learner
 from sharpscope.training.probe_sets import Drawer
+from sharpscope.training.run_folder import note
 from sharpscope.training.seeds import derive
 
 if TYPE_CHECKING:
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
 class SurfaceProbes:
     """Measures the loss surface at scheduled steps. `vectors` (k, P): the span of the newest top eigenvectors, or None."""
 
-    def __init__(self, config: RunConfig, policy: Policy, optimizer: torch.optim.Optimizer, drawer: Drawer) -> None:
-        self.config, self.policy, self.optimizer, self.drawer = config, policy, optimizer, drawer
+    def __init__(self, config: RunConfig, learner: Learner, drawer: Drawer) -> None:
+        self.config, self.learner, self.drawer = config, learner, drawer
         self.spec = config.probes
         self.every = self.spec.every
         self.vectors: Tensor | None = None
@@ -40,8 +41,9 @@ class SurfaceProbes:
             functional = next(
                 iter(probe_functionals(probe_set, probe_set.splits[0], self.spec, self.drawer, seed=0).values())
             )
-            cost = measured_cost(self.policy.model, functional, self.spec)
-            update_run_info(self.config.run_dir, probe_cost=cost)
+            # Timings differ between processes, the schedule must not.
+            cost = processes.agreed(measured_cost(self.learner.seen.model, functional, self.spec))
+            note(self.config.run_dir, probe_cost=cost)
         product = max(cost["product_s"], 1e-9)
         products = self.spec.cost(gradient=cost["gradient_s"] / product, value=cost["value_s"] / product)
         self.every = self.spec.interval(products)
@@ -60,8 +62,8 @@ class SurfaceProbes:
     def rows(self, step: int) -> tuple[dict[str, Any], list[Event]]:
         """Columns of the probes table, and an event for each estimate that is not to be believed."""
         assert self.probe_set is not None
-        found: list[Any] = []
-        events = []
+        found: list[Estimate] = []
+        optimizer = self.learner.seen.optimizer
         for split in self.probe_set.splits:
             seed = derive(self.config.probes.probe_set_seed, f"surface:{split}", step) % 2**31
             functionals = probe_functionals(
@@ -69,13 +71,28 @@ class SurfaceProbes:
             )
             for functional in functionals.values():
                 measured = measure(
-                    self.policy.model, functional, self.spec, seed=seed, probe_set=self.probe_set.name(split),
-                    optimizer=self.optimizer if self.optimizer.state else None,
+                    self.learner.seen.model, functional, self.spec, seed=seed, probe_set=self.probe_set.name(split),
+                    optimizer=optimizer if optimizer.state else None,
+                    slices=self.spec.slices and split == "train",
                 )  # fmt: skip
                 found += measured.estimates
-                events += [
-                    Event(step, "probe", "warning", math.nan, math.nan, "warn", text) for text in measured.problems
-                ]
                 if split == "train" and measured.curvature is not None and measured.curvature.converged:
                     self.vectors = measured.curvature.vectors
+        if self.spec.gradient_samples:
+            found += self._two_batches(step)
+        events = [Event(step, "probe", "warning", math.nan, math.nan, "warn", text) for text in problems(found)]
         return {"step": step, **columns(found)}, events
+
+    def _two_batches(self, step: int) -> list[Estimate]:
+        """‖∇J‖² without a batch's noise, on the training prompts; from completions of their own, so that it is unbiased."""
+        assert self.probe_set is not None
+        split = self.probe_set.splits[0]
+        seed = derive(self.config.probes.probe_set_seed, "surface:two batches", step) % 2**31
+        if len(self.probe_set.split(split)) < 2:
+            return []
+        drawn = self.probe_set.draw(split, self.spec.gradient_samples, self.drawer, seed)
+        rows = squared_gradient_norm(
+            self.learner.seen.model, drawn, temperature=self.config.rollout.temperature, seed=seed,
+            microbatch_tokens=self.spec.microbatch_tokens, head_mb=self.spec.head_mb, memory_mb=self.spec.basis_mb,
+        )  # fmt: skip
+        return labelled(rows, probe_set=self.probe_set.name(split))

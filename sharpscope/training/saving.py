@@ -1,0 +1,51 @@
+"""Checkpoints of a policy whose weights may be divided over processes: saved whole by the first, read by all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from sharpscope.policy import Policy
+from sharpscope.training import processes
+from sharpscope.training.checkpoint import Progress, load_checkpoint, prune, save_checkpoint
+from sharpscope.training.sharding import divide_state, is_sharded, whole_copy
+
+if TYPE_CHECKING:
+    from sharpscope.config import RunConfig
+
+
+def save(
+    config: RunConfig, policy: Policy, optimizer: torch.optim.AdamW, progress: Progress, proximal: nn.Module | None,
+    vectors: Tensor | None,
+) -> None:  # fmt: skip
+    """Write a checkpoint with whole weights and optimizer state, and remove those that are not kept. Every process must ask.
+
+    Raises:
+        OSError: in every process, where the first one's disk takes no more.
+    """
+    model = policy.model
+    if is_sharded(model):
+        whole = whole_copy(model, optimizer, torch.device("cpu"), keep=processes.is_first())
+        model, optimizer = whole.model, whole.optimizer
+
+    def write() -> None:
+        save_checkpoint(config.run_dir, model, policy.tokenizer, optimizer, progress, proximal, vectors)
+        prune(config.run_dir, config.checkpoint)
+
+    processes.decided(write)
+
+
+def restore(checkpoint: Path, policy: Policy, optimizer: torch.optim.AdamW, proximal: nn.Module | None) -> Progress:
+    """Give the optimizer (and the proximal policy) what `checkpoint` holds; the policy was loaded from it before.
+
+    Every process reads the folder, which several machines must therefore share.
+    """
+    if not is_sharded(policy.model):
+        return load_checkpoint(checkpoint, policy.model, optimizer, proximal)
+    whole = whole_copy(policy.model, optimizer, torch.device("cpu"))
+    progress = load_checkpoint(checkpoint, whole.model, whole.optimizer, None)
+    divide_state(whole, policy.model, optimizer)
+    return progress
