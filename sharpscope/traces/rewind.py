@@ -6,20 +6,22 @@ from pathlib import Path
 
 import pyarrow.compute as pc
 
-from sharpscope.traces.files import TRACES, sync_folder
+from sharpscope.traces.files import ASIDE, TRACES, sync_folder
 from sharpscope.traces.parts import DamagedPartError, Part, open_part
 from sharpscope.traces.schema import TABLES, arrow_schema
 from sharpscope.traces.writer import write_part
 
 
 def rewind(run_dir: str | Path, step: int) -> int:
-    """Remove every row after `step` from a run's traces; returns how many went.
+    """Remove every row after `step` from a run's traces, and files that a crash left half written; returns how many rows went.
 
     Hold the folder's RunLock. Interrupted at any instant it may be run again. A part that holds rows on both sides is
     written anew under its number before the old one goes; while both are there, readers take the shorter. Damaged parts
     are left as they are.
     """
     gone = 0
+    for left_over in Path(run_dir).glob(f"*{ASIDE}"):
+        left_over.unlink(missing_ok=True)
     for name in TABLES:
         folder = Path(run_dir) / TRACES / name
         for path in sorted(folder.glob("part-*.parquet")):

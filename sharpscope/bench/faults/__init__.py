@@ -1,0 +1,1 @@
+"""Faults tried on purpose: what a run survives, counted."""

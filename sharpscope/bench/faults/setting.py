@@ -1,0 +1,155 @@
+"""What the fault tests train: a policy of a few thousand weights on a task that costs nothing, every recorder on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sharpscope.tasks import Example, Reward
+
+if TYPE_CHECKING:
+    from sharpscope.config import RunConfig
+
+_COMMON: dict[str, Any] = {
+    "task.kind": "custom",
+    "task.factory": f"{__name__}:vowels",
+    "threads": 1,
+    "steps": 6,
+    "rollout.prompts_per_step": 2,
+    "rollout.group_size": 3,
+    "rollout.max_new_tokens": 6,
+    "evaluation.every": 2,
+    "evaluation.prompts": 2,
+    "optimizer.lr": 0.01,
+    "checkpoint.every": 2,
+    "checkpoint.keep_last": 2,
+    "checkpoint.keep_best": 1,
+    "health.memory.action": "off",  # it speaks of the machine, not of the run
+    "recording.token_gradients_every": 2,
+    "recording.exact_top": 2,
+    "recording.exact_random": 2,
+    "recording.heldout_influence_every": 3,
+    "recording.heldout_samples": 2,
+    "probes.prompts": 2,
+    "probes.heldout_prompts": 2,
+}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "calibrated weights, KL to a reference": _COMMON
+    | {"method": "grpo-sg", "method.weight.preset": "calibrated", "method.kl.coef": 0.01},
+    "proximal policy, mini-batches, surface probes": _COMMON
+    | {
+        "method": "ppo-ewma", "update.mini_batches": 2, "probes.every": 3, "probes.budget": None,
+        "probes.functionals": ["expected_failure"], "probes.max_products": 8, "probes.trace_probes": 2,
+        "probes.density_samples": 0, "probes.rhos": [0.05], "probes.kinds": ["sam"], "probes.samples": 2, "probes.top": 1,
+        "probes.preconditioned": False,
+    },
+}  # fmt: skip
+"""Kinds of run that are interrupted; together they use everything that a checkpoint holds."""
+
+
+@dataclass
+class Tried:
+    """How often a fault was tried and survived; `failures` says what went wrong otherwise."""
+
+    fault: str
+    means: str  # what counts as survived
+    tried: int = 0
+    failures: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+    note: str = ""
+
+    @property
+    def survived(self) -> int:
+        """Trials without a failure."""
+        return self.tried - len(self.failures)
+
+    def count(self, failure: str = "") -> None:
+        """One trial more; `failure` is empty where all was well."""
+        self.tried += 1
+        if failure:
+            self.failures.append(failure)
+
+
+def vowels(count: int = 10) -> tuple[dict[str, list[Example]], Any]:
+    """A task on which an untrained policy scores: the number of vowels in the completion."""
+
+    def examples(first: int, split: str) -> list[Example]:
+        return [
+            Example(f"say {'a' * (index % 5 + 1)} {index}:", str(index), {"id": f"{split}{index}", "level": index % 2})
+            for index in range(first, first + count)
+        ]
+
+    def score(example: Example, completion: str) -> Reward:
+        found = sum(completion.count(letter) for letter in "aeiou")
+        return Reward(float(found), {"vowels": float(found)}, found >= 2)
+
+    return {"train": examples(0, "train"), "heldout": examples(100, "heldout")}, score
+
+
+def tiny_policy(folder: Path) -> Path:
+    """Save an untrained one-layer policy with a byte-level tokenizer to `folder`."""
+    import torch
+
+    from sharpscope.policy.embedded import build_model, build_tokenizer
+
+    splits, _ = vowels()
+    tokenizer = build_tokenizer([example.prompt for example in splits["train"]], phrases=(), vocabulary=288)
+    model = build_model(tokenizer, layers=1, width=16, feed_forward=24, heads=2, seed=0)
+    with torch.no_grad():  # sharper than at initialisation, so that tokens differ in probability
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(8)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def tiny_config(policy: Path, run_dir: Path, setting: Mapping[str, Any], **changes: Any) -> RunConfig:
+    """The configuration of a run in `run_dir`; `changes` are field paths with `__` for the dot."""
+    from sharpscope.config import build_config
+
+    values = {**setting, "policy.model": str(policy), "out": str(run_dir.parent), "name": run_dir.name}
+    return build_config(values=values | {path.replace("__", "."): value for path, value in changes.items()})
+
+
+def difference(one: Path, two: Path) -> str:
+    """Where the traces of two runs differ, timing columns excepted; empty where they are equal row by row."""
+    import pandas as pd
+
+    from sharpscope.traces import TABLES, load_run, timing_columns
+
+    runs = [load_run(one), load_run(two)]
+    for run in runs:
+        if run.verify():
+            return f"{run.path.name}: damaged: {run.damaged}"
+    for name in TABLES:
+        first, second = (
+            (run.tokens() if name == "tokens" else getattr(run, name)).drop(columns=timing_columns(name))
+            for run in runs
+        )
+        try:
+            pd.testing.assert_frame_equal(first, second, check_exact=True)
+        except AssertionError as error:
+            return f"{name}: {' '.join(str(error).split())[:300]}"
+    return ""
+
+
+def holes(run_dir: Path, told: int) -> str:
+    """What is wrong with what a reader finds of a run that was cut off after `told` steps had been told as recorded."""
+    from sharpscope.traces import load_run
+
+    run = load_run(run_dir)
+    if run.verify():
+        return f"damaged parts: {run.damaged}"
+    steps = run.steps["step"].tolist()
+    if steps != list(range(1, len(steps) + 1)):
+        return f"steps {steps} have a hole"
+    if len(steps) < told:
+        return f"{told} steps were flushed, {len(steps)} are there"
+    tokens = run.tokens(columns=["step"])["step"].value_counts()
+    for step, count in zip(steps, run.steps["tokens"], strict=True):
+        if tokens.get(step, 0) != count:
+            return f"step {step} has {tokens.get(step, 0)} token rows of {count}"
+    return ""
