@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from sharpscope.spec import Spec
 
@@ -55,6 +55,64 @@ class PolicySpec(Spec):
     trust_remote_code: bool = Field(False, description="run Python code that a hub repository brings along")
 
 
+class LocalBackend(Spec):
+    """The policy itself writes, in this process."""
+
+    kind: Literal["local"] = "local"
+
+
+class ServerBackend(Spec):
+    """A server with OpenAI's completions protocol that takes prompts as token ids and returns token ids: `vllm serve`."""
+
+    kind: Literal["server"] = "server"
+    url: str = Field("http://127.0.0.1:8000/v1", pattern=r"^https?://\S+$", description="address up to and with /v1")
+    model: str = Field("", description="the model's name there; empty: the only one it serves")
+    api_key_variable: str = Field(
+        "",
+        description="environment variable that holds the key, if the server wants one; the key itself is stored nowhere",
+    )
+    logprobs: Literal["raw", "processed"] = Field(
+        "raw",
+        description="what its log-probabilities belong to (vLLM's --logprobs-mode): raw_logprobs = before temperature, top-p and "
+        "top-k (vLLM's default), processed_logprobs = after them",
+    )
+    sync: Literal["none", "vllm", "sglang"] = Field(
+        "none",
+        description="how it gets the policy's weights: none = it keeps its own (evaluation, or off-policy training whose mismatch is "
+        "recorded); otherwise they are saved to `folder` and the server is told to read them, by vLLM's /collective_rpc "
+        "(VLLM_SERVER_DEV_MODE=1) or SGLang's /update_weights_from_disk",
+    )
+    folder: str = Field("", description="folder that this process and the server both see, for `sync`")
+    timeout_s: float = Field(600.0, gt=0, le=86_400, description="longest wait for one answer [s]")
+    retries: int = Field(3, ge=0, le=20, description="requests repeated after one that failed without fault of ours")
+    concurrency: int = Field(
+        32, ge=1, le=1024, description="requests under way at once; a request is one prompt's group"
+    )
+
+    @model_validator(mode="after")
+    def _shared_folder(self) -> ServerBackend:
+        if (self.sync == "none") == bool(self.folder):
+            need = "takes no folder" if self.folder else "needs a folder that the server can read"
+            raise ValueError(f"sync = {self.sync} {need}; set sync and folder together")
+        return self
+
+
+class VllmBackend(Spec):
+    """vLLM in this process (extra `vllm`, a GPU): it reads the policy's weights from disk whenever they have changed."""
+
+    kind: Literal["vllm"] = "vllm"
+    folder: str = Field("", description="folder for the weights that it reads; empty: a temporary one")
+    memory: float = Field(0.3, gt=0, le=1, description="share of the GPU's memory that the engine may take")
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field("auto", description="type the engine computes in")
+    logprobs: Literal["raw", "processed"] = Field(
+        "processed", description="what its log-probabilities belong to: before or after temperature, top-p and top-k"
+    )
+    enforce_eager: bool = Field(False, description="without CUDA graphs: starts sooner, decodes slower")
+
+
+Backend = Annotated[LocalBackend | ServerBackend | VllmBackend, Field(discriminator="kind")]
+
+
 class SamplingSpec(Spec):
     """How completions are drawn."""
 
@@ -65,6 +123,7 @@ class SamplingSpec(Spec):
     decode_batch: int = Field(
         512, ge=1, description="completions decoded at once; bounds memory, changes samples by float rounding at most"
     )
+    backend: Backend = Field(default_factory=LocalBackend, description="who writes the completions")
 
 
 class RolloutSpec(SamplingSpec):
@@ -73,3 +132,21 @@ class RolloutSpec(SamplingSpec):
     temperature: float = Field(1.0, gt=0, le=10, description="logits are divided by it")
     prompts_per_step: int = Field(24, ge=1, description="different prompts per step")
     group_size: int = Field(8, ge=2, description="completions per prompt, G; advantages compare them with each other")
+
+    @model_validator(mode="after")
+    def _known_logp(self) -> RolloutSpec:
+        """The sampler's log-probabilities must be those of softmax(z/T), before top-p and top-k."""
+        backend = self.backend
+        if isinstance(backend, LocalBackend):
+            return self
+        if backend.logprobs == "raw" and self.temperature != 1:
+            raise ValueError(
+                f"temperature = {self.temperature:g}: raw log-probabilities of backend.kind={backend.kind} belong to temperature 1; "
+                "set backend.logprobs=processed (a server: started with --logprobs-mode processed_logprobs)"
+            )
+        if backend.logprobs == "processed" and (self.top_p < 1 or self.top_k > 0):
+            raise ValueError(
+                f"top_p, top_k: processed log-probabilities of backend.kind={backend.kind} are taken after them; turn them off, or "
+                "use temperature 1 with backend.logprobs=raw"
+            )
+        return self
