@@ -21,6 +21,15 @@ CURVATURE = {
     "smallest": "smallest Hessian eigenvalue",
     "trace": "trace of the Hessian",
     "gradient_norm": "gradient norm of the functional [L2, parameters]",
+    "squared_gradient_norm": "squared gradient norm, two independent batches",
+    "sam": "SAM sharpness, middle radius",
+    "asam": "adaptive SAM sharpness, middle radius",
+}
+
+DIRECTIONS = {
+    "gradient": "along the gradient",
+    "eigenvector": "along the top eigenvector",
+    "random": "random, filter-normalised",
 }
 
 
@@ -66,9 +75,12 @@ def rho_curves(values: pd.DataFrame, first_order: pd.DataFrame, lines: Lines) ->
                 axis.plot(rows["rho"], rows["mean"], label="first order, rho·‖∇L‖", **thin)
             scale = "log" if (chosen["value"] > 0).all() else "linear"
             axis.set(
-                xscale="log", yscale=scale, xlabel="rho [L2, parameters]", ylabel=f"{plain(quantity)}: rise of the loss"
+                xscale="log",
+                yscale=scale,
+                xlabel="rho [L2, parameters]",
+                ylabel=f"{plain(quantity)}: rise of the loss",
+                title=plain(f"{functional}, {probe_set}"),
             )
-            axis.set(ylabel=f"{plain(quantity)}: rise of the loss", title=plain(f"{functional}, {probe_set}"))
         finish(figure, axes)
     return figure
 
@@ -107,6 +119,67 @@ def spectrum(nodes: pd.DataFrame, lines: Lines) -> Figure:
                 xlabel="Hessian eigenvalue",
                 ylabel="density [1 / eigenvalue]",
                 title=plain(f"{functional}, {probe_set}; smoothed by {width:.2g}"),
+            )
+        finish(figure, axes)
+    return figure
+
+
+def slices(values: pd.DataFrame, lines: Lines) -> Figure:
+    """Loss along a direction through the parameters, as its difference from L(θ): a panel for each direction and place.
+
+    `values`: see `probe_frames.slice_values`; random directions share a panel.
+    """
+    kind = values["direction"].str.replace(r"_\d+$", "", regex=True)
+    values = values.assign(kind=kind)
+    content = sorted(
+        set(map(tuple, values[["functional", "probe_set", "kind"]].to_numpy().tolist())),
+        key=lambda place: (place[0], place[1], list(DIRECTIONS).index(place[2]) if place[2] in DIRECTIONS else 9),
+    )
+    with styled():
+        figure, axes = panels(len(content), columns=3)
+        for axis, (functional, probe_set, direction) in zip(axes, content, strict=True):
+            here = values[
+                (values[["functional", "probe_set", "kind"]] == [functional, probe_set, direction]).all(axis=1)
+            ]
+            for (label, _), one in here.groupby(["setting", "direction"]):
+                rows = band(one, ["point"])
+                distance = one.groupby("point")["distance"].mean()
+                axis.plot(distance, rows["mean"], label=plain(label), **lines[str(label)].plot)
+                if (rows["n"] > 1).any():
+                    axis.fill_between(
+                        distance, rows["low"], rows["high"], color=lines[str(label)].color, alpha=0.16, linewidth=0
+                    )
+            axis.axvline(0, color=GREY, linewidth=0.8)
+            axis.set(
+                xlabel="distance [L2, parameters]",
+                ylabel="loss − loss at 0",
+                title=plain(f"{DIRECTIONS.get(direction, direction)}: {functional}"),
+            )
+        finish(figure, axes)
+    return figure
+
+
+def stability(values: pd.DataFrame, lines: Lines) -> Figure:
+    """Largest eigenvalue of the AdamW-preconditioned Hessian by step, and AdamW's stability threshold (dotted).
+
+    `values`: see `probe_frames.stability_values`; a panel for each functional and probe set.
+    """
+    content = sorted(set(map(tuple, values[["functional", "probe_set"]].to_numpy().tolist())))
+    with styled():
+        figure, axes = panels(len(content))
+        for axis, (functional, probe_set) in zip(axes, content, strict=True):
+            here = values[(values["functional"] == functional) & (values["probe_set"] == probe_set)]
+            draw_bands(axis, here, lines)
+            for label in sorted(here["setting"].unique()):
+                bound = here[here["setting"] == label].groupby("step")["threshold"].mean().dropna()
+                thin: dict[str, Any] = {"color": lines[label].color, "linewidth": 1.0, "linestyle": ":"}
+                axis.plot(bound.index.astype(float), bound, label="AdamW's threshold, (2 + 2β₁)/((1 − β₁)·lr)", **thin)
+            if (here["value"] > 0).all():
+                axis.set_yscale("log")
+            axis.set(
+                xlabel="step",
+                ylabel="largest eigenvalue, preconditioned Hessian",
+                title=plain(f"{functional}, {probe_set}"),
             )
         finish(figure, axes)
     return figure

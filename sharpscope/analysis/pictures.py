@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 
 from sharpscope.analysis import figures_probes, figures_steps, figures_tokens
 from sharpscope.analysis.frames import density_nodes, eval_values, probe_values, runs_of, step_values
+from sharpscope.analysis.probe_frames import middle_radius, slice_values, stability_values
 from sharpscope.analysis.studies import Study
 from sharpscope.analysis.style import lines
 from sharpscope.analysis.token_frames import SAMPLE, bound_violations, decile_sums, sample_tokens, score_column
@@ -185,11 +186,13 @@ class Pictures:
 
     def _surface(self) -> Iterator[Picture]:
         values, unconverged = probe_values(self.study, list(figures_probes.CURVATURE))
-        values = values[values["parameters"] == "all"]
+        values = middle_radius(values[values["parameters"] == "all"])
         left_out = f" {unconverged} estimates that did not converge are left out." if unconverged else ""
         if values.empty:
             yield Picture(
-                "sharpness", "", missing="sharpness, spectrum, rho curves: no probe was run (see the config's probes)"
+                "sharpness",
+                "",
+                missing="sharpness, spectrum, rho curves, slices: no probe was run (see the config's probes)",
             )
         else:
             caption = f"Curvature of the loss surface along training.{left_out} {BAND}."
@@ -200,6 +203,23 @@ class Pictures:
             caption = "Spectral density of the Hessian at the last probed step, mean over seeds."
             yield Picture("spectrum", caption, figures_probes.spectrum(nodes, self.lines))
         yield from self._rho_curves()
+        yield from self._slices_and_stability()
+
+    def _slices_and_stability(self) -> Iterator[Picture]:
+        values = slice_values(self.study)
+        if len(values):
+            caption = (
+                f"Loss along lines through the parameters at step {values['step'].max()}: the gradient, the top eigenvector "
+                f"of the Hessian, and random directions with the norm of each filter. {BAND}."
+            )
+            yield Picture("slices", caption, figures_probes.slices(values, self.lines))
+        values = stability_values(self.study)
+        if len(values):
+            caption = (
+                "Largest eigenvalue of the AdamW-preconditioned Hessian; dotted: AdamW's stability threshold (2 + 2β₁)/((1 − "
+                f"β₁)·lr), 38/lr at β₁ = 0.9 (arXiv 2207.14484). {BAND}."
+            )
+            yield Picture("stability", caption, figures_probes.stability(values, self.lines))
 
     def _rho_curves(self) -> Iterator[Picture]:
         names = {

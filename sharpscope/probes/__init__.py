@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from sharpscope.probes.token_update import UpdateSplit as UpdateSplit
     from sharpscope.probes.token_update import coming_update as coming_update
     from sharpscope.probes.token_update import update_attribution as update_attribution
+    from sharpscope.probes.two_batches import squared_gradient_norm as squared_gradient_norm
 
 _HOMES = {
     "attribute": "attribution",
@@ -60,6 +61,7 @@ _HOMES = {
     "measure": "survey",
     "measured_cost": "survey",
     "probe_functionals": "survey",
+    "squared_gradient_norm": "two_batches",
     "drawn_functional": "survey",
     "Drawn": "probe_set",
     "ProbeReport": "standalone",

@@ -284,3 +284,14 @@ def staleness(functional: Functional, logp: Tensor, threshold: float = 0.5) -> S
     if not math.isfinite(effective):
         return Staleness(math.nan, math.nan, False)
     return Staleness(effective, effective / len(batch), effective / len(batch) >= threshold)
+
+
+def group_normalised(reward: Tensor, group: Tensor) -> Tensor:
+    """(r − mean)/(std_{n−1} + 1e-4) within each group (N,); 0 where a group has one row or no variance."""
+    result = torch.zeros_like(reward)
+    for index in group.unique():
+        rows = (group == index).nonzero()[:, 0]
+        values = reward[rows]
+        if len(rows) > 1 and float(values.max()) != float(values.min()):
+            result[rows] = (values - values.mean()) / (values.std() + 1e-4)
+    return result

@@ -224,9 +224,10 @@ def sharpness_grid(
     steps: int = 20,
     samples: int = 16,
     seed: int = 0,
+    at: tuple[float, Tensor] | None = None,
 ) -> list[Sharpness]:
-    """Every (kind, adaptive) at every radius, with one gradient at θ for all."""
-    at = surface.gradient()
+    """Every (kind, adaptive) at every radius, with one gradient at θ for all: `at` = (L(θ), ∇L(θ)) where it is known."""
+    at = surface.gradient() if at is None else at
     return [
         sharpness_of(surface, rho, kind, adaptive=adaptive, steps=steps, samples=samples, seed=seed, at=at)
         for kind, adaptive in kinds

@@ -34,10 +34,13 @@ def filter_normalised(parameters: Sequence[Tensor], generator: torch.Generator) 
     return flatten(parts, parameters)
 
 
-def loss_slice(surface: Surface, direction: Tensor, distances: Sequence[float]) -> list[float]:
-    """L(θ + distance·direction) for each distance; the direction (P,) is used as it is, in its own length."""
+def loss_slice(surface: Surface, direction: Tensor, distances: Sequence[float], loss: float) -> list[float]:
+    """L(θ + distance·direction) for each distance; the direction (P,) is used as it is, in its own length; `loss`: L(θ)."""
     values = []
     for distance in distances:
+        if distance == 0:
+            values.append(loss)
+            continue
         with moved(surface.parameters, direction * distance):
             values.append(surface.value())
     return values
@@ -51,6 +54,7 @@ def loss_slices(
     random: int = 2,
     random_scale: float = 0.1,
     seed: int = 0,
+    at: tuple[float, Tensor] | None = None,
 ) -> pd.DataFrame:
     """Slices along the gradient, the top eigenvector and random directions.
 
@@ -62,6 +66,7 @@ def loss_slices(
         random: number of random directions.
         random_scale: see `distances`; relative to the weights' own size.
         seed: of the random directions.
+        at: (L(θ), ∇L(θ)) where they are known already.
 
     Returns:
         A frame with columns `direction` (gradient | eigenvector | random_i), `distance` [parameters' L2 norm], `loss`.
@@ -71,25 +76,29 @@ def loss_slices(
     farthest = max((abs(d) for d in distances), default=0.0)
     if farthest == 0:
         raise UserError("distances: at least one must not be zero")
-    _, gradient = surface.gradient()
+    loss, gradient = surface.gradient() if at is None else at
     norm = gradient.norm()
     lines: Mapping[str, tuple[Tensor, float]] = {
         **({"gradient": (gradient / norm, 1.0)} if norm > 0 else {}),
         **({"eigenvector": (top.to(gradient), 1.0)} if top is not None else {}),
     }
-    frames = [_frame(surface, name, unit, distances, scale) for name, (unit, scale) in lines.items()]
+    frames = [_frame(surface, name, unit, distances, scale, loss) for name, (unit, scale) in lines.items()]
     for index in range(random):
         direction = filter_normalised(surface.parameters, sub_generator(seed, f"slice_{index}"))
         length = float(direction.norm())
         if length > 0:
             frames.append(
-                _frame(surface, f"random_{index}", direction / length, distances, random_scale * length / farthest)
+                _frame(
+                    surface, f"random_{index}", direction / length, distances, random_scale * length / farthest, loss
+                )
             )
     return pd.concat(frames, ignore_index=True)
 
 
-def _frame(surface: Surface, name: str, unit: Tensor, distances: Sequence[float], scale: float) -> pd.DataFrame:
+def _frame(
+    surface: Surface, name: str, unit: Tensor, distances: Sequence[float], scale: float, loss: float
+) -> pd.DataFrame:
     import pandas as pd
 
     reached = [distance * scale for distance in distances]
-    return pd.DataFrame({"direction": name, "distance": reached, "loss": loss_slice(surface, unit, reached)})
+    return pd.DataFrame({"direction": name, "distance": reached, "loss": loss_slice(surface, unit, reached, loss)})

@@ -14,20 +14,20 @@ Preset = Literal["off", "cheap", "standard", "full"]
 
 # What each preset sets; a field that the user gives keeps the user's value.
 PRESETS: dict[str, dict[str, Any]] = {
-    "off": {"every": 0},
+    "off": {"every": 0, "prompts": 32, "heldout_prompts": 32},
     "cheap": {
-        "every": 50,
         "functionals": ("nll",),
-        "prompts": 16,
-        "heldout_prompts": 16,
-        "samples": 2,
+        "prompts": 8,
+        "heldout_prompts": 8,
         "top": 1,
+        "smallest": False,
         "max_products": 30,
-        "tolerance": 1e-2,
         "trace_probes": 0,
         "density_samples": 0,
+        "preconditioned": False,
         "rhos": (0.05,),
         "kinds": ("sam", "asam"),
+        "slices": False,
     },
     "standard": {},
     "full": {
@@ -39,18 +39,17 @@ PRESETS: dict[str, dict[str, Any]] = {
         "top": 5,
         "max_products": 300,
         "tolerance": 1e-4,
+        "gradient_samples": 16,
         "trace_probes": 32,
         "density_samples": 8,
         "density_steps": 40,
         "groups": True,
-        "preconditioned": True,
         "gauss_newton": True,
         "rhos": (0.01, 0.02, 0.05, 0.1, 0.2, 0.5),
         "kinds": ("sam", "asam", "average", "adaptive_average", "worst", "adaptive_worst"),
         "worst_steps": 50,
         "average_samples": 32,
         "m": 8,
-        "slices": True,
     },
 }
 
@@ -71,7 +70,7 @@ class ProbesSpec(Spec):
         "off", description="Sets every field below that is not given: off | cheap | standard | full."
     )
     every: int = Field(
-        50, ge=0, description="Probe every this many steps, and before the first and after the last; 0: never."
+        25, ge=0, description="Probe every this many steps, and before the first and after the last; 0: never."
     )
     budget: float | None = Field(
         None,
@@ -85,13 +84,18 @@ class ProbesSpec(Spec):
     probe_set_seed: int = Field(
         0, ge=0, description="Seed of the probe set's prompts; the same for every run of a study."
     )
-    prompts: int = Field(32, ge=1, description="Training prompts in the probe set.")
-    heldout_prompts: int = Field(32, ge=0, description="Held-out prompts in the probe set.")
+    prompts: int = Field(12, ge=1, description="Training prompts in the probe set.")
+    heldout_prompts: int = Field(8, ge=0, description="Held-out prompts in the probe set.")
     functionals: tuple[Literal["nll", "surrogate", "expected_failure"], ...] = Field(
         ("nll", "expected_failure"),
         description="Which scalars' surfaces: of stored solutions, of freshly drawn rollouts.",
     )
-    samples: int = Field(4, ge=1, description="Completions drawn per probe prompt for surrogate and expected_failure.")
+    samples: int = Field(2, ge=1, description="Completions drawn per probe prompt for surrogate and expected_failure.")
+    gradient_samples: int = Field(
+        8,
+        ge=0,
+        description="Completions drawn per training prompt for the unbiased squared gradient norm: even, at least 4; 0: none.",
+    )
     stale_threshold: float = Field(
         0.5,
         gt=0,
@@ -102,31 +106,33 @@ class ProbesSpec(Spec):
         "lanczos", description="Who finds eigenvalues and trace; pyhessian for comparison."
     )
     top: int = Field(
-        3, ge=1, le=100, description="Largest Hessian eigenvalues wanted; their span is that of sharp_alignment."
+        2, ge=1, le=100, description="Largest Hessian eigenvalues wanted; their span is that of sharp_alignment."
     )
+    smallest: bool = Field(True, description="Also the smallest (signed) Hessian eigenvalue.")
     tolerance: float = Field(
-        1e-3, gt=0, lt=1, description="Residual of an eigenpair relative to the largest |eigenvalue|."
+        1e-2, gt=0, lt=1, description="Residual of an eigenpair relative to the largest |eigenvalue|."
     )
     max_products: int = Field(
-        100, ge=4, description="Hessian products for the eigenpairs at most; then converged = false."
+        60, ge=4, description="Hessian products for the eigenpairs at most; then converged = false."
     )
-    trace_probes: int = Field(16, ge=0, description="Random probes of the trace; 0: no trace.")
-    density_samples: int = Field(4, ge=0, description="Random starts of the spectral density; 0: no density.")
-    density_steps: int = Field(20, ge=2, description="Lanczos steps of each start of the spectral density.")
+    trace_probes: int = Field(4, ge=0, description="Random probes of the trace; 0: no trace.")
+    density_samples: int = Field(1, ge=0, description="Random starts of the spectral density; 0: no density.")
+    density_steps: int = Field(15, ge=2, description="Lanczos steps of each start of the spectral density.")
     gauss_newton: bool = Field(False, description="Also the Gauss-Newton matrix, in the same way.")
     groups: bool = Field(
         False, description="Also each group of parameters alone: embedding, attention, mlp, norm, head."
     )
     preconditioned: bool = Field(True, description="Also the largest eigenvalue of the AdamW-preconditioned Hessian.")
-    rhos: tuple[float, ...] = Field((0.01, 0.05, 0.1, 0.5), description="Radii of perturbations [parameters' L2 norm].")
+    rhos: tuple[float, ...] = Field((0.01, 0.05, 0.5), description="Radii of perturbations [parameters' L2 norm].")
     kinds: tuple[Literal["sam", "asam", "average", "adaptive_average", "worst", "adaptive_worst"], ...] = Field(
         ("sam", "asam", "average"), description="Which sharpness measures, at every radius."
     )
     worst_steps: int = Field(20, ge=1, description="Gradient steps of the projected ascent at most.")
-    average_samples: int = Field(16, ge=2, description="Antithetic pairs of average-case sharpness.")
+    average_samples: int = Field(2, ge=2, description="Antithetic pairs of average-case sharpness.")
     m: int = Field(0, ge=0, description="Examples per group of m-sharpness (SAM), at every radius; 0: none.")
     slices: bool = Field(
-        False, description="Also loss slices along the gradient, the top eigenvector and random directions."
+        True,
+        description="Also loss slices along the gradient, the top eigenvector and random directions, on training prompts.",
     )
     microbatch_tokens: int = Field(
         4096, ge=64, description="Tokens (padding included) in one forward pass of a probe [tokens]."
@@ -156,6 +162,13 @@ class ProbesSpec(Spec):
             raise ValueError("at least 2 (one probe has no standard error), or 0 for no trace")
         return value
 
+    @field_validator("gradient_samples")
+    @classmethod
+    def _gradient_samples(cls, value: int) -> int:
+        if value and (value < 4 or value % 2):
+            raise ValueError("an even number, at least 4 (two halves of at least two completions), or 0 for none")
+        return value
+
     def cost(self, *, gradient: float = 0.5, value: float = 0.2, groups: int = 6) -> float:
         """Upper bound of what one round of probes costs [Hessian-vector products].
 
@@ -163,8 +176,9 @@ class ProbesSpec(Spec):
             gradient, value: cost of a gradient and of a loss in units of a product; see `measured_cost`.
             groups: groups of parameters, if they are probed.
         """
-        eigen = self.max_products + self.top + 1
-        curvature = eigen + self.trace_probes + self.density_samples * self.density_steps
+        eigen = self.max_products + self.top + int(self.smallest)
+        # The run for the eigenpairs is the density's first sample.
+        curvature = eigen + self.trace_probes + max(self.density_samples - 1, 0) * self.density_steps
         curvature *= 1 + int(self.gauss_newton)
         curvature += eigen * (groups * int(self.groups) + int(self.preconditioned))
         each = {
@@ -177,9 +191,11 @@ class ProbesSpec(Spec):
         }
         perturbation = gradient + len(self.rhos) * sum(each[kind] for kind in self.kinds)
         perturbation += len(self.rhos) * (gradient + value) * int(self.m > 0)
-        perturbation += 4 * 21 * value * int(self.slices)
+        slices = 4 * 10 * value * int(self.slices)
+        # A row of the two gradients against one of the functional that the costs were measured with, and its two pulls.
+        two_batches = 2 * gradient * self.gradient_samples
         sets = 1 + int(self.heldout_prompts > 0)
-        return sets * len(self.functionals) * (curvature + perturbation)
+        return len(self.functionals) * (sets * (curvature + perturbation) + slices) + two_batches
 
     def interval(self, cost: float) -> int:
         """Steps between rounds of probes that keeps `cost` [products per round] within the budget; 0: never.

@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from sharpscope.probes.estimate import Estimate, labelled
-from sharpscope.probes.functionals import Functional, FunctionalName, rollout_batch, staleness
+from sharpscope.probes.functionals import Functional, FunctionalName, group_normalised, rollout_batch, staleness
 from sharpscope.probes.grouped import m_sharpness_of
-from sharpscope.probes.hessian import Curvature, CurvatureSettings, adamw_preconditioner, curvature_of
+from sharpscope.probes.hessian import Curvature, CurvatureSettings, Operator, adamw_preconditioner, curvature_of
+from sharpscope.probes.hessian.api import sub_generator
 from sharpscope.probes.hessian.causal_lm import LmSurface, lm_surface
 from sharpscope.probes.parameter_groups import parameter_groups
 from sharpscope.probes.perturbation import sharpness_grid
@@ -25,7 +26,7 @@ from sharpscope.probes.spec import KINDS, ProbesSpec
 if TYPE_CHECKING:
     import pandas as pd
 
-SLICE_POINTS = tuple(i / 10 for i in range(-10, 11))  # of the largest radius
+SLICE_POINTS = tuple(i / 5 for i in range(-5, 6))  # of the largest radius
 
 
 @dataclass(frozen=True)
@@ -49,11 +50,12 @@ class Measured:
 
 
 def problems(estimates: Sequence[Estimate]) -> tuple[str, ...]:
-    """One line for each estimate that did not converge or is NaN."""
+    """One line for each estimate that did not converge or is NaN; a ratio says nothing that its value did not."""
     return tuple(
-        f"{e.functional} {e.quantity} ({e.parameters}): {e.why or 'not finite'}"
+        f"{e.functional} {e.quantity}{'' if math.isnan(e.rho) else f' at rho {e.rho:g}'} ({e.parameters}): "
+        f"{e.why or 'not finite'}"
         for e in estimates
-        if e.converged is False or (math.isnan(e.value) and not e.quantity.endswith("_ratio"))
+        if not e.quantity.endswith("_ratio") and (e.converged is False or math.isnan(e.value))
     )
 
 
@@ -67,6 +69,7 @@ def measure(
     optimizer: torch.optim.Optimizer | None = None,
     curvature: bool = True,
     perturbation: bool = True,
+    slices: bool | None = None,
 ) -> Measured:
     """Curvature and perturbation probes of one functional.
 
@@ -78,20 +81,26 @@ def measure(
         probe_set: label for the rows.
         optimizer: for the AdamW-preconditioned Hessian; None: left out.
         curvature, perturbation: leave one of them out (the top eigenpair is then not there for slices).
+        slices: loss slices; None: as the spec says.
     """
     limits = {"microbatch_tokens": spec.microbatch_tokens, "graph_mb": spec.graph_mb, "head_mb": spec.head_mb}
     with lm_surface(model, functional, **limits) as surface:  # type: ignore[arg-type]
         found: list[Estimate] = []
         if functional.stale:
             found.append(_stale_row(surface, spec))
-        whole = _Curvatures(surface, spec, seed)
-        result = curvature_of(surface, whole.settings, seed=seed) if curvature else None
-        if result is not None:
-            found += [*result.estimates(), *whole.gauss_newton(), *whole.preconditioned(optimizer), *whole.groups()]
+        began = time.perf_counter()
+        at = surface.gradient()  # the only one at θ: every probe below starts from it
+        result = None
+        if curvature:
+            whole = _Curvatures(surface, spec, seed, at)
+            result = whole.plain(time.perf_counter() - began)
+            found += [*result.estimates(), *whole.gauss_newton(), *whole.preconditioned(optimizer)]
+            del whole  # frees the graph that the products share
+            found += _groups(surface, spec, seed)
         if perturbation:
-            found += _perturbations(surface, spec, seed)
-        if spec.slices:
-            found += _slices(surface, spec, seed, result)
+            found += _perturbations(surface, spec, seed, at)
+        if slices if slices is not None else spec.slices:
+            found += _slices(surface, spec, seed, result, at)
         rows = labelled(found, functional=functional.name, probe_set=probe_set)
         return Measured(surface.functional, result, tuple(rows))
 
@@ -120,7 +129,7 @@ def drawn_functional(
 ) -> Functional:
     """A functional over drawn rollouts: the success is the reward, its group-normalised value the advantage."""
     success = drawn.correct.double()
-    batch = rollout_batch(drawn.rollouts, reward=success, advantage=_group_normalised(success, drawn.rollouts.group))
+    batch = rollout_batch(drawn.rollouts, reward=success, advantage=group_normalised(success, drawn.rollouts.group))
     return Functional(name, batch, temperature, stale=stale)
 
 
@@ -147,13 +156,13 @@ def measured_cost(model: nn.Module, functional: Functional, spec: ProbesSpec) ->
 
 
 class _Curvatures:
-    """Curvature of one surface in its variants."""
+    """Curvature of one surface in its variants, which share its gradient, its Hessian's graph and Lanczos's start."""
 
-    def __init__(self, surface: LmSurface, spec: ProbesSpec, seed: int) -> None:
-        self.surface, self.spec, self.seed = surface, spec, seed
+    def __init__(self, surface: LmSurface, spec: ProbesSpec, seed: int, at: tuple[float, Tensor]) -> None:
+        self.surface, self.spec, self.seed, self.at = surface, spec, seed, at
         self.settings = CurvatureSettings(
             top=spec.top,
-            smallest=True,
+            smallest=spec.smallest,
             tolerance=spec.tolerance,
             max_products=spec.max_products,
             trace_probes=spec.trace_probes,
@@ -162,43 +171,79 @@ class _Curvatures:
             backend=spec.backend,
             basis_mb=spec.basis_mb,
         )
-        # For variants: the extreme eigenvalues only.
-        self.ends = CurvatureSettings(
-            top=1,
-            tolerance=spec.tolerance,
-            max_products=spec.max_products,
-            trace_probes=0,
-            density_samples=0,
-            basis_mb=spec.basis_mb,
+        self._hessian: Operator | None = None
+        self._start: Tensor | None = None
+        if spec.backend == "lanczos" and math.isfinite(at[0]):
+            self._hessian = surface.hessian()
+            self._start = surface.start(sub_generator(seed, "start"))
+
+    def plain(self, gradient_seconds: float) -> Curvature:
+        """Of the Hessian itself."""
+        found = curvature_of(
+            self.surface, self.settings, seed=self.seed, operator=self._hessian, at=self.at, start=self._start
         )
+        return replace(found, seconds_by_part=found.seconds_by_part | {"gradient": gradient_seconds})
 
     def gauss_newton(self) -> list[Estimate]:
+        """Of the Gauss-Newton matrix."""
         if not self.spec.gauss_newton:
             return []
-        settings = CurvatureSettings(**(vars(self.settings) | {"backend": "lanczos"}))
-        found = curvature_of(self.surface, settings, seed=self.seed, operator=self.surface.gauss_newton())
+        settings = replace(self.settings, backend="lanczos")
+        found = curvature_of(
+            self.surface,
+            settings,
+            seed=self.seed,
+            operator=self.surface.gauss_newton(),
+            at=self.at,
+            start=self._start,
+        )
         return [e for e in found.estimates(prefix="gauss_newton_") if not e.quantity.endswith("gradient_norm")]
 
     def preconditioned(self, optimizer: torch.optim.Optimizer | None) -> list[Estimate]:
+        """The largest eigenvalue of D^(−1/2) H D^(−1/2), D of AdamW."""
         if not self.spec.preconditioned or optimizer is None:
             return []
         diagonal = adamw_preconditioner(optimizer, self.surface.parameters)
-        found = curvature_of(self.surface, self.ends, seed=self.seed, preconditioner=diagonal)
+        found = curvature_of(
+            self.surface,
+            _ends(self.spec, smallest=False),
+            seed=self.seed,
+            preconditioner=diagonal,
+            operator=self._hessian,
+            at=self.at,
+            start=self._start,
+        )
         return [e for e in found.estimates(prefix="preconditioned_") if not e.quantity.endswith("gradient_norm")]
 
-    def groups(self) -> list[Estimate]:
-        if not self.spec.groups:
-            return []
-        rows: list[Estimate] = []
-        for name, tensors in parameter_groups(self.surface.model, self.surface.parameters).items():
-            found = curvature_of(self.surface.restricted(tensors), self.ends, seed=self.seed)
+
+def _ends(spec: ProbesSpec, *, smallest: bool) -> CurvatureSettings:
+    """Of a variant: the extreme eigenvalues only."""
+    return CurvatureSettings(
+        top=1,
+        smallest=smallest,
+        tolerance=spec.tolerance,
+        max_products=spec.max_products,
+        trace_probes=0,
+        density_samples=0,
+        basis_mb=spec.basis_mb,
+    )
+
+
+def _groups(surface: LmSurface, spec: ProbesSpec, seed: int) -> list[Estimate]:
+    """Extreme eigenvalues of each group of parameters alone."""
+    rows: list[Estimate] = []
+    if spec.groups:
+        for name, tensors in parameter_groups(surface.model, surface.parameters).items():
+            found = curvature_of(surface.restricted(tensors), _ends(spec, smallest=True), seed=seed)
             rows += labelled(found.estimates(), parameters=name)
-        return rows
+    return rows
 
 
-def _perturbations(surface: LmSurface, spec: ProbesSpec, seed: int) -> list[Estimate]:
+def _perturbations(surface: LmSurface, spec: ProbesSpec, seed: int, at: tuple[float, Tensor]) -> list[Estimate]:
     kinds = [KINDS[kind] for kind in spec.kinds]
-    grid = sharpness_grid(surface, spec.rhos, kinds, steps=spec.worst_steps, samples=spec.average_samples, seed=seed)
+    grid = sharpness_grid(
+        surface, spec.rhos, kinds, steps=spec.worst_steps, samples=spec.average_samples, seed=seed, at=at
+    )
     rows = [row for point in grid for row in point.estimates()]
     if spec.m:
         count = len(surface.functional.batch)
@@ -214,12 +259,14 @@ def _perturbations(surface: LmSurface, spec: ProbesSpec, seed: int) -> list[Esti
     return rows
 
 
-def _slices(surface: LmSurface, spec: ProbesSpec, seed: int, curvature: Curvature | None) -> list[Estimate]:
+def _slices(
+    surface: LmSurface, spec: ProbesSpec, seed: int, curvature: Curvature | None, at: tuple[float, Tensor]
+) -> list[Estimate]:
     """Rows with quantity `slice_<direction>`, the loss as value and the signed distance in `rho`."""
     farthest = max(spec.rhos)
     top = curvature.vectors[0] if curvature is not None and curvature.converged else None
     began = time.perf_counter()
-    frame: pd.DataFrame = loss_slices(surface, [farthest * point for point in SLICE_POINTS], top=top, seed=seed)
+    frame: pd.DataFrame = loss_slices(surface, [farthest * point for point in SLICE_POINTS], top=top, seed=seed, at=at)
     each = (time.perf_counter() - began) / max(len(frame), 1)
     return [
         Estimate("slice", f"slice_{direction}", loss, rho=distance, seed=seed, seconds=each)
@@ -242,14 +289,3 @@ def _stale_row(surface: LmSurface, spec: ProbesSpec) -> Estimate:
         converged=found.valid,
         why=why,
     )
-
-
-def _group_normalised(reward: Tensor, group: Tensor) -> Tensor:
-    """(r − mean)/(std_{n−1} + 1e-4) within each group; 0 where a group has one row or no variance."""
-    result = torch.zeros_like(reward)
-    for index in group.unique():
-        rows = (group == index).nonzero()[:, 0]
-        values = reward[rows]
-        if len(rows) > 1 and float(values.max()) != float(values.min()):
-            result[rows] = (values - values.mean()) / (values.std() + 1e-4)
-    return result

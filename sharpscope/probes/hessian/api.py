@@ -85,8 +85,16 @@ def curvature_of(
     seed: int = 0,
     preconditioner: Sequence[Tensor] | None = None,
     operator: Operator | None = None,
+    at: tuple[float, Tensor] | None = None,
+    start: Tensor | None = None,
 ) -> Curvature:
-    """`curvature` of a surface that is guarded already; `operator` replaces its Hessian (e.g. its Gauss-Newton matrix).
+    """`curvature` of a surface that is guarded already.
+
+    Args:
+        surface, settings, seed, preconditioner: see `curvature`.
+        operator: in place of the surface's Hessian: its Gauss-Newton matrix, or the Hessian that was built before.
+        at: (L(θ), ∇L(θ)) where they are known already.
+        start: (P,) where Lanczos starts, in the parameters' own coordinates; None: `surface.start`.
 
     Nothing is raised for numbers that are not finite: they come back as NaN, `converged = False`, and the reason.
     """
@@ -98,7 +106,7 @@ def curvature_of(
         return curvature_by_pyhessian(surface, settings, seed)
     began = time.perf_counter()
     clock = {}
-    loss, gradient = surface.gradient()
+    loss, gradient = surface.gradient() if at is None else at
     clock["gradient"] = time.perf_counter() - began
     parts = Parts()
     if not (math.isfinite(loss) and bool(gradient.isfinite().all())):
@@ -109,9 +117,13 @@ def curvature_of(
     hessian = operator if operator is not None else surface.hessian()
     if preconditioner is not None:
         hessian = Scaled(hessian, _inverse_root(preconditioner, surface))
+    before = hessian.products
     try:
         mark = time.perf_counter()
-        start = surface.start(sub_generator(seed, "start"))
+        if settings.density_samples:
+            start = None  # started at random, the run that finds the eigenpairs is the density's first sample too
+        elif start is None:
+            start = surface.start(sub_generator(seed, "start"))
         if start is not None and isinstance(hessian, Scaled):
             start = hessian.unscaled(start)
         _eigenvalues(parts, hessian, settings, seed, start)
@@ -127,7 +139,6 @@ def curvature_of(
                 sketch=settings.trace_probes,
             )
         clock["trace"] = time.perf_counter() - mark
-        parts.krylov = None  # frees the basis before the density builds its own
         mark = time.perf_counter()
         if settings.density_samples:
             parts.density = spectral_density(
@@ -135,11 +146,13 @@ def curvature_of(
                 samples=settings.density_samples,
                 steps=settings.density_steps,
                 generator=sub_generator(seed, "density"),
+                first=parts.krylov,
             )
+        parts.krylov = None  # frees the basis
         clock["density"] = time.perf_counter() - mark
     except NotFiniteError as problem:
         parts.why.append(str(problem))
-    return parts.result(loss, float(gradient.norm()), settings, seed, began, clock, hessian.products)
+    return parts.result(loss, float(gradient.norm()), settings, seed, began, clock, hessian.products - before)
 
 
 def _eigenvalues(parts: Parts, hessian: Operator, settings: CurvatureSettings, seed: int, start: Tensor | None) -> None:

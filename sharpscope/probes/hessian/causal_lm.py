@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from sharpscope.errors import UserError
+from sharpscope.policy.forward import length_buckets
 from sharpscope.policy.head import backbone, check_head, output_head
 from sharpscope.probes.functionals import Functional
 from sharpscope.probes.guard import guarded
@@ -24,12 +25,13 @@ ProductMode = Literal["auto", "graph", "stream"]
 class LmSurface:
     """L(θ) of a functional under a causal LM; `lm_surface` guards the model and puts it into float32.
 
-    Rows are sorted by length into microbatches; what is computed does not depend on them beyond rounding.
+    Rows of like length share a microbatch, so that little of it is padding; what is computed does not depend on how they
+    are cut beyond rounding.
 
     Attributes:
         parameters: the tensors that vectors are about.
         functional: with its anchors; see `Functional.anchored`.
-        microbatches: row indices, by length.
+        microbatches: row indices, shortest rows first.
         backbone, head: the model without its output layer, and that layer.
         head_mb: memory for blocks of the logits [MiB].
     """
@@ -49,7 +51,7 @@ class LmSurface:
         self.parameters = checked_parameters(list(model.parameters()) if parameters is None else parameters)
         self.functional = functional
         self.backbone, self.head = backbone(model), output_head(model)
-        self._graph_mb, self.head_mb, self._mode = graph_mb, head_mb, mode
+        self._graph_mb, self.head_mb, self._mode, self._tokens = graph_mb, head_mb, mode, microbatch_tokens
         self.microbatches = _microbatches(functional.batch.lengths, microbatch_tokens)
 
     def restricted(self, parameters: Sequence[Tensor]) -> LmSurface:
@@ -61,16 +63,11 @@ class LmSurface:
         return self._like(functional, self.parameters)
 
     def _like(self, functional: Functional, parameters: Sequence[Tensor]) -> LmSurface:
-        tokens = (
-            max(int(functional.batch.lengths[index].max()) * len(index) for index in self.microbatches)
-            if functional is self.functional
-            else 4096
-        )
         return LmSurface(
             self.model,
             functional,
             parameters=parameters,
-            microbatch_tokens=tokens,
+            microbatch_tokens=self._tokens,
             graph_mb=self._graph_mb,
             head_mb=self.head_mb,
             mode=self._mode,
@@ -115,20 +112,41 @@ class LmSurface:
 
         It costs one gradient and lies where the sharp directions mostly are, which saves Lanczos one product or two.
         """
-        total = torch.zeros(
-            size_of(self.parameters), dtype=common_dtype(self.parameters), device=self.parameters[0].device
-        )
         signs = torch.randn(len(self.functional.batch), generator=generator, dtype=torch.float64)
-        for index in self.microbatches:
-            logp = self._logp(index)
-            if not logp.requires_grad:
-                continue
+
+        def weighted(index: Tensor, logp: Tensor) -> list[Tensor]:
             given = logp.detach().requires_grad_()
             share = self.functional.share(index, given, width=given.shape[1])
             (coefficient,) = torch.autograd.grad(share, given)
-            weighted = coefficient * signs.to(given.device)[index][:, None]
-            total += flatten(torch.autograd.grad(logp, self.parameters, weighted, allow_unused=True), self.parameters)
-        return total
+            return [coefficient * signs.to(given.device)[index][:, None]]
+
+        return self._pulled(self.microbatches, weighted, 1)[0]
+
+    def pull_back(self, rows: Tensor, coefficients: Sequence[Tensor]) -> list[Tensor]:
+        """Σ c_it ∇log π_it over the scored tokens of some rows, (P,) for each c (N, S); one forward pass for all of them."""
+        cut = _microbatches(self.functional.batch.lengths[rows], self._tokens)
+        return self._pulled(
+            [rows[part] for part in cut],
+            lambda index, logp: [c[index, : logp.shape[1]].to(logp) for c in coefficients],
+            len(coefficients),
+        )
+
+    def _pulled(
+        self, parts: Sequence[Tensor], cotangents: Callable[[Tensor, Tensor], Sequence[Tensor]], count: int
+    ) -> list[Tensor]:
+        """Σ over `parts` of ∂logp/∂θ applied to each of `count` cotangents (n, width) of a part's log-probabilities."""
+        dtype, device = common_dtype(self.parameters), self.parameters[0].device
+        totals = [torch.zeros(size_of(self.parameters), dtype=dtype, device=device) for _ in range(count)]
+        for index in parts:
+            logp = self._logp(index)
+            if not logp.requires_grad:
+                continue
+            for number, cotangent in enumerate(cotangents(index, logp)):
+                found = torch.autograd.grad(
+                    logp, self.parameters, cotangent, allow_unused=True, retain_graph=number + 1 < count
+                )
+                totals[number] += flatten(found, self.parameters)
+        return totals
 
     def hessian(self) -> Operator:
         """∇²L(θ).
@@ -247,13 +265,10 @@ def lm_surface(
 
 
 def _microbatches(lengths: Tensor, tokens: int) -> list[Tensor]:
-    """Rows in order of length, cut so that rows × longest ≤ tokens (one row at least)."""
+    """Rows of like length together, cut so that rows × longest ≤ tokens (one row at least); the shortest rows first."""
     if tokens < 1:
         raise UserError(f"microbatch_tokens, {tokens}: at least 1")
-    order = torch.argsort(lengths, stable=True).tolist()
-    found: list[list[int]] = [[]]
-    for row in order:
-        if found[-1] and (len(found[-1]) + 1) * int(lengths[row]) > tokens:
-            found.append([])
-        found[-1].append(row)
-    return [torch.tensor(rows, device=lengths.device) for rows in found]
+    found: list[Tensor] = []
+    for bucket in reversed(length_buckets(lengths.cpu().numpy(), lengths.device)):
+        found += reversed(bucket.split(max(1, tokens // int(lengths[bucket].max()))))
+    return found

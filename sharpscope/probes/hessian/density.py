@@ -16,8 +16,8 @@ class Density:
     """The spectrum as a probability measure on eigenvalues: Σ_i δ(λ − λ_i)/P.
 
     Attributes:
-        nodes: (samples, steps) Ritz values of each random start.
-        weights: (samples, steps), each row sums to 1.
+        nodes: (samples, m) Ritz values of each random start, m the most steps of any.
+        weights: (samples, m), each row sums to 1.
         products: matrix-vector products spent.
     """
 
@@ -48,30 +48,51 @@ class Density:
         return grid, kernel @ weights
 
 
-def spectral_density(operator: Operator, *, samples: int = 8, steps: int = 30, generator: torch.Generator) -> Density:
+def spectral_density(
+    operator: Operator,
+    *,
+    samples: int = 8,
+    steps: int = 30,
+    generator: torch.Generator,
+    first: Krylov | None = None,
+) -> Density:
     """Quadrature of the spectral measure from `samples` random starts with `steps` Lanczos steps each.
 
     The starts are orthonormal (Gaussian, then Gram-Schmidt): each alone is uniform on the sphere, so every one gives an
     unbiased measure, and together they vary less; P of them give the moments exactly. A run that meets an invariant
     subspace is exact there and stops.
 
+    Args:
+        operator: symmetric, size P.
+        samples, steps: random starts, and Lanczos steps of each.
+        generator: of the starts.
+        first: a subspace at hand that was started at random (from `eigenpairs`): the first sample, made longer if it is
+            shorter than `steps`.
+
     Raises:
         NotFiniteError: a product is NaN or infinite.
     """
-    before, samples = operator.products, min(samples, operator.size)
-    starts = torch.stack([gaussian(operator, generator) for _ in range(samples)])
-    starts = torch.linalg.qr(starts.T).Q.T.contiguous()  # (samples, P)
-    steps = min(steps, operator.size)
-    nodes, weights = np.zeros((samples, steps)), np.zeros((samples, steps))
-    for index, start in enumerate(starts):
-        space = Krylov(operator, steps, generator)
-        space.start(start)
-        while space.size < steps:
+    before, samples, steps = operator.products, min(samples, operator.size), min(steps, operator.size)
+    given = first is not None and first.capacity >= steps
+    starts = [gaussian(operator, generator) for _ in range(samples - int(given))]
+    if first is not None and given:
+        starts.insert(0, first.basis[0])
+    # QR keeps the first direction up to its sign.
+    directions = torch.linalg.qr(torch.stack(starts).T).Q.T.contiguous()  # (samples, P)
+    found = []
+    for index, start in enumerate(directions):
+        if index == 0 and given and first is not None:
+            space = first
+        else:
+            space = Krylov(operator, steps, generator)
+            space.start(start)
+        while space.size < steps and (space.size == 0 or space.beta > 0):
             space.extend()
-            if space.beta == 0:
-                break
         values, coefficients, _ = space.ritz()
-        nodes[index, : len(values)] = values
-        weights[index, : len(values)] = coefficients[0] ** 2
-        nodes[index, len(values) :] = values[-1]
-    return Density(nodes, weights, operator.products - before)
+        found.append((values, coefficients[0] ** 2))
+    width = max(len(values) for values, _ in found)
+    return Density(
+        np.stack([np.pad(values, (0, width - len(values)), mode="edge") for values, _ in found]),
+        np.stack([np.pad(weights, (0, width - len(weights))) for _, weights in found]),
+        operator.products - before,
+    )

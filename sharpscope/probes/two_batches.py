@@ -1,0 +1,139 @@
+"""‖∇J‖² without the noise of one batch: the product of two independent gradients at the same weights.
+
+‖g‖² of a batch's gradient g has expectation ‖E g‖² + tr Cov g, and for a policy gradient the second term is most of it.
+For two independent g_A, g_B with the same expectation, E⟨g_A, g_B⟩ = ‖E g‖² exactly.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from sharpscope.errors import UserError
+from sharpscope.probes.estimate import Estimate
+from sharpscope.probes.functionals import Functional, group_normalised, rollout_batch
+from sharpscope.probes.hessian.causal_lm import lm_surface
+from sharpscope.probes.probe_set import Drawn
+from sharpscope.probes.surface import common_dtype
+
+GradientOf = Literal["surrogate", "expected_failure"]
+NAMES: tuple[GradientOf, ...] = ("surrogate", "expected_failure")
+
+
+def squared_gradient_norm(
+    model: nn.Module,
+    drawn: Drawn,
+    names: Sequence[GradientOf] = NAMES,
+    *,
+    temperature: float = 1.0,
+    microbatch_tokens: int = 4096,
+    head_mb: float = 64.0,
+    memory_mb: float = 2048.0,
+    seed: int | None = None,
+) -> list[Estimate]:
+    """⟨g_A, g_B⟩ over two halves of every prompt's completions, drawn from the model itself.
+
+    - `expected_failure`: g = −mean_i (R_i − b_i) ∇log π(y_i), b_i the mean success of the prompt's other completions in
+      the same half (independent of y_i, so E g = ∇(1 − E R) exactly, and ⟨g_A, g_B⟩ is unbiased for its square).
+    - `surrogate`: GRPO's first update on half a group: advantage (R − mean)/(std_{n−1} + 1e-4) within the half, mean over
+      tokens, then over completions; unbiased for the squared norm of that update's expectation.
+
+    The standard error takes prompts as the independent units (those of one block together, where memory asks for
+    blocks): for one fixed set of prompts it errs upwards.
+
+    Args:
+        model: a Hugging Face causal LM; afterwards it is as it was.
+        drawn: completions of the present policy: an even number n ≥ 4 of each prompt, at least 2 prompts.
+        names: of which functionals.
+        temperature: of the softmax that the completions were drawn from.
+        microbatch_tokens, head_mb: see `lm_surface`.
+        memory_mb: for gradients of blocks of prompts [MiB]; at least two blocks are made.
+        seed: with which the completions were drawn, for the record.
+
+    Returns:
+        For each functional `squared_gradient_norm` with its standard error and the number of completions, and beside it
+        `squared_gradient_norm_naive`, ‖(g_A + g_B)/2‖², which holds the noise.
+
+    Raises:
+        UserError: fewer than 2 prompts, or a number of completions that is odd, below 4, or not the same for each.
+    """
+    began = time.perf_counter()
+    halves = _halves(drawn.rollouts.group)
+    batch = rollout_batch(drawn.rollouts)
+    weights = {name: _coefficients(name, drawn.correct.double(), batch.scored, halves) for name in names}
+    # The functional only carries the rows; nll needs no anchors.
+    with lm_surface(
+        model, Functional("nll", batch, temperature), microbatch_tokens=microbatch_tokens, head_mb=head_mb
+    ) as surface:
+        size = sum(p.numel() for p in surface.parameters)
+        each = 2 * len(names) * size * torch.finfo(common_dtype(surface.parameters)).bits / 8
+        blocks = halves.tensor_split(max(2, min(len(halves), int(memory_mb * 2**20 / each))))
+        # gradients[half][block][name] (P,)
+        gradients = [
+            [surface.pull_back(block[:, half].reshape(-1), list(weights.values())) for block in blocks]
+            for half in (0, 1)
+        ]
+    seconds = (time.perf_counter() - began) / len(names)
+    rows: list[Estimate] = []
+    for number, name in enumerate(names):
+        a, b = (torch.stack([block[number] for block in half]).double() for half in gradients)  # (B, P)
+        value, std_error = _product(a, b)
+        naive = float(((a.sum(0) + b.sum(0)) / 2).square().sum())
+        common = {"functional": name, "seed": seed}
+        finite = math.isfinite(value)
+        rows += [
+            Estimate(
+                "gradient", "squared_gradient_norm", value, std_error, len(batch), seconds=seconds,
+                converged=None if finite else False, why="" if finite else "the gradient is not finite", **common,
+            ),
+            Estimate("gradient", "squared_gradient_norm_naive", naive, samples=len(batch), **common),
+        ]  # fmt: skip
+    return rows
+
+
+def _halves(group: Tensor) -> Tensor:
+    """(prompts, 2, n/2) rows: each prompt's first and second half.
+
+    Raises:
+        UserError: see `squared_gradient_norm`.
+    """
+    counts = group.unique(return_counts=True)[1]
+    n = int(counts[0])
+    if len(counts) < 2 or bool((counts != n).any()) or n % 2 or n < 4:
+        raise UserError(
+            f"gradient_samples: {len(counts)} prompts with {sorted(set(counts.tolist()))} completions; two halves need at "
+            "least 2 prompts, and of each the same even number, at least 4"
+        )
+    return group.argsort(stable=True).view(len(counts), 2, n // 2)
+
+
+def _coefficients(name: GradientOf, success: Tensor, scored: Tensor, halves: Tensor) -> Tensor:
+    """c (N, S) such that a half's gradient is Σ_it c_it ∇log π_it over its rows."""
+    within = success[halves]  # (prompts, 2, n/2)
+    n = halves.shape[2]
+    if name == "expected_failure":
+        advantage = (within - within.mean(2, keepdim=True)) * (n / (n - 1))  # R_i less the mean of the others
+        per_row = torch.ones_like(success)
+    else:
+        label = torch.arange(halves[..., 0].numel()).repeat_interleave(n)
+        advantage = group_normalised(within.reshape(-1).cpu(), label).view_as(within).to(within)
+        per_row = scored.sum(1).clamp(min=1).double()
+    spread = torch.zeros_like(success)
+    spread[halves.reshape(-1)] = advantage.reshape(-1)
+    return scored * (-2 * spread / (len(success) * per_row))[:, None]
+
+
+def _product(a: Tensor, b: Tensor) -> tuple[float, float]:
+    """⟨Σ a, Σ b⟩ and its standard error for blocks a, b (B, P) that are independent of each other.
+
+    To first order block k adds ⟨a_k, Σ b⟩ + ⟨Σ a, b_k⟩, whose spread over the blocks gives the variance; the product of
+    both halves' noise is in it twice, so that the error is never understated where ∇J is small.
+    """
+    whole_a, whole_b = a.sum(0), b.sum(0)
+    influence = a @ whole_b + b @ whole_a  # (B,)
+    return float(whole_a @ whole_b), math.sqrt(len(a)) * float(influence.std())
