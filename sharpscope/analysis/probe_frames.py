@@ -75,7 +75,8 @@ def _stability(run: Run) -> pd.DataFrame:
 
 def _of_every_run(study: Study, frame_of: Callable[[Run], pd.DataFrame]) -> pd.DataFrame:
     pieces = [
-        frame_of(run).assign(setting=label, seed=seed) for label, seed, run in runs_of(study) if len(run.probes.columns)
+        frame_of(run).assign(setting=label, seed=seed)  # type: ignore[arg-type]
+        for label, seed, run in runs_of(study)
     ]
     pieces = [piece for piece in pieces if len(piece)]
     return pd.concat(pieces, ignore_index=True) if pieces else pd.DataFrame()

@@ -84,14 +84,16 @@ def squared_gradient_norm(
         a, b = (torch.stack([block[number] for block in half]).double() for half in gradients)  # (B, P)
         value, std_error = _product(a, b)
         naive = float(((a.sum(0) + b.sum(0)) / 2).square().sum())
-        common = {"functional": name, "seed": seed}
         finite = math.isfinite(value)
         rows += [
             Estimate(
                 "gradient", "squared_gradient_norm", value, std_error, len(batch), seconds=seconds,
-                converged=None if finite else False, why="" if finite else "the gradient is not finite", **common,
+                converged=None if finite else False, why="" if finite else "the gradient is not finite",
+                functional=name, seed=seed,
             ),
-            Estimate("gradient", "squared_gradient_norm_naive", naive, samples=len(batch), **common),
+            Estimate(
+                "gradient", "squared_gradient_norm_naive", naive, samples=len(batch), functional=name, seed=seed
+            ),
         ]  # fmt: skip
     return rows
 
