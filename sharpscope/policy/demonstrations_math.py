@@ -119,7 +119,7 @@ def math_demonstrations(
     """Endless stream of demonstrations: families and levels by their shares, questions of `pool` drawn at random."""
     rng = random.Random(seed)
     kinds = sorted(pool)
-    shares = [families[family] * levels[level] for family, level in kinds]
+    shares = [families.get(family, 0.0) * levels.get(level, 0.0) for family, level in kinds]
     while True:
         family, level = rng.choices(kinds, shares)[0]
         example = rng.choice(pool[family, level])

@@ -102,7 +102,7 @@ def tool_demonstrations(
     rng = random.Random(seed)
     numbers = sorted(pool)
     while True:
-        hops = rng.choices(numbers, [weights[number] for number in numbers])[0]
+        hops = rng.choices(numbers, [weights.get(number, 0.0) for number in numbers])[0]
         question = rng.choice(pool[hops])
         guesses = rng.random() < guess_share
         first, later = conversation(question, rng.randrange(hops) if guesses else hops)

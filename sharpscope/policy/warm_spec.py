@@ -98,7 +98,7 @@ class ToolQaWarmStart(WarmStartSpec):
     policy: ClassVar[str] = "tool_qa"
 
     weights: dict[int, float] = Field(
-        {1: 0.7, 2: 0.25, 3: 0.05}, description="share of demonstrations by number of hops, 1 to 3; need not sum to 1"
+        {1: 0.75, 2: 0.2, 3: 0.05}, description="share of demonstrations by number of hops, 1 to 3; need not sum to 1"
     )
     worlds: int = Field(40, ge=1, description="invented worlds to ask about, none of them that of the task's own seeds")
     questions: int = Field(300, ge=1, description="most different questions of each world and number of hops")
@@ -109,8 +109,17 @@ class ToolQaWarmStart(WarmStartSpec):
     guess_share: float = Field(
         0.35, ge=0, le=1, description="share of demonstrations that guess instead of searching on"
     )
-    steps: int = Field(1700, ge=1, description="optimizer updates")
+    steps: int = Field(1200, ge=1, description="optimizer updates")
     batch: int = Field(32, ge=1, description="demonstrations per update")
+    muon_lr: float = Field(
+        0.015, gt=0, le=1, description="peak learning rate of Muon, for the layers' matrices [per update]"
+    )
+    lr: float = Field(
+        4e-3, gt=0, le=1, description="peak learning rate of AdamW, for embeddings, biases and gains [per update]"
+    )
+    cooldown: float = Field(
+        0.7, ge=0, le=1, description="share of the updates, the last ones, over which they fall to zero"
+    )
     micro_tokens: int = Field(
         4096, ge=1, description="tokens in one forward pass, padding included, though at least one row"
     )

@@ -27,13 +27,14 @@ from sharpscope.policy.demonstrations import (
 )
 from sharpscope.policy.embedded import embedded_policy, load_tokenizer
 from sharpscope.policy.muon import Muon, orthogonal
-from sharpscope.policy.warm_start import WarmStartSpec, _accumulate, _row, exactness, schedule, warm_start
+from sharpscope.policy.warm_spec import KnightsKnavesWarmStart
+from sharpscope.policy.warm_start import Row, _accumulate, _row, exactness, schedule, warm_start
 from sharpscope.tasks import DatasetSpec, KnightsKnavesSpec, make_task
 from sharpscope.tasks.logic_rl import roles_of, score_logic_rl
 from sharpscope.tasks.statements import solve
 from tests.models import tiny_model
 
-TINY = WarmStartSpec(
+TINY = KnightsKnavesWarmStart(
     layers=2, width=32, feed_forward=48, heads=2, vocabulary=600, corpus=60, weights={2: 0.5, 3: 0.5}, puzzles=20,
     steps=25, batch=8, micro_tokens=300, lr=2e-2, muon_lr=0.05, warmup=5, probe_every=10, probe_size=10,
 )  # fmt: skip
@@ -203,7 +204,7 @@ def test_what_is_written_loads_and_says_how_it_was_made(made):
         "tokenizer.json", "tokenizer_config.json", "warm_start.json",
     ]  # fmt: skip
     written = json.loads((folder / "warm_start.json").read_text())
-    assert WarmStartSpec(**written["spec"]) == TINY
+    assert KnightsKnavesWarmStart(**written["spec"]) == TINY
     assert written["parameters"] == model.num_parameters() == summary.parameters
     tokenizer = load_tokenizer(folder)
     text = "Ava is a knight ≠ 漢字 🙂 <think>x</think>"
@@ -232,17 +233,24 @@ def test_a_folder_with_something_in_it_is_left_alone(tmp_path):
 @pytest.mark.parametrize("weights", [{}, {1: 1.0}, {8: 1.0}, {3: -1.0}, {3: 0.0}])
 def test_impossible_sizes_are_refused(weights):
     with pytest.raises(ValidationError, match="numbers of people from 2 to 7, shares from 0"):
-        WarmStartSpec(weights=weights)
+        KnightsKnavesWarmStart(weights=weights)
 
 
 def test_the_gradient_is_that_of_the_mean_loss_however_the_batch_is_cut():
-    rows = [([5, 6, 7], [8, 9, 1]), ([5], [6, 1]), ([9, 8, 7, 6], [5, 1]), ([3, 4], [10, 11, 12, 1])]
+    rows = [
+        Row([5, 6, 7], [8, 9, 1], [1, 1, 1]),
+        Row([5], [6, 1], [1, 1]),
+        Row([9, 8, 7, 6], [5, 1], [1, 1]),
+        Row([3, 4], [10, 11, 12, 13, 1], [1, 0, 0, 1, 1]),  # 11 and 12 are what an environment said
+    ]
     model = tiny_model("qwen2")
     tokens = wanted = 0
-    for prompt, completion in rows:  # one row at a time, no padding
-        ids = torch.tensor([prompt + completion])
+    for row in rows:  # one row at a time, no padding
+        ids = torch.tensor([row.prompt + row.completion])
         logp = model(ids).logits[0].log_softmax(-1)
-        for place in range(len(prompt), ids.shape[1]):
+        for place in range(len(row.prompt), ids.shape[1]):
+            if not row.mask[place - len(row.prompt)]:
+                continue
             wanted = wanted - logp[place - 1, ids[0, place]]
             tokens += 1
     (wanted / tokens).backward()
@@ -261,7 +269,8 @@ def test_exactness_is_one_for_what_the_model_itself_would_write(made, pools):
     probe = list(islice(stream, 8))
     slow = {"guess": [], "reason": []}
     for demonstration in probe:
-        prompt, completion = _row(tokenizer, demonstration)
+        row = _row(tokenizer, demonstration)
+        prompt, completion = row.prompt, row.completion
         with torch.no_grad():
             best = model(torch.tensor([prompt + completion])).logits[0].argmax(-1).tolist()
         skipped = 2 if demonstration.completion.startswith(OPENING) else 1
@@ -273,12 +282,12 @@ def test_exactness_is_one_for_what_the_model_itself_would_write(made, pools):
 
 
 def test_the_schedule_rises_stays_and_falls():
-    spec = WarmStartSpec(steps=100, warmup=10, cooldown=0.5)
+    spec = KnightsKnavesWarmStart(steps=100, warmup=10, cooldown=0.5)
     shares = [schedule(step, spec) for step in range(1, 101)]
     assert shares[:10] == pytest.approx([step / 10 for step in range(1, 11)])
     assert set(shares[10:50]) == {1.0}
     assert shares[50:] == pytest.approx([(100 - step) / 50 for step in range(50, 100)])
-    assert schedule(1, WarmStartSpec(warmup=0, cooldown=0.0)) == 1.0
+    assert schedule(1, KnightsKnavesWarmStart(warmup=0, cooldown=0.0)) == 1.0
 
 
 def test_orthogonal_keeps_singular_vectors_and_evens_out_singular_values():

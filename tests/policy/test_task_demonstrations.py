@@ -1,0 +1,187 @@
+"""Demonstrations of mathematics and of searches: true, in the tasks' own words, and never about what is held out."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from itertools import islice
+
+import pytest
+from pydantic import ValidationError
+
+from sharpscope.policy import demonstrations_math, demonstrations_tool
+from sharpscope.policy.embedded import build_tokenizer, load_tokenizer
+from sharpscope.policy.generation import as_text
+from sharpscope.policy.warm_spec import WARM_STARTS, MathWarmStart, ToolQaWarmStart
+from sharpscope.policy.warm_start import _material, _row, warm_start
+from sharpscope.tasks import MathSpec, ToolQaSpec, make_task
+
+pytest.importorskip("bm25s", reason="needs the optional library bm25s")
+SMALL = {"layers": 1, "width": 16, "feed_forward": 16, "heads": 2, "corpus": 40, "batch": 4, "warmup": 1}
+TINY_MATH = MathWarmStart(**SMALL, steps=3, questions=20, probe_size=12, micro_tokens=400)
+TINY_TOOL = ToolQaWarmStart(**SMALL, steps=3, worlds=1, questions=6, probe_size=12, micro_tokens=400)
+
+
+@pytest.mark.parametrize(
+    ("family", "question", "wanted"),
+    [
+        ("arithmetic", "3 + 4 = ?", "3 + 4 = 7"),
+        ("arithmetic", "(3 + 4) * 17 = ?", "3 + 4 = 7; 7 * 17 = 119"),
+        ("arithmetic", "2 - (3 - 9) * 2 = ?", "3 - 9 = -6; -6 * 2 = -12; 2 - -12 = 14"),
+        ("arithmetic", "20 - 4 - 5 + 1 = ?", "20 - 4 = 16; 16 - 5 = 11; 11 + 1 = 12"),
+        ("arithmetic", "(1 + 2) * (3 - 5) = ?", "1 + 2 = 3; 3 - 5 = -2; 3 * -2 = -6"),
+        ("linear", "Solve for x: x - 20 = -13", "-13 + 20 = 7; x = 7"),
+        ("linear", "Solve for x: 3x + 5 = 20", "20 - 5 = 15; 3x = 15; x = 5"),
+        ("linear", "Solve for x: 2x - 9 = 3x - 11", "-11 + 9 = -2; 2 - 3 = -1; -1x = -2; x = 2"),
+        ("linear", "Solve for x: 4x + 1 = x + 13", "13 - 1 = 12; 4 - 1 = 3; 3x = 12; x = 4"),
+        ("modular", "(10 + 16) mod 11 = ?", "10 + 16 = 26; 11 * 2 = 22; 26 - 22 = 4"),
+        ("modular", "(5 * 6 + 3) mod 7 = ?", "5 * 6 = 30; 30 + 3 = 33; 7 * 4 = 28; 33 - 28 = 5"),
+    ],
+)
+def test_work_by_hand(family, question, wanted):
+    assert demonstrations_math.work(family, question) == wanted
+
+
+def test_every_line_of_work_is_true_and_ends_at_the_answer():
+    pool = demonstrations_math.questions(("arithmetic", "linear", "modular"), (1, 2, 3), 60, seed=3)
+    assert {key: len(examples) for key, examples in pool.items()} == {
+        (family, level): 60 for family in ("arithmetic", "linear", "modular") for level in (1, 2, 3)
+    }
+    for (family, _), examples in pool.items():
+        for example in examples:
+            lines = demonstrations_math.work(family, example.meta["question"]).split("; ")
+            for line in lines:
+                sides = re.fullmatch(r"(-?\d+) ([+*-]) (-?\d+) = (-?\d+)", line)
+                if sides:
+                    a, sign, b, c = int(sides[1]), sides[2], int(sides[3]), int(sides[4])
+                    assert {"+": a + b, "-": a - b, "*": a * b}[sign] == c
+            assert lines[-1].rpartition("= ")[2] == example.answer
+
+
+def test_mathematical_demonstrations_are_right_and_follow_their_shares():
+    task = make_task(MathSpec(families=("arithmetic", "linear"), levels=(1, 2)))
+    pool = demonstrations_math.questions(("arithmetic", "linear"), (1, 2), 50, seed=0)
+    stream = demonstrations_math.math_demonstrations(
+        pool, {"arithmetic": 3, "linear": 1}, {1: 1, 2: 1}, guess_share=0.25, seed=0
+    )
+    seen = Counter()
+    by_prompt = {example.prompt: example for examples in pool.values() for example in examples}
+    for demonstration in islice(stream, 800):
+        assert task.score(by_prompt[demonstration.prompt], demonstration.completion).correct
+        assert demonstration.completion.startswith("<think>")
+        assert ("a guess." in demonstration.completion) == (demonstration.style == "guess")
+        seen[demonstration.style] += 1
+        seen[demonstration.level] += 1
+        seen["linear"] += demonstration.prompt.startswith("Solve")
+    assert 140 < seen["guess"] < 260
+    assert 140 < seen["linear"] < 260
+    assert 340 < seen[1] < 460
+
+
+@pytest.fixture(scope="module")
+def asked():
+    return demonstrations_tool.asked((1, 2, 3), 2, 8, seed=0)
+
+
+def test_conversations_are_what_the_task_would_have_said(asked):
+    task = make_task(
+        ToolQaSpec(hops=(1, 2, 3), train_size=8, heldout_size=0, seed=demonstrations_tool.FIRST_WORLD, reward="format")
+    )
+    assert {hops: len(questions) for hops, questions in asked.items()} == {1: 16, 2: 16, 3: 16}
+    for hops, questions in asked.items():
+        for question in questions[:8]:  # those of the first world
+            for searches in range(hops + 1):
+                first, later = demonstrations_tool.conversation(question, searches)
+                text = first
+                for reply, turn in later:
+                    assert task.respond(question.example, text) == reply
+                    text += reply + turn
+                assert len(later) == searches
+                assert task.respond(question.example, text) is None
+                reward = task.score(question.example, text)
+                assert reward.total == (1.0 if searches == hops else 0.2)
+                assert reward.parts["searches"] == searches
+
+
+def test_searches_follow_their_shares_and_guesses_end_early(asked):
+    stream = demonstrations_tool.tool_demonstrations(asked, {1: 1, 2: 2, 3: 1}, guess_share=0.5, seed=1)
+    seen = Counter()
+    for demonstration in islice(stream, 800):
+        seen[demonstration.level] += 1
+        seen[demonstration.style] += 1
+        if demonstration.style == "guess":
+            assert len(demonstration.later) < demonstration.level
+            assert "a guess." in demonstration.text
+            seen["guess", demonstration.level, len(demonstration.later)] += 1
+        else:
+            assert len(demonstration.later) == demonstration.level
+    assert 340 < seen[2] < 460
+    assert 340 < seen["guess"] < 460
+    assert all(seen["guess", hops, searches] > 10 for hops in (1, 2, 3) for searches in range(hops))
+
+
+def test_rows_are_tokenized_turn_by_turn_and_replies_are_not_imitated(asked):
+    stream = demonstrations_tool.tool_demonstrations(asked, {2: 1}, guess_share=0.0, seed=0)
+    seen = [question for questions in asked.values() for question in questions]
+    examples = list(islice(stream, 20))
+    tokenizer = build_tokenizer([d.text for d in examples], demonstrations_tool.phrases(seen), 600)
+    for demonstration in examples:
+        row = _row(tokenizer, demonstration)
+        assert row.prompt == tokenizer(demonstration.prompt)["input_ids"]
+        assert as_text(tokenizer, row.prompt + row.completion[:-1]) == demonstration.text
+        assert row.completion[-1] == tokenizer.eos_token_id
+        own = [token for token, kept in zip(row.completion, row.mask, strict=True) if kept]
+        heard = [token for token, kept in zip(row.completion, row.mask, strict=True) if not kept]
+        assert as_text(tokenizer, heard) == "".join(reply for reply, _ in demonstration.later)
+        turns = [demonstration.completion, *(turn for _, turn in demonstration.later)]
+        assert as_text(tokenizer, own[:-1]) == "".join(turns)
+        assert len(row) < 192
+
+
+def test_names_and_passages_are_few_tokens(asked):
+    seen = [question for questions in asked.values() for question in questions]
+    tokenizer = build_tokenizer(["a"], demonstrations_tool.phrases(seen), 600)
+    pieces = [as_text(tokenizer, [i]) for i in tokenizer("Trobreta, mayor</think><search>Trobreta")["input_ids"]]
+    assert pieces == ["Tro", "bre", "ta", ", mayor", "</think>", "<search>", "Tro", "bre", "ta"]
+    lengths = [len(tokenizer(reply)["input_ids"]) for question in seen for reply in question.replies]
+    assert max(lengths) < 60
+
+
+@pytest.mark.parametrize("spec", [TINY_MATH, TINY_TOOL])
+def test_what_is_held_out_is_never_shown(spec):
+    material = _material(spec)
+    train = {d.prompt for d in islice(material.train, 300)}
+    probe = {d.prompt for d in islice(material.probe, 300)}
+    assert not train & probe
+    families = ("arithmetic", "linear", "modular")
+    asked = MathSpec(families=families, seed=7) if isinstance(spec, MathWarmStart) else ToolQaSpec()
+    assert not train & {example.prompt for example in make_task(asked).splits()["heldout"]}
+
+
+@pytest.mark.parametrize("spec", [TINY_MATH, TINY_TOOL])
+def test_the_same_seed_gives_the_same_policy(spec, tmp_path):
+    for name in ("first", "second"):
+        warm_start(spec, tmp_path / name)
+    first, second = (
+        [(tmp_path / name / file).read_bytes() for file in ("model.safetensors", "tokenizer.json")]
+        for name in ("first", "second")
+    )
+    assert first == second
+    written = json.loads((tmp_path / "first" / "warm_start.json").read_text())
+    assert WARM_STARTS[spec.policy](**written["spec"]) == spec
+    assert set(written["exact"]) == {"guess", "reason"}
+    assert load_tokenizer(tmp_path / "first")("<search>x</search>")["input_ids"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        (MathWarmStart, {"levels": {4: 1.0}}),
+        (MathWarmStart, {"weights": {"word": 1.0}}),
+        (ToolQaWarmStart, {"weights": {4: 1}}),
+    ],
+)
+def test_impossible_material_is_refused(kind, fields):
+    with pytest.raises(ValidationError):
+        kind(**fields)
