@@ -35,6 +35,7 @@ class MSharpness:
         one = self.groups[0]
         bad = [group.why for group in self.groups if group.converged is False]
         converged = False if bad else one.converged
+        why = f"{len(bad)} of {len(self.groups)} groups: {bad[0]}" if bad else ""
         seconds = sum(group.seconds for group in self.groups)
         name = f"m{m}_{one.quantity}"
         return [
@@ -48,9 +49,16 @@ class MSharpness:
                 converged,
                 seed=one.seed,
                 seconds=seconds,
-                why=f"{len(bad)} of {len(self.groups)} groups: {bad[0]}" if bad else "",
+                why=why,
             ),
-            Estimate(probe, f"{name}_first_order", self.first_order, rho=one.rho, seed=one.seed),
+            Estimate(
+                probe,
+                f"{name}_first_order",
+                self.first_order,
+                rho=one.rho,
+                seed=one.seed,
+                why=why if math.isnan(self.first_order) else "",
+            ),
         ]
 
 

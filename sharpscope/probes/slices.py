@@ -92,6 +92,8 @@ def loss_slices(
                     surface, f"random_{index}", direction / length, distances, random_scale * length / farthest, loss
                 )
             )
+    if not frames:  # every direction is zero
+        return pd.DataFrame({"direction": [], "distance": [], "loss": []})
     return pd.concat(frames, ignore_index=True)
 
 

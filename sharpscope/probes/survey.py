@@ -263,6 +263,8 @@ def _slices(
     surface: LmSurface, spec: ProbesSpec, seed: int, curvature: Curvature | None, at: tuple[float, Tensor]
 ) -> list[Estimate]:
     """Rows with quantity `slice_<direction>`, the loss as value and the signed distance in `rho`."""
+    if not (math.isfinite(at[0]) and bool(at[1].isfinite().all())):
+        return []  # nothing to draw; the other probes' rows say why
     farthest = max(spec.rhos)
     top = curvature.vectors[0] if curvature is not None and curvature.converged else None
     began = time.perf_counter()

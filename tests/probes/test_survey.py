@@ -1,0 +1,128 @@
+"""A round of probes leaves no trace, whatever stops it; nothing that is not a number, or not converged, goes unsaid."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from sharpscope.probes import ProbesSpec, measure
+from sharpscope.probes.functionals import Functional, token_batch
+from sharpscope.probes.hessian import CurvatureSettings, FunctionOperator, curvature_of, eigenpairs, spectral_density
+from sharpscope.probes.hessian.causal_lm import lm_surface
+from tests.models import random_batch, tiny_model
+from tests.probes.test_token_guard import assert_same, disturbed, snapshot
+
+SPEC = ProbesSpec(
+    preset="standard", max_products=12, trace_probes=2, density_steps=4, rhos=(0.05,), kinds=("sam", "average", "worst"),
+    worst_steps=3, m=1, gauss_newton=True, groups=True, top=1, tolerance=0.9,
+)  # fmt: skip
+
+
+def functional(batch, name: str = "expected_failure") -> Functional:
+    tokens = token_batch(batch["input_ids"], batch["attention_mask"], batch["mask"])
+    return Functional(name, tokens)
+
+
+def backends() -> tuple[bool, ...]:
+    cuda = torch.backends.cuda
+    return cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, RuntimeError])
+@pytest.mark.parametrize("nth", [1, 2, 5, 20, 40])
+def test_everything_is_as_before_whatever_stops_a_round(stop, nth):
+    """The model's last norm raises at its nth call: in the anchors, the graph, a product's set-up, at a moved place, …"""
+    model, batch = disturbed("qwen2"), random_batch()
+    inner, calls = model.model.norm.forward, 0
+
+    def forward(x):
+        nonlocal calls
+        calls += 1
+        if calls == nth:
+            raise stop
+        return inner(x)
+
+    model.model.norm.forward = forward
+    before, kernels = snapshot(model), backends()
+    with pytest.raises(stop):
+        measure(model, functional(batch), SPEC)
+    assert calls == nth and backends() == kernels
+    assert_same(before, snapshot(model))
+    model.model.norm.forward = inner
+    measure(model, functional(batch), SPEC)
+    assert_same(before, snapshot(model))
+
+
+def test_a_model_that_is_not_finite_gives_reasons_for_every_missing_number():
+    model, batch = tiny_model("qwen2", dtype=torch.float32), random_batch()
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight[0, 0] = math.nan
+    found = measure(model, functional(batch, "nll"), SPEC)
+    missing = [e for e in found.estimates if math.isnan(e.value) and not e.quantity.endswith("_ratio")]
+    assert {e.quantity for e in missing} >= {"gradient_norm", "largest", "smallest", "trace", "sam", "average", "worst"}
+    assert not any(e.converged for e in missing) and all(e.why for e in missing if e.probe != "slice")
+    assert len(found.problems) >= len(missing)
+    assert found.curvature is not None and not found.curvature.converged
+
+
+def test_variants_share_one_gradient_and_one_graph(monkeypatch):
+    """The plain and the preconditioned Hessian, SAM and slices: one gradient at θ and one graph for all of them."""
+    from sharpscope.probes.hessian.causal_lm import LmSurface
+
+    model, batch = tiny_model("qwen2", dtype=torch.float32), random_batch()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model(input_ids=batch["input_ids"], labels=batch["input_ids"]).loss.backward()
+    optimizer.step()
+    counts = {"gradient": 0, "hessian": 0}
+    for name in counts:
+        inner = getattr(LmSurface, name)
+
+        def counted(self, inner=inner, name=name):
+            counts[name] += 1
+            return inner(self)
+
+        monkeypatch.setattr(LmSurface, name, counted)
+    spec = ProbesSpec(preset="standard", max_products=12, rhos=(0.05, 0.5), density_steps=4)
+    found = measure(model, functional(batch, "nll"), spec, optimizer=optimizer)
+    assert counts == {"gradient": 1, "hessian": 1}
+    assert {"preconditioned_largest", "slice_gradient", "sam", "density"} <= {e.quantity for e in found.estimates}
+
+
+def test_shared_or_not_the_preconditioned_eigenvalue_is_the_same():
+    from sharpscope.probes.hessian import adamw_preconditioner
+
+    model, batch = tiny_model("qwen2", dtype=torch.float32), random_batch()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model(input_ids=batch["input_ids"], labels=batch["input_ids"]).loss.backward()
+    optimizer.step()
+    spec = ProbesSpec(preset="cheap", preconditioned=True, tolerance=1e-3, max_products=100)
+    rows = measure(model, functional(batch, "nll"), spec, optimizer=optimizer).estimates
+    shared = next(e for e in rows if e.quantity == "preconditioned_largest")
+    with lm_surface(model, functional(batch, "nll")) as surface:
+        diagonal = adamw_preconditioner(optimizer, surface.parameters)
+        settings = CurvatureSettings(tolerance=1e-3, trace_probes=0, density_samples=0)
+        alone = curvature_of(surface, settings, preconditioner=diagonal)
+    assert shared.converged and alone.converged
+    assert shared.value == pytest.approx(alone.largest, rel=1e-4)
+
+
+def test_a_run_for_eigenpairs_is_a_sample_of_the_density():
+    """A quadrature of m steps from the start v has Σ w·nodeᵏ = vᵀHᵏv for k < 2m, also when made longer."""
+    matrix = torch.randn(40, 40, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    matrix = matrix + matrix.T
+    operator = FunctionOperator(lambda v: matrix @ v, 40, torch.float64, torch.device("cpu"))
+    generator = torch.Generator().manual_seed(1)
+    space = eigenpairs(operator, tolerance=0.5, max_products=20, generator=generator).krylov
+    size, start = space.size, space.basis[0].clone()
+    before = operator.products
+    found = spectral_density(operator, samples=2, steps=8, generator=generator, first=space)
+    assert operator.products - before == found.products == (8 - size) + 8
+    vector = start
+    for power in range(1, 12):
+        vector = matrix @ vector
+        moment = (found.weights[0] * found.nodes[0] ** power).sum()
+        assert moment == pytest.approx(float(start @ vector), rel=1e-8)
+    np.testing.assert_allclose(found.weights.sum(1), 1)
