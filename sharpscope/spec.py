@@ -29,16 +29,17 @@ class Spec(BaseModel):
 
 def _takes_numbers_only(annotation: Any) -> bool:
     """Whether an annotation admits a number and no truth value."""
-    parts = set(_plain_types(annotation))
+    parts = set(plain_types(annotation))
     return bool(parts & {int, float}) and not parts & {bool, Any}
 
 
-def _plain_types(annotation: Any) -> typing.Iterator[Any]:
+def plain_types(annotation: Any) -> typing.Iterator[Any]:
+    """The types that an annotation is made of; a Literal counts as itself."""
     arguments = typing.get_args(annotation)
     if typing.get_origin(annotation) is typing.Annotated:
-        yield from _plain_types(arguments[0])
+        yield from plain_types(arguments[0])
     elif arguments and typing.get_origin(annotation) is not typing.Literal:
         for argument in arguments:
-            yield from _plain_types(argument)
+            yield from plain_types(argument)
     else:
         yield annotation

@@ -8,11 +8,13 @@ would have taken.
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import os
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -27,21 +29,28 @@ import transformers.models.qwen2.modeling_qwen2  # noqa: F401  (else every child
 from sharpscope.bench.faults.setting import tiny_config
 from sharpscope.training import QuietDisplay, checkpoint, train
 
-Moment = Literal["before", "inside", "after"]
+Moment = Literal["before", "inside", "after", "refused"]
 HANG_S = 180.0
+_FREES = ("unlink", "rmdir", "rmtree")  # a full disk lets these pass
 
 
 @dataclass(frozen=True)
 class Death:
-    """When a child dies: `seconds` after it began to train, or at its `operation`-th change of a file (counted from 1)."""
+    """When a child dies: `seconds` after it began to train, or at its `operation`-th change of a file (counted from 1).
+
+    With the moment `refused` it does not die: that operation and all later ones fail with `error`, as on a full disk.
+    """
 
     seconds: float | None = None
     operation: int | None = None
     moment: Moment = "before"
+    error: int = errno.ENOSPC
 
     def __str__(self) -> str:
         if self.seconds is not None:
             return f"after {self.seconds:.3f} s"
+        if self.moment == "refused":
+            return f"{errno.errorcode[self.error]} from operation {self.operation} on"
         return f"{self.moment} operation {self.operation}"
 
 
@@ -94,8 +103,10 @@ class Operations:
     def _wrapped(self, function: Any, name: str, half: Callable[..., None] | None = None) -> Any:
         def call(*arguments: Any, **options: Any) -> Any:
             self.count += 1
+            self._refuse(name)
             now = self.death is not None and self.count == self.death.operation
             moment = self.death.moment if self.death is not None else "before"
+            now = now and moment != "refused"
             if now and (moment == "before" or (moment == "inside" and half is None)):
                 _die()
             if now and moment == "inside" and half is not None:
@@ -109,6 +120,13 @@ class Operations:
             return found
 
         return call
+
+    def _refuse(self, name: str) -> None:
+        death = self.death
+        if death is None or death.operation is None or death.moment != "refused" or name in _FREES:
+            return
+        if self.count >= death.operation:
+            raise OSError(death.error, os.strerror(death.error))
 
     def _note(self, handle: int) -> None:
         """One line of the journal: what is on the disk for certain now."""
@@ -144,6 +162,7 @@ def _main(
     journal: str | None, prepare: Callable[[], None] | None,
 ) -> None:  # fmt: skip
     torch.set_num_threads(1)
+    sys.unraisablehook = lambda *_: None  # refused operations fail in destructors too
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     folder = Path(run_dir)
     config = tiny_config(Path(policy), folder, setting, **changes)

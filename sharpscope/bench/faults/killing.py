@@ -44,7 +44,7 @@ def kill_at_times(policy: Path, whole: list[Whole], folder: Path, count: int, se
     """`count` runs killed -9 at a uniformly random time."""
     tried = Tried("`kill -9` at a random time", "read whole, resumed, equal row by row to the uninterrupted run")
     chooser = random.Random(f"{seed}/times")
-    deaths = ((one, Death(seconds=chooser.uniform(0, one.seconds))) for one in _turns(whole, count))
+    deaths = ((one, Death(seconds=chooser.uniform(0, one.seconds))) for one in turns(whole, count))
     return _kill_all(tried, policy, deaths, folder, chooser)
 
 
@@ -55,7 +55,7 @@ def kill_at_operations(policy: Path, whole: list[Whole], folder: Path, count: in
     moments: tuple[Moment, ...] = ("before", "inside", "after")
     deaths = (
         (one, Death(operation=chooser.randint(1, one.operations), moment=chooser.choice(moments)))
-        for one in _turns(whole, count)
+        for one in turns(whole, count)
     )
     return _kill_all(tried, policy, deaths, folder, chooser)
 
@@ -68,11 +68,12 @@ def lose_power_at_operations(policy: Path, whole: list[Whole], folder: Path, cou
     """
     tried = Tried("loss of power: what was not fsynced is lost", "the same")
     chooser = random.Random(f"{seed}/power")
-    deaths = ((one, Death(operation=chooser.randint(1, one.operations))) for one in _turns(whole, count))
+    deaths = ((one, Death(operation=chooser.randint(1, one.operations))) for one in turns(whole, count))
     return _kill_all(tried, policy, deaths, folder, chooser, power=True)
 
 
-def _turns(whole: list[Whole], count: int) -> Iterator[Whole]:
+def turns(whole: list[Whole], count: int) -> Iterator[Whole]:
+    """`count` runs to interrupt, of each setting in turn."""
     for number in range(count):
         yield whole[number % len(whole)]
 

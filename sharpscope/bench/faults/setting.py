@@ -91,9 +91,11 @@ def vowels(count: int = 10) -> tuple[dict[str, list[Example]], Any]:
 def tiny_policy(folder: Path) -> Path:
     """Save an untrained one-layer policy with a byte-level tokenizer to `folder`."""
     import torch
+    from transformers.utils.logging import disable_progress_bar
 
     from sharpscope.policy.embedded import build_model, build_tokenizer
 
+    disable_progress_bar()
     splits, _ = vowels()
     tokenizer = build_tokenizer([example.prompt for example in splits["train"]], phrases=(), vocabulary=288)
     model = build_model(tokenizer, layers=1, width=16, feed_forward=24, heads=2, seed=0)
