@@ -124,7 +124,7 @@ def _own_policy(data: dict[str, Any]) -> dict[str, Any]:
     """A task that an embedded policy was made for is played with that one, unless a model is named."""
     task, policy = data.get("task"), data.get("policy", {})
     kind = task.get("kind") if isinstance(task, Mapping) else None
-    if kind not in WARM_STARTS or not isinstance(policy, Mapping) or "model" in policy:
+    if not isinstance(kind, str) or kind not in WARM_STARTS or not isinstance(policy, Mapping) or "model" in policy:
         return data
     return {**data, "policy": {**policy, "model": f"embedded:{kind}"}}
 
