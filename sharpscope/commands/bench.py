@@ -136,3 +136,29 @@ def curvature(
     out.mkdir(parents=True, exist_ok=True)
     (out / "curvature.md").write_text(text, encoding="utf-8")
     typer.echo(f"written: {out}/curvature.md")
+
+
+@bench.command("rollout")
+def rollout(
+    prompts: Annotated[int, typer.Option(min=1, help="Questions.")] = 24,
+    group_size: Annotated[int, typer.Option(min=1, help="Conversations about each, all decoded together.")] = 8,
+    slow: Annotated[int, typer.Option(min=1, help="Conversations played one at a time.")] = 24,
+    repeats: Annotated[int, typer.Option(min=1, help="Measurements of each side, of which the median counts.")] = 3,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads for both sides.")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="Any field of the run, as path=value.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder for the page.")] = Path("experiments/benchmarks"),
+) -> None:
+    """Conversations with a retriever, all together against one at a time with transformers' generate.
+
+    Example:
+
+      sharpscope bench rollout --out bench
+    """
+    from sharpscope.bench.rollout import compare_rollouts
+    from sharpscope.bench.rollout import report as page
+
+    text = page(compare_rollouts(prompts, group_size, slow, repeats, threads, set_ or ()))
+    typer.echo(text)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "rollout.md").write_text(text, encoding="utf-8")
+    typer.echo(f"written: {out}/rollout.md")
