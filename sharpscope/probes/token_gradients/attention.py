@@ -18,11 +18,14 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from sharpscope.errors import UserError
+from sharpscope.probes.token_gradients.batched import each
 
 CUT, FULL, FORWARD = (f"sharpscope_{name}" for name in ("cut", "full", "forward"))
 """Attention whose gradient reaches a position only through itself; with a batched backward; with a forward mode."""
 
-QUERY_BLOCK = 128  # rows of P made at once: small enough for a cache, large enough for an efficient matrix product
+# Rows of P made at once: small enough for a cache, large enough for an efficient matrix product. Where many cotangents
+# share P, smaller blocks skip more of what the causal mask hides.
+QUERY_BLOCK, SHARED_BLOCK = 128, 64
 
 
 @dataclass
@@ -45,15 +48,21 @@ class Scene:
     shape: tuple[int, int, int, int]
 
 
-def look(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, cap: float | None) -> Scene:
-    """softmax(cap·tanh(s·q·kᵀ/cap) + mask)·v, without any graph; `mask` (1, 1, L, L) additive, None = causal."""
+def look(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, cap: float | None, size: int = QUERY_BLOCK
+) -> Scene:
+    """softmax(cap·tanh(s·q·kᵀ/cap) + mask)·v, without any graph; `mask` (1, 1, L, L) additive, None = causal.
+
+    Args:
+        size: rows of a block.
+    """
     B, H, L, d = q.shape
     kv = k.shape[1]
     q, k, v = q.reshape(B * kv, H // kv, L, d), k.reshape(B * kv, L, -1), v.reshape(B * kv, L, -1)
     out = q.new_empty(B * kv, H // kv, L, v.shape[-1])
     blocks = []
-    for start in range(0, L, QUERY_BLOCK):
-        stop = min(start + QUERY_BLOCK, L)
+    for start in range(0, L, size):
+        stop = min(start + size, L)
         rows = q[:, :, start:stop].flatten(1, 2) * scale  # (B·kv, g·b, d)
         S = torch.bmm(rows, k[:, :stop].mT)  # (B·kv, g·b, stop)
         slope = None
@@ -84,28 +93,43 @@ def _score_pull(scene: Scene, block: tuple[int, int, Tensor, Tensor | None], g: 
     return dS.mul_(scene.scale)
 
 
-def pull_back(scene: Scene, g: Tensor, out: tuple[Tensor, ...] | None = None) -> tuple[Tensor, ...]:
-    """Vector-Jacobian product: g (B, H, L, d) -> dq (B, H, L, d), dk, dv (B, Hkv, L, d), written to `out` where given."""
+def pull_back(scene: Scene, g: Tensor) -> tuple[Tensor, ...]:
+    """Vector-Jacobian products of n cotangents: g (n, B, H, L, d) -> dq (n, B, H, L, d), dk, dv (n, B, Hkv, L, d).
+
+    Cotangents stand beside each other, behind positions and the heads that share a key: (B·kv, L, groups, n, ·). So
+    each product is one matrix product per key head, whatever n.
+    """
+    n = len(g)
     B, H, L, _ = scene.shape
-    q, k, v = scene.q, scene.k, scene.v
-    if out is None:
-        out = (q.new_empty(B, H, L, q.shape[-1]), *(x.new_empty(B, len(x) // B, *x.shape[1:]) for x in (k, v)))
-    g = g.reshape(scene.out.shape)
-    dq, dk, dv = (whole.view(x.shape) for whole, x in zip(out, (q, k, v), strict=True))
+    KV, groups = scene.q.shape[:2]
+    kv = KV // B
+    q = scene.q.transpose(1, 2).reshape(KV, L * groups, -1) * scene.scale  # (B·kv, L·groups, d)
+    k = scene.k * scene.scale
+    g = g.reshape(n, KV, groups, L, -1).permute(1, 3, 2, 0, 4).contiguous()
+    D = (g * scene.out.transpose(1, 2)[:, :, :, None]).sum(-1)  # (B·kv, L, groups, n)
+    # Written position by position, as the layers before read them: what follows need not be copied into that order.
+    dq, dk, dv = (g.new_empty(n, B, L, heads, x.shape[-1]) for heads, x in ((H, q), (kv, k), (kv, scene.v)))
+    to_q = dq.view(n, B, L, kv, groups, -1).permute(1, 3, 2, 4, 0, 5)  # (B, kv, L, groups, n, d)
+    to_k, to_v = dk.permute(1, 3, 0, 2, 4), dv.permute(1, 3, 2, 0, 4)  # (B, kv, n, L, d), (B, kv, L, n, d)
     # The last block of queries reaches every key: it fills dk and dv, the others add to them.
-    for block in reversed(scene.blocks):
-        start, stop, P, _ = block
-        dS = _score_pull(scene, block, g).flatten(1, 2)  # (B·kv, g·b, stop)
-        dq[:, :, start:stop] = torch.bmm(dS, k[:, :stop]).view(*q.shape[:2], stop - start, -1)
-        to_k = torch.bmm(dS.mT, q[:, :, start:stop].flatten(1, 2))
-        to_v = torch.bmm(P.flatten(1, 2).mT, g[:, :, start:stop].flatten(1, 2))
+    for start, stop, weights, slope in reversed(scene.blocks):
+        b = (stop - start) * groups
+        P = weights.transpose(1, 2).reshape(KV, b, stop)
+        rows = g[:, start:stop].reshape(KV, b * n, -1)
+        dS = torch.baddbmm(D[:, start:stop].reshape(KV, b * n, 1), rows, scene.v[:, :stop].mT, beta=-1)
+        dS.view(KV, b, n, stop).mul_(P[:, :, None])
+        if slope is not None:
+            dS.view(KV, b, n, stop).mul_(slope.transpose(1, 2).reshape(KV, b, 1, stop))
+        to_q[:, :, start:stop] = torch.bmm(dS, k[:, :stop]).view(B, kv, stop - start, groups, n, -1)
+        each_k = torch.bmm(dS.view(KV, b, n * stop).mT, q[:, start * groups : stop * groups]).view(B, kv, n, stop, -1)
+        each_v = torch.bmm(P.mT, rows.view(KV, b, -1)).view(B, kv, stop, n, -1)
         if stop == L:
-            dk.copy_(to_k)
-            dv.copy_(to_v)
+            to_k.copy_(each_k)
+            to_v.copy_(each_v)
         else:
-            dk[:, :stop] += to_k
-            dv[:, :stop] += to_v
-    return out
+            to_k[:, :, :, :stop] += each_k
+            to_v[:, :, :stop] += each_v
+    return dq.transpose(2, 3), dk.transpose(2, 3), dv.transpose(2, 3)
 
 
 def pull_back_cut(scene: Scene, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -200,39 +224,17 @@ class _Cut(torch.autograd.Function):
         return (*pull_back_cut(ctx.scene, g), None, None, None)
 
 
-class _BatchedPull(torch.autograd.Function):
-    """`pull_back` as an operation that `torch.func.vmap` hands whole batches of cotangents to."""
-
-    @staticmethod
-    def forward(g: Tensor, scene: Scene) -> tuple[Tensor, ...]:
-        return pull_back(scene, g)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-        """Nothing is kept: it is never differentiated."""
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple, g: Tensor, scene: Scene) -> tuple[tuple[Tensor, ...], tuple[int, int, int]]:
-        B, H, L, _ = scene.shape
-        n, kv = g.shape[in_dims[0]], len(scene.k) // B
-        shapes = ((H, scene.q.shape[-1]), (kv, scene.k.shape[-1]), (kv, scene.v.shape[-1]))
-        parts = tuple(g.new_empty(n, B, heads, L, d) for heads, d in shapes)
-        for i, one in enumerate(g.unbind(in_dims[0])):
-            pull_back(scene, one, tuple(part[i] for part in parts))
-        return parts, (0, 0, 0)
-
-
 class _Full(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, cap: float | None
     ) -> Tensor:
-        ctx.scene = look(q, k, v, mask, scale, cap)
+        ctx.scene = look(q, k, v, mask, scale, cap, SHARED_BLOCK)
         return ctx.scene.out.view(ctx.scene.shape)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        return (*_BatchedPull.apply(g, ctx.scene), None, None, None)
+        return (*each(g, lambda all_: pull_back(ctx.scene, all_)), None, None, None)
 
 
 def _pushed(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, cap: float | None) -> Tensor:

@@ -8,7 +8,7 @@ backward pass beforehand: no token's cotangent leaves its own position there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,17 +17,24 @@ from torch import Tensor, nn
 
 from sharpscope.errors import UserError
 from sharpscope.probes.token_gradients import attention as attn
+from sharpscope.probes.token_gradients.batched import unwrapped
 from sharpscope.probes.token_gradients.head import head_gradients
 from sharpscope.probes.token_gradients.local import CHUNK_TOKENS, add_head
 from sharpscope.probes.token_gradients.result import Collector, Ledger, ScoreNorms
 from sharpscope.probes.token_gradients.rows import Rows, safe_width, widen
+from sharpscope.probes.token_gradients.shortcuts import Shortcuts
 from sharpscope.probes.token_gradients.structure import Structure, hidden_states, recording, split_forward
+from sharpscope.probes.token_gradients.threads import in_threads
 from sharpscope.probes.token_gradients.uses import Recorder, Use, exact_squares, local_squares
 
-# Bytes that the widest activation's batch of cotangents may take: on a CPU it should stay in the cache.
-COTANGENT_BYTES = {"cpu": 8 * 2**20, "cuda": 256 * 2**20}
+# Bytes that the widest activation's batch of cotangents may take, per thread: on a CPU it should stay in the cache.
+COTANGENT_BYTES = {"cpu": 4 * 2**20, "cuda": 256 * 2**20}
 SLOTS = 16  # tokens of a row that share one forward pass: more save forward passes, fewer waste less of the prefix
-ROWS = {"cpu": 2, "cuda": 16}  # rows in one forward pass
+ROWS = {"cpu": 1, "cuda": 16}  # rows in one forward pass
+
+
+Found = tuple[str, Tensor, Tensor]
+"""A parameter, squared norms (m,), the tokens (m,) they belong to."""
 
 
 @dataclass(frozen=True)
@@ -63,13 +70,19 @@ def exact_norms(
                 f"tier, exact: '{name}' is the output layer's and also used in {structure.unhandled[name]}; freeze it"
             )
     device = rows.ids.device
-    budget = cotangent_bytes or COTANGENT_BYTES.get(device.type, COTANGENT_BYTES["cuda"])
+    threads = torch.get_num_threads() if device.type == "cpu" else 1
+    budget = COTANGENT_BYTES.get(device.type, COTANGENT_BYTES["cuda"])
+    if cotangent_bytes is not None:
+        budget = cotangent_bytes // threads
     collector = Collector(rows.shape, torch.promote_types(structure.head.weight.dtype, torch.float32), device)
     for chunk in rows.chunks(CHUNK_TOKENS.get(device.type, CHUNK_TOKENS["cuda"])):
         ledger = Ledger(structure.groups, torch.zeros(len(chunk.targets), dtype=collector.dtype, device=device))
         tokens = _prepare(model, structure, chunk, temperature, ledger)
-        for batch in _packed(tokens, 1 if structure.unhandled else ROWS.get(device.type, ROWS["cuda"])):
-            _batch(model, structure, chunk, tokens, batch, ledger, budget)
+        batches = _packed(tokens, 1 if structure.unhandled else ROWS.get(device.type, ROWS["cuda"]))
+        jobs = (_batch(model, structure, chunk, tokens, batch, budget) for batch in batches)
+        for found in in_threads(jobs, threads):
+            for name, squares, places in found:
+                ledger.add(name, squares, places)
         collector.write(chunk, ledger)
     return collector.result("exact", torch.zeros_like(collector.squared))
 
@@ -131,46 +144,57 @@ def _packed(tokens: Tokens, rows: int) -> Iterator[Tensor]:
 
 
 def _batch(
-    model: nn.Module, structure: Structure, chunk: Rows, tokens: Tokens, batch: Tensor, ledger: Ledger, budget: int
-) -> None:
-    """Forward pass over the batch's rows, then the backward passes of its tokens, a few at a time."""
-    device = chunk.ids.device
-    batch = batch.to(device)
+    model: nn.Module, structure: Structure, chunk: Rows, tokens: Tokens, batch: Tensor, budget: int
+) -> Callable[[], list[Found]]:
+    """Forward pass over the batch's rows; returns the backward passes of its tokens, which may run in another thread."""
+    batch = batch.to(chunk.ids.device)
     used = batch >= 0
     index = batch.clamp_min(0)  # (n, B)
     position = torch.where(used, tokens.position[index], 0)
     length = safe_width(model, int(position.max()) + 1)
     ids = widen(chunk.ids[tokens.row[index[0]], :length], length)  # (B, L)
-    size = (ids.shape[0], ids.shape[1])
-    taps = _Taps(size)
+    taps = _Taps((ids.shape[0], ids.shape[1]))
     whole = [structure.named[name] for name in structure.unhandled]
-    recorder = Recorder(structure.named, size, native=structure.native, wrap=taps.wrap)
+    recorder = Recorder(structure.named, taps.size, native=structure.native, wrap=taps.wrap)
     scene, outputs = _forward(model, structure, recorder, ids)
     if not taps.probes and not whole:
-        return
-    widest = (
-        max((use.out.numel() for use in taps.uses), default=1) * ids.new_empty(0, dtype=outputs[0].dtype).element_size()
-    )
+        return list
+    widest = max((use.out.numel() for use in taps.uses), default=1) * outputs[0].element_size()
     step = max(1, budget // max(widest, 4 * sum(p.numel() for p in whole)))
-    for first in range(0, len(batch), step):
-        part, live = index[first : first + step], used[first : first + step]  # (m, B)
-        where = position[first : first + step]
-        starts = _at(tokens.start[part] * live[..., None], where, size)  # (m, B, L, d)
-        given = [starts]
-        if scene is not None and tokens.output is not None:
-            attended = tokens.output[part] * live[..., None, None]  # (m, B, H, d)
-            given = [*attn.pull_back_at(scene, attended, where), starts]
-        coupled = None if tokens.coupled is None else tokens.coupled[part][..., : size[1]] * live[..., None]
-        if coupled is not None and coupled.shape[-1] < size[1]:
-            coupled = nn.functional.pad(coupled, (0, size[1] - coupled.shape[-1]))
-        taps.tie(structure.tied, tokens.hidden[part], coupled)
-        squares, gradients = _pull(outputs, given, taps.probes, whole)
-        flat, places = live.flatten(), part.flatten()
-        for use, found in zip(taps.uses, squares, strict=True):
-            for i, name in enumerate(use.names):
-                ledger.add(name, found[..., i].flatten()[flat], places[flat])
-        for name, g in zip(structure.unhandled, gradients, strict=True):
-            ledger.add(name, g.flatten(1).square().sum(1)[flat], places[flat])
+
+    def pull() -> list[Found]:
+        found: list[Found] = []
+        for first in range(0, len(batch), step):
+            part, live = index[first : first + step], used[first : first + step]  # (m, B)
+            given = _cotangents(tokens, scene, taps, structure.tied, part, live, position[first : first + step])
+            squares, gradients = _pull(outputs, given, taps, whole)
+            flat, places = live.flatten(), part.flatten()[live.flatten()]
+            for use, each in zip(taps.uses, squares, strict=True):
+                if each is not None:
+                    found += [(name, each[..., i].flatten()[flat], places) for i, name in enumerate(use.names)]
+            for name, g in zip(structure.unhandled, gradients, strict=True):
+                found.append((name, g.flatten(1).square().sum(1)[flat], places))
+        return found
+
+    return pull
+
+
+def _cotangents(
+    tokens: Tokens, scene: attn.Scene | None, taps: _Taps, tied: str | None, part: Tensor, live: Tensor, where: Tensor
+) -> list[Tensor]:
+    """What is pulled back for tokens `part` (m, B) at positions `where` (m, B), zero where not `live` (m, B).
+
+    Tells the tied embedding's tap about these tokens too.
+    """
+    starts = _at(tokens.start[part] * live[..., None], where, taps.size)  # (m, B, L, d)
+    if tokens.coupled is not None:
+        coupled = tokens.coupled[part][..., : taps.size[1]] * live[..., None]
+        coupled = nn.functional.pad(coupled, (0, taps.size[1] - coupled.shape[-1]))
+        taps.tie(tied, tokens.hidden[part], coupled)
+    if scene is None or tokens.output is None:
+        return [starts]
+    attended = tokens.output[part] * live[..., None, None]  # (m, B, H, d)
+    return [*attn.pull_back_at(scene, attended, where), starts]
 
 
 def _forward(
@@ -188,7 +212,7 @@ def _forward(
 
         handle = structure.last_layer.register_forward_pre_hook(keep, with_kwargs=True)
     try:
-        with torch.enable_grad(), recording(model, structure, recorder, attn.FULL):
+        with torch.enable_grad(), Shortcuts(), recording(model, structure, recorder, attn.FULL):
             hidden = hidden_states(model, ids)
     except attn.Stopped as stopped:
         with torch.no_grad():
@@ -207,66 +231,61 @@ def _at(values: Tensor, where: Tensor, size: tuple[int, int]) -> Tensor:
 
 
 def _pull(
-    outputs: list[Tensor], given: list[Tensor], probes: list[Tensor], whole: list[nn.Parameter]
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Batched vector-Jacobian products: squared norms (m, B, k) at each probe and whole gradients (m, *shape)."""
+    outputs: list[Tensor], given: list[Tensor], taps: _Taps, whole: list[nn.Parameter]
+) -> tuple[list[Tensor | None], list[Tensor]]:
+    """Batched vector-Jacobian products: squared norms (m, B, k) at each use, None where no cotangent comes, and whole
+    gradients (m, *shape).
+    """
     pairs = [(tensor, g) for tensor, g in zip(outputs, given, strict=True) if tensor.requires_grad]
     roots = [tensor for tensor, _ in pairs]
-    inputs = [*probes, *whole]
+    taps.squares = [None] * len(taps.uses)
 
     def pull(*cotangents: Tensor) -> tuple[Tensor, ...]:
-        found = torch.autograd.grad(roots, inputs, cotangents, retain_graph=True, allow_unused=True)
-        return tuple(torch.zeros_like(x) if g is None else g for x, g in zip(inputs, found, strict=True))
+        found = torch.autograd.grad(roots, [*taps.probes, *whole], cotangents, retain_graph=True, allow_unused=True)
+        gradients = found[len(taps.probes) :]
+        return tuple(torch.zeros_like(x) if g is None else g for x, g in zip(whole, gradients, strict=True))
 
-    results = torch.func.vmap(pull)(*(g for _, g in pairs))
-    return list(results[: len(probes)]), list(results[len(probes) :])
+    gradients = torch.func.vmap(pull)(*(g for _, g in pairs))
+    return taps.squares, list(gradients)
 
 
 class _Taps:
-    """Puts a tap on the output of every use: the gradient of its probe is, by definition, the use's squared norms."""
+    """Puts a tap on the output of every use, which measures the cotangents that pass; `probes` make them pass."""
 
     def __init__(self, size: tuple[int, int]) -> None:
         self.uses: list[Use] = []
         self.probes: list[Tensor] = []
-        self._rows = size[0]
+        self.squares: list[Tensor | None] = []  # of each use, (m, B, parameters), from the last backward pass
+        self.size = size  # (B, L)
 
     def wrap(self, use: Use) -> Tensor:
-        probe = torch.zeros(self._rows, len(use.names), dtype=use.out.dtype, device=use.out.device, requires_grad=True)
+        probe = use.out.new_zeros((), requires_grad=True)
+        place = len(self.uses)
         self.uses.append(use)
         self.probes.append(probe)
-        return _Tap.apply(use.out, probe, use)
+        self.squares.append(None)
 
-    def tie(self, name: str | None, hidden: Tensor, coupled: Tensor | None) -> None:
+        def measure(g: Tensor) -> None:
+            self.squares[place] = exact_squares(use, unwrapped(g))
+
+        return _Tap.apply(use.out, probe, measure)
+
+    def tie(self, name: str | None, hidden: Tensor, coupled: Tensor) -> None:
         """Tell the tied embedding's use about the tokens that come next: hidden (m, B, d), coupled (m, B, L)."""
         for use in self.uses:
-            if use.kind == "embedding" and use.weight == name and coupled is not None:
+            if use.kind == "embedding" and use.weight == name:
                 use.tied = (hidden, coupled)
 
 
 class _Tap(torch.autograd.Function):
-    """Identity whose backward also measures the cotangent that passes."""
+    """Identity whose backward also shows the cotangent that passes to `measure`."""
 
     @staticmethod
-    def forward(ctx: Any, out: Tensor, probe: Tensor, use: Use) -> Tensor:
-        ctx.use = use
+    def forward(ctx: Any, out: Tensor, probe: Tensor, measure: Callable[[Tensor], None]) -> Tensor:
+        ctx.measure = measure
         return out.view_as(out)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor, None]:
-        return g, _Measured.apply(g, ctx.use), None
-
-
-class _Measured(torch.autograd.Function):
-    """`exact_squares` as an operation that `torch.func.vmap` hands whole batches of cotangents to."""
-
-    @staticmethod
-    def forward(g: Tensor, use: Use) -> Tensor:
-        return exact_squares(use, g[None])[0]
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-        """Nothing is kept: it is never differentiated."""
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple, g: Tensor, use: Use) -> tuple[Tensor, int]:
-        return exact_squares(use, g.movedim(in_dims[0], 0)), 0
+        ctx.measure(g)
+        return g, g.new_zeros(()), None

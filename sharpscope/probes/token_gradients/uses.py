@@ -55,8 +55,8 @@ class Use:
     weight_value: Tensor | None = None
     bias_value: Tensor | None = None
     transposed: bool = False  # linear: the weight is (d_in, d_out)
-    # Exact tier. Linear: x xᵀ (B, L, L) where it is smaller than the weight's gradient. Tied embedding: h (n, B, d) and
-    # ∂ log π/∂a at the ids (n, B, L) of the tokens that come next.
+    # Exact tier. x xᵀ (B, L, L): of an embedding, of a linear use where it is smaller than the weight's gradient. Tied
+    # embedding: h (n, B, d) and ∂ log π/∂a at the ids (n, B, L) of the tokens that come next.
     gram: Tensor | None = None
     tied: tuple[Tensor, Tensor] | None = None
 
@@ -77,6 +77,12 @@ def _canonical(g: Tensor, shape: torch.Size, layout: Layout, size: tuple[int, in
     if layout == "heads":
         g = g.movedim(-2, -3)
     return g.reshape(*batch, *size, -1, shape[-1])
+
+
+def _without_ignored(use: Use, g: Tensor) -> Tensor:
+    if use.ignored is None or use.x is None:
+        return g
+    return g.masked_fill((use.x == use.ignored)[..., None], 0.0)
 
 
 def local_squares(use: Use, g: Tensor) -> Named:
@@ -123,40 +129,42 @@ def exact_squares(use: Use, g: Tensor) -> Tensor:
         assert use.x is not None
         if use.gram is None and use.x.shape[1] < use.x.shape[2]:
             use.gram = torch.bmm(use.x, use.x.mT)  # (B, L, L), the same for every batch of cotangents
-        found.append(torch.stack([_product_squares(use.x, use.gram, one) for one in g]))
+        found.append(_gram_squares(use.gram, g) if use.gram is not None else _product_squares(use.x, g))
     if use.bias is not None:
         found.append(g.sum(-2).square().sum(-1))
     return torch.stack(found, -1)
 
 
-def _product_squares(a: Tensor, gram: Tensor | None, b: Tensor) -> Tensor:
-    """‖aᵀb‖²_F per row (B,): a (B, L, d_in), b (B, L, d_out); as ⟨aaᵀb, b⟩ where a's Gram matrix (B, L, L) is given."""
-    if gram is not None:
-        return torch.linalg.vecdot(torch.bmm(gram, b).flatten(1), b.flatten(1))
-    return torch.linalg.vector_norm(torch.bmm(a.mT, b), dim=(1, 2)).square()
+def _gram_squares(gram: Tensor, b: Tensor) -> Tensor:
+    """‖aᵀb‖²_F (n, B) as ⟨aaᵀ, bbᵀ⟩: aaᵀ = `gram` (B, L, L), b (n, B, L, d_out)."""
+    n, B, L, _ = b.shape
+    rows = b.reshape(n * B, L, -1)
+    outer = torch.bmm(rows, rows.mT).view(n, B, L * L)
+    return torch.bmm(outer.transpose(0, 1), gram.view(B, L * L, 1))[..., 0].T
 
 
-def _without_ignored(use: Use, g: Tensor) -> Tensor:
-    if use.ignored is None or use.x is None:
-        return g
-    return g.masked_fill((use.x == use.ignored)[..., None], 0.0)
+def _product_squares(a: Tensor, b: Tensor) -> Tensor:
+    """‖aᵀb‖²_F (n, B), from the products themselves: a (B, L, d_in), b (n, B, L, d_out)."""
+    n, B, L, _ = b.shape
+    rows = a.mT.expand(n, B, -1, L).reshape(n * B, -1, L)  # no copy where B is 1
+    whole = torch.bmm(rows, b.reshape(n * B, L, -1)).view(n, B, -1)
+    return torch.linalg.vector_norm(whole, dim=-1).square()
 
 
 def _embedding_squares(use: Use, g: Tensor) -> Tensor:
     """(n, B): Σ over words of ‖Σ_{s: x_s = word} g_s‖², plus the coupling with the output layer where they are tied."""
     assert use.x is not None
-    g = _without_ignored(use, g)  # (n, B, L, d)
-    n, B, L, d = g.shape
-    # A word counts once per row: offset the ids by row, then number the distinct ones.
-    keys = use.x + torch.arange(B, device=g.device)[:, None] * (int(use.x.max()) + 1)
-    distinct, inverse = keys.unique(return_inverse=True)
-    sums = g.new_zeros(n, len(distinct), d).index_add_(1, inverse.flatten(), g.reshape(n, B * L, d))
-    owner = torch.empty_like(distinct)
-    owner[inverse.flatten()] = torch.arange(B, device=g.device).repeat_interleave(L)
-    squares = g.new_zeros(n, B).index_add_(1, owner, sums.square().sum(-1))
+    if use.gram is None:  # the Gram matrix of one-hot inputs says which positions hold the same word
+        same = use.x[:, :, None] == use.x[:, None, :]
+        if use.ignored is not None:
+            same &= (use.x != use.ignored)[:, None, :]
+        use.gram = same.to(g.dtype)
+    squares = _gram_squares(use.gram, g)
     if use.tied is not None:
-        hidden, pull = use.tied
-        squares += 2 * torch.linalg.vecdot(pull.to(g), torch.matmul(g, hidden[..., None])[..., 0])
+        hidden, pull = use.tied  # (n, B, d), (n, B, L)
+        if use.ignored is not None:
+            pull = pull.masked_fill(use.x == use.ignored, 0.0)
+        squares = squares + 2 * torch.linalg.vecdot(pull.to(g), torch.matmul(g, hidden[..., None])[..., 0])
     return squares
 
 

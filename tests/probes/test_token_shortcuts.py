@@ -1,0 +1,129 @@
+"""The exact tier's cheaper derivatives against autograd's own, and its threads."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from sharpscope.probes import score_norms
+from sharpscope.probes.token_gradients.attention import look, pull_back
+from sharpscope.probes.token_gradients.shortcuts import Shortcuts
+from sharpscope.probes.token_gradients.structure import hidden_states
+from sharpscope.probes.token_gradients.threads import in_threads
+from tests.models import ARCHITECTURES, random_batch, tiny_model
+
+
+def normed(x, cos, sin):
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-3)
+
+
+def rotated(x, cos, sin):
+    half = x.shape[-1] // 2
+    return (x * cos) + (torch.cat((-x[..., half:], x[..., :half]), dim=-1) * sin)
+
+
+def activated(x, cos, sin):
+    return F.silu(x) * F.gelu(x, approximate="tanh") * torch.tanh(x) * torch.sigmoid(x)
+
+
+def other_norm(x, cos, sin):  # the root belongs to another tensor
+    return x * torch.rsqrt((2 * x).pow(2).mean(-1, keepdim=True) + 1e-3)
+
+
+def other_mean(x, cos, sin):  # the mean is over another dimension
+    return x * torch.rsqrt(x.pow(2).mean(0, keepdim=True) + 1e-3)
+
+
+def other_turn(x, cos, sin):  # the halves turn the other way
+    half = x.shape[-1] // 2
+    return (x * cos) + (torch.cat((x[..., half:], -x[..., :half]), dim=-1) * sin)
+
+
+@pytest.mark.parametrize(
+    ("function", "kind", "count"),
+    [
+        (normed, "norm", 1), (rotated, "rotation", 1), (activated, "activation", 4),
+        (other_norm, "norm", 0), (other_mean, "norm", 0), (other_turn, "rotation", 0),
+    ],
+)  # fmt: skip
+def test_a_recognised_chain_has_autograds_derivative(function, kind, count):
+    draw = torch.Generator().manual_seed(0)
+    x, cos, sin, g = (torch.randn(5, 6, generator=draw, dtype=torch.float64) for _ in range(4))
+    x.requires_grad_()
+    plain = function(x, cos, sin)
+    with Shortcuts() as taken:
+        short = function(x, cos, sin)
+    assert taken.taken[kind] == count
+    assert torch.equal(plain, short)
+    expected = torch.autograd.grad(plain, x, g, retain_graph=True)[0]
+    torch.testing.assert_close(torch.autograd.grad(short, x, g, retain_graph=True)[0], expected, rtol=1e-12, atol=1e-14)
+    several = torch.stack([g, 2 * g, g.flip(0)], 1)  # (5, 3, 6): cotangents along the middle
+    pull = torch.func.vmap(lambda one: torch.autograd.grad(short, x, one, retain_graph=True)[0], in_dims=1)
+    exact = torch.stack([torch.autograd.grad(plain, x, one, retain_graph=True)[0] for one in several.unbind(1)])
+    torch.testing.assert_close(pull(several), exact, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
+def test_every_architecture_is_recognised(architecture):
+    """Two layers, of which the second's queries and keys are rotated too; GPT-2 has neither such norms nor rotations."""
+    model = tiny_model(architecture, dtype=torch.float32)
+    with Shortcuts() as found:
+        hidden_states(model, random_batch()["input_ids"])
+    norms = {"gpt2": 0, "gpt_neox": 0, "qwen3": 9, "gemma2": 9}.get(architecture, 5)
+    assert found.taken["norm"] == norms
+    assert found.taken["rotation"] == (0 if architecture == "gpt2" else 4)
+    assert found.taken["activation"] >= 2
+
+
+@pytest.mark.parametrize("cap", [None, 3.0])
+def test_attentions_pull_over_several_blocks_rows_and_shared_keys(cap):
+    draw = torch.Generator().manual_seed(1)
+    q = torch.randn(2, 4, 11, 6, generator=draw, dtype=torch.float64, requires_grad=True)
+    k, v = (torch.randn(2, 2, 11, 6, generator=draw, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    scores = q @ k.repeat_interleave(2, 1).mT * 0.4
+    if cap is not None:
+        scores = cap * torch.tanh(scores / cap)
+    hidden = torch.ones(11, 11, dtype=torch.bool).triu(1)
+    out = torch.softmax(scores.masked_fill(hidden, -torch.inf), -1) @ v.repeat_interleave(2, 1)
+    g = torch.randn(3, *out.shape, generator=draw, dtype=torch.float64)
+    with torch.no_grad():
+        found = pull_back(look(q, k, v, None, 0.4, cap, 4), g)
+    for i in range(3):
+        for one, expected in zip(found, torch.autograd.grad(out, (q, k, v), g[i], retain_graph=True), strict=True):
+            torch.testing.assert_close(one[i], expected, rtol=1e-10, atol=1e-12)
+
+
+def test_threads_keep_the_order_and_give_the_processors_back():
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        assert list(in_threads((lambda i=i: (i, torch.get_num_threads()) for i in range(9)), 3)) == [
+            (i, 1) for i in range(9)
+        ]
+        assert torch.get_num_threads() == 3
+
+        def fails():
+            raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            list(in_threads([fails, lambda: 1], 3))
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_exact_norms_do_not_depend_on_the_threads():
+    model = tiny_model("qwen2")
+    ids = torch.randint(2, 37, (2, 60), generator=torch.Generator().manual_seed(3))
+    mask = torch.ones_like(ids)
+    mask[:, 0] = 0
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            found.append(score_norms(model, ids, mask, "exact").squared)
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+    torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=0)
