@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,7 +9,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -111,10 +109,13 @@ def _load(spec: PolicySpec) -> tuple[nn.Module, PreTrainedTokenizerBase, str]:
                 dtype=_held(spec),
                 attn_implementation=_attention(spec, config),
                 use_safetensors=True,
+                **_experts(config),
                 output_loading_info=True,
                 **options,
             )
-    except (OSError, ValueError, RuntimeError, ImportError, KeyError, SafetensorError, json.JSONDecodeError) as error:
+    except UserError:
+        raise
+    except Exception as error:  # broken files make transformers raise whatever its code runs into
         raise UserError(f"policy.model {spec.model!r}: cannot be loaded: {_first_line(error)}") from error
     model, info = loaded
     missing = sorted(info["missing_keys"]) + sorted(str(key) for key in info.get("mismatched_keys", ()))
@@ -270,6 +271,12 @@ def _attention(spec: PolicySpec, config: Any) -> str:
     if spec.attention == "sdpa" and capped:
         raise UserError("policy.attention 'sdpa': this model caps its attention logits, which sdpa cannot; use 'auto'")
     return spec.attention
+
+
+def _experts(config: Any) -> dict[str, str]:
+    """How a mixture's experts are computed: one after the other, the only way that has a forward-mode derivative."""
+    mixture = any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    return {"experts_implementation": "eager"} if mixture else {}
 
 
 def _device(name: str) -> torch.device:

@@ -139,9 +139,10 @@ class Learner:
         """TokenStats (N, T) of the current policy over all rows, in microbatches."""
         found = blank_stats(rollouts.completion_mask, self.model)
         mine, batches = self._mine(rollouts, torch.arange(len(rollouts)))
+        idle = self._idle(batches)
         for rows in batches:
             write_stats(found, rows, self._score(self.model, rollouts.rows(rows), stats=True).stats)
-        for _ in range(self._idle(batches)):
+        for _ in range(idle):
             self._score(self.model, self._least(rollouts), stats=True)
         processes.share_rows(mine, [getattr(found, stat.name) for stat in fields(TokenStats)])
         return found
@@ -246,13 +247,14 @@ class Learner:
             self._coef = torch.zeros(len(rows), rollouts.completion_ids.shape[1])
         total, problem = 0.0, None
         mine, batches = self._mine(rollouts, rows)
+        idle = self._idle(batches)
         try:
             for micro in batches:
                 local = torch.tensor([place[int(row)] for row in micro])
                 total += self._microbatch(index, micro, local, normalizer[local], pass_index, record)
         except NonFiniteError as error:  # a token weight, which every process must hear of
             problem = str(error)
-        for _ in range(self._idle(batches)):
+        for _ in range(idle):
             self._idle_microbatch(rollouts)
         problem = processes.first_of([problem])
         if problem is not None:
@@ -358,7 +360,10 @@ class Learner:
         return rows, [rows[batch] for batch in batches]
 
     def _idle(self, batches: list[Tensor]) -> int:
-        """How many passes this process must run for the others' sake, who have more microbatches of a sharded model."""
+        """How many passes this process must run for the others' sake, who have more microbatches of a sharded model.
+
+        Asked before the first pass: in between, the processes' messages about the layers would meet this one.
+        """
         return max(processes.gather(len(batches))) - len(batches) if self.sharded else 0
 
     def _least(self, rollouts: Rollouts) -> Rollouts:
@@ -366,10 +371,11 @@ class Learner:
         return rollouts.rows((rollouts.lengths + rollouts.prompt_lengths).argmin()[None].cpu())
 
     def _idle_microbatch(self, rollouts: Rollouts) -> None:
-        """All passes of a microbatch, adding nothing to the gradient."""
+        """All passes of a microbatch in their order, adding nothing to the gradient."""
         rows = self._least(rollouts)
-        (self._score(self.model, rows, with_grad=True).logp.sum() * 0.0).backward()
+        logp = self._score(self.model, rows, with_grad=True).logp
         self._frozen_logp(self.reference, rows)
+        (logp.sum() * 0.0).backward()
 
 
 def _problem(loss: float, norm: float) -> str:

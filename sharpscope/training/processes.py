@@ -47,7 +47,7 @@ def start() -> Launch:
     if int(os.environ.get("WORLD_SIZE", "1")) <= 1:
         return Launch()
     try:
-        from accelerate import Accelerator
+        from accelerate import Accelerator, FullyShardedDataParallelPlugin
     except ImportError:
         raise UserError(
             "several processes: accelerate is not installed; pip install 'sharpscope[accelerate]'"
@@ -61,12 +61,13 @@ def start() -> Launch:
             f"accelerate launch --mixed_precision {state.mixed_precision}: the run's own setting decides; leave it out and set "
             "policy.dtype=bfloat16"
         )
-    if kind != "FSDP":
+    # Read here, not from the state: accelerate forgets the plugin where there is no GPU, and FSDP2 works without.
+    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
         return Launch(count())
-    plugin: Any = state.fsdp_plugin
+    plugin: Any = FullyShardedDataParallelPlugin()
     if plugin.fsdp_version != 2:
         raise UserError("accelerate launch --use_fsdp: only the second version is supported; add --fsdp_version 2")
-    if plugin.cpu_offload:
+    if type(plugin.cpu_offload).__name__ == "CPUOffloadPolicy":
         raise UserError("accelerate launch --fsdp_offload_params: not supported; leave it out")
     return Launch(count(), sharded=True, reshard=bool(plugin.reshard_after_forward))
 

@@ -1,0 +1,107 @@
+"""Two processes and one give the same loss, gradients, weights and trace on the same global batch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import sharpscope
+from sharpscope.traces import TABLES, timing_columns
+from sharpscope.training import learning, train
+from sharpscope.training.checkpoint import checkpoints
+from tests.training.launched import keep_gradient, launch
+
+RECORDED = {
+    "policy.dtype": "float64", "steps": 2, "update.microbatch_tokens": 64, "recording.token_gradients_every": 1,
+    "recording.exact_top": 2, "recording.exact_random": 2, "recording.heldout_influence_every": 2,
+    "recording.heldout_samples": 2, "probes.prompts": 2, "probes.heldout_prompts": 2, "rollout.prompts_per_step": 5,
+    "recording.update_attribution": True, "evaluation.prompts": 3, "evaluation.temperatures": [1.0],
+}  # fmt: skip
+CASES = {
+    "plain": {},
+    "calibrated": {
+        "method": "grpo-sg", "method.weight.preset": "calibrated", "method.kl.coef": 0.02, "update.mini_batches": 2,
+        "update.inner_epochs": 2,
+    },
+    "shuffled": {"method": "grpo-sg-shuffled", "method.weight.of.preset": "calibrated", "rollout.temperature": 0.8},
+    "covariance": {"method": "clip-cov", "method.tokens.share": 0.1},
+    "dynamic": {"method": "dapo", "task.factory": "tests.toy_task:half_flat"},
+    "sam": {"method": "grpo-sam"},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("launched")
+
+
+def values(toy_config, folder, name, **changes):
+    from tests.conftest import TOY
+
+    model = toy_config().policy.model
+    return {**TOY, "policy.model": model, "out": str(folder), "name": name, **RECORDED, **changes}
+
+
+def alone(folder, values, resume=False):
+    from sharpscope.config import build_config
+
+    original = keep_gradient(folder / f"{values['name']}.gradient")
+    try:
+        return train(build_config(values=values), resume=resume)
+    finally:
+        learning.scale_gradients = original
+
+
+def assert_same_run(folder, one, two, tolerance=1e-5):
+    runs = [sharpscope.load_run(folder / name) for name in (one, two)]
+    assert [run.info["status"] for run in runs] == ["finished", "finished"]
+    for table in TABLES:
+        first, second = (run.tokens() if table == "tokens" else getattr(run, table) for run in runs)
+        drop = timing_columns(table)
+        pd.testing.assert_frame_equal(
+            first.drop(columns=drop),
+            second.drop(columns=drop),
+            rtol=tolerance,
+            atol=tolerance * 1e-2,
+            obj=f"{two} {table}",
+        )
+    assert len(runs[0].tokens()) > 100
+    gradients = [torch.load(folder / f"{name}.gradient") for name in (one, two)]
+    assert len(gradients[0]) == len(gradients[1])
+    scale = max(float(g.abs().max()) for g in gradients[0] if g is not None)
+    for first, second in zip(*gradients, strict=True):
+        assert (first is None) == (second is None)
+        assert first is None or float((first - second).abs().max()) < tolerance * scale
+    saved = [checkpoints(folder / name)[-1] for name in (one, two)]
+    models = [AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64) for path in saved]
+    for first, second in zip(*(model.parameters() for model in models), strict=True):
+        np.testing.assert_allclose(first.detach(), second.detach(), rtol=tolerance, atol=tolerance)
+
+
+def check(toy_config, folder, names, sharded):
+    suffix = "sharded" if sharded else "two"
+    configs = [[values(toy_config, folder, f"{name}-{suffix}", **CASES[name]), False] for name in names]
+    launch(folder, configs, sharded=sharded)
+    for name in names:
+        if not (folder / name).exists():
+            alone(folder, values(toy_config, folder, name, **CASES[name]))
+        info = sharpscope.load_run(folder / f"{name}-{suffix}").info
+        assert (info["processes"], info["sharded"]) == (2, sharded)
+        assert_same_run(folder, name, f"{name}-{suffix}")
+
+
+def test_two_processes_do_what_one_does(toy_config, folder):
+    check(toy_config, folder, ["calibrated", "dynamic"], sharded=False)
+
+
+def test_sharded_weights_do_what_whole_ones_do(toy_config, folder):
+    check(toy_config, folder, ["calibrated"], sharded=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharded", [False, True])
+def test_every_case_is_the_same_in_two_processes(toy_config, folder, sharded):
+    check(toy_config, folder, [name for name in CASES if name not in ("calibrated", "dynamic")], sharded)
