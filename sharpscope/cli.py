@@ -42,6 +42,7 @@ def _common(
 ) -> None:
     # Model output may go to the terminal; tokenizers' own parallelism would fight torch for the cores.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # what is wrong with a model, we say in one line
     _shown["traceback"] = debug
 
 

@@ -66,7 +66,7 @@ def _parquet(file: Path, columns: Sequence[str]) -> Iterator[tuple[Place, Row]]:
             for row in batch.to_pylist():
                 number += 1
                 yield f"{file} row {number}", row
-    except (pa.ArrowInvalid, pa.ArrowNotImplementedError, OSError) as error:
+    except (pa.ArrowException, OSError, ValueError, MemoryError) as error:
         raise UserError(f"{file}: not a readable Parquet file ({_first_line(error)})") from error
 
 

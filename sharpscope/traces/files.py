@@ -18,6 +18,12 @@ TRACES = "traces"
 STATUSES = ("running", "finished", "interrupted", "failed")
 REQUIRED_INFO = ("method", "task", "seed", "config")
 ASIDE = ".tmp"
+_KINDS: dict[str, tuple[type, ...]] = {
+    "name": (str,), "method": (str,), "task": (str,), "status": (str,), "started": (str,), "finished": (str,),
+    "seed": (int,), "steps_done": (int,), "config": (dict,), "calibration": (dict,), "versions": (dict,), "notes": (list,),
+    "probe_cost": (dict,),
+}  # fmt: skip
+"""What run.json's values must be, where there are any: readers rely on it."""
 _NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._+=-]{0,118}[A-Za-z0-9_+=-])?")
 
 
@@ -162,4 +168,9 @@ def read_run_info(run_dir: str | Path) -> dict[str, Any]:
         raise UserError(f"run: {path} is damaged ({error}); restore it, or leave this run out") from error
     if not isinstance(info, dict):
         raise UserError(f"run: {path} is damaged (not a JSON object); restore it, or leave this run out")
+    for key, kinds in _KINDS.items():
+        if not isinstance(info.get(key), (*kinds, type(None))):
+            raise UserError(
+                f"run: {path} is damaged ({key} is a {type(info[key]).__name__}); restore it, or leave this run out"
+            )
     return info
