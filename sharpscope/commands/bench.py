@@ -162,3 +162,60 @@ def rollout(
     out.mkdir(parents=True, exist_ok=True)
     (out / "rollout.md").write_text(text, encoding="utf-8")
     typer.echo(f"written: {out}/rollout.md")
+
+
+@bench.command("faults")
+def faults(
+    only: Annotated[
+        list[str] | None, typer.Option(help="A fault's name (--list-faults shows them); repeatable. Default: all.")
+    ] = None,
+    list_faults: Annotated[
+        bool, typer.Option("--list-faults", help="Print the names and how often each is tried.")
+    ] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Each a few times only.")] = False,
+    seed: Annotated[int, typer.Option(help="Seed of the instants, places and cases.")] = 0,
+    out: Annotated[Path, typer.Option(help="Folder for the table; what stands there of other faults is kept.")] = Path(
+        "experiments/benchmarks"
+    ),
+) -> None:
+    """Kill runs, fill disks, damage files, race processes, feed rubbish: what is survived. About an hour on two cores.
+
+    Example:
+
+      sharpscope bench faults --only kill_at_times --only race --quick --out bench
+    """
+    from sharpscope.bench.faults.running import WHOLE, run_faults, write_table
+
+    if list_faults:
+        for name, count in WHOLE.items():
+            typer.echo(f"{name} × {count}")
+        return
+    found = run_faults(only or [], quick, seed, lambda text: typer.echo(f"  {text}", err=True))
+    for name, tried in found.items():
+        typer.echo(f"{name}: {tried.survived} of {tried.tried} survived{f' ({tried.note})' if tried.note else ''}")
+        for failure in tried.failures[:10]:
+            typer.echo(f"  {failure}")
+    for path in write_table(found, out):
+        typer.echo(f"written: {path}")
+    if any(tried.failures for tried in found.values()):
+        raise typer.Exit(1)
+
+
+@bench.command("memory")
+def memory(
+    steps: Annotated[int, typer.Option(min=50, help="Steps of the tiny run.")] = 1000,
+    out: Annotated[Path, typer.Option(help="Folder for the numbers.")] = Path("experiments/benchmarks"),
+) -> None:
+    """A process's memory over a long tiny run with every recorder on: is it flat?
+
+    Example:
+
+      sharpscope bench memory --steps 300 --out bench
+    """
+    from sharpscope.bench.memory import measure, write
+
+    found = measure(steps, lambda text: typer.echo(f"  {text}", err=True))
+    typer.echo(found.text())
+    typer.echo(f"written: {write(found, out)}")
+    if not found.flat:
+        raise typer.Exit(1)

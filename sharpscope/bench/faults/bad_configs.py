@@ -15,7 +15,12 @@ from pydantic import BaseModel
 from sharpscope.config import build_config
 from sharpscope.spec import plain_types
 
-_STARTS = ({}, {"task": {"kind": "math"}}, {"task": {"kind": "dataset"}}, {"method": {"name": "grpo-sg"}})
+_STARTS: tuple[dict[str, Any], ...] = (
+    {},
+    {"task": {"kind": "math"}},
+    {"task": {"kind": "dataset"}},
+    {"method": {"name": "grpo-sg"}},
+)
 
 
 @dataclass(frozen=True)
@@ -50,7 +55,11 @@ def wrong_values(draw: Any) -> Bad:
     path, info = draw(st.sampled_from(fields))
     value = draw(st.sampled_from(_wrong(info)))
     data = _with(start, path, value)
-    return Bad(yaml.safe_dump(data).encode(), f"{'.'.join(path)} = {value!r}", path[-1])
+    return Bad(
+        yaml.safe_dump(data).encode(),
+        f"{'.'.join(path)} = {value!r}",
+        "method" if path[-2:] == ("method", "name") else path[-1],
+    )
 
 
 @st.composite
