@@ -18,6 +18,8 @@ from sharpscope.traces import Run
 
 AROUND = 6
 """Tokens shown on either side of a spike's token."""
+WIDTH = 80
+"""Characters of the token, and on either side of it."""
 
 
 def report_markdown(content: ReportContent) -> str:
@@ -119,7 +121,8 @@ def _tokens(run: Run, spike: Spike) -> list[str]:
         ids = [int(token) for token in own["token_id"]]
         texts = [f"⟨{token}⟩" for token in ids] if maker is None else maker(ids)
         at = int(own.index[own["position"] == row["position"]][0])
-        said = "".join(texts[max(0, at - AROUND) : at]) + f"▸{texts[at]}◂" + "".join(texts[at + 1 : at + 1 + AROUND])
+        before, after = "".join(texts[max(0, at - AROUND) : at]), "".join(texts[at + 1 : at + 1 + AROUND])
+        said = f"{before[-WIDTH:]}▸{texts[at][:WIDTH]}◂{after[:WIDTH]}"
         share = f"{row['attribution']:+.1%}"
         lines.append(f"- {share}, π = {row['probability']:.3g}, completion {row['rollout']}: {escape(shown(said))}")
     return lines

@@ -12,7 +12,7 @@ from matplotlib.colors import to_hex
 from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FixedFormatter
+from matplotlib.ticker import FixedLocator
 
 MOST_POINTS = 3_000
 """A figure of more points is a cloud: it is shown as a picture, since no single value is read from it."""
@@ -70,7 +70,7 @@ def _traces(axis: Axes, end: str, named: set[str]) -> list[dict[str, Any]]:
     place = {"xaxis": f"x{end}", "yaxis": f"y{end}"}
     found = [_band(band) | place for band in bands if len(band.get_paths())]
     for line in axis.get_lines():
-        if id(line) in caps or line.get_transform() != axis.transData:
+        if id(line) in caps or not all(_in_data(line, axis)):
             continue
         trace = _line(line) | place
         spans = bars.get(id(line)) or _beside(line, bands)
@@ -155,8 +155,8 @@ def _rulers(axis: Axes, end: str) -> list[dict[str, Any]]:
     """Lines over the whole width or height (axhline, axvline)."""
     found = []
     for line in axis.get_lines():
-        across = line.get_transform().contains_branch_seperately(axis.transData)
-        if across == (True, True) or line.get_transform() == axis.transData:
+        across = _in_data(line, axis)
+        if all(across):
             continue
         x, y = (_numbers(values) for values in (line.get_xdata(), line.get_ydata()))
         found.append({
@@ -165,6 +165,12 @@ def _rulers(axis: Axes, end: str) -> list[dict[str, Any]]:
             "line": {"color": to_hex(line.get_color()), "width": 1, "dash": DASHES.get(str(line.get_linestyle()), "solid")},
         })  # fmt: skip
     return found
+
+
+def _in_data(line: Line2D, axis: Axes) -> tuple[bool, bool]:
+    """Whether x and y are in data coordinates; equality of transforms would depend on the limits set so far."""
+    x, y = line.get_transform().contains_branch_seperately(axis.transData)
+    return bool(x), bool(y)
 
 
 def _axis(axis: Axes, which: str) -> dict[str, Any]:
@@ -182,11 +188,14 @@ def _axis(axis: Axes, which: str) -> dict[str, Any]:
         found["autorange"] = "reversed"
     elif not (axis.get_autoscalex_on() if which == "x" else axis.get_autoscaley_on()) and (not log or low > 0):
         found["range"] = [float(np.log10(low)), float(np.log10(high))] if log else [float(low), float(high)]
-    formatter = own.get_major_formatter()
-    if isinstance(formatter, FixedFormatter):
-        found |= {"tickvals": _numbers(own.get_ticklocs()), "ticktext": [_text(name) for name in formatter.seq]}
-        found["range"] = [float(low), float(high)]
-        found.pop("autorange", None)
+    if isinstance(own.get_major_locator(), FixedLocator):
+        places = own.get_ticklocs()
+        names = own.get_major_formatter().format_ticks(list(places))
+        found |= {
+            "tickvals": _numbers(places),
+            "ticktext": [_text(name) for name in names],
+            "range": [float(low), float(high)],
+        }
     return found
 
 

@@ -3,6 +3,7 @@
 const Tokens = (() => {
   const SHOWN_TOKENS = 400;
   const SHOWN_TEXT = 4000;
+  const SHOWN_PIECE = 200;
   const data = JSON.parse(document.getElementById("data-tokens").textContent);
   const tip = document.getElementById("tip");
   const NAMES = [
@@ -86,7 +87,8 @@ const Tokens = (() => {
         fragment.append(gap);
       }
       const text = piece(completion, i);
-      const token = make("span", `token ${Colours.className(values[i], scale)}`, visible(text));
+      const short = text.length > SHOWN_PIECE ? `${text.slice(0, SHOWN_PIECE)} …` : text;
+      const token = make("span", `token ${Colours.className(values[i], scale)}`, visible(short));
       token.setAttribute("role", "option");
       token.setAttribute("aria-selected", "false");
       const name = spoken(text);
@@ -118,7 +120,8 @@ const Tokens = (() => {
     list.setAttribute("aria-label", `Tokens of ${title(completion)}`);
     fill(list, completion, scale, Math.min(SHOWN_TOKENS, completion.t.length));
     box.append(list);
-    if (completion.t.length > SHOWN_TOKENS || completion.rest) box.append(moreButton(list, completion, scale));
+    const long = completion.t.some((id) => data.pieces[id].length > SHOWN_PIECE);
+    if (long || completion.t.length > SHOWN_TOKENS || completion.rest) box.append(moreButton(list, completion, scale));
     if (!scale.choice.of(completion)) {
       box.append(make("p", "small", `${scale.choice.label} was not recorded at this step.`));
     }
@@ -127,10 +130,14 @@ const Tokens = (() => {
 
   function moreButton(list, completion, scale) {
     const total = completion.t.length + (completion.more || 0);
-    const button = make("button", "all", `Show all ${total.toLocaleString("en")} tokens`);
+    const button = make("button", "all", `Show all ${total.toLocaleString("en")} tokens in full`);
     button.type = "button";
     button.addEventListener("click", () => {
       fill(list, completion, scale, completion.t.length);
+      for (const token of list.querySelectorAll(".token")) {
+        const text = piece(completion, Number(token.dataset.index));
+        if (text.length > SHOWN_PIECE) token.textContent = visible(text);
+      }
       if (completion.rest) {
         list.after(make("p", "small", `The last ${completion.more.toLocaleString("en")} tokens, as text:`),
           make("pre", "text tail", completion.rest));

@@ -3,6 +3,7 @@
 (() => {
   const PAGE = 12;
   const SIDE = 8;
+  const SPOT = 60; // characters of a token in a list of tokens, and on either side of it
   const { data, make } = Tokens;
   const by = (id) => document.getElementById(id);
   const list = by("completions");
@@ -181,6 +182,10 @@
     return value === null ? "–" : `${value < 0 ? "−" : "+"}${Math.abs(100 * value).toFixed(1)} %`;
   }
 
+  function cut(text) {
+    return text.length > SPOT ? `${text.slice(0, SPOT)} …` : text;
+  }
+
   /* A spike's token in its sentence, as a link into the token view. */
   function spot(spike, one) {
     const completion = data.completions.find((c) => c.r === spike.r && c.s === spike.s && c.n === one.n);
@@ -189,8 +194,10 @@
     const link = make("a", "spot");
     link.href = `#token-${spike.r}-${spike.s}-${one.n}-${one.i}`;
     const near = (from, to) => Array.from({ length: Math.max(0, to - from) }, (_, k) => Tokens.piece(completion, from + k)).join("").replace(/\s+/g, " ");
-    link.append(near(Math.max(0, index - 5), index), make("mark", "", Tokens.visible(Tokens.piece(completion, index)).replace(/\n/g, "")),
-      near(index + 1, Math.min(completion.t.length, index + 6)));
+    const before = near(Math.max(0, index - 5), index);
+    const own = Tokens.visible(Tokens.piece(completion, index)).replace(/\n/g, "");
+    link.append(before.length > SPOT ? `… ${before.slice(-SPOT)}` : before, make("mark", "", cut(own)),
+      cut(near(index + 1, Math.min(completion.t.length, index + 6))));
     link.addEventListener("click", () => setTimeout(follow));
     return link;
   }
@@ -204,11 +211,11 @@
       if (!spike.spots) {
         box.append(make("p", "small", "No attribution was recorded at this step (recording.token_gradients_every, recording.spike_z)."));
       } else {
-        box.append(make("h4", "", "Its tokens, by share of the squared gradient norm"),
+        box.append(make("h3", "", "Its tokens, by share of the squared gradient norm"),
           grid(["share", "π", "token, in its sentence"], spike.spots.map((one) => [percent(one.share), Colours.format(one.p), spot(spike, one)])),
-          make("h4", "", "Their prompts"),
+          make("h3", "", "Their prompts"),
           grid(["share", "prompt"], spike.prompts.map((one) => [percent(one.share), Tokens.longText("span", "", data.prompts[one.p], 300)])),
-          make("h4", "", "Ranges of probability"),
+          make("h3", "", "Ranges of probability"),
           grid(["π", "share of the squared norm", "share of the tokens"], spike.ranges.map((one) => [one.range, percent(one.share), percent(one.tokens).replace("+", "")])));
       }
       place.append(box);

@@ -1,0 +1,94 @@
+"""One report of two hostile runs, made once."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from sharpscope.analysis import analyzing, claim_pictures
+from sharpscope.analysis.full_report import FullReport, write_full_report
+from tests.report.runs import write_report_run
+
+BLANK = '<svg xmlns="http://www.w3.org/2000/svg" width="10" height="10"></svg>'
+
+
+@dataclass(frozen=True)
+class Made:
+    """A report, the folder of its runs, and the page's text."""
+
+    files: FullReport
+    runs: Path
+
+    @property
+    def html(self) -> str:
+        return self.files.html.read_text(encoding="utf-8")
+
+    def data(self, name: str):
+        """A block of JSON data of the page."""
+        import json
+
+        (text,) = re.findall(rf'<script type="application/json" id="data-{name}">(.*?)</script>', self.html, re.DOTALL)
+        return json.loads(text)
+
+
+@pytest.fixture(scope="session")
+def quick():
+    """Figures are made but saved as empty pictures: drawing is tested elsewhere, and slow."""
+
+    def save(figure, folder, name):
+        paths = [folder / f"{name}.{ending}" for ending in ("png", "svg")]
+        for path in paths:
+            path.write_text(BLANK)
+        return paths
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(analyzing, "save", save)
+        patch.setattr(claim_pictures, "save", save)
+        patch.setattr("sharpscope.analysis.html.page.svg_text", lambda figure: BLANK)
+        yield
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory, quick) -> Made:
+    folder = tmp_path_factory.mktemp("report")
+    for method in ("grpo", "grpo-sg"):
+        write_report_run(folder / "runs" / f"{method}-s0", method, spike=method == "grpo")
+    return Made(write_full_report(folder / "runs", folder / "out"), folder / "runs")
+
+
+@pytest.fixture(scope="session")
+def chromium():
+    """A headless browser."""
+    path = shutil.which("chromium")
+    if path is None:
+        pytest.skip("no `chromium` on the PATH (Debian's package chromium)")
+    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright drives the browser")
+    import os
+
+    with sync_api.sync_playwright() as driver:
+        root = hasattr(os, "geteuid") and os.geteuid() == 0
+        browser = driver.chromium.launch(executable_path=path, args=["--no-sandbox"] if root else [])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(chromium, made):
+    """The report in a fresh tab; the test fails if the page ever said an error or asked for anything outside."""
+    context = chromium.new_context(viewport={"width": 1280, "height": 900}, reduced_motion="reduce")
+    tab = context.new_page()
+    said: list[str] = []
+    tab.on("console", lambda message: said.append(message.text) if message.type in ("error", "warning") else None)
+    tab.on("pageerror", lambda error: said.append(str(error)))
+    tab.on(
+        "request", lambda request: said.append(request.url) if not request.url.startswith(("file:", "data:")) else None
+    )
+    tab.set_default_timeout(10_000)
+    tab.goto(made.files.html.as_uri())
+    yield tab
+    context.close()
+    assert said == []

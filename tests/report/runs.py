@@ -1,0 +1,97 @@
+"""Small runs for the report's tests: a spike, two runs with the same prompts, and texts that try to break a page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models
+
+from sharpscope.traces import TraceWriter, create_run_dir, create_run_info, update_run_info
+from tests.traces.rows import INFO, rows
+
+SPIKE, STEPS = 12, 14
+"""The spike's step, after enough others for it to stand out, and the last step."""
+LONG = "a" * 100_000
+HOSTILE = {
+    "script": "<script>window.hacked = 1</script>",
+    "handler": "<img src=x onerror='window.hacked = 1'>",
+    "comment": "--> <!-- <![CDATA[",
+    "end": "</script><script>window.hacked = 1</script>",
+    "bidi": "safe \u202eevil\u202c \u2067hidden\u2069",
+    "separators": "\u2028 \u2029 \x00 \x1b[31m \ud800".encode("utf-8", "replace").decode(),
+    "markup": "[a](javascript:alert(1)) **b** | ` {{ 7 * 7 }} ${x}",
+}
+WORDS = ["yes", " no", "\n", " perhaps", " knight", " knave", *HOSTILE.values(), LONG]
+PROMPTS = ["who is a knight?", "who is <b>a</b> knave? \u202e"]
+N, TOKENS = 4, 8  # completions of a step (two a prompt), tokens of a completion
+
+
+def write_tokenizer(folder: Path) -> None:
+    """A tokenizer whose token i is WORDS[i]."""
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="yes"))
+    tokenizer.decoder = decoders.Fuse()
+    folder.mkdir(parents=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def ids_of(step: int, rollout: int) -> list[int]:
+    """The tokens of a completion: every word appears in the first step and in the spike."""
+    return [(rollout * TOKENS + i) % len(WORDS) for i in range(TOKENS)]
+
+
+def write_report_run(path: Path, method: str = "grpo", *, seed: int = 0, spike: bool = True, tokens: bool = True, tokenizer: bool = True,
+                     status: str = "finished", steps: int = STEPS) -> Path:  # fmt: skip
+    """STEPS steps with the texts above; attribution at SPIKE and at the last step."""
+    folder = create_run_dir(path)
+    config = {
+        "seed": seed,
+        "steps": STEPS,
+        "method": {"name": method},
+        "optimizer": {"lr": 1e-4},
+        "note": HOSTILE["script"] + method,
+    }
+    create_run_info(
+        folder, INFO | {"method": method, "seed": seed, "config": config, "peak_memory_bytes": {"process": 2**30}}
+    )
+    if tokenizer:
+        write_tokenizer(folder / "tokenizer")
+    with TraceWriter(folder) as writer:
+        for step in range(1, steps + 1):
+            norm = (20.0 if spike and step == SPIKE else 1.0) + 0.01 * (step % 3)
+            writer.append(
+                "steps",
+                rows("steps", step, 1, seed)
+                | {"grad_norm": norm, "generation_s": 0.5, "training_s": 0.25, "recording_s": 0.125},
+            )
+            _completions(writer, step, tokens, seed)
+        writer.append("events", {"step": steps, "rule": "saturation", "severity": "warning", "value": 0.97, "threshold": 0.95,
+                                 "action": "warn", "message": HOSTILE["handler"]})  # fmt: skip
+    update_run_info(folder, status=status, steps_done=steps)
+    return folder
+
+
+def _completions(writer: TraceWriter, step: int, tokens: bool, seed: int) -> None:
+    texts = ["".join(WORDS[i] for i in ids_of(step, n)) for n in range(N)]
+    writer.append("rollouts", {
+        "step": step, "rollout": np.arange(N), "group": [0, 0, 1, 1], "prompt": [PROMPTS[0], PROMPTS[0], PROMPTS[1], PROMPTS[1]],
+        "completion": texts, "reward": [1.0, -1.0, 3.0, 0.0], "reward_parts": [{"answer": 1.0}] * N, "correct": [True, False] * 2,
+        "advantage": [1.0, -1.0, 0.5, -0.5], "length": TOKENS, "truncated": False,
+    })  # fmt: skip
+    if not tokens:
+        return
+    rng = np.random.default_rng([seed, step])
+    count = N * TOKENS
+    values = rows("tokens", step, count, seed)
+    probed = step in (SPIKE, STEPS)
+    share = rng.normal(size=count)
+    writer.append("tokens", values | {
+        "rollout": np.repeat(np.arange(N), TOKENS), "position": np.tile(np.arange(TOKENS), N), "update": 0,
+        "token_id": np.concatenate([ids_of(step, n) for n in range(N)]), "logp": -np.abs(rng.normal(size=count)).astype(np.float32),
+        "weight": (1 + 0.4 * rng.random(count)).astype(np.float32), "entropy": rng.random(count).astype(np.float32),
+        "advantage": np.repeat([1.0, -1.0, 0.5, -0.5], TOKENS).astype(np.float32),
+        "score_norm_local": np.abs(values["score_norm_local"]) if probed else None, "score_norm": None, "score_norm_std_error": None,
+        "score_norm_method": None, "draw_probability": None, "sharp_alignment": None,
+        "attribution": (share / share.sum()).astype(np.float32) if probed else None,
+        "update_attribution": None, "heldout_influence": rng.normal(size=count).astype(np.float32) if probed else None,
+    })  # fmt: skip

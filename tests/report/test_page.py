@@ -1,0 +1,343 @@
+"""The page's text and data, without a browser: what it says, that nothing in it can run, and that its numbers are the claims'."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import hashlib
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from markdown_it import MarkdownIt
+
+from sharpscope.analysis.claim_pictures import claim_pictures
+from sharpscope.analysis.claims import test_claims as verdicts_of
+from sharpscope.analysis.full_report import write_page
+from sharpscope.analysis.html.inert import finite, script_json
+from sharpscope.analysis.html.interactive import MOST_POINTS, plot_of
+from sharpscope.analysis.html.page import plotly_script
+from sharpscope.analysis.html.token_data import BUDGET, DIGITS, RUN_BUDGET, token_view
+from sharpscope.analysis.style import panels, styled
+from sharpscope.analysis.text import shown
+from sharpscope.analysis.token_texts import pieces
+from sharpscope.errors import UserError
+from sharpscope.traces import TraceWriter, create_run_dir, create_run_info, load_run, load_runs
+from tests.report.runs import HOSTILE, LONG, SPIKE, STEPS, WORDS, ids_of, write_report_run
+from tests.traces.rows import INFO, rows
+from tests.traces.synthetic import Effects, Shape, write_study
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Elements(HTMLParser):
+    """(tag, attributes) of every element, and the text of scripts and styles."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(convert_charrefs=False)
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.raw: list[tuple[str, str]] = []
+        self._inside = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.found.append((tag, dict(attrs)))
+        self._inside = tag
+
+    def handle_endtag(self, tag):
+        self._inside = ""
+
+    def handle_data(self, data):
+        if self._inside in ("script", "style"):
+            self.raw.append((self._inside, data))
+
+
+def test_the_policy_allows_exactly_what_is_in_the_page(made):
+    seen = Elements(made.html)
+    (policy,) = [
+        a["content"] for t, a in seen.found if t == "meta" and a.get("http-equiv") == "Content-Security-Policy"
+    ]
+    rules = dict(part.strip().split(" ", 1) for part in policy.split(";"))
+    assert rules["default-src"] == rules["base-uri"] == rules["form-action"] == "'none'" and rules["img-src"] == "data:"
+    assert "unsafe" not in policy and "nonce" not in policy and "http" not in policy
+    attributes = [a for t, a in seen.found if t == "script"]
+    runnable = [
+        text
+        for (tag, text), a in zip([r for r in seen.raw if r[0] == "script"], attributes, strict=True)
+        if "type" not in a
+    ]
+    styles = [text for tag, text in seen.raw if tag == "style"]
+    for rule, texts in (("script-src", runnable), ("style-src", styles)):
+        hashes = [
+            "'sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() + "'" for text in texts
+        ]
+        assert rules[rule].split() == hashes
+    assert sum("plotly.js v" in text for text in runnable) == 1  # bundled once
+
+
+def test_nothing_is_loaded_and_no_text_became_markup(made):
+    seen = Elements(made.html)
+    for tag, attributes in seen.found:
+        assert not any(name.startswith("on") or name == "style" for name in attributes), (tag, attributes)
+        for name in ("src", "href"):
+            assert (attributes.get(name) or "#").startswith(("#", "data:image/svg+xml;base64,"))
+    tags = {tag for tag, _ in seen.found}
+    assert not tags & {"iframe", "object", "embed", "link", "base", "b"}
+    assert made.files.html.stat().st_size < 15e6
+
+
+def test_hostile_texts_are_there_as_text(made):
+    data = made.data("tokens")
+    assert set(map(shown, WORDS)) == set(data["pieces"])
+    for text in made.html.split("</script>"):
+        assert "window.hacked" not in text.split("<script")[-1].replace(
+            "\\u003cscript\\u003ewindow.hacked", ""
+        ).replace("onerror='window.hacked", "")
+    page = re.sub(r"<script.*?</script>", "", made.html, flags=re.DOTALL)
+    assert "&lt;img src=x onerror=&#39;window.hacked = 1&#39;&gt;" in page and "<img src=x" not in page
+    assert not re.search("[\u202a-\u202e\u2066-\u2069\u2028\u2029\x00\x1b]", made.html)
+    markdown = made.files.markdown.read_text()
+    rendered = MarkdownIt("commonmark").enable("table").render(markdown)
+    assert not {"script", "b"} & {tag for tag, _ in Elements(rendered).found} and "onerror='" in rendered
+    assert all((a["src"] or "").endswith(".png") for tag, a in Elements(rendered).found if tag == "img")
+    assert "\u202e" not in markdown and len(markdown) < 60_000
+
+
+@pytest.mark.parametrize("text", [*HOSTILE.values(), "</SCRIPT ", "<!--<script>", "\u2028"])
+def test_json_in_a_script_element_can_only_be_data(text):
+    made = script_json({"a": [text, float("nan")], text: 1})
+    assert not set(made) & set("<>&\u2028\u2029") and json.loads(made) == {"a": [text, None], text: 1}
+
+
+def test_shown_names_what_reorders_or_hides():
+    assert shown("a\u202eb\x00\n\t\ud800\u2028") == "a⟦RLO⟧b⟦U+0000⟧\n\t⟦U+D800⟧⟦LS⟧"
+    assert shown("żółw 東京 עברית 👍 é") == "żółw 東京 עברית 👍 é"
+    assert finite((1, float("inf"), [{"x": -1.5}])) == [1, None, [{"x": -1.5}]]
+
+
+def test_characters_over_several_tokens_stand_with_the_last():
+    text = "a👍ż!".encode()
+    ids = list(text)
+    found = pieces(ids, lambda part: bytes(part).decode("utf-8", "replace"))
+    assert found == ["a", "", "", "", "👍", "", "ż", "!"] and len(found) == len(ids)
+    assert pieces(ids[:3], lambda part: bytes(part).decode("utf-8", "replace"))[0] == "a"
+    assert "".join(pieces([255] * 20, lambda part: bytes(part).decode("utf-8", "replace"))) == "\ufffd" * 20
+
+
+def test_tokens_carry_the_traces_numbers(made):
+    data = made.data("tokens")
+    run = load_run(made.runs / "grpo-s0")
+    number = data["runs"].index("grpo-s0")
+    held = [c for c in data["completions"] if c["r"] == number and c["s"] == SPIKE]
+    assert len(held) == 4 and {c["why"] for c in held} == {"spike"}
+    for completion in held:
+        assert [data["pieces"][i] for i in completion["t"]] == [shown(WORDS[i]) for i in ids_of(SPIKE, completion["n"])]
+        rows_ = run.tokens(steps=SPIKE).query(f"rollout == {completion['n']}").sort_values("position")
+        for name, column in (("attribution", "attribution"), ("score", "score_norm_local"), ("weight", "weight"),
+                             ("logp", "logp"), ("influence", "heldout_influence"), ("entropy", "entropy")):  # fmt: skip
+            np.testing.assert_allclose(completion["c"][name], rows_[column], rtol=10.0 ** (1 - DIGITS))
+        assert "exact" not in completion["c"]
+
+
+def test_a_spike_leads_to_its_largest_tokens_and_prompts(made):
+    (spike, quiet) = made.data("tokens")["spikes"]
+    run = load_run(made.runs / "grpo-s0")
+    tokens = run.tokens(steps=SPIKE)
+    largest = tokens.loc[tokens["attribution"].abs().nlargest(8).index]
+    assert spike["s"] == SPIKE and spike["z"] > 4 and spike["norm"] == pytest.approx(run.steps["grad_norm"].max())
+    assert [(s["n"], s["i"]) for s in spike["spots"]] == list(zip(largest["rollout"], largest["position"], strict=True))
+    assert [s["share"] for s in spike["spots"]] == pytest.approx(list(largest["attribution"]), rel=1e-3)
+    assert sum(p["share"] for p in spike["prompts"]) == pytest.approx(1, abs=1e-3)
+    assert sum(r["share"] for r in spike["ranges"]) == pytest.approx(1, abs=2e-2)
+    assert quiet["z"] is None  # the other run has none: its largest gradient with attribution stands in
+
+
+def test_prompts_of_a_spike_come_from_the_other_run_too(made):
+    data = made.data("tokens")
+    runs = {c["r"] for c in data["completions"] if c["s"] == SPIKE}
+    assert runs == {0, 1} and {c["p"] for c in data["completions"] if c["r"] == 0} == {
+        c["p"] for c in data["completions"] if c["r"] == 1
+    }
+
+
+def test_the_budget_cuts_and_says_so(made):
+    runs = load_runs(made.runs).by_name
+    whole, small = token_view(runs), token_view(runs, budget=8_000)
+    assert 2 <= len(small["completions"]) < len(whole["completions"])
+    assert any("chosen completions fit into the file" in note for note in small["notes"])
+    assert len(json.dumps({k: small[k] for k in ("completions", "pieces", "prompts")})) < 2 * len(LONG) + 8_000
+    used = {i for c in small["completions"] for i in c["t"]}
+    assert used == set(range(len(small["pieces"])))
+
+
+def _plots(folder, out):
+    page = write_page(folder, out / "report.html").read_text(encoding="utf-8")
+    (text,) = re.findall(r'id="data-plots">(.*?)</script>', page, re.DOTALL)
+    return json.loads(text), page
+
+
+def test_figures_hold_the_claims_data(tmp_path, quick):
+    """C9's deciles and C3's curve on the page against the verdict's own frame, and a curve against the steps table."""
+    effects = {"grpo": Effects(), "grpo-sg": Effects(low_probability_harm=2.0, accuracy_gain=0.4)}
+    shape = Shape(steps=4, prompts=8, group_size=4, length=10, probe_every=2, eval_every=4)
+    folder = write_study(tmp_path / "runs", effects, seeds=2, shape=shape)
+    plots, page = _plots(folder, tmp_path)
+    verdicts = {v.claim: v for v in verdicts_of(load_runs(folder))}
+
+    def lines(figure, **wanted):
+        return [t for t in plots[figure]["data"] if all(t.get(k) == v for k, v in wanted.items())]
+
+    cells = verdicts["C9"].frames["influence"]
+    for sign, axis in (("positive", "y"), ("negative", "y2")):
+        per_seed = cells[cells["advantage"] == sign].groupby(["decile", "seed"])["influence"].mean().unstack()
+        (line,) = lines("influence_by_decile", yaxis=axis)
+        assert line["x"] == list(per_seed.index)
+        np.testing.assert_allclose(line["y"], per_seed.mean(axis=1), rtol=1e-9)
+        half = 12.7062047364 * per_seed.std(axis=1, ddof=1) / np.sqrt(2)  # t with one degree of freedom
+        np.testing.assert_allclose(line["error_y"]["array"], half, rtol=1e-6)
+        np.testing.assert_allclose([high for _, high in line["customdata"]], per_seed.mean(axis=1) + half, rtol=1e-6)
+    curve = verdicts["C3"].frames["lorenz"]
+    (recorded,) = lines("dominance", name="recorded")
+    assert recorded["x"] == list(curve["tokens"]) and recorded["y"] == list(curve["lorenz"])
+    rows_ = load_runs(folder).steps
+    per_step = rows_[rows_["method"] == "grpo"].groupby("step")["reward_mean"].mean()
+    (line,) = [t for t in lines("reward", name="grpo", yaxis="y") if "fill" not in t]
+    np.testing.assert_allclose(line["y"], per_step, rtol=1e-12)
+    assert "supported" in page and "Rows read" in page
+
+
+@pytest.mark.parametrize(("claim", "key"), [("C4", "sharpness_asam"), ("C7", "heldout"), ("C8", "roughness")])
+def test_pairs_are_drawn_as_they_stand_in_the_verdict(made, claim, key):
+    frame = pd.DataFrame({"seed": [0, 1, 2], "baseline": [0.1, 0.25, 0.4], "treatment": [0.3, 0.2, 0.7]})
+    runs = load_runs(made.runs)
+    (verdict,) = verdicts_of(runs, [claim])
+    verdict = dataclasses.replace(verdict, frames={key: frame})
+    (picture,) = [p for p in claim_pictures(runs, [verdict]) if p.claim == claim]
+    *joined, mean = plot_of(picture.figure)["data"]
+    assert [t["y"] for t in joined] == frame[["baseline", "treatment"]].to_numpy().tolist()
+    np.testing.assert_allclose(mean["y"], [0.25, 0.4])
+    half = 4.30265272991 * frame[["baseline", "treatment"]].std(ddof=1) / np.sqrt(3)  # t with two degrees of freedom
+    np.testing.assert_allclose(mean["error_y"]["array"], half, rtol=1e-6)
+    assert plot_of(picture.figure)["layout"]["xaxis"]["ticktext"] == ["grpo", "grpo-sg"]
+
+
+def test_a_cloud_of_points_stays_a_picture_and_labels_stay_text():
+    with styled():
+        figure, (axis,) = panels(1)
+        axis.plot(np.arange(MOST_POINTS + 1), np.zeros(MOST_POINTS + 1))
+        assert plot_of(figure) is None
+        figure, (axis,) = panels(1)
+        axis.plot([1, 2], [3, float("nan")], "--", label="<b>$x$</b>".replace("$", r"\$"))
+        axis.fill_between([1, 2], [2, 2], [4, 4], color="C0", alpha=0.2)
+        axis.axhline(0)
+        axis.set(xscale="log", title="<a href='javascript:1'>t</a>")
+    plot = plot_of(figure)
+    band, line = plot["data"]
+    assert line["name"] == "&lt;b&gt;$x$&lt;/b&gt;" and line["y"] == [3.0, None] and band["fill"] == "toself"
+    assert (
+        plot["layout"]["annotations"][0]["text"].startswith("&lt;a href=") and plot["layout"]["xaxis"]["type"] == "log"
+    )
+    (ruler,) = plot["layout"]["shapes"]
+    assert ruler["xref"] == "x domain" and ruler["yref"] == "y" and ruler["y0"] == 0
+
+
+def test_every_verdict_has_its_parts(made):
+    page = made.html
+    for number in range(1, 14):
+        (body,) = re.findall(
+            rf'<details class="verdict" id="claim-C{number}">(.*?)<p class="small">Again:', page, re.DOTALL
+        )
+        assert "<h3>Rule</h3>" in body and ("<figure" in body or "No figure:" in body)
+    for title in (
+        "Runs side by side",
+        "Settings that differ",
+        "Events",
+        "Costs",
+        "Make it again",
+        "What to know first",
+    ):
+        assert title in page
+    assert re.search(r"<td>grpo-s0</td><td>7.0</td><td>3.5</td><td>1.8</td>", page) and "process 1,024 MiB" in page
+    assert f"sharpscope claims {made.runs} --claim C7 --details" in page
+
+
+def test_the_markdown_says_the_same(made):
+    text = made.files.markdown.read_text()
+    for heading in (
+        "Verdicts",
+        "Runs side by side",
+        "Figures",
+        "Spikes and what made them",
+        "Events",
+        "Costs",
+        "Make it again",
+    ):
+        assert f"# {heading}\n" in text
+    assert all(f"]({name}.png)" in text for name in made.files.analysis.figures)
+    assert "▸" in text and text.count("<details>") == text.count("</details>") == 13
+
+
+def test_runs_without_tokens_or_tokenizer_or_end_make_an_honest_page(tmp_path, quick):
+    write_report_run(tmp_path / "a/plain", tokens=False, spike=False)
+    write_report_run(tmp_path / "a/numbers", seed=1, tokenizer=False, status="failed", steps=3)
+    bare = create_run_dir(tmp_path / "b/bare")
+    create_run_info(bare, INFO | {"seed": 2, "end": "out of memory"})
+    page = write_page([tmp_path / "a"], tmp_path / "a.html").read_text(encoding="utf-8")
+    assert "plain: no token rows were recorded" in page and "numbers: the run saved no readable tokenizer" in page
+    assert "⟨3⟩" in page and "failed" in page
+    only = write_page([bare], tmp_path / "b.html").read_text(encoding="utf-8")
+    assert "No run has a finished step yet" in only and "No completion was recorded" in only and "out of memory" in only
+    assert "plotly.js v" not in only and len(only) < 200_000
+    with pytest.raises(UserError, match=r"out: .* does not end in .html"):
+        write_page([bare], tmp_path / "folder")
+    (tmp_path / "none").mkdir()
+    with pytest.raises(UserError, match="no run below"):
+        write_page([tmp_path / "none"], tmp_path / "c.html")
+
+
+def test_a_single_run_and_long_completions(tmp_path, quick):
+    folder = write_report_run(tmp_path / "one", tokens=False, steps=2)
+    with TraceWriter(folder) as writer:
+        writer.append("steps", rows("steps", 3, 1) | {"grad_norm": 1.0})
+        writer.append(
+            "rollouts",
+            rows("rollouts", 3, 1) | {"rollout": 0, "group": 0, "completion": LONG, "prompt": "p", "reward": 1.0},
+        )
+        count = 5_000
+        writer.append(
+            "tokens",
+            rows("tokens", 3, count) | {"rollout": 0, "position": np.arange(count), "token_id": np.arange(count) % 5},
+        )
+    view = token_view(load_runs(folder).by_name)
+    (long,) = [c for c in view["completions"] if c["s"] == 3]
+    assert len(long["t"]) == 4_000 and long["more"] == 1_000 and long["rest"].startswith("yes no\n perhaps knight")
+    assert all(len(values) == 4_000 for values in long["c"].values())
+
+
+def test_the_parts_of_a_page_of_twenty_runs_stay_below_the_limit():
+    """15 MB: plotly.js, the token data however many runs there are, and 60 pictures of the size that they have."""
+    assert len(plotly_script()) + BUDGET < 10e6 and BUDGET // 20 < RUN_BUDGET
+    pictures = [path.stat().st_size for path in (ROOT / "figures").glob("*.svg")]
+    assert max(pictures) < 150_000 and 4 / 3 * 60 * np.mean(pictures) < 5e6
+
+
+def test_a_page_is_the_same_when_made_again(made, tmp_path):
+    first, second = (write_page([made.runs], tmp_path / f"{name}.html").read_bytes() for name in "ab")
+    assert first.replace(b"a.html", b"") == second.replace(b"b.html", b"")
+
+
+def test_settings_and_differences_are_those_of_the_runs(made):
+    page = made.html
+    (table,) = re.findall(r"<h4>Settings that differ</h4>.*?<tbody>(.*?)</tbody>", page, re.DOTALL)
+    keys = re.findall(r"<tr><td>(.*?)</td>", table)
+    assert keys == ["method", "method.name", "note"]
+    (table,) = re.findall(r"<h4>Differences within a seed</h4>.*?<tbody>(.*?)</tbody>", page, re.DOTALL)
+    cells = [re.findall(r"<td>(.*?)</td>", row) for row in table.split("<tr>")[1:]]
+    steps = {name: load_run(made.runs / name).steps for name in ("grpo-s0", "grpo-sg-s0")}
+    late = {name: frame[frame["step"] > 2 * STEPS / 3]["reward_mean"].mean() for name, frame in steps.items()}
+    row = next(row for row in cells if row[2].startswith("reward"))
+    assert float(row[6].split(" ± ")[0]) == pytest.approx(late["grpo-sg-s0"] - late["grpo-s0"], abs=1e-3)
