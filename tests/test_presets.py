@@ -1,0 +1,59 @@
+"""The configurations under experiments/ are valid, and those named after the paper hold its constants."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from sharpscope.config import build_config
+from sharpscope.objective import choose_preset
+from sharpscope.objective.shaping_spec import SigmoidShaping
+from sharpscope.tasks import Example, make_task
+
+PAPER = sorted((Path(__file__).resolve().parents[1] / "experiments" / "paper").glob("*.yaml"))
+
+
+def preset(name: str):
+    return build_config(next(path for path in PAPER if path.name.startswith(name)))
+
+
+@pytest.mark.parametrize("path", PAPER, ids=lambda path: path.stem)
+def test_a_preset_is_a_valid_configuration_that_says_what_is_ours(path):
+    text = path.read_text()
+    config = build_config(path)
+    assert "Ours" in text and "From the paper" in text
+    weight = choose_preset(config.method.weight, "paper")  # what any model but the embedded ones gets
+    assert isinstance(weight, SigmoidShaping)
+    assert weight.constants() == {"alpha": 2.0, "tau": 9.0, "mu": 0.25, "L": 1.0, "U": 1.4, "u0": 0.0}
+    assert config.policy.dtype == "bfloat16" and config.update.gradient_checkpointing
+    given = yaml.safe_load(text)
+    assert given["method"]["name"] == "grpo-sg" and given["policy"]["model"] == config.policy.model
+
+
+def test_the_logic_preset_has_the_published_setting():
+    config = preset("knights_knaves")
+    assert config.policy.model == "Qwen/Qwen2.5-3B"
+    assert (config.task.sizes, config.task.train_size, config.task.heldout_size) == ((3, 4, 5, 6, 7), 900, 100)
+    assert (config.rollout.prompts_per_step, config.rollout.group_size, config.rollout.temperature) == (64, 8, 0.7)
+    assert config.rollout.prompts_per_step * config.rollout.group_size // config.update.mini_batches == 256
+    assert (config.optimizer.lr, config.steps, config.method.kl.coef) == (1e-6, 350, 0.001)
+    assert (config.method.clip.low, config.method.clip.high) == (0.2, 0.24)
+    small = config.task.model_copy(update={"people": 3, "train_size": 1, "heldout_size": 1})
+    task = make_task(small)
+    example: Example = task.splits()["train"][0]
+    roles = example.answer
+    assert task.score(example, f"because </think> <answer>{roles}</answer>").total in (3.0, -0.5)
+    assert task.score(example, "no answer").total == -3.0
+
+
+def test_the_tool_preset_has_search_r1s_protocol():
+    task = preset("search_r1").task
+    assert (task.style, task.turns, task.top, task.reward) == ("search_r1", 4, 3, "exact_match")
+
+
+def test_the_mathematics_preset_measures_avg_at_16():
+    config = preset("deepscaler")
+    assert config.evaluation.samples == 16 and config.task.scorer == "math"
+    assert "{prompt}" in config.task.template and "\\boxed{}" in config.task.template
