@@ -42,6 +42,27 @@ def test_tokens_lists_the_largest_with_their_numbers():
         invoke("tokens", GRPO_SG, "--step", "8", "--by", "wieght")
     with pytest.raises(UserError, match="steps 1 to 12"):
         invoke("tokens", GRPO_SG, "--step", "99")
+    assert CliRunner().invoke(app, ["tokens", GRPO_SG, "--step", "8", "--top", "0"]).exit_code == 2
+    exact = tokens.dropna(subset=["score_norm"]).nlargest(1, "score_norm").iloc[0]
+    listed = invoke("tokens", GRPO_SG, "--step", "8", "--by", "score_norm", "--top", "1")
+    assert f"{exact.score_norm:.3g}" in listed and "~" not in listed  # ~ marks the local tier's norm
+    local = tokens.loc[tokens["attribution"].abs().nlargest(5).index]
+    assert all(f"~{row.score_norm_local:.3g}" in output for row in local.itertuples() if np.isnan(row.score_norm))
+
+
+def test_tokens_are_cut_as_the_runs_own_tokenizer_cuts_them():
+    """The shipped policies' words hold spaces; the class that transformers prefers for Qwen2 would print bytes."""
+    assert "is a knave⏎" in invoke("tokens", GRPO_SG, "--step", "8", "--top", "20")
+
+
+def test_prompts_are_shown_where_they_differ():
+    from sharpscope.analysis.token_listing import _told_apart
+
+    start = "An island of knights and knaves, where all are one or the other. "
+    assert _told_apart([start + "Ann says so.", start + "Amy says no."]) == ["… Ann says so.", "… Amy says no."]
+    assert _told_apart([start] * 2) == [start] * 2
+    assert _told_apart(["a" * 200, "b"]) == ["a" * 99 + "…", "b"]
+    assert _told_apart([]) == []
 
 
 def test_spikes_names_tokens_prompts_and_probabilities():

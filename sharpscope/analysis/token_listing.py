@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -16,7 +17,11 @@ from sharpscope.analysis.spikes import Spike
 from sharpscope.errors import UserError, nearest
 from sharpscope.traces import Run
 
-SHOWN = ("probability", "advantage", "weight", "score_norm", "attribution")
+SHOWN = ("probability", "advantage", "weight", "norm", "attribution")
+HEADINGS = {
+    "probability": "π", "advantage": "adv.", "attribution": "share", "update_attribution": "share of\nupdate",
+    "heldout_influence": "held-out\ninfluence", "loss_coef": "coef.",
+}  # fmt: skip
 CONTEXT = 7  # tokens on either side
 
 Decode = Callable[[int], str]
@@ -31,9 +36,16 @@ def token_decoder(run: Run) -> Decode:
     folder = Path(run.path) / "tokenizer"
     if not folder.is_dir():
         raise UserError(f"run '{run.path}' has no tokenizer/ folder, so its tokens cannot be shown as text")
-    from transformers import AutoTokenizer
+    tokenizer: Any
+    if (folder / "tokenizer.json").is_file():
+        # AutoTokenizer gives some model types (Qwen2 among them) a class that cuts text in another way than the file says.
+        from sharpscope.policy.embedded import load_tokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer = load_tokenizer(folder)
+    else:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(folder)
     return lambda token: str(tokenizer.decode([token], clean_up_tokenization_spaces=False))
 
 
@@ -77,22 +89,32 @@ def recorded_steps(run: Run, column: str) -> list[int]:
 def render_tokens(
     chosen: pd.DataFrame, everything: pd.DataFrame, by: str, decode: Decode, title: str
 ) -> RenderableType:
-    """The tokens in their sentence, coloured by sign (blue raises, orange lowers; both also marked), with their numbers."""
-    columns = [name for name in (by, *SHOWN) if name in chosen and chosen[name].notna().any()]
-    columns = list(dict.fromkeys(columns))
-    table = Table(title=Text(title), pad_edge=False)
-    table.add_column("rollout:position", justify="right", no_wrap=True)
+    """The tokens in their sentence, coloured by sign (blue raises, orange lowers; both also marked), with their numbers.
+
+    A norm is the exact one where it was recorded, else the local tier's, marked by ~.
+    """
+    columns = [name for name in dict.fromkeys((by, *SHOWN)) if name == "norm" or chosen[name].notna().any()]
+    table = Table(title=Text(title), pad_edge=False, padding=(0, 1, 0, 0), expand=True)
+    table.add_column("rollout:\nposition", justify="right", no_wrap=True)
     table.add_column("in its sentence", ratio=1)
     for name in columns:
-        table.add_column(name, justify="right", no_wrap=True)
+        table.add_column(HEADINGS.get(name, name.replace("_", "\n", 1)), justify="right", no_wrap=True)
     by_rollout = dict(tuple(everything.groupby("rollout")))
     for row in chosen.to_dict("records"):
         sentence = by_rollout[row["rollout"]].sort_values("position")
-        cells = [_number(row[name]) for name in columns]
+        cells = [_norm(row) if name == "norm" else _number(row[name]) for name in columns]
         table.add_row(
             f"{row['rollout']}:{row['position']}", _sentence(sentence, int(row["position"]), row[by], decode), *cells
         )
     return table
+
+
+def _norm(row: Mapping[Any, Any]) -> str:
+    """‖∇ log π‖: the exact norm, or the local tier's marked by ~."""
+    exact, local = row.get("score_norm", math.nan), row.get("score_norm_local", math.nan)
+    if not math.isnan(exact):
+        return _number(exact)
+    return _number(local) if math.isnan(local) else f"~{_number(local)}"
 
 
 def _sentence(sentence: pd.DataFrame, position: int, value: float, decode: Decode) -> Text:
@@ -128,14 +150,29 @@ def render_spikes(spikes: Sequence[Spike], tokens_of: Callable[[int], pd.DataFra
             )
         )
         prompts = Table("share", "prompt", title="prompts")
-        for row in spike.prompts.head(4).to_dict("records"):
-            text = visible(row["prompt"])
-            prompts.add_row(f"{row['attribution']:+.1%}", Text(text if len(text) <= 100 else text[:97] + "…"))
+        shown = spike.prompts.head(4)
+        for share, text in zip(
+            shown["attribution"], _told_apart([visible(text) for text in shown["prompt"]]), strict=True
+        ):
+            prompts.add_row(f"{share:+.1%}", Text(text))
         ranges = Table("π", "share of the squared norm", "share of the tokens", title="probability ranges")
         for interval, row in zip(spike.probabilities.index, spike.probabilities.to_dict("records"), strict=True):
-            ranges.add_row(Text(str(interval)), f"{row['share']:+.1%}", f"{row['tokens']:.1%}")
+            ranges.add_row(
+                f"{max(interval.left, 0.0):g} to {interval.right:g}", f"{row['share']:+.1%}", f"{row['tokens']:.1%}"
+            )
         parts += [prompts, ranges]
     return Group(*parts)
+
+
+def _told_apart(texts: list[str], width: int = 100) -> list[str]:
+    """The texts, cut to `width`, without what they all begin with (whole words) where that is long."""
+    same = 0
+    if len(set(texts)) > 1:
+        same = next((i for i, letters in enumerate(zip(*texts, strict=False)) if len(set(letters)) > 1), 0)
+        same = texts[0].rfind(" ", 0, same) + 1
+    if same > width // 4:
+        texts = ["… " + text[same:] for text in texts]
+    return [text if len(text) <= width else text[: width - 1] + "…" for text in texts]
 
 
 def _number(value: float) -> str:

@@ -117,7 +117,7 @@ def tokens(
     by: Annotated[
         str, typer.Option(help="A column of the tokens table; the largest by magnitude come first.")
     ] = "attribution",
-    top: Annotated[int, typer.Option(help="How many tokens.")] = 20,
+    top: Annotated[int, typer.Option(min=1, help="How many tokens.")] = 20,
 ) -> None:
     """The tokens of a step that matter most, in their sentence, with their numbers.
 
@@ -140,7 +140,7 @@ def spikes(
     z: Annotated[
         float, typer.Option(help="Robust standard deviations of the log gradient norm above its running median.")
     ] = 4.0,
-    top: Annotated[int, typer.Option(help="Tokens shown for each spike.")] = 8,
+    top: Annotated[int, typer.Option(min=1, help="Tokens shown for each spike.")] = 8,
 ) -> None:
     """Gradient-norm spikes, and the tokens, prompts and probabilities that make them.
 
