@@ -154,7 +154,7 @@ class InteractiveCheckedTask(CheckedTask):
 
     def __init__(self, name: str, task: InteractiveTask) -> None:
         super().__init__(str(getattr(task, "name", name)), task.splits, task.score)
-        self._respond = task.respond
+        self._respond, self._respond_many = task.respond, getattr(task, "respond_many", None)
         self.stop = tuple(getattr(task, "stop", ()))
         if not self.stop or not all(isinstance(text, str) and text for text in self.stop):
             raise UserError(
@@ -163,7 +163,18 @@ class InteractiveCheckedTask(CheckedTask):
 
     def respond(self, example: Example, completion: str) -> str | None:
         """The environment's text, or None at the end."""
-        made = self._respond(example, completion)
+        return self._text(self._respond(example, completion))
+
+    def respond_many(self, examples: Sequence[Example], completions: Sequence[str]) -> list[str | None]:
+        """The environment's texts, from the task's own `respond_many` where it has one."""
+        if self._respond_many is None:
+            return [self.respond(*row) for row in zip(examples, completions, strict=True)]
+        made = list(self._respond_many(examples, completions))
+        if len(made) != len(examples):
+            raise UserError(f"task '{self.name}': respond_many returned {len(made)} replies to {len(examples)} texts")
+        return [self._text(reply) for reply in made]
+
+    def _text(self, made: Any) -> str | None:
         if made is not None and not isinstance(made, str):
             raise UserError(f"task '{self.name}': respond returned {type(made).__name__}; return text or None")
         return made

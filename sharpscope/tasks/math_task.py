@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 from random import Random
 
 from sharpscope.tasks.base import Example, Reward, content_id, stream_seed
@@ -39,18 +40,19 @@ class MathTask:
                 "unseen": (spec.unseen_levels, spec.unseen_size),
             }
             self._splits = {
-                split: [
-                    example
-                    for level in levels
-                    for family in spec.families
-                    for example in take(
-                        self._stream(split, family, level), count, training=split == "train", field=f"task.{split}_size"
-                    )
-                ]
+                split: [example for level in levels for example in self._level(split, level, count)]
                 for split, (levels, count) in wanted.items()
                 if levels and count
             }
         return self._splits
+
+    def _level(self, split: str, level: int, count: int) -> Iterator[Example]:
+        """`count` questions of each family, the families in turn: the first few of a level are of all of them."""
+        taken = [
+            take(self._stream(split, family, level), count, training=split == "train", field=f"task.{split}_size")
+            for family in self.spec.families
+        ]
+        return chain.from_iterable(zip(*taken, strict=True))
 
     def score(self, example: Example, completion: str) -> Reward:
         """1 where the final answer of prefill + completion is mathematically equal to the true one, else 0."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import math
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +18,7 @@ from sharpscope.tasks import (
     make_task,
     register_task,
     registered_tasks,
+    respond_all,
     task_choice,
 )
 from sharpscope.tasks import custom as room
@@ -169,3 +173,57 @@ def test_a_reward_that_is_not_finite_reaches_the_trainer_which_has_a_rule_for_it
     reward = custom((EXAMPLES, lambda example, completion: math.nan)).score(EXAMPLES["train"][0], "")
     assert math.isnan(reward.total)
     assert not reward.correct
+
+
+def readme_task() -> str:
+    """The first task in the README, as it stands there."""
+    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    return text.partition("# riddles.py\n")[2].partition("```")[0]
+
+
+def test_the_readmes_task_runs_as_it_stands(tmp_path, monkeypatch):
+    source = readme_task()
+    assert 5 < len(source.strip().splitlines()) <= 15
+    (tmp_path / "riddles.py").write_text(source)
+    monkeypatch.chdir(tmp_path)
+    by_path = make_task(CustomSpec(**{k: v for k, v in task_choice("riddles:riddles").items() if k != "kind"}))
+    assert {name: len(examples) for name, examples in by_path.splits().items()} == {"train": 100, "heldout": 50}
+    assert not {e.prompt for e in by_path.splits()["train"]} & {e.prompt for e in by_path.splits()["heldout"]}
+    example = by_path.splits()["train"][21]
+    assert by_path.score(example, " 42\n") == Reward(1.0, {"answer": 1.0}, correct=True)
+    assert not by_path.score(example, "43").correct
+    module = importlib.import_module("riddles")
+    try:
+        register_task("riddles")(module.riddles)
+        by_name = make_task(CustomSpec(factory=task_choice("riddles")["factory"]))
+        assert by_name.splits() == by_path.splits()
+    finally:
+        sys.modules.pop("riddles")
+
+
+class Echoes:
+    stop = ("?",)
+
+    def __init__(self, replies):
+        self.replies = replies
+
+    def splits(self):
+        return EXAMPLES
+
+    def score(self, example, completion):
+        return False
+
+    def respond(self, example, completion):
+        return completion[::-1]
+
+    def respond_many(self, examples, completions):
+        return self.replies
+
+
+def test_a_batch_of_replies_is_checked_too():
+    example = EXAMPLES["train"][0]
+    assert respond_all(custom(Echoes(["a", None])), [example] * 2, ["x?", "y?"]) == ["a", None]
+    with pytest.raises(UserError, match="respond_many returned 1 replies to 2 texts"):
+        respond_all(custom(Echoes(["a"])), [example] * 2, ["x?", "y?"])
+    with pytest.raises(UserError, match="respond returned int; return text or None"):
+        respond_all(custom(Echoes([1])), [example], ["x?"])

@@ -92,6 +92,13 @@ def test_splits_are_disjoint_finite_and_repeatable():
     assert alone["train"] == [e for e in splits["train"] if (e.meta["family"], e.meta["level"]) == ("linear", 3)]
 
 
+def test_the_first_questions_of_a_level_are_of_all_families():
+    task = make_task(MathSpec(**SMALL | {"families": ["linear", "modular", "arithmetic"], "levels": [2, 1]}))
+    first = task.splits()["heldout"][:6] + task.splits()["heldout"][30:33]
+    assert [e.meta["family"] for e in first] == ["linear", "modular", "arithmetic"] * 3
+    assert [e.meta["level"] for e in first] == [2] * 6 + [1] * 3
+
+
 def test_an_example_is_asked_and_scored():
     task = make_task(MathSpec(**SMALL | {"families": ["linear"], "levels": [4], "template": "Q: {prompt}\nA: "}))
     example = task.splits()["train"][0]
