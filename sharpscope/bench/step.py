@@ -68,19 +68,7 @@ def _ours(config: RunConfig) -> StepTimes:
 
 
 def _theirs(config: RunConfig, folder: Path, threads: int) -> StepTimes:
-    import torch
-    from datasets import Dataset
     from transformers import TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
-
-    torch.set_num_threads(threads)
-    policy, task = load_policy(config.policy), make_task(config.task)
-    examples = task.splits()["train"]
-    render_prompts(examples[:1], policy)  # fails early where a prompt cannot be rendered
-    by_prompt: dict[str, Example] = {example.prompt: example for example in examples}
-
-    def reward(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
-        return [task.score(by_prompt[p], c).total for p, c in zip(prompts, completions, strict=True)]
 
     class Clock(TrainerCallback):
         def __init__(self) -> None:
@@ -92,7 +80,29 @@ def _theirs(config: RunConfig, folder: Path, threads: int) -> StepTimes:
         def on_step_end(self, *_: Any, **__: Any) -> None:
             self.seconds.append(time.perf_counter() - self.start)
 
-    clock, rollout, optimizer = Clock(), config.rollout, config.optimizer
+    clock = Clock()
+    trainer = trl_trainer(config, folder, threads, [clock])
+    trainer.train()
+    lengths = [row["completions/mean_length"] for row in trainer.state.log_history if "completions/mean_length" in row]
+    return StepTimes(clock.seconds[1:], statistics.mean(lengths[1:]))
+
+
+def trl_trainer(config: RunConfig, folder: Path, threads: int, callbacks: list[Any]) -> Any:
+    """TRL's GRPOTrainer with the policy, task, rollouts and optimizer of `config`, one update a step, writing into `folder`."""
+    import torch
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    torch.set_num_threads(threads)
+    policy, task = load_policy(config.policy), make_task(config.task)
+    examples = task.splits()["train"]
+    render_prompts(examples[:1], policy)  # fails early where a prompt cannot be rendered
+    by_prompt: dict[str, Example] = {example.prompt: example for example in examples}
+
+    def reward(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+        return [task.score(by_prompt[p], c).total for p, c in zip(prompts, completions, strict=True)]
+
+    rollout, optimizer = config.rollout, config.optimizer
     arguments = GRPOConfig(
         output_dir=str(folder / "trl"), per_device_train_batch_size=rollout.prompts_per_step * rollout.group_size,
         num_generations=rollout.group_size, max_completion_length=rollout.max_new_tokens, temperature=rollout.temperature,
@@ -102,10 +112,7 @@ def _theirs(config: RunConfig, folder: Path, threads: int) -> StepTimes:
         dataloader_pin_memory=False,
     )  # fmt: skip
     make: Any = GRPOTrainer  # its annotations are narrower than what it takes
-    trainer = make(
+    return make(
         model=policy.model, processing_class=policy.tokenizer, reward_funcs=reward, args=arguments,
-        train_dataset=Dataset.from_dict({"prompt": [example.prompt for example in examples]}), callbacks=[clock],
+        train_dataset=Dataset.from_dict({"prompt": [example.prompt for example in examples]}), callbacks=callbacks,
     )  # fmt: skip
-    trainer.train()
-    lengths = [row["completions/mean_length"] for row in trainer.state.log_history if "completions/mean_length" in row]
-    return StepTimes(clock.seconds[1:], statistics.mean(lengths[1:]))

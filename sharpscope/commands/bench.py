@@ -219,3 +219,54 @@ def memory(
     typer.echo(f"written: {write(found, out)}")
     if not found.flat:
         raise typer.Exit(1)
+
+
+@bench.command("trl")
+def trl(
+    steps: Annotated[int, typer.Option(min=1, help="Measured steps (one more is run to warm up).")] = 10,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="Any field of the run, as path=value.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder for the table.")] = Path("experiments/benchmarks"),
+) -> None:
+    """What recording a TRL trainer costs: the same training with and without the recorder.
+
+    Example:
+
+      sharpscope bench trl --steps 10
+    """
+    from sharpscope.bench.trl import measure
+
+    text = measure(steps, threads, set_ or ()).markdown()
+    typer.echo(text)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "trl.md").write_text(text, encoding="utf-8")
+    typer.echo(f"written: {out}/trl.md")
+
+
+@bench.command("cell")
+def cell(
+    shape: Annotated[list[str] | None, typer.Option(help="qwen2.5-0.5b, qwen2.5-3b or tiny. Repeatable.")] = None,
+    steps: Annotated[int, typer.Option(min=2, help="Measured steps (one more is run to warm up).")] = 4,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 256,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="Any field of the run, as path=value.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Add the table to this Markdown file.")] = None,
+) -> None:
+    """A step of the logic task at the shape of a real model, random weights: time, tokens per second, memory, recording.
+
+    Meant for a GPU; nothing is downloaded.
+
+    Examples:
+
+      sharpscope bench cell --shape qwen2.5-0.5b --shape qwen2.5-3b --out experiments/benchmarks/gpu.md
+
+      sharpscope bench cell --shape tiny --set rollout.prompts_per_step=4 --set rollout.max_new_tokens=16
+    """
+    from sharpscope.bench.cell import measure_cell
+    from sharpscope.bench.cell import report as table
+
+    text = table([measure_cell(name, steps, prompt_tokens, set_ or ()) for name in shape or ["qwen2.5-0.5b"]])
+    typer.echo(text)
+    if out is not None:
+        with out.open("a", encoding="utf-8") as file:
+            file.write(f"\n{text}")
+        typer.echo(f"written: {out}")
