@@ -18,15 +18,15 @@ from sharpscope.traces import TABLES, Run, load_run
 from sharpscope.training.checkpoint import checkpoints
 
 
-def flip_bytes(whole: list[Whole], folder: Path, each: int | None, seed: int = 0) -> Tried:
-    """Flip bits of single bytes of the first part of every table of a run: `each` of them at random, or every one (None)."""
+def flip_bytes(whole: list[Whole], folder: Path, each: int, seed: int = 0) -> Tried:
+    """Flip bits of single bytes of the first part of every table of a run: `each` at random, every one if there are no more."""
     tried = Tried("a byte flipped in a part", "the part is named and set aside, or no value changed; the rest is read")
     chooser = random.Random(f"{seed}/flip")
     started = time.monotonic()
     for table, part, rest, plain in _parts(whole[0], folder / "flipped"):
         content = part.read_bytes()
         places: Iterable[int] = range(len(content))
-        if each is not None:
+        if each < len(content):
             places = (chooser.randrange(len(content)) for _ in range(each))
         for place in places:
             damaged = bytearray(content)

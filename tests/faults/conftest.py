@@ -1,0 +1,13 @@
+"""The uninterrupted runs that interrupted ones are compared with, made once."""
+
+from __future__ import annotations
+
+import pytest
+
+from sharpscope.bench.faults.killing import whole_runs
+
+
+@pytest.fixture(scope="session")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory):
+    """(the initial policy's folder, one uninterrupted run of each setting)."""
+    return whole_runs(tmp_path_factory.mktemp("whole"))
