@@ -15,19 +15,42 @@ if TYPE_CHECKING:
     from sharpscope.analysis.analyzing import load_several as load_several
     from sharpscope.analysis.comparison import Comparison as Comparison
     from sharpscope.analysis.comparison import compare as compare
+    from sharpscope.analysis.full_report import write_full_report as write_full_report
+    from sharpscope.analysis.full_report import write_page as write_page
     from sharpscope.analysis.glance import show as show
+    from sharpscope.analysis.spikes import explain_spikes as explain_spikes
+    from sharpscope.analysis.spikes import find_spikes as find_spikes
+    from sharpscope.analysis.token_texts import piece_maker as piece_maker
 
 _HOMES = {
     "AnalysisResult": "analyzing",
     "Comparison": "comparison",
     "analyze": "analyzing",
     "compare": "comparison",
+    "explain_spikes": "spikes",
     "figures_of": "analyzing",
+    "find_spikes": "spikes",
     "load_several": "analyzing",
+    "piece_maker": "token_texts",
     "show": "glance",
+    "write_full_report": "full_report",
+    "write_page": "full_report",
 }
 
-__all__ = ["AnalysisResult", "Comparison", "analyze", "compare", "figures_of", "load_several", "show"]
+__all__ = [
+    "AnalysisResult",
+    "Comparison",
+    "analyze",
+    "compare",
+    "explain_spikes",
+    "figures_of",
+    "find_spikes",
+    "load_several",
+    "piece_maker",
+    "show",
+    "write_full_report",
+    "write_page",
+]
 
 
 def __getattr__(name: str) -> Any:

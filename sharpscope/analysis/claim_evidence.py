@@ -13,16 +13,15 @@ from sharpscope.analysis.style import BLUE, GREY, VERMILLION, finish, panels, pl
 
 
 def bound_counts(violations: pd.DataFrame) -> Figure:
-    """Share of each step's tokens outside claim C1's bounds, a line for each run.
+    """Share of each step's tokens outside claim C1's bounds, over all runs.
 
     `violations`: run, step, tokens, below, above.
     """
+    sums = violations.groupby("step")[["tokens", "below", "above"]].sum()
     with styled():
         figure, (axis,) = panels(1, width=5.0)
-        for name, rows in violations.groupby("run"):
-            ordered = rows.sort_values("step")
-            share = (ordered["below"] + ordered["above"]) / ordered["tokens"]
-            axis.plot(ordered["step"], share, "o-", markersize=3, linewidth=1, label=plain(name))
+        share = (sums["below"] + sums["above"]) / sums["tokens"]
+        axis.plot(sums.index, share, "o-", color=BLUE, markersize=3)
         axis.set(xlabel="step", ylabel="tokens outside the bounds [share]")
         finish(figure, [axis])
     return figure

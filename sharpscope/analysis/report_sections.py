@@ -205,7 +205,7 @@ def _estimate(e: Estimate) -> tuple[str, ...]:
         "" if e.unit == "1" else e.unit,
         interval,
         number(e.p_value),
-        str(e.n or "–"),
+        "–" if e.n is None else f"{e.n:,}",
         e.note,
     )
 

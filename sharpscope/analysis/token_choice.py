@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -58,14 +59,15 @@ def choose(runs: Mapping[str, Run]) -> dict[str, Choice]:
         for spike in choice.spikes:
             held = [] if spike.tokens is None else [int(rollout) for rollout in spike.tokens["rollout"]]
             taken = list(dict.fromkeys(held))[:SPIKE_COMPLETIONS]
-            choice.add(spike.step, taken, "spike")
+            what = "largest gradient" if math.isnan(spike.z) else "spike"
+            choice.add(spike.step, taken, what)
             prompts = _prompts(choice.run, spike.step, taken)
             for other_name, other in choices.items():
                 if other_name != name and ground_of(other.run) == ground_of(choice.run):
                     rows = _at(other.run, spike.step)
                     for prompt in prompts:
                         same = rows.loc[rows["prompt"] == prompt, "rollout"].head(OTHERS)
-                        other.add(spike.step, same, f"asked what a spike of {name} was asked")
+                        other.add(spike.step, same, f"prompt of the {what} of {name}")
     for members in _studies(choices):
         common = _common_steps([_candidates(choice.run) for choice in members])
         for choice in members:

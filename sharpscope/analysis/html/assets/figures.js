@@ -3,13 +3,14 @@
 (() => {
   const plots = JSON.parse(document.getElementById("data-plots").textContent);
   const MOST_ROWS = 400;
+  const dark = window.matchMedia("(prefers-color-scheme: dark)");
   const LEGEND = 44; // room for the legend under the panels [pixels]
 
   function colour(name) {
     return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   }
 
-  /* The plot's layout with the page's colours; black lines take the colour of the text. */
+  /* The plot's layout with the page's colours; on a dark page dark lines are lighter. */
   function dressed(plot, width) {
     const text = colour("--text");
     const grid = colour("--line");
@@ -25,8 +26,9 @@
       hoverlabel: { bgcolor: colour("--card"), font: { color: text } },
     });
     const traces = structuredClone(plot.data);
+    const lighter = dark.matches ? { "#000000": text, "#0072b2": "#3f9bdc", "#777777": "#a0a6ad" } : {};
     for (const trace of traces) {
-      for (const part of [trace.line, trace.marker]) if (part && part.color === "#000000") part.color = text;
+      for (const part of [trace.line, trace.marker]) if (part && lighter[part.color]) part.color = lighter[part.color];
     }
     return [traces, layout];
   }
@@ -87,7 +89,7 @@
     });
   }
   const again = () => figures.filter((figure) => figure.classList.contains("drawn") && figure.offsetParent).forEach(draw);
-  window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", again);
+  dark.addEventListener("change", again);
   let waiting = 0;
   window.addEventListener("resize", () => {
     clearTimeout(waiting);
