@@ -50,9 +50,11 @@ def run(
       sharpscope run --task dataset --set task.path=puzzles.parquet --method grpo-sg --out runs/real
 
       sharpscope run --resume runs/first
+
+      accelerate launch --num_processes 2 -m sharpscope run --method grpo-sg
     """
     from sharpscope.config import build_config
-    from sharpscope.training import QuietDisplay, RichDisplay, train
+    from sharpscope.training import QuietDisplay, RichDisplay, processes, train
 
     display = QuietDisplay() if quiet else RichDisplay()
     if resume is not None:
@@ -68,7 +70,8 @@ def run(
             method=method, task=task, model=model, shaping=shaping, steps=steps, seed=seed, lr=lr, out=out
         )
         outcome = train(build_config(config, set_ or (), values), display)
-    report(outcome.run_dir, outcome.status, outcome.steps_done, outcome.reason)
+    if processes.is_first():
+        report(outcome.run_dir, outcome.status, outcome.steps_done, outcome.reason)
 
 
 def command_values(**options: Any) -> dict[str, Any]:

@@ -7,6 +7,7 @@ Without `accelerate launch` (or torchrun) there is one process, and every functi
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -53,6 +54,7 @@ def start() -> Launch:
             "several processes: accelerate is not installed; pip install 'sharpscope[accelerate]'"
         ) from None
     state = Accelerator().state
+    atexit.register(_leave)
     kind = state.distributed_type.value
     if kind not in ("MULTI_CPU", "MULTI_GPU", "FSDP"):
         raise UserError(f"accelerate launch: {kind} is not supported; use data-parallel processes or --use_fsdp")
@@ -70,6 +72,12 @@ def start() -> Launch:
     if type(plugin.cpu_offload).__name__ == "CPUOffloadPolicy":
         raise UserError("accelerate launch --fsdp_offload_params: not supported; leave it out")
     return Launch(count(), sharded=True, reshard=bool(plugin.reshard_after_forward))
+
+
+def _leave() -> None:
+    """Say goodbye at the program's end; a second time is no mistake."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def count() -> int:

@@ -55,19 +55,26 @@ def alone(folder, values, resume=False):
         learning.scale_gradients = original
 
 
+def assert_same_frame(first, second, tolerance, label):
+    """Equal, numbers up to `tolerance` of the largest in their column."""
+    assert list(first.columns) == list(second.columns), label
+    for name in first.columns:
+        one, other = first[name], second[name]
+        if pd.api.types.is_float_dtype(one):
+            one, other = (column.to_numpy(float, na_value=np.nan) for column in (one, other))
+            largest = np.nanmax(np.abs(one)) if np.isfinite(one).any() else 0.0
+            np.testing.assert_allclose(one, other, rtol=0, atol=tolerance * largest, err_msg=f"{label} {name}")
+        else:
+            pd.testing.assert_series_equal(one, other, obj=f"{label} {name}")
+
+
 def assert_same_run(folder, one, two, tolerance=1e-5):
     runs = [sharpscope.load_run(folder / name) for name in (one, two)]
     assert [run.info["status"] for run in runs] == ["finished", "finished"]
     for table in TABLES:
         first, second = (run.tokens() if table == "tokens" else getattr(run, table) for run in runs)
         drop = timing_columns(table)
-        pd.testing.assert_frame_equal(
-            first.drop(columns=drop),
-            second.drop(columns=drop),
-            rtol=tolerance,
-            atol=tolerance * 1e-2,
-            obj=f"{two} {table}",
-        )
+        assert_same_frame(first.drop(columns=drop), second.drop(columns=drop), tolerance, f"{two} {table}")
     assert len(runs[0].tokens()) > 100
     gradients = [torch.load(folder / f"{name}.gradient") for name in (one, two)]
     assert len(gradients[0]) == len(gradients[1])
@@ -82,15 +89,15 @@ def assert_same_run(folder, one, two, tolerance=1e-5):
 
 
 def check(toy_config, folder, names, sharded):
-    suffix = "sharded" if sharded else "two"
+    """Sharded weights read every prompt for itself, so one process must too: transformers' norms round to float32 inside."""
+    suffix, changes = ("sharded", {"update.share_prompt": False}) if sharded else ("two", {})
     configs = [[values(toy_config, folder, f"{name}-{suffix}", **CASES[name]), False] for name in names]
     launch(folder, configs, sharded=sharded)
     for name in names:
-        if not (folder / name).exists():
-            alone(folder, values(toy_config, folder, name, **CASES[name]))
+        alone(folder, values(toy_config, folder, f"{name}-not-{suffix}", **CASES[name], **changes))
         info = sharpscope.load_run(folder / f"{name}-{suffix}").info
         assert (info["processes"], info["sharded"]) == (2, sharded)
-        assert_same_run(folder, name, f"{name}-{suffix}")
+        assert_same_run(folder, f"{name}-not-{suffix}", f"{name}-{suffix}")
 
 
 def test_two_processes_do_what_one_does(toy_config, folder):
