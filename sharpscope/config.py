@@ -67,6 +67,13 @@ class RunConfig(Spec):
             )
         return value
 
+    @field_validator("out")
+    @classmethod
+    def _out(cls, value: str) -> str:
+        if not value or "\0" in value:
+            raise ValueError("a folder's path, not empty and without NUL characters")
+        return value
+
     @model_validator(mode="after")
     def _enough_groups(self) -> RunConfig:
         if self.update.mini_batches > self.rollout.prompts_per_step:

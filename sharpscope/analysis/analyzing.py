@@ -17,6 +17,7 @@ from sharpscope.analysis.report import StudyReport, report_text
 from sharpscope.analysis.studies import Study, studies
 from sharpscope.analysis.style import save
 from sharpscope.analysis.tables import SUMMARY, summary
+from sharpscope.analysis.text import csv_text
 from sharpscope.errors import UserError
 from sharpscope.traces import DamagedPartWarning, Runs, load_runs, write_atomic
 
@@ -80,8 +81,8 @@ def analyze(
         reports, messages = _collect(runs, found, keep)
     table = pd.concat([r.table for r in reports if len(r.table)] or [pd.DataFrame(columns=SUMMARY)], ignore_index=True)
     tables = {"summary": folder / "summary.csv", "runs": folder / "runs.csv"}
-    write_atomic(tables["summary"], table.to_csv(index=False))
-    write_atomic(tables["runs"], runs.table.to_csv(index=False))
+    write_atomic(tables["summary"], csv_text(table))
+    write_atomic(tables["runs"], csv_text(runs.table))
     report = folder / "report.md"
     write_atomic(report, report_text(reports, runs.table, messages))
     missing = _missing(reports)

@@ -14,6 +14,7 @@ from sharpscope.analysis.claims.measures import TEMPERATURE, last_step
 from sharpscope.analysis.claims.study import RunLike, Study, most_common
 from sharpscope.analysis.statistics import Interval, mean_interval
 from sharpscope.analysis.style import plain
+from sharpscope.analysis.text import csv_text
 from sharpscope.errors import UserError
 from sharpscope.traces import write_atomic
 
@@ -139,7 +140,7 @@ def write_tables(tables: list[PaperTable], out: str | Path) -> list[Path]:
         raise UserError(f"out: {folder} cannot be made ({error.strerror}); choose another --out") from error
     paths = []
     for table in tables:
-        texts = {"csv": table.frame().to_csv(index=False), "md": table.markdown(), "tex": table.latex()}
+        texts = {"csv": csv_text(table.frame()), "md": table.markdown(), "tex": table.latex()}
         for ending, text in texts.items():
             paths.append(folder / f"table_{table.name}.{ending}")
             write_atomic(paths[-1], text)

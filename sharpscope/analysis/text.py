@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import unicodedata
 
+import pandas as pd
+
 # what reorders or hides text around it: shown by name, never obeyed
 NAMED = {
     "\u061c": "ALM", "\u200b": "ZWSP", "\u200c": "ZWNJ", "\u200d": "ZWJ", "\u200e": "LRM", "\u200f": "RLM",
@@ -36,3 +38,8 @@ def _harmless(char: str) -> bool:
 
 def _label(char: str) -> str:
     return f"⟦{NAMED.get(char, f'U+{ord(char):04X}')}⟧"
+
+
+def csv_text(frame: pd.DataFrame) -> str:
+    """A frame as CSV whose text holds no control character: such files are shown by `cat` and opened by spreadsheets."""
+    return frame.map(lambda value: printable(value, 10_000) if isinstance(value, str) else value).to_csv(index=False)

@@ -1,0 +1,168 @@
+"""Text of models and data, and names of runs, as an attacker would write them: shown as they are, obeyed nowhere."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from html.parser import HTMLParser
+
+import pandas as pd
+import pytest
+
+from sharpscope.analysis import token_listing
+from sharpscope.bench.faults.malformed import call, contents, verdict
+from sharpscope.config import build_config
+from sharpscope.errors import UserError
+from sharpscope.sweeps.plan import run_name
+from sharpscope.traces import TraceWriter, load_run, update_run_info
+
+MARK = "[bold red]M[/bold red] [link=file:///etc/passwd]L[/link]"
+FORMAT = "{0.__class__} %s %(a)n ${HOME} $(touch pwned) `touch pwned`"
+HTML = "<script>alert(1)</script><img src=x onerror=alert(2)></td></table>"
+TERMINAL = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202egnp.exe\x00\r\x08"
+MARKDOWN = "| a | b |\n# head\n![x](http://evil.example/x.png) [y](javascript:alert(3))"
+HOSTILE = f"{MARK} {FORMAT} {HTML} {TERMINAL} {MARKDOWN} ../../etc/passwd"
+
+
+@pytest.fixture(scope="module")
+def hostile_run(uninterrupted, tmp_path_factory):
+    """A run in which every text that a model, a task or a file could choose is hostile."""
+    _, whole = uninterrupted
+    run_dir = tmp_path_factory.mktemp("hostile") / "run"
+    shutil.copytree(whole[0].run_dir, run_dir)
+    run = load_run(run_dir)
+    kept = {name: getattr(run, name) for name in ("rollouts", "events", "eval")}
+    for name in kept:
+        shutil.rmtree(run_dir / "traces" / name)
+    rollouts = kept["rollouts"].assign(
+        prompt=[f"{HOSTILE} {n}" for n in kept["rollouts"]["group"]], completion=HOSTILE,
+        reward_parts=json.dumps({HTML: 1.0}),
+    )  # fmt: skip
+    with TraceWriter(run_dir) as writer:
+        writer.append("rollouts", columns(rollouts))
+        writer.append("eval", columns(kept["eval"].assign(split=HTML + TERMINAL, level=MARK)))
+        event = {"step": 1, "rule": MARK, "severity": "warning", "value": 1.0, "threshold": 0.0, "action": "warn"}
+        writer.append("events", {name: [value] for name, value in event.items()} | {"message": [HOSTILE]})
+    config = run.info["config"] | {"policy": run.info["config"]["policy"] | {"model": HOSTILE}}
+    update_run_info(run_dir, name=HOSTILE, method=HOSTILE, task=HOSTILE, device=HOSTILE, end=HOSTILE, config=config)
+    return run_dir
+
+
+def columns(frame: pd.DataFrame) -> dict[str, list]:
+    return {
+        name: [json.loads(v) if name == "reward_parts" else None if pd.isna(v) else v for v in frame[name]]
+        for name in frame
+    }
+
+
+def harmless(text: str) -> None:
+    odd = {c for c in text if not c.isprintable() and c != "\n"}
+    assert not odd, odd
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        (["show", "run"], ["[bold red]M[/bold red]", "${HOME}"]),
+        (["compare", "run", "run"], []),
+        (["tokens", "run", "--step", "2"], ["[bold red]M[/bold red]"]),
+        (["spikes", "run"], ["[bold red]M[/bold red]"]),
+        (["claims", "run", "--details"], []),
+    ],
+)
+def test_a_terminal_shows_it_and_obeys_nothing(hostile_run, monkeypatch, arguments, shown):
+    monkeypatch.setattr(token_listing, "token_decoder", lambda run: lambda token: HOSTILE)
+    monkeypatch.setenv("COLUMNS", "4000")
+    before = contents(hostile_run.parent)
+    called = call(arguments, hostile_run.parent)
+    assert called.code == 0, called.err
+    harmless(called.out)
+    harmless(called.err)
+    for text in shown:
+        assert text in called.out
+    assert contents(hostile_run.parent) == before
+
+
+class Elements(HTMLParser):
+    """Every start tag and its attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict]] = []
+
+    def handle_starttag(self, tag, attrs):
+        self.found.append((tag, dict(attrs)))
+
+
+def test_reports_hold_it_escaped_and_files_have_plain_names(hostile_run, tmp_path):
+    shutil.copytree(hostile_run, tmp_path / "run")
+    called = call(["analyze", "run", "--out", "report"], tmp_path)
+    assert called.code == 0, called.err
+    harmless(called.out)
+    assert {path.name for path in tmp_path.iterdir()} == {"run", "report"}
+    written = [path for path in (tmp_path / "report").rglob("*") if path.is_file()]
+    assert {"report.md", "claims.md"} <= {path.name for path in written}
+    for path in written:
+        assert re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._+=-]{0,200}", path.name), path.name
+        if path.suffix in (".md", ".html", ".tex", ".csv", ".svg"):
+            text = path.read_text(encoding="utf-8")
+            assert "\x1b" not in text and "\x00" not in text, path.name
+        if path.suffix == ".md":
+            assert not re.search(r"(?<!\\)<(script|img)", text), path.name
+            assert not re.search(r"(?<!\\)\]\((javascript:|http://evil)", text), path.name
+        if path.suffix in (".html", ".svg"):
+            elements = Elements()
+            elements.feed(text)
+            assert not [tag for tag, attrs in elements.found if any(name.startswith("on") for name in attrs)], path.name
+            assert "<script>alert(1)" not in text and "<img src=x" not in text, path.name
+
+
+def test_a_notebook_shows_it_escaped(hostile_run):
+    import sharpscope
+
+    run = sharpscope.load_run(hostile_run)
+    runs = sharpscope.load_runs(hostile_run.parent)
+    for text in (run._repr_html_(), runs._repr_html_()):
+        elements = Elements()
+        elements.feed(text)
+        assert {tag for tag, _ in elements.found} <= {"table", "caption", "tr", "th", "td", "thead", "tbody", "p"}
+
+
+@pytest.mark.parametrize(
+    "name", ["../x", "/tmp/x", "a/b", "a\0b", "..", ".x", "-x", "x" * 200, "a\nb", "a b", "", "~x", "$HOME", "a;b"]
+)
+def test_a_run_name_cannot_leave_its_folder(tmp_path, name):
+    with pytest.raises(UserError, match="name"):
+        build_config(values={"name": name})
+    import yaml
+
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump({"name": name}))
+    assert verdict(["run", "run.yaml"], tmp_path, "name") == ""
+
+
+@pytest.mark.parametrize("out", ["", "a\0b"])
+def test_a_folder_that_cannot_be_one_is_named(tmp_path, out):
+    with pytest.raises(UserError, match="out"):
+        build_config(values={"out": out})
+
+
+def test_labels_become_plain_folder_names():
+    for hostile in (HOSTILE, "../../x", "a\0b", "x" * 500):
+        assert re.fullmatch(r"[A-Za-z0-9._+=-]{1,127}", run_name("grpo", {"a.b": hostile}, 0))
+        assert "/" not in run_name("grpo", {f"task.{hostile}": 1}, 0)
+
+
+def test_completions_are_scored_without_being_run(tmp_path, monkeypatch):
+    """Scorers see hostile answers; nothing is evaluated, nothing is written."""
+    from sharpscope.tasks import Example
+    from sharpscope.tasks.answers import score_exact, score_exact_match, score_numeric
+    from sharpscope.tasks.logic_rl import score_logic_rl
+
+    monkeypatch.chdir(tmp_path)
+    code = "__import__('pathlib').Path('pwned').touch()"
+    for text in (HOSTILE, code, f"<answer>{code}</answer>", "9" * 100_000, "1e999999", "(" * 10_000):
+        for score in (score_exact, score_exact_match, score_numeric):
+            assert score(text, ["4"]).correct is False
+        assert score_logic_rl(text, {"Ava": "knight"}).correct is False
+    assert list(tmp_path.iterdir()) == [] and Example("a", "b", {}).prompt == "a"
