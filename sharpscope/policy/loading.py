@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -281,7 +282,8 @@ def _experts(config: Any) -> dict[str, str]:
 
 def _device(name: str) -> torch.device:
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        no_gpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true"  # accelerate launch --cpu
+        return torch.device("cuda" if torch.cuda.is_available() and not no_gpu else "cpu")
     try:
         device = torch.device(name)
         torch.empty(1, device=device)

@@ -74,7 +74,7 @@ def train(config: RunConfig, display: Display | None = None, resume: bool = Fals
         UserError: for a mistake in the input, a folder that exists, or a folder that another process writes to.
     """
     disable_progress_bar()  # transformers' own bars; ours says what is being done
-    launch = processes.start()
+    launch = processes.start(config.policy.device)
     threads = environment.set_threads(config.threads)
     display = display if display is not None and processes.is_first() else QuietDisplay()
     folder = config.run_dir

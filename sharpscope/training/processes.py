@@ -39,8 +39,11 @@ class Launch:
     reshard: bool = True
 
 
-def start() -> Launch:
-    """Join the other processes, if `accelerate launch` or torchrun has started any.
+def start(device: str = "auto") -> Launch:
+    """Join the other processes, if `accelerate launch` or torchrun has started any; once in a program's life.
+
+    Args:
+        device: policy.device; with several GPUs `auto` or `cuda` is each process's own one.
 
     Raises:
         UserError: accelerate is missing, or the launch asks for what is not supported.
@@ -53,7 +56,10 @@ def start() -> Launch:
         raise UserError(
             "several processes: accelerate is not installed; pip install 'sharpscope[accelerate]'"
         ) from None
-    state = Accelerator().state
+    if device not in ("auto", "cuda", "cpu"):
+        raise UserError(f"policy.device {device!r}: several processes take a GPU each; use 'auto', or 'cpu' for none")
+    cpu = device == "cpu" or not torch.cuda.is_available()
+    state = Accelerator(cpu=cpu or os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true").state
     atexit.register(_leave)
     kind = state.distributed_type.value
     if kind not in ("MULTI_CPU", "MULTI_GPU", "FSDP"):
