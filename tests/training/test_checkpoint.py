@@ -1,0 +1,209 @@
+"""Checkpoints: which are kept, what a damaged one costs, and that the run which goes on is the same run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+import sharpscope
+from sharpscope.config import build_config
+from sharpscope.errors import UserError
+from sharpscope.training import train
+from sharpscope.training.checkpoint import (
+    checkpoints,
+    damage,
+    fingerprint,
+    newest_whole,
+    prune,
+    step_of,
+)
+from sharpscope.training.spec import CheckpointSpec
+from tests.models import tiny_model
+from tests.training.test_loop import StopAfter, assert_same, tables
+
+
+def fake(run_dir, scores):
+    """Checkpoints that hold nothing but their step and score."""
+    for step, score in scores.items():
+        folder = run_dir / "checkpoints" / f"step-{step:06d}"
+        folder.mkdir(parents=True)
+        (folder / "trainer_state.json").write_text(json.dumps({"score": score}))
+
+
+@pytest.mark.parametrize(
+    ("policy", "kept"),
+    [
+        ({"keep_last": 1}, [60]),
+        ({"keep_last": 3}, [40, 50, 60]),
+        ({"keep_last": 1, "keep_every": 20}, [20, 40, 60]),
+        ({"keep_last": 1, "keep_best": 1}, [20, 60]),  # of equals the earlier
+        ({"keep_last": 1, "keep_best": 3}, [20, 40, 50, 60]),
+        ({"keep_last": 2, "keep_every": 30, "keep_best": 1}, [20, 30, 50, 60]),
+    ],
+)
+def test_what_is_kept(tmp_path, policy, kept):
+    fake(tmp_path, {10: 0.1, 20: 0.9, 30: None, 40: 0.9, 50: 0.5, 60: 0.2})
+    prune(tmp_path, CheckpointSpec(**policy))
+    assert [step_of(path) for path in checkpoints(tmp_path)] == kept
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [f"step-{s:06d}" for s in kept]
+
+
+def test_a_step_of_seven_digits_is_the_newest(tmp_path):
+    fake(tmp_path, {999_999: None, 1_000_000: None})
+    assert step_of(checkpoints(tmp_path)[-1]) == 1_000_000
+
+
+def test_the_best_is_that_of_the_eval_table(toy_config):
+    config = toy_config(steps=8, checkpoint__every=2, checkpoint__keep_last=1, checkpoint__keep_best=1,
+                        evaluation__every=2, evaluation__prompts=8, optimizer__lr=0.02)  # fmt: skip
+    train(config)
+    rows = sharpscope.load_run(config.run_dir).eval
+    rows = rows[(rows["split"] == "heldout") & (rows["temperature"] == 0.0) & (rows["step"] > 0)]
+    accuracy = rows.groupby("step").apply(lambda part: np.average(part["accuracy"], weights=part["n"]))
+    kept = [step_of(path) for path in checkpoints(config.run_dir)]
+    assert kept == sorted({int(accuracy.idxmax()), 8})
+    for path in checkpoints(config.run_dir):
+        state = json.loads((path / "trainer_state.json").read_text())
+        assert state["score"] == pytest.approx(accuracy[step_of(path)])
+
+
+@pytest.mark.parametrize(("every", "evaluate"), [(3, 2), (2, 0), (0, 2)])
+def test_the_best_needs_an_evaluation_at_every_checkpoint(every, evaluate):
+    with pytest.raises(UserError, match=r"multiple of evaluation\.every"):
+        build_config(values={"checkpoint.keep_best": 1, "checkpoint.every": every, "evaluation.every": evaluate})
+
+
+@pytest.fixture(scope="module")
+def cut_off(tiny_policy, tmp_path_factory):
+    """(an uninterrupted run, the same run cut off after step 5 with checkpoints at 2, 4 and 5)."""
+    from tests.conftest import TOY
+
+    out = tmp_path_factory.mktemp("cut_off")
+    base = {**TOY, "policy.model": str(tiny_policy), "out": str(out), "steps": 7, "evaluation.every": 0,
+            "checkpoint.every": 2, "checkpoint.keep_last": 3, "method": "clip-cov"}  # fmt: skip
+    whole, broken = (build_config(values=base | {"name": name}) for name in ("whole", "broken"))
+    train(whole)
+    train(broken, StopAfter(5))
+    assert [step_of(path) for path in checkpoints(broken.run_dir)] == [2, 4, 5]
+    return whole, broken
+
+
+def copy_of(config, tmp_path):
+    shutil.copytree(config.run_dir, tmp_path / config.run_name)
+    return config.model_copy(update={"out": str(tmp_path)})
+
+
+@pytest.mark.parametrize("victim", ["model.safetensors", "optimizer.safetensors", "config.json", "checksums.json"])
+def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_goes_on(cut_off, tmp_path, victim):
+    whole, broken = cut_off[0], copy_of(cut_off[1], tmp_path)
+    newest = checkpoints(broken.run_dir)[-1]
+    content = bytearray((newest / victim).read_bytes())
+    content[len(content) // 2] ^= 1
+    (newest / victim).write_bytes(content)
+    assert damage(newest) is not None and damage(checkpoints(broken.run_dir)[-2]) is None
+    assert train(broken, resume=True).status == "finished"
+    assert (newest.with_name("damaged-step-000005")).is_dir()
+    (note,) = sharpscope.load_run(broken.run_dir).info["notes"]
+    assert "step-000005 is damaged" in note and "set aside as damaged-step-000005" in note
+    assert_same(tables(whole.run_dir), tables(broken.run_dir))
+
+
+def test_without_any_sound_checkpoint_the_run_begins_again_in_its_folder(cut_off, tmp_path):
+    whole, broken = cut_off[0], copy_of(cut_off[1], tmp_path)
+    for folder in checkpoints(broken.run_dir):
+        (folder / "model.safetensors").unlink()
+    assert train(broken, resume=True).status == "finished"
+    assert len(sharpscope.load_run(broken.run_dir).info["notes"]) == 3
+    assert_same(tables(whole.run_dir), tables(broken.run_dir))
+
+
+def test_a_finished_run_is_left_as_it_is(cut_off, tmp_path):
+    whole = copy_of(cut_off[0], tmp_path)
+    before = {path: path.read_bytes() for path in (whole.run_dir / "checkpoints").rglob("*") if path.is_file()}
+    assert train(whole, resume=True).status == "finished"
+    assert before == {path: path.read_bytes() for path in (whole.run_dir / "checkpoints").rglob("*") if path.is_file()}
+
+
+def test_what_was_said_once_is_not_said_again(cut_off):
+    """Clip-Cov's share of so few tokens is less than one, which is told at the first step only."""
+    events = sharpscope.load_run(cut_off[0].run_dir).events
+    assert (events["rule"] == "method").sum() == 1
+
+
+def test_a_crash_between_two_names_loses_no_checkpoint(tmp_path):
+    """The old one was moved out of the way and its successor never got its name: the old one comes back."""
+    fake(tmp_path, {10: 0.5})
+    folder = tmp_path / "checkpoints"
+    (folder / "step-000010").rename(folder / ".step-000010.old")
+    (folder / ".step-000020.tmp").mkdir()
+    (folder / ".step-000005.gone").mkdir()
+    found, problems = newest_whole(tmp_path)
+    assert found is None and problems  # it came back, and is damaged: it has no checksums
+    assert sorted(path.name for path in folder.iterdir()) == ["damaged-step-000010"]
+
+
+def test_another_reference_policy_is_noticed(toy_config, tiny_policy, tmp_path):
+    policy = tmp_path / "policy"
+    shutil.copytree(tiny_policy, policy)
+    config = toy_config(policy__model=str(policy), method__kl__coef=0.01, steps=3, evaluation__every=0)
+    train(config, StopAfter(2))
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(policy / "model.safetensors")
+    name = sorted(tensors)[0]
+    tensors[name] = tensors[name] + 1e-3
+    save_file(tensors, policy / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match="other weights than when this run began"):
+        train(config, resume=True)
+
+
+def test_a_fingerprint_tells_weights_apart():
+    one, two = tiny_model("qwen2", seed=0), tiny_model("qwen2", seed=0)
+    assert fingerprint(one) == fingerprint(two)
+    with torch.no_grad():
+        next(two.parameters()).view(-1)[0] += 1e-12
+    assert fingerprint(one) != fingerprint(two)
+
+
+def test_a_flush_interval_is_the_most_that_a_crash_can_lose(toy_config):
+    """With flushes every three steps, what was recorded since the last one is all that is missing."""
+    config = toy_config(steps=5, recording__flush_every=3, evaluation__every=0)
+
+    class Crash(StopAfter):
+        def step(self, row):
+            if row["step"] == self.at:
+                self.found = len(sharpscope.load_run(config.run_dir).steps)
+                raise RuntimeError("crash")
+
+    display = Crash(5)
+    with pytest.raises(RuntimeError, match="crash"):
+        train(config, display)
+    assert display.found == 3
+    assert "RuntimeError: crash" in (config.run_dir / "traceback.txt").read_text()
+    info = sharpscope.load_run(config.run_dir).info
+    assert info["status"] == "failed" and info["end"] == "RuntimeError: crash"
+
+
+def test_a_checkpoint_is_whole_or_absent_when_its_write_fails(toy_config, monkeypatch):
+    from sharpscope.training import checkpoint
+
+    config = toy_config(steps=2, evaluation__every=0, checkpoint__every=1)
+    plain = checkpoint.save_file
+
+    def full(tensors, path):
+        if "step-000002" in str(path):
+            raise OSError(28, "No space left on device")
+        plain(tensors, path)
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    outcome = train(config)
+    assert outcome.status == "failed" and "No space left on device" in outcome.reason
+    assert f"sharpscope run --resume {config.run_dir}" in outcome.reason and "\n" not in outcome.reason
+    assert [path.name for path in (config.run_dir / "checkpoints").iterdir()] == ["step-000001"]
+    assert len(sharpscope.load_run(config.run_dir).steps) == 2
+    monkeypatch.undo()
+    assert train(config, resume=True).status == "finished"
