@@ -149,6 +149,7 @@ def test_a_figure_is_drawn_when_seen_and_its_values_can_be_read(page, made):
     page.wait_for_selector("#figure-reward.drawn .main-svg")
     assert not figure.locator("img.still").is_visible()
     figure.locator("summary").click()
+    page.wait_for_selector("#figure-reward td")
     cells = figure.locator("table tr").evaluate_all(
         "all => all.map((row) => [...row.cells].map((cell) => cell.textContent))"
     )

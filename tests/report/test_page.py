@@ -258,7 +258,7 @@ def test_every_verdict_has_its_parts(made):
         "Events",
         "Costs",
         "Make it again",
-        "What to know first",
+        "What to know of these runs",
     ):
         assert title in page
     assert re.search(r"<td>grpo-s0</td><td>7.0</td><td>3.5</td><td>1.8</td>", page) and "process 1,024 MiB" in page

@@ -183,20 +183,23 @@ def _axis(axis: Axes, which: str) -> dict[str, Any]:
         "type": "log" if log else "linear",
         "exponentformat": "e",
     }
-    low, high = axis.get_xlim() if which == "x" else axis.get_ylim()
-    if which == "x" and axis.xaxis_inverted():
-        found["autorange"] = "reversed"
-    elif not (axis.get_autoscalex_on() if which == "x" else axis.get_autoscaley_on()) and (not log or low > 0):
-        found["range"] = [float(np.log10(low)), float(np.log10(high))] if log else [float(low), float(high)]
+    first, last = _limits(*(axis.get_xlim() if which == "x" else axis.get_ylim()))
+    found["range"] = [float(np.log10(first)), float(np.log10(last))] if log else [first, last]
     if isinstance(own.get_major_locator(), FixedLocator):
         places = own.get_ticklocs()
         names = own.get_major_formatter().format_ticks(list(places))
         found |= {
             "tickvals": _numbers(places),
             "ticktext": [_text(name) for name in names],
-            "range": [float(low), float(high)],
         }
     return found
+
+
+def _limits(first: float, last: float) -> tuple[float, float]:
+    """The picture's limits (inverted if its axis is); around values that are all but equal, a tenth on either side."""
+    if abs(last - first) > 1e-6 * max(abs(first), abs(last)):
+        return float(first), float(last)
+    return float(first) - 0.1 * abs(first), float(last) + 0.1 * abs(last)
 
 
 def _fold(title: str) -> str:
