@@ -38,6 +38,12 @@ def places(values: pd.DataFrame) -> list[tuple[str, str, str]]:
     return sorted(set(map(tuple, values[PLACE].to_numpy().tolist())))
 
 
+def title(functional: str, probe_set: str) -> str:
+    """What a panel is about: the functional and the probe set's split, or its whole name where it names no split."""
+    split = probe_set.rpartition("@")[0].rpartition("/")[2]
+    return plain(f"{functional}, {split or probe_set}")
+
+
 def _at(values: pd.DataFrame, place: tuple[str, str, str]) -> pd.DataFrame:
     return values[(values[PLACE] == list(place)).all(axis=1)]
 
@@ -51,7 +57,7 @@ def sharpness(values: pd.DataFrame, lines: Lines) -> Figure:
             quantity, functional, probe_set = place
             draw_bands(axis, _at(values, place), lines)
             label = CURVATURE.get(quantity, plain(quantity))
-            axis.set(xlabel="step", ylabel=label, title=plain(f"{functional}, {probe_set}"))
+            axis.set(xlabel="step", ylabel=label, title=title(functional, probe_set))
         finish(figure, axes)
     return figure
 
@@ -79,7 +85,7 @@ def rho_curves(values: pd.DataFrame, first_order: pd.DataFrame, lines: Lines) ->
                 yscale=scale,
                 xlabel="rho [L2, parameters]",
                 ylabel=f"{plain(quantity)}: rise of the loss",
-                title=plain(f"{functional}, {probe_set}"),
+                title=title(functional, probe_set),
             )
         finish(figure, axes)
     return figure
@@ -118,7 +124,7 @@ def spectrum(nodes: pd.DataFrame, lines: Lines) -> Figure:
                 ylim=(1e-5 / width, 2 * highest),
                 xlabel="Hessian eigenvalue",
                 ylabel="density [1 / eigenvalue]",
-                title=plain(f"{functional}, {probe_set}; smoothed by {width:.2g}"),
+                title=f"{title(functional, probe_set)}; smoothed by {width:.2g}",
             )
         finish(figure, axes)
     return figure
@@ -136,7 +142,7 @@ def slices(values: pd.DataFrame, lines: Lines) -> Figure:
         key=lambda place: (place[0], place[1], list(DIRECTIONS).index(place[2]) if place[2] in DIRECTIONS else 9),
     )
     with styled():
-        figure, axes = panels(len(content), columns=3)
+        figure, axes = panels(len(content), columns=3, width=4.2)
         for axis, (functional, probe_set, direction) in zip(axes, content, strict=True):
             here = values[
                 (values[["functional", "probe_set", "kind"]] == [functional, probe_set, direction]).all(axis=1)
@@ -150,10 +156,12 @@ def slices(values: pd.DataFrame, lines: Lines) -> Figure:
                         distance, rows["low"], rows["high"], color=lines[str(label)].color, alpha=0.16, linewidth=0
                     )
             axis.axvline(0, color=GREY, linewidth=0.8)
+            if functional == "expected_failure" and here["value"].abs().max() > 1:
+                axis.set_ylim(-1.05, 1.05)  # a failure rate moves by 1 at most; beyond, a few importance weights speak
             axis.set(
                 xlabel="distance [L2, parameters]",
                 ylabel="loss − loss at 0",
-                title=plain(f"{DIRECTIONS.get(direction, direction)}: {functional}"),
+                title=f"{DIRECTIONS.get(direction, direction)}: {title(functional, probe_set)}",
             )
         finish(figure, axes)
     return figure
@@ -179,7 +187,7 @@ def stability(values: pd.DataFrame, lines: Lines) -> Figure:
             axis.set(
                 xlabel="step",
                 ylabel="largest eigenvalue, preconditioned Hessian",
-                title=plain(f"{functional}, {probe_set}"),
+                title=title(functional, probe_set),
             )
         finish(figure, axes)
     return figure

@@ -33,11 +33,12 @@ def slice_values(study: Study) -> pd.DataFrame:
     Of each run's last step with slices. `point` numbers the distances from the most negative: the same point of several
     seeds is drawn as one, since the length of a filter-normalised direction differs a little from run to run.
     """
-    return _of_every_run(study, _slices)
+    return _of_every_run(study, lambda run: slices_of(run.probes))
 
 
-def _slices(run: Run) -> pd.DataFrame:
-    rows = run.probes[run.probes["quantity"].str.startswith(SLICE) & run.probes["value"].notna()]
+def slices_of(probes: pd.DataFrame) -> pd.DataFrame:
+    """`slice_values` of one table of probes, without setting and seed."""
+    rows = probes[probes["quantity"].str.startswith(SLICE) & probes["value"].notna()]
     rows = rows[rows["step"] == rows["step"].max()]
     rows = rows.assign(direction=rows["quantity"].str.removeprefix(SLICE), distance=rows["rho"].astype(float))
     rows = rows.sort_values([*PLACE, "distance"])

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from sharpscope.probes.spec import ProbesSpec
 
 PARTS = ("curvature", "perturbation", "tokens")
+FUNCTIONALS = ("nll", "surrogate", "expected_failure")
 
 
 def register(app: typer.Typer) -> None:
@@ -29,7 +30,10 @@ def probe(
     data: Annotated[Path | None, typer.Option(help="JSONL or Parquet with prompt and completion (and reward).")] = None,
     probes: Annotated[str, typer.Option(help="Comma-separated: curvature, perturbation, tokens.")] = ",".join(PARTS),
     functional: Annotated[
-        list[str] | None, typer.Option(help="nll (default); surrogate, expected_failure need rewards.")
+        list[str] | None,
+        typer.Option(
+            help="nll (default for --model), surrogate, expected_failure (these need rewards); may be repeated."
+        ),
     ] = None,
     all_checkpoints: Annotated[
         bool, typer.Option("--all-checkpoints", help="Every checkpoint of the run, not only the last.")
@@ -54,21 +58,26 @@ def probe(
     for part in parts:
         if part not in PARTS:
             raise UserError(f"--probes {part}: unknown{nearest(part, PARTS)}")
-    names = functional or ["nll"]
-    for name in names:
-        if name not in ("nll", "surrogate", "expected_failure"):
-            raise UserError(f"--functional {name}: unknown{nearest(name, ('nll', 'surrogate', 'expected_failure'))}")
-    if out.exists() and any(out.iterdir()):
-        raise UserError(f"--out {out}: is not empty and is not overwritten; choose another folder")
+    if not parts:
+        raise UserError(f"--probes: names nothing; choose of {', '.join(PARTS)}")
+    for name in functional or []:
+        if name not in FUNCTIONALS:
+            raise UserError(f"--functional {name}: unknown{nearest(name, FUNCTIONALS)}")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"--out {out}: is not an empty folder and is not overwritten; choose another folder")
     if (run is None) == (model is None):
         raise UserError("probe: give a run's folder, or --model with --data")
-    spec = _spec(set_ or [])
+    if run is not None and data is not None:
+        raise UserError("--data: goes with --model; a run is probed on its own probe set")
+    if run is None and all_checkpoints:
+        raise UserError("--all-checkpoints: goes with a run's folder, not with --model")
+    spec = _spec((set_ or []) + ([f"functionals=[{','.join(functional)}]"] if functional else []))
     if run is not None:
         found = _checkpoints(run, spec, seed, all_checkpoints, parts)
     else:
         if data is None:
             raise UserError("probe --model: needs --data, a JSONL or Parquet file of prompts and completions")
-        found = _model(str(model), data, spec, seed, names, parts, out)
+        found = _model(str(model), data, spec, seed, functional or ["nll"], parts, out)
     out.mkdir(parents=True, exist_ok=True)
     found.to_parquet(out / "probes.parquet", index=False)
     _show(found)
@@ -107,29 +116,39 @@ def _model(
     for problem in report.problems:
         typer.echo(f"  not to be believed: {problem}", err=True)
     if "tokens" in parts:
+        tokens = _tokens(policy, rows)
         out.mkdir(parents=True, exist_ok=True)
-        _tokens(policy, rows).to_parquet(out / "tokens.parquet", index=False)
+        tokens.to_parquet(out / "tokens.parquet", index=False)
+        norms = tokens["score_norm_local"]
+        typer.echo(
+            f"{len(tokens)} completion tokens: score norm ‖∇ ln π‖ (local tier) {norms.median():.3g} in the median, "
+            f"{norms.max():.3g} at most"
+        )
+        _token_picture(tokens, out)
     return report.frame()
 
 
 def _tokens(policy: Policy, rows: Any) -> pd.DataFrame:
-    """One row a completion token: its text position, id and local score norm."""
+    """One row a completion token: row of the file, position in the completion, id, ln π [nats] and local score norm."""
     import pandas as pd
     import torch
 
-    from sharpscope.probes import score_norms
+    from sharpscope.probes import Functional, score_norms
+    from sharpscope.probes.hessian.causal_lm import lm_surface
     from sharpscope.probes.standalone import text_batch
 
     batch = text_batch(policy, rows)
     mask = batch.scored
     attention = torch.arange(mask.shape[1], device=mask.device) < batch.lengths[:, None]
+    with lm_surface(policy.model, Functional("nll", batch)) as surface:
+        logp = surface.logp()
     norms = score_norms(policy.model, batch.input_ids, mask, tier="local", attention_mask=attention.long())
     row, column = mask.nonzero(as_tuple=True)
     place = mask.long().cumsum(1)[row, column] - 1
     return pd.DataFrame(
         {
             "row": row.cpu(), "position": place.cpu(), "token_id": batch.input_ids[row, column].cpu(),
-            "score_norm_local": norms.values[row, column].cpu(),
+            "logp": logp[row, column].cpu(), "score_norm_local": norms.values[row, column].cpu(),
         }
     )  # fmt: skip
 
@@ -140,8 +159,8 @@ def _checkpoints(run: Path, spec: ProbesSpec, seed: int, every: bool, parts: lis
     from sharpscope.config import build_config
     from sharpscope.errors import UserError
     from sharpscope.policy import load_policy
-    from sharpscope.probes import measure, probe_functionals
-    from sharpscope.probes.estimate import columns
+    from sharpscope.probes import measure, probe_functionals, squared_gradient_norm
+    from sharpscope.probes.estimate import columns, labelled
     from sharpscope.tasks import make_task
     from sharpscope.training.checkpoint import checkpoints
     from sharpscope.training.environment import set_threads
@@ -151,6 +170,8 @@ def _checkpoints(run: Path, spec: ProbesSpec, seed: int, every: bool, parts: lis
         raise UserError(
             "probe RUN --probes tokens: a run's token gradients stand in its tokens table; see `sharpscope tokens`"
         )
+    if not run.is_dir():
+        raise UserError(f"run '{run}': no such folder; give the folder that holds its run.json")
     config = build_config(run / "config.yaml", values={"out": str(run.parent), "name": run.name})
     saved = checkpoints(run)
     if not saved:
@@ -173,9 +194,13 @@ def _checkpoints(run: Path, spec: ProbesSpec, seed: int, every: bool, parts: lis
                 )  # fmt: skip
                 for problem in measured.problems:
                     typer.echo(f"  not to be believed: step {step}: {problem}", err=True)
-                frame = pd.DataFrame(columns(measured.estimates, why=True))
-                frame.insert(0, "step", step)
-                frames.append(frame)
+                frames.append(pd.DataFrame(columns(measured.estimates, why=True)).assign(step=step))
+        if "curvature" in parts and spec.gradient_samples:
+            split = probe_set.splits[0]
+            drawn = probe_set.draw(split, spec.gradient_samples, drawer, seed)
+            rows = squared_gradient_norm(policy.model, drawn, temperature=config.rollout.temperature, seed=seed)
+            rows = labelled(rows, probe_set=probe_set.name(split))
+            frames.append(pd.DataFrame(columns(rows, why=True)).assign(step=step))
     floats = ["value", "std_error", "rho", "residual", "seconds"]
     return pd.concat([frame.astype(dict.fromkeys(floats, "float64")) for frame in frames], ignore_index=True)
 
@@ -199,14 +224,17 @@ def _show(found: pd.DataFrame) -> None:
 
 
 def _pictures(found: pd.DataFrame, out: Path) -> None:
-    """Rho curves with their first-order line, and spectral densities, of the last step."""
+    """Rho curves with their first-order line, spectral densities and slices of the last step; sharpness by step."""
     from sharpscope.analysis import figures_probes
+    from sharpscope.analysis.probe_frames import middle_radius, slices_of
     from sharpscope.analysis.style import lines, save, styled
 
-    last = found[(found["step"] == found["step"].max()) & (found["parameters"] == "all")].assign(
-        setting="model", seed=0
-    )
     line = lines(["model"])
+    whole = found[found["parameters"] == "all"].assign(setting="model", seed=0).reset_index(drop=True)
+    last = whole[whole["step"] == whole["step"].max()]
+    along = whole[whole["quantity"].isin(list(figures_probes.CURVATURE)) & whole["value"].notna()]
+    along = middle_radius(along[~along["converged"].isin([False])])
+    slices = slices_of(last).assign(setting="model", seed=0)
     first = last[last["quantity"].str.endswith("_first_order")]
     first = first.assign(quantity=first["quantity"].str.removesuffix("_first_order"))
     values = last[last["quantity"].isin(first["quantity"].unique()) & last["rho"].notna()]
@@ -216,3 +244,15 @@ def _pictures(found: pd.DataFrame, out: Path) -> None:
             save(figures_probes.rho_curves(values, first, line), out, "rho_curves")
         if len(nodes):
             save(figures_probes.spectrum(nodes, line), out, "spectrum")
+        if len(slices):
+            save(figures_probes.slices(slices, line), out, "slices")
+        if along["step"].nunique() > 1:
+            save(figures_probes.sharpness(along, line), out, "sharpness")
+
+
+def _token_picture(tokens: pd.DataFrame, out: Path) -> None:
+    from sharpscope.analysis import figures_tokens
+    from sharpscope.analysis.style import lines, save, styled
+
+    with styled():
+        save(figures_tokens.score_norm({"model": tokens}, lines(["model"]), "score_norm_local"), out, "score_norm")

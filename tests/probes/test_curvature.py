@@ -114,6 +114,16 @@ def test_lanczos_agrees_with_scipys_on_the_same_operator_also_across_restarts():
             assert abs(float((matrix @ vector - value * vector).norm()) - residual) < 1e-7
 
 
+def test_a_start_at_another_eigenvector_does_not_pass_for_the_largest():
+    """After one product the pair (−100, e_0) has no residual; the largest eigenvalue is 30."""
+    values = np.r_[[-100.0, 30.0], np.random.default_rng(0).normal(size=400)]
+    matrix = torch.diag(torch.from_numpy(values))
+    start = torch.zeros(402, dtype=torch.float64)
+    start[0] = 1.0
+    found = eigenpairs(operator(matrix), upper=1, lower=0, tolerance=0.1, start=start, generator=generator())
+    assert found.converged and found.values[0] == pytest.approx(30, rel=0.1) and found.products < 12
+
+
 def test_float32_is_honest_about_what_it_cannot_reach():
     matrix = with_spectrum(np.linspace(-1, 3, 60)).float()
     theta, loss = quadratic(matrix, torch.ones(60))

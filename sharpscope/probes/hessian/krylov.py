@@ -15,6 +15,9 @@ from torch import Tensor
 
 from sharpscope.probes.hessian.operators import Operator
 
+STEADY = 3
+"""Products in a row at which the wanted Ritz pairs must meet the tolerance."""
+
 
 class NotFiniteError(ArithmeticError):
     """A product held NaN or infinity; the message says after how many products."""
@@ -168,7 +171,7 @@ def eigenpairs(
         upper: eigenpairs wanted at the upper end.
         lower: eigenpairs wanted at the lower end.
         tolerance: bound of each residual ‖Hv − λv‖ relative to the largest |λ| found. The eigenvalue's own error is at
-            most the residual, and about residual²/gap.
+            most the residual, and about residual²/gap. The values must also stay within it over STEADY products.
         max_products: products to spend; after that the result says `converged = False`.
         capacity: vectors held in memory (P each); above that, thick restarts.
         start: (P,) direction to start from, to which a little noise is added, so that no eigenvector is missed.
@@ -183,7 +186,7 @@ def eigenpairs(
     capacity = min(operator.size, max(capacity, 2 * wanted + 6), max(max_products, wanted))
     space = Krylov(operator, capacity, generator)
     space.start(noisy(start, operator, generator))
-    spent, restarted = 0, False
+    spent, restarted, met, last = 0, False, 0, np.full(wanted, np.inf)
     while True:
         space.extend()
         spent += 1
@@ -192,7 +195,13 @@ def eigenpairs(
         values, coefficients, residuals = space.ritz()
         ends = np.r_[np.arange(len(values) - upper, len(values)), np.arange(lower)]
         scale = max(float(np.abs(values).max()), np.finfo(np.float64).tiny)
-        done = bool((residuals[ends] <= tolerance * scale).all())
+        # A small residual makes an eigenvalue, not the extreme one: a start may lie near another eigenvector. So the values
+        # must also stand still while further directions come in.
+        still = bool((np.abs(values[ends] - last) <= tolerance * scale).all())
+        small = bool((residuals[ends] <= tolerance * scale).all())
+        met = met + 1 if still and small else 0
+        last = values[ends]
+        done = met >= STEADY or (small and space.size == operator.size)
         if done or spent >= max_products or space.size == operator.size:
             break
         if space.size == space.capacity:
@@ -204,11 +213,10 @@ def eigenpairs(
             )
             restarted = True
     order = np.r_[ends[:upper][::-1], ends[upper:][::-1]]
-    why = (
-        ""
-        if done
-        else f"after {spent} products the residual is {residuals[ends].max() / scale:.1e} of the largest |eigenvalue|"
-    )
+    why = ""
+    if not done:
+        state = "the values still move, and" if small else ""
+        why = f"after {spent} products {state} the residual is {residuals[ends].max() / scale:.1e} of the largest |eigenvalue|"
     return Eigenpairs(
         values[order],
         space.vectors(coefficients[:, order]),

@@ -1,0 +1,103 @@
+"""A run with the standard probes: what is recorded, and what the analysis draws of it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import sharpscope
+from sharpscope.analysis import figures_probes
+from sharpscope.analysis.claims.c08_smoothness import _noise_share
+from sharpscope.analysis.pictures import Pictures
+from sharpscope.analysis.probe_frames import slice_values, stability_values
+from sharpscope.analysis.studies import studies
+from sharpscope.training import train
+
+STANDARD = {
+    "probes__preset": "standard", "probes__every": 2, "probes__prompts": 4, "probes__heldout_prompts": 3,
+    "probes__gradient_samples": 4, "probes__functionals": ["surrogate", "expected_failure"], "probes__max_products": 60,
+    "probes__tolerance": 0.1, "evaluation__every": 0, "steps": 4, "recording__token_gradients_every": 0, "optimizer__warmup_steps": 4,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def study(tiny_policy, tmp_path_factory):
+    from sharpscope.config import build_config
+    from tests.conftest import TOY
+
+    out = tmp_path_factory.mktemp("surface")
+    for seed in (0, 1):
+        values = {path.replace("__", "."): value for path, value in STANDARD.items()}
+        place = {"policy.model": str(tiny_policy), "out": str(out), "name": f"s{seed}", "seed": seed}
+        train(build_config(values=TOY | values | place))
+    return studies(sharpscope.load_runs(out))[0]
+
+
+def probes_of(study):
+    return [run.probes for setting in study.settings for run in setting.runs.values()]
+
+
+def test_slices_the_preconditioned_eigenvalue_and_the_two_batch_norm_are_recorded(study):
+    for probes in probes_of(study):
+        assert sorted(probes["step"].unique()) == [0, 2, 4]
+        slices = probes[probes["probe"] == "slice"]
+        assert slices["probe_set"].str.contains("train").all() and set(slices["functional"]) == {
+            "surrogate",
+            "expected_failure",
+        }
+        assert {"slice_gradient", "slice_random_0", "slice_random_1"} <= set(slices["quantity"])
+        # AdamW has moments after the first update only.
+        assert sorted(probes.loc[probes["quantity"] == "preconditioned_largest", "step"].unique()) == [2, 4]
+        pairs = probes[probes["quantity"] == "squared_gradient_norm"]
+        assert len(pairs) == 6 and (pairs["samples"] == 16).all() and pairs["std_error"].notna().all()
+        assert pairs["probe_set"].str.contains("train").all() and set(pairs["functional"]) == {
+            "surrogate",
+            "expected_failure",
+        }
+
+
+def test_claim_8_reads_the_two_batch_norm(study):
+    run = next(iter(study.settings[0].runs.values()))
+    rows = run.probes[(run.probes["quantity"] == "squared_gradient_norm") & (run.probes["functional"] == "surrogate")]
+    raw = run.steps.set_index("step")["grad_norm"].reindex(rows["step"]) ** 2
+    known = raw.notna().to_numpy()
+    assert _noise_share(run) == pytest.approx(1 - rows["value"].to_numpy()[known].sum() / raw.sum())
+
+
+def test_the_threshold_is_adamws_at_each_steps_rate_and_slices_are_differences(study):
+    values = stability_values(study)
+    runs = {seed: run for setting in study.settings for seed, run in setting.runs.items()}
+    assert len(values)
+    for row in values.to_dict("records"):
+        steps = runs[row["seed"]].steps
+        lr = float(steps.loc[steps["step"] == row["step"], "lr"].iloc[0])
+        assert row["threshold"] == pytest.approx((2 + 2 * 0.9) / ((1 - 0.9) * lr)) == pytest.approx(38 / lr)
+    slices = slice_values(study)
+    assert (slices["step"] == 4).all()
+    centre = slices[slices["point"] == 5]
+    assert (centre["distance"] == 0).all() and (centre["value"] == 0).all()
+    uphill = slices[slices["direction"] == "gradient"].pivot_table(
+        index=["seed", "functional"], columns="point", values="value"
+    )
+    assert (uphill[6] > uphill[4]).all()
+
+
+def test_every_figure_of_the_surface_is_drawn_with_its_values(study):
+    pictures = {picture.name: picture for picture in Pictures(study)._surface()}
+    assert not any(picture.missing for picture in pictures.values())
+    assert {"slices", "stability", "spectrum"} <= set(pictures)
+    assert any(name.startswith("sharpness") for name in pictures) and any(
+        name.startswith("rho_curves") for name in pictures
+    )
+    values = stability_values(study)
+    for axis in pictures["stability"].figure.axes:
+        drawn = [line for line in axis.lines if line.get_linestyle() == ":"]
+        assert len(drawn) == 1 and "threshold" in str(drawn[0].get_label())
+        place = (
+            values[values["functional"] + ", " + values["probe_set"] == axis.get_title()]
+            if axis.get_title()
+            else values
+        )
+        np.testing.assert_allclose(sorted(set(drawn[0].get_ydata())), sorted(set(place["threshold"])))
+    titles = [axis.get_title() for axis in pictures["slices"].figure.axes]
+    assert len(titles) == len(set(titles)) and any(figures_probes.DIRECTIONS["random"] in title for title in titles)
