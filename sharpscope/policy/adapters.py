@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -43,7 +44,7 @@ def add_adapters(model: nn.Module, spec: LoraSpec, base: str) -> nn.Module:
         task_type="CAUSAL_LM", r=spec.r, lora_alpha=spec.alpha, target_modules=names, lora_dropout=0.0, bias="none"
     )
     try:
-        with torch.random.fork_rng(devices=[]):  # peft draws A from the global generator; it is drawn anew below
+        with torch.random.fork_rng(devices=[]), _quietly():  # peft draws A from the global generator; we draw it anew
             adapted = peft.get_peft_model(model, config)
     except ValueError as error:
         raise UserError(f"policy.lora.target_modules {names!r}: {str(error).splitlines()[0]}") from None
@@ -66,7 +67,8 @@ def load_adapters(model: nn.Module, folder: Path) -> nn.Module:
     """
     peft = _peft()
     try:
-        adapted = peft.PeftModel.from_pretrained(model, str(folder), is_trainable=True)
+        with _quietly():
+            adapted = peft.PeftModel.from_pretrained(model, str(folder), is_trainable=True)
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise UserError(f"policy.model '{folder}': its adapters do not load: {str(error).splitlines()[0]}") from error
     return adapted.eval()
@@ -92,6 +94,14 @@ def without_adapters(model: nn.Module) -> Iterator[nn.Module]:
     adapted: Any = model
     with adapted.disable_adapter():
         yield model
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Without what peft's use of transformers says to peft's authors."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        yield
 
 
 def _peft() -> Any:

@@ -19,6 +19,7 @@ from sharpscope.errors import UserError
 from sharpscope.objective import calibrate, choose_preset, method_label, needs_calibration
 from sharpscope.policy import Policy, TokenStats, check_lengths, load_policy, render_prompts
 from sharpscope.policy.adapters import has_adapters
+from sharpscope.policy.spec import LocalBackend
 from sharpscope.tasks import Task, make_task
 from sharpscope.traces import RunLock, create_run_dir, read_run_info, rewind
 from sharpscope.traces.files import RUN_FILE
@@ -154,6 +155,10 @@ class _Run:
             raise UserError(
                 f"method.proximal: {method_label(self.method)} keeps an average of all weights, which is not sharded; launch "
                 "without --use_fsdp"
+            )
+        if not isinstance(self.config.rollout.backend, LocalBackend):
+            raise UserError(
+                f"rollout.backend.kind = {self.config.rollout.backend.kind}: gets whole weights; use local with --use_fsdp"
             )
         for model in (self.policy.model, self.reference):
             if model is not None:

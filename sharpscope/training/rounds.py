@@ -20,6 +20,7 @@ from sharpscope.policy import (
     generate,
     render_prompts,
 )
+from sharpscope.policy.spec import LocalBackend
 from sharpscope.tasks import Example, InteractiveTask, Reward, Task
 from sharpscope.training import processes
 from sharpscope.training.data_order import DataOrder
@@ -62,6 +63,8 @@ def draw_completions(
     prompts each; all get all, the same as one process would draw.
     """
     part = processes.share(len(examples))
+    if not isinstance(spec.backend, LocalBackend):  # one server for all: the first process asks it for everything
+        part = slice(0, len(examples) if processes.is_first() else 0)
     mine, own = examples[part], None
     with whole_weights(policy.model):
         if mine:

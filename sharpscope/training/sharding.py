@@ -45,6 +45,7 @@ def shard(model: nn.Module, reshard: bool = True) -> None:
     fully_shard(backbone(model), mesh=mesh, reshard_after_forward=reshard, ignored_params=outside)
     for module in _sharded_modules(model):
         module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
     _reshard[model] = reshard
 
 

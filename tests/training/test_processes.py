@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -88,11 +90,11 @@ def assert_same_run(folder, one, two, tolerance=1e-5):
         np.testing.assert_allclose(first.detach(), second.detach(), rtol=tolerance, atol=tolerance)
 
 
-def check(toy_config, folder, names, sharded):
+def check(toy_config, folder, names, sharded, others=()):
     """Sharded weights read every prompt for itself, so one process must too: transformers' norms round to float32 inside."""
     suffix, changes = ("sharded", {"update.share_prompt": False}) if sharded else ("two", {})
     configs = [[values(toy_config, folder, f"{name}-{suffix}", **CASES[name]), False] for name in names]
-    launch(folder, configs, sharded=sharded)
+    launch(folder, [*configs, *others], sharded=sharded)
     for name in names:
         alone(folder, values(toy_config, folder, f"{name}-not-{suffix}", **CASES[name], **changes))
         info = sharpscope.load_run(folder / f"{name}-{suffix}").info
@@ -105,10 +107,47 @@ def test_two_processes_do_what_one_does(toy_config, folder):
 
 
 def test_sharded_weights_do_what_whole_ones_do(toy_config, folder):
-    check(toy_config, folder, ["calibrated"], sharded=True)
+    plain = {
+        "steps": 1,
+        "recording.token_gradients_every": 0,
+        "recording.heldout_influence_every": 0,
+        "evaluation.every": 0,
+    }
+    frugal = plain | {"policy.dtype": "bfloat16", "update.gradient_checkpointing": True}
+    single = plain | {"policy.dtype": "float32"}
+    others = [[values(toy_config, folder, name, **changes), False] for name, changes in (("f", frugal), ("s", single))]
+    check(toy_config, folder, ["calibrated"], sharded=True, others=others)
+    alone(folder, values(toy_config, folder, "alone", **single))
+    expected = sharpscope.load_run(folder / "alone").steps["grad_norm"]
+    for name, tolerance in (("s", 1e-5), ("f", 0.05)):
+        np.testing.assert_allclose(sharpscope.load_run(folder / name).steps["grad_norm"], expected, rtol=tolerance)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sharded", [False, True])
 def test_every_case_is_the_same_in_two_processes(toy_config, folder, sharded):
     check(toy_config, folder, [name for name in CASES if name not in ("calibrated", "dynamic")], sharded)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharded", [False, True])
+def test_processes_resume_exactly_from_one_whole_checkpoint(toy_config, folder, sharded):
+    name = f"resumed-{sharded}"
+    config = values(toy_config, folder, name, **CASES["calibrated"]) | {"checkpoint.every": 2, "steps": 4}
+    launch(folder, [[config, False]], sharded=sharded)
+    before = sharpscope.load_run(folder / name)
+    tokens, steps = before.tokens(), before.steps
+    last = checkpoints(folder / name)[-1]
+    assert last.name == "step-000004"
+    shutil.rmtree(last)
+    launch(folder, [[config, True]], sharded=sharded)
+    after = sharpscope.load_run(folder / name)
+    assert_same_frame(tokens, after.tokens(), 1e-9, "tokens")
+    drop = timing_columns("steps")
+    assert_same_frame(steps.drop(columns=drop), after.steps.drop(columns=drop), 1e-9, "steps")
+    # What several processes saved, one goes on with.
+    shutil.rmtree(checkpoints(folder / name)[-1])
+    alone(folder, config, resume=True)
+    assert_same_frame(
+        steps.drop(columns=drop), sharpscope.load_run(folder / name).steps.drop(columns=drop), 1e-5, "alone"
+    )
