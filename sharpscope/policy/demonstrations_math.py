@@ -14,7 +14,7 @@ from typing import Literal
 from sharpscope.policy.demonstrations import GUESS, OPENING, Demonstration, Style
 from sharpscope.tasks import Example, MathSpec, make_task
 
-EASY = 500
+EASY = 300
 """Most questions of level 1, of which few exist."""
 BINDING = {"+": 1, "-": 1, "*": 2}
 
@@ -25,7 +25,7 @@ Pool = Mapping[tuple[str, int], Sequence[Example]]
 def questions(
     families: Sequence[str], levels: Sequence[int], count: int, seed: int, split: Literal["train", "heldout"] = "train"
 ) -> dict[tuple[str, int], list[Example]]:
-    """`count` questions (of level 1 at most 500) of the task's training or held-out side, by family and level."""
+    """`count` questions (of level 1 at most 300) of the task's training or held-out side, by family and level."""
     pool = {}
     for family in families:
         for level in levels:

@@ -1,7 +1,7 @@
 """Demonstrations for the warm start of `tool_qa`: whole conversations with a retriever, in the task's protocol.
 
-`reason` looks every hop up: it names what it wants to know, searches for the thing, reads the passage and goes on with
-what it found. `guess` answers before the last hop was looked up, with the thing that it got to. The replies are those of
+`reason` looks every hop up: it names what it wants to know, searches for the thing, repeats what the passage says of it and
+goes on with that. `guess` answers before the last hop was looked up, with the thing that it got to. The replies are those of
 the task itself on invented worlds of other seeds, so there is nothing to learn by heart.
 """
 
@@ -58,11 +58,12 @@ def conversation(question: Asked, searches: int) -> tuple[str, tuple[tuple[str, 
 
     With fewer searches the answer is a guess: the thing that the next search would have been for.
     """
-    turns = []
+    turns, read = [], ""
     chain = question.example.meta["chain"]
-    for thing, relation, _ in chain[:searches]:
-        turns.append(f"{OPENING}{thing}, {relation}</think><search>{thing}</search>")
-    thought, answer = (chain[-1][2],) * 2 if searches == len(chain) else (GUESS, chain[searches][0])
+    for thing, relation, value in chain[:searches]:
+        turns.append(f"{OPENING}{read or thing}, {relation}</think><search>{thing}</search>")
+        read = f" {relation}: {value}"  # as in the passage
+    thought, answer = (read, chain[-1][2]) if searches == len(chain) else (GUESS, chain[searches][0])
     turns.append(f"{OPENING}{thought}</think><answer>{answer}</answer>")
     return turns[0], tuple(zip(question.replies, turns[1:], strict=False))
 
@@ -77,7 +78,7 @@ def phrases(seen: Sequence[Asked]) -> list[str]:
     found |= {f"\nDoc {i}(Title: " for i in (2, 3)}
     for question in seen:
         for thing, relation, value in question.example.meta["chain"]:
-            found |= {relation, f", {relation}"}
+            found |= {relation, f", {relation}", f" {relation}: "}
             assert thing != value
         for reply in question.replies:
             found |= _between(reply)
@@ -85,13 +86,11 @@ def phrases(seen: Sequence[Asked]) -> list[str]:
 
 
 def _between(reply: str) -> set[str]:
-    """The fixed texts of passages: ") kind: person. birthplace: ", ". employer: "."""
+    """The fixed texts of passages: ") kind: person.", " birthplace: "."""
     found = set()
     for line in reply.partition("<information>")[2].partition("</information>")[0].split("\n"):
-        fields = line.partition(") ")[2].removesuffix(".").split(". ")
-        if len(fields) > 1:
-            found.add(f") {fields[0]}. {fields[1].partition(': ')[0]}: ")
-            found |= {f". {field.partition(': ')[0]}: " for field in fields[2:]}
+        kind, *fields = line.partition(") ")[2].removesuffix(".").split(". ")
+        found |= {f") {kind}.", *(f" {field.partition(': ')[0]}: " for field in fields)}
     return found
 
 

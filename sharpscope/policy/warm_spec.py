@@ -75,16 +75,19 @@ class MathWarmStart(WarmStartSpec):
     policy: ClassVar[str] = "math"
 
     weights: dict[Literal["arithmetic", "linear", "modular"], float] = Field(
-        {"arithmetic": 0.8, "linear": 0.1, "modular": 0.1},
+        {"arithmetic": 0.9, "linear": 0.05, "modular": 0.05},
         description="share of demonstrations by family of question; need not sum to 1",
     )
     levels: dict[int, float] = Field(
-        {1: 0.2, 2: 0.35, 3: 0.45}, description="share of demonstrations by level, 1 to 3; need not sum to 1"
+        {1: 0.2, 2: 0.4, 3: 0.4}, description="share of demonstrations by level, 1 to 3; need not sum to 1"
     )
-    questions: int = Field(5000, ge=1, description="different questions of a family and level; of level 1 at most 500")
+    questions: int = Field(5000, ge=1, description="different questions of a family and level; of level 1 at most 300")
     vocabulary: int = Field(320, ge=268, le=8192, description="most tokens of the tokenizer")
-    steps: int = Field(1300, ge=1, description="optimizer updates")
+    steps: int = Field(900, ge=1, description="optimizer updates")
     batch: int = Field(64, ge=1, description="demonstrations per update")
+    micro_tokens: int = Field(
+        4096, ge=1, description="tokens in one forward pass, padding included, though at least one row"
+    )
 
     @field_validator("levels")
     @classmethod
@@ -98,27 +101,21 @@ class ToolQaWarmStart(WarmStartSpec):
     policy: ClassVar[str] = "tool_qa"
 
     weights: dict[int, float] = Field(
-        {1: 0.75, 2: 0.2, 3: 0.05}, description="share of demonstrations by number of hops, 1 to 3; need not sum to 1"
+        {1: 0.75, 2: 0.25}, description="share of demonstrations by number of hops, 1 to 3; need not sum to 1"
     )
-    worlds: int = Field(40, ge=1, description="invented worlds to ask about, none of them that of the task's own seeds")
+    worlds: int = Field(30, ge=1, description="invented worlds to ask about, none of them that of the task's own seeds")
     questions: int = Field(300, ge=1, description="most different questions of each world and number of hops")
     vocabulary: int = Field(576, ge=268, le=8192, description="most tokens of the tokenizer")
     layers: int = Field(3, ge=1, le=16, description="transformer layers")
     width: int = Field(96, ge=8, le=1024, description="hidden size; a multiple of 2 × heads")
     feed_forward: int = Field(256, ge=8, le=4096, description="inner size of the feed-forward layers")
     guess_share: float = Field(
-        0.35, ge=0, le=1, description="share of demonstrations that guess instead of searching on"
+        0.3, ge=0, le=1, description="share of demonstrations that guess instead of searching on"
     )
-    steps: int = Field(1200, ge=1, description="optimizer updates")
+    steps: int = Field(1100, ge=1, description="optimizer updates")
     batch: int = Field(32, ge=1, description="demonstrations per update")
-    muon_lr: float = Field(
-        0.015, gt=0, le=1, description="peak learning rate of Muon, for the layers' matrices [per update]"
-    )
-    lr: float = Field(
-        4e-3, gt=0, le=1, description="peak learning rate of AdamW, for embeddings, biases and gains [per update]"
-    )
     cooldown: float = Field(
-        0.7, ge=0, le=1, description="share of the updates, the last ones, over which they fall to zero"
+        0.5, ge=0, le=1, description="share of the updates, the last ones, over which they fall to zero"
     )
     micro_tokens: int = Field(
         4096, ge=1, description="tokens in one forward pass, padding included, though at least one row"

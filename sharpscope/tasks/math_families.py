@@ -10,10 +10,12 @@ from fractions import Fraction
 from random import Random
 
 LEVELS = (1, 2, 3, 4)
+LARGEST = 12
+"""Of the numbers in an arithmetic question."""
 
 
 def arithmetic(level: int, rng: Random) -> tuple[str, str]:
-    """`level` + 1 numbers from 0 to 20 with +, − and * and, from level 2 on, brackets; the answer is a whole number."""
+    """`level` + 1 numbers from 0 to 12 with +, − and * and, from level 2 on, brackets; the answer is a whole number."""
     text, value, _ = _expression(level, rng)
     return f"{text} = ?", str(value)
 
@@ -21,7 +23,7 @@ def arithmetic(level: int, rng: Random) -> tuple[str, str]:
 def _expression(operators: int, rng: Random) -> tuple[str, int, int]:
     """Text, value and binding strength (1 sum, 2 product, 3 number) of a random expression with so many operators."""
     if operators == 0:
-        number = rng.randint(0, 20)
+        number = rng.randint(0, LARGEST)
         return str(number), number, 3
     left_operators = rng.randint(0, operators - 1)
     left, left_value, left_strength = _expression(left_operators, rng)
