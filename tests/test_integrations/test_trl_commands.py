@@ -40,11 +40,12 @@ def test_show(runs: Path):
 
 
 def test_analyze_and_report(runs: Path, tmp_path: Path):
-    said("analyze", str(runs), "--out", str(tmp_path / "report"))
+    said("analyze", str(runs / "weighted"), "--out", str(tmp_path / "report"))
     names = {path.name for path in (tmp_path / "report").iterdir()}
     assert "report.md" in names and any(name.endswith(".png") for name in names)
     text = (tmp_path / "report" / "report.md").read_text("utf-8")
-    assert "| weighted | grpo-sg+weight.preset=calibrated | 3 | finished | 10 |" in text
+    assert "| weighted | grpo-sg+weight.preset=calibrated | 3 | trl | finished | 10 |" in text
+    assert "again-weighted" not in text  # sharpscope run could not do it
 
 
 def test_claims(runs: Path):

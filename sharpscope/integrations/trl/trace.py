@@ -1,4 +1,4 @@
-"""The folder of a recorded TRL run: run.json, config.yaml, the tokenizer and the tables."""
+"""The folder of a recorded TRL run: run.json, the tokenizer and the tables."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sharpscope.config import RunConfig, to_yaml
+from sharpscope.config import RunConfig
 from sharpscope.objective import Method, method_label
 from sharpscope.policy import Policy
 from sharpscope.traces import (
@@ -22,15 +22,16 @@ from sharpscope.traces import (
     create_run_dir,
     create_run_info,
     update_run_info,
-    write_atomic,
 )
 from sharpscope.traces.files import now
 from sharpscope.training import environment
 from sharpscope.training.evaluate import evaluation_row
 from sharpscope.training.health import Event, check_policy, check_rollouts, memory_share
 from sharpscope.training.learning import Learned
+from sharpscope.training.processes import Launch
 from sharpscope.training.records import rollout_columns, steps_row, token_columns
 from sharpscope.training.rounds import Round
+from sharpscope.training.run_folder import run_info
 
 
 class Trace:
@@ -49,15 +50,10 @@ class Trace:
         self._stack = contextlib.ExitStack()
         create_run_dir(self.run_dir)
         policy.tokenizer.save_pretrained(self.run_dir / "tokenizer")
-        model = policy.model
-        found = environment.versions() | {"trl": version("trl"), "accelerate": version("accelerate")}
-        info = {
-            "method": method_label(method), "task": config.task.factory, "seed": config.seed,  # type: ignore[union-attr]
-            "config": config.model_dump(mode="json"), "versions": found, "commit": environment.commit(),
-            "device": environment.describe_device(policy.device), "threads": torch.get_num_threads(),
-            "parameters": policy.parameters,
-            "trainable_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
-            "vocabulary": policy.head.weight.shape[0],
+        info = run_info(config, policy, torch.get_num_threads(), Launch())
+        info["versions"] |= {name: version(name) for name in ("trl", "accelerate")}
+        info |= {
+            "method": method_label(method), "task": config.task.factory,  # type: ignore[union-attr]
             "notes": [f"recorded from {type(trainer).__name__} of TRL {version('trl')}", *notes],
             "trainer": {"name": type(trainer).__name__, "loss_type": trainer.loss_type},
         }  # fmt: skip
@@ -78,9 +74,8 @@ class Trace:
         update_run_info(self.run_dir, status="running")
 
     def begin(self, config: RunConfig) -> None:
-        """The configuration, now that it is known how long the training will be."""
+        """The configuration, now that it is known how long the training will be. There is no config.yaml: nothing could run it."""
         self.config = config
-        write_atomic(self.run_dir / "config.yaml", to_yaml(config))
         update_run_info(self.run_dir, config=config.model_dump(mode="json"))
 
     def close(self, status: str, reason: str) -> None:
