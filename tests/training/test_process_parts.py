@@ -1,0 +1,99 @@
+"""How work is divided, what a launch may ask for, and that one process is the identity everywhere."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import accelerate
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sharpscope.errors import UserError
+from sharpscope.training import environment, processes
+from sharpscope.training.processes import Launch
+
+
+def as_process(monkeypatch, rank: int, count: int) -> None:
+    monkeypatch.setattr(processes, "rank", lambda: rank)
+    monkeypatch.setattr(processes, "count", lambda: count)
+
+
+@given(st.integers(0, 40), st.integers(1, 7))
+def test_shares_in_order_of_rank_are_everything_and_differ_by_one_at_most(size, count):
+    with pytest.MonkeyPatch.context() as patch:
+        parts = []
+        for rank in range(count):
+            as_process(patch, rank, count)
+            parts.append(list(range(size))[processes.share(size)])
+    assert [i for part in parts for i in part] == list(range(size))
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+@given(st.lists(st.integers(0, 100), max_size=30), st.integers(1, 5))
+def test_deals_hold_everything_once_and_are_balanced(work, count):
+    with pytest.MonkeyPatch.context() as patch:
+        parts = []
+        for rank in range(count):
+            as_process(patch, rank, count)
+            parts.append(processes.deal(work))
+    assert sorted(i for part in parts for i in part) == list(range(len(work)))
+    loads = [sum(work[i] for i in part) for part in parts]
+    # Largest first: nobody has more than the mean and one thing beyond it.
+    assert max(loads) <= sum(work) / count + max(work, default=0)
+    assert all(part == sorted(part) for part in parts)
+
+
+def test_one_process_is_the_identity():
+    assert processes.start() == Launch() and processes.count() == 1 and processes.is_first()
+    assert processes.gather(3) == [3] and processes.agreed("x") == "x" and processes.total(1.5) == 1.5
+    assert processes.decided(lambda: 7) == 7 and processes.first_of([None, 2, 3]) == 2
+    values = torch.arange(6.0).view(3, 2)
+    processes.share_rows(torch.tensor([1]), [values])
+    parameter = torch.nn.Parameter(torch.ones(2))
+    processes.sum_gradients([parameter])
+    assert torch.equal(values, torch.arange(6.0).view(3, 2)) and parameter.grad is None
+
+
+def launched(monkeypatch, kind="MULTI_CPU", precision="no", **environ):
+    state = SimpleNamespace(distributed_type=SimpleNamespace(value=kind), mixed_precision=precision)
+    monkeypatch.setattr(accelerate, "Accelerator", lambda cpu: SimpleNamespace(state=state))
+    monkeypatch.setattr(processes, "count", lambda: 2)
+    for name, value in ({"WORLD_SIZE": "2"} | environ).items():
+        monkeypatch.setenv(name, value)
+
+
+def test_a_launch_says_whether_weights_are_sharded(monkeypatch):
+    launched(monkeypatch)
+    assert processes.start() == Launch(2)
+    launched(monkeypatch, ACCELERATE_USE_FSDP="true", FSDP_VERSION="2", FSDP_RESHARD_AFTER_FORWARD="false")
+    assert processes.start() == Launch(2, sharded=True, reshard=False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "device", "said"),
+    [
+        ({"kind": "DEEPSPEED"}, "auto", "DEEPSPEED is not supported"),
+        ({"precision": "bf16"}, "auto", r"policy\.dtype=bfloat16"),
+        ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1"}, "auto", "--fsdp_version 2"),
+        ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_OFFLOAD_PARAMS": "true"}, "auto", "offload"),
+        ({}, "cuda:1", "policy.device 'cuda:1'"),
+    ],
+)
+def test_what_is_not_supported_is_refused_with_the_fix(monkeypatch, changes, device, said):
+    launched(monkeypatch, **changes)
+    with pytest.raises(UserError, match=said):
+        processes.start(device)
+
+
+def test_processes_of_one_machine_share_its_cores(monkeypatch):
+    before = torch.get_num_threads()
+    try:
+        monkeypatch.setattr(environment.psutil, "cpu_count", lambda logical: 8)
+        monkeypatch.setattr(environment.os, "sched_getaffinity", lambda pid: set(range(8)))
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+        assert environment.set_threads(None) == 2
+        assert environment.set_threads(3) == 3
+    finally:
+        torch.set_num_threads(before)
