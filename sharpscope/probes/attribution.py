@@ -24,7 +24,7 @@ from sharpscope.probes.token_gradients.forward_mode import pushed_hidden, pushed
 from sharpscope.probes.token_gradients.head import head_chunks, head_gradients
 from sharpscope.probes.token_gradients.local import CHUNK_TOKENS
 from sharpscope.probes.token_gradients.rows import Rows, make_rows, safe_width, widen
-from sharpscope.probes.token_gradients.structure import Structure, hidden_states, structure_of
+from sharpscope.probes.token_gradients.structure import Structure, hidden_states, read_before, structure_of
 
 Way = Literal["auto", "forward", "central"]
 
@@ -134,9 +134,9 @@ def directional_derivative(
         by_name = dict(zip(structure.named, direction, strict=True))
         weight = by_name.get(structure.tied or structure.head_weight or "")
         bias = by_name.get(structure.head_bias or "")
-        for chunk in _chunks(rows):
+        for chunk in _chunks(rows, structure):
             ids = widen(chunk.ids, safe_width(model, chunk.ids.shape[1]))
-            hidden, moved = pushed_hidden(model, structure, ids, direction)
+            hidden, moved = pushed_hidden(model, structure, ids, direction, before=chunk.before)
             keep = F.pad(chunk.predicts, (0, ids.shape[1] - chunk.ids.shape[1]))
             chunk.write(
                 values, pushed_logp(hidden[keep], moved[keep], structure.head, chunk.targets, temperature, weight, bias)
@@ -144,8 +144,9 @@ def directional_derivative(
         return Derivatives(values, None, "forward")
 
 
-def _chunks(rows: Rows) -> list[Rows]:
-    return list(rows.chunks(CHUNK_TOKENS.get(rows.ids.device.type, CHUNK_TOKENS["cuda"])))
+def _chunks(rows: Rows, structure: Structure) -> list[Rows]:
+    """Chunks of rows; what the completions of a prompt have in common is read once, with its derivatives."""
+    return list(rows.chunks(CHUNK_TOKENS.get(rows.ids.device.type, CHUNK_TOKENS["cuda"]), share=structure.shares))
 
 
 def _check_direction(structure: Structure, direction: Sequence[Tensor]) -> None:
@@ -187,7 +188,7 @@ def _central(
     out: Tensor,
 ) -> None:
     """Fill `out` (N, S) with (log π(θ + h·u) − log π(θ − h·u))/(2h)."""
-    chunks = _chunks(rows)
+    chunks = _chunks(rows, structure)
     logp: list[list[Tensor]] = []
     for sign in (1.0, -1.0):
         moved = [
@@ -206,7 +207,7 @@ def _logp(model: nn.Module, structure: Structure, chunk: Rows, temperature: floa
     weight = by_name.get(structure.tied or structure.head_weight or "", head.weight)
     bias = by_name.get(structure.head_bias or "", head.bias)
     moved = type(head)(weight, bias, head.soft_cap, head.scale)
-    hidden = hidden_states(model, chunk.ids)[chunk.predicts]
+    hidden = hidden_states(model, chunk.ids, read_before(model, chunk.before))[chunk.predicts]
     return torch.cat([part.logp for part in head_chunks(hidden, moved, chunk.targets, temperature)])
 
 
@@ -229,9 +230,12 @@ def logp_gradient(
         total = [torch.zeros_like(parameter) for parameter in structure.named.values()]
         place = {name: i for i, name in enumerate(structure.named)}
         coef = coef.to(rows.ids.device)
-        for chunk in _chunks(rows):
+        # A row whose coefficients are all zero adds nothing.
+        counts = torch.zeros(len(rows), dtype=torch.bool, device=rows.ids.device)
+        counts = ((coef[rows.source].gather(1, rows.place) != 0) & rows.chosen).any(1)
+        for chunk in _chunks(rows.take(counts.nonzero()[:, 0]), structure) if bool(counts.any()) else []:
             with torch.enable_grad():
-                hidden = hidden_states(model, chunk.ids)
+                hidden = hidden_states(model, chunk.ids, read_before(model, chunk.before))
             states, each = hidden.detach()[chunk.predicts], chunk.gathered(coef)
             output, _ = head_gradients(states, structure.head, chunk.targets, temperature)
             _add_head_gradient(structure, total, place, states, chunk.targets, each, temperature)

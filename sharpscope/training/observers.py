@@ -21,7 +21,6 @@ from sharpscope.probes import (
     coming_update,
     directional_derivative,
     failure_coefficients,
-    heldout_influence,
     logp_gradient,
     nll_coefficients,
     score_norms,
@@ -113,19 +112,22 @@ class Observers:
                 torch.zeros_like(p) if p.grad is None else p.grad.detach() for p in self.learner.seen.parameters
             ]
             coef = _wide(part, batch.loss_coef.to(mask.device))
-            along = attribute(
-                self.learner.seen.model,
-                part.input_ids,
-                mask,
-                coef,
-                direction=gradient,
-                method=self.spec.derivative,
-                **common,
-            )
+            along = self._along(part, mask, coef, gradient)
             self._put("attribution", batch, along / batch.grad_norm**2)
             if self.spec.update_attribution:
                 self._update_attribution(batch, part, mask, coef, common)
         self._exact(batch, part, local, common)
+
+    def _along(self, part: Rollouts, mask: Tensor, coef: Tensor, direction: list[Tensor]) -> Tensor:
+        """c_t⟨∇log π_t, direction⟩ (n, P+T). Rows of groups whose rewards are all equal have c = 0 and are not run."""
+        live = ((coef != 0) & mask.bool()).any(dim=1).nonzero()[:, 0]
+        out = torch.zeros_like(coef)
+        if len(live):
+            out[live] = attribute(
+                self.learner.seen.model, part.input_ids[live], mask[live], coef[live], direction,
+                part.attention_mask[live], self.config.rollout.temperature, self.spec.derivative,
+            ).to(out)  # fmt: skip
+        return out
 
     def _update_attribution(
         self, batch: UpdateBatch, part: Rollouts, mask: Tensor, coef: Tensor, common: dict[str, Any]
@@ -201,11 +203,8 @@ class Observers:
     def _influence(self, batch: UpdateBatch) -> None:
         """c_t⟨∇log π_t, ∇L_heldout⟩ of all tokens of the update; positive lowers the held-out loss."""
         part = self._rollouts.rows(batch.rows)
-        found = heldout_influence(
-            self.learner.seen.model, part.input_ids, _mask(part), _wide(part, batch.loss_coef.to(part.input_ids.device)),
-            self._heldout_gradient(), attention_mask=part.attention_mask, temperature=self.config.rollout.temperature,
-            method=self.spec.derivative,
-        )  # fmt: skip
+        coef = _wide(part, batch.loss_coef.to(part.input_ids.device))
+        found = self._along(part, _mask(part), coef, self._heldout_gradient())
         self._put("heldout_influence", batch, found)
 
     def _heldout_gradient(self) -> list[Tensor]:

@@ -33,10 +33,11 @@ class Scene:
     """What one attention call computed: enough for every derivative of it.
 
     Attributes:
-        q: (B·Hkv, groups, L, d); k, v: (B·Hkv, L, d).
-        blocks: per block of queries (start, stop, P (B·Hkv, groups, stop − start, stop), slope of the soft cap or
-            None).
+        q: (B·Hkv, groups, L, d); k, v: (B·Hkv, before + L, d).
+        blocks: per block of queries (start, stop, P (B·Hkv, groups, stop − start, before + stop), slope of the soft cap
+            or None).
         out: (B·Hkv, groups, L, d).
+        before: keys that stand before the first query's own: of a beginning that the rows share and that was read before.
     """
 
     q: Tensor
@@ -46,48 +47,52 @@ class Scene:
     blocks: list[tuple[int, int, Tensor, Tensor | None]]
     out: Tensor
     shape: tuple[int, int, int, int]
+    before: int = 0
 
 
 def look(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, cap: float | None, size: int = QUERY_BLOCK
 ) -> Scene:
-    """softmax(cap·tanh(s·q·kᵀ/cap) + mask)·v, without any graph; `mask` (1, 1, L, L) additive, None = causal.
+    """softmax(cap·tanh(s·q·kᵀ/cap) + mask)·v, without any graph; `mask` (1, 1, L, keys) additive, None = causal.
 
     Args:
         size: rows of a block.
     """
     B, H, L, d = q.shape
     kv = k.shape[1]
-    q, k, v = q.reshape(B * kv, H // kv, L, d), k.reshape(B * kv, L, -1), v.reshape(B * kv, L, -1)
+    keys = k.shape[2]
+    before = keys - L
+    q, k, v = q.reshape(B * kv, H // kv, L, d), k.reshape(B * kv, keys, -1), v.reshape(B * kv, keys, -1)
     out = q.new_empty(B * kv, H // kv, L, v.shape[-1])
     blocks = []
     for start in range(0, L, size):
         stop = min(start + size, L)
+        end = before + stop  # of the keys that the block sees
         rows = q[:, :, start:stop].flatten(1, 2) * scale  # (B·kv, g·b, d)
-        S = torch.bmm(rows, k[:, :stop].mT)  # (B·kv, g·b, stop)
+        S = torch.bmm(rows, k[:, :end].mT)  # (B·kv, g·b, end)
         slope = None
         if cap is not None:
             S.div_(cap).tanh_()
             slope = 1 - S.square()
             S.mul_(cap)
-        seen = S.view(B * kv, H // kv, stop - start, stop)
+        seen = S.view(B * kv, H // kv, stop - start, end)
         if mask is None:
-            hidden = torch.ones(stop - start, stop, dtype=torch.bool, device=q.device).triu_(start + 1)
+            hidden = torch.ones(stop - start, end, dtype=torch.bool, device=q.device).triu_(before + start + 1)
             seen.masked_fill_(hidden, torch.finfo(S.dtype).min)
         else:
-            seen += mask[0, 0, start:stop, :stop]
+            seen += mask[0, 0, start:stop, :end]
         P = torch.softmax(seen, -1)
-        out[:, :, start:stop] = torch.bmm(P.flatten(1, 2), v[:, :stop]).view(B * kv, H // kv, stop - start, -1)
+        out[:, :, start:stop] = torch.bmm(P.flatten(1, 2), v[:, :end]).view(B * kv, H // kv, stop - start, -1)
         blocks.append((start, stop, P, None if slope is None else slope.view_as(P)))
-    return Scene(q, k, v, scale, blocks, out, (B, H, L, out.shape[-1]))
+    return Scene(q, k, v, scale, blocks, out, (B, H, L, out.shape[-1]), before)
 
 
 def _score_pull(scene: Scene, block: tuple[int, int, Tensor, Tensor | None], g: Tensor) -> Tensor:
-    """Cotangent of one block's scores, (B·kv, groups, b, stop), from that of the output, g (B·kv, groups, L, d)."""
+    """Cotangent of one block's scores, (B·kv, groups, b, before + stop), from that of the output, g (B·kv, groups, L, d)."""
     start, stop, P, slope = block
     rows = g[:, :, start:stop]
     D = torch.linalg.vecdot(rows, scene.out[:, :, start:stop]).flatten(1)[:, :, None]  # (B·kv, g·b, 1)
-    dS = torch.baddbmm(D, rows.flatten(1, 2), scene.v[:, :stop].mT, beta=-1).view_as(P).mul_(P)
+    dS = torch.baddbmm(D, rows.flatten(1, 2), scene.v[:, : scene.before + stop].mT, beta=-1).view_as(P).mul_(P)
     if slope is not None:
         dS.mul_(slope)
     return dS.mul_(scene.scale)
@@ -142,11 +147,14 @@ def pull_back_cut(scene: Scene, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     for block in scene.blocks:
         start, stop, P, _ = block
         dS = _score_pull(scene, block, g)
-        dq[:, :, start:stop] = torch.bmm(dS.flatten(1, 2), k[:, :stop]).view(*q.shape[:2], stop - start, -1)
-        own_score[:, :, start:stop, 0] = dS.diagonal(start, -2, -1)
-        own_weight[:, :, start:stop, 0] = P.diagonal(start, -2, -1)
+        dq[:, :, start:stop] = torch.bmm(dS.flatten(1, 2), k[:, : scene.before + stop]).view(
+            *q.shape[:2], stop - start, -1
+        )
+        own_score[:, :, start:stop, 0] = dS.diagonal(scene.before + start, -2, -1)
+        own_weight[:, :, start:stop, 0] = P.diagonal(scene.before + start, -2, -1)
     dk, dv = (own_score * q).sum(1), (own_weight * g).sum(1)  # (B·kv, L, d), over the heads that share a key
-    return dq.view(B, H, L, -1), dk.view(B, -1, L, dk.shape[-1]), dv.view(B, -1, L, dv.shape[-1])
+    dk, dv = (torch.nn.functional.pad(part, (0, 0, scene.before, 0)) for part in (dk, dv))  # (B·kv, before + L, d)
+    return dq.view(B, H, L, -1), dk.view(B, -1, *dk.shape[1:]), dv.view(B, -1, *dv.shape[1:])
 
 
 def push_forward(scene: Scene, tq: Tensor, tk: Tensor, tv: Tensor) -> Tensor:
@@ -156,11 +164,12 @@ def push_forward(scene: Scene, tq: Tensor, tk: Tensor, tv: Tensor) -> Tensor:
     keys = torch.cat([k, tk], -1)
     tangent = torch.empty_like(scene.out)
     for start, stop, P, slope in scene.blocks:
+        end = scene.before + stop
         rows = torch.cat([tq[:, :, start:stop], q[:, :, start:stop]], -1).flatten(1, 2).mul_(scene.scale)
-        W = torch.bmm(rows, keys[:, :stop].mT).view_as(P).mul_(P)  # P∘dS
+        W = torch.bmm(rows, keys[:, :end].mT).view_as(P).mul_(P)  # P∘dS
         if slope is not None:
             W.mul_(slope)
-        moved = torch.bmm(W.flatten(1, 2), v[:, :stop]).baddbmm_(P.flatten(1, 2), tv[:, :stop])
+        moved = torch.bmm(W.flatten(1, 2), v[:, :end]).baddbmm_(P.flatten(1, 2), tv[:, :end])
         part = tangent[:, :, start:stop]
         part.copy_(moved.view_as(part))
         part.addcmul_(W.sum(-1, keepdim=True), scene.out[:, :, start:stop], value=-1)

@@ -30,7 +30,7 @@ from sharpscope.probes.token_gradients.uses import Recorder, Use, exact_squares,
 # Bytes that the widest activation's batch of cotangents may take, per thread: on a CPU it should stay in the cache.
 COTANGENT_BYTES = {"cpu": 4 * 2**20, "cuda": 256 * 2**20}
 SLOTS = 16  # tokens of a row that share one forward pass: more save forward passes, fewer waste less of the prefix
-ROWS = {"cpu": 1, "cuda": 16}  # rows in one forward pass
+LANES = {"cpu": 16, "cuda": 256}  # rows × slots of one forward pass
 
 
 Found = tuple[str, Tensor, Tensor]
@@ -78,7 +78,7 @@ def exact_norms(
     for chunk in rows.chunks(CHUNK_TOKENS.get(device.type, CHUNK_TOKENS["cuda"])):
         ledger = Ledger(structure.groups, torch.zeros(len(chunk.targets), dtype=collector.dtype, device=device))
         tokens = _prepare(model, structure, chunk, temperature, ledger)
-        batches = _packed(tokens, 1 if structure.unhandled else ROWS.get(device.type, ROWS["cuda"]))
+        batches = _packed(tokens, 1 if structure.unhandled else LANES.get(device.type, LANES["cuda"]))
         jobs = (_batch(model, structure, chunk, tokens, batch, budget) for batch in batches)
         for found in in_threads(jobs, threads):
             for name, squares, places in found:
@@ -122,8 +122,11 @@ def _prepare(model: nn.Module, structure: Structure, chunk: Rows, temperature: f
     return Tokens(row, position, start, attended, states, coupled)
 
 
-def _packed(tokens: Tokens, rows: int) -> Iterator[Tensor]:
-    """Batches (n, B) of token indices, −1 where empty: up to B rows, each with up to n of its tokens, longest first."""
+def _packed(tokens: Tokens, lanes: int) -> Iterator[Tensor]:
+    """Batches (n, B) of token indices, −1 where empty: B rows, each with up to n of its tokens, longest first.
+
+    n·B is at most `lanes` unless B is 1.
+    """
     if not len(tokens.row):
         return
     lists: list[list[int]] = []
@@ -137,10 +140,19 @@ def _packed(tokens: Tokens, rows: int) -> Iterator[Tensor]:
     position = tokens.position.tolist()
     # Rows of a batch share its length and its number of slots: sort by both.
     lists.sort(key=lambda entry: (-position[entry[0]], -len(entry)))
-    for first in range(0, len(lists), rows):
-        entries = lists[first : first + rows]
-        slots = max(len(entry) for entry in entries)
-        yield torch.tensor([[entry[i] if i < len(entry) else -1 for entry in entries] for i in range(slots)])
+    entries: list[list[int]] = []
+    for entry in lists:
+        slots = max(len(one) for one in (*entries, entry))
+        if entries and slots * (len(entries) + 1) > lanes:
+            yield _grid(entries)
+            entries = []
+        entries.append(entry)
+    yield _grid(entries)
+
+
+def _grid(entries: list[list[int]]) -> Tensor:
+    slots = max(len(entry) for entry in entries)
+    return torch.tensor([[entry[i] if i < len(entry) else -1 for entry in entries] for i in range(slots)])
 
 
 def _batch(

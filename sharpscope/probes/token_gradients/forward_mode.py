@@ -14,7 +14,7 @@ from sharpscope.policy.head import Head, bare
 from sharpscope.probes.guard import attention_implementation
 from sharpscope.probes.token_gradients import attention as attn
 from sharpscope.probes.token_gradients.head import LOGIT_BYTES
-from sharpscope.probes.token_gradients.structure import Structure, hidden_states
+from sharpscope.probes.token_gradients.structure import Structure, hidden_states, read_before
 
 Watch = Callable[[dict[str, Tensor]], AbstractContextManager]
 
@@ -44,12 +44,19 @@ def forward_attention(model: nn.Module, structure: Structure) -> AbstractContext
 
 
 def pushed_hidden(
-    model: nn.Module, structure: Structure, ids: Tensor, direction: Sequence[Tensor], *, watch: Watch | None = None
+    model: nn.Module,
+    structure: Structure,
+    ids: Tensor,
+    direction: Sequence[Tensor],
+    *,
+    before: Tensor | None = None,
+    watch: Watch | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Hidden states (B, L, d) of rows `ids` (B, L), and their derivative along `direction` (like the trainable
     parameters).
 
     Args:
+        before: (P,) a beginning that the rows share and `ids` does not hold.
         watch: given the dual tensors by parameter name, makes a context manager to run the forward pass in.
     """
     with torch.no_grad(), forward_ad.dual_level():
@@ -59,7 +66,7 @@ def pushed_hidden(
         ]
         watching = nullcontext() if watch is None else watch(dict(zip(structure.named, duals, strict=True)))
         with substituted(model, structure.named, duals), forward_attention(model, structure), watching:
-            out = hidden_states(model, ids)
+            out = hidden_states(model, ids, read_before(model, before))
         value, tangent = forward_ad.unpack_dual(out)
         return value, torch.zeros_like(value) if tangent is None else tangent
 

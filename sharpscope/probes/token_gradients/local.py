@@ -12,7 +12,7 @@ from sharpscope.probes.token_gradients import attention as attn
 from sharpscope.probes.token_gradients.head import HeadGradients, head_gradients
 from sharpscope.probes.token_gradients.result import Collector, Ledger, ScoreNorms
 from sharpscope.probes.token_gradients.rows import Rows, safe_width, widen
-from sharpscope.probes.token_gradients.structure import Structure, hidden_states, recording
+from sharpscope.probes.token_gradients.structure import Structure, hidden_states, read_before, recording
 from sharpscope.probes.token_gradients.uses import Recorder, Use, local_squares
 
 # Positions per chunk: on a CPU the activations of one layer should stay in its cache.
@@ -41,16 +41,24 @@ class LocalPass:
     order: list[int]
 
 
-def local_passes(model: nn.Module, structure: Structure, rows: Rows, temperature: float) -> Iterator[LocalPass]:
-    """Walk over all rows in chunks."""
+def local_passes(
+    model: nn.Module, structure: Structure, rows: Rows, temperature: float, *, share: bool = False
+) -> Iterator[LocalPass]:
+    """Walk over all rows in chunks.
+
+    Args:
+        share: read what rows have in common before their first chosen token once: no cotangent goes there.
+    """
     budget = CHUNK_TOKENS.get(rows.ids.device.type, CHUNK_TOKENS["cuda"])
-    for chunk in rows.chunks(budget):
+    for chunk in rows.chunks(budget, share=share and structure.shares):
+        with torch.no_grad():
+            before = read_before(model, chunk.before)
         ids = widen(chunk.ids, safe_width(model, chunk.ids.shape[1]))  # (B, L)
         predicts = nn.functional.pad(chunk.predicts, (0, ids.shape[1] - chunk.ids.shape[1]))
         recorder = Recorder(structure.named, (ids.shape[0], ids.shape[1]))
         attn.begin()
         with torch.enable_grad(), recording(model, structure, recorder, attn.CUT):
-            hidden = hidden_states(model, ids)
+            hidden = hidden_states(model, ids, before)
         states = hidden.detach()[predicts]  # (M, d)
         words = ids[predicts][:, None] if structure.tied else None
         output, coupled = head_gradients(states, structure.head, chunk.targets, temperature, words=words)
@@ -98,6 +106,6 @@ def local_norms(model: nn.Module, structure: Structure, rows: Rows, temperature:
     """Every chosen token's local norm. The model must be in eval mode."""
     structure.require_local()
     collector = Collector(rows.shape, torch.promote_types(structure.head.weight.dtype, torch.float32), rows.ids.device)
-    for found in local_passes(model, structure, rows, temperature):
+    for found in local_passes(model, structure, rows, temperature, share=True):
         collector.write(found.rows, tally(structure, found))
     return collector.result("local", None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from sharpscope.errors import UserError
 from sharpscope.policy.head import bare
+
+SHARED = 16  # tokens: a shorter common beginning is read again with each row
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,7 @@ class Rows:
         place: (R, L) column of each token in the caller's arrays.
         source: (R,) row in the caller's arrays.
         shape: (N, S) of the caller's arrays.
+        before: (P,) a beginning that all these rows have, and that `ids` does not hold; None = none.
     """
 
     ids: Tensor
@@ -32,6 +35,7 @@ class Rows:
     place: Tensor
     source: Tensor
     shape: tuple[int, int]
+    before: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -63,8 +67,34 @@ class Rows:
         row, column = self.chosen.nonzero(as_tuple=True)
         target[self.source[row], self.place[row, column]] = values.to(target)
 
-    def chunks(self, tokens: int) -> Iterator[Rows]:
-        """All rows that have a chosen token, rows of like length together, about `tokens` positions at a time."""
+    def _beginnings(self) -> tuple[Tensor, list[Tensor]]:
+        """Rows with a chosen token: those that share no beginning worth a pass of its own, and the others in groups."""
+        groups: dict[tuple[int, ...], list[int]] = {}
+        first = self.predicts.int().argmax(1).tolist()
+        ids = self.ids.tolist()
+        for row in self.chosen.any(1).nonzero()[:, 0].tolist():
+            groups.setdefault(tuple(ids[row][: first[row]]), []).append(row)
+        shared = {start: len(start) >= SHARED and len(group) > 1 for start, group in groups.items()}
+        alone = [row for start, group in groups.items() if not shared[start] for row in group]
+        together = [torch.tensor(group, device=self.ids.device) for start, group in groups.items() if shared[start]]
+        return torch.tensor(alone, dtype=torch.long, device=self.ids.device), together
+
+    def chunks(self, tokens: int, *, share: bool = False) -> Iterator[Rows]:
+        """All rows that have a chosen token, rows of like length together, about `tokens` positions at a time.
+
+        With `share`, rows that are the same up to where their first chosen token is predicted, as the completions of a prompt
+        are, come together, without what they have in common but with it as `before`.
+        """
+        if share:
+            alone, together = self._beginnings()
+            for index in together:
+                some, first = self.take(index), int(self.predicts[index[0]].int().argmax())
+                rest = Rows(some.ids[:, first:], some.lengths - first, some.chosen[:, first:], some.place[:, first:],
+                            some.source, some.shape, some.ids[0, :first])  # fmt: skip
+                yield from (replace(chunk, before=rest.before) for chunk in rest.chunks(tokens))
+            if len(alone):
+                yield from self.take(alone).chunks(tokens)
+            return
         order = self.lengths.argsort(descending=True, stable=True)
         order = order[self.chosen.any(1)[order]]
         start = 0

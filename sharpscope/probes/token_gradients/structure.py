@@ -11,8 +11,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from transformers import Cache
 
 from sharpscope.errors import UserError
+from sharpscope.policy.cache import ContinuationLayer, PromptCache, check_cacheable
 from sharpscope.policy.head import Head, backbone, bare, check_head, output_head
 from sharpscope.probes.guard import attention_implementation
 from sharpscope.probes.token_gradients import attention as attn
@@ -37,6 +39,7 @@ class Structure:
         last_layer: the decoder layer of the last attention call, where the exact tier may split the pass, or None.
         tail: then, the parameters used after that call.
         groups: parameter -> the groups it belongs to.
+        shares: whether rows can go on from the keys and values of a beginning read before.
     """
 
     named: dict[str, nn.Parameter]
@@ -50,6 +53,7 @@ class Structure:
     last_layer: nn.Module | None = None
     tail: frozenset[str] = frozenset()
     groups: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    shares: bool = False
 
     @property
     def native(self) -> frozenset[str]:
@@ -105,13 +109,34 @@ def recording(model: nn.Module, structure: Structure, recorder: Recorder, kind: 
         yield
 
 
-def hidden_states(model: nn.Module, ids: Tensor) -> Tensor:
-    """(B, L, d) after the final norm, for rows (B, L) without padding on their left."""
+def hidden_states(model: nn.Module, ids: Tensor, before: PromptCache | None = None) -> Tensor:
+    """(B, L, d) after the final norm, for rows (B, L) without padding on their left, which go on from `before`."""
     body = backbone(model)
+    start = 0 if before is None else before.get_seq_length()
     # Learned positions are looked up once per row, so that each row has a gradient of its own.
-    positions = torch.arange(ids.shape[1], device=ids.device).repeat(ids.shape[0], 1)  # (B, L)
-    given = {"position_ids": positions} if "position_ids" in signature(body.forward).parameters else {}
-    return body(input_ids=ids, use_cache=False, **given).last_hidden_state
+    positions = torch.arange(start, start + ids.shape[1], device=ids.device).repeat(ids.shape[0], 1)  # (B, L)
+    given: dict[str, Any] = {"position_ids": positions} if "position_ids" in signature(body.forward).parameters else {}
+    if before is not None:
+        given["past_key_values"] = Cache(layers=[_After(layer, positions) for layer in before.layers])  # type: ignore[arg-type]
+    return body(input_ids=ids, use_cache=before is not None, **given).last_hidden_state
+
+
+def read_before(model: nn.Module, before: Tensor | None) -> PromptCache | None:
+    """Keys and values of a beginning (P,) that rows share."""
+    if before is None:
+        return None
+    cache = PromptCache()
+    backbone(model)(input_ids=before[None], past_key_values=cache, use_cache=True)
+    return cache
+
+
+class _After(ContinuationLayer):
+    """Puts one beginning's keys and values before those of every row, in operations that have every derivative."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """See transformers: adds the new states (n, H, t, d_head) and returns all that is attended to."""
+        keys, values = (x.expand(len(key_states), -1, -1, -1) for x in (self.prompt.keys, self.prompt.values))
+        return torch.cat([keys, key_states], 2), torch.cat([values, value_states], 2)  # (n, H, P+t, d)
 
 
 def _examine(model: nn.Module, named: dict[str, nn.Parameter]) -> Structure:
@@ -138,6 +163,7 @@ def _examine(model: nn.Module, named: dict[str, nn.Parameter]) -> Structure:
     structure.not_local = _leak(recorder.uses, hidden)
     _find_split(model, structure, counted.module, ids)
     _check_causal(model, ids)
+    structure.shares = _can_share(model, structure, ids)
     return structure
 
 
@@ -187,6 +213,23 @@ def _check_causal(model: nn.Module, ids: Tensor) -> None:
         raise UserError(
             f"model, {type(bare(model)).__name__}: a position sees later ones; token gradients need a causal model"
         )
+
+
+def _can_share(model: nn.Module, structure: Structure, ids: Tensor) -> bool:
+    """Whether the hidden states are the same when the last tokens go on from the others' keys and values."""
+    if not structure.attention_calls or "past_key_values" not in signature(backbone(model).forward).parameters:
+        return False
+    try:
+        check_cacheable(model)
+    except UserError:
+        return False
+    with torch.no_grad(), attention_implementation(model, attn.FORWARD):
+        ids = ids[:1]
+        whole, part = (
+            hidden_states(model, ids)[:, -3:],
+            hidden_states(model, ids[:, -3:], read_before(model, ids[0, :-3])),
+        )
+    return torch.allclose(whole, part, rtol=0, atol=float(whole.abs().amax()) * torch.finfo(whole.dtype).eps ** 0.5)
 
 
 def _find_split(model: nn.Module, structure: Structure, module: nn.Module | None, ids: Tensor) -> None:
