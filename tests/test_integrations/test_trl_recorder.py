@@ -36,6 +36,7 @@ def weights_of(one: Any) -> list[torch.Tensor]:
     [
         ("qwen2", {}, REUSED | {"beta": 0.1}),
         ("gpt2", {"resid_pdrop": 0.2, "attn_pdrop": 0.2}, {}),  # dropout draws from the global generator
+        ("qwen2", {}, {"bf16": True, "max_steps": 2}),
         (
             "qwen2",
             {},
@@ -210,6 +211,22 @@ def test_an_update_over_several_generation_batches_is_one_step(tmp_path: Path):
     assert counts.size().tolist() == [32, 32] and counts["group"].nunique().tolist() == [8, 8]
     np.testing.assert_allclose(run.tokens().groupby("step")["attribution"].sum(), 1.0, atol=5e-3)
     assert run.steps["tokens"].sum() == len(run.tokens()) == run.rollouts["length"].sum()
+
+
+def test_adapters(tmp_path: Path):
+    """With peft only the adapters are trained, and norms, shares and the update are theirs."""
+    peft = pytest.importorskip("peft", reason="peft is not installed (test extra)")
+    settings = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
+    plain = trainer(tmp_path / "a", peft_config=settings)
+    plain.train()
+    one = trainer(tmp_path / "b", peft_config=settings)
+    record(one, tmp_path / "run", recording=ALL)
+    one.train()
+    assert all(torch.equal(a, b) for a, b in zip(weights_of(plain), weights_of(one), strict=True))
+    run = sharpscope.load_run(tmp_path / "run")
+    np.testing.assert_allclose(run.tokens().groupby("step")["attribution"].sum(), 1.0, atol=5e-3)
+    trainable = sum(p.numel() for p in one.model.parameters() if p.requires_grad)
+    assert run.info["trainable_parameters"] == trainable < run.info["parameters"]
 
 
 def test_evaluations_of_trl_are_rows_of_the_eval_table(tmp_path: Path):

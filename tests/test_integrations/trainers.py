@@ -34,7 +34,8 @@ def shortness(completions: list[str], **_: Any) -> list[float]:
 
 
 def trainer(
-    folder: Path, *, architecture: str = "qwen2", model: dict[str, Any] | None = None, beta: float = 0.0, **arguments: Any
+    folder: Path, *, architecture: str = "qwen2", model: dict[str, Any] | None = None, beta: float = 0.0, peft_config: Any = None,
+    **arguments: Any
 ) -> Any:  # fmt: skip
     """16 completions a step of 4 prompts, 2 micro-batches an update, unless `arguments` say otherwise."""
     from datasets import Dataset
@@ -48,7 +49,7 @@ def trainer(
     ) | arguments  # fmt: skip
     made = GRPOTrainer(
         model=tiny_model(architecture, vocab=VOCABULARY, dtype=torch.float32, scale=0.3, **(model or {})),
-        reward_funcs=[evens, shortness], args=GRPOConfig(**settings), processing_class=tokenizer(),
+        reward_funcs=[evens, shortness], peft_config=peft_config, args=GRPOConfig(**settings), processing_class=tokenizer(),
         train_dataset=Dataset.from_dict({"prompt": PROMPTS * 4}), eval_dataset=Dataset.from_dict({"prompt": PROMPTS}),
     )  # fmt: skip
     if beta:  # TRL would load the reference by the model's name, and this model has none

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,19 @@ def record(
     return Recorder(trainer, Path(out), method, task, correct, recording)
 
 
+@contextmanager
+def own_forward(model: Any) -> Iterator[None]:
+    """Within it, `model.forward` is the model's own: accelerate replaces it by one that computes in bf16 (autocast)."""
+    replaced = vars(model).get("forward")
+    if replaced is not None and hasattr(model, "_original_forward"):
+        model.forward = model._original_forward
+    try:
+        yield
+    finally:
+        if replaced is not None:
+            model.forward = replaced
+
+
 class Recorder:
     """What `record` returns. `run_dir` is the run's folder."""
 
@@ -105,8 +119,10 @@ class Recorder:
         self.trainer, self.run_dir, self.weights, self.correct = trainer, out, weights, correct
         self.model = trainer.accelerator.unwrap_model(trainer.model)
         tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
-        with guarded(self.model, weights=False):
-            self.policy = make_policy(self.model, tokenizer, str(getattr(self.model.config, "_name_or_path", "")))
+        compute = torch.bfloat16 if trainer.accelerator.mixed_precision == "bf16" else None
+        with guarded(self.model, weights=False), own_forward(self.model):
+            source = str(getattr(self.model.config, "_name_or_path", ""))
+            self.policy = make_policy(self.model, tokenizer, source, compute=compute)
         self.group_size = int(trainer.num_generations)
         method, notes = arguments.trl_method(trainer, weights)
         notes += arguments.sampler_notes(trainer)
@@ -117,7 +133,7 @@ class Recorder:
             model=self.model, optimizer=None, method=method, temperature=config.rollout.temperature,  # type: ignore[arg-type]
             max_new_tokens=config.rollout.max_new_tokens, mini_batches=1, inner_epochs=1,
             microbatch_tokens=config.update.microbatch_tokens, share_prompt=True,
-            max_grad_norm=config.optimizer.max_grad_norm, seed=config.seed,
+            max_grad_norm=config.optimizer.max_grad_norm, seed=config.seed, compute=compute,
         )  # fmt: skip
         self.recording = False
         self._serial = 0
@@ -187,6 +203,7 @@ class Recorder:
         config = self._config(int(trainer.state.max_steps))
         optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
         self.learner.optimizer = optimizer
+        self.learner.forget_seen()
         self._adam = isinstance(optimizer, torch.optim.AdamW) and not any(g["amsgrad"] for g in optimizer.param_groups)
         if config.recording.update_attribution and not self._adam:
             raise UserError(
@@ -235,7 +252,7 @@ class Recorder:
         examples = examples_of(rollouts, self.group_size, self.policy.tokenizer)
         drawn = Round(examples, rollouts, rewards, advantage.detach().clone(), 0)
         self.learner.share_prompt = same_prompts(rollouts, self.group_size)
-        with guarded(self.model, weights=False), self.trainer.accelerator.autocast():
+        with guarded(self.model, weights=False):
             stats = self.learner.statistics(rollouts)
         plan = None
         if self.weights is not None:
@@ -312,7 +329,8 @@ class Recorder:
             self.observers.begin(self.trace.step, step.joined()[0], self.trace.recent)
         if math.isfinite(norm) and math.isfinite(loss):
             assert self.learner.before_step is not None
-            self.learner.before_step(step.update_batch())
+            with own_forward(self.model):
+                self.learner.before_step(step.update_batch())
         else:
             self.trace.not_finite(norm if math.isfinite(loss) else loss)
 
