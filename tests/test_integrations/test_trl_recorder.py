@@ -213,6 +213,17 @@ def test_an_update_over_several_generation_batches_is_one_step(tmp_path: Path):
     assert run.steps["tokens"].sum() == len(run.tokens()) == run.rollouts["length"].sum()
 
 
+def test_it_says_where_trls_log_probabilities_are_not_ours(tmp_path: Path):
+    """TRL counts the positions of a left-padded prompt from the padding on; a model with absolute positions notices."""
+    for name in ("gpt2", "qwen2"):
+        one = trainer(tmp_path / name, architecture=name, max_steps=1, per_device_train_batch_size=16)
+        record(one, tmp_path / f"{name}-run")
+        one.train()
+    events = sharpscope.load_run(tmp_path / "gpt2-run").events.set_index("rule")
+    assert events.loc["trl_statistics", "value"] > events.loc["trl_statistics", "threshold"] == 0.05
+    assert "trl_statistics" not in set(sharpscope.load_run(tmp_path / "qwen2-run").events["rule"])
+
+
 def test_adapters(tmp_path: Path):
     """With peft only the adapters are trained, and norms, shares and the update are theirs."""
     peft = pytest.importorskip("peft", reason="peft is not installed (test extra)")

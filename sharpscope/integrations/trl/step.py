@@ -27,6 +27,9 @@ class Step:
     )
     gradient: tuple[float, float, float] = (math.nan, math.nan, 1.0)  # loss, norm, clip factor of the present update
     losses: list[Tensor] = field(default_factory=list)  # of the present update's micro-batches
+    gaps: list[Tensor] = field(
+        default_factory=list
+    )  # |ln π of TRL − ln π of our forward pass| before the first update [nats]
     coefs: list[tuple[int, Tensor, Tensor]] = field(default_factory=list)  # serial, rows (n,), ∂L/∂log π (n, T)
 
     @property
@@ -48,6 +51,9 @@ class Step:
         tokens, index = batch.tokens, len(self.updates)
         mask = batch.drawn.rollouts.completion_mask[rows.to(logp.device)].bool().cpu()
         first = mask & (tokens.update[rows] < 0)  # (n, T): a token's columns are those of its first update
+        if index == 0:
+            ours = tokens.stats.logp[rows.to(tokens.stats.logp.device)].cpu()
+            self.gaps.append((logp.detach().cpu() - ours).abs()[mask])
         found = used(trainer, inputs, logp)
         for name in ("ratio", "clipped", "kl"):
             target, value = getattr(tokens, name), getattr(found, name)

@@ -108,6 +108,16 @@ class Trace:
         text = "the loss or gradient of an update is not finite; lower learning_rate, or look at this step's tokens"
         self._events.append(Event(self.step, "non_finite", "error", value, math.nan, "none", text))
 
+    def unlike(self, gap: float) -> None:
+        """`gap`: mean |ln π of TRL − ln π of the recorder's forward pass| before the first update [nats]."""
+        limit = self.config.health.logp_mismatch.threshold
+        if gap > limit:
+            text = (
+                "TRL's log-probabilities are not those of the recorder's forward pass (dropout, positions of padded prompts, kernels): "
+                "loss_coef and ratio are TRL's, statistics, weights and attribution the recorder's"
+            )
+            self._events.append(Event(self.step, "trl_statistics", "warning", gap, limit, "warn", text))
+
     def _write_events(self) -> None:
         for event in self._events:
             self.writer.append("events", {name: [value] for name, value in event.row().items()})
