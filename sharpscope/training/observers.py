@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from sharpscope.probes import (
 )
 from sharpscope.tasks import Task
 from sharpscope.traces.spike_rule import robust_z
+from sharpscope.training import processes
 from sharpscope.training.health import Event
 from sharpscope.training.learning import Learner, UpdateBatch
 from sharpscope.training.probe_sets import Drawer, needs_probe_set, run_probe_set
@@ -103,9 +104,8 @@ class Observers:
         """Local norms and attribution of all tokens of the update, exact norms of a few."""
         part = self._rollouts.rows(batch.rows)
         mask = _mask(part)
-        common: dict[str, Any] = {"attention_mask": part.attention_mask, "temperature": self.config.rollout.temperature}
         # Forward and backward passes cost by token, so tokens without a part in the gradient are still run: they have norms.
-        local = score_norms(self.learner.seen.model, part.input_ids, mask, tier="local", **common).values
+        local = self._norms(part, torch.arange(len(mask), device=mask.device), mask, "local")
         self._put("score_norm_local", batch, local)
         if batch.grad_norm > 0:
             gradient = [
@@ -115,29 +115,49 @@ class Observers:
             along = self._along(part, mask, coef, gradient)
             self._put("attribution", batch, along / batch.grad_norm**2)
             if self.spec.update_attribution:
-                self._update_attribution(batch, part, mask, coef, common)
-        self._exact(batch, part, local, common)
+                self._update_attribution(batch, part, mask, coef)
+        self._exact(batch, part, local)
+
+    def _norms(self, part: Rollouts, rows: Tensor, mask: Tensor, tier: Literal["local", "exact"]) -> Tensor:
+        """Score norms (m, P+T) of the `rows` (m,) of `part`; processes compute a part of them each."""
+        model, temperature = self.learner.seen.model, self.config.rollout.temperature
+
+        def norms(some: Tensor) -> Tensor:
+            attention = part.attention_mask[some]
+            return score_norms(
+                model, part.input_ids[some], mask[some], tier=tier, attention_mask=attention, temperature=temperature
+            ).values
+
+        return processes.by_rows(rows, norms)
 
     def _along(self, part: Rollouts, mask: Tensor, coef: Tensor, direction: list[Tensor]) -> Tensor:
         """c_t⟨∇log π_t, direction⟩ (n, P+T). Rows of groups whose rewards are all equal have c = 0 and are not run."""
         live = ((coef != 0) & mask.bool()).any(dim=1).nonzero()[:, 0]
-        out = torch.zeros_like(coef)
+        out, model = torch.zeros_like(coef), self.learner.seen.model
+
+        def along(some: Tensor) -> Tensor:
+            return attribute(
+                model, part.input_ids[some], mask[some], coef[some], direction, part.attention_mask[some],
+                self.config.rollout.temperature, self.spec.derivative,
+            )  # fmt: skip
+
         if len(live):
-            out[live] = attribute(
-                self.learner.seen.model, part.input_ids[live], mask[live], coef[live], direction,
-                part.attention_mask[live], self.config.rollout.temperature, self.spec.derivative,
-            ).to(out)  # fmt: skip
+            out[live] = processes.by_rows(live, along).to(out)
         return out
 
-    def _update_attribution(
-        self, batch: UpdateBatch, part: Rollouts, mask: Tensor, coef: Tensor, common: dict[str, Any]
-    ) -> None:
+    def _update_attribution(self, batch: UpdateBatch, part: Rollouts, mask: Tensor, coef: Tensor) -> None:
         """Shares of ‖Δθ‖² of the step that the optimizer is about to take; what is not the tokens' goes to the probes table."""
-        split = coming_update(self.learner.seen.optimizer, self.learner.seen.parameters, batch.clip_factor)
-        # D⁻¹ stretches the direction over many orders of magnitude, where a difference of float32 values is too coarse.
-        shares = update_attribution(
-            self.learner.seen.model, part.input_ids, mask, coef, split, method="forward", **common
-        )
+        seen, temperature = self.learner.seen, self.config.rollout.temperature
+        split = coming_update(seen.optimizer, seen.parameters, batch.clip_factor)
+
+        def shares_of(some: Tensor) -> Tensor:
+            # D⁻¹ stretches the direction over many orders of magnitude, where a difference of float32 values is too coarse.
+            return update_attribution(
+                seen.model, part.input_ids[some], mask[some], coef[some], split, method="forward",
+                attention_mask=part.attention_mask[some], temperature=temperature,
+            )  # fmt: skip
+
+        shares = processes.by_rows(torch.arange(len(mask), device=mask.device), shares_of)
         self._put("update_attribution", batch, shares)
         if batch.index == 0:
             self._parts += [
@@ -145,7 +165,7 @@ class Observers:
                 ("update_share_weight_decay", split.weight_decay),
             ]  # fmt: skip
 
-    def _exact(self, batch: UpdateBatch, part: Rollouts, local: Tensor, common: dict[str, Any]) -> None:
+    def _exact(self, batch: UpdateBatch, part: Rollouts, local: Tensor) -> None:
         """The exact tier on the largest tokens by local norm and on random others, with the probability of being drawn."""
         places = part.completion_mask.bool().nonzero()  # (M, 2)
         norms = local[:, part.prompt_width :][part.completion_mask.bool()]  # (M,)
@@ -164,37 +184,36 @@ class Observers:
         rows, columns = places[chosen].T
         mask[rows, columns + part.prompt_width] = 1
         keep = mask.any(dim=1).nonzero()[:, 0]  # only completions that hold a chosen token are run
-        some = {**common, "attention_mask": part.attention_mask[keep]}
         values = torch.full(part.input_ids.shape, math.nan, device=norms.device)
-        exact = score_norms(self.learner.seen.model, part.input_ids[keep], mask[keep], tier="exact", **some).values
+        exact = self._norms(part, keep, mask, "exact")
         values[keep] = torch.where(mask[keep].bool(), exact.float(), math.nan)
         self._put("score_norm", batch, values)
         self._put("score_norm_std_error", batch, torch.where(values.isnan(), math.nan, 0.0))
         chances = torch.full(part.input_ids.shape, math.nan, device=norms.device)
         chances[rows, columns + part.prompt_width] = probability[chosen]
         self._put("draw_probability", batch, chances)
-        self._alignment(batch, part, keep, mask, exact, some)
+        self._alignment(batch, part, keep, mask, exact)
 
-    def _alignment(
-        self, batch: UpdateBatch, part: Rollouts, keep: Tensor, mask: Tensor, exact: Tensor, common: dict[str, Any]
-    ) -> None:
+    def _alignment(self, batch: UpdateBatch, part: Rollouts, keep: Tensor, mask: Tensor, exact: Tensor) -> None:
         """Share of ∇log π_t in the span of the newest top eigenvectors, for the tokens whose exact norm is known."""
         vectors = self.surface.vectors
         if vectors is None:
             return
-        sizes = [p.numel() for p in self.learner.seen.parameters]
-        total = torch.zeros_like(exact)
-        for vector in vectors:
-            direction = [v.view_as(p) for v, p in zip(vector.split(sizes), self.learner.seen.parameters, strict=True)]
-            found = directional_derivative(
-                self.learner.seen.model,
-                part.input_ids[keep],
-                mask[keep],
-                direction,
-                method=self.spec.derivative,
-                **common,
-            )
-            total += found.values.to(total) ** 2
+        seen, temperature = self.learner.seen, self.config.rollout.temperature
+        sizes = [p.numel() for p in seen.parameters]
+
+        def squares(some: Tensor) -> Tensor:
+            total = torch.zeros(len(some), mask.shape[1], dtype=exact.dtype, device=exact.device)
+            for vector in vectors:
+                direction = [v.view_as(p) for v, p in zip(vector.split(sizes), seen.parameters, strict=True)]
+                found = directional_derivative(
+                    seen.model, part.input_ids[some], mask[some], direction, method=self.spec.derivative,
+                    attention_mask=part.attention_mask[some], temperature=temperature,
+                )  # fmt: skip
+                total += found.values.to(total) ** 2
+            return total
+
+        total = processes.by_rows(keep, squares)
         values = torch.full(part.input_ids.shape, math.nan, device=exact.device)
         share = torch.where(exact > 0, total / exact.clamp_min(torch.finfo(exact.dtype).tiny) ** 2, math.nan)
         values[keep] = torch.where(mask[keep].bool(), share, math.nan).float()
@@ -221,7 +240,12 @@ class Observers:
         drawn = self.probe_set.draw("heldout", self.spec.heldout_samples, self.drawer, seed)
         mask = _mask(drawn.rollouts)
         coef = failure_coefficients(mask, drawn.correct)
-        return logp_gradient(model, drawn.rollouts.input_ids, mask, coef, drawn.rollouts.attention_mask, temperature)
+        rows = drawn.rollouts.rows(torch.arange(len(mask))[processes.share(len(mask))])
+        own = [torch.zeros_like(p) for p in self.learner.seen.parameters]
+        if len(rows):
+            coef = coef[processes.share(len(mask))]
+            own = logp_gradient(model, rows.input_ids, _mask(rows), coef, rows.attention_mask, temperature)
+        return processes.summed(own)
 
     def _put(self, name: str, batch: UpdateBatch, values: Tensor) -> None:
         """Keep `values` (n, P+T) of the update's rows where no earlier update of the step has put any."""

@@ -179,6 +179,29 @@ def share_rows(index: Tensor, tensors: Sequence[Tensor]) -> None:
                 tensor[rows.to(tensor.device)] = part.to(tensor)
 
 
+def by_rows(rows: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
+    """`compute(rows)`, for a function whose results (n, …) belong to the `rows` (n,) one by one; each process computes a part.
+
+    All processes get all results, on the device of their own ones.
+    """
+    if count() == 1:
+        return compute(rows)
+    part = rows[share(len(rows))]
+    own = compute(part) if len(part) else None
+    found = [piece for piece in gather(None if own is None else own.detach().cpu()) if piece is not None]
+    return torch.cat(found).to(rows.device if own is None else own.device)
+
+
+@torch.no_grad()
+def summed(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The sums of every process's `tensors`, which are of one type."""
+    found = list(tensors)
+    if count() > 1 and found:
+        found = [tensor.clone() for tensor in found]
+        _sum(found)
+    return found
+
+
 @torch.no_grad()
 def sum_gradients(parameters: Sequence[Tensor]) -> None:
     """Replace every `.grad` by its sum over the processes. Sharded parameters' are summed already and stay.
