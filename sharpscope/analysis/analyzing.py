@@ -69,7 +69,7 @@ def analyze(
         runs = load_several(paths)
         found = [study for study in studies(runs) if study.settings]
         if not found:
-            raise UserError(_nothing(paths, runs))
+            raise UserError(nothing_found(paths, runs))
         folder = _folder(out)
         tell = on_progress or (lambda text: None)
         figures: dict[str, list[Path]] = {}
@@ -146,7 +146,8 @@ def load_several(paths: str | Path | Iterable[str | Path]) -> Runs:
     return Runs(several[0].root if several else Path(), names, skipped)  # type: ignore[arg-type]
 
 
-def _nothing(paths: Any, runs: Runs) -> str:
+def nothing_found(paths: Any, runs: Runs) -> str:
+    """What to tell someone below whose `paths` there is nothing to analyse."""
     where = runs.root if isinstance(paths, str | Path) else ", ".join(map(str, paths))
     if runs.skipped:
         name, why = next(iter(runs.skipped.items()))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from sharpscope.analysis.analyzing import AnalysisResult, analyze, collect, load_several
+from sharpscope.analysis.analyzing import AnalysisResult, analyze, collect, load_several, nothing_found
 from sharpscope.analysis.claim_pictures import save_pictures
 from sharpscope.analysis.claims import write_claims
 from sharpscope.analysis.html import report_html
@@ -77,7 +77,7 @@ def write_page(paths: Paths, out: str | Path, *, on_progress: Progress | None = 
         warnings.filterwarnings("ignore", message=".* is left out: ")
         runs = load_several(given)
     if not len(runs):
-        raise UserError(_no_run(given, runs.skipped))
+        raise UserError(nothing_found(given, runs))
     reports, messages = collect(runs, on_progress)
     content = content_of(runs, reports, messages, given, on_progress)
     try:
@@ -92,11 +92,3 @@ def _page(content: ReportContent, pictures: dict[str, str]) -> str:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DamagedPartWarning)
         return report_html(content, pictures)
-
-
-def _no_run(paths: list[str | Path], skipped: dict[str, str]) -> str:
-    where = ", ".join(map(str, paths))
-    if skipped:
-        name, why = next(iter(skipped.items()))
-        return f"runs: none of the {len(skipped)} below {where} can be read; {name}: {why}"
-    return f"runs: no run below {where}; make one with `sharpscope run --steps 20`, or give the folder that holds yours"
