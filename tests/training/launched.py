@@ -1,6 +1,6 @@
 """What every process of a launched run does in tests: train some configurations, keep the first gradient of each.
 
-python -m tests.training.launched FOLDER: reads FOLDER/configs.json, a list of [values, resume]; writes FOLDER/<name>.gradient.
+python -m tests.training.launched FOLDER: reads FOLDER/configs.json, a list of [values, resume, sharded]; writes FOLDER/<name>.gradient.
 """
 
 from __future__ import annotations
@@ -42,7 +42,10 @@ def run_all(folder: Path) -> None:
     from sharpscope.config import build_config
     from sharpscope.training import learning, train
 
-    for values, resume in json.loads((folder / "configs.json").read_text()):
+    for values, resume, sharded in json.loads((folder / "configs.json").read_text()):
+        os.environ["ACCELERATE_USE_FSDP"] = str(
+            sharded
+        ).lower()  # what accelerate launch --use_fsdp sets, read at each start
         original = keep_gradient(folder / f"{values['name']}.gradient")
         try:
             train(build_config(values=values), resume=resume)
@@ -50,8 +53,8 @@ def run_all(folder: Path) -> None:
             learning.scale_gradients = original
 
 
-def launch(folder: Path, configs: list, count: int = 2, sharded: bool = False) -> None:
-    """Train in `count` processes on the CPU, as `accelerate launch --cpu [--use_fsdp --fsdp_version 2]` would start them."""
+def launch(folder: Path, configs: list, count: int = 2) -> None:
+    """Train in `count` processes on the CPU, as `accelerate launch [--use_fsdp --fsdp_version 2]` would start them."""
     (folder / "configs.json").write_text(json.dumps(configs))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -59,9 +62,8 @@ def launch(folder: Path, configs: list, count: int = 2, sharded: bool = False) -
     common = os.environ | {
         "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
         "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
+        "FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "true",
     }  # fmt: skip
-    if sharded:
-        common |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "true"}
     started = [
         subprocess.Popen(
             [sys.executable, "-m", "tests.training.launched", str(folder)], text=True, stderr=subprocess.PIPE,

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sharpscope.errors import UserError
-from sharpscope.training import environment, processes
+from sharpscope.training import environment, processes, train
 from sharpscope.training.processes import Launch
 
 
@@ -97,3 +97,19 @@ def test_processes_of_one_machine_share_its_cores(monkeypatch):
         assert environment.set_threads(3) == 3
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"method": "ppo-ewma"}, "average of all weights"),
+        ({"policy__lora": {"r": 2}}, "adapters are not sharded"),
+        ({"rollout__backend": {"kind": "server"}}, "backend"),
+    ],
+)
+def test_what_cannot_be_sharded_is_refused_before_the_folder_is_made(monkeypatch, toy_config, changes, said):
+    monkeypatch.setattr(processes, "start", lambda device: Launch(2, sharded=True))
+    config = toy_config(**changes)
+    with pytest.raises(UserError, match=said):
+        train(config)
+    assert not config.run_dir.exists()
