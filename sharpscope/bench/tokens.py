@@ -17,9 +17,12 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
+from sharpscope.bench.token_stats import measure
+from sharpscope.bench.tokens_recording import recording_cost
 from sharpscope.packaged import data_path
 from sharpscope.probes import directional_derivative, logp_gradient, score_norms
 from sharpscope.probes.token_gradients import Tier
+from sharpscope.training.spec import RecordingSpec
 
 GPU_SHAPES: dict[str, dict[str, int]] = {
     "Qwen2.5-0.5B": {
@@ -49,9 +52,9 @@ class Row:
     Attributes:
         what: the quantity; `setting`: the batch.
         seconds: median time of ours; `baseline`: of the baseline.
-        ratio: how many times ours is faster, or (attribution) its cost in forward passes.
+        ratio: in `unit`.
         required, hoped: of the ratio.
-        unit: "x faster" or "forward passes".
+        unit: "x faster" (the more the better), "forward passes", "% of the time" or "x the time" (the less the better).
         note: anything that a reader must know.
     """
 
@@ -236,6 +239,30 @@ def table(
     return found
 
 
+def recording_row(repeats: int, quick: bool) -> Row:
+    """The default recording's share of training time."""
+    small = ("rollout.prompts_per_step=2", "rollout.group_size=2", "rollout.max_new_tokens=8") if quick else ()
+    cost = recording_cost(repeats, torch.get_num_threads(), small)
+    note = (
+        f"a step {cost.step:.2f} s; recording the tables {cost.plain:.3f} s, score norms and shares {cost.gradients:.2f} s "
+        f"every {RecordingSpec().token_gradients_every}th step, influence {cost.influence:.2f} s every "
+        f"{RecordingSpec().heldout_influence_every}th"
+    )
+    total = cost.step + cost.recording
+    return Row(
+        "default recording", "training steps", cost.recording, total, 100 * cost.share, 15, 5, "% of the time", note
+    )
+
+
+def statistics_row(repeats: int, quick: bool) -> Row:
+    """All of `TokenStats` against log-softmax and gather alone."""
+    words = 2_000 if quick else 151_936
+    cost = measure(vocabulary=words, repeats=repeats)
+    note = f"against log-softmax in cache-sized blocks {cost.ratio_blocked:.2f}, with the output layer {cost.ratio_with_head:.2f}"
+    what = f"TokenStats, {words:,} words"
+    return Row(what, "96 tokens", cost.statistics_s, cost.log_softmax_s, cost.ratio, 2, 1.3, "x the time", note)
+
+
 TIER_SAMPLES: dict[Tier, int | None] = {"exact": 16, "local": None, "sketch": None}
 """Tokens a row that the growth of each tier is measured on; None = all."""
 
@@ -278,7 +305,14 @@ def run(*, quick: bool = False, repeats: int = 5, with_growth: bool = True) -> d
         "threads": torch.get_num_threads(),
         "quick": quick,
         "torch": torch.__version__,
-        "embedded policy": [asdict(row) for row in table(embedded(), **small)],
+        "embedded policy": [
+            asdict(row)
+            for row in (
+                *table(embedded(), **small),
+                recording_row(1 if quick else max(repeats // 2, 1), quick),
+                statistics_row(1 if quick else repeats, quick),
+            )
+        ],
         "growth": growth(1 if quick else min(repeats, 3), quick=quick) if with_growth else [],
     }
     if not torch.cuda.is_available():

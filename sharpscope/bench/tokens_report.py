@@ -48,7 +48,8 @@ def write(found: dict[str, Any], folder: Path) -> list[Path]:
             lines += ["| " + " | ".join(_cells(row)) + " |" for row in found[name]] + [""]
     lines += [
         "Baseline: for norms, a loop of `autograd.grad` over a kept graph, timed on a sample of tokens in the same run; for",
-        "attribution, a forward pass to the log-probabilities.", "", f"GPU: {found['gpu']}.", "",
+        "attribution, a forward pass to the log-probabilities; for recording, the whole step; for TokenStats, log-softmax and",
+        "gather.", "", f"GPU: {found['gpu']}.", "",
     ]  # fmt: skip
     text.write_text("\n".join(lines), encoding="utf-8")
     return [numbers, text, *_picture(found["growth"], folder / "tokens.png")]

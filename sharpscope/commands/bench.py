@@ -55,6 +55,10 @@ def tokens(
     repeats: Annotated[int, typer.Option(min=1, help="Measurements of each, of which the median counts.")] = 5,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads for both sides.")] = None,
     growth: Annotated[bool, typer.Option(help="Also measure growth with length, width and vocabulary.")] = True,
+    accuracy: Annotated[
+        bool,
+        typer.Option("--accuracy", help="Instead: how far the local tier is from the exact one, per architecture."),
+    ] = False,
     out: Annotated[Path, typer.Option(help="Folder for the numbers, the table and the plot.")] = Path(
         "experiments/benchmarks"
     ),
@@ -66,10 +70,15 @@ def tokens(
       sharpscope bench tokens --quick --out bench
     """
     from sharpscope.bench import tokens as measured
-    from sharpscope.bench import tokens_report
+    from sharpscope.bench import tokens_accuracy, tokens_report
     from sharpscope.training import environment
 
     environment.set_threads(threads)
+    if accuracy:
+        distances = tokens_accuracy.distances(*((2, 2) if quick else (400, 8)), tell=typer.echo)
+        typer.echo(tokens_accuracy.report(distances))
+        typer.echo(str(tokens_accuracy.write(distances, out)))
+        return
     found = measured.run(quick=quick, repeats=repeats, with_growth=growth)
     tokens_report.show(found)
     for path in tokens_report.write(found, out):
