@@ -123,7 +123,7 @@ def quantile_bins(x: np.ndarray, y: np.ndarray, bins: int = 24, log: bool = True
             rows.append(
                 (float(np.exp(center)) if log else center, *np.quantile(y[inside], [0.1, 0.5, 0.9]), int(inside.sum()))
             )
-    return pd.DataFrame(rows, columns=["x", "q10", "q50", "q90", "n"])
+    return pd.DataFrame(rows, columns=["x", "q10", "q50", "q90", "n"]).astype(float)
 
 
 def lorenz(mass: np.ndarray, points: int = 201) -> pd.DataFrame:

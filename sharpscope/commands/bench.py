@@ -140,7 +140,8 @@ def curvature(
     from sharpscope.training import environment
 
     environment.set_threads(threads)
-    text = table(compare_curvature(), [peak_memory(layers=2), peak_memory(layers=24)])
+    others = [compare_curvature(rows=rows, parts=("eigenvalue",)) for rows in (16, 32)]
+    text = table(compare_curvature(), [peak_memory(layers=2), peak_memory(layers=24)], others)
     typer.echo(text)
     out.mkdir(parents=True, exist_ok=True)
     (out / "curvature.md").write_text(text, encoding="utf-8")

@@ -72,6 +72,7 @@ def probe(
     if run is None and all_checkpoints:
         raise UserError("--all-checkpoints: goes with a run's folder, not with --model")
     spec = _spec((set_ or []) + ([f"functionals=[{','.join(functional)}]"] if functional else []))
+    found: pd.DataFrame | None
     if run is not None:
         found = _checkpoints(run, spec, seed, all_checkpoints, parts)
     else:
@@ -79,12 +80,12 @@ def probe(
             raise UserError("probe --model: needs --data, a JSONL or Parquet file of prompts and completions")
         found = _model(str(model), data, spec, seed, functional or ["nll"], parts, out)
     out.mkdir(parents=True, exist_ok=True)
-    found.to_parquet(out / "probes.parquet", index=False)
-    _show(found)
-    _pictures(found, out)
-    typer.echo(
-        f"written: {out}/ (probes.parquet{', tokens.parquet' if (out / 'tokens.parquet').exists() else ''}, pictures)"
-    )
+    if found is not None:
+        found.to_parquet(out / "probes.parquet", index=False)
+        _show(found)
+        _pictures(found, out)
+    tables = sorted(path.name for path in out.glob("*.parquet"))
+    typer.echo(f"written: {out}/ ({', '.join(tables)}, pictures)")
 
 
 def _spec(overrides: list[str]) -> ProbesSpec:
@@ -101,7 +102,8 @@ def _spec(overrides: list[str]) -> ProbesSpec:
 
 def _model(
     model: str, data: Path, spec: ProbesSpec, seed: int, functionals: list[str], parts: list[str], out: Path
-) -> pd.DataFrame:
+) -> pd.DataFrame | None:
+    """The probes table, or None where only tokens were asked for."""
     from sharpscope.policy import PolicySpec, load_policy
     from sharpscope.probes import probe_policy, read_rows
     from sharpscope.training.environment import set_threads
@@ -109,6 +111,9 @@ def _model(
     set_threads(None)
     rows = read_rows(data)
     policy = load_policy(PolicySpec(model=model))
+    if parts == ["tokens"]:
+        _write_tokens(policy, rows, out)
+        return None
     report = probe_policy(
         policy, rows, spec, functionals=functionals, seed=seed, label=data.stem,  # type: ignore[arg-type]
         curvature="curvature" in parts, perturbation="perturbation" in parts,
@@ -116,16 +121,20 @@ def _model(
     for problem in report.problems:
         typer.echo(f"  not to be believed: {problem}", err=True)
     if "tokens" in parts:
-        tokens = _tokens(policy, rows)
-        out.mkdir(parents=True, exist_ok=True)
-        tokens.to_parquet(out / "tokens.parquet", index=False)
-        norms = tokens["score_norm_local"]
-        typer.echo(
-            f"{len(tokens)} completion tokens: score norm ‖∇ ln π‖ (local tier) {norms.median():.3g} in the median, "
-            f"{norms.max():.3g} at most"
-        )
-        _token_picture(tokens, out)
+        _write_tokens(policy, rows, out)
     return report.frame()
+
+
+def _write_tokens(policy: Policy, rows: Any, out: Path) -> None:
+    tokens = _tokens(policy, rows)
+    out.mkdir(parents=True, exist_ok=True)
+    tokens.to_parquet(out / "tokens.parquet", index=False)
+    norms = tokens["score_norm_local"]
+    typer.echo(
+        f"{len(tokens)} completion tokens: score norm ‖∇ ln π‖ (local tier) {norms.median():.3g} in the median, "
+        f"{norms.max():.3g} at most"
+    )
+    _token_picture(tokens, out)
 
 
 def _tokens(policy: Policy, rows: Any) -> pd.DataFrame:
@@ -145,12 +154,11 @@ def _tokens(policy: Policy, rows: Any) -> pd.DataFrame:
     norms = score_norms(policy.model, batch.input_ids, mask, tier="local", attention_mask=attention.long())
     row, column = mask.nonzero(as_tuple=True)
     place = mask.long().cumsum(1)[row, column] - 1
-    return pd.DataFrame(
-        {
-            "row": row.cpu(), "position": place.cpu(), "token_id": batch.input_ids[row, column].cpu(),
-            "logp": logp[row, column].cpu(), "score_norm_local": norms.values[row, column].cpu(),
-        }
-    )  # fmt: skip
+    columns = {
+        "row": row, "position": place, "token_id": batch.input_ids[row, column], "logp": logp[row, column],
+        "score_norm_local": norms.values[row, column],
+    }  # fmt: skip
+    return pd.DataFrame({name: values.cpu().numpy() for name, values in columns.items()})
 
 
 def _checkpoints(run: Path, spec: ProbesSpec, seed: int, every: bool, parts: list[str]) -> pd.DataFrame:
@@ -206,20 +214,26 @@ def _checkpoints(run: Path, spec: ProbesSpec, seed: int, every: bool, parts: lis
 
 
 def _show(found: pd.DataFrame) -> None:
+    from rich.box import SIMPLE
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
-    table = Table("step", "functional", "probe set", "quantity", "rho", "value", "± s.e.", "residual", "converged")
-    shown = found[
-        (found["quantity"] != "density") & (found["parameters"] == "all") & ~found["quantity"].str.startswith("slice")
-    ]
+    derived = found["quantity"].eq("density") | found["quantity"].str.startswith("slice")
+    shown = found[~derived & ~found["quantity"].str.endswith("_ratio") & (found["parameters"] == "all")]
+    # What is the same in every row stands above the table, which then fits a narrow terminal.
+    places = {"step": "step", "functional": "functional", "probe_set": "probe set"}
+    varying = [name for name in places if shown[name].nunique() > 1]
+    title = ", ".join(f"{label} {shown[name].iloc[0]}" for name, label in places.items() if name not in varying)
+    headers = [*(places[name] for name in varying), "quantity", "rho", "value", "± s.e.", "residual", "converged"]
+    table = Table(*headers, title=escape(title), box=SIMPLE, pad_edge=False)
     for row in shown.to_dict("records"):
         numbers = [
             "–" if row[name] is None or row[name] != row[name] else f"{row[name]:.4g}"
             for name in ("rho", "value", "std_error", "residual")
         ]
         converged = {True: "yes", False: "NO"}.get(row["converged"], "–")
-        table.add_row(str(row["step"]), row["functional"], row["probe_set"], row["quantity"], *numbers, converged)
+        table.add_row(*(escape(str(row[name])) for name in varying), row["quantity"], *numbers, converged)
     Console().print(table)
 
 
@@ -231,9 +245,10 @@ def _pictures(found: pd.DataFrame, out: Path) -> None:
 
     line = lines(["model"])
     whole = found[found["parameters"] == "all"].assign(setting="model", seed=0).reset_index(drop=True)
+    whole = whole[~whole["converged"].isin([False])]
     last = whole[whole["step"] == whole["step"].max()]
     along = whole[whole["quantity"].isin(list(figures_probes.CURVATURE)) & whole["value"].notna()]
-    along = middle_radius(along[~along["converged"].isin([False])])
+    along = middle_radius(along)
     slices = slices_of(last).assign(setting="model", seed=0)
     first = last[last["quantity"].str.endswith("_first_order")]
     first = first.assign(quantity=first["quantity"].str.removesuffix("_first_order"))

@@ -81,7 +81,7 @@ def measure(
         probe_set: label for the rows.
         optimizer: for the AdamW-preconditioned Hessian; None: left out.
         curvature, perturbation: leave one of them out (the top eigenpair is then not there for slices).
-        slices: loss slices; None: as the spec says.
+        slices: loss slices beside the perturbations; None: as the spec says.
     """
     limits = {"microbatch_tokens": spec.microbatch_tokens, "graph_mb": spec.graph_mb, "head_mb": spec.head_mb}
     with lm_surface(model, functional, **limits) as surface:  # type: ignore[arg-type]
@@ -99,7 +99,7 @@ def measure(
             found += _groups(surface, spec, seed)
         if perturbation:
             found += _perturbations(surface, spec, seed, at)
-        if slices if slices is not None else spec.slices:
+        if perturbation and (spec.slices if slices is None else slices):
             found += _slices(surface, spec, seed, result, at)
         rows = labelled(found, functional=functional.name, probe_set=probe_set)
         return Measured(surface.functional, result, tuple(rows))

@@ -103,7 +103,21 @@ def test_streamed_products_agree_with_reverse_mode_on_every_architecture(archite
     torch.testing.assert_close(products[1], products[0], rtol=1e-5, atol=1e-6 * float(products[0].abs().max()))
 
 
-def test_lanczos_starts_from_a_draw_of_the_rows_gradients():
+def test_lanczos_starts_from_the_rows_fisher_eigenvectors_by_weight():
+    model, batch, _, _, _ = oracle("surrogate")
+    with lm_surface(model, functional("surrogate", batch), microbatch_tokens=8) as surface:
+        starts = [surface.start(torch.Generator().manual_seed(seed)) for seed in range(4)]
+        rows = [surface.over(surface.functional.rows(torch.tensor([i]))).gradient()[1] / 3 for i in range(3)]
+    _, sizes, directions = torch.linalg.svd(torch.stack(rows), full_matrices=False)
+    parts = [directions @ start for start in starts]
+    for start, part in zip(starts, parts, strict=True):
+        torch.testing.assert_close(part.abs(), sizes**2)
+        torch.testing.assert_close(directions.T @ part, start)
+    assert len({tuple(part.sign().tolist()) for part in parts}) > 1  # signs are drawn
+
+
+def test_where_rows_gradients_do_not_fit_lanczos_starts_from_a_draw_of_them(monkeypatch):
+    monkeypatch.setattr("sharpscope.probes.hessian.causal_lm.START_MB", 0.0)
     model, batch, _, _, _ = oracle("surrogate")
     with lm_surface(model, functional("surrogate", batch), microbatch_tokens=8) as surface:
         start = surface.start(torch.Generator().manual_seed(4))

@@ -20,6 +20,7 @@ from sharpscope.probes.hessian.streamed import StreamedHessian, check_forward_mo
 from sharpscope.probes.surface import checked_parameters, common_dtype, flatten, working_precision
 
 ProductMode = Literal["auto", "graph", "stream"]
+START_MB = 512.0  # rows' gradients that Lanczos's start may hold [MiB]
 
 
 class LmSurface:
@@ -108,17 +109,33 @@ class LmSurface:
         return value, total
 
     def start(self, generator: torch.Generator) -> Tensor:
-        """Σ_i ξ_i ∇L_i over the rows, ξ standard normal: a draw whose covariance is the rows' empirical Fisher matrix.
+        """A direction that lies where the sharp ones mostly are, which saves Lanczos products; it costs one gradient.
 
-        It costs one gradient and lies where the sharp directions mostly are, which saves Lanczos one product or two.
+        With G (N, P) the rows' gradients of L and G = U S Vᵀ: V (±s²), the eigenvectors of the rows' empirical Fisher matrix
+        GᵀG weighted by its eigenvalues, with random signs. Where G would not fit: Gᵀξ, ξ standard normal.
         """
-        signs = torch.randn(len(self.functional.batch), generator=generator, dtype=torch.float64)
+        batch = self.functional.batch
+        item = torch.finfo(common_dtype(self.parameters)).bits / 8
 
-        def weighted(index: Tensor, logp: Tensor) -> list[Tensor]:
+        def row_coefficient(index: Tensor, logp: Tensor) -> Tensor:
             given = logp.detach().requires_grad_()
             share = self.functional.share(index, given, width=given.shape[1])
-            (coefficient,) = torch.autograd.grad(share, given)
-            return [coefficient * signs.to(given.device)[index][:, None]]
+            return torch.autograd.grad(share, given)[0]
+
+        if len(batch) * size_of(self.parameters) * item <= START_MB * 2**20:
+            each = torch.arange(len(batch), device=batch.lengths.device).split(1)
+            rows = torch.stack([self._pulled([row], lambda i, x: [row_coefficient(i, x)], 1)[0] for row in each])
+            squares, vectors = torch.linalg.eigh((rows @ rows.T).double().cpu())
+            # An eigenvector's sign is a matter of the library: the largest entry is made positive, then a sign is drawn.
+            largest = vectors.gather(0, vectors.abs().argmax(0, keepdim=True))[0].sign()
+            signs = torch.randint(0, 2, (len(squares),), generator=generator) * 2 - 1
+            weights = vectors @ (squares.clamp(min=0).sqrt() * largest * signs)  # (N,): v_k = Gᵀu_k/s_k
+            return weights.to(rows) @ rows
+        normal = torch.randn(len(batch), generator=generator, dtype=torch.float64)
+
+        def weighted(index: Tensor, logp: Tensor) -> list[Tensor]:
+            coefficient = row_coefficient(index, logp)
+            return [coefficient * normal.to(coefficient.device)[index][:, None]]
 
         return self._pulled(self.microbatches, weighted, 1)[0]
 
