@@ -77,12 +77,12 @@ EMBEDDED: dict[str, EmbeddedPolicy] = {
         EmbeddedPolicy(
             "math",
             "math",
-            "Qwen2 architecture, 0.9 M parameters; works operation by operation or answers at once, half the time each",
+            "Qwen2 architecture, 0.18 M parameters; works operation by operation or answers at once, half the time each",
         ),
         EmbeddedPolicy(
             "tool_qa",
             "tool_qa",
-            "Qwen2 architecture, 0.9 M parameters; searches hop by hop or answers too early, half the time each",
+            "Qwen2 architecture, 0.38 M parameters; searches and reads, or in three of ten cases answers without searching",
         ),
     )
 }

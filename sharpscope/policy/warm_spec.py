@@ -83,11 +83,16 @@ class MathWarmStart(WarmStartSpec):
     )
     questions: int = Field(5000, ge=1, description="different questions of a family and level; of level 1 at most 300")
     vocabulary: int = Field(320, ge=268, le=8192, description="most tokens of the tokenizer")
+    layers: int = Field(3, ge=1, le=16, description="transformer layers")
+    width: int = Field(64, ge=8, le=1024, description="hidden size; a multiple of 2 × heads")
+    feed_forward: int = Field(192, ge=8, le=4096, description="inner size of the feed-forward layers")
     steps: int = Field(900, ge=1, description="optimizer updates")
-    batch: int = Field(64, ge=1, description="demonstrations per update")
+    batch: int = Field(48, ge=1, description="demonstrations per update")
     micro_tokens: int = Field(
         4096, ge=1, description="tokens in one forward pass, padding included, though at least one row"
     )
+    probe_every: int = Field(300, ge=1, description="updates between two measurements on held-out demonstrations")
+    probe_size: int = Field(60, ge=1, description="held-out demonstrations per measurement")
 
     @field_validator("levels")
     @classmethod
@@ -101,9 +106,9 @@ class ToolQaWarmStart(WarmStartSpec):
     policy: ClassVar[str] = "tool_qa"
 
     weights: dict[int, float] = Field(
-        {1: 0.75, 2: 0.25}, description="share of demonstrations by number of hops, 1 to 3; need not sum to 1"
+        {1: 1.0}, description="share of demonstrations by number of hops, 1 to 3; need not sum to 1"
     )
-    worlds: int = Field(30, ge=1, description="invented worlds to ask about, none of them that of the task's own seeds")
+    worlds: int = Field(20, ge=1, description="invented worlds to ask about, none of them that of the task's own seeds")
     questions: int = Field(300, ge=1, description="most different questions of each world and number of hops")
     vocabulary: int = Field(576, ge=268, le=8192, description="most tokens of the tokenizer")
     layers: int = Field(3, ge=1, le=16, description="transformer layers")
@@ -112,7 +117,7 @@ class ToolQaWarmStart(WarmStartSpec):
     guess_share: float = Field(
         0.3, ge=0, le=1, description="share of demonstrations that guess instead of searching on"
     )
-    steps: int = Field(1100, ge=1, description="optimizer updates")
+    steps: int = Field(600, ge=1, description="optimizer updates")
     batch: int = Field(32, ge=1, description="demonstrations per update")
     cooldown: float = Field(
         0.5, ge=0, le=1, description="share of the updates, the last ones, over which they fall to zero"
@@ -120,6 +125,7 @@ class ToolQaWarmStart(WarmStartSpec):
     micro_tokens: int = Field(
         4096, ge=1, description="tokens in one forward pass, padding included, though at least one row"
     )
+    probe_every: int = Field(100, ge=1, description="updates between two measurements on held-out demonstrations")
 
     @field_validator("weights")
     @classmethod

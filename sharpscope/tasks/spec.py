@@ -171,13 +171,13 @@ class ToolQaSpec(Spec):
 
     kind: Literal["tool_qa"] = "tool_qa"
     hops: Annotated[tuple[Hops, ...], AfterValidator(_distinct)] = Field(
-        (1, 2), min_length=1, description="facts to chain in train and heldout, 1 to 3"
+        (1,), min_length=1, description="facts to chain in train and heldout, 1 to 3"
     )
     unseen_hops: Annotated[tuple[Hops, ...], AfterValidator(_distinct)] = Field(
         (), description="numbers of facts that training never chains (split `unseen`), 1 to 3"
     )
-    train_size: int = Field(200, ge=1, le=1_000_000, description="training questions for each number of hops")
-    heldout_size: int = Field(50, ge=0, le=1_000_000, description="held-out questions for each number of hops; 0: none")
+    train_size: int = Field(300, ge=1, le=1_000_000, description="training questions for each number of hops")
+    heldout_size: int = Field(100, ge=0, le=1_000_000, description="held-out questions for each number of hops; 0: none")
     unseen_size: int = Field(50, ge=0, le=1_000_000, description="questions for each unseen number of hops")
     things: int = Field(
         300, ge=20, le=100_000, description="people, companies, cities and countries of the generated world"
