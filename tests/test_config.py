@@ -150,3 +150,10 @@ def test_every_field_is_explained():
     assert list(undocumented(RunConfig, "")) == []
     lines = explain_fields(build_config())
     assert any(line.startswith("optimizer.lr = 0.0001") for line in lines)
+
+
+def test_a_bare_off_is_no_truth_value():
+    """YAML reads `off` as false; who turns the probes off on the command line means the word."""
+    assert build_config(None, ["probes.preset=off"]).probes == build_config(None, ['probes.preset="off"']).probes
+    with pytest.raises(UserError, match=r"probes\.preset"):
+        build_config(None, ["probes.preset=true"])

@@ -146,7 +146,10 @@ class ProbesSpec(Spec):
     def _preset(cls, data: Any) -> Any:
         if not isinstance(data, Mapping):
             return data
-        return PRESETS.get(str(data.get("preset", "off")), {}) | dict(data)
+        given = dict(data)
+        if given.get("preset") is False:  # how YAML reads a bare `off`
+            given["preset"] = "off"
+        return PRESETS.get(str(given.get("preset", "off")), {}) | given
 
     @field_validator("rhos")
     @classmethod
