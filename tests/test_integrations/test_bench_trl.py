@@ -35,14 +35,19 @@ def test_measure_and_command(tmp_path: Path, monkeypatch):
     assert len(found.plain) == len(found.recorded) == len(found.recording) == 2 and found.completions == 4
     assert found.share == pytest.approx(sum(found.recorded) / sum(found.plain) - 1)
     assert found.share_recorded == pytest.approx(sum(found.recording) / sum(found.plain))
+    assert found.cpu_plain > 0 and found.share_cpu == pytest.approx(found.cpu_recorded / found.cpu_plain - 1)
     assert 4 <= found.tokens <= 24 and found.probed == [False, False]
 
 
 def test_the_table_says_what_was_measured():
     cost = RecorderCost(
-        plain=[2.0, 4.0], recorded=[2.2, 4.4], recording=[0.1, 0.5], probed=[False, True], tokens=100.0, completions=8,
+        plain=[2.0, 4.0], recorded=[2.2, 4.4], recording=[0.1, 0.5], probed=[False, True], cpu_plain=8.0,
+        cpu_recorded=9.0, tokens=100.0, completions=8,
         threads=2, device="a machine", versions={"trl": "1.16.0"},
     )  # fmt: skip
     text = cost.markdown()
-    assert "Cost of recording: 10.0% of TRL's time by the wall clock, 10.0% by the recorder's own clock" in text
+    assert (
+        "Cost of recording: 10.0% of TRL's time by the wall clock, 12.5% by processor time, 10.0% by the recorder's own clock"
+        in text
+    )
     assert "at 1 of them" in text and "a machine" in text and "trl 1.16.0" in text

@@ -47,6 +47,7 @@ def trainer(
         save_strategy="no", logging_steps=1, disable_tqdm=True, dataloader_pin_memory=False, gradient_checkpointing=False,
         lr_scheduler_type="constant", seed=3,
     ) | arguments  # fmt: skip
+    torch.manual_seed(0)  # of the adapters, which peft draws from the global generator; training seeds it anew
     made = GRPOTrainer(
         model=tiny_model(architecture, vocab=VOCABULARY, dtype=torch.float32, scale=0.3, **(model or {})),
         reward_funcs=[evens, shortness], peft_config=peft_config, args=GRPOConfig(**settings), processing_class=tokenizer(),
