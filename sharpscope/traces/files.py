@@ -102,8 +102,8 @@ def create_run_dir(path: str | Path) -> Path:
 
 
 def _never_began(folder: Path) -> bool:
-    """Whether a folder is what a run leaves that was killed before it wrote its first file."""
-    known = {TRACES, "lock.json"}
+    """Whether a folder is what a run leaves that was killed before it wrote run.json: nothing is recorded in it."""
+    known = {TRACES, "lock.json", "config.yaml", "tokenizer"}
     return all(p.name in known or p.name.endswith(ASIDE) for p in folder.iterdir()) and not any(
         path.is_file() for path in (folder / TRACES).rglob("*")
     )

@@ -232,7 +232,8 @@ def test_a_reused_process_number_does_not_hold_the_lock(tmp_path):
 
 def test_a_run_folder_is_never_overwritten(tmp_path):
     create_run_dir(tmp_path / "a")
-    create_run_dir(tmp_path / "a")  # a run killed before its first file left nothing that could be lost
+    (tmp_path / "a" / "config.yaml").touch()
+    create_run_dir(tmp_path / "a")  # a run killed before its run.json left nothing that could be lost
     (tmp_path / "a" / "notes.txt").touch()
     with pytest.raises(UserError, match="is not empty and is not overwritten"):
         create_run_dir(tmp_path / "a")
