@@ -186,6 +186,7 @@ def _batch(
                     found += [(name, each[..., i].flatten()[flat], places) for i, name in enumerate(use.names)]
             for name, g in zip(structure.unhandled, gradients, strict=True):
                 found.append((name, g.flatten(1).square().sum(1)[flat], places))
+        taps.release()
         return found
 
     return pull
@@ -281,6 +282,12 @@ class _Taps:
             self.squares[place] = exact_squares(use, unwrapped(g))
 
         return _Tap.apply(use.out, probe, measure)
+
+    def release(self) -> None:
+        """Let go of the graph once it is pulled: it holds the taps as they hold it, a circle that no collector sees through."""
+        for use in self.uses:
+            use.tied = None
+        self.uses, self.probes, self.squares = [], [], []
 
     def tie(self, name: str | None, hidden: Tensor, coupled: Tensor) -> None:
         """Tell the tied embedding's use about the tokens that come next: hidden (m, B, d), coupled (m, B, L)."""
