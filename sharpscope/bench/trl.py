@@ -102,11 +102,18 @@ def measure(steps: int = 10, threads: int | None = None, overrides: Sequence[str
     if not all(torch.equal(a, b) for a, b in zip(weights, same, strict=True)):
         raise UserError("bench trl: the recorded training came out different, so the two cannot be compared")
     return RecorderCost(
-        plain=plain, recorded=recorded, cpu_plain=cpu_plain, cpu_recorded=cpu_recorded, recording=table["recording_s"].tolist()[1:], probed=table["probed"].tolist()[1:],
-        tokens=float(table["tokens"].iloc[1:].mean()), completions=config.rollout.prompts_per_step * config.rollout.group_size,
-        threads=used, device=environment.describe_device(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
+        plain=plain,
+        recorded=recorded,
+        cpu_plain=cpu_plain,
+        cpu_recorded=cpu_recorded,
+        recording=table["recording_s"].tolist()[1:],
+        probed=table["probed"].tolist()[1:],
+        tokens=float(table["tokens"].iloc[1:].mean()),
+        completions=config.rollout.prompts_per_step * config.rollout.group_size,
+        threads=used,
+        device=environment.describe_device(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
         versions={name: version(name) for name in ("trl", "transformers", "torch")},
-    )  # fmt: skip
+    )
 
 
 def _train(
