@@ -215,8 +215,8 @@ def eigenpairs(
     order = np.r_[ends[:upper][::-1], ends[upper:][::-1]]
     why = ""
     if not done:
-        state = "the values still move, and" if small else ""
-        why = f"after {spent} products {state} the residual is {residuals[ends].max() / scale:.1e} of the largest |eigenvalue|"
+        state = "the values still move, and " if small else ""
+        why = f"after {spent} products {state}the residual is {residuals[ends].max() / scale:.1e} of the largest |eigenvalue|"
     return Eigenpairs(
         values[order],
         space.vectors(coefficients[:, order]),
