@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-STUCK_S = 150
+STUCK_S = 400
 
 
 def keep_gradient(path: Path):

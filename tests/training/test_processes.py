@@ -116,12 +116,17 @@ def test_two_processes_do_what_one_does(toy_config, folder):
     }
     frugal = plain | {"policy.dtype": "bfloat16", "update.gradient_checkpointing": True}
     single = plain | {"policy.dtype": "float32"}
-    others = [[values(toy_config, folder, name, **part), False, True] for name, part in (("f", frugal), ("s", single))]
+    adapted = plain | {"policy.lora": {"r": 2}, "method.kl.coef": 0.1}
+    others = [
+        [values(toy_config, folder, "frugal", **frugal), False, True],
+        [values(toy_config, folder, "single", **single), False, True],
+        [values(toy_config, folder, "adapted", **adapted), False, False],
+    ]
     check(toy_config, folder, [("calibrated", False), ("dynamic", False), ("calibrated", True)], others)
-    alone(folder, values(toy_config, folder, "alone", **single))
-    expected = sharpscope.load_run(folder / "alone").steps["grad_norm"]
-    for name, tolerance in (("s", 1e-5), ("f", 0.05)):
-        np.testing.assert_allclose(sharpscope.load_run(folder / name).steps["grad_norm"], expected, rtol=tolerance)
+    for name, changes, tolerance in (("single", single, 1e-5), ("frugal", single, 0.05), ("adapted", adapted, 1e-9)):
+        alone(folder, values(toy_config, folder, f"{name}-alone", **changes))
+        one, two = (sharpscope.load_run(folder / run).steps["grad_norm"] for run in (f"{name}-alone", name))
+        np.testing.assert_allclose(two, one, rtol=tolerance)
 
 
 @pytest.mark.slow
