@@ -7,6 +7,7 @@ the ratio, and the difference of the two is recorded for every token.
 from __future__ import annotations
 
 import math
+import secrets
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -47,6 +48,7 @@ class Remote:
         backend = spec.backend
         self._version = -1  # of the weights that the engine has
         self._count = 0
+        self._label = f"weights-{secrets.token_hex(4)}"  # several runs may share a folder
         self._folder: Path | None = None
         self._engine: Engine
         if isinstance(backend, ServerBackend):
@@ -57,7 +59,9 @@ class Remote:
             from sharpscope.policy.engines import VllmEngine
 
             assert not isinstance(backend, LocalBackend)
-            self._folder = Path(backend.folder or tempfile.mkdtemp(prefix="sharpscope-vllm-"))
+            if not backend.folder:
+                self._temporary = tempfile.TemporaryDirectory(prefix="sharpscope-vllm-")  # goes when this object goes
+            self._folder = Path(backend.folder or self._temporary.name)
             self._engine = VllmEngine(backend)
         if self._folder is not None and hasattr(policy.model, "peft_config"):
             raise UserError(
@@ -84,13 +88,12 @@ class Remote:
         version = weight_version(policy.model)
         if version == self._version:
             return
-        old = self._folder / f"weights-{self._count}"
+        old = self._folder / f"{self._label}-{self._count}"
         self._count += 1
         new = (
-            self._folder / f"weights-{self._count}"
-        )  # a fresh name each time, so that no cache of the engine's can be meant
+            self._folder / f"{self._label}-{self._count}"
+        )  # a fresh name each time: no cache of the engine's can be meant
         try:
-            shutil.rmtree(new, ignore_errors=True)
             new.mkdir(parents=True)
             policy.model.save_pretrained(new, safe_serialization=True)  # type: ignore[operator]
             policy.tokenizer.save_pretrained(new)
