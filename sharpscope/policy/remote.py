@@ -16,6 +16,7 @@ from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from sharpscope.errors import UserError
@@ -63,6 +64,11 @@ class Remote:
                 self._temporary = tempfile.TemporaryDirectory(prefix="sharpscope-vllm-")  # goes when this object goes
             self._folder = Path(backend.folder or self._temporary.name)
             self._engine = VllmEngine(backend)
+        if self._folder is not None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            raise UserError(
+                f"{FIELD}.kind = {backend.kind}: weights are handed over by one process, and this run has {dist.get_world_size()}; "
+                "launch one, or use backend local"
+            )
         if self._folder is not None and hasattr(policy.model, "peft_config"):
             raise UserError(
                 f"{FIELD}.kind = {backend.kind}: the weights of adapters (policy.lora) cannot be handed over; train all weights, or "

@@ -255,6 +255,11 @@ def test_models_keys_and_environments(policy, monkeypatch):
         monkeypatch.setattr("tests.policy.stub_server._Handler.do_GET", lambda handler: handler.answer(stub_models))
         with pytest.raises(UserError, match="the server has a, b; name one"):
             draw(tiny_policy(dtype=torch.float32), spec(stub))
+        with monkeypatch.context() as several:
+            several.setattr("torch.distributed.is_initialized", lambda: True)
+            several.setattr("torch.distributed.get_world_size", lambda: 2)
+            with pytest.raises(UserError, match="this run has 2"):
+                draw(tiny_policy(dtype=torch.float32), spec(stub, {"sync": "vllm", "folder": "x"}))
         policy.model.peft_config = {}
         with pytest.raises(UserError, match="adapters"):
             draw(policy, spec(stub, {"sync": "vllm", "folder": "x"}))
