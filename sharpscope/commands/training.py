@@ -215,6 +215,9 @@ def warm_start(
     ] = "knights_knaves",
     out: Annotated[Path | None, typer.Option(help="Folder of the new policy. Default: policies/NAME.")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="Any field of the warm start, as name=value.")] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="CPU threads; the same number gives the same weights. Default: all cores.")
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help=QUIET_HELP)] = False,
 ) -> None:
     """Train an embedded policy from nothing on generated demonstrations; the defaults recreate the shipped one.
@@ -223,8 +226,8 @@ def warm_start(
 
       sharpscope warm-start --out policies/mine --set steps=2500
 
-      sharpscope warm-start tool_qa
+      sharpscope warm-start tool_qa --threads 1
     """
     from sharpscope.commands.warm import run_warm_start
 
-    run_warm_start(policy, out, set_ or [], quiet)
+    run_warm_start(policy, out, set_ or [], quiet, threads)

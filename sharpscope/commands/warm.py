@@ -9,7 +9,9 @@ from typing import Any
 import typer
 
 
-def run_warm_start(policy: str, out: Path | None, overrides: Sequence[str], quiet: bool) -> None:
+def run_warm_start(
+    policy: str, out: Path | None, overrides: Sequence[str], quiet: bool, threads: int | None = None
+) -> None:
     """Build the spec from `name=value` overrides, run it, say what was written."""
     from rich.progress import (
         BarColumn,
@@ -37,7 +39,7 @@ def run_warm_start(policy: str, out: Path | None, overrides: Sequence[str], quie
     spec = validate(kind, data)
     if out.exists() and any(out.iterdir()):
         raise UserError(f"--out {out}: is not empty and is not overwritten; choose another folder")
-    set_threads(None)
+    set_threads(threads)
     columns = (
         TextColumn("warm-start"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"),
         TimeRemainingColumn(), TextColumn("{task.fields[note]}"),
