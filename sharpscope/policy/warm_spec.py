@@ -42,6 +42,12 @@ class WarmStartSpec(Spec):
         0.4, ge=0, le=1, description="share of the updates, the last ones, over which they fall to zero"
     )
     max_grad_norm: float = Field(1.0, gt=0, description="global L2 norm to which gradients are clipped")
+    logit_scale: float = Field(
+        1.0,
+        gt=0,
+        le=10,
+        description="factor on the last norm's gain after training, and so on all logits: how decidedly the policy speaks",
+    )
     probe_every: int = Field(200, ge=1, description="updates between two measurements on held-out demonstrations")
     probe_size: int = Field(100, ge=1, description="held-out demonstrations per measurement")
     seed: int = Field(0, ge=0, description="seed of weights, material and order")
@@ -124,6 +130,12 @@ class ToolQaWarmStart(WarmStartSpec):
     )
     micro_tokens: int = Field(
         4096, ge=1, description="tokens in one forward pass, padding included, though at least one row"
+    )
+    logit_scale: float = Field(
+        1.15,
+        gt=0,
+        le=10,
+        description="factor on the last norm's gain after training, and so on all logits: how decidedly the policy speaks",
     )
     probe_every: int = Field(100, ge=1, description="updates between two measurements on held-out demonstrations")
 

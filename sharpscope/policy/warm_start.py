@@ -234,6 +234,8 @@ def _train(
                 report = replace(report, exact=exactness(model, tokenizer, probe, spec.micro_tokens))
             if on_progress is not None:
                 on_progress(report)
+    with torch.no_grad():
+        model.model.norm.weight.mul_(spec.logit_scale)
     model.eval()
     return report
 

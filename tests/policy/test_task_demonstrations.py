@@ -8,7 +8,9 @@ from collections import Counter
 from itertools import islice
 
 import pytest
+import torch
 from pydantic import ValidationError
+from transformers import AutoModelForCausalLM
 
 from sharpscope.policy import demonstrations_math, demonstrations_tool
 from sharpscope.policy.embedded import build_tokenizer, load_tokenizer
@@ -172,6 +174,17 @@ def test_the_same_seed_gives_the_same_policy(spec, tmp_path):
     assert WARM_STARTS[spec.policy](**written["spec"]) == spec
     assert set(written["exact"]) == {"guess", "reason"}
     assert load_tokenizer(tmp_path / "first")("<search>x</search>")["input_ids"]
+
+
+def test_the_logit_scale_scales_every_logit_and_nothing_else(tmp_path):
+    for scale in (1.0, 2.0):
+        warm_start(TINY_MATH.model_copy(update={"logit_scale": scale}), tmp_path / str(scale))
+    plain, scaled = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("1.0", "2.0"))
+    ids = torch.arange(12)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(scaled(ids).logits, 2 * plain(ids).logits)
+    changed = [name for name, p in plain.named_parameters() if not torch.equal(p, scaled.get_parameter(name))]
+    assert changed == ["model.norm.weight"]
 
 
 @pytest.mark.parametrize(
