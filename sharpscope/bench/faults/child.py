@@ -31,6 +31,7 @@ from sharpscope.training import QuietDisplay, checkpoint, train
 
 Moment = Literal["before", "inside", "after", "refused"]
 HANG_S = 180.0
+_SLICE_S = 0.5
 _FREES = ("unlink", "rmdir", "rmtree")  # a full disk lets these pass
 
 
@@ -211,27 +212,31 @@ class Child:
         self.began: float | None = None
 
     def wait(self) -> Ended:
-        """Until it ends, dies or is killed; a child that hangs is killed after three minutes and said to hang."""
+        """Until it ends, dies or is killed; a child that hangs is killed after three minutes and said to hang.
+
+        The minutes are counted in short waits, so that a machine which sleeps in between does not look like a hang.
+        """
         started = time.monotonic()
-        limit = started + HANG_S
-        while time.monotonic() < limit and not self.outcome:
-            kill_at = None
+        waited, kill_at = 0.0, None
+        while waited < HANG_S and not self.outcome:
             if self.death is not None and self.death.seconds is not None and self.began is not None:
                 kill_at = self.began + self.death.seconds
-            left = (min(limit, kill_at) if kill_at is not None else limit) - time.monotonic()
+            left = _SLICE_S if kill_at is None else min(_SLICE_S, kill_at - time.monotonic())
             if left <= 0:
                 break
             try:
                 if self.pipe.poll(left):
                     self._hear(self.pipe.recv())
+                else:
+                    waited += left
             except (EOFError, ConnectionResetError):
                 break
-        hung = time.monotonic() >= limit
         if not self.outcome:
             self.process.kill()
             self._drain()
         self.process.join(HANG_S)
-        return Ended(self.told, self.outcome, self.operations, time.monotonic() - (self.began or started), hung)
+        seconds = time.monotonic() - (self.began or started)
+        return Ended(self.told, self.outcome, self.operations, seconds, hung=waited >= HANG_S)
 
     def hear(self, seconds: float) -> bool:
         """Take one message if it comes within `seconds`."""
