@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -213,30 +213,26 @@ def attribution_costs(model: nn.Module, ids: Tensor, repeats: int) -> dict[str, 
 def table(
     model: nn.Module, *, rows: int = 8, length: int = 256, long_rows: int = 2, long: int = 1024, repeats: int = 5,
     sample: int = 16, exact_tokens: int | None = None,
-) -> list[Row]:  # fmt: skip
+) -> Iterator[Row]:  # fmt: skip
     """The benchmark's lines for one model; `exact_tokens` a row instead of all (for models whose loop takes hours)."""
     ids, setting = sampled_rows(model, rows, length), f"{rows} x {length} tokens"
-    found = []
     ours, loop = versus_loop(model, ids, lambda i, m: score_norms(model, i, m, "exact"), repeats, sample, exact_tokens)
     each = "all tokens" if exact_tokens is None else f"{exact_tokens} tokens a row"
-    found.append(Row(f"exact, {each}", setting, ours, loop, loop / ours, 3, 8, "x faster"))
+    yield Row(f"exact, {each}", setting, ours, loop, loop / ours, 3, 8, "x faster")
     ours, loop = versus_loop(model, ids, lambda i, m: score_norms(model, i, m, "local"), repeats, sample)
-    found.append(Row("local, all tokens", setting, ours, loop, loop / ours, 100, 250, "x faster"))
+    yield Row("local, all tokens", setting, ours, loop, loop / ours, 100, 250, "x faster")
     long_ids = sampled_rows(model, long_rows, long)
     K = directions_needed(model, long_ids)
     ours, loop = versus_loop(
         model, long_ids, lambda i, m: score_norms(model, i, m, "sketch", directions=K), max(1, repeats // 2 + 1), sample
     )
     note = f"K = {K} directions: median error 5 %"
-    found.append(
-        Row("sketch, all tokens", f"{long_rows} x {long} tokens", ours, loop, loop / ours, 8, 25, "x faster", note)
-    )
+    yield Row("sketch, all tokens", f"{long_rows} x {long} tokens", ours, loop, loop / ours, 8, 25, "x faster", note)
     costs = attribution_costs(model, ids, repeats)
     for way, required, hoped in (("forward", 5.0, 3.0), ("central", 2.5, 2.1)):
         ours, one = costs[way]
         name = "forward mode" if way == "forward" else "central difference"
-        found.append(Row(f"attribution, {name}", setting, ours, one, ours / one, required, hoped, "forward passes"))
-    return found
+        yield Row(f"attribution, {name}", setting, ours, one, ours / one, required, hoped, "forward passes")
 
 
 def recording_row(repeats: int, quick: bool) -> Row:
@@ -294,8 +290,14 @@ def growth(repeats: int = 3, *, quick: bool = False) -> list[dict[str, float | s
     return found
 
 
-def run(*, quick: bool = False, repeats: int = 5, with_growth: bool = True) -> dict[str, Any]:
-    """Everything that the command prints and writes, as plain values."""
+def _embedded_rows(small: dict[str, int], repeats: int, quick: bool) -> Iterator[Row]:
+    yield from table(embedded(), **small)
+    yield recording_row(1 if quick else max(repeats // 2, 1), quick)
+    yield statistics_row(1 if quick else repeats, quick)
+
+
+def run(*, quick: bool = False, repeats: int = 5, tell: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
+    """Everything that the command prints and writes but growth, as plain values; `tell` hears each line as it is known."""
     small: dict[str, int] = (
         {"rows": 2, "length": 32, "long_rows": 1, "long": 64, "repeats": 1, "sample": 4}
         if quick
@@ -305,24 +307,25 @@ def run(*, quick: bool = False, repeats: int = 5, with_growth: bool = True) -> d
         "threads": torch.get_num_threads(),
         "quick": quick,
         "torch": torch.__version__,
-        "embedded policy": [
-            asdict(row)
-            for row in (
-                *table(embedded(), **small),
-                recording_row(1 if quick else max(repeats // 2, 1), quick),
-                statistics_row(1 if quick else repeats, quick),
-            )
-        ],
-        "growth": growth(1 if quick else min(repeats, 3), quick=quick) if with_growth else [],
+        "embedded policy": [],
+        "growth": [],
     }
+
+    def keep(name: str, rows: Iterable[Row]) -> None:
+        found[name] = []
+        for row in rows:
+            found[name].append(asdict(row))
+            tell(f"{name}: {row.what}: {row.ratio:.2f} {row.unit}")
+
+    keep("embedded policy", _embedded_rows(small, repeats, quick))
     if not torch.cuda.is_available():
         found["gpu"] = "GPU numbers are missing: none was at hand"
         return found
     found["gpu"] = torch.cuda.get_device_name()
     for name, shape in GPU_SHAPES.items():
         model = random_model(**shape, device="cuda")
-        lines = table(model, rows=2, length=128 if quick else 1024, long_rows=2, long=128 if quick else 1024,
+        rows = table(model, rows=2, length=128 if quick else 1024, long_rows=2, long=128 if quick else 1024,
                       repeats=1 if quick else repeats, sample=4, exact_tokens=32)  # fmt: skip
-        found[name] = [asdict(row) for row in lines]
+        keep(name, rows)
         del model
     return found

@@ -79,9 +79,14 @@ def tokens(
         typer.echo(tokens_accuracy.report(distances))
         typer.echo(str(tokens_accuracy.write(distances, out)))
         return
-    found = measured.run(quick=quick, repeats=repeats, with_growth=growth)
+    found = measured.run(quick=quick, repeats=repeats, tell=typer.echo)
     tokens_report.show(found)
-    for path in tokens_report.write(found, out):
+    written = tokens_report.write(found, out)
+    if growth:
+        typer.echo("growth with length, width and vocabulary")
+        found["growth"] = measured.growth(1 if quick else min(repeats, 3), quick=quick)
+        written = tokens_report.write(found, out)
+    for path in written:
         typer.echo(str(path))
 
 
