@@ -64,7 +64,7 @@ def probe(
         if name not in FUNCTIONALS:
             raise UserError(f"--functional {name}: unknown{nearest(name, FUNCTIONALS)}")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"--out {out}: is not an empty folder and is not overwritten; choose another folder")
+        raise UserError(f"--out {out}: is not empty (or no folder), and nothing is overwritten; choose another")
     if (run is None) == (model is None):
         raise UserError("probe: give a run's folder, or --model with --data")
     if run is not None and data is not None:
