@@ -33,7 +33,7 @@ def test_a_run_killed_inside_its_last_checkpoint(uninterrupted, tmp_path, moment
 
 
 def test_a_loss_of_power(uninterrupted, tmp_path):
-    survived(killing.lose_power_at_operations(*uninterrupted, tmp_path, 2, seed=7))
+    survived(killing.lose_power_at_operations(*uninterrupted, tmp_path, 1, seed=7))
 
 
 def test_writes_that_the_disk_refuses(uninterrupted, tmp_path):
@@ -51,13 +51,13 @@ def test_a_read_only_disk(uninterrupted, tmp_path):
     tried = disks.read_only(*uninterrupted, tmp_path)
     if tried.note:
         pytest.skip(tried.note)
-    survived(tried, 6)
+    survived(tried, 3)
 
 
 def test_damaged_parts_are_named_and_set_aside(uninterrupted, tmp_path):
     _, whole = uninterrupted
-    survived(damage.flip_bytes(whole, tmp_path, 60), 300)
-    survived(damage.cut_parts(whole, tmp_path, 8), 40)
+    survived(damage.flip_bytes(whole, tmp_path, 30), 150)
+    survived(damage.cut_parts(whole, tmp_path, 4), 20)
 
 
 def test_a_damaged_checkpoint_is_set_aside(uninterrupted, tmp_path):
@@ -73,8 +73,8 @@ def test_malformed_input(uninterrupted, tmp_path):
     policy, whole = uninterrupted
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
-    survived(malformed.try_configs(policy, whole[0].run_dir, tmp_path / "a", 60, seed=2), 60)
-    survived(malformed.try_files(policy, whole[0].run_dir, tmp_path / "b", 30, seed=2), 30)
+    survived(malformed.try_configs(policy, whole[0].run_dir, tmp_path / "a", 40, seed=2), 40)
+    survived(malformed.try_files(policy, whole[0].run_dir, tmp_path / "b", 20, seed=2), 20)
 
 
 # -- the instruments themselves: what they must be able to see ----------------------------------------------------------
