@@ -54,8 +54,8 @@ class RecorderCost:
 
     @property
     def share_recorded(self) -> float:
-        """The same from the trace's own clock: `recording_s` over TRL's time."""
-        return sum(self.recording) / sum(self.plain)
+        """From the recorded training alone: the recorder's own clock (`recording_s`) over the rest of the same steps."""
+        return sum(self.recording) / (sum(self.recorded) - sum(self.recording))
 
     def markdown(self) -> str:
         """The table that is committed."""
