@@ -170,7 +170,8 @@ QUICK = [
 
 def test_probe_measures_a_model_on_a_file(tiny_policy: Path, texts: Path, tmp_path: Path):
     out = tmp_path / "probe"
-    output = invoke("probe", "--model", str(tiny_policy), "--data", str(texts), "--out", str(out), *QUICK)
+    place = ["--model", str(tiny_policy), "--data", str(texts), "--out", str(out), "--threads", "1"]
+    output = invoke("probe", *place, *QUICK)
     frame = pd.read_parquet(out / "probes.parquet")
     assert {"largest", "sam"} <= set(frame["quantity"]) and (frame["functional"] == "nll").all()
     tokens = pd.read_parquet(out / "tokens.parquet")

@@ -42,6 +42,9 @@ def probe(
         list[str] | None, typer.Option("--set", help="Any field of `probes`, as name=value: --set preset=full.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of every random vector.")] = 0,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="CPU threads; those of the run, or of the machine, where not given.")
+    ] = None,
     out: Annotated[Path, typer.Option(help="Folder of the table and the pictures.")] = Path("probe"),
 ) -> None:
     """How sharp is the place: curvature, perturbation sharpness and token gradient norms of any causal language model.
@@ -74,11 +77,11 @@ def probe(
     spec = _spec((set_ or []) + ([f"functionals=[{','.join(functional)}]"] if functional else []))
     found: pd.DataFrame | None
     if run is not None:
-        found = _checkpoints(run, spec, seed, all_checkpoints, parts)
+        found = _checkpoints(run, spec, seed, all_checkpoints, parts, threads)
     else:
         if data is None:
             raise UserError("probe --model: needs --data, a JSONL or Parquet file of prompts and completions")
-        found = _model(str(model), data, spec, seed, functional or ["nll"], parts, out)
+        found = _model(str(model), data, spec, seed, functional or ["nll"], parts, out, threads)
     out.mkdir(parents=True, exist_ok=True)
     if found is not None:
         found.to_parquet(out / "probes.parquet", index=False)
@@ -101,14 +104,21 @@ def _spec(overrides: list[str]) -> ProbesSpec:
 
 
 def _model(
-    model: str, data: Path, spec: ProbesSpec, seed: int, functionals: list[str], parts: list[str], out: Path
+    model: str,
+    data: Path,
+    spec: ProbesSpec,
+    seed: int,
+    functionals: list[str],
+    parts: list[str],
+    out: Path,
+    threads: int | None,
 ) -> pd.DataFrame | None:
     """The probes table, or None where only tokens were asked for."""
     from sharpscope.policy import PolicySpec, load_policy
     from sharpscope.probes import probe_policy, read_rows
     from sharpscope.training.environment import set_threads
 
-    set_threads(None)
+    set_threads(threads)
     rows = read_rows(data)
     policy = load_policy(PolicySpec(model=model))
     if parts == ["tokens"]:
@@ -161,7 +171,9 @@ def _tokens(policy: Policy, rows: Any) -> pd.DataFrame:
     return pd.DataFrame({name: values.cpu().numpy() for name, values in columns.items()})
 
 
-def _checkpoints(run: Path, spec: ProbesSpec, seed: int, every: bool, parts: list[str]) -> pd.DataFrame:
+def _checkpoints(
+    run: Path, spec: ProbesSpec, seed: int, every: bool, parts: list[str], threads: int | None
+) -> pd.DataFrame:
     import pandas as pd
 
     from sharpscope.config import build_config
@@ -184,7 +196,7 @@ def _checkpoints(run: Path, spec: ProbesSpec, seed: int, every: bool, parts: lis
     saved = checkpoints(run)
     if not saved:
         raise UserError(f"run '{run}' has no checkpoint to probe")
-    set_threads(config.threads)
+    set_threads(config.threads if threads is None else threads)
     task = make_task(config.task)
     probe_set = run_probe_set(config, task)
     frames = []
