@@ -142,11 +142,16 @@ def test_show_and_compare_say_what_stands_in_the_traces():
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The reference run's first completions as a data file."""
-    rows = sharpscope.load_run(GRPO).rollouts.head(6)
+    rows = sharpscope.load_run(GRPO).rollouts.head(4)
     path = tmp_path_factory.mktemp("texts") / "texts.jsonl"
     lines = [
         json.dumps(
-            {"prompt": r.prompt, "completion": r.completion, "reward": float(r.correct), "truncated": bool(r.truncated)}
+            {
+                "prompt": r.prompt[-150:],
+                "completion": r.completion[:80],
+                "reward": float(r.correct),
+                "truncated": bool(r.truncated),
+            }
         )
         for r in rows.itertuples()
     ]
