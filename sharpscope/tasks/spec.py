@@ -177,7 +177,9 @@ class ToolQaSpec(Spec):
         (), description="numbers of facts that training never chains (split `unseen`), 1 to 3"
     )
     train_size: int = Field(300, ge=1, le=1_000_000, description="training questions for each number of hops")
-    heldout_size: int = Field(100, ge=0, le=1_000_000, description="held-out questions for each number of hops; 0: none")
+    heldout_size: int = Field(
+        100, ge=0, le=1_000_000, description="held-out questions for each number of hops; 0: none"
+    )
     unseen_size: int = Field(50, ge=0, le=1_000_000, description="questions for each unseen number of hops")
     things: int = Field(
         300, ge=20, le=100_000, description="people, companies, cities and countries of the generated world"
