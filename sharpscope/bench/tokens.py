@@ -242,7 +242,7 @@ def recording_row(repeats: int, quick: bool) -> Row:
     note = (
         f"a step {cost.step:.2f} s; recording the tables {cost.plain:.3f} s, score norms and shares {cost.gradients:.2f} s "
         f"every {RecordingSpec().token_gradients_every}th step, influence {cost.influence:.2f} s every "
-        f"{RecordingSpec().heldout_influence_every}th"
+        f"{RecordingSpec().heldout_influence_every}th (with it {cost.share(cost.with_influence):.0%})"
     )
     total = cost.step + cost.recording
     return Row(

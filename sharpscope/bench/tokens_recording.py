@@ -30,15 +30,17 @@ class RecordingCost:
 
     @property
     def recording(self) -> float:
-        """Seconds of recording a step, at the default schedule (spikes, which come rarely, left out)."""
-        spec = RecordingSpec()
-        gradients = (self.gradients - self.plain) / spec.token_gradients_every
-        return self.plain + gradients + (self.influence - self.plain) / spec.heldout_influence_every
+        """Seconds a step of tables, score norms and shares, at the default schedule (spikes, which come rarely, left out)."""
+        return self.plain + (self.gradients - self.plain) / RecordingSpec().token_gradients_every
 
     @property
-    def share(self) -> float:
-        """Recording's part of a run's time, evaluation left out."""
-        return self.recording / (self.step + self.recording)
+    def with_influence(self) -> float:
+        """`recording` and held-out influence, which is no part of every token's record but has a default schedule too."""
+        return self.recording + (self.influence - self.plain) / RecordingSpec().heldout_influence_every
+
+    def share(self, recording: float) -> float:
+        """The part of a run's time that `recording` seconds a step are, evaluation left out."""
+        return recording / (self.step + recording)
 
 
 def recording_cost(repeats: int = 3, threads: int = 1, overrides: tuple[str, ...] = ()) -> RecordingCost:

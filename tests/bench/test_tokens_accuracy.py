@@ -61,8 +61,9 @@ def test_recording_is_weighed_by_its_schedules():
     spec = RecordingSpec()
     assert (spec.token_gradients_every, spec.heldout_influence_every) == (10, 50)
     cost = RecordingCost(step=3.0, plain=0.1, gradients=2.1, influence=5.1)
-    assert cost.recording == pytest.approx(0.1 + 2.0 / 10 + 5.0 / 50)
-    assert cost.share == pytest.approx(0.4 / 3.4)
+    assert cost.recording == pytest.approx(0.1 + 2.0 / 10)
+    assert cost.with_influence == pytest.approx(0.1 + 2.0 / 10 + 5.0 / 50)
+    assert cost.share(cost.recording) == pytest.approx(0.3 / 3.3)
 
 
 def test_recording_is_measured_on_training_steps():
