@@ -246,7 +246,15 @@ def recording_row(repeats: int, quick: bool) -> Row:
     )
     total = cost.step + cost.recording
     return Row(
-        "default recording", "training steps", cost.recording, total, 100 * cost.share, 15, 5, "% of the time", note
+        "default recording",
+        "training steps",
+        cost.recording,
+        total,
+        100 * cost.share(cost.recording),
+        15,
+        5,
+        "% of the time",
+        note,
     )
 
 
