@@ -123,19 +123,13 @@ class ToolQaWarmStart(WarmStartSpec):
     guess_share: float = Field(
         0.3, ge=0, le=1, description="share of demonstrations that guess instead of searching on"
     )
-    steps: int = Field(600, ge=1, description="optimizer updates")
+    steps: int = Field(1600, ge=1, description="optimizer updates")
     batch: int = Field(32, ge=1, description="demonstrations per update")
     cooldown: float = Field(
         0.5, ge=0, le=1, description="share of the updates, the last ones, over which they fall to zero"
     )
     micro_tokens: int = Field(
         4096, ge=1, description="tokens in one forward pass, padding included, though at least one row"
-    )
-    logit_scale: float = Field(
-        1.15,
-        gt=0,
-        le=10,
-        description="factor on the last norm's gain after training, and so on all logits: how decidedly the policy speaks",
     )
     probe_every: int = Field(100, ge=1, description="updates between two measurements on held-out demonstrations")
 
