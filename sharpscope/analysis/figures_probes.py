@@ -181,7 +181,11 @@ def stability(values: pd.DataFrame, lines: Lines) -> Figure:
             for label in sorted(here["setting"].unique()):
                 bound = here[here["setting"] == label].groupby("step")["threshold"].mean().dropna()
                 thin: dict[str, Any] = {"color": lines[label].color, "linewidth": 1.0, "linestyle": ":"}
-                axis.plot(bound.index.astype(float), bound, label="AdamW's threshold, (2 + 2β₁)/((1 − β₁)·lr)", **thin)
+                thin["label"] = "AdamW's threshold, (2 + 2β₁)/((1 − β₁)·lr)"
+                if len(bound) == 1:  # a line of one point would not be seen
+                    axis.axhline(float(bound.iloc[0]), **thin)
+                else:
+                    axis.plot(bound.index.astype(float), bound, **thin)
             if (here["value"] > 0).all():
                 axis.set_yscale("log")
             axis.set(
