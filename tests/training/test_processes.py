@@ -32,6 +32,7 @@ CASES = {
     "covariance": {"method": "clip-cov", "method.tokens.share": 0.1},
     "dynamic": {"method": "dapo", "task.factory": "tests.toy_task:half_flat"},
     "sam": {"method": "grpo-sam"},
+    "probed": {"probes.preset": "cheap", "probes.every": 1, "probes.functionals": ["surrogate", "expected_failure"]},
 }  # fmt: skip
 
 
@@ -134,6 +135,13 @@ def test_two_processes_do_what_one_does(toy_config, folder):
 def test_every_case_is_the_same_in_two_processes(toy_config, folder, sharded):
     names = ["plain", "shuffled", "covariance", "sam", *(["dynamic"] if sharded else [])]
     check(toy_config, folder, [(name, sharded) for name in names])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharded", [False, True])
+def test_probes_of_the_surface_are_the_same_in_two_processes(toy_config, folder, sharded):
+    check(toy_config, folder, [("probed", sharded)])
+    assert len(sharpscope.load_run(folder / f"probed-{'sharded' if sharded else 'two'}").probes) > 10
 
 
 @pytest.mark.slow
