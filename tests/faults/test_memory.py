@@ -19,7 +19,7 @@ def living() -> int:
     return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
 
 
-@pytest.mark.parametrize("tier", ["head", "local", "sketch", "exact", "attribute"])
+@pytest.mark.parametrize("tier", ["head", "local", "exact", "attribute"])
 @pytest.mark.parametrize("tie", [True, False])
 def test_a_probe_leaves_no_tensor_behind(tier, tie):
     model = tiny_model("qwen2", tie=tie, dtype=torch.float32)
