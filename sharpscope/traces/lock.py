@@ -68,6 +68,10 @@ def has_writer(run_dir: str | Path) -> bool:
     return owner.alive is not False
 
 
+ATTEMPTS, PAUSE_S = 40, 0.05
+"""How often, and how far apart [s], one looks who holds a lock that names nobody yet."""
+
+
 class RunLock:
     """Context manager: holds a run folder against other writers; `stale` is the dead owner it replaced, or None.
 
@@ -85,6 +89,7 @@ class RunLock:
 
     def acquire(self) -> RunLock:
         """Take the lock."""
+        attempts = 0
         while True:
             try:
                 handle = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -98,7 +103,11 @@ class RunLock:
                     break
             except BlockingIOError as error:
                 os.close(handle)
-                raise self._held(lock_owner(self.path.parent)) from error
+                holder, attempts = lock_owner(self.path.parent), attempts + 1
+                if holder is None and attempts < ATTEMPTS:
+                    time.sleep(PAUSE_S)  # between its lock and its name, or between its last word and its end
+                    continue
+                raise self._held(holder) from error
             except BaseException:
                 os.close(handle)
                 raise
