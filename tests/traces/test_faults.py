@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import random
 import socket
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -271,3 +273,24 @@ def test_run_json_is_old_or_new_when_the_write_fails(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         update_run_info(run, status="finished")
     assert load_run(run).info["status"] == "running" and not list(run.glob(".*.tmp"))
+
+
+def test_who_holds_a_lock_is_named_though_the_name_comes_a_moment_later(tmp_path):
+    """Between taking the lock and writing who holds it there is a moment; whoever asks then asks again."""
+    handle = os.open(tmp_path / "lock.json", os.O_RDWR | os.O_CREAT)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    me = psutil.Process()
+    owner = {
+        "pid": me.pid,
+        "host": socket.gethostname(),
+        "since": "2026-01-01T00:00:00+00:00",
+        "born": me.create_time(),
+    }
+    later = threading.Timer(0.2, lambda: os.pwrite(handle, json.dumps(owner).encode(), 0))
+    later.start()
+    try:
+        with pytest.raises(UserError, match=f"being written by process {me.pid} on "):
+            RunLock(tmp_path).acquire()
+    finally:
+        later.join()
+        os.close(handle)
