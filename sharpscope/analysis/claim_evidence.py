@@ -21,7 +21,7 @@ def bound_counts(violations: pd.DataFrame) -> Figure:
     with styled():
         figure, (axis,) = panels(1, width=5.0)
         share = (sums["below"] + sums["above"]) / sums["tokens"]
-        axis.plot(sums.index, share, "o-", color=BLUE, markersize=3)
+        axis.plot(sums.index, share, "o-", color=BLUE, markersize=3, label="all runs together")
         axis.set(xlabel="step", ylabel="tokens outside the bounds [share]")
         finish(figure, [axis])
     return figure

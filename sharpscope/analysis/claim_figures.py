@@ -29,7 +29,10 @@ def influence_by_decile(cells: pd.DataFrame) -> Figure:
             means = rows.groupby(["decile", "seed"])[["influence"]].mean().reset_index()
             points = band(means, ["decile"], "influence")
             axis.axhline(0, color=GREY, linewidth=0.8)
-            axis.errorbar(points["decile"], points["mean"], yerr=_half(points), fmt="o-", color=BLUE, capsize=2)
+            label = "mean over seeds and steps of the baseline"
+            axis.errorbar(
+                points["decile"], points["mean"], yerr=_half(points), fmt="o-", color=BLUE, capsize=2, label=label
+            )
             axis.set(
                 xlabel="decile of π (1: least likely)",
                 ylabel="influence [step's mean |influence|]; below 0 hurts",

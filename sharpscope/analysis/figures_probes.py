@@ -78,6 +78,8 @@ def rho_curves(values: pd.DataFrame, first_order: pd.DataFrame, lines: Lines) ->
             for label in sorted(set(chosen["setting"]) & set(beside["setting"])):
                 rows = band(beside[beside["setting"] == label], ["rho"])
                 thin: dict[str, Any] = {"color": lines[label].color, "linewidth": 0.9, "linestyle": ":"}
+                if len(rows) == 1:  # a line of one point would not be seen
+                    thin |= {"marker": "_", "markersize": 14}
                 axis.plot(rows["rho"], rows["mean"], label="first order, rho·‖∇L‖", **thin)
             scale = "log" if (chosen["value"] > 0).all() else "linear"
             axis.set(
