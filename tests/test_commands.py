@@ -1,4 +1,4 @@
-"""The reading commands on the reference traces: what they print and write is what the traces hold."""
+"""The reading commands on the example traces: what they print and write is what the traces hold."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from sharpscope.errors import UserError
 from sharpscope.objective import named_method
 from sharpscope.traces.spike_rule import robust_z
 
-REFERENCE = Path(__file__).resolve().parents[1] / "data" / "reference"
-GRPO, GRPO_SG = str(REFERENCE / "grpo-s0"), str(REFERENCE / "grpo-sg-s0")
+EXAMPLE = Path(__file__).resolve().parents[1] / "data" / "example"
+GRPO, GRPO_SG = str(EXAMPLE / "grpo-s0"), str(EXAMPLE / "grpo-sg-s0")
 
 
 def invoke(*arguments: str) -> str:
@@ -120,13 +120,13 @@ def test_curves_are_the_published_function():
 
 
 def test_claims_and_figures_and_analyze_agree(tmp_path: Path):
-    lines = [line for line in invoke("claims", str(REFERENCE)).splitlines() if line.startswith("C")]
+    lines = [line for line in invoke("claims", str(EXAMPLE)).splitlines() if line.startswith("C")]
     assert [line.split()[0] for line in lines] == [f"C{i}" for i in range(1, 14)]
-    output = invoke("analyze", str(REFERENCE), "--out", str(tmp_path / "report"))
+    output = invoke("analyze", str(EXAMPLE), "--out", str(tmp_path / "report"))
     assert f"{tmp_path / 'report'}/report.md" in output
     verdicts = json.loads((tmp_path / "report" / "claims.json").read_text())
     assert [(v["claim"], v["verdict"]) for v in verdicts] == [tuple(line.split()[:2]) for line in lines]
-    invoke("figures", "--from", str(REFERENCE), "--out", str(tmp_path / "figures"))
+    invoke("figures", "--from", str(EXAMPLE), "--out", str(tmp_path / "figures"))
     pictures = {path.name for path in (tmp_path / "figures").iterdir()}
     assert pictures == {path.name for path in (tmp_path / "report").iterdir() if path.suffix in (".png", ".svg")}
     assert "C7" in invoke("claims", GRPO, "--claim", "C7", "--details")
@@ -141,7 +141,7 @@ def test_show_and_compare_say_what_stands_in_the_traces():
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The reference run's first completions as a data file."""
+    """The example run's first completions as a data file."""
     rows = sharpscope.load_run(GRPO).rollouts.head(4)
     path = tmp_path_factory.mktemp("texts") / "texts.jsonl"
     lines = [

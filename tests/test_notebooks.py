@@ -1,4 +1,4 @@
-"""Every notebook under experiments/notebooks runs from top to bottom on the reference traces."""
+"""Every notebook under experiments/notebooks runs from top to bottom on the example traces."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_a_notebook_runs(notebook: Path, tmp_path: Path):
     copy = tmp_path / "experiments" / "notebooks" / notebook.name
     copy.parent.mkdir(parents=True)
     shutil.copy(notebook, copy)
-    shutil.copytree(ROOT / "data" / "reference", tmp_path / "data" / "reference")
+    shutil.copytree(ROOT / "data" / "example", tmp_path / "data" / "example")
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "--nbmake", "--rootdir", str(tmp_path), "-p", "no:cacheprovider", "-q", str(copy)],
         cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False,

@@ -73,7 +73,7 @@ def step_of(run: Run, step: int) -> StepTensors:
     if tokens.empty:
         raise UserError(f"--step {step}: run '{run.path}' holds no tokens of it")
     rollouts, row = np.unique(tokens["rollout"], return_inverse=True)
-    place = tokens.groupby("rollout").cumcount().to_numpy()
+    place = tokens.groupby("rollout").cumcount().to_numpy().copy()  # pandas hands out its own array, read-only
     shape = (len(rollouts), int(place.max()) + 1)
 
     def laid_out(values: np.ndarray) -> torch.Tensor:

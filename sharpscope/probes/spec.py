@@ -151,6 +151,16 @@ class ProbesSpec(Spec):
             given["preset"] = "off"
         return PRESETS.get(str(given.get("preset", "off")), {}) | given
 
+    @model_validator(mode="after")
+    def _off_is_off(self) -> ProbesSpec:
+        """A sweep's part that says `preset: off` over a base that says `every: 75` must not probe after all."""
+        if self.preset == "off" and self.every > 0:
+            raise ValueError(
+                f"every, {self.every}: preset is off, so nothing would be probed; set preset to cheap, standard or full, "
+                "or every to 0"
+            )
+        return self
+
     @field_validator("rhos")
     @classmethod
     def _rhos(cls, value: tuple[float, ...]) -> tuple[float, ...]:

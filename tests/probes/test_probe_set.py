@@ -235,6 +235,9 @@ def test_presets_give_way_to_what_is_set_and_budgets_thin_to_multiples():
     for wrong in ({"rhos": (0.2, 0.1)}, {"rhos": ()}, {"trace_probes": 1}, {"preset": "cheapest"}, {"unknown": 1}):
         with pytest.raises(ValidationError):
             ProbesSpec(**wrong)
+    for off in ({"every": 25}, {"every": 25, "preset": "off"}, {"every": 25, "preset": False}):
+        with pytest.raises(ValidationError, match="preset is off"):
+            ProbesSpec(**off)
 
 
 def test_costs_are_measured():

@@ -20,7 +20,7 @@ RECORD = {
     "evaluation__every": 0, "steps": 4,
 }  # fmt: skip
 SURFACE = {
-    "probes__every": 2, "probes__functionals": ["expected_failure"], "probes__max_products": 12, "probes__trace_probes": 2,
+    "probes__preset": "standard", "probes__every": 2, "probes__functionals": ["expected_failure"], "probes__max_products": 12, "probes__trace_probes": 2,
     "probes__density_samples": 0, "probes__rhos": [0.05], "probes__kinds": ["sam"], "probes__samples": 2, "probes__top": 1,
     "probes__preconditioned": False,
 }  # fmt: skip
