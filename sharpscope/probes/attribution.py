@@ -20,17 +20,13 @@ from torch.nn import functional as F
 
 from sharpscope.errors import UserError
 from sharpscope.probes.guard import guarded
-from sharpscope.probes.token_gradients.forward_mode import pushed_hidden, pushed_logp, substituted
+from sharpscope.probes.token_gradients.central import central_derivative, squared_length
+from sharpscope.probes.token_gradients.forward_mode import pushed_hidden, pushed_logp
 from sharpscope.probes.token_gradients.head import head_chunks, head_gradients
-from sharpscope.probes.token_gradients.local import CHUNK_TOKENS
-from sharpscope.probes.token_gradients.rows import Rows, make_rows, safe_width, widen
+from sharpscope.probes.token_gradients.rows import make_rows, safe_width, widen
 from sharpscope.probes.token_gradients.structure import Structure, hidden_states, read_before, structure_of
 
 Way = Literal["auto", "forward", "central"]
-
-# Length of the central difference's step, relative to the weights' norm, over eps^(1/3): there the rounding of log π
-# over the step is about as large as the step squared times the third derivative. Measured on random models in float32.
-STEP = 0.01
 
 
 @dataclass(frozen=True)
@@ -88,11 +84,6 @@ def attribute(
     return coef.to(found.values) * found.values * scale
 
 
-def squared_length(direction: Sequence[Tensor]) -> float:
-    """Σ‖·‖² over the tensors, summed in float64."""
-    return math.fsum(float(torch.linalg.vector_norm(part, dtype=torch.float64)) ** 2 for part in direction)
-
-
 def directional_derivative(
     model: nn.Module,
     input_ids: Tensor,
@@ -112,8 +103,8 @@ def directional_derivative(
         with_error: central only: also estimate the error, at two forward passes more.
 
     Raises:
-        UserError: the input does not fit together, or a central difference of weights of less than 32 bits is asked
-            for.
+        UserError: the input does not fit together, or a central difference of weights or activations of less than
+            32 bits is asked for.
     """
     if method not in ("auto", "forward", "central"):
         raise UserError(f"method, '{method}': use auto, forward or central")
@@ -124,17 +115,13 @@ def directional_derivative(
         dtype = torch.promote_types(structure.head.weight.dtype, torch.float32)
         values = torch.zeros(rows.shape, dtype=dtype, device=rows.ids.device)
         if method == "central":
-            step = _step(structure, direction)
-            _central(model, structure, rows, direction, temperature, step, values)
-            if not with_error:
-                return Derivatives(values, None, "central")
-            wider = torch.zeros_like(values)
-            _central(model, structure, rows, direction, temperature, 2 * step, wider)
-            return Derivatives(values, (values - wider).abs(), "central")
+            error = torch.zeros_like(values) if with_error else None
+            central_derivative(model, structure, rows, direction, temperature, values, error)
+            return Derivatives(values, error, "central")
         by_name = dict(zip(structure.named, direction, strict=True))
         weight = by_name.get(structure.tied or structure.head_weight or "")
         bias = by_name.get(structure.head_bias or "")
-        for chunk in _chunks(rows, structure):
+        for chunk in rows.chunks(share=structure.shares):
             ids = widen(chunk.ids, safe_width(model, chunk.ids.shape[1]))
             hidden, moved = pushed_hidden(model, structure, ids, direction, before=chunk.before)
             keep = F.pad(chunk.predicts, (0, ids.shape[1] - chunk.ids.shape[1]))
@@ -142,11 +129,6 @@ def directional_derivative(
                 values, pushed_logp(hidden[keep], moved[keep], structure.head, chunk.targets, temperature, weight, bias)
             )
         return Derivatives(values, None, "forward")
-
-
-def _chunks(rows: Rows, structure: Structure) -> list[Rows]:
-    """Chunks of rows; what the completions of a prompt have in common is read once, with its derivatives."""
-    return list(rows.chunks(CHUNK_TOKENS.get(rows.ids.device.type, CHUNK_TOKENS["cuda"]), share=structure.shares))
 
 
 def _check_direction(structure: Structure, direction: Sequence[Tensor]) -> None:
@@ -160,55 +142,6 @@ def _check_direction(structure: Structure, direction: Sequence[Tensor]) -> None:
             f"direction, {len(given)} tensors: must be like the {len(shapes)} trainable parameters in the model's "
             f"order; tensor {at} differs"
         )
-
-
-def _step(structure: Structure, direction: Sequence[Tensor]) -> float:
-    """h such that ‖h·u‖ is a fixed small part of ‖θ‖."""
-    coarsest = max(
-        (parameter.dtype for parameter in structure.named.values()), key=lambda dtype: torch.finfo(dtype).eps
-    )
-    eps = torch.finfo(coarsest).eps
-    if eps > 1e-6:
-        raise UserError(
-            f"method, 'central': weights are {coarsest}; a small step vanishes in them, use method='forward'"
-        )
-    length = math.sqrt(squared_length(direction))
-    weights = math.sqrt(squared_length([parameter.detach() for parameter in structure.named.values()]))
-    return STEP * eps ** (1 / 3) * weights / length if length > 0 else 1.0
-
-
-@torch.no_grad()
-def _central(
-    model: nn.Module,
-    structure: Structure,
-    rows: Rows,
-    direction: Sequence[Tensor],
-    temperature: float,
-    step: float,
-    out: Tensor,
-) -> None:
-    """Fill `out` (N, S) with (log π(θ + h·u) − log π(θ − h·u))/(2h)."""
-    chunks = _chunks(rows, structure)
-    logp: list[list[Tensor]] = []
-    for sign in (1.0, -1.0):
-        moved = [
-            p.detach().add(u.to(p), alpha=sign * step) for p, u in zip(structure.named.values(), direction, strict=True)
-        ]
-        with substituted(model, structure.named, moved):
-            logp.append([_logp(model, structure, chunk, temperature, moved) for chunk in chunks])
-    for chunk, above, below in zip(chunks, *logp, strict=True):
-        chunk.write(out, (above - below) / (2 * step))
-
-
-def _logp(model: nn.Module, structure: Structure, chunk: Rows, temperature: float, values: Sequence[Tensor]) -> Tensor:
-    """log π (M,) with the output layer's parameters replaced as well."""
-    by_name = dict(zip(structure.named, values, strict=True))
-    head = structure.head
-    weight = by_name.get(structure.tied or structure.head_weight or "", head.weight)
-    bias = by_name.get(structure.head_bias or "", head.bias)
-    moved = type(head)(weight, bias, head.soft_cap, head.scale)
-    hidden = hidden_states(model, chunk.ids, read_before(model, chunk.before))[chunk.predicts]
-    return torch.cat([part.logp for part in head_chunks(hidden, moved, chunk.targets, temperature)])
 
 
 def logp_gradient(
@@ -233,7 +166,7 @@ def logp_gradient(
         # A row whose coefficients are all zero adds nothing.
         counts = torch.zeros(len(rows), dtype=torch.bool, device=rows.ids.device)
         counts = ((coef[rows.source].gather(1, rows.place) != 0) & rows.chosen).any(1)
-        for chunk in _chunks(rows.take(counts.nonzero()[:, 0]), structure) if bool(counts.any()) else []:
+        for chunk in rows.take(counts.nonzero()[:, 0]).chunks(share=structure.shares) if bool(counts.any()) else []:
             with torch.enable_grad():
                 hidden = hidden_states(model, chunk.ids, read_before(model, chunk.before))
             states, each = hidden.detach()[chunk.predicts], chunk.gathered(coef)

@@ -94,9 +94,8 @@ class RecordingSpec(Spec):
     )
     derivative: Literal["forward", "central"] = Field(
         "forward",
-        description="Attribution, influence and alignment in forward mode (exact to rounding), or by central difference (about half "
-        "the cost; in float32 the shares of a gradient were seen to sum to 1.03 instead of 1); update attribution is always in "
-        "forward mode.",
+        description="Attribution, influence and alignment in forward mode (exact to rounding), or by central difference (about two "
+        "thirds of the cost, wrong by about 1e-4 of the shares' absolute sum in float32); update attribution is always in forward mode.",
     )
     heldout_influence_every: int = Field(
         50,

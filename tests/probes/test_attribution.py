@@ -16,6 +16,8 @@ from sharpscope.probes import (
     logp_gradient,
     nll_coefficients,
 )  # fmt: skip
+from sharpscope.probes.token_gradients import central
+from sharpscope.probes.token_gradients.structure import structure_of
 from tests.models import ARCHITECTURES, random_batch, tiny_model
 from tests.oracles.token_gradients import aligned, log_probabilities, token_gradients
 
@@ -71,16 +73,56 @@ def test_shares_match_a_loop(architecture, tie):
     assert not found[batch["mask"] == 0].any()
     single = tiny_model(architecture, tie=tie, dtype=torch.float32)
     assert off(run(single, batch, coef.float()), expected) < 1e-5
-    # These weights are far larger than a trained model's, and the function bends accordingly.
-    assert off(run(single, batch, coef.float(), method="central"), expected) < 3e-4
+    assert off(run(single, batch, coef.float(), method="central"), expected) < 1e-4
+    # transformers' router of experts computes in float32 whatever the weights are
+    assert off(run(model, batch, coef, method="central"), expected) < (1e-4 if "moe" in architecture else 1e-6)
 
 
-@pytest.mark.parametrize("architecture", ["qwen2", "gpt2"])
-def test_forward_and_central_agree_in_float64(architecture):
-    model, batch = tiny_model(architecture), random_batch()
+@pytest.mark.parametrize("trial", [1, 32])
+@pytest.mark.parametrize("first", [1 / 30, 1, 30])
+@pytest.mark.parametrize("scale", [1e-3, 1, 1e3])
+def test_central_steps_are_right_from_any_first_guess(monkeypatch, first, trial, scale):
+    """The step is found from what log π does: neither the guess, the trial's tokens nor the direction's length count."""
+    monkeypatch.setattr(central, "FIRST", first * central.FIRST)
+    monkeypatch.setattr(central, "TRIAL", trial)
+    model, batch = tiny_model("qwen2", dtype=torch.float32), random_batch()
+    coef = coefficients(batch).float()
+    arguments = (model, batch["input_ids"], batch["mask"])
+    direction = [scale * g for g in logp_gradient(*arguments, coef, batch["attention_mask"], T)]
+    exact = run(model, batch, coef, direction)
+    assert off(run(model, batch, coef, direction, "central"), exact.double()) < 1e-4
+
+
+def test_rows_that_move_more_get_a_step_of_their_own(monkeypatch):
+    """The trial is taken on the row that moves least: the step that it finds is far too long for another."""
+    model, batch = tiny_model("qwen2", dtype=torch.float32), random_batch()
+    batch["mask"][0, 6:] = 0
+    given = (model, batch["input_ids"], batch["mask"])
+    direction = logp_gradient(*given, coefficients(batch).float(), batch["attention_mask"], T)
+    exact = directional_derivative(*given, direction, batch["attention_mask"], T).values
+    largest, seen, difference = exact.abs().amax(1), [], central._difference
+
+    def watched(model, structure, rows, direction, temperature, step, out):
+        seen.append((rows.source.tolist(), step * float(largest[rows.source].max())))
+        difference(model, structure, rows, direction, temperature, step, out)
+
+    monkeypatch.setattr(central, "_difference", watched)
+    monkeypatch.setattr(central, "_trial", lambda rows: rows.take(largest.argmin()[None]))
+    found = directional_derivative(*given, direction, batch["attention_mask"], T, "central").values
+    assert off(found, exact.double()) < 1e-4
+    target = central.MOVE * torch.finfo(torch.float32).eps ** (1 / 3)
+    assert seen[0][0] == [int(largest.argmin())] and len(seen[1][0]) == 3 and seen[1][1] > 3 * target
+    assert seen[2][0] == (largest > 3 * largest.min()).nonzero()[:, 0].tolist()
+    assert seen[2][1] == pytest.approx(target, rel=0.05) and len(seen) == 3
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "gemma2"])
+def test_casts_inside_a_model_set_the_step(architecture):
+    """transformers' norms compute in float32 in a float64 model: a float64's step would be all rounding."""
+    model, batch = tiny_model(architecture, dtype=torch.float32).double(), random_batch()
+    assert structure_of(model).computes_in == torch.float32
     coef = coefficients(batch)
-    forward, central = run(model, batch, coef, method="forward"), run(model, batch, coef, method="central")
-    assert off(central, forward) < 1e-6
+    assert off(run(model, batch, coef, method="central"), run(model, batch, coef)) < 1e-4
 
 
 def test_along_any_direction_without_normalising():

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from sharpscope.errors import UserError
-from sharpscope.probes import attribute, score_norms
+from sharpscope.probes import attribute, logp_gradient, score_norms
 from sharpscope.probes.guard import guarded
 from tests.models import random_batch, tiny_model
+from tests.probes.test_token_sharing import batch as shared_batch
 
 
 def snapshot(model):
@@ -90,6 +91,56 @@ def test_left_as_it_was_after_an_exception(call, nth):
     before = snapshot(model)
     with pytest.raises(FloatingPointError):
         CALLS[call](model, batch)
+    assert_same(before, snapshot(model))
+
+
+# What reads the beginning that completions of a prompt have in common once, with a cache of its own.
+SHARING = {name: CALLS[name] for name in ("local", "forward", "central")} | {
+    "gradient": lambda m, b: logp_gradient(m, b["input_ids"], b["mask"], b["mask"].double(), b["attention_mask"])
+}
+
+
+def watched(model, monkeypatch, raise_at=None):
+    """Lengths of the rows that the last layer's norm sees, call by call; it raises at call `raise_at` (from 0)."""
+    norm, seen = model.model.layers[-1].post_attention_layernorm, []
+    inner = norm.forward
+
+    def forward(x):
+        seen.append(tuple(x.shape[:2]))
+        if len(seen) - 1 == raise_at:
+            raise FloatingPointError
+        return inner(x)
+
+    monkeypatch.setattr(norm, "forward", forward)
+    return seen
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "gemma2", "qwen2_moe"])
+@pytest.mark.parametrize("call", sorted(SHARING))
+def test_left_as_it_was_with_a_prompt_read_once(call, architecture, monkeypatch):
+    model, batch = disturbed(architecture), shared_batch()
+    seen = watched(model, monkeypatch)
+    before = snapshot(model)
+    SHARING[call](model, batch)
+    assert_same(before, snapshot(model))
+    assert (1, 24) in seen and (3, 5) in seen  # a prompt of 25 tokens but its last, then what follows it in three rows
+
+
+@pytest.mark.parametrize("part", ["beginning", "rest"])
+@pytest.mark.parametrize("call", sorted(SHARING))
+def test_left_as_it_was_after_an_exception_with_a_prompt_read_once(call, part, monkeypatch):
+    """Raised while the shared beginning is read, and then while the rows go on from its keys and values."""
+    model, batch = disturbed("qwen2_moe"), shared_batch()
+    SHARING[call](model, batch)  # its structure is known from here on: only the probe's own passes come
+    with monkeypatch.context() as patch:
+        seen = watched(model, patch)
+        SHARING[call](model, batch)
+    shape = (1, 24) if part == "beginning" else (3, 5)
+    seen = watched(model, monkeypatch, raise_at=seen.index(shape))
+    before = snapshot(model)
+    with pytest.raises(FloatingPointError):
+        SHARING[call](model, batch)
+    assert seen[-1] == shape
     assert_same(before, snapshot(model))
 
 

@@ -93,7 +93,7 @@ def test_same_seed_same_result_whatever_the_rest_of_the_batch(monkeypatch):
     arguments = (model, batch["input_ids"], batch["mask"], "sketch", batch["attention_mask"])
     first = score_norms(*arguments, directions=4, seed=3)
     assert not torch.equal(first.squared, score_norms(*arguments, directions=4, seed=4).squared)
-    monkeypatch.setitem(local_tier.CHUNK_TOKENS, "cpu", 8)  # one row a chunk
+    monkeypatch.setitem(rows_module.CHUNK_TOKENS, "cpu", 8)  # one row a chunk
     torch.testing.assert_close(
         score_norms(*arguments, directions=4, seed=3).squared, first.squared, rtol=1e-9, atol=1e-12
     )

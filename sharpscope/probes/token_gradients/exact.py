@@ -19,7 +19,7 @@ from sharpscope.errors import UserError
 from sharpscope.probes.token_gradients import attention as attn
 from sharpscope.probes.token_gradients.batched import unwrapped
 from sharpscope.probes.token_gradients.head import head_gradients
-from sharpscope.probes.token_gradients.local import CHUNK_TOKENS, add_head
+from sharpscope.probes.token_gradients.local import add_head
 from sharpscope.probes.token_gradients.result import Collector, Ledger, ScoreNorms
 from sharpscope.probes.token_gradients.rows import Rows, safe_width, widen
 from sharpscope.probes.token_gradients.shortcuts import Shortcuts
@@ -75,7 +75,7 @@ def exact_norms(
     if cotangent_bytes is not None:
         budget = cotangent_bytes // threads
     collector = Collector(rows.shape, torch.promote_types(structure.head.weight.dtype, torch.float32), device)
-    for chunk in rows.chunks(CHUNK_TOKENS.get(device.type, CHUNK_TOKENS["cuda"])):
+    for chunk in rows.chunks():
         ledger = Ledger(structure.groups, torch.zeros(len(chunk.targets), dtype=collector.dtype, device=device))
         tokens = _prepare(model, structure, chunk, temperature, ledger)
         batches = _packed(tokens, 1 if structure.unhandled else LANES.get(device.type, LANES["cuda"]))

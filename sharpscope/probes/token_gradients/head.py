@@ -52,25 +52,43 @@ def head_chunks(hidden: Tensor, head: Head, targets: Tensor, temperature: float)
 
     1 − p_y is summed over the other words, so it keeps its relative precision when p_y is near 1.
     """
-    V = head.weight.shape[0]
-    budget = LOGIT_BYTES.get(hidden.device.type, LOGIT_BYTES["cuda"])
-    size = max(1, budget // (V * max(hidden.element_size(), 4)))
-    for start in range(0, len(hidden), size):
-        rows = slice(start, min(start + size, len(hidden)))
+    for rows in _blocks(hidden, head):
         z = head.logits(hidden[rows])  # (C, V)
         slope = None if head.soft_cap is None else 1 - (z / head.soft_cap).square_()
         y = targets[rows, None]
-        z.div_(temperature).sub_(z.amax(1, keepdim=True))
-        zy = z.gather(1, y)[:, 0]
-        p = torch.softmax(z, 1)
-        py, log_total = p.gather(1, y)[:, 0], -torch.log(p.amax(1))  # the largest shifted logit is 0
-        p.scatter_(1, y, 0.0)
-        rest = p.sum(1)
-        logp = torch.where(py > 0.5, torch.log1p(-rest), zy - log_total)
+        logp, p, rest = _softmax(z, y, temperature)
         pull = p.neg_().scatter_(1, y, rest[:, None]).mul_(head.scale / temperature)
         if slope is not None:
             pull.mul_(slope)
         yield HeadChunk(rows, logp, pull)
+
+
+@torch.no_grad()
+def head_logp(hidden: Tensor, head: Head, targets: Tensor, temperature: float) -> Tensor:
+    """ln p_y (M,) [nats] alone, as `head_chunks` finds it."""
+    found = [_softmax(head.logits(hidden[rows]), targets[rows, None], temperature)[0] for rows in _blocks(hidden, head)]
+    return torch.cat(found)
+
+
+def _blocks(hidden: Tensor, head: Head) -> Iterator[slice]:
+    """Rows whose logits are held at once."""
+    budget = LOGIT_BYTES.get(hidden.device.type, LOGIT_BYTES["cuda"])
+    size = max(1, budget // (head.weight.shape[0] * max(hidden.element_size(), 4)))
+    for start in range(0, len(hidden), size):
+        yield slice(start, min(start + size, len(hidden)))
+
+
+def _softmax(z: Tensor, y: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Of logits z (C, V), which are overwritten, and words y (C, 1): ln p_y (C,), p (C, V) with 0 at y, 1 − p_y (C,)."""
+    if temperature != 1.0:
+        z.div_(temperature)
+    highest = z.amax(1)
+    zy = z.gather(1, y)[:, 0] - highest
+    p = torch.softmax(z, 1)
+    py, log_total = p.gather(1, y)[:, 0], -torch.log(p.amax(1))  # the largest shifted logit is 0
+    p.scatter_(1, y, 0.0)
+    rest = p.sum(1)
+    return torch.where(py > 0.5, torch.log1p(-rest), zy - log_total), p, rest
 
 
 @torch.no_grad()

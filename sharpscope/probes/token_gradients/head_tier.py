@@ -6,7 +6,6 @@ import torch
 from torch import nn
 
 from sharpscope.probes.token_gradients.head import head_gradients
-from sharpscope.probes.token_gradients.local import CHUNK_TOKENS
 from sharpscope.probes.token_gradients.result import Collector, Ledger, ScoreNorms
 from sharpscope.probes.token_gradients.rows import Rows
 from sharpscope.probes.token_gradients.structure import Structure, hidden_states
@@ -19,7 +18,7 @@ def head_norms(model: nn.Module, structure: Structure, rows: Rows, temperature: 
     It equals ‖p − e_y‖·sqrt(‖h‖² + 1 if there is a bias)/T, each logit's part times the slope of a soft cap.
     """
     collector = Collector(rows.shape, torch.promote_types(structure.head.weight.dtype, torch.float32), rows.ids.device)
-    for chunk in rows.chunks(CHUNK_TOKENS.get(rows.ids.device.type, CHUNK_TOKENS["cuda"])):
+    for chunk in rows.chunks():
         states = hidden_states(model, chunk.ids)[chunk.predicts]  # (M, d)
         output, _ = head_gradients(states, structure.head, chunk.targets, temperature)
         ledger = Ledger({"output": ("head",)}, torch.zeros_like(output.logp))

@@ -15,9 +15,6 @@ from sharpscope.probes.token_gradients.rows import Rows, safe_width, widen
 from sharpscope.probes.token_gradients.structure import Structure, hidden_states, read_before, recording
 from sharpscope.probes.token_gradients.uses import Recorder, Use, local_squares
 
-# Positions per chunk: on a CPU the activations of one layer should stay in its cache.
-CHUNK_TOKENS = {"cpu": 1024, "cuda": 16384}
-
 
 @dataclass(frozen=True)
 class LocalPass:
@@ -49,8 +46,7 @@ def local_passes(
     Args:
         share: read what rows have in common before their first chosen token once: no cotangent goes there.
     """
-    budget = CHUNK_TOKENS.get(rows.ids.device.type, CHUNK_TOKENS["cuda"])
-    for chunk in rows.chunks(budget, share=share and structure.shares):
+    for chunk in rows.chunks(share=share and structure.shares):
         with torch.no_grad():
             before = read_before(model, chunk.before)
         ids = widen(chunk.ids, safe_width(model, chunk.ids.shape[1]))  # (B, L)

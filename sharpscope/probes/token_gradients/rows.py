@@ -13,6 +13,8 @@ from sharpscope.errors import UserError
 from sharpscope.policy.head import bare
 
 SHARED = 16  # tokens: a shorter common beginning is read again with each row
+# Positions per chunk: on a CPU the activations of one layer should stay in its cache.
+CHUNK_TOKENS = {"cpu": 1024, "cuda": 16384}
 
 
 @dataclass(frozen=True)
@@ -79,12 +81,16 @@ class Rows:
         together = [torch.tensor(group, device=self.ids.device) for start, group in groups.items() if shared[start]]
         return torch.tensor(alone, dtype=torch.long, device=self.ids.device), together
 
-    def chunks(self, tokens: int, *, share: bool = False) -> Iterator[Rows]:
+    def chunks(self, tokens: int | None = None, *, share: bool = False) -> Iterator[Rows]:
         """All rows that have a chosen token, rows of like length together, about `tokens` positions at a time.
+
+        None = what suits the device.
 
         With `share`, rows that are the same up to where their first chosen token is predicted, as the completions of a prompt
         are, come together, without what they have in common but with it as `before`.
         """
+        if tokens is None:
+            tokens = CHUNK_TOKENS.get(self.ids.device.type, CHUNK_TOKENS["cuda"])
         if share:
             alone, together = self._beginnings()
             for index in together:

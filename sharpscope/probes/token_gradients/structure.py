@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import Cache
 
 from sharpscope.errors import UserError
@@ -39,6 +40,7 @@ class Structure:
         last_layer: the decoder layer of the last attention call, where the exact tier may split the pass, or None.
         tail: then, the parameters used after that call.
         groups: parameter -> the groups it belongs to.
+        computes_in: the coarsest dtype of what depends on a trainable parameter.
         shares: whether rows can go on from the keys and values of a beginning read before.
     """
 
@@ -54,6 +56,7 @@ class Structure:
     tail: frozenset[str] = frozenset()
     groups: dict[str, tuple[str, ...]] = field(default_factory=dict)
     shares: bool = False
+    computes_in: torch.dtype = torch.float32
 
     @property
     def native(self) -> frozenset[str]:
@@ -156,15 +159,31 @@ def _examine(model: nn.Module, named: dict[str, nn.Parameter]) -> Structure:
     structure.attention_calls = 1  # until counted: lets `recording` choose the attention
     recorder = Recorder(named, (B, L))
     counted = attn.begin()
-    with torch.enable_grad(), recording(model, structure, recorder, attn.CUT):
+    watch = _Precision()
+    with torch.enable_grad(), recording(model, structure, recorder, attn.CUT), watch:
         hidden = hidden_states(model, ids)
     structure.attention_calls = counted.made
+    structure.computes_in = watch.coarsest
     structure.unhandled = _unhandled(named, recorder, structure)
     structure.not_local = _leak(recorder.uses, hidden)
     _find_split(model, structure, counted.module, ids)
     _check_causal(model, ids)
     structure.shares = _can_share(model, structure, ids)
     return structure
+
+
+class _Precision(TorchFunctionMode):
+    """Notes the coarsest dtype among results that depend on a parameter: casts may hide inside a model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.coarsest = torch.float64
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and out.dtype.is_floating_point and out.requires_grad:
+            self.coarsest = max(self.coarsest, out.dtype, key=lambda dtype: torch.finfo(dtype).eps)
+        return out
 
 
 def _unhandled(named: dict[str, nn.Parameter], recorder: Recorder, structure: Structure) -> dict[str, str]:
