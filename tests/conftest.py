@@ -27,20 +27,9 @@ TOY = {
 @pytest.fixture(scope="session")
 def tiny_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a randomly initialised two-layer Qwen2 policy with a byte-level tokenizer."""
-    from sharpscope.policy.embedded import build_model, build_tokenizer
-    from tests.toy_task import vowels
+    from sharpscope.bench.faults import setting
 
-    splits, _ = vowels()
-    tokenizer = build_tokenizer([e.prompt for e in splits["train"]], phrases=(), vocabulary=288)
-    model = build_model(tokenizer, layers=2, width=32, feed_forward=48, heads=2, seed=0)
-    with torch.no_grad():  # sharper than at initialisation, so that tokens differ in probability
-        for parameter in model.parameters():
-            if parameter.ndim == 2:
-                parameter.mul_(8)
-    folder = tmp_path_factory.mktemp("tiny_policy")
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return setting.tiny_policy(tmp_path_factory.mktemp("tiny_policy"), layers=2, width=32, feed_forward=48)
 
 
 @pytest.fixture

@@ -1,22 +1,11 @@
-"""A task that a random policy scores on: the reward is the number of vowels in the completion."""
+"""Variants of the task that a random policy scores on: the reward is the number of vowels in the completion."""
 
 from __future__ import annotations
 
+from sharpscope.bench.faults.setting import vowels
 from sharpscope.tasks import Example, Reward
 
-
-def vowels(count: int = 10):
-    def examples(first: int, split: str) -> list[Example]:
-        return [
-            Example(f"say {'a' * (index % 5 + 1)} {index}:", str(index), {"id": f"{split}{index}", "level": index % 2})
-            for index in range(first, first + count)
-        ]
-
-    def score(example: Example, completion: str) -> Reward:
-        found = sum(completion.count(letter) for letter in "aeiou")
-        return Reward(float(found), {"vowels": float(found)}, found >= 2)
-
-    return {"train": examples(0, "train"), "heldout": examples(100, "heldout")}, score
+__all__ = ["always_nan", "half_flat", "only_train", "sometimes_nan", "vowels"]
 
 
 def sometimes_nan():

@@ -19,7 +19,7 @@ from sharpscope.analysis.style import save
 from sharpscope.analysis.tables import SUMMARY, summary
 from sharpscope.analysis.text import csv_text
 from sharpscope.errors import UserError
-from sharpscope.traces import DamagedPartWarning, Runs, load_runs, write_atomic
+from sharpscope.traces import DamagedPartWarning, Runs, load_runs, output_folder, write_atomic
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def analyze(
         found = [study for study in studies(runs) if study.settings]
         if not found:
             raise UserError(nothing_found(paths, runs))
-        folder = _folder(out)
+        folder = output_folder(out)
         tell = on_progress or (lambda text: None)
         figures: dict[str, list[Path]] = {}
 
@@ -155,15 +155,6 @@ def nothing_found(paths: Any, runs: Runs) -> str:
     if len(runs):
         return f"runs: none below {where} has a finished step yet; wait for one, or look at run.json of {runs[0].name}"
     return f"runs: no run below {where}; make one with `sharpscope run --steps 20`, or give the folder that holds yours"
-
-
-def _folder(out: str | Path) -> Path:
-    folder = Path(out)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"out: {folder} cannot be made ({error.strerror}); choose another --out") from error
-    return folder
 
 
 def _messages(runs: Runs, reports: list[StudyReport]) -> list[str]:

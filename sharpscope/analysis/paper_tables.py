@@ -15,8 +15,7 @@ from sharpscope.analysis.claims.study import RunLike, Study, most_common
 from sharpscope.analysis.statistics import Interval, mean_interval
 from sharpscope.analysis.style import plain
 from sharpscope.analysis.text import csv_text
-from sharpscope.errors import UserError
-from sharpscope.traces import write_atomic
+from sharpscope.traces import output_folder, write_atomic
 
 if TYPE_CHECKING:
     from sharpscope.traces import Runs
@@ -133,11 +132,7 @@ def write_tables(tables: list[PaperTable], out: str | Path) -> list[Path]:
     Raises:
         UserError: if the folder cannot be made.
     """
-    folder = Path(out)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"out: {folder} cannot be made ({error.strerror}); choose another --out") from error
+    folder = output_folder(out)
     paths = []
     for table in tables:
         texts = {"csv": csv_text(table.frame()), "md": table.markdown(), "tex": table.latex()}

@@ -66,6 +66,20 @@ def write_atomic(path: Path, data: str | bytes) -> None:
         raise
 
 
+def output_folder(out: str | Path) -> Path:
+    """`out`, made where it is not there yet.
+
+    Raises:
+        UserError: if it cannot be made.
+    """
+    folder = Path(out)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"out: {folder} cannot be made ({error.strerror}); choose another --out") from error
+    return folder
+
+
 def run_path(root: str | Path, name: str) -> Path:
     """`root/name` for a run name that is one plain folder name.
 

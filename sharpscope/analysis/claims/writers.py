@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sharpscope.analysis.claims.base import Estimate, Verdict
-from sharpscope.errors import UserError
-from sharpscope.traces import write_atomic
+from sharpscope.traces import output_folder, write_atomic
 
 LIMITS = (
     "Small scale refutes nothing about large models: each verdict is about the runs named under it. The rules, levels, "
@@ -56,11 +55,7 @@ def write_claims(verdicts: Sequence[Verdict], out: str | Path) -> list[Path]:
     Raises:
         UserError: if the folder cannot be made.
     """
-    folder = Path(out)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"out: {folder} cannot be made ({error.strerror}); choose another --out") from error
+    folder = output_folder(out)
     paths = [folder / "claims.json", folder / "claims.md"]
     for path, text in zip(paths, (claims_json(verdicts), claims_markdown(verdicts)), strict=True):
         write_atomic(path, text)

@@ -88,8 +88,8 @@ def vowels(count: int = 10) -> tuple[dict[str, list[Example]], Any]:
     return {"train": examples(0, "train"), "heldout": examples(100, "heldout")}, score
 
 
-def tiny_policy(folder: Path) -> Path:
-    """Save an untrained one-layer policy with a byte-level tokenizer to `folder`."""
+def tiny_policy(folder: Path, layers: int = 1, width: int = 16, feed_forward: int = 24) -> Path:
+    """Save an untrained Qwen2 policy of that size with a byte-level tokenizer to `folder`."""
     import torch
     from transformers.utils.logging import disable_progress_bar
 
@@ -98,7 +98,7 @@ def tiny_policy(folder: Path) -> Path:
     disable_progress_bar()
     splits, _ = vowels()
     tokenizer = build_tokenizer([example.prompt for example in splits["train"]], phrases=(), vocabulary=288)
-    model = build_model(tokenizer, layers=1, width=16, feed_forward=24, heads=2, seed=0)
+    model = build_model(tokenizer, layers=layers, width=width, feed_forward=feed_forward, heads=2, seed=0)
     with torch.no_grad():  # sharper than at initialisation, so that tokens differ in probability
         for parameter in model.parameters():
             if parameter.ndim == 2:
