@@ -87,7 +87,7 @@ def test_the_control_variate_lowers_the_variance():
 
 
 def test_same_seed_same_result_whatever_the_rest_of_the_batch(monkeypatch):
-    from sharpscope.probes.token_gradients import local as local_tier
+    from sharpscope.probes.token_gradients import rows as rows_module
 
     model, batch = tiny_model("qwen2"), random_batch()
     arguments = (model, batch["input_ids"], batch["mask"], "sketch", batch["attention_mask"])
