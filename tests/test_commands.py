@@ -130,6 +130,11 @@ def test_claims_and_figures_and_analyze_agree(tmp_path: Path):
     pictures = {path.name for path in (tmp_path / "figures").iterdir()}
     assert pictures == {path.name for path in (tmp_path / "report").iterdir() if path.suffix in (".png", ".svg")}
     assert "C7" in invoke("claims", GRPO, "--claim", "C7", "--details")
+    assert f"{tmp_path / 'claims'}/claims.md" in invoke("claims", str(EXAMPLE), "--out", str(tmp_path / "claims"))
+    written = sorted(path.name for path in (tmp_path / "claims").iterdir())
+    assert written == ["claims.json", "claims.md", "table_accuracy.csv", "table_accuracy.md", "table_accuracy.tex"]
+    for name in written:
+        assert (tmp_path / "claims" / name).read_bytes() == (tmp_path / "report" / name).read_bytes()
 
 
 def test_show_and_compare_say_what_stands_in_the_traces():

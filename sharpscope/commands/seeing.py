@@ -63,6 +63,9 @@ def claims(
     ] = False,
     baseline: Annotated[str, typer.Option(help="The method compared with.")] = "grpo",
     treatment: Annotated[str, typer.Option(help="The method that the claims are about.")] = "grpo-sg",
+    out: Annotated[
+        Path | None, typer.Option(help="Also write claims.json, claims.md and the paper's tables into this folder.")
+    ] = None,
 ) -> None:
     """Test the published claims on whatever runs there are: supported, refuted, inconclusive or untestable.
 
@@ -71,12 +74,21 @@ def claims(
       sharpscope claims runs/
 
       sharpscope claims runs/ --claim C7 --details --treatment gspo
+
+      sharpscope claims data/reference --out experiments/results
     """
     from sharpscope.analysis import load_several
-    from sharpscope.analysis.claims import test_claims, verdict_text
+    from sharpscope.analysis.claims import test_claims, verdict_text, write_claims
+    from sharpscope.analysis.paper_tables import paper_tables, write_tables
 
-    for verdict in test_claims(load_several(runs), claim, baseline=baseline, treatment=treatment):
+    loaded = load_several(runs)
+    verdicts = test_claims(loaded, claim, baseline=baseline, treatment=treatment)
+    for verdict in verdicts:
         typer.echo(printable_lines(verdict_text(verdict) if details else verdict.line()))
+    if out is not None:
+        files = write_claims(verdicts, out)
+        files += write_tables(paper_tables(loaded, baseline=baseline, treatment=treatment), out)
+        typer.echo(f"{len(files)} files. Written: {out}/ (look: {files[1]})")
 
 
 def figures(
