@@ -1,17 +1,15 @@
-"""Curvature against PyHessian and curvlinops: products, seconds and memory, each as a ratio from one run."""
+"""Curvature against PyHessian and curvlinops: products, errors and seconds, each as a ratio from one run."""
 
 from __future__ import annotations
 
-import json
+import copy
 import math
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,148 +17,177 @@ import torch
 from torch import Tensor, nn
 
 from sharpscope.errors import UserError
-from sharpscope.policy import PolicySpec, SamplingSpec, generate, load_policy, render_prompts
+from sharpscope.policy import Policy, PolicySpec, SamplingSpec, generate, load_policy, render_prompts
 from sharpscope.probes.functionals import Functional, rollout_batch
 from sharpscope.probes.hessian import Operator, eigenpairs, hutchpp
-from sharpscope.probes.hessian.causal_lm import LmSurface, lm_surface
+from sharpscope.probes.hessian.causal_lm import COARSE_STEPS, LmSurface, lm_surface
+from sharpscope.probes.hessian.dual import replaced_forward
 from sharpscope.probes.hessian.krylov import Krylov, noisy
 from sharpscope.probes.hessian.pyhessian import pyhessian_estimate
 from sharpscope.tasks import KnightsKnavesSpec, make_task
 
 PYHESSIAN = {"maxIter": 100, "tol": 1e-3}  # its defaults
-PARTS = ("eigenvalue", "trace", "product")
+MODEL = "embedded:knights_knaves"
 
 
-def compare_curvature(
-    *,
-    rows: int = 8,
-    seeds: int = 6,
-    repeats: int = 15,
-    threads: int | None = None,
-    model: str = "embedded:knights_knaves",
-    parts: Sequence[str] = PARTS,
-) -> dict[str, Any]:
-    """The first three rows of the table, on a policy's own completions of Knights-and-Knaves prompts.
+@dataclass(frozen=True)
+class Batch:
+    """Which completions of Knights and Knaves prompts are probed (functional `nll`).
 
-    Args:
-        rows: completions in the batch (one functional: `nll`).
-        seeds: random starts of each side; errors are root mean squares over them.
-        repeats: timed products of each side, alternating; medians count, of wall-clock and of processor seconds (which other
-            work on the machine disturbs less).
-        threads: torch's threads; None: as they are.
-        model: policy.
-        parts: which of the three comparisons.
-
-    Raises:
-        UserError: curvlinops is not installed.
+    Attributes:
+        prompts: evenly over the split, which is in order of size.
+        samples: completions of each, drawn from the policy.
+        split: of the task.
     """
-    if threads is not None:
-        torch.set_num_threads(threads)
+
+    prompts: int
+    samples: int
+    split: str
+
+
+# The first is what the `standard` preset probes with fresh completions: 12 training prompts, 2 completions each.
+BATCHES = (Batch(12, 2, "train"), Batch(8, 1, "heldout"), Batch(16, 1, "heldout"), Batch(32, 1, "heldout"))
+
+
+def probed(policy: Policy, batch: Batch) -> Functional:
+    """`nll` of the policy's own completions."""
+    examples = make_task(KnightsKnavesSpec()).splits()[batch.split]
+    examples = examples[:: max(1, len(examples) // batch.prompts)][: batch.prompts]
+    prompts = render_prompts(examples, policy)
+    drawn = generate(policy, prompts, batch.samples, SamplingSpec(), torch.Generator().manual_seed(0))
+    return Functional("nll", rollout_batch(drawn.with_reward(torch.ones(len(drawn)))))
+
+
+@contextmanager
+def surface_of(batch: Batch, model: str = MODEL) -> Iterator[tuple[LmSurface, dict[str, Any]]]:
+    """The surface of a batch, one microbatch with its graph kept, and what describes it in the record."""
     policy = load_policy(PolicySpec(model=model))
-    heldout = make_task(KnightsKnavesSpec()).splits()["heldout"]  # in order of size
-    examples = heldout[:: max(1, len(heldout) // rows)][:rows]
-    drawn = generate(policy, render_prompts(examples, policy), 1, SamplingSpec(), torch.Generator().manual_seed(0))
-    batch = rollout_batch(drawn.with_reward(torch.ones(len(drawn))))
-    functional = Functional("nll", batch)
+    functional = probed(policy, batch)
     with lm_surface(policy.model, functional, mode="graph", microbatch_tokens=10**9) as surface:
+        rows = functional.batch
+        yield (
+            surface,
+            asdict(batch)
+            | {"rows": len(rows), "tokens": int(rows.lengths.sum()), "scored": int(rows.scored.sum())}
+            | {"parameters": sum(p.numel() for p in surface.parameters), "model": model},
+        )
+
+
+def eigenvalue(batch: Batch, seeds: int = 6, model: str = MODEL) -> dict[str, Any]:
+    """Cost until the error of the top eigenvalue is at most that at which PyHessian stops, seed by seed.
+
+    Counted alike on both sides: Hessian products, and gradients apart from them. Each side takes the gradient whose graph its
+    products go through; ours takes another for its start, and the start's few rows add their share of products and
+    gradients. Neither side measures a residual.
+    """
+    with surface_of(batch, model) as (surface, described):
         hessian = surface.hessian()
-        found = {
-            "rows": rows,
-            "tokens": int(batch.lengths.sum()),
-            "scored": int(batch.scored.sum()),
-            "parameters": hessian.size,
-            "threads": torch.get_num_threads(),
+        exact, converged = _reference(surface, hessian)
+        theirs, ours = [], []
+        for seed in range(seeds):
+            result = pyhessian_estimate(
+                surface,
+                top=1,
+                max_iterations=int(PYHESSIAN["maxIter"]),
+                tolerance=PYHESSIAN["tol"],
+                trace=False,
+                seed=seed,
+            )
+            error = abs(float(result.values[0]) - exact) / abs(exact)
+            theirs.append({"products": result.eigenvalue_products, "gradients": 1.0, "error": error})
+            ours.append(_lanczos_until(surface, hessian, exact, error, seed))
+    sides = {"pyhessian": theirs, "ours": ours}
+    mean = {
+        side: {what: statistics.mean(run[what] for run in runs) for what in ("products", "gradients")}
+        for side, runs in sides.items()
+    }
+    # A gradient is 3 passes' worth of work, a product through its graph 6.
+    whole = {side: value["products"] + value["gradients"] / 2 for side, value in mean.items()}
+    return (
+        described
+        | sides
+        | {
             "seeds": seeds,
-            "torch": torch.__version__,
-            "model": model,
+            "reference": exact,
+            "reference_converged": converged,
+            "mean": mean,
+            "ratio": mean["ours"]["products"] / mean["pyhessian"]["products"],
+            "ratio_with_gradients": whole["ours"] / whole["pyhessian"],
         }
-        compared: dict[str, Callable[[], dict[str, Any]]] = {
-            "eigenvalue": lambda: _eigenvalue(surface, hessian, seeds),
-            "trace": lambda: _trace(surface, hessian, seeds),
-            "product": lambda: _product(surface, hessian, repeats),
-        }
-        return found | {part: compared[part]() for part in parts}
+    )
 
 
-def _eigenvalue(surface: LmSurface, hessian: Operator, seeds: int) -> dict[str, Any]:
-    """Products until the error of the top eigenvalue is at most PyHessian's, on the same seeds."""
-    reference = eigenpairs(
+def _reference(surface: LmSurface, hessian: Operator) -> tuple[float, bool]:
+    """The eigenvalue of largest magnitude, to 1e-4 of a residual and so far closer itself."""
+    found = eigenpairs(
         hessian,
         upper=1,
         lower=1,
         tolerance=1e-4,
         max_products=150,
         capacity=150,
+        start=surface.start(torch.Generator().manual_seed(9_999)),
         generator=torch.Generator().manual_seed(10_000),
     )
-    exact = float(reference.values[np.abs(reference.values).argmax()])
-    theirs, ours = [], []
-    for seed in range(seeds):
-        result = pyhessian_estimate(
-            surface, top=1, max_iterations=int(PYHESSIAN["maxIter"]), tolerance=PYHESSIAN["tol"], trace=False, seed=seed
-        )
-        error = abs(float(result.values[0]) - exact) / abs(exact)
-        theirs.append((result.eigenvalue_products, error))
-        ours.append(_lanczos_until(surface, hessian, exact, error, seed))
-    products = statistics.mean(n for n, _ in theirs), statistics.mean(n for n, _ in ours)
-    return {
-        "reference": exact,
-        "reference_converged": reference.converged,
-        "pyhessian": theirs,
-        "ours": ours,
-        "ratio": products[1] / products[0],
-        "products": products,
-    }
+    return float(found.values[np.abs(found.values).argmax()]), found.converged
 
 
-def _lanczos_until(surface: LmSurface, hessian: Operator, exact: float, error: float, seed: int) -> tuple[int, float]:
-    """Products and relative error of our Lanczos at the first step where its error is at most `error`.
-
-    Its start costs one gradient more, about half a product, which is not counted.
-    """
+def _lanczos_until(surface: LmSurface, hessian: Operator, exact: float, error: float, seed: int) -> dict[str, float]:
+    """Cost and relative error of our Lanczos at the first step where its error is at most `error`."""
     generator = torch.Generator().manual_seed(seed)
     space = Krylov(hessian, 200, generator)
     space.start(noisy(surface.start(generator), hessian, generator))
+    share = surface.start_products / COARSE_STEPS
     while True:
         space.extend()
         values, _, _ = space.ritz()
         reached = abs(float(values[-1] if exact > 0 else values[0]) - exact) / abs(exact)
         if reached <= max(error, 1e-6) or space.size == space.capacity:
-            return space.size, reached
+            # Gradients: of the graph and of all rows; of the start's rows the same two.
+            return {
+                "products": space.size + surface.start_products,
+                "gradients": 2 + 2 * share,
+                "error": reached,
+                "steps": space.size,
+            }
 
 
-def _trace(surface: LmSurface, hessian: Operator, seeds: int) -> dict[str, Any]:
+def trace(batch: Batch = BATCHES[0], seeds: int = 6, model: str = MODEL) -> dict[str, Any]:
     """Products until the root-mean-square error of the trace is at most PyHessian's, at its default stopping rule."""
-    exact = hutchpp(hessian, probes=60, sketch=60, generator=torch.Generator().manual_seed(10_000))
-    theirs = []
-    for seed in range(seeds):
-        result = pyhessian_estimate(
-            surface,
-            top=1,
-            max_iterations=int(PYHESSIAN["maxIter"]),
-            tolerance=PYHESSIAN["tol"],
-            trace=True,
-            seed=1000 + seed,
-        )
-        theirs.append((len(result.trace_samples), result.trace))
-    error = _rms([value - exact.value for _, value in theirs])
-    curve = []
-    for products in (4, 6, 8, 12, 16, 24, 32, 48, 64):
-        sketch = products // 2
-        values = [
-            hutchpp(
-                hessian, probes=products - sketch, sketch=sketch, generator=torch.Generator().manual_seed(seed)
-            ).value
-            for seed in range(seeds)
-        ]
-        curve.append((products, _rms([value - exact.value for value in values])))
-        if curve[-1][1] <= error:
-            break
+    with surface_of(batch, model) as (surface, described):
+        hessian = surface.hessian()
+        exact = hutchpp(hessian, probes=36, sketch=36, generator=torch.Generator().manual_seed(10_000))
+        theirs = []
+        for seed in range(seeds):
+            result = pyhessian_estimate(
+                surface,
+                top=1,
+                max_iterations=int(PYHESSIAN["maxIter"]),
+                tolerance=PYHESSIAN["tol"],
+                eigenvalues=False,
+                seed=1000 + seed,
+            )
+            theirs.append((len(result.trace_samples), result.trace))
+        error = _rms([value - exact.value for _, value in theirs])
+        curve = []
+        for products in (4, 6, 8, 12, 16, 24, 32, 48, 64):
+            sketch = products // 2
+            values = [
+                hutchpp(
+                    hessian, probes=products - sketch, sketch=sketch, generator=torch.Generator().manual_seed(seed)
+                ).value
+                for seed in range(seeds)
+            ]
+            curve.append((products, _rms([value - exact.value for value in values])))
+            if curve[-1][1] <= error:
+                break
     mean = statistics.mean(n for n, _ in theirs)
     reached = curve[-1][1] <= error
-    return {
+    return described | {
+        "seeds": seeds,
         "reference": exact.value,
         "reference_std_error": exact.std_error,
+        "pyhessian": theirs,
         "pyhessian_products": mean,
         "pyhessian_rms": error,
         "ours": curve,
@@ -168,57 +195,109 @@ def _trace(surface: LmSurface, hessian: Operator, seeds: int) -> dict[str, Any]:
     }
 
 
-def _product(surface: LmSurface, hessian: Operator, repeats: int) -> dict[str, Any]:
-    """Seconds of a product: ours with the graph kept, ours streamed, curvlinops."""
-    try:
-        import curvlinops
-    except ModuleNotFoundError:
-        raise UserError("bench curvature: curvlinops is not installed; pip install curvlinops-for-pytorch") from None
-    batch = surface.functional.batch
-    vector = torch.randn(hessian.size, generator=torch.Generator().manual_seed(0))
-    streamed = LmSurface(surface.model, surface.functional, mode="stream", microbatch_tokens=4096).hessian()
-    with _composed_silu(surface.model):
-        # curvlinops differentiates SiLU's backward kernel in forward mode, which PyTorch cannot.
-        wrapped = _Logits(surface.model, batch.scored)
-        target = batch.input_ids[:, 1:][batch.scored[:, 1:]]
-        peer = curvlinops.HessianLinearOperator(
-            wrapped,
-            nn.CrossEntropyLoss(reduction="sum"),
-            list(surface.parameters),
-            [(batch.input_ids, target)],
-            check_deterministic=False,
-        )
-        expected = peer @ vector / int(batch.scored.sum())
-    difference = float((hessian @ vector - expected).norm() / expected.norm())
+def product(batch: Batch = BATCHES[0], repeats: int = 11, model: str = MODEL) -> dict[str, Any]:
+    """Seconds of a product: ours with the graph kept, ours streamed, curvlinops; and who is how far from float64.
 
-    def theirs() -> Tensor:
-        with _composed_silu(surface.model):
-            return peer @ vector
+    The sides alternate; medians count, of wall-clock and of processor seconds (which other work on the machine disturbs
+    less). The first product of each is not counted.
 
-    sides: dict[str, Callable[[], Tensor]] = {
-        "ours": lambda: hessian @ vector,
-        "streamed": lambda: streamed @ vector,
-        "curvlinops": theirs,
-    }
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
-    for _ in range(repeats + 1):
-        for name, call in sides.items():
-            began = time.perf_counter(), time.process_time()
-            call()
-            times[name].append((time.perf_counter() - began[0], time.process_time() - began[1]))
+    Raises:
+        UserError: curvlinops is not installed.
+    """
+    with surface_of(batch, model) as (surface, described):
+        hessian = surface.hessian()
+        vector = torch.randn(hessian.size, generator=torch.Generator().manual_seed(0))
+        streamed = LmSurface(surface.model, surface.functional, mode="stream", microbatch_tokens=4096).hessian()
+        peer = _curvlinops(surface)
+        sides: dict[str, Callable[[], Tensor]] = {
+            "ours": lambda: hessian @ vector,
+            "streamed": lambda: streamed @ vector,
+            "curvlinops": lambda: peer(vector),
+            "gradient": lambda: surface.gradient()[1],
+        }
+        products = {name: sides[name]() for name in ("ours", "streamed", "curvlinops")}
+        exact = _in_float64(surface, vector)
+        times: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
+        for _ in range(repeats):
+            for name, call in sides.items():
+                began = time.perf_counter(), time.process_time()
+                call()
+                times[name].append((time.perf_counter() - began[0], time.process_time() - began[1]))
     wall, processor = (
-        {name: statistics.median(value[clock] for value in values[1:]) for name, values in times.items()}
+        {name: statistics.median(value[clock] for value in values) for name, values in times.items()}
         for clock in (0, 1)
     )
-    return {
+    return described | {
+        "repeats": repeats,
         "seconds": wall,
         "processor_seconds": processor,
         "ratio": wall["ours"] / wall["curvlinops"],
         "processor_ratio": processor["ours"] / processor["curvlinops"],
         "streamed_ratio": wall["streamed"] / wall["curvlinops"],
-        "difference": difference,
+        "difference": _distance(products["ours"], products["curvlinops"]),
+        "float64": {
+            "difference": _distance(exact["ours"], exact["curvlinops"]),
+            "streamed_difference": _distance(exact["streamed"], exact["curvlinops"]),
+            "float32_error": {name: _distance(value, exact["ours"]) for name, value in products.items()},
+        },
         "curvlinops": version("curvlinops-for-pytorch"),
     }
+
+
+def _distance(one: Tensor, other: Tensor) -> float:
+    """‖one − other‖ / ‖other‖."""
+    return float((one.double() - other.double()).norm() / other.double().norm())
+
+
+def _curvlinops(surface: LmSurface) -> Callable[[Tensor], Tensor]:
+    """curvlinops' product with the Hessian of `nll`."""
+    try:
+        import curvlinops
+    except ModuleNotFoundError:
+        raise UserError("bench curvature: curvlinops is not installed; pip install curvlinops-for-pytorch") from None
+    batch = surface.functional.batch
+    target = batch.input_ids[:, 1:][batch.scored[:, 1:]]
+    # curvlinops differentiates SiLU's backward kernel in forward mode, which PyTorch cannot.
+    with _composed_silu(surface.model):
+        operator = curvlinops.HessianLinearOperator(
+            _Logits(surface.model, batch.scored),
+            nn.CrossEntropyLoss(reduction="sum"),
+            list(surface.parameters),
+            [(batch.input_ids, target)],
+            check_deterministic=False,
+        )
+
+    def call(vector: Tensor) -> Tensor:
+        with _composed_silu(surface.model):
+            found: Tensor = operator @ vector
+        return found / int(batch.scored.sum())
+
+    return call
+
+
+def _in_float64(surface: LmSurface, vector: Tensor) -> dict[str, Tensor]:
+    """The same three products of a float64 copy of the model, whose norms compute in float64 too."""
+    model = copy.deepcopy(surface.model).double()
+    with (
+        ExitStack() as stack,
+        lm_surface(model, surface.functional, mode="graph", microbatch_tokens=10**9) as exact,
+    ):
+        for module in model.modules():
+            if type(module).__name__.endswith("RMSNorm"):
+                stack.enter_context(replaced_forward(module, _double_norm(module)))
+        streamed = LmSurface(model, exact.functional, mode="stream").hessian()
+        wide = vector.double()
+        return {"ours": exact.hessian() @ wide, "streamed": streamed @ wide, "curvlinops": _curvlinops(exact)(wide)}
+
+
+def _double_norm(module: Any) -> Callable[[Tensor], Tensor]:
+    """An RMS norm in its input's dtype; transformers casts to float32."""
+
+    def forward(x: Tensor) -> Tensor:
+        normed: Tensor = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + module.variance_epsilon)
+        return normed * module.weight
+
+    return forward
 
 
 class _Logits(nn.Module):
@@ -252,141 +331,5 @@ class _ComposedSiLU(nn.Module):
         return x * torch.sigmoid(x)
 
 
-def peak_memory(
-    *, vocabulary: int = 151_936, width: int = 896, tokens: int = 512, layers: int = 2, head_mb: float = 16.0
-) -> dict[str, Any]:
-    """Peak memory of one streamed product beyond parameters and vectors, in a process of its own (Linux).
-
-    The shape is Qwen2.5-0.5B's with `layers` layers: random weights, tied embeddings, float32, batch 1.
-    """
-    arguments = json.dumps(
-        {"vocabulary": vocabulary, "width": width, "tokens": tokens, "layers": layers, "head_mb": head_mb}
-    )
-    command = [
-        sys.executable,
-        "-c",
-        f"from sharpscope.bench.curvature import _measure_peak; _measure_peak({arguments!r})",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise UserError(f"bench curvature: the memory measurement failed: {done.stderr.strip().splitlines()[-1:]}")
-    return dict(json.loads(done.stdout.splitlines()[-1]))
-
-
-def _measure_peak(arguments: str) -> None:
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    from sharpscope.probes.functionals import token_batch
-
-    given = json.loads(arguments)
-    config = Qwen2Config(
-        vocab_size=given["vocabulary"],
-        hidden_size=given["width"],
-        intermediate_size=4864,
-        num_hidden_layers=given["layers"],
-        num_attention_heads=14,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-    )
-    model = Qwen2ForCausalLM(config)
-    ids = torch.randint(0, given["vocabulary"], (1, given["tokens"]), generator=torch.Generator().manual_seed(0))
-    scored = torch.ones_like(ids)
-    scored[0, 0] = 0
-    functional = Functional("nll", token_batch(ids, torch.ones_like(ids), scored))
-    with lm_surface(model, functional, mode="stream", head_mb=given["head_mb"]) as surface:
-        operator = surface.hessian()
-        vector = torch.randn(operator.size)
-        before = _status("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
-        began = time.perf_counter()
-        product = operator @ vector
-        seconds, peak = time.perf_counter() - began, _status("VmHWM")
-    logits = given["tokens"] * given["vocabulary"] * 4
-    extra = peak - before - product.numel() * 4  # the product is a vector too
-    report = {
-        **given,
-        "parameters": operator.size,
-        "seconds": seconds,
-        "extra_mb": extra / 2**20,
-        "logits_mb": logits / 2**20,
-    }
-    print(json.dumps({**report, "ratio": extra / logits}))
-
-
-def _status(field: str) -> int:
-    """A line of /proc/self/status in bytes."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field + ":"))
-
-
-def _rms(values: list[float]) -> float:
+def _rms(values: Sequence[float]) -> float:
     return math.sqrt(statistics.mean(value * value for value in values))
-
-
-def report(found: dict[str, Any], memory: list[dict[str, Any]], others: Sequence[dict[str, Any]] = ()) -> str:
-    """The table as Markdown, with every setting; `others`: the eigenvalue alone on further batches."""
-    eigen, trace, product = found["eigenvalue"], found["trace"], found["product"]
-    times = product["seconds"]
-    lines = [
-        "# Curvature: cost against PyHessian and curvlinops",
-        "",
-        f"Policy {found['model']} ({found['parameters']:,} parameters), `nll` of {found['rows']} of its own completions",
-        f"({found['tokens']:,} tokens, {found['scored']:,} scored), float32, {found['threads']} threads, torch {found['torch']}.",
-        f"PyHessian 0.1 at its defaults (maxIter = 100, tol = 1e-3), {found['seeds']} seeds, errors against converged",
-        f"references: top eigenvalue {eigen['reference']:.6g} (converged: {eigen['reference_converged']}), trace",
-        f"{trace['reference']:.5g} ± {trace['reference_std_error']:.2g}. curvlinops {product['curvlinops']} with SiLU composed",
-        f"(it needs that); its products and ours differ by {product['difference']:.1e} relative. GPU numbers are missing.",
-        "",
-        "| | ours | peer | ratio | required | hope |",
-        "|---|---|---|---|---|---|",
-        *(_eigenvalue_row(one) for one in (found, *others)),
-        _row("seconds of a product, graph kept", times["ours"], times["curvlinops"], product["ratio"], "≤ 1.1 | ≤ 0.8"),
-        _row(
-            "the same in processor seconds",
-            product["processor_seconds"]["ours"],
-            product["processor_seconds"]["curvlinops"],
-            product["processor_ratio"],
-            " | ",
-        ),
-        _row(
-            "the same, nothing kept between products, layers recomputed",
-            times["streamed"],
-            times["curvlinops"],
-            product["streamed_ratio"],
-            " | ",
-        ),
-        _row(
-            f"products of the trace at PyHessian's RMS error ({trace['ours'][-1][1]:.3g} and {trace['pyhessian_rms']:.3g}); "
-            "half of ours for the Krylov subspace",
-            trace["ours"][-1][0],
-            trace["pyhessian_products"],
-            trace["ratio"],
-            "≤ 0.5 | ≤ 0.25",
-        ),
-    ]
-    lines += [
-        _row(
-            f"peak memory of a product beyond parameters and vectors against the logits [MiB], {m['vocabulary']:,} words, "
-            f"width {m['width']}, T = {m['tokens']}, batch 1, {m['layers']} layers, blocks of {m['head_mb']:g} MiB",
-            m["extra_mb"],
-            m["logits_mb"],
-            m["ratio"],
-            "≤ 3 | ≤ 0.5",
-        )
-        for m in memory
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def _eigenvalue_row(found: dict[str, Any]) -> str:
-    eigen = found["eigenvalue"]
-    theirs, ours = (statistics.median(error for _, error in eigen[side]) for side in ("pyhessian", "ours"))
-    what = (
-        "Hessian products (ours: and one gradient) for the top eigenvalue at PyHessian's error, "
-        f"{found['rows']} completions, {found['tokens']:,} tokens (means; median relative errors {ours:.1e} and {theirs:.1e})"
-    )
-    return _row(what, eigen["products"][1], eigen["products"][0], eigen["ratio"], "≤ 0.5 | ≤ 0.25")
-
-
-def _row(what: str, ours: float, peer: float, ratio: float, targets: str) -> str:
-    return f"| {what} | {ours:.3g} | {peer:.3g} | {ratio:.2f} | {targets} |"

@@ -131,26 +131,35 @@ def analyze(
 
 @bench.command("curvature")
 def curvature(
-    out: Annotated[Path, typer.Option(help="Folder for the table.")] = Path("experiments/benchmarks"),
+    out: Annotated[Path, typer.Option(help="Folder for the table and the numbers.")] = Path("experiments/benchmarks"),
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads for both sides.")] = None,
+    part: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="eigenvalue, trace, product, memory or rounds; may be repeated. Others keep their numbers in the folder."
+        ),
+    ] = None,
 ) -> None:
-    """Hessian products, eigenvalues and trace against curvlinops and PyHessian, and a product's memory.
+    """Hessian products, eigenvalues and trace against curvlinops and PyHessian, a product's memory, a round's seconds.
 
     Example:
 
-      sharpscope bench curvature
+      sharpscope bench curvature --part eigenvalue --out bench
     """
-    from sharpscope.bench.curvature import compare_curvature, peak_memory
-    from sharpscope.bench.curvature import report as table
+    from sharpscope.bench.curvature_report import PARTS, measure, write
+    from sharpscope.errors import UserError, nearest
     from sharpscope.training import environment
 
+    for name in part or []:
+        if name not in PARTS:
+            raise UserError(f"--part {name}: unknown{nearest(name, PARTS)}")
     environment.set_threads(threads)
-    others = [compare_curvature(rows=rows, parts=("eigenvalue",)) for rows in (16, 32)]
-    text = table(compare_curvature(), [peak_memory(layers=2), peak_memory(layers=24)], others)
-    typer.echo(text)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "curvature.md").write_text(text, encoding="utf-8")
-    typer.echo(f"written: {out}/curvature.md")
+    for name in PARTS:
+        if part is None or name in part:
+            typer.echo(f"{name} ...", err=True)
+            text, numbers = write({name: measure(name)}, out)
+    typer.echo(text.read_text(encoding="utf-8"))
+    typer.echo(f"written: {text}, {numbers}")
 
 
 @bench.command("rollout")

@@ -103,29 +103,64 @@ def test_streamed_products_agree_with_reverse_mode_on_every_architecture(archite
     torch.testing.assert_close(products[1], products[0], rtol=1e-5, atol=1e-6 * float(products[0].abs().max()))
 
 
-def test_lanczos_starts_from_the_rows_fisher_eigenvectors_by_weight():
-    model, batch, _, _, _ = oracle("surrogate")
-    with lm_surface(model, functional("surrogate", batch), microbatch_tokens=8) as surface:
-        starts = [surface.start(torch.Generator().manual_seed(seed)) for seed in range(4)]
-        rows = [surface.over(surface.functional.rows(torch.tensor([i]))).gradient()[1] / 3 for i in range(3)]
-    _, sizes, directions = torch.linalg.svd(torch.stack(rows), full_matrices=False)
-    parts = [directions @ start for start in starts]
-    for start, part in zip(starts, parts, strict=True):
-        torch.testing.assert_close(part.abs(), sizes**2)
-        torch.testing.assert_close(directions.T @ part, start)
-    assert len({tuple(part.sign().tolist()) for part in parts}) > 1  # signs are drawn
+def row_gradients(surface) -> torch.Tensor:
+    """(N, P) each row's part of the gradient of L, from a functional of that row alone."""
+    rows = len(surface.functional.batch)
+    whole = surface.functional
+    shares = []
+    for i in range(rows):
+        alone = whole.rows(torch.tensor([i]))
+        scale = whole.token_coefficient[i].sum() if whole.name != "expected_failure" else 1 / rows
+        shares.append(surface.over(alone).gradient()[1] * scale)
+    return torch.stack(shares)
 
 
-def test_where_rows_gradients_do_not_fit_lanczos_starts_from_a_draw_of_them(monkeypatch):
-    monkeypatch.setattr("sharpscope.probes.hessian.causal_lm.START_MB", 0.0)
-    model, batch, _, _, _ = oracle("surrogate")
+@pytest.mark.parametrize("name", FUNCTIONALS)
+def test_lanczos_starts_from_ritz_vectors_of_the_few_rows_with_the_largest_gradients(name):
+    model, batch = small_model(), random_batch(vocab=VOCAB, rows=9, prompt=3, completion=4)
+    with lm_surface(model, functional(name, batch)) as surface:
+        gradients, lengths = row_gradients(surface), surface.functional.batch.lengths
+        left, chosen = 0.25 * float(lengths.sum()), []
+        for row in gradients.norm(dim=1).argsort(descending=True).tolist():
+            if int(lengths[row]) <= left:
+                chosen.append(row)
+                left -= int(lengths[row])
+        assert 1 < len(chosen) < 5
+        few = surface.over(surface.functional.rows(torch.tensor(sorted(chosen))))
+        start = surface.start(torch.Generator().manual_seed(3))
+        assert surface.start_products == pytest.approx(3 * float(lengths[chosen].sum()) / float(lengths.sum()))
+        # The same draws: one number a row for all rows, one for each chosen row, the noise.
+        generator = torch.Generator().manual_seed(3)
+        torch.randn(9, generator=generator, dtype=torch.float64)
+        normal = torch.randn(len(chosen), generator=generator, dtype=torch.float64)
+        noise = torch.randn(len(start), generator=generator, dtype=torch.float64)
+        first = normal @ row_gradients(few)
+        first = first / first.norm() + 0.05 * noise / noise.norm()
+        hessian = few.hessian()
+        second = hessian @ first
+        basis = torch.linalg.qr(torch.stack([first, second, hessian @ second]).T).Q
+        values, vectors = torch.linalg.eigh(basis.T @ torch.stack([hessian @ column for column in basis.T]).T)
+    torch.testing.assert_close(((basis @ vectors).T @ start).abs(), values**2)
+    torch.testing.assert_close(basis @ (basis.T @ start), start)
+
+
+def test_where_no_row_is_short_enough_lanczos_starts_from_a_draw_of_the_rows_gradients():
+    model, batch = small_model(), random_batch(vocab=VOCAB, rows=2, prompt=3, completion=4)
     with lm_surface(model, functional("surrogate", batch), microbatch_tokens=8) as surface:
         start = surface.start(torch.Generator().manual_seed(4))
-        signs = torch.randn(3, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
-        counted = surface.functional.rows(torch.tensor([0])).token_coefficient  # each row alone: weight 1, not 1/3
-        assert float(counted.sum()) == pytest.approx(1)
-        rows = [surface.over(surface.functional.rows(torch.tensor([i]))).gradient()[1] / 3 for i in range(3)]
-    torch.testing.assert_close(start, sum(sign * row for sign, row in zip(signs, rows, strict=True)))
+        normal = torch.randn(2, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+        torch.testing.assert_close(start, normal @ row_gradients(surface))
+        assert surface.start_products == 0
+
+
+def test_lanczos_starts_at_random_where_every_gradient_is_zero():
+    model, batch = small_model(), random_batch(vocab=VOCAB, rows=9, prompt=3, completion=4)
+    tokens = token_batch(batch["input_ids"], batch["attention_mask"], batch["mask"], reward=torch.zeros(9))
+    settings = CurvatureSettings(trace_probes=0, density_samples=0)
+    with lm_surface(model, Functional("expected_failure", tokens)) as surface:
+        assert float(surface.start(torch.Generator().manual_seed(0)).norm()) == 0
+        found = curvature_of(surface, settings)
+    assert found.converged and (found.largest, found.smallest, found.gradient_norm) == (0, 0, 0)
 
 
 def test_groups_are_diagonal_blocks():

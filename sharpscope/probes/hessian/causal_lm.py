@@ -15,12 +15,13 @@ from sharpscope.policy.head import backbone, check_head, output_head
 from sharpscope.probes.functionals import Functional
 from sharpscope.probes.guard import guarded
 from sharpscope.probes.hessian.head import SelectedLogp, squash
+from sharpscope.probes.hessian.krylov import Krylov, NotFiniteError, noisy
 from sharpscope.probes.hessian.operators import GraphHessian, Operator
 from sharpscope.probes.hessian.streamed import StreamedHessian, check_forward_mode, scatter, size_of
 from sharpscope.probes.surface import checked_parameters, common_dtype, flatten, working_precision
 
 ProductMode = Literal["auto", "graph", "stream"]
-START_MB = 512.0  # rows' gradients that Lanczos's start may hold [MiB]
+COARSE_SHARE, COARSE_STEPS = 0.25, 3  # of the tokens and of Lanczos, for its start
 
 
 class LmSurface:
@@ -35,6 +36,7 @@ class LmSurface:
         microbatches: row indices, shortest rows first.
         backbone, head: the model without its output layer, and that layer.
         head_mb: memory for blocks of the logits [MiB].
+        start_products: what the last `start` cost, in Hessian products of all rows (of a share of the tokens each).
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class LmSurface:
         self.backbone, self.head = backbone(model), output_head(model)
         self._graph_mb, self.head_mb, self._mode, self._tokens = graph_mb, head_mb, mode, microbatch_tokens
         self.microbatches = _microbatches(functional.batch.lengths, microbatch_tokens)
+        self.start_products = 0.0
 
     def restricted(self, parameters: Sequence[Tensor]) -> LmSurface:
         """The same surface seen over some of the parameters: its Hessian is that diagonal block."""
@@ -109,35 +112,62 @@ class LmSurface:
         return value, total
 
     def start(self, generator: torch.Generator) -> Tensor:
-        """A direction that lies where the sharp ones mostly are, which saves Lanczos products; it costs one gradient.
+        """A direction that lies where the sharp ones mostly are, which saves Lanczos products.
 
-        With G (N, P) the rows' gradients of L and G = U S Vᵀ: V (±s²), the eigenvectors of the rows' empirical Fisher matrix
-        GᵀG weighted by its eigenvalues, with random signs. Where G would not fit: Gᵀξ, ξ standard normal.
+        Of the rows with the largest gradients as many are taken as hold at most a quarter of the tokens. COARSE_STEPS steps of
+        Lanczos on their Hessian alone, begun at a random draw of their gradients, give Ritz pairs (θ_k, y_k); the start is
+        Σ ±θ_k² y_k with random signs. Where no row is that short: a random draw of all rows' gradients.
+
+        It costs one gradient, and `start_products` products.
         """
-        batch = self.functional.batch
-        item = torch.finfo(common_dtype(self.parameters)).bits / 8
+        draw, norms = self._drawn_gradients(torch.arange(len(self.functional.batch)), generator)
+        chosen = self._coarse(norms)
+        self.start_products = 0.0
+        if len(chosen) == 0:
+            return draw
+        coarse = self.over(self.functional.rows(chosen))
+        first, _ = coarse._drawn_gradients(torch.arange(len(chosen)), generator)
+        if not (bool(first.isfinite().all()) and float(first.norm()) > 0):
+            return draw
+        space = Krylov(coarse.hessian(), COARSE_STEPS, generator)
+        space.start(noisy(first, space.operator, generator))
+        try:
+            while space.size < space.capacity:
+                space.extend()
+        except NotFiniteError:
+            return draw  # the products of all rows will say so
+        lengths = self.functional.batch.lengths
+        self.start_products = space.size * float(lengths[chosen].sum()) / float(lengths.sum())
+        values, coefficients, _ = space.ritz()
+        signs = (torch.randint(0, 2, (len(values),), generator=generator) * 2 - 1).numpy()
+        return space.vectors((coefficients @ (values**2 * signs))[:, None])[0]
 
-        def row_coefficient(index: Tensor, logp: Tensor) -> Tensor:
+    def _coarse(self, norms: Tensor) -> Tensor:
+        """The rows with the largest gradient norms (N,) that fit into a quarter of the tokens, in their order."""
+        lengths = self.functional.batch.lengths.tolist()
+        left, chosen = COARSE_SHARE * sum(lengths), []
+        for row in norms.argsort(descending=True, stable=True).tolist():
+            if lengths[row] <= left and float(norms[row]) > 0:
+                chosen.append(row)
+                left -= lengths[row]
+        return torch.tensor(sorted(chosen), dtype=torch.long, device=self.functional.batch.lengths.device)
+
+    def _drawn_gradients(self, rows: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Σ ξ_i g_i (P,) with g_i the gradient of row i's share of L and ξ standard normal, and ‖g_i‖ (n,)."""
+
+        def coefficient(index: Tensor, logp: Tensor) -> list[Tensor]:
             given = logp.detach().requires_grad_()
             share = self.functional.share(index, given, width=given.shape[1])
-            return torch.autograd.grad(share, given)[0]
+            return [torch.autograd.grad(share, given)[0]]
 
-        if len(batch) * size_of(self.parameters) * item <= START_MB * 2**20:
-            each = torch.arange(len(batch), device=batch.lengths.device).split(1)
-            rows = torch.stack([self._pulled([row], lambda i, x: [row_coefficient(i, x)], 1)[0] for row in each])
-            squares, vectors = torch.linalg.eigh((rows @ rows.T).double().cpu())
-            # An eigenvector's sign is a matter of the library: the largest entry is made positive, then a sign is drawn.
-            largest = vectors.gather(0, vectors.abs().argmax(0, keepdim=True))[0].sign()
-            signs = torch.randint(0, 2, (len(squares),), generator=generator) * 2 - 1
-            weights = vectors @ (squares.clamp(min=0).sqrt() * largest * signs)  # (N,): v_k = Gᵀu_k/s_k
-            return weights.to(rows) @ rows
-        normal = torch.randn(len(batch), generator=generator, dtype=torch.float64)
-
-        def weighted(index: Tensor, logp: Tensor) -> list[Tensor]:
-            coefficient = row_coefficient(index, logp)
-            return [coefficient * normal.to(coefficient.device)[index][:, None]]
-
-        return self._pulled(self.microbatches, weighted, 1)[0]
+        normal = torch.randn(len(rows), generator=generator, dtype=torch.float64).tolist()
+        total, norms = None, []
+        for row, factor in zip(rows.to(self.functional.batch.lengths.device).split(1), normal, strict=True):
+            gradient = self._pulled([row], coefficient, 1)[0]
+            norms.append(float(gradient.double().norm()))
+            total = gradient.mul_(factor) if total is None else total.add_(gradient, alpha=factor)
+        assert total is not None
+        return total, torch.tensor(norms, dtype=torch.float64)
 
     def pull_back(self, rows: Tensor, coefficients: Sequence[Tensor]) -> list[Tensor]:
         """Σ c_it ∇log π_it over the scored tokens of some rows, (P,) for each c (N, S); one forward pass for all of them."""

@@ -82,11 +82,13 @@ def pyhessian_estimate(
     top: int = 1,
     max_iterations: int = 100,
     tolerance: float = 1e-3,
+    eigenvalues: bool = True,
     trace: bool = True,
     seed: int = 0,
 ) -> PyHessianEstimate:
     """PyHessian's `eigenvalues(max_iterations, tolerance, top)` and `trace(max_iterations, tolerance)` of a closure.
 
+    Without `eigenvalues` there are none (k = 0), without `trace` it is NaN.
     Must run inside `untouched` (or `guarded`), which puts `.grad` and the global random state back.
     """
     library: Any = import_module("pyhessian.hessian")  # `pyhessian.hessian` the attribute is the class of that name
@@ -111,7 +113,9 @@ def pyhessian_estimate(
         # The constructor moves its data to CUDA when told so; the closure has its own, so it gets empty tensors.
         nothing = (torch.zeros(0), torch.zeros(0))
         problem = library.hessian(shim, lambda loss, _: loss, data=nothing, cuda=device == "cuda")
-        values, vectors = problem.eigenvalues(maxIter=max_iterations, tol=tolerance, top_n=top)
+        values, vectors = (
+            problem.eigenvalues(maxIter=max_iterations, tol=tolerance, top_n=top) if eigenvalues else ([], [])
+        )
         spent = products
         samples = problem.trace(maxIter=max_iterations, tol=tolerance) if trace else [math.nan]
     finally:
@@ -119,7 +123,9 @@ def pyhessian_estimate(
         shim.zero_grad()
     return PyHessianEstimate(
         np.array(values),
-        torch.stack([_embed(vector, parameters, surface.parameters) for vector in vectors]),
+        torch.stack([_embed(vector, parameters, surface.parameters) for vector in vectors])
+        if vectors
+        else torch.zeros(0, _size(surface.parameters)),
         spent,
         np.array(samples),
     )

@@ -1,0 +1,236 @@
+"""The curvature benchmark as files: the numbers of every part measured so far, and a table with each setting."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+PARTS = ("product", "rounds", "eigenvalue", "trace", "memory")
+LAYERS = (2, 24)  # of the memory rows; 24 is Qwen2.5-0.5B itself
+HEADING = ("| | ours | peer | ratio | required | hope |", "|---|---|---|---|---|---|")
+
+
+def measure(part: str) -> dict[str, Any]:
+    """One part, with the day, the threads and torch's version."""
+    import torch
+
+    from sharpscope.bench import curvature
+    from sharpscope.bench.curvature_memory import peak_memory
+    from sharpscope.bench.probe_rounds import probe_rounds
+
+    measured: dict[str, Callable[[], Any]] = {
+        "eigenvalue": lambda: [curvature.eigenvalue(batch) for batch in curvature.BATCHES],
+        "trace": curvature.trace,
+        "product": curvature.product,
+        "memory": lambda: [peak_memory(layers=layers) for layers in LAYERS],
+        "rounds": probe_rounds,
+    }
+    began = time.perf_counter()
+    found = measured[part]()
+    return {
+        "found": found,
+        "day": date.today().isoformat(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "seconds": time.perf_counter() - began,
+    }
+
+
+def write(found: Mapping[str, Any], folder: Path) -> tuple[Path, Path]:
+    """Put the parts into curvature.json, beside those that an earlier call left there, and write curvature.md from all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    numbers, text = folder / "curvature.json", folder / "curvature.md"
+    known = json.loads(numbers.read_text(encoding="utf-8")) if numbers.is_file() else {}
+    merged = {part: (known | dict(found))[part] for part in PARTS if part in known or part in found}
+    numbers.write_text(json.dumps(merged, indent=1) + "\n", encoding="utf-8")
+    text.write_text(table(merged), encoding="utf-8")
+    return text, numbers
+
+
+def table(found: Mapping[str, Any]) -> str:
+    """The table as Markdown, with every setting; parts that were not measured are named."""
+    values = {part: found[part]["found"] for part in PARTS if part in found}
+    rows = [line for part, lines in _ROWS.items() if part in values for line in lines(values[part])]
+    missing = [part for part in PARTS if part not in found]
+    text = ["# Curvature: cost against PyHessian and curvlinops", "", *_settings(found), ""]
+    text += [*HEADING, *rows, ""]
+    text += [f"Not measured: {', '.join(missing)}.", ""] if missing else []
+    text += ["GPU numbers are missing: everything here was measured on a CPU.", ""]
+    for part, lines in _NOTES.items():
+        if part in values:
+            text += [*lines(values[part]), ""]
+    return "\n".join(text).rstrip() + "\n"
+
+
+def _settings(found: Mapping[str, Any]) -> list[str]:
+    when = [
+        f"{part} {one['day']}, {one['threads']} threads, torch {one['torch']}, {one['seconds']:.0f} s"
+        for part, one in found.items()
+    ]
+    return [
+        "`sharpscope bench curvature` writes this page. Policy: the embedded Knights-and-Knaves one, float32, functional `nll` of",
+        "completions that it drew itself. PyHessian 0.1 at its defaults (maxIter = 100, tol = 1e-3).",
+        f"Measured: {'; '.join(when)}.",
+    ]
+
+
+def _eigenvalues(found: list[dict[str, Any]]) -> list[str]:
+    rows = []
+    for one in found:
+        ours, peer = one["mean"]["ours"], one["mean"]["pyhessian"]
+        errors = [statistics.median(run["error"] for run in one[side]) for side in ("ours", "pyhessian")]
+        rows.append(
+            _row(
+                f"Hessian products for the top eigenvalue at PyHessian's error: {_batch(one)}; median relative errors "
+                f"{errors[0]:.1e} and {errors[1]:.1e}",
+                ours["products"],
+                peer["products"],
+                one["ratio"],
+                "≤ 0.5 | ≤ 0.25",
+            )
+        )
+        rows.append(
+            _row(
+                f"the same with gradients ({ours['gradients']:.2g} and {peer['gradients']:.2g}) at half a product each",
+                ours["products"] + ours["gradients"] / 2,
+                peer["products"] + peer["gradients"] / 2,
+                one["ratio_with_gradients"],
+                " | ",
+            )
+        )
+    return rows
+
+
+def _trace(one: dict[str, Any]) -> list[str]:
+    what = (
+        f"products for the trace at PyHessian's RMS error ({one['ours'][-1][1]:.3g} and {one['pyhessian_rms']:.3g}), "
+        f"{_batch(one)}; half of ours are for the Krylov subspace"
+    )
+    return [_row(what, one["ours"][-1][0], one["pyhessian_products"], one["ratio"], "≤ 0.5 | ≤ 0.25")]
+
+
+def _product(one: dict[str, Any]) -> list[str]:
+    wall, processor = one["seconds"], one["processor_seconds"]
+    return [
+        _row(f"seconds of a product, graph kept (curvlinops {one['curvlinops']}), {_batch(one)}",
+             wall["ours"], wall["curvlinops"], one["ratio"], "≤ 1.1 | ≤ 0.8"),
+        _row("the same in processor seconds", processor["ours"], processor["curvlinops"], one["processor_ratio"], " | "),
+        _row("the same, nothing kept between products, layers recomputed", wall["streamed"], wall["curvlinops"],
+             one["streamed_ratio"], " | "),
+    ]  # fmt: skip
+
+
+def _memory(found: list[dict[str, Any]]) -> list[str]:
+    return [
+        _row(
+            f"peak memory of a product beyond parameters and vectors against the logits [MiB]: {m['vocabulary']:,} words, width "
+            f"{m['width']}, T = {m['tokens']}, batch 1, {m['layers']} layers ({m['parameters'] / 1e6:.0f} M parameters)",
+            m["extra_mb"], m["logits_mb"], m["ratio"], "≤ 3 | ≤ 0.5",
+        )
+        for m in found
+    ]  # fmt: skip
+
+
+def _about_eigenvalues(found: list[dict[str, Any]]) -> list[str]:
+    held = ", ".join(f"{one['reference']:.5g} ({one['rows']})" for one in found)
+    converged = all(one["reference_converged"] for one in found)
+    return [
+        "**Eigenvalues.** The first batch is what the `standard` preset probes with fresh completions: 12 training prompts, 2",
+        "completions each, evenly over the puzzles' sizes. The others are one completion of each of 8, 16 and 32 held-out",
+        "prompts. For each seed PyHessian runs to its own stop; Lanczos is then stopped at the first product where its error is",
+        f"no larger. Errors are against converged references (all converged: {'yes' if converged else 'NO'}; rows in",
+        f"brackets): {held}; {found[0]['seeds']} seeds, means of products. Both sides are counted alike: each builds its",
+        "gradient's graph once (1 gradient); ours takes the rows' gradients once more to choose where to start, and makes three",
+        "products of a few rows with at most a quarter of the tokens, which are counted by their share of the tokens, as are",
+        "the two gradients that they need. A gradient is 3 passes of the model, a product through its graph 6, so half a",
+        "product. Neither side measures a residual; `curvature` spends one product more on each eigenpair to do so.",
+    ]
+
+
+def _about_trace(one: dict[str, Any]) -> list[str]:
+    return [
+        f"**Trace.** Reference {one['reference']:.5g} ± {one['reference_std_error']:.2g}; {one['seeds']} seeds. PyHessian stops "
+        "when its running mean stands still, with no error of its own.",
+    ]
+
+
+def _about_product(one: dict[str, Any]) -> list[str]:
+    exact = one["float64"]
+    errors = exact["float32_error"]
+    nearer = "ours" if errors["ours"] < errors["curvlinops"] else "curvlinops'"
+    return [
+        f"**Products.** Medians of {one['repeats']}, the sides alternating. curvlinops runs with SiLU composed (it needs that); a",
+        f"gradient takes {one['seconds']['gradient']:.3g} s. In float32 its product and ours differ by {one['difference']:.1e}",
+        f"relative; in float64 by {exact['difference']:.1e} (streamed: {exact['streamed_difference']:.1e}), so the former is",
+        f"rounding. Against the float64 product, the float32 ones err by {errors['ours']:.1e} (ours),",
+        f"{errors['streamed']:.1e} (ours, streamed) and {errors['curvlinops']:.1e} (curvlinops): {nearer} is nearer.",
+    ]
+
+
+def _about_memory(found: list[dict[str, Any]]) -> list[str]:
+    first = found[0]
+    seconds = ", ".join(f"{m['seconds']:.0f} s with {m['layers']}" for m in found)
+    return [
+        f"**Memory.** Random weights in float32 at Qwen2.5-0.5B's shape, tied embeddings; the streamed product: nothing kept "
+        "between products, each layer run again in the backward pass, the output layer in blocks of "
+        f"{first['head_mb']:g} MiB. A process of its own; peak resident memory less what was resident before (weights and the",
+        f"vector) and the product itself, whose memory is taken at the start. One product took {seconds} layers.",
+    ]
+
+
+def _about_rounds(found: dict[str, dict[str, Any]]) -> list[str]:
+    lines = [
+        "## A round of probes while training",
+        "",
+        "Embedded policy, Knights and Knaves, train and held-out prompts; a whole round as a run makes it: completions drawn, every",
+        "functional, the preconditioned Hessian, the two-batch squared gradient norm.",
+        "",
+        "| preset | prompts (train + held-out) | functionals | seconds | processor seconds | estimates | not converged |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for preset, one in found.items():
+        prompts = f"{one['prompts']} + {one['heldout_prompts']}, {one['samples']} completions each"
+        if "seconds" in one:
+            cost = (
+                f"{one['seconds']:.3g} | {one['processor_seconds']:.3g} | {one['estimates']} | {one['not_converged']}"
+            )
+        else:
+            cost = f"not run: at most {one['products_at_most']:,.0f} products | | |"
+        lines.append(f"| `{preset}` | {prompts} | {', '.join(one['functionals'])} | {cost} |")
+    full = next((one for one in found.values() if "seconds" not in one), None)
+    if full:
+        lines += [
+            "",
+            f"`full` is meant for a GPU or a single checkpoint: a product of its smallest functional takes {full['product_s']:.3g} s",
+            f"here, so a round whose every functional cost as little would take at most {full['seconds_at_most'] / 3600:.0f} hours;",
+            f"its other functionals have {full['samples']} times the rows. That is a bound, not a measurement.",
+        ]
+    return lines
+
+
+_ROWS: dict[str, Callable[[Any], list[str]]] = {
+    "eigenvalue": _eigenvalues,
+    "trace": _trace,
+    "product": _product,
+    "memory": _memory,
+}
+_NOTES: dict[str, Callable[[Any], list[str]]] = {
+    "eigenvalue": _about_eigenvalues,
+    "trace": _about_trace,
+    "product": _about_product,
+    "memory": _about_memory,
+    "rounds": _about_rounds,
+}
+
+
+def _batch(one: dict[str, Any]) -> str:
+    return f"{one['rows']} completions ({one['prompts']} {one['split']} prompts), {one['tokens']:,} tokens"
+
+
+def _row(what: str, ours: float, peer: float, ratio: float, targets: str) -> str:
+    return f"| {what} | {ours:.3g} | {peer:.3g} | {ratio:.2f} | {targets} |"

@@ -1,0 +1,94 @@
+"""What a round of surface probes costs while training: wall-clock seconds of each preset on the embedded policy."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from sharpscope.config import RunConfig, build_config
+from sharpscope.policy import Policy, load_policy
+from sharpscope.probes import Functional, ProbeSet, measured_cost, probe_functionals
+from sharpscope.probes.hessian.causal_lm import lm_surface
+from sharpscope.probes.surface import unflatten
+from sharpscope.tasks import make_task
+from sharpscope.training.optimizer import build_optimizer
+from sharpscope.training.probe_sets import Drawer, run_probe_set
+from sharpscope.training.surface import SurfaceProbes
+
+RUN = ("cheap", "standard")  # `full` is estimated: it is meant for a GPU
+
+
+def probe_rounds(task: str = "knights_knaves", overrides: tuple[str, ...] = ()) -> dict[str, dict[str, Any]]:
+    """Seconds of one round of each preset as a training run makes it: completions drawn, every functional, both splits.
+
+    Of `full` one product, gradient and loss are measured on its smallest functional, and the cost that a budget would reckon
+    with is given: an upper bound of what `nll` alone takes.
+
+    Args:
+        task: with its embedded policy.
+        overrides: of the run, as `path=value`.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for preset in (*RUN, "full"):
+        with tempfile.TemporaryDirectory(prefix="sharpscope-bench-") as folder:
+            config = build_config(
+                None, [f"task.kind={task}", f"out={folder}", "name=bench", f"probes.preset={preset}", *overrides]
+            )
+            found[preset] = _round(config) if preset in RUN else _estimated(config)
+    return found
+
+
+def _round(config: RunConfig) -> dict[str, Any]:
+    task, policy = make_task(config.task), load_policy(config.policy)
+    drawer = Drawer(config, policy, task)
+    probe_set = run_probe_set(config, task)
+    learner = SimpleNamespace(seen=_seen(config, policy, probe_set))
+    probes = SurfaceProbes(config, learner, drawer)  # type: ignore[arg-type]
+    probes.probe_set = probe_set
+    began = time.perf_counter(), time.process_time()
+    rows, events = probes.rows(1)
+    return _described(config) | {
+        "seconds": time.perf_counter() - began[0],
+        "processor_seconds": time.process_time() - began[1],
+        "estimates": len(rows["quantity"]),
+        "not_converged": len(events),
+    }
+
+
+def _estimated(config: RunConfig) -> dict[str, Any]:
+    task, policy = make_task(config.task), load_policy(config.policy)
+    drawer = Drawer(config, policy, task)
+    probe_set = run_probe_set(config, task)
+    spec = config.probes.model_copy(update={"functionals": ("nll",)})
+    functional = probe_functionals(probe_set, "train", spec, drawer)["nll"]
+    cost = measured_cost(policy.model, functional, spec)
+    products = spec.cost(gradient=cost["gradient_s"] / cost["product_s"], value=cost["value_s"] / cost["product_s"])
+    return _described(config) | cost | {"products_at_most": products, "seconds_at_most": products * cost["product_s"]}
+
+
+def _described(config: RunConfig) -> dict[str, Any]:
+    spec = config.probes
+    return {
+        "prompts": spec.prompts,
+        "heldout_prompts": spec.heldout_prompts,
+        "samples": spec.samples,
+        "functionals": list(spec.functionals),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _seen(config: RunConfig, policy: Policy, probe_set: ProbeSet) -> SimpleNamespace:
+    """The policy with an AdamW that has made one update at learning rate 0, along the gradient of the solutions' `nll`."""
+    optimizer = build_optimizer(policy.model, config.optimizer.model_copy(update={"lr": 0.0}))
+    with lm_surface(policy.model, Functional("nll", probe_set.solutions("train"))) as surface:
+        _, gradient = surface.gradient()
+        parts = unflatten(gradient, surface.parameters)
+    for parameter, part in zip(surface.parameters, parts, strict=True):
+        parameter.grad = part.clone()
+    optimizer.step()
+    optimizer.zero_grad()
+    return SimpleNamespace(model=policy.model, optimizer=optimizer)
