@@ -9,13 +9,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from sharpscope.analysis.bands import band
+from sharpscope.analysis.bands import FEWEST, band, mean_interval
 from sharpscope.analysis.frames import natural
-from sharpscope.analysis.style import Line, finish, panels, plain, styled
+from sharpscope.analysis.style import GREY, Line, finish, panels, plain, styled
 
 Lines = Mapping[str, Line]
 
-BAND = "line: mean over seeds; band: 95 % t-interval (none with one seed)"
+BAND = f"line: mean over seeds; band: 95 % t-interval (below {FEWEST} seeds: a thin line each)"
 
 AXES = {
     "reward_mean": "mean reward of a completion [reward]",
@@ -35,16 +35,21 @@ AXES = {
 
 
 def draw_bands(axis: Axes, values: pd.DataFrame, lines: Lines, *, x: str = "step", log: bool = False) -> None:
-    """One line a setting (mean over seeds) and its 95 % t-interval; no band where there is one seed."""
+    """One line a setting (mean over seeds) and its 95 % t-interval; below FEWEST seeds a thin line for each."""
     for label in sorted(values["setting"].unique()):
-        rows = band(values[values["setting"] == label], [x], log=log)
+        here = values[values["setting"] == label]
+        rows = band(here, [x], log=log)
         line = lines[label]
         marker = line.marker if len(rows) <= 12 else ""
         axis.plot(rows[x].astype(float), rows["mean"], label=plain(label), marker=marker, **line.plot)
-        if (rows["n"] > 1).any():
+        if (rows["n"] >= FEWEST).any():
             axis.fill_between(
-                rows[x].astype(float), rows["low"], rows["high"], color=line.color, alpha=0.16, linewidth=0
-            )
+                rows[x].astype(float), rows["low"], rows["high"], where=rows["n"] >= FEWEST, color=line.color,
+                alpha=0.16, linewidth=0,
+            )  # fmt: skip
+        elif (rows["n"] > 1).any():
+            for _, one in here.groupby("seed"):
+                axis.plot(one[x].astype(float), one["value"], color=line.color, alpha=0.35, linewidth=0.6)
     if x == "step":
         axis.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
     if log:
@@ -116,6 +121,38 @@ def evaluations_by_level(
                 (f"{split}, level {level}, {_temperature(temperature)}", _at(chosen, split=split, level=level))
             )
     return _eval_panels(content, lines, axis_label)
+
+
+def every_setting(values: pd.DataFrame, lines: Lines) -> Figure:
+    """One row a setting: each seed's value as a dot, the mean, and from FEWEST seeds on its 95 % t-interval.
+
+    `values`: setting, value, one row a seed. Dotted: the mean of `grpo`, or else of the setting with the most seeds.
+    """
+    labels = sorted(values["setting"].unique(), reverse=True)
+    sizes = values.groupby("setting").size()
+    against = "grpo" if "grpo" in labels else str(sizes.idxmax())
+    with styled():
+        figure, (axis,) = panels(1, width=6.4, height=0.9 + 0.24 * len(labels))
+        for place, label in enumerate(labels):
+            seen = values.loc[values["setting"] == label, "value"].to_numpy(dtype=float)
+            mean, half = mean_interval(seen)
+            color = lines[label].color
+            named = place == len(labels) - 1  # the legend's entries, once
+            axis.plot(
+                seen, [place] * len(seen), "o", color=color, alpha=0.3, markersize=3, markeredgewidth=0,
+                label="a seed" if named else None,
+            )  # fmt: skip
+            axis.errorbar(
+                mean, place, xerr=half if len(seen) >= FEWEST else None, fmt="D", color=color, capsize=2,
+                label="mean over seeds, 95 % t-interval" if named else None,
+            )  # fmt: skip
+        middle = float(values.loc[values["setting"] == against, "value"].mean())
+        axis.axvline(middle, color=GREY, linestyle=":", linewidth=1, label=f"mean of {plain(against)}")
+        axis.set_yticks(range(len(labels)), [f"{plain(label)}  n = {sizes[label]}" for label in labels])
+        axis.set(xlabel="held-out accuracy at the last evaluation [share of completions]", ylabel="")
+        axis.grid(axis="y", visible=False)
+        finish(figure, [axis])
+    return figure
 
 
 def _at(values: pd.DataFrame, **place: object) -> pd.DataFrame:

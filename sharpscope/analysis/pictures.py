@@ -12,6 +12,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from sharpscope.analysis import figures_probes, figures_steps, figures_tokens
+from sharpscope.analysis.bands import FEWEST
 from sharpscope.analysis.frames import density_nodes, eval_values, probe_values, runs_of, step_values
 from sharpscope.analysis.probe_frames import middle_radius, slice_values, stability_values
 from sharpscope.analysis.studies import Study
@@ -20,6 +21,8 @@ from sharpscope.analysis.token_frames import SAMPLE, bound_violations, decile_su
 from sharpscope.analysis.weight_curve import shaping_of
 
 FIRST_ORDER = "_first_order"
+MOST = 8
+"""Settings that a figure can tell apart; of more, those with the most seeds are drawn, and one figure has them all."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +40,8 @@ class Pictures:
     """Makes every picture of one study; frames that several pictures need are read once."""
 
     def __init__(self, study: Study) -> None:
-        self.study = study
-        self.lines = lines(study.labels)
+        self.study, self.whole = study.largest(MOST), study
+        self.lines = lines(self.study.labels)
 
     def __iter__(self) -> Iterator[Picture]:
         makers: list[Callable[[], Iterator[Picture]]] = [
@@ -77,6 +80,7 @@ class Pictures:
             return
         caption = f"Accuracy on prompts that are not trained on, pooled over sizes. {BAND}."
         yield Picture("accuracy", caption, figures_steps.evaluations(values, self.lines))
+        yield from self._every_setting()
         levels = values[values["level"] != "all"]
         if levels["level"].nunique() > 1:
             for temperature in sorted(levels["temperature"].unique()):
@@ -89,6 +93,26 @@ class Pictures:
         if len(rewards):
             figure = figures_steps.evaluations(rewards, self.lines, "mean reward of a completion [reward]")
             yield Picture("heldout_reward", f"Reward on prompts that are not trained on. {BAND}.", figure)
+
+    def _every_setting(self) -> Iterator[Picture]:
+        """Final held-out accuracy of all settings, also of those that the other figures have no room for."""
+        if len(self.whole.settings) < 3:
+            return
+        values = eval_values(self.whole)
+        values = values[(values["level"] == "all") & (values["split"] == "heldout")]
+        values = values[values["temperature"] == values["temperature"].max()]
+        values = values[values["step"] == values.groupby("setting")["step"].transform("max")]
+        if values.empty:
+            return
+        spare = len(self.whole.settings) - len(self.study.settings)
+        rest = (
+            f" The other figures show the {MOST} settings with the most seeds, {spare} are here alone." if spare else ""
+        )
+        caption = (
+            f"Held-out accuracy of every setting at its last evaluation, temperature {values['temperature'].iloc[0]:g}; pale "
+            f"dots: seeds; diamond: mean; bar: 95 % t-interval, from {FEWEST} seeds on.{rest}"
+        )
+        yield Picture("settings", caption, figures_steps.every_setting(values, lines(self.whole.labels)))
 
     def _weights(self) -> Iterator[Picture]:
         weighted = [
@@ -255,7 +279,7 @@ class Pictures:
 
 
 BARS = "Bars: 95 % t-interval over seeds"
-BAND = "Line: mean over seeds; band: 95 % t-interval, none with one seed"
+BAND = f"Line: mean over seeds; band: 95 % t-interval, below {FEWEST} seeds a thin line each"
 
 
 def _by_functional(values: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:

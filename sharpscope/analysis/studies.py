@@ -6,7 +6,7 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sharpscope.traces import Run, Runs
@@ -51,6 +51,13 @@ class Study:
     def labels(self) -> list[str]:
         """Labels of the settings, sorted."""
         return [setting.label for setting in self.settings]
+
+    def largest(self, count: int) -> Study:
+        """The study with its `count` settings of the most seeds alone; of equally many, the first by label."""
+        if len(self.settings) <= count:
+            return self
+        most = sorted(self.settings, key=lambda setting: (-len(setting.runs), setting.label))[:count]
+        return replace(self, settings=tuple(setting for setting in self.settings if setting in most))
 
     @property
     def horizon(self) -> int:

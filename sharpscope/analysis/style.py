@@ -122,7 +122,11 @@ def finish(figure: Figure, axes: Sequence[Axes]) -> None:
         for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
             found.setdefault(label, handle)
     if found:
-        figure.legend(found.values(), found.keys(), loc="outside upper center", ncols=min(len(found), 3))
+        # 0.065 inch a letter and 0.55 inch for the line: a legend wider than its figure would be cut off.
+        fitting = int(figure.get_figwidth() / (0.55 + 0.065 * max(map(len, found))))
+        columns = max(1, min(len(found), 3, fitting))
+        figure.set_figheight(figure.get_figheight() + 0.17 * max(0, -(-len(found) // columns) - 2))
+        figure.legend(found.values(), found.keys(), loc="outside upper center", ncols=columns)
 
 
 def save(figure: Figure, folder: Path, name: str) -> list[Path]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -12,6 +13,7 @@ from matplotlib.collections import PolyCollection
 
 from sharpscope.analysis import figures_probes, figures_steps, figures_tokens
 from sharpscope.analysis.frames import density_nodes, eval_values, probe_values, step_values
+from sharpscope.analysis.pictures import Pictures
 from sharpscope.analysis.style import DASHES, lines, panels, plain, save
 from sharpscope.analysis.token_frames import (
     bound_violations,
@@ -63,6 +65,68 @@ def test_reward_lines_and_bands(study):
         for index, label in enumerate(("grpo", "grpo-sg")):
             _check_band(axis, label, oracle.by_step(_runs(study, label), column), index=index)
         assert axis.get_xlabel() == "step" and "[" in axis.get_ylabel()
+
+
+def test_few_seeds_are_drawn_each_in_place_of_a_band(study):
+    values = step_values(study, ["reward_mean"])
+    few = values[values["seed"].isin([0, 1])]
+    (axis,) = figures_steps.trajectories(few, lines(study.labels), ["reward_mean"]).axes
+    assert not _bands(axis)
+    thin = [np.asarray(line.get_ydata(), float) for line in axis.lines if line.get_linewidth() < 1]
+    wanted = [rows["value"].to_numpy() for _, rows in few.groupby(["setting", "seed"])]
+    assert len(thin) == 4 and all(np.array_equal(seen, want) for seen, want in zip(thin, wanted, strict=True))
+
+
+def test_every_setting_has_a_row_with_its_seeds_mean_and_interval():
+    rng = np.random.default_rng(0)
+    values = pd.DataFrame(
+        [(label, value) for label, n in (("grpo", 6), ("grpo (lr=1)", 5), ("ar", 2)) for value in rng.random(n)],
+        columns=["setting", "value"],
+    )
+    (axis,) = figures_steps.every_setting(values, lines(values["setting"])).axes
+    names = [tick.get_text() for tick in axis.get_yticklabels()]
+    assert names == ["grpo (lr=1)  n = 5", "grpo  n = 6", "ar  n = 2"]
+    for place, name in enumerate(names):
+        seen = values.loc[values["setting"] == name.split("  ")[0], "value"].to_numpy()
+        mean, half = oracle.mean_and_half(list(seen))
+        dots, diamond = [
+            line for line in axis.lines if list(line.get_ydata())[:1] == [place] and len(line.get_xdata())
+        ][:2]
+        np.testing.assert_array_equal(np.asarray(dots.get_xdata()), seen)
+        assert float(diamond.get_xdata()[0]) == pytest.approx(mean)
+        ends = [c.get_segments()[0][:, 0] for c in axis.collections if c.get_segments()[0][0, 1] == place]
+        if len(seen) < 4:
+            assert not ends
+        else:
+            np.testing.assert_allclose(ends[0], [mean - half, mean + half], rtol=1e-5)
+    assert float(axis.lines[-1].get_xdata()[0]) == pytest.approx(
+        values.loc[values["setting"] == "grpo", "value"].mean()
+    )
+
+
+def test_legends_fit_their_figure_and_leave_the_panel_its_height():
+    labels = [f"grpo (optimizer.learning_rate={i}, rollout.group_size=8)" for i in range(8)]
+    values = pd.DataFrame(
+        [(label, 0, step, "reward_mean", float(step)) for label in labels for step in range(3)],
+        columns=["setting", "seed", "step", "quantity", "value"],
+    )
+    figure = figures_steps.trajectories(values, lines(labels), ["reward_mean"])
+    figure.canvas.draw()
+    drawn = figure.legends[0].get_window_extent().transformed(figure.transFigure.inverted())
+    assert drawn.x0 >= 0 and drawn.x1 <= 1 and drawn.y1 <= 1
+    assert figure.axes[0].get_window_extent().height / figure.dpi > 1.5
+
+
+def test_of_many_settings_those_with_most_seeds_are_drawn(study):
+    (first, second) = study.settings
+    fewer = replace(first, label="aa", runs=dict(list(first.runs.items())[:2]))
+    crowd = replace(study, settings=(fewer, *(replace(second, label=f"s{i}") for i in range(8)), first))
+    assert [s.label for s in crowd.largest(9).settings] == [f"s{i}" for i in range(8)] + [first.label]
+    assert crowd.largest(10) is crowd
+    pictures = {picture.name: picture for picture in Pictures(crowd)}
+    assert len(pictures["settings"].figure.axes[0].get_yticklabels()) == 10
+    assert "8 settings with the most seeds, 2 are here alone" in pictures["settings"].caption
+    assert "settings" not in {picture.name for picture in Pictures(study)}
 
 
 def test_gradient_norm_is_a_geometric_mean(study):
