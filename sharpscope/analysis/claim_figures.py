@@ -209,7 +209,7 @@ def _curve(axis: Axes, rows: pd.DataFrame, column: str, label: str, color: str, 
         return
     points = band(means, ["step"], column)
     marker = "o" if len(points) <= 12 else ""
-    axis.plot(points["step"], points["mean"], marker, markersize=3, color=color, linestyle=dash, label=label or None)
+    axis.plot(points["step"], points["mean"], marker=marker, markersize=3, color=color, linestyle=dash, label=label or None)
     axis.fill_between(points["step"], points["low"], points["high"], color=color, alpha=0.16, linewidth=0)
 
 
