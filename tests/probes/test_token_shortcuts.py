@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from sharpscope.probes import score_norms
+from sharpscope.probes.token_gradients import batched, uses
 from sharpscope.probes.token_gradients.attention import look, pull_back
 from sharpscope.probes.token_gradients.shortcuts import Shortcuts
 from sharpscope.probes.token_gradients.structure import hidden_states
@@ -127,3 +128,75 @@ def test_exact_norms_do_not_depend_on_the_threads():
     finally:
         torch.set_num_threads(before)
     torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=0)
+
+
+@pytest.fixture
+def fresh_way():
+    batched.way.cache_clear()
+    yield
+    batched.way.cache_clear()
+
+
+def test_pytorchs_own_unwrapping_is_known_here(fresh_way):
+    assert batched.way() == "direct"
+
+
+class Renamed:
+    """Functions of a PyTorch that calls them otherwise."""
+
+
+class Misleading:
+    """Functions of a PyTorch where the same names do something else: every cotangent is taken for the only one."""
+
+    def is_batchedtensor(self, g):
+        return False
+
+
+@pytest.mark.parametrize("functions", [None, Renamed(), Misleading()])
+def test_without_it_vmaps_public_rule_gives_the_same_norms(functions, fresh_way, monkeypatch):
+    model, batch = tiny_model("gemma2"), random_batch()
+    arguments = (model, batch["input_ids"], batch["mask"], "exact", batch["attention_mask"])
+    direct, calls, rule = score_norms(*arguments), [], batched._Rule.vmap
+
+    def watched(info, in_dims, g, function):
+        calls.append(info.batch_size)
+        return rule(info, in_dims, g, function)
+
+    batched.way.cache_clear()
+    monkeypatch.setattr(batched, "_C", functions)
+    monkeypatch.setattr(batched._Rule, "vmap", staticmethod(watched))
+    assert batched.way() == "rule"
+    found = score_norms(*arguments)
+    assert calls
+    torch.testing.assert_close(found.squared, direct.squared, rtol=1e-12, atol=0)
+    for name, norms in direct.groups.items():
+        torch.testing.assert_close(found.groups[name], norms, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("way", ["direct", "rule"])
+def test_cotangents_are_seen_together_wherever_vmap_puts_them(way, monkeypatch):
+    monkeypatch.setattr(batched, "way", lambda: way)
+    g, seen = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(2)), []
+
+    def function(rows):
+        seen.append(rows.shape)
+        return rows.sum(-1), rows * 2
+
+    for dim in range(3):
+        total, double = torch.func.vmap(lambda one: batched.each(one, function), in_dims=dim)(g)
+        torch.testing.assert_close(double, 2 * g.movedim(dim, 0))
+        torch.testing.assert_close(total, g.movedim(dim, 0).sum(-1))
+    alone = batched.each(g, function)
+    torch.testing.assert_close(alone[1], 2 * g)
+    assert seen == [(2, 3, 4), (3, 2, 4), (4, 2, 3), (1, 2, 3, 4)]
+
+
+@pytest.mark.parametrize("length", [1, 47, 48, 49, 100])
+def test_a_symmetric_product_in_blocks_is_the_whole_one(length):
+    draw = torch.Generator().manual_seed(3)
+    a = torch.randn(2, length, 5, generator=draw, dtype=torch.float64)
+    b = torch.randn(3, 2, length, 4, generator=draw, dtype=torch.float64)
+    expected = torch.einsum("rli,nrlo->nrio", a, b).square().sum((-1, -2))
+    blocks = uses._lower_blocks(a @ a.mT)
+    torch.testing.assert_close(uses._gram_squares(blocks, b), expected, rtol=1e-11, atol=0)
+    torch.testing.assert_close(uses._product_squares(a, b), expected, rtol=1e-11, atol=0)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from sharpscope.errors import UserError
 from sharpscope.probes.token_gradients import attention as attn
-from sharpscope.probes.token_gradients.batched import unwrapped
+from sharpscope.probes.token_gradients.batched import each, way
 from sharpscope.probes.token_gradients.head import head_gradients
 from sharpscope.probes.token_gradients.local import add_head
 from sharpscope.probes.token_gradients.result import Collector, Ledger, ScoreNorms
@@ -69,6 +69,7 @@ def exact_norms(
             raise UserError(
                 f"tier, exact: '{name}' is the output layer's and also used in {structure.unhandled[name]}; freeze it"
             )
+    way()  # found out before any `vmap` is in progress
     device = rows.ids.device
     threads = torch.get_num_threads() if device.type == "cpu" else 1
     budget = COTANGENT_BYTES.get(device.type, COTANGENT_BYTES["cuda"])
@@ -181,9 +182,9 @@ def _batch(
             given = _cotangents(tokens, scene, taps, structure.tied, part, live, position[first : first + step])
             squares, gradients = _pull(outputs, given, taps, whole)
             flat, places = live.flatten(), part.flatten()[live.flatten()]
-            for use, each in zip(taps.uses, squares, strict=True):
-                if each is not None:
-                    found += [(name, each[..., i].flatten()[flat], places) for i, name in enumerate(use.names)]
+            for use, square in zip(taps.uses, squares, strict=True):
+                if square is not None:
+                    found += [(name, square[..., i].flatten()[flat], places) for i, name in enumerate(use.names)]
             for name, g in zip(structure.unhandled, gradients, strict=True):
                 found.append((name, g.flatten(1).square().sum(1)[flat], places))
         taps.release()
@@ -278,8 +279,9 @@ class _Taps:
         self.probes.append(probe)
         self.squares.append(None)
 
-        def measure(g: Tensor) -> None:
-            self.squares[place] = exact_squares(use, unwrapped(g))
+        def measure(g: Tensor) -> tuple[Tensor]:
+            self.squares[place] = exact_squares(use, g)
+            return (g.new_zeros(len(g)),)
 
         return _Tap.apply(use.out, probe, measure)
 
@@ -297,14 +299,13 @@ class _Taps:
 
 
 class _Tap(torch.autograd.Function):
-    """Identity whose backward also shows the cotangent that passes to `measure`."""
+    """Identity whose backward also shows the cotangents that pass to `measure`, (n, *shape), which returns (n,)."""
 
     @staticmethod
-    def forward(ctx: Any, out: Tensor, probe: Tensor, measure: Callable[[Tensor], None]) -> Tensor:
+    def forward(ctx: Any, out: Tensor, probe: Tensor, measure: Callable[[Tensor], tuple[Tensor]]) -> Tensor:
         ctx.measure = measure
         return out.view_as(out)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor, None]:
-        ctx.measure(g)
-        return g, g.new_zeros(()), None
+        return g, each(g, ctx.measure)[0], None

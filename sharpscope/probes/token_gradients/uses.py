@@ -20,6 +20,8 @@ from torch.overrides import TorchFunctionMode
 Layout = Literal["rows", "flat", "heads", "gathered"]
 Named = list[tuple[str, Tensor]]
 
+GRAM_BLOCK = 48  # rows of a symmetric product made at once: fewer skip more of its mirror image, more run faster
+
 _PRODUCTS = {torch.mul, torch.multiply, Tensor.mul, Tensor.__mul__, Tensor.__rmul__}
 _SUMS = {torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__}
 _CASTS = {Tensor.float, Tensor.double, Tensor.to, Tensor.type_as}
@@ -55,9 +57,9 @@ class Use:
     weight_value: Tensor | None = None
     bias_value: Tensor | None = None
     transposed: bool = False  # linear: the weight is (d_in, d_out)
-    # Exact tier. x xᵀ (B, L, L): of an embedding, of a linear use where it is smaller than the weight's gradient. Tied
-    # embedding: h (n, B, d) and ∂ log π/∂a at the ids (n, B, L) of the tokens that come next.
-    gram: Tensor | None = None
+    # Exact tier. x xᵀ (B, L, L) in blocks: of an embedding, of a linear use where products with it cost less than the
+    # weight's gradient. Tied embedding: h (n, B, d) and ∂ log π/∂a at the ids (n, B, L) of the tokens that come next.
+    gram: list[Tensor] | None = None
     tied: tuple[Tensor, Tensor] | None = None
 
     @property
@@ -127,28 +129,48 @@ def exact_squares(use: Use, g: Tensor) -> Tensor:
     found = []
     if use.weight is not None:
         assert use.x is not None
-        if use.gram is None and use.x.shape[1] < use.x.shape[2]:
-            use.gram = torch.bmm(use.x, use.x.mT)  # (B, L, L), the same for every batch of cotangents
+        if use.gram is None and (use.x.shape[1] + GRAM_BLOCK) / 2 < use.x.shape[2]:
+            use.gram = _lower_blocks(torch.bmm(use.x, use.x.mT))  # the same for every batch of cotangents
         found.append(_gram_squares(use.gram, g) if use.gram is not None else _product_squares(use.x, g))
     if use.bias is not None:
         found.append(g.sum(-2).square().sum(-1))
     return torch.stack(found, -1)
 
 
-def _gram_squares(gram: Tensor, b: Tensor) -> Tensor:
-    """‖aᵀb‖²_F (n, B) as ⟨aaᵀ, bbᵀ⟩: aaᵀ = `gram` (B, L, L), b (n, B, L, d_out)."""
+def _lower_blocks(gram: Tensor) -> list[Tensor]:
+    """A symmetric matrix (B, L, L) as rows up to the diagonal, `GRAM_BLOCK` at a time, (B, b·stop, 1) each.
+
+    What stands left of a diagonal block counts twice, for its mirror image too.
+    """
+    B, L, _ = gram.shape
+    blocks = []
+    for start in range(0, L, GRAM_BLOCK):
+        stop = min(start + GRAM_BLOCK, L)
+        block = gram[:, start:stop, :stop].clone()
+        block[..., :start] *= 2
+        blocks.append(block.view(B, -1, 1))
+    return blocks
+
+
+def _gram_squares(gram: list[Tensor], b: Tensor) -> Tensor:
+    """‖aᵀb‖²_F (n, B) as ⟨aaᵀ, bbᵀ⟩: aaᵀ = `gram` by `_lower_blocks`, b (n, B, L, d_out)."""
     n, B, L, _ = b.shape
     rows = b.reshape(n * B, L, -1)
-    outer = torch.bmm(rows, rows.mT).view(n, B, L * L)
-    return torch.bmm(outer.transpose(0, 1), gram.view(B, L * L, 1))[..., 0].T
+    total = b.new_zeros(B, n, 1)
+    for block, start in zip(gram, range(0, L, GRAM_BLOCK), strict=True):
+        stop = min(start + GRAM_BLOCK, L)
+        outer = torch.bmm(rows[:, start:stop], rows[:, :stop].mT).view(n, B, -1)
+        total.baddbmm_(outer.transpose(0, 1), block)
+    return total[..., 0].T
 
 
 def _product_squares(a: Tensor, b: Tensor) -> Tensor:
     """‖aᵀb‖²_F (n, B), from the products themselves: a (B, L, d_in), b (n, B, L, d_out)."""
-    n, B, L, _ = b.shape
-    rows = a.mT.expand(n, B, -1, L).reshape(n * B, -1, L)  # no copy where B is 1
-    whole = torch.bmm(rows, b.reshape(n * B, L, -1)).view(n, B, -1)
-    return torch.linalg.vector_norm(whole, dim=-1).square()
+    found = []
+    for row in range(len(a)):  # a row's inputs are shared by its n tokens without a copy
+        whole = torch.bmm(a[row].mT.expand(len(b), -1, -1), b[:, row])  # (n, d_in, d_out)
+        found.append(torch.linalg.vector_norm(whole.flatten(1), dim=-1).square())
+    return torch.stack(found, 1)
 
 
 def _embedding_squares(use: Use, g: Tensor) -> Tensor:
@@ -158,7 +180,7 @@ def _embedding_squares(use: Use, g: Tensor) -> Tensor:
         same = use.x[:, :, None] == use.x[:, None, :]
         if use.ignored is not None:
             same &= (use.x != use.ignored)[:, None, :]
-        use.gram = same.to(g.dtype)
+        use.gram = _lower_blocks(same.to(g.dtype))
     squares = _gram_squares(use.gram, g)
     if use.tied is not None:
         hidden, pull = use.tied  # (n, B, d), (n, B, L)
