@@ -137,6 +137,11 @@ def test_claims_and_figures_and_analyze_agree(tmp_path: Path):
         assert (tmp_path / "claims" / name).read_bytes() == (tmp_path / "report" / name).read_bytes()
 
 
+def test_claims_of_no_runs_is_an_error_in_place_of_thirteen_untestable_ones(tmp_path: Path):
+    result = CliRunner().invoke(app, ["claims", str(tmp_path)])
+    assert isinstance(result.exception, UserError) and "no run below" in str(result.exception)
+
+
 def test_show_and_compare_say_what_stands_in_the_traces():
     run = sharpscope.load_run(GRPO_SG)
     assert "grpo-sg" in invoke("show", GRPO_SG) and "finished" in invoke("show", GRPO_SG)

@@ -79,9 +79,13 @@ def claims(
     """
     from sharpscope.analysis import load_several
     from sharpscope.analysis.claims import test_claims, verdict_text, write_claims
+    from sharpscope.analysis.analyzing import nothing_found
     from sharpscope.analysis.paper_tables import paper_tables, write_tables
+    from sharpscope.errors import UserError
 
     loaded = load_several(runs)
+    if not len(loaded):
+        raise UserError(nothing_found(runs, loaded))
     verdicts = test_claims(loaded, claim, baseline=baseline, treatment=treatment)
     for verdict in verdicts:
         typer.echo(printable_lines(verdict_text(verdict) if details else verdict.line()))
