@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from scipy.sparse.linalg import eigsh
+from scipy.stats import t as student
 from torch import nn
 
 import sharpscope
@@ -173,6 +174,18 @@ def test_trace_covers_at_the_nominal_rate(sketch):
         assert found.products == 16 + sketch
     assert 88 <= inside <= 100
     assert 0.75 < np.std(errors) < 1.35 and abs(np.mean(errors)) < 0.4
+
+
+def test_the_trace_of_one_call_covers_too_although_its_subspace_was_built_for_the_eigenpairs():
+    """The eigenpairs' subspace, its own random start and all, is deflated; then probes at right angles to it."""
+    matrix = with_spectrum(np.r_[[30.0, -15.0], np.random.default_rng(1).normal(size=58)])
+    theta, loss = quadratic(matrix)
+    inside, settings = 0, {"tolerance": 0.1, "max_products": 12, "trace_probes": 8, "density_samples": 0}
+    for seed in range(100):
+        found = sharpscope.curvature(loss, [theta], seed=seed, **settings)
+        assert found.trace_probes == 8
+        inside += abs(found.trace - float(matrix.trace())) <= student.ppf(0.975, 7) * found.trace_std_error
+    assert 88 <= inside <= 100
 
 
 def test_krylov_deflation_beats_plain_hutchinson_at_equal_products():

@@ -179,6 +179,32 @@ def test_groups_are_diagonal_blocks():
             assert (found.largest, found.smallest) == pytest.approx((exact[-1], exact[0]), rel=1e-6, abs=1e-9)
 
 
+@pytest.mark.parametrize("mode", ["graph", "stream"])
+def test_frozen_and_unused_parameters_of_a_language_model(mode):
+    """Frozen ones are no part of the Hessian, an unused one has zero rows; the tied output layer counts once."""
+    model, batch, dense, _, _ = oracle("nll")
+    sizes = [p.numel() for p in model.parameters()]
+    frozen = [name for name, _ in model.named_parameters() if "k_proj" in name or "input_layernorm" in name]
+    kept = torch.cat([
+        torch.arange(end - size, end)
+        for (name, _), size, end in zip(model.named_parameters(), sizes, np.cumsum(sizes), strict=True)
+        if name not in frozen
+    ])  # fmt: skip
+    copied = small_model()  # the same seed, so the same weights
+    for name, parameter in copied.named_parameters():
+        parameter.requires_grad_(name not in frozen)
+    copied.unused = torch.nn.Parameter(torch.ones(3, dtype=torch.float64))
+    exact = np.linalg.eigvalsh(dense[kept][:, kept].numpy())
+    with lm_surface(copied, functional("nll", batch), mode=mode, head_mb=0.001) as surface:
+        names = {id(p): name for name, p in copied.named_parameters()}
+        order = [names[id(p)] for p in surface.parameters]
+        assert "unused" in order and not set(order) & set(frozen)
+        found = curvature_of(surface, CurvatureSettings(tolerance=1e-8, trace_probes=0, density_samples=0))
+        unused = sum(p.numel() for p in surface.parameters[: order.index("unused")])
+        assert float(found.vectors[0, unused : unused + 3].abs().max()) < 1e-7
+    assert (found.largest, found.smallest) == pytest.approx((exact[-1], exact[0]), rel=1e-6)
+
+
 def test_gauss_newton_is_the_dense_one():
     model, batch, _, _, _ = oracle("nll")
     parameters = list(model.parameters())
