@@ -77,9 +77,9 @@ def rho_curves(values: pd.DataFrame, first_order: pd.DataFrame, lines: Lines) ->
             draw_bands(axis, chosen, lines, x="rho")
             for label in sorted(set(chosen["setting"]) & set(beside["setting"])):
                 rows = band(beside[beside["setting"] == label], ["rho"])
+                # Bars wider than the values' markers: a line of one point, or one under the values, would not be seen.
                 thin: dict[str, Any] = {"color": lines[label].color, "linewidth": 0.9, "linestyle": ":"}
-                if len(rows) == 1:  # a line of one point would not be seen
-                    thin |= {"marker": "_", "markersize": 14}
+                thin |= {"marker": "_", "markersize": 14}
                 axis.plot(rows["rho"], rows["mean"], label="first order, rho·‖∇L‖", **thin)
             scale = "log" if (chosen["value"] > 0).all() else "linear"
             axis.set(

@@ -195,7 +195,7 @@ def trace(batch: Batch = BATCHES[0], seeds: int = 6, model: str = MODEL) -> dict
     }
 
 
-def product(batch: Batch = BATCHES[0], repeats: int = 11, model: str = MODEL) -> dict[str, Any]:
+def product(batch: Batch = BATCHES[0], repeats: int = 5, model: str = MODEL) -> dict[str, Any]:
     """Seconds of a product: ours with the graph kept, ours streamed, curvlinops; and who is how far from float64.
 
     The sides alternate; medians count, of wall-clock and of processor seconds (which other work on the machine disturbs

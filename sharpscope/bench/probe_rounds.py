@@ -61,12 +61,14 @@ def _round(config: RunConfig) -> dict[str, Any]:
 
 def _estimated(config: RunConfig) -> dict[str, Any]:
     task, policy = make_task(config.task), load_policy(config.policy)
-    drawer = Drawer(config, policy, task)
-    probe_set = run_probe_set(config, task)
-    spec = config.probes.model_copy(update={"functionals": ("nll",)})
-    functional = probe_functionals(probe_set, "train", spec, drawer)["nll"]
-    cost = measured_cost(policy.model, functional, spec)
-    products = spec.cost(gradient=cost["gradient_s"] / cost["product_s"], value=cost["value_s"] / cost["product_s"])
+    # Held-out prompts cost what training prompts cost; only the latter are drawn.
+    train = config.probes.model_copy(update={"heldout_prompts": 0, "functionals": ("nll",)})
+    probe_set = run_probe_set(config.model_copy(update={"probes": train}), task)
+    functional = probe_functionals(probe_set, "train", train, Drawer(config, policy, task))["nll"]
+    cost = measured_cost(policy.model, functional, config.probes)
+    products = config.probes.cost(
+        gradient=cost["gradient_s"] / cost["product_s"], value=cost["value_s"] / cost["product_s"]
+    )
     return _described(config) | cost | {"products_at_most": products, "seconds_at_most": products * cost["product_s"]}
 
 

@@ -92,7 +92,7 @@ def test_parts_measured_before_stay_and_missing_ones_are_named(tmp_path):
     assert "gradients (2 and 1) at half a product each | 5 | 8.5 | 0.59 |" in written
     assert "Not measured: product, trace, memory." in written and "GPU numbers are missing" in written
     assert "| `cheap` | 8 + 8, 2 completions each | nll | 6 | 9 | 20 | 0 |" in written
-    assert "at most 1 hours" in written and "not run: at most 1,800 products" in written
+    assert "of the order of 4 hours" in written and "not run: at most 1,800 products" in written
     assert list(json.loads(numbers.read_text(encoding="utf-8"))) == ["rounds", "eigenvalue"]
 
 
