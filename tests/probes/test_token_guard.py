@@ -8,6 +8,7 @@ import torch
 from sharpscope.errors import UserError
 from sharpscope.probes import attribute, logp_gradient, score_norms
 from sharpscope.probes.guard import guarded
+from sharpscope.probes.token_gradients import rows as rows_module
 from tests.models import random_batch, tiny_model
 from tests.probes.test_token_sharing import batch as shared_batch
 
@@ -115,9 +116,15 @@ def watched(model, monkeypatch, raise_at=None):
     return seen
 
 
+@pytest.fixture
+def shared(monkeypatch):
+    """A prompt is read once however little that saves."""
+    monkeypatch.setattr(rows_module, "WORTH", 16)
+
+
 @pytest.mark.parametrize("architecture", ["qwen2", "gemma2", "qwen2_moe"])
 @pytest.mark.parametrize("call", sorted(SHARING))
-def test_left_as_it_was_with_a_prompt_read_once(call, architecture, monkeypatch):
+def test_left_as_it_was_with_a_prompt_read_once(call, architecture, monkeypatch, shared):
     model, batch = disturbed(architecture), shared_batch()
     seen = watched(model, monkeypatch)
     before = snapshot(model)
@@ -128,7 +135,7 @@ def test_left_as_it_was_with_a_prompt_read_once(call, architecture, monkeypatch)
 
 @pytest.mark.parametrize("part", ["beginning", "rest"])
 @pytest.mark.parametrize("call", sorted(SHARING))
-def test_left_as_it_was_after_an_exception_with_a_prompt_read_once(call, part, monkeypatch):
+def test_left_as_it_was_after_an_exception_with_a_prompt_read_once(call, part, monkeypatch, shared):
     """Raised while the shared beginning is read, and then while the rows go on from its keys and values."""
     model, batch = disturbed("qwen2_moe"), shared_batch()
     SHARING[call](model, batch)  # its structure is known from here on: only the probe's own passes come

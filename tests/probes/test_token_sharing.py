@@ -74,9 +74,24 @@ def test_shared_prompts_under_sliding_windows_and_soft_caps(monkeypatch):
         return score_norms(model, **given).squared, attribute(model, coef=coef, **given), central
 
     shared = everything()
-    monkeypatch.setattr(rows_module, "SHARED", 10**6)
+    monkeypatch.setattr(rows_module, "WORTH", 10**6)
     for one, other in zip(shared, everything(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)  # Gemma's eager softmax is in float32
+
+
+@pytest.fixture(autouse=True)
+def short_beginnings_are_worth_it(monkeypatch):
+    """By default reading a beginning once must save about a thousand tokens."""
+    monkeypatch.setattr(rows_module, "WORTH", 16)
+
+
+def test_a_beginning_is_read_once_where_that_saves_enough(monkeypatch):
+    model, given = tiny_model("qwen2"), batch()
+    rows = rows_module.make_rows(model, given["input_ids"], given["mask"], given["attention_mask"], 1.0)
+    for worth, read in ((18, [18, 24, None]), (19, [24, None]), (48, [24, None]), (49, [None])):
+        monkeypatch.setattr(rows_module, "WORTH", worth)  # two rows go on from 18 tokens, three from 24
+        found = {None if chunk.before is None else len(chunk.before) for chunk in rows.chunks(10**6, share=True)}
+        assert found == set(read)
 
 
 def test_groups_of_rows_are_those_that_begin_alike():

@@ -28,10 +28,10 @@ from sharpscope.probes.token_gradients.threads import in_threads
 from sharpscope.probes.token_gradients.uses import Recorder, Use, exact_squares, local_squares
 
 # Bytes that the widest activation's batch of cotangents may take, per thread: on a CPU it should stay in the cache.
-COTANGENT_BYTES = {"cpu": 4 * 2**20, "cuda": 256 * 2**20}
+COTANGENT_BYTES = {"cpu": 8 * 2**20, "cuda": 256 * 2**20}
 SLOTS = 16  # tokens of a row that share one forward pass: more save forward passes, fewer waste less of the prefix
-LANES = {"cpu": 16, "cuda": 256}  # rows × slots of one forward pass
-
+LANES = {"cpu": 64, "cuda": 256}  # rows × slots of one forward pass
+ROWS = {"cpu": 8, "cuda": 256}  # rows of one forward pass, which all get the length of the longest
 
 Found = tuple[str, Tensor, Tensor]
 """A parameter, squared norms (m,), the tokens (m,) they belong to."""
@@ -79,7 +79,8 @@ def exact_norms(
     for chunk in rows.chunks():
         ledger = Ledger(structure.groups, torch.zeros(len(chunk.targets), dtype=collector.dtype, device=device))
         tokens = _prepare(model, structure, chunk, temperature, ledger)
-        batches = _packed(tokens, 1 if structure.unhandled else LANES.get(device.type, LANES["cuda"]))
+        lanes, most = (sizes.get(device.type, sizes["cuda"]) for sizes in (LANES, ROWS))
+        batches = _packed(tokens, *((1, 1) if structure.unhandled else (lanes, most)))
         jobs = (_batch(model, structure, chunk, tokens, batch, budget) for batch in batches)
         for found in in_threads(jobs, threads):
             for name, squares, places in found:
@@ -123,8 +124,8 @@ def _prepare(model: nn.Module, structure: Structure, chunk: Rows, temperature: f
     return Tokens(row, position, start, attended, states, coupled)
 
 
-def _packed(tokens: Tokens, lanes: int) -> Iterator[Tensor]:
-    """Batches (n, B) of token indices, −1 where empty: B rows, each with up to n of its tokens, longest first.
+def _packed(tokens: Tokens, lanes: int, most: int) -> Iterator[Tensor]:
+    """Batches (n, B) of token indices, −1 where empty: B ≤ `most` rows, each with up to n of its tokens, longest first.
 
     n·B is at most `lanes` unless B is 1.
     """
@@ -144,7 +145,7 @@ def _packed(tokens: Tokens, lanes: int) -> Iterator[Tensor]:
     entries: list[list[int]] = []
     for entry in lists:
         slots = max(len(one) for one in (*entries, entry))
-        if entries and slots * (len(entries) + 1) > lanes:
+        if entries and (slots * (len(entries) + 1) > lanes or len(entries) == most):
             yield _grid(entries)
             entries = []
         entries.append(entry)

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from sharpscope.errors import UserError
 from sharpscope.policy.head import bare
 
-SHARED = 16  # tokens: a shorter common beginning is read again with each row
+# Tokens that reading a common beginning once must save: it takes passes of its own, and each group's chunks are small.
+WORTH = 1024
 # Positions per chunk: on a CPU the activations of one layer should stay in its cache.
-CHUNK_TOKENS = {"cpu": 1024, "cuda": 16384}
+CHUNK_TOKENS = {"cpu": 2048, "cuda": 16384}
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class Rows:
         ids = self.ids.tolist()
         for row in self.chosen.any(1).nonzero()[:, 0].tolist():
             groups.setdefault(tuple(ids[row][: first[row]]), []).append(row)
-        shared = {start: len(start) >= SHARED and len(group) > 1 for start, group in groups.items()}
+        shared = {start: len(start) * (len(group) - 1) >= WORTH for start, group in groups.items()}
         alone = [row for start, group in groups.items() if not shared[start] for row in group]
         together = [torch.tensor(group, device=self.ids.device) for start, group in groups.items() if shared[start]]
         return torch.tensor(alone, dtype=torch.long, device=self.ids.device), together
