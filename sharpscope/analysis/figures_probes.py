@@ -38,10 +38,14 @@ def places(values: pd.DataFrame) -> list[tuple[str, str, str]]:
     return sorted(set(map(tuple, values[PLACE].to_numpy().tolist())))
 
 
+def split_of(probe_set: str) -> str:
+    """`train` of `task-hash/train@policy`; the whole name where it names no split."""
+    return probe_set.rpartition("@")[0].rpartition("/")[2] or probe_set
+
+
 def title(functional: str, probe_set: str) -> str:
-    """What a panel is about: the functional and the probe set's split, or its whole name where it names no split."""
-    split = probe_set.rpartition("@")[0].rpartition("/")[2]
-    return plain(f"{functional}, {split or probe_set}")
+    """What a panel is about: the functional and the probe set's split."""
+    return plain(f"{functional}, {split_of(probe_set)}")
 
 
 def _at(values: pd.DataFrame, place: tuple[str, str, str]) -> pd.DataFrame:

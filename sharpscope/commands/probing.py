@@ -229,7 +229,9 @@ def _show(found: pd.DataFrame) -> None:
     from rich.box import SIMPLE
     from rich.console import Console
     from rich.markup import escape
-    from rich.table import Table
+    from rich.table import Column, Table
+
+    from sharpscope.analysis.figures_probes import split_of
 
     derived = found["quantity"].eq("density") | found["quantity"].str.startswith("slice")
     shown = found[~derived & ~found["quantity"].str.endswith("_ratio") & (found["parameters"] == "all")]
@@ -237,7 +239,8 @@ def _show(found: pd.DataFrame) -> None:
     places = {"step": "step", "functional": "functional", "probe_set": "probe set"}
     varying = [name for name in places if shown[name].nunique() > 1]
     title = ", ".join(f"{label} {shown[name].iloc[0]}" for name, label in places.items() if name not in varying)
-    headers = [*(places[name] for name in varying), "quantity", "rho", "value", "± s.e.", "residual", "converged"]
+    quantity = Column("quantity", no_wrap=True, min_width=int(shown["quantity"].str.len().max()))
+    headers = [*(places[name] for name in varying), quantity, "rho", "value", "± s.e.", "residual", "converged"]
     table = Table(*headers, title=escape(title), box=SIMPLE, pad_edge=False)
     for row in shown.to_dict("records"):
         numbers = [
@@ -245,6 +248,7 @@ def _show(found: pd.DataFrame) -> None:
             for name in ("rho", "value", "std_error", "residual")
         ]
         converged = {True: "yes", False: "NO"}.get(row["converged"], "–")
+        row["probe_set"] = split_of(str(row["probe_set"]))
         table.add_row(*(escape(str(row[name])) for name in varying), row["quantity"], *numbers, converged)
     Console().print(table)
 
