@@ -84,7 +84,7 @@ def tokens(
     written = tokens_report.write(found, out)
     if growth:
         typer.echo("growth with length, width and vocabulary")
-        found["growth"] = measured.growth(1 if quick else min(repeats, 3), quick=quick)
+        found["growth"] = measured.growth(1 if quick else min(repeats, 3), quick=quick, tell=typer.echo)
         written = tokens_report.write(found, out)
     for path in written:
         typer.echo(str(path))

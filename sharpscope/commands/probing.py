@@ -228,28 +228,29 @@ def _checkpoints(
 def _show(found: pd.DataFrame) -> None:
     from rich.box import SIMPLE
     from rich.console import Console
-    from rich.markup import escape
     from rich.table import Column, Table
+    from rich.text import Text
 
     from sharpscope.analysis.figures_probes import split_of
 
     derived = found["quantity"].eq("density") | found["quantity"].str.startswith("slice")
     shown = found[~derived & ~found["quantity"].str.endswith("_ratio") & (found["parameters"] == "all")]
-    # What is the same in every row stands above the table, which then fits a narrow terminal.
-    places = {"step": "step", "functional": "functional", "probe_set": "probe set"}
-    varying = [name for name in places if shown[name].nunique() > 1]
-    title = ", ".join(f"{label} {shown[name].iloc[0]}" for name, label in places.items() if name not in varying)
-    quantity = Column("quantity", no_wrap=True, min_width=int(shown["quantity"].str.len().max()))
-    headers = [*(places[name] for name in varying), quantity, "rho", "value", "± s.e.", "residual", "converged"]
-    table = Table(*headers, title=escape(title), box=SIMPLE, pad_edge=False)
-    for row in shown.to_dict("records"):
-        numbers = [
-            "–" if row[name] is None or row[name] != row[name] else f"{row[name]:.4g}"
-            for name in ("rho", "value", "std_error", "residual")
-        ]
-        converged = {True: "yes", False: "NO"}.get(row["converged"], "–")
-        row["probe_set"] = split_of(str(row["probe_set"]))
-        table.add_row(*(escape(str(row[name])) for name in varying), row["quantity"], *numbers, converged)
+    shown = shown.assign(split=shown["probe_set"].map(split_of))
+    # What rows belong to stands in lines of its own, so that the numbers fit a narrow terminal.
+    places = [name for name in ("step", "functional", "split") if shown[name].nunique() > 1] or ["split"]
+    quantity = Column("quantity", no_wrap=True)
+    table = Table(quantity, "rho", "value", "± s.e.", "residual", "converged", box=SIMPLE, padding=(0, 1, 0, 0))
+    for place, rows in shown.groupby(places, sort=False):
+        table.add_section()
+        named = (f"step {part}" if name == "step" else str(part) for name, part in zip(places, place, strict=True))
+        table.add_row(Text(", ".join(named), style="bold"))
+        for row in rows.to_dict("records"):
+            numbers = [
+                "–" if row[name] is None or row[name] != row[name] else f"{row[name]:.{digits}g}"
+                for name, digits in (("rho", 3), ("value", 4), ("std_error", 2), ("residual", 2))
+            ]
+            converged = {True: "yes", False: "NO"}.get(row["converged"], "–")
+            table.add_row(Text(row["quantity"]), *numbers, converged)
     Console().print(table)
 
 

@@ -78,8 +78,8 @@ def claims(
       sharpscope claims data/reference --out experiments/results
     """
     from sharpscope.analysis import load_several
-    from sharpscope.analysis.claims import test_claims, verdict_text, write_claims
     from sharpscope.analysis.analyzing import nothing_found
+    from sharpscope.analysis.claims import test_claims, verdict_text, write_claims
     from sharpscope.analysis.paper_tables import paper_tables, write_tables
     from sharpscope.errors import UserError
 
