@@ -49,7 +49,9 @@ def write(found: dict[str, Any], folder: Path) -> list[Path]:
     lines += [
         "Baseline: for norms, a loop of `autograd.grad` over a kept graph, timed on a sample of tokens in the same run; for",
         "attribution, a forward pass to the log-probabilities; for recording, the whole step; for TokenStats, log-softmax and",
-        "gather.", "", f"GPU: {found['gpu']}.", "",
+        f"gather. Times are medians of {found['repeats']} (growth, `tokens.png`: of {min(found['repeats'], 3)}, the exact tier on 16",
+        "tokens a row).",
+        "Default recording counts held-out influence at its default schedule, too.", "", f"GPU: {found['gpu']}.", "",
     ]  # fmt: skip
     text.write_text("\n".join(lines), encoding="utf-8")
     return [numbers, text, *_picture(found["growth"], folder / "tokens.png")]
@@ -66,9 +68,11 @@ def _picture(points: list[dict[str, Any]], path: Path) -> list[Path]:
         here = [point for point in points if point["axis"] == axis]
         for way in ("loop", "exact", "sketch", "local"):
             place.loglog([p["value"] for p in here], [p[way] for p in here], marker="o", label=way)
+        place.set_xticks([p["value"] for p in here], [f"{p['value']:,}" for p in here])
+        place.set_xticks([], minor=True)
         place.set_xlabel({"length": "tokens a row", "width": "width", "vocabulary": "words"}[axis])
         place.grid(alpha=0.3)
     figure.axes[0].set_ylabel("seconds a token")
-    figure.axes[0].legend(title="sketch: K = 8")
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), title="sketch: K = 8", loc="outside right upper")
     figure.savefig(path, dpi=150)
     return [path]

@@ -33,10 +33,24 @@ def test_directions_needed_grow_as_the_square_of_the_precision_asked_for():
     assert coarse > 2 and 3 < fine / coarse < 5
 
 
+def test_the_sketchs_error_is_measured_against_exact_norms():
+    model = tokens.random_model(**SMALL)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(8 if parameter.ndim == 2 else 1)
+    ids = tokens.sampled_rows(model, 2, 12)
+    mask = torch.ones_like(ids)
+    mask[:, 0] = 0
+    exact, sketch = (score_norms(model, ids, mask, tier, directions=3).values for tier in ("exact", "sketch"))
+    columns = [2, 4, 8, 10]  # four, spread over twelve
+    errors = (sketch / exact - 1).abs()[:, columns]
+    assert tokens.sketch_error(model, ids, 3, 4) == pytest.approx(float(errors.flatten().median()), rel=1e-3)
+
+
 def test_report_names_requirements_and_a_missing_gpu(tmp_path, capsys):
     row = tokens.Row("local, all tokens", "2 x 8 tokens", 0.5, 60.0, 120.0, 100, 250, "x faster")
     found = {
-        "threads": 1, "quick": True, "torch": "2", "embedded policy": [vars(row)], "gpu": "GPU numbers are missing: none was at hand",
+        "threads": 1, "quick": True, "repeats": 1, "torch": "2", "embedded policy": [vars(row)], "gpu": "GPU numbers are missing: none was at hand",
         "growth": [{"axis": a, "value": v, "loop": 1.0, "exact": 0.3, "local": 0.01, "sketch": 0.05}
                    for a in ("length", "width", "vocabulary") for v in (64, 128)],
     }  # fmt: skip
