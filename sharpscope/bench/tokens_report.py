@@ -62,17 +62,21 @@ def _picture(points: list[dict[str, Any]], path: Path) -> list[Path]:
         return []
     from matplotlib.figure import Figure
 
+    from sharpscope.analysis.style import COLORS, MARKERS
+
     axes = ("length", "width", "vocabulary")
     figure = Figure(figsize=(11, 3.6), layout="constrained")
     for place, axis in zip(figure.subplots(1, 3, sharey=True), axes, strict=True):
         here = [point for point in points if point["axis"] == axis]
-        for way in ("loop", "exact", "sketch", "local"):
-            place.loglog([p["value"] for p in here], [p[way] for p in here], marker="o", label=way)
+        for way, color, marker in zip(("loop", "exact", "sketch", "local"), COLORS, MARKERS, strict=False):
+            place.loglog([p["value"] for p in here], [p[way] for p in here], color=color, marker=marker, label=way)
         place.set_xticks([p["value"] for p in here], [f"{p['value']:,}" for p in here])
         place.set_xticks([], minor=True)
-        place.set_xlabel({"length": "tokens a row", "width": "width", "vocabulary": "words"}[axis])
+        place.set_xlabel(
+            {"length": "length [tokens a row]", "width": "width of the model", "vocabulary": "vocabulary [words]"}[axis]
+        )
         place.grid(alpha=0.3)
-    figure.axes[0].set_ylabel("seconds a token")
+    figure.axes[0].set_ylabel("time [s a token]")
     figure.legend(*figure.axes[0].get_legend_handles_labels(), title="sketch: K = 8", loc="outside right upper")
     figure.savefig(path, dpi=150)
     return [path]
