@@ -23,9 +23,10 @@ from sharpscope.probes.token_gradients.head import head_logp
 from sharpscope.probes.token_gradients.rows import Rows
 from sharpscope.probes.token_gradients.structure import Structure, hidden_states, read_before
 
-MOVE = (
-    2.0  # largest |Δ log π| that a step aims at, over eps^(1/3); errors stay small from a quarter to three times that
-)
+MOVE = 2.0
+"""Largest |Δ log π| that a step aims at, over eps^(1/3); errors stay small from a quarter to three times that. Half as much
+again was seen to be wrong by 2e-4 of Σ|share| in float32 on a tiny Gemma-2.
+"""
 FIRST = 0.0025  # ‖h·u‖ of the trial, over ‖θ‖·eps^(1/3)
 TRIAL = 32  # tokens of one row that the trial differences
 
