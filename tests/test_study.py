@@ -1,0 +1,82 @@
+"""The study's declaration, its kept runs, and what is said of them in experiments/: each remade from the repository alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from sharpscope.analysis import load_several
+from sharpscope.analysis.claims import test_claims as judge
+from sharpscope.cli import app
+from sharpscope.sweeps import plan_sweep, read_sweep
+from sharpscope.traces import load_runs
+
+ROOT = Path(__file__).resolve().parents[1]
+REFERENCE, TUNING = ROOT / "data" / "reference", ROOT / "data" / "tuning"
+RESULTS = ROOT / "experiments" / "results"
+
+
+def invoke(*arguments: str) -> str:
+    result = CliRunner().invoke(app, list(arguments))
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_every_verdict_and_table_is_remade_to_the_letter(tmp_path: Path):
+    invoke("claims", str(REFERENCE), "--out", str(tmp_path))
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(path.name for path in RESULTS.iterdir())
+    made, kept = (json.loads((folder / "claims.json").read_text()) for folder in (tmp_path, RESULTS))
+    for mine, theirs in zip(made, kept, strict=True):
+        assert (mine["claim"], mine["verdict"], mine["n"]) == (theirs["claim"], theirs["verdict"], theirs["n"])
+        for name in ("p_value", "p_adjusted"):
+            assert mine[name] == pytest.approx(theirs[name], abs=1e-6)
+        for ours, said in zip(_numbers(mine), _numbers(theirs), strict=True):
+            assert ours == pytest.approx(said, rel=1e-4, abs=1e-9)
+
+
+def _numbers(verdict: dict) -> list[float]:
+    effect, interval = verdict["effect"] or {}, verdict["interval"] or {}
+    return [value for value in (effect.get("value"), interval.get("low"), interval.get("high")) if value is not None]
+
+
+def test_every_picture_is_remade_from_the_kept_runs(tmp_path: Path):
+    """The first pair gives what one pair can give, and nothing that is not in figures/ too."""
+    for name in ("grpo-s0", "grpo-sg-s0"):
+        (tmp_path / "part").mkdir(exist_ok=True)
+        (tmp_path / "part" / name).symlink_to(REFERENCE / name)
+    invoke("figures", "--from", str(tmp_path / "part"), "--out", str(tmp_path / "figures"))
+    made = {path.stem for path in (tmp_path / "figures").glob("*.png")}
+    assert {"reward", "accuracy", "score_norm", "sharpness_nll", "rho_curves_nll", "spectrum", "stability"} <= made
+    assert made <= {path.stem for path in (ROOT / "figures").glob("*.png")}
+
+
+def test_kept_runs_are_those_of_the_declared_study():
+    planned = {run.config.run_name: run.config for run in plan_sweep(read_sweep(ROOT / "experiments" / "study.yaml"))}
+    kept = [*load_runs(REFERENCE), *load_runs(TUNING)]
+    assert len(kept) >= 18
+    for run in kept:
+        assert run.status == "finished" and run.reduced is not None
+        declared = planned[run.path.name].model_dump(mode="json")
+        for part in ("steps", "seed", "task", "policy", "rollout", "update", "optimizer", "evaluation"):
+            assert run.config[part] == declared[part], (run.path.name, part)
+    assert sum(file.stat().st_size for file in REFERENCE.rglob("*") if file.is_file()) < 30e6
+
+
+def test_the_stated_rule_chose_the_learning_rate():
+    """Of four rates the one with the highest mean held-out accuracy over both methods and both seeds."""
+    by_rate: dict[float, list[float]] = {}
+    for run in load_runs(TUNING):
+        rows = run.eval[(run.eval["split"] == "heldout") & (run.eval["step"] == 50) & (run.eval["temperature"] == 1)]
+        by_rate.setdefault(run.config["optimizer"]["lr"], []).append(float(rows["accuracy"].iloc[0]))
+    assert {rate: len(values) for rate, values in by_rate.items()} == {5e-5: 4, 1e-4: 4, 2e-4: 4, 4e-4: 4}
+    chosen = max(by_rate, key=lambda rate: sum(by_rate[rate]))
+    assert {run.config["optimizer"]["lr"] for run in load_runs(REFERENCE) if run.method == "grpo-sg"} == {chosen}
+
+
+def test_what_results_say_of_each_claim_is_its_verdict():
+    text = (ROOT / "experiments" / "RESULTS.md").read_text()
+    for verdict in judge(load_several([REFERENCE])):
+        assert f"| {verdict.claim} | {verdict.verdict} |" in text, (verdict.claim, verdict.verdict)
