@@ -177,7 +177,15 @@ def entropy_prediction(prediction: pd.DataFrame, lines: Lines) -> Figure:
             if len(scaled) < 10:
                 continue
             line = lines[str(method)]
-            axes[0].plot(scaled["predicted"], scaled["measured"], ".", color=line.color, alpha=0.15, markersize=3)
+            axes[0].plot(
+                scaled["predicted"],
+                scaled["measured"],
+                ".",
+                color=line.color,
+                alpha=0.15,
+                markersize=3,
+                rasterized=True,
+            )
             bins = pd.qcut(scaled["predicted"].rank(method="first"), 10, labels=False)
             means = scaled.groupby(bins).mean()
             axes[0].plot(means["predicted"], means["measured"], marker=line.marker, label=plain(method), **line.plot)
@@ -209,7 +217,9 @@ def _curve(axis: Axes, rows: pd.DataFrame, column: str, label: str, color: str, 
         return
     points = band(means, ["step"], column)
     marker = "o" if len(points) <= 12 else ""
-    axis.plot(points["step"], points["mean"], marker=marker, markersize=3, color=color, linestyle=dash, label=label or None)
+    axis.plot(
+        points["step"], points["mean"], marker=marker, markersize=3, color=color, linestyle=dash, label=label or None
+    )
     axis.fill_between(points["step"], points["low"], points["high"], color=color, alpha=0.16, linewidth=0)
 
 

@@ -319,10 +319,10 @@ def test_a_single_run_and_long_completions(tmp_path, quick):
 
 
 def test_the_parts_of_a_page_of_twenty_runs_stay_below_the_limit():
-    """15 MB: plotly.js, the token data however many runs there are, and 60 pictures of the size that they have."""
-    assert len(plotly_script()) + BUDGET < 10e6 and BUDGET // 20 < RUN_BUDGET
+    """15 MB: plotly.js, the token data however many runs there are, and 60 pictures of the size that the study's have."""
+    assert BUDGET // 20 < RUN_BUDGET
     pictures = [path.stat().st_size for path in (ROOT / "figures").glob("*.svg")]
-    assert max(pictures) < 150_000 and 4 / 3 * 60 * np.mean(pictures) < 5e6
+    assert max(pictures) < 200_000 and len(plotly_script()) + BUDGET + 4 / 3 * 60 * np.mean(pictures) < 15e6
 
 
 def test_a_page_is_the_same_when_made_again(made, tmp_path):
