@@ -26,7 +26,7 @@ from sharpscope.probes.hessian.krylov import Krylov, noisy
 from sharpscope.probes.hessian.pyhessian import pyhessian_estimate
 from sharpscope.tasks import KnightsKnavesSpec, make_task
 
-PYHESSIAN = {"maxIter": 100, "tol": 1e-3}  # its defaults
+PYHESSIAN: dict[str, Any] = {"max_iterations": 100, "tolerance": 1e-3}  # its defaults, maxIter and tol
 MODEL = "embedded:knights_knaves"
 
 
@@ -85,14 +85,7 @@ def eigenvalue(batch: Batch, seeds: int = 6, model: str = MODEL) -> dict[str, An
         exact, converged = _reference(surface, hessian)
         theirs, ours = [], []
         for seed in range(seeds):
-            result = pyhessian_estimate(
-                surface,
-                top=1,
-                max_iterations=int(PYHESSIAN["maxIter"]),
-                tolerance=PYHESSIAN["tol"],
-                trace=False,
-                seed=seed,
-            )
+            result = pyhessian_estimate(surface, top=1, trace=False, seed=seed, **PYHESSIAN)
             error = abs(float(result.values[0]) - exact) / abs(exact)
             theirs.append({"products": result.eigenvalue_products, "gradients": 1.0, "error": error})
             ours.append(_lanczos_until(surface, hessian, exact, error, seed))
@@ -159,14 +152,7 @@ def trace(batch: Batch = BATCHES[0], seeds: int = 6, model: str = MODEL) -> dict
         exact = hutchpp(hessian, probes=36, sketch=36, generator=torch.Generator().manual_seed(10_000))
         theirs = []
         for seed in range(seeds):
-            result = pyhessian_estimate(
-                surface,
-                top=1,
-                max_iterations=int(PYHESSIAN["maxIter"]),
-                tolerance=PYHESSIAN["tol"],
-                eigenvalues=False,
-                seed=1000 + seed,
-            )
+            result = pyhessian_estimate(surface, top=1, eigenvalues=False, seed=1000 + seed, **PYHESSIAN)
             theirs.append((len(result.trace_samples), result.trace))
         error = _rms([value - exact.value for _, value in theirs])
         curve = []

@@ -21,7 +21,7 @@ from sharpscope.bench.token_stats import measure
 from sharpscope.bench.tokens_recording import recording_cost
 from sharpscope.packaged import data_path
 from sharpscope.probes import directional_derivative, logp_gradient, score_norms
-from sharpscope.probes.token_gradients import Tier
+from sharpscope.probes.token_gradients import Tier, batched
 from sharpscope.training.spec import RecordingSpec
 
 GPU_SHAPES: dict[str, dict[str, int]] = {
@@ -331,6 +331,7 @@ def run(*, quick: bool = False, repeats: int = 5, tell: Callable[[str], None] = 
         "quick": quick,
         "repeats": 1 if quick else repeats,
         "torch": torch.__version__,
+        "batched": batched.way(),
         "embedded policy": [],
         "growth": [],
     }

@@ -51,7 +51,10 @@ def write(found: dict[str, Any], folder: Path) -> list[Path]:
         "attribution, a forward pass to the log-probabilities; for recording, the whole step; for TokenStats, log-softmax and",
         f"gather. Times are medians of {found['repeats']} (growth, `tokens.png`: of {min(found['repeats'], 3)}, the exact tier on 16",
         "tokens a row).",
-        "Default recording counts held-out influence at its default schedule, too.", "", f"GPU: {found['gpu']}.", "",
+        "Default recording counts held-out influence at its default schedule, too. Cotangents are reached by",
+        {"direct": "`vmap`'s own functions.", "rule": "`vmap`'s public rule: its own functions are not as expected here."}[
+            found["batched"]
+        ], "", f"GPU: {found['gpu']}.", "",
     ]  # fmt: skip
     text.write_text("\n".join(lines), encoding="utf-8")
     return [numbers, text, *_picture(found["growth"], folder / "tokens.png")]

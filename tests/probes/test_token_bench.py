@@ -50,7 +50,8 @@ def test_the_sketchs_error_is_measured_against_exact_norms():
 def test_report_names_requirements_and_a_missing_gpu(tmp_path, capsys):
     row = tokens.Row("local, all tokens", "2 x 8 tokens", 0.5, 60.0, 120.0, 100, 250, "x faster")
     found = {
-        "threads": 1, "quick": True, "repeats": 1, "torch": "2", "embedded policy": [vars(row)], "gpu": "GPU numbers are missing: none was at hand",
+        "threads": 1, "quick": True, "repeats": 1, "torch": "2", "batched": "rule",
+        "embedded policy": [vars(row)], "gpu": "GPU numbers are missing: none was at hand",
         "growth": [{"axis": a, "value": v, "loop": 1.0, "exact": 0.3, "local": 0.01, "sketch": 0.05}
                    for a in ("length", "width", "vocabulary") for v in (64, 128)],
     }  # fmt: skip
@@ -58,7 +59,7 @@ def test_report_names_requirements_and_a_missing_gpu(tmp_path, capsys):
     assert [path.name for path in paths] == ["tokens.json", "tokens.md", "tokens.png"]
     text = (tmp_path / "tokens.md").read_text(encoding="utf-8")
     assert "| local, all tokens | 2 x 8 tokens | 0.500 | 60.000 | 120.00 x faster | >= 100 | >= 250 |" in text
-    assert "GPU numbers are missing" in text and "smoke run" in text
+    assert "GPU numbers are missing" in text and "smoke run" in text and "`vmap`'s public rule" in text
     assert json.loads((tmp_path / "tokens.json").read_text(encoding="utf-8")) == found
     tokens_report.show(found)
     assert "120.00" in capsys.readouterr().out
