@@ -132,7 +132,8 @@ def test_claims_and_figures_and_analyze_agree(tmp_path: Path):
     assert "C7" in invoke("claims", GRPO, "--claim", "C7", "--details")
     assert f"{tmp_path / 'claims'}/claims.md" in invoke("claims", str(EXAMPLE), "--out", str(tmp_path / "claims"))
     written = sorted(path.name for path in (tmp_path / "claims").iterdir())
-    assert written == ["claims.json", "claims.md", "table_accuracy.csv", "table_accuracy.md", "table_accuracy.tex"]
+    tables = [f"table_{name}.{kind}" for name in ("accuracy", "pair") for kind in ("csv", "md", "tex")]
+    assert written == ["claims.json", "claims.md", *tables]
     for name in written:
         assert (tmp_path / "claims" / name).read_bytes() == (tmp_path / "report" / name).read_bytes()
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from sharpscope.analysis.analyzing import AnalysisResult, analyze, collect, load_several, nothing_found
 from sharpscope.analysis.claim_pictures import save_pictures
 from sharpscope.analysis.claims import write_claims
+from sharpscope.analysis.endpoint_tables import endpoint_tables
 from sharpscope.analysis.html import report_html
 from sharpscope.analysis.paper_tables import paper_tables, write_tables
 from sharpscope.analysis.report_content import ReportContent, content_of
@@ -51,7 +52,7 @@ def write_full_report(paths: Paths, out: str | Path = "report", *, on_progress: 
     content = content_of(runs, result.reports, result.said_first, given, on_progress)
     write_claims(content.verdicts, result.out)
     drawn = save_pictures(content.evidence, result.out)
-    tables = write_tables(paper_tables(runs), result.out)
+    tables = write_tables([*paper_tables(runs), *endpoint_tables(runs)], result.out)
     if on_progress is not None:
         on_progress("writing report.html")
     made = {path.stem: path.read_text(encoding="utf-8") for path in result.out.glob("*.svg")}

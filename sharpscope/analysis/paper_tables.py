@@ -31,37 +31,49 @@ NEIGHBOURS = (
 
 @dataclass(frozen=True)
 class Cell:
-    """Mean over seeds with its 95 % interval (None below 4 seeds)."""
+    """Mean over seeds with its 95 % interval (None where the seeds are too few for one).
+
+    Attributes:
+        digits: printed after the point.
+        signed: print a plus, too: a difference.
+    """
 
     mean: float
     interval: Interval | None
     n: int
+    digits: int = 3
+    signed: bool = False
 
     def __str__(self) -> str:
         """`0.431 [0.402, 0.458]`, or `0.431 (n = 3)` where there is no interval."""
         if self.interval is None:
-            return f"{self.mean:.3f} (n = {self.n})"
-        return f"{self.mean:.3f} [{self.interval.low:.3f}, {self.interval.high:.3f}]"
+            return f"{self._text(self.mean)} (n = {self.n})"
+        return f"{self._text(self.mean)} [{self._text(self.interval.low)}, {self._text(self.interval.high)}]"
+
+    def _text(self, value: float) -> str:
+        return f"{value:{'+' if self.signed else ''}.{self.digits}f}"
 
 
 @dataclass(frozen=True)
 class PaperTable:
-    """A table: methods down, columns across.
+    """A table: methods, or whatever `stub` names, down; columns across.
 
     Attributes:
         name: of its files.
         caption: what it shows, at which scale.
         rows: method → column → cell (or text).
         columns: in order.
+        stub: what the rows are.
     """
 
     name: str
     caption: str
     rows: Mapping[str, Mapping[str, Cell | str]]
     columns: tuple[str, ...]
+    stub: str = "method"
 
     def frame(self) -> pd.DataFrame:
-        """method, column, mean, low, high, kind of interval, n; text cells as `text`."""
+        """Rows' name (`stub`), column, mean, low, high, kind of interval, n; text cells as `text`."""
         rows = []
         for method, cells in self.rows.items():
             for column in self.columns:
@@ -71,11 +83,11 @@ class PaperTable:
                     rows.append((method, column, cell.mean, *ends, cell.n, ""))
                 elif cell:
                     rows.append((method, column, None, None, None, None, None, cell))
-        return pd.DataFrame(rows, columns=["method", "column", "mean", "low", "high", "interval", "n", "text"])
+        return pd.DataFrame(rows, columns=[self.stub, "column", "mean", "low", "high", "interval", "n", "text"])
 
     def markdown(self) -> str:
         """The table for people, its caption above."""
-        head = ["| method | " + " | ".join(self.columns) + " |", "|---" * (len(self.columns) + 1) + "|"]
+        head = [f"| {self.stub} | " + " | ".join(self.columns) + " |", "|---" * (len(self.columns) + 1) + "|"]
         body = [
             "| " + " | ".join([_cell_text(m), *(_cell_text(c.get(k, "–")) for k in self.columns)]) + " |"
             for m, c in self.rows.items()
@@ -86,7 +98,7 @@ class PaperTable:
         """A table environment with booktabs rules."""
         lines = [r"\begin{table}", r"\centering", rf"\caption{{{_latex(self.caption)}}}"]
         lines += [r"\begin{tabular}{l" + "r" * len(self.columns) + "}", r"\toprule"]
-        lines += [" & ".join(["method", *map(_latex, self.columns)]) + r" \\", r"\midrule"]
+        lines += [" & ".join([self.stub, *map(_latex, self.columns)]) + r" \\", r"\midrule"]
         for method, cells in self.rows.items():
             lines.append(" & ".join([_latex(method), *(_latex(str(cells.get(c, "–"))) for c in self.columns)]) + r" \\")
         return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", r"\end{table}"]) + "\n"

@@ -64,7 +64,10 @@ def claims(
     baseline: Annotated[str, typer.Option(help="The method compared with.")] = "grpo",
     treatment: Annotated[str, typer.Option(help="The method that the claims are about.")] = "grpo-sg",
     out: Annotated[
-        Path | None, typer.Option(help="Also write claims.json, claims.md and the paper's tables into this folder.")
+        Path | None,
+        typer.Option(
+            help="Also write claims.json, claims.md and tables of the paper's and of all settings into this folder."
+        ),
     ] = None,
 ) -> None:
     """Test the published claims on whatever runs there are: supported, refuted, inconclusive or untestable.
@@ -80,6 +83,7 @@ def claims(
     from sharpscope.analysis import load_several
     from sharpscope.analysis.analyzing import nothing_found
     from sharpscope.analysis.claims import test_claims, verdict_text, write_claims
+    from sharpscope.analysis.endpoint_tables import endpoint_tables
     from sharpscope.analysis.paper_tables import paper_tables, write_tables
     from sharpscope.errors import UserError
 
@@ -91,7 +95,8 @@ def claims(
         typer.echo(printable_lines(verdict_text(verdict) if details else verdict.line()))
     if out is not None:
         files = write_claims(verdicts, out)
-        files += write_tables(paper_tables(loaded, baseline=baseline, treatment=treatment), out)
+        compared = {"baseline": baseline, "treatment": treatment}
+        files += write_tables([*paper_tables(loaded, **compared), *endpoint_tables(loaded, **compared)], out)
         typer.echo(f"{len(files)} files. Written: {out}/ (look: {files[1]})")
 
 

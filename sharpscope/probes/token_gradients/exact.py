@@ -28,7 +28,7 @@ from sharpscope.probes.token_gradients.threads import in_threads
 from sharpscope.probes.token_gradients.uses import Recorder, Use, exact_squares, local_squares
 
 # Bytes that the widest activation's batch of cotangents may take, per thread: on a CPU it should stay in the cache.
-COTANGENT_BYTES = {"cpu": 8 * 2**20, "cuda": 256 * 2**20}
+COTANGENT_BYTES = {"cpu": 4 * 2**20, "cuda": 256 * 2**20}
 SLOTS = 16  # tokens of a row that share one forward pass: more save forward passes, fewer waste less of the prefix
 LANES = {"cpu": 64, "cuda": 256}  # rows × slots of one forward pass
 ROWS = {"cpu": 8, "cuda": 256}  # rows of one forward pass, which all get the length of the longest

@@ -1,0 +1,222 @@
+"""Where training ended, as tables: the pair in many quantities, and every setting beside the baseline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from sharpscope.analysis.claims.measures import TEMPERATURE, accuracy, evaluations, last_step, sharpness_curve
+from sharpscope.analysis.claims.study import Pairing, RunLike, Study
+from sharpscope.analysis.paper_tables import Cell, PaperTable
+from sharpscope.analysis.statistics import contrast_interval, mean_interval
+from sharpscope.analysis.studies import Setting, studies
+
+if TYPE_CHECKING:
+    from sharpscope.traces import Runs
+
+LATE = 0.2
+"""Share of the steps, at the end, that a step quantity is averaged over."""
+Measure = Callable[[RunLike], float | None]
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """One number of a run: `measure` gives None (or NaN) where it was not recorded; `digits` after the point."""
+
+    name: str
+    measure: Measure
+    digits: int = 3
+
+
+def endpoint_tables(runs: Runs, *, baseline: str = "grpo", treatment: str = "grpo-sg") -> list[PaperTable]:
+    """All tables of this module."""
+    return [*pair_table(runs, baseline=baseline, treatment=treatment), *setting_tables(runs, baseline=baseline)]
+
+
+def pair_table(runs: Runs, *, baseline: str = "grpo", treatment: str = "grpo-sg") -> list[PaperTable]:
+    """`table_pair`: means of both methods and their differences paired by seed; empty where there is no pair.
+
+    Intervals of means over seeds as in `paper_tables`; of differences by sign flips (from 15 pairs on BCa), from 6 pairs
+    on. They describe; what is tested, and how, the claims say.
+    """
+    study = Study(runs.by_name, baseline, treatment)
+    pairing = study.pairing()
+    if not pairing.pairs:
+        return []
+    rows: dict[str, dict[str, Cell | str]] = {}
+    for quantity in _quantities(study, pairing):
+        found = study.differences(pairing, _both(quantity.measure))
+        if len(found):
+            a, b, d = (found[name].to_numpy(dtype=float) for name in ("baseline", "treatment", "difference"))
+            rows[quantity.name] = {
+                baseline: _mean(a, quantity.digits),
+                treatment: _mean(b, quantity.digits),
+                "difference": _difference(d, quantity.digits),
+                "pairs": str(len(found)),
+            }
+    first = study.finished[pairing.pairs[0].baseline]
+    caption = (
+        f"{treatment} and {baseline}, paired by seed. Task {first.task}, {len(first.steps)} steps. Mean and 95 % interval over "
+        f"seeds; difference: {treatment} − {baseline}. Accuracies at temperature {TEMPERATURE:g}; `late`: mean of the last "
+        f"{LATE:.0%} of the steps. Curvature and sharpness: training half of the probe set. The intervals describe; the claims test."
+    )
+    return [PaperTable("pair", caption, rows, (baseline, treatment, "difference", "pairs"), stub="quantity")]
+
+
+def setting_tables(runs: Runs, *, baseline: str = "grpo") -> list[PaperTable]:
+    """`table_settings`: every setting (method, and what else was set), one table a task and policy.
+
+    Empty where there are fewer than three settings. The baseline is the one of its settings with the most seeds.
+    """
+    made = []
+    for study in studies(runs):
+        finished = [s for s in study.settings if all(run.status == "finished" for run in s.runs.values())]
+        if len(finished) < 3:
+            continue
+        own = [setting for setting in finished if setting.method == baseline]
+        ground = max(own, key=lambda setting: (len(setting.runs), setting.label == baseline), default=None)
+        if ground is not None:
+            finished = [ground, *(setting for setting in finished if setting is not ground)]
+        rows = {setting.label: _setting_cells(setting, ground) for setting in finished}
+        rows = {label: cells for label, cells in rows.items() if len(cells) > 1}
+        columns = ("seeds", *(quantity.name for quantity in SETTING_QUANTITIES))
+        against = "" if ground is None else f"held-out less that of {ground.label}"
+        if against:
+            columns = (*columns, against)
+            rows = {label: _renamed(cells, against) for label, cells in rows.items()}
+        caption = (
+            f"Every setting. Study {study.name}, accuracy at temperature {TEMPERATURE:g} at the last evaluation; late reward: "
+            f"mean of the last {LATE:.0%} of the steps; sharpness: SAM, `nll`, training half of the probe set, last round. Mean "
+            "and 95 % interval over seeds; differences paired by seed, uncorrected for how many are looked at."
+        )
+        made.append(PaperTable(f"{study.slug}settings", caption, rows, columns, stub="setting"))
+    return made
+
+
+def _last_accuracy(split: str) -> Measure:
+    def measure(run: RunLike) -> float | None:
+        step = last_step(run, split=split)
+        found = None if step is None else accuracy(run, split, step)
+        return None if found is None else found[0]
+
+    return measure
+
+
+def _accuracy_at(split: str, step: int) -> Measure:
+    def measure(run: RunLike) -> float | None:
+        found = accuracy(run, split, step)
+        return None if found is None else found[0]
+
+    return measure
+
+
+def _late(column: str) -> Measure:
+    def measure(run: RunLike) -> float | None:
+        steps = run.steps.sort_values("step")
+        values = steps[column].tail(max(1, round(LATE * len(steps)))).dropna()
+        return float(values.mean()) if len(values) else None
+
+    return measure
+
+
+def _geometric(column: str) -> Measure:
+    def measure(run: RunLike) -> float | None:
+        values = run.steps[column].dropna()
+        values = values[values > 0]
+        return float(np.exp(np.log(values).mean())) if len(values) else None
+
+    return measure
+
+
+def _whole(*columns: str) -> Measure:
+    def measure(run: RunLike) -> float | None:
+        values = run.steps[list(columns)].sum(axis=1, skipna=False).dropna()
+        return float(values.mean()) if len(values) else None
+
+    return measure
+
+
+def _probed(quantity: str, functional: str, end: int) -> Measure:
+    """The first (`end` 0) or last (−1) probed value."""
+
+    def measure(run: RunLike) -> float | None:
+        curve = sharpness_curve(run, quantity, functional).sort_index()
+        return float(curve.iloc[end]) if len(curve) else None
+
+    return measure
+
+
+SETTING_QUANTITIES = (
+    Quantity("held-out", _last_accuracy("heldout")),
+    Quantity("unseen", _last_accuracy("unseen")),
+    Quantity("training", _last_accuracy("train")),
+    Quantity("late reward", _late("reward_mean")),
+    Quantity("sharpness", _probed("sam", "nll", -1), 4),
+)
+PROBED = (("sam", "SAM sharpness", 4), ("largest", "largest eigenvalue", 2), ("trace", "trace of the Hessian", 1))
+
+
+def _quantities(study: Study, pairing: Pairing) -> Iterator[Quantity]:
+    runs = [study.finished[name] for name in pairing.names]
+    evaluated = sorted(set.intersection(*(set(evaluations(run, "heldout")) for run in runs)))
+    chosen = [evaluated[i] for i in sorted({0, len(evaluated) // 2, len(evaluated) - 1})] if evaluated else []
+    for step in chosen:
+        yield Quantity(f"held-out accuracy, step {step}", _accuracy_at("heldout", step))
+    for split, name in (("unseen", "unseen"), ("train", "training")):
+        yield Quantity(f"{name} accuracy, last", _last_accuracy(split))
+    yield Quantity("reward, late", _late("reward_mean"), 2)
+    yield Quantity("gradient norm, geometric mean [L2, parameters]", _geometric("grad_norm"), 4)
+    yield Quantity("token entropy, late [nats]", _late("entropy_mean"), 4)
+    yield Quantity("mean token weight", _whole("weight_mean"))
+    yield Quantity("effective sample size of the weights", _whole("weight_ess"))
+    yield Quantity("share of tokens clipped", _whole("clip_fraction_low", "clip_fraction_high"), 7)
+    functionals = sorted({str(name) for run in runs for name in run.probes["functional"].dropna().unique()})
+    for functional in ("nll", *(name for name in functionals if name != "nll")):
+        for quantity, name, digits in PROBED:
+            for end, when in ((0, "first"), (-1, "last")):
+                yield Quantity(f"{name} of {functional}, {when}", _probed(quantity, functional, end), digits)
+
+
+def _both(measure: Measure) -> Callable[[RunLike, RunLike], tuple[float, float] | None]:
+    def of_pair(first: RunLike, second: RunLike) -> tuple[float, float] | None:
+        a, b = measure(first), measure(second)
+        return None if a is None or b is None else (a, b)
+
+    return of_pair
+
+
+def _setting_cells(setting: Setting, ground: Setting | None) -> dict[str, Cell | str]:
+    cells: dict[str, Cell | str] = {"seeds": str(len(setting.runs))}
+    for quantity in SETTING_QUANTITIES:
+        values = _finite([quantity.measure(run) for run in setting.runs.values()])
+        if len(values):
+            cells[quantity.name] = _mean(values, quantity.digits)
+    if ground is not None and setting is not ground:
+        heldout = SETTING_QUANTITIES[0].measure
+        pairs = [(heldout(ground.runs[s]), heldout(run)) for s, run in setting.runs.items() if s in ground.runs]
+        differences = _finite([None if a is None or b is None else b - a for a, b in pairs])
+        if len(differences):
+            cells["difference"] = _difference(differences, 3)
+    return cells
+
+
+def _renamed(cells: dict[str, Cell | str], against: str) -> dict[str, Cell | str]:
+    return {against if name == "difference" else name: cell for name, cell in cells.items()}
+
+
+def _finite(values: list[float | None]) -> NDArray[np.float64]:
+    found = pd.Series([np.nan if value is None else value for value in values], dtype=float).to_numpy()
+    return np.asarray(found[np.isfinite(found)], dtype=np.float64)
+
+
+def _mean(values: NDArray[np.float64], digits: int) -> Cell:
+    return Cell(float(values.mean()), mean_interval(values), len(values), digits)
+
+
+def _difference(values: NDArray[np.float64], digits: int) -> Cell:
+    return Cell(float(values.mean()), contrast_interval(values), len(values), digits, signed=True)
