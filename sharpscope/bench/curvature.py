@@ -38,15 +38,19 @@ class Batch:
         prompts: evenly over the split, which is in order of size.
         samples: completions of each, drawn from the policy.
         split: of the task.
+        draw: seed of the completions.
     """
 
     prompts: int
     samples: int
     split: str
+    draw: int = 0
 
 
-# The first is what the `standard` preset probes with fresh completions: 12 training prompts, 2 completions each.
-BATCHES = (Batch(12, 2, "train"), Batch(8, 1, "heldout"), Batch(16, 1, "heldout"), Batch(32, 1, "heldout"))
+# What the `standard` preset probes with fresh completions, 12 training prompts and 2 completions each, drawn four times: how soon
+# either side is there depends on which unlikely tokens were drawn.
+STANDARD = tuple(Batch(12, 2, "train", draw) for draw in range(4))
+BATCHES = (*STANDARD, Batch(8, 1, "heldout"), Batch(16, 1, "heldout"), Batch(32, 1, "heldout"))
 
 
 def probed(policy: Policy, batch: Batch) -> Functional:
@@ -54,7 +58,7 @@ def probed(policy: Policy, batch: Batch) -> Functional:
     examples = make_task(KnightsKnavesSpec()).splits()[batch.split]
     examples = examples[:: max(1, len(examples) // batch.prompts)][: batch.prompts]
     prompts = render_prompts(examples, policy)
-    drawn = generate(policy, prompts, batch.samples, SamplingSpec(), torch.Generator().manual_seed(0))
+    drawn = generate(policy, prompts, batch.samples, SamplingSpec(), torch.Generator().manual_seed(batch.draw))
     return Functional("nll", rollout_batch(drawn.with_reward(torch.ones(len(drawn)))))
 
 

@@ -94,6 +94,12 @@ def test_parts_measured_before_stay_and_missing_ones_are_named(tmp_path):
     assert "| `cheap` | 8 + 8, 2 completions each | nll | 6 | 9 | 20 | 0 |" in written
     assert "of the order of 4 hours" in written and "not run: at most 1,800 products" in written
     assert list(json.loads(numbers.read_text(encoding="utf-8"))) == ["rounds", "eigenvalue"]
+    # A second draw of the same prompts: one row, of all runs together.
+    other = eigen | {"draw": 1, "ratio": 0.25, "tokens": 2000, "ours": [side | {"products": 2.0}]}
+    again, _ = curvature_report.write({"eigenvalue": {"found": [eigen, other], **when}}, tmp_path)
+    written = again.read_text(encoding="utf-8")
+    assert "prompts), 2 draws, 2,000 to 2,602 tokens; median" in written
+    assert "| 3 | 8 | 0.38 | ≤ 0.5 | ≤ 0.25 |" in written and "single draws' ratios: 0.50, 0.25." in written
 
 
 def test_an_unknown_part_is_named(tmp_path):

@@ -131,10 +131,12 @@ def test_lanczos_starts_from_ritz_vectors_of_the_few_rows_with_the_largest_gradi
         assert surface.start_products == pytest.approx(3 * float(lengths[chosen].sum()) / float(lengths.sum()))
         # The same draws: one number a row for all rows, one for each chosen row, the noise.
         generator = torch.Generator().manual_seed(3)
-        torch.randn(9, generator=generator, dtype=torch.float64)
+        draw = torch.randn(9, generator=generator, dtype=torch.float64) @ gradients
         normal = torch.randn(len(chosen), generator=generator, dtype=torch.float64)
         noise = torch.randn(len(start), generator=generator, dtype=torch.float64)
-        first = normal @ row_gradients(few)
+        taken = row_gradients(few)
+        fresh, shared = normal @ taken, taken.T @ (taken @ draw)
+        first = fresh / fresh.norm() + shared / shared.norm()
         first = first / first.norm() + 0.05 * noise / noise.norm()
         hessian = few.hessian()
         second = hessian @ first

@@ -114,19 +114,31 @@ class LmSurface:
     def start(self, generator: torch.Generator) -> Tensor:
         """A direction that lies where the sharp ones mostly are, which saves Lanczos products.
 
-        Of the rows with the largest gradients as many are taken as hold at most a quarter of the tokens. COARSE_STEPS steps of
-        Lanczos on their Hessian alone, begun at a random draw of their gradients, give Ritz pairs (θ_k, y_k); the start is
-        Σ ±θ_k² y_k with random signs. Where no row is that short: a random draw of all rows' gradients.
+        Of the rows with the largest gradients g_i as many are taken as hold at most a quarter of the tokens. COARSE_STEPS steps of
+        Lanczos on their Hessian alone give Ritz pairs (θ_k, y_k); the start is Σ ±θ_k² y_k with random signs. Those steps begin
+        at the sum of two unit vectors in the span of the g_i: a random draw of them, and a random draw of all rows' gradients
+        multiplied by Σ g_i g_iᵀ. The latter leans to what several rows share, the former misses nothing. Where no row is short
+        enough: a random draw of all rows' gradients.
 
-        It costs one gradient, and `start_products` products.
+        It costs one gradient of all rows and one of those taken, and `start_products` products.
         """
-        draw, norms = self._drawn_gradients(torch.arange(len(self.functional.batch)), generator)
-        chosen = self._coarse(norms)
+        batch = self.functional.batch
+        norms, draw = [], flatten([None] * len(self.parameters), self.parameters)
+        normal = torch.randn(len(batch), generator=generator, dtype=torch.float64).tolist()
+        for factor, gradient in zip(normal, self._row_gradients(), strict=True):
+            norms.append(float(gradient.double().norm()))
+            draw.add_(gradient, alpha=factor)
+        chosen = self._coarse(torch.tensor(norms, dtype=torch.float64))
         self.start_products = 0.0
         if len(chosen) == 0:
             return draw
         coarse = self.over(self.functional.rows(chosen))
-        first, _ = coarse._drawn_gradients(torch.arange(len(chosen)), generator)
+        fresh, shared = torch.zeros_like(draw), torch.zeros_like(draw)
+        normal = torch.randn(len(chosen), generator=generator, dtype=torch.float64).tolist()
+        for factor, gradient in zip(normal, coarse._row_gradients(), strict=True):
+            fresh.add_(gradient, alpha=factor)
+            shared.add_(gradient, alpha=float(gradient @ draw))
+        first = _unit(fresh) + _unit(shared)
         if not (bool(first.isfinite().all()) and float(first.norm()) > 0):
             return draw
         space = Krylov(coarse.hessian(), COARSE_STEPS, generator)
@@ -136,8 +148,7 @@ class LmSurface:
                 space.extend()
         except NotFiniteError:
             return draw  # the products of all rows will say so
-        lengths = self.functional.batch.lengths
-        self.start_products = space.size * float(lengths[chosen].sum()) / float(lengths.sum())
+        self.start_products = space.size * float(batch.lengths[chosen].sum()) / float(batch.lengths.sum())
         values, coefficients, _ = space.ritz()
         signs = (torch.randint(0, 2, (len(values),), generator=generator) * 2 - 1).numpy()
         return space.vectors((coefficients @ (values**2 * signs))[:, None])[0]
@@ -152,22 +163,17 @@ class LmSurface:
                 left -= lengths[row]
         return torch.tensor(sorted(chosen), dtype=torch.long, device=self.functional.batch.lengths.device)
 
-    def _drawn_gradients(self, rows: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Σ ξ_i g_i (P,) with g_i the gradient of row i's share of L and ξ standard normal, and ‖g_i‖ (n,)."""
+    def _row_gradients(self) -> Iterator[Tensor]:
+        """The gradient (P,) of each row's share of L, one after the other."""
 
         def coefficient(index: Tensor, logp: Tensor) -> list[Tensor]:
             given = logp.detach().requires_grad_()
             share = self.functional.share(index, given, width=given.shape[1])
             return [torch.autograd.grad(share, given)[0]]
 
-        normal = torch.randn(len(rows), generator=generator, dtype=torch.float64).tolist()
-        total, norms = None, []
-        for row, factor in zip(rows.to(self.functional.batch.lengths.device).split(1), normal, strict=True):
-            gradient = self._pulled([row], coefficient, 1)[0]
-            norms.append(float(gradient.double().norm()))
-            total = gradient.mul_(factor) if total is None else total.add_(gradient, alpha=factor)
-        assert total is not None
-        return total, torch.tensor(norms, dtype=torch.float64)
+        lengths = self.functional.batch.lengths
+        for row in torch.arange(len(lengths), device=lengths.device).split(1):
+            yield self._pulled([row], coefficient, 1)[0]
 
     def pull_back(self, rows: Tensor, coefficients: Sequence[Tensor]) -> list[Tensor]:
         """Σ c_it ∇log π_it over the scored tokens of some rows, (P,) for each c (N, S); one forward pass for all of them."""
@@ -261,6 +267,12 @@ class LmSurface:
             gradients = torch.autograd.grad(share, self.parameters, create_graph=True, allow_unused=True)
         del gradients
         return sum(held.values()) / float(self.functional.batch.lengths[index].max())
+
+
+def _unit(vector: Tensor) -> Tensor:
+    """`vector` at length one; zero stays zero."""
+    norm = float(vector.norm())
+    return vector / norm if norm > 0 else vector
 
 
 @contextmanager
