@@ -167,7 +167,7 @@ def _about_eigenvalues(found: list[dict[str, Any]]) -> list[str]:
         "For each seed PyHessian runs to its own stop; Lanczos is then stopped at the first product where its error is",
         f"no larger. Errors are against converged references (all converged: {'yes' if converged else 'NO'}; rows in",
         f"brackets): {held}; {seeds} seeds each. Both sides are counted alike: each builds its",
-        "gradient's graph once (1 gradient); ours takes the rows' gradients once more to choose where to start, and makes three",
+        "gradient's graph once (1 gradient); ours spends as much on a random vector of each row to choose where to start, and makes three",
         "products of a few rows with at most a quarter of the tokens, which are counted by their share of the tokens, as are",
         "the two gradients that they need. A gradient is 3 passes of the model, a product through its graph 6, so half a",
         "product. Neither side measures a residual; `curvature` spends one product more on each eigenpair to do so.",

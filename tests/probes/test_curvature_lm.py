@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import statistics
 
 import numpy as np
 import pytest
@@ -103,25 +104,41 @@ def test_streamed_products_agree_with_reverse_mode_on_every_architecture(archite
     torch.testing.assert_close(products[1], products[0], rtol=1e-5, atol=1e-6 * float(products[0].abs().max()))
 
 
-def row_gradients(surface) -> torch.Tensor:
-    """(N, P) each row's part of the gradient of L, from a functional of that row alone."""
-    rows = len(surface.functional.batch)
-    whole = surface.functional
-    shares = []
-    for i in range(rows):
-        alone = whole.rows(torch.tensor([i]))
-        scale = whole.token_coefficient[i].sum() if whole.name != "expected_failure" else 1 / rows
-        shares.append(surface.over(alone).gradient()[1] * scale)
-    return torch.stack(shares)
+def curved(surface, generator) -> torch.Tensor:
+    """(N, P) each row's Σ_t ξ_t √(|∂L/∂log π_t| π_t/(1 − π_t)) ∇log π_t, token by token through the whole model."""
+    logp = surface.logp().requires_grad_()
+    rows, width = logp.shape
+    loss = surface.functional.share(torch.arange(rows), logp, width=width)
+    (pull,) = torch.autograd.grad(loss, logp)
+    found = []
+    for i, length in enumerate(surface.functional.batch.lengths.tolist()):
+        normal = torch.randn(1, length, generator=generator, dtype=torch.float64)[0]
+        ids = surface.functional.batch.input_ids[i : i + 1, :length]
+        z = surface.model(input_ids=ids).logits[0].double() / surface.functional.temperature
+        total = torch.zeros(sum(p.numel() for p in surface.parameters), dtype=torch.float64)
+        for t in surface.functional.batch.scored[i].nonzero()[:, 0].tolist():
+            one = torch.log_softmax(z[t - 1], -1)[ids[0, t]]
+            p = float(one.detach().exp())
+            g = torch.autograd.grad(one, surface.parameters, retain_graph=True, allow_unused=True)
+            flat = torch.cat(
+                [
+                    torch.zeros_like(q).flatten() if d is None else d.flatten()
+                    for d, q in zip(g, surface.parameters, strict=True)
+                ]
+            )
+            total += float(normal[t]) * float(pull[i, t].abs() * p / (1 - p)) ** 0.5 * flat
+        found.append(total)
+    return torch.stack(found)
 
 
 @pytest.mark.parametrize("name", FUNCTIONALS)
-def test_lanczos_starts_from_ritz_vectors_of_the_few_rows_with_the_largest_gradients(name):
+def test_lanczos_starts_from_ritz_vectors_of_the_few_rows_with_the_most_curvature(name):
     model, batch = small_model(), random_batch(vocab=VOCAB, rows=9, prompt=3, completion=4)
     with lm_surface(model, functional(name, batch)) as surface:
-        gradients, lengths = row_gradients(surface), surface.functional.batch.lengths
+        generator, lengths = torch.Generator().manual_seed(3), surface.functional.batch.lengths
+        norms = curved(surface, generator).norm(dim=1)
         left, chosen = 0.25 * float(lengths.sum()), []
-        for row in gradients.norm(dim=1).argsort(descending=True).tolist():
+        for row in norms.argsort(descending=True).tolist():
             if int(lengths[row]) <= left:
                 chosen.append(row)
                 left -= int(lengths[row])
@@ -129,14 +146,9 @@ def test_lanczos_starts_from_ritz_vectors_of_the_few_rows_with_the_largest_gradi
         few = surface.over(surface.functional.rows(torch.tensor(sorted(chosen))))
         start = surface.start(torch.Generator().manual_seed(3))
         assert surface.start_products == pytest.approx(3 * float(lengths[chosen].sum()) / float(lengths.sum()))
-        # The same draws: one number a row for all rows, one for each chosen row, the noise.
-        generator = torch.Generator().manual_seed(3)
-        draw = torch.randn(9, generator=generator, dtype=torch.float64) @ gradients
-        normal = torch.randn(len(chosen), generator=generator, dtype=torch.float64)
+        # The same draws: one number a token of all rows, one for each of the chosen rows, the noise.
+        first = curved(few, generator).sum(0)
         noise = torch.randn(len(start), generator=generator, dtype=torch.float64)
-        taken = row_gradients(few)
-        fresh, shared = normal @ taken, taken.T @ (taken @ draw)
-        first = fresh / fresh.norm() + shared / shared.norm()
         first = first / first.norm() + 0.05 * noise / noise.norm()
         hessian = few.hessian()
         second = hessian @ first
@@ -146,13 +158,24 @@ def test_lanczos_starts_from_ritz_vectors_of_the_few_rows_with_the_largest_gradi
     torch.testing.assert_close(basis @ (basis.T @ start), start)
 
 
-def test_where_no_row_is_short_enough_lanczos_starts_from_a_draw_of_the_rows_gradients():
+def test_where_no_row_is_short_enough_lanczos_starts_from_a_draw_of_all_rows():
     model, batch = small_model(), random_batch(vocab=VOCAB, rows=2, prompt=3, completion=4)
     with lm_surface(model, functional("surrogate", batch), microbatch_tokens=8) as surface:
         start = surface.start(torch.Generator().manual_seed(4))
-        normal = torch.randn(2, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
-        torch.testing.assert_close(start, normal @ row_gradients(surface))
+        torch.testing.assert_close(start, curved(surface, torch.Generator().manual_seed(4)).sum(0))
         assert surface.start_products == 0
+
+
+def test_with_two_words_the_draws_have_the_gauss_newton_matrix_as_their_covariance():
+    model, batch = tiny_model("qwen2", vocab=2, **SMALL), random_batch(vocab=VOCAB, rows=3, prompt=3, completion=4)
+    batch["input_ids"] %= 2
+    with lm_surface(model, functional("nll", batch)) as surface:
+        generator, product = torch.Generator().manual_seed(5), surface.gauss_newton()
+        vector = torch.randn(product.size, generator=generator, dtype=torch.float64)
+        expected = float(vector @ (product @ vector))
+        found = [float(surface._curved(generator)[0] @ vector) ** 2 for _ in range(600)]
+    spread = statistics.stdev(found) / len(found) ** 0.5
+    assert abs(statistics.mean(found) - expected) < 4 * spread and spread < 0.1 * expected
 
 
 def test_lanczos_starts_at_random_where_every_gradient_is_zero():

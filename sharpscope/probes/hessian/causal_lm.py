@@ -114,47 +114,39 @@ class LmSurface:
     def start(self, generator: torch.Generator) -> Tensor:
         """A direction that lies where the sharp ones mostly are, which saves Lanczos products.
 
-        Of the rows with the largest gradients g_i as many are taken as hold at most a quarter of the tokens. COARSE_STEPS steps of
-        Lanczos on their Hessian alone give Ritz pairs (θ_k, y_k); the start is Σ ±θ_k² y_k with random signs. Those steps begin
-        at the sum of two unit vectors in the span of the g_i: a random draw of them, and a random draw of all rows' gradients
-        multiplied by Σ g_i g_iᵀ. The latter leans to what several rows share, the former misses nothing. Where no row is short
-        enough: a random draw of all rows' gradients.
+        Each row i is given a random vector u_i = Σ_t ξ_t √(|c_t| π_t/(1 − π_t)) ∇log π_t, with c = ∂L/∂log π and ξ standard normal.
+        Where two words share the probability, its covariance is the row's part of the Gauss-Newton matrix (of |c|), and
+        ‖u_i‖² has that part's trace as its mean; a row's gradient itself misleads, since an unlikely token makes a large one
+        and little curvature. Of the rows with the largest ‖u_i‖ as many are taken as hold at most a quarter of the tokens.
+        COARSE_STEPS steps of Lanczos on their Hessian alone, begun at a new Σ u_i of theirs, give Ritz pairs (θ_k, y_k); the
+        start is Σ ±θ_k² y_k with random signs. Where no row is short enough: Σ u_i of all rows.
 
-        It costs one gradient of all rows and one of those taken, and `start_products` products.
+        It costs as much as one gradient of all rows and one of those taken, and `start_products` products.
         """
         batch = self.functional.batch
-        norms, draw = [], flatten([None] * len(self.parameters), self.parameters)
-        normal = torch.randn(len(batch), generator=generator, dtype=torch.float64).tolist()
-        for factor, gradient in zip(normal, self._row_gradients(), strict=True):
-            norms.append(float(gradient.double().norm()))
-            draw.add_(gradient, alpha=factor)
-        chosen = self._coarse(torch.tensor(norms, dtype=torch.float64))
+        whole, norms = self._curved(generator)
+        chosen = self._coarse(norms)
         self.start_products = 0.0
         if len(chosen) == 0:
-            return draw
+            return whole
         coarse = self.over(self.functional.rows(chosen))
-        fresh, shared = torch.zeros_like(draw), torch.zeros_like(draw)
-        normal = torch.randn(len(chosen), generator=generator, dtype=torch.float64).tolist()
-        for factor, gradient in zip(normal, coarse._row_gradients(), strict=True):
-            fresh.add_(gradient, alpha=factor)
-            shared.add_(gradient, alpha=float(gradient @ draw))
-        first = _unit(fresh) + _unit(shared)
+        first, _ = coarse._curved(generator)
         if not (bool(first.isfinite().all()) and float(first.norm()) > 0):
-            return draw
+            return whole
         space = Krylov(coarse.hessian(), COARSE_STEPS, generator)
         space.start(noisy(first, space.operator, generator))
         try:
             while space.size < space.capacity:
                 space.extend()
         except NotFiniteError:
-            return draw  # the products of all rows will say so
+            return whole  # the products of all rows will say so
         self.start_products = space.size * float(batch.lengths[chosen].sum()) / float(batch.lengths.sum())
         values, coefficients, _ = space.ritz()
         signs = (torch.randint(0, 2, (len(values),), generator=generator) * 2 - 1).numpy()
         return space.vectors((coefficients @ (values**2 * signs))[:, None])[0]
 
     def _coarse(self, norms: Tensor) -> Tensor:
-        """The rows with the largest gradient norms (N,) that fit into a quarter of the tokens, in their order."""
+        """The rows with the largest norms (N,) that fit into a quarter of the tokens, in their order."""
         lengths = self.functional.batch.lengths.tolist()
         left, chosen = COARSE_SHARE * sum(lengths), []
         for row in norms.argsort(descending=True, stable=True).tolist():
@@ -163,17 +155,24 @@ class LmSurface:
                 left -= lengths[row]
         return torch.tensor(sorted(chosen), dtype=torch.long, device=self.functional.batch.lengths.device)
 
-    def _row_gradients(self) -> Iterator[Tensor]:
-        """The gradient (P,) of each row's share of L, one after the other."""
+    def _curved(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Σ u_i (P,) over all rows, see `start`, and ‖u_i‖ (N,); rows one after the other, so that none is kept."""
 
         def coefficient(index: Tensor, logp: Tensor) -> list[Tensor]:
             given = logp.detach().requires_grad_()
             share = self.functional.share(index, given, width=given.shape[1])
-            return [torch.autograd.grad(share, given)[0]]
+            pull = torch.autograd.grad(share, given)[0].abs()
+            odds = 1 / torch.expm1(-logp.detach()).clamp_min(1e-9)  # π/(1 − π)
+            normal = torch.randn(logp.shape, generator=generator, dtype=torch.float64).to(logp.device)
+            return [(pull * odds).sqrt() * normal]
 
         lengths = self.functional.batch.lengths
+        total, norms = flatten([None] * len(self.parameters), self.parameters), []
         for row in torch.arange(len(lengths), device=lengths.device).split(1):
-            yield self._pulled([row], coefficient, 1)[0]
+            found = self._pulled([row], coefficient, 1)[0]
+            norms.append(float(found.double().norm()))
+            total += found
+        return total, torch.tensor(norms, dtype=torch.float64)
 
     def pull_back(self, rows: Tensor, coefficients: Sequence[Tensor]) -> list[Tensor]:
         """Σ c_it ∇log π_it over the scored tokens of some rows, (P,) for each c (N, S); one forward pass for all of them."""
@@ -267,12 +266,6 @@ class LmSurface:
             gradients = torch.autograd.grad(share, self.parameters, create_graph=True, allow_unused=True)
         del gradients
         return sum(held.values()) / float(self.functional.batch.lengths[index].max())
-
-
-def _unit(vector: Tensor) -> Tensor:
-    """`vector` at length one; zero stays zero."""
-    norm = float(vector.norm())
-    return vector / norm if norm > 0 else vector
 
 
 @contextmanager
