@@ -81,35 +81,36 @@ def _settings(found: Mapping[str, Any]) -> list[str]:
 
 
 def _eigenvalues(found: list[dict[str, Any]]) -> list[str]:
-    rows = []
-    for draws in _by_batch(found):
-        runs = {side: [run for one in draws for run in one[side]] for side in ("ours", "pyhessian")}
-        ours, peer = (
-            {what: statistics.mean(run[what] for run in runs[side]) for what in ("products", "gradients")}
-            for side in ("ours", "pyhessian")
-        )
-        errors = [statistics.median(run["error"] for run in runs[side]) for side in ("ours", "pyhessian")]
-        rows.append(
-            _row(
-                f"Hessian products for the top eigenvalue at PyHessian's error: {_batches(draws)}; median relative errors "
-                f"{errors[0]:.1e} and {errors[1]:.1e}",
-                ours["products"],
-                peer["products"],
-                ours["products"] / peer["products"],
-                "≤ 0.5 | ≤ 0.25",
-            )
-        )
-        whole = [side["products"] + side["gradients"] / 2 for side in (ours, peer)]
-        rows.append(
-            _row(
-                f"the same with gradients ({ours['gradients']:.2g} and {peer['gradients']:.2g}) at half a product each",
-                whole[0],
-                whole[1],
-                whole[0] / whole[1],
-                " | ",
-            )
-        )
+    groups = _by_batch(found)
+    what = "Hessian products for the top eigenvalue at PyHessian's error: "
+    rows = [*_eigenvalue(f"{what}{_runs(found)}", found, "≤ 0.5 | ≤ 0.25")] if len(found) > 1 else []
+    for draws in groups:
+        name = _batches(draws) if rows else f"{what}{_batches(draws)}"
+        rows += _eigenvalue(name, draws, " | " if rows else "≤ 0.5 | ≤ 0.25")
     return rows
+
+
+def _eigenvalue(what: str, found: list[dict[str, Any]], targets: str) -> list[str]:
+    """The row of some batches' runs together, and the same with gradients."""
+    runs = {side: [run for one in found for run in one[side]] for side in ("ours", "pyhessian")}
+    ours, peer = (
+        {what: statistics.mean(run[what] for run in runs[side]) for what in ("products", "gradients")}
+        for side in ("ours", "pyhessian")
+    )
+    errors = [statistics.median(run["error"] for run in runs[side]) for side in ("ours", "pyhessian")]
+    whole = [side["products"] + side["gradients"] / 2 for side in (ours, peer)]
+    name = f"{what}; median relative errors {errors[0]:.1e} and {errors[1]:.1e}"
+    with_gradients = (
+        f"the same with gradients ({ours['gradients']:.2g} and {peer['gradients']:.2g}) at half a product each"
+    )
+    return [
+        _row(name, ours["products"], peer["products"], ours["products"] / peer["products"], targets),
+        _row(with_gradients, whole[0], whole[1], whole[0] / whole[1], " | "),
+    ]
+
+
+def _runs(found: list[dict[str, Any]]) -> str:
+    return f"all {len(found)} batches below together, {sum(len(one['ours']) for one in found)} runs a side"
 
 
 def _by_batch(found: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
@@ -162,7 +163,7 @@ def _about_eigenvalues(found: list[dict[str, Any]]) -> list[str]:
     return [
         "**Eigenvalues.** 24 completions of 12 training prompts, evenly over the puzzles' sizes, are what the `standard` preset probes;",
         "the others are one completion of each of 8, 16 and 32 held-out prompts. How soon either side is there depends on which",
-        "unlikely tokens were drawn, so the first row is of several draws, means over draws and seeds.",
+        "unlikely tokens were drawn, so several batches are measured; what is required is required of all together.",
         *single,
         "For each seed PyHessian runs to its own stop; Lanczos is then stopped at the first product where its error is",
         f"no larger. Errors are against converged references (all converged: {'yes' if converged else 'NO'}; rows in",

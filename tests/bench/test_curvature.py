@@ -100,7 +100,8 @@ def test_parts_measured_before_stay_and_missing_ones_are_named(tmp_path):
     other = eigen | {"draw": 1, "ratio": 0.25, "tokens": 2000, "ours": [side | {"products": 2.0}]}
     again, _ = curvature_report.write({"eigenvalue": {"found": [eigen, other], **when}}, tmp_path)
     written = again.read_text(encoding="utf-8")
-    assert "prompts), 2 draws, 2,000 to 2,602 tokens; median" in written
+    assert "all 2 batches below together, 2 runs a side; median" in written
+    assert "| 24 completions (12 train prompts), 2 draws, 2,000 to 2,602 tokens; median" in written
     assert "| 3 | 8 | 0.38 | ≤ 0.5 | ≤ 0.25 |" in written and "single draws' ratios: 0.50, 0.25." in written
 
 
