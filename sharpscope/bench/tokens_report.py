@@ -30,7 +30,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
     sign = ">=" if row["unit"] == "x faster" else "<="
     return [
         row["what"], row["setting"], f"{row['seconds']:.3f}", f"{row['baseline']:.3f}", f"{row['ratio']:.2f} {row['unit']}",
-        f"{sign} {row['required']:g}", f"{sign} {row['hoped']:g}", row["note"],
+        *("" if row[asked] is None else f"{sign} {row[asked]:g}" for asked in ("required", "hoped")), row["note"],
     ]  # fmt: skip
 
 
@@ -51,7 +51,7 @@ def write(found: dict[str, Any], folder: Path) -> list[Path]:
         "attribution, a forward pass to the log-probabilities; for recording, the whole step; for TokenStats, log-softmax and",
         f"gather. Times are medians of {found['repeats']} (growth, `tokens.png`: of {min(found['repeats'], 3)}, the exact tier on 16",
         "tokens a row).",
-        "Default recording counts held-out influence at its default schedule, too. Cotangents are reached by",
+        "The default recording of tokens: tables at every step, norms and shares at their default schedule. Cotangents are reached by",
         {"direct": "`vmap`'s own functions.", "rule": "`vmap`'s public rule: its own functions are not as expected here."}[
             found["batched"]
         ], "", f"GPU: {found['gpu']}.", "",
