@@ -11,8 +11,10 @@ from typing import Any
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, NullLocator, ScalarFormatter
 
 from sharpscope.analysis.text import printable
 
@@ -115,9 +117,11 @@ def plain(text: object) -> str:
 
 
 def finish(figure: Figure, axes: Sequence[Axes]) -> None:
-    """Fold long axis labels, and one legend above all panels with each label once."""
+    """Fold long axis labels, keep ticks apart, and one legend above all panels with each label once."""
     found: dict[str, Any] = {}
     for axis in axes:
+        for ticked in (axis.xaxis, axis.yaxis):
+            _few_ticks(ticked)
         axis.set_ylabel(fill(axis.get_ylabel(), 30))
         for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
             found.setdefault(label, handle)
@@ -127,6 +131,15 @@ def finish(figure: Figure, axes: Sequence[Axes]) -> None:
         columns = max(1, min(len(found), 3, fitting))
         figure.set_figheight(figure.get_figheight() + 0.17 * max(0, -(-len(found) // columns) - 2))
         figure.legend(found.values(), found.keys(), loc="outside upper center", ncols=columns)
+
+
+def _few_ticks(axis: Axis) -> None:
+    """On a logarithmic axis of less than a decade matplotlib labels every minor tick, one over the other."""
+    low, high = axis.get_view_interval()
+    if axis.get_scale() == "log" and low > 0 and high < 10 * low:
+        axis.set_major_locator(MaxNLocator(4))
+        axis.set_major_formatter(ScalarFormatter())
+        axis.set_minor_locator(NullLocator())
 
 
 def save(figure: Figure, folder: Path, name: str) -> list[Path]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -271,6 +272,19 @@ def test_score_norms_follow_the_law_that_made_them(study):
     x, y = _line(axis, "grpo")
     assert np.median(np.abs(np.log(y / (5 * x)))) < 0.15  # the generator's constant is 5, its noise 0.3
     assert score_column(_runs(study, "grpo")[0]) == "score_norm"
+
+
+def test_labels_of_a_narrow_logarithmic_axis_stand_apart():
+    rest = np.linspace(0.97, 0.999, 400)
+    sample = pd.DataFrame({"logp": np.log1p(-rest), "score_norm_local": 40 * rest})
+    figure = figures_tokens.score_norm({"model": sample}, lines(["model"]), "score_norm_local")
+    figure.canvas.draw()
+    (axis,) = figure.axes
+    ticks = [*axis.xaxis.get_major_ticks(), *axis.xaxis.get_minor_ticks()]
+    boxes = sorted(
+        (tick.label1.get_window_extent() for tick in ticks if tick.label1.get_text()), key=lambda box: box.x0
+    )
+    assert len(boxes) >= 2 and all(b.x0 - a.x1 > 10 for a, b in itertools.pairwise(boxes))  # pixels; five are no gap
 
 
 def test_exact_norms_of_a_few_large_tokens_are_no_sample_of_all(tmp_path):
