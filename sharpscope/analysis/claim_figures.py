@@ -145,6 +145,8 @@ def constants_sensitivity(values: pd.DataFrame) -> Figure:
 def lucky_spikes(shares: pd.DataFrame, lines: Lines) -> Figure:
     """Gradient share of lucky and of confident tokens by step and method, with the weights and without (C13).
 
+    Steps that most seeds recorded, see `_regular`; the claim itself compares the steps that both runs of a pair have.
+
     `shares`: method, seed, step, lucky, confident, lucky_unweighted, confident_unweighted.
     """
     with styled():
@@ -154,7 +156,7 @@ def lucky_spikes(shares: pd.DataFrame, lines: Lines) -> Figure:
                 line = lines[str(method)]
                 _curve(axis, rows, column, plain(method), line.color, line.dash)
                 if not np.allclose(rows[column], rows[f"{column}_unweighted"]):
-                    without = band(rows, ["step"], f"{column}_unweighted")
+                    without = band(_regular(rows, f"{column}_unweighted"), ["step"], f"{column}_unweighted")
                     label = plain(f"{method}, weights taken out")
                     axis.plot(without["step"], without["mean"], color=line.color, linestyle=":", label=label)
             axis.set(xlabel="step", ylabel="share of Σ|c|·‖∇ log π‖", title=title)
@@ -212,15 +214,24 @@ def reward_fit(curves: Mapping[str, pd.DataFrame]) -> Figure:
 
 def _curve(axis: Axes, rows: pd.DataFrame, column: str, label: str, color: str, dash: object) -> None:
     """Mean over seeds by step with its 95 % band; several runs of a seed are averaged first."""
-    means = rows.groupby(["step", "seed"])[[column]].mean().dropna().reset_index()
-    if not len(means):
+    points = band(_regular(rows, column), ["step"], column)
+    if not len(points):
         return
-    points = band(means, ["step"], column)
     marker = "o" if len(points) <= 12 else ""
     axis.plot(
         points["step"], points["mean"], marker=marker, markersize=3, color=color, linestyle=dash, label=label or None
     )
     axis.fill_between(points["step"], points["low"], points["high"], color=color, alpha=0.16, linewidth=0)
+
+
+def _regular(rows: pd.DataFrame, column: str) -> pd.DataFrame:
+    """step, seed and their mean, of the steps that more than half of the seeds have.
+
+    A spike's step is recorded out of turn in the one run that has the spike: no mean over seeds, and what made it stand out
+    would stand out in the curve.
+    """
+    means = rows.groupby(["step", "seed"])[[column]].mean().dropna().reset_index()
+    return means[2 * means.groupby("step")["seed"].transform("size") > means["seed"].nunique()]
 
 
 def _half(points: pd.DataFrame) -> np.ndarray:

@@ -14,19 +14,21 @@ from sharpscope.analysis.claims.measures import TEMPERATURE, accuracy, evaluatio
 from sharpscope.analysis.claims.study import Pairing, RunLike, Study
 from sharpscope.analysis.paper_tables import Cell, PaperTable
 from sharpscope.analysis.statistics import contrast_interval, mean_interval
-from sharpscope.analysis.studies import Setting, studies
+from sharpscope.analysis.studies import Setting, ground_of, studies
+from sharpscope.analysis.studies import Study as Titled
 
 if TYPE_CHECKING:
     from sharpscope.traces import Runs
 
 LATE = 0.2
 """Share of the steps, at the end, that a step quantity is averaged over."""
-Measure = Callable[[RunLike], float | None]
+Measure = Callable[..., float | None]
+"""(run, *others) → a number of the run at a step that the others have, too; None (or NaN) where there is none."""
 
 
 @dataclass(frozen=True)
 class Quantity:
-    """One number of a run: `measure` gives None (or NaN) where it was not recorded; `digits` after the point."""
+    """One number of a run; `digits` after the point."""
 
     name: str
     measure: Measure
@@ -35,43 +37,55 @@ class Quantity:
 
 def endpoint_tables(runs: Runs, *, baseline: str = "grpo", treatment: str = "grpo-sg") -> list[PaperTable]:
     """All tables of this module."""
-    return [*pair_table(runs, baseline=baseline, treatment=treatment), *setting_tables(runs, baseline=baseline)]
+    return [*pair_tables(runs, baseline=baseline, treatment=treatment), *setting_tables(runs, baseline=baseline)]
 
 
-def pair_table(runs: Runs, *, baseline: str = "grpo", treatment: str = "grpo-sg") -> list[PaperTable]:
-    """`table_pair`: means of both methods and their differences paired by seed; empty where there is no pair.
+def pair_tables(runs: Runs, *, baseline: str = "grpo", treatment: str = "grpo-sg") -> list[PaperTable]:
+    """`table_pair`, one a task and policy: means of both methods and their differences paired by seed.
 
-    Intervals of means over seeds as in `paper_tables`; of differences by sign flips (from 15 pairs on BCa), from 6 pairs
-    on. They describe; what is tested, and how, the claims say.
+    The pairs are those of the setting that has most of them, as in the claims. Intervals of means over seeds as in
+    `paper_tables`; of differences by sign flips (from 15 pairs on BCa), from 6 pairs on.
     """
-    study = Study(runs.by_name, baseline, treatment)
-    pairing = study.pairing()
-    if not pairing.pairs:
-        return []
+    grounds = dict.fromkeys(ground_of(run) for run in runs.by_name.values())
+    made = []
+    for ground, title in zip(grounds, studies(runs), strict=True):
+        own = {name: run for name, run in runs.by_name.items() if ground_of(run) == ground}
+        study = Study(own, baseline, treatment)
+        pairing = study.pairing()
+        if pairing.pairs:
+            made.append(_pair_table(study, pairing, title))
+    return made
+
+
+def _pair_table(study: Study, pairing: Pairing, title: Titled) -> PaperTable:
+    first, second = study.baseline, study.treatment
     rows: dict[str, dict[str, Cell | str]] = {}
     for quantity in _quantities(study, pairing):
         found = study.differences(pairing, _both(quantity.measure))
         if len(found):
             a, b, d = (found[name].to_numpy(dtype=float) for name in ("baseline", "treatment", "difference"))
             rows[quantity.name] = {
-                baseline: _mean(a, quantity.digits),
-                treatment: _mean(b, quantity.digits),
+                first: _mean(a, quantity.digits),
+                second: _mean(b, quantity.digits),
                 "difference": _difference(d, quantity.digits),
                 "pairs": str(len(found)),
             }
-    first = study.finished[pairing.pairs[0].baseline]
+    left = f"; {pairing.left_out} pairs of other settings left out" if pairing.left_out else ""
+    steps = {len(study.finished[name].steps) for name in pairing.names}
     caption = (
-        f"{treatment} and {baseline}, paired by seed. Task {first.task}, {len(first.steps)} steps. Mean and 95 % interval over "
-        f"seeds; difference: {treatment} − {baseline}. Accuracies at temperature {TEMPERATURE:g}; `late`: mean of the last "
-        f"{LATE:.0%} of the steps. Curvature and sharpness: training half of the probe set. The intervals describe; the claims test."
+        f"{second} and {first}, paired by seed. Study {title.name}, {pairing.setting}, {_span(steps)} steps{left}. Mean and 95 % "
+        f"interval over seeds; difference: {second} − {first}. Accuracies at temperature {TEMPERATURE:g}; `last`, `first`: at the "
+        f"last and first step that both runs of a pair have; `late`: mean of the last {LATE:.0%} of the steps. Curvature and "
+        "sharpness: training half of the probe set. The intervals describe; the claims test."
     )
-    return [PaperTable("pair", caption, rows, (baseline, treatment, "difference", "pairs"), stub="quantity")]
+    return PaperTable(f"{title.slug}pair", caption, rows, (first, second, "difference", "pairs"), stub="quantity")
 
 
 def setting_tables(runs: Runs, *, baseline: str = "grpo") -> list[PaperTable]:
-    """`table_settings`: every setting (method, and what else was set), one table a task and policy.
+    """`table_settings`: every setting (method, and what else was set) with finished runs, one table a task and policy.
 
-    Empty where there are fewer than three settings. The baseline is the one of its settings with the most seeds.
+    Empty where there are fewer than three settings. They are held against the baseline's setting with the most seeds; of
+    equally many, the first by label.
     """
     made = []
     for study in studies(runs):
@@ -79,28 +93,27 @@ def setting_tables(runs: Runs, *, baseline: str = "grpo") -> list[PaperTable]:
         if len(finished) < 3:
             continue
         own = [setting for setting in finished if setting.method == baseline]
-        ground = max(own, key=lambda setting: (len(setting.runs), setting.label == baseline), default=None)
+        ground = max(own, key=lambda setting: len(setting.runs), default=None)  # sorted by label
         if ground is not None:
             finished = [ground, *(setting for setting in finished if setting is not ground)]
         rows = {setting.label: _setting_cells(setting, ground) for setting in finished}
-        rows = {label: cells for label, cells in rows.items() if len(cells) > 1}
-        columns = ("seeds", *(quantity.name for quantity in SETTING_QUANTITIES))
+        columns = ("seeds", "steps", *(quantity.name for quantity in SETTING_QUANTITIES))
         against = "" if ground is None else f"held-out less that of {ground.label}"
         if against:
             columns = (*columns, against)
             rows = {label: _renamed(cells, against) for label, cells in rows.items()}
         caption = (
-            f"Every setting. Study {study.name}, accuracy at temperature {TEMPERATURE:g} at the last evaluation; late reward: "
-            f"mean of the last {LATE:.0%} of the steps; sharpness: SAM, `nll`, training half of the probe set, last round. Mean "
-            "and 95 % interval over seeds; differences paired by seed, uncorrected for how many are looked at."
+            f"Every setting with finished runs. Study {study.name}, accuracy at temperature {TEMPERATURE:g} at each run's last "
+            f"evaluation; late reward: mean of the last {LATE:.0%} of the steps; sharpness: SAM, `nll`, training half of the probe "
+            "set, last round. Mean and 95 % interval over seeds; differences paired by seed, uncorrected for how many are looked at."
         )
         made.append(PaperTable(f"{study.slug}settings", caption, rows, columns, stub="setting"))
     return made
 
 
 def _last_accuracy(split: str) -> Measure:
-    def measure(run: RunLike) -> float | None:
-        step = last_step(run, split=split)
+    def measure(run: RunLike, *others: RunLike) -> float | None:
+        step = last_step(run, *others, split=split)
         found = None if step is None else accuracy(run, split, step)
         return None if found is None else found[0]
 
@@ -108,7 +121,7 @@ def _last_accuracy(split: str) -> Measure:
 
 
 def _accuracy_at(split: str, step: int) -> Measure:
-    def measure(run: RunLike) -> float | None:
+    def measure(run: RunLike, *others: RunLike) -> float | None:
         found = accuracy(run, split, step)
         return None if found is None else found[0]
 
@@ -116,7 +129,7 @@ def _accuracy_at(split: str, step: int) -> Measure:
 
 
 def _late(column: str) -> Measure:
-    def measure(run: RunLike) -> float | None:
+    def measure(run: RunLike, *others: RunLike) -> float | None:
         steps = run.steps.sort_values("step")
         values = steps[column].tail(max(1, round(LATE * len(steps)))).dropna()
         return float(values.mean()) if len(values) else None
@@ -125,7 +138,7 @@ def _late(column: str) -> Measure:
 
 
 def _geometric(column: str) -> Measure:
-    def measure(run: RunLike) -> float | None:
+    def measure(run: RunLike, *others: RunLike) -> float | None:
         values = run.steps[column].dropna()
         values = values[values > 0]
         return float(np.exp(np.log(values).mean())) if len(values) else None
@@ -134,7 +147,7 @@ def _geometric(column: str) -> Measure:
 
 
 def _whole(*columns: str) -> Measure:
-    def measure(run: RunLike) -> float | None:
+    def measure(run: RunLike, *others: RunLike) -> float | None:
         values = run.steps[list(columns)].sum(axis=1, skipna=False).dropna()
         return float(values.mean()) if len(values) else None
 
@@ -142,11 +155,14 @@ def _whole(*columns: str) -> Measure:
 
 
 def _probed(quantity: str, functional: str, end: int) -> Measure:
-    """The first (`end` 0) or last (−1) probed value."""
+    """The first (`end` 0) or last (−1) probed value that converged in the run and in the others."""
 
-    def measure(run: RunLike) -> float | None:
-        curve = sharpness_curve(run, quantity, functional).sort_index()
-        return float(curve.iloc[end]) if len(curve) else None
+    def measure(run: RunLike, *others: RunLike) -> float | None:
+        curve = sharpness_curve(run, quantity, functional)
+        shared = set(curve.index).intersection(
+            *(sharpness_curve(other, quantity, functional).index for other in others)
+        )
+        return float(curve[sorted(shared)[end]]) if shared else None
 
     return measure
 
@@ -173,7 +189,7 @@ def _quantities(study: Study, pairing: Pairing) -> Iterator[Quantity]:
     yield Quantity("gradient norm, geometric mean [L2, parameters]", _geometric("grad_norm"), 4)
     yield Quantity("token entropy, late [nats]", _late("entropy_mean"), 4)
     yield Quantity("mean token weight", _whole("weight_mean"))
-    yield Quantity("effective sample size of the weights", _whole("weight_ess"))
+    yield Quantity("effective sample size of the weights [share]", _whole("weight_ess"))
     yield Quantity("share of tokens clipped", _whole("clip_fraction_low", "clip_fraction_high"), 7)
     functionals = sorted({str(name) for run in runs for name in run.probes["functional"].dropna().unique()})
     for functional in ("nll", *(name for name in functionals if name != "nll")):
@@ -184,21 +200,23 @@ def _quantities(study: Study, pairing: Pairing) -> Iterator[Quantity]:
 
 def _both(measure: Measure) -> Callable[[RunLike, RunLike], tuple[float, float] | None]:
     def of_pair(first: RunLike, second: RunLike) -> tuple[float, float] | None:
-        a, b = measure(first), measure(second)
+        a, b = measure(first, second), measure(second, first)
         return None if a is None or b is None else (a, b)
 
     return of_pair
 
 
 def _setting_cells(setting: Setting, ground: Setting | None) -> dict[str, Cell | str]:
-    cells: dict[str, Cell | str] = {"seeds": str(len(setting.runs))}
+    steps = {len(run.steps) for run in setting.runs.values()}
+    cells: dict[str, Cell | str] = {"seeds": str(len(setting.runs)), "steps": _span(steps)}
     for quantity in SETTING_QUANTITIES:
         values = _finite([quantity.measure(run) for run in setting.runs.values()])
         if len(values):
             cells[quantity.name] = _mean(values, quantity.digits)
     if ground is not None and setting is not ground:
         heldout = SETTING_QUANTITIES[0].measure
-        pairs = [(heldout(ground.runs[s]), heldout(run)) for s, run in setting.runs.items() if s in ground.runs]
+        both = [(ground.runs[seed], run) for seed, run in setting.runs.items() if seed in ground.runs]
+        pairs = [(heldout(first, second), heldout(second, first)) for first, second in both]
         differences = _finite([None if a is None or b is None else b - a for a, b in pairs])
         if len(differences):
             cells["difference"] = _difference(differences, 3)
@@ -220,3 +238,7 @@ def _mean(values: NDArray[np.float64], digits: int) -> Cell:
 
 def _difference(values: NDArray[np.float64], digits: int) -> Cell:
     return Cell(float(values.mean()), contrast_interval(values), len(values), digits, signed=True)
+
+
+def _span(counts: set[int]) -> str:
+    return f"{min(counts)}" if len(counts) == 1 else f"{min(counts)} to {max(counts)}"

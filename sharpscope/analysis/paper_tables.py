@@ -51,7 +51,8 @@ class Cell:
         return f"{self._text(self.mean)} [{self._text(self.interval.low)}, {self._text(self.interval.high)}]"
 
     def _text(self, value: float) -> str:
-        return f"{value:{'+' if self.signed else ''}.{self.digits}f}"
+        rounded = round(value, self.digits) + 0.0  # no −0.000
+        return f"{rounded:{'+' if self.signed else ''}.{self.digits}f}"
 
 
 @dataclass(frozen=True)

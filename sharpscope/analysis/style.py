@@ -135,7 +135,7 @@ def finish(figure: Figure, axes: Sequence[Axes]) -> None:
 
 def _few_ticks(axis: Axis) -> None:
     """On a logarithmic axis of less than a decade matplotlib labels every minor tick, one over the other."""
-    low, high = axis.get_view_interval()
+    low, high = sorted(axis.get_view_interval())  # an inverted axis gives the larger end first
     if axis.get_scale() == "log" and low > 0 and high < 10 * low:
         axis.set_major_locator(MaxNLocator(4))
         axis.set_major_formatter(ScalarFormatter())

@@ -155,23 +155,22 @@ def _about_eigenvalues(found: list[dict[str, Any]]) -> list[str]:
     held = ", ".join(f"{one['reference']:.5g} ({one['rows']})" for one in found)
     converged = all(one["reference_converged"] for one in found)
     seeds = " and ".join(sorted({str(one["seeds"]) for one in found}))
-    single = [
-        f"The single draws' ratios: {', '.join(format(one['ratio'], '.2f') for one in draws)}."
-        for draws in _by_batch(found)
-        if len(draws) > 1
-    ]
+    ratios = [one["ratio"] for one in found]
+    above = sum(ratio > 0.5 for ratio in ratios)
     return [
         "**Eigenvalues.** 24 completions of 12 training prompts, evenly over the puzzles' sizes, are what the `standard` preset probes;",
         "the others are one completion of each of 8, 16 and 32 held-out prompts. How soon either side is there depends on which",
-        "unlikely tokens were drawn, so several batches are measured; what is required is required of all together.",
-        *single,
+        "unlikely tokens were drawn, so several batches are measured, and what is required is required of all together: the ratio of",
+        f"the means over all runs. Ratios of the single batches, in the order of the rows: {', '.join(f'{r:.2f}' for r in ratios)}; their",
+        f"geometric mean is {statistics.geometric_mean(ratios):.2f}, and {above} of {len(ratios)} are above 0.5.",
         "For each seed PyHessian runs to its own stop; Lanczos is then stopped at the first product where its error is",
         f"no larger. Errors are against converged references (all converged: {'yes' if converged else 'NO'}; rows in",
         f"brackets): {held}; {seeds} seeds each. Both sides are counted alike: each builds its",
         "gradient's graph once (1 gradient); ours spends as much on a random vector of each row to choose where to start, and makes three",
         "products of a few rows with at most a quarter of the tokens, which are counted by their share of the tokens, as are",
         "the two gradients that they need. A gradient is 3 passes of the model, a product through its graph 6, so half a",
-        "product. Neither side measures a residual; `curvature` spends one product more on each eigenpair to do so.",
+        "product. Neither side measures a residual, and both stop where the comparison wants them to: `curvature` itself goes on until",
+        "residual and value stand still over three products at both ends of the spectrum, and measures each residual by one more.",
     ]
 
 

@@ -26,7 +26,7 @@ def probe_rounds(task: str = "knights_knaves", overrides: tuple[str, ...] = ()) 
     """Seconds of one round of each preset as a training run makes it: completions drawn, every functional, both splits.
 
     Of `full` one product, gradient and loss are measured on its smallest functional, and the cost that a budget would reckon
-    with is given: an upper bound of what `nll` alone takes.
+    with is given: at most so many products over its three functionals.
 
     Args:
         task: with its embedded policy.

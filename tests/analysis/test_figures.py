@@ -11,11 +11,12 @@ import pandas as pd
 import pytest
 import torch
 from matplotlib.collections import PolyCollection
+from matplotlib.ticker import LogLocator
 
 from sharpscope.analysis import figures_probes, figures_steps, figures_tokens
 from sharpscope.analysis.frames import density_nodes, eval_values, probe_values, step_values
 from sharpscope.analysis.pictures import Pictures
-from sharpscope.analysis.style import DASHES, lines, panels, plain, save
+from sharpscope.analysis.style import DASHES, finish, lines, panels, plain, save, styled
 from sharpscope.analysis.token_frames import (
     bound_violations,
     decile_sums,
@@ -285,6 +286,15 @@ def test_labels_of_a_narrow_logarithmic_axis_stand_apart():
         (tick.label1.get_window_extent() for tick in ticks if tick.label1.get_text()), key=lambda box: box.x0
     )
     assert len(boxes) >= 2 and all(b.x0 - a.x1 > 10 for a, b in itertools.pairwise(boxes))  # pixels; five are no gap
+
+
+def test_an_inverted_logarithmic_axis_keeps_its_decades():
+    with styled():
+        figure, (axis,) = panels(1)
+        axis.set(xscale="log", xlim=(1.0, 1e-8))
+        finish(figure, [axis])
+    figure.canvas.draw()
+    assert isinstance(axis.xaxis.get_major_locator(), LogLocator)
 
 
 def test_exact_norms_of_a_few_large_tokens_are_no_sample_of_all(tmp_path):

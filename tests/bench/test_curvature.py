@@ -102,7 +102,8 @@ def test_parts_measured_before_stay_and_missing_ones_are_named(tmp_path):
     written = again.read_text(encoding="utf-8")
     assert "all 2 batches below together, 2 runs a side; median" in written
     assert "| 24 completions (12 train prompts), 2 draws, 2,000 to 2,602 tokens; median" in written
-    assert "| 3 | 8 | 0.38 | ≤ 0.5 | ≤ 0.25 |" in written and "single draws' ratios: 0.50, 0.25." in written
+    assert "| 3 | 8 | 0.38 | ≤ 0.5 | ≤ 0.25 |" in written
+    assert "order of the rows: 0.50, 0.25; their\ngeometric mean is 0.35, and 0 of 2 are above 0.5." in written
 
 
 def test_an_unknown_part_is_named(tmp_path):

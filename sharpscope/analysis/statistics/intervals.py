@@ -59,7 +59,7 @@ def mean_interval(values: NDArray[np.floating], level: float = 0.95, seed: int =
 
     Equal values give an interval of no width.
     """
-    data = np.asarray(values, dtype=np.float64)
+    data = np.sort(np.asarray(values, dtype=np.float64))  # resamples must not depend on the order
     if len(data) >= BCA_FROM:
         return bootstrap_interval(data, None, level, seed)
     if len(data) < PERCENTILE_T_FROM:
@@ -73,7 +73,7 @@ def contrast_interval(values: NDArray[np.floating], level: float = 0.95, seed: i
 
     At 95 %, 6 is the smallest n that a sign-flip test can reject anything with.
     """
-    data = np.asarray(values, dtype=np.float64)
+    data = np.sort(np.asarray(values, dtype=np.float64))  # resamples must not depend on the order
     if len(data) >= BCA_FROM:
         return bootstrap_interval(data, None, level, seed)
     ends = sign_flip_interval(data, level) if len(data) else None

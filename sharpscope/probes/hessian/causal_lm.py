@@ -115,13 +115,14 @@ class LmSurface:
         """A direction that lies where the sharp ones mostly are, which saves Lanczos products.
 
         Each row i is given a random vector u_i = Σ_t ξ_t √(|c_t| π_t/(1 − π_t)) ∇log π_t, with c = ∂L/∂log π and ξ standard normal.
-        Where two words share the probability, its covariance is the row's part of the Gauss-Newton matrix (of |c|), and
-        ‖u_i‖² has that part's trace as its mean; a row's gradient itself misleads, since an unlikely token makes a large one
-        and little curvature. Of the rows with the largest ‖u_i‖ as many are taken as hold at most a quarter of the tokens.
+        Where two words share the probability, its covariance is Σ_t |c_t| J_tᵀ(diag π − ππᵀ)J_t, for `nll` the row's part of the
+        Gauss-Newton matrix, and ‖u_i‖² has its trace as its mean; a row's gradient itself misleads, since an unlikely token makes
+        a large one and little curvature. (What the other functionals' own second derivative in log π adds is left out: for them
+        this is a rule of thumb.) Of the rows with the largest ‖u_i‖ as many are taken as hold at most a quarter of the tokens.
         COARSE_STEPS steps of Lanczos on their Hessian alone, begun at a new Σ u_i of theirs, give Ritz pairs (θ_k, y_k); the
         start is Σ ±θ_k² y_k with random signs. Where no row is short enough: Σ u_i of all rows.
 
-        It costs as much as one gradient of all rows and one of those taken, and `start_products` products.
+        It runs as many tokens as one gradient of all rows and one of those taken, row by row, and `start_products` products.
         """
         batch = self.functional.batch
         whole, norms = self._curved(generator)
@@ -162,10 +163,12 @@ class LmSurface:
             given = logp.detach().requires_grad_()
             share = self.functional.share(index, given, width=given.shape[1])
             pull = torch.autograd.grad(share, given)[0].abs()
-            odds = 1 / torch.expm1(-logp.detach()).clamp_min(1e-9)  # π/(1 − π)
+            odds = 1 / torch.expm1(-logp.detach()).clamp_min(rounding)  # π/(1 − π)
             normal = torch.randn(logp.shape, generator=generator, dtype=torch.float64).to(logp.device)
             return [(pull * odds).sqrt() * normal]
 
+        # log π came out of logits of a few tens: below this 1 − π is rounding.
+        rounding = 16 * torch.finfo(common_dtype(self.parameters)).eps
         lengths = self.functional.batch.lengths
         total, norms = flatten([None] * len(self.parameters), self.parameters), []
         for row in torch.arange(len(lengths), device=lengths.device).split(1):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from sharpscope.analysis.endpoint_tables import endpoint_tables, pair_table, setting_tables
+from sharpscope.analysis.endpoint_tables import endpoint_tables, pair_tables, setting_tables
 from tests.analysis.claims.frames import FrameRun, frame_run, study
 
 WEIGHTS = {"weight_ess": 0.9, "clip_fraction_low": 0.01, "clip_fraction_high": 0.02}
@@ -31,7 +31,7 @@ def pairs(count: int) -> list[FrameRun]:
 def test_differences_are_paired_by_seed_and_quantities_are_those_of_the_last_steps():
     runs = pairs(6)
     lone = run("grpo", 99, 0.9)  # no partner: counts in no mean
-    (table,) = pair_table(study(*runs, lone))
+    (table,) = pair_tables(study(*runs, lone))
     heldout = table.rows["held-out accuracy, step 40"]
     assert heldout["grpo"].mean == pytest.approx(0.525) and heldout["pairs"] == "6"
     assert heldout["difference"].mean == pytest.approx(0.03)
@@ -68,7 +68,46 @@ def test_every_setting_has_a_row_and_is_held_against_the_baselines_largest():
     assert table.rows["grpo (optimizer.lr=0.0002)"][against].n == 4
     assert table.rows["grpo-sg"][against].mean == pytest.approx(0.03)
     assert table.rows["grpo-sg"]["sharpness"].mean == pytest.approx(3.0)
-    assert "sharpness" not in table.rows["grpo (optimizer.lr=0.0002)"]
+    assert "sharpness" not in table.rows["grpo (optimizer.lr=0.0002)"] and table.rows["grpo-sg"]["steps"] == "40"
+
+
+def test_what_is_left_out_is_said_and_each_task_has_its_own_table():
+    double = {"optimizer": {"lr": 2e-4}}
+    other = {"task": {"kind": "math"}}
+    runs = [*pairs(3), *(run(m, 0, 0.6, config=double, tag="-lr") for m in ("grpo", "grpo-sg"))]
+    runs += [run(m, 0, 0.3, config=other, tag="-math") for m in ("grpo", "grpo-sg")]
+    for each in runs[-2:]:
+        each.task = "math"
+    first, second = pair_tables(study(*runs))
+    assert first.rows["held-out accuracy, step 40"]["pairs"] == "3" and "learning rate 0.0001" in first.caption
+    assert "1 pairs of other settings left out" in first.caption and "left out" not in second.caption
+    assert second.rows["held-out accuracy, step 40"]["grpo"].mean == pytest.approx(0.3)
+    assert first.name != second.name and first.name.endswith("pair") and second.name.endswith("pair")
+
+
+def test_a_pair_is_compared_at_the_last_step_that_both_have():
+    probes = [
+        {"step": step, "quantity": "sam", "value": value, "rho": 0.05}
+        for step, value in ((0, 1.0), (20, 2.0), (40, 9.0))
+    ]
+    runs = [run("grpo", 0, 0.5, probes=probes), run("grpo-sg", 0, 0.5, probes=probes[:2])]
+    (table,) = pair_tables(study(*runs))
+    row = table.rows["SAM sharpness of nll, last"]
+    assert (row["grpo"].mean, row["grpo-sg"].mean, row["difference"].mean) == (2.0, 2.0, 0.0)
+    assert str(row["difference"]) == "+0.0000 (n = 1)"
+
+
+def test_intervals_do_not_depend_on_the_order_of_the_seeds():
+    runs = pairs(12)
+    (one,), (other,) = pair_tables(study(*runs)), pair_tables(study(*(r for r in reversed(runs))))
+    renamed = pairs(12)
+    for each in renamed:  # other seeds: another order
+        each.seed = each.config["seed"] = (each.seed * 5) % 12
+    (third,) = pair_tables(study(*renamed))
+    for name, cells in one.rows.items():
+        for table in (other, third):
+            for column, cell in cells.items():
+                assert str(table.rows[name][column]) == str(cell), (name, column)
 
 
 def test_without_a_pair_or_a_third_setting_there_is_no_table():

@@ -6,14 +6,16 @@ import dataclasses
 import json
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from sharpscope.analysis import claims
-from sharpscope.analysis.claim_figures import constants_sensitivity
+from sharpscope.analysis.claim_figures import constants_sensitivity, lucky_spikes
 from sharpscope.analysis.claim_pictures import claim_pictures, constants_frame, write_claim_figures
 from sharpscope.analysis.claims import tokens
 from sharpscope.analysis.claims.tokens import Reducer, scan, steps_of
 from sharpscope.analysis.paper_tables import paper_tables, write_tables
+from sharpscope.analysis.style import lines
 from sharpscope.traces import load_run, load_runs
 from tests.analysis.claims.frames import frame_run, paired_study, study, tokens_frame
 from tests.analysis.claims.planted import MAKERS, alignment, grid
@@ -112,6 +114,16 @@ def test_figures_draw_the_numbers():
     assert right.lines[0].get_ydata() == pytest.approx([0.8])
     for claim, name in (("C12", "entropy_prediction"), ("C13", "lucky_spikes")):
         assert drawn(MAKERS[claim]("effect", rng, 4, "normal"), name) is not None
+
+
+@pytest.mark.parametrize("seeds", [2, 4])
+def test_a_step_that_one_run_recorded_out_of_turn_is_no_point_of_a_curve_over_seeds(seeds):
+    regular = [(step, seed, 0.1) for step in (10, 20, 30) for seed in range(seeds)]
+    rows = pd.DataFrame([*regular, (25, 1, 0.9)], columns=["step", "seed", "lucky"]).assign(method="grpo-sg")
+    shares = rows.assign(confident=0.2, lucky_unweighted=rows["lucky"] + 0.05, confident_unweighted=0.2)
+    left, _ = lucky_spikes(shares, lines(["grpo-sg"])).axes
+    assert [list(line.get_xdata()) for line in left.lines] == [[10, 20, 30], [10, 20, 30]]
+    assert all(line.get_ydata() == pytest.approx([y] * 3) for line, y in zip(left.lines, (0.1, 0.15), strict=True))
 
 
 def test_constants_are_read_from_labels():
