@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import re
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -44,6 +46,13 @@ _RC: Any = {
     "lines.markersize": 4, "legend.frameon": False,
     "figure.dpi": 100, "savefig.dpi": 160, "svg.hashsalt": "sharpscope", "svg.fonttype": "none", "text.usetex": False,
 }  # fmt: skip
+
+
+_CURVE = re.compile(r"[CQSTAHV]")  # what an SVG's path holds beside lines
+_PATH, _LONG = (
+    re.compile(r'\bd="[^"]*"'),
+    re.compile(r"-?\d+\.\d{3,}"),
+)  # of an SVG: coordinates of a path, and long ones among them
 
 
 @dataclass(frozen=True)
@@ -148,5 +157,14 @@ def save(figure: Figure, folder: Path, name: str) -> list[Path]:
     with styled():
         figure.savefig(paths[0], metadata={"Software": None})
         figure.set_layout_engine("none")  # the places are found; looking for them again takes as long as drawing
-        figure.savefig(paths[1], metadata={"Date": None})
+        with io.StringIO() as sink:
+            figure.savefig(sink, format="svg", metadata={"Date": None})
+            # A hundredth of a point is not to be seen, and six decimals are half of a file of curves.
+            paths[1].write_text(_PATH.sub(_rounded, sink.getvalue()), encoding="utf-8")
     return paths
+
+
+def _rounded(path: re.Match[str]) -> str:
+    short = _LONG.sub(lambda number: f"{float(number[0]):.2f}", path[0])
+    # Without curves each point after the first needs no letter of its own: lines are what is meant.
+    return short if _CURVE.search(short) else short.replace(" \nL ", " ")

@@ -72,8 +72,9 @@ def test_holm_by_hand():
 def test_bca_is_scipys_and_kinds_follow_the_number_of_clusters():
     values = np.random.default_rng(3).lognormal(size=20)
     ours = mean_interval(values, seed=1)
-    theirs = scipy.stats.bootstrap((values,), np.mean, n_resamples=4999, rng=np.random.default_rng(1))
+    theirs = scipy.stats.bootstrap((np.sort(values),), np.mean, n_resamples=4999, rng=np.random.default_rng(1))
     assert (ours.low, ours.high) == pytest.approx(tuple(theirs.confidence_interval), rel=1e-9)
+    assert mean_interval(values[::-1], seed=1) == ours and contrast_interval(values[::-1], seed=1) == ours
     kinds = [getattr(mean_interval(values[:n]), "kind", None) for n in (3, 4, 14, 15)]
     assert kinds == [None, "percentile-t", "percentile-t", "bca"]
     kinds = [getattr(contrast_interval(values[:n]), "kind", None) for n in (5, 6, 14, 15)]

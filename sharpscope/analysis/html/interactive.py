@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from html import escape
 from typing import Any
 
@@ -65,8 +66,10 @@ def plot_of(figure: Figure) -> dict[str, Any] | None:
 def _traces(axis: Axes, end: str, named: set[str]) -> list[dict[str, Any]]:
     """Bands first, so that lines lie over them; each label stands in the legend once, over all panels."""
     bands = [c for c in axis.collections if isinstance(c, PolyCollection)]
-    bars = {id(box[0]): _spans(box) for box in axis.containers if isinstance(box, ErrorbarContainer)}
-    caps = {id(cap) for box in axis.containers if isinstance(box, ErrorbarContainer) for cap in box[1]}
+    boxes = [box for box in axis.containers if isinstance(box, ErrorbarContainer)]
+    bars = {id(box[0]): _spans(box, 1) for box in boxes if box.has_yerr}
+    across = {id(box[0]): _spans(box, 0) for box in boxes if box.has_xerr}
+    caps = {id(cap) for box in boxes for cap in box[1]}
     place = {"xaxis": f"x{end}", "yaxis": f"y{end}"}
     found = [_band(band) | place for band in bands if len(band.get_paths())]
     for line in axis.get_lines():
@@ -78,12 +81,9 @@ def _traces(axis: Axes, end: str, named: set[str]) -> list[dict[str, Any]]:
             trace["customdata"] = spans
             trace["hovertemplate"] = "%{x}: %{y:.4g} [%{customdata[0]:.4g}, %{customdata[1]:.4g}]"
         if spans is not None and id(line) in bars:
-            ends = [(y, *span) for y, span in zip(trace["y"], spans, strict=True)]
-            trace["error_y"] = {
-                "array": [None if y is None or high is None else high - y for y, _, high in ends],
-                "arrayminus": [None if y is None or low is None else y - low for y, low, _ in ends],
-                "thickness": 1.2, "width": 3,
-            }  # fmt: skip
+            trace["error_y"] = _error_bars(trace["y"], spans)
+        if id(line) in across:
+            trace["error_x"] = _error_bars(trace["x"], across[id(line)])
         label = str(line.get_label())
         shown = not label.startswith("_") and label != ""
         trace |= {
@@ -145,10 +145,20 @@ def _beside(line: Line2D, bands: list[PolyCollection]) -> list[list[float | None
     return None
 
 
-def _spans(box: ErrorbarContainer) -> list[list[float | None]]:
-    """[low, high] of each point of an error bar."""
-    (bars,) = [bar for bar in box[2] if isinstance(bar, LineCollection)]
-    return [[float(segment[:, 1].min()), float(segment[:, 1].max())] for segment in bars.get_segments()]
+def _spans(box: ErrorbarContainer, direction: int) -> list[list[float | None]]:
+    """[low, high] of each point of an error bar, along x (0) or y (1)."""
+    lines = [bar for bar in box[2] if isinstance(bar, LineCollection)]
+    bars = lines[0 if direction == 0 else -1]  # matplotlib puts the horizontal ones first
+    return [[float(segment[:, direction].min()), float(segment[:, direction].max())] for segment in bars.get_segments()]
+
+
+def _error_bars(values: Sequence[float | None], spans: Sequence[Sequence[float | None]]) -> dict[str, Any]:
+    ends = [(value, *span) for value, span in zip(values, spans, strict=True)]
+    return {
+        "array": [None if value is None or high is None else high - value for value, _, high in ends],
+        "arrayminus": [None if value is None or low is None else value - low for value, low, _ in ends],
+        "thickness": 1.2, "width": 3,
+    }  # fmt: skip
 
 
 def _rulers(axis: Axes, end: str) -> list[dict[str, Any]]:
