@@ -35,7 +35,8 @@ _FIXED = {
     "grpo": (0, 0), "grpo-sg": (1, 0), "tr-grpo": (4, 0), "ar": (2, 0), "lopti": (2, 1), "ar-lopti": (2, 2),
     "cov-grpo": (3, 0), "clip-cov": (3, 1), "kl-cov": (3, 2), "gspo": (5, 0), "holder": (5, 1), "dapo": (6, 0),
     "dr-grpo": (6, 1), "cispo": (6, 2), "papo": (6, 3), "ppo-ewma": (0, 3), "high-entropy": (5, 2), "grpo-sam": (0, 1),
-    "grpo-gnp": (0, 2),
+    "grpo-gnp": (0, 2), "grpo-sg-shuffled": (2, 3), "grpo-sg-reverse": (3, 3), "grpo-sg-constant": (4, 1),
+    "grpo-sg-entropy": (5, 3), "grpo-sg-mean-one": (6, 4),
 }  # fmt: skip
 _CONTROLS = {"shuffled": 1, "reverse": 2, "constant": 3, "mean-one": 4, "entropy": 3}
 

@@ -419,7 +419,15 @@ def test_every_method_has_its_own_line_in_every_company():
     assert len({(line.color, line.dash) for line in all_lines.values()}) == len(names)
     for name in method_names():
         assert lines([name])[name] == all_lines[name] == lines([name, "grpo", "other"])[name]
-    assert all_lines["grpo-sg-shuffled"].color == all_lines["grpo-sg"].color
+    compared = [
+        "grpo",
+        "grpo-sg",
+        *(f"grpo-sg-{control}" for control in ("shuffled", "reverse", "constant", "entropy")),
+    ]
+    assert (
+        len({line.color for line in lines(compared).values()}) == 6
+    )  # curves that cross: dashes alone do not tell them
+    assert lines(["ar", "ar-shuffled"])["ar-shuffled"].color == lines(["ar"])["ar"].color
     assert len({str(dash) for dash in DASHES}) == len(DASHES)
 
 
