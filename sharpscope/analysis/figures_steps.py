@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from textwrap import fill
 
+import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -14,6 +16,11 @@ from sharpscope.analysis.frames import natural
 from sharpscope.analysis.style import GREY, Line, finish, panels, plain, styled
 
 Lines = Mapping[str, Line]
+
+CROWDED = 3
+"""Settings from which on curves of single steps would hide one another."""
+POINTS = 40
+"""Points of a curve in a crowded figure, at most."""
 
 BAND = f"line: mean over seeds; band: 95 % t-interval (below {FEWEST} seeds: a thin line each)"
 
@@ -59,16 +66,42 @@ def draw_bands(axis: Axes, values: pd.DataFrame, lines: Lines, *, x: str = "step
 def trajectories(values: pd.DataFrame, lines: Lines, quantities: Sequence[str], *, log: bool = False) -> Figure:
     """A panel for each of `quantities` (columns of `steps`) that the frame has, by step.
 
-    `log`: logarithmic axis, geometric mean over seeds; values that are not positive leave a gap.
+    Of more than CROWDED settings each point is a mean over some steps, so that POINTS are left, and the axis says so: curves of
+    single steps would hide one another.
+
+    `log`: logarithmic axis, geometric mean over seeds (and steps); values that are not positive leave a gap.
     """
     present = [name for name in quantities if (values["quantity"] == name).any()]
+    size = block_size(values)
     with styled():
         figure, axes = panels(len(present))
         for axis, name in zip(axes, present, strict=True):
-            draw_bands(axis, values[values["quantity"] == name], lines, log=log)
-            axis.set(xlabel="step", ylabel=AXES[name])
+            draw_bands(axis, in_blocks(values[values["quantity"] == name], size, log=log), lines, log=log)
+            axis.set(xlabel="step" if size == 1 else f"step (a point: the mean of {size} steps)", ylabel=AXES[name])
         finish(figure, axes)
     return figure
+
+
+def block_size(values: pd.DataFrame) -> int:
+    """Over how many steps a point is to be averaged: 1 for up to CROWDED settings, else so many that POINTS are left."""
+    if values["setting"].nunique() <= CROWDED:
+        return 1
+    return -(-values["step"].nunique() // POINTS)
+
+
+def in_blocks(values: pd.DataFrame, size: int, *, log: bool = False) -> pd.DataFrame:
+    """setting, seed, step, value with each `size` steps in a row made one: their mean (`log`: geometric), at their middle.
+
+    What is no number, or with `log` not positive, makes its block so.
+    """
+    if size == 1:
+        return values
+    first = values["step"].min()
+    block = (values["step"] - first) // size
+    ground = values.assign(value=np.log(values["value"].where(values["value"] > 0)) if log else values["value"])
+    made = ground.groupby(["setting", "seed", block.rename("block")], sort=True)
+    means = made.agg(value=("value", lambda v: v.mean(skipna=False)), step=("step", "mean")).reset_index()
+    return means.assign(value=np.exp(means["value"])) if log else means
 
 
 def reward(values: pd.DataFrame, lines: Lines) -> Figure:
@@ -132,12 +165,15 @@ def every_setting(values: pd.DataFrame, lines: Lines) -> Figure:
     sizes = values.groupby("setting").size()
     against = "grpo" if "grpo" in labels else str(sizes.idxmax())
     with styled():
-        figure, (axis,) = panels(1, width=6.4, height=0.9 + 0.24 * len(labels))
-        for place, label in enumerate(labels):
+        texts = [fill(f"{plain(label, 100)}  n = {sizes[label]}", 40) for label in labels]
+        rows = np.array([1 + 0.6 * text.count("\n") for text in texts])  # a row is as high as its label
+        places = np.cumsum(rows) - rows / 2 - 0.5  # 0, 1, 2 … where no label is folded
+        figure, (axis,) = panels(1, width=6.4, height=1.0 + 0.24 * float(rows.sum()))
+        for place, label in zip(places, labels, strict=True):
             seen = values.loc[values["setting"] == label, "value"].to_numpy(dtype=float)
             mean, half = mean_interval(seen)
             color = lines[label].color
-            named = place == len(labels) - 1  # the legend's entries, once
+            named = label == labels[-1]  # the legend's entries, once
             axis.plot(
                 seen, [place] * len(seen), "o", color=color, alpha=0.3, markersize=3, markeredgewidth=0,
                 label="a seed" if named else None,
@@ -148,8 +184,8 @@ def every_setting(values: pd.DataFrame, lines: Lines) -> Figure:
             )  # fmt: skip
         middle = float(values.loc[values["setting"] == against, "value"].mean())
         axis.axvline(middle, color=GREY, linestyle=":", linewidth=1, label=f"mean of {plain(against)}")
-        axis.set_yticks(range(len(labels)), [f"{plain(label)}  n = {sizes[label]}" for label in labels])
-        axis.set(xlabel="held-out accuracy at the last evaluation [share of completions]", ylabel="")
+        axis.set_yticks(places, texts)
+        axis.set(xlabel="held-out accuracy at the last evaluation\n[share of completions]", ylabel="")
         axis.grid(axis="y", visible=False)
         finish(figure, [axis])
     return figure

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,7 +28,11 @@ NOT_A_SETTING = (
 
 @dataclass(frozen=True)
 class Setting:
-    """Runs that differ in their seed alone. `runs` maps seed to run, all of them used."""
+    """Runs that differ in their seed alone. `runs` maps seed to run, all of them used.
+
+    `label`: the method, and in brackets what tells the setting from that of the same method with the most seeds, which has no
+    brackets (where several have the most: from all).
+    """
 
     label: str
     method: str
@@ -126,21 +130,29 @@ def _study(name: str, members: Mapping[str, Run], number: str) -> Study:
     by_setting: dict[tuple[str, str], dict[str, Run]] = defaultdict(dict)
     for run_name, run in members.items():
         by_setting[run.method, json.dumps(setting_of(run), sort_keys=True, default=str)][run_name] = run
+    used = {place: kept for place, own in by_setting.items() if (kept := _used(own, notes))}
     settings = []
-    for (method, key), own in by_setting.items():
-        rivals = [json.loads(other) for m, other in by_setting if m == method and other != key]
-        used = _used(own, notes)
-        if used:
-            label = _label(method, json.loads(key), rivals)
-            settings.append(Setting(label, method, used))
+    for (method, key), kept in used.items():
+        rivals = {other: len(its) for (m, other), its in used.items() if m == method and other != key}
+        most = max(rivals.values(), default=0)
+        if len(kept) > most:
+            label = method
+            if rivals:
+                named = _brackets(json.loads(key), map(json.loads, rivals))
+                notes.append(f"{method} alone stands for the setting of it with the most seeds: {named}.")
+        else:
+            largest = [other for other, count in rivals.items() if count == most > len(kept)]
+            against = largest if len(largest) == 1 else rivals
+            label = f"{method} ({_brackets(json.loads(key), map(json.loads, against))})"
+        settings.append(Setting(label, method, kept))
     slug = number + re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-").lower()[:40] + "_" if number else ""
     return Study(name, slug, tuple(sorted(settings, key=lambda s: s.label)), tuple(notes))
 
 
-def _label(method: str, mine: Mapping[str, Any], rivals: list[dict[str, Any]]) -> str:
-    """The method, and what tells this setting from others of the same method."""
+def _brackets(mine: Mapping[str, Any], rivals: Iterable[Mapping[str, Any]]) -> str:
+    """What tells this setting from others of the same method: `optimizer.lr=0.0002`."""
     keys = sorted({key for other in rivals for key in {*mine, *other} if mine.get(key) != other.get(key)})
-    return f"{method} ({', '.join(f'{key}={_short(mine.get(key))}' for key in keys)})" if keys else method
+    return ", ".join(f"{key}={_short(mine.get(key))}" for key in keys)
 
 
 def _short(value: Any) -> str:

@@ -120,9 +120,9 @@ def panels(count: int, *, columns: int = 2, width: float = 3.6, height: float = 
     return figure, list(grid[:count])
 
 
-def plain(text: object) -> str:
+def plain(text: object, limit: int = 60) -> str:
     """The same as a figure's label: no mathematics, and shown in legends whatever it begins with."""
-    clean = printable(text, 60)
+    clean = printable(text, limit)
     return ("\u200b" + clean if clean.startswith("_") else clean).replace("$", r"\$")
 
 

@@ -55,6 +55,18 @@ def test_seeds_are_one_setting_and_other_settings_are_told_apart(tmp_path):
     assert study.slug == "" and study.notes == () and study.horizon == 3
 
 
+def test_the_setting_with_the_most_seeds_has_the_methods_name_and_the_others_are_told_from_it(tmp_path):
+    for seed in (0, 1, 2):
+        _write(tmp_path / f"a{seed}", seed=seed)
+    for seed in (0, 1):
+        _write(tmp_path / f"b{seed}", seed=seed, config={"optimizer": {"lr": 3e-4}})
+        _write(tmp_path / f"c{seed}", seed=seed, config={"rollout": {"group_size": 4, "temperature": 1.0}})
+    (study,) = studies(load_runs(tmp_path))
+    assert study.labels == ["grpo", "grpo (optimizer.lr=0.0003)", "grpo (rollout.group_size=4)"]
+    (note,) = study.notes
+    assert note.startswith("grpo alone stands for") and "optimizer.lr=0.0001, rollout.group_size=" in note
+
+
 def test_tasks_task_settings_and_policies_are_never_one_study(tmp_path):
     _write(tmp_path / "a")
     _write(tmp_path / "b", task="math")

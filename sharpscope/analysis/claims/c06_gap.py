@@ -21,8 +21,8 @@ HELD = "learning rate"
 def grid_frame(study: Study) -> pd.DataFrame:
     """One row a run of the grid: run, method, seed, its settings, gap, and sharpness by each measure and `largest`.
 
-    Runs that differ in anything else than the grid's settings, method and seed from the greatest such family are left
-    out.
+    Left out: runs that differ in anything else than the grid's settings, method and seed from the greatest such family;
+    and a second run of one method, seed and setting, which would count a comparison twice.
     """
     places = [".".join(place) for place in GRID.values()]
     runs = study.of(study.baseline, study.treatment)
@@ -30,8 +30,15 @@ def grid_frame(study: Study) -> pd.DataFrame:
     if not family:
         return pd.DataFrame()
     common = most_common(sorted(family.values()))
-    rows = [row for name, run in runs.items() if family[name] == common and (row := _row(study, name, run)) is not None]
-    return pd.DataFrame(rows)
+    rows = [
+        row
+        for name, run in sorted(runs.items())
+        if family[name] == common and (row := _row(study, name, run)) is not None
+    ]
+    if not rows:
+        return pd.DataFrame()
+    frame = pd.DataFrame(rows)
+    return frame.drop_duplicates(["method", "seed", *(axis for axis in GRID if axis in frame)], ignore_index=True)
 
 
 def _row(study: Study, name: str, run: RunLike) -> dict[str, Any] | None:
@@ -73,6 +80,9 @@ def test(study: Study) -> Finding:
             "must vary at a fixed learning rate"
         )
     held = [HELD] if HELD in varied else []
+    # runs with no other one to be compared with (more seeds of one setting, other learning rates) are none of the grid
+    alone = frame.groupby(["method", "seed", *held])["run"].transform("size") == 1
+    frame = frame[~alone].reset_index(drop=True)
     found = {q: granulated(frame, q, axes, held) for q in MEASURES}
     main = found["asam"]
     if main is None:

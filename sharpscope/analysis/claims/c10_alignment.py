@@ -21,6 +21,7 @@ from sharpscope.analysis.claims.study import Pair, Pairing, Study, most_common
 
 NAME = "C10"
 MARGIN = 0.02
+MINIMUM = 7  # seeds of every rival
 CONTROLS = {
     "shuffled": "the same weights, their alignment with probability destroyed",
     "constant": "the same mean weight on every token",
@@ -69,20 +70,21 @@ def test(study: Study) -> Finding:
     controls = [f"{study.treatment}-{suffix}" for suffix in CONTROLS]
     lacking = [name for name in controls if not len(frames[name])]
     compared = {name: frame for name, frame in frames.items() if len(frame)}
+    rivals, aside = _rivals(compared, controls)
     others = present(*(difference_estimate(f"against {name}", frame, UNIT) for name, frame in compared.items()))
     if lacking:
         return Finding(
             missing=f"no run of {', '.join(lacking)} that pairs with one of {study.treatment}", others=others
         )
-    evidence = {name: directional(frame["difference"].to_numpy(), "higher", MARGIN) for name, frame in compared.items()}
+    evidence = {name: directional(frame["difference"].to_numpy(), "higher", MARGIN) for name, frame in rivals.items()}
     # the rival that the treatment is furthest from beating: by direction first, then by p
     strongest = max(evidence, key=lambda name: (not evidence[name][1], evidence[name][0]))
-    swept = [name for name in compared if name not in controls]
+    swept = [name for name in rivals if name not in controls]
     first = study.pairing(baseline=controls[0])
     names = {name for rival in controls for name in study.pairing(baseline=rival).names}
     return Finding(
         effect=difference_estimate(f"difference of held-out accuracy against {strongest}", compared[strongest], UNIT),
-        n=min(len(frame) for frame in compared.values()),
+        n=min(len(frame) for frame in rivals.values()),
         p_supported=max(e[0] for e in evidence.values()),
         as_claimed=all(e[1] for e in evidence.values()),
         p_refuted=min(1.0, len(evidence) * min(e[2] for e in evidence.values())),
@@ -108,10 +110,29 @@ def test(study: Study) -> Finding:
         notes=(
             f"{study.treatment} at {first.setting or 'one setting'} against {len(controls)} controls and "
             f"{len(swept)} other learning rates",
+            *(
+                f"{name} has {len(frame)} seeds, too few for the rule: shown, not a rival"
+                for name, frame in aside.items()
+            ),
             *unfinished(study),
         ),
         frames={"comparisons": pd.concat([f.assign(rival=name) for name, f in compared.items()], ignore_index=True)},
     )
+
+
+def _rivals(
+    compared: dict[str, pd.DataFrame], controls: list[str]
+) -> tuple[dict[str, pd.DataFrame], dict[str, pd.DataFrame]]:
+    """Which comparisons the rule is about, and which are only shown.
+
+    A learning rate with fewer than MINIMUM seeds (of a grid that was made for something else, say) could neither be beaten
+    nor beat anything; it is set aside where another one has enough. Where none has, all stay, and their number of seeds
+    decides.
+    """
+    swept = [name for name in compared if name not in controls]
+    enough = [name for name in swept if len(compared[name]) >= MINIMUM]
+    aside = {name: compared[name] for name in swept if enough and name not in enough}
+    return {name: frame for name, frame in compared.items() if name not in aside}, aside
 
 
 UNIT = "share of completions, treatment − rival"
@@ -123,14 +144,13 @@ CLAIM = Claim(
     "primary",
     Rule(
         "supported: held-out accuracy is higher than with shuffled, constant, reversed and entropy-aligned "
-        "weights and than "
-        "the baseline at every other learning rate tried (the largest of the sign-flip p-values over seeds); "
-        "refuted: it "
-        f"is shown to be higher than one of them by less than {MARGIN:g}",
+        "weights and than the baseline at every other learning rate tried (the largest of the sign-flip p-values over "
+        f"seeds; a rate with fewer than {MINIMUM} seeds counts only if none has as many); "
+        f"refuted: it is shown to be higher than one of them by less than {MARGIN:g}",
         "pairs of runs with one seed, fewest over the rivals",
-        7,
+        MINIMUM,
         MARGIN,
     ),
-    "at least 7 seeds of every control and of the baseline at two other learning rates",
+    f"at least {MINIMUM} seeds of every control and of the baseline at two other learning rates",
     test,
 )

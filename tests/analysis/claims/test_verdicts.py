@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -98,6 +100,27 @@ def test_a_grid_of_learning_rates_alone_is_untestable():
     assert "learning rate" in verdict(study(*runs), "C6").reason
 
 
+def test_runs_that_have_nothing_to_be_compared_with_are_none_of_the_grid():
+    """More seeds of one setting, other learning rates, and a second run of a setting change neither n nor any number."""
+    rng = np.random.default_rng(5)
+    runs = grid("effect", rng, 2, "normal")
+    before = verdict(runs, "C6")
+    assert before.n == 24
+    sizes = {"rollout": {"group_size": 8, "prompts_per_step": 24}}
+    more = [
+        frame_run(
+            m, s, config={**sizes, "optimizer": {"lr": lr}}, heldout=0.3, train=0.7, sharpness=9.0, tag=f"-x{lr:g}"
+        )
+        for m in ("grpo", "grpo-sg")
+        for s in (5, 6)
+        for lr in (1e-4, 8e-4)
+    ]
+    first = next(iter(runs.by_name.values()))
+    again = replace(first, name=f"{first.name}-again")
+    after = verdict(study(*runs.by_name.values(), *more, again), "C6")
+    assert (after.n, after.effect, after.others, after.p_value) == (24, before.effect, before.others, before.p_value)
+
+
 def test_larger_norm_of_the_hidden_state_is_no_effect_of_probability():
     rng = np.random.default_rng(0)
     runs = [frame_run(seed=s, tokens=tokens_frame(rng, 6, 200, slope=0.0, hidden_slope=1.0)) for s in range(2)]
@@ -116,6 +139,20 @@ def test_alignment_needs_every_rival():
     assert lacking.verdict == "untestable" and "grpo-sg-entropy" in lacking.reason
     unswept = verdict(alignment("effect", rng(), 7, "normal", sweep=False), "C10")
     assert unswept.verdict == "inconclusive" and "learning rates" in unswept.reason
+
+
+@pytest.mark.parametrize("tried", [False, True])
+def test_a_learning_rate_of_few_seeds_is_shown_beside_and_decides_nothing(tried):
+    """A grid made for another claim holds two seeds of plain GRPO at one more rate: C10 must not become untestable."""
+    runs = list(alignment("effect", np.random.default_rng(1), 8, "normal").by_name.values())
+    few = [frame_run("grpo", s, config={"optimizer": {"lr": 9e-4}}, heldout=0.9, tag="-few") for s in (0, 1)]
+    found = verdict(study(*runs, *(few if tried else ())), "C10")
+    assert found.verdict == "supported" and found.n == 8
+    assert any("lr 0.0009 has 2 seeds" in note for note in found.notes) is tried
+    assert any(other.name == "against grpo at lr 0.0009" for other in found.others) is tried
+    # no other rate has enough: the few decide, and they are too few
+    alone = [run for run in runs if "-hot" not in run.name]
+    assert verdict(study(*alone, *few), "C10").verdict == "untestable"
 
 
 def test_half_of_the_entropy_claim_is_not_the_whole():

@@ -1,0 +1,71 @@
+"""One look for all figures: lines that are told apart, labels that fit, files that are equal where figures are."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pandas as pd
+from matplotlib.ticker import LogLocator
+
+from sharpscope.analysis import figures_steps, figures_tokens
+from sharpscope.analysis.style import DASHES, finish, lines, panels, plain, save, styled
+from sharpscope.objective import method_names
+
+
+def test_labels_of_a_narrow_logarithmic_axis_stand_apart():
+    rest = np.linspace(0.97, 0.999, 400)
+    sample = pd.DataFrame({"logp": np.log1p(-rest), "score_norm_local": 40 * rest})
+    figure = figures_tokens.score_norm({"model": sample}, lines(["model"]), "score_norm_local")
+    figure.canvas.draw()
+    (axis,) = figure.axes
+    ticks = [*axis.xaxis.get_major_ticks(), *axis.xaxis.get_minor_ticks()]
+    boxes = sorted(
+        (tick.label1.get_window_extent() for tick in ticks if tick.label1.get_text()), key=lambda box: box.x0
+    )
+    assert len(boxes) >= 2 and all(b.x0 - a.x1 > 10 for a, b in itertools.pairwise(boxes))  # pixels; five are no gap
+
+
+def test_an_inverted_logarithmic_axis_keeps_its_decades():
+    with styled():
+        figure, (axis,) = panels(1)
+        axis.set(xscale="log", xlim=(1.0, 1e-8))
+        finish(figure, [axis])
+    figure.canvas.draw()
+    assert isinstance(axis.xaxis.get_major_locator(), LogLocator)
+
+
+def test_every_method_has_its_own_line_in_every_company():
+    names = [*method_names(), "grpo-sg-shuffled", "grpo-sg-reverse", "grpo (optimizer.lr=0.001)", "mine"]
+    all_lines = lines(names)
+    assert len({(line.color, line.dash) for line in all_lines.values()}) == len(names)
+    for name in method_names():
+        assert lines([name])[name] == all_lines[name] == lines([name, "grpo", "other"])[name]
+    compared = [
+        "grpo",
+        "grpo-sg",
+        *(f"grpo-sg-{control}" for control in ("shuffled", "reverse", "constant", "entropy")),
+    ]
+    assert (
+        len({line.color for line in lines(compared).values()}) == 6
+    )  # curves that cross: dashes alone do not tell them
+    assert lines(["ar", "ar-shuffled"])["ar-shuffled"].color == lines(["ar"])["ar"].color
+    assert len({str(dash) for dash in DASHES}) == len(DASHES)
+
+
+def test_hostile_labels_are_text_and_equal_figures_give_equal_files(tmp_path):
+    assert plain("_hidden") == "\u200b_hidden" and plain("a\x1b[31m\n") == "a?[31m?" and plain("$x$") == r"\$x\$"
+    name = "$\\frac{ <script> \x1b_a"
+    values = pd.DataFrame({"setting": name, "seed": 0, "step": [1, 2], "quantity": "reward_mean", "value": [1.0, 2.0]})
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        paths = save(figures_steps.reward(values, lines([name])), tmp_path / folder, "figure")
+    assert [p.name for p in paths] == ["figure.png", "figure.svg"]
+    for path in paths:
+        assert path.read_bytes() == (tmp_path / "a" / path.name).read_bytes()
+    assert b"<script>" not in paths[1].read_bytes()
+
+
+def test_panels_are_filled_row_by_row():
+    figure, axes = panels(3)
+    assert len(axes) == 3 == len(figure.axes)
