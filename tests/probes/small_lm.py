@@ -1,0 +1,34 @@
+"""A causal language model small enough for a dense Hessian, and functionals of it."""
+
+from __future__ import annotations
+
+import torch
+
+from sharpscope.probes.functionals import Functional, token_batch
+from tests.models import tiny_model
+
+SMALL = {
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+VOCAB, TEMPERATURE = 13, 0.8
+
+
+def small_model(**overrides):
+    return tiny_model("qwen2", vocab=VOCAB, **{**SMALL, **overrides})
+
+
+def rewards(rows: int = 3):
+    generator = torch.Generator().manual_seed(3)
+    return torch.rand(rows, generator=generator, dtype=torch.float64), torch.randn(
+        rows, generator=generator, dtype=torch.float64
+    )
+
+
+def functional(name: str, batch: dict, **rest) -> Functional:
+    reward, advantage = rewards(len(batch["input_ids"]))
+    tokens = token_batch(batch["input_ids"], batch["attention_mask"], batch["mask"], reward=reward, advantage=advantage)
+    return Functional(name, tokens, TEMPERATURE, **rest)
