@@ -45,9 +45,9 @@ def influence_by_decile(cells: pd.DataFrame) -> Figure:
 def bound_tightness(bound: pd.DataFrame) -> Figure:
     """Failures and the bound at the fixed radius along training, and the first-order term's share of it (C5).
 
-    `bound`: step, seed, rho, fixed_rho, train, heldout, sharpness, first_order, bound.
+    `bound`: step, seed, rho, fixed_rho, tested, train, heldout, sharpness, first_order, bound; only tested seeds are drawn.
     """
-    rows = bound[np.isclose(bound["rho"], bound["fixed_rho"])]
+    rows = bound[np.isclose(bound["rho"], bound["fixed_rho"]) & bound["tested"]]
     rows = rows.assign(
         first_bound=rows["train"] + rows["first_order"], tightness=rows["first_order"] / rows["sharpness"]
     )
@@ -63,7 +63,9 @@ def bound_tightness(bound: pd.DataFrame) -> Figure:
             _curve(axes[0], rows, column, label, color, dash)
         rho = float(bound["fixed_rho"].iloc[0])
         axes[0].set(
-            xlabel="step", ylabel="failure [share of completions]", title=f"rho = {rho:g}, fixed on other seeds"
+            xlabel="step",
+            ylabel="failure [share of completions]",
+            title=f"rho = {rho:g}, fixed on seeds that are not drawn",
         )
         _curve(axes[1], rows, "tightness", "", BLUE, "-")
         axes[1].axhline(1, color=GREY, linewidth=0.8)

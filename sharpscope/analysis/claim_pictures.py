@@ -43,7 +43,7 @@ def claim_pictures(
         ("C9", "influence", "influence_by_decile", "First-order influence on the held-out loss by decile of "
          "probability and sign of the advantage", figures.influence_by_decile),
         ("C5", "bound", "bound_tightness", "Held-out failure and the sharpness bound along training, its radius "
-         "fixed on other seeds", figures.bound_tightness),
+         "fixed on other seeds than those drawn", figures.bound_tightness),
         ("C6", "grid", "gap_against_sharpness", "Generalisation gap against adaptive sharpness over the grid",
          figures.gap_against_sharpness),
         ("C10", "comparisons", "shaping_ablation", "Held-out accuracy against each control and rival, paired by seed",

@@ -78,7 +78,7 @@ class Pictures:
             why = "held-out accuracy: no evaluation was recorded (evaluation.every is 0, or the runs have only begun)"
             yield Picture("accuracy", "", missing=why)
             return
-        caption = f"Accuracy on prompts that are not trained on, pooled over sizes. {BAND}."
+        caption = f"Accuracy at each evaluation, by split (`train` is trained on), pooled over sizes. {BAND}."
         yield Picture("accuracy", caption, figures_steps.evaluations(values, self.lines))
         yield from self._every_setting()
         levels = values[values["level"] != "all"]
@@ -92,7 +92,9 @@ class Pictures:
         rewards = eval_values(self.study, "reward_mean")
         if len(rewards):
             figure = figures_steps.evaluations(rewards, self.lines, "mean reward of a completion [reward]")
-            yield Picture("heldout_reward", f"Reward on prompts that are not trained on. {BAND}.", figure)
+            yield Picture(
+                "heldout_reward", f"Reward at each evaluation, by split (`train` is trained on). {BAND}.", figure
+            )
 
     def _every_setting(self) -> Iterator[Picture]:
         """Final held-out accuracy of all settings, also of those that the other figures have no room for."""

@@ -62,8 +62,10 @@ def _local(tokens: Columns, run: RunLike) -> dict[str, Any] | None:
 def reducers(study: Study) -> list[Reducer]:
     """Moments of each step, for the exact norms and for the local ones."""
 
+    inside = {id(run) for run in study.alike(study.baseline, study.treatment).values()}
+
     def of(run: RunLike) -> bool:
-        return run.method in (study.baseline, study.treatment)
+        return id(run) in inside
 
     return [
         Reducer(NAME, FULL_COLUMNS, of, _full, needs="score_norm"),
@@ -124,6 +126,7 @@ def test(study: Study) -> Finding:
         rows=rows_of({r.run: None for r in results}, "tokens", FULL_COLUMNS, "score_norm recorded and exact"),
         notes=(
             f"{sum(r.values['tokens'] for r in results)} tokens in {slope.clusters} steps of {seeds.clusters} seeds",
+            *study.elsewhere(study.baseline, study.treatment),
         ),
         frames={"sample": pd.DataFrame(sample, columns=["one_minus_pi", "score_norm", "sampling_weight"])},
     )

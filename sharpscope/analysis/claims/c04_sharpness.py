@@ -15,7 +15,7 @@ from sharpscope.analysis.claims.measures import (
     MEASURES,
     informative_groups,
     relative_difference,
-    sharpness_curve,
+    shared_curves,
     smooth_reward,
 )
 from sharpscope.analysis.claims.paired import (
@@ -75,15 +75,38 @@ def compared(study: Study, pairing: Pairing, quantity: str, matching: Matching) 
     """seed, baseline, treatment sharpness, and their relative difference as `difference`."""
 
     def measure(first: RunLike, second: RunLike) -> tuple[float, float] | None:
-        curves = sharpness_curve(first, quantity), sharpness_curve(second, quantity)
-        if not len(curves[0]) or not len(curves[1]):
+        curves = shared_curves((first, second), quantity)
+        if curves is None or any(not len(curve) for curve in curves):
             return None
-        places = matching(first, second, *curves)
+        places = matching(first, second, curves[0], curves[1])
         return None if places is None else (float(curves[0][places[0]]), float(curves[1][places[1]]))
 
     frame = study.differences(pairing, measure)
     relative = [relative_difference(a, b) for a, b in zip(frame["baseline"], frame["treatment"], strict=True)]
     return frame.assign(difference=np.array(relative, dtype=float))
+
+
+def _unmeasured(pairing: Pairing, frames: dict[str, pd.DataFrame]) -> tuple[str, ...]:
+    missing = len(pairing.pairs) - min(len(frame) for frame in frames.values())
+    return (f"{missing} pairs have no sharpness at one radius on one probe set",) if missing else ()
+
+
+def _matched(study: Study, pairing: Pairing) -> tuple[str, ...]:
+    """In how many pairs a match looks at other steps than the last one: with few probes it seldom can."""
+    notes = []
+    for name, (matching, _) in MATCHED.items():
+        other = total = 0
+        for pair in pairing.pairs if name != "step" else ():
+            runs = study.finished[pair.baseline], study.finished[pair.treatment]
+            curves = shared_curves(runs, "sam")
+            if curves is None:
+                continue
+            places, last = matching(*runs, curves[0], curves[1]), _same_step(*runs, curves[0], curves[1])
+            total += places is not None
+            other += places is not None and places != last
+        if total:
+            notes.append(f"matched {name}: another step than the last in {other} of {total} pairs")
+    return tuple(notes)
 
 
 def test(study: Study) -> Finding:
@@ -119,9 +142,15 @@ def test(study: Study) -> Finding:
         confounders=(
             PAIRED_BY_SEED,
             SAME_SETTINGS,
-            Confounder("another ruler for each method", f"one functional, {FUNCTIONAL}, on one probe set for all"),
+            Confounder(
+                "another ruler for each method", f"one functional, {FUNCTIONAL}, one probe set and one radius in a pair"
+            ),
             Confounder("scale of the weights", "the adaptive measure, which rescaling leaves alone, must be lower too"),
-            Confounder("learning speed", "compared at matched reward and at matched number of informative groups too"),
+            Confounder(
+                "learning speed",
+                "compared at matched reward and at matched number of informative groups too, as finely as the probes are spaced: the "
+                "notes say in how many pairs that is another step",
+            ),
             FINISHED_ONLY,
         ),
         others=present(*others),
@@ -132,7 +161,7 @@ def test(study: Study) -> Finding:
             f"functional {FUNCTIONAL}, quantity {' or '.join(MEASURES)}, train",
         )
         + rows_of(pairing.names, "steps", ("reward_mean", "zero_std_groups"), "all steps"),
-        notes=pairing_notes(study, pairing),
+        notes=(*_unmeasured(pairing, frames), *_matched(study, pairing), *pairing_notes(study, pairing)),
         frames={f"sharpness_{q}": frame for q, frame in frames.items()},
     )
 

@@ -8,7 +8,15 @@ import numpy as np
 import pandas as pd
 
 from sharpscope.analysis.claims.base import Claim, Condition, Confounder, Estimate, Finding, Rule, rows_of
-from sharpscope.analysis.claims.measures import FUNCTIONAL, MEASURES, gap, last_step, sharpness_curve
+from sharpscope.analysis.claims.measures import (
+    FUNCTIONAL,
+    MEASURES,
+    gap,
+    last_step,
+    probe_rows,
+    shared_curves,
+    sharpness_curve,
+)
 from sharpscope.analysis.claims.paired import unfinished
 from sharpscope.analysis.claims.study import GRID, RunLike, Study, most_common
 from sharpscope.analysis.statistics import Granulated, contrast_interval, granulated_kendall, kendall, sign_flip_p
@@ -30,10 +38,17 @@ def grid_frame(study: Study) -> pd.DataFrame:
     if not family:
         return pd.DataFrame()
     common = most_common(sorted(family.values()))
+    inside = {name: run for name, run in sorted(runs.items()) if family[name] == common}
+    measured = {name: run for name, run in inside.items() if all(len(probe_rows(run, q)) for q in MEASURES)}
+    # one ruler for all: a radius that every run has, and one probe set
+    curves = {q: shared_curves(list(measured.values()), q) for q in MEASURES} if measured else {}
+    if not curves or any(found is None for found in curves.values()):
+        return pd.DataFrame()
     rows = [
         row
-        for name, run in sorted(runs.items())
-        if family[name] == common and (row := _row(study, name, run)) is not None
+        for place, (name, run) in enumerate(measured.items())
+        if (row := _row(study, name, run, {q: found[place] for q, found in curves.items() if found is not None}))
+        is not None
     ]
     if not rows:
         return pd.DataFrame()
@@ -41,11 +56,11 @@ def grid_frame(study: Study) -> pd.DataFrame:
     return frame.drop_duplicates(["method", "seed", *(axis for axis in GRID if axis in frame)], ignore_index=True)
 
 
-def _row(study: Study, name: str, run: RunLike) -> dict[str, Any] | None:
+def _row(study: Study, name: str, run: RunLike, curves: dict[str, pd.Series]) -> dict[str, Any] | None:
     step = last_step(run)
     if step is None:
         return None
-    measured = {q: sharpness_curve(run, q) for q in (*MEASURES, "largest")}
+    measured = curves | {"largest": sharpness_curve(run, "largest")}
     value = gap(run, step)
     if value is None or not all(len(measured[q]) for q in MEASURES):
         return None
@@ -71,7 +86,9 @@ def test(study: Study) -> Finding:
     """Ψ of adaptive sharpness and gap over group size and weight decay, at fixed learning rate, method and seed."""
     frame = grid_frame(study)
     if not len(frame):
-        return Finding(missing=f"no run has a gap and sam and asam sharpness of {FUNCTIONAL}")
+        return Finding(
+            missing=f"no run has a gap and sam and asam sharpness of {FUNCTIONAL}, at a radius and on a probe set that all share"
+        )
     varied = [axis for axis in GRID if axis in frame and frame[axis].nunique() > 1]
     axes = [axis for axis in varied if axis != HELD]
     if not axes:
@@ -145,6 +162,7 @@ CLAIM = Claim(
         8,
         MARGIN,
     ),
-    "a grid learning rate × group size × weight decay with perturbation probes, 2 seeds or more",
+    "a grid learning rate × group size × weight decay with perturbation probes, 2 seeds or more; to be refuted it needs 6 strata "
+    "(methods × seeds × learning rates)",
     test,
 )

@@ -89,6 +89,10 @@ def test(study: Study) -> Finding:
             Confounder(
                 "no room for a gap", "the training set is finite and repeats; otherwise the claim is untestable"
             ),
+            Confounder(
+                "one set of puzzles",
+                "not handled where all seeds share training and held-out puzzles: the interval is over runs, not over puzzles",
+            ),
             Confounder("learning faster", "training accuracy and the gap are reported beside held-out accuracy"),
             Confounder(
                 "luck of the draw in sampling", "all runs are evaluated on the same prompts with the same draws"

@@ -52,7 +52,8 @@ def _by_decile(tokens: Columns, run: RunLike) -> dict[str, Any] | None:
 
 def reducers(study: Study) -> list[Reducer]:
     """Mean influence by decile and sign in each step of the baseline."""
-    return [Reducer(NAME, COLUMNS, lambda run: run.method == study.baseline, _by_decile, needs="heldout_influence")]
+    inside = {id(run) for run in study.alike(study.baseline).values()}
+    return [Reducer(NAME, COLUMNS, lambda run: id(run) in inside, _by_decile, needs="heldout_influence")]
 
 
 _SCALARS = ("low", "rest", "low_positive", "low_negative")
@@ -94,7 +95,10 @@ def test(study: Study) -> Finding:
             mean_estimate("all other tokens", rest, UNIT),
         ),
         rows=rows_of({r.run: None for r in results}, "tokens", COLUMNS, "heldout_influence recorded, advantage not 0"),
-        notes=(f"{frame['seed'].nunique()} seeds, {frame['step'].nunique()} recorded steps",),
+        notes=(
+            f"{frame['seed'].nunique()} seeds, {frame['step'].nunique()} recorded steps",
+            *study.elsewhere(study.baseline),
+        ),
         frames={"influence": cells},
     )
 

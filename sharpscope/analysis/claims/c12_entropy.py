@@ -40,8 +40,8 @@ def _predicted(tokens: Columns, run: RunLike) -> dict[str, Any] | None:
 
 def reducers(study: Study) -> list[Reducer]:
     """Mean of c·polarity in each step of baseline and treatment."""
-    methods = (study.baseline, study.treatment)
-    return [Reducer(NAME, COLUMNS, lambda run: run.method in methods, _predicted, needs="polarity")]
+    inside = {id(run) for run in study.alike(study.baseline, study.treatment).values()}
+    return [Reducer(NAME, COLUMNS, lambda run: id(run) in inside, _predicted, needs="polarity")]
 
 
 def prediction_frame(study: Study) -> pd.DataFrame:

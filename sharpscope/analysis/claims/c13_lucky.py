@@ -49,8 +49,8 @@ def _shares(tokens: Columns, run: RunLike) -> dict[str, Any] | None:
 
 def reducers(study: Study) -> list[Reducer]:
     """Shares of Σ|c|·norm in each step of baseline and treatment, with the weights and without."""
-    methods = (study.baseline, study.treatment)
-    return [Reducer(NAME, COLUMNS, lambda run: run.method in methods, _shares, needs="score_norm_local")]
+    inside = {id(run) for run in study.alike(study.baseline, study.treatment).values()}
+    return [Reducer(NAME, COLUMNS, lambda run: id(run) in inside, _shares, needs="score_norm_local")]
 
 
 def share_frame(results: list[Reduced]) -> pd.DataFrame:

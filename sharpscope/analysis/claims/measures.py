@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -143,13 +143,34 @@ def probe_rows(run: RunLike, quantity: str, functional: str = FUNCTIONAL, probe_
 
 
 @per_run
-def sharpness_curve(run: RunLike, quantity: str, functional: str = FUNCTIONAL) -> pd.Series:
-    """Step → sharpness. Of several radii the middle one of the grid is taken, the same at every step."""
+def sharpness_curve(
+    run: RunLike, quantity: str, functional: str = FUNCTIONAL, radii: tuple[float, ...] | None = None
+) -> pd.Series:
+    """Step → sharpness. Of several radii the middle one is taken, the same at every step: of `radii`, or of the run's own."""
     rows = probe_rows(run, quantity, functional)
-    radii = np.sort(rows["rho"].dropna().unique())
-    if len(radii):
-        rows = rows[np.isclose(rows["rho"], radii[(len(radii) - 1) // 2], rtol=1e-6)]
+    grid = _radii(rows) if radii is None else radii
+    if len(grid):
+        rows = rows[np.isclose(rows["rho"], grid[(len(grid) - 1) // 2], rtol=1e-6)]
     return rows.groupby("step")["value"].mean()
+
+
+def shared_curves(runs: Sequence[RunLike], quantity: str, functional: str = FUNCTIONAL) -> list[pd.Series] | None:
+    """`sharpness_curve` of each run at one radius, the middle one of those that all have, on one probe set.
+
+    None where a run has no value, where no radius is everyone's, or where the probe sets differ: these are different rulers.
+    """
+    found = [probe_rows(run, quantity, functional) for run in runs]
+    if any(not len(rows) for rows in found) or len({frozenset(rows["probe_set"]) for rows in found}) > 1:
+        return None
+    own = [_radii(rows) for rows in found]
+    shared = tuple(sorted(set(own[0]).intersection(*own[1:])))
+    if any(own) and not shared:
+        return None
+    return [sharpness_curve(run, quantity, functional, shared) for run in runs]
+
+
+def _radii(rows: pd.DataFrame) -> tuple[float, ...]:
+    return tuple(sorted({float(f"{rho:.9g}") for rho in rows["rho"].dropna()}))  # as float32 or not, one number
 
 
 @per_run

@@ -81,19 +81,25 @@ def fit_exponential(t: Array, reward: Array, keep: NDArray[np.bool_] | None = No
 
 
 def blocks(count: int) -> NDArray[np.int_]:
-    """(count,) fold of each step: short blocks dealt to FOLDS in turn, so that every part of a curve is predicted."""
-    return (np.arange(count) // max(2, count // 40)) % FOLDS
+    """(count,) fold of each step: short blocks dealt to FOLDS in turn, so that every part of a curve but its start is predicted.
+
+    The first block is in no fold (−1): it is always fitted. Without it a fast drop is extrapolated without bound, to a first
+    reward of −1,000 where rewards end at −3, and that one point decides.
+    """
+    block = np.arange(count) // max(2, count // 40)
+    return np.where(block == 0, -1, (block - 1) % FOLDS)
 
 
 def prediction_errors(t: Array, reward: Array) -> tuple[float, float]:
-    """Mean squared error of (oscillator, exponential) on blocks of steps that were not fitted."""
+    """Mean squared error of (oscillator, exponential) on blocks of steps that were not fitted; the first block is not scored."""
     fold = blocks(len(t))
     errors = np.zeros(2)
     for k in range(FOLDS):
         keep = fold != k
         for i, fit in enumerate((fit_oscillator, fit_exponential)):
             errors[i] += float(np.sum((fit(t, reward, keep).curve - reward)[~keep] ** 2))
-    return float(errors[0] / len(t)), float(errors[1] / len(t))
+    scored = int((fold >= 0).sum())
+    return float(errors[0] / scored), float(errors[1] / scored)
 
 
 def noise_variance(reward: Array) -> float:

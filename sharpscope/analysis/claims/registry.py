@@ -60,7 +60,7 @@ def test_claims(
     """A verdict for each claim, on the runs there are.
 
     The primary claims (C4, C7, C10) share one error rate by Holm's method, and all of them are tested whichever are
-    asked for, so that a verdict does not depend on what else was asked. One that cannot be tested counts as p = 1.
+    asked for, so that a verdict does not depend on what else was asked. One with nothing to compute a p from counts as p = 1.
 
     Args:
         runs: from `load_runs`; unfinished ones are left out and named.

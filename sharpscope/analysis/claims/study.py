@@ -184,6 +184,38 @@ class Study:
         config = _without(run.config, [*IGNORED, *self.ignore, *extra])
         return json.dumps({"task": run.task, "config": config}, sort_keys=True, default=str)
 
+    @cached_property
+    def ground(self) -> RunLike | None:
+        """A run of the setting that is looked at: that of the pairs, or where there is no pair the one with the most runs."""
+        pairs = self.pairing().pairs
+        if pairs:
+            return self.finished[pairs[0].baseline]
+        runs = self.of(self.baseline, self.treatment)
+        if not runs:
+            return None
+        cells = {name: self.cell(run) for name, run in sorted(runs.items())}
+        common = most_common(list(cells.values()))
+        return next(runs[name] for name, cell in cells.items() if cell == common)
+
+    def alike(self, *methods: str, but: Sequence[str] = ()) -> dict[str, RunLike]:
+        """Finished runs of some methods with the task and settings of `ground`, apart from the dotted places `but`.
+
+        What is said of single runs or tokens is said of these: other learning rates and other tasks would be mixed into it.
+        """
+        if self.ground is None:
+            return {}
+        wanted = self.cell(self.ground, but)
+        return {name: run for name, run in self.of(*methods).items() if self.cell(run, but) == wanted}
+
+    def elsewhere(self, *methods: str) -> tuple[str, ...]:
+        """A note on runs of these methods with another task or other settings, which `alike` leaves out."""
+        inside = self.alike(*methods)
+        names = [name for name in self.of(*methods) if name not in inside]
+        if not names:
+            return ()
+        listed = ", ".join(names[:3]) + (" …" if len(names) > 3 else "")
+        return (f"{len(names)} runs of other settings or tasks are not used: {listed}",)
+
     def pairing(self, treatment: str | None = None, baseline: str | None = None) -> Pairing:
         """Pairs by seed in the setting that has most of them; ties go to the setting named first.
 

@@ -107,7 +107,7 @@ def test_figures_draw_the_numbers():
     bounds = MAKERS["C5"]("effect", rng, 6, "normal")
     left, right = drawn(bounds, "bound_tightness").axes
     (tested,) = claims.test_claims(bounds, ["C5"])
-    rows = tested.frames["bound"].query("rho == fixed_rho")
+    rows = tested.frames["bound"].query("rho == fixed_rho and tested")
     heights = {line.get_label(): line.get_ydata()[0] for line in left.lines}
     assert heights["training failure + sharpness"] == pytest.approx((rows["train"] + rows["sharpness"]).mean())
     assert heights["held-out failure"] == pytest.approx(rows["heldout"].mean())
