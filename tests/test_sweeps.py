@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -119,6 +120,25 @@ def test_finished_runs_stay_interrupted_go_on_failed_wait(sweep_file):
     update_run_info(runs[0].run_dir, status="interrupted")
     assert execute(runs, workers=1, threads=1).finished == [runs[0].run_dir.name]
     assert sharpscope.load_run(runs[0].run_dir).info["status"] == "finished"
+
+
+def test_a_run_of_other_settings_does_not_count_as_the_planned_one(sweep_file):
+    (grpo, _) = plan_sweep(read_sweep(sweep_file()))
+    grpo.run_dir.mkdir(parents=True)
+    config = grpo.config.model_dump(mode="json")
+    info = {"method": "grpo", "task": "toy", "seed": 0, "status": "finished", "steps_done": 2}
+    config |= {"threads": 7, "a_setting_of_another_version": 1}
+    (grpo.run_dir / "run.json").write_text(json.dumps(info | {"config": config}))
+    assert plan_sweep(read_sweep(sweep_file()))[0].status == "finished"
+    changed = sweep_file()
+    data = yaml.safe_load(changed.read_text())
+    data["base"]["steps"] = 3
+    data["base"].setdefault("optimizer", {})["lr"] = 0.25
+    changed.write_text(yaml.safe_dump(data))
+    with pytest.raises(
+        UserError, match=r"holds a run of other settings: steps = 2 there, 3 planned; optimizer\.lr = .* there, 0\.25"
+    ):
+        plan_sweep(read_sweep(changed))
 
 
 def test_a_run_that_fails_is_reported_and_does_not_stop_the_others(sweep_file, tmp_path: Path):

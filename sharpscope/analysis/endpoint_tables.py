@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from sharpscope.analysis.claims.measures import TEMPERATURE, accuracy, evaluations, last_step, sharpness_curve
+from sharpscope.analysis.claims.measures import TEMPERATURE, accuracy, evaluations, last_step, per_run, sharpness_curve
 from sharpscope.analysis.claims.study import Pairing, RunLike, Study
 from sharpscope.analysis.paper_tables import Cell, PaperTable
 from sharpscope.analysis.statistics import contrast_interval, mean_interval
@@ -76,7 +76,8 @@ def _pair_table(study: Study, pairing: Pairing, title: Titled) -> PaperTable:
         f"{second} and {first}, paired by seed. Study {title.name}, {pairing.setting}, {_span(steps)} steps{left}. Mean and 95 % "
         f"interval over seeds; difference: {second} − {first}. Accuracies at temperature {TEMPERATURE:g}; `last`, `first`: at the "
         f"last and first step that both runs of a pair have; `late`: mean of the last {LATE:.0%} of the steps. Curvature and "
-        "sharpness: training half of the probe set. The intervals describe; the claims test."
+        "sharpness: training half of the probe set. Weight by the gradient carried: tokens counted by |c|·‖∇ log π‖/w (local "
+        "norm). The intervals describe; the claims test."
     )
     return PaperTable(f"{title.slug}pair", caption, rows, (first, second, "difference", "pairs"), stub="quantity")
 
@@ -105,7 +106,8 @@ def setting_tables(runs: Runs, *, baseline: str = "grpo") -> list[PaperTable]:
         caption = (
             f"Every setting with finished runs. Study {study.name}, accuracy at temperature {TEMPERATURE:g} at each run's last "
             f"evaluation; late reward: mean of the last {LATE:.0%} of the steps; sharpness: SAM, `nll`, training half of the probe "
-            "set, last round. Mean and 95 % interval over seeds; differences paired by seed, uncorrected for how many are looked at."
+            "set, last round; weight by gradient: mean token weight, tokens counted by |c|·‖∇ log π‖/w (local norm), which is what the "
+            "weights do to the gradient. Mean and 95 % interval over seeds; differences paired by seed, uncorrected for how many are looked at."
         )
         made.append(PaperTable(f"{study.slug}settings", caption, rows, columns, stub="setting"))
     return made
@@ -154,6 +156,34 @@ def _whole(*columns: str) -> Measure:
     return measure
 
 
+def _by_pull(moment: int) -> Measure:
+    """Mean (`moment` 1) or standard deviation (2) of the token weight, tokens counted by the gradient they carry without it.
+
+    That is |c|·‖∇ log π‖/w with the local norm. A plain mean over tokens is about tokens that carry none: most are near certain.
+    """
+
+    def measure(run: RunLike, *others: RunLike) -> float | None:
+        return _pull_moments(run)[moment - 1]
+
+    return measure
+
+
+@per_run
+def _pull_moments(run: RunLike) -> tuple[float, float]:
+    """Mean and standard deviation of the weight by pull, over the recorded tokens that have a norm; NaN without any."""
+    if not run.token_steps:
+        return float("nan"), float("nan")
+    tokens = run.tokens(run.token_steps, ["loss_coef", "score_norm_local", "weight"])
+    weight = tokens["weight"].to_numpy(dtype=float)
+    pull = tokens["loss_coef"].abs().to_numpy(dtype=float) * tokens["score_norm_local"].to_numpy(dtype=float)
+    good = np.isfinite(pull) & (pull > 0) & (weight > 0)
+    if not good.any():
+        return float("nan"), float("nan")
+    weight, carried = weight[good], pull[good] / weight[good]
+    mean = float(np.average(weight, weights=carried))
+    return mean, float(np.average((weight - mean) ** 2, weights=carried) ** 0.5)
+
+
 def _probed(quantity: str, functional: str, end: int) -> Measure:
     """The first (`end` 0) or last (−1) probed value that converged in the run and in the others."""
 
@@ -173,6 +203,7 @@ SETTING_QUANTITIES = (
     Quantity("training", _last_accuracy("train")),
     Quantity("late reward", _late("reward_mean")),
     Quantity("sharpness", _probed("sam", "nll", -1), 4),
+    Quantity("weight by gradient", _by_pull(1)),
 )
 PROBED = (("sam", "SAM sharpness", 4), ("largest", "largest eigenvalue", 2), ("trace", "trace of the Hessian", 1))
 
@@ -189,6 +220,8 @@ def _quantities(study: Study, pairing: Pairing) -> Iterator[Quantity]:
     yield Quantity("gradient norm, geometric mean [L2, parameters]", _geometric("grad_norm"), 4)
     yield Quantity("token entropy, late [nats]", _late("entropy_mean"), 4)
     yield Quantity("mean token weight", _whole("weight_mean"))
+    yield Quantity("token weight by the gradient carried, mean", _by_pull(1))
+    yield Quantity("token weight by the gradient carried, standard deviation", _by_pull(2))
     yield Quantity("effective sample size of the weights [share]", _whole("weight_ess"))
     yield Quantity("share of tokens clipped", _whole("clip_fraction_low", "clip_fraction_high"), 7)
     functionals = sorted({str(name) for run in runs for name in run.probes["functional"].dropna().unique()})

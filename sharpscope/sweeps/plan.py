@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,9 @@ from sharpscope.config import RunConfig, build_config, check_keys, merge, read_y
 from sharpscope.errors import UserError, nearest
 from sharpscope.sweeps.spec import SweepPart, SweepSpec
 from sharpscope.traces import lock_owner, read_run_info
+
+NOT_COMPARED = ("name", "out", "threads", "device")
+"""What may differ between a planned run and the one in its folder: where and how it was computed."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +66,8 @@ def plan_sweep(spec: SweepSpec, smoke: bool = False, only: Sequence[str] = ()) -
         only: names of the parts wanted; none: all.
 
     Raises:
-        UserError: a combination that is no valid configuration, two runs that would share a folder, an unknown part.
+        UserError: a combination that is no valid configuration, two runs that would share a folder, an unknown part, a folder
+            that holds a run of other settings than planned: it would count as the planned one.
     """
     for name in only:
         if name not in spec.parts:
@@ -74,6 +78,8 @@ def plan_sweep(spec: SweepSpec, smoke: bool = False, only: Sequence[str] = ()) -
     }  # all are checked, whatever is wanted
     runs = [run for name, several in planned.items() for run in several if not only or name in only]
     _check_folders([run for several in planned.values() for run in several])
+    for run in runs:
+        _check_kept(run)
     return runs
 
 
@@ -93,6 +99,36 @@ def _check_folders(runs: Sequence[PlannedRun]) -> None:
         if run.run_dir in folders:
             raise UserError(f"sweep: two runs would share the folder {run.run_dir}; name every setting once")
         folders[run.run_dir] = run
+
+
+def _check_kept(run: PlannedRun) -> None:
+    """A run that is there has the settings planned for it; a setting that only one of both versions knows is not compared."""
+    if not (run.run_dir / "run.json").exists():
+        return
+    there = read_run_info(run.run_dir)["config"]
+    found = list(_differing(there, run.config.model_dump(mode="json")))
+    if found:
+        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+        raise UserError(
+            f"sweep: {run.run_dir} holds a run of other settings: {'; '.join(found[:3])}{more}. Give the sweep another `out`, or "
+            "move that folder away"
+        )
+
+
+def _differing(there: Mapping[str, Any], planned: Mapping[str, Any], place: str = "") -> Iterator[str]:
+    for key in planned:
+        here = f"{place}{key}"
+        if key not in there or here in NOT_COMPARED:
+            continue
+        old, new = there[key], planned[key]
+        if isinstance(old, Mapping) and isinstance(new, Mapping) and old.get("kind") == new.get("kind"):
+            yield from _differing(old, new, f"{here}.")
+        elif old != new:
+            yield f"{here} = {_named(old)} there, {_named(new)} planned"
+
+
+def _named(value: Any) -> str:
+    return str(value["kind"]) if isinstance(value, Mapping) and "kind" in value else str(value)
 
 
 def _plan(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pandas as pd
 import pytest
 from scipy import stats
 
@@ -116,3 +117,21 @@ def test_without_a_pair_or_a_third_setting_there_is_no_table():
     unfinished = run("gspo", 0, 0.5)
     unfinished.status = "running"
     assert [table.name for table in endpoint_tables(study(*pairs(2), unfinished))] == ["pair"]
+
+
+def test_weights_count_by_the_gradient_that_tokens_carry_without_them():
+    """Nine certain tokens of weight 1.4 carry next to nothing, one unlikely token of weight 1 all the rest."""
+    tokens = pd.DataFrame({
+        "step": 1, "loss_coef": [-0.14] * 9 + [0.1, 0.1, 0.0], "score_norm_local": [0.01] * 9 + [2.0, np.nan, 5.0],
+        "weight": [1.4] * 9 + [1.0, 1.2, 1.2],
+    })  # fmt: skip
+    runs = [run("grpo", s, 0.5, tokens=tokens.assign(weight=1.0)) for s in range(2)]
+    runs += [run("grpo-sg", s, 0.5, weight=1.36, tokens=tokens) for s in range(2)]
+    (table,) = pair_tables(study(*runs))
+    carried = np.array([0.001] * 9 + [0.2])
+    mean = (9 * 0.001 * 1.4 + 0.2) / carried.sum()
+    spread = (9 * 0.001 * (1.4 - mean) ** 2 + 0.2 * (1 - mean) ** 2) / carried.sum()
+    assert table.rows["token weight by the gradient carried, mean"]["grpo-sg"].mean == pytest.approx(mean)
+    assert table.rows["token weight by the gradient carried, mean"]["grpo"].mean == pytest.approx(1)
+    deviation = table.rows["token weight by the gradient carried, standard deviation"]["grpo-sg"].mean
+    assert deviation == pytest.approx(spread**0.5)
