@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from sharpscope.analysis.claims.measures import TEMPERATURE, accuracy, evaluations, last_step, per_run, sharpness_curve
+from sharpscope.analysis.claims.measures import TEMPERATURE, accuracy, evaluations, last_step, per_run, shared_curves
 from sharpscope.analysis.claims.study import Pairing, RunLike, Study
 from sharpscope.analysis.paper_tables import Cell, PaperTable
 from sharpscope.analysis.statistics import contrast_interval, mean_interval
@@ -188,11 +188,9 @@ def _probed(quantity: str, functional: str, end: int) -> Measure:
     """The first (`end` 0) or last (−1) probed value that converged in the run and in the others."""
 
     def measure(run: RunLike, *others: RunLike) -> float | None:
-        curve = sharpness_curve(run, quantity, functional)
-        shared = set(curve.index).intersection(
-            *(sharpness_curve(other, quantity, functional).index for other in others)
-        )
-        return float(curve[sorted(shared)[end]]) if shared else None
+        curves = shared_curves([run, *others], quantity, functional)
+        shared = set(curves[0].index).intersection(*(curve.index for curve in curves[1:])) if curves else set()
+        return float(curves[0][sorted(shared)[end]]) if curves and shared else None
 
     return measure
 
@@ -210,12 +208,11 @@ PROBED = (("sam", "SAM sharpness", 4), ("largest", "largest eigenvalue", 2), ("t
 
 def _quantities(study: Study, pairing: Pairing) -> Iterator[Quantity]:
     runs = [study.finished[name] for name in pairing.names]
-    evaluated = sorted(set.intersection(*(set(evaluations(run, "heldout")) for run in runs)))
-    chosen = [evaluated[i] for i in sorted({0, len(evaluated) // 2, len(evaluated) - 1})] if evaluated else []
-    for step in chosen:
-        yield Quantity(f"held-out accuracy, step {step}", _accuracy_at("heldout", step))
-    for split, name in (("unseen", "unseen"), ("train", "training")):
-        yield Quantity(f"{name} accuracy, last", _last_accuracy(split))
+    for split, name in (("heldout", "held-out"), ("train", "training")):
+        evaluated = sorted(set.intersection(*(set(evaluations(run, split)) for run in runs)))
+        for step in [evaluated[i] for i in sorted({0, len(evaluated) // 2, len(evaluated) - 1})] if evaluated else []:
+            yield Quantity(f"{name} accuracy, step {step}", _accuracy_at(split, step))
+    yield Quantity("unseen accuracy, last", _last_accuracy("unseen"))
     yield Quantity("reward, late", _late("reward_mean"), 2)
     yield Quantity("gradient norm, geometric mean [L2, parameters]", _geometric("grad_norm"), 4)
     yield Quantity("token entropy, late [nats]", _late("entropy_mean"), 4)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from sharpscope.analysis import claims
+from sharpscope.analysis.claims.oscillator import prediction_errors
 from sharpscope.errors import UserError
 from tests.analysis.claims.frames import frame_run, paired_study, study, tokens_frame
 from tests.analysis.claims.planted import MAKERS, SEEDS, alignment, entropy, grid
@@ -207,3 +208,75 @@ def test_paired_effect_equals_the_mean_of_the_differences():
 
 def test_no_runs_at_all_is_untestable_everywhere():
     assert {v.verdict for v in claims.test_claims(study())} == {"untestable"}
+
+
+@pytest.mark.parametrize("claim", ["C2", "C3", "C5", "C9", "C11", "C12", "C13"])
+def test_other_settings_and_other_tasks_are_mixed_into_no_claim(claim):
+    """Runs at another learning rate and of another task, with the opposite truth and other seeds, change nothing but a note."""
+    runs = list(made(claim, "effect").by_name.values())
+    seeds = sorted({run.seed for run in runs})[: max(1, len({run.seed for run in runs}) - 1)]
+    others = []
+    for run in made(claim, "wrong", stream=1).by_name.values():
+        if run.seed in seeds:
+            hot = {**run.config, "optimizer": {**run.config["optimizer"], "lr": 9e-4}}
+            others.append(replace(run, name=f"hot-{run.name}", seed=run.seed + 50, config=hot))
+            others.append(replace(run, name=f"math-{run.name}", seed=run.seed + 70, task="math"))
+    alone, among = verdict(study(*runs), claim), verdict(study(*others, *runs), claim)
+    assert (alone.verdict, alone.n, alone.effect) == (among.verdict, among.n, among.effect)
+    assert alone.p_value == among.p_value
+
+
+def test_a_curve_whose_start_is_fast_is_not_judged_by_its_extrapolation():
+    """The drop lies in the first steps: without them any drop fits, and a prediction of the first step can be off by thousands."""
+    rng = np.random.default_rng(0)
+    t = np.arange(1, 151.0)
+    for _ in range(5):
+        reward = 2 - 3 * np.exp(-1.5 * (t - 1)) + rng.normal(0, 0.4, 150)
+        ours, rival = prediction_errors(t, reward)
+        assert 0.1 < ours < 0.4 and 0.1 < rival < 0.4
+
+
+def test_dominance_says_where_its_margin_cannot_be_reached():
+    """Nearly all tokens certain: the null's top tenth holds everything, and no norm could hold more."""
+    rng = np.random.default_rng(0)
+    runs = []
+    for seed in range(2):
+        tokens = tokens_frame(rng, 8, 200, concentration=1.5)
+        rare = np.arange(len(tokens)) % 20 == 0
+        tokens["logp"] = np.where(rare, np.log(0.5), np.log1p(-1e-6))
+        runs.append(frame_run(seed=seed, tokens=tokens))
+    found = verdict(study(*runs), "C3")
+    assert found.verdict == "untestable" and "no room for 0.05 more" in found.reason
+    assert any(other.name == "share of the top tenth beyond the null's" for other in found.others)
+
+
+def test_sharpness_is_compared_at_a_radius_and_on_a_probe_set_that_both_runs_have():
+    """The treatment was probed at smaller radii alone, where any run is less sharp: that is no effect of the method."""
+    runs = []
+    for seed in range(8):
+        for method, radii in (("grpo", (0.01, 0.05, 0.5)), ("grpo-sg", (0.01, 0.05))):
+            rows = [
+                {"step": 40, "quantity": q, "rho": rho, "value": 10 * rho * (1 + 0.1 * seed)}
+                for q in ("sam", "asam")
+                for rho in radii
+            ]
+            runs.append(frame_run(method, seed, probes=rows))
+    found = verdict(study(*runs), "C4")
+    assert found.verdict != "supported" and found.effect.value == 0 and found.n == 8
+    for run in runs:
+        if run.method == "grpo-sg":
+            run.probes["probe_set"] = "train-1"
+    elsewhere = verdict(study(*(replace(run) for run in runs)), "C4")
+    assert elsewhere.verdict == "untestable" and "sharpness" in elsewhere.reason
+
+
+def test_the_noise_share_is_of_one_gradient():
+    """1 − unbiased/naive of the same draws: the training step's own norm, of other prompts and with weights, is not in it."""
+    runs = []
+    for seed in range(6):
+        for method, unbiased in (("grpo", 1.0), ("grpo-sg", 1.5)):
+            values = {"squared_gradient_norm": unbiased, "squared_gradient_norm_naive": 2.0}
+            rows = [{"step": 40, "functional": "surrogate", "quantity": q, "value": v} for q, v in values.items()]
+            runs.append(frame_run(method, seed, probes=rows, columns={"grad_norm": 77.0 + np.arange(40) % 7}))
+    (noise,) = [other for other in verdict(study(*runs), "C8").others if "noise share" in other.name]
+    assert noise.value == pytest.approx(0.25 - 0.5)
