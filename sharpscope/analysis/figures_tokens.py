@@ -22,14 +22,20 @@ REST = "1 − π, one minus the token's probability"
 SMALLEST = 1e-8  # where 1 − π is 0 in float32, it is drawn here
 
 
-def weights(samples: Samples, shapings: Mapping[str, Mapping[str, Any]], lines: Lines) -> Figure:
-    """Token weights: the function of its own input (a panel for each kind of input), and what was observed against π.
+def weights(
+    samples: Samples, shapings: Mapping[str, Mapping[str, Any]], lines: Lines, carried: pd.DataFrame | None = None
+) -> Figure:
+    """Token weights: the function of its own input (a panel for each kind of input), what was observed against π, and where
+    along π the gradient is that they multiply.
 
-    `samples`: setting -> tokens with logp, logit, entropy, weight. `shapings`: setting -> resolved shaping.
+    `samples`: setting -> tokens with logp, logit, entropy, weight. `shapings`: setting -> resolved shaping. `carried`: tokens with
+    logp, loss_coef, weight and score_norm_local, of all settings together; None leaves the last panel out.
     """
     inputs = sorted({name for name in map(weight_input, shapings.values()) if name is not None})
     with styled():
-        figure, axes = panels(len(inputs) + 1)
+        figure, axes = panels(len(inputs) + 1 + (carried is not None))
+        if carried is not None:
+            _carried(axes.pop(), carried)
         for axis, name in zip(axes, inputs, strict=False):
             for label, shaping in shapings.items():
                 if weight_input(shaping) == name:
@@ -40,8 +46,25 @@ def weights(samples: Samples, shapings: Mapping[str, Mapping[str, Any]], lines: 
             _quantiles(axes[-1], rest, tokens["weight"].to_numpy(dtype=float), lines[label], label)
         axes[-1].set(xscale="log", xlabel=REST, ylabel="weight w", title="observed: median, 10 to 90 %")
         axes[-1].invert_xaxis()
-        finish(figure, axes)
+        finish(figure, list(figure.axes))
     return figure
+
+
+def _carried(axis: Axes, tokens: pd.DataFrame) -> None:
+    """Share of the tokens, and of the gradient |c|·‖∇ ln π‖/w that they carry without their weights, at 1 − π or above."""
+    rest = np.maximum(complement(tokens["logp"].to_numpy()), SMALLEST)
+    weight = tokens["weight"].to_numpy(dtype=float)
+    pull = tokens["loss_coef"].abs().to_numpy(dtype=float) * tokens["score_norm_local"].to_numpy(dtype=float)
+    carried = np.where(weight > 0, pull / np.where(weight > 0, weight, 1.0), 0.0)
+    order = np.argsort(-rest, kind="stable")
+    for values, label, color, dash in (
+        (carried, "gradient carried without weights", BLACK, "-"),
+        (np.ones(len(rest)), "tokens", GREY, "--"),
+    ):
+        share = np.cumsum(values[order]) / values.sum()
+        axis.plot(rest[order], share, color=color, linestyle=dash, label=label)
+    axis.set(xscale="log", xlabel=REST, ylabel="share at this 1 − π or above", title="where the gradient is")
+    axis.invert_xaxis()
 
 
 def _function(axis: Axes, name: str, tokens: pd.DataFrame, shaping: Mapping[str, Any], line: Line, label: str) -> None:

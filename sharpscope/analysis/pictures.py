@@ -129,8 +129,14 @@ class Pictures:
         samples = {s.label: samples[s.label] for s in weighted if s.label in samples}
         if samples:
             shapings = {s.label: shaping_of(next(iter(s.runs.values())).info) for s in weighted if s.label in samples}
-            caption = "Token weights: as a function, and as observed against the probability of the token."
-            yield Picture("weights", caption, figures_tokens.weights(samples, shapings, self.lines))
+            parts = [part[part["loss_coef"] != 0] for part in self._samples(CARRIED).values()]
+            carried = pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
+            caption = (
+                "Token weights: as a function, as observed against the probability of the token, and where along it the gradient is that "
+                "they multiply (|c|·‖∇ ln π‖/w with the local norm; tokens of all settings that have a loss coefficient)."
+            )
+            figure = figures_tokens.weights(samples, shapings, self.lines, carried if len(carried) else None)
+            yield Picture("weights", caption, figure)
         else:
             yield Picture("weights", "", missing="observed weights: no token rows (recording.tokens_every is 0)")
         caption = f"Token weights by step: mean, effective sample size, share on a bound. {BAND}."
@@ -280,6 +286,7 @@ class Pictures:
         return found
 
 
+CARRIED = ["logp", "loss_coef", "weight", "score_norm_local"]
 BARS = "Bars: 95 % t-interval over seeds"
 BAND = f"Line: mean over seeds; band: 95 % t-interval, below {FEWEST} seeds a thin line each"
 

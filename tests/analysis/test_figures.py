@@ -48,6 +48,20 @@ def test_weight_function_is_the_objectives_and_observations_are_quantiles(study)
     assert len(x) == len(y)
 
 
+def test_where_the_gradient_is_that_weights_multiply(study):
+    tokens = pd.DataFrame({
+        "logp": np.log([0.5, 0.9, 0.999]), "loss_coef": [-0.2, 0.1, 0.3], "weight": [1.0, 2.0, 1.5],
+        "score_norm_local": [1.0, 0.4, 0.01],
+    })  # fmt: skip
+    samples = _sampled(study, ["logp", "logit", "entropy", "weight"])
+    axis = figures_tokens.weights(samples, {"grpo-sg": SIGMOID}, lines(study.labels), tokens).axes[-1]
+    carried = np.array([0.2, 0.02, 0.002])
+    x, y = line(axis, "gradient carried without weights")
+    np.testing.assert_allclose(x, [0.5, 0.1, 0.001], rtol=1e-4)
+    np.testing.assert_allclose(y, carried.cumsum() / carried.sum())
+    np.testing.assert_allclose(line(axis, "tokens")[1], [1 / 3, 2 / 3, 1])
+
+
 def _objective_weights(shaping, u, name="logit"):
     from pydantic import TypeAdapter
 
