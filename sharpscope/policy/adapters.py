@@ -17,6 +17,7 @@ from sharpscope.errors import UserError
 from sharpscope.policy.spec import LoraSpec
 
 ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 
 def has_adapters(model: nn.Module) -> bool:
@@ -60,11 +61,15 @@ def add_adapters(model: nn.Module, spec: LoraSpec, base: str) -> nn.Module:
 
 
 def load_adapters(model: nn.Module, folder: Path) -> nn.Module:
-    """`model` with the adapters that `folder` holds, trainable.
+    """`model` with the adapters that `folder` holds, trainable; weights from safetensors only.
 
     Raises:
-        UserError: peft is missing, or the adapters do not fit the model.
+        UserError: peft or the adapters' weights are missing, or they do not fit the model.
     """
+    if not (folder / ADAPTER_WEIGHTS).is_file():  # peft would take a pickle, which can run code when it is read
+        raise UserError(
+            f"policy.model '{folder}': no {ADAPTER_WEIGHTS} in that folder; save the adapters with save_pretrained (safetensors)"
+        )
     peft = _peft()
     try:
         with _quietly():

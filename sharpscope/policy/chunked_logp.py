@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from sharpscope.policy.head import Head
+from sharpscope.policy.head import Head, widened
 from sharpscope.policy.token_stats import LOGIT_BYTES, STAT_NAMES, cache_budget, chunks, flat_stats, logit_stats
 
 # Logits kept for the backward pass where they are no larger than this; beyond it they are computed twice.
@@ -21,17 +21,19 @@ def flat_logp(
     """Log-probabilities (M,) of `targets` (M,) given `hidden` (M, d), differentiable in hidden and the head.
 
     Args:
-        hidden: (M, d).
+        hidden: (M, d), at least float32.
         head: the output layer.
         targets: (M,) long.
         temperature: T > 0.
         stats: also return the tokens' statistics, name -> (M,), from the same logits, without gradient.
         keep_logits: True = keep all (M, V) logits for the backward pass; False = compute them again there, in chunks
-            (first derivatives only); None = keep them if they are small.
+            (first derivatives only); None = keep them if they are small and the layer is not held in half precision,
+            whose float32 copy would be kept with them.
     """
     bytes_per_row = head.weight.shape[0] * max(4, hidden.element_size())
     if keep_logits is None:
-        keep_logits = len(hidden) * bytes_per_row <= KEEP_BYTES.get(hidden.device.type, KEEP_BYTES["cuda"])
+        few = len(hidden) * bytes_per_row <= KEEP_BYTES.get(hidden.device.type, KEEP_BYTES["cuda"])
+        keep_logits = few and head.weight.dtype == hidden.dtype
     if not keep_logits:
         logp, *others = _ChunkedLogp.apply(hidden, head.weight, head.bias, head, targets, temperature, stats)
         names = [name for name in STAT_NAMES if name != "logp"]
@@ -83,7 +85,8 @@ class _ChunkedLogp(torch.autograd.Function):
             grad_z = p.mul_(-coefficient).scatter_add_(1, targets[start:stop, None], coefficient.to(p.dtype))
             grad_z = grad_z.mul_(slope).to(hidden.dtype)  # ∂/∂(W h + b)
             if grad_hidden is not None:
-                torch.mm(grad_z, weight, out=grad_hidden[start:stop])
+                for rows, block in widened(weight):
+                    grad_hidden[start:stop].addmm_(grad_z[:, rows], block, beta=float(rows.start > 0))
             if grad_weight is not None:
                 if grad_weight.dtype == grad_z.dtype:
                     grad_weight.addmm_(grad_z.T, hidden[start:stop])

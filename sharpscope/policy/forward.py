@@ -78,7 +78,7 @@ def score_completions(
                 hidden_parts.append(hidden[keep])
                 place_parts.append(place[bucket, : hidden.shape[1]][keep])
         hidden, places = torch.cat(hidden_parts), torch.cat(place_parts)  # (M, d), (M,)
-        hidden = hidden[places.argsort()].to(head.weight.dtype)
+        hidden = hidden[places.argsort()].to(torch.promote_types(head.weight.dtype, torch.float32))
         targets = rows.completion_ids[mask]
         if with_grad:
             logp, found = flat_logp(hidden, head, targets, temperature, stats=stats)

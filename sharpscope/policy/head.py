@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,9 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from sharpscope.errors import UserError
+
+# Half-precision weights that are made float32 at once.
+BLOCK_BYTES = {"cpu": 16 * 2**20, "cuda": 256 * 2**20}
 
 
 @dataclass(frozen=True)
@@ -33,18 +37,35 @@ class Head:
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits z (..., V) before any temperature of `hidden` (..., d); at least float32. Differentiable.
 
-        Computed in the weight's own type, also where autocast is on.
+        Computed in the weight's own type, at least float32, also where autocast is on. Of a half-precision weight only a
+        block of rows is float32 at a time, but a graph keeps them all.
         """
         autocast = torch.is_autocast_enabled(hidden.device.type)
         with torch.autocast(hidden.device.type, enabled=False) if autocast else nullcontext():
-            z = F.linear(hidden.to(self.weight.dtype), self.weight, self.bias)
-        if z.dtype in (torch.float16, torch.bfloat16):
-            z = z.float()
+            parts = []
+            for rows, block in widened(self.weight):
+                bias = None if self.bias is None else self.bias[rows].to(block.dtype)
+                parts.append(F.linear(hidden.to(block.dtype), block, bias))
+            z = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
         if self.scale != 1.0:
             z = z * self.scale
         if self.soft_cap is not None:
             z = torch.tanh(z / self.soft_cap) * self.soft_cap
         return z
+
+
+def widened(weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """A matrix (V, d) in at least float32: itself, or of a half-precision one consecutive blocks of rows, copied."""
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    count = len(weight)
+    if weight.dtype == dtype:
+        yield slice(0, count), weight
+        return
+    budget = BLOCK_BYTES.get(weight.device.type, BLOCK_BYTES["cuda"])
+    size = max(1, budget // (weight.shape[1] * dtype.itemsize))
+    for start in range(0, count, size):
+        rows = slice(start, min(start + size, count))
+        yield rows, weight[rows].to(dtype)
 
 
 def computing(model: nn.Module, dtype: torch.dtype | None) -> AbstractContextManager[Any]:

@@ -59,6 +59,15 @@ class TokenBatch:
             self.advantage[index, :width],
         )
 
+    @property
+    def prompts(self) -> list[int]:
+        """Which prompt each of the N rows has, counted from 0: rows with the same tokens before the first scored one share it."""
+        known: dict[tuple[int, ...], int] = {}
+        width = self.scored.shape[1]
+        ends = torch.where(self.scored.any(1), self.scored.long().argmax(1), width).tolist()
+        texts = [tuple(ids[:end]) for ids, end in zip(self.input_ids.tolist(), ends, strict=True)]
+        return [known.setdefault(text, len(known)) for text in texts]
+
     def to(self, device: torch.device | str) -> TokenBatch:
         """The batch on another device."""
         return TokenBatch(**{name: value.to(device) for name, value in vars(self).items()})

@@ -20,7 +20,9 @@ class MSharpness:
     """Mean over groups of m examples of each group's own sharpness (m-sharpness, arXiv 2010.01412 section 4.1).
 
     Attributes:
-        value, std_error: mean and its standard error over the groups.
+        value: mean over the groups.
+        std_error: its standard error over the prompts that the groups lie in, NaN with one prompt; over the groups as if they
+            were independent where no prompts are given.
         first_order: mean of the groups' own rho·‖T∘∇L_i‖.
         groups: one `Sharpness` each.
     """
@@ -82,15 +84,35 @@ def m_sharpness(
 
 
 def m_sharpness_of(
-    surfaces: Sequence[Surface], rho: float, kind: SharpnessKind = "sam", *, steps: int = 20, seed: int = 0
+    surfaces: Sequence[Surface],
+    rho: float,
+    kind: SharpnessKind = "sam",
+    *,
+    steps: int = 20,
+    seed: int = 0,
+    prompts: Sequence[int] | None = None,
 ) -> MSharpness:
-    """`m_sharpness` of guarded surfaces, one for each group."""
-    return _mean([sharpness_of(surface, rho, kind, steps=steps, seed=seed) for surface in surfaces])
+    """`m_sharpness` of guarded surfaces, one for each group.
+
+    Args:
+        surfaces, rho, kind, steps, seed: as for `m_sharpness`.
+        prompts: the prompt that each group lies in: groups of one prompt are not independent. None: groups span prompts,
+            and count as independent.
+    """
+    return _mean([sharpness_of(surface, rho, kind, steps=steps, seed=seed) for surface in surfaces], prompts)
 
 
-def _mean(groups: list[Sharpness]) -> MSharpness:
+def _mean(groups: list[Sharpness], prompts: Sequence[int] | None = None) -> MSharpness:
     if len(groups) < 2:
         raise UserError(f"m, {len(groups)} groups: at least 2 (fewer examples per group, or more examples)")
     values = torch.tensor([group.value for group in groups], dtype=torch.float64)
-    first = sum(group.first_order for group in groups) / len(groups)
-    return MSharpness(float(values.mean()), float(values.std()) / math.sqrt(len(groups)), first, tuple(groups))
+    value, first = values.mean(), sum(group.first_order for group in groups) / len(groups)
+    _, cluster = torch.tensor(range(len(groups)) if prompts is None else prompts).unique(return_inverse=True)
+    clusters = int(cluster.max()) + 1
+    if clusters < 2:
+        return MSharpness(float(value), math.nan, first, tuple(groups))
+    # What each prompt gives the mean: its own groups' mean where all prompts have equally many groups.
+    share = torch.bincount(cluster).double() * clusters / len(groups)
+    total = torch.zeros(clusters, dtype=torch.float64).index_add_(0, cluster, values)
+    means = total * (clusters / len(groups)) + value * (1 - share)
+    return MSharpness(float(value), float(means.std()) / math.sqrt(clusters), first, tuple(groups))

@@ -187,12 +187,13 @@ def probe_policy(
 
 def _json_lines(path: Path) -> list[Any]:
     records = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if line.strip():
-            try:
-                records.append(json.loads(line))
-            except json.JSONDecodeError as problem:
-                raise UserError(f"data, {path} line {number}: not JSON ({problem.msg})") from problem
+    with path.open(encoding="utf-8") as lines:  # a file's lines end at \n alone; str.splitlines also cuts at U+2028
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                try:
+                    records.append(json.loads(line))
+                except json.JSONDecodeError as problem:
+                    raise UserError(f"data, {path} line {number}: not JSON ({problem.msg})") from problem
     return records
 
 

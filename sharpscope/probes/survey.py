@@ -240,6 +240,9 @@ def _groups(surface: LmSurface, spec: ProbesSpec, seed: int) -> list[Estimate]:
 
 
 def _perturbations(surface: LmSurface, spec: ProbesSpec, seed: int, at: tuple[float, Tensor]) -> list[Estimate]:
+    """Sharpness at every radius. The standard error of m-sharpness is over prompts where each group lies within one, and over
+    groups where one spans several: then groups that share a prompt are taken as independent too.
+    """
     kinds = [KINDS[kind] for kind in spec.kinds]
     grid = sharpness_grid(
         surface, spec.rhos, kinds, steps=spec.worst_steps, samples=spec.average_samples, seed=seed, at=at
@@ -252,7 +255,11 @@ def _perturbations(surface: LmSurface, spec: ProbesSpec, seed: int, at: tuple[fl
         cuts = [cut for cut in cuts if len(cut) == spec.m]
         if len(cuts) >= 2:
             parts = [surface.over(surface.functional.rows(cut)) for cut in cuts]
-            rows += [row for rho in spec.rhos for row in m_sharpness_of(parts, rho, seed=seed).estimates(spec.m)]
+            prompt = surface.functional.batch.prompts
+            within = all(len({prompt[row] for row in cut.tolist()}) == 1 for cut in cuts)
+            prompts = [prompt[int(cut[0])] for cut in cuts] if within else None
+            found = [m_sharpness_of(parts, rho, seed=seed, prompts=prompts) for rho in spec.rhos]
+            rows += [row for one in found for row in one.estimates(spec.m)]
         else:
             why = f"{count} rows make fewer than 2 groups of m = {spec.m}"
             rows.append(Estimate("perturbation", f"m{spec.m}_sam", math.nan, converged=False, seed=seed, why=why))

@@ -19,6 +19,8 @@ from sharpscope.traces.parts import DamagedPartError, Part, names, open_part
 from sharpscope.traces.reductions import Reduction, read_reductions
 from sharpscope.traces.schema import SCHEMA_VERSION, TABLES, arrow_schema
 
+GONE = "it was listed and could not be opened, twice"
+
 
 class DamagedPartWarning(UserWarning):
     """A part was set aside; everything else of the run was read."""
@@ -26,6 +28,9 @@ class DamagedPartWarning(UserWarning):
 
 class Run:
     """One recorded run. Frames are read when first asked for, then kept; `tokens` is read anew at each call.
+
+    A run may be written, or wound back by `--resume`, while it is read: parts are listed anew at each read, and once more
+    where one is gone. The footer of a part that was there before is not read again.
 
     Attributes:
         path: its folder.
@@ -44,7 +49,7 @@ class Run:
                 "read it with the sharpscope that its run.json names under versions"
             )
         self.damaged: dict[str, str] = {}
-        self._parts: dict[str, dict[Path, Part]] = {}
+        self._parts: dict[str, dict[str, Part]] = {}  # table -> file name -> part
 
     name = property(lambda self: str(self.info.get("name", self.path.name)), doc="Name of the run.")
     method = property(lambda self: str(self.info.get("method")), doc="Name of the method it trained with.")
@@ -155,41 +160,69 @@ class Run:
         self, table: str, steps: set[int] | None, columns: list[str], required: Sequence[str] = ()
     ) -> Iterator[pa.Table]:
         schema = pa.schema([arrow_schema(table).field(name) for name in columns])
-        for part in self._open(table):
+        waiting, missed = self._open(table), Path()
+        while waiting:
+            part = waiting.pop(0)
             if not part.wanted(steps, required):
                 continue
             try:
                 rows = part.read(columns, steps, required)
             except FileNotFoundError:
-                continue  # taken away by a resumed run since the folder was listed
+                if part.path == missed:
+                    self._set_aside(part.path, DamagedPartError(GONE))
+                    continue
+                # A resumed run has taken it away since the folder was listed, or written its first rows under a new name.
+                missed = part.path
+                waiting = [other for other in self._open(table) if other.number >= part.number]
+                continue
             except DamagedPartError as error:
-                self._set_aside(table, part.path, error)
+                self._set_aside(part.path, error)
                 continue
             if rows.num_rows:
                 yield rows.cast(schema)
 
     def _open(self, table: str) -> list[Part]:
-        folder = self.path / TRACES / table
-        if table not in self._parts:
-            found: dict[int, Part] = {}
-            for name in names(folder):
-                if name.startswith(".") or not name.endswith(".parquet"):
-                    continue  # being written, or left by a crash: never published
-                try:
-                    part = open_part(folder / name)
-                except FileNotFoundError:
-                    continue
-                except DamagedPartError as error:
-                    self._set_aside(table, folder / name, error)
-                    continue
-                # two parts of one number: a rewind was interrupted, and the shorter is what it kept
-                if part.number not in found or part.rows < found[part.number].rows:
-                    found[part.number] = part
-            self._parts[table] = {part.path: part for _, part in sorted(found.items())}
-        return list(self._parts[table].values())
+        """The parts in the folder now, in order, but those that were set aside."""
+        gone, missed = self._list(table), set[str]()
+        while not missed.issuperset(gone):
+            missed.update(gone)
+            gone = self._list(table)
+        for name in gone:
+            self._set_aside(self.path / TRACES / table / name, DamagedPartError(GONE))
+        found: dict[int, Part] = {}
+        for part in self._parts[table].values():
+            # two parts of one number: a rewind was interrupted, and the shorter is what it kept
+            if part.number not in found or part.rows < found[part.number].rows:
+                found[part.number] = part
+        aside = self._aside(table)
+        return [part for _, part in sorted(found.items()) if part.path.name not in aside]
 
-    def _set_aside(self, table: str, path: Path, error: DamagedPartError) -> None:
-        self._parts.get(table, {}).pop(path, None)
+    def _list(self, table: str) -> list[str]:
+        """Set the table's parts to those in the folder; returns names that were gone before their footer was read."""
+        folder, known, aside = self.path / TRACES / table, self._parts.get(table, {}), self._aside(table)
+        parts: dict[str, Part] = {}
+        gone = []
+        for name in names(folder):
+            if name.startswith(".") or not name.endswith(".parquet"):
+                continue  # being written, or left by a crash: never published
+            if name in known:  # a name holds its footer's checksum
+                parts[name] = known[name]
+            elif name not in aside:
+                try:
+                    parts[name] = open_part(folder / name)
+                except FileNotFoundError:
+                    gone.append(name)
+                except DamagedPartError as error:
+                    self._set_aside(folder / name, error)
+        self._parts[table] = parts
+        return gone
+
+    def _aside(self, table: str) -> set[str]:
+        """File names of the table's parts that were set aside."""
+        folder = f"{TRACES}/{table}/"
+        return {name.removeprefix(folder) for name in self.damaged if name.startswith(folder)}
+
+    def _set_aside(self, path: Path, error: DamagedPartError) -> None:
         name = path.relative_to(self.path).as_posix()
         if name not in self.damaged:
             self.damaged[name] = str(error)

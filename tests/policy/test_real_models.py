@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from sharpscope.errors import UserError
-from sharpscope.policy import PolicySpec, load_policy, microbatches, output_head, score_completions
+from sharpscope.policy import (
+    PolicySpec,
+    SamplingSpec,
+    generate,
+    head,
+    load_policy,
+    microbatches,
+    output_head,
+    score_completions,
+)
 from sharpscope.policy.adapters import has_adapters, without_adapters
+from sharpscope.policy.chunked_logp import flat_logp
 from sharpscope.policy.recompute import layers_of
 from sharpscope.policy.spec import LoraSpec
 from tests.models import ARCHITECTURES, tiny_model
@@ -205,6 +216,62 @@ def test_frozen_weights_under_bfloat16_are_held_in_it(saved):
     stir(exact)
     one, other = (torch.cat([g.flatten() for g in part]) for part in (found, gradients(exact.model, share_prompt=True)))
     assert float((one - other).norm() / other.norm()) < 0.1
+
+
+@pytest.mark.parametrize("rows_at_once", [5, 1000])
+def test_a_frozen_output_layer_in_bfloat16_gives_float32_logits(saved, rows_at_once, monkeypatch):
+    policy = load_policy(spec(saved, dtype="bfloat16", lora=LoraSpec(r=2, alpha=4.0)))
+    layer, width = policy.head, policy.head.weight.shape[1]
+    assert layer.weight.dtype == torch.bfloat16
+    monkeypatch.setattr(head, "BLOCK_BYTES", {"cpu": rows_at_once * width * 4, "cuda": 1})
+    hidden = torch.randn(7, width, generator=torch.Generator().manual_seed(0))
+    exact = hidden.double() @ layer.weight.double().T
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        z = layer.logits(hidden)
+    assert z.dtype == torch.float32
+    torch.testing.assert_close(z.double(), exact, rtol=1e-5, atol=1e-5)
+    assert float((z != z.bfloat16().float()).double().mean()) > 0.9
+
+
+@pytest.mark.parametrize("keep", [None, True])
+def test_a_hidden_state_is_pulled_through_a_layer_in_bfloat16_in_float32(keep, monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(4, 3, generator=generator).requires_grad_()
+    weight, bias = (torch.randn(shape, generator=generator).bfloat16() for shape in ((7, 3), (7,)))
+    monkeypatch.setattr(head, "BLOCK_BYTES", {"cpu": 2 * 3 * 4, "cuda": 1})  # two words at once
+    targets = torch.tensor([0, 6, 2, 3])
+    logp, _ = flat_logp(hidden, head.Head(weight, bias), targets, 0.5, stats=False, keep_logits=keep)
+    logp.sum().backward()
+    p = torch.softmax((hidden.detach() @ weight.float().T + bias.float()) / 0.5, 1)
+    torch.testing.assert_close(logp.detach(), p.gather(1, targets[:, None])[:, 0].log(), rtol=1e-5, atol=1e-5)
+    expected = (torch.nn.functional.one_hot(targets, 7) - p) @ weight.float() / 0.5
+    torch.testing.assert_close(hidden.grad, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_float32_states_are_rounded_neither_in_sampling_nor_in_scoring(saved, monkeypatch):
+    """Some norms give float32 over weights in bfloat16."""
+    policy, seen = load_policy(spec(saved, dtype="bfloat16", lora=LoraSpec(r=2, alpha=4.0))), []
+    head.bare(policy.model).model.norm.register_forward_hook(lambda module, inputs, out: out.float() * 1.001)
+    logits = head.Head.logits
+    monkeypatch.setattr(head.Head, "logits", lambda layer, hidden: seen.append(hidden) or logits(layer, hidden))
+    generate(policy, [[5, 6, 7]], 2, SamplingSpec(max_new_tokens=3), torch.Generator().manual_seed(0))
+    sampled = len(seen)
+    score_completions(policy.model, rows(), 1.0, share_prompt=False, with_grad=False, compute=policy.compute)
+    assert 0 < sampled < len(seen)
+    for hidden in seen:
+        assert hidden.dtype == torch.float32 and not torch.equal(hidden, hidden.bfloat16().float())
+
+
+def test_pickled_adapters_are_refused_unread(saved, tmp_path):
+    policy = adapted(saved)
+    policy.model.save_pretrained(tmp_path / "adapters")
+    policy.tokenizer.save_pretrained(tmp_path / "adapters")
+    weights = tmp_path / "adapters" / "adapter_model.safetensors"
+    torch.save(load_file(weights), weights.with_suffix(".bin"))
+    weights.unlink()
+    with pytest.raises(UserError, match=r"adapters': no adapter_model\.safetensors .* save_pretrained") as refused:
+        load_policy(spec(tmp_path / "adapters"))
+    assert "\n" not in str(refused.value)
 
 
 # -- a budget of tokens --------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import sharpscope
 from sharpscope.errors import UserError
 from sharpscope.probes import adamw_preconditioner, adamw_threshold
 from sharpscope.probes.hessian import FunctionOperator, eigenpairs, hutchpp, spectral_density
+from sharpscope.probes.surface import ClosureSurface
 from tests.oracles.curvature import dense_hessian
 
 
@@ -123,6 +124,38 @@ def test_a_start_at_another_eigenvector_does_not_pass_for_the_largest():
     start[0] = 1.0
     found = eigenpairs(operator(matrix), upper=1, lower=0, tolerance=0.1, start=start, generator=generator())
     assert found.converged and found.values[0] == pytest.approx(30, rel=0.1) and found.products < 12
+
+
+def test_a_start_that_leans_can_settle_on_a_smaller_eigenvalue_and_a_random_one_shows_it():
+    """Converged says that 0.95 is an eigenvalue, not that it is the largest: e_0 has not risen out of the noise yet."""
+    values = torch.linspace(-0.1, 0.1, 400, dtype=torch.float64)
+    values[0], values[1] = 1.0, 0.95
+    matrix, start = torch.diag(values), torch.zeros(400, dtype=torch.float64)
+    start[1] = 1.0
+    leaning = eigenpairs(operator(matrix), upper=1, lower=0, tolerance=0.01, start=start, generator=generator())
+    assert leaning.converged and leaning.products == 4
+    assert leaning.values[0] == pytest.approx(0.95, abs=1e-4) and leaning.residuals[0] < 0.01 * leaning.values[0]
+    random = eigenpairs(operator(matrix), upper=1, lower=0, tolerance=0.01, generator=generator())
+    assert random.converged and random.values[0] == pytest.approx(1.0)
+    density = spectral_density(operator(matrix), samples=1, steps=8, generator=generator())
+    assert density.nodes.max() == pytest.approx(1.0)
+
+
+def test_with_a_density_the_eigenpairs_start_at_random(monkeypatch):
+    values = torch.linspace(-0.1, 0.1, 400, dtype=torch.float64)
+    values[0], values[1] = 1.0, 0.95
+    theta, loss = quadratic(torch.diag(values))
+    start = torch.zeros(400, dtype=torch.float64)
+    start[1] = 1.0
+    monkeypatch.setattr(ClosureSurface, "start", lambda surface, generator: start)
+    found = {
+        samples: sharpscope.curvature(
+            loss, [theta], smallest=False, tolerance=0.01, trace_probes=0, density_samples=samples
+        )
+        for samples in (0, 1)
+    }
+    assert found[0].converged and found[0].largest == pytest.approx(0.95, abs=1e-4)
+    assert found[1].converged and found[1].largest == pytest.approx(1.0)
 
 
 def test_float32_is_honest_about_what_it_cannot_reach():

@@ -11,6 +11,7 @@ import torch
 import sharpscope
 from sharpscope.errors import UserError
 from sharpscope.probes import m_sharpness
+from sharpscope.probes.grouped import m_sharpness_of
 from sharpscope.probes.hessian.api import sub_generator
 from sharpscope.probes.perturbation import sharpness_grid
 from sharpscope.probes.slices import filter_normalised, loss_slices
@@ -151,6 +152,27 @@ def test_m_sharpness_is_the_mean_of_the_groups_own_worst_directions():
     assert found.estimates(1)[0].quantity == "m1_sam"
     with pytest.raises(UserError, match="at least 2"):
         m_sharpness(losses[:1], [theta], 0.5)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "error"),
+    [
+        (None, math.sqrt(17 / 3) / 2),  # of 1, 2, 6, 5, each for itself
+        ([7, 3, 9, 4], math.sqrt(17 / 3) / 2),
+        ([0, 0, 1, 1], math.sqrt(8) / math.sqrt(2)),  # of the prompts' means 1.5 and 5.5
+        ([0, 0, 0, 1], math.sqrt(2 * 2 * 1.5**2) / 4),  # what they add to the sum, less their share of it: −1.5 and 1.5
+        ([0, 0, 0, 0], math.nan),
+    ],
+)
+def test_groups_of_one_prompt_are_not_independent(prompts, error):
+    theta = torch.tensor([0.0, 0.0], dtype=torch.float64, requires_grad=True)
+    slopes = [torch.tensor([size, 0.0], dtype=torch.float64) for size in (1.0, 2.0, 6.0, 5.0)]
+    surfaces = [ClosureSurface(lambda s=s: s @ theta + 10, [theta]) for s in slopes]
+    found = m_sharpness_of(surfaces, 1.0, prompts=prompts)
+    assert found.value == pytest.approx(3.5) and len(found.groups) == 4
+    assert found.std_error == pytest.approx(error, nan_ok=True)
+    if prompts is not None and len(set(prompts)) == 4:
+        assert found.std_error == m_sharpness_of(surfaces, 1.0).std_error
 
 
 def test_bfloat16_weights_are_perturbed_in_float32_and_come_back_bitwise():

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from sharpscope.probes import ProbesSpec, measure
-from sharpscope.probes.functionals import Functional, token_batch
+from sharpscope.probes import ProbesSpec, measure, survey
+from sharpscope.probes.functionals import Functional, completion_batch, token_batch
+from sharpscope.probes.grouped import m_sharpness_of
 from sharpscope.probes.hessian import CurvatureSettings, FunctionOperator, curvature_of, eigenpairs, spectral_density
 from sharpscope.probes.hessian.causal_lm import lm_surface
 from tests.models import random_batch, tiny_model
@@ -54,6 +55,24 @@ def test_everything_is_as_before_whatever_stops_a_round(stop, nth):
     model.model.norm.forward = inner
     measure(model, functional(batch), SPEC)
     assert_same(before, snapshot(model))
+
+
+def test_the_error_of_m_sharpness_is_over_prompts_where_groups_lie_within_them(monkeypatch):
+    asked = []
+
+    def spy(surfaces, rho, *, seed, prompts):
+        asked.append((len(surfaces), prompts))
+        return m_sharpness_of(surfaces, rho, seed=seed, prompts=prompts)
+
+    monkeypatch.setattr(survey, "m_sharpness_of", spy)
+    texts = [([5, 6], [7, 8]), ([5, 6], [9]), ([5, 6], [3, 3, 4]), ([5, 6], [8]), ([5], [6, 4]), ([5], [2])]
+    batch = completion_batch(texts, reward=torch.tensor([1.0, 0.0, 1.0, 0.0, 1.0, 1.0]))
+    assert batch.prompts == [0, 0, 0, 0, 1, 1]
+    model = tiny_model("qwen2")
+    for m, expected in ((1, (6, [0, 0, 0, 0, 1, 1])), (2, (3, [0, 0, 1])), (3, (2, None))):
+        spec = SPEC.model_copy(update={"m": m, "kinds": ("sam",)})
+        measure(model, Functional("expected_failure", batch), spec, curvature=False, slices=False)
+        assert asked.pop() == expected and not asked
 
 
 def test_a_model_that_is_not_finite_gives_reasons_for_every_missing_number():

@@ -14,11 +14,13 @@ from sharpscope.errors import UserError
 from sharpscope.traces import (
     SCHEMA_VERSION,
     TABLES,
+    DamagedPartWarning,
     SchemaError,
     TraceWriter,
     create_run_info,
     load_run,
     load_runs,
+    reader,
     rewind,
     schema_markdown,
     timing_columns,
@@ -247,6 +249,55 @@ def test_an_interrupted_rewind_shows_no_row_twice(tmp_path):
     assert load_run(run).tokens()["step"].tolist() == [1] * 4
     rewind(run, 1)
     assert not before.exists() and load_run(run).tokens()["step"].tolist() == [1] * 4
+
+
+def test_a_run_that_is_being_written_shows_every_flush(tmp_path, monkeypatch):
+    run = new_run(tmp_path / "a")
+    opened, original = [], reader.open_part
+    monkeypatch.setattr(reader, "open_part", lambda path: opened.append(path.name) or original(path))
+    with TraceWriter(run) as writer:
+        writer.append("tokens", _tokens(1))
+        writer.flush()
+        live = load_run(run)
+        assert live.tokens()["step"].tolist() == [1] * 4
+        writer.append("tokens", _tokens(2))
+        writer.flush()
+    assert live.tokens()["step"].tolist() == [1] * 4 + [2] * 4
+    assert [frame["step"].iloc[0] for frame in live.iter_tokens()] == [1, 2]
+    assert live.rows("tokens") == 8 and live.token_steps == [1, 2]
+    assert len(opened) == len(set(opened)) == 2  # each footer is read once
+
+
+def test_a_run_that_is_rewound_while_it_is_read_keeps_its_rows(tmp_path):
+    run = new_run(tmp_path / "a")
+    with TraceWriter(run) as writer:
+        for step in (1, 2, 3, 4):
+            writer.append("tokens", _tokens(step))
+            if step != 2:
+                writer.flush()  # parts of steps 1, 2 and 3, 4
+    live = load_run(run)
+    frames = live.iter_tokens()
+    seen = next(frames)["step"].tolist()
+    rewind(run, 2)  # the part of steps 2 and 3 is written anew, that of step 4 goes
+    assert seen + [step for frame in frames for step in frame["step"]] == [1] * 4 + [2] * 4
+    assert live.tokens()["step"].tolist() == [1] * 4 + [2] * 4 and not live.damaged
+
+
+def test_a_part_that_cannot_be_found_twice_is_damage(tmp_path):
+    run = new_run(tmp_path / "a")
+    with TraceWriter(run) as writer:
+        for step in (1, 2):
+            writer.append("tokens", _tokens(step))
+            writer.flush()
+    live = load_run(run)
+    assert len(live.tokens()) == 8
+    first = min((run / "traces/tokens").iterdir())
+    first.unlink()
+    first.symlink_to(tmp_path / "nowhere")
+    for reading in (live, load_run(run)):  # its footer was read before, and was not
+        with pytest.warns(DamagedPartWarning, match="could not be opened, twice"):
+            assert reading.tokens()["step"].tolist() == [2] * 4
+        assert list(reading.damaged) == [first.relative_to(run).as_posix()]
 
 
 def test_runs_are_found_below_a_folder_and_joined(tmp_path):

@@ -33,7 +33,8 @@ class Eigenpairs:
         residuals: (k,) ‖Hv − λv‖₂.
         upper: how many of the k belong to the upper end (the others to the lower end).
         products: matrix-vector products spent.
-        converged: every residual ≤ tolerance · the largest |λ| found.
+        converged: over STEADY products (or over the whole space) every residual was ≤ tolerance · the largest |λ| found, and the
+            values stood still. That makes them eigenvalues, not the extreme ones: see `start` of `eigenpairs`.
         why: the reason if not.
         krylov: the subspace that was built, for deflation; None after a restart has shortened it.
     """
@@ -174,7 +175,9 @@ def eigenpairs(
             most the residual, and about residual²/gap. The values must also stay within it over STEADY products.
         max_products: products to spend; after that the result says `converged = False`.
         capacity: vectors held in memory (P each); above that, thick restarts.
-        start: (P,) direction to start from, to which a little noise is added, so that no eigenvector is missed.
+        start: (P,) direction to start from, to which a little noise is added, so that no eigenvector is left out for good. It
+            may still show too late: a start that leans towards some eigenvectors can settle on theirs, converged, before the
+            extreme one rises out of the noise. A random start leans towards none; None starts so.
         generator: of the starting vector.
 
     Raises:

@@ -30,7 +30,10 @@ class CurvatureSettings:
         tolerance: bound of a residual ‖Hv − λv‖ relative to the largest |λ|.
         max_products: products for the eigenpairs at most.
         trace_probes: random probes of the trace (at least 2), 0: no trace.
-        density_samples, density_steps: random starts and Lanczos steps of the spectral density; 0 samples: none.
+        density_samples, density_steps: random starts and Lanczos steps of the spectral density; 0 samples: none. With samples the
+            eigenpairs start at random too (their run is the first sample), and the other samples' nodes would show an
+            eigenvalue that they missed; with none they start at `Surface.start` where there is one, which may lean (see
+            `eigenpairs`).
         backend: `lanczos` (ours) or `pyhessian` (its eigenvalues and trace, for comparison).
         basis_mb: memory for Lanczos vectors [MiB]; fewer vectors mean restarts, not other results.
     """
@@ -69,7 +72,8 @@ class Curvature:
         residuals: (k,) measured ‖Hv − λv‖₂ of `top`; `smallest_residual` likewise.
         vectors: (k, P) unit eigenvectors of `top`.
         density: spectral density; None if not asked for.
-        converged: every eigenpair met the tolerance and every number is finite; `why` says what did not.
+        converged: every eigenpair met the tolerance and every number is finite; `why` says what did not. An eigenpair that met
+            it need not be the extreme one (see `eigenpairs`).
         products: Hessian-vector products spent on everything.
         seed, seconds, backend: how it was had.
         notes: what a reader should know, e.g. why a part comes from elsewhere.
