@@ -93,6 +93,26 @@ class RunConfig(Spec):
             )
         return self
 
+    @model_validator(mode="after")
+    def _warms_up(self) -> RunConfig:
+        warmup = self.optimizer.warmup_steps
+        if warmup >= self.steps:
+            raise ValueError(
+                f"optimizer.warmup_steps = {warmup} must be below steps = {self.steps}: the run would end while the learning "
+                "rate rises; lower it, or raise steps"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _step_is_the_gradients(self) -> RunConfig:
+        kind = self.method.sharpness.kind
+        if self.recording.update_attribution and kind != "none":
+            raise ValueError(
+                f"recording.update_attribution = true: with method.sharpness.kind = {kind} the step is not that of the gradient "
+                "whose tokens are recorded; set recording.update_attribution to false"
+            )
+        return self
+
     @property
     def run_name(self) -> str:
         """The run's folder name."""
@@ -254,15 +274,17 @@ def parse_override(text: str) -> dict[str, Any]:
 
 
 def merge(base: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
-    """`extra` laid over `base`, deeply; a part that changes its `kind` (or a method its `name`) starts afresh."""
+    """`extra` laid over `base`, deeply; a part that changes its `kind` (or a method its `name`) starts afresh.
+
+    A part that had none keeps its settings when it gets one: those that do not fit are a mistake, which `check_keys` names.
+    """
     result = dict(base)
-    for key, value in extra.items():
+    for key, given in extra.items():
         old = result.get(key)
+        value = {"name": given} if key == "method" and isinstance(given, str) else given
         if isinstance(value, Mapping) and isinstance(old, Mapping):
-            changed = any(tag in value and value[tag] != old.get(tag) for tag in ("kind", "name"))
+            changed = any(tag in value and tag in old and value[tag] != old[tag] for tag in ("kind", "name"))
             result[key] = dict(value) if changed else merge(old, value)
-        elif key == "method" and isinstance(value, str):
-            result[key] = {"name": value}
         else:
             result[key] = value
     return result

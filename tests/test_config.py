@@ -53,6 +53,34 @@ def test_a_part_that_changes_its_kind_starts_afresh():
     assert merge({"a": {"kind": "x", "b": 1}}, {"a": {"kind": "x", "c": 2}}) == {"a": {"kind": "x", "b": 1, "c": 2}}
 
 
+def test_settings_given_before_their_kind_or_name_are_kept(tmp_path: Path):
+    file = tmp_path / "run.yaml"
+    file.write_text("task: {people: [4]}\nmethod: {weight_on: ratio}\n")
+    config = build_config(file, [], {"task": {"kind": "knights_knaves"}, "method": "grpo-sg"})
+    assert config.task.people == (4,)
+    assert (config.method.weight.kind, config.method.weight_on) == ("sigmoid", "ratio")
+    first = build_config(None, ["method.kl.coef=0.1", "method.name=grpo"])
+    assert first.method == build_config(None, ["method=grpo", "method.kl.coef=0.1"]).method
+    assert first.method.kl.coef == 0.1
+    # one name by another starts afresh
+    assert (
+        build_config(None, ["method=tr-grpo", "method.weight_on=ratio", "method=grpo"]).method.weight_on == "surrogate"
+    )
+
+
+@pytest.mark.parametrize(
+    ("values", "overrides", "says"),
+    [
+        ({"task.people": [4], "task": {"kind": "math"}}, [], "task.people: unknown field"),
+        ({}, ["method.weight.tau=4", "method.weight.kind=power"], "method.weight.tau: unknown field"),
+        ({}, ["method.tokens.share=0.1", "method=grpo"], "method.tokens.share: unknown field"),
+    ],
+)
+def test_kept_settings_that_do_not_fit_are_named(values, overrides, says):
+    with pytest.raises(UserError, match=says):
+        build_config(None, overrides, values)
+
+
 def test_ablations_get_names_of_their_own():
     plain, changed = (
         build_config(None, ["method=grpo-sg"]),
@@ -87,6 +115,9 @@ def test_ablations_get_names_of_their_own():
         (["steps=[1"], "not valid YAML"),
         (["method=[1]"], "method = [1]"),
         (["evaluation.temperatures=[]"], "at least one temperature"),
+        (["optimizer.warmup_steps=5", "steps=5"], "optimizer.warmup_steps = 5 must be below steps = 5"),
+        (["method=grpo-sam", "recording.update_attribution=true"], "set recording.update_attribution to false"),
+        (["method=grpo-gnp", "recording.update_attribution=true"], "recording.update_attribution = true"),
     ],
 )
 def test_a_mistake_is_one_line_with_its_place(overrides, says):

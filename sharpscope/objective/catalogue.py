@@ -106,14 +106,17 @@ _NOTES = (
         ours="The kernel is published, its normalisation is our reading. " + _STATISTICS_OURS,
     ),
     MethodNote(
-        method=Method(name="clip-cov", tokens=spec.ClipCovTokens()),
+        method=Method(name="clip-cov", clip=spec.PpoClip(low=1.0, high=1.0), tokens=spec.ClipCovTokens()),
         title="Clip-Cov",
         equation="GRPO without the surrogate of max(⌊share·tokens⌋, 1) random tokens with c_t in (low, high); "
-        "c_t as in cov-grpo",
-        constants="share 2e-4, low 1, high 5",
-        source="arXiv 2505.22617",
-        differs="A few tokens with a high covariance leave the surrogate (not the KL term).",
-        ours="Drawn once a step, before any token is clipped. Per-completion mean as in GRPO. " + _STATISTICS_OURS,
+        "c_t as in cov-grpo; r_t clipped to [0, 2]",
+        constants="share 2e-4, low 1, high 5; ε 1 below (no lower bound), 1 above",
+        source="arXiv 2505.22617; ε from the authors' script",
+        differs="A few tokens with a high covariance leave the surrogate (not the KL term); the ratio's clip is wide.",
+        ours=(
+            "Drawn once a step, before any token is clipped (the authors draw at each update among tokens that are not). "
+            "Per-completion mean as in GRPO (their script: over tokens). " + _STATISTICS_OURS
+        ),
     ),
     MethodNote(
         method=Method(name="kl-cov", clip=spec.NoClip(), penalty=spec.KlCovPenalty()),
@@ -193,8 +196,9 @@ _NOTES = (
     MethodNote(
         method=Method(name="ppo-ewma", proximal=spec.EwmaProximal()),
         title="GRPO with PPO-EWMA's decoupled objective",
-        equation="(π_prox/π_behavior)·min(r_t·A_i, clip(r_t)·A_i), r_t = π/π_prox, π_prox an average of past weights",
-        constants="ε 0.2; decay 0.889 after every update",
+        equation="(π_prox/π_behavior)·min(r_t·A_i, clip(r_t)·A_i), r_t = π/π_prox, π_prox an average of past weights: "
+        "Σ_i β^(n−i)·θ_i / Σ_i β^(n−i) after n updates",
+        constants="ε 0.2; decay β 0.889",
         source="arXiv 2110.00641; for language models arXiv 2605.12070",
         differs="The clip is centred on an average of past policies, not on the one that wrote the completions.",
         ours="Group advantages instead of a critic; the decay (8 updates on average); no bound on π_prox/π_behavior.",

@@ -160,14 +160,15 @@ class BehaviorProximal(Part):
 class EwmaProximal(Part):
     """The clip is centred on an average of past weights (PPO-EWMA, arXiv 2110.00641).
 
-    Objective (π_prox/π_behavior)·min(r·A, clip(r)·A) with r = π/π_prox.
+    Objective (π_prox/π_behavior)·min(r·A, clip(r)·A) with r = π/π_prox. After n updates π_prox has the weights
+    Σ_i β^(n−i)·θ_i / Σ_i β^(n−i), i = 0…n: a debiased average, in which θ_0 counts no more than its turn.
     """
 
     kind: Literal["ewma"] = "ewma"
     decay: Annotated[float, Field(ge=0, lt=1)] = Field(
         default=0.889,
-        description="β of the average, moved after every update, in [0, 1); centre of mass β/(1 − β) updates, here 8; "
-        "ours.",
+        description="β of the average, moved after every update, in [0, 1); centre of mass β/(1 − β) updates once there "
+        "were many, here 8; ours.",
     )
 
 

@@ -51,6 +51,8 @@ def test_published_constants():
     assert (both.weight.alpha, both.passes.eta) == (0.3, 0.5)
     cov = named_method("clip-cov").tokens
     assert (cov.share, cov.low, cov.high) == (2e-4, 1.0, 5.0)
+    wide = named_method("clip-cov").clip  # r in [0, 2]
+    assert (wide.low, wide.high) == (1.0, 1.0)
     gspo = named_method("gspo")
     assert (gspo.ratio, gspo.clip.low, gspo.clip.high) == (SequenceRatio(), 3e-4, 4e-4)
     dapo = named_method("dapo")
@@ -71,7 +73,7 @@ def test_an_ablation_is_the_named_method_with_one_part_replaced():
     grpo = named_method("grpo").model_dump()
     different = {
         "grpo-sg": {"weight"}, "tr-grpo": {"weight", "weight_on", "kl"}, "ar": {"weight"}, "lopti": {"passes"},
-        "ar-lopti": {"weight", "passes"}, "cov-grpo": {"weight"}, "clip-cov": {"tokens"}, "kl-cov": {"clip", "penalty"},
+        "ar-lopti": {"weight", "passes"}, "cov-grpo": {"weight"}, "clip-cov": {"tokens", "clip"}, "kl-cov": {"clip", "penalty"},
         "gspo": {"ratio", "clip"}, "holder": {"ratio"}, "dapo": {"clip", "aggregate", "sampling"},
         "dr-grpo": {"advantage", "aggregate"}, "cispo": {"clip", "aggregate"}, "papo": {"weight"}, "ppo-ewma":
         {"proximal"}, "high-entropy": {"tokens"}, "grpo-sam": {"sharpness"}, "grpo-gnp": {"sharpness"}, "grpo": set(),

@@ -236,7 +236,7 @@ def clip_cov(b: Batch, share: float, low: float, high: float) -> Dual:
     c, adv = covariances(b), advantages(b)
     candidates = [k for k in b.tokens() if low < c[k] < high]
     drawn = {candidates[j] for j in b.choose(len(candidates), max(int(share * len(b.tokens())), 1))}
-    return total(b, lambda i, t: 0.0 if (i, t) in drawn else ppo(ratio(b, i, t), adv[i]))
+    return total(b, lambda i, t: 0.0 if (i, t) in drawn else ppo(ratio(b, i, t), adv[i], 1.0, 1.0))
 
 
 def kl_cov(b: Batch, share: float) -> Dual:
