@@ -5,7 +5,7 @@ from __future__ import annotations
 from sharpscope.bench.faults.setting import vowels
 from sharpscope.tasks import Example, Reward
 
-__all__ = ["always_nan", "half_flat", "only_train", "sometimes_nan", "vowels"]
+__all__ = ["always_nan", "always_wrong", "half_flat", "only_train", "sometimes_nan", "vowels"]
 
 
 def sometimes_nan():
@@ -39,3 +39,9 @@ def always_nan():
     """As `vowels`, but no reward is a number."""
     splits, score = vowels()
     return splits, lambda example, completion: Reward(float("nan"), {}, score(example, completion).correct)
+
+
+def always_wrong():
+    """As `vowels`, but no completion is worth anything."""
+    splits, _ = vowels()
+    return splits, lambda example, completion: Reward(0.0, {"vowels": 0.0}, False)

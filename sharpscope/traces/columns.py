@@ -84,7 +84,10 @@ STEPS = Table(
         _always("accuracy", "float64", ONE, "share of the step's completions that are correct"),
         _maybe("loss", "float64", ONE, "mean over the updates of the loss that was minimised; null without an update"),
         _maybe(
-            "kl", "float64", NATS, "mean k3 estimate per token of KL(policy || reference); null without a reference"
+            "kl",
+            "float64",
+            NATS,
+            "mean k3 estimate per token use of KL(policy || reference); null without a reference or an update",
         ),
         _maybe("entropy_mean", "float64", NATS, "mean over tokens of the policy's entropy at the start of the step"),
         _maybe("grad_norm", "float64", NORM, "mean over the updates of the gradient's norm before clipping"),
@@ -94,8 +97,18 @@ STEPS = Table(
             NORM,
             "mean over the updates of the norm of the change of the parameters, decay included",
         ),
-        _maybe("clip_fraction_low", "float64", ONE, "share of token uses whose gradient the lower ratio bound cut"),
-        _maybe("clip_fraction_high", "float64", ONE, "share of token uses whose gradient the upper ratio bound cut"),
+        _maybe(
+            "clip_fraction_low",
+            "float64",
+            ONE,
+            "share of token uses, over all updates, whose gradient the lower ratio bound cut; null without an update",
+        ),
+        _maybe(
+            "clip_fraction_high",
+            "float64",
+            ONE,
+            "share of token uses, over all updates, whose gradient the upper ratio bound cut; null without an update",
+        ),
         _maybe("weight_mean", "float64", ONE, "mean token weight"),
         _maybe("weight_std", "float64", ONE, "standard deviation (n) of the token weights"),
         _maybe("weight_min", "float64", ONE, "smallest token weight"),
@@ -139,7 +152,7 @@ ROLLOUTS = Table(
         _always(
             "group", "int32", ONE, "number of the prompt in its step, from 0: completions of one prompt are one group"
         ),
-        _always("prompt", "string", "text", "what the policy was given, with its template"),
+        _always("prompt", "string", "text", "the task's prompt, before a chat template"),
         _always("completion", "string", "text", "what it answered, special tokens left out"),
         _always("reward", "float64", "reward", "total reward"),
         _always(
@@ -165,7 +178,8 @@ TOKENS = Table(
             "int32",
             ONE,
             "first update of the step that used the token, from 0, to which ratio, "
-            "clipped, loss_coef and what derives from them belong; null if none did",
+            "clipped, loss_coef and what derives from them belong; the update that would have used it where the step's "
+            "updates were left out (see steps.updates); null if none did or would have",
         ),
         _always("token_id", "int32", ONE, "the tokenizer's number of the token"),
         _always("logp", "float32", NATS, "log-probability ln pi under the policy at the start of the step"),
@@ -230,7 +244,8 @@ TOKENS = Table(
             "attribution",
             "float32",
             ONE,
-            "c <grad ln pi, grad L> / ||grad L||^2: signed share of the squared gradient norm",
+            "c <grad ln pi, grad L> / ||grad L||^2: signed share of the squared gradient norm, before a sharpness method "
+            "changes the gradient",
         ),
         _probe(
             "update_attribution",
@@ -293,7 +308,11 @@ EVAL = Table(
         _maybe("pass_at_k", "float64", ONE, "share of prompts with at least one correct completion among k"),
         _maybe("reward_mean", "float64", "reward", "mean reward over the completions"),
         _maybe(
-            "heldout_loss", "float64", "nats / token", "mean -ln pi of stored right answers; null if there are none"
+            "heldout_loss",
+            "float64",
+            "nats / token",
+            "mean -ln pi, at the sampling temperature of the training, of the split's and level's right answers that the "
+            "run's probe set stores; null if there are none",
         ),
         _always("temperature", "float64", ONE, "sampling temperature; 0 is greedy decoding"),
     ),

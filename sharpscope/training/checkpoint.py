@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from sharpscope.errors import UserError
+from sharpscope.errors import NonFiniteError, UserError
 from sharpscope.traces.files import sync_folder, sync_tree
 from sharpscope.training.spec import CheckpointSpec
 
@@ -112,7 +112,16 @@ def save_checkpoint(
     """Write a checkpoint that `AutoModelForCausalLM.from_pretrained` loads too. It appears whole or not at all.
 
     `vectors` (k, P): the newest top Hessian eigenvectors, on which later tokens are projected.
+
+    Raises:
+        NonFiniteError: a parameter is not finite; a run that goes on from there would be lost.
+        OSError: the disk takes no more.
     """
+    spoilt = next((name for name, p in _unique(model) if not bool(torch.isfinite(p).all())), None)
+    if spoilt is not None:
+        raise NonFiniteError(
+            f"checkpoint of step {progress.step}: the weights '{spoilt}' are not finite, so it is not saved; resume from an earlier one"
+        )
     final = checkpoint_dir(run_dir, progress.step)
     aside = final.with_name(f".{final.name}.tmp")
     _clear(run_dir)

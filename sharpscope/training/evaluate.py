@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from sharpscope.errors import UserError
 from sharpscope.policy import Policy, SamplingSpec
 from sharpscope.tasks import Example, Task
 from sharpscope.training.evaluation_progress import Batch, EvaluationProgress
@@ -139,6 +140,19 @@ def _batches(
             if progress is not None:
                 progress.put(cell.name, first, found)
         yield found
+
+
+def check_splits(task: Task, splits: Sequence[str]) -> None:
+    """Find what is wrong before the run's folder is made; a task need not have all of the splits, but some.
+
+    Raises:
+        UserError: there is nothing to evaluate.
+    """
+    there = [name for name, examples in task.splits().items() if examples]
+    if not set(splits) & set(there):
+        raise UserError(
+            f"evaluation.splits = {list(splits)}: the task has {', '.join(there)}; name one of them, or set evaluation.every to 0"
+        )
 
 
 def heldout_score(rows: Sequence[dict[str, Any]]) -> float:

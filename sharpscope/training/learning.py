@@ -25,10 +25,10 @@ from sharpscope.objective.spec import EwmaProximal, GradientNormPenalty, Sam
 from sharpscope.policy import Rollouts, Scored, TokenStats, microbatches, score_completions
 from sharpscope.policy.adapters import without_adapters
 from sharpscope.training import processes
-from sharpscope.training.optimizer import gradient_norm, scale_gradients, update_norm
+from sharpscope.training.optimizer import gradient_norm, scale_gradients, update_norm, updates_done
 from sharpscope.training.seeds import generator
 from sharpscope.training.sharding import Seen, is_sharded, whole_copy
-from sharpscope.training.token_record import TokenRecord, blank_stats, step_tensors, write_stats
+from sharpscope.training.token_record import TokenRecord, UpdateTokens, blank_stats, step_tensors, write_stats
 
 NO_GRADIENT = "the gradient is not finite"
 BROKEN = "an update made model weights that are not finite, and nothing later can mend them"
@@ -39,7 +39,8 @@ class UpdateRecord:
     """One optimizer step: norms are L2 over all trainable parameters, before clipping."""
 
     loss: float
-    grad_norm: float
+    grad_norm: float  # of what the optimizer gets
+    plain_norm: float  # of the loss's own gradient, which probes see; another one only where a method shapes sharpness
     update_norm: float
     clip_factor: float
     skipped: bool
@@ -60,9 +61,10 @@ class UpdateBatch:
 
     index: int
     rows: Tensor  # (n,) indices into the round's rollouts
+    first: Tensor  # (n, T) bool, on the CPU: loss tokens that no earlier update of the step has used, and this one does
     loss_coef: Tensor  # (n, T), ∂L/∂log π_t
     grad_norm: float
-    clip_factor: float  # what the gradient will be multiplied by
+    clip_factor: float  # what this gradient is multiplied by if nothing reshapes it
 
 
 BeforeStep = Callable[[UpdateBatch], None]
@@ -165,19 +167,9 @@ class Learner:
     def learn(self, rollouts: Rollouts, advantage: Tensor, step: int, progress: float) -> Learned:
         """All updates of one step. `advantage` (N,) is the group advantage; `progress` in [0, 1] drives schedules."""
         self._rollouts, self._advantage, self._progress = rollouts, advantage, progress
-        mask = rollouts.completion_mask
         stats = None if self.fused else self.statistics(rollouts)
-        blank = torch.zeros(mask.shape)
-        self._tokens = TokenRecord(
-            stats=stats if stats is not None else blank_stats(mask, self.model),
-            weight=blank.clone(),
-            advantage=blank.clone(),
-            loss_coef=blank.clone(),
-            ratio=blank.clone(),
-            clipped=blank.to(torch.int8),
-            kl=blank.clone(),
-            update=torch.full(mask.shape, -1, dtype=torch.int32),
-        )
+        blank = blank_stats(rollouts.completion_mask, self.model) if stats is None else stats
+        self._tokens = TokenRecord.blank(blank)
         self._plan, self.warnings, self._vetoed = None, (), False
         updates: list[UpdateRecord] = []
         try:
@@ -191,7 +183,7 @@ class Learner:
                     break
         except NonFiniteError as error:  # a token weight
             self.optimizer.zero_grad(set_to_none=True)
-            updates.append(UpdateRecord(math.nan, math.nan, 0.0, 0.0, skipped=True, problem=str(error)))
+            updates.append(UpdateRecord(math.nan, math.nan, math.nan, 0.0, 0.0, skipped=True, problem=str(error)))
         return Learned(updates, self._tokens)
 
     def _updates(self, rollouts: Rollouts, step: int) -> Iterator[tuple[Tensor, int]]:
@@ -210,32 +202,39 @@ class Learner:
         """One gradient, what the method does to it, and the optimizer's step."""
         self.forget_seen()
         loss = self._gradient(index, rows, pass_index, record=True)
-        norm = gradient_norm(self.parameters)
+        plain = norm = gradient_norm(self.parameters)
         if index == 0 and self.allow is not None:
             self._vetoed = not self.allow(
                 self._tokens.stats, self._tokens.weight if self._plan is None else self._plan.weight
             )
             if self._vetoed:
                 self.optimizer.zero_grad(set_to_none=True)
-                return UpdateRecord(loss, norm, 0.0, 0.0, skipped=True, problem=_problem(loss, norm))
+                return UpdateRecord(loss, norm, plain, 0.0, 0.0, skipped=True, problem=_problem(loss, norm))
+        if self.before_step is not None and math.isfinite(loss) and math.isfinite(norm):
+            # Before the gradient is reshaped: the tokens' coefficients are those of the plain one.
+            first = self._tokens.update[rows] == index
+            self.before_step(UpdateBatch(index, rows, first, self._now.coef, norm, self._clip_factor(norm)))
+        self.forget_seen()
         sharpness = self.method.sharpness
         if isinstance(sharpness, Sam | GradientNormPenalty) and math.isfinite(norm) and norm > 0:
             self._sharpen(sharpness, index, rows, pass_index, norm)
             norm = gradient_norm(self.parameters)
         if not (math.isfinite(loss) and math.isfinite(norm)):
             self.optimizer.zero_grad(set_to_none=True)
-            return UpdateRecord(loss, norm, 0.0, 0.0, skipped=True, problem=_problem(loss, norm))
-        factor = 1.0 if self.max_grad_norm is None else min(1.0, self.max_grad_norm / (norm + 1e-6))
-        if self.before_step is not None:
-            self.before_step(UpdateBatch(index, rows, self._coef, norm, factor))
-        self.forget_seen()
+            return UpdateRecord(loss, norm, plain, 0.0, 0.0, skipped=True, problem=_problem(loss, norm))
+        factor = self._clip_factor(norm)
         scale_gradients(self.parameters, factor)
         self.optimizer.step()
         size = update_norm(self.optimizer)
         self._move_proximal()
+        self._tokens.count(rows, self._now)
         self.optimizer.zero_grad(set_to_none=True)
         problem = "" if math.isfinite(size) else BROKEN
-        return UpdateRecord(loss, norm, size, factor, skipped=False, problem=problem)
+        return UpdateRecord(loss, norm, plain, size, factor, skipped=False, problem=problem)
+
+    def _clip_factor(self, norm: float) -> float:
+        """What a gradient of this norm is multiplied by."""
+        return 1.0 if self.max_grad_norm is None else min(1.0, self.max_grad_norm / (norm + 1e-6))
 
     def _gradient(self, index: int, rows: Tensor, pass_index: int, record: bool) -> float:
         """∇L of one update into `.grad`, summed over microbatches; returns L."""
@@ -244,7 +243,7 @@ class Learner:
         normalizer = token_normalizer(self.method, rollouts.completion_mask[rows], self.max_new_tokens)  # (n, T)
         place = {int(row): position for position, row in enumerate(rows)}
         if record:
-            self._coef = torch.zeros(len(rows), rollouts.completion_ids.shape[1])
+            self._now = UpdateTokens.blank(len(rows), rollouts.completion_ids.shape[1])
         total, problem = 0.0, None
         mine, batches = self._mine(rollouts, rows)
         idle = self._idle(batches)
@@ -261,7 +260,8 @@ class Learner:
             raise NonFiniteError(problem)
         processes.sum_gradients(self.parameters)
         if record:
-            processes.share_rows(torch.tensor([place[int(row)] for row in mine], dtype=torch.long), [self._coef])
+            own = torch.tensor([place[int(row)] for row in mine], dtype=torch.long)
+            processes.share_rows(own, self._now.tensors())
             processes.share_rows(mine, self._tokens.tensors(stats=self._plan is None))
         return processes.total(total)
 
@@ -285,7 +285,8 @@ class Learner:
         out.loss.backward()
         if record:
             coef = torch.zeros_like(logp) if logp.grad is None else logp.grad
-            self._coef[local] = coef.detach().float().cpu()
+            self._now.coef[local] = coef.detach().float().cpu()
+            self._now.write(local, plan.pass_mask(pass_index), out.clipped, out.kl)
             if scored.stats is not None:
                 write_stats(self._tokens.stats, micro, scored.stats)
             self._write(index, micro, plan, out, coef, pass_index)
@@ -297,17 +298,21 @@ class Learner:
         first = plan.pass_mask(pass_index).cpu() & (tokens.update[micro] < 0)
         for target, value in (
             (tokens.weight, plan.weight), (tokens.advantage, plan.advantage), (tokens.loss_coef, coef),
-            (tokens.ratio, out.ratio), (tokens.kl, out.kl), (tokens.clipped, out.clipped),
+            (tokens.ratio, out.ratio), (tokens.clipped, out.clipped),
         ):  # fmt: skip
             target[micro] = torch.where(first, value.detach().cpu().to(target.dtype), target[micro])
         tokens.update[micro] = torch.where(first, index, tokens.update[micro])
 
     def _move_proximal(self) -> None:
-        """EWMA of the weights after each update: the proximal policy of the decoupled objective."""
+        """EWMA of the weights after each update: the proximal policy of the decoupled objective.
+
+        After n updates it is Σ_i β^(n−i)·θ_i / Σ_i β^(n−i), i = 0…n: θ_n enters with (1 − β)/(1 − β^(n+1)).
+        """
         if self.proximal is not None and isinstance(self.method.proximal, EwmaProximal):
+            decay, done = self.method.proximal.decay, updates_done(self.optimizer)
             with torch.no_grad():
                 for kept, new in zip(self.proximal.parameters(), self.model.parameters(), strict=True):
-                    kept.lerp_(new.detach(), 1 - self.method.proximal.decay)
+                    kept.lerp_(new.detach(), (1 - decay) / (1 - decay ** (done + 1)))
 
     # -- direct sharpness control ----------------------------------------------------------------------------------
 
@@ -382,4 +387,4 @@ def _problem(loss: float, norm: float) -> str:
     return "the loss is not finite" if not math.isfinite(loss) else "" if math.isfinite(norm) else NO_GRADIENT
 
 
-__all__ = ["Learned", "Learner", "TokenRecord", "UpdateBatch", "UpdateRecord", "step_tensors"]
+__all__ = ["Learned", "Learner", "TokenRecord", "UpdateBatch", "UpdateRecord", "UpdateTokens", "step_tensors"]

@@ -28,14 +28,14 @@ from sharpscope.training.checkpoint import Progress, fingerprint, load_vectors, 
 from sharpscope.training.clock import Clock, stop_after_step
 from sharpscope.training.data_order import DataOrder
 from sharpscope.training.display import Display, QuietDisplay
-from sharpscope.training.evaluate import evaluate, heldout_score
+from sharpscope.training.evaluate import check_splits, evaluate, heldout_score
 from sharpscope.training.health import PREVENTS, Event, check_finite, check_policy, check_rollouts, memory_share
 from sharpscope.training.learning import BROKEN, Learned, Learner, step_tensors
 from sharpscope.training.observers import Observers
 from sharpscope.training.optimizer import build_optimizer, learning_rate, set_learning_rate
-from sharpscope.training.probe_sets import check_probe_set
+from sharpscope.training.probe_sets import check_probe_set, solution_losses
 from sharpscope.training.processes import Launch
-from sharpscope.training.records import rollout_columns, steps_row, token_columns, weight_columns
+from sharpscope.training.records import plain_norm, rollout_columns, steps_row, token_columns, weight_columns
 from sharpscope.training.rounds import Round, draw_round
 from sharpscope.training.run_folder import (
     begin_run_dir,
@@ -93,6 +93,8 @@ def train(config: RunConfig, display: Display | None = None, resume: bool = Fals
         examples = task.splits().get("train", [])
         if not examples:
             raise UserError(f"task.kind = '{config.task.kind}': has no split 'train' to learn from")
+        if config.evaluation.every:
+            check_splits(task, config.evaluation.splits)
         source = config.policy if saved is None else config.policy.model_copy(update={"model": str(saved)})
         policy = load_policy(source, base=config.policy.model)
         longest = [e for split in ("train", *config.evaluation.splits) for e in task.splits().get(split, [])]
@@ -137,6 +139,8 @@ class _Run:
         self.order = DataOrder(examples, config.seed)
         self.recent: list[float] = []  # log gradient norms of the last steps, for spikes
         self.stop_requested = False
+        # Whether the weights are not finite: nothing is measured on them then, and no checkpoint takes a good one's place.
+        self.broken = False
         self.said: set[str] = set()  # warnings of the method that were shown
         self.scores: dict[int, float] = {}  # held-out accuracy by step
         self.learner = Learner(
@@ -199,7 +203,7 @@ class _Run:
                 else:
                     status, reason = "finished", "all steps done"
                 writer.flush()
-            if done > restored:
+            if done > restored and not self.broken:
                 self._save(done)
         except KeyboardInterrupt:
             status, reason = "interrupted", "stopped at once by the user; the step in progress is lost"
@@ -239,8 +243,9 @@ class _Run:
         clock.lap("training_s", minus=self.observers.seconds)
         row = steps_row(step, drawn, learned, self.method, progress, lr)
         stop = self._judge(step, learned, events)
-        if row["grad_norm"]:
-            self.recent = [*self.recent[-49:], math.log(row["grad_norm"])]
+        norm = plain_norm(learned)
+        if norm:
+            self.recent = [*self.recent[-49:], math.log(norm)]
         self._record(step, drawn, learned)
         clock.lap("recording_s", plus=self.observers.seconds)
         self.writer.append("steps", row | clock.laps)
@@ -248,6 +253,8 @@ class _Run:
             self.writer.flush()
             note(config.run_dir, steps_done=step)
         self.display.step(row)
+        if self.broken:
+            return stop
         every = config.evaluation.every
         if every and (step % every == 0 or step == config.steps):
             self._evaluate(step)
@@ -305,6 +312,7 @@ class _Run:
             if update.problem:
                 value = update.loss if not math.isfinite(update.loss) else update.grad_norm
                 broken = update.problem == BROKEN
+                self.broken = self.broken or broken
                 value = update.update_norm if broken else value
                 events += check_finite(spec, step, [(update.problem, value)], broken)
         for text in self.learner.warnings:
@@ -352,6 +360,11 @@ class _Run:
         )  # fmt: skip
         if rows:
             self.scores[step] = heldout_score(rows)
+            losses = solution_losses(
+                self.policy, self.observers.probe_set, spec.splits, self.config.rollout.temperature,
+                self.config.update.microbatch_tokens,
+            )  # fmt: skip
+            rows = [row | {"heldout_loss": losses.get((row["split"], row["level"]))} for row in rows]
             self.writer.append("eval", {name: [row[name] for row in rows] for name in rows[0]})
             self.writer.flush()
             self.display.evaluation(rows)

@@ -89,6 +89,8 @@ class Observers:
     # -- between gradient and step ----------------------------------------------------------------------------------
 
     def _before_step(self, batch: UpdateBatch) -> None:
+        if not bool(batch.first.any()):
+            return  # a row of the tokens table belongs to the first update that used its token
         started = time.perf_counter()
         spec, step = self.spec, self._step
         due = bool(spec.token_gradients_every) and step % spec.token_gradients_every == 0
@@ -167,8 +169,9 @@ class Observers:
 
     def _exact(self, batch: UpdateBatch, part: Rollouts, local: Tensor) -> None:
         """The exact tier on the largest tokens by local norm and on random others, with the probability of being drawn."""
-        places = part.completion_mask.bool().nonzero()  # (M, 2)
-        norms = local[:, part.prompt_width :][part.completion_mask.bool()]  # (M,)
+        first = batch.first.to(local.device)
+        places = first.nonzero()  # (M, 2)
+        norms = local[:, part.prompt_width :][first]  # (M,)
         top = norms.argsort(descending=True, stable=True)[: self.spec.exact_top]
         others = torch.ones(len(norms), dtype=torch.bool, device=norms.device)
         others[top] = False
@@ -248,14 +251,12 @@ class Observers:
         return processes.summed(own)
 
     def _put(self, name: str, batch: UpdateBatch, values: Tensor) -> None:
-        """Keep `values` (n, P+T) of the update's rows where no earlier update of the step has put any."""
-        mask = self._rollouts.completion_mask.bool().cpu()
+        """Keep `values` (n, P+T) of the update's rows for the tokens whose first update it is."""
         if name not in self._columns:
-            self._columns[name] = torch.full(mask.shape, math.nan)
+            self._columns[name] = torch.full(self._rollouts.completion_mask.shape, math.nan)
         target = self._columns[name]
         new = values[:, self._rollouts.prompt_width :].detach().float().cpu()
-        free = target[batch.rows].isnan() & mask[batch.rows]
-        target[batch.rows] = torch.where(free, new, target[batch.rows])
+        target[batch.rows] = torch.where(batch.first, new, target[batch.rows])
 
 
 def _mask(part: Rollouts) -> Tensor:

@@ -83,6 +83,11 @@ def scale_gradients(parameters: Iterable[Tensor], factor: float) -> None:
                 parameter.grad.mul_(factor)
 
 
+def updates_done(optimizer: torch.optim.AdamW) -> int:
+    """How many updates it has made, those before a checkpoint included; AdamW counts them, parameter by parameter."""
+    return max((int(state["step"]) for state in optimizer.state.values() if "step" in state), default=0)
+
+
 @torch.no_grad()
 def update_norm(optimizer: torch.optim.AdamW) -> float:
     """‖Δθ‖₂ of the update that `optimizer.step()` has just made, over all parameters, weight decay included.

@@ -11,11 +11,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from sharpscope.errors import UserError
-from sharpscope.policy import Policy, load_policy, render_prompts
+from sharpscope.policy import Completions, Policy, load_policy, microbatches, render_prompts, score_completions
+from sharpscope.policy.spec import LocalBackend
 from sharpscope.probes import Drawn, ProbeSet, build_probe_set
+from sharpscope.probes.probe_set import ProbeItem
 from sharpscope.tasks import Example, Task
 from sharpscope.training import processes
-from sharpscope.training.rounds import draw_completions
+from sharpscope.training.rounds import draw_completions, moved
+from sharpscope.training.sharding import whole_weights
 
 if TYPE_CHECKING:
     from sharpscope.config import RunConfig
@@ -24,14 +27,19 @@ PROBE_SET_FILE = "probe_set.parquet"
 
 
 class Drawer:
-    """Draws seeded completions of a policy for probes, and has the task score them."""
+    """Draws seeded completions of a policy for probes, and has the task score them.
+
+    Probes take them as draws from softmax(z/T) of this very policy. So the policy itself writes them (a server may hold
+    older weights), without top-p and top-k, at the run's temperature.
+    """
 
     def __init__(self, config: RunConfig, policy: Policy, task: Task) -> None:
-        self.config, self.policy, self.task = config, policy, task
+        self.policy, self.task = policy, task
+        self.sampling = config.rollout.model_copy(update={"top_p": 1.0, "top_k": 0, "backend": LocalBackend()})
 
     def __call__(self, examples: Sequence[Example], samples: int, seed: int) -> Drawn:
         """`samples` completions per example, rows of an example adjacent, with their success (0 or 1)."""
-        drawn = draw_completions(self.policy, self.task, examples, samples, self.config.rollout, seed)
+        drawn = draw_completions(self.policy, self.task, examples, samples, self.sampling, seed)
         success = [self.task.score(examples[row // samples], text).correct for row, text in enumerate(drawn.texts)]
         correct = torch.tensor(success, dtype=torch.float32, device=self.policy.device)
         return Drawn(drawn.with_reward(correct), correct)
@@ -80,6 +88,54 @@ def run_probe_set(config: RunConfig, task: Task) -> ProbeSet:
         )  # fmt: skip
     processes.decided(lambda: found.save(path) and None)
     return found
+
+
+@torch.no_grad()
+def solution_losses(
+    policy: Policy, probe_set: ProbeSet | None, splits: Sequence[str], temperature: float, microbatch_tokens: int
+) -> dict[tuple[str, str], float]:
+    """Mean −ln π of the solutions that the probe set stores [nats / token], by split and level; only where it has some.
+
+    Args:
+        policy: whose π at the sampling temperature is meant.
+        probe_set: None: there is none.
+        splits: those that are wanted.
+        temperature: T > 0.
+        microbatch_tokens: of one forward pass.
+    """
+    items = [item for item in probe_set.items if item.solution and item.split in splits] if probe_set else []
+    if not items:
+        return {}
+    rows = moved(_solution_rows(items), policy.device)
+    totals = torch.zeros(len(items), dtype=torch.float64)
+    with whole_weights(policy.model):
+        for batch in microbatches(rows.lengths, microbatch_tokens, prompt_lengths=rows.prompt_lengths):
+            scored = score_completions(
+                policy.model, rows.rows(batch), temperature, share_prompt=False, with_grad=False, compute=policy.compute
+            )
+            totals[batch] = scored.logp.double().sum(dim=1).cpu()
+    places: dict[tuple[str, str], list[int]] = {}
+    for row, item in enumerate(items):
+        places.setdefault((item.split, str(item.example.meta.get("level", "all"))), []).append(row)
+    return {
+        key: -float(totals[own].sum()) / sum(len(items[row].solution) for row in own) for key, own in places.items()
+    }
+
+
+def _solution_rows(items: Sequence[ProbeItem]) -> Completions:
+    """The stored solutions as completions of their prompts."""
+    before = max(len(item.prompt_ids) for item in items)
+    ids = torch.zeros(len(items), before + max(len(item.solution) for item in items), dtype=torch.long)
+    present = torch.zeros_like(ids)
+    for row, item in enumerate(items):
+        place = slice(before - len(item.prompt_ids), before + len(item.solution))
+        ids[row, place], present[row, place] = torch.tensor([*item.prompt_ids, *item.solution]), 1
+    blank = torch.zeros(len(items), ids.shape[1] - before)
+    return Completions(
+        input_ids=ids, attention_mask=present, completion_ids=ids[:, before:], completion_mask=present[:, before:],
+        behavior_logp=blank, sampler_logp=None, group=torch.arange(len(items)),
+        truncated=torch.zeros(len(items), dtype=torch.bool), texts=[""] * len(items),
+    )  # fmt: skip
 
 
 def task_key(config: RunConfig) -> str:

@@ -22,7 +22,8 @@ def steps_row(step: int, drawn: Round, learned: Learned, method: Method, progres
     used = mask & (tokens.update >= 0)
     done = [u for u in learned.updates if not u.skipped]
     reward = rollouts.reward.double().cpu()
-    clipped = tokens.clipped[used]
+    counted = tokens.uses > 0
+    uses = int(tokens.uses.sum())
     return {
         "step": step,
         "updates": len(done),
@@ -30,12 +31,12 @@ def steps_row(step: int, drawn: Round, learned: Learned, method: Method, progres
         "reward_std": float(reward.std()) if len(reward) > 1 else None,
         "accuracy": float(np.mean([r.correct for r in drawn.rewards])),
         "loss": _mean([u.loss for u in done]),
-        "kl": _masked_mean(tokens.kl, used) if method.needs_reference else None,
+        "kl": _each(float(tokens.kl[counted].sum()), uses) if method.needs_reference else None,
         "entropy_mean": _masked_mean(tokens.stats.entropy.cpu(), mask),
         "grad_norm": _mean([u.grad_norm for u in done]),
         "update_norm": _mean([u.update_norm for u in done]),
-        "clip_fraction_low": _share(clipped < 0),
-        "clip_fraction_high": _share(clipped > 0),
+        "clip_fraction_low": _each(int(tokens.uses_low.sum()), uses),
+        "clip_fraction_high": _each(int(tokens.uses_high.sum()), uses),
         **weight_columns(method, tokens.weight, used, progress),
         "zero_std_groups": round(drawn.zero_variance_share * len(drawn.examples)),
         "completion_length_mean": float(rollouts.completion_mask.sum(dim=1).double().mean()),
@@ -43,6 +44,11 @@ def steps_row(step: int, drawn: Round, learned: Learned, method: Method, progres
         "tokens": int(mask.sum()),
         "lr": lr if done else None,
     }
+
+
+def plain_norm(learned: Learned) -> float | None:
+    """Mean over the updates made of the norm that the spike rule looks at; null without any."""
+    return _mean([u.plain_norm for u in learned.updates if not u.skipped])
 
 
 def weight_columns(method: Method, weight: Tensor, used: Tensor, progress: float) -> dict[str, float | None]:
@@ -130,5 +136,6 @@ def _masked_mean(values: Tensor, mask: Tensor) -> float | None:
     return float(values[mask].double().mean()) if bool(mask.any()) else None
 
 
-def _share(flags: Tensor) -> float | None:
-    return float(flags.double().mean()) if flags.numel() else None
+def _each(total: float, uses: int) -> float | None:
+    """`total` for each token use; null without any."""
+    return total / uses if uses else None

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from sharpscope.objective import Method, group_advantages, informative_groups, overlong_penalty
+from sharpscope.objective.spec import Sampling
 from sharpscope.policy import (
     Completions,
     Environment,
@@ -90,9 +91,13 @@ def score_texts(task: Task, examples: Sequence[Example], texts: Sequence[str]) -
 def draw_round(
     policy: Policy, task: Task, order: DataOrder, method: Method, spec: RolloutSpec, seed: int, step: int
 ) -> Round:
-    """One round; with dynamic sampling (DAPO), groups without reward variance are drawn anew with further prompts."""
+    """One round; with dynamic sampling (DAPO), groups without reward variance are drawn anew with further prompts.
+
+    That variance is the task's own: wrong answers of different lengths teach nothing but lengths, so the penalty on overlong
+    completions comes after.
+    """
     examples = order.take(spec.prompts_per_step)
-    rollouts, rewards = _draw(policy, task, examples, method, spec, derive(seed, "rollouts", step))
+    rollouts, rewards = _draw(policy, task, examples, spec, derive(seed, "rollouts", step))
     redrawn = 0
     sampling = method.sampling
     if sampling.dynamic:
@@ -103,8 +108,10 @@ def draw_round(
                 break
             redrawn += len(flat)
             fresh = order.take(len(flat))
-            new, new_rewards = _draw(policy, task, fresh, method, spec, derive(seed, "rollouts", step, attempt))
+            new, new_rewards = _draw(policy, task, fresh, spec, derive(seed, "rollouts", step, attempt))
             rollouts, rewards, examples = _replace_groups(rollouts, rewards, examples, flat, new, new_rewards, fresh)
+    if sampling.overlong is not None:
+        rollouts, rewards = _penalized(rollouts, rewards, sampling, spec.max_new_tokens)
     # A group with a reward that is not finite teaches nothing: with equal rewards its advantages are 0. A health rule speaks.
     finite = torch.isfinite(rollouts.reward).reshape(len(examples), -1).all(dim=1)[rollouts.group]
     reward = torch.where(finite, rollouts.reward, 0.0)
@@ -112,14 +119,24 @@ def draw_round(
 
 
 def _draw(
-    policy: Policy, task: Task, examples: list[Example], method: Method, spec: RolloutSpec, seed: int
+    policy: Policy, task: Task, examples: list[Example], spec: RolloutSpec, seed: int
 ) -> tuple[Rollouts, list[Reward]]:
     completions = draw_completions(policy, task, examples, spec.group_size, spec, seed)
     rewards = score_texts(task, examples, completions.texts)
     total = torch.tensor([reward.total for reward in rewards], dtype=torch.float32)
-    if method.sampling.overlong is not None:
-        total = total + overlong_penalty(method.sampling, completions.lengths.cpu(), spec.max_new_tokens)
     return completions.with_reward(total), rewards
+
+
+def _penalized(
+    rollouts: Rollouts, rewards: list[Reward], sampling: Sampling, limit: int
+) -> tuple[Rollouts, list[Reward]]:
+    """The same with DAPO's penalty on overlong completions in the reward, and as its part `overlong`."""
+    penalty = overlong_penalty(sampling, rollouts.lengths.cpu(), limit)
+    own = [
+        replace(reward, total=reward.total + part, parts={**reward.parts, "overlong": part})
+        for reward, part in zip(rewards, (penalty + 0.0).tolist(), strict=True)  # + 0.0: no part is −0
+    ]
+    return rollouts.with_reward(rollouts.reward.cpu() + penalty), own
 
 
 def _replace_groups(

@@ -20,7 +20,9 @@ class OptimizerSpec(Spec):
     weight_decay: float = Field(
         0.0, ge=0, description="Decoupled decay; on matrices only (norm gains and biases: none)."
     )
-    warmup_steps: int = Field(0, ge=0, description="Steps over which the learning rate rises linearly from lr/warmup.")
+    warmup_steps: int = Field(
+        0, ge=0, description="Steps over which the learning rate rises linearly from lr/warmup; fewer than steps."
+    )
     schedule: Literal["constant", "linear", "cosine"] = Field(
         "constant", description="After warm-up: constant, or linear / cosine decay to zero at the last step."
     )
@@ -60,7 +62,9 @@ class EvaluationSpec(Spec):
     prompts: int = Field(100, ge=1, description="Puzzles of each level, the first of the fixed held-out order.")
     temperatures: tuple[float, ...] = Field((0.0, 1.0), description="Sampling temperatures; 0 is greedy.")
     samples: int = Field(1, ge=1, description="Completions per puzzle at temperatures above 0 (k of pass@k and avg@k).")
-    splits: tuple[str, ...] = Field(("heldout", "unseen"), description="Splits to evaluate, where the task has them.")
+    splits: tuple[str, ...] = Field(
+        ("heldout", "unseen"), description="Splits to evaluate, those of them that the task has."
+    )
 
     @field_validator("temperatures")
     @classmethod
@@ -83,14 +87,14 @@ class RecordingSpec(Spec):
         4.0,
         gt=0,
         description="Record score norms and attribution also where the log gradient norm is this many robust standard "
-        "deviations (1.4826·MAD of the last 50 steps) above its median; null: never.",
+        "deviations (1.4826·MAD of the last 50 steps) above its median; null: never. Of several epochs only the first is recorded.",
     )
     exact_top: int = Field(16, ge=0, description="Tokens with the largest local norm that get the exact tier [tokens].")
     exact_random: int = Field(16, ge=0, description="Tokens drawn at random that get the exact tier [tokens].")
     update_attribution: bool = Field(
         False,
         description="Also split the squared update norm over tokens, momentum and decay, at the same steps (costs as much again "
-        "as attribution).",
+        "as attribution). Not with method.sharpness: its step is that of another gradient.",
     )
     derivative: Literal["forward", "central"] = Field(
         "forward",

@@ -1,4 +1,4 @@
-"""What every token did in a step: the policy's statistics at its start, and what the first update that used it did."""
+"""What every token did in a step: the policy's statistics at its start, the first update that used it, and all of them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,35 @@ from sharpscope.policy import Rollouts, TokenStats
 
 
 @dataclass
+class UpdateTokens:
+    """What the tokens of an update's rows do in it, whether or not an earlier update has used them; (n, T), on the CPU."""
+
+    coef: Tensor  # ∂L/∂log π_t
+    used: Tensor  # bool: loss tokens that take part
+    clipped: Tensor  # int8: −1 clipped low, 0 not, 1 clipped high
+    kl: Tensor  # float64, k3 [nats]
+
+    @classmethod
+    def blank(cls, rows: int, width: int) -> UpdateTokens:
+        """No token takes part."""
+        kinds = {"coef": torch.float32, "used": torch.bool, "clipped": torch.int8, "kl": torch.float64}
+        return cls(**{name: torch.zeros(rows, width, dtype=kind) for name, kind in kinds.items()})
+
+    def write(self, rows: Tensor, used: Tensor, clipped: Tensor, kl: Tensor) -> None:
+        """What the rows `rows` (m,) of these do, by the loss; all but the coefficients, which the backward pass gives."""
+        used = used.cpu()
+        self.used[rows] = used
+        self.clipped[rows] = torch.where(used, clipped.detach().cpu().to(self.clipped.dtype), 0)
+        self.kl[rows] = torch.where(used, kl.detach().cpu().to(self.kl.dtype), 0.0)
+
+    def tensors(self) -> list[Tensor]:
+        """All of them."""
+        return [getattr(self, part.name) for part in fields(self)]
+
+
+@dataclass
 class TokenRecord:
-    """What each token did in the first update that used it; all (N, T), on the CPU."""
+    """What each token did in the first update that used it, and in how many updates it did what; all (N, T), on the CPU."""
 
     stats: TokenStats
     weight: Tensor
@@ -21,13 +48,37 @@ class TokenRecord:
     loss_coef: Tensor  # ∂L/∂log π_t of that update
     ratio: Tensor
     clipped: Tensor  # int8: −1 clipped low, 0 not, 1 clipped high
-    kl: Tensor
     update: Tensor  # int32; −1 where no update used the token
+    uses: Tensor  # int32: updates made that used the token
+    uses_low: Tensor  # int32: those of them in which it was clipped low
+    uses_high: Tensor  # int32: in which it was clipped high
+    kl: Tensor  # float64: sum of k3 over the updates made that used the token [nats]
+
+    @classmethod
+    def blank(cls, stats: TokenStats) -> TokenRecord:
+        """Tokens with these statistics (N, T) that no update has used yet."""
+        shape = stats.logp.shape
+
+        def zeros(kind: torch.dtype) -> Tensor:
+            return torch.zeros(shape, dtype=kind)
+
+        return cls(
+            stats=stats, weight=zeros(torch.float32), advantage=zeros(torch.float32), loss_coef=zeros(torch.float32),
+            ratio=zeros(torch.float32), clipped=zeros(torch.int8), update=torch.full(shape, -1, dtype=torch.int32),
+            uses=zeros(torch.int32), uses_low=zeros(torch.int32), uses_high=zeros(torch.int32), kl=zeros(torch.float64),
+        )  # fmt: skip
 
     def tensors(self, *, stats: bool) -> list[Tensor]:
-        """All of them, the statistics too if `stats`."""
-        own = [getattr(self, part.name) for part in fields(self) if part.name != "stats"]
+        """What is written row by row, token by token: the statistics too if `stats`, never the counts over updates."""
+        own = [self.weight, self.advantage, self.loss_coef, self.ratio, self.clipped, self.update]
         return own + ([getattr(self.stats, part.name) for part in fields(TokenStats)] if stats else [])
+
+    def count(self, rows: Tensor, done: UpdateTokens) -> None:
+        """Count an update of the rows `rows` (n,) that was made."""
+        self.uses[rows] += done.used.int()
+        self.uses_low[rows] += (done.clipped < 0).int()
+        self.uses_high[rows] += (done.clipped > 0).int()
+        self.kl[rows] += done.kl
 
 
 def step_tensors(

@@ -19,6 +19,7 @@ from tests.oracles.trl import loss_coefficients
 pytest.importorskip("trl", reason="TRL is not installed (test extra)")
 
 from sharpscope.integrations.trl import record
+from sharpscope.integrations.trl import step as recorded_step
 from sharpscope.integrations.trl.recorder import _WRAPPED, ROW
 from tests.test_integrations.trainers import PROMPTS, VOCABULARY, evens, tokenizer, trainer
 
@@ -93,9 +94,19 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         oracle.append((len(watch.before), inputs[ROW].clone(), loss_coefficients(one, compute, model, inputs, logp)))
         return compute(model, inputs)
 
+    uses, used = [], recorded_step.used
+
+    def counted(theirs: Any, inputs: dict[str, Any], logp: torch.Tensor) -> Any:
+        found = used(theirs, inputs, logp)
+        uses.append((len(watch.before), inputs["completion_mask"].bool(), found))
+        return found
+
     recorder._was["_compute_loss"] = with_oracle
-    one.train()
-    return {"run": sharpscope.load_run(folder / "run"), "watch": watch, "oracle": oracle, "trainer": one}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recorded_step, "used", counted)
+        one.train()
+    run = sharpscope.load_run(folder / "run")
+    return {"run": run, "watch": watch, "oracle": oracle, "trainer": one, "uses": uses}
 
 
 def test_each_token_has_the_coefficient_of_trls_loss(watched):
@@ -111,6 +122,20 @@ def test_each_token_has_the_coefficient_of_trls_loss(watched):
     np.testing.assert_allclose(tokens["loss_coef"], expected, rtol=1e-4, atol=1e-8)
     assert set(tokens["update"].unique()) == {0, 1}  # two updates see a batch first, two more see it again
     assert (tokens["ratio"] != 1).any()
+
+
+def test_clip_fractions_and_kl_count_every_use_of_a_token(watched):
+    """The second pass over a batch is off policy: its tokens count there too, not only where an update first used them."""
+    steps = watched["run"].steps
+    for row, updates in ((0, range(4)), (1, range(4, 6))):
+        parts = [(mask, found) for update, mask, found in watched["uses"] if update in updates]
+        clipped, kl = (
+            torch.cat([getattr(found, n)[mask].double() for mask, found in parts]) for n in ("clipped", "kl")
+        )
+        assert steps["clip_fraction_low"].iloc[row] == float((clipped < 0).double().mean())
+        assert steps["clip_fraction_high"].iloc[row] == float((clipped > 0).double().mean())
+        assert steps["kl"].iloc[row] == pytest.approx(float(kl.mean()), rel=1e-9)
+    assert steps["clip_fraction_low"].iloc[0] + steps["clip_fraction_high"].iloc[0] > 0
 
 
 def test_coefficients_times_score_gradients_are_the_trainers_gradient(watched):

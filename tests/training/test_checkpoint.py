@@ -11,14 +11,17 @@ import torch
 
 import sharpscope
 from sharpscope.config import build_config
-from sharpscope.errors import UserError
+from sharpscope.errors import NonFiniteError, UserError
 from sharpscope.training import train
 from sharpscope.training.checkpoint import (
+    PROXIMAL,
+    Progress,
     checkpoints,
     damage,
     fingerprint,
     newest_whole,
     prune,
+    save_checkpoint,
     step_of,
 )
 from sharpscope.training.spec import CheckpointSpec
@@ -159,6 +162,28 @@ def test_another_reference_policy_is_noticed(toy_config, tiny_policy, tmp_path):
     save_file(tensors, policy / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError, match="other weights than when this run began"):
         train(config, resume=True)
+
+
+def test_weights_that_are_not_finite_are_not_saved(tmp_path):
+    model = tiny_model("qwen2")
+    name, parameter = list(model.named_parameters())[-1]
+    with torch.no_grad():
+        parameter.view(-1)[0] = torch.nan
+    with pytest.raises(NonFiniteError, match=f"step 7: the weights '{name}' are not finite"):
+        save_checkpoint(tmp_path, model, None, torch.optim.AdamW(model.parameters()), Progress(7, 0, [], {}))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_resumed_run_goes_on_with_its_average_of_weights(toy_config):
+    settings = {"method": "ppo-ewma", "update__mini_batches": 2, "steps": 4, "evaluation__every": 0}
+    whole, broken = (toy_config(name=name, **settings) for name in ("whole", "broken"))
+    train(whole)
+    train(broken, StopAfter(1))
+    train(broken, resume=True)
+    from safetensors.torch import load_file
+
+    one, two = (load_file(checkpoints(config.run_dir)[-1] / PROXIMAL) for config in (whole, broken))
+    assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
 
 
 def test_a_fingerprint_tells_weights_apart():

@@ -7,10 +7,16 @@ import itertools
 
 import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
+import sharpscope
 from sharpscope.errors import UserError
 from sharpscope.policy import SamplingSpec, load_policy
+from sharpscope.probes import ProbeSet
 from sharpscope.tasks import make_task
+from sharpscope.training import train
+from sharpscope.training.checkpoint import checkpoints
 from sharpscope.training.evaluate import evaluate, pass_at_k
 from sharpscope.training.evaluate_model import evaluate_model
 from sharpscope.training.evaluation_progress import EvaluationProgress
@@ -172,3 +178,38 @@ def test_the_command_goes_on_too_and_cleans_up(toy_config, tmp_path, monkeypatch
     assert not (tmp_path / "evaluations").exists()
     with pytest.raises(UserError, match="-k 5: pass@k needs from 1 to --samples = 4"):
         evaluate_model(model, **settings | {"pass_at": (5,)})
+
+
+def test_the_heldout_loss_is_the_mean_nll_of_the_stored_solutions(toy_config):
+    """Of each level of the held-out split, at every temperature, before training and after; against a loop over solutions."""
+    config = toy_config(recording__heldout_influence_every=1, probes__prompts=2, probes__heldout_prompts=8, steps=1, rollout__max_new_tokens=120,
+                        rollout__temperature=0.9, update__microbatch_tokens=64, evaluation__splits=["heldout", "train"])  # fmt: skip
+    train(config)
+    run = sharpscope.load_run(config.run_dir)
+    items = [item for item in ProbeSet.load(config.run_dir / "probe_set.parquet").items if item.solution]
+    assert items
+    for step, folder in ((0, config.policy.model), (1, checkpoints(config.run_dir)[-1])):
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        rows = run.eval[run.eval["step"] == step]
+        assert len(rows)
+        for row in rows.itertuples():
+            total, count = 0.0, 0
+            for item in items:
+                if (item.split, str(item.example.meta["level"])) == (row.split, row.level):
+                    ids = torch.tensor([[*item.prompt_ids, *item.solution]])
+                    with torch.no_grad():
+                        logp = torch.log_softmax(model(input_ids=ids).logits[0, :-1] / 0.9, dim=-1)
+                    first = len(item.prompt_ids) - 1
+                    total -= float(logp.gather(1, ids[0, 1:, None])[first:].sum())
+                    count += len(item.solution)
+            if count:
+                assert row.heldout_loss == pytest.approx(total / count, rel=1e-5)
+            else:
+                assert np.isnan(row.heldout_loss)
+    assert run.eval["heldout_loss"].notna().any()
+
+
+def test_without_a_probe_set_there_is_no_heldout_loss(toy_config):
+    config = toy_config(steps=1)
+    train(config)
+    assert sharpscope.load_run(config.run_dir).eval["heldout_loss"].isna().all()

@@ -225,3 +225,29 @@ def test_saturation_is_that_of_the_steps_table(toy_config):
 
 def test_memory_is_that_of_the_machine():
     assert 0 < health.memory_share(torch.device("cpu")) < 1
+
+
+def test_broken_weights_are_neither_measured_nor_saved_over_good_ones(toy_config, monkeypatch):
+    settings = {"steps": 4, "checkpoint__every": 1, "checkpoint__keep_last": 1, "evaluation__every": 1}
+    whole, broken = toy_config(name="whole", **settings), toy_config(name="broken", **settings)
+    train(whole)
+    plain, calls = torch.optim.AdamW.step, []
+
+    def spoilt(self, *arguments, **options):
+        plain(self, *arguments, **options)
+        calls.append(True)
+        if len(calls) == 3:
+            parameter = self.param_groups[0]["params"][0]
+            self.state[parameter]["exp_avg"].fill_(math.inf)
+            parameter.data.fill_(math.nan)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.optim.AdamW, "step", spoilt)
+        outcome = train(broken)
+    assert (outcome.status, outcome.steps_done) == ("failed", 3) and "model weights" in outcome.reason
+    assert [folder.name for folder in checkpoints(broken.run_dir)] == ["step-000002"]
+    run = sharpscope.load_run(broken.run_dir)
+    assert run.eval["step"].max() == 2 and run.steps["step"].tolist() == [1, 2, 3]
+    assert train(broken, resume=True).status == "finished"
+    one, two = (weights(checkpoints(config.run_dir)[-1]) for config in (whole, broken))
+    assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
 import torch
 
 from sharpscope.objective import named_method
-from sharpscope.objective.spec import GradientNormPenalty, Sam
+from sharpscope.objective.spec import GradientNormPenalty, Kl, Sam
 from sharpscope.policy import load_policy
 from sharpscope.tasks import make_task
+from sharpscope.training import learning
 from sharpscope.training.data_order import DataOrder
 from sharpscope.training.learning import Learner
 from sharpscope.training.optimizer import build_optimizer
+from sharpscope.training.records import steps_row
 from sharpscope.training.rounds import draw_round, join_rollouts
 from sharpscope.training.spec import OptimizerSpec
 
@@ -43,12 +46,12 @@ def learner(policy, method="grpo", **changes) -> Learner:
 
 
 def gradient(policy, drawn, method="grpo", **changes):
-    """(flat gradient of the first update before clipping, what was learnt); the policy is put back."""
+    """(flat gradient of each update as the optimizer gets it, what was learnt); the policy is put back."""
     before = {name: p.detach().clone() for name, p in policy.model.named_parameters()}
     found = []
     observed = learner(policy, method, **changes)
-    observed.before_step = lambda batch: found.append(
-        torch.cat([p.grad.flatten().clone() for p in observed.parameters])
+    observed.optimizer.register_step_pre_hook(
+        lambda *_: found.append(torch.cat([p.grad.flatten().clone() for p in observed.parameters]))
     )
     learned = observed.learn(drawn.rollouts, drawn.advantage, step=1, progress=0.0)
     with torch.no_grad():
@@ -212,6 +215,92 @@ def test_sam_and_gradient_norm_penalty_by_hand(world):
     gnp, _ = gradient(policy, drawn, base.model_copy(update={"sharpness": penalty}))
     torch.testing.assert_close(gnp[0], g + 0.01 * (ascended - g) / rho, rtol=1e-4, atol=1e-7)
     assert not torch.allclose(sam[0], g, rtol=1e-2)
+
+
+def test_probes_see_the_gradient_that_the_coefficients_belong_to(world):
+    """Under SAM the optimizer gets the gradient at θ + rho·g/‖g‖; c = ∂L/∂log π is that of g = ∇L(θ)."""
+    policy, drawn = world
+    (plain,), _ = gradient(policy, drawn, "grpo")
+    sharp = named_method("grpo").model_copy(update={"sharpness": Sam(rho=0.5)})
+    (ascended,), _ = gradient(policy, drawn, sharp)
+    observed, seen = learner(policy, sharp), []
+    observed.before_step = lambda batch: seen.append(
+        (batch.grad_norm, torch.cat([p.grad.flatten().clone() for p in observed.parameters]))
+    )
+    (record,) = observed.learn(drawn.rollouts, drawn.advantage, step=1, progress=0.0).updates
+    ((norm, found),) = seen
+    torch.testing.assert_close(found, plain, rtol=1e-6, atol=1e-9)
+    assert norm == record.plain_norm == pytest.approx(float(plain.norm()))
+    assert record.grad_norm == pytest.approx(float(ascended.norm())) != pytest.approx(record.plain_norm, rel=0.01)
+
+
+def test_clip_fractions_and_kl_count_every_use_of_a_token(world, monkeypatch):
+    """Three epochs on the same rollouts, the second update left out: means over the tokens of the first and the third."""
+    policy, drawn = world
+    outputs, plain = [], learning.policy_loss
+
+    def kept(*arguments, **options):
+        outputs.append(plain(*arguments, **options))
+        return outputs[-1]
+
+    norms = iter([1.0, math.nan, 1.0])
+    monkeypatch.setattr(learning, "policy_loss", kept)
+    monkeypatch.setattr(learning, "gradient_norm", lambda parameters: next(norms))
+    method = named_method("grpo").model_copy(update={"kl": Kl(coef=0.1)})
+    reference = copy.deepcopy(policy.model)
+    observed = learner(policy, method, inner_epochs=3, reference=reference)
+    for group in observed.optimizer.param_groups:
+        group["lr"] = 0.05
+    learned = observed.learn(drawn.rollouts, drawn.advantage, step=1, progress=0.0)
+    assert [u.skipped for u in learned.updates] == [False, True, False] and len(outputs) == 3
+    mask = drawn.rollouts.completion_mask.bool()
+    clipped, kl = (torch.cat([getattr(outputs[i], n)[mask] for i in (0, 2)]) for n in ("clipped", "kl"))
+    row = steps_row(1, drawn, learned, method, 0.0, 0.05)
+    assert row["clip_fraction_low"] == float((clipped < 0).double().mean()) > 0
+    assert row["clip_fraction_high"] == float((clipped > 0).double().mean()) > 0
+    assert row["kl"] == pytest.approx(float(kl.double().mean()), rel=1e-12)
+    assert not learned.tokens.clipped.any()  # the first use of every token was on policy
+
+
+def test_without_an_update_nothing_was_clipped_or_diverged(world):
+    policy, drawn = world
+    method = named_method("grpo").model_copy(update={"kl": Kl(coef=0.1)})
+    observed = learner(policy, method, reference=copy.deepcopy(policy.model))
+    observed.allow = lambda stats, weight: False
+    row = steps_row(
+        1, drawn, observed.learn(drawn.rollouts, drawn.advantage, step=1, progress=0.0), observed.method, 0.0, 0.05
+    )
+    assert (row["clip_fraction_low"], row["clip_fraction_high"], row["kl"]) == (None, None, None)
+
+
+def test_the_proximal_policy_is_a_debiased_average_of_all_weights(world):
+    """θ_prox = Σ_i β^(n−i)·θ_i / Σ_i β^(n−i): after one update 1/(1 + β) of it, 53 %, is new."""
+    policy, drawn = world
+    method = named_method("ppo-ewma")
+    beta = method.proximal.decay
+
+    def flat(model):
+        return torch.cat([p.detach().flatten() for p in model.parameters()]).clone()
+
+    before = {name: p.detach().clone() for name, p in policy.model.named_parameters()}
+    observed = learner(policy, method, inner_epochs=3, proximal=copy.deepcopy(policy.model))
+    thetas = [flat(policy.model)]
+    observed.optimizer.register_step_post_hook(lambda *_: thetas.append(flat(policy.model)))
+    averages, plain = [], observed._move_proximal
+
+    def moved():
+        plain()
+        averages.append(flat(observed.proximal))
+
+    observed._move_proximal = moved
+    observed.learn(drawn.rollouts, drawn.advantage, step=1, progress=0.0)
+    policy.model.load_state_dict(before, strict=False)
+    torch.testing.assert_close(averages[0], thetas[0] * (0.889 / 1.889) + thetas[1] / 1.889, rtol=1e-9, atol=1e-12)
+    assert pytest.approx(0.47, abs=1e-3) == 0.889 / 1.889
+    for n in (1, 2, 3):
+        weights = [beta ** (n - i) for i in range(n + 1)]
+        expected = sum(w * theta for w, theta in zip(weights, thetas[: n + 1], strict=True)) / sum(weights)
+        torch.testing.assert_close(averages[n - 1], expected, rtol=1e-9, atol=1e-12)
 
 
 def test_clipping_scales_the_step_and_a_bad_loss_is_left_out(world):

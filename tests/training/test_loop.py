@@ -14,9 +14,14 @@ from transformers import AutoModelForCausalLM
 
 import sharpscope
 from sharpscope.errors import UserError
+from sharpscope.policy import load_policy
+from sharpscope.tasks import make_task
 from sharpscope.traces import TABLES, timing_columns
 from sharpscope.training import QuietDisplay, train
 from sharpscope.training.checkpoint import checkpoints
+from sharpscope.training.data_order import DataOrder
+from sharpscope.training.records import rollout_columns
+from sharpscope.training.rounds import draw_round
 
 
 def tables(run_dir) -> dict[str, pd.DataFrame]:
@@ -158,6 +163,10 @@ def test_mistakes_are_found_before_the_folder_is_made(toy_config):
         ({"task__factory": "tests.toy_task:nothing"}, "no function"),
         ({"update__mini_batches": 5}, "mini_batches"),
         ({"rollout__max_new_tokens": 100_000}, "context"),
+        (
+            {"evaluation__splits": ["tset", "dev"]},
+            r"evaluation.splits = \['tset', 'dev'\]: the task has train, heldout",
+        ),
     ):
         with pytest.raises(UserError, match=message):
             train(toy_config(**changes))
@@ -227,3 +236,25 @@ def test_dynamic_sampling_replaces_groups_that_teach_nothing(toy_config):
     assert run.steps["zero_std_groups"].sum() < sharpscope.load_run(plain.run_dir).steps["zero_std_groups"].sum()
     for _, group in run.rollouts.groupby(["step", "group"]):
         assert group["prompt"].nunique() == 1
+
+
+def test_one_of_the_splits_to_evaluate_is_enough(toy_config):
+    config = toy_config(evaluation__splits=["heldout", "absent"], steps=1)
+    train(config)
+    assert set(sharpscope.load_run(config.run_dir).eval["split"]) == {"heldout"}
+
+
+def test_a_penalty_on_length_is_no_signal_for_dynamic_sampling(toy_config):
+    """Wrong answers of different lengths have different rewards after DAPO's penalty; their groups are drawn anew all the same."""
+    config = toy_config(method="dapo", task__factory="tests.toy_task:always_wrong", method__sampling__max_redraws=3,
+                        method__sampling__overlong__buffer=1.0)  # fmt: skip
+    policy, task = load_policy(config.policy), make_task(config.task)
+    order = DataOrder(task.splits()["train"], 0)
+    drawn = draw_round(policy, task, order, config.method, config.rollout, seed=0, step=1)
+    assert drawn.redrawn_groups == 3 * 4 and drawn.zero_variance_share < 1.0
+    penalty = -drawn.rollouts.lengths / 8  # the buffer is the whole limit
+    torch.testing.assert_close(drawn.rollouts.reward, penalty)
+    parts = rollout_columns(1, drawn)["reward_parts"]
+    assert [set(part) for part in parts] == [{"vowels", "overlong"}] * 16
+    np.testing.assert_allclose([sum(part.values()) for part in parts], drawn.rollouts.reward, rtol=1e-6)
+    np.testing.assert_allclose([reward.total for reward in drawn.rewards], drawn.rollouts.reward, rtol=1e-6)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import math
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -10,8 +13,8 @@ from transformers import AutoModelForCausalLM
 
 import sharpscope
 from sharpscope.errors import UserError
-from sharpscope.training import train
-from sharpscope.training.checkpoint import checkpoints
+from sharpscope.training import observers, train
+from sharpscope.training.checkpoint import STATE, checkpoints
 from tests.training.test_loop import StopAfter, assert_same, tables
 
 RECORD = {
@@ -195,3 +198,54 @@ def test_influence_along_the_nll_of_stored_solutions(toy_config):
         grads = torch.autograd.grad((coef * logp).sum(), list(model.parameters()))
         expected += sum(float((g * h).sum()) for g, h in zip(grads, heldout, strict=True))
     assert tokens["heldout_influence"].sum() == pytest.approx(expected, rel=1e-3, abs=1e-7)
+
+
+def test_columns_of_a_token_belong_to_the_update_that_first_used_it(toy_config):
+    """Lopti's two updates: the shares of each one's gradient sum to 1, and each one's exact tier is drawn from its own tokens."""
+    changes = {"method": "lopti", "recording__token_gradients_every": 1, "recording__update_attribution": False}
+    config = toy_config(**(RECORD | changes | {"method__passes__eta": 0.02, "steps": 1}))
+    train(config)
+    tokens = sharpscope.load_run(config.run_dir).tokens()
+    assert sorted(tokens["update"].unique()) == [0, 1]
+    for _, part in tokens.groupby("update"):
+        assert part["attribution"].sum() == pytest.approx(1.0, abs=1e-3)
+        exact = part.dropna(subset=["score_norm"])
+        certain, drawn = (exact[(exact["draw_probability"] == 1.0) == is_top] for is_top in (True, False))
+        assert (len(certain), len(drawn)) == (3, 2)
+        np.testing.assert_allclose(drawn["draw_probability"], 2 / (len(part) - 3), rtol=1e-6)
+        assert certain["score_norm_local"].min() >= part.drop(certain.index)["score_norm_local"].max()
+
+
+def test_a_spike_of_a_later_epoch_is_not_recorded_at_tokens_of_the_first(toy_config, monkeypatch):
+    asked = []
+
+    def second_is_a_spike(recent, value):
+        asked.append(value)
+        return 99.0 if len(asked) == 2 else 0.0
+
+    monkeypatch.setattr(observers, "robust_z", second_is_a_spike)
+    changes = {"recording__token_gradients_every": 0, "recording__heldout_influence_every": 0, "steps": 1}
+    config = toy_config(**(RECORD | changes), update__inner_epochs=2)
+    train(config)
+    run = sharpscope.load_run(config.run_dir)
+    assert run.steps["updates"].tolist() == [2] and len(asked) == 1
+    tokens = run.tokens()
+    assert (tokens["update"] == 0).all() and tokens["attribution"].isna().all()
+    assert tokens["score_norm_local"].isna().all()
+
+
+def test_under_sam_shares_are_those_of_the_gradient_whose_coefficients_are_recorded(toy_config):
+    changes = {"recording__token_gradients_every": 1, "recording__update_attribution": False, "steps": 2}
+    sharp = toy_config(name="sharp", **(RECORD | changes), method="grpo-sam", method__sharpness__rho=2.0)
+    plain = toy_config(name="plain", **(RECORD | changes))
+    train(sharp)
+    train(plain)
+    tokens, others = (sharpscope.load_run(config.run_dir).tokens() for config in (sharp, plain))
+    np.testing.assert_allclose(tokens.groupby(["step", "update"])["attribution"].sum(), 1.0, atol=1e-3)
+    first, other = (frame.loc[frame["step"] == 1, "attribution"] for frame in (tokens, others))
+    np.testing.assert_allclose(first, other, atol=1e-6)
+    # The spike rule compares the norms of these gradients; the steps table has the norm that the optimizer got.
+    norms = sharpscope.load_run(plain.run_dir).steps["grad_norm"]
+    state = json.loads((checkpoints(sharp.run_dir)[-1] / STATE).read_text())
+    assert state["recent_log_grad_norms"][0] == pytest.approx(math.log(norms.iloc[0]), rel=1e-5)
+    assert sharpscope.load_run(sharp.run_dir).steps["grad_norm"].iloc[0] != pytest.approx(norms.iloc[0], rel=0.01)

@@ -31,7 +31,7 @@ CASES = {
     "shuffled": {"method": "grpo-sg-shuffled", "method.weight.of.preset": "calibrated", "rollout.temperature": 0.8},
     "covariance": {"method": "clip-cov", "method.tokens.share": 0.1},
     "dynamic": {"method": "dapo", "task.factory": "tests.toy_task:half_flat"},
-    "sam": {"method": "grpo-sam"},
+    "sam": {"method": "grpo-sam", "recording.update_attribution": False},
     "probed": {"probes.preset": "cheap", "probes.every": 1, "probes.functionals": ["surrogate", "expected_failure"]},
 }  # fmt: skip
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -81,16 +81,10 @@ def examples_of(rollouts: Rollouts, group_size: int, tokenizer: Any) -> list[Exa
 def blank_record(stats: TokenStats, advantage: Tensor, weight: Tensor | None) -> TokenRecord:
     """A TokenRecord (N, T) of tokens that no update has used yet."""
     shape = stats.logp.shape
-    blank = torch.zeros(shape)
-    return TokenRecord(
-        stats=stats,
+    return replace(
+        TokenRecord.blank(stats),
         weight=torch.ones(shape) if weight is None else weight.float().cpu(),
         advantage=advantage.float().cpu()[:, None].expand(shape).clone(),
-        loss_coef=blank.clone(),
-        ratio=blank.clone(),
-        clipped=blank.to(torch.int8),
-        kl=blank.clone(),
-        update=torch.full(shape, -1, dtype=torch.int32),
     )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sharpscope.integrations.trl.batches import Batch, join, widened
 from sharpscope.integrations.trl.loss import used
-from sharpscope.training.learning import TokenRecord, UpdateBatch, UpdateRecord
+from sharpscope.training.learning import TokenRecord, UpdateBatch, UpdateRecord, UpdateTokens
 from sharpscope.training.rounds import Round
 
 
@@ -30,7 +30,9 @@ class Step:
     gaps: list[Tensor] = field(
         default_factory=list
     )  # |ln π of TRL − ln π of our forward pass| before the first update [nats]
-    coefs: list[tuple[int, Tensor, Tensor]] = field(default_factory=list)  # serial, rows (n,), ∂L/∂log π (n, T)
+    now: list[tuple[int, Tensor, UpdateTokens]] = field(
+        default_factory=list
+    )  # serial, rows (n,), what they do in the present update
 
     @property
     def elsewhere(self) -> float:
@@ -55,15 +57,17 @@ class Step:
             ours = tokens.stats.logp[rows.to(tokens.stats.logp.device)].cpu()
             self.gaps.append((logp.detach().cpu() - ours).abs()[mask])
         found = used(trainer, inputs, logp)
-        for name in ("ratio", "clipped", "kl"):
+        for name in ("ratio", "clipped"):
             target, value = getattr(tokens, name), getattr(found, name)
             target[rows] = torch.where(first, value.detach().cpu().to(target.dtype), target[rows])
         tokens.update[rows] = torch.where(first, index, tokens.update[rows])
+        now = UpdateTokens.blank(*mask.shape)
+        now.write(torch.arange(len(rows)), mask, found.clipped, found.kl)
 
         def keep(gradient: Tensor) -> None:
-            coef = torch.where(mask, gradient.detach().float().cpu(), 0.0)  # (n, T)
-            tokens.loss_coef[rows] = torch.where(first, coef, tokens.loss_coef[rows])
-            self.coefs.append((serial, rows, coef))
+            now.coef = torch.where(mask, gradient.detach().float().cpu(), 0.0)
+            tokens.loss_coef[rows] = torch.where(first, now.coef, tokens.loss_coef[rows])
+            self.now.append((serial, rows, now))
 
         logp.register_hook(keep)
 
@@ -74,15 +78,19 @@ class Step:
 
     def update_batch(self) -> UpdateBatch:
         """The rows and coefficients of the present update, between its gradient and its step."""
-        drawn, _, offset = join(self.batches)
-        width = drawn.rollouts.completion_ids.shape[1]
-        rows = torch.cat([rows + offset[serial] for serial, rows, _ in self.coefs])
-        coef = torch.cat([widened(coef, width) for _, _, coef in self.coefs])
+        drawn, tokens, offset = join(self.batches)
+        width, index = drawn.rollouts.completion_ids.shape[1], len(self.updates)
+        rows = torch.cat([rows + offset[serial] for serial, rows, _ in self.now])
+        coef = torch.cat([widened(now.coef, width) for _, _, now in self.now])
         _, norm, factor = self.gradient
-        return UpdateBatch(len(self.updates), rows, coef, norm, factor)
+        return UpdateBatch(index, rows, tokens.update[rows] == index, coef, norm, factor)
 
     def updated(self, size: float, skipped: bool) -> None:
         """The present update is made; `size` is ‖Δθ‖₂."""
         loss, norm, factor = self.gradient
-        self.updates.append(UpdateRecord(loss, norm, size, factor, skipped))
-        self.coefs, self.losses = [], []
+        self.updates.append(UpdateRecord(loss, norm, norm, size, factor, skipped))
+        if not skipped:
+            tokens = {batch.serial: batch.tokens for batch in self.batches}
+            for serial, rows, now in self.now:
+                tokens[serial].count(rows, now)
+        self.now, self.losses = [], []
