@@ -110,7 +110,7 @@ def constants_frame(study: Study) -> pd.DataFrame:
     Runs that change one constant alone, and the method's own runs at each constant's default, where it has one.
     """
     rows = []
-    for run in study.finished.values():
+    for run in study.alike(*study.methods).values():
         step = last_step(run)
         accuracy = None if step is None else held_out(run, step)
         if accuracy is None:
@@ -138,7 +138,7 @@ def _constants(study: Study) -> Picture:
 def _rewards(study: Study) -> Picture:
     chosen: dict[str, pd.DataFrame] = {}
     for method in (study.baseline, study.treatment):
-        for name, run in sorted(study.of(method).items()):
+        for name, run in sorted(study.alike(method).items()):
             if len(run.steps) >= 10 and run.steps["reward_mean"].notna().sum() >= 10:
                 chosen[name] = fitted_curves(run)
                 break

@@ -116,6 +116,14 @@ def test_figures_draw_the_numbers():
         assert drawn(MAKERS[claim]("effect", rng, 4, "normal"), name) is not None
 
 
+def test_the_reward_drawn_is_that_of_the_setting_that_is_judged():
+    runs = list(MAKERS["C11"]("effect", np.random.default_rng(0), 3, "normal").by_name.values())
+    hot = {**runs[0].config, "optimizer": {**runs[0].config["optimizer"], "lr": 9e-4}}
+    other = dataclasses.replace(runs[0], name="a-hot-run-sorts-first", config=hot)
+    titles = [axis.get_title() for axis in drawn(study(other, *runs), "reward_fit").axes]
+    assert titles == [min(run.name for run in runs)]
+
+
 @pytest.mark.parametrize("seeds", [2, 4])
 def test_a_step_that_one_run_recorded_out_of_turn_is_no_point_of_a_curve_over_seeds(seeds):
     regular = [(step, seed, 0.1) for step in (10, 20, 30) for seed in range(seeds)]
