@@ -41,7 +41,9 @@ class Setting:
 
 @dataclass(frozen=True)
 class Study:
-    """Settings that may be compared. `slug` opens the names of its files, empty if there is one study only.
+    """Settings that may be compared. `slug` opens the names of its files, empty for the study with the most runs.
+
+    Where several have the most, none is empty: a name never stands for another study than the reader thinks.
 
     `notes`: which runs were left out and why.
     """
@@ -80,8 +82,10 @@ def studies(runs: Runs) -> list[Study]:
     for name, run in runs.by_name.items():
         groups[ground_of(run)][name] = run
     titles = _titles({ground: next(iter(members.values())) for ground, members in groups.items()})
+    sizes = sorted((len(members) for members in groups.values()), reverse=True)
+    plain = sizes[0] if sizes and sizes[1:2] != sizes[:1] else None
     return [
-        _study(titles[ground], members, f"{number}-" if len(groups) > 1 else "")
+        _study(titles[ground], members, "" if len(members) == plain else f"{number}-")
         for number, (ground, members) in enumerate(groups.items(), 1)
     ]
 
