@@ -5,6 +5,7 @@ A generator takes a level and a random stream and gives a question and its answe
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable
 from fractions import Fraction
 from random import Random
@@ -96,3 +97,37 @@ FAMILIES: dict[str, Callable[[int, Random], tuple[str, str]]] = {
     "modular": modular,
     "word": word,
 }
+ORDERLESS = ("arithmetic", "modular")
+"""Families whose questions may stand in several orders: 3 + 4 and 4 + 3."""
+
+
+def unordered(family: str, question: str) -> str:
+    """One text for all orders of the terms and factors of a question, so that 3 + 4 and 4 + 3 count as one."""
+    if family not in ORDERLESS:
+        return question
+    text = question.removesuffix(" = ?").replace(" mod ", " % ")
+    return _sorted_form(ast.parse(text, mode="eval").body)  # read, never evaluated
+
+
+def _sorted_form(node: ast.expr) -> str:
+    if not isinstance(node, ast.BinOp):
+        return ast.unparse(node)
+    if isinstance(node.op, ast.Add | ast.Sub):
+        return f"({' '.join(sorted(_terms(node, '+')))})"
+    if isinstance(node.op, ast.Mult):
+        return f"({' * '.join(sorted(_factors(node)))})"
+    return f"({_sorted_form(node.left)} {type(node.op).__name__} {_sorted_form(node.right)})"
+
+
+def _terms(node: ast.expr, sign: str) -> list[str]:
+    """Signed terms of a sum, through its brackets: of 1 - (2 - 3) +1, -2, +3."""
+    if not (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub)):
+        return [sign + _sorted_form(node)]
+    turned = {"+": "-", "-": "+"}[sign] if isinstance(node.op, ast.Sub) else sign
+    return [*_terms(node.left, sign), *_terms(node.right, turned)]
+
+
+def _factors(node: ast.expr) -> list[str]:
+    if not (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult)):
+        return [_sorted_form(node)]
+    return [*_factors(node.left), *_factors(node.right)]

@@ -35,6 +35,19 @@ START_LIMIT = 120.0
 _STATED = re.compile(r"answer\s{0,3}(?:is|:|=)\s{0,3}(?:is|:|=)?", re.IGNORECASE)
 _INTEGER = re.compile(r"[-+]?[0-9]{1,300}")
 _SCIENTIFIC = re.compile(r"(?<![\w.])([0-9]+(?:\.[0-9]+)?)[eE]([-+]?[0-9]{1,4})(?![\w.])")
+_NUMBER = r"(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)"
+_SIGNED = rf"[-+]?\s*{_NUMBER}"
+_BRACED = rf"(?:\{{\s*{_SIGNED}\s*\}}|[0-9])"
+_PART = rf"(?:{_SIGNED}|\(\s*{_SIGNED}\s*\)|\{{\s*{_SIGNED}\s*\}})"
+_VALUE = re.compile(
+    rf"[-+]?\s*(?:{_PART}(?:\s*/\s*{_PART})?|(?:[0-9]+\s*)?\\[dt]?frac\s*{_BRACED}\s*{_BRACED}"
+    rf"|{_NUMBER} \\cdot 10\^\{{[-+]?[0-9]+\}})"
+)
+_AROUND = re.compile(
+    r"\\(?:text|mathrm|mbox)\s*\{[^{}]*\}|\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\\[,!;:%$]|\\(?:left|right)\b|[%$]"
+)
+"""What may stand around a number and is none: units, degrees, thin spaces, percent."""
+_WRAPPED = re.compile(r"\\(?:boxed|mathbf)\s*\{(.*)\}|\((.*)\)")
 
 
 def as_latex(answer: str) -> str:
@@ -76,6 +89,23 @@ def score_math(text: str, truths: Sequence[str], time_limit: float = TIME_LIMIT)
     correct = any(outcome is True for outcome in outcomes)
     timed_out = not correct and any(outcome is None for outcome in outcomes)
     return Reward(float(correct), {"answer": float(correct), "timed_out": float(timed_out)}, correct=correct)
+
+
+def score_value(text: str, truths: Sequence[str], time_limit: float = TIME_LIMIT) -> Reward:
+    """As `score_math`, of an answer that is a number; an expression still to be worked out is wrong, whatever its value."""
+    if is_value(as_latex(stated(final_answer(text)))):
+        return score_math(text, truths, time_limit)
+    return Reward(0.0, {"answer": 0.0, "timed_out": 0.0}, correct=False)
+
+
+def is_value(answer: str) -> bool:
+    """Whether an answer in LaTeX is one number: whole, decimal or a fraction; of equations what stands last."""
+    if len(answer) > LONGEST_ANSWER:
+        return False
+    last = _AROUND.sub("", answer.replace("{,}", "").rpartition("=")[2]).strip()
+    inner = _WRAPPED.fullmatch(last)
+    inside = (inner[1] or inner[2] or "").strip() if inner else ""
+    return _VALUE.fullmatch(last) is not None or _VALUE.fullmatch(inside) is not None
 
 
 def equal(gold: str, answer: str, time_limit: float = TIME_LIMIT) -> bool | None:

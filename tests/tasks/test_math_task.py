@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from sharpscope.errors import UserError
 from sharpscope.tasks import DatasetSpec, MathSpec, make_task
-from sharpscope.tasks.math_families import FAMILIES, LEVELS
+from sharpscope.tasks.math_families import FAMILIES, LEVELS, unordered
 
 ANIMALS = {"spider": 8, "human": 2, "tiger": 4}  # a few that every child knows, as a check on the generator
 
@@ -144,3 +144,39 @@ def test_a_benchmark_file_is_scored_as_mathematics(tmp_path):
     assert task.score(half, r"so \boxed{0.5}").correct
     assert task.score(roots, r"so \boxed{\pm 2}").correct
     assert not task.score(roots, r"so \boxed{2}").correct
+
+
+def test_who_copies_the_question_has_not_answered_it():
+    task = make_task(MathSpec(train_size=20))
+    for example in task.splits()["train"]:
+        question = example.meta["question"].removesuffix(" = ?")
+        assert not task.score(example, f"<answer>{question}</answer>").correct
+        assert task.score(example, f"<answer>{question} = {example.answer}</answer>").correct
+
+
+def test_no_order_of_a_held_out_question_is_trained_on():
+    splits = make_task(MathSpec(families=["arithmetic", "modular"], heldout_size=100)).splits()
+    forms = {split: {e.meta["form"] for e in examples} for split, examples in splits.items()}
+    assert not forms["train"] & forms["heldout"]
+    alone = make_task(MathSpec(families=["arithmetic", "modular"], heldout_size=0)).splits()["train"]
+    assert {e.meta["form"] for e in alone} & forms["heldout"]  # they would have been, and that set is what it was
+
+
+@pytest.mark.parametrize(
+    ("family", "one", "other", "same"),
+    [
+        ("arithmetic", "3 + 4 = ?", "4 + 3 = ?", True),
+        ("arithmetic", "3 - 4 = ?", "4 - 3 = ?", False),
+        ("arithmetic", "1 + 2 * 3 - 4 = ?", "3 * 2 - 4 + 1 = ?", True),
+        ("arithmetic", "1 - (2 - 3) = ?", "3 + 1 - 2 = ?", True),
+        ("arithmetic", "(1 + 2) * 3 = ?", "3 * (2 + 1) = ?", True),
+        ("arithmetic", "(1 + 2) * 3 = ?", "1 + 2 * 3 = ?", False),
+        ("arithmetic", "2 - 3 * 4 = ?", "2 - 4 * 3 = ?", True),
+        ("arithmetic", "2 - 3 * 4 = ?", "3 * 4 - 2 = ?", False),
+        ("modular", "(3 * 4 + 5) mod 7 = ?", "(5 + 4 * 3) mod 7 = ?", True),
+        ("modular", "(3 + 4) mod 7 = ?", "(3 + 7) mod 4 = ?", False),
+        ("modular", "3^4 mod 5 = ?", "4^3 mod 5 = ?", False),
+    ],
+)
+def test_orders_of_one_question(family, one, other, same):
+    assert (unordered(family, one) == unordered(family, other)) is same
