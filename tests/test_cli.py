@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from sharpscope.cli import app, printable
+from sharpscope.traces import update_run_info
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -48,7 +50,12 @@ def test_run_show_and_resume_from_an_empty_folder(tiny_policy: Path, tmp_path: P
     again = sharpscope("run", "--model", str(tiny_policy), *TINY, *SETS, "--out", "runs/first", cwd=tmp_path)
     assert again.returncode == 2 and "not overwritten" in again.stderr and "Traceback" not in again.stderr
     resumed = sharpscope("run", "--resume", "runs/first", cwd=tmp_path)
+    assert resumed.returncode == 2 and "steps = 2 are all done" in resumed.stderr
+    update_run_info(tmp_path / "runs/first", status="interrupted")
+    shutil.rmtree(tmp_path / "runs/first/checkpoints")
+    resumed = sharpscope("run", "--resume", "runs/first", cwd=tmp_path)
     assert resumed.returncode == 0 and "2 steps" in resumed.stdout
+    assert "is kept in runs/first/.traces.aborted-1" in resumed.stdout
 
 
 @pytest.mark.parametrize(

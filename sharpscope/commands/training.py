@@ -71,6 +71,8 @@ def run(
         )
         outcome = train(build_config(config, set_ or (), values), display)
     if processes.is_first():
+        for text in outcome.notes:
+            typer.echo(f"note:   {text}")
         report(outcome.run_dir, outcome.status, outcome.steps_done, outcome.reason)
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from sharpscope.errors import UserError
 from sharpscope.sweeps.plan import PlannedRun, write_config
+from sharpscope.traces.files import set_aside
 from sharpscope.training.checkpoint import checkpoints
 
 POLL_S = 1.0
@@ -51,15 +52,8 @@ def run_command(run: PlannedRun, configs: Path, threads: int) -> list[str]:
         if checkpoints(run.run_dir):
             return [*base, "--resume", str(run.run_dir)]
         # Nothing to go on from: what the aborted attempt recorded is kept aside, never merged.
-        _set_aside(run.run_dir)
+        set_aside(run.run_dir)
     return [*base, str(write_config(run, configs, threads))]
-
-
-def _set_aside(folder: Path) -> None:
-    number = 1
-    while (target := folder.with_name(f".{folder.name}.aborted-{number}")).exists():
-        number += 1
-    folder.rename(target)
 
 
 def execute(

@@ -80,6 +80,19 @@ def output_folder(out: str | Path) -> Path:
     return folder
 
 
+def set_aside(folder: Path) -> Path:
+    """Rename a folder that nothing goes on from, so that what it holds is kept and never merged; returns its new path.
+
+    The new name begins with a dot, so that readers of runs pass over it.
+    """
+    number = 1
+    while (target := folder.with_name(f".{folder.name}.aborted-{number}")).exists():
+        number += 1
+    folder.rename(target)
+    sync_folder(target.parent)
+    return target
+
+
 def run_path(root: str | Path, name: str) -> Path:
     """`root/name` for a run name that is one plain folder name.
 

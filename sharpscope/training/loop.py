@@ -21,7 +21,7 @@ from sharpscope.policy import Policy, TokenStats, check_lengths, load_policy, re
 from sharpscope.policy.adapters import has_adapters
 from sharpscope.policy.spec import LocalBackend
 from sharpscope.tasks import Task, make_task
-from sharpscope.traces import RunLock, create_run_dir, read_run_info, rewind
+from sharpscope.traces import RunLock, create_run_dir, read_run_info
 from sharpscope.traces.files import RUN_FILE
 from sharpscope.training import environment, processes, saving
 from sharpscope.training.checkpoint import Progress, fingerprint, load_vectors, newest_whole
@@ -40,6 +40,7 @@ from sharpscope.training.rounds import Round, draw_round
 from sharpscope.training.run_folder import (
     begin_run_dir,
     check_reference,
+    check_resume,
     discard_unused,
     end_run,
     keep_traceback,
@@ -47,6 +48,7 @@ from sharpscope.training.run_folder import (
     refused_write,
     run_info,
     trace_writer,
+    wind_back,
 )
 from sharpscope.training.sharding import shard
 
@@ -62,17 +64,20 @@ class Outcome:
     status: str  # finished | interrupted | failed
     steps_done: int
     reason: str
+    notes: tuple[str, ...] = ()  # what a person should know of a resume; run.json keeps it
 
 
 def train(config: RunConfig, display: Display | None = None, resume: bool = False) -> Outcome:
     """Train as `config` says and record it in `config.run_dir`.
 
     Everything that can be wrong with the input is checked before the folder is made. With `resume`, go on from the
-    folder's last sound checkpoint, or from the beginning where there is none; what was recorded after it goes. Ctrl-C ends
-    the run after the current step, with a checkpoint; a second one at once. A disk that takes no more ends it as `failed`.
+    folder's last sound checkpoint, and what was recorded after it goes; where there is none, begin again, and what was
+    recorded is set aside. Ctrl-C ends the run after the current step, with a checkpoint; a second one at once. A disk that
+    takes no more ends it as `failed`.
 
     Raises:
-        UserError: for a mistake in the input, a folder that exists, or a folder that another process writes to.
+        UserError: for a mistake in the input, a folder that exists, a folder that another process writes to, or a run to
+            resume that is finished or reduced.
     """
     disable_progress_bar()  # transformers' own bars; ours says what is being done
     launch = processes.start(config.policy.device)
@@ -88,6 +93,7 @@ def train(config: RunConfig, display: Display | None = None, resume: bool = Fals
         notes: list[str] = []
         if resume:
             processes.decided(hold)
+            processes.decided(lambda: check_resume(config))
             saved, notes = processes.decided(lambda: newest_whole(folder))
         task = make_task(config.task)
         examples = task.splits().get("train", [])
@@ -177,7 +183,7 @@ class _Run:
         if mark is not None:
             processes.decided(lambda: check_reference(run_dir, mark))
         done = restored = 0 if checkpoint is None else self._restore(checkpoint)
-        processes.decided(lambda: rewind(run_dir, done if checkpoint is not None else -1) and None)
+        notes = notes + processes.decided(lambda: wind_back(run_dir, None if checkpoint is None else done))
         info = processes.decided(lambda: read_run_info(run_dir))
         note(run_dir, status="running", steps_done=done, notes=[*info.get("notes", []), *notes])
         status, reason = "failed", ""
@@ -221,7 +227,7 @@ class _Run:
                 run_dir, status=status, steps_done=done, end=reason, seconds=round(time.perf_counter() - started, 3),
                 peak_memory_bytes=environment.peak_memory_bytes(self.device),
             )  # fmt: skip
-        return Outcome(run_dir, status, done, reason)
+        return Outcome(run_dir, status, done, reason, tuple(notes))
 
     def _step(self, step: int) -> str:
         """One step; returns why the run must stop, or nothing."""

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from sharpscope.errors import UserError
 from sharpscope.objective import method_label
 from sharpscope.policy import Policy
-from sharpscope.traces import TraceWriter, create_run_info, read_run_info, update_run_info, write_atomic
-from sharpscope.traces.files import TRACES, now, sync_folder, sync_tree
+from sharpscope.traces import TraceWriter, create_run_info, read_run_info, rewind, update_run_info, write_atomic
+from sharpscope.traces.files import ASIDE, RUN_FILE, TRACES, now, set_aside, sync_folder, sync_tree
 from sharpscope.training import environment, processes
 
 if TYPE_CHECKING:
@@ -75,6 +75,45 @@ def discard_unused(folder: Path) -> None:
     """Remove a new run's folder if nothing was recorded in it: a mistake found late leaves nothing behind either."""
     if not any((folder / TRACES).rglob("part-*.parquet")):
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def check_resume(config: RunConfig) -> None:
+    """See that the run in `config.run_dir` has something to go on with. Hold its lock.
+
+    Raises:
+        UserError: all its steps are done, or it was reduced: what a resume would begin again is recorded already.
+    """
+    folder = config.run_dir
+    if not (folder / RUN_FILE).exists():
+        return
+    info = read_run_info(folder)
+    if info.get("reduced") is not None:
+        raise UserError(
+            f"run '{folder}': was made smaller by `sharpscope reduce`, and nothing goes on from what is left; resume the run "
+            "that it was made of"
+        )
+    done = info.get("steps_done") or 0
+    if info.get("status") == "finished" and done >= config.steps:
+        raise UserError(
+            f"run '{folder}': is finished, steps = {config.steps} are all done; start a new run with another --out"
+        )
+
+
+def wind_back(folder: Path, step: int | None) -> list[str]:
+    """Take out of a run's traces what lies after `step`; returns what run.json should say about it.
+
+    Without a step, where there is no checkpoint to go on from, all traces are set aside: the run records them anew, and
+    what was recorded is never removed.
+    """
+    told = []
+    traces = folder / TRACES
+    if step is None and any(path.is_file() and not path.name.endswith(ASIDE) for path in traces.rglob("*")):
+        kept = set_aside(traces)
+        for half_written in kept.rglob(f".part-*{ASIDE}"):
+            half_written.unlink(missing_ok=True)
+        told = [f"no checkpoint to go on from: the run began again, what it had recorded is kept in {kept}"]
+    rewind(folder, -1 if step is None else step)
+    return told
 
 
 def check_reference(folder: Path, fingerprint: str) -> None:

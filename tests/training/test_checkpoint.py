@@ -12,6 +12,7 @@ import torch
 import sharpscope
 from sharpscope.config import build_config
 from sharpscope.errors import NonFiniteError, UserError
+from sharpscope.traces import update_run_info
 from sharpscope.training import train
 from sharpscope.training.checkpoint import (
     PROXIMAL,
@@ -120,15 +121,43 @@ def test_without_any_sound_checkpoint_the_run_begins_again_in_its_folder(cut_off
     for folder in checkpoints(broken.run_dir):
         (folder / "model.safetensors").unlink()
     assert train(broken, resume=True).status == "finished"
-    assert len(sharpscope.load_run(broken.run_dir).info["notes"]) == 3
+    assert len(sharpscope.load_run(broken.run_dir).info["notes"]) == 4
     assert_same(tables(whole.run_dir), tables(broken.run_dir))
 
 
-def test_a_finished_run_is_left_as_it_is(cut_off, tmp_path):
+def test_what_was_recorded_is_kept_when_a_run_begins_again(cut_off, tmp_path):
+    whole, broken = cut_off[0], copy_of(cut_off[1], tmp_path)
+    shutil.rmtree(broken.run_dir / "checkpoints")
+    traces = broken.run_dir / "traces"
+    before = {path.relative_to(traces): path.read_bytes() for path in traces.rglob("part-*")}
+    (traces / "tokens" / ".part-000009.tmp").write_bytes(b"half")
+    outcome = train(broken, resume=True)
+    kept = broken.run_dir / ".traces.aborted-1"
+    assert before == {path.relative_to(kept): path.read_bytes() for path in kept.rglob("*") if path.is_file()}
+    (note,) = sharpscope.load_run(broken.run_dir).info["notes"]
+    assert outcome.notes == (note,) and note.endswith(f"is kept in {kept}")
+    assert_same(tables(whole.run_dir), tables(broken.run_dir))
+
+
+@pytest.mark.parametrize("kind", ["finished", "without checkpoints", "reduced"])
+def test_a_run_with_nothing_to_go_on_to_is_left_as_it_is(cut_off, tmp_path, kind):
     whole = copy_of(cut_off[0], tmp_path)
-    before = {path: path.read_bytes() for path in (whole.run_dir / "checkpoints").rglob("*") if path.is_file()}
-    assert train(whole, resume=True).status == "finished"
-    assert before == {path: path.read_bytes() for path in (whole.run_dir / "checkpoints").rglob("*") if path.is_file()}
+    if kind != "finished":
+        shutil.rmtree(whole.run_dir / "checkpoints")
+    if kind == "reduced":
+        update_run_info(whole.run_dir, reduced={"tokens": 9, "sampled": 3, "rule": "a rule"})
+    before = {path: path.read_bytes() for path in whole.run_dir.rglob("*") if path.is_file()}
+    with pytest.raises(UserError, match="sharpscope reduce" if kind == "reduced" else "steps = 7 are all done"):
+        train(whole, resume=True)
+    assert before == {path: path.read_bytes() for path in whole.run_dir.rglob("*") if path.is_file()}
+
+
+def test_a_finished_run_goes_on_to_more_steps(cut_off, tmp_path):
+    whole = copy_of(cut_off[0], tmp_path)
+    before = tables(whole.run_dir)["steps"]
+    assert train(whole.model_copy(update={"steps": 8}), resume=True).status == "finished"
+    after = tables(whole.run_dir)["steps"]
+    assert after["step"].tolist() == list(range(1, 9)) and after.iloc[:7].equals(before)
 
 
 def test_what_was_said_once_is_not_said_again(cut_off):

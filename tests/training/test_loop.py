@@ -16,7 +16,7 @@ import sharpscope
 from sharpscope.errors import UserError
 from sharpscope.policy import load_policy
 from sharpscope.tasks import make_task
-from sharpscope.traces import TABLES, timing_columns
+from sharpscope.traces import TABLES, timing_columns, update_run_info
 from sharpscope.training import QuietDisplay, train
 from sharpscope.training.checkpoint import checkpoints
 from sharpscope.training.data_order import DataOrder
@@ -138,6 +138,7 @@ def test_rows_after_the_last_checkpoint_are_not_doubled(toy_config):
         for path in folder.iterdir():
             path.unlink()
         folder.rmdir()
+    update_run_info(config.run_dir, status="running")
     assert train(config, resume=True).status == "finished"
     assert_same(expected, tables(config.run_dir))
 

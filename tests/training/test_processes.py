@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import sharpscope
-from sharpscope.traces import TABLES, timing_columns
+from sharpscope.traces import TABLES, timing_columns, update_run_info
 from sharpscope.training import learning, train
 from sharpscope.training.checkpoint import checkpoints
 from tests.training.launched import keep_gradient, launch
@@ -156,11 +156,13 @@ def test_processes_resume_exactly_from_one_whole_checkpoint(toy_config, folder, 
     last = checkpoints(folder / name)[-1]
     assert last.name == "step-000004"
     shutil.rmtree(last)
+    update_run_info(folder / name, status="interrupted")
     launch(folder, [[config, True, sharded]])
     after = sharpscope.load_run(folder / name)
     assert_same_frame(tokens, after.tokens(), 1e-9, "tokens")
     assert_same_frame(steps, after.steps.drop(columns=drop), 1e-9, "steps")
     # What several processes saved, one goes on with.
     shutil.rmtree(checkpoints(folder / name)[-1])
+    update_run_info(folder / name, status="interrupted")
     alone(folder, config, resume=True)
     assert_same_frame(steps, sharpscope.load_run(folder / name).steps.drop(columns=drop), 1e-4, "alone")

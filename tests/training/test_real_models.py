@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import sharpscope
 from sharpscope.policy import PolicySpec, load_policy, render_prompts
 from sharpscope.tasks import Example
+from sharpscope.traces import update_run_info
 from sharpscope.training import evaluate_model, train
 from sharpscope.training.checkpoint import checkpoints
 from tests.models import ARCHITECTURES, tiny_model
@@ -113,6 +114,7 @@ def test_adapters_train_with_recording_and_resume_exactly(toy_config, dtype):
     for path in last.iterdir():
         path.unlink()
     last.rmdir()
+    update_run_info(whole.run_dir, status="interrupted")
     train(whole, resume=True)
     pd.testing.assert_frame_equal(
         sharpscope.load_run(run.path).tokens(columns=["logp", "loss_coef", "attribution"]),

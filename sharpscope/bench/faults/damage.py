@@ -14,7 +14,7 @@ import pandas as pd
 from sharpscope.bench.faults.child import run_child
 from sharpscope.bench.faults.killing import Whole
 from sharpscope.bench.faults.setting import Tried, difference
-from sharpscope.traces import TABLES, Run, load_run
+from sharpscope.traces import TABLES, Run, load_run, update_run_info
 from sharpscope.training.checkpoint import checkpoints
 
 
@@ -68,6 +68,7 @@ def damage_checkpoints(policy: Path, whole: list[Whole], folder: Path, count: in
         one = whole[number % len(whole)]
         run_dir = folder / f"checkpoint-{number}" / "run"
         shutil.copytree(one.run_dir, run_dir)
+        update_run_info(run_dir, status="interrupted")  # nothing goes on with a finished one
         newest = checkpoints(run_dir)[-1]
         victim = chooser.choice(sorted(path for path in newest.rglob("*") if path.is_file()))
         if chooser.random() < 0.25:

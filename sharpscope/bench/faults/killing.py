@@ -13,6 +13,7 @@ from typing import Any
 
 from sharpscope.bench.faults.child import Death, Moment, journal_entry, run_child
 from sharpscope.bench.faults.setting import SETTINGS, Tried, difference, holes, tiny_policy
+from sharpscope.traces import load_run
 
 AGAIN = 0.3  # share of the interrupted runs whose continuation is interrupted too
 
@@ -112,6 +113,8 @@ def _one(policy: Path, whole: Whole, death: Death, place: Path, chooser: random.
             return problem
         if ended.outcome or next_death is None:
             break
+        if (run_dir / "run.json").exists() and load_run(run_dir).status == "finished":
+            return difference(whole.run_dir, run_dir) or _leftovers(run_dir)  # killed after its last word
         next_death = death if chooser.random() < AGAIN else None
     if not ended.outcome.startswith("finished"):
         return ended.outcome or "it did not end"

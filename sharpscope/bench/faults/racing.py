@@ -46,9 +46,10 @@ def _one_wins(both: list[Ended]) -> str:
     lost, won = (told[0], told[1]) if told[0].startswith("UserError") else (told[1], told[0])
     if any(ended.hung for ended in both):
         return "one hung"
-    refused = lost.startswith("UserError") and ("is being written by process" in lost or "is not overwritten" in lost)
-    if won.startswith("finished") and (refused or lost.startswith("finished")):
-        return ""  # the loser may also come so late that there is nothing left to do
+    # the loser may also come so late that there is nothing left to do
+    refusals = ("is being written by process", "is not overwritten", "is finished")
+    if won.startswith("finished") and lost.startswith("UserError") and any(text in lost for text in refusals):
+        return ""
     return f"{told}"
 
 
