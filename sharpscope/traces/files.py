@@ -18,6 +18,9 @@ TRACES = "traces"
 STATUSES = ("running", "finished", "interrupted", "failed")
 REQUIRED_INFO = ("method", "task", "seed", "config")
 ASIDE = ".tmp"
+STARTING = f".start{ASIDE}"
+"""Marks a folder as ours from the first moment of a start until run.json is there; nothing else in it says so."""
+_OF_A_START = ("config.yaml", "tokenizer", "lock.json", TRACES)
 _KINDS: dict[str, tuple[type, ...]] = {
     "name": (str,), "method": (str,), "task": (str,), "status": (str,), "started": (str,), "finished": (str,),
     "seed": (int,), "steps_done": (int,), "config": (dict,), "calibration": (dict,), "versions": (dict,), "notes": (list,),
@@ -107,17 +110,18 @@ def run_path(root: str | Path, name: str) -> Path:
 
 
 def create_run_dir(path: str | Path) -> Path:
-    """Make the folder of a new run, with its `traces`; an empty folder may exist already.
+    """Make the folder of a new run, with its `traces`; an empty folder may exist already, or a start that was killed.
 
     Raises:
-        UserError: if the folder holds anything, is a file, or cannot be made.
+        UserError: if the folder holds anything else, is a file, or cannot be made.
     """
     folder = Path(path)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if any(folder.iterdir()) and not _never_began(folder):
+        if any(folder.iterdir()) and not never_began(folder):
             what = "holds a run" if (folder / RUN_FILE).exists() else "is not empty"
             raise UserError(f"out: {folder} {what} and is not overwritten; choose another --out, or remove it first")
+        (folder / STARTING).touch()
         (folder / TRACES).mkdir(exist_ok=True)
         sync_folder(folder)
         sync_folder(folder.parent)
@@ -128,12 +132,21 @@ def create_run_dir(path: str | Path) -> Path:
     return folder
 
 
-def _never_began(folder: Path) -> bool:
-    """Whether a folder is what a run leaves that was killed before it wrote run.json: nothing is recorded in it."""
-    known = {TRACES, "lock.json", "config.yaml", "tokenizer"}
-    return all(p.name in known or p.name.endswith(ASIDE) for p in folder.iterdir()) and not any(
-        path.is_file() for path in (folder / TRACES).rglob("*")
-    )
+def never_began(folder: Path) -> bool:
+    """Whether a folder is what a run leaves that was killed before it wrote run.json: nothing is recorded in it.
+
+    A folder that only looks like it, such as one in which a person keeps a config.yaml, is not.
+    """
+    left = set(folder.iterdir())
+    if any(path.is_file() for path in (folder / TRACES).rglob("*")):
+        return False
+    # Without the mark it was killed, if it is ours at all, before the mark was on the disk: no file came earlier.
+    return left <= {folder / TRACES} or (folder / STARTING in left and left == set(start_files(folder)))
+
+
+def start_files(folder: Path) -> list[Path]:
+    """What in a folder a start writes before run.json; anything else is a person's."""
+    return [p for p in folder.iterdir() if p.name in _OF_A_START or (p.name[0] == "." and p.name.endswith(ASIDE))]
 
 
 def create_run_info(run_dir: str | Path, info: Mapping[str, Any]) -> dict[str, Any]:
@@ -157,6 +170,7 @@ def create_run_info(run_dir: str | Path, info: Mapping[str, Any]) -> dict[str, A
     }
     whole = {**head, "finished": None, "steps_done": 0, "parent": None, "calibration": None, "notes": [], **info}
     _write_info(path, whole)
+    (path.parent / STARTING).unlink(missing_ok=True)
     return whole
 
 

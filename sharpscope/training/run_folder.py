@@ -14,7 +14,17 @@ from sharpscope.errors import UserError
 from sharpscope.objective import method_label
 from sharpscope.policy import Policy
 from sharpscope.traces import TraceWriter, create_run_info, read_run_info, rewind, update_run_info, write_atomic
-from sharpscope.traces.files import ASIDE, RUN_FILE, TRACES, now, set_aside, sync_folder, sync_tree
+from sharpscope.traces.files import (
+    ASIDE,
+    RUN_FILE,
+    TRACES,
+    never_began,
+    now,
+    set_aside,
+    start_files,
+    sync_folder,
+    sync_tree,
+)
 from sharpscope.training import environment, processes
 
 if TYPE_CHECKING:
@@ -72,19 +82,31 @@ def run_info(config: RunConfig, policy: Policy, threads: int, launch: processes.
 
 
 def discard_unused(folder: Path) -> None:
-    """Remove a new run's folder if nothing was recorded in it: a mistake found late leaves nothing behind either."""
-    if not any((folder / TRACES).rglob("part-*.parquet")):
-        shutil.rmtree(folder, ignore_errors=True)
+    """Take a new run's files away if nothing was recorded in them: a mistake found late leaves nothing behind either.
+
+    Only what a start writes goes; whatever else is in the folder stays there.
+    """
+    if any((folder / TRACES).rglob("part-*.parquet")):
+        return
+    with suppress(OSError):
+        for path in [*start_files(folder), folder / RUN_FILE, folder / TRACEBACK]:
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+        folder.rmdir()
 
 
 def check_resume(config: RunConfig) -> None:
     """See that the run in `config.run_dir` has something to go on with. Hold its lock.
 
     Raises:
-        UserError: all its steps are done, or it was reduced: what a resume would begin again is recorded already.
+        UserError: it is no run, all its steps are done, or it was reduced.
     """
     folder = config.run_dir
     if not (folder / RUN_FILE).exists():
+        if not never_began(folder):
+            raise UserError(f"run '{folder}': holds no {RUN_FILE}, so no run began there; give the folder of a run")
         return
     info = read_run_info(folder)
     if info.get("reduced") is not None:

@@ -251,6 +251,21 @@ def test_a_run_folder_is_never_overwritten(tmp_path):
     assert create_run_dir(tmp_path / "free") == tmp_path / "free"
 
 
+@pytest.mark.parametrize("name", ["config.yaml", "tokenizer/vocab.json", "draft.tmp", "traces/note"])
+def test_a_folder_of_ones_own_is_no_start_that_was_killed(tmp_path, name):
+    path = tmp_path / "mine" / name
+    path.parent.mkdir(parents=True)
+    path.write_text("# my own")
+    with pytest.raises(UserError, match="is not empty and is not overwritten"):
+        create_run_dir(tmp_path / "mine")
+    assert [p for p in (tmp_path / "mine").rglob("*") if p.is_file()] == [path] and path.read_text() == "# my own"
+
+
+def test_the_mark_of_a_start_goes_when_the_run_is_there(tmp_path):
+    run = new_run(tmp_path / "a")
+    assert sorted(p.name for p in run.iterdir()) == ["run.json", "traces"]
+
+
 @pytest.mark.parametrize(
     "name", ["..", ".", "", "a/b", "../a", "/tmp", "a\\b", "a\nb", "\x1b[31m", "a b", ".a", "a.", "-a", "a" * 200]
 )

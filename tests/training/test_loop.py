@@ -17,7 +17,7 @@ from sharpscope.errors import UserError
 from sharpscope.policy import load_policy
 from sharpscope.tasks import make_task
 from sharpscope.traces import TABLES, timing_columns, update_run_info
-from sharpscope.training import QuietDisplay, train
+from sharpscope.training import QuietDisplay, loop, run_folder, train
 from sharpscope.training.checkpoint import checkpoints
 from sharpscope.training.data_order import DataOrder
 from sharpscope.training.records import rollout_columns
@@ -156,6 +156,48 @@ def test_an_existing_run_is_never_overwritten(toy_config):
     with pytest.raises(UserError, match="not overwritten"):
         train(config)
     assert before == {path: path.read_bytes() for path in config.run_dir.rglob("*") if path.is_file()}
+
+
+def test_a_folder_with_a_configuration_of_ones_own_is_left_alone(toy_config):
+    config = toy_config(steps=1)
+    config.run_dir.mkdir()
+    own = config.run_dir / "config.yaml"
+    own.write_text("# my own\nsteps: 1\n")
+    for resume, says in ((False, "is not empty and is not overwritten"), (True, r"holds no run\.json")):
+        with pytest.raises(UserError, match=says):
+            train(config, resume=resume)
+    assert own.read_text() == "# my own\nsteps: 1\n" and list(config.run_dir.iterdir()) == [own]
+
+
+def test_a_mistake_found_late_takes_only_what_the_start_wrote(toy_config, monkeypatch):
+    config = toy_config(steps=1)
+
+    def late(self, info):
+        if beside is not None:
+            beside.write_text("mine")
+        raise UserError("a mistake found late")
+
+    monkeypatch.setattr(loop.Observers, "start", late)
+    for beside in (None, config.run_dir / "notes.txt"):
+        with pytest.raises(UserError, match="found late"):
+            train(config)
+        assert not config.run_dir.exists() if beside is None else list(config.run_dir.iterdir()) == [beside]
+
+
+def test_a_start_that_was_killed_is_started_again(toy_config, monkeypatch):
+    config = toy_config(steps=1, evaluation__every=0)
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    for resume in (False, True):
+        with monkeypatch.context() as patch:
+            patch.setattr(run_folder, "create_run_info", killed)
+            with pytest.raises(KeyboardInterrupt):
+                train(config, resume=resume)
+        assert (config.run_dir / "config.yaml").exists() and not (config.run_dir / "run.json").exists()
+    assert train(config, resume=True).status == "finished"
+    assert not list(config.run_dir.glob(".*"))
 
 
 def test_mistakes_are_found_before_the_folder_is_made(toy_config):
