@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
 import sharpscope
+from sharpscope.cli import app
 from sharpscope.errors import UserError
-from sharpscope.sweeps import execute, plan_sweep, read_sweep
-from sharpscope.sweeps.execute import to_do
+from sharpscope.sweeps import SweepOutcome, execute, plan_sweep, read_sweep
+from sharpscope.sweeps.execute import _count, to_do
 from sharpscope.traces import update_run_info
 from tests.conftest import TOY
 
@@ -147,7 +149,69 @@ def test_a_run_that_fails_is_reported_and_does_not_stop_the_others(sweep_file, t
     )
     outcome = execute(runs, workers=1, threads=1)
     assert outcome.finished == [runs[0].run_dir.name]
+    assert outcome.failed == [runs[1].run_dir.name] and not outcome.interrupted
     assert "no such folder" in outcome.errors[runs[1].run_dir.name]
+
+
+def test_the_reason_of_every_failure_is_printed(sweep_file, tmp_path: Path):
+    stops = {"rollout.max_new_tokens": 2, "health.truncation.action": "stop"}
+    file = sweep_file(methods=["grpo"], settings=[{"policy.model": str(tmp_path / "absent")}, stops])
+    done = CliRunner().invoke(app, ["sweep", str(file), "--workers", "2"])
+    assert done.exit_code == 1 and "0 interrupted, 2 failed" in done.output, done.output
+    mistake, stopped = sorted(line for line in done.output.splitlines() if line.startswith("failed: "))[::-1]
+    assert "no such folder" in mistake and "again: the same command" in mistake
+    assert "truncation: " in stopped and stopped.endswith("(again: --retry)")
+    # the next call leaves the second one, and still says why
+    assert "truncation: " in execute(plan_sweep(read_sweep(file))[1:], workers=1, threads=1).errors.popitem()[1]
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "text", "counted", "reason"),
+    [
+        (None, 2, "look: x\nerror: task.path: none.parquet\nand more", "failed", "task.path: none.parquet"),
+        (None, 1, "a crash", "failed", "a crash"),
+        (None, -9, "", "failed", "signal 9"),
+        ("running", -9, "", "interrupted", "signal 9"),
+        ("interrupted", 2, "error: another reference", "failed", "another reference"),
+        ("interrupted", 0, "look: sharpscope show", "interrupted", None),
+        ("failed", 1, "failed: 3 steps\nlook: sharpscope show", "failed", "a rule said so"),
+        (None, 0, "", "interrupted", None),  # the user stopped the sweep before its turn
+    ],
+)
+def test_how_a_run_is_counted(sweep_file, status, code, text, counted, reason):
+    (run,) = plan_sweep(read_sweep(sweep_file(methods=["grpo"])))
+    if status:
+        run.run_dir.mkdir(parents=True)
+        info = {"status": status, "steps_done": 1, "end": "a rule said so" if status == "failed" else None}
+        (run.run_dir / "run.json").write_text(json.dumps(info))
+    outcome = SweepOutcome()
+    _count(outcome, run, True, code, text)
+    assert getattr(outcome, counted) == [run.run_dir.name]
+    assert reason in outcome.errors[run.run_dir.name] if reason else not outcome.errors
+
+
+def test_a_run_that_another_machine_holds_is_named(sweep_file):
+    file = sweep_file(methods=["grpo"])
+    (run,) = plan_sweep(read_sweep(file))
+    run.run_dir.mkdir(parents=True)
+    info = {"status": "running", "steps_done": 1, "config": run.config.model_dump(mode="json")}
+    (run.run_dir / "run.json").write_text(json.dumps(info))
+    owner = {"pid": 1, "host": "elsewhere", "since": "2026-01-01T00:00:00+00:00", "born": 0.0}
+    (run.run_dir / "lock.json").write_text(json.dumps(owner))
+    done = CliRunner().invoke(app, ["sweep", str(file)], terminal_width=500)
+    assert done.exit_code == 1
+    assert "0 finished before, 0 interrupted, 0 failed, 1 run by others" in done.output
+    lock = run.run_dir / "lock.json"
+    assert (
+        f"is being written by process 1 on elsewhere since {owner['since']}; wait for it, or remove {lock}"
+        in done.output
+    )
+
+
+@pytest.mark.parametrize("option", ["--threads", "--workers"])
+def test_there_is_at_least_one_thread_and_one_worker(sweep_file, option):
+    done = CliRunner().invoke(app, ["sweep", str(sweep_file()), option, "0", "--dry-run"])
+    assert done.exit_code == 2 and option in done.output
 
 
 def test_ray_gives_the_same_runs(sweep_file):

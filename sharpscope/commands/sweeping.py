@@ -73,9 +73,9 @@ def reward_line(run_dir: Path) -> str:
 
 def sweep(
     file: Annotated[Path, typer.Argument(help="The sweep's YAML; see experiments/.")],
-    workers: Annotated[int, typer.Option(help="Runs at a time; the threads are divided among them.")] = 1,
+    workers: Annotated[int, typer.Option(min=1, help="Runs at a time; the threads are divided among them.")] = 1,
     threads: Annotated[
-        int | None, typer.Option(help="Threads of each run; default: all, divided by the workers.")
+        int | None, typer.Option(min=1, help="Threads of each run; default: all, divided by the workers.")
     ] = None,
     ray: Annotated[
         str | None, typer.Option(help="`local`, or the address of a Ray cluster that shares this disk.")
@@ -101,12 +101,9 @@ def sweep(
 
       sharpscope sweep experiments/study.yaml --part main --workers 2
     """
-    from sharpscope.errors import UserError
     from sharpscope.sweeps import execute, plan_sweep, read_sweep
     from sharpscope.training.environment import set_threads
 
-    if workers < 1:
-        raise UserError(f"--workers {workers}: must be at least 1")
     runs = plan_sweep(read_sweep(file), smoke=smoke, only=part or ())
     share = threads if threads is not None else max(1, set_threads(None) // workers)
     if dry_run:
@@ -116,14 +113,22 @@ def sweep(
         outcome = execute(runs, workers=workers, threads=share, retry=retry, ray=ray, on_progress=bars.update)
     typer.echo(
         f"{len(outcome.finished)} finished, {len(outcome.skipped)} finished before, {len(outcome.interrupted)} interrupted, "
-        f"{len(outcome.failed)} failed. Written: {runs[0].config.out}/"
+        f"{len(outcome.failed)} failed{f', {len(outcome.held)} run by others' if outcome.held else ''}. "
+        f"Written: {runs[0].config.out}/"
     )
+    began = {run.run_dir.name for run in runs if run.status == "failed"}
     for name in outcome.failed:
-        typer.echo(f"failed: {name}: {outcome.errors.get(name, 'see its run.json')}  (again: --retry)")
+        again = "--retry" if name in began else "the same command, when that is mended"
+        typer.echo(f"failed: {name}: {outcome.errors[name]}  (again: {again})")
+    for name in outcome.interrupted:
+        if name in outcome.errors:
+            typer.echo(f"interrupted: {name}: {outcome.errors[name]}")
+    for text in outcome.held.values():
+        typer.echo(f"run by others: {text}")
     if outcome.interrupted:
         typer.echo("go on with the same command")
     typer.echo(f"look:   sharpscope analyze {runs[0].config.out}")
-    if outcome.failed or outcome.interrupted:
+    if len(outcome.finished) + len(outcome.skipped) < len(runs):
         raise typer.Exit(1)
 
 

@@ -17,7 +17,9 @@ from pathlib import Path
 
 from sharpscope.errors import UserError
 from sharpscope.sweeps.plan import PlannedRun, write_config
+from sharpscope.traces import lock_owner, read_run_info
 from sharpscope.traces.files import set_aside
+from sharpscope.traces.lock import held_text
 from sharpscope.training.checkpoint import checkpoints
 
 POLL_S = 1.0
@@ -25,13 +27,27 @@ POLL_S = 1.0
 
 @dataclass
 class SweepOutcome:
-    """How the runs of a sweep ended, by folder name; `errors` holds the last lines that a failed run printed."""
+    """How the runs of a sweep ended, by folder name.
+
+    Attributes:
+        finished: finished now.
+        skipped: finished before.
+        failed: ended by a mistake or a rule; those that have no run.json begin anew at the next call, the others on retry.
+        interrupted: the same call goes on with them.
+        held: folder name → who else is running it, and what to do about it.
+        errors: folder name → why a run failed, or was interrupted by other than the user.
+    """
 
     finished: list[str] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
     interrupted: list[str] = field(default_factory=list)
+    held: dict[str, str] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
+
+
+Ended = dict[PlannedRun, tuple[int, str]]
+"""Exit code and output of every worker that ended by itself; a user's Ctrl-C is no failure."""
 
 
 Progress = Callable[[Sequence[PlannedRun], Sequence[PlannedRun]], None]
@@ -72,21 +88,47 @@ def execute(
     Raises:
         UserError: Ray is asked for and not installed, or its cluster cannot be reached.
     """
-    wanted, left = to_do(runs, retry)
-    outcome = SweepOutcome(skipped=[run.run_dir.name for run in left if run.status == "finished"])
-    for run in left:
-        if run.status == "failed":
-            outcome.failed.append(run.run_dir.name)
+    wanted, _ = to_do(runs, retry)
+    ended: Ended = {}
     with tempfile.TemporaryDirectory(prefix="sharpscope-sweep-") as folder:
         backend = _processes if ray is None else _ray
         backend(
-            wanted, Path(folder), workers, threads, ray or "", outcome, on_progress or (lambda everything, active: None)
+            wanted, Path(folder), workers, threads, ray or "", ended, on_progress or (lambda everything, active: None)
         )
-    for run in wanted:
-        {"finished": outcome.finished, "failed": outcome.failed}.get(run.status, outcome.interrupted).append(
-            run.run_dir.name
-        )
+    outcome = SweepOutcome()
+    for run in runs:
+        _count(outcome, run, run in wanted, *ended.get(run, (0, "")))
     return outcome
+
+
+def _count(outcome: SweepOutcome, run: PlannedRun, executed: bool, code: int, text: str) -> None:
+    """Say in `outcome` how a run stands whose worker, if it had one, ended with exit code `code` and printed `text`."""
+    name, status = run.run_dir.name, run.status
+    if status == "finished":
+        (outcome.finished if executed else outcome.skipped).append(name)
+    elif status == "running":
+        outcome.held[name] = held_text(run.run_dir, lock_owner(run.run_dir))
+    elif status == "failed" or code > 0 or (code < 0 and status == "planned"):
+        # A positive code is the program's own refusal: the same call again would only meet it again.
+        outcome.failed.append(name)
+        outcome.errors[name] = _reason(run, code, text)
+    else:
+        outcome.interrupted.append(name)
+        if code < 0:
+            outcome.errors[name] = _reason(run, code, text)
+
+
+def _reason(run: PlannedRun, code: int, text: str) -> str:
+    """Why a run did not finish: its worker's error, what run.json says of its end, the signal, or the last line printed."""
+    lines = text.strip().splitlines()
+    told = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    if told:
+        return told[-1]
+    if run.status == "failed" and read_run_info(run.run_dir).get("end"):
+        return str(read_run_info(run.run_dir)["end"])
+    if code < 0:
+        return f"its process was ended by signal {-code} ({signal.strsignal(-code)})"
+    return lines[-1] if lines else f"it ended with exit code {code} and printed nothing"
 
 
 def _processes(
@@ -95,7 +137,7 @@ def _processes(
     workers: int,
     threads: int,
     ray: str,
-    outcome: SweepOutcome,
+    ended: Ended,
     on_progress: Progress,
 ) -> None:
     waiting = list(wanted)
@@ -118,8 +160,8 @@ def _processes(
             for run, (process, log) in list(active.items()):
                 if process.poll() is not None:
                     del active[run]
-                    if process.returncode != 0:
-                        outcome.errors[run.run_dir.name] = _tail(log)
+                    if not stopping():
+                        ended[run] = process.returncode, log.read_text(encoding="utf-8", errors="replace")
             on_progress(wanted, list(active))
 
 
@@ -129,7 +171,7 @@ def _ray(
     workers: int,
     threads: int,
     ray: str,
-    outcome: SweepOutcome,
+    ended: Ended,
     on_progress: Progress,
 ) -> None:
     """The same on a Ray cluster; the cluster's nodes must see the folder of the runs (a shared disk)."""
@@ -165,11 +207,7 @@ def _ray(
         while pending:
             done, pending = cluster.wait(pending, num_returns=1, timeout=POLL_S)
             for task in done:
-                code, text = cluster.get(task)
-                if code != 0:
-                    outcome.errors[tasks[task].run_dir.name] = (
-                        text.strip().splitlines()[-1] if text.strip() else f"exit code {code}"
-                    )
+                ended[tasks[task]] = cluster.get(task)
             on_progress(wanted, [tasks[task] for task in pending if tasks[task].status == "running"])
     finally:
         cluster.shutdown()
@@ -217,11 +255,6 @@ def _forward_interrupts(processes: Callable[[], list[subprocess.Popen[bytes]]]) 
     finally:
         for number, old in previous.items():
             signal.signal(number, old)
-
-
-def _tail(log: Path) -> str:
-    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    return lines[-1] if lines else "no output"
 
 
 def estimate_step_seconds(run: PlannedRun, threads: int, steps: int = 2) -> float:

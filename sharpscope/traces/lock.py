@@ -68,6 +68,15 @@ def has_writer(run_dir: str | Path) -> bool:
     return owner.alive is not False
 
 
+def held_text(run_dir: str | Path, owner: Owner | None) -> str:
+    """Who writes to a run's folder (None: nobody is named) and what a person can do about it."""
+    who = str(owner) if owner else "another process"
+    remedy = "wait for it, stop it, or choose another folder"
+    if owner is not None and owner.alive is None:
+        remedy = f"wait for it, or remove {Path(run_dir) / LOCK_FILE} if you know that it is dead"
+    return f"{run_dir} is being written by {who}; {remedy}"
+
+
 ATTEMPTS, PAUSE_S = 40, 0.05
 """How often, and how far apart [s], one looks who holds a lock that names nobody yet."""
 
@@ -144,11 +153,7 @@ class RunLock:
             return False
 
     def _held(self, owner: Owner | None) -> UserError:
-        who = str(owner) if owner else "another process"
-        remedy = "wait for it, stop it, or choose another folder"
-        if owner is not None and owner.alive is None:
-            remedy = f"wait for it, or remove {self.path} if you know that it is dead"
-        return UserError(f"run: {self.path.parent} is being written by {who}; {remedy}")
+        return UserError(f"run: {held_text(self.path.parent, owner)}")
 
     def __enter__(self) -> RunLock:
         return self.acquire()
