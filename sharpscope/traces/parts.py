@@ -15,6 +15,8 @@ import pyarrow.parquet as pq
 from sharpscope.traces.schema import SCHEMA_VERSION, VERSION_KEY
 
 PART = re.compile(r"part-(\d{6,})-([0-9a-f]{8})\.parquet")
+FOUND_DAMAGED = "damaged-"
+"""Before the name of a part that a resume found damaged and set aside."""
 _TAIL = 8  # length of the footer (4 bytes) and the magic word
 
 
@@ -62,6 +64,11 @@ class Part:
     rows: int
     groups: tuple[RowGroup, ...]
     metadata: pq.FileMetaData
+
+    @property
+    def first_step(self) -> int:
+        """The lowest step it holds rows of."""
+        return min(group.first_step for group in self.groups)
 
     @property
     def last_step(self) -> int:
@@ -115,6 +122,8 @@ def open_part(path: Path) -> Part:
         FileNotFoundError: if the file has gone (a resumed run takes away what lies after its checkpoint).
     """
     match = PART.fullmatch(path.name)
+    if match is None and path.name.startswith(FOUND_DAMAGED):
+        raise DamagedPartError("a resume found it damaged; its rows after the checkpoint are recorded again elsewhere")
     if match is None:
         raise DamagedPartError("its name holds no checksum; it was not written by a trace writer")
     try:

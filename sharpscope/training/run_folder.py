@@ -134,8 +134,8 @@ def wind_back(folder: Path, step: int | None) -> list[str]:
         for half_written in kept.rglob(f".part-*{ASIDE}"):
             half_written.unlink(missing_ok=True)
         told = [f"no checkpoint to go on from: the run began again, what it had recorded is kept in {kept}"]
-    rewind(folder, -1 if step is None else step)
-    return told
+    rewound = rewind(folder, -1 if step is None else step)
+    return told + [f"{name} is set aside: {why}" for name, why in rewound.damaged.items()]
 
 
 def check_reference(folder: Path, fingerprint: str) -> None:

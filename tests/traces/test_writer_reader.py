@@ -222,35 +222,6 @@ def test_numbering_goes_on_and_nothing_is_overwritten(tmp_path):
     assert load_run(run).steps["step"].tolist() == [1, 2, 3]
 
 
-def test_rewind_removes_what_lies_after_a_step_and_can_be_repeated(tmp_path):
-    run = new_run(tmp_path / "a")
-    with TraceWriter(run) as writer:
-        for step in (1, 2, 3, 4, 5):
-            writer.append("tokens", _tokens(step))
-            if step in (3, 4):
-                writer.flush()
-    assert rewind(run, 2) == 12
-    assert rewind(run, 2) == 0
-    frame = load_run(run).tokens()
-    assert frame["step"].tolist() == [1] * 4 + [2] * 4
-    np.testing.assert_array_equal(frame["logp"], np.concatenate([_tokens(1)["logp"], _tokens(2)["logp"]]))
-    assert not load_run(run).verify()
-
-
-def test_an_interrupted_rewind_shows_no_row_twice(tmp_path):
-    run = new_run(tmp_path / "a")
-    with TraceWriter(run) as writer:
-        for step in (1, 2):
-            writer.append("tokens", _tokens(step))
-    (before,) = (run / "traces/tokens").iterdir()
-    content = before.read_bytes()
-    rewind(run, 1)
-    before.write_bytes(content)  # as if the process had died between writing the new part and removing the old
-    assert load_run(run).tokens()["step"].tolist() == [1] * 4
-    rewind(run, 1)
-    assert not before.exists() and load_run(run).tokens()["step"].tolist() == [1] * 4
-
-
 def test_a_run_that_is_being_written_shows_every_flush(tmp_path, monkeypatch):
     run = new_run(tmp_path / "a")
     opened, original = [], reader.open_part
