@@ -102,10 +102,29 @@ def test_mistakes_are_found_before_anything_runs(sweep_file, tmp_path: Path):
         ({"seedz": [1]}, "did you mean 'seeds'"),
         ({"grid": {"optimizer.lr": []}}, "no values"),
         ({"settings": [{}, {}]}, "share the folder"),
+        ({"base": {"seed": 3}}, "base: seed = 3 does not belong here; list seeds under `seeds`"),
+        ({"base": {"out": "elsewhere"}}, "base: out = 'elsewhere' does not belong here; give it to the sweep"),
+        ({"base": {"name": "zz"}}, "base: name = 'zz' does not belong here; leave it out"),
+        ({"settings": [{}, {"seed": 1}]}, "settings.*seed = 1 does not belong here"),
+        ({"grid": {"seed": [1, 2]}}, "grid: seed = .*does not belong here"),
+        ({"smoke": {"name": "zz"}}, "smoke: name = 'zz' does not belong here"),
     ):
         with pytest.raises(UserError, match=says):
             plan_sweep(read_sweep(sweep_file(**changes)))
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_part_sets_no_seed_in_its_base(sweep_file):
+    file = sweep_file()
+    file.write_text(yaml.safe_dump({"parts": {"main": {"base": {"seed": 3}}}}))
+    with pytest.raises(UserError, match=r"parts\.main\.base: seed = 3 does not belong here"):
+        read_sweep(file)
+
+
+def test_a_smoke_lies_beside_the_real_folder(sweep_file, tmp_path: Path):
+    for out in (f"{tmp_path}/runs", f"{tmp_path}/runs/"):
+        runs = plan_sweep(read_sweep(sweep_file(out=out)), smoke=True)
+        assert {run.run_dir.parent for run in runs} == {tmp_path / "runs-smoke"}
 
 
 def test_finished_runs_stay_interrupted_go_on_failed_wait(sweep_file):

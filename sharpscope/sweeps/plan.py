@@ -141,9 +141,8 @@ def _plan(
         for key in reversed(path.split(".")):
             nested = {key: nested}
         data = merge(data, nested)
-    data = merge(
-        data, {"seed": seed, "out": spec.out + ("-smoke" if smoke else ""), "name": run_name(method, settings, seed)}
-    )
+    out = f"{Path(spec.out)}-smoke" if smoke else spec.out  # a Path: `runs/` too has its smoke beside it, not in it
+    data = merge(data, {"seed": seed, "out": out, "name": run_name(method, settings, seed)})
     return PlannedRun(build_config(values=data), settings)
 
 

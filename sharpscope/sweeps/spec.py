@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import Field, field_validator, model_validator
 
 from sharpscope.spec import Spec
+
+_ELSEWHERE = {
+    "seed": "list seeds under `seeds`, beside `methods`",
+    "out": "give it to the sweep as its own `out`, beside `base`",
+    "name": "leave it out: a run is named by its method, settings and seed",
+}
+"""Fields of a run that a sweep sets itself, and where they belong."""
+
+
+def _refuse_elsewhere(fields: Mapping[str, Any]) -> None:
+    """ValueError for a field path that the sweep would overwrite, so that nothing given is dropped in silence."""
+    for path, value in fields.items():
+        if path in _ELSEWHERE:
+            raise ValueError(f"{path} = {value!r} does not belong here; {_ELSEWHERE[path]}")
 
 
 class SweepPart(Spec):
@@ -32,6 +47,13 @@ class SweepPart(Spec):
             raise ValueError("names something twice")
         return value
 
+    @field_validator("base", "grid", "settings")
+    @classmethod
+    def _only_what_is_used(cls, value: Any) -> Any:
+        for fields in value if isinstance(value, tuple) else (value,):
+            _refuse_elsewhere(fields)
+        return value
+
     @model_validator(mode="after")
     def _grid_has_values(self) -> SweepPart:
         empty = [path for path, values in self.grid.items() if not values]
@@ -53,6 +75,12 @@ class SweepSpec(SweepPart):
         description="Parts of a study by name, run one after the other; each has its own methods, settings, grid and seeds, and "
         "its base is laid over the sweep's. With parts, the sweep's own are not used.",
     )
+
+    @field_validator("smoke")
+    @classmethod
+    def _only_what_a_smoke_uses(cls, value: dict[str, Any]) -> dict[str, Any]:
+        _refuse_elsewhere(value)
+        return value
 
     @model_validator(mode="after")
     def _either_or(self) -> SweepSpec:
