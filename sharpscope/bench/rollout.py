@@ -14,7 +14,7 @@ from transformers import DynamicCache
 
 from sharpscope.config import build_config
 from sharpscope.errors import UserError
-from sharpscope.policy import Policy, SamplingSpec, load_policy, render_prompts
+from sharpscope.policy import Policy, SamplingSpec, load_policy, render_prompts, with_openings
 from sharpscope.policy.conversation import as_text
 from sharpscope.tasks import Example, InteractiveTask, make_task
 from sharpscope.training import environment
@@ -113,7 +113,7 @@ def one_at_a_time(
     before = torch.random.get_rng_state()
     torch.manual_seed(seed)  # generate draws from the global generator
     began = time.perf_counter()
-    for example, prompt in zip(examples, render_prompts(examples, policy), strict=True):
+    for example, prompt in zip(with_openings(examples, policy), render_prompts(examples, policy), strict=True):
         spoken, replied = _play(policy, task, example, prompt, spec)
         own, heard = own + spoken, heard + replied
     _wait(policy)

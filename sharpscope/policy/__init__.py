@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from sharpscope.policy.forward import Scored, microbatches, score_completions
     from sharpscope.policy.generation import check_lengths, generate
     from sharpscope.policy.head import Head, backbone, output_head
-    from sharpscope.policy.loading import Policy, load_policy, make_policy, render_prompts
+    from sharpscope.policy.loading import Policy, load_policy, make_policy
+    from sharpscope.policy.prompts import render_prompts, with_openings
     from sharpscope.policy.rollouts import Completions, Rollouts
     from sharpscope.policy.spec import PolicySpec, RolloutSpec, SamplingSpec
     from sharpscope.policy.token_stats import TokenStats
@@ -28,7 +29,8 @@ _HOME = {
     "forward": ("Scored", "microbatches", "score_completions"),
     "generation": ("check_lengths", "generate"),
     "head": ("Head", "backbone", "output_head"),
-    "loading": ("Policy", "load_policy", "make_policy", "render_prompts"),
+    "loading": ("Policy", "load_policy", "make_policy"),
+    "prompts": ("render_prompts", "with_openings"),
     "rollouts": ("Completions", "Rollouts"),
     "spec": ("PolicySpec", "RolloutSpec", "SamplingSpec"),
     "token_stats": ("TokenStats",),
@@ -63,6 +65,7 @@ __all__ = [
     "output_head",
     "render_prompts",
     "score_completions",
+    "with_openings",
 ]
 
 

@@ -1,13 +1,13 @@
-"""Models and tokenizers from the package, a folder or the hub; prompts as token ids."""
+"""Models and tokenizers from the package, a folder or the hub."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -169,46 +169,6 @@ def make_policy(
         chat=bool(tokenizer.chat_template) and prompt_format != "plain",
         attention=config._attn_implementation, compute=compute,
     )  # fmt: skip
-
-
-class PromptExample(Protocol):
-    """What is read of a task's Example."""
-
-    @property
-    def prompt(self) -> str:
-        """The question."""
-        ...
-
-    @property
-    def meta(self) -> Mapping[str, Any]:
-        """May hold `templated` and `prefill`."""
-        ...
-
-
-def render_prompts(examples: Sequence[PromptExample], policy: Policy) -> list[list[int]]:
-    """Token ids of every example's prompt, as the model shall see it.
-
-    Where `policy.chat` and the example is not `meta["templated"]`, the prompt (or the chat turns `meta["messages"]`) is
-    wrapped in the chat template. A prefill (`meta["prefill"]`, text that opens the completion and with which the prompt
-    may end already) stands once at the very end.
-    """
-    tokenizer, rendered = policy.tokenizer, []
-    for example in examples:
-        prefill = str(example.meta.get("prefill") or "")
-        text = example.prompt.removesuffix(prefill)
-        templated = bool(example.meta.get("templated"))
-        if policy.chat and not templated:
-            turns = example.meta.get("messages") or [{"role": "user", "content": text}]
-            turns = [*turns[:-1], {**turns[-1], "content": turns[-1]["content"].removesuffix(prefill)}]
-            text = str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
-            templated = True
-        text += prefill
-        # Markup brings its own special tokens; a plain prompt gets those that the tokenizer puts around text.
-        ids = list(tokenizer(text, add_special_tokens=not templated)["input_ids"])
-        if not templated and ids and ids[-1] in policy.eos_ids and not text.endswith(tokenizer.eos_token):
-            ids.pop()  # a prompt that ends with end-of-text would be finished before it is answered
-        rendered.append(ids)
-    return rendered
 
 
 def _locate(model: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from sharpscope.errors import UserError
-from sharpscope.policy import Policy, SamplingSpec
+from sharpscope.policy import Policy, SamplingSpec, with_openings
 from sharpscope.tasks import Example, Task
 from sharpscope.training.evaluation_progress import Batch, EvaluationProgress
 from sharpscope.training.rounds import draw_completions
@@ -134,7 +134,8 @@ def _batches(
             texts = draw_completions(
                 policy, task, examples, cell.samples, drawn, derive(seed, f"evaluation:{cell.name}"), first
             ).texts
-            rewards = [task.score(examples[row // cell.samples], text) for row, text in enumerate(texts)]
+            asked = with_openings(examples, policy)
+            rewards = [task.score(asked[row // cell.samples], text) for row, text in enumerate(texts)]
             correct = np.array([reward.correct for reward in rewards], dtype=bool).reshape(len(examples), cell.samples)
             found = Batch(correct.tolist(), [reward.total for reward in rewards])
             if progress is not None:

@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from sharpscope.errors import UserError
-from sharpscope.policy import Completions, Policy, load_policy, microbatches, render_prompts, score_completions
+from sharpscope.policy import (
+    Completions,
+    Policy,
+    load_policy,
+    microbatches,
+    render_prompts,
+    score_completions,
+    with_openings,
+)
 from sharpscope.policy.spec import LocalBackend
 from sharpscope.probes import Drawn, ProbeSet, build_probe_set
 from sharpscope.probes.probe_set import ProbeItem
@@ -40,7 +48,8 @@ class Drawer:
     def __call__(self, examples: Sequence[Example], samples: int, seed: int) -> Drawn:
         """`samples` completions per example, rows of an example adjacent, with their success (0 or 1)."""
         drawn = draw_completions(self.policy, self.task, examples, samples, self.sampling, seed)
-        success = [self.task.score(examples[row // samples], text).correct for row, text in enumerate(drawn.texts)]
+        asked = with_openings(examples, self.policy)
+        success = [self.task.score(asked[row // samples], text).correct for row, text in enumerate(drawn.texts)]
         correct = torch.tensor(success, dtype=torch.float32, device=self.policy.device)
         return Drawn(drawn.with_reward(correct), correct)
 

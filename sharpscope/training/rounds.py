@@ -20,6 +20,7 @@ from sharpscope.policy import (
     SamplingSpec,
     generate,
     render_prompts,
+    with_openings,
 )
 from sharpscope.policy.spec import LocalBackend
 from sharpscope.tasks import Example, InteractiveTask, Reward, Task
@@ -70,7 +71,7 @@ def draw_completions(
     with whole_weights(policy.model):
         if mine:
             prompts = render_prompts(mine, policy)
-            environment = Environment(task, mine) if isinstance(task, InteractiveTask) else None
+            environment = Environment(task, with_openings(mine, policy)) if isinstance(task, InteractiveTask) else None
             seeded = torch.Generator().manual_seed(seed)
             own = generate(policy, prompts, group_size, spec, seeded, environment, first + part.start)
     if processes.count() == 1 and own is not None:
@@ -122,7 +123,7 @@ def _draw(
     policy: Policy, task: Task, examples: list[Example], spec: RolloutSpec, seed: int
 ) -> tuple[Rollouts, list[Reward]]:
     completions = draw_completions(policy, task, examples, spec.group_size, spec, seed)
-    rewards = score_texts(task, examples, completions.texts)
+    rewards = score_texts(task, with_openings(examples, policy), completions.texts)
     total = torch.tensor([reward.total for reward in rewards], dtype=torch.float32)
     return completions.with_reward(total), rewards
 

@@ -1,11 +1,10 @@
-"""Loading from a folder, what is refused and how it is said, and prompts as token ids."""
+"""Loading from a folder, what is refused and how it is said."""
 
 from __future__ import annotations
 
 import json
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,15 +14,10 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from sharpscope.errors import UserError
-from sharpscope.policy import PolicySpec, SamplingSpec, generate, load_policy, make_policy, render_prompts
+from sharpscope.policy import PolicySpec, SamplingSpec, generate, load_policy, make_policy
 from sharpscope.policy.head import check_head, output_head
 from tests.models import ARCHITECTURES, tiny_model
-from tests.policy.helpers import tiny_policy, word_tokenizer
-
-TEMPLATE = (
-    "{% for m in messages %}t10 {{ m['role'] | length }} {{ m['content'] }} t11 {% endfor %}"
-    "{% if add_generation_prompt %}t12 {% endif %}"
-)
+from tests.policy.helpers import word_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -197,48 +191,3 @@ def test_recurrent_layers_are_refused():
 
 
 # -- prompts ---------------------------------------------------------------------------------------------------------
-
-
-def example(prompt: str, **meta: Any) -> Any:
-    return SimpleNamespace(prompt=prompt, answer="", meta=meta)
-
-
-def rendered(examples: list[Any], *, template: str | None = None, prompt_format: str = "auto") -> list[str]:
-    tokenizer = word_tokenizer()
-    tokenizer.chat_template = template
-    policy = make_policy(tiny_model(), tokenizer, "x", prompt_format)
-    return [tokenizer.decode(ids) for ids in render_prompts(examples, policy)]
-
-
-def test_plain_prompts_and_prefills():
-    examples = [example("t5 t6"), example("t5", prefill=" t7"), example("t5 t7", prefill=" t7")]
-    assert rendered(examples) == ["t5 t6", "t5 t7", "t5 t7"]
-    assert rendered(examples, template=TEMPLATE, prompt_format="plain") == ["t5 t6", "t5 t7", "t5 t7"]
-
-
-def test_chat_prompts_are_wrapped_once():
-    examples = [
-        example("t5 t6"),
-        example("t5 t7", prefill="t7"),
-        example("t10 t4 t5 t11 t12 t7", templated=True, prefill="t7"),
-        example("t8\n\nt9 t7", prefill="t7",
-                messages=[{"role": "system", "content": "t8"}, {"role": "user", "content": "t9 t7"}]),
-    ]  # fmt: skip
-    # The lengths of the roles' names are not words of the vocabulary and become t2.
-    assert rendered(examples, template=TEMPLATE) == [
-        "t10 t2 t5 t6 t11 t12",
-        "t10 t2 t5 t11 t12 t7",
-        "t10 t4 t5 t11 t12 t7",
-        "t10 t2 t8 t11 t10 t2 t9 t11 t12 t7",
-    ]
-
-
-def test_special_tokens_that_a_tokenizer_adds_itself():
-    from tokenizers.processors import TemplateProcessing
-
-    policy = tiny_policy()
-    policy.tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-        single="t3 $A </s>", special_tokens=[("t3", 3), ("</s>", 1)]
-    )
-    ids = render_prompts([example("t5"), example("t5", templated=True), example("t5 </s>")], policy)
-    assert ids == [[3, 5], [5], [3, 5, 1, 1]]

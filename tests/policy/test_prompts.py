@@ -1,0 +1,158 @@
+"""Prompts as token ids, chat templates, and what a template opens of the completion."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sharpscope.objective import named_method
+from sharpscope.policy import Policy, SamplingSpec, load_policy, make_policy, render_prompts, with_openings
+from sharpscope.tasks import Example, KnightsKnavesSpec, Reward, ToolQaSpec, make_task
+from sharpscope.training.data_order import DataOrder
+from sharpscope.training.evaluate import evaluate
+from sharpscope.training.probe_sets import Drawer
+from sharpscope.training.rounds import draw_completions, draw_round
+from tests.models import tiny_model
+from tests.policy.helpers import tiny_policy, word_tokenizer
+
+TEMPLATE = (
+    "{% for m in messages %}t10 {{ m['role'] | length }} {{ m['content'] }} t11 {% endfor %}"
+    "{% if add_generation_prompt %}t12 {% endif %}"
+)
+THINKING = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]<think>\n{% endif %}"
+CLOSED = THINKING.replace("<think>\n", "<think>\n\n</think>\n\n")
+
+
+def example(prompt: str, **meta: Any) -> Any:
+    return SimpleNamespace(prompt=prompt, answer="", meta=meta)
+
+
+def rendered(examples: list[Any], *, template: str | None = None, prompt_format: str = "auto") -> list[str]:
+    tokenizer = word_tokenizer()
+    tokenizer.chat_template = template
+    policy = make_policy(tiny_model(), tokenizer, "x", prompt_format)
+    return [tokenizer.decode(ids) for ids in render_prompts(examples, policy)]
+
+
+def test_plain_prompts_and_prefills():
+    examples = [example("t5 t6"), example("t5", prefill=" t7"), example("t5 t7", prefill=" t7")]
+    assert rendered(examples) == ["t5 t6", "t5 t7", "t5 t7"]
+    assert rendered(examples, template=TEMPLATE, prompt_format="plain") == ["t5 t6", "t5 t7", "t5 t7"]
+
+
+def test_chat_prompts_are_wrapped_once():
+    examples = [
+        example("t5 t6"),
+        example("t5 t7", prefill="t7"),
+        example("t10 t4 t5 t11 t12 t7", templated=True, prefill="t7"),
+        example("t8\n\nt9 t7", prefill="t7",
+                messages=[{"role": "system", "content": "t8"}, {"role": "user", "content": "t9 t7"}]),
+    ]  # fmt: skip
+    # The lengths of the roles' names are not words of the vocabulary and become t2.
+    assert rendered(examples, template=TEMPLATE) == [
+        "t10 t2 t5 t6 t11 t12",
+        "t10 t2 t5 t11 t12 t7",
+        "t10 t4 t5 t11 t12 t7",
+        "t10 t2 t8 t11 t10 t2 t9 t11 t12 t7",
+    ]
+
+
+def test_special_tokens_that_a_tokenizer_adds_itself():
+    from tokenizers.processors import TemplateProcessing
+
+    policy = tiny_policy()
+    policy.tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="t3 $A </s>", special_tokens=[("t3", 3), ("</s>", 1)]
+    )
+    ids = render_prompts([example("t5"), example("t5", templated=True), example("t5 </s>")], policy)
+    assert ids == [[3, 5], [5], [3, 5, 1, 1]]
+
+
+@pytest.fixture
+def thinker(toy_config) -> Policy:
+    """The toy policy with a template that opens `<think>`, as those of reasoning models do."""
+    policy = load_policy(toy_config().policy)
+    policy.tokenizer.chat_template = THINKING
+    return make_policy(policy.model, policy.tokenizer, "tiny")
+
+
+TURNS = [{"role": "system", "content": "be good"}, {"role": "user", "content": "say a So"}]
+OPENED = [
+    # example, what the model sees, what of it opens the completion
+    (Example("say a", ""), "[user]say a[assistant]<think>\n", "<think>\n"),
+    (Example("say a So", "", {"prefill": " So"}), "[user]say a[assistant]<think>\n So", "<think>\n So"),
+    (Example("be good\n\nsay a So", "", {"prefill": " So", "messages": TURNS}),
+     "[system]be good[user]say a[assistant]<think>\n So", "<think>\n So"),
+    (Example("say a <think>", "", {"prefill": "<think>"}), "[user]say a [assistant]<think>", "<think>"),
+    (Example("[user]say a[assistant]", "", {"templated": True}), "[user]say a[assistant]", ""),
+    (Example("[user]a<think>", "", {"templated": True, "prefill": "<think>"}), "[user]a<think>", "<think>"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "seen", "prefill"), OPENED)
+def test_what_the_template_opens_is_prefill_and_fed_once(thinker, given, seen, prefill):
+    (opened,) = with_openings([given], thinker)
+    assert opened.whole("then") == prefill + "then"
+    for example in (given, opened):  # making prompts of them knows no difference
+        assert thinker.tokenizer.decode(render_prompts([example], thinker)[0]) == seen
+    assert with_openings([opened], thinker) == [opened]
+
+
+def test_templates_that_open_nothing_and_plain_prompts_change_no_example(thinker):
+    examples = [Example("say a", ""), Example("say <think>", ""), Example("say a So", "", {"prefill": " So"})]
+    plain = make_policy(thinker.model, thinker.tokenizer, "tiny", "plain")
+    assert all(a is b for a, b in zip(with_openings(examples, plain), examples, strict=True))
+    thinker.tokenizer.chat_template = CLOSED
+    assert with_openings(examples, thinker) == examples
+
+
+def test_a_right_completion_after_an_opened_think_is_right(thinker):
+    puzzles = make_task(KnightsKnavesSpec(train_size=2, heldout_size=0))
+    (example,) = with_openings(puzzles.splits()["train"][:1], thinker)
+    reward = puzzles.score(example, f"reasoning</think><answer>{example.answer}</answer>")
+    assert (reward.total, reward.correct) == (3.0, True)
+    pytest.importorskip("bm25s", reason="needs the optional library bm25s")
+    search = make_task(ToolQaSpec(train_size=2, heldout_size=0, things=40))
+    (example,) = with_openings(search.splits()["train"][:1], thinker)
+    reward = search.score(example, f"reasoning</think><answer>{example.answer}</answer>")
+    assert reward.parts == {"answer": 1.0, "format": 1.0, "searches": 0.0}
+
+
+class Hearer:
+    """A task that keeps the texts it was given to score and to answer."""
+
+    name, stop = "hearer", tuple("aeiou")
+
+    def __init__(self) -> None:
+        self.scored: list[str] = []
+        self.heard: list[str] = []
+
+    def splits(self) -> dict[str, list[Example]]:
+        return {split: [Example(f"say {c}", c, {"level": 0}) for c in "abcd"] for split in ("train", "heldout")}
+
+    def score(self, example: Example, completion: str) -> Reward:
+        self.scored.append(example.whole(completion))
+        return Reward(float(len(completion)), {}, False)
+
+    def respond(self, example: Example, completion: str) -> str | None:
+        self.heard.append(example.whole(completion))
+        return None
+
+
+@pytest.mark.parametrize("place", ["training", "evaluation", "probes", "conversation"])
+def test_every_scorer_is_told_what_the_template_opened(thinker, toy_config, place):
+    task, config = Hearer(), toy_config()
+    examples, spec = task.splits()["train"], SamplingSpec(max_new_tokens=12)
+    if place == "training":
+        drawn = draw_round(thinker, task, DataOrder(examples, 0), named_method("grpo"), config.rollout, seed=0, step=1)
+        assert {example.prompt for example in drawn.examples} == {example.prompt for example in examples}
+    elif place == "evaluation":
+        evaluate(thinker, task, step=0, splits=["heldout"], prompts=4, temperatures=[1.0], samples=4, spec=spec, seed=0)
+    elif place == "probes":
+        Drawer(config, thinker, task)(examples, 4, 0)
+    else:
+        draw_completions(thinker, task, examples, 4, spec, 0)
+    told = task.heard if place == "conversation" else task.scored
+    assert told and all(text.startswith("<think>\n") for text in told)
