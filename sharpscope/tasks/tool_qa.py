@@ -5,7 +5,7 @@ Generated worlds give the embedded scale; `task.questions` and `task.corpus` (or
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from random import Random
 
@@ -113,17 +113,33 @@ class ToolQa:
     def _read(self) -> dict[str, list[Example]]:
         assert self.spec.questions is not None
         made = DatasetTask(self.spec.questions.model_copy(update={"scorer": "exact_match"})).splits()
-        return {
-            split: [
-                replace(
-                    example,
-                    prompt=example.prompt if example.meta.get("templated") else self._prompt(example.prompt),
-                    meta=dict(example.meta) | {"question": example.prompt},
-                )
-                for example in examples
-            ]
-            for split, examples in made.items()
-        }
+        return {split: [self._asked(example) for example in examples] for split, examples in made.items()}
+
+    def _asked(self, example: Example) -> Example:
+        """A question of the data set as the policy hears it: text that holds chat markup already stays as it is."""
+        meta = dict(example.meta) | {"question": example.prompt}
+        if meta.get("templated"):
+            return replace(example, meta=meta)
+        question = example.prompt.removesuffix(meta.get("prefill", ""))  # it stands after what is put around a question
+        if self.spec.style == "search_r1" and "messages" in meta:  # chat models hear these and not the prompt
+            meta["messages"] = self._instructed(meta["messages"], meta.get("prefill", ""))
+        return replace(example, prompt=self._prompt(question), meta=meta)
+
+    def _instructed(self, turns: Sequence[Mapping[str, str]], prefill: str) -> list[Mapping[str, str]]:
+        """Chat turns with the last one of the user within the instruction.
+
+        Raises:
+            UserError: the user says nothing in them.
+        """
+        places = [i for i, turn in enumerate(turns) if turn["role"] == "user"]
+        if not places:
+            raise UserError(
+                "task.style = 'search_r1': a question of task.questions has chat messages but none with role 'user' to "
+                "put the instruction into; give it one, or use task.style=compact"
+            )
+        last = places[-1]
+        content = self._prompt(turns[last]["content"].removesuffix(prefill))
+        return [*turns[:last], {**turns[last], "content": content}, *turns[last + 1 :]]
 
     def _prompt(self, question: str) -> str:
         template = INSTRUCTION if self.spec.style == "search_r1" else "{prompt}\n"

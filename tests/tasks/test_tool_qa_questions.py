@@ -1,0 +1,67 @@
+"""tool_qa with questions of one's own: chat messages, scorers, and options that would do nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sharpscope.errors import UserError
+from sharpscope.tasks import ToolQaSpec, make_task
+from sharpscope.tasks.tool_protocol import INSTRUCTION
+from sharpscope.tasks.tool_qa import ToolQa
+
+
+def row(prompt: Any, truth: Any = "Lena") -> dict[str, Any]:
+    return {"prompt": prompt, "reward_model": {"ground_truth": {"target": [truth]}}}
+
+
+def turns(*pairs: tuple[str, str]) -> list[dict[str, str]]:
+    return [{"role": role, "content": content} for role, content in pairs]
+
+
+@pytest.fixture
+def ask(tmp_path: Path):
+    """A function from rows and fields to tool_qa over these questions."""
+
+    def make(*rows: dict[str, Any], questions: dict[str, Any] | None = None, **fields: Any) -> ToolQa:
+        (tmp_path / "q.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        data = {"path": str(tmp_path / "q.jsonl"), "heldout_fraction": 0, **(questions or {})}
+        return make_task(ToolQaSpec(questions=data, retriever_url="http://127.0.0.1:9/x", **fields))
+
+    return make
+
+
+def instructed(question: str) -> str:
+    return INSTRUCTION.replace("{prompt}", question)
+
+
+def test_the_instruction_stands_in_the_last_turn_of_the_user(ask):
+    given = turns(("system", "Be brief."), ("user", "Hello"), ("assistant", "Yes?"), ("user", "Who is mayor?"))
+    (example,) = ask(row(given), style="search_r1").splits()["train"]
+    assert example.meta["messages"] == [*given[:3], {"role": "user", "content": instructed("Who is mayor?")}]
+    assert example.prompt == instructed("\n\n".join(turn["content"] for turn in given))
+    (plain,) = ask(row(given), style="compact").splits()["train"]
+    assert plain.meta["messages"] == given
+
+
+def test_an_assistants_last_word_stays_behind_the_instruction(ask):
+    given = turns(("user", "Who?"), ("assistant", "Let me see"))
+    (example,) = ask(row(given), style="search_r1").splits()["train"]
+    assert example.meta["messages"] == [{"role": "user", "content": instructed("Who?")}, given[1]]
+
+
+def test_an_opened_think_stays_out_of_the_instruction(ask):
+    texts = ask(row("Who? <think>"), row(turns(("system", "Be brief."), ("user", "Who? <think>"))), style="search_r1")
+    text, chat = texts.splits()["train"]
+    assert text.prompt == instructed("Who? ") and text.meta["prefill"] == "<think>"
+    assert chat.meta["messages"][1]["content"] == instructed("Who? ") and chat.meta["prefill"] == "<think>"
+
+
+def test_turns_without_the_user_have_no_place_for_the_instruction(ask):
+    given = turns(("system", "Be brief."), ("assistant", "Who is mayor?"))
+    with pytest.raises(UserError, match=r"task.style = 'search_r1': .* none with role 'user'"):
+        ask(row(given), style="search_r1").splits()
+    assert ask(row(given)).splits()["train"][0].meta["messages"] == given
