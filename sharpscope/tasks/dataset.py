@@ -53,12 +53,13 @@ DATA_SOURCES = {
 }
 """Scorer of each `data_source` that is known; a scorer's own name is known too."""
 
-_SCORERS: dict[str, Callable[[str, Sequence[str]], Reward]] = {
+SCORERS: dict[str, Callable[[str, Sequence[str]], Reward]] = {
     "exact": score_exact,
     "exact_match": score_exact_match,
     "numeric": score_numeric,
     "math": score_math,
 }
+"""What compares the final answer of a text with the accepted ones, by name."""
 CHAT_MARKS = ("<|im_start|>", "<|start_header_id|>", "<start_of_turn>", "[INST]", "<|user|>", "<｜User｜>")
 """Texts that only a prompt which was templated already holds."""
 
@@ -107,7 +108,7 @@ class DatasetTask:
         text = example.whole(completion)
         if example.meta["scorer"] == "logic_rl":
             return score_logic_rl(text, roles_of(example.answer))
-        return _SCORERS[example.meta["scorer"]](text, example.meta["truths"])
+        return SCORERS[example.meta["scorer"]](text, example.meta["truths"])
 
     def _examples(self, path: str, field: str) -> list[Example]:
         examples = []
@@ -167,7 +168,7 @@ class DatasetTask:
         if not isinstance(source, str) or source not in DATA_SOURCES:
             raise UserError(
                 f"{place}: data_source {source!r:.60} has no scorer{nearest(str(source), DATA_SOURCES)}"
-                f" or set task.scorer to one of: {', '.join(sorted({*_SCORERS, 'logic_rl'}))}"
+                f" or set task.scorer to one of: {', '.join(sorted({*SCORERS, 'logic_rl'}))}"
             )
         return DATA_SOURCES[source]
 

@@ -166,6 +166,9 @@ class CustomSpec(Spec):
 Hops = Annotated[int, Field(ge=1, le=3)]
 
 
+_OF_THE_WORLD = ("hops", "unseen_hops", "train_size", "heldout_size", "unseen_size", "things", "seed")
+
+
 class ToolQaSpec(Spec):
     """Questions that need a search, in Search-R1's protocol: generated ones, or a data set with a corpus."""
 
@@ -184,7 +187,10 @@ class ToolQaSpec(Spec):
     things: int = Field(
         300, ge=20, le=100_000, description="people, companies, cities and countries of the generated world"
     )
-    questions: DatasetSpec | None = Field(None, description="a data set of questions instead of generated ones")
+    questions: DatasetSpec | None = Field(
+        None,
+        description="a data set of questions instead of generated ones; its scorer: auto = exact_match",
+    )
     corpus: str = Field(
         "", description=".jsonl or .parquet file of passages (title and text, or contents); empty: the world"
     )
@@ -204,4 +210,30 @@ class ToolQaSpec(Spec):
         both = set(self.hops) & set(self.unseen_hops)
         if both:
             raise ValueError(f"unseen_hops: {sorted(both)} also stand in hops; a number is either seen or unseen")
+        return self
+
+    @model_validator(mode="after")
+    def _all_used(self) -> ToolQaSpec:
+        """Nothing is set that would do nothing. A default may always stand there: a run's stored configuration names all fields."""
+        if self.corpus and self.retriever_url:
+            raise ValueError(
+                f"corpus = {self.corpus!r}: the retrieval server is searched, not the corpus; leave out corpus or retriever_url"
+            )
+        if self.questions is None:
+            if self.corpus:
+                raise ValueError(
+                    f"corpus = {self.corpus!r}: holds no answers to questions about the generated world; give questions as "
+                    "well, or leave out corpus"
+                )
+            return self
+        for name in _OF_THE_WORLD:
+            value = getattr(self, name)
+            if value != type(self).model_fields[name].default:
+                raise ValueError(
+                    f"{name} = {value}: only shapes generated questions, and questions are given; leave it out"
+                )
+        if self.questions.scorer == "logic_rl":
+            raise ValueError(
+                "questions.scorer = logic_rl: judges puzzles, not answers to searches; use exact_match, exact, numeric or math"
+            )
         return self

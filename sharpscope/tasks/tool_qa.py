@@ -10,9 +10,8 @@ from dataclasses import replace
 from random import Random
 
 from sharpscope.errors import UserError
-from sharpscope.tasks.answers import score_exact_match
 from sharpscope.tasks.base import Example, Reward, content_id, stream_seed
-from sharpscope.tasks.dataset import DatasetTask
+from sharpscope.tasks.dataset import SCORERS, DatasetTask
 from sharpscope.tasks.generated import take
 from sharpscope.tasks.retrieval import Bm25Retriever, HttpRetriever, Retriever, read_corpus
 from sharpscope.tasks.spec import ToolQaSpec
@@ -112,7 +111,10 @@ class ToolQa:
 
     def _read(self) -> dict[str, list[Example]]:
         assert self.spec.questions is not None
-        made = DatasetTask(self.spec.questions.model_copy(update={"scorer": "exact_match"})).splits()
+        questions = self.spec.questions
+        # the protocol's own scorer needs no column that names one
+        scorer = "exact_match" if questions.scorer == "auto" else questions.scorer
+        made = DatasetTask(questions.model_copy(update={"scorer": scorer})).splits()
         return {split: [self._asked(example) for example in examples] for split, examples in made.items()}
 
     def _asked(self, example: Example) -> Example:
@@ -175,16 +177,17 @@ class ToolQa:
         return answers
 
     def score(self, example: Example, completion: str) -> Reward:
-        """Exact match of the last turn's answer (1 or 0), or Search-R1's format variant of it.
+        """Exact match of the last turn's answer (1 or 0), or Search-R1's format variant of it; `task.questions.scorer` may
+        name another comparison.
 
         With `reward: format`: right and following the protocol 1, right 0.8, following it 0.2, wrong but answered 0.1,
-        else 0. `parts`: answer (exact match), format (1 if the protocol was followed), searches (number of replies
+        else 0. `parts`: answer (1 if right), format (1 if the protocol was followed), searches (number of replies
         asked for).
         """
         text = example.whole(completion)
         turn = last_turn(text)
         given = answered(turn)
-        right = given and score_exact_match(turn, example.meta["truths"]).correct
+        right = given and SCORERS[example.meta.get("scorer", "exact_match")](turn, example.meta["truths"]).correct
         followed = follows_protocol(text)
         total = float(right)
         if self.spec.reward == "format":

@@ -7,7 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from pydantic import ValidationError
 
+from sharpscope.config import RunConfig, build_config, to_yaml, validate
 from sharpscope.errors import UserError
 from sharpscope.tasks import ToolQaSpec, make_task
 from sharpscope.tasks.tool_protocol import INSTRUCTION
@@ -65,3 +68,45 @@ def test_turns_without_the_user_have_no_place_for_the_instruction(ask):
     with pytest.raises(UserError, match=r"task.style = 'search_r1': .* none with role 'user'"):
         ask(row(given), style="search_r1").splits()
     assert ask(row(given)).splits()["train"][0].meta["messages"] == given
+
+
+@pytest.mark.parametrize(
+    ("scorer", "answer", "right"),
+    [
+        ("auto", "about 42", False),
+        ("exact_match", "about 42", False),
+        ("exact_match", "the 42", True),
+        ("numeric", "about 42.0", True),
+        ("numeric", "43", False),
+        ("exact", "the 42", False),
+    ],
+)
+def test_the_scorer_of_the_questions_is_the_one_that_is_named(ask, scorer, answer, right):
+    task = ask(row("How many?", 42), questions={"scorer": scorer})
+    (example,) = task.splits()["train"]
+    reward = task.score(example, f"<think>a</think><answer>{answer}</answer>")
+    assert (reward.total, reward.correct, reward.parts["answer"]) == (float(right), right, float(right))
+    assert task.score(example, "42").total == 0.0  # an answer has its tags, whatever compares it
+
+
+GIVEN = {"questions": {"path": "q.jsonl"}, "corpus": "c.jsonl"}
+USELESS = [
+    ({"corpus": "c.jsonl"}, r"corpus = 'c.jsonl': .* give questions as well"),
+    ({**GIVEN, "retriever_url": "http://x/y"}, r"corpus = 'c.jsonl': .* leave out corpus or retriever_url"),
+    ({"questions": {"path": "q.jsonl", "scorer": "logic_rl"}, "corpus": "c.jsonl"}, r"questions.scorer = logic_rl"),
+    *(({**GIVEN, name: value}, rf"{name} = .* questions are given; leave it out") for name, value in {
+        "hops": [1, 2], "unseen_hops": [3], "train_size": 7, "heldout_size": 7, "unseen_size": 7, "things": 40, "seed": 1,
+    }.items()),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "says"), USELESS)
+def test_an_option_that_would_do_nothing_is_refused(fields, says):
+    with pytest.raises(ValidationError, match=says):
+        ToolQaSpec(**fields)
+
+
+@pytest.mark.parametrize("fields", [{}, {"hops": [1, 2], "seed": 3}, GIVEN, {**GIVEN, "top": 5, "style": "search_r1"}])
+def test_what_is_stored_of_a_run_can_be_read_back(fields):
+    config = build_config(values={"task": {"kind": "tool_qa", **fields}})
+    assert validate(RunConfig, yaml.safe_load(to_yaml(config))) == config
