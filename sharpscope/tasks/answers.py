@@ -18,9 +18,22 @@ LARGEST_EXPONENT = 1000
 
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"  # a comma only before groups of three
 _NUMBER = re.compile(
-    rf"(?<![\w.])[-+−]?\$?(?:{_DIGITS}(?:\.[0-9]+)?|\.[0-9]+)(?:[eE](?P<exponent>[-+]?[0-9]+))?(?:\s?/\s?{_DIGITS})?%?"
+    rf"(?<![\w.])[-+]?\$?(?:{_DIGITS}(?:\.[0-9]+)?|\.[0-9]+)(?:[eE](?P<exponent>[-+]?[0-9]+))?(?:\s?/\s?{_DIGITS})?%?"
 )
+_SPACE = "[ \u00a0\u2009\u202f]"  # plain, no-break, thin, narrow no-break
+# The em dash is not among them: it parts clauses.
+_MINUS = str.maketrans(dict.fromkeys("\u2010\u2011\u2012\u2013\u2212\ufe63\uff0d", "-"))
+_LATEX_COMMA = re.compile(r"(?<=[0-9])(?:\{,\}|,?\{?\\[,;:! ]\}?)(?=[0-9]{3}(?![0-9]))")
+_FRACTION = re.compile(
+    r"\\[dtc]?frac(?:\s*\{\s*([-+]?[0-9.,]+)\s*\}\s*\{\s*([0-9,]+)\s*\}|\s*([0-9])\s*([0-9])(?![0-9]))"
+)
+_MIXED = re.compile(
+    rf"(?<![\w.,/^_])(?P<whole>[0-9]{{1,18}}){_SPACE}{{1,2}}(?P<over>[1-9][0-9]{{0,17}})\s?/\s?(?P<under>[0-9]{{1,18}})(?!\.?[0-9])"
+)
+_SPACED = re.compile(rf"(?<![\w.,/])(?<![0-9]{_SPACE})[0-9]{{1,3}}(?:{_SPACE}[0-9]{{3}})+(?!{_SPACE}?[0-9]|-\w)")
+_APART_SIGN = re.compile(rf"(^\s*|[=(\[{{:≈]\s?|\$|\bis )-{_SPACE}{{1,3}}(?=[$.0-9])")
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
+_AROUND = ".,;:!?\"'()[]* "
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
@@ -74,23 +87,67 @@ def normalize_words(text: str) -> str:
 
 
 def score_exact_match(text: str, truths: Sequence[str]) -> Reward:
-    """1 if the final answer equals one of the truths in the normal form of `normalize_words`."""
-    answer = normalize_words(final_answer(text))
-    return _reward(any(answer == normalize_words(truth) for truth in truths))
+    """1 if the final answer equals one of the truths in the normal form of `normalize_words`.
+
+    A truth of which that form leaves nothing ("A", "The The") is compared as it is but for case and what stands around
+    it. An empty answer is never right.
+    """
+    answer = final_answer(text)
+    return _reward(any(_same_words(answer, truth) for truth in truths))
+
+
+def _same_words(answer: str, truth: str) -> bool:
+    normal = normalize_words(truth)
+    if normal:
+        return normalize_words(answer) == normal
+    plain = _plain(truth)
+    return bool(plain) and _plain(answer) == plain
+
+
+def _plain(text: str) -> str:
+    """Text without case, extra white space, and the punctuation around it (all of it kept where it is nothing else)."""
+    folded = " ".join(text.casefold().split())
+    return folded.strip(_AROUND) or folded
 
 
 def number_of(text: str) -> Fraction | None:
-    """The last number in a text, exactly, or None: 1,234.5, −3, $7, 2/3, 1e-3, 25% (which is 25, not a quarter)."""
+    """The last number in a text, exactly, or None: 1,234.5, −3, $7, 2/3, 1e-3, 25% (which is 25, not a quarter).
+
+    Also 10{,}000, 10\\,000 and 10 000; 1 1/2, \\frac{1}{2} and 1\\frac{1}{2}; and "- 5" where nothing before it could be
+    subtracted from ("3 - 5" ends in 5).
+    """
     found = None
-    for match in _NUMBER.finditer(text):
+    for match in _NUMBER.finditer(_plain_numbers(text)):
         found = match
     if found is None or len(found.group()) > LONGEST_NUMBER or abs(int(found["exponent"] or 0)) > LARGEST_EXPONENT:
         return None
-    plain = "".join(found.group().split()).replace(",", "").replace("$", "").replace("−", "-").rstrip("%")
+    plain = "".join(found.group().split()).replace(",", "").replace("$", "").rstrip("%")
     numerator, _, denominator = plain.partition("/")
     if denominator and Fraction(denominator) == 0:
         return None
     return Fraction(numerator) / (Fraction(denominator) if denominator else 1)
+
+
+def _plain_numbers(text: str) -> str:
+    """The text with its numbers written as `_NUMBER` reads them."""
+    text = _LATEX_COMMA.sub(",", text.translate(_MINUS))
+    text = _FRACTION.sub(_as_quotient, text)
+    text = _MIXED.sub(_as_improper, text)
+    text = _SPACED.sub(lambda match: "".join(match.group().split()), text)
+    return _APART_SIGN.sub(r"\1-", text)
+
+
+def _as_quotient(match: re.Match[str]) -> str:
+    """`\\frac{a}{b}` as a/b, apart from a number before it but not from its sign."""
+    before = match.string[match.start() - 1 : match.start()]
+    over, under = match[1] or match[3], match[2] or match[4]
+    return f"{'' if before in ('', '-', '+', '$', ' ') else ' '}{over}/{under}"
+
+
+def _as_improper(match: re.Match[str]) -> str:
+    """Two and a half as 5/2; a number and a quotient above one are no mixed number."""
+    whole, over, under = (int(match[name]) for name in ("whole", "over", "under"))
+    return f"{whole * under + over}/{under}" if over < under else match.group()
 
 
 def score_numeric(text: str, truths: Sequence[str]) -> Reward:

@@ -81,9 +81,68 @@ NUMBERS = [
     ("1e999", 10**999),
     ("1e9999999", None),
 ]
+WRITTEN = [  # ways in which people and models write numbers
+    ("10{,}000", 10_000),
+    ("10\\,000", 10_000),
+    ("10{\\,}000", 10_000),
+    ("10,\\!000", 10_000),
+    ("1{,}234{,}567.5", Fraction(2469135, 2)),
+    ("100 000", 100_000),
+    ("1 234 567", 1_234_567),
+    ("12\u202f345", 12_345),
+    ("12\u00a0345.5 km", Fraction(24691, 2)),
+    ("the answer is 100 000 people", 100_000),
+    ("-100 000", -100_000),
+    ("12 34", 34),  # no groups of three
+    ("1 2345", 2345),
+    ("1 234 5678", 5678),
+    ("2023 100", 100),
+    ("0.5 100", 100),
+    ("3, 100", 100),
+    ("- 5", -5),
+    (" −  5", -5),
+    ("–5", -5),
+    ("– 5", -5),
+    ("\u22125", -5),
+    ("- $5", -5),
+    ("x = - 5", -5),
+    ("$- 5$", -5),
+    ("(- 5)", -5),
+    ("it is - 5", -5),
+    ("Answer: - 0.5", Fraction(-1, 2)),
+    ("3 - 5", 5),
+    ("3 – 5", 5),
+    ("3–5", 5),
+    ("3-5", 5),
+    ("(x) - 5", 5),
+    ("well - 5", 5),
+    ("well—5", 5),
+    ("- 5 apples\n- 7 pears", 7),  # a list
+    ("\\frac{1}{2}", Fraction(1, 2)),
+    ("\\dfrac{3}{4}", Fraction(3, 4)),
+    ("\\tfrac { 3 } { 4 }", Fraction(3, 4)),
+    ("\\frac12", Fraction(1, 2)),
+    ("-\\frac{1}{2}", Fraction(-1, 2)),
+    ("\\frac{-1}{2}", Fraction(-1, 2)),
+    ("- \\frac{1}{2}", Fraction(-1, 2)),
+    ("$\\frac{1{,}000}{3}$", Fraction(1000, 3)),
+    ("x\\frac{1}{2}", Fraction(1, 2)),
+    ("2\\frac{1}{2}", Fraction(5, 2)),
+    ("\\frac{1}{0}", None),
+    ("\\frac{x}{2}", 2),
+    ("1 1/2", Fraction(3, 2)),
+    ("-1 1/2", Fraction(-3, 2)),
+    ("- 1 1/2 cups", Fraction(-3, 2)),
+    ("3 125/1000", Fraction(25, 8)),
+    ("1 3/2", Fraction(3, 2)),  # no mixed number has a quotient above one
+    ("1 1/0", None),
+    ("1/2 1/3", Fraction(1, 3)),
+    ("100 000/7", Fraction(100_000, 7)),
+    ("x^2 \\frac{1}{2}", Fraction(1, 2)),
+]
 
 
-@pytest.mark.parametrize(("text", "number"), NUMBERS, ids=lambda value: repr(value)[:30])
+@pytest.mark.parametrize(("text", "number"), NUMBERS + WRITTEN, ids=lambda value: repr(value)[:30])
 def test_numbers_are_read_exactly(text, number):
     assert number_of(text) == number
 
@@ -107,6 +166,13 @@ NUMERIC = [
     ("42", "<answer>the truth is ground_truth</answer>", False),
     ("42", "9" * 100_000, False),
     ("42", "4" + "2" * 50_000, False),
+    ("0", "10{,}000", False),
+    ("0", "100 000", False),
+    ("5", "- 5", False),
+    ("-5", "\\boxed{–5}", True),
+    ("2", "\\frac{1}{2}", False),
+    ("1.5", "1 1/2", True),
+    ("100000", "#### 100 000", True),
 ]
 
 
@@ -153,6 +219,20 @@ MATCH = [
     ("Beatles", "Beatles <answer>Stones</answer>", False),
     ("Zürich", "zürich", True),
     ("Zürich", "zurich", False),
+    ("A", "A", True),  # the normal form leaves nothing of these truths
+    ("A", "<answer> a. </answer>", True),
+    ("A", "(A)", True),
+    ("A", "", False),
+    ("A", "<answer></answer>", False),
+    ("A", "the", False),
+    ("A", "?!", False),
+    ("A", "B", False),
+    ("A+", "a+", True),
+    ("A+", "A", False),
+    ("The The", "the  the", True),
+    ("?", "?", True),
+    ("?", "!", False),
+    ("?", "", False),
 ]
 
 
@@ -176,6 +256,15 @@ HOSTILE += [
     "$" * 100_000,
     "1" * 100_000,
     "1 " * 50_000,
+    "100 " * 25_000,
+    "100 " * 25_000 + "1",
+    "1 1/" * 25_000,
+    "1\\," * 25_000,
+    "\\frac{1" * 14_000,
+    "\\frac" + " " * 100_000,
+    "- " * 50_000,
+    " " * 100_000,
+    "= " * 50_000,
     "a " * 50_000,
     "</answer>" * 11_000,
     ". " * 50_000,
