@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -54,10 +55,8 @@ def make_custom(spec: CustomSpec) -> Task:
         UserError: no such factory, or what it returns is not a task; the message says what is missing.
     """
     factory = _find(spec.factory)
-    try:
-        made = factory(**spec.options)
-    except TypeError as error:
-        raise UserError(f"task.options = {dict(spec.options)}: {spec.factory} does not take them ({error})") from error
+    _check_options(factory, spec)
+    made = factory(**spec.options)
     if isinstance(made, tuple) and len(made) == 2 and callable(made[1]):
         splits, score = made
         return CheckedTask(spec.factory, lambda: splits, score)
@@ -70,6 +69,22 @@ def make_custom(spec: CustomSpec) -> Task:
     if callable(getattr(made, "respond", None)):
         return InteractiveCheckedTask(spec.factory, made)
     return CheckedTask(str(getattr(made, "name", spec.factory)), made.splits, made.score)
+
+
+def _check_options(factory: Factory, spec: CustomSpec) -> None:
+    """Hold the options against the signature before the call, so that an error within the factory keeps its own name.
+
+    Raises:
+        UserError: the factory does not take them.
+    """
+    try:
+        signature = inspect.signature(factory)
+    except ValueError:  # some callables written in C have none: the call will tell
+        return
+    try:
+        signature.bind(**spec.options)
+    except TypeError as error:
+        raise UserError(f"task.options = {dict(spec.options)}: {spec.factory} does not take them ({error})") from error
 
 
 def _find(path: str) -> Factory:
@@ -155,7 +170,10 @@ class InteractiveCheckedTask(CheckedTask):
     def __init__(self, name: str, task: InteractiveTask) -> None:
         super().__init__(str(getattr(task, "name", name)), task.splits, task.score)
         self._respond, self._respond_many = task.respond, getattr(task, "respond_many", None)
-        self.stop = tuple(getattr(task, "stop", ()))
+        stop: Any = getattr(task, "stop", ())
+        if isinstance(stop, str):  # ("</search>") is text and no tuple; its letters are never meant
+            stop = (stop,)
+        self.stop = tuple(stop) if isinstance(stop, Iterable) else ()
         if not self.stop or not all(isinstance(text, str) and text for text in self.stop):
             raise UserError(
                 f"task '{self.name}': has respond, so it needs stop = ('…',), the texts at which generation halts"

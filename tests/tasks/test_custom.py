@@ -128,6 +128,10 @@ def test_an_interactive_task_answers_in_between():
     assert task.respond(EXAMPLES["train"][0], "ping?") == "pong"
 
 
+def test_one_stop_text_may_stand_alone():
+    assert custom(interactive(stop="</search>")).stop == ("</search>",)  # as ("</search>") without its comma is
+
+
 @pytest.mark.parametrize("number", [0.3, 1, 2.5, True, False])
 def test_numbers_become_rewards(number):
     reward = custom((EXAMPLES, lambda example, completion: number)).score(EXAMPLES["train"][0], "")
@@ -152,6 +156,9 @@ def test_numbers_become_rewards(number):
         (lambda: custom(({"train": [Example("p", 3)]}, nought)).splits(), r"train\[0\] must be Example"),
         (lambda: custom((EXAMPLES, lambda e, c: None)).score(EXAMPLES["train"][0], ""), "score returned NoneType"),
         (lambda: custom(interactive(stop=())), "needs stop"),
+        (lambda: custom(interactive(stop="")), "needs stop"),
+        (lambda: custom(interactive(stop=3)), "needs stop"),
+        (lambda: custom(interactive(stop=("?", 3))), "needs stop"),
         (lambda: custom(interactive(reply=3)).respond(EXAMPLES["train"][0], ""), "respond returned int"),
         (lambda: register_task("two words")(nought), "is not a name"),
     ],
@@ -160,6 +167,17 @@ def test_a_mistake_in_a_task_is_named(act, says):
     with pytest.raises(UserError, match=says) as caught:
         act()
     assert "\n" not in str(caught.value)
+
+
+def test_an_error_inside_a_factory_is_not_blamed_on_its_options():
+    @register_task("broken")
+    def broken(size=3):
+        return size + "s"
+
+    with pytest.raises(TypeError, match="unsupported operand"):
+        make_task(CustomSpec(factory="broken", options={"size": 3}))
+    with pytest.raises(UserError, match=r"task.options = {'sice': 3}: broken does not take them"):
+        make_task(CustomSpec(factory="broken", options={"sice": 3}))
 
 
 def test_a_name_is_registered_once():
