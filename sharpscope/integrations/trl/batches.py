@@ -43,6 +43,9 @@ def rollouts_of(output: dict[str, Any], scored: Scored, reward: Tensor, group_si
     """
     tokenizer, eos_ids = speak
     mask = output["completion_mask"]
+    # Not its mask, which is 0 all along a completion that TRL leaves out of the loss (mask_truncated_completions).
+    lengths = torch.tensor([len(ids) for ids in scored.completion_ids], device=mask.device)
+    present = torch.arange(mask.shape[1], device=mask.device) < lengths[:, None]
     if output.get("tool_mask") is not None:
         loss_mask = mask * output["tool_mask"]
     else:
@@ -52,7 +55,7 @@ def rollouts_of(output: dict[str, Any], scored: Scored, reward: Tensor, group_si
     spoken = [ids[:-1] if end else ids for ids, end in zip(scored.completion_ids, ends, strict=True)]
     completions = Completions(
         input_ids=torch.cat([output["prompt_ids"], output["completion_ids"]], 1),
-        attention_mask=torch.cat([output["prompt_mask"], mask], 1).long(),
+        attention_mask=torch.cat([output["prompt_mask"], present], 1).long(),
         completion_ids=output["completion_ids"],
         completion_mask=loss_mask.long(),
         behavior_logp=torch.full(mask.shape, torch.nan, device=mask.device) if sampler is None else sampler.float(),
@@ -62,6 +65,15 @@ def rollouts_of(output: dict[str, Any], scored: Scored, reward: Tensor, group_si
         texts=tokenizer.batch_decode(spoken, skip_special_tokens=False, clean_up_tokenization_spaces=False),
     )
     return completions.with_reward(reward)
+
+
+def written(rollouts: Rollouts) -> Tensor:
+    """(N,) tokens that the policy wrote, also in the completions that TRL leaves out of the loss altogether.
+
+    TRL no longer says which tokens of these were a tool's, so they are counted, too.
+    """
+    counted = rollouts.completion_mask.sum(1)
+    return torch.where(counted > 0, counted, rollouts.lengths)
 
 
 def rewards_of(scored: Scored, names: Sequence[str], total: Tensor, correct: Callable[[float], bool]) -> list[Reward]:

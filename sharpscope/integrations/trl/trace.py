@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from sharpscope.config import RunConfig
+from sharpscope.integrations.trl.batches import written
 from sharpscope.objective import Method, method_label
 from sharpscope.policy import Policy
 from sharpscope.traces import (
@@ -133,6 +134,7 @@ class Trace:
         step, spec = self.step, self.config.recording
         method = self.method if weights is None else self.method.model_copy(update={"weight": weights.weight})
         row = steps_row(step, drawn, learned, method, self.progress, lr)
+        row["completion_length_mean"] = float(written(drawn.rollouts).double().mean())
         self._judge(drawn, learned, row, sampled)
         if row["grad_norm"]:
             self.recent = [*self.recent[-49:], math.log(row["grad_norm"])]
