@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from sharpscope.errors import UserError
 from sharpscope.policy.spec import LoraSpec
@@ -77,6 +78,41 @@ def load_adapters(model: nn.Module, folder: Path) -> nn.Module:
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise UserError(f"policy.model '{folder}': its adapters do not load: {str(error).splitlines()[0]}") from error
     return adapted.eval()
+
+
+def check_agrees(model: nn.Module, spec: LoraSpec, folder: Path) -> None:
+    """Whether the adapters that `model` got from `folder` are those that `spec` asks for (but for the seed of new ones).
+
+    Raises:
+        UserError: they are not, so that a run's stored configuration would not say what was trained.
+    """
+    saved = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    wanted, there = _layers(model, spec.target_modules)
+    asked: dict[str, tuple[Any, Any]] = {"r": (spec.r, saved.get("r")), "alpha": (spec.alpha, saved.get("lora_alpha"))}
+    if wanted != there:
+        asked["target_modules"] = (spec.target_modules, sorted({name.rpartition(".")[2] for name in there}))
+    for name, (given, found) in asked.items():
+        if given != found:
+            raise UserError(
+                f"policy.lora.{name} = {given}: the adapters in '{folder}' have {found}; leave policy.lora out to go on with "
+                "them, or name their base model as policy.model to begin new ones"
+            )
+
+
+def _layers(model: nn.Module, names: str | tuple[str, ...]) -> tuple[set[str], set[str]]:
+    """Linear layers that adapters of `names` would be on by peft's rules, and those that have one."""
+    adapted: Any = model
+    modules: dict[str, nn.Module] = dict(adapted.named_modules())
+    present = {name for name in modules if f"{name}.base_layer" in modules}
+    own = {
+        name
+        for name, module in modules.items()
+        if isinstance(module, nn.Linear | Conv1D) and ".lora_" not in name and not name.endswith(".base_layer")
+    } | present
+    if names == "all-linear":
+        output = adapted.get_output_embeddings()
+        return {name for name in own if modules[name] is not output}, present
+    return {name for name in own if name.endswith(tuple(f".{ending}" for ending in names))}, present
 
 
 def adapter_folder(model: str) -> Path | None:

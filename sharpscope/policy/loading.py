@@ -22,7 +22,7 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils import logging
 
 from sharpscope.errors import UserError
-from sharpscope.policy.adapters import adapter_folder, add_adapters, base_of, load_adapters
+from sharpscope.policy.adapters import adapter_folder, add_adapters, base_of, check_agrees, load_adapters
 from sharpscope.policy.cache import check_cacheable
 from sharpscope.policy.embedded import embedded_policy
 from sharpscope.policy.head import Head, bare, check_head, output_head
@@ -77,24 +77,50 @@ class Policy:
 def load_policy(spec: PolicySpec, base: str | None = None) -> Policy:
     """Load what `spec.model` names: `embedded:NAME`, a local folder or a hub id; weights from safetensors only.
 
-    A folder of saved adapters brings the base model that it names; `base` (a model as `spec.model` names one) replaces that.
+    A folder of saved adapters brings the base model that it names; `base` replaces that: the model, as `spec.model` names
+    one, that a run began with whose checkpoint `spec.model` is. Where it is no such checkpoint, `spec.lora` must be what
+    the folder holds.
 
     Raises:
-        UserError: the model, its weights or its tokenizer are missing, incomplete or of a kind that is not supported.
+        UserError: the model, its weights or its tokenizer are missing, incomplete or of a kind that is not supported, or
+            `spec.lora` asks for other adapters than the folder holds.
     """
-    adapters = adapter_folder(spec.model)
+    adapters, continued = adapter_folder(spec.model), base is not None and base != spec.model
     if adapters is not None:
-        spec = spec.model_copy(update={"model": base or base_of(adapters)})
-    model, tokenizer, location = _load(spec)
+        spec = spec.model_copy(update={"model": _beneath(adapters, base)})
+    model, tokenizer, location = _load(spec, frozen=adapters is not None or spec.lora is not None)
     if adapters is not None:
         model = load_adapters(model, adapters)
+        if spec.lora is not None and not continued:
+            check_agrees(model, spec.lora, adapters)
     elif spec.lora is not None:
         model = add_adapters(model, spec.lora, location)
     compute = torch.bfloat16 if spec.dtype == "bfloat16" else None
     return make_policy(model, tokenizer, spec.model, spec.prompt_format, compute)
 
 
-def _load(spec: PolicySpec) -> tuple[nn.Module, PreTrainedTokenizerBase, str]:
+def check_revision(spec: PolicySpec) -> None:
+    """A folder has no revisions. Not for the checkpoint of a run, whose revision is that of the model it began with.
+
+    Raises:
+        UserError: `spec` names a folder with a whole model, or an embedded policy, and a revision.
+    """
+    local = spec.model.startswith(EMBEDDED_PREFIX) or Path(spec.model).expanduser().is_dir()
+    if spec.revision is not None and local and adapter_folder(spec.model) is None:
+        raise UserError(
+            f"policy.revision = {spec.revision!r}: policy.model {spec.model!r} is on this disk and has no revisions; leave "
+            "policy.revision out, or give a hub id"
+        )
+
+
+def _beneath(adapters: Path, base: str | None) -> str:
+    """The whole model under saved adapters; `base` may itself be a folder of adapters that a run began with."""
+    named = base or base_of(adapters)
+    inner = adapter_folder(named)
+    return named if inner is None else base_of(inner)
+
+
+def _load(spec: PolicySpec, frozen: bool) -> tuple[nn.Module, PreTrainedTokenizerBase, str]:
     """The model on its device, its tokenizer, and where they came from (a folder or hub id)."""
     location = _locate(spec.model)
     options: dict[str, Any] = {"trust_remote_code": spec.trust_remote_code}
@@ -107,7 +133,7 @@ def _load(spec: PolicySpec) -> tuple[nn.Module, PreTrainedTokenizerBase, str]:
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 location,
                 config=config,
-                dtype=_held(spec),
+                dtype=_held(spec, frozen),
                 attn_implementation=_attention(spec, config),
                 use_safetensors=True,
                 **_experts(config),
@@ -129,10 +155,10 @@ def _load(spec: PolicySpec) -> tuple[nn.Module, PreTrainedTokenizerBase, str]:
     return model.to(_device(spec.device)).eval(), tokenizer, location
 
 
-def _held(spec: PolicySpec) -> torch.dtype:
+def _held(spec: PolicySpec, frozen: bool) -> torch.dtype:
     """Type of the model's own weights: at least float32, unless they are frozen, which needs no more than what is computed with."""
     if spec.dtype == "bfloat16":
-        return torch.float32 if spec.lora is None else torch.bfloat16
+        return torch.bfloat16 if frozen else torch.float32
     return torch.float64 if spec.dtype == "float64" else torch.float32
 
 

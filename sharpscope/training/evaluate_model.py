@@ -10,7 +10,7 @@ from typing import Any
 from sharpscope import __version__
 from sharpscope.errors import UserError
 from sharpscope.policy import embedded_policy, load_policy
-from sharpscope.policy.loading import EMBEDDED_PREFIX
+from sharpscope.policy.loading import EMBEDDED_PREFIX, check_revision
 from sharpscope.tasks import make_task, task_choice
 from sharpscope.training import environment
 from sharpscope.training.checkpoint import checkpoints
@@ -68,6 +68,8 @@ def evaluate_model(
             raise UserError(
                 f"-k {k}: pass@k needs from 1 to --samples = {samples} completions per puzzle; raise --samples"
             )
+    if file is None:
+        check_revision(config.policy)
     policy = load_policy(config.policy)
     progress = EvaluationProgress(
         Path(keep), re.sub(r"[^A-Za-z0-9._-]+", "-", Path(model).name).strip("-.") or "model",

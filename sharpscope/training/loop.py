@@ -19,6 +19,7 @@ from sharpscope.errors import UserError
 from sharpscope.objective import calibrate, choose_preset, method_label, needs_calibration
 from sharpscope.policy import Policy, TokenStats, check_lengths, load_policy, render_prompts
 from sharpscope.policy.adapters import has_adapters
+from sharpscope.policy.loading import check_revision
 from sharpscope.policy.spec import LocalBackend
 from sharpscope.tasks import Task, make_task
 from sharpscope.traces import RunLock, create_run_dir, read_run_info
@@ -95,6 +96,8 @@ def train(config: RunConfig, display: Display | None = None, resume: bool = Fals
             processes.decided(hold)
             processes.decided(lambda: check_resume(config))
             saved, notes = processes.decided(lambda: newest_whole(folder))
+        if not resume:
+            check_revision(config.policy)
         task = make_task(config.task)
         examples = task.splits().get("train", [])
         if not examples:
