@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
+from sharpscope.errors import UserError
 from sharpscope.policy.loading import Policy
 from sharpscope.tasks import Example
 
@@ -32,6 +33,9 @@ def render_prompts(examples: Sequence[PromptExample], policy: Policy) -> list[li
     Where `policy.chat` and the example is not `meta["templated"]`, the prompt (or the chat turns `meta["messages"]`) is
     wrapped in the chat template. A prefill (`meta["prefill"]`, text that opens the completion and with which the prompt
     may end already) stands once at the very end; one that opens `<think>` takes the place of the template's own.
+
+    Raises:
+        UserError: the chat template refuses an example's turns.
     """
     tokenizer, rendered = policy.tokenizer, []
     for example in examples:
@@ -57,6 +61,9 @@ def with_openings(examples: Sequence[Example], policy: Policy) -> list[Example]:
 
     Templates of reasoning models end in `<think>`, so the policy never writes it, and a scorer that asks for it must be
     told. `render_prompts` makes the same tokens of these examples as of the given ones.
+
+    Raises:
+        UserError: the chat template refuses an example's turns.
     """
     return [_with_opening(example, policy) if _is_wrapped(example, policy) else example for example in examples]
 
@@ -87,8 +94,22 @@ def _turns(example: PromptExample) -> list[dict[str, str]]:
 
 
 def _wrapped(example: PromptExample, policy: Policy) -> str:
-    """The prompt in the chat template, up to where the completion begins."""
-    return str(policy.tokenizer.apply_chat_template(_turns(example), tokenize=False, add_generation_prompt=True))
+    """The prompt in the chat template, up to where the completion begins.
+
+    Raises:
+        UserError: the template refuses the turns (some take no system turn, or want user and assistant to alternate).
+    """
+    from jinja2 import TemplateError
+
+    turns = _turns(example)
+    try:
+        return str(policy.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
+    except TemplateError as error:
+        roles = ", ".join(turn["role"] for turn in turns)
+        raise UserError(
+            f"policy.prompt_format = 'chat': the chat template of {policy.source!r} refuses a prompt with the turns {roles} "
+            f"({' '.join(str(error).split())}); change these turns in the data, or use policy.prompt_format=plain"
+        ) from error
 
 
 def _opening(text: str) -> str:

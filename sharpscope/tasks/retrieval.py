@@ -7,8 +7,10 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any, Protocol
+from urllib.parse import urlsplit
 
 from sharpscope.errors import UserError
 from sharpscope.tasks.dataset_files import read_file
@@ -67,6 +69,15 @@ class HttpRetriever:
         if not url.startswith(("http://", "https://")):
             raise UserError(f"task.retriever_url = '{url}': must start with http:// or https://")
         self._url, self._top, self._time_limit, self._retries = url, top, time_limit, retries
+        try:
+            host = urlsplit(url).hostname
+        except ValueError as error:
+            raise UserError(
+                f"task.retriever_url = '{url}': is no address ({error}); give http://host:port/path"
+            ) from error
+        # A proxy of the environment is for other machines.
+        handlers = [urllib.request.ProxyHandler({})] if host in ("localhost", "127.0.0.1", "::1") else []
+        self._opener = urllib.request.build_opener(*handlers)
 
     def search(self, queries: Sequence[str]) -> list[list[Passage]]:
         """One request for all queries.
@@ -83,13 +94,13 @@ class HttpRetriever:
                 time.sleep(min(0.1 * 2**attempt, 5.0))
             request = urllib.request.Request(self._url, data=body, headers={"Content-Type": "application/json"})
             try:
-                with urllib.request.urlopen(request, timeout=self._time_limit) as response:
+                with self._opener.open(request, timeout=self._time_limit) as response:
                     return self._read(json.load(response), len(queries))
             except urllib.error.HTTPError as error:
                 problem = f"status {error.code}"
                 if error.code < 500:  # a request that is wrong stays wrong
                     break
-            except (OSError, ValueError, KeyError, TypeError) as error:
+            except (OSError, HTTPException, ValueError, KeyError, TypeError) as error:
                 problem = str(error).partition("\n")[0] or type(error).__name__
         raise UserError(
             f"task.retriever_url = '{self._url}': no usable answer ({problem}); is the retrieval server running?"
@@ -99,7 +110,12 @@ class HttpRetriever:
         results = answer["result"]
         if len(results) != count:
             raise ValueError(f"{len(results)} results for {count} queries")
-        return [[passage_of(hit.get("document", hit)) for hit in hits][: self._top] for hits in results]
+        return [[passage_of(_document(hit)) for hit in hits][: self._top] for hits in results]
+
+
+def _document(hit: Any) -> Any:
+    """What stands under `document` of a scored hit; a hit without a score is the document itself."""
+    return hit.get("document", hit) if isinstance(hit, dict) else hit
 
 
 def passage_of(row: Any) -> Passage:

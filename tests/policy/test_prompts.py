@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from sharpscope.errors import UserError
 from sharpscope.objective import named_method
 from sharpscope.policy import Policy, SamplingSpec, load_policy, make_policy, render_prompts, with_openings
 from sharpscope.tasks import Example, KnightsKnavesSpec, Reward, ToolQaSpec, make_task
@@ -68,6 +69,16 @@ def test_special_tokens_that_a_tokenizer_adds_itself():
     )
     ids = render_prompts([example("t5"), example("t5", templated=True), example("t5 </s>")], policy)
     assert ids == [[3, 5], [5], [3, 5, 1, 1]]
+
+
+def test_turns_that_a_template_refuses_are_named():
+    refuses = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}t5"
+    turns = [{"role": "system", "content": "t8"}, {"role": "user", "content": "t9"}]
+    says = r"template of 'x' refuses .* system, user \(System role not supported\); .* policy.prompt_format=plain"
+    with pytest.raises(UserError, match=says):
+        rendered([example("t8 t9", messages=turns)], template=refuses)
+    assert rendered([example("t8 t9", messages=turns)], template=refuses, prompt_format="plain") == ["t8 t9"]
+    assert rendered([example("t9")], template=refuses) == ["t5"]
 
 
 @pytest.fixture

@@ -94,8 +94,11 @@ class Handler(BaseHTTPRequestHandler):
             "short": {"result": result[1:]},
             "odd": {"results": []},
             "strange": {"result": [[{"document": 3}]] * len(result)},
+            "words": {"result": [["a passage"]] * len(result)},
         }.get(act, {"result": result})
         self.send_response({"broken": 503, "refused": 404}.get(act, 200))
+        if act == "cut":
+            self.send_header("Content-Length", "100000")
         self.end_headers()
         with contextlib.suppress(BrokenPipeError):  # the client of the slow answer has left
             self.wfile.write(b"{" if act == "garbage" else json.dumps(answer).encode())
@@ -138,7 +141,17 @@ def test_a_server_is_asked_once_for_a_batch(server):
     assert len(server.seen) == 1
 
 
-@pytest.mark.parametrize("act", ["broken", "garbage", "short", "odd", "strange"])
+def test_a_server_on_this_machine_is_asked_without_the_proxy(server, monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # nothing listens there
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    assert client(server, retries=0).search(["a"])[0][0].title == "a"
+    # one elsewhere still goes through it
+    with pytest.raises(UserError, match=r"no usable answer .*refused"):
+        HttpRetriever("http://retriever.invalid/x", top=1, time_limit=1.0, retries=0).search(["a"])
+
+
+@pytest.mark.parametrize("act", ["broken", "garbage", "short", "odd", "strange", "words", "cut"])
 def test_a_passing_failure_is_retried(server, quick, act):
     server.plan = [act, act]
     assert client(server).search(["a"])[0][0].title == "a"
@@ -167,6 +180,8 @@ def test_a_lasting_failure_names_the_server(server, quick):
     server.server_close()
     with pytest.raises(UserError, match="no usable answer"):
         HttpRetriever("http://127.0.0.1:9/x", top=1, time_limit=1.0, retries=1).search(["a"])
+    with pytest.raises(UserError, match=r"task.retriever_url = 'http://\[::1': is no address"):
+        HttpRetriever("http://[::1", top=1, time_limit=1.0, retries=1)
     with pytest.raises(UserError, match="must start with http"):
         HttpRetriever("file:///etc/passwd", top=1, time_limit=1.0, retries=1)
 
