@@ -18,6 +18,7 @@ from sharpscope.objective import Method, method_label, named_method
 from sharpscope.policy import WARM_STARTS, PolicySpec, RolloutSpec
 from sharpscope.probes import ProbesSpec
 from sharpscope.safe_yaml import YAML_ERRORS, YAML_LIMIT, load_yaml
+from sharpscope.shaping_option import shaping_layer
 from sharpscope.spec import Spec
 from sharpscope.tasks import KnightsKnavesSpec, TaskSpec
 from sharpscope.training.spec import (
@@ -129,22 +130,41 @@ class RunConfig(Spec):
 
 
 def build_config(
-    file: Path | None = None, overrides: Sequence[str] = (), values: Mapping[str, Any] | None = None
+    file: Path | None = None,
+    overrides: Sequence[str] = (),
+    values: Mapping[str, Any] | None = None,
+    shaping: str | None = None,
 ) -> RunConfig:
     """A validated configuration from defaults, then the YAML `file`, then `values`, then `key.path=value` overrides.
 
+    `shaping` (a preset, or `module:function`) goes into the innermost weight of the method that these name.
+
     Raises UserError with one line that names the field, the value and the fix.
     """
-    data: dict[str, Any] = {}
-    if file is not None:
-        data = merge(data, read_yaml(file))
-    for path, value in (values or {}).items():
-        data = merge(data, _nested(path, value))
-    for override in overrides:
-        data = merge(data, parse_override(override))
-    data = _own_policy(_fill_kinds(RunConfig, _expand_method(data)))
+    layers = [] if file is None else [read_yaml(file)]
+    layers += [_nested(path, value) for path, value in (values or {}).items()]
+    given = len(layers)
+    layers += [parse_override(override) for override in overrides]
+    if shaping is not None:
+        # After the method's name, which would start the method afresh; before the overrides of single constants.
+        named = [place for place, layer in enumerate(layers, 1) if _names_method(layer)]
+        method = _expand_method({"method": {}, **_laid(layers)})["method"]
+        layers.insert(max([given, *named]), shaping_layer(shaping, method))
+    data = _own_policy(_fill_kinds(RunConfig, _expand_method(_laid(layers))))
     check_keys(RunConfig, data)
     return resolve_method(validate(RunConfig, data))
+
+
+def _laid(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    data: dict[str, Any] = {}
+    for layer in layers:
+        data = merge(data, layer)
+    return data
+
+
+def _names_method(layer: Mapping[str, Any]) -> bool:
+    method = layer.get("method")
+    return isinstance(method, str) or (isinstance(method, Mapping) and "name" in method)
 
 
 def _own_policy(data: dict[str, Any]) -> dict[str, Any]:
@@ -172,15 +192,6 @@ def _default_as_auto(shaping: Any, default: str) -> Any:
     if inner is not None:
         return shaping.model_copy(update={"of": _default_as_auto(inner, default)})
     return shaping.model_copy(update={"preset": "auto"}) if getattr(shaping, "preset", None) == default else shaping
-
-
-def shaping_value(text: str) -> dict[str, Any]:
-    """What `--shaping` means for `method.weight`: a preset of the sigmoid, or a user's own function `module:function`."""
-    if ":" in text:
-        return {"kind": "custom", "function": text}
-    if text in ("paper", "calibrated"):
-        return {"preset": text}
-    raise UserError(f"--shaping {text}: must be paper, calibrated, or your own as module:function")
 
 
 def explain_fields(config: RunConfig) -> list[str]:

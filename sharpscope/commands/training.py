@@ -27,7 +27,9 @@ def run(
     model: Annotated[str | None, typer.Option(help="embedded:NAME, a model folder, or a hub id.")] = None,
     shaping: Annotated[
         str | None,
-        typer.Option(help="Preset of the sigmoid shaping (paper | calibrated), or your own as module:function."),
+        typer.Option(
+            help="Preset of the sigmoid shaping (paper | calibrated), or your own as module:function. Controls are made of it."
+        ),
     ] = None,
     steps: Annotated[int | None, typer.Option(help="Rounds of rollouts and learning [steps].")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of everything random in training.")] = None,
@@ -66,10 +68,8 @@ def run(
         settings = build_config(resume / "config.yaml", values={"out": str(resume.parent), "name": resume.name})
         outcome = train(settings, display, resume=True)
     else:
-        values = command_values(
-            method=method, task=task, model=model, shaping=shaping, steps=steps, seed=seed, lr=lr, out=out
-        )
-        outcome = train(build_config(config, set_ or (), values), display)
+        values = command_values(method=method, task=task, model=model, steps=steps, seed=seed, lr=lr, out=out)
+        outcome = train(build_config(config, set_ or (), values, shaping), display)
     if processes.is_first():
         for text in outcome.notes:
             typer.echo(f"note:   {text}")
@@ -89,11 +89,6 @@ def command_values(**options: Any) -> dict[str, Any]:
         values["task"] = dict(task_choice(options["task"]))
     if options.get("out") is not None:
         values["out"], values["name"] = str(options["out"].parent), options["out"].name
-    shaping = options.get("shaping")
-    if shaping is not None:
-        from sharpscope.config import shaping_value
-
-        values["method.weight"] = shaping_value(shaping)
     return values
 
 
