@@ -110,11 +110,13 @@ def evaluate(
     task: Annotated[
         str | None, typer.Option(help="A task's kind; default: that of the run or embedded policy, or knights_knaves.")
     ] = None,
-    split: Annotated[list[str] | None, typer.Option(help="Splits; default: heldout and unseen.")] = None,
+    split: Annotated[
+        list[str] | None, typer.Option(help="Splits; default: heldout and unseen, as far as the task has them.")
+    ] = None,
     temperature: Annotated[
         list[float] | None, typer.Option(help="Sampling temperatures; 0 is greedy. Default: 0 and 1.")
     ] = None,
-    prompts: Annotated[int, typer.Option(help="Puzzles of each level.")] = 500,
+    prompts: Annotated[int, typer.Option(min=1, help="Puzzles of each level.")] = 500,
     samples: Annotated[
         int | None,
         typer.Option(
@@ -145,13 +147,13 @@ def evaluate(
     if out is not None:
         check_rows_file(out)
     rows = evaluate_model(
-        str(model), task=task, splits=tuple(split or ("heldout", "unseen")), temperatures=tuple(temperature or (0.0, 1.0)),
+        str(model), task=task, splits=tuple(split) if split else None, temperatures=tuple(temperature or (0.0, 1.0)),
         prompts=prompts, samples=samples or max(k or [1]), seed=seed, pass_at=sorted(set(k or [])), overrides=set_ or (),
         on_progress=lambda text: typer.echo(f"  {text}", err=True), keep=keep,
+        save=None if out is None else lambda rows: save_rows(rows, out),
     )  # fmt: skip
     print_evaluation(rows)
     if out is not None:
-        save_rows(rows, out)
         typer.echo(f"written: {out}")
 
 
@@ -183,27 +185,47 @@ def _with_error(value: float, error: float | None) -> str:
 
 
 def check_rows_file(path: Path) -> None:
-    """Make sure that `save_rows` knows the file's kind.
+    """Make sure, before anything is measured, that `save_rows` can write the file; nothing is made.
 
     Raises:
-        UserError: it does not.
+        UserError: its ending is unknown, it is a folder, or its own folder can be neither written nor made.
     """
+    import os
+
     from sharpscope.errors import UserError
 
     if path.suffix not in (".csv", ".parquet"):
         raise UserError(f"--out {path}: must end in .csv or .parquet")
+    if path.is_dir():
+        raise UserError(f"--out {path}: is a folder; give a file in it")
+    there = next(folder for folder in path.absolute().parents if folder.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise UserError(f"--out {path}: {there} is no folder that can be written; choose another")
 
 
 def save_rows(rows: list[dict[str, Any]], path: Path) -> None:
-    """Rows as CSV or Parquet, by the file's ending."""
+    """Rows as CSV or Parquet, by the file's ending; its folder is made.
+
+    Raises:
+        UserError: it cannot be written.
+    """
     import pandas as pd
+
+    from sharpscope.errors import UserError
 
     check_rows_file(path)
     frame = pd.DataFrame(rows)
-    if path.suffix == ".csv":
-        frame.to_csv(path, index=False)
-    else:
-        frame.to_parquet(path, index=False)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix == ".csv":
+            frame.to_csv(path, index=False)
+        else:
+            frame.to_parquet(path, index=False)
+    except OSError as error:
+        raise UserError(
+            f"--out {path}: cannot be written ({error.strerror or error}); what was measured is kept, so call again with "
+            "another --out"
+        ) from error
 
 
 def warm_start(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,12 +18,14 @@ from sharpscope.training.checkpoint import checkpoints
 from sharpscope.training.evaluate import BATCH_COMPLETIONS, evaluate
 from sharpscope.training.evaluation_progress import EvaluationProgress
 
+DEFAULT_SPLITS = ("heldout", "unseen")
+
 
 def evaluate_model(
     model: str,
     *,
     task: str | None = None,
-    splits: Sequence[str] = ("heldout", "unseen"),
+    splits: Sequence[str] | None = None,
     temperatures: Sequence[float] = (0.0, 1.0),
     prompts: int = 500,
     samples: int = 1,
@@ -31,17 +34,27 @@ def evaluate_model(
     overrides: Sequence[str] = (),
     on_progress: Callable[[str], None] | None = None,
     keep: Path | str = "evaluations",
+    save: Callable[[list[dict[str, Any]]], None] | None = None,
 ) -> list[dict[str, Any]]:
     """Rows of the eval table for a run's last checkpoint, a model folder, a hub id or `embedded:NAME`.
 
     A run brings its own task and sampling limits, an embedded policy its task; `task` and `overrides` change them. Finished
     batches are kept in the folder `keep` until all are there: called again after an interruption, it draws only the rest.
 
+    Args:
+        model, task, temperatures, prompts, samples, seed, pass_at, overrides, keep: as above, and as of `evaluate`.
+        splits: all of these; None: those of DEFAULT_SPLITS that the task has.
+        on_progress: told what is being measured.
+        save: gets the rows while the batches are still kept, so that a failure to write them costs nothing.
+
     Raises:
-        UserError: no such model, a run without a checkpoint, or a task without the splits.
+        UserError: no such model, a run without a checkpoint, a task without the splits, or a number out of its range.
     """
     from sharpscope.config import build_config
 
+    for option, number in (("--prompts", prompts), ("--samples", samples)):
+        if number < 1:
+            raise UserError(f"{option} {number}: must be at least 1")
     folder, file, step = Path(model), None, 0
     if (folder / "run.json").exists():
         saved = checkpoints(folder)
@@ -56,13 +69,16 @@ def evaluate_model(
     config = build_config(file, overrides, values)
     environment.set_threads(config.threads)
     for temperature in temperatures:
-        if temperature < 0:
-            raise UserError(f"--temperature {temperature:g}: must be 0 (greedy) or positive")
+        if not 0 <= temperature < math.inf:
+            raise UserError(f"--temperature {temperature:g}: must be 0 (greedy) or a positive number")
     made = make_task(config.task)
-    missing = [split for split in splits if split not in made.splits()]
-    present = [split for split in splits if split not in missing]
-    if not present:
-        raise UserError(f"--split {', '.join(missing)}: the task has {', '.join(made.splits()) or 'no splits'}")
+    available = [split for split, examples in made.splits().items() if examples]
+    missing = [split for split in (DEFAULT_SPLITS if splits is None else splits) if split not in available]
+    present = [split for split in (DEFAULT_SPLITS if splits is None else splits) if split in available]
+    if not present or (missing and splits is not None):
+        raise UserError(
+            f"--split {', '.join(missing)}: the task has {', '.join(available) or 'no splits'}; name one of them"
+        )
     for k in pass_at:
         if not 1 <= k <= samples:
             raise UserError(
@@ -85,9 +101,9 @@ def evaluate_model(
         policy, made, step=step, splits=present, prompts=prompts, temperatures=temperatures, samples=samples,
         spec=config.rollout, seed=seed, on_progress=on_progress, progress=progress, pass_at=pass_at,
     )  # fmt: skip
+    if save is not None:
+        save(rows)
     progress.finish()
-    if not rows:
-        raise UserError(f"--split {', '.join(present)}: the split is empty for this task")
     return rows
 
 

@@ -1,0 +1,88 @@
+"""`sharpscope eval`: what is given is measured or refused, and no result is lost to a file that cannot be written."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from typer.testing import CliRunner
+
+from sharpscope.cli import app
+from sharpscope.errors import UserError
+from sharpscope.training.evaluate_model import evaluate_model
+
+evaluation = importlib.import_module("sharpscope.training.evaluate")  # the package has a function of that name
+CHANGES = ["task.kind=custom", "task.factory=tests.toy_task:vowels", "rollout.max_new_tokens=8", "threads=1"]
+
+
+@pytest.fixture
+def place(tiny_policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The command with a small model and task, in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    sets = [part for change in CHANGES for part in ("--set", change)]
+    return ["eval", str(tiny_policy), *sets, "--prompts", "2", "--temperature", "0"]
+
+
+def invoke(*arguments: str):
+    return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "200"})
+
+
+@pytest.fixture
+def draws(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One number for each time that completions are drawn."""
+    real, calls = evaluation.draw_completions, []
+
+    def counting(*arguments):
+        calls.append(len(calls))
+        return real(*arguments)
+
+    monkeypatch.setattr(evaluation, "draw_completions", counting)
+    return calls
+
+
+def test_the_folder_of_out_is_made(place, tmp_path: Path):
+    result = invoke(*place, "--out", "new/folder/rows.csv")
+    assert result.exit_code == 0, result.output
+    assert set(pd.read_csv(tmp_path / "new" / "folder" / "rows.csv")["split"]) == {"heldout"}
+    assert not (tmp_path / "evaluations").exists()
+
+
+def test_an_out_that_cannot_be_is_said_before_anything_is_drawn(place, draws, tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "folder.csv").mkdir()
+    for out, says in (("file/rows.csv", "is no folder that can be written"), ("folder.csv", "is a folder")):
+        error = invoke(*place, "--out", out).exception
+        assert isinstance(error, UserError) and says in str(error)
+    assert not draws
+
+
+def test_rows_that_cannot_be_written_keep_what_was_measured(place, draws, tmp_path: Path, monkeypatch):
+    def refuses(*arguments, **options):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pd.DataFrame, "to_csv", refuses)
+        error = invoke(*place, "--out", "rows.csv").exception
+    assert isinstance(error, UserError) and "No space left on device" in str(error)
+    drawn = len(draws)
+    assert drawn and list((tmp_path / "evaluations").iterdir())
+    assert invoke(*place, "--out", "rows.csv").exit_code == 0
+    assert len(draws) == drawn and (tmp_path / "rows.csv").exists()
+
+
+def test_a_split_that_the_task_lacks_is_refused(place, draws):
+    error = invoke(*place, "--split", "heldout", "--split", "unseem").exception
+    assert isinstance(error, UserError) and str(error).startswith("--split unseem: the task has ")
+    assert not draws
+    assert invoke(*place).exit_code == 0  # of the default ones the task has heldout alone
+
+
+@pytest.mark.parametrize("option", ["--prompts", "--samples"])
+@pytest.mark.parametrize("value", ["0", "-1"])
+def test_fewer_than_one_is_refused(place, option, value, tiny_policy: Path):
+    result = invoke(*place, option, value)
+    assert result.exit_code == 2, result.output  # refused as an option, before anything is loaded
+    with pytest.raises(UserError, match=f"{option} {value}: must be at least 1"):
+        evaluate_model(str(tiny_policy), overrides=CHANGES, **{option.strip("-"): int(value)})
