@@ -17,6 +17,11 @@ from sharpscope.analysis.text import printable
 from sharpscope.traces import Run
 
 Z = 1.959964  # 97.5 % quantile of the normal distribution
+INTERVALS = (
+    "Steps: intervals over steps, corrected for autocorrelation at lag 1; accuracies: over prompts. One run each says "
+    "nothing about other seeds: `sharpscope sweep` gives them."
+)
+"""What the intervals of `compare` are, and what they are not."""
 RESULTS = ["quantity", "unit", "a", "a_half", "b", "b_half", "difference", "difference_half"]
 STEP_QUANTITIES = {
     "reward_mean": ("reward, last third", "reward"),
@@ -36,12 +41,16 @@ class Comparison:
         settings: rows setting, a, b: only those that differ.
         results: rows RESULTS; `_half` is half of a 95 % interval, the difference is b − a.
         notes: how the intervals were made, and what they do not say.
+        warnings: those of the notes that tell of a run: damaged parts, not finished.
+        horizon: the step at which the results are; None where there are none.
     """
 
     names: tuple[str, str]
     settings: pd.DataFrame
     results: pd.DataFrame
     notes: tuple[str, ...]
+    warnings: tuple[str, ...] = ()
+    horizon: int | None = None
 
     def __rich__(self) -> RenderableType:
         a, b = (Column(Text(printable(name))) for name in self.names)
@@ -84,22 +93,23 @@ def compare(run_a: Run, run_b: Run) -> Comparison:
     Runs of different tasks, task settings or initial policies: settings only, and a note.
     """
     settings = _settings(run_a, run_b)
-    notes = [f"{run.name}: {part} is set aside: {why}" for run in (run_a, run_b) for part, why in run.damaged.items()]
-    notes += [f"{run.name} is not finished ({run.status})." for run in (run_a, run_b) if run.status != "finished"]
+    said = [f"{run.name}: {part} is set aside: {why}" for run in (run_a, run_b) for part, why in run.damaged.items()]
+    said += [f"{run.name} is not finished ({run.status})." for run in (run_a, run_b) if run.status != "finished"]
+    warnings = tuple(said)
     names = (run_a.name, run_b.name) if run_a.name != run_b.name else (str(run_a.path), str(run_b.path))
+    nothing = pd.DataFrame(columns=RESULTS)
     if ground_of(run_a) != ground_of(run_b):
-        notes.append("Their tasks, task settings or initial policies differ, so their results are not compared.")
-        return Comparison(names, settings, pd.DataFrame(columns=RESULTS), tuple(notes))
+        why_not = "Their tasks, task settings or initial policies differ, so their results are not compared."
+        return Comparison(names, settings, nothing, (*warnings, why_not), warnings)
     horizon = min(last_step(run_a), last_step(run_b))
     if horizon == 0:
-        notes.append("At least one of them has no step yet, so there are no results to compare.")
-        return Comparison(names, settings, pd.DataFrame(columns=RESULTS), tuple(notes))
-    rows = [*_step_results(run_a, run_b, horizon), *_eval_results(run_a, run_b, horizon)]
-    notes += [
-        f"At step {horizon}, the last that both have. Steps: intervals over steps, corrected for autocorrelation at "
-        "lag 1; accuracies: over prompts. One run each says nothing about other seeds: `sharpscope sweep` gives them."
-    ]
-    return Comparison(names, settings, pd.DataFrame(rows, columns=RESULTS), tuple(notes))
+        why_not = "At least one of them has no step yet, so there are no results to compare."
+        return Comparison(names, settings, nothing, (*warnings, why_not), warnings)
+    results = pd.DataFrame(
+        [*_step_results(run_a, run_b, horizon), *_eval_results(run_a, run_b, horizon)], columns=RESULTS
+    )
+    notes = (*warnings, f"At step {horizon}, the last that both have. {INTERVALS}")
+    return Comparison(names, settings, results, notes, warnings, horizon)
 
 
 def _settings(run_a: Run, run_b: Run) -> pd.DataFrame:

@@ -108,7 +108,9 @@ def _spikes(content: ReportContent) -> list[str]:
             if spike.tokens is not None:
                 lines += [f"{escape(name)}, step {spike.step}, by share of the squared gradient norm:", ""]
                 lines += [*_tokens(choice.run, spike), ""]
-    return lines if len(lines) > 2 else [*lines, "No spike, and no attribution is recorded.", ""]
+    lines += [sections.no_spikes(content.runs), ""] if len(lines) == 2 else []
+    left_out = sections.not_kept(content.runs)
+    return [*lines, *([escape(left_out), ""] if left_out else [])]
 
 
 def _tokens(run: Run, spike: Spike) -> list[str]:

@@ -10,13 +10,14 @@ from dataclasses import dataclass
 import pandas as pd
 
 from sharpscope.analysis.claims import Estimate, Verdict
-from sharpscope.analysis.comparison import compare, facts_of
+from sharpscope.analysis.comparison import INTERVALS, compare, facts_of
 from sharpscope.analysis.glance import peak_memory
 from sharpscope.analysis.report import StudyReport
 from sharpscope.analysis.report_content import ReportContent
 from sharpscope.analysis.spikes import find_spikes
 from sharpscope.analysis.studies import Study
 from sharpscope.analysis.tables import interval_text, method_table
+from sharpscope.analysis.token_choice import completions_dropped
 from sharpscope.traces import Run, Runs
 
 MOST_PAIRS = 12
@@ -94,18 +95,21 @@ def difference_grid(study: Study) -> Grid | None:
         for seed in setting.runs
         if seed in settings[0].runs
     ]
-    rows, notes = [], []
+    rows, warnings = [], []
     for seed, first, second in pairs[:MOST_PAIRS]:
         found = compare(first, second)
         for row in found.results.to_dict("records"):
             cells = [interval_text(row[name], row[f"{name}_half"]) for name in ("a", "b", "difference")]
-            rows.append((f"{second.name} − {first.name}", str(seed), row["quantity"], row["unit"], *cells))
-        notes = [note for note in found.notes if note.startswith("At step")]
+            names = f"{second.name} − {first.name}"
+            rows.append((names, str(seed), f"{found.horizon}", row["quantity"], row["unit"], *cells))
+        warnings += found.warnings
     if not rows:
         return None
-    said = f" {len(pairs) - MOST_PAIRS} pairs more are not shown." if len(pairs) > MOST_PAIRS else ""
-    columns = ("runs", "seed", "quantity", "unit", "first", "second", "difference")
-    return Grid("Differences within a seed", columns, tuple(rows), (notes[0] if notes else "") + said)
+    note = " ".join([f"Each pair up to the last step that both have. {INTERVALS}", *dict.fromkeys(warnings)])
+    if len(pairs) > MOST_PAIRS:
+        note += f" {len(pairs) - MOST_PAIRS} pairs more are not shown."
+    columns = ("runs", "seed", "last step", "quantity", "unit", "first", "second", "difference")
+    return Grid("Differences within a seed", columns, tuple(rows), note)
 
 
 def event_grid(runs: Runs) -> Grid | None:
@@ -161,6 +165,22 @@ def spike_grid(runs: Runs) -> Grid | None:
         return None
     note = "A spike: a log gradient norm at least 4 robust standard deviations above the median of the 50 before it."
     return Grid("Spikes", ("run", "step", "gradient norm", "typical", "z"), tuple(rows), note)
+
+
+def no_spikes(runs: Runs) -> str:
+    """What is said in place of spikes; a reduced run had attribution, but of few tokens."""
+    return "No spike." if any(run.reduced is not None for run in runs) else "No spike, and no attribution is recorded."
+
+
+def not_kept(runs: Runs) -> str:
+    """Which runs have no completions here because they are reduced ones; empty where there are none."""
+    names = [name for name, run in runs.by_name.items() if completions_dropped(run)]
+    if not names:
+        return ""
+    which = "these runs" if len(names) == len(runs) else f"{len(names)} of {len(runs)} runs"
+    return (
+        f"Completions of {which} were not kept by `sharpscope reduce`; a report of the whole runs shows their tokens."
+    )
 
 
 def frame_grids(verdict: Verdict) -> list[Grid]:

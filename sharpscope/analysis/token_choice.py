@@ -51,6 +51,12 @@ class Choice:
             self.wanted.setdefault((int(step), int(rollout)), why)
 
 
+def completions_dropped(run: Run) -> bool:
+    """Whether the run recorded completions that `sharpscope reduce` did not keep."""
+    recorded = (run.config.get("recording") or {}).get("rollouts_every", 1) != 0
+    return run.reduced is not None and recorded and not len(run.rollouts)
+
+
 def choose(runs: Mapping[str, Run]) -> dict[str, Choice]:
     """RULE applied to every run that has completions."""
     choices = {name: Choice(run) for name, run in runs.items() if len(run.rollouts)}

@@ -354,5 +354,5 @@ def test_settings_and_differences_are_those_of_the_runs(made):
     cells = [re.findall(r"<td>(.*?)</td>", row) for row in table.split("<tr>")[1:]]
     steps = {name: load_run(made.runs / name).steps for name in ("grpo-s0", "grpo-sg-s0")}
     late = {name: frame[frame["step"] > 2 * STEPS / 3]["reward_mean"].mean() for name, frame in steps.items()}
-    row = next(row for row in cells if row[2].startswith("reward"))
-    assert float(row[6].split(" ± ")[0]) == pytest.approx(late["grpo-sg-s0"] - late["grpo-s0"], abs=1e-3)
+    row = next(row for row in cells if row[3].startswith("reward"))
+    assert float(row[7].split(" ± ")[0]) == pytest.approx(late["grpo-sg-s0"] - late["grpo-s0"], abs=1e-3)

@@ -26,6 +26,7 @@ from sharpscope.analysis.report import StudyReport
 from sharpscope.analysis.report_content import ReportContent
 from sharpscope.analysis.style import styled
 from sharpscope.analysis.text import shown
+from sharpscope.analysis.token_choice import completions_dropped
 
 SIGNS = {"supported": "✓", "refuted": "✗", "inconclusive": "?", "untestable": "–"}
 _SCRIPTS = ("colours.js", "tokens.js", "view.js")
@@ -72,7 +73,7 @@ def report_html(content: ReportContent, pictures: Mapping[str, str] | None = Non
         "policy": policy(scripts, [css, plot_css] if plots else [css]), "css": Markup(css), "plot_css": Markup(plot_css),
         "plots": bool(plots), "scripts": [Markup(text) for text in scripts], "data": list(data.items()),
         "guards": style_guards(scripts[0]) if plots else [], "token_count": len(view["completions"]),
-        "token_rule": view["rule"], "token_notes": view["notes"],
+        "token_rule": view["rule"], "token_notes": view["notes"], "spike_count": len(view["spikes"]),
     }  # fmt: skip
     return _environment().get_template("report.html.j2").render(context)
 
@@ -141,6 +142,8 @@ def _context(content: ReportContent, charts: Mapping[str, Chart]) -> dict[str, A
         "other_figures": [charts[name] for name, p in content.pictures() if not p.claim and p in content.evidence],
         "run_table": sections.run_grid(content.runs), "event_table": sections.event_grid(content.runs),
         "cost_table": sections.cost_grid(content.runs), "spike_table": sections.spike_grid(content.runs),
+        "no_spikes": sections.no_spikes(content.runs), "not_kept": sections.not_kept(content.runs),
+        "all_dropped": all(map(completions_dropped, content.runs)),
         "command_table": listed,
     }  # fmt: skip
 

@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 
 from sharpscope.analysis.text import shown
-from sharpscope.analysis.token_choice import RULE, Choice, choose
+from sharpscope.analysis.token_choice import RULE, Choice, choose, completions_dropped
 from sharpscope.analysis.token_texts import Pieces, piece_maker
 from sharpscope.traces import Run
 
@@ -82,8 +82,11 @@ def token_view(runs: Mapping[str, Run], budget: int = BUDGET) -> dict[str, Any]:
             notes.append(f"{name}: {len(taken)} of {len(choice.wanted)} chosen completions fit into the file.")
         completions += taken
         spikes += _spikes(choice, number, {(c["s"], c["n"]) for c in taken}, prompts)
-    silent = [name for name in runs if name not in choices]
-    notes += [f"{name}: no completions were recorded (recording.rollouts_every)." for name in silent]
+    for name in (name for name in runs if name not in choices):
+        if completions_dropped(runs[name]):
+            notes.append(f"{name}: its completions were not kept by `sharpscope reduce`.")
+        else:
+            notes.append(f"{name}: no completions were recorded (recording.rollouts_every).")
     return {
         "rule": RULE, "runs": [shown(name) for name in choices], "methods": [shown(c.run.method) for c in choices.values()],
         "prompts": [shown(text) for text in prompts.texts], "pieces": pieces.texts, "completions": completions,
