@@ -20,10 +20,15 @@ from sharpscope.analysis.claims.tokens import scan
 from sharpscope.analysis.token_frames import DECILE_COLUMNS, bound_violations, decile_sums, score_column
 from sharpscope.errors import UserError
 from sharpscope.traces import RUN_FILE, Reduction, Run, TraceWriter, load_run, update_run_info, write_reductions
+from sharpscope.traces.files import TRACES
 
 TOKENS = 1_500
 """Tokens kept of a run unless asked otherwise."""
 KEPT = ("steps", "eval", "probes", "events")
+
+
+class DamagedRunError(UserError):
+    """Parts of a run's tables cannot be read, so a copy made of the rest would look whole and not be."""
 
 
 def reduce_run(run: Run, out: Path, tokens: int = TOKENS) -> Path:
@@ -32,6 +37,7 @@ def reduce_run(run: Run, out: Path, tokens: int = TOKENS) -> Path:
     Half of the sampled `tokens` come from steps with score norms, half from all steps, each drawn uniformly (seeded).
 
     Raises:
+        DamagedRunError: parts of the run's tables are damaged; nothing is left of `out`.
         UserError: for a run that has not finished or was reduced before, or a folder that is there already.
     """
     if run.reduced is not None:
@@ -48,6 +54,14 @@ def reduce_run(run: Run, out: Path, tokens: int = TOKENS) -> Path:
             shutil.copy(run.path / name, aside / name)
     _tables(run, aside, tokens)
     write_reductions(aside, _reductions(run))
+    # Known now that all was read; rollouts are not kept anyhow.
+    damaged = [(part, why) for part, why in run.damaged.items() if not part.startswith(f"{TRACES}/rollouts/")]
+    if damaged:
+        shutil.rmtree(aside)
+        (part, why), *_ = damaged
+        raise DamagedRunError(
+            f"run: {run.path} has {len(damaged)} damaged parts, {part}: {why}; restore them, or leave the run out"
+        )
     sampled = load_run(aside).rows("tokens")
     update_run_info(aside, reduced={"tokens": run.rows("tokens"), "sampled": sampled, "rule": RULE})
     aside.rename(out)
@@ -60,9 +74,14 @@ RULE = "half of the sampled tokens uniformly from the steps with score norms, ha
 def reduce_runs(
     runs: Iterable[tuple[str, Run]], out: Path, tokens: int = TOKENS, tell: Callable[[str], None] | None = None
 ) -> tuple[list[Path], list[str]]:
-    """Reduce every finished run that is not below `out` yet; returns what was written and, one line each, what not."""
+    """Reduce every finished run that is not below `out` yet; returns what was written and, one line each, what not.
+
+    Raises:
+        UserError: before anything is written, for two runs of one name, and for one whose copy would not be below `out` or
+            would be the run itself.
+    """
     written, left_out = [], []
-    for name, run in runs:
+    for name, run in _targets(runs, out, left_out).items():
         folder = out / name
         if folder.exists():
             left_out.append(f"{name}: is there already")
@@ -71,8 +90,36 @@ def reduce_runs(
         else:
             if tell is not None:
                 tell(name)
-            written.append(reduce_run(run, folder, tokens))
+            try:
+                written.append(reduce_run(run, folder, tokens))
+            except DamagedRunError as error:
+                left_out.append(f"{name}: {error}")
     return written, left_out
+
+
+def _targets(runs: Iterable[tuple[str, Run]], out: Path, left_out: list[str]) -> dict[str, Run]:
+    """The runs by the folder below `out` that each gets; those that are reduced already are told to `left_out`."""
+    found: dict[str, Run] = {}
+    seen: set[Path] = set()
+    for name, run in runs:
+        source = run.path.resolve()
+        if source in seen:
+            continue  # given twice, as by `runs runs/grpo-s0`
+        seen.add(source)
+        if run.reduced is not None:
+            left_out.append(f"{name}: is a reduction itself")
+            continue
+        if name in found:
+            raise UserError(
+                f"runs: {name!r} names both {found[name].path} and {run.path}; reduce each into an --out of its own"
+            )
+        target = Path(name)
+        if target.is_absolute() or ".." in target.parts or not target.parts:
+            raise UserError(f"runs: {name!r} is no folder below --out {out}; give the folder that holds the run")
+        if (out / name).resolve() == source:
+            raise UserError(f"--out {out}: holds the run {name} itself; choose another folder")
+        found[name] = run
+    return found
 
 
 def _reductions(run: Run) -> list[Reduction]:

@@ -21,7 +21,8 @@ def reduce(
     """Reduce finished runs to what the claims, tables and figures need: some hundred kilobytes each.
 
     Claims and tables come out as from the whole runs; figures of single tokens show a sample. Texts, checkpoints and
-    tokenizers are not kept. Runs that are in --out already are left as they are, so that it can be called again as runs finish.
+    tokenizers are not kept. Runs that are in --out already are left as they are, so that it can be called again as runs finish;
+    reduced and damaged runs are left out.
 
     Example:
 
@@ -29,13 +30,13 @@ def reduce(
     """
     from rich.console import Console
 
-    from sharpscope.analysis import load_several
     from sharpscope.analysis.reduction import reduce_runs
     from sharpscope.commands.seeing import printable_line
+    from sharpscope.traces import load_runs
 
     with Console(stderr=True).status("reducing") as status:
         written, left_out = reduce_runs(
-            load_several(runs).by_name.items(),
+            [named for path in runs for named in load_runs(path).by_name.items()],
             out,
             tokens,
             lambda name: status.update(f"reducing {printable_line(name)}"),

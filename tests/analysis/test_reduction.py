@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import numpy as np
 import pandas as pd
@@ -109,6 +110,64 @@ def test_command(folder, tmp_path):
     result = CliRunner().invoke(app, ["reduce", str(folder), "--out", str(tmp_path / "out"), "--tokens", "20"])
     assert result.exit_code == 0 and "4 runs reduced" in result.output
     assert {path.name for path in (tmp_path / "out").iterdir()} == {run.name for run in load_runs(folder)}
+
+
+def reduce(*arguments) -> str:
+    result = CliRunner().invoke(app, ["reduce", *map(str, arguments), "--tokens", "20"], env={"COLUMNS": "200"})
+    if isinstance(result.exception, UserError):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def everything(folder):
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
+
+
+@pytest.mark.parametrize("absolute", [True, False])
+def test_two_runs_of_one_name_are_refused_and_nothing_is_written(folder, tmp_path, monkeypatch, absolute):
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    for name in ("ra", "rb"):
+        shutil.copytree(folder / "grpo-s0", tmp_path / name / "grpo-s0")
+    before = everything(tmp_path)
+    given = [(tmp_path / name if absolute else f"../{name}") for name in ("ra", "rb")]
+    with pytest.raises(UserError, match="'grpo-s0' names both"):
+        reduce(*given, "--out", "ref")
+    assert everything(tmp_path) == before
+    assert "1 runs reduced" in reduce(given[0], f"{given[0]}/grpo-s0", "--out", "ref")  # one run, given twice
+
+
+def test_a_copy_lies_below_out_and_is_not_the_run_itself(folder, tmp_path):
+    run = load_run(folder / "grpo-s0")
+    for name in ("../grpo-s0", str(run.path)):
+        with pytest.raises(UserError, match="is no folder below --out"):
+            reduce_runs([("fine", load_run(folder / "grpo-s1")), (name, run)], tmp_path / "out")
+    with pytest.raises(UserError, match="holds the run grpo-s0 itself"):
+        reduce(folder, "--out", folder)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_reduced_run_among_others_is_left_out(folder, reduced, tmp_path):
+    shutil.copytree(reduced / "grpo-s0", tmp_path / "some" / "small")
+    shutil.copytree(folder / "grpo-s1", tmp_path / "some" / "whole")
+    output = reduce(tmp_path / "some", "--out", tmp_path / "out")
+    assert "left out: small: is a reduction itself" in output and "1 runs reduced" in output
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["whole"]
+
+
+@pytest.mark.parametrize("table", ["tokens", "eval"])
+@pytest.mark.filterwarnings("ignore::sharpscope.traces.DamagedPartWarning")
+def test_a_damaged_run_gets_no_copy_that_looks_whole(folder, tmp_path, table):
+    for name in ("grpo-s0", "grpo-s1"):
+        shutil.copytree(folder / name, tmp_path / "some" / name)
+    part = sorted((tmp_path / "some" / "grpo-s0" / "traces" / table).iterdir())[0]
+    part.write_bytes(part.read_bytes()[:-20])
+    with pytest.raises(UserError, match="has 1 damaged parts, traces/"):
+        reduce_run(load_run(tmp_path / "some" / "grpo-s0"), tmp_path / "one")
+    output = reduce(tmp_path / "some", "--out", tmp_path / "out")
+    assert "left out: grpo-s0: " in output and f"traces/{table}/" in output
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["grpo-s1"] and not (tmp_path / "one").exists()
 
 
 def test_values_survive_to_the_last_digit(tmp_path):
