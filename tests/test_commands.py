@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -105,6 +106,18 @@ def test_shapings_says_what_the_run_saw(tmp_path: Path):
     tokens, _ = observed([named_method("tr-grpo")], sharpscope.load_run(GRPO), 1)
     positive = (data.advantage[:, None].expand(data.mask.shape)[data.mask] > 0).numpy()
     assert tr["killed"] == pytest.approx((positive & (tokens["weight"].to_numpy() > 1.2)).mean())
+
+
+def test_shapings_names_what_a_run_does_not_hold(tmp_path: Path):
+    out = ["--out", str(tmp_path / "shapings.png")]
+    reduced = EXAMPLE.parent / "reference" / "grpo-s0"
+    with pytest.raises(UserError, match=r"is a reduced run, .* give the whole run"):
+        invoke("shapings", "--run", str(reduced), *out)
+    shutil.copytree(GRPO, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "traces" / "rollouts")
+    with pytest.raises(UserError, match=r"--step 4: .* but not its rollouts"):
+        invoke("shapings", "--run", str(tmp_path / "run"), "--step", "4", *out)
+    assert not (tmp_path / "shapings.png").exists()
 
 
 def test_curves_are_the_published_function():

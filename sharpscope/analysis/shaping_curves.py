@@ -64,10 +64,15 @@ def step_of(run: Run, step: int) -> StepTensors:
     """The loss tokens of a recorded step as the objective saw them, (N, T).
 
     Raises:
-        UserError: the step's tokens were not recorded.
+        UserError: the step's tokens or rollouts were not recorded, or not kept because the run is a reduced one.
     """
     import torch
 
+    if run.reduced is not None:
+        raise UserError(
+            f"--run {run.path}: is a reduced run, which keeps neither a step's rollouts nor all of its tokens; give the whole "
+            "run that it was made from"
+        )
     names = ["rollout", "position", "logp", "logit", "entropy", "collision", "polarity", "advantage"]
     tokens = run.tokens(steps=[step], columns=["step", *names])
     if tokens.empty:
@@ -86,9 +91,13 @@ def step_of(run: Run, step: int) -> StepTensors:
     advantage = torch.tensor(
         tokens.groupby("rollout")["advantage"].first().fillna(0.0).to_numpy(dtype=np.float64).copy()
     )
-    group = torch.from_numpy(
-        run.rollouts.query("step == @step").set_index("rollout").loc[rollouts, "group"].to_numpy().copy()
-    )
+    groups = run.rollouts.query("step == @step").set_index("rollout")["group"]
+    if not set(rollouts) <= set(groups.index):
+        raise UserError(
+            f"--step {step}: run '{run.path}' holds tokens of it but not its rollouts (recording.rollouts_every), which say "
+            "what belongs to one prompt; choose a step that has both"
+        )
+    group = torch.from_numpy(groups.loc[rollouts].to_numpy().copy())
     return StepTensors(mask=mask, group=group, advantage=advantage, behavior_logp=filled["logp"], **filled)  # type: ignore[arg-type]
 
 
