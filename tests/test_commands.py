@@ -213,6 +213,19 @@ def test_probe_measures_a_model_on_a_file(tiny_policy: Path, texts: Path, tmp_pa
 
 
 @pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        (["--set", "functionals=[expected_failure]"], {"expected_failure"}),
+        (["--set", "functionals=[surrogate]", "--functional", "expected_failure"], {"expected_failure"}),
+    ],
+)
+def test_probe_measures_the_functionals_that_are_given(tiny_policy: Path, texts: Path, tmp_path: Path, options, wanted):
+    place = ["--model", str(tiny_policy), "--data", str(texts), "--out", str(tmp_path / "probe"), "--threads", "1"]
+    invoke("probe", *place, *QUICK, "--probes", "perturbation", *options)
+    assert set(pd.read_parquet(tmp_path / "probe" / "probes.parquet")["functional"]) == wanted
+
+
+@pytest.mark.parametrize(
     ("arguments", "says"),
     [
         (["--model", "x"], "needs --data"),
@@ -221,6 +234,10 @@ def test_probe_measures_a_model_on_a_file(tiny_policy: Path, texts: Path, tmp_pa
         (["--model", "x", "--data", "y", "--functional", "nlll"], "did you mean 'nll'"),
         (["--model", "x", "--data", "y", "--set", "rho=1"], "did you mean 'rhos'"),
         (["--model", "/no/such", "--data", "none.jsonl"], "no such file"),
+        (["--model", "x", "--data", "y", "--set", "functionals=[]"], "names nothing"),
+        ([GRPO, "--probes", "tokens"], "a run's token gradients stand in its tokens table"),
+        ([GRPO, "--probes", "curvature,tokens"], "leave tokens out"),
+        ([GRPO], "has no checkpoint to probe"),  # without --probes tokens are not asked for
     ],
 )
 def test_a_mistake_with_probe_is_named(arguments, says, tmp_path: Path):

@@ -28,7 +28,12 @@ def probe(
     ] = None,
     model: Annotated[str | None, typer.Option(help="embedded:NAME, a model folder, or a hub id.")] = None,
     data: Annotated[Path | None, typer.Option(help="JSONL or Parquet with prompt and completion (and reward).")] = None,
-    probes: Annotated[str, typer.Option(help="Comma-separated: curvature, perturbation, tokens.")] = ",".join(PARTS),
+    probes: Annotated[
+        str | None,
+        typer.Option(
+            help="Comma-separated: curvature, perturbation, tokens (of a model). Default: all that there are."
+        ),
+    ] = None,
     functional: Annotated[
         list[str] | None,
         typer.Option(
@@ -57,7 +62,7 @@ def probe(
     """
     from sharpscope.errors import UserError, nearest
 
-    parts = [part.strip() for part in probes.split(",") if part.strip()]
+    parts = [part.strip() for part in (_parts(run) if probes is None else probes).split(",") if part.strip()]
     for part in parts:
         if part not in PARTS:
             raise UserError(f"--probes {part}: unknown{nearest(part, PARTS)}")
@@ -74,14 +79,24 @@ def probe(
         raise UserError("--data: goes with --model; a run is probed on its own probe set")
     if run is None and all_checkpoints:
         raise UserError("--all-checkpoints: goes with a run's folder, not with --model")
-    spec = _spec((set_ or []) + ([f"functionals=[{','.join(functional)}]"] if functional else []))
+    if run is not None and "tokens" in parts:
+        raise UserError(
+            f"--probes {probes}: a run's token gradients stand in its tokens table, see `sharpscope tokens {run} --step S`; "
+            "leave tokens out"
+        )
+    overrides = (set_ or []) + ([f"functionals=[{','.join(functional)}]"] if functional else [])
+    spec = _spec(overrides)
+    if not spec.functionals:
+        raise UserError(f"--set functionals=[]: names nothing; choose of {', '.join(FUNCTIONALS)}")
     found: pd.DataFrame | None
     if run is not None:
         found = _checkpoints(run, spec, seed, all_checkpoints, parts, threads)
     else:
         if data is None:
             raise UserError("probe --model: needs --data, a JSONL or Parquet file of prompts and completions")
-        found = _model(str(model), data, spec, seed, functional or ["nll"], parts, out, threads)
+        # The spec's own default asks for rewards, which a file of texts need not have.
+        functionals = list(spec.functionals) if "functionals" in _given(overrides) else ["nll"]
+        found = _model(str(model), data, spec, seed, functionals, parts, out, threads)
     out.mkdir(parents=True, exist_ok=True)
     if found is not None:
         found.to_parquet(out / "probes.parquet", index=False)
@@ -91,13 +106,25 @@ def probe(
     typer.echo(f"written: {out}/ ({', '.join(tables)}, pictures)")
 
 
-def _spec(overrides: list[str]) -> ProbesSpec:
-    from sharpscope.config import check_keys, merge, parse_override, validate
-    from sharpscope.probes.spec import ProbesSpec
+def _parts(run: Path | None) -> str:
+    """What is probed unless --probes says: of a run all but tokens, which it records itself."""
+    return ",".join(part for part in PARTS if run is None or part != "tokens")
 
-    values: dict[str, Any] = {"preset": "standard"}
+
+def _given(overrides: list[str]) -> dict[str, Any]:
+    from sharpscope.config import merge, parse_override
+
+    values: dict[str, Any] = {}
     for override in overrides:
         values = merge(values, parse_override(override))
+    return values
+
+
+def _spec(overrides: list[str]) -> ProbesSpec:
+    from sharpscope.config import check_keys, validate
+    from sharpscope.probes.spec import ProbesSpec
+
+    values = {"preset": "standard"} | _given(overrides)
     check_keys(ProbesSpec, values)
     spec: ProbesSpec = validate(ProbesSpec, values)
     return spec
@@ -186,10 +213,6 @@ def _checkpoints(
     from sharpscope.training.environment import set_threads
     from sharpscope.training.probe_sets import Drawer, run_probe_set
 
-    if "tokens" in parts and len(parts) == 1:
-        raise UserError(
-            "probe RUN --probes tokens: a run's token gradients stand in its tokens table; see `sharpscope tokens`"
-        )
     if not run.is_dir():
         raise UserError(f"run '{run}': no such folder; give the folder that holds its run.json")
     config = build_config(run / "config.yaml", values={"out": str(run.parent), "name": run.name})
