@@ -80,7 +80,8 @@ def reduce_runs(
         UserError: before anything is written, for two runs of one name, and for one whose copy would not be below `out` or
             would be the run itself.
     """
-    written, left_out = [], []
+    written: list[Path] = []
+    left_out: list[str] = []
     for name, run in _targets(runs, out, left_out).items():
         folder = out / name
         if folder.exists():

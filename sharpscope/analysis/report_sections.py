@@ -95,7 +95,8 @@ def difference_grid(study: Study) -> Grid | None:
         for seed in setting.runs
         if seed in settings[0].runs
     ]
-    rows, warnings = [], []
+    rows: list[tuple[str, ...]] = []
+    warnings: list[str] = []
     for seed, first, second in pairs[:MOST_PAIRS]:
         found = compare(first, second)
         for row in found.results.to_dict("records"):

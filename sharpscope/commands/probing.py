@@ -95,7 +95,7 @@ def probe(
         if data is None:
             raise UserError("probe --model: needs --data, a JSONL or Parquet file of prompts and completions")
         # The spec's own default asks for rewards, which a file of texts need not have.
-        functionals = list(spec.functionals) if "functionals" in _given(overrides) else ["nll"]
+        functionals: list[str] = [*spec.functionals] if "functionals" in _given(overrides) else ["nll"]
         found = _model(str(model), data, spec, seed, functionals, parts, out, threads)
     out.mkdir(parents=True, exist_ok=True)
     if found is not None:
