@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal
 
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from sharpscope.analysis.bands import band
 from sharpscope.analysis.statistics import contrast_interval
@@ -75,12 +77,13 @@ def bound_tightness(bound: pd.DataFrame) -> Figure:
 
 
 def gap_against_sharpness(grid: pd.DataFrame, quantity: str = "asam") -> Figure:
-    """Generalisation gap against sharpness; colour: learning rate, marker: group size, line: same grid but for
-    decay (C6).
+    """Generalisation gap against sharpness; colour: learning rate, marker: group size, hollow: with more than the least
+    decay, line: same grid but for decay (C6).
 
     `grid`: gap, the sharpness `quantity`, method, seed, and the grid's settings.
     """
-    named = {axis: short for axis, short in (("learning rate", "lr"), ("group size", "G")) if axis in grid}
+    shorts = (("learning rate", "lr"), ("group size", "G"), ("weight decay", "decay"))
+    named = {axis: short for axis, short in shorts if axis in grid}
     places = {axis: sorted(grid[axis].unique()) for axis in named}
     with styled():
         figure, axes = panels(1, width=5.0, height=3.4)
@@ -91,13 +94,25 @@ def gap_against_sharpness(grid: pd.DataFrame, quantity: str = "asam") -> Figure:
                 for axis, looks in (("learning rate", COLORS), ("group size", MARKERS))
             )
             label = ", ".join(f"{named[axis]} {value:g}" for axis, value in at.items())
-            axes[0].plot(rows[quantity], rows["gap"], linestyle="none", marker=marker, color=color, label=label)
-            for _, alike in rows.groupby(["method", "seed"]):
-                ordered = alike.sort_values("weight decay") if "weight decay" in alike else alike
+            fill: Literal["full", "none"] = (
+                "none" if at.get("weight decay", 0) != places.get("weight decay", [0])[0] else "full"
+            )
+            axes[0].plot(
+                rows[quantity], rows["gap"], linestyle="none", marker=marker, color=color, label=label, fillstyle=fill
+            )
+            if "weight decay" not in at or fill == "none":
+                continue  # a line for each, not for each of its ends
+            rest = [axis for axis in at if axis != "weight decay"]
+            alike = grid[(grid[rest] == rows[rest].iloc[0]).all(axis=1)] if rest else grid
+            for _, same in alike.groupby(["method", "seed"]):
+                ordered = same.sort_values("weight decay")
                 axes[0].plot(ordered[quantity], ordered["gap"], color=color, linewidth=0.6, alpha=0.6)
         if (grid[quantity] > 0).all():
             axes[0].set_xscale("log")
-        axes[0].set(xlabel=f"sharpness ({quantity})", ylabel="training − held-out accuracy [share]")
+            axes[0].xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+            axes[0].xaxis.set_major_formatter("{x:g}")
+            axes[0].xaxis.set_minor_formatter(NullFormatter())
+        axes[0].set(xlabel=f"sharpness ({quantity}) [nats]", ylabel="training − held-out accuracy [share]")
         finish(figure, axes)
     return figure
 

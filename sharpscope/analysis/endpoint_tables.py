@@ -105,9 +105,10 @@ def setting_tables(runs: Runs, *, baseline: str = "grpo") -> list[PaperTable]:
             rows = {label: _renamed(cells, against) for label, cells in rows.items()}
         caption = (
             f"Every setting with finished runs. Study {study.name}, accuracy at temperature {TEMPERATURE:g} at each run's last "
-            f"evaluation; late reward: mean of the last {LATE:.0%} of the steps; sharpness: SAM, `nll`, training half of the probe "
-            "set, last round; weight by gradient: mean token weight, tokens counted by |c|·‖∇ log π‖/w (local norm), which is what the "
-            "weights do to the gradient. Mean and 95 % interval over seeds; differences paired by seed, uncorrected for how many are looked at."
+            f"evaluation; late: mean of the last {LATE:.0%} of the steps; clipped: share of tokens, all steps; sharpness: SAM, `nll`, "
+            "training half of the probe set, last round; weight by gradient: mean token weight, tokens counted by |c|·‖∇ log π‖/w "
+            "(local norm), which is what the weights do to the gradient. Mean and 95 % interval over seeds; differences paired by seed, "
+            "uncorrected for how many are looked at."
         )
         made.append(PaperTable(f"{study.slug}settings", caption, rows, columns, stub="setting"))
     return made
@@ -200,6 +201,8 @@ SETTING_QUANTITIES = (
     Quantity("unseen", _last_accuracy("unseen")),
     Quantity("training", _last_accuracy("train")),
     Quantity("late reward", _late("reward_mean")),
+    Quantity("late entropy [nats]", _late("entropy_mean")),
+    Quantity("clipped", _whole("clip_fraction_low", "clip_fraction_high")),
     Quantity("sharpness", _probed("sam", "nll", -1), 4),
     Quantity("weight by gradient", _by_pull(1)),
 )

@@ -79,6 +79,7 @@ def test_bca_is_scipys_and_kinds_follow_the_number_of_clusters():
     assert kinds == [None, "percentile-t", "percentile-t", "bca"]
     kinds = [getattr(contrast_interval(values[:n]), "kind", None) for n in (5, 6, 14, 15)]
     assert kinds == [None, "sign-flip", "sign-flip", "bca"]
+    assert mean_interval(np.array([0.0, 0.0, 0.0, 0.0, 1.0])) is None  # its upper end would be infinite
     flat = [mean_interval(np.full(n, 0.25)) for n in (6, 20)]
     assert all((i.low, i.high) == (0.25, 0.25) for i in flat)
 

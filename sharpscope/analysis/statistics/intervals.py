@@ -57,14 +57,15 @@ class Interval:
 def mean_interval(values: NDArray[np.floating], level: float = 0.95, seed: int = 0) -> Interval | None:
     """Interval of the mean of a sample `values` (n,), one number a cluster: BCa, below 15 percentile-t, below 4 None.
 
-    Equal values give an interval of no width.
+    Equal values give an interval of no width. None, too, where it has no end: few values of which most are equal.
     """
     data = np.sort(np.asarray(values, dtype=np.float64))  # resamples must not depend on the order
     if len(data) >= BCA_FROM:
         return bootstrap_interval(data, None, level, seed)
     if len(data) < PERCENTILE_T_FROM:
         return None
-    return _percentile_t(data, level, seed)
+    found = _percentile_t(data, level, seed)
+    return found if np.isfinite([found.low, found.high]).all() else None
 
 
 def contrast_interval(values: NDArray[np.floating], level: float = 0.95, seed: int = 0) -> Interval | None:

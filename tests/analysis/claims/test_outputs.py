@@ -104,6 +104,8 @@ def test_figures_draw_the_numbers():
     axis = drawn(grid("effect", rng, 1, "normal"), "gap_against_sharpness").axes[0]
     shown = [x for line in axis.lines if line.get_linestyle() == "None" for x in line.get_xdata()]
     assert len(shown) == 12 and axis.get_xscale() == "log"
+    hollow = {line.get_label().endswith("decay 0.1") for line in axis.lines if line.get_fillstyle() == "none"}
+    assert hollow == {True}
     bounds = MAKERS["C5"]("effect", rng, 6, "normal")
     left, right = drawn(bounds, "bound_tightness").axes
     (tested,) = claims.test_claims(bounds, ["C5"])
