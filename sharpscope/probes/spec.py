@@ -11,6 +11,8 @@ from pydantic import Field, field_validator, model_validator
 from sharpscope.spec import Spec
 
 Preset = Literal["off", "cheap", "standard", "full"]
+Check = Literal["off", "first", "always"]
+"""When a probe compares itself with plain autograd on the model at hand: never, when first used with it, at every call."""
 
 # What each preset sets; a field that the user gives keeps the user's value.
 PRESETS: dict[str, dict[str, Any]] = {
@@ -68,6 +70,11 @@ class ProbesSpec(Spec):
 
     preset: Preset = Field(
         "off", description="Sets every field below that is not given: off | cheap | standard | full."
+    )
+    check: Check = Field(
+        "first",
+        description="Compare score norms, attribution and curvature with plain autograd on the policy: when first used (first), at "
+        "every use (always), never (off). What differs is left out of the tables, and an event says so.",
     )
     every: int = Field(
         25, ge=0, description="Probe every this many steps, and before the first and after the last; 0: never."
@@ -147,8 +154,9 @@ class ProbesSpec(Spec):
         if not isinstance(data, Mapping):
             return data
         given = dict(data)
-        if given.get("preset") is False:  # how YAML reads a bare `off`
-            given["preset"] = "off"
+        for name in ("preset", "check"):
+            if given.get(name) is False:  # how YAML reads a bare `off`
+                given[name] = "off"
         return PRESETS.get(str(given.get("preset", "off")), {}) | given
 
     @model_validator(mode="after")

@@ -77,6 +77,7 @@ class Curvature:
         products: Hessian-vector products spent on everything.
         seed, seconds, backend: how it was had.
         notes: what a reader should know, e.g. why a part comes from elsewhere.
+        checked: largest relative error that the self-check of the products found; None = not checked.
     """
 
     loss: float
@@ -100,6 +101,7 @@ class Curvature:
     backend: str
     notes: tuple[str, ...] = ()
     seconds_by_part: dict[str, float] = field(default_factory=dict)
+    checked: float | None = None
 
     def estimates(self, probe: str = "curvature", prefix: str = "") -> list[Estimate]:
         """Rows of the `probes` table: `gradient_norm`, `largest`, `eigenvalue_i`, `smallest`, `trace`, `density`."""

@@ -27,6 +27,7 @@ class ScoreNorms:
         tier: how it was computed.
         groups: norms by group of parameters, on two divisions of the same sum of squares: by kind (embedding,
             attention, mlp, norm, head, other) and by layer (layers.0, …); empty for the sketch.
+        checked: largest relative error that the self-check found on this model; None = not checked.
     """
 
     values: Tensor
@@ -34,6 +35,7 @@ class ScoreNorms:
     std_error: Tensor | None
     tier: Tier
     groups: Mapping[str, Tensor]
+    checked: float | None = None
 
 
 @dataclass
