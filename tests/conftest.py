@@ -27,7 +27,7 @@ TOY = {
 @pytest.fixture(scope="session")
 def tiny_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a randomly initialised two-layer Qwen2 policy with a byte-level tokenizer."""
-    from sharpscope.bench.faults import setting
+    from tests.faults import setting
 
     return setting.tiny_policy(tmp_path_factory.mktemp("tiny_policy"), layers=2, width=32, feed_forward=48)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from sharpscope.bench.faults.setting import vowels
 from sharpscope.tasks import Example, Reward
+from tests.faults.setting import vowels
 
 __all__ = ["always_nan", "always_wrong", "half_flat", "only_train", "sometimes_nan", "vowels"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sharpscope.bench.faults.killing import whole_runs
+from tests.faults.killing import whole_runs
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""A sample of `sharpscope bench faults`; the whole stands behind the marker `slow`."""
+"""A sample of `python -m tests.faults.running`; all of it has the marker `slow`."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import random
 
 import pytest
 
-from sharpscope.bench.faults import damage, disks, killing, malformed, racing
-from sharpscope.bench.faults.child import Death, journal_entry, run_child
-from sharpscope.bench.faults.running import FAULTS, WHOLE, run_faults, write_table
-from sharpscope.bench.faults.setting import Tried, difference, holes
 from sharpscope.errors import UserError
+from tests.faults import damage, disks, killing, malformed, racing
+from tests.faults.child import Death, journal_entry, run_child
+from tests.faults.running import FAULTS, WHOLE, run_faults, write_table
+from tests.faults.setting import Tried, difference, holes
 
 
 def survived(tried: Tried, least: int = 1) -> None:

@@ -11,11 +11,11 @@ import pandas as pd
 import pytest
 
 from sharpscope.analysis import token_listing
-from sharpscope.bench.faults.malformed import call, contents, verdict
 from sharpscope.config import build_config
 from sharpscope.errors import UserError
 from sharpscope.sweeps.plan import run_name
 from sharpscope.traces import TraceWriter, load_run, update_run_info
+from tests.faults.malformed import call, contents, verdict
 
 MARK = "[bold red]M[/bold red] [link=file:///etc/passwd]L[/link]"
 FORMAT = "{0.__class__} %s %(a)n ${HOME} $(touch pwned) `touch pwned`"

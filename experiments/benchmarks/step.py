@@ -43,9 +43,9 @@ def compare_with_trl(steps: int = 6, threads: int | None = None, overrides: Sequ
     try:
         found = version("trl")
     except ModuleNotFoundError:
-        raise UserError("bench step: TRL is not installed; pip install 'sharpscope[bench]'") from None
+        raise UserError("step: TRL is not installed; pip install 'sharpscope[trl]'") from None
     if found == "1.15.0":
-        raise UserError("bench step: TRL 1.15.0 is not supported; pip install 'trl!=1.15.0'")
+        raise UserError("step: TRL 1.15.0 is not supported; pip install 'trl!=1.15.0'")
     values = {"evaluation.every": 0, "checkpoint.every": 0, "recording.token_gradients_every": 0, "steps": steps + 1}
     config = build_config(None, [f"{path}={value}" for path, value in values.items()] + list(overrides))
     used = environment.set_threads(threads)

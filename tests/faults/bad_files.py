@@ -183,7 +183,7 @@ def _model(material: Material, change: Callable[[Path, Draw], str], strict: bool
     return Case(["run", "--quiet", "--model", "./model", "--task", f"{_TASK}:vowels"], names or "model", strict)
 
 
-_TASK = "sharpscope.bench.faults.setting"
+_TASK = "tests.faults.setting"
 
 
 def _no_weights(folder: Path, draw: Draw) -> str:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from sharpscope.bench.memory import Memory, slope_of
+from experiments.benchmarks.memory import Memory, slope_of
 from sharpscope.probes import attribute, score_norms
 from tests.models import random_batch, tiny_model
 

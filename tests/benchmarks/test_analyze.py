@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from experiments.benchmarks.analyze import EXACT, METHOD, REQUIRED_BYTES_PER_ROW, write_big_run
 from sharpscope.analysis.claims import test_claims as claims_of
-from sharpscope.bench.analyze import EXACT, METHOD, REQUIRED_BYTES_PER_ROW, write_big_run
 from sharpscope.traces import TABLES, load_runs
 
 

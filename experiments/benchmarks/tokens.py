@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from sharpscope.bench.token_stats import measure
-from sharpscope.bench.tokens_recording import recording_cost
+from experiments.benchmarks.token_stats import measure
+from experiments.benchmarks.tokens_recording import recording_cost
 from sharpscope.packaged import data_path
 from sharpscope.probes import directional_derivative, logp_gradient, score_norms
 from sharpscope.probes.token_gradients import Tier, batched

@@ -9,11 +9,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Annotated
 
-from sharpscope.bench.faults import damage, disks, killing, malformed, racing
-from sharpscope.bench.faults.killing import Whole
-from sharpscope.bench.faults.setting import Tried
+import typer
+
 from sharpscope.errors import UserError, nearest
+from tests.faults import damage, disks, killing, malformed, racing
+from tests.faults.killing import Whole
+from tests.faults.setting import Tried
 
 WHOLE = {
     "kill_at_times": 34, "kill_at_operations": 33, "lose_power": 33, "refused_writes": 20, "file_size_limit": 10,
@@ -103,3 +106,34 @@ def markdown(kept: dict[str, dict[str, object]]) -> str:
         note = f" ({tried.note})" if tried.note else ""
         lines.append(f"| {tried.fault}{note} | {tried.tried:,} | {tried.survived:,} | {tried.means} |")
     return "\n".join(lines) + "\n"
+
+
+def main(
+    only: Annotated[list[str] | None, typer.Option(help="A fault's name; repeatable. Default: all.")] = None,
+    list_faults: Annotated[
+        bool, typer.Option("--list-faults", help="Print the names and the number of trials.")
+    ] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Try each fault at most three times.")] = False,
+    seed: Annotated[int, typer.Option(help="Seed of the trials.")] = 0,
+    out: Annotated[Path, typer.Option(help="Folder of the table; results of other faults are kept.")] = Path(
+        "experiments/benchmarks"
+    ),
+) -> None:
+    """Kill runs, fill disks, damage files, race processes and pass malformed input. About an hour on two cores."""
+    if list_faults:
+        for name, count in WHOLE.items():
+            typer.echo(f"{name} × {count}")
+        return
+    found = run_faults(only or [], quick, seed, lambda text: typer.echo(f"  {text}", err=True))
+    for name, tried in found.items():
+        typer.echo(f"{name}: {tried.survived} of {tried.tried} survived{f' ({tried.note})' if tried.note else ''}")
+        for failure in tried.failures[:10]:
+            typer.echo(f"  {failure}")
+    for path in write_table(found, out):
+        typer.echo(f"written: {path}")
+    if any(tried.failures for tried in found.values()):
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sharpscope.bench import tokens_accuracy as accuracy
-from sharpscope.bench.tokens_recording import RecordingCost, recording_cost
+from experiments.benchmarks import tokens_accuracy as accuracy
+from experiments.benchmarks.tokens_recording import RecordingCost, recording_cost
 from sharpscope.training.spec import RecordingSpec
 from tests.oracles.token_gradients import local_token_gradients, squared_norms, token_gradients
 

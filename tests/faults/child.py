@@ -26,8 +26,8 @@ import pyarrow.parquet as pq
 import torch
 import transformers.models.qwen2.modeling_qwen2  # noqa: F401  (else every child imports it)
 
-from sharpscope.bench.faults.setting import tiny_config
 from sharpscope.training import QuietDisplay, checkpoint, train
+from tests.faults.setting import tiny_config
 
 Moment = Literal["before", "inside", "after", "refused"]
 HANG_S = 180.0

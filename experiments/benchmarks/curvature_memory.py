@@ -46,7 +46,7 @@ def peak_memory(
     command = [
         sys.executable,
         "-c",
-        f"from sharpscope.bench.curvature_memory import _measure_peak; _measure_peak({arguments!r})",
+        f"from experiments.benchmarks.curvature_memory import _measure_peak; _measure_peak({arguments!r})",
     ]
     environment = os.environ | {f"MALLOC_{name}_THRESHOLD_": str(GIVEN_BACK) for name in ("MMAP", "TRIM")}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)

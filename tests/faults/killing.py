@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sharpscope.bench.faults.child import Death, Moment, journal_entry, run_child
-from sharpscope.bench.faults.setting import SETTINGS, Tried, difference, holes, tiny_policy
 from sharpscope.traces import load_run
+from tests.faults.child import Death, Moment, journal_entry, run_child
+from tests.faults.setting import SETTINGS, Tried, difference, holes, tiny_policy
 
 AGAIN = 0.3  # share of the interrupted runs whose continuation is interrupted too
 

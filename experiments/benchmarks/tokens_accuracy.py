@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from sharpscope.bench.tokens import embedded
+from experiments.benchmarks.tokens import embedded
 from sharpscope.probes import score_norms
 
 WORDS, HALF = 48, 24
@@ -155,7 +155,7 @@ def report(found: list[Distance]) -> str:
         f"Four layers of width 64 on a text of {HALF} words of a Markov chain, which are then said once more, so that half of",
         "the tokens are copied from far back; the embedded policy on completions of its own. 1 would be no error: the",
         "local tier leaves out what flows through other positions' keys and values. `top quarter`: median over the quarter",
-        "of the tokens with the largest exact norm. Remade by `sharpscope bench tokens --accuracy`.", "",
+        "of the tokens with the largest exact norm. Remade by `python -m experiments.benchmarks tokens --accuracy`.", "",
         "| " + " | ".join(HEADINGS) + " |", "|" + "---|" * len(HEADINGS),
     ]  # fmt: skip
     lines += [

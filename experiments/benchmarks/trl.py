@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from sharpscope.bench.step import trl_trainer
+from experiments.benchmarks.step import trl_trainer
 from sharpscope.config import RunConfig, build_config
 from sharpscope.errors import UserError
 from sharpscope.training import environment
@@ -64,7 +64,7 @@ class RecorderCost:
         lines = [
             "# Recording a TRL trainer: what it costs",
             "",
-            f"`sharpscope bench trl`: GRPOTrainer on the embedded policy, {self.completions} completions and "
+            f"`python -m experiments.benchmarks trl`: GRPOTrainer on the embedded policy, {self.completions} completions and "
             f"{self.tokens:.0f} loss tokens a step, {self.threads} threads, {self.device}, "
             + ", ".join(f"{name} {number}" for name, number in self.versions.items())
             + f". The same {len(self.plain)} steps with and without the recorder (defaults: every token; score norms and "

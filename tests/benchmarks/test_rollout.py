@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sharpscope.bench import rollout
+from experiments.benchmarks import rollout
 from sharpscope.errors import UserError
 from sharpscope.policy import SamplingSpec, load_policy
 from sharpscope.policy.spec import PolicySpec

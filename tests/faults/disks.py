@@ -14,9 +14,9 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from sharpscope.bench.faults.child import Death, Ended, run_child
-from sharpscope.bench.faults.killing import Whole, turns
-from sharpscope.bench.faults.setting import Tried, difference, holes
+from tests.faults.child import Death, Ended, run_child
+from tests.faults.killing import Whole, turns
+from tests.faults.setting import Tried, difference, holes
 
 _SURVIVED = "one line with the reason; what was flushed is readable; resumed later, equal to the uninterrupted run"
 

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from sharpscope.bench.faults.setting import Tried
 from sharpscope.errors import UserError
+from tests.faults.setting import Tried
 
 LIMIT_S = 60
 
@@ -112,7 +112,7 @@ def verdict(arguments: Sequence[str], folder: Path, names: str, strict: bool = T
 
 def try_configs(policy: Path, run_dir: Path, folder: Path, count: int, seed: int = 0) -> Tried:
     """`count` configuration files, wrong in a field, a key or their YAML."""
-    from sharpscope.bench.faults.bad_configs import configs
+    from tests.faults.bad_configs import configs
 
     tried = Tried("a malformed configuration", "one line with place and fix, exit code 2, nothing started or written")
     started = time.monotonic()
@@ -129,7 +129,7 @@ def try_configs(policy: Path, run_dir: Path, folder: Path, count: int, seed: int
 
 def try_files(policy: Path, run_dir: Path, folder: Path, count: int, seed: int = 0) -> Tried:
     """`count` data sets, models, tokenizers, run folders and sweeps that are damaged, incomplete or of another kind."""
-    from sharpscope.bench.faults.bad_files import KINDS, Material, files
+    from tests.faults.bad_files import KINDS, Material, files
 
     tried = Tried(f"a malformed file ({len(KINDS)} kinds)", "the same")
     started = time.monotonic()
@@ -149,7 +149,7 @@ def _drawn(strategy: Any, count: int, seed: int) -> Iterator[Any]:
     try:
         import hypothesis
     except ImportError:
-        raise UserError("malformed cases are drawn by hypothesis; pip install 'sharpscope[bench]'") from None
+        raise UserError("malformed cases are drawn by hypothesis; pip install 'sharpscope[test]'") from None
     found: list[Any] = []
 
     @hypothesis.seed(seed)

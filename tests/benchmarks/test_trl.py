@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from sharpscope.cli import app
-
 pytest.importorskip("trl", reason="TRL is not installed (test extra)")
 
-from sharpscope.bench.trl import RecorderCost, measure
+from experiments.benchmarks.__main__ import app
+from experiments.benchmarks.trl import RecorderCost, measure
 
 SMALL = [
     "rollout.prompts_per_step=2",
@@ -24,8 +23,8 @@ SMALL = [
 
 def test_measure_and_command(tmp_path: Path, monkeypatch):
     kept: list[RecorderCost] = []
-    monkeypatch.setattr("sharpscope.bench.trl.measure", lambda *a: kept.append(measure(*a)) or kept[0])
-    arguments = ["bench", "trl", "--steps", "2", "--threads", "1", "--out", str(tmp_path)]
+    monkeypatch.setattr("experiments.benchmarks.trl.measure", lambda *a: kept.append(measure(*a)) or kept[0])
+    arguments = ["trl", "--steps", "2", "--threads", "1", "--out", str(tmp_path)]
     for value in SMALL:
         arguments += ["--set", value]
     result = CliRunner().invoke(app, arguments)

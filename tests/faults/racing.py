@@ -12,10 +12,10 @@ from pathlib import Path
 
 import psutil
 
-from sharpscope.bench.faults.child import Death, Ended, run_child, start_child
-from sharpscope.bench.faults.killing import Whole, turns
-from sharpscope.bench.faults.setting import Tried, difference, holes
 from sharpscope.traces import load_run
+from tests.faults.child import Death, Ended, run_child, start_child
+from tests.faults.killing import Whole, turns
+from tests.faults.setting import Tried, difference, holes
 
 
 def race(policy: Path, whole: list[Whole], folder: Path, count: int, seed: int = 0) -> Tried:

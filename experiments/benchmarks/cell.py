@@ -140,7 +140,7 @@ def measure_cell(shape: str, steps: int = 3, prompt_tokens: int = 256, overrides
         values = CELL | {
             "policy.model": f"{folder}/model", "out": folder, "name": "cell", "steps": steps + 1,
             "recording.token_gradients_every": steps + 1, "task.kind": "custom",
-            "task.factory": "sharpscope.bench.cell:drawn_words",
+            "task.factory": "experiments.benchmarks.cell:drawn_words",
         }  # fmt: skip
         config = build_config(None, overrides, values)
         count = config.rollout.prompts_per_step

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from sharpscope.bench import tokens, tokens_report
+from experiments.benchmarks import tokens, tokens_report
 from sharpscope.probes import score_norms
 
 SMALL = {"layers": 2, "width": 16, "heads": 2, "key_heads": 2, "feed_forward": 24, "vocabulary": 31}

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from sharpscope.bench.faults.setting import SETTINGS, tiny_config, tiny_policy
+from tests.faults.setting import SETTINGS, tiny_config, tiny_policy
 
 WARM_UP = 0.2  # share of the steps in which allocators still find their size
 BLOCKS = 20

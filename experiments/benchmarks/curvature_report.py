@@ -20,9 +20,9 @@ def measure(part: str) -> dict[str, Any]:
     """One part, with the day, the threads and torch's version."""
     import torch
 
-    from sharpscope.bench import curvature
-    from sharpscope.bench.curvature_memory import peak_memory
-    from sharpscope.bench.probe_rounds import probe_rounds
+    from experiments.benchmarks import curvature
+    from experiments.benchmarks.curvature_memory import peak_memory
+    from experiments.benchmarks.probe_rounds import probe_rounds
 
     measured: dict[str, Callable[[], Any]] = {
         "eigenvalue": lambda: [curvature.eigenvalue(batch, SEEDS) for batch in curvature.BATCHES],
@@ -74,7 +74,7 @@ def _settings(found: Mapping[str, Any]) -> list[str]:
         for part, one in found.items()
     ]
     return [
-        "`sharpscope bench curvature` writes this page. Policy: the embedded Knights-and-Knaves one, float32, functional `nll` of",
+        "`python -m experiments.benchmarks curvature` writes this page. Policy: embedded Knights-and-Knaves one, float32, functional `nll` of",
         "completions that it drew itself. PyHessian 0.1 at its defaults (maxIter = 100, tol = 1e-3).",
         f"Measured: {'; '.join(when)}.",
     ]

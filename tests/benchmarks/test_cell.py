@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from typer.testing import CliRunner
 
-from sharpscope.bench.cell import CELL, SHAPES, Cell, report, write_model
-from sharpscope.cli import app
+from experiments.benchmarks.__main__ import app
+from experiments.benchmarks.cell import CELL, SHAPES, Cell, report, write_model
 from sharpscope.errors import UserError
 
 TINY = ["rollout.prompts_per_step=4", "rollout.group_size=2", "rollout.max_new_tokens=6", "policy.device=cpu"]
@@ -29,7 +29,6 @@ def test_a_cell_runs_by_the_command_and_says_what_it_cost(tmp_path):
     settings = [part for value in TINY for part in ("--set", value)]
     out = tmp_path / "cells.md"
     arguments = [
-        "bench",
         "cell",
         "--shape",
         "tiny",

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pandas as pd
 
-from sharpscope.bench.faults.child import run_child
-from sharpscope.bench.faults.killing import Whole
-from sharpscope.bench.faults.setting import Tried, difference
 from sharpscope.traces import TABLES, Run, load_run, update_run_info
 from sharpscope.training.checkpoint import checkpoints
+from tests.faults.child import run_child
+from tests.faults.killing import Whole
+from tests.faults.setting import Tried, difference
 
 
 def flip_bytes(whole: list[Whole], folder: Path, each: int, seed: int = 0) -> Tried:

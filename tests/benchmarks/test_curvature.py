@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from sharpscope.bench import curvature, curvature_report
-from sharpscope.bench.curvature_memory import _measure_peak
+from experiments.benchmarks import __main__ as main
+from experiments.benchmarks import curvature, curvature_report
+from experiments.benchmarks.curvature_memory import _measure_peak
 from sharpscope.errors import UserError
 from sharpscope.probes.functionals import Functional, token_batch
 from sharpscope.probes.hessian import eigenpairs
@@ -107,8 +108,6 @@ def test_parts_measured_before_stay_and_missing_ones_are_named(tmp_path):
 
 
 def test_an_unknown_part_is_named(tmp_path):
-    from tests.test_commands import invoke
-
     with pytest.raises(UserError, match="did you mean 'memory'"):
-        invoke("bench", "curvature", "--part", "memry", "--out", str(tmp_path))
+        main.curvature(out=tmp_path, part=["memry"])
     assert not list(tmp_path.iterdir())

@@ -1,1 +1,0 @@
-"""Faults tried on purpose: what a run survives, counted."""
