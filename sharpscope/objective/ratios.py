@@ -24,13 +24,24 @@ def importance_ratio(spec: Ratio, log_ratio: Tensor, mask: Tensor) -> Tensor:
     """
     if isinstance(spec, TokenRatio):
         return log_ratio.exp()
-    count = mask.sum(-1, keepdim=True).clamp(min=1)  # (n, 1)
-    mean = torch.where(mask, log_ratio, 0.0).sum(-1, keepdim=True) / count  # (n, 1)
-    log_mean = mean
-    if isinstance(spec, HolderRatio) and spec.p != 0.0:
-        # ln M_p = m + ln(1 + mean(e^{p(x − m)} − 1))/p keeps full precision for p → 0, where (ln mean e^{px})/p loses
-        # it
-        p = float(spec.p)  # type: ignore[arg-type]  # a schedule is resolved before
-        spread = torch.where(mask, torch.expm1(p * torch.where(mask, log_ratio - mean, 0.0)), 0.0)
-        log_mean = mean + torch.log1p(spread.sum(-1, keepdim=True) / count) / p
+    if not isinstance(spec, HolderRatio) or spec.p == 0.0:
+        count = mask.sum(-1, keepdim=True).clamp(min=1)  # (n, 1)
+        log_mean = torch.where(mask, log_ratio, 0.0).sum(-1, keepdim=True) / count
+    else:
+        log_mean = _log_power_mean(log_ratio, mask, float(spec.p))  # type: ignore[arg-type]  # a schedule is resolved
     return log_mean.exp().expand_as(log_ratio)  # (n, 1) -> (n, T)
+
+
+def _log_power_mean(log_ratio: Tensor, mask: Tensor, p: float) -> Tensor:
+    """(n, 1) ln (mean_t exp(p·x_t))^(1/p) = x* + ln(1 + mean_t(exp(p·(x_t − x*)) − 1))/p, p ≠ 0; 0 without tokens.
+
+    x* is the token with the largest p·x_t, so no exponential overflows. The form with exp(·) − 1 keeps its precision
+    for p → 0, where ln(mean exp(p·x_t))/p loses it. float64, because that mean comes close to −1 in long rows.
+    """
+    x = torch.where(mask, log_ratio, 0.0).double()
+    sign = 1.0 if p > 0 else -1.0
+    top = sign * torch.where(mask, sign * x.detach(), -torch.inf).amax(-1, keepdim=True)  # (n, 1)
+    top = torch.where(mask.any(-1, keepdim=True), top, 0.0)  # the value does not depend on x*, so it needs no gradient
+    excess = torch.where(mask, torch.expm1(p * torch.where(mask, x - top, 0.0)), 0.0)  # in (−1, 0]
+    mean = excess.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
+    return (top + torch.log1p(mean) / p).to(log_ratio.dtype)
