@@ -33,11 +33,16 @@ def build_optimizer(model: nn.Module, spec: OptimizerSpec) -> torch.optim.AdamW:
 
 
 def learning_rate(spec: OptimizerSpec, step: int, steps: int) -> float:
-    """Learning rate of `step` (counted from 1) in a run of `steps` steps."""
+    """Learning rate of `step` (counted from 1) in a run of `steps` steps.
+
+    With w warm-up steps: lr·step/w up to step w, then constant, or a decay from lr at step max(w, 1) to 0 at step `steps`:
+    linear lr·(1 − d), cosine lr·(1 + cos πd)/2 with d = (step − max(w, 1))/(steps − max(w, 1)). These are transformers'
+    schedules after `step` calls of the scheduler. A run of one step has no decay.
+    """
     if step <= spec.warmup_steps:
         return spec.lr * step / spec.warmup_steps
-    # The last step still learns: the decay reaches zero one step after it.
-    done = (step - spec.warmup_steps - 1) / max(steps - spec.warmup_steps, 1)
+    peak = max(spec.warmup_steps, 1)
+    done = (step - peak) / max(steps - peak, 1)
     if spec.schedule == "linear":
         return spec.lr * (1 - done)
     if spec.schedule == "cosine":

@@ -24,7 +24,8 @@ class OptimizerSpec(Spec):
         0, ge=0, description="Steps over which the learning rate rises linearly from lr/warmup; fewer than steps."
     )
     schedule: Literal["constant", "linear", "cosine"] = Field(
-        "constant", description="After warm-up: constant, or linear / cosine decay to zero at the last step."
+        "constant",
+        description="After warm-up: constant, or a linear or cosine decay that is zero at the last step, which then changes nothing.",
     )
     max_grad_norm: float | None = Field(
         1.0, gt=0, description="Global L2 norm to which an update's gradient is clipped; null: no clipping."
