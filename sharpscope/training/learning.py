@@ -240,10 +240,12 @@ class Learner:
         """∇L of one update into `.grad`, summed over microbatches; returns L."""
         rollouts = self._rollouts
         self.optimizer.zero_grad(set_to_none=True)
-        normalizer = token_normalizer(self.method, rollouts.completion_mask[rows], self.max_new_tokens)  # (n, T)
+        dtype = self._tokens.stats.logp.dtype
+        mask = rollouts.completion_mask[rows]
+        normalizer = token_normalizer(self.method, mask, self.max_new_tokens, dtype=dtype)  # (n, T)
         place = {int(row): position for position, row in enumerate(rows)}
         if record:
-            self._now = UpdateTokens.blank(len(rows), rollouts.completion_ids.shape[1])
+            self._now = UpdateTokens.blank(*mask.shape, dtype)
         total, problem = 0.0, None
         mine, batches = self._mine(rollouts, rows)
         idle = self._idle(batches)
@@ -285,7 +287,7 @@ class Learner:
         out.loss.backward()
         if record:
             coef = torch.zeros_like(logp) if logp.grad is None else logp.grad
-            self._now.coef[local] = coef.detach().float().cpu()
+            self._now.coef[local] = coef.detach().to("cpu", self._now.coef.dtype)
             self._now.write(local, plan.pass_mask(pass_index), out.clipped, out.kl)
             if scored.stats is not None:
                 write_stats(self._tokens.stats, micro, scored.stats)

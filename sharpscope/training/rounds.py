@@ -39,7 +39,7 @@ class Round:
     examples: list[Example]
     rollouts: Rollouts
     rewards: list[Reward]
-    advantage: Tensor  # (N,)
+    advantage: Tensor  # (N,), float64
     redrawn_groups: int
 
     @property
@@ -116,7 +116,8 @@ def draw_round(
     # A group with a reward that is not finite teaches nothing: with equal rewards its advantages are 0. A health rule speaks.
     finite = torch.isfinite(rollouts.reward).reshape(len(examples), -1).all(dim=1)[rollouts.group]
     reward = torch.where(finite, rollouts.reward, 0.0)
-    return Round(examples, rollouts, rewards, group_advantages(reward, rollouts.group, method.advantage), redrawn)
+    advantage = group_advantages(reward.double(), rollouts.group, method.advantage)
+    return Round(examples, rollouts, rewards, advantage, redrawn)
 
 
 def _draw(

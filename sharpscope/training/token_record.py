@@ -15,15 +15,15 @@ from sharpscope.policy import Rollouts, TokenStats
 class UpdateTokens:
     """What the tokens of an update's rows do in it, whether or not an earlier update has used them; (n, T), on the CPU."""
 
-    coef: Tensor  # ∂L/∂log π_t
+    coef: Tensor  # ∂L/∂log π_t, in the dtype of the statistics
     used: Tensor  # bool: loss tokens that take part
     clipped: Tensor  # int8: −1 clipped low, 0 not, 1 clipped high
     kl: Tensor  # float64, k3 [nats]
 
     @classmethod
-    def blank(cls, rows: int, width: int) -> UpdateTokens:
-        """No token takes part."""
-        kinds = {"coef": torch.float32, "used": torch.bool, "clipped": torch.int8, "kl": torch.float64}
+    def blank(cls, rows: int, width: int, dtype: torch.dtype) -> UpdateTokens:
+        """No token takes part; `dtype` is that of the coefficients."""
+        kinds = {"coef": dtype, "used": torch.bool, "clipped": torch.int8, "kl": torch.float64}
         return cls(**{name: torch.zeros(rows, width, dtype=kind) for name, kind in kinds.items()})
 
     def write(self, rows: Tensor, used: Tensor, clipped: Tensor, kl: Tensor) -> None:
@@ -40,7 +40,10 @@ class UpdateTokens:
 
 @dataclass
 class TokenRecord:
-    """What each token did in the first update that used it, and in how many updates it did what; all (N, T), on the CPU."""
+    """What each token did in the first update that used it, and in how many updates it did what; all (N, T), on the CPU.
+
+    Weight, advantage, coefficient and ratio have the dtype of the statistics.
+    """
 
     stats: TokenStats
     weight: Tensor
@@ -57,14 +60,14 @@ class TokenRecord:
     @classmethod
     def blank(cls, stats: TokenStats) -> TokenRecord:
         """Tokens with these statistics (N, T) that no update has used yet."""
-        shape = stats.logp.shape
+        shape, real = stats.logp.shape, stats.logp.dtype
 
         def zeros(kind: torch.dtype) -> Tensor:
             return torch.zeros(shape, dtype=kind)
 
         return cls(
-            stats=stats, weight=zeros(torch.float32), advantage=zeros(torch.float32), loss_coef=zeros(torch.float32),
-            ratio=zeros(torch.float32), clipped=zeros(torch.int8), update=torch.full(shape, -1, dtype=torch.int32),
+            stats=stats, weight=zeros(real), advantage=zeros(real), loss_coef=zeros(real),
+            ratio=zeros(real), clipped=zeros(torch.int8), update=torch.full(shape, -1, dtype=torch.int32),
             uses=zeros(torch.int32), uses_low=zeros(torch.int32), uses_high=zeros(torch.int32), kl=zeros(torch.float64),
         )  # fmt: skip
 

@@ -141,6 +141,27 @@ def test_gradient_is_the_sum_of_loss_coef_times_score(world):
     torch.testing.assert_close(found[0], total, rtol=1e-4, atol=1e-6 * float(total.abs().max()))
 
 
+def test_a_float64_run_computes_in_float64_from_the_rewards_on(world):
+    """Advantages in Python floats, and coefficients −A/(n·length) at ratio 1; float32 would be wrong by 1e-8."""
+    policy, drawn = world
+    rollouts, seen = drawn.rollouts, []
+    observed = learner(policy, "grpo")
+    observed.before_step = lambda batch: seen.append(batch.loss_coef)
+    learned = observed.learn(rollouts, drawn.advantage, step=1, progress=0.0)
+    for row, label in enumerate(rollouts.group.tolist()):
+        mine = [r for r, g in zip(rollouts.reward.tolist(), rollouts.group.tolist(), strict=True) if g == label]
+        mean = math.fsum(mine) / len(mine)
+        std = math.sqrt(math.fsum((r - mean) ** 2 for r in mine) / (len(mine) - 1))
+        advantage = (float(rollouts.reward[row]) - mean) / (std + 1e-4)
+        length = int(rollouts.lengths[row])
+        wanted = -advantage / (len(rollouts) * length)
+        assert float(drawn.advantage[row]) == pytest.approx(advantage, abs=1e-14)
+        for found in (seen[0], learned.tokens.loss_coef):
+            assert found[row, :length].tolist() == pytest.approx([wanted] * length, abs=1e-15)
+        assert learned.tokens.advantage[row, :length].tolist() == pytest.approx([advantage] * length, abs=1e-14)
+    assert drawn.advantage.abs().max() > 0
+
+
 def test_the_first_update_is_on_policy(world):
     policy, drawn = world
     _, learned = gradient(policy, drawn, "grpo-sg")

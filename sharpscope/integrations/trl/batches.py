@@ -92,11 +92,11 @@ def examples_of(rollouts: Rollouts, group_size: int, tokenizer: Any) -> list[Exa
 
 def blank_record(stats: TokenStats, advantage: Tensor, weight: Tensor | None) -> TokenRecord:
     """A TokenRecord (N, T) of tokens that no update has used yet."""
-    shape = stats.logp.shape
+    shape, dtype = stats.logp.shape, stats.logp.dtype
     return replace(
         TokenRecord.blank(stats),
-        weight=torch.ones(shape) if weight is None else weight.float().cpu(),
-        advantage=advantage.float().cpu()[:, None].expand(shape).clone(),
+        weight=torch.ones(shape, dtype=dtype) if weight is None else weight.to("cpu", dtype),
+        advantage=advantage.to("cpu", dtype)[:, None].expand(shape).clone(),
     )
 
 

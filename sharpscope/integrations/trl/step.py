@@ -61,11 +61,11 @@ class Step:
             target, value = getattr(tokens, name), getattr(found, name)
             target[rows] = torch.where(first, value.detach().cpu().to(target.dtype), target[rows])
         tokens.update[rows] = torch.where(first, index, tokens.update[rows])
-        now = UpdateTokens.blank(*mask.shape)
+        now = UpdateTokens.blank(*mask.shape, tokens.loss_coef.dtype)
         now.write(torch.arange(len(rows)), mask, found.clipped, found.kl)
 
         def keep(gradient: Tensor) -> None:
-            now.coef = torch.where(mask, gradient.detach().float().cpu(), 0.0)
+            now.coef = torch.where(mask, gradient.detach().to("cpu", now.coef.dtype), 0.0)
             tokens.loss_coef[rows] = torch.where(first, now.coef, tokens.loss_coef[rows])
             self.now.append((serial, rows, now))
 
