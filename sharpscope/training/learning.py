@@ -245,7 +245,7 @@ class Learner:
         normalizer = token_normalizer(self.method, mask, self.max_new_tokens, dtype=dtype)  # (n, T)
         place = {int(row): position for position, row in enumerate(rows)}
         if record:
-            self._now = UpdateTokens.blank(*mask.shape, dtype)
+            self._now = UpdateTokens.blank(mask.shape, dtype)
         total, problem = 0.0, None
         mine, batches = self._mine(rollouts, rows)
         idle = self._idle(batches)

@@ -21,10 +21,10 @@ class UpdateTokens:
     kl: Tensor  # float64, k3 [nats]
 
     @classmethod
-    def blank(cls, rows: int, width: int, dtype: torch.dtype) -> UpdateTokens:
-        """No token takes part; `dtype` is that of the coefficients."""
+    def blank(cls, shape: torch.Size, dtype: torch.dtype) -> UpdateTokens:
+        """No token of `shape` (n, T) takes part; `dtype` is that of the coefficients."""
         kinds = {"coef": dtype, "used": torch.bool, "clipped": torch.int8, "kl": torch.float64}
-        return cls(**{name: torch.zeros(rows, width, dtype=kind) for name, kind in kinds.items()})
+        return cls(**{name: torch.zeros(shape, dtype=kind) for name, kind in kinds.items()})
 
     def write(self, rows: Tensor, used: Tensor, clipped: Tensor, kl: Tensor) -> None:
         """What the rows `rows` (m,) of these do, by the loss; all but the coefficients, which the backward pass gives."""

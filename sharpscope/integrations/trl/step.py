@@ -61,7 +61,7 @@ class Step:
             target, value = getattr(tokens, name), getattr(found, name)
             target[rows] = torch.where(first, value.detach().cpu().to(target.dtype), target[rows])
         tokens.update[rows] = torch.where(first, index, tokens.update[rows])
-        now = UpdateTokens.blank(*mask.shape, tokens.loss_coef.dtype)
+        now = UpdateTokens.blank(mask.shape, tokens.loss_coef.dtype)
         now.write(torch.arange(len(rows)), mask, found.clipped, found.kl)
 
         def keep(gradient: Tensor) -> None:
