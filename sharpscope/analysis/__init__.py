@@ -9,30 +9,30 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sharpscope.analysis.analyzing import AnalysisResult as AnalysisResult
-    from sharpscope.analysis.analyzing import analyze as analyze
-    from sharpscope.analysis.analyzing import figures_of as figures_of
-    from sharpscope.analysis.analyzing import load_several as load_several
     from sharpscope.analysis.comparison import Comparison as Comparison
     from sharpscope.analysis.comparison import compare as compare
     from sharpscope.analysis.full_report import write_full_report as write_full_report
     from sharpscope.analysis.full_report import write_page as write_page
-    from sharpscope.analysis.glance import show as show
+    from sharpscope.analysis.output import AnalysisResult as AnalysisResult
+    from sharpscope.analysis.output import analyze as analyze
+    from sharpscope.analysis.output import figures_of as figures_of
+    from sharpscope.analysis.output import load_several as load_several
     from sharpscope.analysis.spikes import explain_spikes as explain_spikes
     from sharpscope.analysis.spikes import find_spikes as find_spikes
-    from sharpscope.analysis.token_texts import piece_maker as piece_maker
+    from sharpscope.analysis.terminal import show as show
+    from sharpscope.analysis.token_text import piece_maker as piece_maker
 
 _HOMES = {
-    "AnalysisResult": "analyzing",
+    "AnalysisResult": "output",
     "Comparison": "comparison",
-    "analyze": "analyzing",
+    "analyze": "output",
     "compare": "comparison",
     "explain_spikes": "spikes",
-    "figures_of": "analyzing",
+    "figures_of": "output",
     "find_spikes": "spikes",
-    "load_several": "analyzing",
-    "piece_maker": "token_texts",
-    "show": "glance",
+    "load_several": "output",
+    "piece_maker": "token_text",
+    "show": "terminal",
     "write_full_report": "full_report",
     "write_page": "full_report",
 }

@@ -9,7 +9,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from sharpscope.analysis.bands import mean_interval
-from sharpscope.analysis.style import BLUE, GREY, VERMILLION, finish, panels, plain, styled
+from sharpscope.analysis.figures.style import BLUE, GREY, VERMILLION, finish, panels, plain, styled
 
 
 def bound_counts(violations: pd.DataFrame) -> Figure:

@@ -12,8 +12,19 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
 from sharpscope.analysis.bands import band
+from sharpscope.analysis.figures.style import (
+    BLUE,
+    COLORS,
+    GREY,
+    MARKERS,
+    VERMILLION,
+    Line,
+    finish,
+    panels,
+    plain,
+    styled,
+)
 from sharpscope.analysis.statistics import contrast_interval
-from sharpscope.analysis.style import BLUE, COLORS, GREY, MARKERS, VERMILLION, Line, finish, panels, plain, styled
 
 Lines = Mapping[str, Line]
 

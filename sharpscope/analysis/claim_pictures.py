@@ -16,9 +16,9 @@ from sharpscope.analysis.claims import Verdict, study_of, test_claims
 from sharpscope.analysis.claims.c07_generalisation import held_out
 from sharpscope.analysis.claims.c11_oscillator import fitted_curves
 from sharpscope.analysis.claims.measures import last_step
-from sharpscope.analysis.claims.study import Study
-from sharpscope.analysis.pictures import Picture
-from sharpscope.analysis.style import lines, save
+from sharpscope.analysis.figures.study import Picture
+from sharpscope.analysis.figures.style import lines, save
+from sharpscope.analysis.study import Study
 
 if TYPE_CHECKING:
     from sharpscope.traces import Runs

@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from sharpscope.analysis.analyzing import AnalysisResult, analyze, collect, load_several, nothing_found
 from sharpscope.analysis.claim_pictures import save_pictures
 from sharpscope.analysis.claims import write_claims
-from sharpscope.analysis.endpoint_tables import endpoint_tables
 from sharpscope.analysis.html import report_html
-from sharpscope.analysis.paper_tables import paper_tables, write_tables
+from sharpscope.analysis.markdown import report_markdown
+from sharpscope.analysis.output import AnalysisResult, analyze, collect, load_several, nothing_found
 from sharpscope.analysis.report_content import ReportContent, content_of
-from sharpscope.analysis.report_markdown import report_markdown
+from sharpscope.analysis.tables.endpoints import endpoint_tables
+from sharpscope.analysis.tables.paper import paper_tables, write_tables
 from sharpscope.errors import UserError
 from sharpscope.traces import DamagedPartWarning, write_atomic
 

@@ -16,8 +16,8 @@ import numpy as np
 import pyarrow as pa
 
 from sharpscope.analysis.claims import reducers_of_all
-from sharpscope.analysis.claims.tokens import scan
 from sharpscope.analysis.token_frames import DECILE_COLUMNS, bound_violations, decile_sums, score_column
+from sharpscope.analysis.tokens import scan
 from sharpscope.errors import UserError
 from sharpscope.traces import RUN_FILE, Reduction, Run, TraceWriter, load_run, update_run_info, write_reductions
 from sharpscope.traces.files import TRACES

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import pandas as pd
 
-from sharpscope.analysis.pictures import Picture
+from sharpscope.analysis.figures.study import Picture
 from sharpscope.analysis.studies import Study
-from sharpscope.analysis.tables import method_table
+from sharpscope.analysis.tables.summary import method_table
 
 _MARKUP = re.compile(r"([\\`*_{}\[\]<>|#!~$&])")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from sharpscope.analysis.claim_pictures import claim_pictures
 from sharpscope.analysis.claims import Verdict, test_claims
-from sharpscope.analysis.pictures import Picture
+from sharpscope.analysis.figures.study import Picture
 from sharpscope.analysis.report import StudyReport
 from sharpscope.traces import DamagedPartWarning, Runs
 

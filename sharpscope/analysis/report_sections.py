@@ -11,13 +11,13 @@ import pandas as pd
 
 from sharpscope.analysis.claims import Estimate, Verdict
 from sharpscope.analysis.comparison import INTERVALS, compare, facts_of
-from sharpscope.analysis.glance import peak_memory
+from sharpscope.analysis.completions import completions_dropped
 from sharpscope.analysis.report import StudyReport
 from sharpscope.analysis.report_content import ReportContent
 from sharpscope.analysis.spikes import find_spikes
 from sharpscope.analysis.studies import Study
-from sharpscope.analysis.tables import interval_text, method_table
-from sharpscope.analysis.token_choice import completions_dropped
+from sharpscope.analysis.tables.summary import interval_text, method_table
+from sharpscope.analysis.terminal import peak_memory
 from sharpscope.traces import Run, Runs
 
 MOST_PAIRS = 12

@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from sharpscope.analysis.glance import show
 from sharpscope.analysis.studies import last_step
+from sharpscope.analysis.terminal import show
 from sharpscope.analysis.text import printable
 from sharpscope.traces import DamagedPartWarning, Run, load_run
 

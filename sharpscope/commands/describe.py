@@ -78,8 +78,8 @@ def shapings(
     from rich.console import Console
     from rich.table import Table
 
-    from sharpscope.analysis.shaping_curves import DEFAULT, function_curves, observed, shaping_figure
-    from sharpscope.analysis.style import styled
+    from sharpscope.analysis.figures.style import styled
+    from sharpscope.commands.weight_curves import DEFAULT, function_curves, observed, shaping_figure
     from sharpscope.errors import UserError
     from sharpscope.objective import named_method
     from sharpscope.traces import load_run

@@ -254,7 +254,7 @@ def _show(found: pd.DataFrame) -> None:
     from rich.table import Column, Table
     from rich.text import Text
 
-    from sharpscope.analysis.figures_probes import split_of
+    from sharpscope.analysis.figures.surface import split_of
 
     derived = found["quantity"].eq("density") | found["quantity"].str.startswith("slice")
     shown = found[~derived & ~found["quantity"].str.endswith("_ratio") & (found["parameters"] == "all")]
@@ -279,9 +279,9 @@ def _show(found: pd.DataFrame) -> None:
 
 def _pictures(found: pd.DataFrame, out: Path) -> None:
     """Rho curves with their first-order line, spectral densities and slices of the last step; sharpness by step."""
-    from sharpscope.analysis import figures_probes
+    from sharpscope.analysis.figures import surface as figures_probes
+    from sharpscope.analysis.figures.style import lines, save, styled
     from sharpscope.analysis.probe_frames import middle_radius, slices_of
-    from sharpscope.analysis.style import lines, save, styled
 
     line = lines(["model"])
     whole = found[found["parameters"] == "all"].assign(setting="model", seed=0).reset_index(drop=True)
@@ -306,8 +306,8 @@ def _pictures(found: pd.DataFrame, out: Path) -> None:
 
 
 def _token_picture(tokens: pd.DataFrame, out: Path) -> None:
-    from sharpscope.analysis import figures_tokens
-    from sharpscope.analysis.style import lines, save, styled
+    from sharpscope.analysis.figures import tokens as figures_tokens
+    from sharpscope.analysis.figures.style import lines, save, styled
 
     with styled():
         save(figures_tokens.score_norm({"model": tokens}, lines(["model"]), "score_norm_local"), out, "score_norm")

@@ -81,10 +81,10 @@ def claims(
       sharpscope claims data/reference --out experiments/results
     """
     from sharpscope.analysis import load_several
-    from sharpscope.analysis.analyzing import nothing_found
     from sharpscope.analysis.claims import test_claims, verdict_text, write_claims
-    from sharpscope.analysis.endpoint_tables import endpoint_tables
-    from sharpscope.analysis.paper_tables import paper_tables, write_tables
+    from sharpscope.analysis.output import nothing_found
+    from sharpscope.analysis.tables.endpoints import endpoint_tables
+    from sharpscope.analysis.tables.paper import paper_tables, write_tables
     from sharpscope.errors import UserError
 
     loaded = load_several(runs)
@@ -112,7 +112,7 @@ def figures(
     """
     from sharpscope.analysis import figures_of
     from sharpscope.analysis.claim_pictures import write_claim_figures
-    from sharpscope.analysis.style import save
+    from sharpscope.analysis.figures.style import save
     from sharpscope.errors import UserError
     from sharpscope.traces import load_runs
 

@@ -9,9 +9,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from sharpscope.analysis import analyze, analyzing
+from sharpscope.analysis import analyze
+from sharpscope.analysis import output as analyzing
 from sharpscope.analysis.report import escape
-from sharpscope.analysis.tables import interval_text, method_table, run_metrics, summary
+from sharpscope.analysis.tables.summary import interval_text, method_table, run_metrics, summary
 from sharpscope.errors import UserError
 from sharpscope.traces import SCHEMA_VERSION, RunLock, TraceWriter, load_run, update_run_info
 from tests.oracles.analysis import mean_and_half

@@ -9,9 +9,10 @@ import pandas as pd
 import pytest
 import torch
 
-from sharpscope.analysis import figures_probes, figures_tokens
+from sharpscope.analysis.figures import surface as figures_probes
+from sharpscope.analysis.figures import tokens as figures_tokens
+from sharpscope.analysis.figures.style import lines
 from sharpscope.analysis.frames import density_nodes, probe_values
-from sharpscope.analysis.style import lines
 from sharpscope.analysis.token_frames import (
     bound_violations,
     decile_sums,

@@ -9,10 +9,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from sharpscope.analysis import figures_steps
+from sharpscope.analysis.figures import steps as figures_steps
+from sharpscope.analysis.figures.study import Pictures
+from sharpscope.analysis.figures.style import lines
 from sharpscope.analysis.frames import eval_values, step_values
-from sharpscope.analysis.pictures import Pictures
-from sharpscope.analysis.style import lines
 from tests.analysis.drawn import bands, check_band, line, runs_of
 from tests.oracles import analysis as oracle
 

@@ -11,8 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from sharpscope.analysis import claims
-from sharpscope.analysis.paper_tables import paper_tables
 from sharpscope.analysis.reduction import reduce_run, reduce_runs
+from sharpscope.analysis.tables.paper import paper_tables
 from sharpscope.analysis.token_frames import bound_violations, decile_sums, score_column
 from sharpscope.cli import app
 from sharpscope.errors import UserError

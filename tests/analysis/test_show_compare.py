@@ -11,7 +11,7 @@ from rich.console import Console
 
 from sharpscope.analysis import compare, show
 from sharpscope.analysis.comparison import mean_over_steps
-from sharpscope.analysis.glance import sparkline
+from sharpscope.analysis.terminal import sparkline
 from sharpscope.traces import TraceWriter, load_run, update_run_info
 from tests.oracles.analysis import eval_by_step
 from tests.traces.rows import new_run, rows

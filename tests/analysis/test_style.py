@@ -8,8 +8,9 @@ import numpy as np
 import pandas as pd
 from matplotlib.ticker import LogLocator
 
-from sharpscope.analysis import figures_steps, figures_tokens
-from sharpscope.analysis.style import DASHES, finish, lines, panels, plain, save, styled
+from sharpscope.analysis.figures import steps as figures_steps
+from sharpscope.analysis.figures import tokens as figures_tokens
+from sharpscope.analysis.figures.style import DASHES, finish, lines, panels, plain, save, styled
 from sharpscope.objective import method_names
 
 

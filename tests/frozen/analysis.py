@@ -30,12 +30,12 @@ LONG = 300  # longer strings are stored as hashes
 
 def freeze(folder: str) -> dict[str, Any]:
     """Everything that the analysis makes of the runs below data/`folder`, as flat JSON: place → text, number or hash."""
-    from sharpscope.analysis.analyzing import collect, load_several
     from sharpscope.analysis.claims import claims_json
-    from sharpscope.analysis.endpoint_tables import endpoint_tables
-    from sharpscope.analysis.paper_tables import paper_tables
+    from sharpscope.analysis.markdown import report_markdown
+    from sharpscope.analysis.output import collect, load_several
     from sharpscope.analysis.report_content import content_of
-    from sharpscope.analysis.report_markdown import report_markdown
+    from sharpscope.analysis.tables.endpoints import endpoint_tables
+    from sharpscope.analysis.tables.paper import paper_tables
     from sharpscope.analysis.text import csv_text
 
     runs = load_several(ROOT / "data" / folder)

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from sharpscope.analysis import analyzing, claim_pictures
+from sharpscope.analysis import claim_pictures
+from sharpscope.analysis import output as analyzing
 from sharpscope.analysis.full_report import FullReport, write_full_report
 from tests.report.runs import write_report_run
 

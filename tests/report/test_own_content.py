@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sharpscope.analysis.full_report import write_full_report
-from sharpscope.analysis.html.token_data import token_view
+from sharpscope.analysis.html.tokens import token_view
 from sharpscope.analysis.reduction import reduce_run
 from sharpscope.analysis.report_sections import difference_grid, no_spikes, not_kept
 from sharpscope.analysis.studies import studies

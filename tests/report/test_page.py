@@ -17,14 +17,14 @@ from markdown_it import MarkdownIt
 
 from sharpscope.analysis.claim_pictures import claim_pictures
 from sharpscope.analysis.claims import test_claims as verdicts_of
+from sharpscope.analysis.figures.style import panels, styled
 from sharpscope.analysis.full_report import write_page
 from sharpscope.analysis.html.inert import finite, script_json
 from sharpscope.analysis.html.interactive import MOST_POINTS, plot_of
 from sharpscope.analysis.html.page import plotly_script
-from sharpscope.analysis.html.token_data import BUDGET, DIGITS, RUN_BUDGET, token_view
-from sharpscope.analysis.style import panels, styled
+from sharpscope.analysis.html.tokens import BUDGET, DIGITS, RUN_BUDGET, token_view
 from sharpscope.analysis.text import shown
-from sharpscope.analysis.token_texts import pieces
+from sharpscope.analysis.token_text import pieces
 from sharpscope.errors import UserError
 from sharpscope.traces import TraceWriter, create_run_dir, create_run_info, load_run, load_runs
 from tests.report.runs import HOSTILE, LONG, SPIKE, STEPS, WORDS, ids_of, write_report_run

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 import sharpscope
-from sharpscope.analysis import figures_probes
 from sharpscope.analysis.claims.c08_smoothness import _noise_share
-from sharpscope.analysis.pictures import Pictures
+from sharpscope.analysis.figures import surface as figures_probes
+from sharpscope.analysis.figures.study import Pictures
 from sharpscope.analysis.probe_frames import slice_values, stability_values
 from sharpscope.analysis.studies import studies
 from sharpscope.training import train

@@ -10,8 +10,8 @@ truths lie on the side of refutation. `tests/analysis/claims/test_null_studies.p
 
 from sharpscope.analysis.claims.base import Claim, Confounder, Estimate, Rows, Rule, Verdict
 from sharpscope.analysis.claims.registry import CLAIMS, PRIMARY, reducers_of_all, study_of, test_claims
-from sharpscope.analysis.claims.study import GRID, Study
 from sharpscope.analysis.claims.writers import claims_json, claims_markdown, verdict_text, write_claims
+from sharpscope.analysis.study import GRID, Study
 
 __all__ = [
     "CLAIMS",

@@ -12,8 +12,8 @@ from sharpscope.analysis.statistics import Interval
 if TYPE_CHECKING:
     import pandas as pd
 
-    from sharpscope.analysis.claims.study import Study
-    from sharpscope.analysis.claims.tokens import Reducer
+    from sharpscope.analysis.study import Study
+    from sharpscope.analysis.tokens import Reducer
 
 Outcome = Literal["supported", "refuted", "inconclusive", "untestable"]
 Role = Literal["primary", "exploratory"]

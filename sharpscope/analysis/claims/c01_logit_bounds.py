@@ -6,10 +6,10 @@ import numpy as np
 import pandas as pd
 
 from sharpscope.analysis.claims.base import Claim, Condition, Confounder, Estimate, Finding, Rule, rows_of
-from sharpscope.analysis.claims.study import RunLike, Study
-from sharpscope.analysis.claims.tokens import Columns, Reducer
 from sharpscope.analysis.statistics import share_interval
+from sharpscope.analysis.study import RunLike, Study
 from sharpscope.analysis.token_frames import complement, lower_factor, rounding
+from sharpscope.analysis.tokens import Columns, Reducer
 
 NAME = "C1"
 COLUMNS = ("logp", "logit", "logit_grad_norm")

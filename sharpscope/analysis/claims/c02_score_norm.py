@@ -9,9 +9,9 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from sharpscope.analysis.claims.base import Claim, Condition, Confounder, Estimate, Finding, Rule, rows_of
-from sharpscope.analysis.claims.study import RunLike, Study
-from sharpscope.analysis.claims.tokens import Columns, Reduced, Reducer
 from sharpscope.analysis.statistics import ClusterSlope, cluster_moments, smallest_sign_flip_p, weighted_ranks
+from sharpscope.analysis.study import RunLike, Study
+from sharpscope.analysis.tokens import Columns, Reduced, Reducer
 
 NAME = "C2"
 LOCAL = "C2 local"

@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 from sharpscope.analysis.claims.base import Claim, Condition, Confounder, Estimate, Finding, Rule, rows_of
 from sharpscope.analysis.claims.paired import directional, mean_estimate, present
-from sharpscope.analysis.claims.study import RunLike, Study
-from sharpscope.analysis.claims.tokens import Columns, Reduced, Reducer
 from sharpscope.analysis.statistics import gini, lorenz, sign_flip_p, top_share
+from sharpscope.analysis.study import RunLike, Study
+from sharpscope.analysis.tokens import Columns, Reduced, Reducer
 
 NAME = "C3"
 COLUMNS = ("logp", "loss_coef", "score_norm_local")

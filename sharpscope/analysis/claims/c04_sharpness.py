@@ -27,7 +27,7 @@ from sharpscope.analysis.claims.paired import (
     pairing_notes,
     present,
 )
-from sharpscope.analysis.claims.study import Pairing, RunLike, Study
+from sharpscope.analysis.study import Pairing, RunLike, Study
 
 NAME = "C4"
 MARGIN = 0.1

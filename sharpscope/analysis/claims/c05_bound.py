@@ -12,8 +12,8 @@ import scipy.stats
 from sharpscope.analysis.claims.base import Claim, Condition, Confounder, Estimate, Finding, Rule, rows_of
 from sharpscope.analysis.claims.measures import accuracy, evaluations, probe_rows, train_accuracy
 from sharpscope.analysis.claims.paired import mean_estimate, present, unfinished
-from sharpscope.analysis.claims.study import RunLike, Study
 from sharpscope.analysis.statistics import sign_flip_p, smallest_sign_flip_p
+from sharpscope.analysis.study import RunLike, Study
 
 NAME = "C5"
 FUNCTIONAL = "expected_failure"

@@ -18,8 +18,8 @@ from sharpscope.analysis.claims.measures import (
     sharpness_curve,
 )
 from sharpscope.analysis.claims.paired import unfinished
-from sharpscope.analysis.claims.study import GRID, RunLike, Study, most_common
 from sharpscope.analysis.statistics import Granulated, contrast_interval, granulated_kendall, kendall, sign_flip_p
+from sharpscope.analysis.study import GRID, RunLike, Study, most_common
 
 NAME = "C6"
 MARGIN = 0.2

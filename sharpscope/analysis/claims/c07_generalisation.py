@@ -17,8 +17,8 @@ from sharpscope.analysis.claims.paired import (
     pairing_notes,
     present,
 )
-from sharpscope.analysis.claims.study import Pairing, RunLike, Study
 from sharpscope.analysis.statistics import sign_flip_p
+from sharpscope.analysis.study import Pairing, RunLike, Study
 
 NAME = "C7"
 MARGIN = 0.02

@@ -11,9 +11,9 @@ import pandas as pd
 
 from sharpscope.analysis.claims.base import Claim, Condition, Confounder, Finding, Rule, rows_of
 from sharpscope.analysis.claims.paired import directional, mean_estimate, present
-from sharpscope.analysis.claims.study import RunLike, Study
-from sharpscope.analysis.claims.tokens import Columns, Reducer
 from sharpscope.analysis.statistics import sign_flip_p
+from sharpscope.analysis.study import RunLike, Study
+from sharpscope.analysis.tokens import Columns, Reducer
 
 NAME = "C9"
 COLUMNS = ("logp", "advantage", "heldout_influence")

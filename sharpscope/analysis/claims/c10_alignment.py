@@ -17,7 +17,7 @@ from sharpscope.analysis.claims.paired import (
     present,
     unfinished,
 )
-from sharpscope.analysis.claims.study import Pair, Pairing, Study, most_common
+from sharpscope.analysis.study import Pair, Pairing, Study, most_common
 
 NAME = "C10"
 MARGIN = 0.02

@@ -18,8 +18,8 @@ from sharpscope.analysis.claims.oscillator import (
     prediction_errors,
 )
 from sharpscope.analysis.claims.paired import directional, mean_estimate, present, unfinished
-from sharpscope.analysis.claims.study import GRID, RunLike, Study
 from sharpscope.analysis.statistics import mean_interval
+from sharpscope.analysis.study import GRID, RunLike, Study
 
 NAME = "C11"
 MARGIN = 0.02

@@ -17,8 +17,8 @@ from sharpscope.analysis.claims.paired import (
     present,
     unfinished,
 )
-from sharpscope.analysis.claims.study import RunLike, Study
-from sharpscope.analysis.claims.tokens import Columns, Reducer
+from sharpscope.analysis.study import RunLike, Study
+from sharpscope.analysis.tokens import Columns, Reducer
 
 NAME = "C12"
 STABLE = "cov-grpo"

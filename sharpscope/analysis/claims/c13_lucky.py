@@ -19,9 +19,9 @@ from sharpscope.analysis.claims.paired import (
     pairing_notes,
     present,
 )
-from sharpscope.analysis.claims.study import Pairing, RunLike, Study
-from sharpscope.analysis.claims.tokens import Columns, Reduced, Reducer
 from sharpscope.analysis.statistics import sign_flip_p
+from sharpscope.analysis.study import Pairing, RunLike, Study
+from sharpscope.analysis.tokens import Columns, Reduced, Reducer
 
 NAME = "C13"
 COLUMNS = ("logp", "advantage", "weight", "loss_coef", "score_norm_local")

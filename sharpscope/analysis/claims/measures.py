@@ -13,7 +13,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from sharpscope.analysis.claims.study import RunLike
+    from sharpscope.analysis.study import RunLike
 
 TEMPERATURE = 1.0
 """Sampling temperature of the accuracies compared; where a run was not evaluated at it, its highest is taken."""

@@ -9,8 +9,8 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from sharpscope.analysis.claims.base import Confounder, Estimate
-from sharpscope.analysis.claims.study import Pairing, Study
 from sharpscope.analysis.statistics import contrast_interval, sign_flip_p, smallest_sign_flip_p
+from sharpscope.analysis.study import Pairing, Study
 
 Direction = Literal["higher", "lower"]
 

@@ -22,9 +22,9 @@ from sharpscope.analysis.claims import (
     c13_lucky,
 )
 from sharpscope.analysis.claims.base import Claim, Finding, Verdict, decide
-from sharpscope.analysis.claims.study import Study
-from sharpscope.analysis.claims.tokens import Reducer
 from sharpscope.analysis.statistics import holm
+from sharpscope.analysis.study import Study
+from sharpscope.analysis.tokens import Reducer
 from sharpscope.errors import UserError, nearest
 
 if TYPE_CHECKING:

@@ -19,14 +19,14 @@ from sharpscope import __version__
 from sharpscope.analysis import report_sections as sections
 from sharpscope.analysis.claims import Verdict
 from sharpscope.analysis.claims.writers import LIMITS
+from sharpscope.analysis.completions import completions_dropped
+from sharpscope.analysis.figures.style import styled
 from sharpscope.analysis.html.inert import data_uri, script_json, source_hash
 from sharpscope.analysis.html.interactive import plot_of
-from sharpscope.analysis.html.token_data import token_view
+from sharpscope.analysis.html.tokens import token_view
 from sharpscope.analysis.report import StudyReport
 from sharpscope.analysis.report_content import ReportContent
-from sharpscope.analysis.style import styled
 from sharpscope.analysis.text import shown
-from sharpscope.analysis.token_choice import completions_dropped
 
 SIGNS = {"supported": "✓", "refuted": "✗", "inconclusive": "?", "untestable": "–"}
 _SCRIPTS = ("colours.js", "tokens.js", "view.js")

@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-from sharpscope.analysis.endpoint_tables import endpoint_tables, pair_tables, setting_tables
+from sharpscope.analysis.tables.endpoints import endpoint_tables, pair_tables, setting_tables
 from tests.analysis.claims.frames import FrameRun, frame_run, study
 
 WEIGHTS = {"weight_ess": 0.9, "clip_fraction_low": 0.01, "clip_fraction_high": 0.02}

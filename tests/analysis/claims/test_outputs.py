@@ -9,13 +9,12 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from sharpscope.analysis import claims
+from sharpscope.analysis import claims, tokens
 from sharpscope.analysis.claim_figures import constants_sensitivity, lucky_spikes
 from sharpscope.analysis.claim_pictures import claim_pictures, constants_frame, write_claim_figures
-from sharpscope.analysis.claims import tokens
-from sharpscope.analysis.claims.tokens import Reducer, scan, steps_of
-from sharpscope.analysis.paper_tables import paper_tables, write_tables
-from sharpscope.analysis.style import lines
+from sharpscope.analysis.figures.style import lines
+from sharpscope.analysis.tables.paper import paper_tables, write_tables
+from sharpscope.analysis.tokens import Reducer, scan, steps_of
 from sharpscope.traces import load_run, load_runs
 from tests.analysis.claims.frames import frame_run, paired_study, study, tokens_frame
 from tests.analysis.claims.planted import MAKERS, alignment, grid

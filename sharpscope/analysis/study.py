@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 import pandas as pd
 
-from sharpscope.analysis.claims.tokens import Reduced, Reducer, scan
+from sharpscope.analysis.tokens import Reduced, Reducer, scan
 from sharpscope.traces import Reduction
 
 IGNORED = (

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from sharpscope.analysis import report_sections as sections
 from sharpscope.analysis.claims import Verdict
 from sharpscope.analysis.claims.writers import LIMITS
-from sharpscope.analysis.pictures import Picture
+from sharpscope.analysis.completions import choose
+from sharpscope.analysis.figures.study import Picture
 from sharpscope.analysis.report import StudyReport, escape
 from sharpscope.analysis.report_content import ReportContent
 from sharpscope.analysis.spikes import Spike
 from sharpscope.analysis.text import shown
-from sharpscope.analysis.token_choice import choose
-from sharpscope.analysis.token_texts import piece_maker
+from sharpscope.analysis.token_text import piece_maker
 from sharpscope.traces import Run
 
 AROUND = 6

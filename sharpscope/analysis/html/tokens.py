@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from sharpscope.analysis.completions import RULE, Choice, choose, completions_dropped
 from sharpscope.analysis.text import shown
-from sharpscope.analysis.token_choice import RULE, Choice, choose, completions_dropped
-from sharpscope.analysis.token_texts import Pieces, piece_maker
+from sharpscope.analysis.token_text import Pieces, piece_maker
 from sharpscope.traces import Run
 
 BUDGET = 4_500_000

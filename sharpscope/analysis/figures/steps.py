@@ -12,8 +12,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from sharpscope.analysis.bands import FEWEST, band, mean_interval
+from sharpscope.analysis.figures.style import GREY, Line, finish, panels, plain, styled
 from sharpscope.analysis.frames import natural
-from sharpscope.analysis.style import GREY, Line, finish, panels, plain, styled
 
 Lines = Mapping[str, Line]
 

@@ -11,9 +11,9 @@ import pandas as pd
 
 from sharpscope.analysis.claims.c10_alignment import CONTROLS
 from sharpscope.analysis.claims.measures import TEMPERATURE, last_step
-from sharpscope.analysis.claims.study import RunLike, Study, most_common
+from sharpscope.analysis.figures.style import plain
 from sharpscope.analysis.statistics import Interval, mean_interval
-from sharpscope.analysis.style import plain
+from sharpscope.analysis.study import RunLike, Study, most_common
 from sharpscope.analysis.text import csv_text
 from sharpscope.traces import output_folder, write_atomic
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
-from sharpscope.analysis.style import finish, lines, panels, plain
+from sharpscope.analysis.figures.style import finish, lines, panels, plain
 from sharpscope.errors import UserError
 from sharpscope.objective import (
     Method,

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from sharpscope.analysis.bands import band
-from sharpscope.analysis.style import BLACK, GREY, Line, finish, panels, plain, styled
+from sharpscope.analysis.figures.style import BLACK, GREY, Line, finish, panels, plain, styled
 from sharpscope.analysis.token_frames import complement, lorenz, lower_factor, quantile_bins
 from sharpscope.analysis.weight_curve import INPUTS, input_values, weight_at, weight_input
 

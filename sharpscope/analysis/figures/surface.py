@@ -10,8 +10,8 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from sharpscope.analysis.bands import band
-from sharpscope.analysis.figures_steps import draw_bands
-from sharpscope.analysis.style import GREY, Line, finish, panels, plain, styled
+from sharpscope.analysis.figures.steps import draw_bands
+from sharpscope.analysis.figures.style import GREY, Line, finish, panels, plain, styled
 
 Lines = Mapping[str, Line]
 PLACE = ["quantity", "functional", "probe_set"]

@@ -11,12 +11,12 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import Figure
 
+from sharpscope.analysis.figures.study import Picture, Pictures
+from sharpscope.analysis.figures.style import save
 from sharpscope.analysis.frames import runs_of
-from sharpscope.analysis.pictures import Picture, Pictures
 from sharpscope.analysis.report import StudyReport, report_text
 from sharpscope.analysis.studies import Study, studies
-from sharpscope.analysis.style import save
-from sharpscope.analysis.tables import SUMMARY, summary
+from sharpscope.analysis.tables.summary import SUMMARY, summary
 from sharpscope.analysis.text import csv_text
 from sharpscope.errors import UserError
 from sharpscope.traces import DamagedPartWarning, Runs, load_runs, output_folder, write_atomic

@@ -11,11 +11,11 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from sharpscope.analysis.claims.measures import TEMPERATURE, accuracy, evaluations, last_step, per_run, shared_curves
-from sharpscope.analysis.claims.study import Pairing, RunLike, Study
-from sharpscope.analysis.paper_tables import Cell, PaperTable
 from sharpscope.analysis.statistics import contrast_interval, mean_interval
 from sharpscope.analysis.studies import Setting, ground_of, studies
 from sharpscope.analysis.studies import Study as Titled
+from sharpscope.analysis.study import Pairing, RunLike, Study
+from sharpscope.analysis.tables.paper import Cell, PaperTable
 
 if TYPE_CHECKING:
     from sharpscope.traces import Runs

@@ -11,12 +11,14 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import Figure
 
-from sharpscope.analysis import figures_probes, figures_steps, figures_tokens
 from sharpscope.analysis.bands import FEWEST
+from sharpscope.analysis.figures import steps as figures_steps
+from sharpscope.analysis.figures import surface as figures_probes
+from sharpscope.analysis.figures import tokens as figures_tokens
+from sharpscope.analysis.figures.style import lines
 from sharpscope.analysis.frames import density_nodes, eval_values, probe_values, runs_of, step_values
 from sharpscope.analysis.probe_frames import middle_radius, slice_values, stability_values
 from sharpscope.analysis.studies import Study
-from sharpscope.analysis.style import lines
 from sharpscope.analysis.token_frames import SAMPLE, bound_violations, decile_sums, sample_tokens, score_column
 from sharpscope.analysis.weight_curve import shaping_of
 

@@ -1,0 +1,1 @@
+"""Figures: from frames of values to matplotlib figures."""

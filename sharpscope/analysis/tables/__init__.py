@@ -1,0 +1,1 @@
+"""Tables: of a study, of the paper's layout, of where training ended."""
