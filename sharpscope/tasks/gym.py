@@ -36,8 +36,11 @@ class GymTask:
     """Splits `train` and `heldout` of one data set; level "all"; meta["entry"] is what its scorer compares with."""
 
     def __init__(self, spec: GymSpec) -> None:
-        import reasoning_gym
-        from reasoning_gym.factory import DATASETS
+        try:
+            import reasoning_gym
+            from reasoning_gym.factory import DATASETS
+        except ImportError:
+            raise UserError(f"task gym:{spec.name}: needs reasoning-gym; pip install 'sharpscope[gym]'") from None
 
         if spec.name not in DATASETS:
             raise UserError(

@@ -1,7 +1,7 @@
 """Task `knights_knaves`: who tells the truth? Finite sets of generated puzzles with exactly one solution.
 
-Statements come from reasoning_gym's sampler, wording from its formatter with the words knight and knave. Every puzzle
-is solved exhaustively by `statements.solve` and kept only if it has one solution. What a puzzle says up to names
+A set depends on its seed and settings alone, not on what is installed. Every puzzle is solved exhaustively by
+`statements.solve` and kept only if it has one solution. What a puzzle says up to names
 (`statements.content_key`) decides by its hash alone whether it may be trained on: a quarter of all contents is held
 out, for every seed and size of set, so no set held out anywhere shares content with a training set made anywhere.
 """
@@ -9,16 +9,13 @@ out, for every seed and size of set, so no set held out anywhere shares content 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-from sharpscope.errors import UserError
+from sharpscope.errors import UserError, nearest
 from sharpscope.tasks.base import Example, Reward, content_id, held_out_share, stream_seed
 from sharpscope.tasks.logic_rl import roles_of, score_logic_rl, solution_text
+from sharpscope.tasks.puzzles import Draws, sample_puzzle, word_puzzle
 from sharpscope.tasks.spec import KnightsKnavesSpec
 from sharpscope.tasks.statements import Puzzle, content_key, solve
-
-if TYPE_CHECKING:
-    from reasoning_gym.logic.knights_knaves import KKProblemSampler
 
 HELD_OUT = 0.25
 """Share of all contents that never enters a training set."""
@@ -26,6 +23,19 @@ PATIENCE = 200
 """Draws without a new content after which a content may return under other names: 2 people say few different things."""
 GIVE_UP = 20_000
 """Draws without a new text after which the set asked for is taken to be larger than what exists."""
+
+NAMED_SETS: dict[str, tuple[tuple[KnightsKnavesSpec, ...], str]] = {
+    "study": ((KnightsKnavesSpec(unseen_people=(2, 4)),), "4fe5fae273d39abf"),
+    "policy": (
+        tuple(
+            KnightsKnavesSpec(people=people, train_size=count, heldout_size=100)
+            for people, count in ((2, 1846), (3, 8000), (4, 1846), (5, 369))
+        ),
+        "5c19d514c2268c90",
+    ),
+}
+"""Puzzle sets that results rest on, with the hash of their ids: `study`, of all kept runs under data/, and `policy`, which
+the embedded policy was trained and measured on."""
 
 LOGIC_RL_SYSTEM = (
     "You are a helpful assistant. The assistant first thinks about the reasoning process in the mind and "
@@ -104,9 +114,9 @@ class KnightsKnaves:
     def _puzzles(self, split: str, people: int) -> Iterator[tuple[Puzzle, str]]:
         """Endless stream of uniquely solvable puzzles whose content may stand in the split, with their content keys."""
         spec = self.spec
-        sampler = _sampler(stream_seed("statements", spec.seed, split, people), people, spec.depth, spec.width)
+        draws = Draws(stream_seed("statements", spec.seed, split, people))
         while True:
-            puzzle: Puzzle = sampler.sample()
+            puzzle = sample_puzzle(draws, people, spec.depth, spec.width)
             if len(solve(puzzle)) != 1:
                 continue
             content = content_key(puzzle)
@@ -115,7 +125,7 @@ class KnightsKnaves:
 
     def _example(self, puzzle: Puzzle, content: str, seed: int) -> Example:
         (solution,) = solve(puzzle)
-        quiz, names = word(puzzle, solution, seed)
+        quiz, names = word_puzzle(puzzle, Draws(seed))
         meta = {
             "level": len(puzzle),
             "names": names,
@@ -132,23 +142,18 @@ class KnightsKnaves:
         return Example(prompt, solution_text(names, solution), {"id": content_id(prompt)} | meta)
 
 
-def _sampler(seed: int, people: int, depth: int, width: int) -> KKProblemSampler:
-    from reasoning_gym.logic.knights_knaves import KKProblemSampler
+def named_puzzles(name: str) -> dict[str, Example]:
+    """All puzzles of one of `NAMED_SETS` by their id, the `content_id` of the prompt.
 
-    return KKProblemSampler(seed, people, depth_constraint=depth, width_constraint=width)
-
-
-def word(puzzle: Puzzle, solution: tuple[bool, ...], seed: int) -> tuple[str, tuple[str, ...]]:
-    """The puzzle as English text, and the names it uses, in order.
-
-    reasoning_gym's formatter draws the pair of roles (saint and sinner, …) and appends a hint on the answer's format;
-    here the roles are put back to knight and knave and the hint is left off.
+    Raises:
+        UserError: there is no such set.
+        RuntimeError: the set made here is not the one that the results rest on.
     """
-    from reasoning_gym.logic.knights_knaves import KKProblemFormatter
-
-    made = KKProblemFormatter(seed, {"statements": puzzle, "solution": solution}).format_problem()
-    quiz = made["quiz"].partition(" (Format your answer like")[0]
-    terms = made["knight_knave"]
-    for key in ("a_knight", "a_knave", "knight", "knave", "Knight", "Knave"):  # with the article first: "an angel"
-        quiz = quiz.replace(terms[key], key.replace("_", " "))
-    return quiz, tuple(str(name) for name in made["names"])
+    if name not in NAMED_SETS:
+        raise UserError(f"puzzle set '{name}': unknown{nearest(name, NAMED_SETS)}")
+    specs, expected = NAMED_SETS[name]
+    examples = [example for spec in specs for split in KnightsKnaves(spec).splits().values() for example in split]
+    found = content_id(*(example.meta["id"] for example in examples))
+    if found != expected:
+        raise RuntimeError(f"puzzle set '{name}' has the hash {found}, not {expected}")
+    return {example.meta["id"]: example for example in examples}

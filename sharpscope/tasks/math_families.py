@@ -13,6 +13,18 @@ from random import Random
 LEVELS = (1, 2, 3, 4)
 LARGEST = 12
 """Of the numbers in an arithmetic question."""
+LEGS = {
+    "snake": 0, "sea slug": 0, "jellyfish": 0, "flatworm": 0, "leech": 0,
+    "chicken": 2, "bird": 2, "human": 2, "duck": 2,
+    "dog": 4, "cat": 4, "cow": 4, "horse": 4, "lion": 4, "elephant": 4, "giraffe": 4, "tiger": 4, "deer": 4, "sheep": 4,
+    "starfish": 5,
+    "insect": 6, "ant": 6, "butterfly": 6, "beetle": 6, "bee": 6, "wasp": 6, "grasshopper": 6, "cricket": 6,
+    "cockroach": 6, "praying mantis": 6, "firefly": 6,
+    "spider": 8, "scorpion": 8,
+    "crab": 10, "lobster": 10, "shrimp": 10,
+    "woodlouse": 14,
+}  # fmt: skip
+"""Legs by animal, in the order of reasoning-gym's leg_counting, so that a seed draws the same animals."""
 
 
 def arithmetic(level: int, rng: Random) -> tuple[str, str]:
@@ -77,18 +89,19 @@ def modular(level: int, rng: Random) -> tuple[str, str]:
 
 
 def word(level: int, rng: Random) -> tuple[str, str]:
-    """Word problems of reasoning-gym. 1 to 3: legs of more and more animals (leg_counting); 4: gsm_symbolic."""
-    import reasoning_gym
-
-    seed = rng.getrandbits(31)
-    if level == 4:
-        entry = reasoning_gym.create_dataset("gsm_symbolic", seed=seed, size=1)[0]
-    else:
-        least, most, instances = {1: (1, 2, 5), 2: (2, 3, 9), 3: (4, 8, 15)}[level]
-        entry = reasoning_gym.create_dataset(
-            "leg_counting", seed=seed, size=1, min_animals=least, max_animals=most, max_instances=instances
-        )[0]
-    return entry["question"].strip(), entry["answer"]
+    """Legs of several kinds of animals; level 1 has 1 or 2 kinds, level 4 has 9 to 16. Wording of reasoning-gym's leg_counting."""
+    least, most, largest = {1: (1, 2, 5), 2: (2, 3, 9), 3: (4, 8, 15), 4: (9, 16, 15)}[level]
+    rng = Random(rng.getrandbits(31))
+    animals = rng.sample(list(LEGS), rng.randint(least, most))
+    counts = [rng.randint(1, largest) for _ in animals]
+    listed = ", ".join(
+        f"{count} {animal}{'s' if count > 1 else ''}" for count, animal in zip(counts, animals, strict=True)
+    )
+    question = (
+        "Your task is to count how many legs there are in total when given a list of animals.\n\n"
+        f"Now, how many legs are there in total if you have {listed}?"
+    )
+    return question, str(sum(count * LEGS[animal] for count, animal in zip(counts, animals, strict=True)))
 
 
 FAMILIES: dict[str, Callable[[int, Random], tuple[str, str]]] = {

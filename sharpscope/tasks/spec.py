@@ -42,7 +42,9 @@ class KnightsKnavesSpec(Spec):
     )
     unseen_people: Sizes = Field((), description="numbers of people that training never sees (split `unseen`), 2 to 7")
     unseen_size: int = Field(200, ge=0, le=1_000_000, description="puzzles for each unseen number of people")
-    depth: int = Field(2, ge=1, le=4, description="deepest nesting of a statement [levels]")
+    depth: int = Field(
+        2, ge=2, le=4, description="deepest nesting of a statement [levels]; at 1 no puzzle has one solution"
+    )
     width: int = Field(2, ge=2, le=5, description="most operands of one and/or")
     style: Literal["compact", "logic_rl"] = Field(
         "compact", description="prompt: the puzzle alone, or Logic-RL's chat text that ends in an opened <think>"

@@ -14,9 +14,9 @@ from typing import Any
 import psutil
 import torch
 
-OPTIONAL = ("accelerate", "peft")
+OPTIONAL = ("accelerate", "peft", "reasoning-gym")
 PACKAGES = (
-    "sharpscope", "torch", "transformers", "tokenizers", "numpy", "scipy", "pandas", "pyarrow", "reasoning-gym", *OPTIONAL,
+    "sharpscope", "torch", "transformers", "tokenizers", "numpy", "scipy", "pandas", "pyarrow", *OPTIONAL,
 )  # fmt: skip
 
 

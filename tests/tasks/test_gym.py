@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 
 import pytest
 
@@ -11,6 +12,7 @@ from sharpscope.errors import UserError
 from sharpscope.tasks import GymSpec, make_task, task_choice
 from sharpscope.tasks.gym import EVALUATING, gym_answer
 
+pytest.importorskip("reasoning_gym", reason="needs the optional library reasoning-gym")
 SMALL = {"train_size": 12, "heldout_size": 6}
 
 
@@ -118,6 +120,12 @@ def test_the_answer_is_found():
     assert gym_answer("<think>a</think> b ") == "b"
     assert gym_answer(" b ") == "b"
     assert gym_answer("</answer><answer>") == "</answer><answer>"
+
+
+def test_without_the_library_one_line_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    with pytest.raises(UserError, match=r"task gym:chain_sum: needs reasoning-gym; pip install 'sharpscope\[gym\]'"):
+        make_task(GymSpec(name="chain_sum"))
 
 
 def test_the_short_form():

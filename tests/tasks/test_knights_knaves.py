@@ -180,6 +180,7 @@ def test_logic_rl_style_opens_the_thought_in_the_prompt(made):
         ({"people": [3, 3]}, "twice"),
         ({"people": [3], "unseen_people": [3, 4]}, "either seen or unseen"),
         ({"people": 2, "width": 4}, "at most 3"),
+        ({"depth": 1}, "greater than or equal to 2"),  # such puzzles never have exactly one solution
         ({"train_size": 0}, "train_size"),
         ({"size": 3}, "size"),
         ({"style": "chat"}, "style"),
