@@ -28,18 +28,16 @@ def reduce(
 
       sharpscope reduce runs/study --out data/reference
     """
-    from rich.console import Console
-
     from sharpscope.analysis.reduction import reduce_runs
-    from sharpscope.commands.seeing import printable_line
+    from sharpscope.commands.seeing import printable_line, telling
     from sharpscope.traces import load_runs
 
-    with Console(stderr=True).status("reducing") as status:
+    with telling("reducing") as tell:
         written, left_out = reduce_runs(
             [named for path in runs for named in load_runs(path).by_name.items()],
             out,
             tokens,
-            lambda name: status.update(f"reducing {printable_line(name)}"),
+            lambda name: tell(f"reducing {name}"),
         )
     for line in left_out:
         typer.echo(f"  left out: {printable_line(line)}")

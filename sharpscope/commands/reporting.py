@@ -29,13 +29,11 @@ def analyze(
 
       sharpscope analyze runs/first runs/second --out report
     """
-    from rich.console import Console
-
     from sharpscope.analysis.full_report import write_full_report
-    from sharpscope.commands.seeing import printable_line
+    from sharpscope.commands.seeing import printable_line, telling
 
-    with Console(stderr=True).status("reading traces") as status:
-        made = write_full_report(runs, out, on_progress=lambda text: status.update(printable_line(text)))
+    with telling("reading traces") as tell:
+        made = write_full_report(runs, out, on_progress=tell)
     for message in made.analysis.messages:
         typer.echo(f"  {printable_line(message)}")
     figures = len(made.analysis.figures) + len(made.claim_figures) // 2
@@ -56,13 +54,11 @@ def report(
 
       sharpscope report runs/ --open
     """
-    from rich.console import Console
-
     from sharpscope.analysis.full_report import write_page
-    from sharpscope.commands.seeing import printable_line
+    from sharpscope.commands.seeing import telling
 
-    with Console(stderr=True).status("reading traces") as status:
-        page = write_page(runs, out, on_progress=lambda text: status.update(printable_line(text)))
+    with telling("reading traces") as tell:
+        page = write_page(runs, out, on_progress=tell)
     typer.echo(f"Written: {page} ({page.stat().st_size / 2**20:.1f} MiB; needs no network)")
     if open_:
         import webbrowser

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -185,6 +187,20 @@ def spikes(
     if all(spike.z != spike.z for spike in found):  # NaN: not a spike
         typer.echo(f"no spike at z = {z:g}; the largest step with attribution instead:")
     Console().print(render_spikes(found, lambda step: loaded.tokens(steps=[step]), token_decoder(loaded)))
+
+
+@contextmanager
+def telling(first: str) -> Iterator[Callable[[str], None]]:
+    """A function that says what is being done, `first` to begin with: one changing line on a terminal, else a line each."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        typer.echo(f"  {first}", err=True)
+        yield lambda text: typer.echo(f"  {printable_line(text)}", err=True)
+        return
+    with console.status(first) as status:
+        yield lambda text: status.update(printable_line(text))
 
 
 def printable_line(text: str) -> str:

@@ -153,7 +153,11 @@ def _dry_run(runs: Sequence[PlannedRun], workers: int, threads: int) -> None:
 class _Bars:
     """Progress over all runs and over each active one."""
 
+    LINE_EVERY = 60.0  # [s]
+
     def __init__(self, runs: Sequence[PlannedRun]) -> None:
+        import time
+
         from rich.console import Console
         from rich.progress import (
             BarColumn,
@@ -164,9 +168,12 @@ class _Bars:
             TimeRemainingColumn,
         )
 
+        console = Console(stderr=True)
+        self.lines = not console.is_terminal
+        self.said = time.monotonic()
         self.progress = Progress(
             TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-            TextColumn("left"), TimeRemainingColumn(), console=Console(stderr=True),
+            TextColumn("left"), TimeRemainingColumn(), console=console, disable=self.lines,
         )  # fmt: skip
         self.total = self.progress.add_task("steps of all runs", total=sum(run.config.steps for run in runs))
         self.runs = list(runs)
@@ -180,7 +187,14 @@ class _Bars:
         self.progress.stop()
 
     def update(self, everything: Sequence[PlannedRun], active: Sequence[PlannedRun]) -> None:
-        """Move the bars to what the runs' folders say."""
+        """Move the bars to what the runs' folders say; without a terminal, print a line a minute."""
+        import time
+
+        if self.lines and time.monotonic() - self.said >= self.LINE_EVERY:
+            self.said = time.monotonic()
+            done, total = sum(run.steps_done for run in self.runs), sum(run.config.steps for run in self.runs)
+            now = ", ".join(f"{run.run_dir.name} {run.steps_done} of {run.config.steps}" for run in active)
+            typer.echo(f"{done} of {total} steps of all runs; running: {now or 'none'}", err=True)
         names = {run.run_dir.name for run in active}
         for name in [name for name in self.bars if name not in names]:
             self.progress.remove_task(self.bars.pop(name))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The progress bar of `warm-start`."""
+"""What `warm-start` shows: a bar on a terminal, a line at each probe elsewhere."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ def run_warm_start(
     policy: str, out: Path | None, overrides: Sequence[str], quiet: bool, threads: int | None = None
 ) -> None:
     """Build the spec from `name=value` overrides, run it, say what was written."""
+    from rich.console import Console
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -27,6 +28,7 @@ def run_warm_start(
     from sharpscope.policy import WARM_STARTS
     from sharpscope.policy.warm_start import Progress as Report
     from sharpscope.policy.warm_start import warm_start
+    from sharpscope.training.display import minutes
     from sharpscope.training.environment import set_threads
 
     if policy not in WARM_STARTS:
@@ -44,13 +46,17 @@ def run_warm_start(
         TextColumn("warm-start"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"),
         TimeRemainingColumn(), TextColumn("{task.fields[note]}"),
     )  # fmt: skip
-    with Progress(*columns, disable=quiet) as progress:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, disable=quiet or not console.is_terminal) as progress:
         bar = progress.add_task("warm-start", total=spec.steps, note="")
 
         def show(report: Report) -> None:
             exact = ", ".join(f"{style} {share:.0%}" for style, share in (report.exact or {}).items())
             note = f"loss {report.loss:.3f} nats/token" + (f", exact on held-out: {exact}" if exact else "")
             progress.update(bar, completed=report.step, note=note)
+            if report.exact is not None and not quiet and not console.is_terminal:
+                left = report.seconds / report.step * (report.steps - report.step)
+                typer.echo(f"update {report.step} of {report.steps}: {note}; {minutes(left)} left", err=True)
 
         summary = warm_start(spec, out, show)
     exact = ", ".join(f"{style} {share:.0%}" for style, share in summary.exact.items())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -68,8 +69,12 @@ _SHOWN = (
 )
 
 
+LINE_EVERY = 60.0
+"""Where there is no terminal: a step is printed when it ends this long after the last line, or is a tenth one [s]."""
+
+
 class RichDisplay:
-    """A live panel on a terminal; on a pipe, one line every tenth step."""
+    """A live panel on a terminal; elsewhere lines: every tenth step, slow steps, and evaluations."""
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(stderr=True)
@@ -87,9 +92,12 @@ class RichDisplay:
         self._evaluations: list[str] = []
         self._status = ""
         self._fired: dict[str, int] = {}
+        self._steps = self._done = 0
+        self._began = self._printed = time.monotonic()
 
     def start(self, title: str, steps: int, done: int) -> None:
         """Begin to draw."""
+        self._steps, self._done, self._began = steps, done, time.monotonic()
         self._task = self._progress.add_task(escape(title), total=steps, completed=done)
         if self.console.is_terminal:
             self._live = Live(self._render(), console=self.console, refresh_per_second=4)
@@ -105,9 +113,11 @@ class RichDisplay:
         self._rows = [*self._rows[-4:], row]
         self._progress.update(self._task, completed=int(row["step"]))
         self._refresh()
-        if self._live is None and (row["step"] % 10 == 0 or row["step"] == 1):
+        step, now = int(row["step"]), time.monotonic()
+        if self._live is None and (step % 10 == 0 or step == 1 or now - self._printed >= LINE_EVERY):
             values = "  ".join(f"{name} {_format(row.get(key), form)}" for name, key, form in _SHOWN)
-            self.console.print(f"step {row['step']}: {values}", highlight=False)
+            left = (now - self._began) / max(step - self._done, 1) * (self._steps - step)
+            self._print(f"step {step} of {self._steps}: {values}  left {minutes(left)}")
 
     def evaluation(self, rows: list[dict[str, Any]]) -> None:
         """Show the newest evaluation."""
@@ -118,7 +128,7 @@ class RichDisplay:
         ]
         self._refresh()
         if self._live is None and rows:
-            self.console.print(f"step {rows[0]['step']}, accuracy: " + "; ".join(self._evaluations), highlight=False)
+            self._print(f"step {rows[0]['step']}, accuracy: " + "; ".join(self._evaluations))
 
     def event(self, event: Event) -> None:
         """Print a health event above the panel; a rule that fires again is only counted (all are in the events table)."""
@@ -136,6 +146,10 @@ class RichDisplay:
             self._refresh()
             self._live.stop()
             self._live = None
+
+    def _print(self, line: str) -> None:
+        self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+        self._printed = time.monotonic()
 
     def _refresh(self) -> None:
         if self._live is not None:
@@ -158,6 +172,14 @@ class RichDisplay:
             grid.add_row("accuracy  " + escape("  ·  ".join(self._evaluations)))
         grid.add_row(f"[dim]{escape(self._status)}[/]")
         return grid
+
+
+def minutes(seconds: float) -> str:
+    """`45 s`, `12 min` or `3 h 05 min`."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    whole = round(seconds / 60)
+    return f"{whole} min" if whole < 120 else f"{whole // 60} h {whole % 60:02d} min"
 
 
 def _format(value: Any, form: str) -> str:

@@ -93,9 +93,15 @@ def evaluate(
     """
     rows = []
     for cell in cells(task, splits, prompts, temperatures, samples):
-        if on_progress is not None:
-            on_progress(f"{cell.split}, level {cell.level}, temperature {cell.temperature:g}")
-        batches = list(_batches(policy, task, cell, spec, seed, progress))
+        tell = on_progress or (lambda text: None)
+        name, number = f"{cell.split}, level {cell.level}, temperature {cell.temperature:g}", len(cell.examples)
+        tell(f"{name}: {number} prompts")
+        batches: list[Batch] = []
+        for batch in _batches(policy, task, cell, spec, seed, progress):
+            batches.append(batch)
+            done = sum(len(found.correct) for found in batches)
+            if done < number:
+                tell(f"{name}: {done} of {number} prompts done")
         correct = np.array([row for batch in batches for row in batch.correct], dtype=bool)
         rewards = [value for batch in batches for value in batch.rewards]
         row = evaluation_row(step, task.name, cell.split, cell.level, correct, rewards, cell.temperature)

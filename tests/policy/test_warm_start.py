@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from itertools import islice, product
 from pathlib import Path
 
@@ -11,7 +12,9 @@ import pytest
 import torch
 from pydantic import ValidationError
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
 
+from sharpscope.cli import app
 from sharpscope.errors import UserError
 from sharpscope.policy.demonstrations import (
     OPENING,
@@ -321,3 +324,16 @@ def test_a_muon_step_by_hand(shape):
         expected = expected * (1 - 0.1 * 0.5) - 0.1 * max(1.0, shape[0] / shape[1]) ** 0.5 * update
         torch.testing.assert_close(matrix.detach(), expected)
     assert not idle.any()
+
+
+def test_the_command_prints_a_line_at_each_probe_where_there_is_no_terminal(tmp_path):
+    settings = TINY.model_dump(mode="json", exclude={"weights"}) | {"steps": 5, "probe_every": 2, "probe_size": 2}
+    sets = [part for name, value in settings.items() for part in ("--set", f"{name}={value}")]
+    sets += ["--set", "weights={2: 1.0}"]
+    result = CliRunner().invoke(app, ["warm-start", "--out", str(tmp_path / "new"), "--threads", "1", *sets])
+    assert result.exit_code == 0, result.output
+    lines = [line for line in result.stderr.splitlines() if line.startswith("update ")]
+    assert [line.split(":")[0] for line in lines] == [f"update {step} of 5" for step in (2, 4, 5)]
+    assert all(re.search(r": loss \d+\.\d{3} nats/token, exact on held-out: .*; \d+ s left$", line) for line in lines)
+    quiet = CliRunner().invoke(app, ["warm-start", "--out", str(tmp_path / "two"), "--threads", "1", "--quiet", *sets])
+    assert quiet.exit_code == 0 and not quiet.stderr

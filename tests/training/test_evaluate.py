@@ -121,6 +121,16 @@ def test_batches_change_no_draw(world, size, monkeypatch):
     assert evaluate(policy, task, spec=spec, **SETTINGS) == whole
 
 
+def test_an_evaluation_says_how_far_it_is(world, monkeypatch):
+    policy, task, spec = world
+    monkeypatch.setattr(evaluation, "BATCH_COMPLETIONS", 8)  # two puzzles of four completions
+    said = []
+    evaluate(policy, task, spec=spec, **SETTINGS | {"temperatures": (1.0,)}, on_progress=said.append)
+    name = "heldout, level 0, temperature 1"
+    assert said[:3] == [f"{name}: 5 prompts", f"{name}: 2 of 5 prompts done", f"{name}: 4 of 5 prompts done"]
+    assert len(said) == 6
+
+
 def test_an_interrupted_evaluation_goes_on_where_it_stopped(world, tmp_path, monkeypatch):
     policy, task, spec = world
     monkeypatch.setattr(evaluation, "BATCH_COMPLETIONS", 8)  # two puzzles of four completions
