@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from sharpscope.objective import register_shaping as register_shaping
+    from sharpscope.config import register_shaping as register_shaping
     from sharpscope.probes import attribute as attribute
     from sharpscope.probes import curvature as curvature
     from sharpscope.probes import score_norms as score_norms
@@ -28,7 +28,7 @@ _HOMES = {
     "curvature": "sharpscope.probes",
     "sharpness": "sharpscope.probes",
     "register_task": "sharpscope.tasks",
-    "register_shaping": "sharpscope.objective",
+    "register_shaping": "sharpscope.config",
 }
 
 __all__ = ["__version__", *sorted(_HOMES)]  # noqa: PLE0604 - the names are strings

@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from sharpscope.config import build_config
+from sharpscope.config.token_weights import SigmoidShaping
 from sharpscope.objective import choose_preset
-from sharpscope.objective.shaping_spec import SigmoidShaping
 from sharpscope.tasks import Example, make_task
 
 PAPER = sorted((Path(__file__).resolve().parents[1] / "experiments" / "paper").glob("*.yaml"))

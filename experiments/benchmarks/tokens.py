@@ -19,10 +19,10 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from experiments.benchmarks.token_stats import measure
 from experiments.benchmarks.tokens_recording import recording_cost
+from sharpscope.config.training import RecordingSpec
 from sharpscope.packaged import data_path
 from sharpscope.probes import directional_derivative, logp_gradient, score_norms
 from sharpscope.probes.token_gradients import Tier, batched
-from sharpscope.training.spec import RecordingSpec
 
 GPU_SHAPES: dict[str, dict[str, int]] = {
     "Qwen2.5-0.5B": {

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import pandas as pd
 
 from sharpscope.config import build_config
+from sharpscope.config.training import RecordingSpec
 from sharpscope.training import train
-from sharpscope.training.spec import RecordingSpec
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ def methods(
     from rich.markup import escape
     from rich.table import Table
 
-    from sharpscope.objective import describe, method_names
+    from sharpscope.config import describe, method_names
 
     console = Console()
     if name is not None:
@@ -80,8 +80,8 @@ def shapings(
 
     from sharpscope.analysis.figures.style import styled
     from sharpscope.commands.weight_curves import DEFAULT, function_curves, observed, shaping_figure
+    from sharpscope.config import named_method
     from sharpscope.errors import UserError
-    from sharpscope.objective import named_method
     from sharpscope.traces import load_run
 
     if out.suffix not in (".png", ".svg"):

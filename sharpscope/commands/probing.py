@@ -10,8 +10,8 @@ import typer
 if TYPE_CHECKING:
     import pandas as pd
 
+    from sharpscope.config.probes import ProbesSpec
     from sharpscope.policy import Policy
-    from sharpscope.probes.spec import ProbesSpec
 
 PARTS = ("curvature", "perturbation", "tokens")
 FUNCTIONALS = ("nll", "surrogate", "expected_failure")
@@ -122,7 +122,7 @@ def _given(overrides: list[str]) -> dict[str, Any]:
 
 def _spec(overrides: list[str]) -> ProbesSpec:
     from sharpscope.config import check_keys, validate
-    from sharpscope.probes.spec import ProbesSpec
+    from sharpscope.config.probes import ProbesSpec
 
     values = {"preset": "standard"} | _given(overrides)
     check_keys(ProbesSpec, values)

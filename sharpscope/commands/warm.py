@@ -23,9 +23,8 @@ def run_warm_start(
         TimeRemainingColumn,
     )
 
-    from sharpscope.config import check_keys, merge, parse_override, validate
+    from sharpscope.config import WARM_STARTS, check_keys, merge, parse_override, validate
     from sharpscope.errors import UserError, nearest
-    from sharpscope.policy import WARM_STARTS
     from sharpscope.policy.warm_start import Progress as Report
     from sharpscope.policy.warm_start import warm_start
     from sharpscope.training.display import minutes

@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 
 from sharpscope.analysis.figures.style import finish, lines, panels, plain
+from sharpscope.config.method import PpoClip
 from sharpscope.errors import UserError
 from sharpscope.objective import (
     Method,
@@ -20,7 +21,6 @@ from sharpscope.objective import (
     summarize_weights,
     token_weights,
 )
-from sharpscope.objective.spec import PpoClip
 from sharpscope.traces import Run
 
 if TYPE_CHECKING:

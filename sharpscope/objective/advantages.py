@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sharpscope.objective.spec import Advantage, Sampling
+from sharpscope.config.method import Advantage, Sampling
 
 
 def group_advantages(reward: Tensor, group: Tensor, spec: Advantage | None = None) -> Tensor:

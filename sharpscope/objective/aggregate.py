@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sharpscope.objective.spec import Method
+from sharpscope.config.method import Method
 
 
 def token_normalizer(

@@ -7,8 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+from sharpscope.config.method import ClipCovTokens, HighEntropyTokens, KlCovPenalty, LoptiPasses, Method
 from sharpscope.objective.shaping import token_weights
-from sharpscope.objective.spec import ClipCovTokens, HighEntropyTokens, KlCovPenalty, LoptiPasses, Method
 from sharpscope.objective.statistics import token_covariance
 from sharpscope.objective.values import Plan, StepTensors
 

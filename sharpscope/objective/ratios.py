@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sharpscope.objective.spec import HolderRatio, Ratio, TokenRatio
+from sharpscope.config.method import HolderRatio, Ratio, TokenRatio
 
 
 def importance_ratio(spec: Ratio, log_ratio: Tensor, mask: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sharpscope.objective.shaping_spec import Part, weight_bounds
+from sharpscope.config.token_weights import Part, weight_bounds
 from sharpscope.objective.values import StepTensors
 
 #: Share of the weights on one bound above which a shaping has lost its effect.

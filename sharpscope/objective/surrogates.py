@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sharpscope.config.method import CispoClip, Clip, EwmaProximal, KlCovPenalty, Method, PpoClip
 from sharpscope.objective.ratios import importance_ratio
-from sharpscope.objective.spec import CispoClip, Clip, EwmaProximal, KlCovPenalty, Method, PpoClip
 from sharpscope.objective.values import LossOutput, Plan
 
 #: [nats] e^80 still fits in float32; an infinite ratio would turn the zero gradient of a clipped token into NaN.

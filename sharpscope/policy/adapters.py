@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from sharpscope.config.policy import LoraSpec
 from sharpscope.errors import UserError
-from sharpscope.policy.spec import LoraSpec
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"

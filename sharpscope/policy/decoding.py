@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sharpscope.config.policy import SamplingSpec
 from sharpscope.policy.cache import DecodeCache, PromptCache, stack
 from sharpscope.policy.conversation import Turns
 from sharpscope.policy.head import backbone
 from sharpscope.policy.loading import Policy
 from sharpscope.policy.sampling import draw
 from sharpscope.policy.shared_decoding import SharedDecodeCache, can_share_decoding, shared_attention
-from sharpscope.policy.spec import SamplingSpec
 
 # Rows that are done stay until they are this share of the batch: leaving copies the cache of those who go on.
 LEAVE_SHARE = 0.125

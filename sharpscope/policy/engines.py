@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from sharpscope.config.policy import SamplingSpec, VllmBackend
 from sharpscope.errors import UserError
 from sharpscope.policy.servers import FIELD, Answer
-from sharpscope.policy.spec import SamplingSpec, VllmBackend
 
 
 class VllmEngine:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from sharpscope.config.policy import LocalBackend, SamplingSpec
 from sharpscope.errors import UserError
 from sharpscope.policy.cache import read_on, read_prompts
 from sharpscope.policy.conversation import Environment, Turns, as_text
@@ -19,7 +20,6 @@ from sharpscope.policy.head import backbone, computing
 from sharpscope.policy.loading import Policy
 from sharpscope.policy.rollouts import Completions
 from sharpscope.policy.sampling import completion_uniforms
-from sharpscope.policy.spec import LocalBackend, SamplingSpec
 
 
 @torch.no_grad()

@@ -19,12 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from sharpscope.config.policy import LocalBackend, SamplingSpec, ServerBackend
 from sharpscope.errors import UserError
 from sharpscope.policy.conversation import as_text
 from sharpscope.policy.decoding import Output
 from sharpscope.policy.loading import Policy
 from sharpscope.policy.servers import FIELD, Answer, Server
-from sharpscope.policy.spec import LocalBackend, SamplingSpec, ServerBackend
 
 
 class Engine(Protocol):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sharpscope.policy.spec import SamplingSpec
+from sharpscope.config.policy import SamplingSpec
 
 _MASK = (1 << 64) - 1
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from sharpscope.config.policy import SamplingSpec, ServerBackend
 from sharpscope.errors import UserError
-from sharpscope.policy.spec import SamplingSpec, ServerBackend
 
 FIELD = "rollout.backend"
 PAUSE_S = (0.25, 8.0)  # before the first repetition, and at most

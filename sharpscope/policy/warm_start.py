@@ -23,12 +23,12 @@ import transformers
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerBase, Qwen2ForCausalLM
 
+from sharpscope.config.warm_start import KnightsKnavesWarmStart, MathWarmStart, ToolQaWarmStart, WarmStartSpec
 from sharpscope.errors import UserError
 from sharpscope.policy import demonstrations_math, demonstrations_tool
 from sharpscope.policy.demonstrations import OPENING, ROLE, Demonstration, demonstrations, phrases, puzzles
 from sharpscope.policy.embedded import build_model, build_tokenizer, common_phrases, save_tokenizer
 from sharpscope.policy.muon import Muon
-from sharpscope.policy.warm_spec import KnightsKnavesWarmStart, MathWarmStart, ToolQaWarmStart, WarmStartSpec
 
 SUMMARY = "warm_start.json"
 

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sharpscope.config.probes import ProbesSpec
 from sharpscope.errors import UserError
 from sharpscope.probes.estimate import Estimate, columns
 from sharpscope.probes.functionals import Functional, FunctionalName, TokenBatch, completion_batch
-from sharpscope.probes.spec import ProbesSpec
 from sharpscope.probes.survey import Measured, measure, problems
 
 if TYPE_CHECKING:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from sharpscope.config.probes import KINDS, ProbesSpec
 from sharpscope.probes.estimate import Estimate, labelled
 from sharpscope.probes.functionals import Functional, FunctionalName, group_normalised, rollout_batch, staleness
 from sharpscope.probes.grouped import m_sharpness_of
@@ -21,7 +22,6 @@ from sharpscope.probes.parameter_groups import parameter_groups
 from sharpscope.probes.perturbation import sharpness_grid
 from sharpscope.probes.probe_set import Draw, Drawn, ProbeSet
 from sharpscope.probes.slices import loss_slices
-from sharpscope.probes.spec import KINDS, ProbesSpec
 
 if TYPE_CHECKING:
     import pandas as pd

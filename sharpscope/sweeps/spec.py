@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import Field, field_validator, model_validator
 
-from sharpscope.spec import Spec
+from sharpscope.config.base import Spec
 
 _ELSEWHERE = {
     "seed": "list seeds under `seeds`, beside `methods`",

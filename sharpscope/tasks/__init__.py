@@ -9,20 +9,13 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
-from typing import Annotated, Any, cast
+from typing import Any, cast
 
-from pydantic import Field
-
+from sharpscope.config.base import Spec
+from sharpscope.config.tasks import CustomSpec, DatasetSpec, GymSpec, KnightsKnavesSpec, MathSpec, TaskSpec, ToolQaSpec
 from sharpscope.errors import UserError, nearest
-from sharpscope.spec import Spec
 from sharpscope.tasks.base import Example, InteractiveTask, Reward, Task, respond_all
 from sharpscope.tasks.custom import register_task, registered_tasks
-from sharpscope.tasks.spec import CustomSpec, DatasetSpec, GymSpec, KnightsKnavesSpec, MathSpec, ToolQaSpec
-
-TaskSpec = Annotated[
-    KnightsKnavesSpec | MathSpec | ToolQaSpec | GymSpec | DatasetSpec | CustomSpec, Field(discriminator="kind")
-]
-"""Configuration of any task, told apart by its field `kind`."""
 
 _MAKERS: dict[type[Spec], str] = {
     KnightsKnavesSpec: "knights_knaves:KnightsKnaves",

@@ -10,9 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from sharpscope.config.tasks import CustomSpec
 from sharpscope.errors import UserError, nearest
 from sharpscope.tasks.base import Example, InteractiveTask, Reward, Task, content_id
-from sharpscope.tasks.spec import CustomSpec
 
 Scorer = Callable[[Example, str], Reward | float | bool]
 Factory = Callable[..., Any]

@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from sharpscope.config.tasks import DatasetSpec
 from sharpscope.errors import UserError, nearest
 from sharpscope.tasks.answers import number_of, score_exact, score_exact_match, score_numeric
 from sharpscope.tasks.base import Example, Reward, content_id, held_out_share
 from sharpscope.tasks.dataset_files import Place, Row, cell, files_of, read_file, read_hub
 from sharpscope.tasks.logic_rl import roles_of, score_logic_rl
 from sharpscope.tasks.math_scoring import score_math
-from sharpscope.tasks.spec import DatasetSpec
 from sharpscope.tasks.statements import content_key, parse_statements, solve
 
 DATA_SOURCES = {

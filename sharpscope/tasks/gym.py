@@ -8,10 +8,10 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from sharpscope.config.tasks import GymSpec
 from sharpscope.errors import UserError, nearest
 from sharpscope.tasks.base import Example, Reward, content_id, stream_seed
 from sharpscope.tasks.generated import take
-from sharpscope.tasks.spec import GymSpec
 
 EVALUATING = frozenset(
     {

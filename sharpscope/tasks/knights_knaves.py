@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from sharpscope.config.tasks import KnightsKnavesSpec
 from sharpscope.errors import UserError, nearest
 from sharpscope.tasks.base import Example, Reward, content_id, held_out_share, stream_seed
 from sharpscope.tasks.logic_rl import roles_of, score_logic_rl, solution_text
 from sharpscope.tasks.puzzles import Draws, sample_puzzle, word_puzzle
-from sharpscope.tasks.spec import KnightsKnavesSpec
 from sharpscope.tasks.statements import Puzzle, content_key, solve
 
 HELD_OUT = 0.25

@@ -8,11 +8,11 @@ from collections.abc import Container, Iterator, Sequence
 from itertools import chain
 from random import Random
 
+from sharpscope.config.tasks import MathSpec
 from sharpscope.tasks.base import Example, Reward, content_id, stream_seed
 from sharpscope.tasks.generated import take
 from sharpscope.tasks.math_families import FAMILIES, unordered
 from sharpscope.tasks.math_scoring import score_value
-from sharpscope.tasks.spec import MathSpec
 
 
 class MathTask:

@@ -9,12 +9,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from random import Random
 
+from sharpscope.config.tasks import ToolQaSpec
 from sharpscope.errors import UserError
 from sharpscope.tasks.base import Example, Reward, content_id, stream_seed
 from sharpscope.tasks.dataset import SCORERS, DatasetTask
 from sharpscope.tasks.generated import take
 from sharpscope.tasks.retrieval import Bm25Retriever, HttpRetriever, Retriever, read_corpus
-from sharpscope.tasks.spec import ToolQaSpec
 from sharpscope.tasks.tool_protocol import (
     FEEDBACK,
     INSTRUCTION,

@@ -20,9 +20,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from sharpscope.config.training import CheckpointSpec
 from sharpscope.errors import NonFiniteError, UserError
 from sharpscope.traces.files import sync_folder, sync_tree
-from sharpscope.training.spec import CheckpointSpec
 
 STATE = "trainer_state.json"
 CHECKSUMS = "checksums.json"

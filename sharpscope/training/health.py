@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import torch
 
-from sharpscope.training.spec import HealthSpec, Rule
+from sharpscope.config.training import HealthSpec, Rule
 
 CGROUP = Path("/sys/fs/cgroup")
 PREVENTS = ("skip_step", "stop")

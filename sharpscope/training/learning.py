@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields
 import torch
 from torch import Tensor
 
+from sharpscope.config.method import EwmaProximal, GradientNormPenalty, Sam
 from sharpscope.errors import NonFiniteError
 from sharpscope.objective import (
     LossOutput,
@@ -21,7 +22,6 @@ from sharpscope.objective import (
     prepare,
     token_normalizer,
 )
-from sharpscope.objective.spec import EwmaProximal, GradientNormPenalty, Sam
 from sharpscope.policy import Rollouts, Scored, TokenStats, microbatches, score_completions
 from sharpscope.policy.adapters import without_adapters
 from sharpscope.training import processes

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
+from sharpscope.config.policy import LocalBackend
 from sharpscope.errors import UserError
 from sharpscope.objective import calibrate, choose_preset, method_label, needs_calibration
 from sharpscope.policy import Policy, TokenStats, check_lengths, load_policy, render_prompts
 from sharpscope.policy.adapters import has_adapters
 from sharpscope.policy.loading import check_revision
-from sharpscope.policy.spec import LocalBackend
 from sharpscope.tasks import Task, make_task
 from sharpscope.traces import RunLock, create_run_dir, read_run_info
 from sharpscope.traces.files import RUN_FILE

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sharpscope.config.training import OptimizerSpec
 from sharpscope.training import processes
-from sharpscope.training.spec import OptimizerSpec
 
 
 def build_optimizer(model: nn.Module, spec: OptimizerSpec) -> torch.optim.AdamW:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sharpscope.config.policy import LocalBackend
 from sharpscope.errors import UserError
 from sharpscope.policy import (
     Completions,
@@ -20,7 +21,6 @@ from sharpscope.policy import (
     score_completions,
     with_openings,
 )
-from sharpscope.policy.spec import LocalBackend
 from sharpscope.probes import Drawn, ProbeSet, build_probe_set
 from sharpscope.probes.probe_set import ProbeItem
 from sharpscope.tasks import Example, Task

@@ -9,8 +9,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from sharpscope.config.method import Sampling
+from sharpscope.config.policy import LocalBackend
 from sharpscope.objective import Method, group_advantages, informative_groups, overlong_penalty
-from sharpscope.objective.spec import Sampling
 from sharpscope.policy import (
     Completions,
     Environment,
@@ -22,7 +23,6 @@ from sharpscope.policy import (
     render_prompts,
     with_openings,
 )
-from sharpscope.policy.spec import LocalBackend
 from sharpscope.tasks import Example, InteractiveTask, Reward, Task
 from sharpscope.training import processes
 from sharpscope.training.data_order import DataOrder

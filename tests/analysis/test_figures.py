@@ -66,8 +66,8 @@ def test_where_the_gradient_is_that_weights_multiply(study):
 def _objective_weights(shaping, u, name="logit"):
     from pydantic import TypeAdapter
 
+    from sharpscope.config.token_weights import Shaping
     from sharpscope.objective import StepTensors, token_weights
-    from sharpscope.objective.shaping_spec import Shaping
 
     values = {field: torch.zeros(1, len(u), dtype=torch.float64) for field in ("logp", "logit", "entropy")}
     values[name] = torch.tensor(u, dtype=torch.float64)[None]

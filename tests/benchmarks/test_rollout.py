@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from experiments.benchmarks import rollout
+from sharpscope.config.policy import PolicySpec
 from sharpscope.errors import UserError
 from sharpscope.policy import SamplingSpec, load_policy
-from sharpscope.policy.spec import PolicySpec
 from sharpscope.tasks import Example, Reward
 
 pytest.importorskip("bm25s", reason="needs the optional library bm25s")

@@ -7,7 +7,7 @@ import torch
 
 from experiments.benchmarks import tokens_accuracy as accuracy
 from experiments.benchmarks.tokens_recording import RecordingCost, recording_cost
-from sharpscope.training.spec import RecordingSpec
+from sharpscope.config.training import RecordingSpec
 from tests.oracles.token_gradients import local_token_gradients, squared_norms, token_gradients
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from sharpscope.config import build_config
-from sharpscope.spec import plain_types
+from sharpscope.config.base import plain_types
 
 _STARTS: tuple[dict[str, Any], ...] = (
     {},

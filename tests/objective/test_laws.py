@@ -11,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from sharpscope.config.method import AllTokens, CispoClip, HolderRatio, NoClip, SequenceRatio
+from sharpscope.config.token_weights import LinearShaping, PowerShaping, UniformShaping, weight_bounds
 from sharpscope.objective import (
     Method,
     calibrate,
@@ -22,8 +24,6 @@ from sharpscope.objective import (
     token_weights,
 )
 from sharpscope.objective.ratios import importance_ratio
-from sharpscope.objective.shaping_spec import LinearShaping, PowerShaping, UniformShaping, weight_bounds
-from sharpscope.objective.spec import AllTokens, CispoClip, HolderRatio, NoClip, SequenceRatio
 from tests.objective.data import LIMIT, Case, make_case
 from tests.objective.test_oracles import ORACLES, TOY
 

@@ -8,6 +8,17 @@ import sys
 import pytest
 from pydantic import ValidationError
 
+from sharpscope.config.method import HolderRatio, Kl, LoptiPasses, SequenceRatio
+from sharpscope.config.token_weights import (
+    ConstantShaping,
+    EntropyShaping,
+    LinearShaping,
+    MeanOneShaping,
+    ReverseShaping,
+    ShuffledShaping,
+    SigmoidShaping,
+    UniformShaping,
+)
 from sharpscope.errors import UserError
 from sharpscope.objective import (
     Method,
@@ -20,17 +31,6 @@ from sharpscope.objective import (
     needs_calibration,
     passes_of,
 )
-from sharpscope.objective.shaping_spec import (
-    ConstantShaping,
-    EntropyShaping,
-    LinearShaping,
-    MeanOneShaping,
-    ReverseShaping,
-    ShuffledShaping,
-    SigmoidShaping,
-    UniformShaping,
-)
-from sharpscope.objective.spec import HolderRatio, Kl, LoptiPasses, SequenceRatio
 
 NAMES = [
     "grpo", "grpo-sg", "tr-grpo", "ar", "lopti", "ar-lopti", "cov-grpo", "clip-cov", "kl-cov",
@@ -185,18 +185,18 @@ def test_every_field_is_described():
         for name, info in model.model_fields.items():
             assert name == "kind" or info.description, f"{model.__name__}.{name}"
 
-    from sharpscope.objective import shaping_kinds, shaping_spec, spec
+    from sharpscope.config import Spec, method, shaping_kinds, token_weights
 
-    for module in (spec, shaping_spec):
+    for module in (method, token_weights):
         for value in vars(module).values():
-            if isinstance(value, type) and issubclass(value, shaping_spec.Spec):
+            if isinstance(value, type) and issubclass(value, Spec):
                 visit(value)
     assert {Method, Schedule, *shaping_kinds().values()} <= seen
 
 
 def test_reading_methods_needs_no_torch():
     code = (
-        "import sys; from sharpscope.objective import describe, method_names, named_method; "
+        "import sys; from sharpscope.config import describe, method_names, named_method; "
         "[describe(n) for n in method_names()]; sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -7,6 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from sharpscope.config.method import ClipCovTokens, KlCovPenalty
+from sharpscope.config.token_weights import PolarityShaping
 from sharpscope.objective import (
     Method,
     calibrate,
@@ -18,8 +20,6 @@ from sharpscope.objective import (
     prepare,
     token_normalizer,
 )
-from sharpscope.objective.shaping_spec import PolarityShaping
-from sharpscope.objective.spec import ClipCovTokens, KlCovPenalty
 from tests.objective.data import LIMIT, Case, as_batch, make_case
 from tests.oracles import objective as oracle
 

@@ -9,6 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from sharpscope.config.method import (
+    Advantage,
+    CispoClip,
+    ClipCovTokens,
+    HighEntropyTokens,
+    HolderRatio,
+    KlCovPenalty,
+    Overlong,
+    PpoClip,
+    Sampling,
+)
+from sharpscope.config.token_weights import LinearShaping, SigmoidShaping
 from sharpscope.objective import (
     Method,
     StepTensors,
@@ -24,18 +36,6 @@ from sharpscope.objective import (
     token_normalizer,
 )
 from sharpscope.objective.ratios import importance_ratio
-from sharpscope.objective.shaping_spec import LinearShaping, SigmoidShaping
-from sharpscope.objective.spec import (
-    Advantage,
-    CispoClip,
-    ClipCovTokens,
-    HighEntropyTokens,
-    HolderRatio,
-    KlCovPenalty,
-    Overlong,
-    PpoClip,
-    Sampling,
-)
 from sharpscope.objective.surrogates import clipped_objective
 from tests.objective.data import LIMIT, as_batch, make_case
 from tests.oracles import objective as oracle

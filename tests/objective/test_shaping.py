@@ -10,22 +10,8 @@ import pytest
 import torch
 from pydantic import TypeAdapter, ValidationError
 
-from sharpscope.errors import UserError
-from sharpscope.objective import (
-    Schedule,
-    Shaping,
-    StepTensors,
-    calibrate,
-    choose_preset,
-    named_method,
-    needs_calibration,
-    register_shaping,
-    shaping_kinds,
-    summarize_weights,
-    token_weights,
-)
-from sharpscope.objective.custom import find_shaping
-from sharpscope.objective.shaping_spec import (
+from sharpscope.config.custom_weights import find_shaping
+from sharpscope.config.token_weights import (
     ConstantShaping,
     CovarianceGaussianShaping,
     CustomShaping,
@@ -40,6 +26,20 @@ from sharpscope.objective.shaping_spec import (
     UniformShaping,
     is_pointwise,
     weight_bounds,
+)
+from sharpscope.errors import UserError
+from sharpscope.objective import (
+    Schedule,
+    Shaping,
+    StepTensors,
+    calibrate,
+    choose_preset,
+    named_method,
+    needs_calibration,
+    register_shaping,
+    shaping_kinds,
+    summarize_weights,
+    token_weights,
 )
 from tests.objective.data import make_case
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from sharpscope.config.policy import PolicySpec
 from sharpscope.policy import Environment, SamplingSpec, decoding, load_policy, score_completions
 from sharpscope.policy.conversation import Turns, as_text, closing_tokens
 from sharpscope.policy.generation import generate
 from sharpscope.policy.loading import make_policy
 from sharpscope.policy.sampling import completion_uniforms
-from sharpscope.policy.spec import PolicySpec
 from sharpscope.tasks import Example, Reward
 from tests.models import ARCHITECTURES, tiny_model
 from tests.oracles.generation import completion_logp, converse_one

@@ -9,11 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sharpscope.config.policy import SamplingSpec
 from sharpscope.errors import UserError
 from sharpscope.policy import Completions, Policy, decoding
 from sharpscope.policy.generation import generate
 from sharpscope.policy.sampling import completion_uniforms, draw
-from sharpscope.policy.spec import SamplingSpec
 from tests.models import ARCHITECTURES
 from tests.oracles.generation import choose, generate_one, log_softmax
 from tests.policy.helpers import random_prompts, tiny_policy

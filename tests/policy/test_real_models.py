@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from sharpscope.config.policy import LoraSpec
 from sharpscope.errors import UserError
 from sharpscope.policy import (
     PolicySpec,
@@ -21,7 +22,6 @@ from sharpscope.policy import (
 from sharpscope.policy.adapters import has_adapters, without_adapters
 from sharpscope.policy.chunked_logp import flat_logp
 from sharpscope.policy.recompute import layers_of
-from sharpscope.policy.spec import LoraSpec
 from tests.models import ARCHITECTURES, tiny_model
 from tests.policy.helpers import word_tokenizer
 from tests.policy.test_forward import rows

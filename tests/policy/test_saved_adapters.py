@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from sharpscope.config.policy import LoraSpec
 from sharpscope.errors import UserError
 from sharpscope.policy import PolicySpec, load_policy
 from sharpscope.policy.adapters import has_adapters
 from sharpscope.policy.loading import check_revision
-from sharpscope.policy.spec import LoraSpec
 from sharpscope.training import evaluate_model, train
 from tests.models import tiny_model
 from tests.policy.helpers import word_tokenizer

@@ -268,8 +268,8 @@ def test_models_keys_and_environments(policy, monkeypatch):
 def test_a_run_trains_on_a_servers_completions(toy_config, tiny_policy, tmp_path: Path):
     """With sync the mismatch recorded per token is rounding; without it the health rule speaks."""
     import sharpscope
+    from sharpscope.config.policy import PolicySpec
     from sharpscope.policy import load_policy
-    from sharpscope.policy.spec import PolicySpec
     from sharpscope.training import train
 
     model = load_policy(PolicySpec(model=str(tiny_policy), device="cpu")).model

@@ -12,10 +12,10 @@ import torch
 from pydantic import ValidationError
 from transformers import AutoModelForCausalLM
 
+from sharpscope.config.warm_start import WARM_STARTS, MathWarmStart, ToolQaWarmStart
 from sharpscope.policy import demonstrations_math, demonstrations_tool
 from sharpscope.policy.embedded import build_tokenizer, load_tokenizer
 from sharpscope.policy.generation import as_text
-from sharpscope.policy.warm_spec import WARM_STARTS, MathWarmStart, ToolQaWarmStart
 from sharpscope.policy.warm_start import _material, _row, warm_start
 from sharpscope.tasks import MathSpec, ToolQaSpec, make_task
 

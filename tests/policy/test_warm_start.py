@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from sharpscope.cli import app
+from sharpscope.config.warm_start import KnightsKnavesWarmStart
 from sharpscope.errors import UserError
 from sharpscope.policy.demonstrations import (
     OPENING,
@@ -30,7 +31,6 @@ from sharpscope.policy.demonstrations import (
 )
 from sharpscope.policy.embedded import embedded_policy, load_tokenizer
 from sharpscope.policy.muon import Muon, orthogonal
-from sharpscope.policy.warm_spec import KnightsKnavesWarmStart
 from sharpscope.policy.warm_start import Row, _accumulate, _row, exactness, schedule, warm_start
 from sharpscope.tasks import DatasetSpec, KnightsKnavesSpec, make_task
 from sharpscope.tasks.logic_rl import roles_of, score_logic_rl

@@ -11,6 +11,7 @@ import torch
 
 import sharpscope
 from sharpscope.config import build_config
+from sharpscope.config.training import CheckpointSpec
 from sharpscope.errors import NonFiniteError, UserError
 from sharpscope.traces import update_run_info
 from sharpscope.training import train
@@ -25,7 +26,6 @@ from sharpscope.training.checkpoint import (
     save_checkpoint,
     step_of,
 )
-from sharpscope.training.spec import CheckpointSpec
 from tests.models import tiny_model
 from tests.training.test_loop import StopAfter, assert_same, tables
 

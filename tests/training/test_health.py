@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM
 
 import sharpscope
 from sharpscope.analysis import show
+from sharpscope.config.training import HealthSpec
 from sharpscope.training import health, train
 from sharpscope.training.checkpoint import checkpoints
 from sharpscope.training.health import check_finite, check_policy, check_rollouts, container_share
 from sharpscope.training.learning import Learner
-from sharpscope.training.spec import HealthSpec
 
 QUIET = {"evaluation__every": 0, "steps": 2}
 FINE = {"entropy_mean": 1.0, "saturation": 0.5, "logp_mismatch": 0.0, "memory": 0.1}

@@ -8,8 +8,9 @@ import math
 import pytest
 import torch
 
+from sharpscope.config.method import GradientNormPenalty, Kl, Sam
+from sharpscope.config.training import OptimizerSpec
 from sharpscope.objective import named_method
-from sharpscope.objective.spec import GradientNormPenalty, Kl, Sam
 from sharpscope.policy import load_policy
 from sharpscope.tasks import make_task
 from sharpscope.training import learning
@@ -18,7 +19,6 @@ from sharpscope.training.learning import Learner
 from sharpscope.training.optimizer import build_optimizer
 from sharpscope.training.records import steps_row
 from sharpscope.training.rounds import draw_round, join_rollouts
-from sharpscope.training.spec import OptimizerSpec
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import get_scheduler
 
+from sharpscope.config.training import OptimizerSpec
 from sharpscope.training.optimizer import build_optimizer, gradient_norm, learning_rate, scale_gradients, update_norm
-from sharpscope.training.spec import OptimizerSpec
 from tests.models import tiny_model
 
 

@@ -9,10 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sharpscope.config import RunConfig, check_keys, resolve_method, validate
-from sharpscope.errors import UserError
-from sharpscope.objective import Method, named_method
-from sharpscope.objective.shaping_spec import UniformShaping
-from sharpscope.objective.spec import (
+from sharpscope.config.method import (
     Advantage,
     AllTokens,
     CispoClip,
@@ -23,6 +20,9 @@ from sharpscope.objective.spec import (
     SequenceRatio,
     TokenRatio,
 )
+from sharpscope.config.token_weights import UniformShaping
+from sharpscope.errors import UserError
+from sharpscope.objective import Method, named_method
 
 OLDEST = (1, 0)
 EXCLUDED = ("1.15.0",)

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sharpscope.config.method import PpoClip
 from sharpscope.objective import gradient_killed, k3
-from sharpscope.objective.spec import PpoClip
 
 
 @dataclass(frozen=True)

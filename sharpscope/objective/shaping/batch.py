@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sharpscope.objective.shaping_spec import PolarityShaping
+from sharpscope.config.token_weights import PolarityShaping
 from sharpscope.objective.statistics import masked_mean, token_covariance
 from sharpscope.objective.values import StepTensors
 

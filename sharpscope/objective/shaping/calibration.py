@@ -6,9 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from sharpscope.errors import UserError
-from sharpscope.objective.shaping.curves import shaping_input
-from sharpscope.objective.shaping_spec import (
+from sharpscope.config.token_weights import (
     EntropyShaping,
     PolarityShaping,
     Schedule,
@@ -16,6 +14,8 @@ from sharpscope.objective.shaping_spec import (
     SigmoidShaping,
     Wrapper,
 )
+from sharpscope.errors import UserError
+from sharpscope.objective.shaping.curves import shaping_input
 from sharpscope.objective.statistics import masked_mean, percentile
 from sharpscope.objective.values import StepTensors
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sharpscope.objective.shaping_spec import EntropyShaping, LinearShaping, PowerShaping, SigmoidShaping
+from sharpscope.config.token_weights import EntropyShaping, LinearShaping, PowerShaping, SigmoidShaping
 from sharpscope.objective.values import StepTensors
 
 #: Smallest 1 − π that log-odds tell apart; float32 log-probabilities end there.

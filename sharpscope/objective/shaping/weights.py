@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sharpscope.config import token_weights as kinds
+from sharpscope.config.custom_weights import find_shaping
 from sharpscope.errors import NonFiniteError, UserError
-from sharpscope.objective import shaping_spec as kinds
-from sharpscope.objective.custom import find_shaping
 from sharpscope.objective.shaping import batch, controls, curves
 from sharpscope.objective.values import StepTensors
 

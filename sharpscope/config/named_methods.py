@@ -7,9 +7,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from sharpscope.errors import UserError, nearest
-from sharpscope.objective.catalogue import NOTES, MethodNote
-from sharpscope.objective.shaping_spec import (
+from sharpscope.config.catalogue import NOTES, MethodNote
+from sharpscope.config.method import Method
+from sharpscope.config.token_weights import (
     ConstantShaping,
     EntropyShaping,
     MeanOneShaping,
@@ -19,7 +19,7 @@ from sharpscope.objective.shaping_spec import (
     UniformShaping,
     is_bounded,
 )
-from sharpscope.objective.spec import Method
+from sharpscope.errors import UserError, nearest
 
 #: Short names of the controls: `<method>-<suffix>` wraps the method's weight.
 SUFFIXES: dict[str, str] = {

@@ -1,6 +1,4 @@
-"""`Method`: a policy-gradient objective as one frozen value; its parts are here, its token weights in `shaping_spec`.
-No torch.
-"""
+"""`Method`: a policy-gradient objective as one frozen value. Its token weights are in `token_weights`."""
 
 from __future__ import annotations
 
@@ -8,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from sharpscope.objective.shaping_spec import NonNegative, Part, Real, Shaping, UniformShaping, is_pointwise
+from sharpscope.config.token_weights import NonNegative, Part, Real, Shaping, UniformShaping, is_pointwise
 
 
 class Advantage(Part):

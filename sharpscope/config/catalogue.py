@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sharpscope.objective import spec
-from sharpscope.objective.shaping_spec import (
+from sharpscope.config import method as spec
+from sharpscope.config.method import Method
+from sharpscope.config.token_weights import (
     CovarianceGaussianShaping,
     LinearShaping,
     PolarityShaping,
     Schedule,
     SigmoidShaping,
 )
-from sharpscope.objective.spec import Method
 
 
 @dataclass(frozen=True)

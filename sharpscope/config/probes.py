@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from sharpscope.spec import Spec
+from sharpscope.config.base import Spec
 
 Preset = Literal["off", "cheap", "standard", "full"]
 Check = Literal["off", "first", "always"]

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from sharpscope.spec import Spec
+from sharpscope.config.base import Spec
 
 
 class WarmStartSpec(Spec):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from sharpscope.config.token_weights import shaping_kinds
 from sharpscope.errors import UserError
-from sharpscope.objective import shaping_kinds
 
 
 def shaping_value(text: str) -> dict[str, Any]:

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, get_args
 
 from pydantic import Field, model_validator
 
-from sharpscope.objective.custom import find_shaping
-from sharpscope.spec import Spec
+from sharpscope.config.base import Spec
+from sharpscope.config.custom_weights import find_shaping
 
 if TYPE_CHECKING:
-    from sharpscope.objective.spec import Method
+    from sharpscope.config.method import Method
 
 
 class Schedule(Spec):

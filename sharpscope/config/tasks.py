@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, Field, model_validator
 
-from sharpscope.spec import Spec
+from sharpscope.config.base import Spec
 
 T = TypeVar("T")
 
@@ -239,3 +239,9 @@ class ToolQaSpec(Spec):
                 "questions.scorer = logic_rl: judges puzzles, not answers to searches; use exact_match, exact, numeric or math"
             )
         return self
+
+
+TaskSpec = Annotated[
+    KnightsKnavesSpec | MathSpec | ToolQaSpec | GymSpec | DatasetSpec | CustomSpec, Field(discriminator="kind")
+]
+"""Configuration of any task, told apart by its field `kind`."""

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from sharpscope.spec import Spec
+from sharpscope.config.base import Spec
 
 
 class LoraSpec(Spec):

@@ -1,4 +1,4 @@
-"""The whole configuration of a run: rooms' specs composed, read from YAML, overridden by `--set a.b=c`, saved resolved."""
+"""The whole configuration of a run: parts composed, read from YAML, overridden by `--set a.b=c`, saved resolved."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
-from sharpscope.errors import UserError, nearest
-from sharpscope.objective import Method, method_label, named_method
-from sharpscope.policy import WARM_STARTS, PolicySpec, RolloutSpec
-from sharpscope.probes import ProbesSpec
-from sharpscope.safe_yaml import YAML_ERRORS, YAML_LIMIT, load_yaml
-from sharpscope.shaping_option import shaping_layer
-from sharpscope.spec import Spec
-from sharpscope.tasks import KnightsKnavesSpec, TaskSpec
-from sharpscope.training.spec import (
+from sharpscope.config.base import Spec
+from sharpscope.config.method import Method
+from sharpscope.config.named_methods import method_label, named_method
+from sharpscope.config.policy import PolicySpec, RolloutSpec
+from sharpscope.config.probes import ProbesSpec
+from sharpscope.config.safe_yaml import YAML_ERRORS, YAML_LIMIT, load_yaml
+from sharpscope.config.shaping_option import shaping_layer
+from sharpscope.config.tasks import KnightsKnavesSpec, TaskSpec
+from sharpscope.config.training import (
     CheckpointSpec,
     EvaluationSpec,
     HealthSpec,
@@ -29,6 +29,8 @@ from sharpscope.training.spec import (
     RecordingSpec,
     UpdateSpec,
 )
+from sharpscope.config.warm_start import WARM_STARTS
+from sharpscope.errors import UserError, nearest
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=-]{0,127}")
 

@@ -1,0 +1,62 @@
+"""What a user can set, by topic, as pydantic models. Nothing here imports torch."""
+
+from __future__ import annotations
+
+from sharpscope.config.base import Spec
+from sharpscope.config.custom_weights import register_shaping
+from sharpscope.config.method import Method, passes_of
+from sharpscope.config.named_methods import control_names, describe, method_label, method_names, named_method
+from sharpscope.config.policy import PolicySpec, RolloutSpec, SamplingSpec
+from sharpscope.config.probes import ProbesSpec
+from sharpscope.config.run import (
+    RunConfig,
+    build_config,
+    check_keys,
+    default_preset,
+    explain_fields,
+    merge,
+    parse_override,
+    read_yaml,
+    resolve_method,
+    to_yaml,
+    validate,
+)
+from sharpscope.config.tasks import KnightsKnavesSpec, TaskSpec
+from sharpscope.config.token_weights import Schedule, Shaping, needs_calibration, shaping_kinds, weight_bounds
+from sharpscope.config.warm_start import WARM_STARTS, WarmStartSpec
+
+__all__ = [
+    "WARM_STARTS",
+    "KnightsKnavesSpec",
+    "Method",
+    "PolicySpec",
+    "ProbesSpec",
+    "RolloutSpec",
+    "RunConfig",
+    "SamplingSpec",
+    "Schedule",
+    "Shaping",
+    "Spec",
+    "TaskSpec",
+    "WarmStartSpec",
+    "build_config",
+    "check_keys",
+    "control_names",
+    "default_preset",
+    "describe",
+    "explain_fields",
+    "merge",
+    "method_label",
+    "method_names",
+    "named_method",
+    "needs_calibration",
+    "parse_override",
+    "passes_of",
+    "read_yaml",
+    "register_shaping",
+    "resolve_method",
+    "shaping_kinds",
+    "to_yaml",
+    "validate",
+    "weight_bounds",
+]
