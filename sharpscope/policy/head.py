@@ -83,7 +83,9 @@ def bare(model: nn.Module) -> PreTrainedModel:
 
 def backbone(model: nn.Module) -> nn.Module:
     """The model without its output layer: its `last_hidden_state` (after the final norm) is what `Head` reads."""
-    return bare(model).base_model
+    causal = bare(model)
+    # `base_model` is the causal model itself where its prefix names nothing (Llama 4's text model).
+    return causal.base_model if causal.base_model is not causal else getattr(causal, "model", causal)
 
 
 def output_head(model: nn.Module) -> Head:

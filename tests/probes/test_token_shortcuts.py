@@ -8,7 +8,6 @@ from torch.nn import functional as F
 
 from sharpscope.probes import score_norms
 from sharpscope.probes.token_gradients import batched, uses
-from sharpscope.probes.token_gradients.attention import look, pull_back
 from sharpscope.probes.token_gradients.shortcuts import Shortcuts
 from sharpscope.probes.token_gradients.structure import hidden_states
 from sharpscope.probes.token_gradients.threads import in_threads
@@ -75,24 +74,6 @@ def test_every_architecture_is_recognised(architecture):
     assert found.taken["norm"] == norms
     assert found.taken["rotation"] == (0 if architecture == "gpt2" else 4)
     assert found.taken["activation"] >= 2
-
-
-@pytest.mark.parametrize("cap", [None, 3.0])
-def test_attentions_pull_over_several_blocks_rows_and_shared_keys(cap):
-    draw = torch.Generator().manual_seed(1)
-    q = torch.randn(2, 4, 11, 6, generator=draw, dtype=torch.float64, requires_grad=True)
-    k, v = (torch.randn(2, 2, 11, 6, generator=draw, dtype=torch.float64, requires_grad=True) for _ in range(2))
-    scores = q @ k.repeat_interleave(2, 1).mT * 0.4
-    if cap is not None:
-        scores = cap * torch.tanh(scores / cap)
-    hidden = torch.ones(11, 11, dtype=torch.bool).triu(1)
-    out = torch.softmax(scores.masked_fill(hidden, -torch.inf), -1) @ v.repeat_interleave(2, 1)
-    g = torch.randn(3, *out.shape, generator=draw, dtype=torch.float64)
-    with torch.no_grad():
-        found = pull_back(look(q, k, v, None, 0.4, cap, 4), g)
-    for i in range(3):
-        for one, expected in zip(found, torch.autograd.grad(out, (q, k, v), g[i], retain_graph=True), strict=True):
-            torch.testing.assert_close(one[i], expected, rtol=1e-10, atol=1e-12)
 
 
 def test_threads_keep_the_order_and_give_the_processors_back():

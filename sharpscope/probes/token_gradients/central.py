@@ -28,6 +28,9 @@ MOVE = 2.0
 again was seen to be wrong by 2e-4 of Σ|share| in float32 on a tiny Gemma-2.
 """
 FIRST = 0.0025  # ‖h·u‖ of the trial, over ‖θ‖·eps^(1/3)
+SEVERED = (
+    0.01  # of Σ|derivative|: what a difference may be off from autograd where a part of the model is hidden from it
+)
 TRIAL = 32  # tokens of one row that the trial differences
 
 
@@ -47,7 +50,7 @@ def central_derivative(
         error: (N, S) or None; where given, it gets the distance to the derivative at twice the step.
 
     Raises:
-        UserError: weights or activations of less than 32 bits.
+        UserError: weights or activations of less than 32 bits, or a model that hides from autograd what a step moves.
     """
     target, step = _target(structure), _first_step(structure, direction)
     if step == 0.0 or not bool(rows.chosen.any()):
@@ -72,10 +75,29 @@ def central_derivative(
     for some, h in plan:
         if h != step:
             difference(some, h, values)
+    if structure.severed:
+        _check_severed(model, structure, short, direction, temperature, values)
     if error is not None:
         for some, h in plan:
             difference(some, 2 * h, error)
         error.sub_(values).abs_()
+
+
+def _check_severed(
+    model: nn.Module, structure: Structure, row: Rows, direction: Sequence[Tensor], temperature: float, values: Tensor
+) -> None:
+    """Compare the differences of a row's tokens with autograd: a step also moves what the model keeps out of its graph."""
+    with torch.enable_grad():
+        z = structure.head.logits(hidden_states(model, row.ids)[row.predicts]) / temperature
+        total = torch.log_softmax(z, 1).gather(1, row.targets[:, None]).sum()
+        gradients = torch.autograd.grad(total, list(structure.named.values()), allow_unused=True)
+    expected = math.fsum(float((g * u).sum()) for g, u in zip(gradients, direction, strict=True) if g is not None)
+    found = row.gathered(values)
+    if abs(float(found.sum()) - expected) > SEVERED * float(found.abs().sum()):
+        raise UserError(
+            f"method, 'central': {type(bare(model)).__name__} hides a part of itself from autograd "
+            f"({structure.severed}), which a finite step moves all the same; use method='forward'"
+        )
 
 
 def _target(structure: Structure) -> float:

@@ -100,7 +100,6 @@ def _prepare(model: nn.Module, structure: Structure, chunk: Rows, temperature: f
         if structure.last_layer is not None:
             hidden, entered, leaf = split_forward(model, structure, recorder, ids, structure.last_layer, only_tail=True)
         else:
-            attn.begin()
             with recording(model, structure, recorder, attn.FULL):
                 hidden = hidden_states(model, ids)
     states = hidden.detach()[predicts]  # (M, d)
@@ -113,7 +112,7 @@ def _prepare(model: nn.Module, structure: Structure, chunk: Rows, temperature: f
         g = torch.zeros_like(hidden)
         g[predicts] = start
         into, out, *rest = torch.autograd.grad(
-            hidden, [entered, leaf[3], *(use.out for use in tail)], g, allow_unused=True
+            hidden, [entered, leaf[1], *(use.out for use in tail)], g, allow_unused=True
         )
         for use, cotangent in zip(tail, rest, strict=True):
             if cotangent is not None:
@@ -218,7 +217,6 @@ def _forward(
     """The graph to pull back through: (last attention or None, tensors whose cotangents are given)."""
     entered: list[Tensor] = []
     split = structure.last_layer is not None
-    attn.begin(structure.attention_calls if split else None, stop=True)
     handle = None
     if structure.last_layer is not None:
 
@@ -227,12 +225,13 @@ def _forward(
 
         handle = structure.last_layer.register_forward_pre_hook(keep, with_kwargs=True)
     try:
-        with torch.enable_grad(), Shortcuts(), recording(model, structure, recorder, attn.FULL):
+        last = structure.attention_calls if split else None
+        with torch.enable_grad(), Shortcuts(), recording(model, structure, recorder, attn.FULL, last, stop=True):
             hidden = hidden_states(model, ids)
     except attn.Stopped as stopped:
         with torch.no_grad():
-            scene = attn.look(stopped.q, stopped.k, stopped.v, stopped.mask, stopped.scale, stopped.cap)
-        return scene, [stopped.q, stopped.k, stopped.v, entered[0]]
+            scene = attn.look(stopped.call)
+        return scene, [*stopped.call.inputs, entered[0]]
     finally:
         if handle is not None:
             handle.remove()

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
+from sharpscope.errors import UserError
 from sharpscope.policy.head import Head, bare
 from sharpscope.probes.guard import attention_implementation
 from sharpscope.probes.token_gradients import attention as attn
@@ -37,10 +40,25 @@ def substituted(model: nn.Module, named: dict[str, nn.Parameter], values: Sequen
             module._parameters[name] = parameter
 
 
-def forward_attention(model: nn.Module, structure: Structure) -> AbstractContextManager[None]:
+@contextmanager
+def forward_attention(model: nn.Module, structure: Structure) -> Iterator[None]:
     """Attention that has a forward mode."""
-    attn.begin()
-    return attention_implementation(model, attn.FORWARD if structure.attention_calls else "math")
+    with attn.counting(), attention_implementation(model, attn.FORWARD if structure.attention_calls else "math"):
+        yield
+
+
+class NoForwardMode(UserError):
+    """A part of the model has no forward-mode derivative."""
+
+
+class _AsAutograd(TorchFunctionMode):
+    """Where a model turns autograd off, forward mode is off too: it would go on by itself."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if torch.is_grad_enabled():
+            return func(*args, **(kwargs or {}))
+        with forward_ad._set_fwd_grad_enabled(False):
+            return func(*args, **(kwargs or {}))
 
 
 def pushed_hidden(
@@ -58,15 +76,30 @@ def pushed_hidden(
     Args:
         before: (P,) a beginning that the rows share and `ids` does not hold.
         watch: given the dual tensors by parameter name, makes a context manager to run the forward pass in.
+
+    Raises:
+        NoForwardMode: an operation of the model has no forward-mode derivative.
     """
-    with torch.no_grad(), forward_ad.dual_level():
+    # Nothing that requires a gradient takes part: autograd is on only to show where the model turns it off.
+    with torch.enable_grad(), forward_ad.dual_level():
         duals = [
             forward_ad.make_dual(parameter.detach(), tangent.to(parameter))
             for parameter, tangent in zip(structure.named.values(), direction, strict=True)
         ]
         watching = nullcontext() if watch is None else watch(dict(zip(structure.named, duals, strict=True)))
-        with substituted(model, structure.named, duals), forward_attention(model, structure), watching:
-            out = hidden_states(model, ids, read_before(model, before))
+        with (
+            _AsAutograd() if structure.severed else nullcontext(),
+            substituted(model, structure.named, duals),
+            forward_attention(model, structure),
+            watching,
+        ):
+            try:
+                out = hidden_states(model, ids, read_before(model, before))
+            except NotImplementedError as problem:
+                raise NoForwardMode(
+                    f"model, {type(bare(model)).__name__}: a part of it has no forward-mode derivative "
+                    f"({str(problem).splitlines()[0]}); use method='central', or tier='exact' for norms"
+                ) from problem
         value, tangent = forward_ad.unpack_dual(out)
         return value, torch.zeros_like(value) if tangent is None else tangent
 

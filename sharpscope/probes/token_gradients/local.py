@@ -52,7 +52,6 @@ def local_passes(
         ids = widen(chunk.ids, safe_width(model, chunk.ids.shape[1]))  # (B, L)
         predicts = nn.functional.pad(chunk.predicts, (0, ids.shape[1] - chunk.ids.shape[1]))
         recorder = Recorder(structure.named, (ids.shape[0], ids.shape[1]))
-        attn.begin()
         with torch.enable_grad(), recording(model, structure, recorder, attn.CUT):
             hidden = hidden_states(model, ids, before)
         states = hidden.detach()[predicts]  # (M, d)
@@ -63,10 +62,9 @@ def local_passes(
         if hidden.requires_grad:
             start = torch.zeros_like(hidden)
             start[predicts] = output.to_hidden
-            gradients = torch.autograd.grad(hidden, [use.out for use in recorder.uses], start, allow_unused=True)
-            found = [
-                (i, use, g) for i, (use, g) in enumerate(zip(recorder.uses, gradients, strict=True)) if g is not None
-            ]
+            known = [(i, use) for i, use in enumerate(recorder.uses) if use.out.requires_grad]
+            gradients = torch.autograd.grad(hidden, [use.out for _, use in known], start, allow_unused=True)
+            found = [(i, use, g) for (i, use), g in zip(known, gradients, strict=True) if g is not None]
         yield LocalPass(
             chunk, states, where, output, None if coupled is None else coupled[:, 0],
             [use for _, use, _ in found], [g for _, _, g in found], [i for i, _, _ in found],

@@ -42,6 +42,7 @@ class Structure:
         groups: parameter -> the groups it belongs to.
         computes_in: the coarsest dtype of what depends on a trainable parameter.
         shares: whether rows can go on from the keys and values of a beginning read before.
+        severed: the operation that hides something that depends on a parameter from autograd, or None.
     """
 
     named: dict[str, nn.Parameter]
@@ -57,6 +58,7 @@ class Structure:
     groups: dict[str, tuple[str, ...]] = field(default_factory=dict)
     shares: bool = False
     computes_in: torch.dtype = torch.float32
+    severed: str | None = None
 
     @property
     def native(self) -> frozenset[str]:
@@ -102,14 +104,27 @@ def structure_of(model: nn.Module) -> Structure:
 
 
 @contextmanager
-def recording(model: nn.Module, structure: Structure, recorder: Recorder, kind: str) -> Iterator[None]:
-    """A forward pass within the block is watched, its attention of `kind` where the model lets us choose."""
+def recording(
+    model: nn.Module,
+    structure: Structure,
+    recorder: Recorder,
+    kind: str,
+    split: int | None = None,
+    *,
+    stop: bool = False,
+) -> Iterator[attn.Calls]:
+    """A forward pass within the block is watched, its attention of `kind` where the model lets us choose.
+
+    Args:
+        split, stop: see `attn.Calls`.
+    """
     with (
+        attn.counting(split, stop=stop) as calls,
         attention_implementation(model, kind if structure.attention_calls else "math"),
         recorded_experts(model, recorder),
         recorder,
     ):
-        yield
+        yield calls
 
 
 def hidden_states(model: nn.Module, ids: Tensor, before: PromptCache | None = None) -> Tensor:
@@ -157,33 +172,61 @@ def _examine(model: nn.Module, named: dict[str, nn.Parameter]) -> Structure:
     B, L = 2, safe_width(model, 7)
     ids = (torch.arange(B * L, device=embedding.device).view(B, L) * 5 + 1) % embedding.shape[0]
     structure.attention_calls = 1  # until counted: lets `recording` choose the attention
-    recorder = Recorder(named, (B, L))
-    counted = attn.begin()
-    watch = _Precision()
-    with torch.enable_grad(), recording(model, structure, recorder, attn.CUT), watch:
-        hidden = hidden_states(model, ids)
+    try:
+        hidden, recorder, counted, watch = _watched(model, structure, ids)
+    except attn.LearnedMask as reason:  # the model's own attention differentiates its mask
+        structure.attention_calls, structure.not_local = 0, str(reason)
+        hidden, recorder, counted, watch = _watched(model, structure, ids)
     structure.attention_calls = counted.made
-    structure.computes_in = watch.coarsest
+    structure.computes_in, structure.severed = watch.coarsest, watch.severed
     structure.unhandled = _unhandled(named, recorder, structure)
-    structure.not_local = _leak(recorder.uses, hidden)
+    structure.not_local = structure.not_local or _leak(recorder.uses, hidden)
     _find_split(model, structure, counted.module, ids)
-    _check_causal(model, ids)
-    structure.shares = _can_share(model, structure, ids)
+    _check_causal(model, ids, watch.anywhere)
+    structure.shares = _can_share(model, structure, ids, watch.anywhere)
     return structure
 
 
-class _Precision(TorchFunctionMode):
-    """Notes the coarsest dtype among results that depend on a parameter: casts may hide inside a model."""
+def _watched(model: nn.Module, structure: Structure, ids: Tensor) -> tuple[Tensor, Recorder, attn.Calls, _Watch]:
+    """A forward pass with its graph, and what was seen of it."""
+    recorder = Recorder(structure.named, (ids.shape[0], ids.shape[1]))
+    with torch.enable_grad(), recording(model, structure, recorder, attn.CUT) as counted, _Watch(counted) as watch:
+        return hidden_states(model, ids), recorder, counted, watch
 
-    def __init__(self) -> None:
+
+class _Watch(TorchFunctionMode):
+    """Notes what may hide inside a forward pass: casts to another dtype, and computations that autograd does not see.
+
+    Attributes:
+        coarsest: dtype among results that depend on a trainable parameter.
+        anywhere: dtype among all results that autograd may follow (tables of positions are made without it).
+        severed: the first operation on something that depends on a trainable parameter whose result does not.
+    """
+
+    def __init__(self, calls: attn.Calls) -> None:
         super().__init__()
-        self.coarsest = torch.float64
+        self.coarsest = self.anywhere = torch.float64
+        self.severed: str | None = None
+        self._calls = calls
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if isinstance(out, Tensor) and out.dtype.is_floating_point and out.requires_grad:
-            self.coarsest = max(self.coarsest, out.dtype, key=lambda dtype: torch.finfo(dtype).eps)
+        if isinstance(out, Tensor) and out.dtype.is_floating_point and torch.is_grad_enabled():
+            self.anywhere = coarser(self.anywhere, out.dtype)
+            if out.requires_grad:
+                self.coarsest = coarser(self.coarsest, out.dtype)
+        name = getattr(func, "__name__", "")
+        hides = not torch.is_grad_enabled() or name == "detach"
+        if hides and self.severed is None and name != "__get__" and not self._calls.within:
+            depends = any(isinstance(value, Tensor) and value.requires_grad for value in args)
+            if depends and isinstance(out, Tensor) and out.dtype.is_floating_point:
+                self.severed = "detach" if name == "detach" else "torch.no_grad"
         return out
+
+
+def coarser(a: torch.dtype, b: torch.dtype) -> torch.dtype:
+    """The one of two floating-point types that rounds more."""
+    return max(a, b, key=lambda dtype: torch.finfo(dtype).eps)
 
 
 def _unhandled(named: dict[str, nn.Parameter], recorder: Recorder, structure: Structure) -> dict[str, str]:
@@ -208,6 +251,7 @@ def _leak(uses: list[Use], hidden: Tensor) -> str | None:
         return None
     probe = torch.zeros_like(hidden)
     probe[:, -1] = torch.linspace(1, 2, hidden.shape[-1], device=hidden.device)
+    uses = [use for use in uses if use.out.requires_grad]  # a model may turn autograd off for parts of it
     gradients = torch.autograd.grad(hidden, [use.out for use in uses], probe, allow_unused=True)
     L = hidden.shape[1]
     for use, g in zip(reversed(uses), reversed(gradients), strict=True):
@@ -224,17 +268,21 @@ def _leak(uses: list[Use], hidden: Tensor) -> str | None:
     return None
 
 
-def _check_causal(model: nn.Module, ids: Tensor) -> None:
+def _same(a: Tensor, b: Tensor, dtype: torch.dtype) -> bool:
+    """Whether two computations of the same in `dtype` agree to half its digits."""
+    return torch.allclose(a, b, rtol=0, atol=float(a.abs().amax()) * torch.finfo(dtype).eps ** 0.5)
+
+
+def _check_causal(model: nn.Module, ids: Tensor, dtype: torch.dtype) -> None:
     with torch.no_grad():
         whole, part = hidden_states(model, ids)[:, :-2], hidden_states(model, ids[:, :-2])
-    scale = whole.abs().amax()
-    if not torch.allclose(whole, part, rtol=0, atol=float(scale) * torch.finfo(whole.dtype).eps ** 0.5):
+    if not _same(whole, part, coarser(dtype, whole.dtype)):
         raise UserError(
             f"model, {type(bare(model)).__name__}: a position sees later ones; token gradients need a causal model"
         )
 
 
-def _can_share(model: nn.Module, structure: Structure, ids: Tensor) -> bool:
+def _can_share(model: nn.Module, structure: Structure, ids: Tensor, dtype: torch.dtype) -> bool:
     """Whether the hidden states are the same when the last tokens go on from the others' keys and values."""
     if not structure.attention_calls or "past_key_values" not in signature(backbone(model).forward).parameters:
         return False
@@ -242,13 +290,13 @@ def _can_share(model: nn.Module, structure: Structure, ids: Tensor) -> bool:
         check_cacheable(model)
     except UserError:
         return False
-    with torch.no_grad(), attention_implementation(model, attn.FORWARD):
+    with torch.no_grad(), attn.counting(), attention_implementation(model, attn.FORWARD):
         ids = ids[:1]
         whole, part = (
             hidden_states(model, ids)[:, -3:],
             hidden_states(model, ids[:, -3:], read_before(model, ids[0, :-3])),
         )
-    return torch.allclose(whole, part, rtol=0, atol=float(whole.abs().amax()) * torch.finfo(whole.dtype).eps ** 0.5)
+    return _same(whole, part, coarser(dtype, whole.dtype))
 
 
 def _find_split(model: nn.Module, structure: Structure, module: nn.Module | None, ids: Tensor) -> None:
@@ -267,10 +315,11 @@ def _find_split(model: nn.Module, structure: Structure, module: nn.Module | None
         hidden, boundary, leaf = split_forward(model, structure, recorder, ids, layer)
         if leaf is None or boundary is None or not hidden.requires_grad:
             return
-        roots = [tensor for tensor in (*leaf[:3], boundary) if tensor.requires_grad]
+        roots = [tensor for tensor in (*leaf[0], boundary) if tensor.requires_grad]
         if not roots:
             return
-        outs = [use.out for use in recorder.uses]
+        recorded = [use for use in recorder.uses if use.out.requires_grad]
+        outs = [use.out for use in recorded]
         before = torch.autograd.grad([root.sum() for root in roots], outs, retain_graph=True, allow_unused=True)
         below = (
             torch.autograd.grad(boundary.sum(), outs, retain_graph=True, allow_unused=True)
@@ -282,9 +331,7 @@ def _find_split(model: nn.Module, structure: Structure, module: nn.Module | None
         if to_roots is not None and to_boundary is None and to_end is not None:
             return  # a use inside the layer that feeds both its attention and what comes after
     structure.last_layer = layer
-    structure.tail = frozenset(
-        name for use, g in zip(recorder.uses, before, strict=True) if g is None for name in use.names
-    )
+    structure.tail = frozenset(name for use, g in zip(recorded, before, strict=True) if g is None for name in use.names)
 
 
 def _decoder_layer(causal: nn.Module, module: nn.Module) -> nn.Module | None:
@@ -305,8 +352,8 @@ def split_forward(
     layer: nn.Module,
     *,
     only_tail: bool = False,
-) -> tuple[Tensor, Tensor | None, tuple[Tensor, Tensor, Tensor, Tensor] | None]:
-    """Forward pass whose last attention output is a leaf: (hidden, input of the last layer, (q, k, v, out) there).
+) -> tuple[Tensor, Tensor | None, tuple[tuple[Tensor, ...], Tensor] | None]:
+    """Forward pass whose last attention output is a leaf: (hidden, input of the last layer, (inputs, output) there).
 
     With `only_tail` the graph begins at the last layer, so that nothing before it is kept; call it under no_grad.
     """
@@ -321,9 +368,8 @@ def split_forward(
         return ((x, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": x})
 
     handle = layer.register_forward_pre_hook(keep, with_kwargs=True)
-    counted = attn.begin(structure.attention_calls)
     try:
-        with recording(model, structure, recorder, attn.CUT):
+        with recording(model, structure, recorder, attn.CUT, structure.attention_calls) as counted:
             hidden = hidden_states(model, ids)
     finally:
         handle.remove()

@@ -1,0 +1,139 @@
+"""Architectures with parts of their own, each through every tier against a loop of autograd in float64.
+
+transformers' norms, rotations and routers compute in float32 in a float64 model too, on both sides: values agree to about
+1e-7.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from sharpscope.errors import UserError
+from sharpscope.probes import attribute, score_norms
+from tests.models import random_batch
+from tests.oracles.token_gradients import local_token_gradients, squared_norms, token_gradients
+
+COMMON = dict(
+    vocab_size=37, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=64, pad_token_id=0, eos_token_id=1, bos_token_id=1,
+)  # fmt: skip
+EXPERTS = dict(
+    COMMON, num_experts=4, num_local_experts=4, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=8,
+    n_shared_experts=1, first_k_dense_replace=1, topk_group=1,
+)  # fmt: skip
+LATENT = dict(
+    num_key_value_heads=4,
+    q_lora_rank=8,
+    kv_lora_rank=8,
+    qk_rope_head_dim=4,
+    qk_nope_head_dim=4,
+    v_head_dim=4,
+    head_dim=4,
+)
+SPARSE = dict(index_n_heads=16, index_head_dim=8, index_topk=4)
+CONFIGS: dict[str, dict] = {
+    "bloom": dict(vocab_size=37, hidden_size=16, n_layer=2, n_head=4, hidden_dropout=0.0, attention_dropout=0.0),
+    "deepseek_v2": EXPERTS | LATENT | dict(n_group=2),
+    "deepseek_v32": EXPERTS | LATENT | SPARSE | dict(n_group=2),
+    "doge": dict(COMMON, keep_window_size=4),
+    "glm4_moe": dict(EXPERTS, n_group=2, head_dim=8),
+    "glm_moe_dsa": EXPERTS | LATENT | SPARSE | dict(n_group=1),
+    "gpt_oss": dict(EXPERTS, head_dim=8, sliding_window=4),
+    "hrm_text": COMMON,
+    "llama4_text": dict(EXPERTS, intermediate_size_mlp=24, head_dim=8, attention_chunk_size=8),
+    "mixtral": EXPERTS,
+    "mpt": dict(vocab_size=37, d_model=16, n_layers=2, n_heads=4, max_seq_len=64),
+}
+
+
+def model_of(architecture, dtype=torch.float64, **overrides):
+    """A tiny model with untied embeddings and random weights; experts one after the other."""
+    settings = dict(tie_word_embeddings=False, experts_implementation="eager") | CONFIGS[architecture] | overrides
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[architecture](**settings)).to(dtype)
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=draw, dtype=torch.float64)
+            parameter.copy_(1 + 0.1 * noise if parameter.ndim == 1 and "norm" in name else 0.3 * noise)
+    return model.eval()
+
+
+def coefficients(batch):
+    return (
+        torch.randn(batch["mask"].shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        * batch["mask"]
+    )
+
+
+def shares_of(gradients, coef):
+    """c_t⟨∇log π_t, ∇L⟩/‖∇L‖² with ∇L = Σ c_t ∇log π_t."""
+    total = [
+        sum(coef[place] * g[i] for place, g in gradients.items()) for i in range(len(next(iter(gradients.values()))))
+    ]
+    square = sum(part.square().sum() for part in total)
+    out = torch.zeros_like(coef)
+    for place, gradient in gradients.items():
+        out[place] = coef[place] * sum((g * u).sum() for g, u in zip(gradient, total, strict=True)) / square
+    return out
+
+
+def relative(found, expected):
+    return float(((found - expected).abs() / expected.clamp_min(1e-300))[expected > 0].max())
+
+
+def assert_tiers(model, batch, *, exact=True, local=True, forward=True, central=True):
+    """Every tier against a loop; those that are not true must be refused by a line that names another way."""
+    given = (model, batch["input_ids"], batch["mask"])
+    gradients = token_gradients(*given, batch["attention_mask"])
+    full, coef = squared_norms(gradients, batch["mask"].shape), coefficients(batch)
+    shares = shares_of(gradients, coef)
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    head = [i for i, name in enumerate(names) if name.startswith("lm_head.")]
+    if head:
+        only = squared_norms({place: [g[i] for i in head] for place, g in gradients.items()}, full.shape)
+        assert relative(score_norms(*given, "head", batch["attention_mask"]).squared, only) < 1e-7
+    if exact:
+        assert relative(score_norms(*given, "exact", batch["attention_mask"]).squared, full) < 3e-6
+    if local:
+        expected = squared_norms(local_token_gradients(*given, batch["attention_mask"]), full.shape)
+        assert relative(score_norms(*given, "local", batch["attention_mask"]).squared, expected) < 3e-6
+        sketch = score_norms(*given, "sketch", batch["attention_mask"], directions=64)
+        chosen = batch["mask"].bool()
+        assert float(((sketch.squared - full) / sketch.std_error)[chosen].abs().mean()) < 2
+    else:
+        for tier in ("local", "sketch"):
+            with pytest.raises(UserError, match="tier='exact'"):
+                score_norms(*given, tier, batch["attention_mask"])
+    for method, works in (("forward", forward), ("central", central)):
+        if works:
+            found = attribute(*given, coef, None, batch["attention_mask"], 1.0, method)
+            assert float((found - shares).abs().max() / shares.abs().sum()) < (1e-6 if method == "forward" else 2e-4)
+            assert float(found.sum()) == pytest.approx(1.0, abs=2e-3)
+        else:
+            with pytest.raises(UserError, match="use method="):
+                attribute(*given, coef, None, batch["attention_mask"], 1.0, method)
+
+
+# What is not said here works.
+REFUSED: dict[str, tuple[str, ...]] = {
+    "bloom": ("local", "forward"),
+    "deepseek_v2": ("local",),
+    "deepseek_v32": ("local",),
+    "doge": ("local",),
+    "glm4_moe": ("local",),
+    "glm_moe_dsa": ("local",),
+    "gpt_oss": ("local",),
+    "hrm_text": ("local", "central"),
+    "llama4_text": ("local", "exact"),
+    "mpt": ("local",),
+}
+
+
+@pytest.mark.parametrize("architecture", sorted(CONFIGS))
+def test_every_tier_matches_a_loop_or_says_what_to_use(architecture):
+    refused = REFUSED.get(architecture, ())
+    batch = random_batch(rows=2, prompt=3, completion=5)
+    assert_tiers(model_of(architecture), batch, **{name: False for name in refused})
