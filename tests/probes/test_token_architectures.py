@@ -136,4 +136,4 @@ REFUSED: dict[str, tuple[str, ...]] = {
 def test_every_tier_matches_a_loop_or_says_what_to_use(architecture):
     refused = REFUSED.get(architecture, ())
     batch = random_batch(rows=2, prompt=3, completion=5)
-    assert_tiers(model_of(architecture), batch, **{name: False for name in refused})
+    assert_tiers(model_of(architecture), batch, **dict.fromkeys(refused, False))

@@ -354,7 +354,7 @@ class Stopped(Exception):  # noqa: N818 - not an error: the forward pass has giv
         self.call = call
 
 
-class LearnedMask(UserError):
+class LearnedMaskError(UserError):
     """An attention mask depends on trainable parameters, which attention with a constant mask would not show."""
 
 
@@ -400,7 +400,7 @@ def _depends(x: Tensor) -> bool:
 def _selected(mask: Tensor, indices: Tensor) -> Tensor:
     """`mask` (B, 1, L, keys) with every key hidden but those in `indices` (B, L, k), as sparse attention selects them."""
     hidden = torch.ones_like(mask, dtype=torch.bool).expand(len(indices), -1, -1, -1)
-    hidden = hidden.scatter(-1, indices.long()[:, None], False)  # noqa: FBT003 - a value, not a switch
+    hidden = hidden.scatter(-1, indices.long()[:, None], False)
     return mask & ~hidden if mask.dtype == torch.bool else mask.masked_fill(hidden, torch.finfo(mask.dtype).min)
 
 
@@ -414,7 +414,7 @@ def _entry(kind: str) -> Any:
         if rest.get("indices") is not None and attention_mask is not None:
             attention_mask = _selected(attention_mask, rest["indices"])
         if attention_mask is not None and _depends(attention_mask):
-            raise LearnedMask(f"{type(module).__name__}: its attention mask depends on trainable parameters")
+            raise LearnedMaskError(f"{type(module).__name__}: its attention mask depends on trainable parameters")
         B, H, L, d = query.shape
         # Per query, as a bias is: so recorders see at which position the parameter is used.
         sinks = None if s_aux is None else query.new_zeros(B, L, H) + s_aux

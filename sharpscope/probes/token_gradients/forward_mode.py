@@ -47,7 +47,7 @@ def forward_attention(model: nn.Module, structure: Structure) -> Iterator[None]:
         yield
 
 
-class NoForwardMode(UserError):
+class NoForwardModeError(UserError):
     """A part of the model has no forward-mode derivative."""
 
 
@@ -78,7 +78,7 @@ def pushed_hidden(
         watch: given the dual tensors by parameter name, makes a context manager to run the forward pass in.
 
     Raises:
-        NoForwardMode: an operation of the model has no forward-mode derivative.
+        NoForwardModeError: an operation of the model has no forward-mode derivative.
     """
     # Nothing that requires a gradient takes part: autograd is on only to show where the model turns it off.
     with torch.enable_grad(), forward_ad.dual_level():
@@ -96,7 +96,7 @@ def pushed_hidden(
             try:
                 out = hidden_states(model, ids, read_before(model, before))
             except NotImplementedError as problem:
-                raise NoForwardMode(
+                raise NoForwardModeError(
                     f"model, {type(bare(model)).__name__}: a part of it has no forward-mode derivative "
                     f"({str(problem).splitlines()[0]}); use method='central', or tier='exact' for norms"
                 ) from problem

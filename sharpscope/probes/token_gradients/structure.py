@@ -174,7 +174,7 @@ def _examine(model: nn.Module, named: dict[str, nn.Parameter]) -> Structure:
     structure.attention_calls = 1  # until counted: lets `recording` choose the attention
     try:
         hidden, recorder, counted, watch = _watched(model, structure, ids)
-    except attn.LearnedMask as reason:  # the model's own attention differentiates its mask
+    except attn.LearnedMaskError as reason:  # the model's own attention differentiates its mask
         structure.attention_calls, structure.not_local = 0, str(reason)
         hidden, recorder, counted, watch = _watched(model, structure, ids)
     structure.attention_calls = counted.made
