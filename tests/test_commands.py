@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import sharpscope
 from sharpscope.analysis.spikes import explain_spikes, find_spikes
 from sharpscope.cli import app
-from sharpscope.commands.weight_curves import function_curves, observed, step_of
+from sharpscope.cli.weight_curves import function_curves, observed, step_of
 from sharpscope.errors import UserError
 from sharpscope.objective import named_method
 from sharpscope.traces.spike_rule import robust_z

@@ -1,6 +1,6 @@
 """The policy: loading a model, prompts as tokens, completions, and what is known of every token.
 
-The functions `token_stats` and `warm_start` share the name of their module and are imported from there.
+The function `token_stats` shares the name of its module and is imported from there.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Checkpoints: everything that a run needs to go on exactly, written aside and renamed, safetensors and JSON only.
 
-Random draws are functions of (seed, purpose, step) and need no state; see `sharpscope.training.seeds`. A checkpoint lists the
+Random draws are functions of (seed, purpose, step) and need no state; see `sharpscope.seeds`. A checkpoint lists the
 checksums of its files: a damaged one is noticed and set aside, never loaded.
 """
 

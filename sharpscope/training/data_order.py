@@ -8,8 +8,8 @@ from functools import lru_cache
 
 import torch
 
+from sharpscope.seeds import generator
 from sharpscope.tasks import Example
-from sharpscope.training.seeds import generator
 
 
 @dataclass

@@ -10,10 +10,10 @@ import numpy as np
 
 from sharpscope.errors import UserError
 from sharpscope.policy import Policy, SamplingSpec, with_openings
+from sharpscope.seeds import derive
 from sharpscope.tasks import Example, Task
 from sharpscope.training.evaluation_progress import Batch, EvaluationProgress
 from sharpscope.training.rounds import draw_completions
-from sharpscope.training.seeds import derive
 
 BATCH_COMPLETIONS = 256
 """Completions drawn between two savings of an evaluation's progress."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields
 import torch
 from torch import Tensor
 
+from sharpscope import distributed
 from sharpscope.config.method import EwmaProximal, GradientNormPenalty, Sam
 from sharpscope.errors import NonFiniteError
 from sharpscope.objective import (
@@ -24,9 +25,8 @@ from sharpscope.objective import (
 )
 from sharpscope.policy import Rollouts, Scored, TokenStats, microbatches, score_completions
 from sharpscope.policy.adapters import without_adapters
-from sharpscope.training import processes
+from sharpscope.seeds import generator
 from sharpscope.training.optimizer import gradient_norm, scale_gradients, update_norm, updates_done
-from sharpscope.training.seeds import generator
 from sharpscope.training.sharding import Seen, is_sharded, whole_copy
 from sharpscope.training.token_record import TokenRecord, UpdateTokens, blank_stats, step_tensors, write_stats
 
@@ -146,7 +146,7 @@ class Learner:
             write_stats(found, rows, self._score(self.model, rollouts.rows(rows), stats=True).stats)
         for _ in range(idle):
             self._score(self.model, self._least(rollouts), stats=True)
-        processes.share_rows(mine, [getattr(found, stat.name) for stat in fields(TokenStats)])
+        distributed.exchange_rows(mine, [getattr(found, stat.name) for stat in fields(TokenStats)])
         return found
 
     def _score(self, model: torch.nn.Module, rows: Rollouts, *, with_grad: bool = False, stats: bool = False) -> Scored:
@@ -257,15 +257,15 @@ class Learner:
             problem = str(error)
         for _ in range(idle):
             self._idle_microbatch(rollouts)
-        problem = processes.first_of([problem])
+        problem = distributed.first_not_none([problem])
         if problem is not None:
             raise NonFiniteError(problem)
-        processes.sum_gradients(self.parameters)
+        distributed.sum_gradients(self.parameters)
         if record:
             own = torch.tensor([place[int(row)] for row in mine], dtype=torch.long)
-            processes.share_rows(own, self._now.tensors())
-            processes.share_rows(mine, self._tokens.tensors(stats=self._plan is None))
-        return processes.total(total)
+            distributed.exchange_rows(own, self._now.tensors())
+            distributed.exchange_rows(mine, self._tokens.tensors(stats=self._plan is None))
+        return distributed.sum_values(total)
 
     def _microbatch(
         self, index: int, micro: Tensor, local: Tensor, normalizer: Tensor, pass_index: int, record: bool
@@ -358,7 +358,7 @@ class Learner:
         work = torch.zeros(len(labels), dtype=torch.long).scatter_add(
             0, member, (part.lengths + part.prompt_lengths).cpu()
         )
-        own = torch.isin(member, torch.tensor(processes.deal(work.tolist()), dtype=torch.long)).nonzero()[:, 0]
+        own = torch.isin(member, torch.tensor(distributed.balance(work.tolist()), dtype=torch.long)).nonzero()[:, 0]
         if not len(own):
             return rows[own], []
         part, rows = part.rows(own), rows[own]
@@ -371,7 +371,7 @@ class Learner:
 
         Asked before the first pass: in between, the processes' messages about the layers would meet this one.
         """
-        return max(processes.gather(len(batches))) - len(batches) if self.sharded else 0
+        return max(distributed.gather(len(batches))) - len(batches) if self.sharded else 0
 
     def _least(self, rollouts: Rollouts) -> Rollouts:
         """The row that costs least."""

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
+from sharpscope import distributed
 from sharpscope.config.policy import LocalBackend
+from sharpscope.distributed import Launch
 from sharpscope.errors import UserError
 from sharpscope.objective import calibrate, choose_preset, method_label, needs_calibration
 from sharpscope.policy import Policy, TokenStats, check_lengths, load_policy, render_prompts
@@ -24,7 +26,7 @@ from sharpscope.policy.loading import check_revision
 from sharpscope.tasks import Task, make_task
 from sharpscope.traces import RunLock, create_run_dir, read_run_info
 from sharpscope.traces.files import RUN_FILE
-from sharpscope.training import environment, processes, saving
+from sharpscope.training import environment, saving
 from sharpscope.training.checkpoint import Progress, fingerprint, load_vectors, newest_whole
 from sharpscope.training.clock import Clock, stop_after_step
 from sharpscope.training.data_order import DataOrder
@@ -35,7 +37,6 @@ from sharpscope.training.learning import BROKEN, Learned, Learner, step_tensors
 from sharpscope.training.observers import Observers
 from sharpscope.training.optimizer import build_optimizer, learning_rate, set_learning_rate
 from sharpscope.training.probe_sets import check_probe_set, solution_losses
-from sharpscope.training.processes import Launch
 from sharpscope.training.records import plain_norm, rollout_columns, steps_row, token_columns, weight_columns
 from sharpscope.training.rounds import Round, draw_round
 from sharpscope.training.run_folder import (
@@ -81,9 +82,9 @@ def train(config: RunConfig, display: Display | None = None, resume: bool = Fals
             resume that is finished or reduced.
     """
     disable_progress_bar()  # transformers' own bars; ours says what is being done
-    launch = processes.start(config.policy.device)
+    launch = distributed.start(config.policy.device)
     threads = environment.set_threads(config.threads)
-    display = display if display is not None and processes.is_first() else QuietDisplay()
+    display = display if display is not None and distributed.is_rank_zero() else QuietDisplay()
     folder = config.run_dir
     with ExitStack() as held:
 
@@ -93,9 +94,9 @@ def train(config: RunConfig, display: Display | None = None, resume: bool = Fals
         saved: Path | None = None
         notes: list[str] = []
         if resume:
-            processes.decided(hold)
-            processes.decided(lambda: check_resume(config))
-            saved, notes = processes.decided(lambda: newest_whole(folder))
+            distributed.rank_zero_call(hold)
+            distributed.rank_zero_call(lambda: check_resume(config))
+            saved, notes = distributed.rank_zero_call(lambda: newest_whole(folder))
         if not resume:
             check_revision(config.policy)
         task = make_task(config.task)
@@ -112,17 +113,17 @@ def train(config: RunConfig, display: Display | None = None, resume: bool = Fals
         info = run_info(config, policy, threads, launch)
         run = _Run(config, policy, task, examples, display, launch)
         if not resume:
-            processes.decided(lambda: create_run_dir(folder) and None)
-            processes.decided(hold)
-        begun = processes.agreed((folder / RUN_FILE).exists())
+            distributed.rank_zero_call(lambda: create_run_dir(folder) and None)
+            distributed.rank_zero_call(hold)
+        begun = distributed.broadcast((folder / RUN_FILE).exists())
         if begun and not resume:
             raise UserError(f"out: {folder} holds a run and is not overwritten; choose another --out")
         if not begun:
-            processes.decided(lambda: begin_run_dir(config, policy, info))
+            distributed.rank_zero_call(lambda: begin_run_dir(config, policy, info))
         try:
             return run.go(saved, notes)
         except UserError:
-            if not resume and processes.is_first():
+            if not resume and distributed.is_rank_zero():
                 discard_unused(folder)
             raise
 
@@ -184,10 +185,10 @@ class _Run:
         config, run_dir = self.config, self.config.run_dir
         mark = self.reference_mark
         if mark is not None:
-            processes.decided(lambda: check_reference(run_dir, mark))
+            distributed.rank_zero_call(lambda: check_reference(run_dir, mark))
         done = restored = 0 if checkpoint is None else self._restore(checkpoint)
-        notes = notes + processes.decided(lambda: wind_back(run_dir, None if checkpoint is None else done))
-        info = processes.decided(lambda: read_run_info(run_dir))
+        notes = notes + distributed.rank_zero_call(lambda: wind_back(run_dir, None if checkpoint is None else done))
+        info = distributed.rank_zero_call(lambda: read_run_info(run_dir))
         note(run_dir, status="running", steps_done=done, notes=[*info.get("notes", []), *notes])
         status, reason = "failed", ""
         self.display.start(
@@ -206,7 +207,7 @@ class _Run:
                 for step in range(done + 1, config.steps + 1):
                     stop = self._step(step)
                     done = step
-                    if stop or any(processes.gather(self.stop_requested)):
+                    if stop or any(distributed.gather(self.stop_requested)):
                         status, reason = ("failed", stop) if stop else ("interrupted", "stopped by the user")
                         break
                 else:
@@ -312,7 +313,7 @@ class _Run:
         allowed = not any(
             event.action in PREVENTS and (event.rule, event.action) != ("non_finite", "skip_step") for event in events
         )
-        return processes.agreed(allowed)  # memory differs between processes
+        return distributed.broadcast(allowed)  # memory differs between processes
 
     def _judge(self, step: int, learned: Learned, events: list[Event]) -> str:
         """Tell a step's events; returns why the run must stop, or nothing."""
@@ -329,7 +330,7 @@ class _Run:
                 self.said.add(text)
                 events.append(Event(step, "method", "warning", math.nan, math.nan, "warn", text))
         self._tell(events)
-        return processes.agreed(next((f"{e.rule}: {e.message}" for e in events if e.action == "stop"), ""))
+        return distributed.broadcast(next((f"{e.rule}: {e.message}" for e in events if e.action == "stop"), ""))
 
     def _tell(self, events: list[Event]) -> None:
         """Events to the trace and to the person."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from sharpscope import distributed
 from sharpscope.policy import Policy, Rollouts
 from sharpscope.probes import (
     ProbeSet,
@@ -26,14 +27,13 @@ from sharpscope.probes import (
     score_norms,
     update_attribution,
 )
+from sharpscope.seeds import derive, generator
 from sharpscope.tasks import Task
 from sharpscope.traces.spike_rule import robust_z
-from sharpscope.training import processes
 from sharpscope.training.health import Event
 from sharpscope.training.learning import Learner, UpdateBatch
 from sharpscope.training.probe_sets import Drawer, needs_probe_set, run_probe_set
 from sharpscope.training.rounds import Round
-from sharpscope.training.seeds import derive, generator
 from sharpscope.training.surface import SurfaceProbes
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ class Observers:
                 model, part.input_ids[some], mask[some], tier=tier, attention_mask=attention, temperature=temperature
             ).values
 
-        return processes.by_rows(rows, norms)
+        return distributed.map_rows(rows, norms)
 
     def _along(self, part: Rollouts, mask: Tensor, coef: Tensor, direction: list[Tensor]) -> Tensor:
         """c_t⟨∇log π_t, direction⟩ (n, P+T). Rows of groups whose rewards are all equal have c = 0 and are not run."""
@@ -144,7 +144,7 @@ class Observers:
             )  # fmt: skip
 
         if len(live):
-            out[live] = processes.by_rows(live, along).to(out)
+            out[live] = distributed.map_rows(live, along).to(out)
         return out
 
     def _update_attribution(self, batch: UpdateBatch, part: Rollouts, mask: Tensor, coef: Tensor) -> None:
@@ -159,7 +159,7 @@ class Observers:
                 attention_mask=part.attention_mask[some], temperature=temperature,
             )  # fmt: skip
 
-        shares = processes.by_rows(torch.arange(len(mask), device=mask.device), shares_of)
+        shares = distributed.map_rows(torch.arange(len(mask), device=mask.device), shares_of)
         self._put("update_attribution", batch, shares)
         if batch.index == 0:
             self._parts += [
@@ -216,7 +216,7 @@ class Observers:
                 total += found.values.to(total) ** 2
             return total
 
-        total = processes.by_rows(keep, squares)
+        total = distributed.map_rows(keep, squares)
         values = torch.full(part.input_ids.shape, math.nan, device=exact.device)
         share = torch.where(exact > 0, total / exact.clamp_min(torch.finfo(exact.dtype).tiny) ** 2, math.nan)
         values[keep] = torch.where(mask[keep].bool(), share, math.nan).float()
@@ -243,12 +243,12 @@ class Observers:
         drawn = self.probe_set.draw("heldout", self.spec.heldout_samples, self.drawer, seed)
         mask = _mask(drawn.rollouts)
         coef = failure_coefficients(mask, drawn.correct)
-        rows = drawn.rollouts.rows(torch.arange(len(mask))[processes.share(len(mask))])
+        rows = drawn.rollouts.rows(torch.arange(len(mask))[distributed.local_slice(len(mask))])
         own = [torch.zeros_like(p) for p in self.learner.seen.parameters]
         if len(rows):
-            coef = coef[processes.share(len(mask))]
+            coef = coef[distributed.local_slice(len(mask))]
             own = logp_gradient(model, rows.input_ids, _mask(rows), coef, rows.attention_mask, temperature)
-        return processes.summed(own)
+        return distributed.sum_tensors(own)
 
     def _put(self, name: str, batch: UpdateBatch, values: Tensor) -> None:
         """Keep `values` (n, P+T) of the update's rows for the tokens whose first update it is."""

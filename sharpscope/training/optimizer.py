@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sharpscope import distributed
 from sharpscope.config.training import OptimizerSpec
-from sharpscope.training import processes
 
 
 def build_optimizer(model: nn.Module, spec: OptimizerSpec) -> torch.optim.AdamW:
@@ -72,7 +72,7 @@ def _norm(parts: Iterable[Tensor]) -> float:
             own, divided = own + square, True
         else:
             whole += square
-    return math.sqrt(whole + (processes.total(own) if divided else 0.0))
+    return math.sqrt(whole + (distributed.sum_values(own) if divided else 0.0))
 
 
 def gradient_norm(parameters: Iterable[Tensor]) -> float:

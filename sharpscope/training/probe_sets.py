@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sharpscope import distributed
 from sharpscope.config.policy import LocalBackend
 from sharpscope.errors import UserError
 from sharpscope.policy import (
@@ -24,7 +25,6 @@ from sharpscope.policy import (
 from sharpscope.probes import Drawn, ProbeSet, build_probe_set
 from sharpscope.probes.probe_set import ProbeItem
 from sharpscope.tasks import Example, Task
-from sharpscope.training import processes
 from sharpscope.training.rounds import draw_completions, moved
 from sharpscope.training.sharding import whole_weights
 
@@ -83,7 +83,7 @@ def run_probe_set(config: RunConfig, task: Task) -> ProbeSet:
     It depends on the task, the initial policy and `probes.probe_set_seed` only, never on the method or the run's seed.
     """
     path = Path(config.run_dir) / PROBE_SET_FILE
-    if processes.agreed(path.exists()):
+    if distributed.broadcast(path.exists()):
         return ProbeSet.load(path)
     if config.probes.probe_set is not None:
         found = ProbeSet.load(config.probes.probe_set)
@@ -95,7 +95,7 @@ def run_probe_set(config: RunConfig, task: Task) -> ProbeSet:
             policy=config.policy.model, seed=spec.probe_set_seed, train=spec.prompts, heldout=spec.heldout_prompts,
             task_name=task_key(config),
         )  # fmt: skip
-    processes.decided(lambda: found.save(path) and None)
+    distributed.rank_zero_call(lambda: found.save(path) and None)
     return found
 
 

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from sharpscope import distributed
 from sharpscope.config.method import Sampling
 from sharpscope.config.policy import LocalBackend
 from sharpscope.objective import Method, group_advantages, informative_groups, overlong_penalty
@@ -23,10 +24,9 @@ from sharpscope.policy import (
     render_prompts,
     with_openings,
 )
+from sharpscope.seeds import derive
 from sharpscope.tasks import Example, InteractiveTask, Reward, Task
-from sharpscope.training import processes
 from sharpscope.training.data_order import DataOrder
-from sharpscope.training.seeds import derive
 from sharpscope.training.sharding import whole_weights
 
 C = TypeVar("C", bound=Completions)
@@ -64,9 +64,9 @@ def draw_completions(
     Where the task is interactive it answers in the middle of them, for all rows together. Several processes draw a part of the
     prompts each; all get all, the same as one process would draw.
     """
-    part = processes.share(len(examples))
+    part = distributed.local_slice(len(examples))
     if not isinstance(spec.backend, LocalBackend):  # one server for all: the first process asks it for everything
-        part = slice(0, len(examples) if processes.is_first() else 0)
+        part = slice(0, len(examples) if distributed.is_rank_zero() else 0)
     mine, own = examples[part], None
     with whole_weights(policy.model):
         if mine:
@@ -74,19 +74,19 @@ def draw_completions(
             environment = Environment(task, with_openings(mine, policy)) if isinstance(task, InteractiveTask) else None
             seeded = torch.Generator().manual_seed(seed)
             own = generate(policy, prompts, group_size, spec, seeded, environment, first + part.start)
-    if processes.count() == 1 and own is not None:
+    if distributed.world_size() == 1 and own is not None:
         return own
     if own is not None:
         own = moved(replace(own, group=own.group + part.start), torch.device("cpu"))
-    drawn = [completions for completions in processes.gather(own) if completions is not None]
+    drawn = [completions for completions in distributed.gather(own) if completions is not None]
     return moved(join_rollouts(*drawn), policy.device)
 
 
 def score_texts(task: Task, examples: Sequence[Example], texts: Sequence[str]) -> list[Reward]:
     """Rewards of completions, as many for each example, those of an example adjacent; each process scores a part."""
-    size, part = len(texts) // len(examples), processes.share(len(texts))
+    size, part = len(texts) // len(examples), distributed.local_slice(len(texts))
     own = [task.score(examples[row // size], texts[row]) for row in range(len(texts))[part]]
-    return [reward for rewards in processes.gather(own) for reward in rewards]
+    return [reward for rewards in distributed.gather(own) for reward in rewards]
 
 
 def draw_round(

@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sharpscope import distributed
 from sharpscope.errors import UserError
 from sharpscope.objective import method_label
 from sharpscope.policy import Policy
@@ -25,7 +26,7 @@ from sharpscope.traces.files import (
     sync_folder,
     sync_tree,
 )
-from sharpscope.training import environment, processes
+from sharpscope.training import environment
 
 if TYPE_CHECKING:
     from sharpscope.config import RunConfig
@@ -61,7 +62,7 @@ def begin_run_dir(config: RunConfig, policy: Policy, info: dict[str, Any]) -> No
         ) from error
 
 
-def run_info(config: RunConfig, policy: Policy, threads: int, launch: processes.Launch) -> dict[str, Any]:
+def run_info(config: RunConfig, policy: Policy, threads: int, launch: distributed.Launch) -> dict[str, Any]:
     """What run.json says of a new run."""
     trainable = sum(p.numel() for p in policy.model.parameters() if p.requires_grad)
     return {
@@ -168,7 +169,7 @@ def refused_write(error: OSError, folder: Path) -> str:
 def keep_traceback(folder: Path, error: BaseException) -> str:
     """Write an unforeseen error's traceback into the run's folder; returns the error in one line."""
     with suppress(OSError):
-        if processes.is_first():  # the others' are on their standard error
+        if distributed.is_rank_zero():  # the others' are on their standard error
             write_atomic(folder / TRACEBACK, "".join(traceback.format_exception(error)))
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
@@ -192,12 +193,12 @@ class NoWriter:
 
 def trace_writer(folder: Path) -> TraceWriter | NoWriter:
     """Writes a run's trace; of several processes only the first one's does."""
-    return TraceWriter(folder) if processes.is_first() else NoWriter()
+    return TraceWriter(folder) if distributed.is_rank_zero() else NoWriter()
 
 
 def note(folder: Path, **changes: Any) -> None:
     """Entries of run.json, from the first process."""
-    if processes.is_first():
+    if distributed.is_rank_zero():
         update_run_info(folder, **changes)
 
 

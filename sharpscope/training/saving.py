@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from sharpscope import distributed
 from sharpscope.policy import Policy
-from sharpscope.training import processes
 from sharpscope.training.checkpoint import Progress, load_checkpoint, prune, save_checkpoint
 from sharpscope.training.sharding import divide_state, is_sharded, whole_copy
 
@@ -28,14 +28,14 @@ def save(
     """
     model = policy.model
     if is_sharded(model):
-        whole = whole_copy(model, optimizer, torch.device("cpu"), keep=processes.is_first())
+        whole = whole_copy(model, optimizer, torch.device("cpu"), keep=distributed.is_rank_zero())
         model, optimizer = whole.model, whole.optimizer
 
     def write() -> None:
         save_checkpoint(config.run_dir, model, policy.tokenizer, optimizer, progress, proximal, vectors)
         prune(config.run_dir, config.checkpoint)
 
-    processes.decided(write)
+    distributed.rank_zero_call(write)
 
 
 def restore(checkpoint: Path, policy: Policy, optimizer: torch.optim.AdamW, proximal: nn.Module | None) -> Progress:

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from sharpscope import distributed
 from sharpscope.probes import ProbeSet, measure, measured_cost, probe_functionals, squared_gradient_norm
 from sharpscope.probes.estimate import Estimate, columns, labelled
 from sharpscope.probes.survey import problems
-from sharpscope.training import processes
+from sharpscope.seeds import derive
 from sharpscope.training.health import Event
 from sharpscope.training.learning import Learner
 from sharpscope.training.probe_sets import Drawer
 from sharpscope.training.run_folder import note
-from sharpscope.training.seeds import derive
 
 if TYPE_CHECKING:
     from sharpscope.config import RunConfig
@@ -42,7 +42,7 @@ class SurfaceProbes:
                 iter(probe_functionals(probe_set, probe_set.splits[0], self.spec, self.drawer, seed=0).values())
             )
             # Timings differ between processes, the schedule must not.
-            cost = processes.agreed(measured_cost(self.learner.seen.model, functional, self.spec))
+            cost = distributed.broadcast(measured_cost(self.learner.seen.model, functional, self.spec))
             note(self.config.run_dir, probe_cost=cost)
         product = max(cost["product_s"], 1e-9)
         products = self.spec.cost(gradient=cost["gradient_s"] / product, value=cost["value_s"] / product)

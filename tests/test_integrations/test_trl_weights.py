@@ -12,7 +12,7 @@ import torch
 import sharpscope
 from sharpscope.errors import UserError
 from sharpscope.objective import StepTensors, calibrate, choose_preset, named_method, prepare
-from sharpscope.training.seeds import generator
+from sharpscope.seeds import generator
 from tests.oracles.trl import loss_coefficients
 
 pytest.importorskip("trl", reason="TRL is not installed (test extra)")

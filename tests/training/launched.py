@@ -20,7 +20,8 @@ STUCK_S = 400
 
 def keep_gradient(path: Path):
     """Replace the function that clips gradients by one that first writes the whole ones of the first update to `path`."""
-    from sharpscope.training import learning, processes
+    from sharpscope import distributed
+    from sharpscope.training import learning
     from sharpscope.training.sharding import full
 
     original, known = learning.scale_gradients, []
@@ -29,7 +30,7 @@ def keep_gradient(path: Path):
         if not known:
             known.append(True)
             found = [None if p.grad is None else full(p.grad).clone() for p in parameters]
-            if processes.is_first():
+            if distributed.is_rank_zero():
                 torch.save(found, path)
         original(parameters, factor)
 

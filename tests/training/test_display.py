@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from sharpscope.commands.seeing import telling
-from sharpscope.commands.sweeping import _Bars
+from sharpscope.cli.inspecting import telling
+from sharpscope.cli.sweeping import _Bars
 from sharpscope.training import display as shown
 from sharpscope.training.display import RichDisplay, minutes
 

@@ -14,6 +14,7 @@ import sharpscope
 from sharpscope.errors import UserError
 from sharpscope.policy import SamplingSpec, load_policy
 from sharpscope.probes import ProbeSet
+from sharpscope.seeds import derive
 from sharpscope.tasks import make_task
 from sharpscope.training import train
 from sharpscope.training.checkpoint import checkpoints
@@ -21,7 +22,6 @@ from sharpscope.training.evaluate import evaluate, pass_at_k
 from sharpscope.training.evaluate_model import evaluate_model
 from sharpscope.training.evaluation_progress import EvaluationProgress
 from sharpscope.training.rounds import draw_completions
-from sharpscope.training.seeds import derive
 
 evaluation = importlib.import_module("sharpscope.training.evaluate")  # the package has a function of that name
 

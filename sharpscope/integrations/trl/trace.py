@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from sharpscope.config import RunConfig
+from sharpscope.distributed import Launch
 from sharpscope.integrations.trl.batches import written
 from sharpscope.objective import Method, method_label
 from sharpscope.policy import Policy
@@ -29,7 +30,6 @@ from sharpscope.training import environment
 from sharpscope.training.evaluate import evaluation_row
 from sharpscope.training.health import Event, check_policy, check_rollouts, memory_share
 from sharpscope.training.learning import Learned
-from sharpscope.training.processes import Launch
 from sharpscope.training.records import rollout_columns, steps_row, token_columns
 from sharpscope.training.rounds import Round
 from sharpscope.training.run_folder import run_info

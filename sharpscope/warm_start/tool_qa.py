@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, cast
 
-from sharpscope.policy.demonstrations import GUESS, OPENING, Demonstration
 from sharpscope.tasks import Example, InteractiveTask, ToolQaSpec, make_task, respond_all
 from sharpscope.tasks.tool_world import SYLLABLES
+from sharpscope.warm_start.knights_knaves import GUESS, OPENING, Demonstration
 
 FIRST_WORLD = 1_000_000
 """Seed of the first world: far from those that a person gives to a task."""

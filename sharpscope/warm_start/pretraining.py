@@ -25,10 +25,11 @@ from transformers import PreTrainedTokenizerBase, Qwen2ForCausalLM
 
 from sharpscope.config.warm_start import KnightsKnavesWarmStart, MathWarmStart, ToolQaWarmStart, WarmStartSpec
 from sharpscope.errors import UserError
-from sharpscope.policy import demonstrations_math, demonstrations_tool
-from sharpscope.policy.demonstrations import OPENING, ROLE, Demonstration, demonstrations, phrases, puzzles
 from sharpscope.policy.embedded import build_model, build_tokenizer, common_phrases, save_tokenizer
-from sharpscope.policy.muon import Muon
+from sharpscope.warm_start import math as demonstrations_math
+from sharpscope.warm_start import tool_qa as demonstrations_tool
+from sharpscope.warm_start.knights_knaves import OPENING, ROLE, Demonstration, demonstrations, phrases, puzzles
+from sharpscope.warm_start.muon import Muon
 
 SUMMARY = "warm_start.json"
 

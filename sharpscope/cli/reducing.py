@@ -29,7 +29,7 @@ def reduce(
       sharpscope reduce runs/study --out data/reference
     """
     from sharpscope.analysis.reduction import reduce_runs
-    from sharpscope.commands.seeing import printable_line, telling
+    from sharpscope.cli.inspecting import printable_line, telling
     from sharpscope.traces import load_runs
 
     with telling("reducing") as tell:

@@ -25,10 +25,10 @@ def run_warm_start(
 
     from sharpscope.config import WARM_STARTS, check_keys, merge, parse_override, validate
     from sharpscope.errors import UserError, nearest
-    from sharpscope.policy.warm_start import Progress as Report
-    from sharpscope.policy.warm_start import warm_start
     from sharpscope.training.display import minutes
     from sharpscope.training.environment import set_threads
+    from sharpscope.warm_start import Progress as Report
+    from sharpscope.warm_start import warm_start
 
     if policy not in WARM_STARTS:
         raise UserError(f"warm-start {policy}: unknown{nearest(policy, WARM_STARTS)}")

@@ -79,7 +79,7 @@ def shapings(
     from rich.table import Table
 
     from sharpscope.analysis.figures.style import styled
-    from sharpscope.commands.weight_curves import DEFAULT, function_curves, observed, shaping_figure
+    from sharpscope.cli.weight_curves import DEFAULT, function_curves, observed, shaping_figure
     from sharpscope.config import named_method
     from sharpscope.errors import UserError
     from sharpscope.traces import load_run
@@ -143,7 +143,7 @@ def config(
 
       sharpscope config --explain
     """
-    from sharpscope.commands.training import command_values
+    from sharpscope.cli.training import command_values
     from sharpscope.config import build_config, explain_fields, to_yaml
 
     settings = build_config(file, set_ or (), command_values(method=method, task=task))

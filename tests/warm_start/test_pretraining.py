@@ -17,7 +17,11 @@ from typer.testing import CliRunner
 from sharpscope.cli import app
 from sharpscope.config.warm_start import KnightsKnavesWarmStart
 from sharpscope.errors import UserError
-from sharpscope.policy.demonstrations import (
+from sharpscope.policy.embedded import embedded_policy, load_tokenizer
+from sharpscope.tasks import DatasetSpec, KnightsKnavesSpec, make_task
+from sharpscope.tasks.logic_rl import roles_of, score_logic_rl
+from sharpscope.tasks.statements import solve
+from sharpscope.warm_start.knights_knaves import (
     OPENING,
     chat,
     demonstrations,
@@ -29,12 +33,8 @@ from sharpscope.policy.demonstrations import (
     renamed,
     trials,
 )
-from sharpscope.policy.embedded import embedded_policy, load_tokenizer
-from sharpscope.policy.muon import Muon, orthogonal
-from sharpscope.policy.warm_start import Row, _accumulate, _row, exactness, schedule, warm_start
-from sharpscope.tasks import DatasetSpec, KnightsKnavesSpec, make_task
-from sharpscope.tasks.logic_rl import roles_of, score_logic_rl
-from sharpscope.tasks.statements import solve
+from sharpscope.warm_start.muon import Muon, orthogonal
+from sharpscope.warm_start.pretraining import Row, _accumulate, _row, exactness, schedule, warm_start
 from tests.models import tiny_model
 
 TINY = KnightsKnavesWarmStart(

@@ -55,8 +55,9 @@ def run(
 
       accelerate launch --num_processes 2 -m sharpscope run --method grpo-sg
     """
+    from sharpscope import distributed
     from sharpscope.config import build_config
-    from sharpscope.training import QuietDisplay, RichDisplay, processes, train
+    from sharpscope.training import QuietDisplay, RichDisplay, train
 
     display = QuietDisplay() if quiet else RichDisplay()
     if resume is not None:
@@ -70,7 +71,7 @@ def run(
     else:
         values = command_values(method=method, task=task, model=model, steps=steps, seed=seed, lr=lr, out=out)
         outcome = train(build_config(config, set_ or (), values, shaping), display)
-    if processes.is_first():
+    if distributed.is_rank_zero():
         for text in outcome.notes:
             typer.echo(f"note:   {text}")
         report(outcome.run_dir, outcome.status, outcome.steps_done, outcome.reason)
@@ -247,6 +248,6 @@ def warm_start(
 
       sharpscope warm-start tool_qa --threads 1
     """
-    from sharpscope.commands.warm import run_warm_start
+    from sharpscope.cli.warm import run_warm_start
 
     run_warm_start(policy, out, set_ or [], quiet, threads)

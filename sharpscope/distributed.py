@@ -1,8 +1,8 @@
-"""Several processes that train one policy: who does which rows, what is summed, what the first one decides for all.
+"""Data-parallel processes: which process computes which rows, and what is summed, gathered or broadcast.
 
-Every process holds the same rollouts, statistics, plan and records of the whole step; only work on the model is divided. So
-everything that looks at a batch (advantages, quantiles, covariances, shuffles, normalisers) is what one process computes.
-Without `accelerate launch` (or torchrun) there is one process, and every function here is the identity.
+Every process holds the rollouts, statistics, plan and records of the whole step; only work on the model is divided. Advantages,
+quantiles, covariances, shuffles and normalizers are therefore the same as with one process. Without `accelerate launch` (or
+torchrun) there is one process, and every function here is the identity.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sharpscope.errors import UserError
 
 T = TypeVar("T")
 
-SUM_BYTES = 64 * 2**20  # gradients summed at once
+SUM_BYTES = 64 * 2**20  # size of one all-reduce
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class Launch:
     """How this run was launched.
 
     Attributes:
-        processes: how many there are.
-        sharded: whether weights, gradients and optimizer state are divided over them (FSDP2).
-        reshard: whether weights are dropped again after each layer's forward pass (else after its backward pass).
+        processes: number of processes.
+        sharded: whether weights, gradients and optimizer state are sharded over them (FSDP2).
+        reshard: whether each layer's weights are freed after its forward pass (otherwise after its backward pass).
     """
 
     processes: int = 1
@@ -40,7 +40,7 @@ class Launch:
 
 
 def start(device: str = "auto") -> Launch:
-    """Join the other processes, if `accelerate launch` or torchrun has started any; once in a program's life.
+    """Join the process group if `accelerate launch` or torchrun started one. Call it once per program.
 
     Args:
         device: policy.device; with several GPUs `auto` or `cuda` is each process's own one.
@@ -71,49 +71,49 @@ def start(device: str = "auto") -> Launch:
         )
     # Read here, not from the state: accelerate forgets the plugin where there is no GPU, and FSDP2 works without.
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
-        return Launch(count())
+        return Launch(world_size())
     plugin: Any = FullyShardedDataParallelPlugin()
     if plugin.fsdp_version != 2:
         raise UserError("accelerate launch --use_fsdp: only the second version is supported; add --fsdp_version 2")
     if type(plugin.cpu_offload).__name__ == "CPUOffloadPolicy":
         raise UserError("accelerate launch --fsdp_offload_params: not supported; leave it out")
-    return Launch(count(), sharded=True, reshard=bool(plugin.reshard_after_forward))
+    return Launch(world_size(), sharded=True, reshard=bool(plugin.reshard_after_forward))
 
 
 def _leave() -> None:
-    """Say goodbye at the program's end; a second time is no mistake."""
+    """Destroy the process group if it still exists."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def count() -> int:
-    """How many processes train together."""
+def world_size() -> int:
+    """Number of processes."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def rank() -> int:
-    """Which of them this is, from 0."""
-    return dist.get_rank() if count() > 1 else 0
+    """Rank of this process, from 0."""
+    return dist.get_rank() if world_size() > 1 else 0
 
 
-def is_first() -> bool:
-    """Whether this process speaks and writes for all."""
+def is_rank_zero() -> bool:
+    """Whether this is the process that prints and writes."""
     return rank() == 0
 
 
-def share(size: int) -> slice:
-    """This process's consecutive part of `size` things; parts in order of rank are all of them."""
-    each, more = divmod(size, count())
+def local_slice(size: int) -> slice:
+    """This process's contiguous slice of `size` items."""
+    each, more = divmod(size, world_size())
     first = rank() * each + min(rank(), more)
     return slice(first, first + each + (rank() < more))
 
 
-def deal(work: Sequence[int]) -> list[int]:
-    """This process's indices into `work` (costs ≥ 0), so that all processes have about the same to do.
+def balance(work: Sequence[int]) -> list[int]:
+    """Indices into `work` (costs ≥ 0) assigned to this process, so that total costs are about equal.
 
-    Largest first to whoever has least; every process computes the same deal.
+    Greedy: the largest item goes to the process with the smallest total. Every process computes the same assignment.
     """
-    loads, own = [0] * count(), []
+    loads, own = [0] * world_size(), []
     for index in sorted(range(len(work)), key=lambda i: -work[i]):
         to = loads.index(min(loads))
         loads[to] += work[index]
@@ -123,54 +123,54 @@ def deal(work: Sequence[int]) -> list[int]:
 
 
 def gather(value: T) -> list[T]:
-    """Every process's `value`, by rank; tensors in it should be on the CPU."""
-    if count() == 1:
+    """The `value` of every process, by rank. Tensors in it should be on the CPU."""
+    if world_size() == 1:
         return [value]
-    found: list[Any] = [None] * count()
+    found: list[Any] = [None] * world_size()
     dist.all_gather_object(found, value)
     return found
 
 
-def agreed(value: T) -> T:
-    """The first process's `value`."""
-    if count() == 1:
+def broadcast(value: T) -> T:
+    """The `value` of rank 0, in every process."""
+    if world_size() == 1:
         return value
-    told: list[Any] = [value if is_first() else None]
+    told: list[Any] = [value if is_rank_zero() else None]
     dist.broadcast_object_list(told, src=0)
     return told[0]
 
 
-def decided(decide: Callable[[], T]) -> T:
-    """What `decide` returns in the first process, in which alone it runs; its exception is raised in all."""
-    if count() == 1:
-        return decide()
+def rank_zero_call(function: Callable[[], T]) -> T:
+    """Call `function` in rank 0 only. Every process returns its result or raises its exception."""
+    if world_size() == 1:
+        return function()
     found: Any = None
-    if is_first():
+    if is_rank_zero():
         try:
-            found = (True, decide())
+            found = (True, function())
         except Exception as error:
-            agreed((False, error))
+            broadcast((False, error))
             raise
-    worked, value = agreed(found)
+    worked, value = broadcast(found)
     if not worked:
         raise value
     return value
 
 
-def total(value: float) -> float:
-    """The sum of every process's `value`, in float64 and order of rank."""
-    return sum(gather(value)) if count() > 1 else value
+def sum_values(value: float) -> float:
+    """Sum of the `value` of every process, in float64 and order of rank."""
+    return sum(gather(value)) if world_size() > 1 else value
 
 
-def first_of(values: Iterable[T | None]) -> T | None:
-    """The first that is not None, by rank and then in order."""
+def first_not_none(values: Iterable[T | None]) -> T | None:
+    """First value that is not None, by rank and then in order; None if there is none."""
     own = next((value for value in values if value is not None), None)
     return next((value for value in gather(own) if value is not None), None)
 
 
-def share_rows(index: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Write into every process's `tensors` the rows that the others have computed; this one has computed rows `index`."""
-    if count() == 1:
+def exchange_rows(index: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Copy rows between processes: this one has computed rows `index` of `tensors` and receives the rows of the others."""
+    if world_size() == 1:
         return
     own = (index.cpu(), [tensor[index.to(tensor.device)].detach().cpu() for tensor in tensors])
     for origin, (rows, parts) in enumerate(gather(own)):
@@ -179,24 +179,24 @@ def share_rows(index: Tensor, tensors: Sequence[Tensor]) -> None:
                 tensor[rows.to(tensor.device)] = part.to(tensor)
 
 
-def by_rows(rows: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
-    """`compute(rows)`, for a function whose results (n, …) belong to the `rows` (n,) one by one; each process computes a part.
+def map_rows(rows: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
+    """`compute(rows)` (n, …) for a function that treats the `rows` (n,) independently; each process computes a part.
 
-    All processes get all results, on the device of their own ones.
+    Every process gets all results.
     """
-    if count() == 1:
+    if world_size() == 1:
         return compute(rows)
-    part = rows[share(len(rows))]
+    part = rows[local_slice(len(rows))]
     own = compute(part) if len(part) else None
     found = [piece for piece in gather(None if own is None else own.detach().cpu()) if piece is not None]
     return torch.cat(found).to(rows.device if own is None else own.device)
 
 
 @torch.no_grad()
-def summed(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The sums of every process's `tensors`, which are of one type."""
+def sum_tensors(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Sums of `tensors` over the processes. All tensors have one dtype."""
     found = list(tensors)
-    if count() > 1 and found:
+    if world_size() > 1 and found:
         found = [tensor.clone() for tensor in found]
         _sum(found)
     return found
@@ -204,11 +204,11 @@ def summed(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 @torch.no_grad()
 def sum_gradients(parameters: Sequence[Tensor]) -> None:
-    """Replace every `.grad` by its sum over the processes. Sharded parameters' are summed already and stay.
+    """Replace every `.grad` by its sum over the processes; FSDP2 has summed those of sharded parameters already.
 
-    A parameter without a gradient here that has one elsewhere gets it; without any anywhere it keeps none.
+    A parameter whose gradient is None in every process keeps None.
     """
-    if count() == 1:
+    if world_size() == 1:
         return
     whole = [p for p in parameters if not hasattr(p, "to_local")]
     if not whole:
@@ -226,7 +226,7 @@ def sum_gradients(parameters: Sequence[Tensor]) -> None:
 
 
 def _sum(tensors: list[Tensor]) -> None:
-    """Sum tensors of one type in place, a bucket at a time."""
+    """Sum tensors of one dtype in place, in buckets of about SUM_BYTES."""
     bucket: list[Tensor] = []
     size = 0
     for position, tensor in enumerate(tensors):

@@ -13,11 +13,12 @@ from pydantic import ValidationError
 from transformers import AutoModelForCausalLM
 
 from sharpscope.config.warm_start import WARM_STARTS, MathWarmStart, ToolQaWarmStart
-from sharpscope.policy import demonstrations_math, demonstrations_tool
 from sharpscope.policy.embedded import build_tokenizer, load_tokenizer
 from sharpscope.policy.generation import as_text
-from sharpscope.policy.warm_start import _material, _row, warm_start
 from sharpscope.tasks import MathSpec, ToolQaSpec, make_task
+from sharpscope.warm_start import math as demonstrations_math
+from sharpscope.warm_start import tool_qa as demonstrations_tool
+from sharpscope.warm_start.pretraining import _material, _row, warm_start
 
 pytest.importorskip("bm25s", reason="needs the optional library bm25s")
 SMALL = {"layers": 1, "width": 16, "feed_forward": 16, "heads": 2, "corpus": 40, "batch": 4, "warmup": 1}

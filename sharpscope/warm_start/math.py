@@ -11,8 +11,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
-from sharpscope.policy.demonstrations import GUESS, OPENING, Demonstration, Style
 from sharpscope.tasks import Example, MathSpec, make_task
+from sharpscope.warm_start.knights_knaves import GUESS, OPENING, Demonstration, Style
 
 EASY = 300
 """Most questions of level 1, of which few exist."""

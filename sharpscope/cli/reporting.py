@@ -30,7 +30,7 @@ def analyze(
       sharpscope analyze runs/first runs/second --out report
     """
     from sharpscope.analysis.full_report import write_full_report
-    from sharpscope.commands.seeing import printable_line, telling
+    from sharpscope.cli.inspecting import printable_line, telling
 
     with telling("reading traces") as tell:
         made = write_full_report(runs, out, on_progress=tell)
@@ -55,7 +55,7 @@ def report(
       sharpscope report runs/ --open
     """
     from sharpscope.analysis.full_report import write_page
-    from sharpscope.commands.seeing import telling
+    from sharpscope.cli.inspecting import telling
 
     with telling("reading traces") as tell:
         page = write_page(runs, out, on_progress=tell)

@@ -10,14 +10,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sharpscope import distributed
+from sharpscope.distributed import Launch
 from sharpscope.errors import UserError
-from sharpscope.training import environment, processes, train
-from sharpscope.training.processes import Launch
+from sharpscope.training import environment, train
 
 
 def as_process(monkeypatch, rank: int, count: int) -> None:
-    monkeypatch.setattr(processes, "rank", lambda: rank)
-    monkeypatch.setattr(processes, "count", lambda: count)
+    monkeypatch.setattr(distributed, "rank", lambda: rank)
+    monkeypatch.setattr(distributed, "world_size", lambda: count)
 
 
 @given(st.integers(0, 40), st.integers(1, 7))
@@ -26,7 +27,7 @@ def test_shares_in_order_of_rank_are_everything_and_differ_by_one_at_most(size, 
         parts = []
         for rank in range(count):
             as_process(patch, rank, count)
-            parts.append(list(range(size))[processes.share(size)])
+            parts.append(list(range(size))[distributed.local_slice(size)])
     assert [i for part in parts for i in part] == list(range(size))
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
@@ -37,7 +38,7 @@ def test_deals_hold_everything_once_and_are_balanced(work, count):
         parts = []
         for rank in range(count):
             as_process(patch, rank, count)
-            parts.append(processes.deal(work))
+            parts.append(distributed.balance(work))
     assert sorted(i for part in parts for i in part) == list(range(len(work)))
     loads = [sum(work[i] for i in part) for part in parts]
     # Largest first: nobody has more than the mean and one thing beyond it.
@@ -46,29 +47,29 @@ def test_deals_hold_everything_once_and_are_balanced(work, count):
 
 
 def test_one_process_is_the_identity():
-    assert processes.start() == Launch() and processes.count() == 1 and processes.is_first()
-    assert processes.gather(3) == [3] and processes.agreed("x") == "x" and processes.total(1.5) == 1.5
-    assert processes.decided(lambda: 7) == 7 and processes.first_of([None, 2, 3]) == 2
+    assert distributed.start() == Launch() and distributed.world_size() == 1 and distributed.is_rank_zero()
+    assert distributed.gather(3) == [3] and distributed.broadcast("x") == "x" and distributed.sum_values(1.5) == 1.5
+    assert distributed.rank_zero_call(lambda: 7) == 7 and distributed.first_not_none([None, 2, 3]) == 2
     values = torch.arange(6.0).view(3, 2)
-    processes.share_rows(torch.tensor([1]), [values])
+    distributed.exchange_rows(torch.tensor([1]), [values])
     parameter = torch.nn.Parameter(torch.ones(2))
-    processes.sum_gradients([parameter])
+    distributed.sum_gradients([parameter])
     assert torch.equal(values, torch.arange(6.0).view(3, 2)) and parameter.grad is None
 
 
 def launched(monkeypatch, kind="MULTI_CPU", precision="no", **environ):
     state = SimpleNamespace(distributed_type=SimpleNamespace(value=kind), mixed_precision=precision)
     monkeypatch.setattr(accelerate, "Accelerator", lambda cpu: SimpleNamespace(state=state))
-    monkeypatch.setattr(processes, "count", lambda: 2)
+    monkeypatch.setattr(distributed, "world_size", lambda: 2)
     for name, value in ({"WORLD_SIZE": "2"} | environ).items():
         monkeypatch.setenv(name, value)
 
 
 def test_a_launch_says_whether_weights_are_sharded(monkeypatch):
     launched(monkeypatch)
-    assert processes.start() == Launch(2)
+    assert distributed.start() == Launch(2)
     launched(monkeypatch, ACCELERATE_USE_FSDP="true", FSDP_VERSION="2", FSDP_RESHARD_AFTER_FORWARD="false")
-    assert processes.start() == Launch(2, sharded=True, reshard=False)
+    assert distributed.start() == Launch(2, sharded=True, reshard=False)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +85,7 @@ def test_a_launch_says_whether_weights_are_sharded(monkeypatch):
 def test_what_is_not_supported_is_refused_with_the_fix(monkeypatch, changes, device, said):
     launched(monkeypatch, **changes)
     with pytest.raises(UserError, match=said):
-        processes.start(device)
+        distributed.start(device)
 
 
 def test_processes_of_one_machine_share_its_cores(monkeypatch):
@@ -108,7 +109,7 @@ def test_processes_of_one_machine_share_its_cores(monkeypatch):
     ],
 )
 def test_what_cannot_be_sharded_is_refused_before_the_folder_is_made(monkeypatch, toy_config, changes, said):
-    monkeypatch.setattr(processes, "start", lambda device: Launch(2, sharded=True))
+    monkeypatch.setattr(distributed, "start", lambda device: Launch(2, sharded=True))
     config = toy_config(**changes)
     with pytest.raises(UserError, match=said):
         train(config)

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from sharpscope import __version__
-from sharpscope.commands import describe, exporting, probing, reducing, reporting, seeing, sweeping, training
+from sharpscope.cli import describe, exporting, inspecting, probing, reducing, reporting, sweeping, training
 from sharpscope.errors import UserError
 
 app = typer.Typer(
@@ -21,8 +21,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for room in (training, reporting, seeing, sweeping, reducing, describe, exporting, probing):
-    room.register(app)
+for module in (training, reporting, inspecting, sweeping, reducing, describe, exporting, probing):
+    module.register(app)
 
 _shown = {"traceback": False}  # what --debug asks for
 
