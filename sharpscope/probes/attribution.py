@@ -20,10 +20,12 @@ from torch.nn import functional as F
 
 from sharpscope.errors import UserError
 from sharpscope.probes.guard import guarded
+from sharpscope.probes.self_check import check_derivative, check_difference, check_gradient, check_shares
+from sharpscope.probes.spec import Check
 from sharpscope.probes.token_gradients.central import central_derivative, squared_length
 from sharpscope.probes.token_gradients.forward_mode import pushed_hidden, pushed_logp
 from sharpscope.probes.token_gradients.head import head_chunks, head_gradients
-from sharpscope.probes.token_gradients.rows import make_rows, safe_width, widen
+from sharpscope.probes.token_gradients.rows import Rows, make_rows, safe_width, widen
 from sharpscope.probes.token_gradients.structure import Structure, hidden_states, read_before, structure_of
 
 Way = Literal["auto", "forward", "central"]
@@ -56,6 +58,8 @@ def attribute(
     attention_mask: Tensor | None = None,
     temperature: float = 1.0,
     method: Way = "auto",
+    *,
+    check: Check = "first",
 ) -> Tensor:
     """Each token's share c_t⟨∇log π_t, u⟩ of a directional derivative of L, with sign.
 
@@ -65,6 +69,7 @@ def attribute(
         direction: u, tensors like the trainable parameters; None: u = ∇L/‖∇L‖² with ∇L = Σ_t c_t ∇log π_t.
         method: forward (one forward-mode pass), central (two forward passes, float32 or float64 weights) or auto
             (forward).
+        check: as in `score_norms`, of the derivatives; unless off, shares without a direction must also sum to 1.
 
     Returns:
         (N, S), 0 where the mask is 0. Without a direction the shares sum to 1 (to rounding), and are NaN at every
@@ -72,18 +77,23 @@ def attribute(
 
     Raises:
         UserError: the input does not fit together.
+        CheckError: derivatives differ from plain autograd's on this model, or shares do not sum to 1.
     """
     if coef.shape != input_ids.shape:
         raise UserError(f"coef, shape {tuple(coef.shape)}: must be that of input_ids, {tuple(input_ids.shape)}")
-    scale = 1.0
-    if direction is None:
-        direction = logp_gradient(model, input_ids, mask, coef, attention_mask, temperature)
-        squared = squared_length(direction)
+    along = direction
+    if along is None:
+        along = logp_gradient(model, input_ids, mask, coef, attention_mask, temperature, check=check)
+        squared = squared_length(along)
         if squared == 0.0:
             return torch.where(mask.bool(), math.nan, 0.0).to(coef.dtype)
-        scale = 1.0 / squared
-    found = directional_derivative(model, input_ids, mask, direction, attention_mask, temperature, method)
-    return coef.to(found.values) * found.values * scale
+    found = directional_derivative(model, input_ids, mask, along, attention_mask, temperature, method, check=check)
+    shares = coef.to(found.values) * found.values
+    if direction is not None:
+        return shares
+    shares /= squared
+    check_shares(model, shares, found.way, check)
+    return shares
 
 
 def directional_derivative(
@@ -96,6 +106,7 @@ def directional_derivative(
     method: Way = "auto",
     *,
     with_error: bool = False,
+    check: Check = "first",
 ) -> Derivatives:
     """⟨∇log π_t, u⟩ of every token that `mask` marks, u = `direction` (tensors like the trainable parameters, in
     their order).
@@ -103,10 +114,13 @@ def directional_derivative(
     Args:
         direction: tensors like the trainable parameters, in the model's order.
         with_error: central only: also estimate the error, at two forward passes more.
+        check: as in `score_norms`, along a token's gradient; of central differences also a few tokens of the call against
+            forward mode.
 
     Raises:
         UserError: the input does not fit together, or a central difference of weights or activations of less than
             32 bits is asked for.
+        CheckError: the derivatives differ from plain autograd's on this model.
     """
     if method not in ("auto", "forward", "central"):
         raise UserError(f"method, '{method}': use auto, forward or central")
@@ -114,23 +128,58 @@ def directional_derivative(
         rows = make_rows(model, input_ids, mask, attention_mask, temperature)
         structure = structure_of(model)
         _check_direction(structure, direction)
-        dtype = torch.promote_types(structure.head.weight.dtype, torch.float32)
-        values = torch.zeros(rows.shape, dtype=dtype, device=rows.ids.device)
         if method == "central":
-            error = torch.zeros_like(values) if with_error else None
-            central_derivative(model, structure, rows, direction, temperature, values, error)
-            return Derivatives(values, error, "central")
-        by_name = dict(zip(structure.named, direction, strict=True))
-        weight = by_name.get(structure.tied or structure.head_weight or "")
-        bias = by_name.get(structure.head_bias or "")
-        for chunk in rows.chunks(share=structure.shares):
-            ids = widen(chunk.ids, safe_width(model, chunk.ids.shape[1]))
-            hidden, moved = pushed_hidden(model, structure, ids, direction, before=chunk.before)
-            keep = F.pad(chunk.predicts, (0, ids.shape[1] - chunk.ids.shape[1]))
-            chunk.write(
-                values, pushed_logp(hidden[keep], moved[keep], structure.head, chunk.targets, temperature, weight, bias)
-            )
-        return Derivatives(values, None, "forward")
+            checked = check_derivative(
+                model, structure, rows, temperature, "central", check,
+                lambda some, along: _central(model, structure, some, along, temperature, False)[0],
+            )  # fmt: skip
+            values, error = _central(model, structure, rows, direction, temperature, with_error)
+            apart = check_difference(
+                model, structure, rows, values, check,
+                lambda some: _forward(model, structure, some, direction, temperature),
+            )  # fmt: skip
+            return Derivatives(values, error, "central", checked if apart is None else max(apart, checked or 0.0))
+        checked = check_derivative(
+            model, structure, rows, temperature, "forward", check,
+            lambda some, along: _forward(model, structure, some, along, temperature),
+        )  # fmt: skip
+        return Derivatives(_forward(model, structure, rows, direction, temperature), None, "forward", checked)
+
+
+def _blank(structure: Structure, rows: Rows) -> Tensor:
+    dtype = torch.promote_types(structure.head.weight.dtype, torch.float32)
+    return torch.zeros(rows.shape, dtype=dtype, device=rows.ids.device)
+
+
+def _central(
+    model: nn.Module,
+    structure: Structure,
+    rows: Rows,
+    direction: Sequence[Tensor],
+    temperature: float,
+    with_error: bool,
+) -> tuple[Tensor, Tensor | None]:
+    values = _blank(structure, rows)
+    error = torch.zeros_like(values) if with_error else None
+    central_derivative(model, structure, rows, direction, temperature, values, error)
+    return values, error
+
+
+def _forward(
+    model: nn.Module, structure: Structure, rows: Rows, direction: Sequence[Tensor], temperature: float
+) -> Tensor:
+    values = _blank(structure, rows)
+    by_name = dict(zip(structure.named, direction, strict=True))
+    weight = by_name.get(structure.tied or structure.head_weight or "")
+    bias = by_name.get(structure.head_bias or "")
+    for chunk in rows.chunks(share=structure.shares):
+        ids = widen(chunk.ids, safe_width(model, chunk.ids.shape[1]))
+        hidden, moved = pushed_hidden(model, structure, ids, direction, before=chunk.before)
+        keep = F.pad(chunk.predicts, (0, ids.shape[1] - chunk.ids.shape[1]))
+        chunk.write(
+            values, pushed_logp(hidden[keep], moved[keep], structure.head, chunk.targets, temperature, weight, bias)
+        )
+    return values
 
 
 def _check_direction(structure: Structure, direction: Sequence[Tensor]) -> None:
@@ -153,36 +202,47 @@ def logp_gradient(
     coef: Tensor,
     attention_mask: Tensor | None = None,
     temperature: float = 1.0,
+    *,
+    check: Check = "first",
 ) -> list[Tensor]:
     """∇ Σ_t c_t log π_t over the trainable parameters, in the model's order; the logits are never held whole.
 
     Args:
         coef: (N, S) c_t, constants; read where `mask` is 1.
+        check: as in `score_norms`, of a sum over two tokens.
     """
     with guarded(model, weights=False):
         rows = make_rows(model, input_ids, mask, attention_mask, temperature)
         structure = structure_of(model)
-        total = [torch.zeros_like(parameter) for parameter in structure.named.values()]
-        place = {name: i for i, name in enumerate(structure.named)}
-        coef = coef.to(rows.ids.device)
-        # A row whose coefficients are all zero adds nothing.
-        counts = torch.zeros(len(rows), dtype=torch.bool, device=rows.ids.device)
-        counts = ((coef[rows.source].gather(1, rows.place) != 0) & rows.chosen).any(1)
-        for chunk in rows.take(counts.nonzero()[:, 0]).chunks(share=structure.shares) if bool(counts.any()) else []:
-            with torch.enable_grad():
-                hidden = hidden_states(model, chunk.ids, read_before(model, chunk.before))
-            states, each = hidden.detach()[chunk.predicts], chunk.gathered(coef)
-            output, _ = head_gradients(states, structure.head, chunk.targets, temperature)
-            _add_head_gradient(structure, total, place, states, chunk.targets, each, temperature)
-            if not hidden.requires_grad:
-                continue
-            start = torch.zeros_like(hidden)
-            start[chunk.predicts] = output.to_hidden * each[:, None].to(output.to_hidden)
-            parts = torch.autograd.grad(hidden, list(structure.named.values()), start, allow_unused=True)
-            for target, part in zip(total, parts, strict=True):
-                if part is not None:
-                    target.add_(part)
-        return total
+        check_gradient(
+            model, structure, rows, temperature, check,
+            lambda some, each: _gradient(model, structure, some, each, temperature),
+        )  # fmt: skip
+        return _gradient(model, structure, rows, coef, temperature)
+
+
+def _gradient(model: nn.Module, structure: Structure, rows: Rows, coef: Tensor, temperature: float) -> list[Tensor]:
+    total = [torch.zeros_like(parameter) for parameter in structure.named.values()]
+    place = {name: i for i, name in enumerate(structure.named)}
+    coef = coef.to(rows.ids.device)
+    # A row whose coefficients are all zero adds nothing.
+    counts = torch.zeros(len(rows), dtype=torch.bool, device=rows.ids.device)
+    counts = ((coef[rows.source].gather(1, rows.place) != 0) & rows.chosen).any(1)
+    for chunk in rows.take(counts.nonzero()[:, 0]).chunks(share=structure.shares) if bool(counts.any()) else []:
+        with torch.enable_grad():
+            hidden = hidden_states(model, chunk.ids, read_before(model, chunk.before))
+        states, each = hidden.detach()[chunk.predicts], chunk.gathered(coef)
+        output, _ = head_gradients(states, structure.head, chunk.targets, temperature)
+        _add_head_gradient(structure, total, place, states, chunk.targets, each, temperature)
+        if not hidden.requires_grad:
+            continue
+        start = torch.zeros_like(hidden)
+        start[chunk.predicts] = output.to_hidden * each[:, None].to(output.to_hidden)
+        parts = torch.autograd.grad(hidden, list(structure.named.values()), start, allow_unused=True)
+        for target, part in zip(total, parts, strict=True):
+            if part is not None:
+                target.add_(part)
+    return total
 
 
 @torch.no_grad()
@@ -231,6 +291,8 @@ def heldout_influence(
     attention_mask: Tensor | None = None,
     temperature: float = 1.0,
     method: Way = "auto",
+    *,
+    check: Check = "first",
 ) -> Tensor:
     """c_t⟨∇log π_t, ∇L_heldout⟩ (N, S): how much a token lowers a held-out loss, to first order and per unit
     learning rate.
@@ -241,5 +303,6 @@ def heldout_influence(
     Args:
         heldout_gradient: ∇L_heldout, tensors like the trainable parameters (`logp_gradient` makes one from
             `failure_coefficients` or `nll_coefficients`).
+        check: as in `score_norms`.
     """
-    return attribute(model, input_ids, mask, coef, heldout_gradient, attention_mask, temperature, method)
+    return attribute(model, input_ids, mask, coef, heldout_gradient, attention_mask, temperature, method, check=check)

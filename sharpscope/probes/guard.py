@@ -52,7 +52,7 @@ def attention_implementation(model: torch.nn.Module, name: str) -> Iterator[None
     Raises:
         UserError: for a name that transformers does not know.
     """
-    configs = _configs(model)
+    configs = model_configs(model)
     before = [config._attn_implementation for config in configs]
     with ExitStack() as stack:
         if name == "math":
@@ -76,7 +76,7 @@ def _differentiable(config: Any, current: str | None) -> str:
     return "eager" if current == "eager" or getattr(config, "attn_logit_softcapping", None) else "sdpa"
 
 
-def _configs(model: torch.nn.Module) -> list[Any]:
+def model_configs(model: torch.nn.Module) -> list[Any]:
     """Every distinct transformers configuration that a module of `model` holds, sub-configurations included."""
     found: dict[int, Any] = {}
 

@@ -7,15 +7,19 @@ output layer in closed form), then one module a tier.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor, nn
 
 from sharpscope.errors import UserError, nearest
 from sharpscope.probes.guard import guarded
+from sharpscope.probes.self_check import SKETCH_DIRECTIONS, check_norms
+from sharpscope.probes.spec import Check
 from sharpscope.probes.token_gradients.exact import exact_norms
 from sharpscope.probes.token_gradients.head_tier import head_norms
 from sharpscope.probes.token_gradients.local import local_norms
 from sharpscope.probes.token_gradients.result import TIERS, ScoreNorms, Tier
-from sharpscope.probes.token_gradients.rows import make_rows
+from sharpscope.probes.token_gradients.rows import Rows, make_rows
 from sharpscope.probes.token_gradients.sketch import sketch_norms
 from sharpscope.probes.token_gradients.structure import structure_of
 
@@ -33,6 +37,7 @@ def score_norms(
     directions: int = 24,
     seed: int = 0,
     cotangent_bytes: int | None = None,
+    check: Check = "first",
 ) -> ScoreNorms:
     """‖∇_θ log π_θ(token | its prefix)‖₂ over all trainable parameters, for every token that `mask` marks.
 
@@ -53,22 +58,33 @@ def score_norms(
         seed: sketch: of the directions.
         cotangent_bytes: exact: memory for one activation's batch of cotangents; the peak is a small multiple of it
             beyond a forward pass's activations. None = what suits the device.
+        check: compare the tier with plain autograd on two tokens of the first row: when the tier is first used with this
+            model (first), at every call (always) or never (off).
 
     Returns:
         Norms, squared norms and their standard errors, (N, S), 0 where the mask is 0.
 
     Raises:
         UserError: the input does not fit together, or the model has a part that the tier cannot handle (named).
+        CheckError: the tier's norms differ from plain autograd's on this model.
     """
     if tier not in TIERS:
         raise UserError(f"tier, '{tier}': unknown{nearest(str(tier), TIERS)}")
     with guarded(model, weights=False):
         rows = make_rows(model, input_ids, mask, attention_mask, temperature)
         structure = structure_of(model)
-        if tier == "head":
-            return head_norms(model, structure, rows, temperature)
-        if tier == "local":
-            return local_norms(model, structure, rows, temperature)
-        if tier == "sketch":
-            return sketch_norms(model, structure, rows, temperature, directions, seed)
-        return exact_norms(model, structure, rows, temperature, cotangent_bytes)
+
+        def measure(some: Rows, directions: int, seed: int) -> ScoreNorms:
+            if tier == "head":
+                return head_norms(model, structure, some, temperature)
+            if tier == "local":
+                return local_norms(model, structure, some, temperature)
+            if tier == "sketch":
+                return sketch_norms(model, structure, some, temperature, directions, seed)
+            return exact_norms(model, structure, some, temperature, cotangent_bytes)
+
+        checked = check_norms(
+            model, structure, rows, temperature, tier, check,
+            lambda some: measure(some, SKETCH_DIRECTIONS, 0).squared,
+        )  # fmt: skip
+        return replace(measure(rows, directions, seed), checked=checked)

@@ -40,6 +40,22 @@ def substituted(model: nn.Module, named: dict[str, nn.Parameter], values: Sequen
             module._parameters[name] = parameter
 
 
+def input_direction(model: nn.Module, named: dict[str, nn.Parameter], direction: Sequence[Tensor]) -> list[Tensor]:
+    """`direction` as it moves the backbone: an embedding's padding row stands still, since reverse mode gives it no gradient."""
+    padding = {
+        id(module.weight): module.padding_idx
+        for module in bare(model).modules()
+        if isinstance(module, nn.Embedding) and module.padding_idx is not None
+    }
+    moved = list(direction)
+    for i, parameter in enumerate(named.values()):
+        row = padding.get(id(parameter))
+        if row is not None:
+            moved[i] = moved[i].clone()
+            moved[i][row] = 0
+    return moved
+
+
 @contextmanager
 def forward_attention(model: nn.Module, structure: Structure) -> Iterator[None]:
     """Attention that has a forward mode."""
@@ -82,9 +98,10 @@ def pushed_hidden(
     """
     # Nothing that requires a gradient takes part: autograd is on only to show where the model turns it off.
     with torch.enable_grad(), forward_ad.dual_level():
+        tangents = input_direction(model, structure.named, direction)
         duals = [
             forward_ad.make_dual(parameter.detach(), tangent.to(parameter))
-            for parameter, tangent in zip(structure.named.values(), direction, strict=True)
+            for parameter, tangent in zip(structure.named.values(), tangents, strict=True)
         ]
         watching = nullcontext() if watch is None else watch(dict(zip(structure.named, duals, strict=True)))
         with (

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from inspect import signature
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +16,7 @@ from transformers import Cache
 from sharpscope.errors import UserError
 from sharpscope.policy.cache import ContinuationLayer, PromptCache, check_cacheable
 from sharpscope.policy.head import Head, backbone, bare, check_head, output_head
+from sharpscope.probes.fingerprint import remembered
 from sharpscope.probes.guard import attention_implementation
 from sharpscope.probes.token_gradients import attention as attn
 from sharpscope.probes.token_gradients.experts import recorded_experts
@@ -43,6 +43,7 @@ class Structure:
         computes_in: the coarsest dtype of what depends on a trainable parameter.
         shares: whether rows can go on from the keys and values of a beginning read before.
         severed: the operation that hides something that depends on a parameter from autograd, or None.
+        checked: probe -> largest relative error that its self-check found.
     """
 
     named: dict[str, nn.Parameter]
@@ -59,6 +60,7 @@ class Structure:
     shares: bool = False
     computes_in: torch.dtype = torch.float32
     severed: str | None = None
+    checked: dict[str, float] = field(default_factory=dict)
 
     @property
     def native(self) -> frozenset[str]:
@@ -85,22 +87,19 @@ class Structure:
             )
 
 
-_known: WeakKeyDictionary[nn.Module, tuple[tuple, Structure]] = WeakKeyDictionary()
-
-
 def structure_of(model: nn.Module) -> Structure:
-    """Look at `model` once; looked at again only when its set of trainable parameters changes.
+    """Look at `model` once; looked at again only when something other than its weights' values changes.
 
     Raises:
         UserError: it is no causal language model with one linear output layer, or not causal.
     """
-    causal = bare(model)
-    named = {name: parameter for name, parameter in causal.named_parameters() if parameter.requires_grad}
-    key = tuple((name, id(parameter)) for name, parameter in named.items())
-    known = _known.get(model)
-    if known is None or known[0] != key:
-        _known[model] = known = (key, _examine(model, named))
-    return known[1]
+    found = remembered(model)
+    if "structure" not in found:
+        causal = bare(model)
+        named = {name: parameter for name, parameter in causal.named_parameters() if parameter.requires_grad}
+        found["structure"] = _examine(model, named)
+    structure: Structure = found["structure"]
+    return structure
 
 
 @contextmanager

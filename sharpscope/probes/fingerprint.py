@@ -1,0 +1,79 @@
+"""What was found out about a model, kept for as long as it stays that model.
+
+Training changes the values of weights at every step, and these are not looked at. Everything else that can change what a
+forward pass computes is: modules and parameters (frozen ones too) are compared by identity, with their types, shapes and
+devices, `requires_grad`, plain attributes of modules (soft caps, scales, active adapters), hooks by number, and every value of the
+configurations. Not seen are a changed value of a buffer, and state inside objects that are not modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from types import FunctionType, MethodType, NoneType
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import nn
+
+from sharpscope.probes.guard import model_configs
+
+_OWN = frozenset(vars(nn.Module()))  # what torch itself keeps in a module, the training mode among it
+_SCALARS = (bool, int, float, str, NoneType, torch.dtype)
+_known: WeakKeyDictionary[nn.Module, tuple[list[Any], dict[str, Any]]] = WeakKeyDictionary()
+
+
+def remembered(model: nn.Module) -> dict[str, Any]:
+    """A dictionary to keep findings about `model` in; an empty one when the model is no longer what it was."""
+    known = _known.get(model)
+    if known is not None and _same(known[0], model):
+        return known[1]
+    fresh: dict[str, Any] = {}
+    _known[model] = [_hold(part) for part in _parts(model)], fresh
+    return fresh
+
+
+def _same(held: list[Any], model: nn.Module) -> bool:
+    there = iter(held)
+    for part in _parts(model):
+        before = next(there, None)
+        if before is None or (before() is not part if isinstance(before, ref) else before != part):
+            return False
+    return next(there, None) is None
+
+
+def _hold(part: Any) -> Any:
+    """A weak reference to an object: its `id` alone may belong to another one once it is gone."""
+    return part if isinstance(part, tuple) else ref(part)
+
+
+def _parts(model: nn.Module) -> Iterator[Any]:
+    """Modules, parameters and functions kept in modules, compared by identity, and tuples, compared by value."""
+    for module in model.modules():
+        held = vars(module)
+        yield module
+        yield (
+            type(module),
+            *((name, id(child)) for name, child in held["_modules"].items()),
+            len(held["_forward_hooks"]) + len(held["_forward_pre_hooks"]),
+            *((name, _plain(value)) for name, value in held.items() if name not in _OWN),
+        )
+        yield from (value for value in held.values() if isinstance(value, FunctionType | MethodType))
+        for name, parameter in held["_parameters"].items():
+            if parameter is not None:
+                yield parameter
+                yield name, parameter.dtype, parameter.shape, parameter.requires_grad, parameter.device
+    for config in model_configs(model):
+        yield ("config", _plain(vars(config)))
+
+
+def _plain(value: Any, depth: int = 3) -> Hashable:
+    """A value as something that can be compared; of other objects the type alone."""
+    kind = type(value)
+    if kind in _SCALARS:
+        return str(value) if kind is float else value  # nan is not equal to itself
+    if depth and isinstance(value, list | tuple | set | frozenset):
+        return kind, *(_plain(part, depth - 1) for part in value)
+    if depth and isinstance(value, dict):
+        return kind, *((str(name), _plain(part, depth - 1)) for name, part in value.items())
+    return kind

@@ -1,0 +1,395 @@
+"""Before a probe reports on a model it compares itself with plain autograd on that model.
+
+The comparison takes two tokens: beginnings of the call's own first row, each followed by the model's second most probable
+word, whose log-probability has a gradient far above rounding however sure the model is. Plain means
+`torch.autograd.grad` through the model's own forward pass with its own attention. Results are kept with the model's
+structure (see `fingerprint`), so that a probe is checked once a model, not once a call.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sharpscope.errors import CheckError, UserError
+from sharpscope.policy.head import bare
+from sharpscope.probes.spec import Check
+from sharpscope.probes.token_gradients import attention as attn
+from sharpscope.probes.token_gradients.forward_mode import forward_attention
+from sharpscope.probes.token_gradients.result import Tier
+from sharpscope.probes.token_gradients.rows import Rows, make_rows
+from sharpscope.probes.token_gradients.sketch import draw_direction
+from sharpscope.probes.token_gradients.structure import Structure, hidden_states, recording, structure_of
+from sharpscope.probes.token_gradients.uses import Recorder
+
+LENGTH = 32  # tokens of the longer beginning
+FEW = 16  # tokens of the call that are compared with forward mode
+SKETCH_DIRECTIONS = 2
+INSTEAD = {
+    "head": "use tier='exact'",
+    "local": "use tier='exact'",
+    "sketch": "use tier='exact'",
+    "exact": "loop over the tokens with torch.autograd.grad",
+    "forward": "use method='central'",
+    "central": "use method='forward'",
+    "gradient": "take the gradient with torch.autograd.grad",
+    "shares": "use method='forward', or method='central' where that was used",
+    "surface": "use sharpscope.curvature on a loss of your own",
+}
+
+
+def check_norms(
+    model: nn.Module, structure: Structure, rows: Rows, temperature: float, tier: Tier, check: Check,
+    measure: Callable[[Rows], Tensor],
+) -> float | None:  # fmt: skip
+    """The largest relative error of a tier of score norms on two tokens; None where nothing is checked.
+
+    Args:
+        rows: of the call at hand; they give the beginning that is used.
+        measure: squared norms (N, S) of rows by that tier.
+
+    Raises:
+        CheckError: the error exceeds what the model's precision allows.
+    """
+
+    def run(sample: _Sample) -> float:
+        found = measure(sample.rows)[sample.mask].double()  # raises first if the tier cannot handle the model
+        if tier == "head":
+            expected = [sample.head_squared(i) for i in (0, 1)]
+        else:
+            sample.compare_states(tier)
+            expected = [_expected(sample, tier, i) for i in (0, 1)]
+        if tier == "sketch":  # an estimate, which may be negative: compared as it is
+            scale = max(found.abs().max().item(), *map(abs, expected))
+            return max(abs(f - e) for f, e in zip(found.tolist(), expected, strict=True)) / max(scale, sample.floor)
+        pairs = zip(found.clamp_min(0).sqrt().tolist(), expected, strict=True)
+        return max(abs(f - e**0.5) / max(e**0.5, sample.floor) for f, e in pairs)
+
+    return _once(model, structure, rows, temperature, tier, check, run)
+
+
+def check_derivative(
+    model: nn.Module, structure: Structure, rows: Rows, temperature: float, way: str, check: Check,
+    measure: Callable[[Rows, Sequence[Tensor]], Tensor],
+) -> float | None:  # fmt: skip
+    """The error of a directional derivative along one token's gradient, of two tokens, relative to the norms' product.
+
+    Args:
+        way: forward or central.
+        measure: derivatives (N, S) of rows along a direction.
+    """
+
+    def run(sample: _Sample) -> float:
+        along = sample.gradient(0)
+        found = measure(sample.rows, along)[sample.mask].tolist()
+        if way == "forward":
+            sample.compare_states(way)
+        length = math.sqrt(_inner(along, along))
+        worst = abs(found[0] - length**2) / max(length**2, sample.floor)
+        other = sample.gradient(1)
+        scale = length * math.sqrt(_inner(other, other))
+        return max(worst, abs(found[1] - _inner(along, other)) / max(scale, sample.floor))
+
+    return _once(model, structure, rows, temperature, way, check, run)
+
+
+def check_gradient(
+    model: nn.Module, structure: Structure, rows: Rows, temperature: float, check: Check,
+    measure: Callable[[Rows, Tensor], list[Tensor]],
+) -> float | None:  # fmt: skip
+    """The relative error of a weighted sum of two tokens' gradients.
+
+    Args:
+        measure: the sum over rows with coefficients (N, S).
+    """
+
+    def run(sample: _Sample) -> float:
+        coef = sample.mask * torch.tensor([[1.0], [0.5]], device=sample.mask.device)
+        found = measure(sample.rows, coef)
+        expected = [a.add_(b, alpha=0.5) for a, b in zip(sample.gradient(0), sample.gradient(1), strict=True)]
+        length = math.sqrt(_inner(expected, expected))
+        apart = [a.to(b).sub(b) for a, b in zip(found, expected, strict=True)]
+        return math.sqrt(_inner(apart, apart)) / max(length, sample.floor)
+
+    return _once(model, structure, rows, temperature, "gradient", check, run)
+
+
+def check_shares(model: nn.Module, shares: Tensor, way: str, check: Check) -> None:
+    """Raise if shares of ‖∇L‖² do not sum to 1, which an error of the gradient or of the derivatives breaks."""
+    if check == "off":
+        return
+    total, size = float(shares.sum(dtype=torch.float64)), float(shares.abs().sum(dtype=torch.float64))
+    if math.isfinite(total):
+        # Shares of both signs may be far larger than their sum, and so is its rounding.
+        error = abs(total - 1) / max(1.0, size)
+        _judge(model, structure_of(model), "shares", error, way, f"attribution shares sum to {total:.4g} instead of 1")
+
+
+def check_difference(
+    model: nn.Module, structure: Structure, rows: Rows, values: Tensor, check: Check,
+    forward: Callable[[Rows], Tensor],
+) -> float | None:  # fmt: skip
+    """The error of central differences against forward mode on a few of the call's own tokens and along its direction.
+
+    Args:
+        values: (N, S) as found by central difference; errors are relative to the largest.
+        forward: (N, S) of rows in forward mode. A model without one is not compared: two tokens were, with plain autograd.
+    """
+    if check == "off" or not bool(rows.chosen.any()):
+        return None
+    if check == "first" and "difference" in structure.checked:
+        return structure.checked["difference"]
+    few = _few(rows)
+    try:
+        expected = forward(few)
+    except (NotImplementedError, UserError):
+        return None
+    largest = float(values.abs().max())
+    if not math.isfinite(largest):
+        return math.nan
+    apart = few.gathered(values - expected).abs().max()
+    error = float(apart) / max(largest, torch.finfo(torch.float32).tiny)
+    _judge(model, structure, "central", error, "central", "differs from forward mode on the call's own tokens")
+    structure.checked["difference"] = error
+    return error
+
+
+def _few(rows: Rows) -> Rows:
+    """The first row with a chosen token, cut after the first `FEW` of them."""
+    row = rows.take(rows.chosen.any(1).nonzero()[0])
+    end = int(row.chosen[0].nonzero()[:, 0][:FEW][-1]) + 1
+    return replace(
+        row,
+        ids=row.ids[:, :end],
+        lengths=row.lengths.clamp_max(end),
+        chosen=row.chosen[:, :end],
+        place=row.place[:, :end],
+    )
+
+
+def tolerance(model: nn.Module, structure: Structure, probe: str) -> float:
+    """The relative error that rounding may explain, from ε of the coarsest type that the model computes in.
+
+    Two ways to one gradient differ by rounding in another order, a small multiple of √layers·ε, while a wrong derivative is
+    seldom right to 10⁻³. 2√ε lies between: 7e-4 in float32, 0.06 in float16 and 0.18 in bfloat16, where plain autograd is no
+    better itself (seen on tiny models: at most 3e-6, 8e-3 and 8e-2). Models in float64 count as float32: transformers takes
+    softmax, norms and routers in float32 within them. A central difference is wrong by the order of ε^(2/3) by the choice of
+    its step, times how far log π bends, and gets ε^(1/3), 5e-3 (seen: 4e-4).
+    """
+    types = {
+        structure.computes_in,
+        torch.float32,
+        *(p.dtype for p in bare(model).parameters() if p.is_floating_point()),
+    }
+    eps = max(torch.finfo(dtype).eps for dtype in types)
+    return float(eps ** (1 / 3) if probe == "central" else 2 * eps**0.5)
+
+
+def _once(
+    model: nn.Module, structure: Structure, rows: Rows, temperature: float, probe: str, check: Check,
+    run: Callable[[_Sample], float],
+) -> float | None:  # fmt: skip
+    if check not in ("off", "first", "always"):
+        raise UserError(f"check, '{check}': use off, first or always")
+    if check == "off":
+        return None
+    if (check == "first" and probe in structure.checked) or not bool(rows.chosen.any()):
+        return structure.checked.get(probe)
+    sample = _sample(model, structure, rows, temperature)
+    if sample is None:
+        return math.nan
+    error = run(sample)
+    _judge(model, structure, probe, error, probe, "differs from plain autograd on two tokens")
+    structure.checked[probe] = error
+    return error
+
+
+def _judge(model: nn.Module, structure: Structure, probe: str, error: float, way: str, what: str) -> None:
+    limit = tolerance(model, structure, way)
+    if error <= limit:
+        return
+    kind = (
+        "method"
+        if way in ("forward", "central")
+        else "tier"
+        if way in ("head", "local", "sketch", "exact")
+        else "probe"
+    )
+    raise CheckError(
+        f"{type(bare(model)).__name__}, {kind} {way}: {what}: relative error {error:.2g}, where the precision of the model "
+        f"allows {limit:.2g}; {INSTEAD[probe]}, or take the numbers unchecked with check='off'",
+        probe, error, limit,
+    )  # fmt: skip
+
+
+@dataclass
+class _Sample:
+    """Two beginnings with a word each, and what the model itself makes of them.
+
+    Attributes:
+        ids: the beginnings, (1, n) each; words: the word after each.
+        rows, mask: the same as rows of a call, with the words chosen.
+        hidden: (1, n, d) of the longer beginning, as the model's own output layer reads them; logits: (1, n, V).
+        floor: norms below it are rounding.
+    """
+
+    model: nn.Module
+    structure: Structure
+    ids: list[Tensor]
+    words: list[int]
+    rows: Rows
+    mask: Tensor
+    hidden: Tensor
+    logits: Tensor
+    temperature: float
+    floor: float
+
+    def gradient(self, i: int) -> list[Tensor]:
+        """∇ log π of word i by plain autograd, over the trainable parameters."""
+        with torch.enable_grad():
+            logits = _own_logits(self.model, self.ids[i])
+            return self._pulled(logits, i)
+
+    def local_gradient(self, i: int) -> list[Tensor]:
+        """The same with other positions' keys and values constant: one step from the model's key-value cache."""
+        ids = self.ids[i]
+        try:
+            cache = None
+            if ids.shape[1] > 1:
+                with torch.no_grad():
+                    begun = self.model(
+                        input_ids=ids[:, :-1], attention_mask=torch.ones_like(ids[:, :-1]), use_cache=True
+                    )
+                cache = begun.past_key_values
+            with torch.enable_grad():
+                logits = self.model(
+                    input_ids=ids[:, -1:], attention_mask=torch.ones_like(ids), past_key_values=cache, use_cache=True
+                ).logits
+                return self._pulled(logits, i)
+        except (TypeError, ValueError, AttributeError, NotImplementedError) as problem:
+            raise CheckError(
+                f"{type(bare(self.model)).__name__}, tier local: cannot be compared with a step from the model's key-value "
+                f"cache ({problem}); use tier='exact', or take the numbers unchecked with check='off'",
+                "local", math.nan, math.nan,
+            ) from problem  # fmt: skip
+
+    def _pulled(self, logits: Tensor, i: int) -> list[Tensor]:
+        logp = _log_softmax(logits[0, -1], self.temperature)[self.words[i]]
+        parameters = list(self.structure.named.values())
+        if not logp.requires_grad:
+            return [torch.zeros_like(p) for p in parameters]
+        found = torch.autograd.grad(logp, parameters, allow_unused=True)
+        return [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=True)]
+
+    def head_squared(self, i: int) -> float:
+        """‖∂ log π/∂(W, b)‖² of the output layer, from the gradient in what the layer itself returns."""
+        kept: list[Tensor] = []
+
+        def cut(_: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
+            kept[:] = [args[0].detach()[0, -1], out.detach().requires_grad_()]
+            return kept[1]
+
+        layer = bare(self.model).get_output_embeddings()
+        handle = layer.register_forward_hook(cut)
+        try:
+            with torch.enable_grad():
+                logits = _own_logits(self.model, self.ids[i])
+                logp = _log_softmax(logits[0, -1], self.temperature)[self.words[i]]
+                pull = torch.autograd.grad(logp, kept[1])[0][0, -1].double()
+        finally:
+            handle.remove()
+        inputs = kept[0].double()
+        return float(pull @ pull) * (float(inputs @ inputs) + (self.structure.head.bias is not None))
+
+    def compare_states(self, probe: str) -> None:
+        """Hidden states and logits under the probe's attention against the model's own."""
+        ids = self.ids[0]
+        attn.begin()
+        recorder = Recorder(self.structure.named, (1, ids.shape[1]), native=self.structure.native)
+        kind = attn.FULL if probe == "exact" else attn.CUT
+        watched: AbstractContextManager[None] = recording(self.model, self.structure, recorder, kind)
+        if probe in ("forward", "sketch"):
+            watched = forward_attention(self.model, self.structure)
+        with torch.no_grad(), watched:
+            hidden = hidden_states(self.model, ids)
+            logits = self.structure.head.logits(hidden)
+        for what, found, own in (("hidden states", hidden, self.hidden), ("logits", logits, self.logits)):
+            error = float((found.double() - own.double()).norm() / own.double().norm().clamp_min(self.floor))
+            _judge(
+                self.model,
+                self.structure,
+                probe,
+                error,
+                probe,
+                f"{what} under its attention differ from the model's own",
+            )
+
+
+def _expected(sample: _Sample, tier: Tier, i: int) -> float:
+    """Squared norm of token i by plain autograd, one gradient in memory at a time where one is enough."""
+    if tier == "exact":
+        g = sample.gradient(i)
+        return _inner(g, g)
+    local = sample.local_gradient(i)
+    total = _inner(local, local)
+    if tier == "sketch":
+        whole = sample.gradient(i)
+        generator = torch.Generator(device=sample.mask.device).manual_seed(0)
+        for _ in range(SKETCH_DIRECTIONS):
+            v = draw_direction(sample.structure, generator)
+            total += (_inner(whole, v) ** 2 - _inner(local, v) ** 2) / SKETCH_DIRECTIONS
+    return total
+
+
+def _sample(model: nn.Module, structure: Structure, rows: Rows, temperature: float) -> _Sample | None:
+    """Two tokens of the first row that has a chosen one; None where the weights have diverged: they say nothing."""
+    row = int(rows.chosen.any(1).nonzero()[0])
+    before = rows.ids.new_empty(0) if rows.before is None else rows.before
+    whole = torch.cat([before, rows.ids[row, : int(rows.lengths[row])]])
+    n = min(LENGTH, len(whole) - 1)
+    lengths = [n, (n + 1) // 2]
+    ids = [whole[None, :length] for length in lengths]
+    entered: list[Tensor] = []
+    with ExitStack() as stack, torch.no_grad():
+        layer = bare(model).get_output_embeddings()
+        handle = layer.register_forward_pre_hook(lambda _, args: entered.append(args[0]))
+        stack.callback(handle.remove)
+        logits = _own_logits(model, ids[0])
+    if not bool(logits.isfinite().all()):
+        return None
+    embedding: Any = bare(model).get_input_embeddings()
+    vocabulary = embedding.weight.shape[0]
+    words = [int(logits[0, length - 1, :vocabulary].topk(2).indices[-1]) for length in lengths]
+    table, mask = whole[: n + 1].repeat(2, 1), torch.zeros(2, n + 1, dtype=torch.bool, device=whole.device)
+    for i, length in enumerate(lengths):
+        table[i, length], mask[i, length] = words[i], True
+    present = torch.arange(n + 1, device=whole.device) <= torch.tensor(lengths, device=whole.device)[:, None]
+    return _Sample(
+        model, structure, ids, words, make_rows(model, table, mask, present, temperature), mask, entered[0], logits,
+        temperature, 10 * torch.finfo(structure.head.weight.dtype).eps,
+    )  # fmt: skip
+
+
+def _own_logits(model: nn.Module, ids: Tensor) -> Tensor:
+    logits: Tensor = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
+    return logits
+
+
+def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
+    return torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature, -1)
+
+
+def _inner(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
+    """⟨a, b⟩ over lists of tensors, each product in at least float32, their sum in float64."""
+
+    def each(x: Tensor, y: Tensor) -> float:
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        return float(torch.dot(x.flatten().to(dtype), y.flatten().to(dtype)))
+
+    return math.fsum(each(x, y) for x, y in zip(a, b, strict=True))
