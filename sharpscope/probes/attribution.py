@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from sharpscope.config.probes import Check
 from sharpscope.errors import UserError
 from sharpscope.probes.guard import guarded
 from sharpscope.probes.self_check import check_derivative, check_difference, check_gradient, check_shares
-from sharpscope.probes.spec import Check
 from sharpscope.probes.token_gradients.central import central_derivative, squared_length
 from sharpscope.probes.token_gradients.forward_mode import pushed_hidden, pushed_logp
 from sharpscope.probes.token_gradients.head import head_chunks, head_gradients

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sharpscope.config.probes import Check
 from sharpscope.errors import CheckError, UserError
 from sharpscope.policy.head import bare
-from sharpscope.probes.spec import Check
 from sharpscope.probes.token_gradients import attention as attn
 from sharpscope.probes.token_gradients.forward_mode import forward_attention
 from sharpscope.probes.token_gradients.result import Tier

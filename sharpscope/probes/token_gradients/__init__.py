@@ -11,10 +11,10 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
+from sharpscope.config.probes import Check
 from sharpscope.errors import UserError, nearest
 from sharpscope.probes.guard import guarded
 from sharpscope.probes.self_check import SKETCH_DIRECTIONS, check_norms
-from sharpscope.probes.spec import Check
 from sharpscope.probes.token_gradients.exact import exact_norms
 from sharpscope.probes.token_gradients.head_tier import head_norms
 from sharpscope.probes.token_gradients.local import local_norms
