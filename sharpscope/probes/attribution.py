@@ -21,11 +21,16 @@ from torch.nn import functional as F
 from sharpscope.config.probes import Check
 from sharpscope.errors import UserError
 from sharpscope.probes.guard import guarded
-from sharpscope.probes.self_check import check_derivative, check_difference, check_gradient, check_shares
 from sharpscope.probes.token_gradients.central import central_derivative, squared_length
 from sharpscope.probes.token_gradients.forward_mode import pushed_hidden, pushed_logp
 from sharpscope.probes.token_gradients.head import head_chunks, head_gradients
 from sharpscope.probes.token_gradients.rows import Rows, make_rows, safe_width, widen
+from sharpscope.probes.token_gradients.self_check import (
+    check_derivative,
+    check_difference,
+    check_gradient,
+    check_shares,
+)
 from sharpscope.probes.token_gradients.structure import Structure, hidden_states, read_before, structure_of
 
 Way = Literal["auto", "forward", "central"]

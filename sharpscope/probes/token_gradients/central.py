@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from sharpscope.errors import UserError
 from sharpscope.policy.head import bare
-from sharpscope.probes.token_gradients.forward_mode import forward_attention, substituted
+from sharpscope.probes.token_gradients.forward_mode import forward_attention, input_direction, substituted
 from sharpscope.probes.token_gradients.head import head_logp
 from sharpscope.probes.token_gradients.rows import Rows
 from sharpscope.probes.token_gradients.structure import Structure, hidden_states, read_before
@@ -155,11 +155,13 @@ def _difference(
 ) -> None:  # fmt: skip
     chunks = list(rows.chunks(share=structure.shares))
     logp: list[list[Tensor]] = []
+    inner = input_direction(model, structure.named, direction)
     for sign in (1.0, -1.0):
-        moved = [
-            p.detach().add(u.to(p), alpha=sign * step) for p, u in zip(structure.named.values(), direction, strict=True)
-        ]
-        with substituted(model, structure.named, moved), _attention(model, structure):
+        moved, inside = [], []
+        for parameter, u, v in zip(structure.named.values(), direction, inner, strict=True):
+            moved.append(parameter.detach().add(u.to(parameter), alpha=sign * step))
+            inside.append(moved[-1] if u is v else parameter.detach().add(v.to(parameter), alpha=sign * step))
+        with substituted(model, structure.named, inside), _attention(model, structure):
             logp.append([_logp(model, structure, chunk, temperature, moved) for chunk in chunks])
     for chunk, above, below in zip(chunks, *logp, strict=True):
         chunk.write(out, (above - below) / (2 * step))

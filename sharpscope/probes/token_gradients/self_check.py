@@ -21,7 +21,7 @@ from sharpscope.config.probes import Check
 from sharpscope.errors import CheckError, UserError
 from sharpscope.policy.head import bare
 from sharpscope.probes.token_gradients import attention as attn
-from sharpscope.probes.token_gradients.forward_mode import forward_attention
+from sharpscope.probes.token_gradients.forward_mode import NoForwardModeError, forward_attention
 from sharpscope.probes.token_gradients.result import Tier
 from sharpscope.probes.token_gradients.rows import Rows, make_rows
 from sharpscope.probes.token_gradients.sketch import draw_direction
@@ -148,7 +148,7 @@ def check_difference(
     few = _few(rows)
     try:
         expected = forward(few)
-    except (NotImplementedError, UserError):
+    except NoForwardModeError:
         return None
     largest = float(values.abs().max())
     if not math.isfinite(largest):
@@ -310,10 +310,9 @@ class _Sample:
     def compare_states(self, probe: str) -> None:
         """Hidden states and logits under the probe's attention against the model's own."""
         ids = self.ids[0]
-        attn.begin()
         recorder = Recorder(self.structure.named, (1, ids.shape[1]), native=self.structure.native)
         kind = attn.FULL if probe == "exact" else attn.CUT
-        watched: AbstractContextManager[None] = recording(self.model, self.structure, recorder, kind)
+        watched: AbstractContextManager[Any] = recording(self.model, self.structure, recorder, kind)
         if probe in ("forward", "sketch"):
             watched = forward_attention(self.model, self.structure)
         with torch.no_grad(), watched:
