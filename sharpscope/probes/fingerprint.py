@@ -8,7 +8,7 @@ configurations. Not seen are a changed value of a buffer, and state inside objec
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from types import FunctionType, MethodType, NoneType
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -67,7 +67,7 @@ def _parts(model: nn.Module) -> Iterator[Any]:
         yield ("config", _plain(vars(config)))
 
 
-def _plain(value: Any, depth: int = 3) -> Hashable:
+def _plain(value: Any, depth: int = 3) -> Any:
     """A value as something that can be compared; of other objects the type alone."""
     kind = type(value)
     if kind in _SCALARS:
