@@ -112,7 +112,11 @@ def evaluate(
         str | None, typer.Option(help="A task's kind; default: that of the run or embedded policy, or knights_knaves.")
     ] = None,
     split: Annotated[
-        list[str] | None, typer.Option(help="Splits; default: heldout and unseen, as far as the task has them.")
+        list[str] | None,
+        typer.Option(
+            help="Splits; default: heldout and unseen, as far as the task has them. Of task dataset, `all` is every row of "
+            "task.path; else only the rows that are held out (task.heldout_fraction) are evaluated."
+        ),
     ] = None,
     temperature: Annotated[
         list[float] | None, typer.Option(help="Sampling temperatures; 0 is greedy. Default: 0 and 1.")
@@ -140,6 +144,8 @@ def evaluate(
     Examples:
 
       sharpscope eval embedded:knights_knaves --prompts 500
+
+      sharpscope eval path/or/hub-id --task dataset --set task.path=test.parquet --split all
 
       sharpscope eval runs/first --split heldout --temperature 1 --samples 16 -k 1 -k 8
     """

@@ -74,7 +74,18 @@ class DatasetTask:
             )
         self.spec = spec
         self.name = "dataset"
+        self._rows_of_path: list[Example] | None = None
         self._splits: dict[str, list[Example]] | None = None
+
+    def rows(self) -> list[Example]:
+        """Every row of `task.path` in its order, whichever split it is in; read once.
+
+        Raises:
+            UserError: a file or row that cannot be used, with its place and the fix.
+        """
+        if self._rows_of_path is None:
+            self._rows_of_path = self._examples(self.spec.path, "task.path")
+        return self._rows_of_path
 
     def splits(self) -> dict[str, list[Example]]:
         """Read once; rows keep their order.
@@ -85,7 +96,7 @@ class DatasetTask:
         """
         if self._splits is None:
             spec = self.spec
-            rows = self._examples(spec.path, "task.path")
+            rows = self.rows()
             if spec.heldout_path:
                 heldout = self._examples(spec.heldout_path, "task.heldout_path")
                 known = {example.meta["content"] for example in heldout}
@@ -98,7 +109,7 @@ class DatasetTask:
                 if not side and (name == "training" or spec.heldout_fraction or spec.heldout_path):
                     raise UserError(
                         f"task.heldout_fraction = {spec.heldout_fraction}: no row of {len(rows)} is in the {name} set;"
-                        " change the fraction (0 holds nothing out) or give task.heldout_path"
+                        " change the fraction (0 holds nothing out) or give task.heldout_path; to evaluate every row: --split all"
                     )
             self._splits = {"train": train} | ({"heldout": heldout} if heldout else {})
         return self._splits

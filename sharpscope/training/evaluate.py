@@ -12,8 +12,12 @@ from sharpscope.errors import UserError
 from sharpscope.policy import Policy, SamplingSpec, with_openings
 from sharpscope.seeds import derive
 from sharpscope.tasks import Example, Task
+from sharpscope.tasks.dataset import DatasetTask
 from sharpscope.training.evaluation_progress import Batch, EvaluationProgress
 from sharpscope.training.rounds import draw_completions
+
+EVERY_ROW = "all"
+"""Name of a data set's rows whether held out or not."""
 
 BATCH_COMPLETIONS = 256
 """Completions drawn between two savings of an evaluation's progress."""
@@ -116,14 +120,20 @@ def cells(
     task: Task, splits: Sequence[str], prompts: int, temperatures: Sequence[float], samples: int
 ) -> Iterator[Cell]:
     """What there is to measure, in the order of the rows."""
-    available = task.splits()
     for split in splits:
         by_level: dict[str, list[Example]] = {}
-        for example in available.get(split, []):
+        for example in examples_of(task, split):
             by_level.setdefault(str(example.meta.get("level", "all")), []).append(example)
         for level, examples in sorted(by_level.items()):
             for temperature in temperatures:
                 yield Cell(split, level, float(temperature), 1 if temperature == 0 else samples, examples[:prompts])
+
+
+def examples_of(task: Task, split: str) -> list[Example]:
+    """Those of a split, none if the task lacks it; `all` is every row of a data set in its order."""
+    if split == EVERY_ROW and isinstance(task, DatasetTask):
+        return task.rows()
+    return task.splits().get(split, [])
 
 
 def _batches(

@@ -13,9 +13,10 @@ from sharpscope.errors import UserError
 from sharpscope.policy import embedded_policy, load_policy
 from sharpscope.policy.loading import EMBEDDED_PREFIX, check_revision
 from sharpscope.tasks import make_task, task_choice
+from sharpscope.tasks.dataset import DatasetTask
 from sharpscope.training import environment
 from sharpscope.training.checkpoint import checkpoints
-from sharpscope.training.evaluate import BATCH_COMPLETIONS, evaluate
+from sharpscope.training.evaluate import BATCH_COMPLETIONS, EVERY_ROW, evaluate, examples_of
 from sharpscope.training.evaluation_progress import EvaluationProgress
 
 DEFAULT_SPLITS = ("heldout", "unseen")
@@ -43,7 +44,7 @@ def evaluate_model(
 
     Args:
         model, task, temperatures, prompts, samples, seed, pass_at, overrides, keep: as above, and as of `evaluate`.
-        splits: all of these; None: those of DEFAULT_SPLITS that the task has.
+        splits: all of these; None: those of DEFAULT_SPLITS that the task has. Of task `dataset`, `all` is every row.
         on_progress: told what is being measured.
         save: gets the rows while the batches are still kept, so that a failure to write them costs nothing.
 
@@ -72,10 +73,12 @@ def evaluate_model(
         if not 0 <= temperature < math.inf:
             raise UserError(f"--temperature {temperature:g}: must be 0 (greedy) or a positive number")
     made = make_task(config.task)
-    available = [split for split, examples in made.splits().items() if examples]
-    missing = [split for split in (DEFAULT_SPLITS if splits is None else splits) if split not in available]
-    present = [split for split in (DEFAULT_SPLITS if splits is None else splits) if split in available]
+    wanted = DEFAULT_SPLITS if splits is None else splits
+    present = [split for split in wanted if examples_of(made, split)]
+    missing = [split for split in wanted if split not in present]
     if not present or (missing and splits is not None):
+        available = [split for split, examples in made.splits().items() if examples]
+        available += [EVERY_ROW] if isinstance(made, DatasetTask) else []
         raise UserError(
             f"--split {', '.join(missing)}: the task has {', '.join(available) or 'no splits'}; name one of them"
         )
@@ -97,6 +100,9 @@ def evaluate_model(
     )  # fmt: skip
     if progress and on_progress is not None:
         on_progress(f"going on with an interrupted evaluation: {len(progress)} batches are in {progress.path}")
+    if isinstance(made, DatasetTask) and on_progress is not None:
+        for split in present:
+            on_progress(_rows_used(made, split))
     rows = evaluate(
         policy, made, step=step, splits=present, prompts=prompts, temperatures=temperatures, samples=samples,
         spec=config.rollout, seed=seed, on_progress=on_progress, progress=progress, pass_at=pass_at,
@@ -105,6 +111,15 @@ def evaluate_model(
         save(rows)
     progress.finish()
     return rows
+
+
+def _rows_used(task: DatasetTask, split: str) -> str:
+    """How many rows of the data set's file a split has."""
+    spec, count = task.spec, len(examples_of(task, split))
+    if split == "heldout" and spec.heldout_path:
+        return f"split heldout: all {count} rows of task.heldout_path = {spec.heldout_path}"
+    text = f"split {split}: {count} of the {len(task.rows())} rows of task.path = {spec.path}"
+    return text if split == EVERY_ROW else f"{text}; --split all takes every row"
 
 
 def _fingerprint(model: str) -> list[tuple[str, int, int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 from pathlib import Path
 
 import pandas as pd
@@ -86,3 +87,34 @@ def test_fewer_than_one_is_refused(place, option, value, tiny_policy: Path):
     assert result.exit_code == 2, result.output  # refused as an option, before anything is loaded
     with pytest.raises(UserError, match=f"{option} {value}: must be at least 1"):
         evaluate_model(str(tiny_policy), overrides=CHANGES, **{option.strip("-"): int(value)})
+
+
+def test_every_row_of_a_file_is_evaluated_on_request(tiny_policy: Path, tmp_path: Path, monkeypatch):
+    """40 rows, some of which the content hash holds out; the number of rows used is printed either way."""
+    monkeypatch.chdir(tmp_path)
+    rows = [{"prompt": f"What is {i} + 1?", "answer": str(i + 1), "data_source": "numeric"} for i in range(40)]
+    (tmp_path / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    sets = ["task.path=test.jsonl", "task.columns.answer=answer", "rollout.max_new_tokens=2", "threads=1"]
+    command = ["eval", str(tiny_policy), "--task", "dataset", "--temperature", "0", "--out", "rows.csv"]
+    command += [part for change in sets for part in ("--set", change)]
+    some = invoke(*command)
+    assert some.exit_code == 0, some.output
+    count = int(pd.read_csv("rows.csv")["n"].sum())
+    assert 0 < count < 40
+    assert (
+        f"split heldout: {count} of the 40 rows of task.path = test.jsonl; --split all takes every row" in some.stderr
+    )
+    every = invoke(*command, "--split", "all")
+    assert every.exit_code == 0, every.output
+    (row,) = pd.read_csv("rows.csv").to_dict("records")
+    assert (row["split"], row["n"]) == ("all", 40)
+    assert "split all: 40 of the 40 rows of task.path = test.jsonl\n" in every.stderr
+    # a file of which the hash holds nothing out, or all, can be evaluated too
+    one = invoke(*command, "--split", "all", "--set", "task.limit=1")
+    assert one.exit_code == 0, one.output
+    assert pd.read_csv("rows.csv")["n"].tolist() == [1]
+
+
+def test_all_rows_are_a_data_sets_alone(place):
+    error = invoke(*place, "--split", "all").exception
+    assert isinstance(error, UserError) and str(error) == "--split all: the task has train, heldout; name one of them"
