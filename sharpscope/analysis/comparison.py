@@ -12,14 +12,15 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from sharpscope.analysis.frames import with_pooled
+from sharpscope.analysis.statistics import accuracy_interval
 from sharpscope.analysis.studies import flat, ground_of, last_step
 from sharpscope.analysis.text import printable
 from sharpscope.traces import Run
 
 Z = 1.959964  # 97.5 % quantile of the normal distribution
 INTERVALS = (
-    "Steps: intervals over steps, corrected for autocorrelation at lag 1; accuracies: over prompts. One run each says "
-    "nothing about other seeds: `sharpscope sweep` gives them."
+    "Steps: intervals over steps, corrected for autocorrelation at lag 1; accuracies: over prompts (Wilson, ± the longer arm). "
+    "One run each says nothing about other seeds: `sharpscope sweep` gives them."
 )
 """What the intervals of `compare` are, and what they are not."""
 RESULTS = ["quantity", "unit", "a", "a_half", "b", "b_half", "difference", "difference_half"]
@@ -156,7 +157,8 @@ def _step_results(run_a: Run, run_b: Run, horizon: int) -> list[tuple[object, ..
             steps = steps[(steps["step"] <= horizon) & (steps["step"] > 2 * horizon / 3)]
             found.append(pd.to_numeric(steps[column], errors="coerce").to_numpy(dtype=float))
         if all(np.isfinite(values).any() for values in found):
-            rows.append(_row(name, unit, *mean_over_steps(found[0]), *mean_over_steps(found[1])))
+            (a, a_error), (b, b_error) = map(mean_over_steps, found)
+            rows.append(_row(name, unit, a, Z * a_error, b, Z * b_error))
     return rows
 
 
@@ -174,7 +176,7 @@ def _eval_results(run_a: Run, run_b: Run, horizon: int) -> list[tuple[object, ..
 
 
 def _accuracies(rows: pd.DataFrame) -> dict[tuple[str, float], tuple[float, float]]:
-    """(split, temperature) -> pooled accuracy and its standard error over prompts."""
+    """(split, temperature) -> pooled accuracy and the longer arm of its 95 % interval over prompts."""
     pooled = with_pooled(rows, "accuracy")
     result = {}
     for _, group in pooled[pooled["level"] == "all"].groupby(["split", "temperature"]):
@@ -184,12 +186,15 @@ def _accuracies(rows: pd.DataFrame) -> dict[tuple[str, float], tuple[float, floa
         parts = levels if len(levels) else here
         weight = parts["n"] * parts["k"] / (parts["n"] * parts["k"]).sum()
         error = math.sqrt(float(((weight * parts["std_error"]) ** 2).sum(skipna=False)))
-        result[split, temperature] = (float(group["value"].iloc[-1]), error)
+        accuracy, prompts = float(group["value"].iloc[-1]), int(parts["n"].sum())
+        samples = float((parts["n"] * parts["k"]).sum() / prompts)
+        ends = accuracy_interval(accuracy, error, prompts, samples)
+        result[split, temperature] = (accuracy, max(accuracy - ends.low, ends.high - accuracy))
     return result
 
 
-def _row(name: str, unit: str, a: float, a_error: float, b: float, b_error: float) -> tuple[object, ...]:
-    return (name, unit, a, Z * a_error, b, Z * b_error, b - a, Z * math.hypot(a_error, b_error))
+def _row(name: str, unit: str, a: float, a_half: float, b: float, b_half: float) -> tuple[object, ...]:
+    return (name, unit, a, a_half, b, b_half, b - a, math.hypot(a_half, b_half))
 
 
 def _temperature(value: float) -> str:

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sharpscope.analysis.frames import natural, with_pooled
+from sharpscope.analysis.statistics import accuracy_interval
 from sharpscope.analysis.studies import last_step
 from sharpscope.analysis.text import printable
 from sharpscope.analysis.weight_curve import shaping_of
@@ -135,13 +136,15 @@ def peak_memory(run: Run) -> str:
 
 
 def _evaluation(run: Run) -> RenderableType:
-    """Accuracy of the last evaluation by split and level; ± is 1.96 standard errors over prompts."""
+    """Accuracy of the last evaluation by split and level, with 95 % intervals over prompts."""
     rows = run.eval[run.eval["step"] == run.eval["step"].max()]
     pooled = with_pooled(rows, "accuracy")
-    errors = rows.set_index(["split", "level", "temperature"])["std_error"].to_dict()
-    table = Table(
-        title=Text(f"evaluation at step {int(rows['step'].max())}"), title_justify="left", box=None, pad_edge=False
-    )
+    intervals = {
+        (row.split, row.level, row.temperature): accuracy_interval(row.accuracy, row.std_error, row.n, row.k).percent()
+        for row in rows.itertuples()
+    }
+    title = Text(f"evaluation at step {int(rows['step'].max())}: accuracy [95 % interval over prompts, %]")
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     table.add_column("split")
     table.add_column("temperature")
     levels = natural(pooled["level"])
@@ -151,9 +154,8 @@ def _evaluation(run: Run) -> RenderableType:
         values = dict(zip(group["level"], group["value"], strict=True))
         cells = []
         for level in levels:
-            error = errors.get((split, level, temperature), math.nan)
-            cell = f"{values[level]:.1%}" if level in values else "–"
-            cells.append(cell + (f" ± {1.96 * error:.1%}" if level in values and pd.notna(error) else ""))
+            interval = intervals.get((split, level, temperature), "")
+            cells.append(Text(f"{values[level]:.1%} {interval}".rstrip() if level in values else "–"))
         table.add_row(Text(printable(split)), "greedy" if temperature == 0 else f"{temperature:g}", *cells)
     return table
 

@@ -136,7 +136,7 @@ def evaluate(
         Path, typer.Option(help="Folder for the finished batches of an interrupted evaluation; removed at its end.")
     ] = Path("evaluations"),
 ) -> None:
-    """Accuracy of a policy on a task, by split, level and temperature, with standard errors.
+    """Accuracy of a policy on a task, by split, level and temperature, with 95 % intervals over prompts.
 
     avg@n is the share of correct completions among n per puzzle; pass@k the chance that k of them hold a right one. The same
     command after an interruption goes on where it stopped.
@@ -174,21 +174,20 @@ def print_evaluation(rows: list[dict[str, Any]]) -> None:
 
     passes = sorted(int(name.removeprefix("pass_at_")) for name in rows[0] if re.fullmatch(r"pass_at_\d+", name))
     several = any(row["k"] > 1 for row in rows)
-    columns = ["split", "level", "T", "prompts", "n", "avg@n ± s.e.", *(f"pass@{k} ± s.e." for k in passes)]
-    table = Table(*columns, *(["pass@n"] if several else []), "reward", title=escape(str(rows[0]["task"])))
+    columns = ["split", "level", "T", "prompts", "n", "avg@n [95 %]", *(f"pass@{k} [95 %]" for k in passes)]
+    columns += (["pass@n"] if several else []) + ["reward"]
+    table = Table(*map(escape, columns), title=escape(str(rows[0]["task"])))
     for row in rows:
         cells = [row["split"], row["level"], f"{row['temperature']:g}", str(row["n"]), str(row["k"])]
-        cells += [_with_error(row["accuracy"], row["std_error"])]
-        cells += [
-            _with_error(row[f"pass_at_{k}"], row[f"pass_at_{k}_std_error"]) if k <= row["k"] else "" for k in passes
-        ]
+        cells += [_with_interval(row, "accuracy")]
+        cells += [_with_interval(row, f"pass_at_{k}") if k <= row["k"] else "" for k in passes]
         cells += [f"{row['pass_at_k']:.2%}"] if several else []
         table.add_row(*map(escape, cells), f"{row['reward_mean']:+.3f}")
     Console().print(table)
 
 
-def _with_error(value: float, error: float | None) -> str:
-    return f"{value:.2%}" + ("" if error is None else f" ± {error:.2%}")
+def _with_interval(row: dict[str, Any], name: str) -> str:
+    return f"{row[name]:.2%} [{100 * row[f'{name}_low']:.2f}, {100 * row[f'{name}_high']:.2f}]"
 
 
 def check_rows_file(path: Path) -> None:

@@ -121,14 +121,18 @@ class RichDisplay:
 
     def evaluation(self, rows: list[dict[str, Any]]) -> None:
         """Show the newest evaluation."""
+        from sharpscope.analysis.statistics import accuracy_interval  # scipy is slow to import
+
         self._evaluations = [
-            f"{row['split']} level {row['level']}, T={row['temperature']:g}: {row['accuracy']:.1%}"
-            + (f" ± {row['std_error']:.1%}" if row["std_error"] is not None else "")
+            f"{row['split']} level {row['level']}, T={row['temperature']:g}: {row['accuracy']:.1%} "
+            + accuracy_interval(row["accuracy"], row["std_error"], row["n"], row["k"]).percent()
             for row in rows
         ]
         self._refresh()
         if self._live is None and rows:
-            self._print(f"step {rows[0]['step']}, accuracy: " + "; ".join(self._evaluations))
+            self._print(
+                f"step {rows[0]['step']}, accuracy [95 % interval over prompts, %]: " + "; ".join(self._evaluations)
+            )
 
     def event(self, event: Event) -> None:
         """Print a health event above the panel; a rule that fires again is only counted (all are in the events table)."""

@@ -37,7 +37,7 @@ def evaluate_model(
     keep: Path | str = "evaluations",
     save: Callable[[list[dict[str, Any]]], None] | None = None,
 ) -> list[dict[str, Any]]:
-    """Rows of the eval table for a run's last checkpoint, a model folder, a hub id or `embedded:NAME`.
+    """Rows of the eval table, with 95 % intervals, for a run's last checkpoint, a model folder, a hub id or `embedded:NAME`.
 
     A run brings its own task and sampling limits, an embedded policy its task; `task` and `overrides` change them. Finished
     batches are kept in the folder `keep` until all are there: called again after an interruption, it draws only the rest.
@@ -107,10 +107,22 @@ def evaluate_model(
         policy, made, step=step, splits=present, prompts=prompts, temperatures=temperatures, samples=samples,
         spec=config.rollout, seed=seed, on_progress=on_progress, progress=progress, pass_at=pass_at,
     )  # fmt: skip
+    rows = [row | _intervals(row, pass_at) for row in rows]
     if save is not None:
         save(rows)
     progress.finish()
     return rows
+
+
+def _intervals(row: dict[str, Any], pass_at: Sequence[int]) -> dict[str, float]:
+    """95 % intervals over prompts of a row's accuracy and of its pass@k."""
+    from sharpscope.analysis.statistics import accuracy_interval  # scipy is slow to import
+
+    ends = {"accuracy": accuracy_interval(row["accuracy"], row["std_error"], row["n"], row["k"])}
+    for k in pass_at:
+        groups = row["k"] / min(k, row["k"])  # of k completions each: as many as are independent at most
+        ends[f"pass_at_{k}"] = accuracy_interval(row[f"pass_at_{k}"], row[f"pass_at_{k}_std_error"], row["n"], groups)
+    return {f"{name}_{end}": getattr(found, end) for name, found in ends.items() for end in ("low", "high")}
 
 
 def _rows_used(task: DatasetTask, split: str) -> str:

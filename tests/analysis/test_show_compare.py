@@ -11,6 +11,7 @@ from rich.console import Console
 
 from sharpscope.analysis import compare, show
 from sharpscope.analysis.comparison import mean_over_steps
+from sharpscope.analysis.statistics import accuracy_interval
 from sharpscope.analysis.terminal import sparkline
 from sharpscope.traces import TraceWriter, load_run, update_run_info
 from tests.oracles.analysis import eval_by_step
@@ -52,6 +53,29 @@ def test_show_prints_setting_curves_evaluation_weights_events_and_cost(pair):
         assert words in text, words
     (accuracy,) = eval_by_step([run], "heldout", 0.0)[12]
     assert f"{accuracy:.1%}" in text
+    for row in run.eval[run.eval["step"] == 12].itertuples():
+        ends = accuracy_interval(row.accuracy, row.std_error, row.n, row.k)
+        assert f"{row.accuracy:.1%} [{100 * ends.low:.1f}, {100 * ends.high:.1f}]" in text
+
+
+def test_no_accuracy_is_certain(tmp_path):
+    """0 of 40 prompts: the upper end is z²/(n + z²) = 8.8 %, also where each prompt has 16 completions."""
+    found = []
+    for name, k in (("a", 1), ("b", 16)):
+        folder = new_run(tmp_path / name)
+        row = {
+            "step": 1, "task": "knights_knaves", "split": "heldout", "level": "3", "n": 40, "k": k, "accuracy": 0.0,
+            "std_error": 0.0, "pass_at_k": 0.0, "reward_mean": 0.0, "heldout_loss": None, "temperature": 1.0,
+        }  # fmt: skip
+        with TraceWriter(folder) as writer:
+            writer.append("steps", rows("steps", 1, 1))
+            writer.append("eval", row)
+        found.append(load_run(folder))
+        assert "0.0% [0.0, 8.8]" in _printed(show(found[-1]))
+    upper = 1.959964**2 / (40 + 1.959964**2)
+    row = compare(*found).results.set_index("quantity").loc["accuracy heldout, T = 1, step 1"]
+    assert row["a_half"] == row["b_half"] == pytest.approx(upper)
+    assert row["difference_half"] == pytest.approx(math.sqrt(2) * upper)
 
 
 def test_show_says_when_a_method_is_grpo_in_disguise(tmp_path):
@@ -122,7 +146,9 @@ def test_compare_lists_differing_settings_and_results_with_intervals(pair):
         assert row[side] == pytest.approx(pooled)
         rows_ = run.eval[(run.eval["step"] == 12) & (run.eval["split"] == "heldout") & (run.eval["temperature"] == 1.0)]
         error = math.sqrt(sum(r.std_error**2 / 4 for r in rows_.itertuples() if r.level != "all"))
-        assert row[f"{side}_half"] == pytest.approx(1.959964 * error)
+        (n, k) = rows_["n"].iloc[0] * (rows_["level"] != "all").sum(), rows_["k"].iloc[0]
+        ends = accuracy_interval(pooled, error, n, k)
+        assert row[f"{side}_half"] == pytest.approx(max(pooled - ends.low, ends.high - pooled))
     assert row["difference_half"] == pytest.approx(math.hypot(row["a_half"], row["b_half"]))
     text = _printed(result)
     assert "accuracy heldout, T = 1, step 12" in text and "says nothing about other seeds" in text

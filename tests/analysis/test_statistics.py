@@ -10,6 +10,7 @@ import scipy.stats
 
 from sharpscope.analysis.statistics import (
     ClusterSlope,
+    accuracy_interval,
     cluster_moments,
     contrast_interval,
     gini,
@@ -230,3 +231,37 @@ def test_a_share_is_covered_at_least_at_its_level():
     n, p = 40, 0.03
     held = sum(scipy.stats.binom.pmf(k, n, p) for k in range(n + 1) if (i := share_interval(k, n)).low <= p <= i.high)
     assert held >= 0.95
+
+
+@pytest.mark.parametrize(("hits", "prompts"), [(0, 1), (0, 7), (1, 30), (15, 40), (100, 100)])
+def test_accuracy_interval_of_one_completion_each_is_wilsons(hits, prompts):
+    right = np.arange(prompts) < hits
+    error = right.std(ddof=1) / np.sqrt(prompts) if prompts > 1 else None
+    found = accuracy_interval(right.mean(), error, prompts)
+    ends = scipy.stats.binomtest(hits, prompts).proportion_ci(0.95, method="wilson")
+    assert (found.low, found.high) == pytest.approx((ends.low, ends.high), abs=1e-12)
+    assert found.low < found.high
+
+
+def test_accuracy_interval_counts_prompts_where_their_completions_agree_and_completions_where_they_do_not():
+    """16 completions each: all equal within a prompt are worth 200 trials, independent ones 200·16."""
+    for share, trials in ((np.repeat([0.0, 1.0], 100), 200), (np.full(200, 0.5), 3200)):
+        found = accuracy_interval(0.5, share.std(ddof=1) / np.sqrt(200), 200, 16)
+        ends = scipy.stats.binomtest(trials // 2, trials).proportion_ci(0.95, method="wilson")
+        assert found.high - found.low == pytest.approx(ends.high - ends.low, rel=0.02)
+
+
+@pytest.mark.parametrize("correlation", [0.0, 0.2, 0.6])
+@pytest.mark.parametrize("truth", [0.005, 0.5, 0.995])
+def test_accuracy_interval_covers_near_0_near_1_and_between(truth, correlation):
+    """Prompts' own accuracies from a beta distribution, 4 completions each; mean ± 1.96 standard errors fails near 0 and 1."""
+    rng, n, k, draws = np.random.default_rng(0), 60, 4, 400
+    own = np.full((draws, n), truth)
+    if correlation:
+        own = rng.beta(truth * (1 / correlation - 1), (1 - truth) * (1 / correlation - 1), (draws, n))
+    share = rng.binomial(k, own) / k
+    means, errors = share.mean(axis=1), share.std(axis=1, ddof=1) / np.sqrt(n)
+    found = [accuracy_interval(mean, error, n, k) for mean, error in zip(means, errors, strict=True)]
+    assert np.mean([interval.low <= truth <= interval.high for interval in found]) > 0.925
+    if truth != 0.5:
+        assert np.mean(abs(means - truth) <= 1.96 * errors) < 0.9

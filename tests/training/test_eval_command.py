@@ -118,3 +118,13 @@ def test_every_row_of_a_file_is_evaluated_on_request(tiny_policy: Path, tmp_path
 def test_all_rows_are_a_data_sets_alone(place):
     error = invoke(*place, "--split", "all").exception
     assert isinstance(error, UserError) and str(error) == "--split all: the task has train, heldout; name one of them"
+
+
+def test_the_table_has_an_interval_at_zero(place, tmp_path: Path):
+    """The toy policy gets none of the 2 greedy puzzles of a level right: 0 % with an upper end of z²/(2 + z²) = 65.76 %."""
+    result = invoke(*place, "--out", "rows.csv", "-k", "1")
+    assert result.exit_code == 0, result.output
+    row = pd.read_csv("rows.csv").iloc[0]
+    assert row["accuracy"] == 0.0 and "0.00% [0.00, 65.76]" in result.stdout and "pass@1 [95 %]" in result.stdout
+    assert (row["accuracy_low"], row["accuracy_high"]) == (0.0, pytest.approx(0.6576, abs=1e-4))
+    assert (row["pass_at_1_low"], row["pass_at_1_high"]) == (row["accuracy_low"], row["accuracy_high"])

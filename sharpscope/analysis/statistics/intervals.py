@@ -6,6 +6,7 @@
 | `percentile-t` | the mean of a sample (bootstrap-t, Hall 1988) | 4 to 14 |
 | `sign-flip` | the mean of paired differences (exact; inverts the test that gives their p-value) | 6 to 14 |
 | `clopper-pearson` | a share of independent trials | any |
+| `wilson` | an accuracy over prompts with one or several completions each | any |
 
 Measured coverage of nominal 95 % (1,000 samples each; `tests/analysis/test_statistics.py` repeats it):
 
@@ -34,11 +35,13 @@ from numpy.typing import NDArray
 
 from sharpscope.analysis.statistics.permutation import sign_flip_interval
 
-Kind = Literal["bca", "percentile-t", "sign-flip", "clopper-pearson"]
+Kind = Literal["bca", "percentile-t", "sign-flip", "clopper-pearson", "wilson"]
 
 BCA_FROM = 15
 PERCENTILE_T_FROM = 4
 RESAMPLES = 4_999
+PRIOR_COUNT = 2.0
+"""How much `accuracy_interval` trusts the largest design effect, as a number of answers of the rarer kind."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,10 @@ class Interval:
 
     def __str__(self) -> str:
         return f"[{self.low:.3g}, {self.high:.3g}]"
+
+    def percent(self, digits: int = 1) -> str:
+        """`[1.2, 5.9]`: the ends in percent."""
+        return f"[{100 * self.low:.{digits}f}, {100 * self.high:.{digits}f}]"
 
 
 def mean_interval(values: NDArray[np.floating], level: float = 0.95, seed: int = 0) -> Interval | None:
@@ -85,6 +92,40 @@ def share_interval(hits: int, trials: int, level: float = 0.95) -> Interval:
     """Clopper-Pearson interval of a share: `hits` of `trials` independent ones; its coverage is at least `level`."""
     ends = scipy.stats.binomtest(hits, trials).proportion_ci(level, method="exact")
     return Interval(float(ends.low), float(ends.high), "clopper-pearson", level)
+
+
+def accuracy_interval(
+    accuracy: float, std_error: float | None, prompts: int, samples: float = 1.0, level: float = 0.95
+) -> Interval:
+    """Wilson's interval of an accuracy p, with prompts as clusters; it has a width at 0 and at 1, too.
+
+    The number of trials is the effective one, n·k/D. The design effect D, between 1 (completions of a prompt are
+    independent) and k (they are all equal), is estimated from the standard error s: D̂ = s²·(n − 1)·k/(p·(1 − p)).
+    Few answers of the rarer kind say little about it, so D = (x·D̂ + c·k)/(x + c) with x = n·k·min(p, 1 − p)/D̂ the
+    effective number of those answers and c = PRIOR_COUNT; at 0 and 1, D = k. Measured coverage of nominal 95 %, 4,000
+    draws of beta-binomial prompts with n from 10 to 500, k = 4 and 16, correlations within a prompt from 0 to 0.6 and p
+    from 0.005 to 0.5: at least 0.93 (p ± 1.96·s: 0.08). For k = 1 it is Wilson's, which falls to 0.87 at n·p near 0.15.
+
+    Args:
+        accuracy: p, the mean over prompts of each prompt's share, in [0, 1].
+        std_error: s, of that mean with prompts as clusters; None or NaN where it is not known.
+        prompts: n.
+        samples: k, completions per prompt; n/j for pass@j of n completions.
+        level: confidence.
+    """
+    variance = accuracy * (1 - accuracy)
+    design = samples
+    if variance > 0 and std_error is not None and np.isfinite(std_error) and prompts > 1:
+        found = min(max(std_error**2 * (prompts - 1) * samples / variance, 1.0), samples)
+        rare = prompts * samples * min(accuracy, 1 - accuracy) / found
+        design = (rare * found + PRIOR_COUNT * samples) / (rare + PRIOR_COUNT)
+    trials = prompts * samples / design
+    z = float(scipy.stats.norm.ppf(0.5 + level / 2))
+    middle = (accuracy + z**2 / (2 * trials)) / (1 + z**2 / trials)
+    half = z / (1 + z**2 / trials) * np.sqrt(variance / trials + z**2 / (4 * trials**2))
+    low = 0.0 if accuracy <= 0 else max(0.0, middle - half)
+    high = 1.0 if accuracy >= 1 else min(1.0, middle + half)
+    return Interval(float(low), float(high), "wilson", level)
 
 
 def bootstrap_interval(
