@@ -14,7 +14,7 @@ from torch import nn
 import sharpscope
 from sharpscope.errors import UserError
 from sharpscope.probes import adamw_preconditioner, adamw_threshold
-from sharpscope.probes.hessian import FunctionOperator, eigenpairs, hutchpp, spectral_density
+from sharpscope.probes.hessian import FunctionOperator, check_products, eigenpairs, hutchpp, spectral_density
 from sharpscope.probes.surface import ClosureSurface
 from tests.oracles.curvature import dense_hessian
 
@@ -360,6 +360,71 @@ def test_seeds_are_independent_of_what_else_is_computed():
     other = sharpscope.curvature(loss, [theta], seed=4)
     assert one.trace == again.trace and one.largest == again.largest and again.density is None
     assert one.trace != other.trace
+
+
+class OpaqueCube(torch.autograd.Function):
+    """x³ whose backward pass leaves the graph: its second derivative comes out as 0, or as a part of the truth."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        (x,) = ctx.saved_tensors
+        return cotangent * torch.from_numpy(3 * x.detach().numpy() ** 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "loss", [lambda x: OpaqueCube.apply(x).sum(), lambda x: OpaqueCube.apply(x).square().sum() + x.square().sum()]
+)
+def test_a_function_without_second_derivatives_is_refused(dtype, loss):
+    x = torch.tensor([0.5, 1.0, 2.0], dtype=dtype, requires_grad=True)
+    with pytest.raises(UserError, match=r"finite difference of gradients differ by .*without second derivatives"):
+        sharpscope.curvature(lambda: loss(x), [x])
+    unchecked = sharpscope.curvature(lambda: loss(x), [x], check=False)
+    assert unchecked.converged and math.isnan(unchecked.checked)
+    truth = sharpscope.curvature(lambda: (x**3).sum(), [x])
+    assert truth.checked < 0.01 and truth.largest == pytest.approx(12)
+
+
+def test_a_ratio_against_its_own_detached_value_is_refused():
+    """exp(ℓ − ℓ.detach()): autograd's Hessian is not the derivative of its gradient, whose anchor moves along."""
+    x = torch.tensor([0.5, -1.0], dtype=torch.float64, requires_grad=True)
+
+    def loss():
+        score = x.square().sum().sin()
+        return (score - score.detach()).exp()
+
+    with pytest.raises(UserError, match="a detached part of the loss"):
+        sharpscope.curvature(loss, [x])
+
+
+@pytest.mark.parametrize("start", [0.0, 1e-3, 1e3])
+@pytest.mark.parametrize("size", [1e-6, 1.0, 1e6])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_smooth_losses_of_any_scale_pass_the_check(dtype, size, start):
+    matrix = with_spectrum([4.0, 1.0, -0.5, 0.0]).to(dtype) * size
+    theta = torch.full((4,), start, dtype=dtype, requires_grad=True)
+    found = sharpscope.curvature(lambda: 0.5 * theta @ matrix @ theta + size * theta.sin().sum(), [theta])
+    assert found.checked < 0.01
+
+
+def test_a_loss_with_many_kinks_is_not_refused():
+    """In float32 most steps cross kinks of a ReLU network, and the finite differences are then off by 10 to 100 %."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(10, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
+    x, y = torch.randn(200, 10), torch.randint(0, 4, (200,))
+    surface = ClosureSurface(lambda: nn.functional.cross_entropy(net(x.to(net[0].weight)), y), list(net.parameters()))
+    error = check_products(surface)
+    assert error < 0.01 or math.isnan(error)
+    net.double()
+    assert check_products(surface) < 1e-6
+    undecided = torch.tensor([1.0], dtype=torch.float64, requires_grad=True)
+    found = sharpscope.curvature(lambda: (undecided - 1).clamp(min=0).pow(1.5).sum(), [undecided])
+    assert math.isnan(found.checked) and any("not checked" in note for note in found.notes)
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import numpy as np
 import pytest
 import torch
 
+from sharpscope.errors import UserError
 from sharpscope.probes.functionals import FUNCTIONALS, Functional, staleness, token_batch
-from sharpscope.probes.hessian import CurvatureSettings, curvature_of, hutchpp, spectral_density
+from sharpscope.probes.hessian import CurvatureSettings, check_products, curvature_of, dual, hutchpp, spectral_density
 from sharpscope.probes.hessian.causal_lm import lm_surface
 from sharpscope.probes.parameter_groups import parameter_groups
 from tests.models import random_batch, tiny_model
@@ -76,6 +78,118 @@ def test_streamed_products_agree_with_reverse_mode_on_every_architecture(archite
             products.append(surface.hessian() @ vector)
     # Eager softmax and routers of transformers work in float32 even here.
     torch.testing.assert_close(products[1], products[0], rtol=1e-5, atol=1e-6 * float(products[0].abs().max()))
+
+
+SIDE_INPUTS = dict(
+    vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=4, num_attention_heads=2,
+    num_key_value_heads=1, head_dim=8, max_position_embeddings=64, pad_token_id=0,
+)  # fmt: skip
+PER_LAYER = dict(
+    SIDE_INPUTS, vocab_size_per_layer_input=40, hidden_size_per_layer_input=8, num_kv_shared_layers=2, sliding_window=4,
+    layer_types=["sliding_attention", "full_attention"] * 2,
+)  # fmt: skip
+SIDE_ARCHITECTURES = {
+    "gemma4_text": dict(PER_LAYER, num_global_key_value_heads=1, global_head_dim=8),
+    "gemma3n_text": dict(PER_LAYER, laurel_rank=4, altup_num_inputs=2, activation_sparsity_pattern=None),
+    "zamba2": dict(
+        SIDE_INPUTS | {"head_dim": 16, "num_key_value_heads": 2}, attention_head_dim=16, num_mem_blocks=1,
+        layers_block_type=["mamba", "hybrid"] * 2, mamba_d_state=4, mamba_d_conv=2, n_mamba_heads=2, mamba_ngroups=1,
+        mamba_headdim=16, chunk_size=4, use_mem_rope=False, adapter_rank=4, use_shared_attention_adapter=True,
+    ),
+}  # fmt: skip
+
+
+def plain_product(model, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """v and ∇²(mean nll) v by double autograd through the model's own call."""
+    parameters = list(model.parameters())
+    vector = torch.randn(sum(p.numel() for p in parameters), generator=torch.Generator().manual_seed(2)).double()
+    parts = [
+        part.view(p.shape) for part, p in zip(vector.split([p.numel() for p in parameters]), parameters, strict=True)
+    ]
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+    first = torch.autograd.grad(loss, parameters, create_graph=True)
+    second = torch.autograd.grad(first, parameters, parts)
+    return vector, torch.cat([part.flatten() for part in second])
+
+
+def all_scored(ids: torch.Tensor) -> Functional:
+    scored = torch.ones_like(ids)
+    scored[:, 0] = 0
+    return Functional("nll", token_batch(ids, torch.ones_like(ids), scored))
+
+
+@pytest.mark.parametrize("architecture", SIDE_ARCHITECTURES)
+def test_streamed_products_follow_what_layers_get_besides_the_hidden_states(architecture):
+    """Inputs for each layer, keys and values shared between layers, embeddings that every layer sees, shared modules."""
+    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    torch.manual_seed(0)
+    config = CONFIG_MAPPING[architecture](**SIDE_ARCHITECTURES[architecture])
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    ids = torch.randint(2, 40, (2, 9))
+    vector, expected = plain_product(model, ids)
+    with lm_surface(model, all_scored(ids), mode="stream", head_mb=0.001) as surface:
+        hessian = surface.hessian()
+        assert check_products(surface, hessian) < 0.01
+        found = hessian @ vector
+    # Norms and rotary embeddings of transformers work in float32 even here.
+    assert float((found - expected).norm() / expected.norm()) < 1e-5
+
+
+def test_streamed_products_of_a_layer_called_twice_and_a_parameter_also_used_outside_of_it():
+    model = small_model(num_hidden_layers=2)
+    model.model.layers[1] = model.model.layers[0]
+    model.model.norm.weight = model.model.layers[0].input_layernorm.weight
+    ids = torch.randint(2, VOCAB, (2, 7), generator=torch.Generator().manual_seed(0))
+    vector, expected = plain_product(model, ids)
+    with lm_surface(model, all_scored(ids), mode="stream", head_mb=0.001) as surface:
+        torch.testing.assert_close(surface.hessian() @ vector, expected, rtol=1e-9, atol=1e-10)
+
+
+class Opaque(torch.autograd.Function):
+    """tanh whose backward pass leaves the graph."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.tanh()
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        return cotangent * (1 - ctx.saved_tensors[0].detach().tanh() ** 2) + 0 * cotangent.detach()
+
+    @staticmethod
+    def jvp(ctx, tangent):
+        return tangent
+
+
+def test_a_language_model_whose_products_are_wrong_is_refused_by_name(monkeypatch):
+    settings = CurvatureSettings(trace_probes=0, density_samples=0)
+    ids = torch.randint(2, VOCAB, (2, 7), generator=torch.Generator().manual_seed(0))
+    model = small_model()
+    with lm_surface(model, all_scored(ids), mode="stream") as surface:
+        assert curvature_of(surface, settings).checked < 1e-4
+    with monkeypatch.context() as patch:
+        patch.setattr(model.model.layers[0].mlp.act_fn, "forward", Opaque.apply)
+        for mode in ("graph", "stream"):
+            with (
+                lm_surface(model, all_scored(ids), mode=mode) as surface,
+                pytest.raises(UserError, match=r"Qwen2ForCausalLM: .*mode 'graph'.*finite difference.*differ by \d+%"),
+            ):
+                curvature_of(surface, settings)
+    monkeypatch.setattr(dual, "_depends", lambda value: False)  # no input of a layer is followed
+    with lm_surface(model, all_scored(ids), mode="stream") as surface:
+        with pytest.raises(UserError, match=r"Qwen2ForCausalLM: .*'stream'.*differ by \d+%.*use mode='graph'"):
+            curvature_of(surface, settings)
+        assert math.isnan(curvature_of(surface, settings, check=False).checked)
+    with lm_surface(model, all_scored(ids), mode="graph") as surface:
+        assert curvature_of(surface, settings).checked < 1e-4
 
 
 def test_groups_are_diagonal_blocks():

@@ -2,6 +2,7 @@
 
 from sharpscope.probes.hessian.adamw import adamw_preconditioner, adamw_threshold
 from sharpscope.probes.hessian.api import curvature, curvature_of
+from sharpscope.probes.hessian.check import check_products
 from sharpscope.probes.hessian.density import Density, spectral_density
 from sharpscope.probes.hessian.krylov import Eigenpairs, NotFiniteError, eigenpairs
 from sharpscope.probes.hessian.operators import FunctionOperator, Operator, Scaled
@@ -20,6 +21,7 @@ __all__ = [
     "Trace",
     "adamw_preconditioner",
     "adamw_threshold",
+    "check_products",
     "curvature",
     "curvature_of",
     "eigenpairs",

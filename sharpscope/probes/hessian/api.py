@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from sharpscope.errors import UserError
+from sharpscope.probes.hessian.check import UNDECIDED, check_products
 from sharpscope.probes.hessian.density import spectral_density
 from sharpscope.probes.hessian.krylov import NotFiniteError, eigenpairs
 from sharpscope.probes.hessian.operators import Operator, Scaled
@@ -41,6 +42,7 @@ def curvature(
     backend: Backend = "lanczos",
     preconditioner: Sequence[Tensor] | None = None,
     basis_mb: float = 2048.0,
+    check: bool = True,
 ) -> Curvature:
     """Curvature of any loss at the parameters' present values.
 
@@ -54,12 +56,14 @@ def curvature(
             then of D^(−1/2) H D^(−1/2).
         top, smallest, tolerance, max_products, trace_probes, density_samples, density_steps, backend, basis_mb: see
             `CurvatureSettings`.
+        check: compare one Hessian product with a finite difference of gradients first, see `check_products`.
 
     Returns:
         A `Curvature`; parameters, `.grad`, random state and attention kernel are as before, also if this raises.
 
     Raises:
-        UserError: a closure that does not return one number, or is not deterministic; parameters that cannot be moved.
+        UserError: a closure that does not return one number, or is not deterministic; parameters that cannot be moved; a
+            product that is wrong, as it is for an `autograd.Function` without second derivatives.
     """
     settings = CurvatureSettings(
         top, smallest, tolerance, max_products, trace_probes, density_samples, density_steps, backend, basis_mb
@@ -75,7 +79,7 @@ def curvature(
         chosen = [by_id[id(p)] for p in surface.parameters]
     with untouched(list(parameters)):
         surface.check_deterministic()
-        return curvature_of(surface, settings, seed=seed, preconditioner=chosen)
+        return curvature_of(surface, settings, seed=seed, preconditioner=chosen, check=check)
 
 
 def curvature_of(
@@ -87,6 +91,7 @@ def curvature_of(
     operator: Operator | None = None,
     at: tuple[float, Tensor] | None = None,
     start: Tensor | None = None,
+    check: bool = True,
 ) -> Curvature:
     """`curvature` of a surface that is guarded already.
 
@@ -95,6 +100,7 @@ def curvature_of(
         operator: in place of the surface's Hessian: its Gauss-Newton matrix, or the Hessian that was built before.
         at: (L(θ), ∇L(θ)) where they are known already.
         start: (P,) where Lanczos starts, in the parameters' own coordinates; None: `surface.start`.
+        check: see `curvature`; of a language model the result is kept with the surface, so that it is checked once.
 
     Nothing is raised for numbers that are not finite: they come back as NaN, `converged = False`, and the reason.
     """
@@ -103,7 +109,7 @@ def curvature_of(
 
         if preconditioner is not None or operator is not None:
             raise UserError("backend, 'pyhessian': knows the plain Hessian only; use backend='lanczos'")
-        return curvature_by_pyhessian(surface, settings, seed)
+        return curvature_by_pyhessian(surface, settings, seed, check=check)
     began = time.perf_counter()
     clock = {}
     loss, gradient = surface.gradient() if at is None else at
@@ -115,6 +121,12 @@ def curvature_of(
         )
         return parts.result(loss, float(gradient.norm()), settings, seed, began, clock, 0)
     hessian = operator if operator is not None else surface.hessian()
+    spent = hessian.products
+    if check:
+        parts.checked = check_products(surface, hessian)
+        if math.isnan(parts.checked):
+            parts.notes.append(UNDECIDED)
+    spent = hessian.products - spent
     if preconditioner is not None:
         hessian = Scaled(hessian, _inverse_root(preconditioner, surface))
     before = hessian.products
@@ -152,7 +164,7 @@ def curvature_of(
         clock["density"] = time.perf_counter() - mark
     except NotFiniteError as problem:
         parts.why.append(str(problem))
-    return parts.result(loss, float(gradient.norm()), settings, seed, began, clock, hessian.products - before)
+    return parts.result(loss, float(gradient.norm()), settings, seed, began, clock, spent + hessian.products - before)
 
 
 def _eigenvalues(parts: Parts, hessian: Operator, settings: CurvatureSettings, seed: int, start: Tensor | None) -> None:

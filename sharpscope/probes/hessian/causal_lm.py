@@ -17,7 +17,7 @@ from sharpscope.probes.guard import guarded
 from sharpscope.probes.hessian.head import SelectedLogp, squash
 from sharpscope.probes.hessian.krylov import Krylov, NotFiniteError, noisy
 from sharpscope.probes.hessian.operators import GraphHessian, Operator
-from sharpscope.probes.hessian.streamed import StreamedHessian, check_forward_mode, scatter, size_of
+from sharpscope.probes.hessian.streamed import StreamedHessian, scatter, size_of
 from sharpscope.probes.surface import checked_parameters, common_dtype, flatten, working_precision
 
 ProductMode = Literal["auto", "graph", "stream"]
@@ -36,6 +36,8 @@ class LmSurface:
         microbatches: row indices, shortest rows first.
         backbone, head: the model without its output layer, and that layer.
         head_mb: memory for blocks of the logits [MiB].
+        checked: what `check_products` found, by whether the streamed products were checked too; shared by all surfaces
+            made from this one.
         start_products: what the last `start` cost, in Hessian products of all rows (of a share of the tokens each).
     """
 
@@ -57,6 +59,7 @@ class LmSurface:
         self._graph_mb, self.head_mb, self._mode, self._tokens = graph_mb, head_mb, mode, microbatch_tokens
         self.microbatches = _microbatches(functional.batch.lengths, microbatch_tokens)
         self.start_products = 0.0
+        self.checked: dict[bool, float] = {}
 
     def restricted(self, parameters: Sequence[Tensor]) -> LmSurface:
         """The same surface seen over some of the parameters: its Hessian is that diagonal block."""
@@ -67,7 +70,7 @@ class LmSurface:
         return self._like(functional, self.parameters)
 
     def _like(self, functional: Functional, parameters: Sequence[Tensor]) -> LmSurface:
-        return LmSurface(
+        like = LmSurface(
             self.model,
             functional,
             parameters=parameters,
@@ -76,6 +79,8 @@ class LmSurface:
             head_mb=self.head_mb,
             mode=self._mode,
         )
+        like.checked = self.checked
+        return like
 
     def logp(self) -> Tensor:
         """(N, S) float64 [nats] log-probability of the scored tokens, 0 elsewhere; no graph."""
@@ -224,7 +229,6 @@ class LmSurface:
         largest = max(len(index) * int(self.functional.batch.lengths[index].max()) for index in self.microbatches)
         # The dual graph of a microbatch weighs about as much as its graph of first and second reverse pass.
         checkpoint = self._mode == "stream" or bytes_per_token * largest > self._graph_mb * 2**20
-        check_forward_mode(self)
         return StreamedHessian(self, checkpoint=checkpoint, gauss_newton=gauss_newton)
 
     def _share(self, index: Tensor, *, plain: bool = False) -> Tensor:

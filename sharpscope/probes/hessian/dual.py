@@ -7,8 +7,9 @@ only its input (x, ẋ) and is run again in the backward pass.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
+from copy import copy
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.func import functional_call
 from torch.nn import functional as F
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from sharpscope.probes.hessian.dual_rules import DualRules
 
@@ -46,23 +48,22 @@ class DualBody:
     def __init__(self, backbone: nn.Module, parameters: Sequence[Tensor], *, checkpoint: bool) -> None:
         self._backbone = backbone
         wanted = {id(parameter) for parameter in parameters}
-        # Every name of a tied parameter, so that each use of it is swapped.
-        self._names = {
-            name: parameter
-            for name, parameter in backbone.named_parameters(remove_duplicate=False)
-            if id(parameter) in wanted
-        }
         self._layers = _layers(backbone) if checkpoint else []
-        apart = {id(p) for layer in self._layers for p in layer.parameters()}
+        cut = {id(layer) for layer in self._layers}
+        prefixes = tuple(
+            f"{name}." for name, module in backbone.named_modules(remove_duplicate=False) if id(module) in cut
+        )
+        # Every name of a tied parameter, so that each use of it is swapped.
+        named = [(n, p) for n, p in backbone.named_parameters(remove_duplicate=False) if id(p) in wanted]
         self._embedding = _plain_embedding(backbone, wanted)
         if self._embedding is not None:
             shared = self._embedding.weight
-            if sum(p is shared for p in self._names.values()) > 1:
+            if sum(p is shared for _, p in named) > 1:
                 self._embedding = None  # used in another place of the body too: leave it to autograd
             else:
-                apart.add(id(shared))
-        # What is handled apart gets its tangent there: a dual tensor whose tangent is a view holds a copy of it.
-        self._names = {name: p for name, p in self._names.items() if id(p) not in apart}
+                named = [(n, p) for n, p in named if p is not shared]
+        # A layer that is cut out makes its own duals; a parameter that is also used outside of it keeps its names there.
+        self._names = {n: p for n, p in named if not n.startswith(prefixes)}
         self._rest = list({id(p): p for p in self._names.values()}.values())
 
     def product(self, ids: Tensor, direction: dict[int, Tensor], out: dict[int, Tensor], back: Any) -> None:
@@ -83,7 +84,9 @@ class DualBody:
             for layer in self._layers:
                 stack.enter_context(_checkpointed(layer, direction, sink, anchor))
             with torch.enable_grad(), DualRules():
-                output = functional_call(self._backbone, duals, (), {"input_ids": ids, "use_cache": False})
+                output = functional_call(
+                    self._backbone, duals, (), {"input_ids": ids, "use_cache": False}, tie_weights=False
+                )
             hidden, tangent = forward_ad.unpack_dual(output.last_hidden_state)
             tangent = torch.zeros_like(hidden) if tangent is None else tangent
             to_hidden, to_tangent = back(hidden.detach(), tangent.detach())
@@ -168,71 +171,112 @@ def _add_rows(out: Tensor, ids: Tensor, rows: Tensor, padding: int | None) -> No
 
 @contextmanager
 def _checkpointed(layer: nn.Module, direction: dict[int, Tensor], sink: _Sink, anchor: Tensor) -> Iterator[None]:
-    """Within the block `layer` keeps only its input's value and tangent, and runs again in the backward pass."""
+    """Within the block `layer` keeps only the value and tangent of its inputs, and runs again in the backward pass.
+
+    Every floating-point tensor among the arguments (also inside tuples, lists and mappings) that depends on the
+    parameters is an input, and every one among the results is an output. What the layer writes into a mapping that it
+    was given is a result too: layers that share keys and values pass them on in one.
+    """
     original = layer.forward
     owned = {name: p for name, p in layer.named_parameters(remove_duplicate=False) if id(p) in direction}
     distinct = list({id(p): p for p in owned.values()}.values())
-    inside, extras = False, 0  # extras: further elements of a tuple that the layer returns
+    inside = False
 
-    def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def forward(*args: Any, **kwargs: Any) -> Any:
         nonlocal inside
-        if inside or _depends(args, kwargs):
-            return original(hidden, *args, **kwargs)
+        if inside:
+            return original(*args, **kwargs)
+        given = [*args, *kwargs.values()]
+        mappings = {i: value for i, value in enumerate(given) if isinstance(value, MutableMapping)}
+        leaves, structure = tree_flatten([dict(v) if i in mappings else v for i, v in enumerate(given)])
+        places = [i for i, leaf in enumerate(leaves) if _depends(leaf)]
+        pairs = [_value_and_tangent(leaves[i]) for i in places]
+        for i in places:
+            leaves[i] = None  # kept by the layer's node in the graph, not here
+        results: list[Any] = []  # [leaves, structure] of the last run, values left out
 
-        def run(x: Tensor, x_dot: Tensor) -> tuple[Tensor, Tensor]:
-            nonlocal inside, extras
+        def run(inputs: Sequence[Tensor]) -> list[Tensor]:
+            nonlocal inside
+            filled = list(leaves)
+            for i, value, tangent in zip(places, inputs[::2], inputs[1::2], strict=True):
+                filled[i] = forward_ad.make_dual(value, tangent)
+            again = tree_unflatten(filled, structure)
+            before = {i: again[i] for i in mappings}
+            for i, mapping in mappings.items():
+                again[i] = copy(mapping)  # of the same type, with what it held when the layer was called
+                again[i].clear()
+                again[i].update(before[i])
+            named = dict(zip(kwargs, again[len(args) :], strict=True))
             inside = True
             try:
-                duals = _duals(owned, direction)
-                y = functional_call(layer, duals, (forward_ad.make_dual(x, x_dot), *args), kwargs)
+                y = functional_call(
+                    layer, _duals(owned, direction), tuple(again[: len(args)]), named, tie_weights=False
+                )
             finally:
                 inside = False
-            extras = len(y) if isinstance(y, tuple) else 0
-            value, tangent = forward_ad.unpack_dual(y[0] if extras else y)
-            return value, torch.zeros_like(value) if tangent is None else tangent
+            written = {
+                i: {key: value for key, value in again[i].items() if before[i].get(key) is not value} for i in mappings
+            }
+            found, shape = tree_flatten((y, written))
+            floating = [i for i, leaf in enumerate(found) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+            values = [part for i in floating for part in _value_and_tangent(found[i])]
+            results[:] = [[None if i in floating else leaf for i, leaf in enumerate(found)], shape, floating]
+            return values
 
-        x, x_dot = forward_ad.unpack_dual(hidden)
-        x_dot = torch.zeros_like(x) if x_dot is None else x_dot
-        y, y_dot = _DualLayer.apply(anchor, x, x_dot, run, distinct, sink)
-        dual = forward_ad.make_dual(y, y_dot)
-        return (dual, *[None] * (extras - 1)) if extras else dual
+        flat = _DualLayer.apply(anchor, run, distinct, sink, *(part for pair in pairs for part in pair))
+        found, shape, floating = results
+        for i, value, tangent in zip(floating, flat[::2], flat[1::2], strict=True):
+            found[i] = forward_ad.make_dual(value, tangent)
+        y, written = tree_unflatten(found, shape)
+        for i, mapping in mappings.items():
+            mapping.update(written[i])
+        return y
 
     with replaced_forward(layer, forward):
         yield
 
 
-def _depends(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an argument beside the hidden states depends on the parameters: such a layer is not cut out."""
-    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-    return any(t.requires_grad or forward_ad.unpack_dual(t).tangent is not None for t in tensors)
+def _depends(value: Any) -> bool:
+    """Whether `value` is a tensor that depends on the parameters."""
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        return False
+    return value.requires_grad or forward_ad.unpack_dual(value).tangent is not None
+
+
+def _value_and_tangent(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    value, tangent = forward_ad.unpack_dual(tensor)
+    return value, torch.zeros_like(value) if tangent is None else tangent
 
 
 class _DualLayer(torch.autograd.Function):
-    """(x, ẋ) → (y, ẏ) of one layer; `anchor` only makes the output depend on something that requires grad."""
+    """(x, ẋ) of each input → (y, ẏ) of each output of one layer, values and tangents alternating.
+
+    `anchor` only makes the outputs depend on something that requires grad.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, anchor: Tensor, x: Tensor, x_dot: Tensor, run: Any, parameters: list[Tensor], sink: _Sink
-    ) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(x, x_dot)
+        ctx: Any, anchor: Tensor, run: Any, parameters: list[Tensor], sink: _Sink, *inputs: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(*inputs)
         ctx.run, ctx.parameters, ctx.sink = run, parameters, sink
         ctx.set_materialize_grads(False)
         # Custom functions switch forward mode off; the layer is to be run in it.
         with forward_ad._set_fwd_grad_enabled(True):
-            y, y_dot = run(x, x_dot)
-        return y.clone(), y_dot.clone()
+            outputs = run(inputs)
+        return tuple(output.clone() for output in outputs)
 
     @staticmethod
-    def backward(ctx: Any, y_bar: Tensor | None, y_dot_bar: Tensor | None) -> tuple[Tensor | None, ...]:
-        x, x_dot = (tensor.detach().requires_grad_() for tensor in ctx.saved_tensors)
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        inputs = [tensor.detach().requires_grad_() for tensor in ctx.saved_tensors]
         # The mode is entered again: on a GPU the backward pass runs in a thread of its own.
         with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True), DualRules():
-            y, y_dot = ctx.run(x, x_dot)
-        pairs = [(v, c) for v, c in ((y, y_bar), (y_dot, y_dot_bar)) if c is not None and v.requires_grad]
+            outputs = ctx.run(inputs)
+        pairs = [(y, c) for y, c in zip(outputs, cotangents, strict=True) if c is not None and y.requires_grad]
         if not pairs:
-            return (None,) * 6
-        values, cotangents = zip(*pairs, strict=True)
-        found = _reverse(values, [x, x_dot, *ctx.parameters], cotangents)
-        ctx.sink.add(ctx.parameters, found[2:])
+            return (None,) * (4 + len(inputs))
+        values, given = zip(*pairs, strict=True)
+        found = _reverse(values, [*inputs, *ctx.parameters], given)
+        ctx.sink.add(ctx.parameters, found[len(inputs) :])
         # A number for the anchor keeps the engine walking to layers below even where nothing else asks for them.
-        return torch.zeros((), device=x.device), found[0], found[1], None, None, None
+        return torch.zeros((), device=given[0].device), None, None, None, *found[: len(inputs)]

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sharpscope.probes.hessian.check import UNDECIDED, check_products
 from sharpscope.probes.hessian.density import spectral_density
 from sharpscope.probes.hessian.result import Curvature, CurvatureSettings, Parts
 from sharpscope.probes.hessian.trace import Trace
@@ -131,7 +132,9 @@ def pyhessian_estimate(
     )
 
 
-def curvature_by_pyhessian(surface: Surface, settings: CurvatureSettings, seed: int) -> Curvature:
+def curvature_by_pyhessian(
+    surface: Surface, settings: CurvatureSettings, seed: int, *, check: bool = True
+) -> Curvature:
     """`curvature` with PyHessian's eigenvalues and trace; residuals are measured by ours, one product each.
 
     PyHessian orders by magnitude: `largest` is NaN unless a positive one is among the `top` (+1 if the smallest is
@@ -145,6 +148,11 @@ def curvature_by_pyhessian(surface: Surface, settings: CurvatureSettings, seed: 
     if not (math.isfinite(loss) and math.isfinite(norm)):
         parts.why.append(f"the loss is {loss} and its gradient's norm {norm}")
         return parts.result(loss, norm, settings, seed, began, clock, 0)
+    hessian = surface.hessian()
+    if check:
+        parts.checked = check_products(surface, hessian)
+        if math.isnan(parts.checked):
+            parts.notes.append(UNDECIDED)
     found = pyhessian_estimate(
         surface,
         top=settings.top + int(settings.smallest),
@@ -153,7 +161,6 @@ def curvature_by_pyhessian(surface: Surface, settings: CurvatureSettings, seed: 
         trace=settings.trace_probes > 0,
         seed=seed,
     )
-    hessian = surface.hessian()
     residuals = np.array(
         [
             float((hessian @ vector).sub_(vector, alpha=float(value)).norm())

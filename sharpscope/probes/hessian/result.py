@@ -74,6 +74,8 @@ class Curvature:
         density: spectral density; None if not asked for.
         converged: every eigenpair met the tolerance and every number is finite; `why` says what did not. An eigenpair that met
             it need not be the extreme one (see `eigenpairs`).
+        checked: relative error of one product against a finite difference of gradients (and of the streamed mode against
+            the graph's), see `check_products`; NaN: not checked, or nothing could be said (`notes` has it).
         products: Hessian-vector products spent on everything.
         seed, seconds, backend: how it was had.
         notes: what a reader should know, e.g. why a part comes from elsewhere.
@@ -99,6 +101,7 @@ class Curvature:
     seed: int
     seconds: float
     backend: str
+    checked: float = math.nan
     notes: tuple[str, ...] = ()
     seconds_by_part: dict[str, float] = field(default_factory=dict)
     checked: float | None = None
@@ -145,7 +148,7 @@ class Curvature:
 
 
 class Parts:
-    """What has been had so far; `result` freezes it."""
+    """The estimates made up to now; `result` turns them into a `Curvature`."""
 
     def __init__(self) -> None:
         self.values = self.residuals = np.full(0, np.nan)
@@ -154,6 +157,7 @@ class Parts:
         self.trace: Trace | None = None
         self.density: Density | None = None
         self.krylov: Krylov | None = None
+        self.checked = math.nan
         self.why: list[str] = []
         self.notes: list[str] = []
 
@@ -167,7 +171,7 @@ class Parts:
         clock: dict[str, float],
         products: int,
     ) -> Curvature:
-        """The frozen value; what is missing is NaN."""
+        """The value; what is missing is NaN."""
         nothing = len(self.values) == 0
         return Curvature(
             loss=loss,
@@ -189,6 +193,7 @@ class Parts:
             seed=seed,
             seconds=time.perf_counter() - began,
             backend=settings.backend,
+            checked=self.checked,
             notes=tuple(self.notes),
             seconds_by_part=clock,
         )

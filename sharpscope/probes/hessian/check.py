@@ -1,0 +1,169 @@
+"""Hessian products checked against finite differences of gradients, and streamed products against the graph's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from sharpscope.errors import UserError
+from sharpscope.probes.functionals import Functional, token_batch
+from sharpscope.probes.hessian.causal_lm import LmSurface
+from sharpscope.probes.hessian.operators import GraphHessian, Operator
+from sharpscope.probes.hessian.streamed import StreamedHessian
+from sharpscope.probes.surface import Surface, common_dtype, moved, unflatten
+
+TOLERANCE = 0.01
+"""Largest relative error of a product that passes.
+
+Central differences err by about u^(2/3) at their best step, u the rounding of a gradient: 3e-5 in float32 for one
+rounding, 3e-3 where a thousand add up. A missing term shows as some tenths.
+"""
+STEPS = (1.0, 10.0, 100.0, 1000.0, 0.1, 0.01)
+"""Factors of the first step: larger ones find their way out of rounding, smaller ones out of third derivatives and kinks."""
+FEW_TOKENS = 24
+"""Tokens of each of two rows on which a language model is checked."""
+
+UNDECIDED = (
+    "products are not checked: one is not finite, or finite differences of gradients disagree among themselves (kinks, "
+    "or rounding)"
+)
+
+
+def check_products(surface: Surface, operator: Operator | None = None) -> float:
+    """Relative error of one product of a surface's Hessian, measured in an independent way.
+
+    Let v be the normalized gradient plus a random unit vector. A closure's H v is compared with the central difference
+    (∇L(θ + εv) − ∇L(θ − εv))/2ε of its own gradients. A language model is checked on the first tokens of two rows under
+    `nll`: the graph's product against the central difference, and the streamed product against the graph's, as a whole
+    and for each parameter tensor that holds at least 1 % of the product's norm.
+
+    Args:
+        surface: guarded already (inside `untouched` or `lm_surface`).
+        operator: whose products are used afterwards. A closure: checked itself; None: built here. A language model:
+            the streamed product is compared if `operator` is streamed or None. What is found for one is kept in its
+            surface's `checked`, and not measured again.
+
+    Returns:
+        ‖difference‖/‖product‖, the largest of the comparisons. NaN: nothing could be said, because a product is not finite
+        or the finite differences at different steps disagree among themselves, as they do in float32 for a loss with many
+        kinks (ReLU, maxima, routing).
+
+    Raises:
+        UserError: an error above `TOLERANCE` at every step, at one of them above 4 times what it and the step before differ
+            by; or an operation without the derivative that is needed.
+    """
+    if not isinstance(surface, LmSurface):
+        operator = surface.hessian() if operator is None else operator
+        gradient = surface.gradient()[1]
+        vector = _direction(gradient)
+        error = _finite_difference_error(surface, operator @ vector, vector, gradient)
+        if error > TOLERANCE:
+            raise UserError(
+                f"loss_fn: a Hessian product and the finite difference of gradients differ by {error:.0%} "
+                f"(tolerance {TOLERANCE:.0%}); an autograd.Function without second derivatives, or a detached part of the "
+                "loss: compose it of PyTorch operations, hold detached parts fixed outside of the closure, or use "
+                "`sharpness`, which needs no second derivatives; check=False skips this check"
+            )
+        return error
+    streams = operator is None or isinstance(operator, StreamedHessian)
+    if streams not in surface.checked:
+        surface.checked[streams] = _check_language_model(surface, streams)
+    return surface.checked[streams]
+
+
+def _check_language_model(surface: LmSurface, streams: bool) -> float:
+    few = _few_tokens(surface)
+    gradient = few.gradient()[1]
+    vector = _direction(gradient)
+    direct = GraphHessian([few.loss()], few.parameters) @ vector
+    error = _finite_difference_error(few, direct, vector, gradient)
+    name = f"model, {type(surface.model).__name__}"
+    if error > TOLERANCE:
+        raise UserError(
+            f"{name}: a Hessian product (mode 'graph') and the finite difference of gradients differ by {error:.0%} "
+            f"(tolerance {TOLERANCE:.0%}): an operation of the model has no second derivative; use another attention "
+            "or experts implementation, or the perturbation probes, which need no second derivatives"
+        )
+    if streams:
+        streamed = StreamedHessian(few, checkpoint=True, gauss_newton=False) @ vector
+        apart = _largest_error(streamed, direct, few.parameters)
+        if apart > TOLERANCE:
+            raise UserError(
+                f"{name}: Hessian products of mode 'stream' and mode 'graph' differ by {apart:.0%} (tolerance "
+                f"{TOLERANCE:.0%}): an operation has a wrong forward-mode derivative, or its layers pass tensors on in "
+                "a way that is not followed; use mode='graph' (a larger graph_mb), or another attention implementation"
+            )
+        error = math.nan if math.isnan(error) else max(error, apart)
+    return error
+
+
+def _few_tokens(surface: LmSurface) -> LmSurface:
+    """The surface of `nll` over the first tokens of the shortest and of the longest row."""
+    batch = surface.functional.batch
+    rows = torch.stack([batch.lengths.argmin(), batch.lengths.argmax()]).unique()
+    rows = rows[batch.lengths[rows] > 1]
+    lengths = batch.lengths[rows].clamp(max=FEW_TOKENS)
+    present = torch.arange(int(lengths.max()), device=lengths.device) < lengths[:, None]
+    scored = present.clone()
+    scored[:, 0] = False
+    few = token_batch(batch.input_ids[rows, : present.shape[1]], present, scored)
+    return surface.over(Functional("nll", few, surface.functional.temperature))
+
+
+def _direction(gradient: Tensor) -> Tensor:
+    """The normalized gradient (P,) plus a random unit vector: the sharp directions, and a little of every other."""
+    random = torch.randn(len(gradient), generator=torch.Generator().manual_seed(0), dtype=gradient.dtype)
+    vector = random.to(gradient.device)
+    vector /= vector.norm()
+    length = float(gradient.norm())
+    return vector + gradient / length if math.isfinite(length) and length > 0 else vector
+
+
+def _finite_difference_error(surface: Surface, product: Tensor, vector: Tensor, gradient: Tensor) -> float:
+    """‖FD − Hv‖ relative to the larger of both norms; NaN where no step decides, see `check_products`.
+
+    The first step is u^(1/3)·ℓ/‖v‖ with ℓ = ‖∇L‖·‖v‖/‖Hv‖, the length over which the gradient changes by its own size,
+    at most ‖θ‖.
+    """
+    size, length = float(product.norm()), float(vector.norm())
+    if not math.isfinite(size):
+        return math.nan
+    lengths = [math.sqrt(sum(float(p.detach().double().square().sum()) for p in surface.parameters))]
+    lengths += [float(gradient.norm()) * length / size] if size > 0 else []
+    scale = min((value for value in lengths if value > 0), default=1.0)
+    first = torch.finfo(common_dtype(surface.parameters)).eps ** (1 / 3) * scale / length
+    last: Tensor | None = None
+    wrong = math.nan
+    for factor in STEPS:
+        step = first * factor
+        found = _gradient_at(surface, vector * step).sub_(_gradient_at(surface, vector * -step)).div_(2 * step)
+        error = _relative(found, product)
+        if error <= TOLERANCE:
+            return error
+        if last is not None and error > max(TOLERANCE, 4 * _relative(found, last)):
+            wrong = error if math.isnan(wrong) else min(wrong, error)
+        last = found
+    return wrong
+
+
+def _relative(a: Tensor, b: Tensor) -> float:
+    """‖a − b‖/max(‖a‖, ‖b‖), 0 for 0/0."""
+    largest = max(float(a.norm()), float(b.norm()))
+    return 0.0 if largest == 0 else float((a - b).norm()) / largest
+
+
+def _gradient_at(surface: Surface, step: Tensor) -> Tensor:
+    with moved(surface.parameters, step, relative_error=math.inf):
+        return surface.gradient()[1]
+
+
+def _largest_error(found: Tensor, expected: Tensor, parameters: Sequence[Tensor]) -> float:
+    """‖found − expected‖/‖expected‖ as a whole or for one parameter tensor, where less than 1 % of the whole counts as 1 %."""
+    whole = max(float(expected.norm()), float(found.norm()))
+    if whole == 0:
+        return 0.0
+    pairs = zip(unflatten(found, parameters), unflatten(expected, parameters), strict=True)
+    return max(float((a - b).norm()) / max(float(b.norm()), 0.01 * whole) for a, b in pairs)
