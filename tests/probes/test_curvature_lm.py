@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 
 import numpy as np
 import pytest
@@ -187,7 +186,7 @@ def test_a_language_model_whose_products_are_wrong_is_refused_by_name(monkeypatc
     with lm_surface(model, all_scored(ids), mode="stream") as surface:
         with pytest.raises(UserError, match=r"Qwen2ForCausalLM: .*'stream'.*differ by \d+%.*use mode='graph'"):
             curvature_of(surface, settings)
-        assert math.isnan(curvature_of(surface, settings, check=False).checked)
+        assert curvature_of(surface, settings, check=False).checked is None
     with lm_surface(model, all_scored(ids), mode="graph") as surface:
         assert curvature_of(surface, settings).checked < 1e-4
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sharpscope.errors import UserError
-from sharpscope.probes.hessian.check import UNDECIDED, check_products
+from sharpscope.probes.hessian.check import check_products
 from sharpscope.probes.hessian.density import spectral_density
 from sharpscope.probes.hessian.krylov import NotFiniteError, eigenpairs
 from sharpscope.probes.hessian.operators import Operator, Scaled
@@ -123,9 +123,7 @@ def curvature_of(
     hessian = operator if operator is not None else surface.hessian()
     spent = hessian.products
     if check:
-        parts.checked = check_products(surface, hessian)
-        if math.isnan(parts.checked):
-            parts.notes.append(UNDECIDED)
+        parts.check(check_products(surface, hessian))
     spent = hessian.products - spent
     if preconditioner is not None:
         hessian = Scaled(hessian, _inverse_root(preconditioner, surface))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sharpscope.errors import UserError
+from sharpscope.errors import CheckError
 from sharpscope.probes.functionals import Functional, token_batch
 from sharpscope.probes.hessian.causal_lm import LmSurface
 from sharpscope.probes.hessian.operators import GraphHessian, Operator
@@ -25,11 +25,6 @@ STEPS = (1.0, 10.0, 100.0, 1000.0, 0.1, 0.01)
 """Factors of the first step: larger ones find their way out of rounding, smaller ones out of third derivatives and kinks."""
 FEW_TOKENS = 24
 """Tokens of each of two rows on which a language model is checked."""
-
-UNDECIDED = (
-    "products are not checked: one is not finite, or finite differences of gradients disagree among themselves (kinks, "
-    "or rounding)"
-)
 
 
 def check_products(surface: Surface, operator: Operator | None = None) -> float:
@@ -52,8 +47,9 @@ def check_products(surface: Surface, operator: Operator | None = None) -> float:
         kinks (ReLU, maxima, routing).
 
     Raises:
-        UserError: an error above `TOLERANCE` at every step, at one of them above 4 times what it and the step before differ
-            by; or an operation without the derivative that is needed.
+        CheckError: an error above `TOLERANCE` at every step, at one of them above 4 times what it and the step before differ
+            by.
+        UserError: an operation without the derivative that is needed.
     """
     if not isinstance(surface, LmSurface):
         operator = surface.hessian() if operator is None else operator
@@ -61,11 +57,14 @@ def check_products(surface: Surface, operator: Operator | None = None) -> float:
         vector = _direction(gradient)
         error = _finite_difference_error(surface, operator @ vector, vector, gradient)
         if error > TOLERANCE:
-            raise UserError(
+            raise CheckError(
                 f"loss_fn: a Hessian product and the finite difference of gradients differ by {error:.0%} "
                 f"(tolerance {TOLERANCE:.0%}); an autograd.Function without second derivatives, or a detached part of the "
                 "loss: compose it of PyTorch operations, hold detached parts fixed outside of the closure, or use "
-                "`sharpness`, which needs no second derivatives; check=False skips this check"
+                "`sharpness`, which needs no second derivatives; check=False skips this check",
+                "hessian",
+                error,
+                TOLERANCE,
             )
         return error
     streams = operator is None or isinstance(operator, StreamedHessian)
@@ -82,19 +81,25 @@ def _check_language_model(surface: LmSurface, streams: bool) -> float:
     error = _finite_difference_error(few, direct, vector, gradient)
     name = f"model, {type(surface.model).__name__}"
     if error > TOLERANCE:
-        raise UserError(
+        raise CheckError(
             f"{name}: a Hessian product (mode 'graph') and the finite difference of gradients differ by {error:.0%} "
             f"(tolerance {TOLERANCE:.0%}): an operation of the model has no second derivative; use another attention "
-            "or experts implementation, or the perturbation probes, which need no second derivatives"
+            "or experts implementation, or the perturbation probes, which need no second derivatives",
+            "hessian",
+            error,
+            TOLERANCE,
         )
     if streams:
         streamed = StreamedHessian(few, checkpoint=True, gauss_newton=False) @ vector
         apart = _largest_error(streamed, direct, few.parameters)
         if apart > TOLERANCE:
-            raise UserError(
+            raise CheckError(
                 f"{name}: Hessian products of mode 'stream' and mode 'graph' differ by {apart:.0%} (tolerance "
                 f"{TOLERANCE:.0%}): an operation has a wrong forward-mode derivative, or its layers pass tensors on in "
-                "a way that is not followed; use mode='graph' (a larger graph_mb), or another attention implementation"
+                "a way that is not followed; use mode='graph' (a larger graph_mb), or another attention implementation",
+                "hessian",
+                apart,
+                TOLERANCE,
             )
         error = math.nan if math.isnan(error) else max(error, apart)
     return error

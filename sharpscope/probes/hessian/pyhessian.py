@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sharpscope.probes.hessian.check import UNDECIDED, check_products
+from sharpscope.probes.hessian.check import check_products
 from sharpscope.probes.hessian.density import spectral_density
 from sharpscope.probes.hessian.result import Curvature, CurvatureSettings, Parts
 from sharpscope.probes.hessian.trace import Trace
@@ -150,9 +150,7 @@ def curvature_by_pyhessian(
         return parts.result(loss, norm, settings, seed, began, clock, 0)
     hessian = surface.hessian()
     if check:
-        parts.checked = check_products(surface, hessian)
-        if math.isnan(parts.checked):
-            parts.notes.append(UNDECIDED)
+        parts.check(check_products(surface, hessian))
     found = pyhessian_estimate(
         surface,
         top=settings.top + int(settings.smallest),

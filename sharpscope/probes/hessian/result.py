@@ -74,12 +74,10 @@ class Curvature:
         density: spectral density; None if not asked for.
         converged: every eigenpair met the tolerance and every number is finite; `why` says what did not. An eigenpair that met
             it need not be the extreme one (see `eigenpairs`).
-        checked: relative error of one product against a finite difference of gradients (and of the streamed mode against
-            the graph's), see `check_products`; NaN: not checked, or nothing could be said (`notes` has it).
         products: Hessian-vector products spent on everything.
         seed, seconds, backend: how it was had.
         notes: what a reader should know, e.g. why a part comes from elsewhere.
-        checked: largest relative error that the self-check of the products found; None = not checked.
+        checked: relative error that `check_products` found; None = not checked; NaN = it could not tell (`notes` says so).
     """
 
     loss: float
@@ -101,7 +99,6 @@ class Curvature:
     seed: int
     seconds: float
     backend: str
-    checked: float = math.nan
     notes: tuple[str, ...] = ()
     seconds_by_part: dict[str, float] = field(default_factory=dict)
     checked: float | None = None
@@ -157,9 +154,18 @@ class Parts:
         self.trace: Trace | None = None
         self.density: Density | None = None
         self.krylov: Krylov | None = None
-        self.checked = math.nan
+        self.checked: float | None = None
         self.why: list[str] = []
         self.notes: list[str] = []
+
+    def check(self, error: float) -> None:
+        """Keep what `check_products` found."""
+        self.checked = error
+        if math.isnan(error):
+            self.notes.append(
+                "products are not checked: one is not finite, or finite differences of gradients disagree among "
+                "themselves (kinks, or rounding)"
+            )
 
     def result(
         self,
