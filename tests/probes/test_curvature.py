@@ -116,6 +116,55 @@ def test_lanczos_agrees_with_scipys_on_the_same_operator_also_across_restarts():
             assert abs(float((matrix @ vector - value * vector).norm()) - residual) < 1e-7
 
 
+BULK = np.random.default_rng(0).uniform(-1, 1, 60).tolist()
+
+
+@pytest.mark.parametrize("capacity", [100, 16])
+@pytest.mark.parametrize(
+    ("values", "upper", "lower"),
+    [
+        ([5.0, 5.0, 5.0, 4.0, *BULK], 4, 1),
+        ([5.0, 5.0, 5.0, 4.0] + [0.0] * 20, 4, 1),
+        ([3.0, 3.0, -3.0, -3.0, *BULK], 2, 2),
+        ([3.0, 3.0, -3.0, -3.0, *BULK], 0, 3),
+        ([-3.0, 3.0, *BULK], 1, 1),
+        ([2.0] * 30, 5, 1),
+        ([-1.0] * 20 + [-2.0] * 20, 3, 2),
+        ([5.0, 5.0, 5.0, 4.0], 4, 0),
+    ],
+)
+def test_eigenvalues_are_found_with_their_multiplicities(values, upper, lower, capacity):
+    for seed in range(3):
+        matrix = with_spectrum(values, seed)
+        found = eigenpairs(
+            operator(matrix), upper=upper, lower=lower, tolerance=1e-6, capacity=capacity, generator=generator(seed)
+        )
+        ordered = np.sort(values)[::-1]
+        np.testing.assert_allclose(found.values, np.r_[ordered[:upper], ordered[len(values) - lower :]], atol=1e-5)
+        assert found.converged and found.upper == upper
+        torch.testing.assert_close(
+            found.vectors @ found.vectors.T, torch.eye(upper + lower).double(), atol=1e-4, rtol=0
+        )
+        images = found.vectors @ matrix - torch.from_numpy(found.values)[:, None] * found.vectors
+        assert float(images.norm(dim=1).max()) < 2e-5
+    theta, loss = quadratic(with_spectrum(values))
+    if upper:
+        found = sharpscope.curvature(loss, [theta], top=upper, tolerance=1e-6, trace_probes=0, density_samples=0)
+        assert found.converged
+        np.testing.assert_allclose(found.top, ordered[:upper], atol=1e-5)
+
+
+def test_a_search_for_multiplicities_that_is_cut_short_is_not_called_converged():
+    matrix = with_spectrum([5.0, 5.0, 4.0, *BULK])
+    one = eigenpairs(operator(matrix), upper=1, lower=0, max_products=100, generator=generator())
+    assert one.converged and one.values[0] == pytest.approx(5)
+    whole = eigenpairs(operator(matrix), upper=2, lower=0, max_products=100, generator=generator())
+    assert whole.converged and whole.values == pytest.approx([5, 5], abs=1e-3)
+    for budget in range(whole.products - 12, whole.products):
+        found = eigenpairs(operator(matrix), upper=2, lower=0, max_products=budget, generator=generator())
+        assert not found.converged and found.why and found.products <= budget
+
+
 def test_a_start_at_another_eigenvector_does_not_pass_for_the_largest():
     """After one product the pair (−100, e_0) has no residual; the largest eigenvalue is 30."""
     values = np.r_[[-100.0, 30.0], np.random.default_rng(0).normal(size=400)]

@@ -53,12 +53,16 @@ class Krylov:
     """An orthonormal basis V (j, P), the projection T = V H Vᵀ (j, j), and the residual direction that comes next.
 
     At any time H Vᵀ = Vᵀ T + β v₊ e_jᵀ to rounding, also after `compress` (thick restart, Wu & Simon 2000), so a Ritz
-    pair (θ, Vᵀs) has residual β·|s_j|.
+    pair (θ, Vᵀs) has residual β·|s_j|. With `locked` (q, P), orthonormal eigenvectors, the subspace stays at right angles to
+    them: it is one of the operator restricted to their complement.
     """
 
-    def __init__(self, operator: Operator, capacity: int, generator: torch.Generator) -> None:
-        self.operator, self._generator = operator, generator
-        self.capacity = min(capacity, operator.size)
+    def __init__(
+        self, operator: Operator, capacity: int, generator: torch.Generator, locked: Tensor | None = None
+    ) -> None:
+        self.operator, self._generator, self._locked = operator, generator, locked
+        self.dimension = operator.size - (0 if locked is None else len(locked))
+        self.capacity = min(capacity, self.dimension)
         # One row more than the capacity: the direction that comes next.
         self._basis = torch.zeros(self.capacity + 1, operator.size, dtype=operator.dtype, device=operator.device)
         self.projection = np.zeros((self.capacity, self.capacity))
@@ -100,14 +104,23 @@ class Krylov:
         self._scale = max(self._scale, norm)
         beta = float(rest.norm())
         # What is left below rounding is no direction: the subspace is invariant.
-        invariant = beta <= 8 * torch.finfo(self.operator.dtype).eps * self._scale
+        eps = torch.finfo(self.operator.dtype).eps
+        invariant = beta <= 8 * eps * self._scale
+        if not invariant:
+            rest /= beta
+            if beta <= eps**0.5 * self._scale:
+                # Much of what is left may be rounding of what was projected out, and lie in the basis after all.
+                rest, _ = self._orthogonal(rest)
+                left = float(rest.norm())
+                invariant = left < 0.5
+                rest /= left
         self.beta = 0.0 if invariant else beta
-        if self.size == self.operator.size:
+        if self.size == self.dimension:
             self.beta = 0.0
         elif invariant:
             self.start()
         else:
-            self._basis[self.size] = rest / beta
+            self._basis[self.size] = rest
 
     def ritz(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Ritz values (j,) ascending, their coefficients (j, j) in columns, their residuals (j,)."""
@@ -130,7 +143,13 @@ class Krylov:
         self.size = len(keep)
 
     def _orthogonal(self, vector: Tensor) -> tuple[Tensor, np.ndarray]:
-        """`vector` less its part in the basis (projected out twice, which is enough), and that part's coefficients."""
+        """`vector` less its part in the basis (projected out twice, which is enough), and that part's coefficients.
+
+        What is locked is projected out too.
+        """
+        if self._locked is not None:
+            for _ in range(2):
+                vector = torch.addmv(vector, self._locked.T, self._locked @ vector, alpha=-1)
         if self.size == 0:
             return vector, np.zeros(0)
         first = self.basis @ vector
@@ -167,6 +186,11 @@ def eigenpairs(
 ) -> Eigenpairs:
     """The `upper` largest and `lower` smallest (signed) eigenvalues of a symmetric operator.
 
+    Lanczos from one start finds one eigenvector of each eigenvalue, whatever its multiplicity. Where several eigenpairs are
+    wanted at one end, further runs at right angles to all that were found, from random starts, look for the others until one
+    finds nothing beyond the last of those wanted. That costs some 10 to 50 % more products; the extreme pair at each end
+    alone (`upper` and `lower` at most 1) needs none.
+
     Args:
         operator: symmetric, size P.
         upper: eigenpairs wanted at the upper end.
@@ -174,11 +198,11 @@ def eigenpairs(
         tolerance: bound of each residual ‖Hv − λv‖ relative to the largest |λ| found. The eigenvalue's own error is at
             most the residual, and about residual²/gap. The values must also stay within it over STEADY products.
         max_products: products to spend; after that the result says `converged = False`.
-        capacity: vectors held in memory (P each); above that, thick restarts.
+        capacity: vectors held in memory (P each), shared by the runs; above that, thick restarts.
         start: (P,) direction to start from, to which a little noise is added, so that no eigenvector is left out for good. It
             may still show too late: a start that leans towards some eigenvectors can settle on theirs, converged, before the
             extreme one rises out of the noise. A random start leans towards none; None starts so.
-        generator: of the starting vector.
+        generator: of the starting vectors.
 
     Raises:
         NotFiniteError: a product is NaN or infinite.
@@ -186,9 +210,82 @@ def eigenpairs(
     wanted = min(upper + lower, operator.size)
     upper = min(upper, wanted)
     lower = wanted - upper
-    capacity = min(operator.size, max(capacity, 2 * wanted + 6), max(max_products, wanted))
-    space = Krylov(operator, capacity, generator)
-    space.start(noisy(start, operator, generator))
+    several = upper > 1 or lower > 1
+    found = _lanczos(
+        operator,
+        upper,
+        lower,
+        tolerance,
+        max_products,
+        capacity // 2 if several else capacity,
+        noisy(start, operator, generator),
+        generator,
+    )
+    if not (several and found.converged) or (found.krylov is not None and found.krylov.size == operator.size):
+        return found
+    values, vectors, residuals = found.values, found.vectors, found.residuals  # of all pairs found, in any order
+    spent, why = found.products, ""
+    while len(values) < operator.size:
+        last_above = np.sort(values)[-upper] if upper else np.inf
+        last_below = np.sort(values)[lower - 1] if lower else -np.inf
+        if spent >= max_products:
+            why = (
+                f"{spent} products were spent before a search for further eigenvectors of the same eigenvalues was over"
+            )
+            break
+        more = _lanczos(
+            operator,
+            int(upper > 1),
+            int(lower > 1),
+            tolerance,
+            max_products - spent,
+            capacity // 2,
+            None,
+            generator,
+            scale=float(np.abs(values).max()),
+            bars=(last_above, last_below),
+            locked=torch.linalg.qr(vectors.T).Q.T.contiguous(),
+        )
+        spent += more.products
+        slack = tolerance * float(np.abs(values).max())
+        new = np.r_[more.values[: more.upper] > last_above + slack, more.values[more.upper :] < last_below - slack]
+        if not new.any():
+            why = "" if more.converged else f"looking for further eigenvectors of the same eigenvalues: {more.why}"
+            break
+        values, residuals = np.r_[values, more.values[new]], np.r_[residuals, more.residuals[new]]
+        vectors = torch.cat([vectors, more.vectors[torch.from_numpy(new)]])
+    top, bottom = np.argsort(-values)[:upper], np.argsort(values)[:lower]
+    ends = np.r_[top, bottom[::-1]]
+    return Eigenpairs(
+        values[ends], vectors[torch.from_numpy(ends)], residuals[ends], upper, spent, not why, why, found.krylov
+    )
+
+
+def _lanczos(
+    operator: Operator,
+    upper: int,
+    lower: int,
+    tolerance: float,
+    max_products: int,
+    capacity: int,
+    start: Tensor | None,
+    generator: torch.Generator,
+    scale: float = np.finfo(np.float64).tiny,
+    locked: Tensor | None = None,
+    bars: tuple[float, float] | None = None,
+) -> Eigenpairs:
+    """`eigenpairs` by one run of Lanczos, in the complement of `locked` (q, P); `start` is taken as it is.
+
+    `scale` is the largest |eigenvalue| known before. With `bars` only pairs above the first and below the second are of
+    interest: one that falls short of its bar is done with a residual of a tenth of what it lacks.
+    """
+    dimension = operator.size - (0 if locked is None else len(locked))
+    wanted = min(upper + lower, dimension)
+    upper = min(upper, wanted)
+    lower = wanted - upper
+    capacity = min(dimension, max(capacity, 2 * wanted + 6), max(max_products, wanted))
+    space = Krylov(operator, capacity, generator, locked)
+    space.start(start)
     spent, restarted, met, last = 0, False, 0, np.full(wanted, np.inf)
     while True:
         space.extend()
@@ -197,15 +294,19 @@ def eigenpairs(
             continue
         values, coefficients, residuals = space.ritz()
         ends = np.r_[np.arange(len(values) - upper, len(values)), np.arange(lower)]
-        scale = max(float(np.abs(values).max()), np.finfo(np.float64).tiny)
+        scale = max(float(np.abs(values).max()), scale)
         # A small residual makes an eigenvalue, not the extreme one: a start may lie near another eigenvector. So the values
         # must also stand still while further directions come in.
-        still = bool((np.abs(values[ends] - last) <= tolerance * scale).all())
-        small = bool((residuals[ends] <= tolerance * scale).all())
+        allowed = np.full(wanted, tolerance * scale)
+        if bars is not None:
+            short = np.r_[bars[0] - values[ends[:upper]], values[ends[upper:]] - bars[1]]
+            allowed = np.maximum(allowed, 0.1 * short)
+        still = bool((np.abs(values[ends] - last) <= allowed).all())
+        small = bool((residuals[ends] <= allowed).all())
         met = met + 1 if still and small else 0
         last = values[ends]
-        done = met >= STEADY or (small and space.size == operator.size)
-        if done or spent >= max_products or space.size == operator.size:
+        done = met >= STEADY or (small and space.size == dimension)
+        if done or spent >= max_products or space.size == dimension:
             break
         if space.size == space.capacity:
             # Keep about half, from both ends in proportion to what is wanted there.
