@@ -19,13 +19,16 @@ def guarded(
     """Within the block the model may be perturbed and differentiated freely; afterwards it is as it was.
 
     Put back, also when the block raises: every parameter and buffer bitwise (in its original storage), `requires_grad`,
-    `.grad` (the very tensors; inside the block it is None everywhere), the train/eval mode of every module, the random
-    states of the CPU and of every CUDA device, and the attention implementation of every sub-model.
+    `.grad` (the very tensors; inside the block it is None everywhere), the attributes of every module (what a forward
+    pass may set, such as the frequencies of a rotary embedding that follow the length of the text), its train/eval
+    mode, the random states of the CPU and of every CUDA device, and the attention and experts implementations of every
+    sub-model. Inside, mixtures of experts compute one expert after the other: transformers' grouped matrix product has
+    no forward-mode derivative.
 
     Args:
         model: any module; a `transformers` model if `attention` is given.
         weights: keep a copy of parameters and buffers. Pass False for probes that never write to them (no copy is
-            made then, and nothing is put back).
+            made then but of rotary frequencies, and the others' values are not put back).
         attention: attention to use inside: None leaves it; "math" is an implementation that has forward-mode and
             second derivatives (SDPA's MATH kernel, or eager where the model runs eager or soft-caps its scores);
             any other name must be known to transformers' `AttentionInterface`.
@@ -36,12 +39,14 @@ def guarded(
     """
     with ExitStack() as stack:
         stack.enter_context(_random_state())
+        stack.enter_context(_attributes(model))
         stack.enter_context(_modes(model, training))
         stack.enter_context(_gradients(model))
         if weights:
             stack.enter_context(_weights(model))
         if attention is not None:
             stack.enter_context(attention_implementation(model, attention))
+        stack.enter_context(experts_implementation(model, "eager"))
         yield
 
 
@@ -69,6 +74,20 @@ def attention_implementation(model: torch.nn.Module, name: str) -> Iterator[None
         finally:
             for config, current in zip(configs, before, strict=True):
                 config._attn_implementation_internal = current
+
+
+@contextmanager
+def experts_implementation(model: torch.nn.Module, name: str) -> Iterator[None]:
+    """Run the mixtures of experts in `model` by another implementation of transformers' `ExpertsInterface`."""
+    configs = [config for config in model_configs(model) if hasattr(config, "_experts_implementation_internal")]
+    before = [config._experts_implementation_internal for config in configs]
+    try:
+        for config, current in zip(configs, before, strict=True):
+            config._experts_implementation_internal = name if current is not None else None
+        yield
+    finally:
+        for config, current in zip(configs, before, strict=True):
+            config._experts_implementation_internal = current
 
 
 def _differentiable(config: Any, current: str | None) -> str:
@@ -103,6 +122,34 @@ def _random_state() -> Iterator[None]:
         torch.set_rng_state(before)
         if before_cuda:
             torch.cuda.set_rng_state_all(before_cuda)
+
+
+@contextmanager
+def _attributes(model: torch.nn.Module) -> Iterator[None]:
+    """Attributes and buffers of every module: the very objects, and of rotary embeddings the values in their tensors too.
+
+    Rotary embeddings that scale with the length of the text write to their frequencies in every forward pass.
+    """
+    before = [(module, dict(module.__dict__), dict(module._buffers)) for module in model.modules()]
+    written = [
+        (tensor, tensor.detach().clone())
+        for module, attributes, buffers in before
+        if "inv_freq" in buffers or any(name.endswith("_inv_freq") for name in buffers)
+        for tensor in (*attributes.values(), *buffers.values())
+        if isinstance(tensor, torch.Tensor)
+    ]
+    try:
+        yield
+    finally:
+        for module, attributes, buffers in before:
+            for name in module.__dict__.keys() - attributes.keys():
+                del module.__dict__[name]
+            module.__dict__.update(attributes)
+            module._buffers.clear()
+            module._buffers.update(buffers)
+        with torch.no_grad():
+            for tensor, values in written:
+                tensor.copy_(values)
 
 
 @contextmanager

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -71,6 +74,77 @@ def test_left_as_it_was(call, architecture):
     before = snapshot(model)
     CALLS[call](model, batch)
     assert_same(before, snapshot(model))
+
+
+ROPES = {
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
+    "longrope": {
+        "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 12, "factor": 4.0,
+        "short_factor": [1.0, 1.1], "long_factor": [3.0, 4.0],
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("raises", [False, True])
+@pytest.mark.parametrize("rope", sorted(ROPES))
+@pytest.mark.parametrize("call", sorted(CALLS))
+def test_rotary_frequencies_that_follow_the_length_are_put_back(call, rope, raises, monkeypatch):
+    """A long text has set them; the probe's shorter rows set them anew."""
+    model, batch = tiny_model("llama", max_position_embeddings=12, rope_parameters=ROPES[rope]), random_batch()
+    rotary, long = model.model.rotary_emb, torch.arange(20)[None]
+    with torch.no_grad():
+        logits = model(input_ids=long).logits
+    buffers = {name: (buffer, buffer.clone()) for name, buffer in rotary.named_buffers()}
+    attributes = dict(rotary.__dict__)
+    if raises:
+        with monkeypatch.context() as patch:
+            patch.setattr(model.model.norm, "forward", lambda x: x.nonsense)
+            with pytest.raises(AttributeError):
+                CALLS[call](model, batch)
+    else:
+        CALLS[call](model, batch)
+    assert rotary.__dict__ == attributes
+    for name, buffer in rotary.named_buffers():
+        assert buffer is buffers[name][0] and torch.equal(buffer, buffers[name][1])
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=long).logits, logits)
+
+
+@pytest.mark.parametrize("rope", sorted(ROPES))
+def test_rows_that_change_rotary_frequencies_are_refused(rope):
+    model = tiny_model("llama", max_position_embeddings=12, rope_parameters=ROPES[rope])
+    batch = random_batch(prompt=6, completion=7)
+    batch["attention_mask"][:] = 1
+    with pytest.raises(UserError, match=f"13 tokens: beyond 12 .*'{rope}'"):
+        CALLS["exact"](model, batch)
+
+
+@pytest.mark.parametrize("tie", [True, False])
+@pytest.mark.parametrize("call", sorted(CALLS))
+def test_nothing_is_kept(call, tie):
+    """No graph holds the weights: they can be resized, trained and let go."""
+    model, batch = tiny_model("llama", tie=tie), random_batch()
+    CALLS[call](model, batch)
+    model.resize_token_embeddings(45, mean_resizing=False)
+    model(input_ids=batch["input_ids"]).logits.sum().backward()
+    assert all(parameter.grad.shape == parameter.shape for parameter in model.parameters())
+    CALLS[call](model, batch)
+    parts = [weakref.ref(part) for part in (*model.parameters(), *model.modules())]
+    del model
+    gc.collect()
+    assert not any(part() is not None for part in parts)
+
+
+@pytest.mark.parametrize("call", sorted(CALLS))
+def test_experts_that_are_computed_together(call):
+    """transformers' default has no forward-mode derivative, and no batched backward: probes take the experts in turn."""
+    model, batch = tiny_model("qwen2_moe", dtype=torch.float32, experts_implementation="grouped_mm"), random_batch()
+    assert model.config._experts_implementation == "grouped_mm"
+    found = CALLS[call](model, batch)
+    assert model.config._experts_implementation == "grouped_mm"
+    expected = CALLS[call](tiny_model("qwen2_moe", dtype=torch.float32), batch)
+    values = [x if isinstance(x, torch.Tensor) else x.squared for x in (found, expected)]
+    assert torch.equal(*values)
 
 
 @pytest.mark.parametrize("nth", [1, 3])

@@ -124,8 +124,8 @@ def make_rows(
         temperature: T > 0.
 
     Raises:
-        UserError: shapes differ, a value is out of range, a masked token is padding or the first of its row, or the
-            model has no trainable parameter.
+        UserError: shapes differ, a value is out of range, a masked token is padding or the first of its row, the model
+            has no trainable parameter, or a row is so long that the model's rotary frequencies change with it.
     """
     if not temperature > 0:
         raise UserError(f"temperature, {temperature}: must be positive")
@@ -152,6 +152,7 @@ def make_rows(
     order = torch.argsort(~present, dim=1, stable=True)  # real tokens first, in their order
     lengths = present.sum(1)
     width = max(int(lengths.max()) if lengths.numel() else 0, 1)
+    _check_length(model, width)
     order = order[:, :width]
     keep = torch.arange(width, device=device) < lengths[:, None]
     chosen = meant.gather(1, order) & keep
@@ -173,6 +174,25 @@ def make_rows(
         source,
         (input_ids.shape[0], input_ids.shape[1]),
     )
+
+
+def _check_length(model: nn.Module, width: int) -> None:
+    """Raise where rotary frequencies depend on the longest row of a pass: a token's log-probability would too."""
+    for module in model.modules():
+        types = getattr(module, "rope_type", None)
+        for layer, rope_type in types.items() if isinstance(types, dict) else [(None, types)]:
+            if rope_type == "longrope":
+                settings: Any = module.config.rope_parameters  # type: ignore[union-attr]
+                limit = (settings if layer is None else settings[layer])["original_max_position_embeddings"]
+            elif isinstance(rope_type, str) and "dynamic" in rope_type:
+                limit = module.original_max_seq_len
+            else:
+                continue
+            if safe_width(model, width) > limit:
+                raise UserError(
+                    f"input_ids, a row of {width} tokens: beyond {limit} the model's rotary frequencies (rope_type "
+                    f"'{rope_type}') change with the longest row of a pass, and log-probabilities with them; shorten rows"
+                )
 
 
 def safe_width(model: nn.Module, width: int) -> int:
