@@ -144,6 +144,7 @@ def directional_derivative(
                 lambda some: _forward(model, structure, some, direction, temperature),
             )  # fmt: skip
             return Derivatives(values, error, "central", checked if apart is None else max(apart, checked or 0.0))
+        structure.require_seen()
         checked = check_derivative(
             model, structure, rows, temperature, "forward", check,
             lambda some, along: _forward(model, structure, some, along, temperature),

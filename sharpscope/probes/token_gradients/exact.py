@@ -9,6 +9,7 @@ backward pass beforehand: no token's cotangent leaves its own position there.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +26,7 @@ from sharpscope.probes.token_gradients.rows import Rows, safe_width, widen
 from sharpscope.probes.token_gradients.shortcuts import Shortcuts
 from sharpscope.probes.token_gradients.structure import Structure, hidden_states, recording, split_forward
 from sharpscope.probes.token_gradients.threads import in_threads
-from sharpscope.probes.token_gradients.uses import Recorder, Use, exact_squares, local_squares
+from sharpscope.probes.token_gradients.uses import Recorder, Use, exact_squares, local_squares, squares_of
 
 # Bytes that the widest activation's batch of cotangents may take, per thread: on a CPU it should stay in the cache.
 COTANGENT_BYTES = {"cpu": 4 * 2**20, "cuda": 256 * 2**20}
@@ -64,12 +65,28 @@ def exact_norms(
     Raises:
         UserError: the output layer's parameters are also used in the backbone, other than as tied input embedding.
     """
-    for name in (structure.tied, structure.head_weight, structure.head_bias):
-        if name in structure.unhandled:
-            raise UserError(
-                f"tier, exact: '{name}' is the output layer's and also used in {structure.unhandled[name]}; freeze it"
-            )
+    structure.require_seen()
     way()  # found out before any `vmap` is in progress
+    while True:
+        for name in (structure.tied, structure.head_weight, structure.head_bias):
+            if name in structure.unhandled:
+                raise UserError(
+                    f"tier, exact: '{name}' is the output layer's and also used in {structure.unhandled[name]}; "
+                    "freeze it"
+                )
+        try:
+            return _every_norm(model, structure, rows, temperature, cotangent_bytes)
+        except _Learned:
+            continue
+
+
+class _Learned(Exception):  # noqa: N818 - not an error: begin again with what is known now
+    """Raised when a forward pass uses a parameter in a way that was not met before."""
+
+
+def _every_norm(
+    model: nn.Module, structure: Structure, rows: Rows, temperature: float, cotangent_bytes: int | None
+) -> ScoreNorms:
     device = rows.ids.device
     threads = torch.get_num_threads() if device.type == "cpu" else 1
     budget = COTANGENT_BYTES.get(device.type, COTANGENT_BYTES["cuda"])
@@ -94,11 +111,11 @@ def _prepare(model: nn.Module, structure: Structure, chunk: Rows, temperature: f
     ids = widen(chunk.ids, safe_width(model, chunk.ids.shape[1]))  # (B, L)
     predicts = nn.functional.pad(chunk.predicts, (0, ids.shape[1] - chunk.ids.shape[1]))
     row, position = predicts.nonzero(as_tuple=True)
-    recorder = Recorder(structure.named, (ids.shape[0], ids.shape[1]), native=structure.native)
+    recorder = structure.recorder((ids.shape[0], ids.shape[1]), whole=True)
     entered, leaf = None, None
     with torch.no_grad():
         if structure.last_layer is not None:
-            hidden, entered, leaf = split_forward(model, structure, recorder, ids, structure.last_layer, only_tail=True)
+            hidden, entered, leaf = split_forward(model, structure, recorder, ids, structure.last_layer)
         else:
             with recording(model, structure, recorder, attn.FULL):
                 hidden = hidden_states(model, ids)
@@ -108,13 +125,14 @@ def _prepare(model: nn.Module, structure: Structure, chunk: Rows, temperature: f
     add_head(ledger, structure, output)
     start, attended = output.to_hidden, None
     if entered is not None and leaf is not None:
-        tail = [use for use in recorder.uses if set(use.names) <= structure.tail]
+        if structure.learn(recorder):
+            raise _Learned
         g = torch.zeros_like(hidden)
         g[predicts] = start
         into, out, *rest = torch.autograd.grad(
-            hidden, [entered, leaf[1], *(use.out for use in tail)], g, allow_unused=True
+            hidden, [entered.x, leaf[1], *(use.out for use in recorder.uses)], g, allow_unused=True
         )
-        for use, cotangent in zip(tail, rest, strict=True):
+        for use, cotangent in zip(recorder.uses, rest, strict=True):
             if cotangent is not None:
                 for name, squares in local_squares(use, cotangent):
                     ledger.add(name, squares[row, position])
@@ -168,8 +186,10 @@ def _batch(
     ids = widen(chunk.ids[tokens.row[index[0]], :length], length)  # (B, L)
     taps = _Taps((ids.shape[0], ids.shape[1]))
     whole = [structure.named[name] for name in structure.unhandled]
-    recorder = Recorder(structure.named, taps.size, native=structure.native, wrap=taps.wrap)
+    recorder = structure.recorder(taps.size, whole=True, wrap=taps.wrap)
     scene, outputs = _forward(model, structure, recorder, ids)
+    if structure.learn(recorder):
+        raise _Learned
     if not taps.probes and not whole:
         return list
     widest = max((use.out.numel() for use in taps.uses), default=1) * outputs[0].element_size()
@@ -182,11 +202,13 @@ def _batch(
             given = _cotangents(tokens, scene, taps, structure.tied, part, live, position[first : first + step])
             squares, gradients = _pull(outputs, given, taps, whole)
             flat, places = live.flatten(), part.flatten()[live.flatten()]
-            for use, square in zip(taps.uses, squares, strict=True):
-                if square is not None:
+            for use, each_square in zip(taps.uses, squares, strict=True):
+                if each_square is not None:
+                    square = each_square.expand(len(part), -1, -1)  # a cotangent of 0 may come once for all tokens
                     found += [(name, square[..., i].flatten()[flat], places) for i, name in enumerate(use.names)]
             for name, g in zip(structure.unhandled, gradients, strict=True):
-                found.append((name, g.flatten(1).square().sum(1)[flat], places))
+                whole_squares = squares_of(g.reshape(len(g), -1))
+                found.append((name, whole_squares[flat], places))
         taps.release()
         return found
 
@@ -226,7 +248,9 @@ def _forward(
         handle = structure.last_layer.register_forward_pre_hook(keep, with_kwargs=True)
     try:
         last = structure.attention_calls if split else None
-        with torch.enable_grad(), Shortcuts(), recording(model, structure, recorder, attn.FULL, last, stop=True):
+        # A shortcut keeps the values that it hands out, so nothing may write to them.
+        cheaper = nullcontext() if structure.in_place else Shortcuts()
+        with torch.enable_grad(), cheaper, recording(model, structure, recorder, attn.FULL, last, stop=True):
             hidden = hidden_states(model, ids)
     except attn.Stopped as stopped:
         with torch.no_grad():

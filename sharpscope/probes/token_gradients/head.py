@@ -112,5 +112,5 @@ def head_gradients(
         to_hidden[chunk.rows] = chunk.pull.to(head.weight.dtype) @ head.weight.detach()
         if coupled is not None and words is not None:
             coupled[chunk.rows] = chunk.pull.gather(1, words[chunk.rows])
-    weight_squared = squared * torch.linalg.vecdot(hidden, hidden).to(dtype)
+    weight_squared = squared * torch.linalg.vecdot(hidden.to(dtype), hidden.to(dtype))
     return HeadGradients(logp, to_hidden, squared, weight_squared), coupled

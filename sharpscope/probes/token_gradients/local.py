@@ -13,7 +13,7 @@ from sharpscope.probes.token_gradients.head import HeadGradients, head_gradients
 from sharpscope.probes.token_gradients.result import Collector, Ledger, ScoreNorms
 from sharpscope.probes.token_gradients.rows import Rows, safe_width, widen
 from sharpscope.probes.token_gradients.structure import Structure, hidden_states, read_before, recording
-from sharpscope.probes.token_gradients.uses import Recorder, Use, local_squares
+from sharpscope.probes.token_gradients.uses import Use, local_squares
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,11 @@ def local_passes(
             before = read_before(model, chunk.before)
         ids = widen(chunk.ids, safe_width(model, chunk.ids.shape[1]))  # (B, L)
         predicts = nn.functional.pad(chunk.predicts, (0, ids.shape[1] - chunk.ids.shape[1]))
-        recorder = Recorder(structure.named, (ids.shape[0], ids.shape[1]))
+        recorder = structure.recorder((ids.shape[0], ids.shape[1]))
         with torch.enable_grad(), recording(model, structure, recorder, attn.CUT):
             hidden = hidden_states(model, ids, before)
+        if structure.learn(recorder):
+            structure.require_local()
         states = hidden.detach()[predicts]  # (M, d)
         words = ids[predicts][:, None] if structure.tied else None
         output, coupled = head_gradients(states, structure.head, chunk.targets, temperature, words=words)
@@ -62,9 +64,10 @@ def local_passes(
         if hidden.requires_grad:
             start = torch.zeros_like(hidden)
             start[predicts] = output.to_hidden
-            known = [(i, use) for i, use in enumerate(recorder.uses) if use.out.requires_grad]
-            gradients = torch.autograd.grad(hidden, [use.out for _, use in known], start, allow_unused=True)
-            found = [(i, use, g) for (i, use), g in zip(known, gradients, strict=True) if g is not None]
+            gradients = torch.autograd.grad(hidden, [use.out for use in recorder.uses], start, allow_unused=True)
+            found = [
+                (i, use, g) for i, (use, g) in enumerate(zip(recorder.uses, gradients, strict=True)) if g is not None
+            ]
         yield LocalPass(
             chunk, states, where, output, None if coupled is None else coupled[:, 0],
             [use for _, use, _ in found], [g for _, _, g in found], [i for i, _, _ in found],
@@ -91,7 +94,7 @@ def tally(structure: Structure, found: LocalPass) -> Ledger:
         if use.kind == "embedding" and use.weight == structure.tied and found.coupled is not None:
             assert use.x is not None
             pull = found.coupled.masked_fill(use.x[b, j] == (-1 if use.ignored is None else use.ignored), 0.0)
-            cross = torch.linalg.vecdot(use.canonical(g)[b, j, 0], found.hidden).to(pull)
+            cross = torch.linalg.vecdot(use.canonical(g)[b, j, 0].to(pull), found.hidden.to(pull))
             ledger.add(use.names[0], 2 * pull * cross)
     return ledger
 

@@ -37,7 +37,8 @@ def sketch_norms(
         seed: of the directions' own generator.
 
     Raises:
-        UserError: fewer than 2 directions, or a model that the local tier cannot handle.
+        UserError: fewer than 2 directions, a model that the local tier cannot handle, or derivatives too large for
+            its dtype.
     """
     if directions < 2:
         raise UserError(f"directions, {directions}: at least 2 are needed for a standard error")
@@ -55,6 +56,11 @@ def sketch_norms(
                 for _ in range(directions)
             ]
         )  # (K, M)
+        if structure.computes_in == torch.float16 and not bool(gained.isfinite().all()):
+            raise UserError(
+                "tier, sketch: the model's derivatives overflow float16; load it in bfloat16 or float32, or use "
+                "tier='exact'"
+            )
         ledger.total += gained.mean(0)
         ledger.groups.clear()
         collector.write(found.rows, ledger)
@@ -91,7 +97,7 @@ def _gain(
     value, moved = pushed_hidden(model, structure, ids, direction, watch=watch)
     states, still = value[b, j], torch.zeros_like(found.hidden)
     own = pushed_logp(states, still, structure.head, chunk.targets, temperature, weight, bias)
-    full = own + torch.linalg.vecdot(found.output.to_hidden, moved[b, j]).to(own)
+    full = own + torch.linalg.vecdot(found.output.to_hidden.to(own), moved[b, j].to(own))
     local = own + watchers[0].derivative[b, j].to(own)
     return full.square() - local.square()
 
@@ -106,12 +112,12 @@ class _LocalDerivative(Recorder):
     def __init__(self, duals: dict[str, Tensor], found: LocalPass, size: tuple[int, int]) -> None:
         super().__init__(duals, size, wrap=self._add)
         self._known = dict(zip(found.order, found.cotangents, strict=True))
-        self.derivative = found.hidden.new_zeros(size)
+        self.derivative = found.output.logp.new_zeros(size)
 
     def _add(self, use: Use) -> Tensor:
         cotangent = self._known.get(len(self.uses) - 1)
         if cotangent is not None:
-            each = _rate(use) * use.canonical(cotangent)
+            each = _rate(use).to(self.derivative) * use.canonical(cotangent)
             if use.index is None:
                 self.derivative += each.sum((-1, -2))
             else:

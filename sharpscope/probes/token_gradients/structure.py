@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,7 +24,17 @@ from sharpscope.probes.token_gradients import attention as attn
 from sharpscope.probes.token_gradients.experts import recorded_experts
 from sharpscope.probes.token_gradients.groups import group_names
 from sharpscope.probes.token_gradients.rows import safe_width
-from sharpscope.probes.token_gradients.uses import Recorder, Use
+from sharpscope.probes.token_gradients.uses import (
+    DETACHMENTS,
+    Recorder,
+    Use,
+    Wrap,
+    exact_squares,
+    local_squares,
+    tensors_in,
+)
+
+ACCOUNT_BYTES = 2**30  # of whole gradients held at once while the uses are checked
 
 
 @dataclass
@@ -38,8 +50,9 @@ class Structure:
         not_local: why positions mix outside attention, or None.
         attention_calls: calls of the attention interface per forward pass; 0 where the model does not go through it.
         last_layer: the decoder layer of the last attention call, where the exact tier may split the pass, or None.
-        tail: then, the parameters used after that call.
         groups: parameter -> the groups it belongs to.
+        unseen: a trainable parameter whose gradient comes on a path that only the model's own attention has, or None.
+        in_place: whether the model writes to activations in place.
         computes_in: the coarsest dtype of what depends on a trainable parameter.
         shares: whether rows can go on from the keys and values of a beginning read before.
         severed: the operation that hides something that depends on a parameter from autograd, or None.
@@ -55,17 +68,47 @@ class Structure:
     not_local: str | None = None
     attention_calls: int = 0
     last_layer: nn.Module | None = None
-    tail: frozenset[str] = frozenset()
     groups: dict[str, tuple[str, ...]] = field(default_factory=dict)
     shares: bool = False
+    unseen: str | None = None
+    in_place: bool = False
     computes_in: torch.dtype = torch.float32
     severed: str | None = None
     checked: dict[str, float] = field(default_factory=dict)
 
-    @property
-    def native(self) -> frozenset[str]:
-        """Names that recorders leave alone."""
-        return frozenset(self.unhandled)
+    def recorder(self, size: tuple[int, int], *, whole: bool = False, wrap: Wrap | None = None) -> Recorder:
+        """A recorder of one forward pass over (B, L) = `size`.
+
+        Args:
+            whole: leave alone what is in `unhandled`.
+            wrap: replaces a use's output.
+        """
+        native = frozenset(self.unhandled) if whole else frozenset()
+        return Recorder(self.named, size, native=native, wrap=wrap, copy=self.in_place)
+
+    def learn(self, recorder: Recorder) -> bool:
+        """Whether `recorder` met a use, not known here, of a parameter that was handled until now.
+
+        Such a parameter joins `unhandled`: a branch of the model that the first look did not take (an expert) may use
+        it in another way.
+        """
+        found = {name: use for name, use in recorder.unhandled.items() if name not in self.unhandled}
+        self.unhandled.update(found)
+        if found:
+            self.last_layer = None
+        return bool(found)
+
+    def require_seen(self) -> None:
+        """Raise if a parameter's gradient takes a path that the tiers' attention does not have.
+
+        Raises:
+            UserError: names the parameter.
+        """
+        if self.unseen is not None:
+            raise UserError(
+                f"model: '{self.unseen}' is used inside the model's own attention, other than in queries, keys, values, "
+                "mask or sinks, which token gradients do not follow; freeze it"
+            )
 
     def require_local(self) -> None:
         """Raise if the local tier would be wrong.
@@ -73,6 +116,7 @@ class Structure:
         Raises:
             UserError: names the module and the tier to use.
         """
+        self.require_seen()
         reason = None
         if self.unhandled:
             name, operation = next(iter(self.unhandled.items()))
@@ -177,9 +221,13 @@ def _examine(model: nn.Module, named: dict[str, nn.Parameter]) -> Structure:
         structure.attention_calls, structure.not_local = 0, str(reason)
         hidden, recorder, counted, watch = _watched(model, structure, ids)
     structure.attention_calls = counted.made
-    structure.computes_in, structure.severed = watch.coarsest, watch.severed
-    structure.unhandled = _unhandled(named, recorder, structure)
+    structure.computes_in, structure.severed, structure.in_place = watch.coarsest, watch.severed, watch.in_place
+    start = torch.zeros_like(hidden)
+    start[-1] = torch.randn(hidden.shape[1:], generator=torch.Generator().manual_seed(0)).to(hidden)
+    plain = _plain_squares(named, hidden, start)
+    structure.unhandled = _unhandled(structure, recorder, hidden, start, plain)
     structure.not_local = structure.not_local or _leak(recorder.uses, hidden)
+    structure.unseen = _unseen(model, structure, ids, start, plain)
     _find_split(model, structure, counted.module, ids)
     _check_causal(model, ids, watch.anywhere)
     structure.shares = _can_share(model, structure, ids, watch.anywhere)
@@ -188,7 +236,7 @@ def _examine(model: nn.Module, named: dict[str, nn.Parameter]) -> Structure:
 
 def _watched(model: nn.Module, structure: Structure, ids: Tensor) -> tuple[Tensor, Recorder, attn.Calls, _Watch]:
     """A forward pass with its graph, and what was seen of it."""
-    recorder = Recorder(structure.named, (ids.shape[0], ids.shape[1]))
+    recorder = Recorder(structure.named, (ids.shape[0], ids.shape[1]), copy=True)
     with torch.enable_grad(), recording(model, structure, recorder, attn.CUT) as counted, _Watch(counted) as watch:
         return hidden_states(model, ids), recorder, counted, watch
 
@@ -200,26 +248,29 @@ class _Watch(TorchFunctionMode):
         coarsest: dtype among results that depend on a trainable parameter.
         anywhere: dtype among all results that autograd may follow (tables of positions are made without it).
         severed: the first operation on something that depends on a trainable parameter whose result does not.
+        in_place: whether something that depends on a trainable parameter is written to in place.
     """
 
     def __init__(self, calls: attn.Calls) -> None:
         super().__init__()
         self.coarsest = self.anywhere = torch.float64
         self.severed: str | None = None
+        self.in_place = False
         self._calls = calls
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        versions = [(tensor, tensor._version) for tensor in tensors_in((args, kwargs))]
         out = func(*args, **(kwargs or {}))
+        self.in_place |= any(tensor.requires_grad and tensor._version != before for tensor, before in versions)
         if isinstance(out, Tensor) and out.dtype.is_floating_point and torch.is_grad_enabled():
             self.anywhere = coarser(self.anywhere, out.dtype)
             if out.requires_grad:
                 self.coarsest = coarser(self.coarsest, out.dtype)
-        name = getattr(func, "__name__", "")
-        hides = not torch.is_grad_enabled() or name == "detach"
-        if hides and self.severed is None and name != "__get__" and not self._calls.within:
-            depends = any(isinstance(value, Tensor) and value.requires_grad for value in args)
+        hides = not torch.is_grad_enabled() or func in DETACHMENTS
+        if hides and self.severed is None and not self._calls.within:
+            depends = any(value.requires_grad for value in tensors_in((args, kwargs)))
             if depends and isinstance(out, Tensor) and out.dtype.is_floating_point:
-                self.severed = "detach" if name == "detach" else "torch.no_grad"
+                self.severed = "detach" if torch.is_grad_enabled() else "torch.no_grad"
         return out
 
 
@@ -228,20 +279,110 @@ def coarser(a: torch.dtype, b: torch.dtype) -> torch.dtype:
     return max(a, b, key=lambda dtype: torch.finfo(dtype).eps)
 
 
-def _unhandled(named: dict[str, nn.Parameter], recorder: Recorder, structure: Structure) -> dict[str, str]:
+def _unhandled(
+    structure: Structure, recorder: Recorder, hidden: Tensor, start: Tensor, plain: dict[str, float]
+) -> dict[str, str]:
+    """Parameters whose gradient the recorded uses do not give -> why."""
     found = dict(recorder.unhandled)
-    uses: dict[str, list[Use]] = {}
+    uses: dict[str, list[tuple[Use, tuple[int, ...]]]] = {}
     for use in recorder.uses:
-        for name in use.names:
-            uses.setdefault(name, []).append(use)
+        for name, part in zip(use.names, use.parts, strict=True):
+            uses.setdefault(name, []).append((use, part))
     for name, several in uses.items():
-        if len(several) > 1 and any(use.layout != "gathered" for use in several):
+        parts = [part for _, part in several]
+        if len(set(parts)) < len(parts) or len({len(part) for part in parts}) > 1:
             found[name] = "several places"
-        if len(several) == 1 and name in (structure.head_weight, structure.head_bias):
+        if name in (structure.head_weight, structure.head_bias):
             found[name] = "several places"
-        if name == structure.tied and several[0].kind != "embedding":
-            found[name] = several[0].kind
-    return {name: found[name] for name in named if name in found}
+        if name == structure.tied and several[0][0].kind != "embedding":
+            found[name] = several[0][0].kind
+    found = _unaccounted(structure, recorder.uses, hidden, start, plain) | found
+    return {name: found[name] for name in structure.named if name in found}
+
+
+def _unaccounted(
+    structure: Structure, uses: list[Use], hidden: Tensor, start: Tensor, plain: dict[str, float]
+) -> dict[str, str]:
+    """Parameters whose plain gradient differs from what the recorded uses make of the same cotangents.
+
+    A recorder cannot see every use. Here autograd itself tells whether one was missed, or read wrongly: the cotangent
+    `start` of the last row's hidden states is pulled back, and each parameter's squared gradient norm, `plain`, is
+    compared with that of its uses in that row. Returns name -> the operations that autograd knows it to be used in.
+    """
+    outs = [use.out for use in uses] if hidden.requires_grad else []
+    ours, scale = dict.fromkeys(plain, 0.0), dict.fromkeys(plain, 0.0)
+    cotangents = torch.autograd.grad(hidden, outs, start, retain_graph=True, allow_unused=True) if outs else ()
+    for use, g in zip(uses, cotangents, strict=bool(outs)):
+        if g is None:
+            continue
+        squares = exact_squares(use, g[None])[0, -1].tolist()  # of the last row alone, per parameter
+        for name, square, (_, positions) in zip(use.names, squares, local_squares(use, g), strict=True):
+            ours[name] += square
+            scale[name] += float(positions.sum())
+    tolerance = torch.finfo(structure.computes_in).eps ** (2 / 3)
+    wrong = {
+        id(structure.named[name]): name
+        for name, square in plain.items()
+        # Not finite: weights that have diverged say nothing about the model.
+        if math.isfinite(square) and abs(square - ours[name]) > tolerance * max(square, scale[name])
+    }
+    users: dict[str, dict[str, None]] = {name: {} for name in wrong.values()}
+    for function, leaf in _reached(hidden) if wrong else ():
+        if id(leaf) in wrong:
+            users[wrong[id(leaf)]][re.sub(r"Backward\d*$", "", function.name())] = None
+    return {name: "`, `".join(functions) for name, functions in users.items()}
+
+
+def _plain_squares(named: dict[str, nn.Parameter], hidden: Tensor, start: Tensor) -> dict[str, float]:
+    """Squared norm of each parameter's gradient of ⟨hidden, start⟩, by plain autograd."""
+    found = dict.fromkeys(named, 0.0)
+    if hidden.requires_grad:
+        for names in _pieces(named, ACCOUNT_BYTES):
+            inputs = [named[name] for name in names]
+            gradients = torch.autograd.grad(hidden, inputs, start, retain_graph=True, allow_unused=True)
+            for name, g in zip(names, gradients, strict=True):
+                if g is not None:
+                    found[name] = float(torch.linalg.vector_norm(g, dtype=torch.float64)) ** 2
+    return found
+
+
+def _pieces(named: dict[str, nn.Parameter], budget: int) -> Iterator[list[str]]:
+    """Names in groups of at most `budget` bytes, or alone."""
+    names: list[str] = []
+    total = 0
+    for name, parameter in named.items():
+        size = parameter.numel() * parameter.element_size()
+        if names and total + size > budget:
+            yield names
+            names, total = [], 0
+        names.append(name)
+        total += size
+    if names:
+        yield names
+
+
+def _reached(root: Tensor) -> Iterator[tuple[Any, Any]]:
+    """(function, leaf) for every use of a leaf tensor in the graph behind `root`, in autograd's own terms."""
+    waiting, seen = [root.grad_fn], {root.grad_fn}
+    while waiting:
+        node = waiting.pop()
+        for following, _ in () if node is None else node.next_functions:
+            leaf = getattr(following, "variable", None)
+            if leaf is not None:
+                yield node, leaf
+            elif following not in seen:
+                seen.add(following)
+                waiting.append(following)
+
+
+def _unseen(model: nn.Module, structure: Structure, ids: Tensor, start: Tensor, plain: dict[str, float]) -> str | None:
+    """A parameter that has a gradient through the model's own attention but none through ours; None if there is none."""
+    without = {name: structure.named[name] for name, square in plain.items() if square == 0}
+    if not structure.attention_calls or not without:
+        return None
+    with torch.enable_grad():
+        hidden = hidden_states(model, ids)
+    return next((name for name, square in _plain_squares(without, hidden, start).items() if square > 0), None)
 
 
 def _leak(uses: list[Use], hidden: Tensor) -> str | None:
@@ -250,7 +391,6 @@ def _leak(uses: list[Use], hidden: Tensor) -> str | None:
         return None
     probe = torch.zeros_like(hidden)
     probe[:, -1] = torch.linspace(1, 2, hidden.shape[-1], device=hidden.device)
-    uses = [use for use in uses if use.out.requires_grad]  # a model may turn autograd off for parts of it
     gradients = torch.autograd.grad(hidden, [use.out for use in uses], probe, allow_unused=True)
     L = hidden.shape[1]
     for use, g in zip(reversed(uses), reversed(gradients), strict=True):
@@ -299,38 +439,34 @@ def _can_share(model: nn.Module, structure: Structure, ids: Tensor, dtype: torch
 
 
 def _find_split(model: nn.Module, structure: Structure, module: nn.Module | None, ids: Tensor) -> None:
-    """Set `last_layer` and `tail` if everything after the last attention can be told per position beforehand.
+    """Set `last_layer` if everything after the last attention can be told per position beforehand.
 
-    That needs the parameters used before the layer's attention and those used after it to be different ones (in a layer
-    whose attention and MLP read the same normalised input they are not).
+    That needs the parameters used before the layer's attention and those used after it to be different ones. In a layer
+    whose attention and MLP read the same normalised input they are not, nor in one with another input that depends on
+    parameters than the hidden states (Gemma 4's per-layer embeddings).
     """
     if module is None or structure.unhandled or structure.not_local:
         return
     layer = _decoder_layer(bare(model), module)
     if layer is None:
         return
-    recorder = Recorder(structure.named, (ids.shape[0], ids.shape[1]))
-    with torch.enable_grad():
+    recorder = structure.recorder((ids.shape[0], ids.shape[1]))
+    with (
+        torch.enable_grad()
+    ):  # what comes before the layer keeps its graph, which reaches the layer by side inputs only
         hidden, boundary, leaf = split_forward(model, structure, recorder, ids, layer)
         if leaf is None or boundary is None or not hidden.requires_grad:
             return
-        roots = [tensor for tensor in (*leaf[0], boundary) if tensor.requires_grad]
+        roots = [tensor for tensor in leaf[0] if tensor.requires_grad]
         if not roots:
             return
-        recorded = [use for use in recorder.uses if use.out.requires_grad]
-        outs = [use.out for use in recorded]
+        outs = [use.out for use in recorder.uses]
         before = torch.autograd.grad([root.sum() for root in roots], outs, retain_graph=True, allow_unused=True)
-        below = (
-            torch.autograd.grad(boundary.sum(), outs, retain_graph=True, allow_unused=True)
-            if boundary.requires_grad
-            else before
-        )
         after = torch.autograd.grad(hidden.sum(), outs, allow_unused=True)
-    for to_roots, to_boundary, to_end in zip(before, below, after, strict=True):
-        if to_roots is not None and to_boundary is None and to_end is not None:
-            return  # a use inside the layer that feeds both its attention and what comes after
+    for i, (to_attention, to_end) in enumerate(zip(before, after, strict=True)):
+        if to_end is not None and (to_attention is not None or i < boundary.uses):
+            return  # a use that feeds the layer's attention and what follows, or one before the layer, by a side input
     structure.last_layer = layer
-    structure.tail = frozenset(name for use, g in zip(recorded, before, strict=True) if g is None for name in use.names)
 
 
 def _decoder_layer(causal: nn.Module, module: nn.Module) -> nn.Module | None:
@@ -343,27 +479,33 @@ def _decoder_layer(causal: nn.Module, module: nn.Module) -> nn.Module | None:
     return None
 
 
+@dataclass(frozen=True)
+class Boundary:
+    """Where the last layer begins: its input x (B, L, d), and the number of uses recorded before it."""
+
+    x: Tensor
+    uses: int
+
+
 def split_forward(
     model: nn.Module,
     structure: Structure,
     recorder: Recorder,
     ids: Tensor,
     layer: nn.Module,
-    *,
-    only_tail: bool = False,
-) -> tuple[Tensor, Tensor | None, tuple[tuple[Tensor, ...], Tensor] | None]:
-    """Forward pass whose last attention output is a leaf: (hidden, input of the last layer, (inputs, output) there).
+) -> tuple[Tensor, Boundary | None, tuple[tuple[Tensor, ...], Tensor] | None]:
+    """Forward pass whose last layer's input and attention output are leaves: (hidden, input, attention's (inputs, output)).
 
-    With `only_tail` the graph begins at the last layer, so that nothing before it is kept; call it under no_grad.
+    Called under no_grad, the graph begins at the last layer, so that nothing before it is kept.
     """
-    entered: list[Tensor] = []
+    entered: list[Boundary] = []
 
     def keep(_: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         x = args[0] if args else kwargs["hidden_states"]
-        if only_tail:
-            torch.set_grad_enabled(True)  # until the caller's no_grad ends
-            x = x.detach().requires_grad_()
-        entered.append(x)
+        torch.set_grad_enabled(True)  # until the caller's no_grad ends
+        x = x.detach().requires_grad_()
+        entered.append(Boundary(x, len(recorder.uses)))
+        x = x.clone() if structure.in_place else x  # a leaf may not be written to
         return ((x, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": x})
 
     handle = layer.register_forward_pre_hook(keep, with_kwargs=True)
@@ -372,4 +514,4 @@ def split_forward(
             hidden = hidden_states(model, ids)
     finally:
         handle.remove()
-    return hidden, entered[0] if entered else None, counted.leaf
+    return hidden, entered[0] if len(entered) == 1 else None, counted.leaf

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -24,9 +25,26 @@ GRAM_BLOCK = 48  # rows of a symmetric product made at once: fewer skip more of 
 
 _PRODUCTS = {torch.mul, torch.multiply, Tensor.mul, Tensor.__mul__, Tensor.__rmul__}
 _SUMS = {torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__}
-_CASTS = {Tensor.float, Tensor.double, Tensor.to, Tensor.type_as}
-_ITEMS = {Tensor.__getitem__}
-_LINEARS = {F.linear, torch.addmm}
+_CASTS = {Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.to, Tensor.type_as}
+_MATMULS = {torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__}
+# What returns every entry of its input once: the squared norm of a gradient does not depend on their order.
+_REARRANGEMENTS: set[Any] = {
+    Tensor.T.__get__, Tensor.mT.__get__, Tensor.t, torch.t, Tensor.transpose, torch.transpose, Tensor.permute,  # type: ignore[attr-defined]
+    torch.permute, Tensor.view, Tensor.reshape, torch.reshape, Tensor.contiguous, Tensor.clone, torch.clone,
+}  # fmt: skip
+DETACHMENTS: set[Any] = {Tensor.detach, torch.detach, Tensor.data.__get__}  # type: ignore[attr-defined]
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in nested tuples, lists and dictionaries."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        yield from tensors_in(tuple(value.values()))
 
 
 @dataclass
@@ -56,7 +74,8 @@ class Use:
     # What stood in for the parameters in this pass: duals in forward mode, slices, casts.
     weight_value: Tensor | None = None
     bias_value: Tensor | None = None
-    transposed: bool = False  # linear: the weight is (d_in, d_out)
+    transposed: bool = False  # linear: the weight is used as (d_in, d_out)
+    parts: tuple[tuple[int, ...], ...] = ()  # of each parameter in `names`: the indices of the slice used, () = all
     # Exact tier. x xᵀ (B, L, L) in blocks: of an embedding, of a linear use where products with it cost less than the
     # weight's gradient. Tied embedding: h (n, B, d) and ∂ log π/∂a at the ids (n, B, L) of the tokens that come next.
     gram: list[Tensor] | None = None
@@ -81,6 +100,28 @@ def _canonical(g: Tensor, shape: torch.Size, layout: Layout, size: tuple[int, in
     return g.reshape(*batch, *size, -1, shape[-1])
 
 
+def _wide(x: Tensor) -> Tensor:
+    """`x` in float32 at least: squares overflow float16 beyond 256."""
+    return x.float() if x.dtype in _HALVES else x
+
+
+def squares_of(x: Tensor) -> Tensor:
+    """Σ x² over the last dimension."""
+    return _wide(x).square().sum(-1)
+
+
+def _bmm(a: Tensor, b: Tensor) -> Tensor:
+    """Batched matrix product whose result is float32 at least."""
+    if a.dtype != b.dtype or (a.dtype in _HALVES and not a.is_cuda):
+        a, b = (x.to(torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)) for x in (a, b))
+    if a.dtype in _HALVES:
+        return torch.bmm(a, b, out_dtype=torch.float32) if _WIDE_RESULTS else torch.bmm(a.float(), b.float())
+    return torch.bmm(a, b)
+
+
+_WIDE_RESULTS = "out_dtype" in (torch.bmm.__doc__ or "")  # PyTorch 2.8 and later, on CUDA
+
+
 def _without_ignored(use: Use, g: Tensor) -> Tensor:
     if use.ignored is None or use.x is None:
         return g
@@ -91,26 +132,27 @@ def local_squares(use: Use, g: Tensor) -> Named:
     """Squared norms (B, L) per parameter when position t's cotangent belongs to the token that t predicts alone.
 
     Args:
-        use: the use; `g`: cotangent of `use.out`.
+        use: the use.
+        g: cotangent of `use.out`.
     """
-    g = use.canonical(g)
+    g = _wide(use.canonical(g))
     if use.kind == "embedding":
         assert use.weight is not None and use.x is not None
-        return [(use.weight, _without_ignored(use, g[..., 0, :]).square().sum(-1))]
+        return [(use.weight, squares_of(_without_ignored(use, g[..., 0, :])))]
     if use.layout == "gathered":
         assert use.index is not None and use.x is not None
-        b2 = g.square().sum(-1)  # (m,)
-        each = {use.weight: b2 * use.x.square().sum(-1), use.bias: b2}
+        b2 = squares_of(g)  # (m,)
+        each = {use.weight: b2 * squares_of(use.x), use.bias: b2}
         blank = g.new_zeros(use.size[0] * use.size[1])
         return [(name, blank.index_add(0, use.index, each[name]).view(use.size)) for name in use.names]
     if use.kind == "gain":
-        parts: dict[str | None, Tensor] = {use.bias: g.sum(-2).square().sum(-1)}
+        parts: dict[str | None, Tensor] = {use.bias: squares_of(g.sum(-2))}
         if use.weight is not None and use.x is not None:
-            parts[use.weight] = (g * use.x).sum(-2).square().sum(-1)
+            parts[use.weight] = squares_of((g * use.x).sum(-2))
         return [(name, parts[name]) for name in use.names]
     assert use.x is not None
-    b2 = g.square().sum(-1)[..., 0]
-    return [(name, b2 * use.x.square().sum(-1) if name == use.weight else b2) for name in use.names]
+    b2 = squares_of(g)[..., 0]
+    return [(name, b2 * squares_of(use.x) if name == use.weight else b2) for name in use.names]
 
 
 def exact_squares(use: Use, g: Tensor) -> Tensor:
@@ -119,21 +161,22 @@ def exact_squares(use: Use, g: Tensor) -> Tensor:
     if use.kind == "embedding":
         return _embedding_squares(use, g[..., 0, :])[..., None]
     if use.layout == "gathered":
-        return _gathered_squares(use, g)
+        return _gathered_squares(use, _wide(g))
     if use.kind == "gain":
+        g = _wide(g)
         parts = [] if use.weight is None or use.x is None else [(g * use.x).sum((-2, -3))]
         if use.bias is not None:
             parts.append(g.sum((-2, -3)))
-        return torch.stack([part.square().sum(-1) for part in parts], -1)
+        return torch.stack([squares_of(part) for part in parts], -1)
     g = g[..., 0, :]  # (n, B, L, d_out)
     found = []
     if use.weight is not None:
         assert use.x is not None
         if use.gram is None and (use.x.shape[1] + GRAM_BLOCK) / 2 < use.x.shape[2]:
-            use.gram = _lower_blocks(torch.bmm(use.x, use.x.mT))  # the same for every batch of cotangents
+            use.gram = _lower_blocks(_bmm(use.x, use.x.mT))  # the same for every batch of cotangents
         found.append(_gram_squares(use.gram, g) if use.gram is not None else _product_squares(use.x, g))
     if use.bias is not None:
-        found.append(g.sum(-2).square().sum(-1))
+        found.append(squares_of(_wide(g).sum(-2)))
     return torch.stack(found, -1)
 
 
@@ -156,10 +199,10 @@ def _gram_squares(gram: list[Tensor], b: Tensor) -> Tensor:
     """‖aᵀb‖²_F (n, B) as ⟨aaᵀ, bbᵀ⟩: aaᵀ = `gram` by `_lower_blocks`, b (n, B, L, d_out)."""
     n, B, L, _ = b.shape
     rows = b.reshape(n * B, L, -1)
-    total = b.new_zeros(B, n, 1)
+    total = gram[0].new_zeros(B, n, 1)
     for block, start in zip(gram, range(0, L, GRAM_BLOCK), strict=True):
         stop = min(start + GRAM_BLOCK, L)
-        outer = torch.bmm(rows[:, start:stop], rows[:, :stop].mT).view(n, B, -1)
+        outer = _bmm(rows[:, start:stop], rows[:, :stop].mT).view(n, B, -1)
         total.baddbmm_(outer.transpose(0, 1), block)
     return total[..., 0].T
 
@@ -168,7 +211,7 @@ def _product_squares(a: Tensor, b: Tensor) -> Tensor:
     """‖aᵀb‖²_F (n, B), from the products themselves: a (B, L, d_in), b (n, B, L, d_out)."""
     found = []
     for row in range(len(a)):  # a row's inputs are shared by its n tokens without a copy
-        whole = torch.bmm(a[row].mT.expand(len(b), -1, -1), b[:, row])  # (n, d_in, d_out)
+        whole = _bmm(a[row].mT.expand(len(b), -1, -1), b[:, row])  # (n, d_in, d_out)
         found.append(torch.linalg.vector_norm(whole.flatten(1), dim=-1).square())
     return torch.stack(found, 1)
 
@@ -180,13 +223,14 @@ def _embedding_squares(use: Use, g: Tensor) -> Tensor:
         same = use.x[:, :, None] == use.x[:, None, :]
         if use.ignored is not None:
             same &= (use.x != use.ignored)[:, None, :]
-        use.gram = _lower_blocks(same.to(g.dtype))
+        use.gram = _lower_blocks(same.to(torch.promote_types(g.dtype, torch.float32)))
     squares = _gram_squares(use.gram, g)
     if use.tied is not None:
         hidden, pull = use.tied  # (n, B, d), (n, B, L)
         if use.ignored is not None:
             pull = pull.masked_fill(use.x == use.ignored, 0.0)
-        squares = squares + 2 * torch.linalg.vecdot(pull.to(g), torch.matmul(g, hidden[..., None])[..., 0])
+        along = torch.matmul(_wide(g), _wide(hidden)[..., None])[..., 0]
+        squares = squares + 2 * torch.linalg.vecdot(pull.to(along), along)
     return squares
 
 
@@ -198,7 +242,7 @@ def _gathered_squares(use: Use, g: Tensor) -> Tensor:
     same = (row[:, None] == row[None, :]).to(g.dtype)  # (m, m)
     found = []
     for name in use.names:
-        gram = same if name == use.bias or use.x is None else same * (use.x @ use.x.mT)
+        gram = same if name == use.bias or use.x is None else same * (_wide(use.x) @ _wide(use.x).mT)
         each = torch.linalg.vecdot(torch.matmul(gram, g), g)  # (n, m)
         found.append(g.new_zeros(n, B).index_add_(1, row, each))
     return torch.stack(found, -1)
@@ -208,8 +252,23 @@ def _gathered_squares(use: Use, g: Tensor) -> Tensor:
 Wrap = Callable[[Use], Tensor]
 
 
+@dataclass(frozen=True)
+class _Source:
+    """The trainable parameter that a tensor consists of: whole or one slice, cast, rearranged or plus a constant."""
+
+    name: str
+    part: tuple[int, ...] = ()
+    rearranged: bool = False
+
+
 class Recorder(TorchFunctionMode):
     """Watches a forward pass over B rows of L positions and notes every use of a trainable parameter.
+
+    A parameter, or a tensor that consists of its entries (`_Source`), is followed through every PyTorch function that
+    takes it, also inside tuples, lists, dictionaries and keywords. Each such function either makes another tensor of
+    this kind, or is a use whose formula is known, or makes the parameter `unhandled`. Only functions that autograd
+    does not show to `TorchFunctionMode` (`torch.autograd.Function.apply`, compiled code) escape; `structure` looks for
+    them.
 
     Attributes:
         uses: in the order of the pass.
@@ -223,14 +282,20 @@ class Recorder(TorchFunctionMode):
         *,
         native: frozenset[str] = frozenset(),
         wrap: Wrap | None = None,
+        copy: bool = False,
     ) -> None:
-        """Watch `named` over (B, L) = `size`, leaving `native` names alone; `wrap` replaces a use's output."""
+        """Watch `named` over (B, L) = `size`, leaving `native` names alone.
+
+        Args:
+            wrap: replaces a use's output.
+            copy: keep copies of inputs and hand out copies of outputs, for models that write to activations in place.
+        """
         super().__init__()
         self.uses: list[Use] = []
         self.unhandled: dict[str, str] = {}
-        self._size, self._wrap = size, wrap
-        self._names = {id(parameter): name for name, parameter in named.items() if name not in native}
-        self._aliases: dict[int, Tensor] = {}  # keeps derived tensors alive, so that their ids stay theirs
+        self._size, self._wrap, self._copy = size, wrap, copy
+        self._sources = {id(parameter): _Source(name) for name, parameter in named.items() if name not in native}
+        self._derived: list[Tensor] = []  # keeps derived tensors alive, so that their ids stay theirs
         self._index: Tensor | None = None
 
     @contextmanager
@@ -242,52 +307,79 @@ class Recorder(TorchFunctionMode):
         finally:
             self._index = before
 
+    def _source(self, value: Any) -> _Source | None:
+        return self._sources.get(id(value)) if isinstance(value, Tensor) else None
+
     def _name(self, value: Any) -> str | None:
-        return self._names.get(id(value)) if isinstance(value, Tensor) else None
+        source = self._source(value)
+        return None if source is None else source.name
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        touched = [name for value in (*args, *kwargs.values()) if (name := self._name(value)) is not None]
-        if not touched or getattr(func, "__name__", "") == "__get__":
-            return func(*args, **kwargs)
+        touched = [source for value in tensors_in((args, kwargs)) if (source := self._source(value)) is not None]
         out = func(*args, **kwargs)
+        if not touched or func in DETACHMENTS or not any(_moves(value) for value in tensors_in(out)):
+            return out
+        if func in _CASTS and self._source(args[0]) is None:
+            return out  # the parameter gives its dtype only
+        derived = self._derive(func, args, kwargs, out) if len(touched) == 1 else None
+        if derived is not None:
+            self._sources[id(out)] = derived
+            self._derived.append(out)
+            return out
         use = self._read(func, args, kwargs, out)
-        if use is None:
-            if not self._alias(func, args, out, touched):
-                for name in touched:
-                    self.unhandled.setdefault(name, getattr(func, "__name__", str(func)))
+        if use is None or len(use.names) != len(touched):
+            for source in touched:
+                self.unhandled.setdefault(source.name, getattr(func, "__name__", str(func)))
             return out
         self.uses.append(use)
-        return out if self._wrap is None else self._wrap(use)
+        returned = out if self._wrap is None else self._wrap(use)
+        return returned.clone() if self._copy else returned
 
-    def _alias(self, func: Any, args: tuple, out: Any, touched: list[str]) -> bool:
-        """Whether `out` is the parameter again: cast, plus a constant, or one of its slices."""
-        if not isinstance(out, Tensor) or len(touched) != 1:
-            return False
-        plus_constant = func in _SUMS and len(args) == 2 and not all(isinstance(value, Tensor) for value in args)
-        sliced = func in _ITEMS and out.ndim == args[0].ndim - 1 and out.ndim == 2
-        if not (func in _CASTS or plus_constant or sliced):
-            return False
-        if (func in _CASTS or plus_constant) and self._name(args[0]) is None:
-            return False
-        self._names[id(out)] = touched[0]
-        self._aliases[id(out)] = out
-        return True
+    def _derive(self, func: Any, args: tuple, kwargs: dict, out: Any) -> _Source | None:
+        """What `out` is if it consists of the entries of the parameter `args[0]`: cast, plus a constant, …"""
+        source = self._source(args[0]) if args else None
+        if source is None or not isinstance(out, Tensor):
+            return None
+        if func in _CASTS:
+            return source
+        if func in _SUMS and len(args) == 2 and not kwargs and isinstance(args[1], int | float):
+            return source
+        if func in _REARRANGEMENTS and out.numel() == args[0].numel():
+            return _Source(source.name, source.part, rearranged=True)
+        if func is Tensor.__getitem__ and not source.rearranged:
+            index = args[1]
+            if isinstance(index, Tensor) and index.ndim == 0 and not index.is_floating_point():
+                index = int(index)
+            if isinstance(index, int) and not isinstance(index, bool):
+                return _Source(source.name, (*source.part, index % len(args[0])))
+        return None
 
     def _read(self, func: Any, args: tuple, kwargs: dict, out: Any) -> Use | None:
-        if func in _LINEARS:
-            return self._linear(func, args, kwargs, out)
-        if func is F.embedding:
-            return self._embedding(args, kwargs, out)
-        if func is F.layer_norm:
-            return self._layer_norm(args, kwargs, out)
-        if func in _PRODUCTS and len(args) == 2:
-            gain, x = args if self._name(args[0]) is not None else args[::-1]
-            return self._elementwise(gain, x, out)
-        if func in _SUMS and len(args) == 2 and all(isinstance(value, Tensor) for value in args):
-            bias, _ = args if self._name(args[0]) is not None else args[::-1]
-            return self._elementwise(bias, None, out)
-        return None
+        use = None
+        if func is F.linear:
+            given = _bound(("input", "weight", "bias"), args, kwargs)
+            use = self._linear(given.get("input"), given.get("weight"), given.get("bias"), out)
+        elif func is torch.addmm and len(args) == 3 and not kwargs:  # transformers' Conv1D
+            bias, x, weight = args
+            use = self._linear(x, weight, bias, out, transposed=True)
+        elif func in _MATMULS and len(args) == 2 and not kwargs:
+            use = self._linear(*args, None, out, transposed=True)
+        elif func is F.embedding:
+            names = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
+            use = self._embedding(_bound(names, args, kwargs), out)
+        elif func is F.layer_norm:
+            use = self._layer_norm(_bound(("input", "normalized_shape", "weight", "bias", "eps"), args, kwargs), out)
+        elif func in _PRODUCTS | _SUMS and len(args) == 2 and not kwargs and isinstance(out, Tensor):
+            parameter, x = args if self._source(args[0]) is not None else args[::-1]
+            if isinstance(x, Tensor):
+                use = self._elementwise(parameter, x if func in _PRODUCTS else None, out)
+        if use is not None:
+            used = [self._source(value) for value in (use.weight_value, use.bias_value)]
+            use.parts = tuple(source.part for source in used if source is not None)
+            if self._copy and use.x is not None:
+                use.x = use.x.clone()
+        return use
 
     def _layout(self, shape: torch.Size) -> Layout | None:
         B, L = self._size
@@ -301,58 +393,44 @@ class Recorder(TorchFunctionMode):
             return "heads"
         return None
 
-    def _linear(self, func: Any, args: tuple, kwargs: dict, out: Tensor) -> Use | None:
-        if func is torch.addmm:  # transformers' Conv1D: bias, inputs, weight
-            if len(args) != 3 or kwargs:
-                return None
-            bias, x, weight = args
-        else:
-            x, weight = args[0], args[1]
-            bias = args[2] if len(args) > 2 else kwargs.get("bias")
+    def _linear(self, x: Any, weight: Any, bias: Any, out: Tensor, *, transposed: bool = False) -> Use | None:
+        """out = x·weightᵀ + bias, or x·weight + bias where `transposed`."""
+        if not isinstance(x, Tensor) or not isinstance(weight, Tensor) or weight.ndim != 2:
+            return None
+        if isinstance(bias, Tensor) and (bias.ndim != 1 or bias.shape[0] != out.shape[-1]):
+            return None
         layout = self._layout(x.shape)
         if layout is None or (layout in ("rows", "heads") and x.ndim != 3):
             return None
         inputs = x.detach() if layout == "gathered" else x.detach().reshape(*self._size, x.shape[-1])
         return Use(
             "linear", self._name(weight), self._name(bias), inputs, out, layout, self._size, self._index,
-            weight_value=weight, bias_value=bias, transposed=func is torch.addmm,
+            weight_value=weight, bias_value=bias, transposed=transposed,
         )  # fmt: skip
 
-    def _embedding(self, args: tuple, kwargs: dict, out: Tensor) -> Use | None:
-        ids, weight = args[0], args[1]
-        if (
-            any(args[3:])
-            or kwargs.get("max_norm") is not None
-            or kwargs.get("scale_grad_by_freq")
-            or kwargs.get("sparse")
-        ):
+    def _embedding(self, given: dict[str, Any], out: Tensor) -> Use | None:
+        ids, weight, ignored = given["input"], given["weight"], given.get("padding_idx")
+        if given.get("max_norm") is not None or given.get("scale_grad_by_freq") or given.get("sparse"):
             return None
         if tuple(ids.shape) != self._size:
             return None
-        ignored = args[2] if len(args) > 2 else kwargs.get("padding_idx")
+        if ignored is not None and ignored < 0:
+            ignored += len(weight)
         return Use(
             "embedding", self._name(weight), None, ids, out, "rows", self._size, ignored=ignored, weight_value=weight
         )
 
-    def _layer_norm(self, args: tuple, kwargs: dict, out: Tensor) -> Use | None:
-        values = dict(zip(("input", "normalized_shape", "weight", "bias", "eps"), args, strict=False)) | kwargs
-        x, weight, bias = values["input"], values.get("weight"), values.get("bias")
+    def _layer_norm(self, given: dict[str, Any], out: Tensor) -> Use | None:
+        x, shape, weight, bias = given["input"], given["normalized_shape"], given.get("weight"), given.get("bias")
         layout = self._layout(x.shape)
-        if layout in (None, "gathered") or len(values["normalized_shape"]) != 1:
+        if layout in (None, "gathered") or len(shape) != 1:
             return None
-        plain = F.layer_norm(x.detach(), values["normalized_shape"], eps=values.get("eps", 1e-5))
+        plain = F.layer_norm(x.detach(), shape, eps=given.get("eps", 1e-5))
         normed = _canonical(plain, x.shape, layout, self._size)
         return Use(
-            "gain",
-            self._name(weight),
-            self._name(bias),
-            normed,
-            out,
-            layout,
-            self._size,
-            weight_value=weight,
-            bias_value=bias,
-        )
+            "gain", self._name(weight), self._name(bias), normed, out, layout, self._size,
+            weight_value=weight, bias_value=bias,
+        )  # fmt: skip
 
     def _elementwise(self, parameter: Tensor, x: Tensor | None, out: Tensor) -> Use | None:
         """parameter∘x (a gain) or parameter + … (a bias, x None), the parameter along the last dimension."""
@@ -361,7 +439,17 @@ class Recorder(TorchFunctionMode):
             return None
         if x is None:
             return Use("gain", None, self._name(parameter), None, out, layout, self._size, bias_value=parameter)
-        if not isinstance(x, Tensor) or x.shape != out.shape or self._name(x) is not None:
+        if x.shape != out.shape:
             return None
         factor = _canonical(x.detach(), x.shape, layout, self._size)
         return Use("gain", self._name(parameter), None, factor, out, layout, self._size, weight_value=parameter)
+
+
+def _bound(names: tuple[str, ...], args: tuple, kwargs: dict) -> dict[str, Any]:
+    """Arguments by name, however they were given."""
+    return dict(zip(names, args, strict=False)) | kwargs
+
+
+def _moves(value: Tensor) -> bool:
+    """Whether a change of some parameter reaches `value`, by autograd's graph or in forward mode."""
+    return value.requires_grad or (value.is_floating_point() and forward_ad.unpack_dual(value).tangent is not None)
