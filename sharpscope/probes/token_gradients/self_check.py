@@ -26,7 +26,6 @@ from sharpscope.probes.token_gradients.result import Tier
 from sharpscope.probes.token_gradients.rows import Rows, make_rows
 from sharpscope.probes.token_gradients.sketch import draw_direction
 from sharpscope.probes.token_gradients.structure import Structure, hidden_states, recording, structure_of
-from sharpscope.probes.token_gradients.uses import Recorder
 
 LENGTH = 32  # tokens of the longer beginning
 FEW = 16  # tokens of the call that are compared with forward mode
@@ -310,7 +309,7 @@ class _Sample:
     def compare_states(self, probe: str) -> None:
         """Hidden states and logits under the probe's attention against the model's own."""
         ids = self.ids[0]
-        recorder = Recorder(self.structure.named, (1, ids.shape[1]), native=self.structure.native)
+        recorder = self.structure.recorder((1, ids.shape[1]), whole=True)
         kind = attn.FULL if probe == "exact" else attn.CUT
         watched: AbstractContextManager[Any] = recording(self.model, self.structure, recorder, kind)
         if probe in ("forward", "sketch"):
