@@ -1,0 +1,83 @@
+"""Every causal architecture of the installed transformers at a tiny size: each probe is right or refuses in one line."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[2] / "experiments" / "benchmarks" / "architectures.py"
+
+
+@pytest.fixture(scope="module")
+def sweep():
+    spec = importlib.util.spec_from_file_location("architectures", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["architectures"] = module
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules["architectures"]
+
+
+@pytest.mark.parametrize(
+    ("name", "refused"),
+    [
+        ("olmo2", set()),
+        ("phi", set()),
+        ("mamba", {"local", "sketch"}),
+        ("roberta", {"head", "local", "sketch", "exact", "forward", "central", "stream", "graph"}),
+    ],
+)
+def test_probes_are_right_or_refuse(sweep, name, refused):
+    report = sweep.examine(name)
+    assert not report.reason and not report.failed, report
+    assert {check for check, outcome in report.checks.items() if outcome.kind == "refused"} == refused
+    assert all(outcome.kind in ("right", "refused") for outcome in report.checks.values())
+    assert report.checks["unchanged"].kind == "right"
+    assert f"| {name} |" in sweep.table([report])
+
+
+def test_an_error_of_a_thousandth_is_seen(sweep):
+    import torch
+
+    model, batch = sweep.build(sweep.tiny_config("gpt2"), torch.float64, attn_implementation="eager"), sweep.rows()
+    sweep.randomize(model)
+    vector = torch.randn(sum(p.numel() for p in sweep.trainable(model)), dtype=torch.float64)
+    truth = sweep.oracle(model, batch, vector)
+    scale = torch.ones(len(truth.full), 1, dtype=torch.float64)
+    scale[3] = 1.001
+    changed = replace(truth, full=truth.full * scale, head=truth.head * scale, local=truth.local * scale,
+                      product=truth.product * 1.001)  # fmt: skip
+    checks = ("head", "local", "exact", "forward", "stream", "graph")
+    found = sweep.Checks(model, changed, batch, vector).run(checks, sweep.TOLERANCE)
+    assert {check: outcome.kind for check, outcome in found.items()} == dict.fromkeys(checks, "wrong")
+
+
+@pytest.mark.slow
+def test_all_architectures(sweep, tmp_path):
+    out = tmp_path / "architectures.md"
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), "--json", str(tmp_path / "all.json"), "--out", str(out)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    reports = json.loads((tmp_path / "all.json").read_text())
+    assert len(reports) == len(sweep.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    bad = [
+        f"{report['name']} {check}: {outcome}"
+        for report in reports
+        for check, outcome in report["checks"].items()
+        if outcome["kind"] not in ("right", "refused", "not compared")
+    ]
+    assert not bad, "\n".join(bad)
+    assert done.returncode == 0, done.stderr[-2000:]
+    # A sweep in which little is compared shows nothing.
+    exact = [report["checks"]["exact"]["kind"] for report in reports if not report["reason"]]
+    assert len(exact) >= 150 and exact.count("right") >= 120
+    assert out.read_text().count("\n| ") > len(reports)
