@@ -179,6 +179,25 @@ def test_a_head_that_is_something_else_is_refused():
         make_policy(model, word_tokenizer(), "x")
 
 
+def test_hidden_states_of_another_width_are_refused():
+    config = AutoConfig.for_model("rembert", vocab_size=37, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+                                  num_attention_heads=2, input_embedding_size=8, output_embedding_size=24,
+                                  is_decoder=True, pad_token_id=0)  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with pytest.raises(UserError, match="RemBertForCausalLM: its logits are not a linear map"):
+        check_head(model, output_head(model))
+
+
+def test_a_model_that_sees_later_tokens_is_refused():
+    config = AutoConfig.for_model("xlm", vocab_size=37, emb_dim=16, n_layers=1, n_heads=2, causal=False)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.3)
+    with pytest.raises(UserError, match="XLMWithLMHeadModel: its logits depend on later tokens"):
+        check_head(model, output_head(model))
+
+
 def test_recurrent_layers_are_refused():
     config = AutoConfig.for_model(
         "qwen3_next", vocab_size=37, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
