@@ -5,8 +5,8 @@ tiers), the attribution (forward and central) and one Hessian-vector product (st
 plain `torch.autograd.grad` through the model's own forward pass with eager attention, one token after the other. Each
 architecture runs in a process of its own, so that a crash or a hang of one leaves the others alone.
 
-    python experiments/benchmarks/architectures.py --only qwen2 --only gemma2
-    python experiments/benchmarks/architectures.py --out docs/architectures.md
+    python -m experiments.benchmarks.architectures --only qwen2 --only gemma2
+    python -m experiments.benchmarks.architectures --out docs/architectures.md
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from sharpscope.errors import UserError
+from sharpscope.errors import CheckError, UserError
 from sharpscope.probes import attribute, score_norms
 from sharpscope.probes.functionals import Functional, token_batch
 from sharpscope.probes.hessian.causal_lm import lm_surface
@@ -202,7 +202,9 @@ DIRECTIONS = 48
 TOLERANCE = dict.fromkeys(CHECKS, 1e-4) | {"central": 1e-2, "sketch": 5.0}
 FLOAT32_TOLERANCE = dict.fromkeys(CHECKS, 2e-3) | {"central": 2e-2, "sketch": 5.0}
 MOST_PARAMETERS = 8_000_000
-RIGHT, REFUSED, WRONG, CRASH, SKIPPED = "right", "refused", "wrong", "crash", "not compared"
+RIGHT, REFUSED, CAUGHT, WRONG, CRASH, SKIPPED = (
+    "right", "refused", "stopped by the self-check", "wrong", "crash", "not compared"
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -210,7 +212,8 @@ class Outcome:
     """How one check ended.
 
     Attributes:
-        kind: right, refused (by `UserError`), wrong (error above the tolerance), crash or not compared.
+        kind: right, refused (by `UserError`), stopped by the self-check (`CheckError`), wrong (an error above the
+            tolerance), crash or not compared.
         error: largest relative error over the tokens; of the sketch, in standard errors; None where nothing was compared.
         text: the message of a refusal or a crash, or why nothing was compared.
     """
@@ -441,6 +444,8 @@ def attempt(measure: Callable[[], float], tolerance: float) -> Outcome:
     """Run one check, whatever happens in it."""
     try:
         error = measure()
+    except CheckError as problem:
+        return Outcome(CAUGHT, problem.error, " ".join(str(problem).split()))
     except UserError as problem:
         return Outcome(REFUSED, text=" ".join(str(problem).split()))
     except Exception as problem:
@@ -457,20 +462,22 @@ def relative(found: Tensor, expected: Tensor) -> float:
 class Checks:
     """Every probe on one model against what the oracle found."""
 
-    def __init__(self, model: PreTrainedModel, truth: Oracle, batch: dict[str, Tensor], vector: Tensor) -> None:
-        self.model, self.truth, self.batch, self.vector = model, truth, batch, vector
+    def __init__(
+        self, model: PreTrainedModel, truth: Oracle, batch: dict[str, Tensor], vector: Tensor, check: Any = "first"
+    ) -> None:
+        self.model, self.truth, self.batch, self.vector, self.check = model, truth, batch, vector, check
         self.picked = batch["mask"].bool()
 
     def norms(self, tier: Any, expected: Tensor) -> float:
         """Relative error of the norms."""
         found = score_norms(self.model, self.batch["input_ids"], self.batch["mask"], tier, self.batch["attention_mask"],
-                            TEMPERATURE)  # fmt: skip
+                            TEMPERATURE, check=self.check)  # fmt: skip
         return relative(found.values[self.picked], expected.norm(dim=1))
 
     def sketch(self) -> float:
         """Distance of the sketch from the squared norm, in standard errors."""
         found = score_norms(self.model, self.batch["input_ids"], self.batch["mask"], "sketch",
-                            self.batch["attention_mask"], TEMPERATURE, directions=DIRECTIONS)  # fmt: skip
+                            self.batch["attention_mask"], TEMPERATURE, directions=DIRECTIONS, check=self.check)  # fmt: skip
         expected = self.truth.full.square().sum(1)
         assert found.std_error is not None
         slack = found.std_error[self.picked].double() + 1e-5 * expected
@@ -485,7 +492,7 @@ class Checks:
         total = coef @ self.truth.full
         expected = coef * (self.truth.full @ total) / total.square().sum()
         found = attribute(self.model, self.batch["input_ids"], self.batch["mask"], given.to(self.model.dtype), None,
-                          self.batch["attention_mask"], TEMPERATURE, method)[self.picked].double()  # fmt: skip
+                          self.batch["attention_mask"], TEMPERATURE, method, check=self.check)[self.picked].double()  # fmt: skip
         error = max(float((found - expected).abs().max()), abs(float(found.sum()) - 1)) / float(expected.abs().max())
         return error if math.isfinite(error) else math.inf
 
@@ -554,8 +561,8 @@ def state(model: nn.Module) -> dict[str, tuple[Tensor, bool]]:
     return {name: (tensor.detach().clone(), tensor.requires_grad) for name, tensor in tensors}
 
 
-def examine(name: str) -> Report:
-    """Build one architecture and run every check on it."""
+def examine(name: str, check: str = "first") -> Report:
+    """Build one architecture and run every probe on it; `check` is that of the probes."""
     report = Report(name, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name])
     began = time.perf_counter()
     batch = rows()
@@ -591,13 +598,13 @@ def examine(name: str) -> Report:
     with torch.no_grad():
         logits, before = model(input_ids=ids, use_cache=False).logits, state(model)
     tolerance = TOLERANCE if dtype == torch.float64 else FLOAT32_TOLERANCE
-    report.checks |= Checks(model, truth, batch, vector).run(CHECKS, tolerance)
+    report.checks |= Checks(model, truth, batch, vector, check).run(CHECKS, tolerance)
     report.checks["unchanged"] = unchanged(model, before, logits, ids)
     # As plain transformers loads a mixture of experts: float32 and grouped matrix products.
     loaded = build(config, torch.float32)
     if (getattr(loaded.config.get_text_config(), "_experts_implementation", None) or "eager") != "eager":
         loaded.load_state_dict(weights)
-        found = Checks(loaded, truth, batch, vector).run(FLOAT32_CHECKS, FLOAT32_TOLERANCE)
+        found = Checks(loaded, truth, batch, vector, check).run(FLOAT32_CHECKS, FLOAT32_TOLERANCE)
         report.checks |= {f"float32 {check}": outcome for check, outcome in found.items()}
     report.seconds = time.perf_counter() - began
     return report
@@ -606,21 +613,21 @@ def examine(name: str) -> Report:
 # Running all of them.
 
 
-def _child(name: str, end: Any) -> None:
+def _child(name: str, check: str, end: Any) -> None:
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     with Path(os.devnull).open("w") as nowhere:
         os.dup2(nowhere.fileno(), 1)
         os.dup2(nowhere.fileno(), 2)
-        end.send(asdict(examine(name)))
+        end.send(asdict(examine(name, check)))
     end.close()
 
 
-def apart(name: str, limit: float = 300.0) -> Report:
+def apart(name: str, check: str = "first", limit: float = 300.0) -> Report:
     """`examine` in a process of its own."""
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe(duplex=False)
-    child = context.Process(target=_child, args=(name, there))
+    child = context.Process(target=_child, args=(name, check, there))
     child.start()
     there.close()
     report = Report(name, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name])
@@ -660,7 +667,8 @@ token after the other:
 
 A number is the largest relative error over the tokens. Many models cast norms, routers or a softmax to float32 whatever their
 weights are, which leaves about 1e-7, and a central difference about 1e-4. After the probes, weights, buffers and logits were
-bit for bit what they were before. *refused* means a `UserError` of one line, quoted on the right; a dash means that the oracle does
+bit for bit what they were before. *refused* means a `UserError` of one line, quoted on the right; *self-check* means a
+`CheckError`: the probe found that its numbers differ from autograd's and did not report them. A dash means that the oracle does
 not exist, for the reason given. Tiny random models show whether the mathematics is right; they say nothing about memory or speed.
 """
 
@@ -674,7 +682,7 @@ def table(reports: list[Report]) -> str:
         "| | " + " | ".join(CHECKS) + " |",
         "|---|" + "---|" * len(CHECKS),
     ]  # fmt: skip
-    for kind in (RIGHT, REFUSED, WRONG, CRASH, SKIPPED):
+    for kind in (RIGHT, REFUSED, CAUGHT, WRONG, CRASH, SKIPPED):
         counts = [sum(report.checks.get(check, Outcome("")).kind == kind for report in compared) for check in CHECKS]
         if any(counts):
             lines.append(f"| {kind} | " + " | ".join(map(str, counts)) + " |")
@@ -697,14 +705,14 @@ def cell(outcome: Outcome) -> str:
         return f"{outcome.error:.1f}" if outcome.error > 0.1 else f"{outcome.error:.0e}"
     if outcome.kind == WRONG and outcome.error is not None:
         return f"**wrong {outcome.error:.1e}**"
-    return {REFUSED: "refused", SKIPPED: "–"}.get(outcome.kind, f"**{outcome.kind}**")
+    return {REFUSED: "refused", CAUGHT: "self-check", SKIPPED: "–"}.get(outcome.kind, f"**{outcome.kind}**")
 
 
 def worst(outcomes: list[Outcome]) -> str:
     """The float32 column: the largest error of what was right, or how the worst of the checks ended."""
     if not outcomes:
         return ""
-    for kind in (CRASH, WRONG):
+    for kind in (CRASH, WRONG, CAUGHT):
         if found := [outcome for outcome in outcomes if outcome.kind == kind]:
             return cell(found[0])
     right = [outcome for outcome in outcomes if outcome.kind == RIGHT]
@@ -732,6 +740,7 @@ def main() -> int:
     parser.add_argument("--only", action="append", metavar="NAME", help="an architecture's model type; may be repeated")
     parser.add_argument("--out", type=Path, help="write the table to this Markdown file")
     parser.add_argument("--json", type=Path, help="write everything that was measured to this file")
+    parser.add_argument("--check", choices=("first", "off"), default="first", help="the probes' self-check")
     options = parser.parse_args()
     names = options.only or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     if unknown := set(names) - set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
@@ -739,7 +748,7 @@ def main() -> int:
     torch.set_num_threads(1)  # before the first fork
     reports = []
     for count, name in enumerate(names, 1):
-        reports.append(apart(name))
+        reports.append(apart(name, options.check))
         print(f"{count}/{len(names)} {summary(reports[-1])}", file=sys.stderr, flush=True)
         if options.json:
             options.json.write_text(json.dumps([asdict(report) for report in reports], indent=1))
