@@ -172,6 +172,11 @@ class HealthSpec(Spec):
     weight_saturation: Rule = Field(
         Rule(threshold=0.95, action="warn"), description="Share of token weights on one bound, above."
     )
+    clipped_weights: Rule = Field(
+        Rule(threshold=0.1, action="warn"),
+        description="With method.weight_on=ratio and method.clip.kind=ppo: share of loss tokens without a gradient even at "
+        "ratio 1, because the weight alone is beyond the clip (A > 0 and w > 1 + high, or A < 0 and w < 1 − low), above.",
+    )
     logp_mismatch: Rule = Field(
         Rule(threshold=0.05, action="warn"),
         description="Mean |ln π of the trainer − ln π of the sampler| over loss tokens before the first update, above [nats].",

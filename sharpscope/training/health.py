@@ -90,9 +90,16 @@ def check_rollouts(spec: HealthSpec, step: int, *, zero_variance_share: float, t
 
 
 def check_policy(
-    spec: HealthSpec, step: int, *, entropy_mean: float, saturation: float, logp_mismatch: float, memory: float
+    spec: HealthSpec,
+    step: int,
+    *,
+    entropy_mean: float,
+    saturation: float,
+    clipped_weights: float,
+    logp_mismatch: float,
+    memory: float,
 ) -> list[Event]:
-    """Rules on the policy, the token weights, the sampler and the machine at one step."""
+    """Rules on the policy, the token weights, the sampler and the machine at one step; a NaN fires none."""
     events = []
     if _fires(spec.entropy_collapse, entropy_mean, below=True):
         events.append(
@@ -113,6 +120,17 @@ def check_policy(
                 saturation,
                 "this share of the token weights sits on one bound: the method is plain GRPO up to the gradient's scale; "
                 "use the calibrated preset or other constants",
+            )
+        )
+    if _fires(spec.clipped_weights, clipped_weights):
+        events.append(
+            _event(
+                step,
+                "clipped_weights",
+                spec.clipped_weights,
+                clipped_weights,
+                "this share of the tokens has no gradient even at ratio 1: A > 0 and weight > 1 + method.clip.high, or A < 0 "
+                "and weight < 1 - method.clip.low; set method.weight_on=surrogate, or widen the clip",
             )
         )
     if _fires(spec.logp_mismatch, logp_mismatch):

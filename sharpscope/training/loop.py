@@ -37,7 +37,14 @@ from sharpscope.training.learning import BROKEN, Learned, Learner, step_tensors
 from sharpscope.training.observers import Observers
 from sharpscope.training.optimizer import build_optimizer, learning_rate, set_learning_rate
 from sharpscope.training.probe_sets import check_probe_set, solution_losses
-from sharpscope.training.records import plain_norm, rollout_columns, steps_row, token_columns, weight_columns
+from sharpscope.training.records import (
+    clipped_weight_share,
+    plain_norm,
+    rollout_columns,
+    steps_row,
+    token_columns,
+    weight_columns,
+)
 from sharpscope.training.rounds import Round, draw_round
 from sharpscope.training.run_folder import (
     begin_run_dir,
@@ -308,6 +315,7 @@ class _Run:
         events += check_policy(
             self.config.health, step, entropy_mean=float(entropy.double().mean()) if entropy.numel() else math.nan,
             saturation=max(columns["weight_saturation_low"] or 0.0, columns["weight_saturation_high"] or 0.0),
+            clipped_weights=clipped_weight_share(self.method, weight.cpu(), drawn.advantage.cpu(), mask),
             logp_mismatch=float(gap.mean()) if gap.numel() else math.nan, memory=memory_share(self.device),
         )  # fmt: skip
         allowed = not any(

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sharpscope.objective import Method, summarize_weights
+from sharpscope.config.method import PpoClip
+from sharpscope.objective import Method, gradient_killed, summarize_weights
 from sharpscope.policy import Head, TokenStats
 from sharpscope.training.learning import Learned
 from sharpscope.training.rounds import Round
@@ -57,6 +58,17 @@ def weight_columns(method: Method, weight: Tensor, used: Tensor, progress: float
     names = {"min": "minimum", "max": "maximum"}
     columns = ("mean", "std", "min", "max", "saturation_low", "saturation_high", "ess")
     return {f"weight_{name}": _finite(getattr(summary, names.get(name, name))) for name in columns}
+
+
+def clipped_weight_share(method: Method, weight: Tensor, advantage: Tensor, mask: Tensor) -> float:
+    """Share of the loss tokens whose weight (N, T) alone puts them beyond PPO's clip, by their advantage (N,).
+
+    They have no gradient at ratio 1. NaN without tokens, and for methods whose weight is not inside such a clip.
+    """
+    if method.weight_on != "ratio" or not isinstance(method.clip, PpoClip):
+        return math.nan
+    killed = gradient_killed(method.clip, weight, advantage[:, None].to(weight).expand_as(weight))
+    return float((killed[mask] != 0).double().mean())
 
 
 def rollout_columns(step: int, drawn: Round) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from sharpscope.training.health import check_finite, check_policy, check_rollout
 from sharpscope.training.learning import Learner
 
 QUIET = {"evaluation__every": 0, "steps": 2}
-FINE = {"entropy_mean": 1.0, "saturation": 0.5, "logp_mismatch": 0.0, "memory": 0.1}
+FINE = {"entropy_mean": 1.0, "saturation": 0.5, "clipped_weights": math.nan, "logp_mismatch": 0.0, "memory": 0.1}
 
 
 def weights(folder):
@@ -39,6 +39,9 @@ def weights(folder):
         ("entropy_collapse", {"entropy_mean": math.nan}, False),
         ("weight_saturation", {"saturation": 0.951}, True),
         ("weight_saturation", {"saturation": 0.95}, False),
+        ("clipped_weights", {"clipped_weights": 0.101}, True),
+        ("clipped_weights", {"clipped_weights": 0.1}, False),
+        ("clipped_weights", {"clipped_weights": math.nan}, False),
         ("logp_mismatch", {"logp_mismatch": 0.051}, True),
         ("logp_mismatch", {"logp_mismatch": 0.05}, False),
         ("memory", {"memory": 0.921}, True),
@@ -87,6 +90,7 @@ SURE = {  # rule -> settings with which it fires at every step of the toy run
     "truncation": {"rollout__max_new_tokens": 2},
     "entropy_collapse": {"health__entropy_collapse__threshold": 99.0},
     "weight_saturation": {"health__weight_saturation__threshold": 0.0, "method": "grpo-sg"},
+    "clipped_weights": {"health__clipped_weights__threshold": -1.0, "method": "tr-grpo"},
     "logp_mismatch": {"health__logp_mismatch__threshold": -1.0},
     "memory": {"health__memory__threshold": 0.0},
 }
@@ -221,6 +225,19 @@ def test_saturation_is_that_of_the_steps_table(toy_config):
     expected = steps[["weight_saturation_low", "weight_saturation_high"]].max(axis=1)
     np.testing.assert_allclose(events, expected[events.index], rtol=1e-6)
     assert len(events)
+
+
+@pytest.mark.parametrize("weight_on", ["ratio", "surrogate"])
+def test_clipped_weights_are_the_tokens_with_an_advantage_and_no_gradient(toy_config, weight_on):
+    """One update a step: the ratio is 1, so a token of a group that teaches has no gradient only where its weight is clipped."""
+    config = toy_config(method="tr-grpo", method__weight_on=weight_on, method__weight__preset="calibrated",
+                        health__clipped_weights__threshold=0.0, **QUIET)  # fmt: skip
+    run = sharpscope.load_run(train(config).run_dir)
+    events = run.events[run.events["rule"] == "clipped_weights"].set_index("step")["value"]
+    tokens = run.tokens()
+    dead = ((tokens["advantage"] != 0) & (tokens["loss_coef"] == 0)).groupby(tokens["step"]).mean()
+    np.testing.assert_allclose(events, dead[dead > 0])
+    assert bool(len(events)) is (weight_on == "ratio")
 
 
 def test_memory_is_that_of_the_machine():
