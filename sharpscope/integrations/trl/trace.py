@@ -168,6 +168,7 @@ class Trace:
         )
         self._events += check_policy(
             spec, self.step, entropy_mean=math.nan if entropy is None else entropy, saturation=saturation,
+            clipped_weights=math.nan,  # TRL's weights stand outside the clip
             logp_mismatch=float(gap.nanmean()) if sampled else math.nan, memory=memory_share(self.policy.device),
         )  # fmt: skip
 
