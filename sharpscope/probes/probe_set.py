@@ -250,7 +250,9 @@ def _solutions(drawn: Drawn, prompts: int) -> list[tuple[int, ...]]:
 
 
 def _row(item: ProbeItem) -> dict[str, Any]:
-    meta: Mapping[str, Any] = item.example.meta
+    example = item.example
+    chat = {"messages": list(example.messages), "prefill": example.prefill, "templated": example.templated}
+    meta: Mapping[str, Any] = {**example.meta, **{name: value for name, value in chat.items() if value}}
     return {
         "split": item.split,
         "prompt": item.example.prompt,

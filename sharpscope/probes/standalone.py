@@ -30,7 +30,7 @@ class DataRow:
     Attributes:
         prompt, completion: text; the completion gets an end-of-text token unless it is `truncated`.
         reward: success in [0, 1], or None.
-        meta: `templated` and `prefill`, as in `sharpscope.tasks.Example`.
+        meta: may contain `messages`, `prefill` and `templated`; see `sharpscope.tasks.Example`.
         truncated: cut at a length limit.
     """
 

@@ -1,4 +1,4 @@
-"""Values and interfaces of the room: what is asked, what an answer is worth, and how a task is called."""
+"""Examples, rewards and the interface of a task."""
 
 from __future__ import annotations
 
@@ -12,20 +12,33 @@ from typing import Any, Protocol, runtime_checkable
 class Example:
     """One question.
 
-    `meta` holds `id` (hash of the content), `level` (int or str: people, difficulty, hops) and, where they apply,
-    `prefill` (text after the prompt that already opens the completion, such as `<think>`; it stands in the prompt, is
-    never generated, and `Task.score` puts it before the completion itself), `templated` (True: the prompt already
-    holds chat markup and must not be templated again), `messages` (the chat turns, where the prompt came as more than
-    one) and whatever the task needs.
+    Attributes:
+        prompt: the question as text.
+        answer: the correct answer as text.
+        meta: `id` (hash of the content), `level` (people, difficulty, hops) and whatever the task's scorer needs.
+        messages: the chat turns, where the prompt has more than one.
+        prefill: text that begins the completion, such as `<think>`. It ends the prompt and is never generated;
+            `Task.score` puts it before the completion.
+        templated: the prompt contains chat markup already and is not wrapped in the chat template.
+
+    The keys `messages`, `prefill` and `templated` of `meta`, where version 0.1 had them, set the attributes of that name.
     """
 
     prompt: str
     answer: str
     meta: Mapping[str, Any] = field(default_factory=dict)
+    messages: Sequence[Mapping[str, str]] = ()
+    prefill: str = ""
+    templated: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("messages", "prefill", "templated"):
+            if self.meta.get(name) and not getattr(self, name):
+                object.__setattr__(self, name, self.meta[name])
 
     def whole(self, completion: str) -> str:
-        """The completion with the prefill that opened it in front: the text that scorers read."""
-        return str(self.meta.get("prefill", "")) + completion
+        """The prefill and the completion: the text that scorers read."""
+        return self.prefill + completion
 
 
 @dataclass(frozen=True)

@@ -146,7 +146,7 @@ class DatasetTask:
             yield from read_file(file, wanted)
 
     def _example(self, row: Row, place: Place) -> Example:
-        """One row as an example; see `Example.meta` for what is known of every task."""
+        """One row as an example."""
         spec = self.spec
         prompt, messages = read_prompt(cell(row, spec.columns.prompt, place, "prompt"), place)
         scorer = self._scorer(row, place)
@@ -163,13 +163,15 @@ class DatasetTask:
             meta["level"] = _level(cell(row, spec.columns.level, place, "level"), place)
         if spec.template:
             prompt = spec.template.replace("{prompt}", prompt)
-        if any(mark in prompt for mark in CHAT_MARKS):
-            meta["templated"] = True
-        elif len(messages) > 1 and not spec.template:
-            meta["messages"] = messages
-        if prompt.rstrip().endswith("<think>"):
-            meta["prefill"] = prompt[prompt.rfind("<think>") :]
-        return Example(prompt, answer, {"id": content_id(prompt, answer), "scorer": scorer} | meta)
+        templated = any(mark in prompt for mark in CHAT_MARKS)
+        return Example(
+            prompt,
+            answer,
+            {"id": content_id(prompt, answer), "scorer": scorer} | meta,
+            messages=messages if len(messages) > 1 and not (templated or spec.template) else (),
+            prefill=prompt[prompt.rfind("<think>") :] if prompt.rstrip().endswith("<think>") else "",
+            templated=templated,
+        )
 
     def _scorer(self, row: Row, place: Place) -> str:
         """The scorer set in the configuration, or the one that the row's data_source stands for."""

@@ -57,7 +57,7 @@ class KnightsKnaves:
     """Splits `train` and `heldout` (sizes `spec.people`) and `unseen` (sizes `spec.unseen_people`); level = people.
 
     `meta` of an example: id, level, names, solution (True = knight), statements (nested tuples), quiz, content (the
-    key of `statements.content_key`), and with the logic_rl style prefill and templated.
+    key of `statements.content_key`).
     """
 
     name = "knights_knaves"
@@ -134,12 +134,10 @@ class KnightsKnaves:
             "quiz": quiz,
             "content": content,
         }
-        if self.spec.style == "logic_rl":
-            prompt = logic_rl_prompt(quiz)
-            meta |= {"prefill": "<think>", "templated": True}
-        else:
-            prompt = quiz + "\n"
-        return Example(prompt, solution_text(names, solution), {"id": content_id(prompt)} | meta)
+        chat = self.spec.style == "logic_rl"
+        prompt = logic_rl_prompt(quiz) if chat else quiz + "\n"
+        meta = {"id": content_id(prompt)} | meta
+        return Example(prompt, solution_text(names, solution), meta, prefill="<think>" if chat else "", templated=chat)
 
 
 def named_puzzles(name: str) -> dict[str, Example]:

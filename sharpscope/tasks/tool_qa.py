@@ -120,12 +120,13 @@ class ToolQa:
     def _asked(self, example: Example) -> Example:
         """A question of the data set as the policy hears it: text that holds chat markup already stays as it is."""
         meta = dict(example.meta) | {"question": example.prompt}
-        if meta.get("templated"):
+        if example.templated:
             return replace(example, meta=meta)
-        question = example.prompt.removesuffix(meta.get("prefill", ""))  # it stands after what is put around a question
-        if self.spec.style == "search_r1" and "messages" in meta:  # chat models hear these and not the prompt
-            meta["messages"] = self._instructed(meta["messages"], meta.get("prefill", ""))
-        return replace(example, prompt=self._prompt(question), meta=meta)
+        question = example.prompt.removesuffix(example.prefill)  # the prefill follows the instruction
+        messages = example.messages  # a chat model gets these instead of the prompt
+        if self.spec.style == "search_r1" and messages:
+            messages = self._instructed(messages, example.prefill)
+        return replace(example, prompt=self._prompt(question), meta=meta, messages=messages)
 
     def _instructed(self, turns: Sequence[Mapping[str, str]], prefill: str) -> list[Mapping[str, str]]:
         """Chat turns with the last one of the user within the instruction.

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 
 from sharpscope.errors import UserError
-from sharpscope.policy import Policy, SamplingSpec, with_openings
+from sharpscope.policy import Policy, SamplingSpec
 from sharpscope.seeds import derive
 from sharpscope.tasks import Example, Task
 from sharpscope.tasks.dataset import DatasetTask
 from sharpscope.training.evaluation_progress import Batch, EvaluationProgress
-from sharpscope.training.rounds import draw_completions
+from sharpscope.training.rounds import draw_scored
 
 EVERY_ROW = "all"
 """Name of a data set's rows whether held out or not."""
@@ -147,11 +147,9 @@ def _batches(
         found = progress.get(cell.name, first) if progress is not None else None
         if found is None:
             examples = cell.examples[first : first + size]
-            texts = draw_completions(
+            _, rewards = draw_scored(
                 policy, task, examples, cell.samples, drawn, derive(seed, f"evaluation:{cell.name}"), first
-            ).texts
-            asked = with_openings(examples, policy)
-            rewards = [task.score(asked[row // cell.samples], text) for row, text in enumerate(texts)]
+            )
             correct = np.array([reward.correct for reward in rewards], dtype=bool).reshape(len(examples), cell.samples)
             found = Batch(correct.tolist(), [reward.total for reward in rewards])
             if progress is not None:

@@ -20,12 +20,11 @@ from sharpscope.policy import (
     microbatches,
     render_prompts,
     score_completions,
-    with_openings,
 )
 from sharpscope.probes import Drawn, ProbeSet, build_probe_set
 from sharpscope.probes.probe_set import ProbeItem
 from sharpscope.tasks import Example, Task
-from sharpscope.training.rounds import draw_completions, moved
+from sharpscope.training.rounds import draw_scored, moved
 from sharpscope.training.sharding import whole_weights
 
 if TYPE_CHECKING:
@@ -47,10 +46,8 @@ class Drawer:
 
     def __call__(self, examples: Sequence[Example], samples: int, seed: int) -> Drawn:
         """`samples` completions per example, rows of an example adjacent, with their success (0 or 1)."""
-        drawn = draw_completions(self.policy, self.task, examples, samples, self.sampling, seed)
-        asked = with_openings(examples, self.policy)
-        success = [self.task.score(asked[row // samples], text).correct for row, text in enumerate(drawn.texts)]
-        correct = torch.tensor(success, dtype=torch.float32, device=self.policy.device)
+        drawn, rewards = draw_scored(self.policy, self.task, examples, samples, self.sampling, seed)
+        correct = torch.tensor([r.correct for r in rewards], dtype=torch.float32, device=self.policy.device)
         return Drawn(drawn.with_reward(correct), correct)
 
 

@@ -63,6 +63,9 @@ def draw_completions(
 
     Where the task is interactive it answers in the middle of them, for all rows together. Several processes draw a part of the
     prompts each; all get all, the same as one process would draw.
+
+    Args:
+        examples: as `with_openings` returns them.
     """
     part = distributed.local_slice(len(examples))
     if not isinstance(spec.backend, LocalBackend):  # one server for all: the first process asks it for everything
@@ -71,7 +74,7 @@ def draw_completions(
     with whole_weights(policy.model):
         if mine:
             prompts = render_prompts(mine, policy)
-            environment = Environment(task, with_openings(mine, policy)) if isinstance(task, InteractiveTask) else None
+            environment = Environment(task, mine) if isinstance(task, InteractiveTask) else None
             seeded = torch.Generator().manual_seed(seed)
             own = generate(policy, prompts, group_size, spec, seeded, environment, first + part.start)
     if distributed.world_size() == 1 and own is not None:
@@ -120,11 +123,25 @@ def draw_round(
     return Round(examples, rollouts, rewards, advantage, redrawn)
 
 
+def draw_scored(
+    policy: Policy,
+    task: Task,
+    examples: Sequence[Example],
+    group_size: int,
+    spec: SamplingSpec,
+    seed: int,
+    first: int = 0,
+) -> tuple[Completions, list[Reward]]:
+    """Completions of `draw_completions` and their rewards."""
+    opened = with_openings(examples, policy)
+    completions = draw_completions(policy, task, opened, group_size, spec, seed, first)
+    return completions, score_texts(task, opened, completions.texts)
+
+
 def _draw(
     policy: Policy, task: Task, examples: list[Example], spec: RolloutSpec, seed: int
 ) -> tuple[Rollouts, list[Reward]]:
-    completions = draw_completions(policy, task, examples, spec.group_size, spec, seed)
-    rewards = score_texts(task, with_openings(examples, policy), completions.texts)
+    completions, rewards = draw_scored(policy, task, examples, spec.group_size, spec, seed)
     total = torch.tensor([reward.total for reward in rewards], dtype=torch.float32)
     return completions.with_reward(total), rewards
 

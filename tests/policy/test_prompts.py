@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from sharpscope.tasks import Example, KnightsKnavesSpec, Reward, ToolQaSpec, mak
 from sharpscope.training.data_order import DataOrder
 from sharpscope.training.evaluate import evaluate
 from sharpscope.training.probe_sets import Drawer
-from sharpscope.training.rounds import draw_completions, draw_round
+from sharpscope.training.rounds import draw_round, draw_scored
 from tests.models import tiny_model
 from tests.policy.helpers import tiny_policy, word_tokenizer
 
@@ -27,7 +26,7 @@ CLOSED = THINKING.replace("<think>\n", "<think>\n\n</think>\n\n")
 
 
 def example(prompt: str, **meta: Any) -> Any:
-    return SimpleNamespace(prompt=prompt, answer="", meta=meta)
+    return Example(prompt, "", meta)
 
 
 def rendered(examples: list[Any], *, template: str | None = None, prompt_format: str = "auto") -> list[str]:
@@ -74,7 +73,7 @@ def test_special_tokens_that_a_tokenizer_adds_itself():
 def test_turns_that_a_template_refuses_are_named():
     refuses = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}t5"
     turns = [{"role": "system", "content": "t8"}, {"role": "user", "content": "t9"}]
-    says = r"template of 'x' refuses .* system, user \(System role not supported\); .* policy.prompt_format=plain"
+    says = r"template of 'x' rejects .* system, user \(System role not supported\); .* policy.prompt_format=plain"
     with pytest.raises(UserError, match=says):
         rendered([example("t8 t9", messages=turns)], template=refuses)
     assert rendered([example("t8 t9", messages=turns)], template=refuses, prompt_format="plain") == ["t8 t9"]
@@ -93,11 +92,11 @@ TURNS = [{"role": "system", "content": "be good"}, {"role": "user", "content": "
 OPENED = [
     # example, what the model sees, what of it opens the completion
     (Example("say a", ""), "[user]say a[assistant]<think>\n", "<think>\n"),
-    (Example("say a So", "", {"prefill": " So"}), "[user]say a[assistant]<think>\n So", "<think>\n So"),
-    (Example("be good\n\nsay a So", "", {"prefill": " So", "messages": TURNS}),
+    (Example("say a So", "", prefill=" So"), "[user]say a[assistant]<think>\n So", "<think>\n So"),
+    (Example("be good\n\nsay a So", "", prefill=" So", messages=TURNS),
      "[system]be good[user]say a[assistant]<think>\n So", "<think>\n So"),
     (Example("say a <think>", "", {"prefill": "<think>"}), "[user]say a [assistant]<think>", "<think>"),
-    (Example("[user]say a[assistant]", "", {"templated": True}), "[user]say a[assistant]", ""),
+    (Example("[user]say a[assistant]", "", templated=True), "[user]say a[assistant]", ""),
     (Example("[user]a<think>", "", {"templated": True, "prefill": "<think>"}), "[user]a<think>", "<think>"),
 ]  # fmt: skip
 
@@ -164,6 +163,6 @@ def test_every_scorer_is_told_what_the_template_opened(thinker, toy_config, plac
     elif place == "probes":
         Drawer(config, thinker, task)(examples, 4, 0)
     else:
-        draw_completions(thinker, task, examples, 4, spec, 0)
+        draw_scored(thinker, task, examples, 4, spec, 0)
     told = task.heard if place == "conversation" else task.scored
     assert told and all(text.startswith("<think>\n") for text in told)

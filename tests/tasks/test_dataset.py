@@ -54,7 +54,7 @@ def test_a_puzzle_row_is_scored_as_logic_rl_does(tmp_path, suffix):
     assert example.prompt == kk_row()["prompt"][0]["content"]
     assert example.answer == TRUTH
     assert example.meta["statements"] == (("lying", 1), ("and", ("lying", 0), ("lying", 1)))
-    assert (example.meta["level"], example.meta["prefill"], example.meta["templated"]) == (2, "<think>", True)
+    assert (example.meta["level"], example.prefill, example.templated) == (2, "<think>", True)
     assert task.score(example, f"hm</think><answer>{TRUTH}</answer>").total == 3.0
     assert task.score(example, f"<answer>{TRUTH}</answer>").total == -3.0
 
@@ -83,7 +83,7 @@ def test_chat_messages_are_kept_and_also_given_as_text(tmp_path):
     row = {"prompt": messages, "answer": "2", "data_source": "exact"}
     _, splits = load(write(tmp_path / "a.parquet", [row]), heldout_fraction=0, **PLAIN)
     assert splits["train"][0].prompt == "Be brief.\n\n1 + 1?"
-    assert splits["train"][0].meta["messages"] == messages
+    assert splits["train"][0].messages == messages
     _, splits = load(tmp_path / "a.parquet", heldout_fraction=0, template="Q: {prompt} A: ", **PLAIN)
     assert splits["train"][0].prompt == "Q: Be brief.\n\n1 + 1? A: "
 

@@ -161,8 +161,8 @@ def test_logic_rl_style_opens_the_thought_in_the_prompt(made):
     example = task.splits()["train"][0]
     assert example.prompt.startswith("<|im_start|>system\nYou are a helpful assistant. The assistant first thinks")
     assert example.prompt.endswith("who is a knave?\n<|im_end|>\n<|im_start|>assistant\n<think>")
-    assert example.meta["prefill"] == "<think>"
-    assert example.meta["templated"] is True
+    assert example.prefill == "<think>"
+    assert example.templated is True
     completion = f"hm</think><answer>{example.answer}</answer>"
     assert task.score(example, completion).total == 3.0
     assert task.score(example, "<think>" + completion).total == -3.0  # opened twice

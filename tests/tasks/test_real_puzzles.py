@@ -47,8 +47,8 @@ def test_each_has_the_one_solution_that_the_file_says(examples):
 
 def test_the_scorer_gives_three_to_each_true_answer_after_the_prefill(task, examples):
     for example in examples:
-        assert example.meta["prefill"] == "<think>"
-        assert example.meta["templated"] is True
+        assert example.prefill == "<think>"
+        assert example.templated is True
         completion = f"reasoning</think>\n<answer>{example.answer}</answer>"
         assert task.score(example, completion).total == 3.0
         first = example.meta["names"][0]
@@ -71,5 +71,5 @@ def test_the_bare_quiz_can_be_asked_instead():
     example = make_task(DatasetSpec(path=path, columns=columns, template="{prompt}\n", limit=50)).splits()["train"][0]
     assert example.prompt.startswith("A very special island")
     assert example.prompt.endswith("who is a knave?\n")
-    assert "prefill" not in example.meta
-    assert "templated" not in example.meta
+    assert example.prefill == ""
+    assert not example.templated

@@ -44,30 +44,30 @@ def instructed(question: str) -> str:
 def test_the_instruction_stands_in_the_last_turn_of_the_user(ask):
     given = turns(("system", "Be brief."), ("user", "Hello"), ("assistant", "Yes?"), ("user", "Who is mayor?"))
     (example,) = ask(row(given), style="search_r1").splits()["train"]
-    assert example.meta["messages"] == [*given[:3], {"role": "user", "content": instructed("Who is mayor?")}]
+    assert example.messages == [*given[:3], {"role": "user", "content": instructed("Who is mayor?")}]
     assert example.prompt == instructed("\n\n".join(turn["content"] for turn in given))
     (plain,) = ask(row(given), style="compact").splits()["train"]
-    assert plain.meta["messages"] == given
+    assert plain.messages == given
 
 
 def test_an_assistants_last_word_stays_behind_the_instruction(ask):
     given = turns(("user", "Who?"), ("assistant", "Let me see"))
     (example,) = ask(row(given), style="search_r1").splits()["train"]
-    assert example.meta["messages"] == [{"role": "user", "content": instructed("Who?")}, given[1]]
+    assert example.messages == [{"role": "user", "content": instructed("Who?")}, given[1]]
 
 
 def test_an_opened_think_stays_out_of_the_instruction(ask):
     texts = ask(row("Who? <think>"), row(turns(("system", "Be brief."), ("user", "Who? <think>"))), style="search_r1")
     text, chat = texts.splits()["train"]
-    assert text.prompt == instructed("Who? ") and text.meta["prefill"] == "<think>"
-    assert chat.meta["messages"][1]["content"] == instructed("Who? ") and chat.meta["prefill"] == "<think>"
+    assert text.prompt == instructed("Who? ") and text.prefill == "<think>"
+    assert chat.messages[1]["content"] == instructed("Who? ") and chat.prefill == "<think>"
 
 
 def test_turns_without_the_user_have_no_place_for_the_instruction(ask):
     given = turns(("system", "Be brief."), ("assistant", "Who is mayor?"))
     with pytest.raises(UserError, match=r"task.style = 'search_r1': .* none with role 'user'"):
         ask(row(given), style="search_r1").splits()
-    assert ask(row(given)).splits()["train"][0].meta["messages"] == given
+    assert ask(row(given)).splits()["train"][0].messages == given
 
 
 @pytest.mark.parametrize(

@@ -33,13 +33,13 @@ def invoke(*arguments: str):
 @pytest.fixture
 def draws(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """One number for each time that completions are drawn."""
-    real, calls = evaluation.draw_completions, []
+    real, calls = evaluation.draw_scored, []
 
     def counting(*arguments):
         calls.append(len(calls))
         return real(*arguments)
 
-    monkeypatch.setattr(evaluation, "draw_completions", counting)
+    monkeypatch.setattr(evaluation, "draw_scored", counting)
     return calls
 
 

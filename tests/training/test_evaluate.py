@@ -170,7 +170,7 @@ def test_the_command_goes_on_too_and_cleans_up(toy_config, tmp_path, monkeypatch
     model = config.policy.model
     whole = evaluate_model(model, **settings)
     monkeypatch.setattr(evaluation, "BATCH_COMPLETIONS", 8)
-    real, calls = evaluation.draw_completions, []
+    real, calls = evaluation.draw_scored, []
 
     def failing(*args):
         calls.append(args)
@@ -178,7 +178,7 @@ def test_the_command_goes_on_too_and_cleans_up(toy_config, tmp_path, monkeypatch
             raise KeyboardInterrupt
         return real(*args)
 
-    monkeypatch.setattr(evaluation, "draw_completions", failing)
+    monkeypatch.setattr(evaluation, "draw_scored", failing)
     with pytest.raises(KeyboardInterrupt):
         evaluate_model(model, **settings)
     assert [file.suffix for file in (tmp_path / "evaluations").iterdir()] == [".jsonl"]
