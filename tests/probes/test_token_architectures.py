@@ -13,6 +13,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from sharpscope.errors import UserError
 from sharpscope.probes import attribute, score_norms
+from sharpscope.probes.token_gradients.choices import Choices
 from tests.models import random_batch
 from tests.oracles.token_gradients import local_token_gradients, squared_norms, token_gradients
 
@@ -137,3 +138,60 @@ def test_every_tier_matches_a_loop_or_says_what_to_use(architecture):
     refused = REFUSED.get(architecture, ())
     batch = random_batch(rows=2, prompt=3, completion=5)
     assert_tiers(model_of(architecture), batch, **dict.fromkeys(refused, False))
+
+
+@pytest.mark.parametrize("architecture", ["deepseek_v32", "mixtral"])
+def test_central_differences_hold_the_choices_of_the_unperturbed_model(architecture):
+    """Experts (and keys) that are nearly tied: a finite step would exchange them, and shares would be anything."""
+    model, batch = model_of(architecture, torch.float32), random_batch(rows=8, completion=16)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "gate.weight" in name or "weights_proj" in name:
+                parameter.mul_(1e-3)
+    coef = coefficients(batch)
+    forward, central = (
+        attribute(model, batch["input_ids"], batch["mask"], coef, None, batch["attention_mask"], 1.0, way)
+        for way in ("forward", "central")
+    )
+    assert float((central - forward).abs().max() / forward.abs().sum()) < 1e-4
+    assert float(central.sum()) == pytest.approx(1.0, abs=1e-3)
+
+
+X = torch.randn(3, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    "choose",
+    [
+        lambda x: torch.topk(x, 2, dim=-1, sorted=False),
+        lambda x: x.topk(2, 0),
+        lambda x: x.sort(dim=0, descending=True),
+        lambda x: x.sort(),
+        lambda x: x.max(1),
+        lambda x: torch.min(x, dim=0, keepdim=True),
+        lambda x: (x.gather(1, x.argsort(1)), x.argsort(1)),
+        lambda x: (x * (x > 0.1), x > 0.1),
+    ],
+)
+def test_held_choices_are_those_made_before(choose):
+    with Choices() as noted:
+        before = choose(X)
+    moved = X.flip(1) + 1
+    with Choices(noted.made):
+        places = choose(moved)[1]
+    assert torch.equal(places, before[1]) and not torch.equal(choose(moved)[1], before[1])
+    size = torch.arange(15.0, dtype=torch.float64).view(3, 5)  # the same places hold other numbers
+    with Choices(noted.made):
+        other = choose(size)[0]
+    flat = {float(x): float(y) for x, y in zip(X.flatten(), size.flatten(), strict=True)} | {0.0: 0.0}
+    assert [flat[float(x)] for x in before[0].flatten()] == other.flatten().tolist()
+
+
+def test_another_course_of_choices_is_refused():
+    with Choices() as noted:
+        X.topk(2)
+    with pytest.raises(UserError, match="method='forward'"), Choices(noted.made):
+        X.topk(3)
+    with pytest.raises(UserError, match="`argmax`"), Choices(noted.made):
+        X.topk(2)
+        X.argmax(1)

@@ -1,5 +1,7 @@
 """Directional derivatives of all log-probabilities by central differences: two forward passes, plus a short trial.
 
+Where the model chooses among numbers (a mixture its experts), an unperturbed pass comes first, and the others choose alike.
+
 The step decides the error: what log π bends grows with its square, rounding with its inverse. Both are in balance where
 the step moves the log-probability that moves most by about 2·eps^(1/3), whatever the model and the direction; a step in
 proportion to the weights' norm alone is wrong by a factor of 16 either way. So a trial on a few tokens scales the step,
@@ -9,7 +11,7 @@ and rows that turn out to move far more are differenced again with a smaller one
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
@@ -18,6 +20,7 @@ from torch import Tensor, nn
 
 from sharpscope.errors import UserError
 from sharpscope.policy.head import bare
+from sharpscope.probes.token_gradients.choices import Choices
 from sharpscope.probes.token_gradients.forward_mode import forward_attention, input_direction, substituted
 from sharpscope.probes.token_gradients.head import head_logp
 from sharpscope.probes.token_gradients.rows import Rows
@@ -156,15 +159,22 @@ def _difference(
     out: Tensor,
 ) -> None:  # fmt: skip
     chunks = list(rows.chunks(share=structure.shares))
+    modes: list[Callable[[], AbstractContextManager]] = [nullcontext] * len(chunks)
+    if structure.chooses:
+        modes = [_held(model, structure, chunk) for chunk in chunks]
     logp: list[list[Tensor]] = []
     inner = input_direction(model, structure.named, direction)
     for sign in (1.0, -1.0):
-        moved, inside = [], []
+        moved, inside, part = [], [], []
         for parameter, u, v in zip(structure.named.values(), direction, inner, strict=True):
             moved.append(parameter.detach().add(u.to(parameter), alpha=sign * step))
             inside.append(moved[-1] if u is v else parameter.detach().add(v.to(parameter), alpha=sign * step))
         with substituted(model, structure.named, inside), _attention(model, structure):
-            logp.append([_logp(model, structure, chunk, temperature, moved) for chunk in chunks])
+            for chunk, mode in zip(chunks, modes, strict=True):
+                with mode():
+                    hidden = _hidden(model, chunk)
+                part.append(_logp(structure, chunk, hidden, temperature, moved))
+        logp.append(part)
     for chunk, above, below in zip(chunks, *logp, strict=True):
         chunk.write(out, (above - below) / (2 * step))
 
@@ -176,12 +186,23 @@ def _attention(model: nn.Module, structure: Structure) -> AbstractContextManager
     return forward_attention(model, structure)
 
 
-def _logp(model: nn.Module, structure: Structure, chunk: Rows, temperature: float, values: Sequence[Tensor]) -> Tensor:
-    """log π (M,) with the output layer's parameters replaced as well."""
+def _held(model: nn.Module, structure: Structure, chunk: Rows) -> Callable[[], Choices]:
+    """Makes contexts in which a pass over the chunk chooses as the unperturbed model does."""
+    with Choices() as choices, _attention(model, structure):
+        _hidden(model, chunk)
+    return lambda: Choices(choices.made)
+
+
+def _hidden(model: nn.Module, chunk: Rows) -> Tensor:
+    """(M, d) hidden states that predict the chosen tokens."""
+    return hidden_states(model, chunk.ids, read_before(model, chunk.before))[chunk.predicts]
+
+
+def _logp(structure: Structure, chunk: Rows, hidden: Tensor, temperature: float, values: Sequence[Tensor]) -> Tensor:
+    """log π (M,) of hidden states (M, d), the output layer's parameters replaced as well."""
     by_name = dict(zip(structure.named, values, strict=True))
     head = structure.head
     weight = by_name.get(structure.tied or structure.head_weight or "", head.weight)
     bias = by_name.get(structure.head_bias or "", head.bias)
     moved = type(head)(weight, bias, head.soft_cap, head.scale)
-    hidden = hidden_states(model, chunk.ids, read_before(model, chunk.before))[chunk.predicts]
     return head_logp(hidden, moved, chunk.targets, temperature)

@@ -21,6 +21,7 @@ from sharpscope.policy.head import Head, backbone, bare, check_head, output_head
 from sharpscope.probes.fingerprint import remembered
 from sharpscope.probes.guard import attention_implementation
 from sharpscope.probes.token_gradients import attention as attn
+from sharpscope.probes.token_gradients.choices import chosen_by
 from sharpscope.probes.token_gradients.experts import recorded_experts
 from sharpscope.probes.token_gradients.groups import group_names
 from sharpscope.probes.token_gradients.rows import safe_width
@@ -56,6 +57,7 @@ class Structure:
         computes_in: the coarsest dtype of what depends on a trainable parameter.
         shares: whether rows can go on from the keys and values of a beginning read before.
         severed: the operation that hides something that depends on a parameter from autograd, or None.
+        chooses: whether the model chooses among numbers (experts, keys), which a finite step may change.
         checked: probe -> largest relative error that its self-check found.
     """
 
@@ -74,6 +76,7 @@ class Structure:
     in_place: bool = False
     computes_in: torch.dtype = torch.float32
     severed: str | None = None
+    chooses: bool = False
     checked: dict[str, float] = field(default_factory=dict)
 
     def recorder(self, size: tuple[int, int], *, whole: bool = False, wrap: Wrap | None = None) -> Recorder:
@@ -222,6 +225,7 @@ def _examine(model: nn.Module, named: dict[str, nn.Parameter]) -> Structure:
         hidden, recorder, counted, watch = _watched(model, structure, ids)
     structure.attention_calls = counted.made
     structure.computes_in, structure.severed, structure.in_place = watch.coarsest, watch.severed, watch.in_place
+    structure.chooses = watch.chooses
     start = torch.zeros_like(hidden)
     start[-1] = torch.randn(hidden.shape[1:], generator=torch.Generator().manual_seed(0)).to(hidden)
     plain = _plain_squares(named, hidden, start)
@@ -249,13 +253,14 @@ class _Watch(TorchFunctionMode):
         anywhere: dtype among all results that autograd may follow (tables of positions are made without it).
         severed: the first operation on something that depends on a trainable parameter whose result does not.
         in_place: whether something that depends on a trainable parameter is written to in place.
+        chooses: whether there is a choice among numbers, by an operation known to `choices`.
     """
 
     def __init__(self, calls: attn.Calls) -> None:
         super().__init__()
         self.coarsest = self.anywhere = torch.float64
         self.severed: str | None = None
-        self.in_place = False
+        self.in_place = self.chooses = False
         self._calls = calls
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -266,6 +271,7 @@ class _Watch(TorchFunctionMode):
             self.anywhere = coarser(self.anywhere, out.dtype)
             if out.requires_grad:
                 self.coarsest = coarser(self.coarsest, out.dtype)
+        self.chooses |= chosen_by(func, args, out) is not None
         hides = not torch.is_grad_enabled() or func in DETACHMENTS
         if hides and self.severed is None and not self._calls.within:
             depends = any(value.requires_grad for value in tensors_in((args, kwargs)))
