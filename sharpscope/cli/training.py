@@ -61,11 +61,14 @@ def run(
 
     display = QuietDisplay() if quiet else RichDisplay()
     if resume is not None:
+        from sharpscope.errors import UserError
+
         given = [config, method, task, model, shaping, steps, seed, lr, out, set_]
         if any(value is not None for value in given):
-            from sharpscope.errors import UserError
-
             raise UserError("--resume goes on with the run's own settings: give no other setting beside it")
+        if not (resume / "config.yaml").is_file():
+            what = "holds no run (no config.yaml)" if resume.is_dir() else "does not exist"
+            raise UserError(f"--resume {resume}: {what}; give the folder of a run")
         settings = build_config(resume / "config.yaml", values={"out": str(resume.parent), "name": resume.name})
         outcome = train(settings, display, resume=True)
     else:

@@ -143,7 +143,8 @@ def _load(spec: PolicySpec, frozen: bool) -> tuple[nn.Module, PreTrainedTokenize
     except UserError:
         raise
     except Exception as error:  # broken files make transformers raise whatever its code runs into
-        raise UserError(f"policy.model {spec.model!r}: cannot be loaded: {_first_line(error)}") from error
+        how = "" if Path(location).is_dir() else "no such folder, and as a hub id it "
+        raise UserError(f"policy.model {spec.model!r}: {how}cannot be loaded: {_first_line(error)}") from error
     model, info = loaded
     missing = sorted(info["missing_keys"]) + sorted(str(key) for key in info.get("mismatched_keys", ()))
     if missing:

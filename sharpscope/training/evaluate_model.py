@@ -80,7 +80,8 @@ def evaluate_model(
         available = [split for split, examples in made.splits().items() if examples]
         available += [EVERY_ROW] if isinstance(made, DatasetTask) else []
         raise UserError(
-            f"--split {', '.join(missing)}: the task has {', '.join(available) or 'no splits'}; name one of them"
+            f"--split {', '.join(missing)}: the task has {', '.join(available) or 'no splits'}; name one of them, or "
+            "repeat --split for several"
         )
     for k in pass_at:
         if not 1 <= k <= samples:

@@ -95,7 +95,7 @@ def test_a_hub_model_that_cannot_be_reached_is_one_line(monkeypatch):
 
     monkeypatch.setattr(AutoConfig, "from_pretrained", unreachable)
     assert refusal("someone/model") == (
-        "policy.model 'someone/model': cannot be loaded: We couldn't connect to the hub"
+        "policy.model 'someone/model': no such folder, and as a hub id it cannot be loaded: We couldn't connect to the hub"
     )
 
 

@@ -117,7 +117,10 @@ def test_every_row_of_a_file_is_evaluated_on_request(tiny_policy: Path, tmp_path
 
 def test_all_rows_are_a_data_sets_alone(place):
     error = invoke(*place, "--split", "all").exception
-    assert isinstance(error, UserError) and str(error) == "--split all: the task has train, heldout; name one of them"
+    assert (
+        isinstance(error, UserError)
+        and str(error) == "--split all: the task has train, heldout; name one of them, or repeat --split for several"
+    )
 
 
 def test_the_table_has_an_interval_at_zero(place, tmp_path: Path):
