@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -112,14 +113,21 @@ def squares_of(x: Tensor) -> Tensor:
 
 def _bmm(a: Tensor, b: Tensor) -> Tensor:
     """Batched matrix product whose result is float32 at least."""
-    if a.dtype != b.dtype or (a.dtype in _HALVES and not a.is_cuda):
-        a, b = (x.to(torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)) for x in (a, b))
-    if a.dtype in _HALVES:
-        return torch.bmm(a, b, out_dtype=torch.float32) if _WIDE_RESULTS else torch.bmm(a.float(), b.float())
-    return torch.bmm(a, b)
+    if a.dtype == b.dtype and a.dtype in _HALVES and a.is_cuda and _widens():
+        return torch.bmm(a, b, out_dtype=torch.float32)
+    wide = torch.promote_types(a.dtype, b.dtype)
+    wide = torch.float32 if wide in _HALVES else wide
+    return torch.bmm(a.to(wide), b.to(wide))
 
 
-_WIDE_RESULTS = "out_dtype" in (torch.bmm.__doc__ or "")  # PyTorch 2.8 and later, on CUDA
+@cache
+def _widens() -> bool:
+    """Whether products of half precision can be had in float32 as the GPU makes them (PyTorch 2.8 and later)."""
+    a = torch.ones(1, 2, 2, dtype=torch.bfloat16, device="cuda")
+    try:
+        return torch.bmm(a, a, out_dtype=torch.float32).dtype == torch.float32
+    except (TypeError, RuntimeError):
+        return False
 
 
 def _without_ignored(use: Use, g: Tensor) -> Tensor:
