@@ -192,6 +192,7 @@ QUICK = [
         "kinds=[sam]",
         "density_samples=1",
         "density_steps=4",
+        "trace_probes=2",
     )
     for part in ("--set", value)
 ]
@@ -207,7 +208,7 @@ def test_probe_measures_a_model_on_a_file(tiny_policy: Path, texts: Path, tmp_pa
     assert (
         (tokens["score_norm_local"] > 0).all() and (out / "rho_curves.png").exists() and (out / "spectrum.png").exists()
     )
-    assert "sam" in output
+    assert "sam" in output and "95 % (t, 1 d.f.)" in output
     with pytest.raises(UserError, match="not empty"):
         invoke("probe", "--model", str(tiny_policy), "--data", str(texts), "--out", str(out))
 

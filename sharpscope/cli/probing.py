@@ -255,6 +255,7 @@ def _show(found: pd.DataFrame) -> None:
     from rich.text import Text
 
     from sharpscope.analysis.figures.surface import split_of
+    from sharpscope.probes.hessian.trace import t_interval
 
     derived = found["quantity"].eq("density") | found["quantity"].str.startswith("slice")
     shown = found[~derived & ~found["quantity"].str.endswith("_ratio") & (found["parameters"] == "all")]
@@ -274,6 +275,11 @@ def _show(found: pd.DataFrame) -> None:
             ]
             converged = {True: "yes", False: "NO"}.get(row["converged"], "–")
             table.add_row(Text(row["quantity"]), *numbers, converged)
+            if row["quantity"].endswith("trace") and row["std_error"] == row["std_error"]:
+                low, high = t_interval(row["value"], row["std_error"], int(row["samples"]))
+                table.add_row(
+                    Text(f"  95 % (t, {int(row['samples']) - 1} d.f.)"), "", f"{low:.4g} to {high:.4g}", "", "", ""
+                )
     Console().print(table)
 
 

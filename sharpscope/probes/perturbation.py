@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from sharpscope.errors import UserError, nearest
 from sharpscope.probes.estimate import Estimate
 from sharpscope.probes.hessian.api import sub_generator
+from sharpscope.probes.hessian.check import check_gradient
 from sharpscope.probes.surface import ClosureSurface, LossFn, Surface, common_dtype, flatten, moved, untouched
 
 SharpnessKind = Literal["sam", "asam", "average", "worst"]
@@ -43,6 +44,7 @@ class Sharpness:
         residual: of `worst`: ‖proj(u + rho·g/G) − u‖/rho with G the largest gradient met, 0 at a stationary point;
             NaN for the others.
         seed, seconds: how it was had.
+        checked: relative error of the gradient that `check_gradient` found; None = not checked, NaN = it could not tell.
     """
 
     value: float
@@ -60,6 +62,7 @@ class Sharpness:
     residual: float
     seed: int
     seconds: float
+    checked: float | None = None
 
     @property
     def quantity(self) -> str:
@@ -116,6 +119,7 @@ def sharpness(
     adaptive: bool = False,
     samples: int = 16,
     tolerance: float = 1e-2,
+    check: bool = True,
 ) -> Sharpness:
     """Sharpness of any loss at the parameters' present values.
 
@@ -127,7 +131,8 @@ def sharpness(
       throughout; to second order rho²/(2P)·tr H. Pairs ±ε cancel the first-order noise.
 
     Args:
-        loss_fn: zero-argument closure that computes a scalar loss from `parameters`, the same in every call.
+        loss_fn: zero-argument closure that computes a scalar loss from `parameters`, the same in every call (compared over 4
+            calls at first and 2 at the end).
         parameters: leaf tensors; half-precision ones are perturbed as float32 copies. Frozen ones are left out.
         rho: radius [parameters' L2 norm; relative to |θ| where adaptive].
         kind: see above.
@@ -136,19 +141,22 @@ def sharpness(
         adaptive: T = |θ| also for `average` and `worst`.
         samples: antithetic pairs of `average`, at least 2.
         tolerance: residual at which `worst` counts as stationary.
+        check: compare the gradient with a finite difference of losses first, see `check_gradient`.
 
     Returns:
         A `Sharpness`; parameters, `.grad`, random state and attention kernel are as before, also if this raises.
 
     Raises:
-        UserError: an unknown kind, rho ≤ 0, a step below the parameters' resolution, a loss that is not deterministic.
+        UserError: an unknown kind, rho ≤ 0, a step below the parameters' resolution, a loss that is not deterministic;
+            a gradient that is wrong.
     """
     surface = ClosureSurface(loss_fn, parameters)
-    with untouched(list(parameters)):
-        surface.check_deterministic()
-        return sharpness_of(
+    with untouched(list(parameters)), surface.deterministic():
+        error = check_gradient(surface) if check else None
+        found = sharpness_of(
             surface, rho, kind, steps=steps, seed=seed, adaptive=adaptive, samples=samples, tolerance=tolerance
         )
+        return replace(found, checked=error)
 
 
 def sharpness_of(

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from sharpscope.probes.hessian.operators import Operator
 
 LossFn = Callable[[], Tensor]
+CALLS = 4
+"""Evaluations of a closure that must agree before a probe starts."""
 
 
 class Surface(Protocol):
@@ -204,17 +206,27 @@ class ClosureSurface:
     def start(self, generator: torch.Generator) -> None:
         """A closure does not show its examples: Lanczos starts at random."""
 
-    def check_deterministic(self) -> None:
-        """Two evaluations at one θ must agree, or every difference would be noise.
+    @contextmanager
+    def deterministic(self) -> Iterator[None]:
+        """The loss at one θ must be one number, or every difference would be noise: it is compared over `CALLS` evaluations
+        before the block and two after it, at the same θ. Bits that differ by rounding are the same number.
 
         Raises:
-            UserError: they do not (dropout, or sampling without a fixed seed).
+            UserError: two evaluations differ (dropout, sampling without a fixed seed, a batch that moves on).
         """
-        first, second = self.value(), self.value()
-        if first != second and not (math.isnan(first) and math.isnan(second)):
-            scale = torch.finfo(common_dtype(self.parameters)).eps * max(abs(first), abs(second))
-            if not abs(first - second) <= 64 * scale:
-                raise UserError(
-                    f"loss_fn, {first!r} then {second!r} at the same parameters: not deterministic; "
-                    "switch dropout off (model.eval()) and fix every seed inside the closure"
-                )
+        first = self.value()
+        for _ in range(CALLS - 1):
+            self._compare(first, self.value())
+        yield
+        for _ in range(2):
+            self._compare(first, self.value())
+
+    def _compare(self, first: float, again: float) -> None:
+        if first == again or (math.isnan(first) and math.isnan(again)):
+            return
+        scale = torch.finfo(common_dtype(self.parameters)).eps * max(abs(first), abs(again))
+        if not abs(first - again) <= 64 * scale:
+            raise UserError(
+                f"loss_fn, {first!r} then {again!r} at the same parameters: not deterministic; switch dropout off "
+                "(model.eval()), fix every seed inside the closure, and use the same batch in every call"
+            )

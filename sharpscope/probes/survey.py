@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from sharpscope.config.probes import KINDS, ProbesSpec
+from sharpscope.errors import CheckError
 from sharpscope.probes.estimate import Estimate, labelled
+from sharpscope.probes.fingerprint import remembered
 from sharpscope.probes.functionals import Functional, FunctionalName, group_normalised, rollout_batch, staleness
 from sharpscope.probes.grouped import m_sharpness_of
 from sharpscope.probes.hessian import Curvature, CurvatureSettings, Operator, adamw_preconditioner, curvature_of
@@ -84,7 +86,9 @@ def measure(
         slices: loss slices beside the perturbations; None: as the spec says.
     """
     limits = {"microbatch_tokens": spec.microbatch_tokens, "graph_mb": spec.graph_mb, "head_mb": spec.head_mb}
+    checked = remembered(model).setdefault("hessian", {}) if spec.check == "first" else {}
     with lm_surface(model, functional, **limits) as surface:  # type: ignore[arg-type]
+        surface.checked = checked
         found: list[Estimate] = []
         if functional.stale:
             found.append(_stale_row(surface, spec))
@@ -93,10 +97,18 @@ def measure(
         result = None
         if curvature:
             whole = _Curvatures(surface, spec, seed, at)
-            result = whole.plain(time.perf_counter() - began)
-            found += [*result.estimates(), *whole.gauss_newton(), *whole.preconditioned(optimizer)]
-            del whole  # frees the graph that the products share
-            found += _groups(surface, spec, seed)
+            try:
+                result = whole.plain(time.perf_counter() - began)
+                found += [*result.estimates(), *whole.preconditioned(optimizer)]
+                found += whole.gauss_newton()
+                del whole  # frees the graph that the products share
+                found += _groups(surface, spec, seed)
+            except CheckError as problem:
+                # Nothing that these products are needed for is reported; what was checked before is.
+                quantity = "largest" if result is None else "gauss_newton_largest"
+                found.append(
+                    Estimate("curvature", quantity, math.nan, converged=False, seed=seed, why=f"left out: {problem}")
+                )
         if perturbation:
             found += _perturbations(surface, spec, seed, at)
         if perturbation and (spec.slices if slices is None else slices):
@@ -180,7 +192,13 @@ class _Curvatures:
     def plain(self, gradient_seconds: float) -> Curvature:
         """Of the Hessian itself."""
         found = curvature_of(
-            self.surface, self.settings, seed=self.seed, operator=self._hessian, at=self.at, start=self._start
+            self.surface,
+            self.settings,
+            seed=self.seed,
+            operator=self._hessian,
+            at=self.at,
+            start=self._start,
+            check=self.spec.check != "off",
         )
         return replace(found, seconds_by_part=found.seconds_by_part | {"gradient": gradient_seconds})
 
@@ -196,6 +214,7 @@ class _Curvatures:
             operator=self.surface.gauss_newton(),
             at=self.at,
             start=self._start,
+            check=self.spec.check != "off",
         )
         return [e for e in found.estimates(prefix="gauss_newton_") if not e.quantity.endswith("gradient_norm")]
 
@@ -212,6 +231,7 @@ class _Curvatures:
             operator=self._hessian,
             at=self.at,
             start=self._start,
+            check=self.spec.check != "off",
         )
         return [e for e in found.estimates(prefix="preconditioned_") if not e.quantity.endswith("gradient_norm")]
 
@@ -234,7 +254,9 @@ def _groups(surface: LmSurface, spec: ProbesSpec, seed: int) -> list[Estimate]:
     rows: list[Estimate] = []
     if spec.groups:
         for name, tensors in parameter_groups(surface.model, surface.parameters).items():
-            found = curvature_of(surface.restricted(tensors), _ends(spec, smallest=True), seed=seed)
+            found = curvature_of(
+                surface.restricted(tensors), _ends(spec, smallest=True), seed=seed, check=spec.check != "off"
+            )
             rows += labelled(found.estimates(), parameters=name)
     return rows
 

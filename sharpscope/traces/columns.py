@@ -279,7 +279,12 @@ PROBES = Table(
         _always("quantity", "string", "name", "what was estimated"),
         _maybe("value", "float64", "the quantity's", "the estimate; null if it could not be had"),
         _maybe("std_error", "float64", "the quantity's", "its standard error; null if the method has none"),
-        _maybe("samples", "int64", ONE, "random vectors, perturbations or iterations used"),
+        _maybe(
+            "samples",
+            "int64",
+            ONE,
+            "random vectors, perturbations or iterations used; the trace's interval is Student's t with one fewer",
+        ),
         _maybe(
             "rho", "float64", NORM, "radius of the perturbation, or the node of a spectral density; null if neither"
         ),

@@ -12,7 +12,7 @@ from scipy.stats import t as student
 from torch import nn
 
 import sharpscope
-from sharpscope.errors import UserError
+from sharpscope.errors import CheckError, UserError
 from sharpscope.probes import adamw_preconditioner, adamw_threshold
 from sharpscope.probes.hessian import FunctionOperator, check_products, eigenpairs, hutchpp, spectral_density
 from sharpscope.probes.surface import ClosureSurface
@@ -270,6 +270,34 @@ def test_the_trace_of_one_call_covers_too_although_its_subspace_was_built_for_th
     assert 88 <= inside <= 100
 
 
+@pytest.mark.parametrize("probes", [2, 3, 4])
+def test_the_interval_of_the_trace_covers_with_few_probes_too(probes):
+    """Over random symmetric matrices; ± 1.96 standard errors would cover 70, 81 and 85 %."""
+    inside, normal, runs = 0, 0, 400
+    for seed in range(runs):
+        matrix = torch.randn(40, 40, generator=generator(seed), dtype=torch.float64)
+        matrix = matrix + matrix.T
+        found = hutchpp(operator(matrix), probes=probes, sketch=0, generator=generator(10_000 + seed))
+        low, high = found.interval()
+        inside += low <= float(matrix.trace()) <= high
+        normal += abs(found.value - float(matrix.trace())) <= 1.96 * found.std_error
+    # 95 % ± 3.3 binomial standard errors of 1.1 %.
+    assert 0.914 * runs <= inside <= 0.986 * runs
+    assert normal < 0.9 * runs
+
+
+def test_curvature_states_the_interval_of_its_trace():
+    theta, loss = quadratic(with_spectrum(np.random.default_rng(3).normal(size=60)))
+    settings = {"tolerance": 0.5, "max_products": 4, "density_samples": 0}
+    found = sharpscope.curvature(loss, [theta], trace_probes=3, **settings)
+    low, high = found.trace_interval()
+    assert (low + high) / 2 == pytest.approx(found.trace)
+    assert (high - low) / 2 == pytest.approx(student.ppf(0.975, 2) * found.trace_std_error)
+    (row,) = [row for row in found.estimates() if row.quantity == "trace"]
+    assert row.samples == 3 and row.std_error == found.trace_std_error
+    assert all(map(math.isnan, sharpscope.curvature(loss, [theta], trace_probes=0, **settings).trace_interval()))
+
+
 def test_krylov_deflation_beats_plain_hutchinson_at_equal_products():
     matrix = with_spectrum(np.r_[[100.0, 50.0, 30.0, 20.0], np.full(200, 0.1)])
 
@@ -402,6 +430,25 @@ def test_mistakes_are_named():
         sharpscope.curvature(lambda: x.square().sum(), [x], preconditioner=[torch.zeros(3)])
 
 
+@pytest.mark.parametrize(("when", "lasting"), [(3, False), (4, False), (3, True), (7, True)])
+def test_a_closure_that_changes_after_some_calls_is_refused(when, lasting):
+    """On every third or fourth call, or for good, also while the probe runs."""
+    theta, calls = torch.tensor([1.0, 2.0], dtype=torch.float64, requires_grad=True), 0
+
+    def loss():
+        nonlocal calls
+        calls += 1
+        changed = calls >= when if lasting else calls % when == 0
+        return theta.square().sum() * (1.001 if changed else 1.0)
+
+    settings = {"trace_probes": 0, "density_samples": 0, "check": False}
+    for call in (lambda: sharpscope.curvature(loss, [theta], **settings),
+                 lambda: sharpscope.sharpness(loss, [theta], 0.1, "average", check=False)):  # fmt: skip
+        calls = 0
+        with pytest.raises(UserError, match="not deterministic"):
+            call()
+
+
 def test_seeds_are_independent_of_what_else_is_computed():
     theta, loss = quadratic(with_spectrum(np.random.default_rng(2).normal(size=50)))
     one = sharpscope.curvature(loss, [theta], seed=3)
@@ -449,6 +496,42 @@ def test_a_ratio_against_its_own_detached_value_is_refused():
 
     with pytest.raises(UserError, match="a detached part of the loss"):
         sharpscope.curvature(loss, [x])
+
+
+class WrongGradient(torch.autograd.Function):
+    """x² with half of its gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**2
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        return cotangent * ctx.saved_tensors[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "loss", [lambda x: WrongGradient.apply(x).sum(), lambda x: (x.exp() - x.exp().detach() + x.detach() ** 2).sum()]
+)
+def test_a_wrong_gradient_is_refused(dtype, loss):
+    x = torch.tensor([0.5, 1.0, 2.0], dtype=dtype, requires_grad=True)
+    for call in (lambda **k: sharpscope.curvature(lambda: loss(x), [x], **k),
+                 lambda **k: sharpscope.sharpness(lambda: loss(x), [x], 0.1, **k)):  # fmt: skip
+        with pytest.raises(CheckError, match=r"gradient and the finite difference of losses differ by \d+%") as caught:
+            call()
+        assert caught.value.probe == "gradient" and caught.value.error > caught.value.tolerance
+        assert call(check=False).checked is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_loss_whose_changes_drown_in_rounding_is_not_refused(dtype):
+    x = torch.tensor([0.5, -0.5], dtype=dtype, requires_grad=True)
+    for offset in (0.0, 1.0, 1e4, 1e8, 1e20):
+        found = sharpscope.sharpness(lambda offset=offset: offset + 1e-3 * x.sin().sum(), [x], 0.1)
+        assert math.isnan(found.checked) or found.checked < 0.01
+        assert offset > 1 or found.checked < 0.01
 
 
 @pytest.mark.parametrize("start", [0.0, 1e-3, 1e3])

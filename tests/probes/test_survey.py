@@ -12,7 +12,9 @@ from sharpscope.probes import ProbesSpec, measure, survey
 from sharpscope.probes.functionals import Functional, completion_batch, token_batch
 from sharpscope.probes.grouped import m_sharpness_of
 from sharpscope.probes.hessian import CurvatureSettings, FunctionOperator, curvature_of, eigenpairs, spectral_density
+from sharpscope.probes.hessian import check as hessian_check
 from sharpscope.probes.hessian.causal_lm import lm_surface
+from sharpscope.probes.hessian.operators import GraphHessian
 from tests.models import random_batch, tiny_model
 from tests.probes.test_token_guard import assert_same, disturbed, snapshot
 
@@ -85,6 +87,42 @@ def test_a_model_that_is_not_finite_gives_reasons_for_every_missing_number():
     assert not any(e.converged for e in missing) and all(e.why for e in missing if e.probe != "slice")
     assert len(found.problems) >= len(missing)
     assert found.curvature is not None and not found.curvature.converged
+
+
+def test_curvature_with_wrong_products_is_left_out_with_a_reason(monkeypatch):
+    model, batch = tiny_model(), random_batch()
+    monkeypatch.setattr(GraphHessian, "product", lambda operator, vector: 2 * vector)
+    wrong = measure(model, functional(batch), SPEC)
+    rows = {e.quantity: e for e in wrong.estimates if e.probe == "curvature"}
+    assert list(rows) == ["largest"] and math.isnan(rows["largest"].value) and wrong.curvature is None
+    assert "left out" in rows["largest"].why and "finite difference" in rows["largest"].why
+    assert any("left out" in problem for problem in wrong.problems)
+    assert "sam" in {e.quantity for e in wrong.estimates}
+    trusting = measure(model, functional(batch), SPEC.model_copy(update={"check": "off"}))
+    assert trusting.curvature is not None and trusting.curvature.checked is None
+
+
+@pytest.mark.parametrize(("check", "times"), [("off", 0), ("first", 1), ("always", 3)])
+def test_products_are_checked_as_often_as_asked(monkeypatch, check, times):
+    calls = 0
+    inner = hessian_check._check_language_model
+
+    def counted(surface, streams):
+        nonlocal calls
+        calls += 1
+        return inner(surface, streams)
+
+    monkeypatch.setattr(hessian_check, "_check_language_model", counted)
+    model, batch = tiny_model(), random_batch()
+    spec = ProbesSpec(preset="cheap", check=check, max_products=4, trace_probes=0, density_samples=0)
+    for _ in range(3):
+        found = measure(model, functional(batch), spec, perturbation=False).curvature
+        assert found is not None and (found.checked is None if check == "off" else found.checked < 0.01)
+    assert calls == times
+    if check == "first":
+        model.lm_head.weight.requires_grad_(False)  # another set of parameters
+        measure(model, functional(batch), spec, perturbation=False)
+        assert calls == 2
 
 
 def test_variants_share_one_gradient_and_one_graph(monkeypatch):

@@ -47,16 +47,16 @@ def curvature(
     """Curvature of any loss at the parameters' present values.
 
     Args:
-        loss_fn: zero-argument closure that computes a scalar loss from `parameters`, the same in every call; put the
-            model in eval mode first. Attention inside it runs SDPA's MATH kernel; an attention of your own must have
-            second derivatives.
+        loss_fn: zero-argument closure that computes a scalar loss from `parameters`, the same in every call (compared over 4
+            calls at first and 2 at the end); put the model in eval mode first. Attention inside it runs SDPA's MATH kernel; an
+            attention of your own must have second derivatives.
         parameters: leaf tensors. Tied ones count once, those that do not require grad are left out.
         seed: of all random vectors.
         preconditioner: D, one positive tensor per tensor of `parameters` (see `adamw_preconditioner`); estimates are
             then of D^(−1/2) H D^(−1/2).
         top, smallest, tolerance, max_products, trace_probes, density_samples, density_steps, backend, basis_mb: see
             `CurvatureSettings`.
-        check: compare one Hessian product with a finite difference of gradients first, see `check_products`.
+        check: compare a Hessian product and the gradient with finite differences first, see `check_products`.
 
     Returns:
         A `Curvature`; parameters, `.grad`, random state and attention kernel are as before, also if this raises.
@@ -77,8 +77,7 @@ def curvature(
             )
         by_id = {id(p): d for p, d in zip(parameters, preconditioner, strict=True)}
         chosen = [by_id[id(p)] for p in surface.parameters]
-    with untouched(list(parameters)):
-        surface.check_deterministic()
+    with untouched(list(parameters)), surface.deterministic():
         return curvature_of(surface, settings, seed=seed, preconditioner=chosen, check=check)
 
 

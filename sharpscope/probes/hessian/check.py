@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -31,7 +31,8 @@ def check_products(surface: Surface, operator: Operator | None = None) -> float:
     """Relative error of one product of a surface's Hessian, measured in an independent way.
 
     Let v be the normalized gradient plus a random unit vector. A closure's H v is compared with the central difference
-    (∇L(θ + εv) − ∇L(θ − εv))/2ε of its own gradients. A language model is checked on the first tokens of two rows under
+    (∇L(θ + εv) − ∇L(θ − εv))/2ε of its own gradients, and ⟨∇L, v⟩ with that of its losses.
+    A language model is checked on the first tokens of two rows under
     `nll`: the graph's product against the central difference, and the streamed product against the graph's, as a whole
     and for each parameter tensor that holds at least 1 % of the product's norm.
 
@@ -52,10 +53,12 @@ def check_products(surface: Surface, operator: Operator | None = None) -> float:
         UserError: an operation without the derivative that is needed.
     """
     if not isinstance(surface, LmSurface):
-        operator = surface.hessian() if operator is None else operator
-        gradient = surface.gradient()[1]
+        loss, gradient = surface.gradient()
         vector = _direction(gradient)
-        error = _finite_difference_error(surface, operator @ vector, vector, gradient)
+        first = _checked_gradient(surface, loss, vector, gradient)
+        error = _product_error(
+            surface, (surface.hessian() if operator is None else operator) @ vector, vector, gradient
+        )
         if error > TOLERANCE:
             raise CheckError(
                 f"loss_fn: a Hessian product and the finite difference of gradients differ by {error:.0%} "
@@ -66,11 +69,38 @@ def check_products(surface: Surface, operator: Operator | None = None) -> float:
                 error,
                 TOLERANCE,
             )
-        return error
+        return max(error, first) if error >= 0 and first >= 0 else error
     streams = operator is None or isinstance(operator, StreamedHessian)
     if streams not in surface.checked:
         surface.checked[streams] = _check_language_model(surface, streams)
     return surface.checked[streams]
+
+
+def check_gradient(surface: Surface) -> float:
+    """Relative error of a surface's gradient along one direction, against a central difference of its losses.
+
+    Returns:
+        The error of ⟨∇L, v⟩, v as in `check_products`; NaN where the differences are not finite or disagree among themselves.
+
+    Raises:
+        CheckError: as for `check_products`.
+    """
+    loss, gradient = surface.gradient()
+    return _checked_gradient(surface, loss, _direction(gradient), gradient)
+
+
+def _checked_gradient(surface: Surface, loss: float, vector: Tensor, gradient: Tensor) -> float:
+    error = _gradient_error(surface, loss, vector, gradient)
+    if error > TOLERANCE:
+        raise CheckError(
+            f"loss_fn: its gradient and the finite difference of losses differ by {error:.0%} (tolerance {TOLERANCE:.0%}); "
+            "an autograd.Function with a wrong backward pass, or a detached part of the loss: compose it of PyTorch "
+            "operations, and hold detached parts fixed outside of the closure; check=False skips this check",
+            "gradient",
+            error,
+            TOLERANCE,
+        )
+    return error
 
 
 def _check_language_model(surface: LmSurface, streams: bool) -> float:
@@ -78,7 +108,7 @@ def _check_language_model(surface: LmSurface, streams: bool) -> float:
     gradient = few.gradient()[1]
     vector = _direction(gradient)
     direct = GraphHessian([few.loss()], few.parameters) @ vector
-    error = _finite_difference_error(few, direct, vector, gradient)
+    error = _product_error(few, direct, vector, gradient)
     name = f"model, {type(surface.model).__name__}"
     if error > TOLERANCE:
         raise CheckError(
@@ -124,31 +154,58 @@ def _direction(gradient: Tensor) -> Tensor:
     vector = random.to(gradient.device)
     vector /= vector.norm()
     length = float(gradient.norm())
-    return vector + gradient / length if math.isfinite(length) and length > 0 else vector
+    if not (math.isfinite(length) and length > 0):
+        return vector
+    unit = gradient / length
+    return vector + unit if float(vector @ unit) >= 0 else vector - unit  # never near 0
 
 
-def _finite_difference_error(surface: Surface, product: Tensor, vector: Tensor, gradient: Tensor) -> float:
-    """‖FD − Hv‖ relative to the larger of both norms; NaN where no step decides, see `check_products`.
+def _product_error(surface: Surface, product: Tensor, vector: Tensor, gradient: Tensor) -> float:
+    """Of H v = `product` against the central difference of gradients."""
 
-    The first step is u^(1/3)·ℓ/‖v‖ with ℓ = ‖∇L‖·‖v‖/‖Hv‖, the length over which the gradient changes by its own size,
-    at most ‖θ‖.
+    def at(step: Tensor) -> Tensor:
+        with moved(surface.parameters, step, relative_error=math.inf):
+            return surface.gradient()[1]
+
+    return _difference_error(surface, at, product, vector, gradient)
+
+
+def _gradient_error(surface: Surface, loss: float, vector: Tensor, gradient: Tensor) -> float:
+    """Of ⟨∇L, v⟩ against the central difference of losses."""
+
+    def at(step: Tensor) -> Tensor:
+        with moved(surface.parameters, step, relative_error=math.inf):
+            return torch.tensor([surface.value()], dtype=torch.float64)
+
+    base = torch.tensor([loss], dtype=torch.float64)
+    return _difference_error(surface, at, (gradient.double() @ vector.double())[None].cpu(), vector, base)
+
+
+def _difference_error(
+    surface: Surface, function: Callable[[Tensor], Tensor], derivative: Tensor, vector: Tensor, base: Tensor
+) -> float:
+    """Relative error of `derivative`, of `function` along `vector`; NaN where no step decides, see `check_products`.
+
+    The first step is u^(1/3)·ℓ/‖v‖ with ℓ = ‖base‖·‖v‖/‖derivative‖, the length over which `function`, `base` at 0,
+    changes by its own size, at most ‖θ‖. Steps at which it changes by less than 100 roundings decide nothing.
     """
-    size, length = float(product.norm()), float(vector.norm())
-    if not math.isfinite(size):
+    size, length = float(derivative.norm()), float(vector.norm())
+    if not (math.isfinite(size) and bool(base.isfinite().all())):
         return math.nan
+    rounding = torch.finfo(common_dtype(surface.parameters)).eps
     lengths = [math.sqrt(sum(float(p.detach().double().square().sum()) for p in surface.parameters))]
-    lengths += [float(gradient.norm()) * length / size] if size > 0 else []
+    lengths += [float(base.norm()) * length / size] if size > 0 else []
     scale = min((value for value in lengths if value > 0), default=1.0)
-    first = torch.finfo(common_dtype(surface.parameters)).eps ** (1 / 3) * scale / length
     last: Tensor | None = None
     wrong = math.nan
     for factor in STEPS:
-        step = first * factor
-        found = _gradient_at(surface, vector * step).sub_(_gradient_at(surface, vector * -step)).div_(2 * step)
-        error = _relative(found, product)
+        step = factor * rounding ** (1 / 3) * scale / length
+        found = function(vector * step).sub_(function(vector * -step)).div_(2 * step)
+        error = _relative(found, derivative)
         if error <= TOLERANCE:
             return error
-        if last is not None and error > max(TOLERANCE, 4 * _relative(found, last)):
+        seen = max(size, float(found.norm())) * step > 100 * rounding * float(base.norm())
+        if last is not None and seen and error > max(TOLERANCE, 4 * _relative(found, last)):
             wrong = error if math.isnan(wrong) else min(wrong, error)
         last = found
     return wrong
@@ -158,11 +215,6 @@ def _relative(a: Tensor, b: Tensor) -> float:
     """‖a − b‖/max(‖a‖, ‖b‖), 0 for 0/0."""
     largest = max(float(a.norm()), float(b.norm()))
     return 0.0 if largest == 0 else float((a - b).norm()) / largest
-
-
-def _gradient_at(surface: Surface, step: Tensor) -> Tensor:
-    with moved(surface.parameters, step, relative_error=math.inf):
-        return surface.gradient()[1]
 
 
 def _largest_error(found: Tensor, expected: Tensor, parameters: Sequence[Tensor]) -> float:

@@ -15,7 +15,7 @@ from sharpscope.errors import UserError
 from sharpscope.probes.estimate import Estimate
 from sharpscope.probes.hessian.density import Density
 from sharpscope.probes.hessian.krylov import Krylov
-from sharpscope.probes.hessian.trace import Trace
+from sharpscope.probes.hessian.trace import Trace, t_interval
 
 Backend = Literal["lanczos", "pyhessian"]
 
@@ -66,7 +66,8 @@ class Curvature:
     Attributes:
         loss, gradient_norm: L(θ) and ‖∇L(θ)‖₂.
         largest, smallest: extreme signed eigenvalues; NaN with the reason in `why` if they could not be had.
-        trace, trace_std_error: trace and its standard error over `trace_probes` random probes (0: not asked for).
+        trace, trace_std_error: trace and its standard error over `trace_probes` random probes (0: not asked for), with
+            `trace_probes` − 1 degrees of freedom; see `trace_interval`.
         has_smallest: whether `smallest` was asked for.
         top: (k,) the k largest eigenvalues, largest first.
         residuals: (k,) measured ‖Hv − λv‖₂ of `top`; `smallest_residual` likewise.
@@ -102,6 +103,12 @@ class Curvature:
     notes: tuple[str, ...] = ()
     seconds_by_part: dict[str, float] = field(default_factory=dict)
     checked: float | None = None
+
+    def trace_interval(self, level: float = 0.95) -> tuple[float, float]:
+        """Confidence interval of the trace, Student's t with `trace_probes` − 1 degrees of freedom; NaN without a trace."""
+        if not math.isfinite(self.trace_std_error):
+            return math.nan, math.nan
+        return t_interval(self.trace, self.trace_std_error, self.trace_probes, level)
 
     def estimates(self, probe: str = "curvature", prefix: str = "") -> list[Estimate]:
         """Rows of the `probes` table: `gradient_norm`, `largest`, `eigenvalue_i`, `smallest`, `trace`, `density`."""
