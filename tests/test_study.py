@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -42,11 +43,21 @@ def _numbers(verdict: dict) -> list[float]:
     return [value for value in (effect.get("value"), interval.get("low"), interval.get("high")) if value is not None]
 
 
+def test_the_repository_stays_small():
+    """At most 700 files and 60 MB, of which the kept runs are a few files."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=False)
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    files = [path for name in listed.stdout.decode().split("\0") if name and (path := ROOT / name).is_file()]
+    assert len(files) <= 700
+    assert sum(path.stat().st_size for path in files) <= 60e6
+    assert sum(path.is_file() for folder in (REFERENCE, TUNING) for path in folder.rglob("*")) <= 20
+
+
 def test_every_picture_is_remade_from_the_kept_runs(tmp_path: Path):
     """The first pair gives what one pair can give, and nothing that is not in figures/ too."""
     for name in ("grpo-s0", "grpo-sg-s0"):
-        (tmp_path / "part").mkdir(exist_ok=True)
-        (tmp_path / "part" / name).symlink_to(REFERENCE / name)
+        invoke("unpack", str(REFERENCE / name), "--out", str(tmp_path / "part"))
     invoke("figures", "--from", str(tmp_path / "part"), "--out", str(tmp_path / "figures"))
     made = {path.stem for path in (tmp_path / "figures").glob("*.png")}
     assert {"reward", "accuracy", "score_norm", "sharpness_nll", "rho_curves_nll", "spectrum", "stability"} <= made

@@ -11,6 +11,7 @@ from sharpscope.traces.files import (
     write_atomic,
 )
 from sharpscope.traces.lock import Owner, RunLock, lock_owner
+from sharpscope.traces.packs import pack_runs, unpack_run
 from sharpscope.traces.reader import DamagedPartWarning, Run, Runs, load_run, load_runs
 from sharpscope.traces.reductions import Reduction, read_reductions, write_reductions
 from sharpscope.traces.rewind import rewind
@@ -37,6 +38,7 @@ __all__ = [
     "load_runs",
     "lock_owner",
     "output_folder",
+    "pack_runs",
     "read_reductions",
     "read_run_info",
     "rewind",
@@ -44,6 +46,7 @@ __all__ = [
     "schema_markdown",
     "schema_rows",
     "timing_columns",
+    "unpack_run",
     "update_run_info",
     "write_atomic",
     "write_reductions",

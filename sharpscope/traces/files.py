@@ -14,13 +14,14 @@ from sharpscope.errors import UserError
 from sharpscope.traces.schema import SCHEMA_VERSION
 
 RUN_FILE = "run.json"
+CONFIG_FILE = "config.yaml"
 TRACES = "traces"
 STATUSES = ("running", "finished", "interrupted", "failed")
 REQUIRED_INFO = ("method", "task", "seed", "config")
 ASIDE = ".tmp"
 STARTING = f".start{ASIDE}"
 """Marks a folder as ours from the first moment of a start until run.json is there; nothing else in it says so."""
-_OF_A_START = ("config.yaml", "tokenizer", "lock.json", TRACES)
+_OF_A_START = (CONFIG_FILE, "tokenizer", "lock.json", TRACES)
 _KINDS: dict[str, tuple[type, ...]] = {
     "name": (str,), "method": (str,), "task": (str,), "status": (str,), "started": (str,), "finished": (str,),
     "seed": (int,), "steps_done": (int,), "config": (dict,), "calibration": (dict,), "versions": (dict,), "notes": (list,),
@@ -200,11 +201,22 @@ def read_run_info(run_dir: str | Path) -> dict[str, Any]:
     """
     path = Path(run_dir) / RUN_FILE
     try:
-        info = json.loads(path.read_bytes())
+        content = path.read_bytes()
     except FileNotFoundError as error:
         raise UserError(f"run: {run_dir} holds no {RUN_FILE}; give the folder of a run") from error
     except OSError as error:
         raise UserError(f"run: {path} cannot be read ({error.strerror})") from error
+    return parse_run_info(content, path)
+
+
+def parse_run_info(content: str | bytes, path: Path) -> dict[str, Any]:
+    """The JSON object that run.json at `path` holds.
+
+    Raises:
+        UserError: if it is none, or a value is not of its kind.
+    """
+    try:
+        info = json.loads(content)
     except ValueError as error:
         raise UserError(f"run: {path} is damaged ({error}); restore it, or leave this run out") from error
     if not isinstance(info, dict):

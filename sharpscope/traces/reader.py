@@ -12,13 +12,15 @@ import pandas as pd
 import pyarrow as pa
 
 from sharpscope.errors import UserError, nearest
-from sharpscope.traces.files import RUN_FILE, TRACES, read_run_info
+from sharpscope.traces.files import CONFIG_FILE, RUN_FILE, TRACES, read_run_info
 from sharpscope.traces.html import run_html, runs_html
 from sharpscope.traces.lock import has_writer
+from sharpscope.traces.packs import Pack, is_pack, open_pack
 from sharpscope.traces.parts import DamagedPartError, Part, names, open_part
 from sharpscope.traces.reductions import Reduction, read_reductions
 from sharpscope.traces.schema import SCHEMA_VERSION, TABLES, arrow_schema
 
+_DEPTH = 4
 GONE = "it was listed and could not be opened, twice"
 
 
@@ -33,15 +35,17 @@ class Run:
     where one is gone. The footer of a part that was there before is not read again.
 
     Attributes:
-        path: its folder.
+        path: its folder; of a run in a pack, the pack's folder and the run's name.
         info: run.json.
         damaged: part (relative to the run's folder) -> why it was set aside. Grows when a page that is read fails
             its check; `verify` looks at every page.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, pack: Pack | None = None) -> None:
         self.path = Path(path)
-        self.info = read_run_info(self.path)
+        self._pack = pack
+        self._key = "" if pack is None else self.path.relative_to(pack.folder).as_posix()
+        self.info = read_run_info(self.path) if pack is None else pack.info(self._key)
         version = self.info.get("schema_version")
         if version != SCHEMA_VERSION:
             raise UserError(
@@ -60,6 +64,14 @@ class Run:
     def config(self) -> dict[str, Any]:
         """The resolved configuration."""
         return dict(self.info.get("config") or {})
+
+    @property
+    def config_text(self) -> str | None:
+        """The content of config.yaml, from which the run can be repeated; None where there is none."""
+        if self._pack is not None:
+            return self._pack.config_text(self._key)
+        file = self.path / CONFIG_FILE
+        return file.read_text("utf-8") if file.is_file() else None
 
     @property
     def status(self) -> str:
@@ -122,7 +134,7 @@ class Run:
     @cached_property
     def reductions(self) -> list[Reduction] | None:
         """What was made of the whole token table, where that was not kept (`sharpscope reduce`); None where it was."""
-        return read_reductions(self.path)
+        return read_reductions(self.path) if self._pack is None else self._pack.reductions(self._key)
 
     @property
     def reduced(self) -> dict[str, Any] | None:
@@ -183,6 +195,8 @@ class Run:
 
     def _open(self, table: str) -> list[Part]:
         """The parts in the folder now, in order, but those that were set aside."""
+        if self._pack is not None:
+            return [part for part in self._pack.parts(table, self._key) if part.path.name not in self.damaged]
         gone, missed = self._list(table), set[str]()
         while not missed.issuperset(gone):
             missed.update(gone)
@@ -223,7 +237,7 @@ class Run:
         return {name.removeprefix(folder) for name in self.damaged if name.startswith(folder)}
 
     def _set_aside(self, path: Path, error: DamagedPartError) -> None:
-        name = path.relative_to(self.path).as_posix()
+        name = path.relative_to(self.path).as_posix() if self._pack is None else path.name
         if name not in self.damaged:
             self.damaged[name] = str(error)
             warnings.warn(f"{self.name}: {name} is set aside: {error}", DamagedPartWarning, stacklevel=4)
@@ -299,16 +313,25 @@ class Runs(Sequence[Run]):
 
 
 def load_run(path: str | Path) -> Run:
-    """Open one run's folder, also while it is being written.
+    """Open one run's folder, also while it is being written, or one run of a pack: `pack/name`.
 
     Raises:
         UserError: if it holds no readable run.json, or one of another schema version.
     """
-    return Run(path)
+    folder = Path(path)
+    if not folder.exists():
+        for parent in list(folder.parents)[:_DEPTH]:
+            if is_pack(parent):
+                pack = open_pack(parent)
+                name = folder.relative_to(parent).as_posix()
+                if name not in pack.names:
+                    raise UserError(f"run: the pack {parent} holds no run {name!r}{nearest(name, pack.names)}")
+                return Run(folder, pack)
+    return Run(folder)
 
 
 def load_runs(path: str | Path | Iterable[str | Path]) -> Runs:
-    """Open every run below a folder (itself included, four levels deep), or a list of run folders.
+    """Open every run below a folder (itself included, four levels deep), packs too, or a list of run folders.
 
     A run that cannot be read (damaged run.json, another schema version) is left out, named in `skipped`, and warned of.
 
@@ -319,7 +342,7 @@ def load_runs(path: str | Path | Iterable[str | Path]) -> Runs:
         root = Path(path)
         if not root.is_dir():
             raise UserError(f"runs: {root} is no folder; give the folder that holds your runs")
-        folders = list(_run_folders(root, 4))
+        folders = list(_run_folders(root, _DEPTH))
         labels = [folder.relative_to(root).as_posix() if folder != root else root.resolve().name for folder in folders]
     else:
         folders = [Path(item) for item in path]
@@ -330,7 +353,7 @@ def load_runs(path: str | Path | Iterable[str | Path]) -> Runs:
     skipped: dict[str, str] = {}
     for label, folder in zip(labels, folders, strict=True):
         try:
-            runs[label] = Run(folder)
+            runs[label] = load_run(folder)
         except UserError as error:
             skipped[label] = str(error)
             warnings.warn(f"{label} is left out: {error}", UserWarning, stacklevel=2)
@@ -340,6 +363,8 @@ def load_runs(path: str | Path | Iterable[str | Path]) -> Runs:
 def _run_folders(folder: Path, depth: int) -> Iterator[Path]:
     if (folder / RUN_FILE).is_file():
         yield folder  # what lies below a run belongs to it
+    elif is_pack(folder):
+        yield from (folder / name for name in open_pack(folder).names)
     elif depth:
         for child in sorted(child for child in folder.iterdir() if child.is_dir() and not child.name.startswith(".")):
             yield from _run_folders(child, depth - 1)

@@ -17,7 +17,9 @@ from sharpscope.traces.files import write_atomic
 
 REDUCTIONS_FILE = "reductions.parquet"
 _ARRAY = "array"
-_SCHEMA = pa.schema([("name", pa.string()), ("step", pa.int32()), ("tokens", pa.int64()), ("values", pa.string())])
+REDUCTIONS_SCHEMA = pa.schema(
+    [("name", pa.string()), ("step", pa.int32()), ("tokens", pa.int64()), ("values", pa.string())]
+)
 
 
 @dataclass(frozen=True)
@@ -32,20 +34,22 @@ class Reduction:
 
 def write_reductions(run_dir: str | Path, rows: Sequence[Reduction]) -> Path:
     """Write the file in one step. Values are JSON with arrays of float64, whose digits all survive."""
-    table = pa.table(
-        {
-            "name": [row.name for row in rows],
-            "step": [row.step for row in rows],
-            "tokens": [row.tokens for row in rows],
-            "values": [json.dumps(row.values, default=_plain, separators=(",", ":")) for row in rows],
-        },
-        schema=_SCHEMA,
-    )
     sink = pa.BufferOutputStream()
-    pq.write_table(table, sink, compression="zstd", compression_level=19)
+    pq.write_table(reductions_table(rows), sink, compression="zstd", compression_level=19)
     path = Path(run_dir) / REDUCTIONS_FILE
     write_atomic(path, sink.getvalue().to_pybytes())
     return path
+
+
+def reductions_table(rows: Sequence[Reduction]) -> pa.Table:
+    """The results as Arrow, values as JSON text."""
+    columns = {
+        "name": [row.name for row in rows],
+        "step": [row.step for row in rows],
+        "tokens": [row.tokens for row in rows],
+        "values": [json.dumps(row.values, default=_plain, separators=(",", ":")) for row in rows],
+    }
+    return pa.table(columns, schema=REDUCTIONS_SCHEMA)
 
 
 def read_reductions(run_dir: str | Path) -> list[Reduction] | None:
@@ -58,9 +62,24 @@ def read_reductions(run_dir: str | Path) -> list[Reduction] | None:
     if not path.exists():
         return None
     try:
-        rows = pq.read_table(path, schema=_SCHEMA).to_pylist()
-        return [Reduction(r["name"], r["step"], r["tokens"], json.loads(r["values"], object_hook=_array)) for r in rows]
-    except (pa.ArrowException, OSError, ValueError, TypeError) as error:
+        table = pq.read_table(path, schema=REDUCTIONS_SCHEMA)
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot be read ({error}); reduce the run's traces again") from error
+    return reductions_of(table, path)
+
+
+def reductions_of(table: pa.Table, path: Path) -> list[Reduction]:
+    """The results in the rows that were read from `path`.
+
+    Raises:
+        UserError: for values that are no JSON.
+    """
+    try:
+        return [
+            Reduction(r["name"], r["step"], r["tokens"], json.loads(r["values"], object_hook=_array))
+            for r in table.to_pylist()
+        ]
+    except (ValueError, TypeError) as error:
         raise UserError(f"{path}: cannot be read ({error}); reduce the run's traces again") from error
 
 

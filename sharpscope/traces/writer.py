@@ -31,7 +31,7 @@ def write_part(table: pa.Table, folder: Path, number: int, *, groups: bool = Tru
     """
     aside = folder / f".part-{number:06d}{ASIDE}"
     try:
-        with pq.ParquetWriter(aside, table.schema, **_encoding(table.schema)) as writer:
+        with pq.ParquetWriter(aside, table.schema, **parquet_encoding(table.schema)) as writer:
             if not groups:
                 writer.write_table(table, row_group_size=max(1, len(table)))
             for step in pc.unique(table["step"]).sort().to_pylist() if groups else ():
@@ -44,7 +44,7 @@ def write_part(table: pa.Table, folder: Path, number: int, *, groups: bool = Tru
     return final
 
 
-def _encoding(schema: pa.Schema) -> dict[str, Any]:
+def parquet_encoding(schema: pa.Schema) -> dict[str, Any]:
     """Float columns as byte streams, the rest as dictionaries; statistics only where readers prune by them."""
     split = {f.name for f in schema if pa.types.is_floating(f.type) and f.name not in _REPEATING}
     return {
