@@ -244,14 +244,14 @@ def commands(content: ReportContent) -> list[tuple[str, str]]:
         for path in content.paths
     ]
     for run in list(content.runs)[:20]:
-        folder = shlex.quote(str(run.path))
-        if (run.path / "config.yaml").is_file():
-            found.append(
-                (
-                    f"the run {run.name}, again",
-                    f"sharpscope run {folder}/config.yaml --out runs/again-{shlex.quote(run.name)}",
-                )
-            )
+        if run.config_text is None:
+            continue
+        name, folder, first = shlex.quote(run.name), shlex.quote(str(run.path)), ""
+        if not run.path.exists():  # it is in a pack
+            first, folder = f"sharpscope unpack {folder} --out runs && ", f"runs/{name}"
+        found.append(
+            (f"the run {run.name}, again", f"{first}sharpscope run {folder}/config.yaml --out runs/again-{name}")
+        )
     return found
 
 
