@@ -8,18 +8,19 @@ configurations. Not seen are a changed value of a buffer, and state inside objec
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import FunctionType, MethodType, NoneType
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from sharpscope.probes.guard import model_configs
 
 _OWN = frozenset(vars(nn.Module()))  # what torch itself keeps in a module, the training mode among it
 _SCALARS = (bool, int, float, str, NoneType, torch.dtype)
+_closures: WeakKeyDictionary[Callable[[], Tensor], tuple[list[ref[Tensor]], dict[str, Any]]] = WeakKeyDictionary()
 _known: WeakKeyDictionary[nn.Module, tuple[list[Any], dict[str, Any]]] = WeakKeyDictionary()
 
 
@@ -30,6 +31,19 @@ def remembered(model: nn.Module) -> dict[str, Any]:
         return known[1]
     fresh: dict[str, Any] = {}
     _known[model] = [_hold(part) for part in _parts(model)], fresh
+    return fresh
+
+
+def remembered_closure(loss_fn: Callable[[], Tensor], parameters: Sequence[Tensor]) -> dict[str, Any]:
+    """As `remembered`, of a closure over `parameters`; what cannot be referenced weakly is never remembered."""
+    try:
+        known = _closures.get(loss_fn)
+        if known is not None and [id(held()) for held in known[0]] == [*map(id, parameters)]:
+            return known[1]
+        fresh: dict[str, Any] = {}
+        _closures[loss_fn] = [ref(parameter) for parameter in parameters], fresh
+    except TypeError:
+        return {}
     return fresh
 
 

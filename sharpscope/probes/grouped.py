@@ -71,7 +71,7 @@ def m_sharpness(
     kind: SharpnessKind = "sam",
     steps: int = 20,
     seed: int = 0,
-    **options: bool | int | float,
+    **options: bool | int | float | str,
 ) -> MSharpness:
     """Mean of `sharpness` over closures, one for each group of m examples; other arguments as for `sharpness`.
 

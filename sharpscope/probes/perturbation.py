@@ -15,8 +15,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from sharpscope.config.probes import Check
 from sharpscope.errors import UserError, nearest
 from sharpscope.probes.estimate import Estimate
+from sharpscope.probes.fingerprint import remembered_closure
 from sharpscope.probes.hessian.api import sub_generator
 from sharpscope.probes.hessian.check import check_gradient
 from sharpscope.probes.surface import ClosureSurface, LossFn, Surface, common_dtype, flatten, moved, untouched
@@ -119,7 +121,7 @@ def sharpness(
     adaptive: bool = False,
     samples: int = 16,
     tolerance: float = 1e-2,
-    check: bool = True,
+    check: Check = "first",
 ) -> Sharpness:
     """Sharpness of any loss at the parameters' present values.
 
@@ -141,7 +143,8 @@ def sharpness(
         adaptive: T = |θ| also for `average` and `worst`.
         samples: antithetic pairs of `average`, at least 2.
         tolerance: residual at which `worst` counts as stationary.
-        check: compare the gradient with a finite difference of losses first, see `check_gradient`.
+        check: compare the gradient with a finite difference of losses before, see `check_gradient`: at the first call with
+            this closure and these parameters (`first`), at every call (`always`), never (`off`).
 
     Returns:
         A `Sharpness`; parameters, `.grad`, random state and attention kernel are as before, also if this raises.
@@ -151,8 +154,13 @@ def sharpness(
             a gradient that is wrong.
     """
     surface = ClosureSurface(loss_fn, parameters)
+    known = remembered_closure(loss_fn, surface.parameters) if check == "first" else {}
     with untouched(list(parameters)), surface.deterministic():
-        error = check_gradient(surface) if check else None
+        error = known.get("gradient")
+        if error is None and check != "off":
+            error = check_gradient(surface)
+            if not math.isnan(error):
+                known["gradient"] = error
         found = sharpness_of(
             surface, rho, kind, steps=steps, seed=seed, adaptive=adaptive, samples=samples, tolerance=tolerance
         )

@@ -15,6 +15,7 @@ import sharpscope
 from sharpscope.errors import CheckError, UserError
 from sharpscope.probes import adamw_preconditioner, adamw_threshold
 from sharpscope.probes.hessian import FunctionOperator, check_products, eigenpairs, hutchpp, spectral_density
+from sharpscope.probes.hessian import check as hessian_check
 from sharpscope.probes.surface import ClosureSurface
 from tests.oracles.curvature import dense_hessian
 
@@ -441,9 +442,9 @@ def test_a_closure_that_changes_after_some_calls_is_refused(when, lasting):
         changed = calls >= when if lasting else calls % when == 0
         return theta.square().sum() * (1.001 if changed else 1.0)
 
-    settings = {"trace_probes": 0, "density_samples": 0, "check": False}
+    settings = {"trace_probes": 0, "density_samples": 0, "check": "off"}
     for call in (lambda: sharpscope.curvature(loss, [theta], **settings),
-                 lambda: sharpscope.sharpness(loss, [theta], 0.1, "average", check=False)):  # fmt: skip
+                 lambda: sharpscope.sharpness(loss, [theta], 0.1, "average", check="off")):  # fmt: skip
         calls = 0
         with pytest.raises(UserError, match="not deterministic"):
             call()
@@ -480,7 +481,7 @@ def test_a_function_without_second_derivatives_is_refused(dtype, loss):
     x = torch.tensor([0.5, 1.0, 2.0], dtype=dtype, requires_grad=True)
     with pytest.raises(UserError, match=r"finite difference of gradients differ by .*without second derivatives"):
         sharpscope.curvature(lambda: loss(x), [x])
-    unchecked = sharpscope.curvature(lambda: loss(x), [x], check=False)
+    unchecked = sharpscope.curvature(lambda: loss(x), [x], check="off")
     assert unchecked.converged and unchecked.checked is None
     truth = sharpscope.curvature(lambda: (x**3).sum(), [x])
     assert truth.checked < 0.01 and truth.largest == pytest.approx(12)
@@ -522,7 +523,29 @@ def test_a_wrong_gradient_is_refused(dtype, loss):
         with pytest.raises(CheckError, match=r"gradient and the finite difference of losses differ by \d+%") as caught:
             call()
         assert caught.value.probe == "gradient" and caught.value.error > caught.value.tolerance
-        assert call(check=False).checked is None
+        assert call(check="off").checked is None
+
+
+def test_a_closure_is_checked_as_often_as_asked(monkeypatch):
+    x = torch.tensor([0.5, -1.0], dtype=torch.float64, requires_grad=True)
+    other = torch.tensor([2.0, 1.0], dtype=torch.float64, requires_grad=True)
+    asked = []
+    inner = hessian_check._difference_error
+    monkeypatch.setattr(hessian_check, "_difference_error", lambda *given: asked.append(1) or inner(*given))
+
+    def loss():
+        return (x.sin() * other.cos()).sum()
+
+    for call, each in (
+        (lambda p, check: sharpscope.curvature(loss, p, check=check), 2),
+        (lambda p, check: sharpscope.sharpness(loss, p, 0.1, check=check), 1),
+    ):
+        asked.clear()
+        first, again = call([x], "first").checked, call([x], "first").checked
+        assert first == again < 0.01 and len(asked) == each
+        assert call([x, other], "first").checked < 0.01 and len(asked) == 2 * each
+        assert call([x, other], "always").checked < 0.01 and len(asked) == 3 * each
+        assert call([x], "off").checked is None and len(asked) == 3 * each
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

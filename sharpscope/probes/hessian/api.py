@@ -6,12 +6,15 @@ import hashlib
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from sharpscope.config.probes import Check
 from sharpscope.errors import UserError
+from sharpscope.probes.fingerprint import remembered_closure
 from sharpscope.probes.hessian.check import check_products
 from sharpscope.probes.hessian.density import spectral_density
 from sharpscope.probes.hessian.krylov import NotFiniteError, eigenpairs
@@ -42,7 +45,7 @@ def curvature(
     backend: Backend = "lanczos",
     preconditioner: Sequence[Tensor] | None = None,
     basis_mb: float = 2048.0,
-    check: bool = True,
+    check: Check = "first",
 ) -> Curvature:
     """Curvature of any loss at the parameters' present values.
 
@@ -56,7 +59,8 @@ def curvature(
             then of D^(−1/2) H D^(−1/2).
         top, smallest, tolerance, max_products, trace_probes, density_samples, density_steps, backend, basis_mb: see
             `CurvatureSettings`.
-        check: compare a Hessian product and the gradient with finite differences first, see `check_products`.
+        check: compare a Hessian product and the gradient with finite differences before, see `check_products`: at the first
+            call with this closure and these parameters (`first`), at every call (`always`), never (`off`).
 
     Returns:
         A `Curvature`; parameters, `.grad`, random state and attention kernel are as before, also if this raises.
@@ -77,8 +81,14 @@ def curvature(
             )
         by_id = {id(p): d for p, d in zip(parameters, preconditioner, strict=True)}
         chosen = [by_id[id(p)] for p in surface.parameters]
+    known = remembered_closure(loss_fn, surface.parameters) if check == "first" else {}
     with untouched(list(parameters)), surface.deterministic():
-        return curvature_of(surface, settings, seed=seed, preconditioner=chosen, check=check)
+        found = curvature_of(
+            surface, settings, seed=seed, preconditioner=chosen, check=check != "off" and "hessian" not in known
+        )
+    if found.checked is not None and not math.isnan(found.checked):
+        known["hessian"] = found.checked
+    return replace(found, checked=known.get("hessian", found.checked))
 
 
 def curvature_of(
@@ -99,7 +109,7 @@ def curvature_of(
         operator: in place of the surface's Hessian: its Gauss-Newton matrix, or the Hessian that was built before.
         at: (L(θ), ∇L(θ)) where they are known already.
         start: (P,) where Lanczos starts, in the parameters' own coordinates; None: `surface.start`.
-        check: see `curvature`; of a language model the result is kept with the surface, so that it is checked once.
+        check: whether to compare products with finite differences, see `check_products`.
 
     Nothing is raised for numbers that are not finite: they come back as NaN, `converged = False`, and the reason.
     """

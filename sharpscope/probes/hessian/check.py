@@ -64,7 +64,7 @@ def check_products(surface: Surface, operator: Operator | None = None) -> float:
                 f"loss_fn: a Hessian product and the finite difference of gradients differ by {error:.0%} "
                 f"(tolerance {TOLERANCE:.0%}); an autograd.Function without second derivatives, or a detached part of the "
                 "loss: compose it of PyTorch operations, hold detached parts fixed outside of the closure, or use "
-                "`sharpness`, which needs no second derivatives; check=False skips this check",
+                "`sharpness`, which needs no second derivatives; check='off' skips this check",
                 "hessian",
                 error,
                 TOLERANCE,
@@ -95,7 +95,7 @@ def _checked_gradient(surface: Surface, loss: float, vector: Tensor, gradient: T
         raise CheckError(
             f"loss_fn: its gradient and the finite difference of losses differ by {error:.0%} (tolerance {TOLERANCE:.0%}); "
             "an autograd.Function with a wrong backward pass, or a detached part of the loss: compose it of PyTorch "
-            "operations, and hold detached parts fixed outside of the closure; check=False skips this check",
+            "operations, and hold detached parts fixed outside of the closure; check='off' skips this check",
             "gradient",
             error,
             TOLERANCE,
