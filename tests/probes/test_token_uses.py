@@ -111,6 +111,8 @@ def test_a_known_use_however_it_is_written(way):
     close(run(model, batch, "exact"), expect(token_gradients, model, batch), 1e-8)
     close(run(model, batch, "local"), expect(local_token_gradients, model, batch), 1e-8)
     assert not structure_of(model).unhandled
+    given = (model, batch["input_ids"], batch["mask"], "sketch", batch["attention_mask"])
+    assert score_norms(*given, directions=2, check="first").checked < 1e-8
 
 
 @pytest.mark.parametrize("way", sorted(WHOLE))

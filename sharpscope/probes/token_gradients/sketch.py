@@ -126,7 +126,7 @@ class _LocalDerivative(Recorder):
 
 
 def _rate(use: Use) -> Tensor:
-    """How a use's output moves along v through its own parameters alone: (B, L, heads, d), gathered (m, d)."""
+    """How a use's output moves along v through its own parameters alone; broadcasts to (B, L, heads, d), gathered (m, d)."""
     weight: Any = None if use.weight is None else forward_ad.unpack_dual(use.weight_value).tangent
     bias: Any = None if use.bias is None else forward_ad.unpack_dual(use.bias_value).tangent
     x: Any = None if use.x is None else forward_ad.unpack_dual(use.x).primal
@@ -137,7 +137,7 @@ def _rate(use: Use) -> Tensor:
         return moved[..., None, :]
     if use.kind == "gain":
         parts = [part for part in (None if weight is None else x * weight, bias) if part is not None]
-        return sum(parts[1:], parts[0]).expand(*use.size, -1, -1)
+        return sum(parts[1:], parts[0])  # a bias alone is (d,)
     parts = []
     if weight is not None:
         parts.append(x @ weight if use.transposed else F.linear(x, weight))
