@@ -39,6 +39,7 @@ from sharpscope.errors import CheckError, UserError
 from sharpscope.probes import attribute, score_norms
 from sharpscope.probes.functionals import Functional, token_batch
 from sharpscope.probes.hessian.causal_lm import lm_surface
+from sharpscope.probes.hessian.check import check_products
 
 VOCAB = 64
 
@@ -501,7 +502,10 @@ class Checks:
         assert self.truth.product is not None
         batch = token_batch(self.batch["input_ids"], self.batch["attention_mask"], self.batch["mask"])
         with lm_surface(self.model, Functional("nll", batch, TEMPERATURE), mode=mode) as surface:
-            found = surface.hessian() @ self.vector.to(self.model.dtype)
+            hessian = surface.hessian()
+            if self.check != "off":
+                check_products(surface, hessian)
+            found = hessian @ self.vector.to(self.model.dtype)
         error = float((found.double() - self.truth.product).norm() / self.truth.product.norm())
         return error if math.isfinite(error) else math.inf
 

@@ -7,6 +7,7 @@ import functools
 import numpy as np
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from sharpscope.errors import UserError
 from sharpscope.probes.functionals import FUNCTIONALS, Functional, staleness, token_batch
@@ -205,6 +206,33 @@ def test_groups_are_diagonal_blocks():
             settings = CurvatureSettings(tolerance=1e-8, max_products=300, trace_probes=0, density_samples=0)
             found = curvature_of(surface.restricted(tensors), settings)
             assert (found.largest, found.smallest) == pytest.approx((exact[-1], exact[0]), rel=1e-6, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "settings"),
+    [
+        # Its embedding's rows are scaled in place.
+        ("ctrl", dict(n_embd=8, dff=8, n_layer=1, n_head=2, n_positions=32)),
+        # Its body is a wrapper that names no input embedding.
+        ("bart", dict(d_model=8, decoder_ffn_dim=8, decoder_layers=1, decoder_attention_heads=2, is_decoder=True)),
+    ],
+)
+def test_streamed_products_of_decoders_with_their_own_ways(architecture, settings):
+    config = AutoConfig.for_model(
+        architecture, vocab_size=VOCAB, pad_token_id=0, bos_token_id=1, eos_token_id=1, **settings
+    )
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").double().eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype))
+    batch, products = random_batch(vocab=VOCAB), []
+    for mode in ("graph", "stream"):
+        with lm_surface(model, functional("nll", batch), mode=mode) as surface:
+            size = sum(p.numel() for p in surface.parameters)
+            vector = torch.randn(size, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+            products.append(surface.hessian() @ vector)
+    torch.testing.assert_close(products[1], products[0], rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize("mode", ["graph", "stream"])

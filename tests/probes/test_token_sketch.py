@@ -54,6 +54,21 @@ def test_the_sketch_is_its_formula(architecture, tie):
     assert not found.std_error[batch["mask"] == 0].any()
 
 
+def test_norms_whose_bias_alone_is_trained():
+    model, batch = tiny_model("gpt2"), random_batch(rows=2)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("ln_" in name and name.endswith("bias"))
+    full, local, places = oracle(model, batch)
+    found = score_norms(
+        model, batch["input_ids"], batch["mask"], "sketch", batch["attention_mask"], T, directions=3, seed=7
+    )
+    generator = torch.Generator().manual_seed(7)
+    structure = structure_of(model)
+    drawn = torch.stack([torch.cat([v.flatten() for v in draw_direction(structure, generator)]) for _ in range(3)])
+    mean, _ = estimates(full, local, drawn)
+    torch.testing.assert_close(found.squared[tuple(torch.tensor(places).T)], mean, rtol=1e-6, atol=1e-12)
+
+
 def test_unbiased_over_200_seeds_and_its_standard_error_covers():
     model, batch = tiny_model("qwen2", num_hidden_layers=2), random_batch(rows=2)
     full, local, _ = oracle(model, batch)

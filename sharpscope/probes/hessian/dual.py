@@ -141,7 +141,10 @@ def _layers(backbone: nn.Module) -> list[nn.Module]:
 def _plain_embedding(backbone: nn.Module, wanted: set[int]) -> nn.Embedding | None:
     """The input embedding if it is trainable and a plain lookup: its gradient is then added row by row, never dense."""
     find = getattr(backbone, "get_input_embeddings", None)
-    module = None if find is None else find()
+    try:
+        module = None if find is None else find()
+    except NotImplementedError:  # a wrapper around a decoder (BART), which transformers does not look into
+        return None
     if type(module) is not nn.Embedding or module.max_norm is not None or module.scale_grad_by_freq:
         return None
     return module if id(module.weight) in wanted else None
@@ -155,8 +158,9 @@ def _lookup(embedding: nn.Embedding, direction: Tensor, looked_up: list[tuple[Te
         rows = F.embedding(ids, embedding.weight.detach()).requires_grad_()
         looked_up.append((ids, rows))
         dots = F.embedding(ids, direction)
+        # A copy, since a model may scale it in place (CTRL), which a leaf does not allow.
         return forward_ad.make_dual(
-            rows, dots if padding is None else dots.masked_fill((ids == padding)[..., None], 0.0)
+            rows.clone(), dots if padding is None else dots.masked_fill((ids == padding)[..., None], 0.0)
         )
 
     return forward
