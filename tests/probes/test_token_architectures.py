@@ -128,7 +128,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "glm_moe_dsa": ("local",),
     "gpt_oss": ("local",),
     "hrm_text": ("local", "central"),
-    "llama4_text": ("local", "exact"),
+    "llama4_text": ("local",),
     "mpt": ("local",),
 }
 
