@@ -126,7 +126,6 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "doge": ("local",),
     "glm4_moe": ("local",),
     "glm_moe_dsa": ("local",),
-    "gpt_oss": ("local",),
     "hrm_text": ("local", "central"),
     "llama4_text": ("local",),
     "mpt": ("local",),

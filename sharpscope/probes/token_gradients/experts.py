@@ -26,22 +26,28 @@ def _forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weight
         if not len(position):
             continue
         with _active[-1].gathered(position):
-            both = F.linear(hidden_states[position], self.gate_up_proj[expert])
-            made = F.linear(self._apply_gate(both), self.down_proj[expert])
+            x = hidden_states[position]
+            if self.has_gate:
+                inner = self._apply_gate(_mapped(self, "gate_up_proj", expert, x))
+            else:
+                inner = self.act_fn(_mapped(self, "up_proj", expert, x))
+            made = _mapped(self, "down_proj", expert, inner)
         out = out.index_add(0, position, (made * top_k_weights[position, slot, None]).to(out.dtype))
     return out
 
 
+def _mapped(self: Any, name: str, expert: int, x: Tensor) -> Tensor:
+    """The linear map `name` of one expert on its rows x (m, d_in)."""
+    weight = getattr(self, name)[expert]
+    bias = getattr(self, f"{name}_bias")[expert] if self.has_bias else None
+    if not self.is_transposed:
+        return F.linear(x, weight, bias)
+    return x @ weight if bias is None else torch.addmm(bias, x, weight)
+
+
 def _plain(module: nn.Module) -> bool:
-    """Whether `module` holds gated experts without biases, in the layout that `_forward` reads."""
-    return (
-        hasattr(module, "gate_up_proj")
-        and hasattr(module, "down_proj")
-        and hasattr(module, "_apply_gate")
-        and not getattr(module, "is_transposed", True)
-        and not getattr(module, "has_bias", True)
-        and not getattr(module, "has_post_expert_norm", False)
-    )
+    """Whether `module` holds experts that `transformers` itself can compute in several ways, so that `_forward` can too."""
+    return hasattr(module, "is_transposed") and hasattr(module, "down_proj") and not module.has_post_expert_norm
 
 
 @contextmanager
