@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from sharpscope.config.probes import Check
 from sharpscope.errors import UserError
 from sharpscope.probes.attribution import Way, attribute
 
@@ -89,6 +90,8 @@ def update_attribution(
     attention_mask: Tensor | None = None,
     temperature: float = 1.0,
     method: Way = "auto",
+    *,
+    check: Check = "first",
 ) -> Tensor:
     """Each token's share of ‖Δθ‖², (N, S); with `split.momentum`, `split.weight_decay` and any remainder they sum to 1.
 
@@ -97,7 +100,7 @@ def update_attribution(
     """
     if split.squared_length == 0.0:
         return torch.where(mask.bool(), math.nan, 0.0).to(coef.dtype)
-    shares = attribute(model, input_ids, mask, coef, split.direction, attention_mask, temperature, method)
+    shares = attribute(model, input_ids, mask, coef, split.direction, attention_mask, temperature, method, check=check)
     return shares / split.squared_length
 
 

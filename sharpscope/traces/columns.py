@@ -333,7 +333,7 @@ EVENTS = Table(
         _always("severity", "string", "name", "info | warning | error"),
         _maybe("value", "float64", "the rule's", "what was measured"),
         _maybe("threshold", "float64", "the rule's", "the bound it crossed"),
-        _always("action", "string", "name", "what was done: none | warn | skip_step | stop | ..."),
+        _always("action", "string", "name", "what was done: none | warn | left out | skip_step | stop | ..."),
         _always("message", "string", "text", "one line for a person"),
     ),
 )

@@ -258,6 +258,7 @@ class _Run:
         self.learner.allow = partial(self._allow, step, drawn, progress, events)
         learned = self.learner.learn(drawn.rollouts, drawn.advantage, step, progress)
         clock.lap("training_s", minus=self.observers.seconds)
+        events += self.observers.events()
         row = steps_row(step, drawn, learned, self.method, progress, lr)
         stop = self._judge(step, learned, events)
         norm = plain_norm(learned)

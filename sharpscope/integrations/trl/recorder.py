@@ -361,6 +361,7 @@ class Recorder:
         started, step = time.perf_counter(), self._step
         drawn, tokens = step.joined()
         self.trace.unlike(float(torch.cat(step.gaps).mean()))
+        self.trace.tell(self.observers.events())
         self.trace.write(
             drawn, Learned(step.updates, tokens), self.observers.columns(), self.observers.rows(), self._lr, self.weights,
             all(batch.sampled for batch in step.batches), step.seconds, started,

@@ -104,6 +104,10 @@ class Trace:
                 self._said.add(text)
                 self._events.append(Event(self.step, "method", "warning", math.nan, math.nan, "warn", text))
 
+    def tell(self, events: Sequence[Event]) -> None:
+        """Events of the step in progress."""
+        self._events += events
+
     def not_finite(self, value: float) -> None:
         """A loss or gradient that is no number; the trainer decides what becomes of it."""
         text = "the loss or gradient of an update is not finite; lower learning_rate, or look at this step's tokens"
