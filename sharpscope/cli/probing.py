@@ -10,7 +10,7 @@ import typer
 if TYPE_CHECKING:
     import pandas as pd
 
-    from sharpscope.config.probes import ProbesSpec
+    from sharpscope.config.probes import Check, ProbesSpec
     from sharpscope.policy import Policy
 
 PARTS = ("curvature", "perturbation", "tokens")
@@ -44,7 +44,11 @@ def probe(
         bool, typer.Option("--all-checkpoints", help="Every checkpoint of the run, not only the last.")
     ] = False,
     set_: Annotated[
-        list[str] | None, typer.Option("--set", help="Any field of `probes`, as name=value: --set preset=full.")
+        list[str] | None,
+        typer.Option(
+            "--set",
+            help="Any field of `probes`, as name=value: --set preset=full, --set check=off (compare nothing with autograd).",
+        ),
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of every random vector.")] = 0,
     threads: Annotated[
@@ -149,7 +153,7 @@ def _model(
     rows = read_rows(data)
     policy = load_policy(PolicySpec(model=model))
     if parts == ["tokens"]:
-        _write_tokens(policy, rows, out)
+        _write_tokens(policy, rows, out, spec.check)
         return None
     report = probe_policy(
         policy, rows, spec, functionals=functionals, seed=seed, label=data.stem,  # type: ignore[arg-type]
@@ -158,12 +162,12 @@ def _model(
     for problem in report.problems:
         typer.echo(f"  not to be believed: {problem}", err=True)
     if "tokens" in parts:
-        _write_tokens(policy, rows, out)
+        _write_tokens(policy, rows, out, spec.check)
     return report.frame()
 
 
-def _write_tokens(policy: Policy, rows: Any, out: Path) -> None:
-    tokens = _tokens(policy, rows)
+def _write_tokens(policy: Policy, rows: Any, out: Path, check: Check) -> None:
+    tokens = _tokens(policy, rows, check)
     out.mkdir(parents=True, exist_ok=True)
     tokens.to_parquet(out / "tokens.parquet", index=False)
     norms = tokens["score_norm_local"]
@@ -174,7 +178,7 @@ def _write_tokens(policy: Policy, rows: Any, out: Path) -> None:
     _token_picture(tokens, out)
 
 
-def _tokens(policy: Policy, rows: Any) -> pd.DataFrame:
+def _tokens(policy: Policy, rows: Any, check: Check) -> pd.DataFrame:
     """One row a completion token: row of the file, position in the completion, id, ln π [nats] and local score norm."""
     import pandas as pd
     import torch
@@ -186,9 +190,9 @@ def _tokens(policy: Policy, rows: Any) -> pd.DataFrame:
     batch = text_batch(policy, rows)
     mask = batch.scored
     attention = torch.arange(mask.shape[1], device=mask.device) < batch.lengths[:, None]
-    with lm_surface(policy.model, Functional("nll", batch)) as surface:
+    with lm_surface(policy.model, Functional("nll", batch), check=check) as surface:
         logp = surface.logp()
-    norms = score_norms(policy.model, batch.input_ids, mask, tier="local", attention_mask=attention.long())
+    norms = score_norms(policy.model, batch.input_ids, mask, tier="local", attention_mask=attention.long(), check=check)
     row, column = mask.nonzero(as_tuple=True)
     place = mask.long().cumsum(1)[row, column] - 1
     columns = {

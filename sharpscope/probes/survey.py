@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from sharpscope.config.probes import KINDS, ProbesSpec
 from sharpscope.errors import CheckError
 from sharpscope.probes.estimate import Estimate, labelled
-from sharpscope.probes.fingerprint import remembered
 from sharpscope.probes.functionals import Functional, FunctionalName, group_normalised, rollout_batch, staleness
 from sharpscope.probes.grouped import m_sharpness_of
 from sharpscope.probes.hessian import Curvature, CurvatureSettings, Operator, adamw_preconditioner, curvature_of
@@ -85,10 +84,13 @@ def measure(
         curvature, perturbation: leave one of them out (the top eigenpair is then not there for slices).
         slices: loss slices beside the perturbations; None: as the spec says.
     """
-    limits = {"microbatch_tokens": spec.microbatch_tokens, "graph_mb": spec.graph_mb, "head_mb": spec.head_mb}
-    checked = remembered(model).setdefault("hessian", {}) if spec.check == "first" else {}
+    limits = {
+        "microbatch_tokens": spec.microbatch_tokens,
+        "graph_mb": spec.graph_mb,
+        "head_mb": spec.head_mb,
+        "check": spec.check,
+    }
     with lm_surface(model, functional, **limits) as surface:  # type: ignore[arg-type]
-        surface.checked = checked
         found: list[Estimate] = []
         if functional.stale:
             found.append(_stale_row(surface, spec))
@@ -150,7 +152,12 @@ def measured_cost(model: nn.Module, functional: Functional, spec: ProbesSpec) ->
 
     Each is the second of two, so that building the graph is not counted.
     """
-    limits = {"microbatch_tokens": spec.microbatch_tokens, "graph_mb": spec.graph_mb, "head_mb": spec.head_mb}
+    limits = {
+        "microbatch_tokens": spec.microbatch_tokens,
+        "graph_mb": spec.graph_mb,
+        "head_mb": spec.head_mb,
+        "check": "off",
+    }
     with lm_surface(model, functional, **limits) as surface:  # type: ignore[arg-type]
         hessian, (_, gradient) = surface.hessian(), surface.gradient()
 

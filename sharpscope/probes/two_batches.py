@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from sharpscope.config.probes import Check
 from sharpscope.errors import UserError
 from sharpscope.probes.estimate import Estimate
 from sharpscope.probes.functionals import Functional, group_normalised, rollout_batch
@@ -35,6 +36,7 @@ def squared_gradient_norm(
     head_mb: float = 64.0,
     memory_mb: float = 2048.0,
     seed: int | None = None,
+    check: Check = "first",
 ) -> list[Estimate]:
     """⟨g_A, g_B⟩ over two halves of every prompt's completions, drawn from the model itself.
 
@@ -54,6 +56,7 @@ def squared_gradient_norm(
         microbatch_tokens, head_mb: see `lm_surface`.
         memory_mb: for gradients of blocks of prompts [MiB]; at least two blocks are made.
         seed: with which the completions were drawn, for the record.
+        check: see `lm_surface`.
 
     Returns:
         For each functional `squared_gradient_norm` with its standard error and the number of completions, and beside it
@@ -68,7 +71,7 @@ def squared_gradient_norm(
     weights = {name: _coefficients(name, drawn.correct.double(), batch.scored, halves) for name in names}
     # The functional only carries the rows; nll needs no anchors.
     with lm_surface(
-        model, Functional("nll", batch, temperature), microbatch_tokens=microbatch_tokens, head_mb=head_mb
+        model, Functional("nll", batch, temperature), microbatch_tokens=microbatch_tokens, head_mb=head_mb, check=check
     ) as surface:
         size = sum(p.numel() for p in surface.parameters)
         each = 2 * len(names) * size * torch.finfo(common_dtype(surface.parameters)).bits / 8

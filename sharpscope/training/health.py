@@ -12,6 +12,7 @@ import psutil
 import torch
 
 from sharpscope.config.training import HealthSpec, Rule
+from sharpscope.errors import CheckError, UserError
 
 CGROUP = Path("/sys/fs/cgroup")
 PREVENTS = ("skip_step", "stop")
@@ -33,6 +34,12 @@ class Event:
     def row(self) -> dict[str, Any]:
         """The event as one row of the events table."""
         return dict(vars(self))
+
+
+def refusal(step: int, what: str, problem: UserError) -> Event:
+    """The event that says why `what` is not measured for the rest of a run."""
+    error, limit = (problem.error, problem.tolerance) if isinstance(problem, CheckError) else (math.nan, math.nan)
+    return Event(step, "self_check", "warning", error, limit, "left out", f"{what} is left out from here on: {problem}")
 
 
 def _fires(rule: Rule, value: float, below: bool = False) -> bool:

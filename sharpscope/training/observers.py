@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sharpscope import distributed
 from sharpscope.config.probes import Check
-from sharpscope.errors import CheckError, UserError
+from sharpscope.errors import UserError
 from sharpscope.policy import Policy, Rollouts
 from sharpscope.probes import (
     ProbeSet,
@@ -34,7 +34,7 @@ from sharpscope.probes import (
 from sharpscope.seeds import derive, generator
 from sharpscope.tasks import Task
 from sharpscope.traces.spike_rule import robust_z
-from sharpscope.training.health import Event
+from sharpscope.training.health import Event, refusal
 from sharpscope.training.learning import Learner, UpdateBatch
 from sharpscope.training.probe_sets import Drawer, needs_probe_set, run_probe_set
 from sharpscope.training.rounds import Round
@@ -307,12 +307,6 @@ class Observers:
         target = self._columns[name]
         new = values[:, self._rollouts.prompt_width :].detach().float().cpu()
         target[batch.rows] = torch.where(batch.first, new, target[batch.rows])
-
-
-def refusal(step: int, what: str, problem: UserError) -> Event:
-    """The event that says why `what` is not measured for the rest of a run."""
-    error, limit = (problem.error, problem.tolerance) if isinstance(problem, CheckError) else (math.nan, math.nan)
-    return Event(step, "self_check", "warning", error, limit, "left out", f"{what} is left out from here on: {problem}")
 
 
 def _map_rows(rows: Tensor, compute: Callable[[Tensor], Tensor], mask: Tensor) -> Tensor:

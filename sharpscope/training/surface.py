@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from sharpscope import distributed
+from sharpscope.errors import CheckError
 from sharpscope.probes import ProbeSet, measure, measured_cost, probe_functionals, squared_gradient_norm
 from sharpscope.probes.estimate import Estimate, columns, labelled
-from sharpscope.probes.survey import problems
+from sharpscope.probes.functionals import Functional
+from sharpscope.probes.survey import Measured, problems
 from sharpscope.seeds import derive
-from sharpscope.training.health import Event
+from sharpscope.training.health import Event, refusal
 from sharpscope.training.learning import Learner
 from sharpscope.training.probe_sets import Drawer
 from sharpscope.training.run_folder import note
@@ -30,6 +32,7 @@ class SurfaceProbes:
         self.every = self.spec.every
         self.vectors: Tensor | None = None
         self.probe_set: ProbeSet | None = None
+        self.refused: set[str] = set()  # what is left out for the rest of the run: curvature, or the whole surface
 
     def start(self, probe_set: ProbeSet, info: dict[str, Any]) -> list[Event]:
         """Fix the schedule. The cost is measured once in a run's life and saved, so that a resumed run probes the same steps."""
@@ -63,6 +66,7 @@ class SurfaceProbes:
         """Columns of the probes table, and an event for each estimate that is not to be believed."""
         assert self.probe_set is not None
         found: list[Estimate] = []
+        events: list[Event] = []
         optimizer = self.learner.seen.optimizer
         for split in self.probe_set.splits:
             seed = derive(self.config.probes.probe_set_seed, f"surface:{split}", step) % 2**31
@@ -70,18 +74,33 @@ class SurfaceProbes:
                 self.probe_set, split, self.spec, self.drawer, temperature=self.config.rollout.temperature, seed=seed
             )
             for functional in functionals.values():
-                measured = measure(
-                    self.learner.seen.model, functional, self.spec, seed=seed, probe_set=self.probe_set.name(split),
+                measured = self._measured(
+                    step, events, functional, seed=seed, probe_set=self.probe_set.name(split),
                     optimizer=optimizer if optimizer.state else None,
                     slices=self.spec.slices and split == "train",
                 )  # fmt: skip
+                if measured is None:
+                    continue
                 found += measured.estimates
                 if split == "train" and measured.curvature is not None and measured.curvature.converged:
                     self.vectors = measured.curvature.vectors
-        if self.spec.gradient_samples:
+        if self.spec.gradient_samples and "surface" not in self.refused:
             found += self._two_batches(step)
-        events = [Event(step, "probe", "warning", math.nan, math.nan, "warn", text) for text in problems(found)]
+        events += [Event(step, "probe", "warning", math.nan, math.nan, "warn", text) for text in problems(found)]
         return {"step": step, **columns(found)}, events
+
+    def _measured(self, step: int, events: list[Event], functional: Functional, **options: Any) -> Measured | None:
+        """`measure`, without what refuses the policy for the rest of the run: its curvature, or the whole surface."""
+        while "surface" not in self.refused:
+            try:
+                return measure(
+                    self.learner.seen.model, functional, self.spec, curvature="curvature" not in self.refused, **options
+                )
+            except CheckError as problem:
+                what = "curvature" if problem.probe == "hessian" else "surface"
+                self.refused.add(what)
+                events.append(refusal(step, what, problem))
+        return None
 
     def _two_batches(self, step: int) -> list[Estimate]:
         """‖∇J‖² without a batch's noise, on the training prompts; from completions of their own, so that it is unbiased."""
@@ -94,5 +113,6 @@ class SurfaceProbes:
         rows = squared_gradient_norm(
             self.learner.seen.model, drawn, temperature=self.config.rollout.temperature, seed=seed,
             microbatch_tokens=self.spec.microbatch_tokens, head_mb=self.spec.head_mb, memory_mb=self.spec.basis_mb,
+            check=self.spec.check,
         )  # fmt: skip
         return labelled(rows, probe_set=self.probe_set.name(split))

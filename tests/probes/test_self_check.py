@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+import math
+from dataclasses import replace
+
 import pytest
 import torch
 
-from sharpscope.probes import directional_derivative
+from sharpscope.errors import CheckError, UserError
+from sharpscope.probes import attribute, attribution, directional_derivative, logp_gradient, score_norms
+from sharpscope.probes.fingerprint import remembered
+from sharpscope.probes.token_gradients import central, exact, head_tier, local, sketch
+from sharpscope.probes.token_gradients.structure import structure_of
 from tests.models import random_batch, tiny_model
-from tests.oracles.token_gradients import token_gradients
+from tests.oracles.token_gradients import squared_norms, token_gradients
 
 
 def given(batch):
@@ -28,3 +36,231 @@ def test_a_padding_token_within_a_row_has_no_gradient_in_any_mode(tie):
     for method, error in (("forward", 1e-9), ("central", 1e-6)):
         found = directional_derivative(model, **given(batch), direction=direction, method=method, check="off").values
         torch.testing.assert_close(found, expected, rtol=error, atol=error)
+
+
+TIERS = ("head", "local", "sketch", "exact")
+WAYS = ("forward", "central")
+
+
+def call(model, probe, batch=None, **options):
+    """The checked error of one probe."""
+    batch = random_batch() if batch is None else batch
+    if probe in TIERS:
+        return score_norms(model, **given(batch), tier=probe, directions=2, **options).checked
+    generator = torch.Generator().manual_seed(1)
+    direction = [torch.randn(p.shape, generator=generator).to(p) for p in model.parameters() if p.requires_grad]
+    return directional_derivative(model, **given(batch), direction=direction, method=probe, **options).checked
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma2", "gpt2", "qwen2_moe"])
+def test_clean_models_pass(architecture, dtype):
+    model = tiny_model(architecture, tie=dtype == torch.float32, dtype=dtype)
+    for probe in (*TIERS, "forward", *(("central",) if dtype == torch.float32 else ())):
+        limit = {"central": 5e-4}.get(probe, 2e-5) if dtype == torch.float32 else 0.1
+        assert 0 <= call(model, probe) < limit, probe
+        assert call(model, probe, check="off") is None
+    attribute(model, **given(random_batch()), coef=random_batch()["mask"].float())
+
+
+def without_value_projections(squares):
+    def dropped(use, g):
+        return [(name, value * 0 if "v_proj" in name else value) for name, value in squares(use, g)]
+
+    return dropped
+
+
+def dropped(squares):
+    return lambda use, g: squares(use, g) * (not any("v_proj" in name for name in use.names))
+
+
+FAULTS = {
+    "head": (head_tier, "head_gradients", lambda own: lambda *a, **k: (scaled(own(*a, **k)[0]), None)),
+    "local": (local, "local_squares", without_value_projections),
+    "sketch": (sketch, "_rate", lambda own: lambda use: 1.1 * own(use)),
+    "exact": (exact, "exact_squares", dropped),
+    "forward": (attribution, "pushed_logp", lambda own: lambda *a: 1.02 * own(*a)),
+    "central": (central, "head_logp", lambda own: lambda *a: 1.02 * own(*a)),
+}
+
+
+def scaled(output):
+    return replace(output, weight_squared=1.05 * output.weight_squared)
+
+
+@pytest.mark.parametrize("probe", sorted(FAULTS))
+def test_a_planted_fault_is_refused_by_name(probe, monkeypatch):
+    module, name, fault = FAULTS[probe]
+    model = tiny_model("llama", tie=False, dtype=torch.float32)
+    monkeypatch.setattr(module, name, fault(getattr(module, name)))
+    with pytest.raises(CheckError, match=rf"LlamaForCausalLM, (tier|method) {probe}: .*autograd.*use |loop ") as caught:
+        call(model, probe)
+    assert caught.value.probe == probe and caught.value.error > caught.value.tolerance
+    assert call(model, probe, check="off") is None
+    assert call(model, "exact" if probe in ("head", "local") else "head") < 1e-3  # only what is used is checked
+
+
+def test_a_wrong_gradient_and_shares_that_do_not_sum_to_one(monkeypatch):
+    model, batch = tiny_model("llama", dtype=torch.float32), random_batch()
+    arguments = {**given(batch), "coef": batch["mask"].float()}
+    own = attribution.head_gradients
+
+    def planted(*args, **rest):
+        found, coupled = own(*args, **rest)
+        return replace(found, to_hidden=1.05 * found.to_hidden), coupled
+
+    with monkeypatch.context() as patch:
+        patch.setattr(attribution, "head_gradients", planted)
+        with pytest.raises(CheckError, match="probe gradient: differs from plain autograd"):
+            logp_gradient(model, **arguments)
+        logp_gradient(model, **arguments, check="off")
+    assert attribute(model, **arguments).sum() == pytest.approx(1.0, abs=1e-5)
+    monkeypatch.setattr(attribution, "head_gradients", planted)  # after the gradient has passed: only the sum tells
+    with pytest.raises(CheckError, match=r"method forward: attribution shares sum to 0\.\d+ instead of 1"):
+        attribute(model, **arguments)
+    assert attribute(model, **arguments, check="off").sum() != pytest.approx(1.0, abs=1e-2)
+
+
+def test_attention_that_the_probes_do_not_know(monkeypatch):
+    """A model's own attention with a window that the attention of the probes has not."""
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    def sharper(module, query, key, value, mask, **rest):
+        return sdpa_attention_forward(module, 1.3 * query, key, value, mask, **rest)
+
+    AttentionInterface.register("sharper", sharper)
+    model = tiny_model("llama", dtype=torch.float32)
+    model.config._attn_implementation_internal = "sharper"
+    for probe in ("local", "exact", "forward"):
+        with pytest.raises(CheckError, match=r"(tier|method) .*: hidden states under its attention differ"):
+            call(model, probe)
+        call(model, probe, check="off")
+    assert call(model, "head") < 1e-5  # runs the model's own attention
+
+
+def test_a_router_that_flips_under_the_step_of_a_central_difference():
+    model, batch = tiny_model("qwen2_moe", dtype=torch.float32), random_batch(rows=6, completion=10)
+    with torch.no_grad():
+        for layer in model.model.layers:  # experts 0 and 1 are equally good for every token
+            layer.mlp.gate.weight[1] = layer.mlp.gate.weight[0]
+    names = [name for name, _ in model.named_parameters()]
+    generator = torch.Generator().manual_seed(3)
+    direction = [
+        torch.randn(p.shape, generator=generator) if "gate.weight" in name else torch.zeros_like(p)
+        for name, p in zip(names, model.parameters(), strict=True)
+    ]
+    arguments = {**given(batch), "direction": direction, "method": "central"}
+    with pytest.raises(CheckError, match=r"method central: .*use method='forward'"):
+        directional_derivative(model, **arguments)
+    directional_derivative(model, **arguments, check="off")
+
+
+def test_always_sees_what_first_has_already_passed(monkeypatch):
+    model = tiny_model("llama", dtype=torch.float32)
+    call(model, "exact")
+    monkeypatch.setattr(exact, "exact_squares", dropped(exact.exact_squares))
+    assert call(model, "exact") < 1e-5
+    with pytest.raises(CheckError):
+        call(model, "exact", check="always")
+    with pytest.raises(UserError, match="check, 'never': use off, first or always"):
+        call(model, "exact", check="never")
+
+
+def test_diverged_weights_and_calls_without_a_token_check_nothing():
+    model, batch = tiny_model("llama", dtype=torch.float32), random_batch()
+    assert call(model, "local", batch | {"mask": torch.zeros_like(batch["mask"])}) is None
+    with torch.no_grad():
+        model.model.norm.weight[0] = math.nan
+    assert math.isnan(call(model, "local"))
+    assert structure_of(model).checked == {}
+
+
+# -- what is known of a model is known of that model only --------------------------------------------------------------
+
+
+def adapted():
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=2, task_type="CAUSAL_LM", init_lora_weights=False)
+    return peft.get_peft_model(tiny_model("gemma2", dtype=torch.float32), config)
+
+
+def replace_head(model):
+    model.lm_head = torch.nn.Linear(16, 37, bias=False).requires_grad_(False)
+
+
+CHANGES = {
+    "frozen output layer": replace_head,
+    "frozen parameter": lambda m: setattr(
+        m.model.norm, "weight", torch.nn.Parameter(torch.ones(16), requires_grad=False)
+    ),
+    "soft cap": lambda m: setattr(m.config, "final_logit_softcapping", 2.0),
+    "soft cap of attention": lambda m: setattr(m.model.layers[0].self_attn, "attn_logit_softcapping", 3.0),
+    "freezing": lambda m: m.model.layers[0].mlp.requires_grad_(False),
+    "dtype": lambda m: m.to(torch.bfloat16),
+    "attention": lambda m: setattr(m.config, "_attn_implementation_internal", "sdpa"),
+    "embeddings": lambda m: m.resize_token_embeddings(41),
+    "layer": lambda m: m.model.layers.__setitem__(0, copy.deepcopy(m.model.layers[1])),
+    "order of layers": lambda m: (
+        m.model.layers.reverse() if hasattr(m.model.layers, "reverse") else swap(m.model.layers)
+    ),
+    "forward of a module": lambda m: setattr(m.model.norm, "forward", lambda x: x),
+    "hook": lambda m: m.model.norm.register_forward_hook(lambda *_: None),
+}
+
+
+def swap(layers):
+    layers[0], layers[1] = layers[1], layers[0]
+
+
+@pytest.mark.parametrize("change", sorted(CHANGES))
+def test_a_changed_model_is_looked_at_again(change):
+    model = tiny_model("gemma2", dtype=torch.float32, tie=False)
+    model.lm_head.requires_grad_(False)
+    before = remembered(model)
+    assert remembered(model) is before
+    CHANGES[change](model)
+    assert remembered(model) is not before
+
+
+@pytest.mark.parametrize("change", ["merge_adapter", "unload", "add", "disable_adapter_layers", "scale"])
+def test_changed_adapters_are_looked_at_again(change):
+    model = adapted()
+    before = remembered(model)
+    if change == "add":
+        model.add_adapter("other", model.peft_config["default"])
+        model.set_adapter("other")
+    elif change == "scale":
+        for module in model.modules():
+            if hasattr(module, "scaling") and isinstance(module.scaling, dict):
+                module.scaling["default"] *= 2
+    else:
+        getattr(model, change)()
+    assert remembered(model) is not before
+
+
+def test_training_leaves_what_is_known():
+    model, batch = tiny_model("llama", dtype=torch.float32), random_batch()
+    call(model, "local")
+    before = structure_of(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model.train()
+    model(input_ids=batch["input_ids"]).logits.sum().backward()
+    optimizer.step()
+    model.eval()
+    assert structure_of(model) is before and set(before.checked) == {"local"}
+
+
+@pytest.mark.parametrize("change", ["frozen output layer", "soft cap"])
+def test_norms_after_a_change_are_those_of_the_new_model(change):
+    """They used to be 4.4 times and 21 % off."""
+    model, batch = tiny_model("gemma2", tie=False), random_batch()
+    model.lm_head.requires_grad_(False)
+    score_norms(model, **given(batch))
+    if change == "soft cap":
+        model.config.final_logit_softcapping = 2.0
+    else:
+        model.lm_head = torch.nn.Linear(16, 37, bias=False).double().requires_grad_(False)
+    expected = squared_norms(token_gradients(model, *given(batch).values()), batch["mask"].shape)
+    found = score_norms(model, **given(batch), tier="exact").squared
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)

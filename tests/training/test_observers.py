@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import sharpscope
-from sharpscope.errors import UserError
+from sharpscope.errors import CheckError, UserError
 from sharpscope.training import observers, train
 from sharpscope.training.checkpoint import STATE, checkpoints
 from tests.training.test_loop import StopAfter, assert_same, tables
@@ -249,3 +249,48 @@ def test_under_sam_shares_are_those_of_the_gradient_whose_coefficients_are_recor
     state = json.loads((checkpoints(sharp.run_dir)[-1] / STATE).read_text())
     assert state["recent_log_grad_norms"][0] == pytest.approx(math.log(norms.iloc[0]), rel=1e-5)
     assert sharpscope.load_run(sharp.run_dir).steps["grad_norm"].iloc[0] != pytest.approx(norms.iloc[0], rel=0.01)
+
+
+def test_a_probe_that_fails_its_check_is_left_out_and_the_run_goes_on(tiny_policy, tmp_path, monkeypatch):
+    """A fault in local norms and one in Hessian products: two events, no such numbers from then on, the others as they were."""
+    from sharpscope.config import build_config
+    from sharpscope.probes import survey
+    from sharpscope.probes.token_gradients import local
+    from tests.conftest import TOY
+
+    own = local.local_squares
+    monkeypatch.setattr(local, "local_squares", lambda use, g: [(name, 0.8 * found) for name, found in own(use, g)])
+    curvature_of = survey.curvature_of
+
+    def wrong(*args, **rest):
+        raise CheckError("products differ", "hessian", 0.5, 0.01)
+
+    monkeypatch.setattr(survey, "curvature_of", wrong)
+    values = {path.replace("__", "."): value for path, value in (RECORD | SURFACE).items()}
+    values |= {"policy.model": str(tiny_policy), "out": str(tmp_path), "method": "grpo", "probes.gradient_samples": 0}
+    config = build_config(values={**TOY, **values, "name": "faulty"})
+    assert train(config).status == "finished"
+    run = sharpscope.load_run(tmp_path / "faulty")
+    events = run.events[run.events["rule"] == "self_check"]
+    assert sorted(events["step"]) == [0, 2] and set(events["action"]) == {"left out"}
+    by_step = events.set_index("step")
+    assert by_step.loc[0, "message"].startswith("curvature is left out from here on") and by_step.loc[0, "value"] == 0.5
+    assert "score_norm_local is left out from here on: " in by_step.loc[2, "message"]
+    assert by_step.loc[2, "value"] > by_step.loc[2, "threshold"] > 0
+    tokens = run.tokens()
+    assert "score_norm_local" not in tokens or tokens["score_norm_local"].isna().all()
+    recorded = tokens[tokens["step"].isin([2, 4])]
+    assert recorded["attribution"].notna().any()
+    assert recorded.groupby("step")["score_norm"].count().tolist() == [2, 2]  # random ones: none is known to be large
+    assert set(run.probes["probe"]) == {"perturbation", "slice", "update"}
+
+    # With the check off the same fault goes through.
+    monkeypatch.setattr(survey, "curvature_of", curvature_of)
+    train(
+        build_config(
+            values={**TOY, **values, "name": "unchecked", "probes.check": "off", "probes.every": 0, "steps": 2}
+        )
+    )
+    unchecked = sharpscope.load_run(tmp_path / "unchecked")
+    assert "self_check" not in set(unchecked.events["rule"])
+    assert unchecked.tokens().query("step == 2")["score_norm_local"].notna().all()

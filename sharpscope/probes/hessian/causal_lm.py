@@ -9,9 +9,11 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from sharpscope.errors import UserError
+from sharpscope.config.probes import Check
+from sharpscope.errors import CheckError, UserError
 from sharpscope.policy.forward import length_buckets
-from sharpscope.policy.head import backbone, check_head, output_head
+from sharpscope.policy.head import backbone, bare, check_head, output_head
+from sharpscope.probes.fingerprint import remembered
 from sharpscope.probes.functionals import Functional
 from sharpscope.probes.guard import guarded
 from sharpscope.probes.hessian.head import SelectedLogp, squash
@@ -21,6 +23,7 @@ from sharpscope.probes.hessian.streamed import StreamedHessian, scatter, size_of
 from sharpscope.probes.surface import checked_parameters, common_dtype, flatten, working_precision
 
 ProductMode = Literal["auto", "graph", "stream"]
+CHECKED_TOKENS = 32  # of the first row, whose logits are compared with the model's own
 COARSE_SHARE, COARSE_STEPS = 0.25, 3  # of the tokens and of Lanczos, for its start
 
 
@@ -285,6 +288,7 @@ def lm_surface(
     graph_mb: float = 1024.0,
     head_mb: float = 64.0,
     mode: ProductMode = "auto",
+    check: Check = "first",
 ) -> Iterator[LmSurface]:
     """Within the block: the surface of a model, guarded, in eval mode, in float32 or better, with MATH attention.
 
@@ -298,11 +302,21 @@ def lm_surface(
         graph_mb: memory for graphs kept between products [MiB].
         head_mb: memory for blocks of the logits [MiB].
         mode: see `LmSurface.hessian`.
+        check: compare logits with those of the model's own attention and precision, and Hessian products as
+            `check_products` does: once for a model (first), for every surface (always) or never (off).
 
     Raises:
         UserError: an architecture whose output layer is not one linear map.
+        CheckError: the logits differ from the model's own.
     """
     tensors = [*model.parameters(), *model.buffers()]
+    known = remembered(model) if check == "first" else {}
+    ids = functional.batch.input_ids[:1, : min(CHECKED_TOKENS, int(functional.batch.lengths[0]))]
+    own = None
+    if check != "off" and "surface" not in known:
+        with guarded(model, weights=False), torch.no_grad():
+            own = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
+            coarsest = max((torch.float32, *(t.dtype for t in tensors if t.is_floating_point())), key=_epsilon)
     with (
         guarded(model, weights=False, attention="math", training=False),
         working_precision(tensors),
@@ -318,9 +332,31 @@ def lm_surface(
             head_mb=head_mb,
             mode=mode,
         )
+        surface.checked = known.setdefault("hessian", {})
+        if own is not None and bool(own.isfinite().all()):  # weights that have diverged say nothing
+            known["surface"] = _check_logits(surface, ids, own, 2 * _epsilon(coarsest) ** 0.5)
         if functional.name != "nll" and not functional.stale:
             surface.functional = functional.anchored(surface.logp())
         yield surface
+
+
+def _epsilon(dtype: torch.dtype) -> float:
+    return float(torch.finfo(dtype).eps)
+
+
+def _check_logits(surface: LmSurface, ids: Tensor, own: Tensor, tolerance: float) -> float:
+    """The relative error of the logits of `ids` (1, L) against the model's `own`; tolerances as for token gradients."""
+    with torch.no_grad():
+        found = surface.head.logits(surface.backbone(input_ids=ids, use_cache=False).last_hidden_state)
+    error = float((found.double() - own.double()).norm() / own.double().norm().clamp_min(1e-30))
+    if error > tolerance:
+        raise CheckError(
+            f"{type(bare(surface.model)).__name__}, loss surface: logits under MATH attention differ from the model's own: "
+            f"relative error {error:.2g}, where the precision of the model allows {tolerance:.2g}; use sharpscope.curvature "
+            "on a loss of your own, or take the numbers unchecked with check='off'",
+            "surface", error, tolerance,
+        )  # fmt: skip
+    return error
 
 
 def _microbatches(lengths: Tensor, tokens: int) -> list[Tensor]:
