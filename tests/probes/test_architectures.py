@@ -20,7 +20,8 @@ ROOT = Path(__file__).resolve().parents[2]
     ("name", "refused"),
     [
         ("olmo2", set()),
-        ("phi", set()),
+        ("granitemoe", set()),  # a mixture of experts, so also as plain transformers loads it
+        ("dbrx", {"local", "sketch", "stream"}),
         ("mamba", {"local", "sketch"}),
         ("roberta", {"head", "local", "sketch", "exact", "forward", "central", "stream", "graph"}),
     ],
@@ -31,6 +32,7 @@ def test_probes_are_right_or_refuse(name, refused):
     assert {check for check, outcome in report.checks.items() if outcome.kind == "refused"} == refused
     assert all(outcome.kind in ("right", "refused") for outcome in report.checks.values())
     assert report.checks["unchanged"].kind == "right"
+    assert ("float32 exact" in report.checks) == (name == "granitemoe")
     assert f"| {name} |" in sweep.table([report])
 
 

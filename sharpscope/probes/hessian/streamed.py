@@ -31,7 +31,7 @@ class StreamedHessian(Operator):
         """H v or G v for v (P,).
 
         Raises:
-            UserError: an operation of the model has no forward-mode derivative.
+            UserError: an operation of the model has no forward-mode derivative, or one without a backward pass.
         """
         surface = self._surface
         like = surface.parameters
@@ -51,10 +51,16 @@ class StreamedHessian(Operator):
             )
             try:
                 self._body.product(ids, direction, back.out, back)
-            except NotImplementedError as problem:
+            except RuntimeError as problem:
+                # PyTorch has no type of its own for what an in-place operation destroyed (the router of DBRX).
+                unknown = isinstance(problem, NotImplementedError)
+                if not (unknown or "inplace operation" in str(problem)):
+                    raise
+                missing = "forward-mode derivative" if unknown else "backward pass through the forward-mode derivative"
+                reason = str(problem).partition(":")[0].partition(". ")[0]
                 raise UserError(
-                    f"model, {type(surface.model).__name__}: no forward-mode derivative ({problem}); use mode='graph' "
-                    "with more memory (graph_mb), or another attention implementation"
+                    f"model, {type(surface.model).__name__}: no {missing} ({reason}); use mode='graph' with more memory "
+                    "(graph_mb), or another attention implementation"
                 ) from problem
         # With one dtype and device the parts are views of `total`; otherwise they are copies.
         return total if parts[0].data_ptr() == total.data_ptr() and _uniform(like) else flatten(parts, like)

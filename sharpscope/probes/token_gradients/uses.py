@@ -26,7 +26,7 @@ GRAM_BLOCK = 48  # rows of a symmetric product made at once: fewer skip more of 
 
 _PRODUCTS = {torch.mul, torch.multiply, Tensor.mul, Tensor.__mul__, Tensor.__rmul__}
 _SUMS = {torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__}
-_CASTS = {Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.to, Tensor.type_as}
+_CASTS = {Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.to, Tensor.type, Tensor.type_as}
 _MATMULS = {torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__}
 # What returns every entry of its input once: the squared norm of a gradient does not depend on their order.
 _REARRANGEMENTS: set[Any] = {
