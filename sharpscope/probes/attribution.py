@@ -22,7 +22,7 @@ from sharpscope.config.probes import Check
 from sharpscope.errors import UserError
 from sharpscope.probes.guard import guarded
 from sharpscope.probes.token_gradients.central import central_derivative, squared_length
-from sharpscope.probes.token_gradients.forward_mode import pushed_hidden, pushed_logp
+from sharpscope.probes.token_gradients.forward_mode import NoForwardModeError, pushed_hidden, pushed_logp
 from sharpscope.probes.token_gradients.head import head_chunks, head_gradients
 from sharpscope.probes.token_gradients.rows import Rows, make_rows, safe_width, widen
 from sharpscope.probes.token_gradients.self_check import (
@@ -73,7 +73,7 @@ def attribute(
         coef: (N, S) c_t = ∂L/∂log π_t.
         direction: u, tensors like the trainable parameters; None: u = ∇L/‖∇L‖² with ∇L = Σ_t c_t ∇log π_t.
         method: forward (one forward-mode pass), central (two forward passes, float32 or float64 weights) or auto
-            (forward).
+            (forward, or central where a part of the model has no forward-mode derivative).
         check: as in `score_norms`, of the derivatives; unless off, shares without a direction must also sum to 1.
 
     Returns:
@@ -125,10 +125,18 @@ def directional_derivative(
     Raises:
         UserError: the input does not fit together, or a central difference of weights or activations of less than
             32 bits is asked for.
+        NoForwardModeError: forward alone: an operation of the model has no forward-mode derivative.
         CheckError: the derivatives differ from plain autograd's on this model.
     """
     if method not in ("auto", "forward", "central"):
         raise UserError(f"method, '{method}': use auto, forward or central")
+    if method == "auto":
+        try:
+            return directional_derivative(
+                model, input_ids, mask, direction, attention_mask, temperature, "forward", check=check
+            )
+        except NoForwardModeError:
+            method = "central"
     with guarded(model, weights=False):
         rows = make_rows(model, input_ids, mask, attention_mask, temperature)
         structure = structure_of(model)

@@ -14,7 +14,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from sharpscope.errors import UserError
 from sharpscope.probes import attribute, score_norms
 from sharpscope.probes.token_gradients.choices import Choices
-from tests.models import random_batch
+from tests.models import random_batch, tiny_model
 from tests.oracles.token_gradients import local_token_gradients, squared_norms, token_gradients
 
 COMMON = dict(
@@ -137,6 +137,25 @@ def test_every_tier_matches_a_loop_or_says_what_to_use(architecture):
     refused = REFUSED.get(architecture, ())
     batch = random_batch(rows=2, prompt=3, completion=5)
     assert_tiers(model_of(architecture), batch, **dict.fromkeys(refused, False))
+
+
+@pytest.mark.parametrize(("adapter", "refused"), [("loha", "forward"), ("dora", "central")])
+def test_adapters_that_one_way_of_attribution_cannot_follow(adapter, refused):
+    """LoHa's product has no forward mode; DoRA's norm is held constant in the gradient, not by a finite step."""
+    peft = pytest.importorskip("peft")
+    target = {"r": 3, "target_modules": ["q_proj", "down_proj"]}
+    config = peft.LoHaConfig(**target) if adapter == "loha" else peft.LoraConfig(**target, use_dora=True)
+    model = peft.get_peft_model(tiny_model("llama"), config).double().eval()
+    draw = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.copy_(0.3 * torch.randn(parameter.shape, generator=draw, dtype=torch.float64))
+    batch = random_batch(rows=2, prompt=3, completion=5)
+    assert_tiers(model, batch, local=False, **{refused: False})
+    given = (model, batch["input_ids"], batch["mask"], coefficients(batch), None, batch["attention_mask"], 1.0)
+    other = "central" if refused == "forward" else "forward"
+    assert torch.equal(attribute(*given, "auto"), attribute(*given, other))
 
 
 @pytest.mark.parametrize("architecture", ["deepseek_v32", "mixtral"])

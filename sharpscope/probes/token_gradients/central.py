@@ -113,7 +113,7 @@ def _target(structure: Structure) -> float:
     if eps > 1e-6:
         raise UserError(
             f"method, 'central': weights or activations are {coarsest}; a small step vanishes in them, use "
-            "method='forward'"
+            "method='forward' or float32 weights"
         )
     return MOVE * eps ** (1 / 3)
 
