@@ -124,7 +124,6 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "deepseek_v2": ("local",),
     "deepseek_v32": ("local",),
     "doge": ("local",),
-    "glm4_moe": ("local",),
     "glm_moe_dsa": ("local",),
     "hrm_text": ("local", "central"),
     "llama4_text": ("local",),

@@ -61,7 +61,7 @@ COUNTED = {
     "matmul with .T": lambda x, w, v: x @ w.T + v,
     "matmul with .mT": lambda x, w, v: torch.matmul(x, w.mT) + v,
     "matmul": lambda x, w, v: x @ w + v,
-    "t(), clone and a cast": lambda x, w, v: F.linear(x, w.t().clone().to(x.dtype), v),
+    "t(), clone and a cast": lambda x, w, v: F.linear(x, w.t().clone().type(x.dtype), v),
     "keywords": lambda x, w, v: F.linear(bias=v, weight=w, input=x),
     "layer norm by keywords": lambda x, w, v: F.layer_norm(input=F.linear(x, w), normalized_shape=(WIDTH,), weight=v),
     "in-place product": in_place_output,
