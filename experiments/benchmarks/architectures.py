@@ -671,7 +671,7 @@ token after the other:
 
 A number is the largest relative error over the tokens. Many models cast norms, routers or a softmax to float32 whatever their
 weights are, which leaves about 1e-7, and a central difference about 1e-4. After the probes, weights, buffers and logits were
-bit for bit what they were before. *refused* means a `UserError` of one line, quoted on the right; *self-check* means a
+bit for bit what they were before. *refused* means a `UserError` of one line, its reason on the right; *self-check* means a
 `CheckError`: the probe found that its numbers differ from autograd's and did not report them. A dash means that the oracle does
 not exist, for the reason given. Tiny random models show whether the mathematics is right; they say nothing about memory or speed.
 """
@@ -724,12 +724,18 @@ def worst(outcomes: list[Outcome]) -> str:
 
 
 def remarks(report: Report) -> str:
-    """Reasons and messages, each once with the checks that it is about."""
+    """Reasons, each once with the checks that it is about; of a message of the package what is wrong, not how to go on."""
     grouped: dict[str, list[str]] = {}
     for check, outcome in report.checks.items():
-        if outcome.text and (outcome.kind != REFUSED or not check.startswith("float32")):
-            grouped.setdefault(outcome.text, []).append(check)
-    notes = [f"{', '.join(checks)}: {text}" for text, checks in grouped.items()]
+        if not outcome.text or (outcome.kind == REFUSED and check.startswith("float32")):
+            continue
+        text = outcome.text
+        if outcome.kind in (REFUSED, CAUGHT):
+            text = text.partition(": ")[2].partition("; ")[0]
+        grouped.setdefault(text, []).append(check)
+    notes = [
+        f"{'all' if set(checks) >= set(CHECKS) else ', '.join(checks)}: {text}" for text, checks in grouped.items()
+    ]
     return escaped("; ".join(([report.dtype] if report.dtype != "float64" else []) + notes))
 
 
