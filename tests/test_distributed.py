@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from sharpscope import distributed
 from sharpscope.distributed import Launch
 from sharpscope.errors import UserError
-from sharpscope.training import environment, train
+from sharpscope.recording import environment
+from sharpscope.training import train
 
 
 def as_process(monkeypatch, rank: int, count: int) -> None:

@@ -70,7 +70,7 @@ def tokens(
     """
     from experiments.benchmarks import tokens as measured
     from experiments.benchmarks import tokens_accuracy, tokens_report
-    from sharpscope.training import environment
+    from sharpscope.recording import environment
 
     environment.set_threads(threads)
     if accuracy:
@@ -102,7 +102,7 @@ def token_stats(
       python -m experiments.benchmarks token-stats
     """
     from experiments.benchmarks.token_stats import measure
-    from sharpscope.training import environment
+    from sharpscope.recording import environment
 
     environment.set_threads(threads)
     found = measure(vocabulary=vocabulary, repeats=repeats)
@@ -145,7 +145,7 @@ def curvature(
     """
     from experiments.benchmarks.curvature_report import PARTS, measure, write
     from sharpscope.errors import nearest
-    from sharpscope.training import environment
+    from sharpscope.recording import environment
 
     for name in part or []:
         if name not in PARTS:

@@ -14,9 +14,9 @@ from sharpscope.policy import Policy, load_policy
 from sharpscope.probes import Functional, ProbeSet, measured_cost, probe_functionals
 from sharpscope.probes.hessian.causal_lm import lm_surface
 from sharpscope.probes.surface import unflatten
+from sharpscope.recording.probe_sets import Drawer, run_probe_set
 from sharpscope.tasks import make_task
 from sharpscope.training.optimizer import build_optimizer
-from sharpscope.training.probe_sets import Drawer, run_probe_set
 from sharpscope.training.surface import SurfaceProbes
 
 RUN = ("cheap", "standard")  # `full` is estimated: it is meant for a GPU

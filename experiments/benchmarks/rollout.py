@@ -16,9 +16,9 @@ from sharpscope.config import build_config
 from sharpscope.errors import UserError
 from sharpscope.policy import Policy, SamplingSpec, load_policy, render_prompts, with_openings
 from sharpscope.policy.conversation import as_text
+from sharpscope.policy.drawing import draw_completions
+from sharpscope.recording import environment
 from sharpscope.tasks import Example, InteractiveTask, make_task
-from sharpscope.training import environment
-from sharpscope.training.rounds import draw_completions
 
 REQUIRED = 5.0
 """Least ratio of the two sides' times a conversation."""

@@ -14,8 +14,9 @@ from typing import Any
 from sharpscope.config import RunConfig, build_config
 from sharpscope.errors import UserError
 from sharpscope.policy import load_policy, render_prompts
+from sharpscope.recording import environment
 from sharpscope.tasks import Example, make_task
-from sharpscope.training import environment, train
+from sharpscope.training import train
 
 
 @dataclass(frozen=True)

@@ -117,8 +117,8 @@ def policy_rows(prompts: int, group: int = 2) -> dict[str, Tensor]:
     """Completions that the embedded policy draws for the first puzzles: input_ids, mask, attention_mask (N, P+T)."""
     from sharpscope.config import build_config
     from sharpscope.policy import load_policy
+    from sharpscope.policy.drawing import draw_completions
     from sharpscope.tasks import make_task
-    from sharpscope.training.rounds import draw_completions
 
     config = build_config(None, [])
     policy, task = load_policy(config.policy), make_task(config.task)

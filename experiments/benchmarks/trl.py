@@ -20,7 +20,7 @@ import torch
 from experiments.benchmarks.step import trl_trainer
 from sharpscope.config import RunConfig, build_config
 from sharpscope.errors import UserError
-from sharpscope.training import environment
+from sharpscope.recording import environment
 
 LIMIT = 0.15
 """Recording by default should cost at most this share of TRL's own step."""

@@ -147,7 +147,7 @@ def _model(
     """The probes table, or None where only tokens were asked for."""
     from sharpscope.policy import PolicySpec, load_policy
     from sharpscope.probes import probe_policy, read_rows
-    from sharpscope.training.environment import set_threads
+    from sharpscope.recording.environment import set_threads
 
     set_threads(threads)
     rows = read_rows(data)
@@ -212,10 +212,10 @@ def _checkpoints(
     from sharpscope.policy import load_policy
     from sharpscope.probes import measure, probe_functionals, squared_gradient_norm
     from sharpscope.probes.estimate import columns, labelled
+    from sharpscope.recording.environment import set_threads
+    from sharpscope.recording.probe_sets import Drawer, run_probe_set
     from sharpscope.tasks import make_task
     from sharpscope.training.checkpoint import checkpoints
-    from sharpscope.training.environment import set_threads
-    from sharpscope.training.probe_sets import Drawer, run_probe_set
 
     if not run.is_dir():
         raise UserError(f"run '{run}': no such folder; give the folder that holds its run.json")

@@ -101,8 +101,8 @@ def sweep(
 
       sharpscope sweep experiments/study.yaml --part main --workers 2
     """
+    from sharpscope.recording.environment import set_threads
     from sharpscope.sweeps import execute, plan_sweep, read_sweep
-    from sharpscope.training.environment import set_threads
 
     runs = plan_sweep(read_sweep(file), smoke=smoke, only=part or ())
     share = threads if threads is not None else max(1, set_threads(None) // workers)

@@ -25,8 +25,8 @@ def run_warm_start(
 
     from sharpscope.config import WARM_STARTS, check_keys, merge, parse_override, validate
     from sharpscope.errors import UserError, nearest
+    from sharpscope.recording.environment import set_threads
     from sharpscope.training.display import minutes
-    from sharpscope.training.environment import set_threads
     from sharpscope.warm_start import Progress as Report
     from sharpscope.warm_start import warm_start
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -66,6 +66,12 @@ class Completions:
         chosen["texts"] = [self.texts[i] for i in order.tolist()]
         return replace(self, **chosen)
 
+    def to(self, device: torch.device) -> Self:
+        """The same rows with their tensors on `device`."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        tensors: dict[str, Any] = {name: v.to(device) for name, v in values.items() if isinstance(v, Tensor)}
+        return replace(self, **tensors)
+
     def with_reward(self, reward: Tensor) -> Rollouts:
         """These completions with `reward` (N,), which becomes float32 on their device."""
         values = {field.name: getattr(self, field.name) for field in fields(Completions)}
@@ -77,3 +83,25 @@ class Rollouts(Completions):
     """Completions and what they earned: `reward` (N,) float32."""
 
     reward: Tensor
+
+
+C = TypeVar("C", bound=Completions)
+
+
+def join_rollouts(*parts: C) -> C:
+    """The rows of all, one below the other: prompts padded on the left and completions on the right to the widest."""
+    prompt = max(part.prompt_width for part in parts)
+    width = max(part.completion_ids.shape[1] for part in parts)
+
+    def padded(part: C, name: str) -> Tensor:
+        value: Tensor = getattr(part, name)
+        if value.ndim != 2:
+            return value
+        left = prompt - part.prompt_width if name in ("input_ids", "attention_mask") else 0
+        return torch.nn.functional.pad(value, (left, width - part.completion_ids.shape[1]), value=0)
+
+    joined: dict[str, Any] = {"texts": [text for part in parts for text in part.texts]}
+    for name in (field.name for field in fields(parts[0]) if field.name != "texts"):
+        known = all(getattr(part, name) is not None for part in parts)
+        joined[name] = torch.cat([padded(part, name) for part in parts]) if known else None
+    return replace(parts[0], **joined)

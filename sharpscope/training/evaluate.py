@@ -10,11 +10,11 @@ import numpy as np
 
 from sharpscope.errors import UserError
 from sharpscope.policy import Policy, SamplingSpec
+from sharpscope.policy.drawing import draw_scored
 from sharpscope.seeds import derive
 from sharpscope.tasks import Example, Task
 from sharpscope.tasks.dataset import DatasetTask
 from sharpscope.training.evaluation_progress import Batch, EvaluationProgress
-from sharpscope.training.rounds import draw_scored
 
 EVERY_ROW = "all"
 """Name of a data set's rows whether held out or not."""

@@ -12,9 +12,9 @@ from sharpscope import __version__
 from sharpscope.errors import UserError
 from sharpscope.policy import embedded_policy, load_policy
 from sharpscope.policy.loading import EMBEDDED_PREFIX, check_revision
+from sharpscope.recording import environment
 from sharpscope.tasks import make_task, task_choice
 from sharpscope.tasks.dataset import DatasetTask
-from sharpscope.training import environment
 from sharpscope.training.checkpoint import checkpoints
 from sharpscope.training.evaluate import BATCH_COMPLETIONS, EVERY_ROW, evaluate, examples_of
 from sharpscope.training.evaluation_progress import EvaluationProgress

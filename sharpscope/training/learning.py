@@ -25,46 +25,22 @@ from sharpscope.objective import (
 )
 from sharpscope.policy import Rollouts, Scored, TokenStats, microbatches, score_completions
 from sharpscope.policy.adapters import without_adapters
+from sharpscope.policy.sharding import Seen, is_sharded, whole_copy
+from sharpscope.recording.step import (
+    Learned,
+    TokenRecord,
+    UpdateBatch,
+    UpdateRecord,
+    UpdateTokens,
+    blank_stats,
+    step_tensors,
+    write_stats,
+)
 from sharpscope.seeds import generator
 from sharpscope.training.optimizer import gradient_norm, scale_gradients, update_norm, updates_done
-from sharpscope.training.sharding import Seen, is_sharded, whole_copy
-from sharpscope.training.token_record import TokenRecord, UpdateTokens, blank_stats, step_tensors, write_stats
 
 NO_GRADIENT = "the gradient is not finite"
 BROKEN = "an update made model weights that are not finite, and nothing later can mend them"
-
-
-@dataclass(frozen=True)
-class UpdateRecord:
-    """One optimizer step: norms are L2 over all trainable parameters, before clipping."""
-
-    loss: float
-    grad_norm: float  # of what the optimizer gets
-    plain_norm: float  # of the loss's own gradient, which probes see; another one only where a method shapes sharpness
-    update_norm: float
-    clip_factor: float
-    skipped: bool
-    problem: str = ""  # what is not finite; empty if all is
-
-
-@dataclass
-class Learned:
-    """The outcome of a step's updates."""
-
-    updates: list[UpdateRecord]
-    tokens: TokenRecord
-
-
-@dataclass(frozen=True)
-class UpdateBatch:
-    """The rows of one optimizer update, as a probe sees them between the gradient and the step."""
-
-    index: int
-    rows: Tensor  # (n,) indices into the round's rollouts
-    first: Tensor  # (n, T) bool, on the CPU: loss tokens that no earlier update of the step has used, and this one does
-    loss_coef: Tensor  # (n, T), ∂L/∂log π_t
-    grad_norm: float
-    clip_factor: float  # what this gradient is multiplied by if nothing reshapes it
 
 
 BeforeStep = Callable[[UpdateBatch], None]
@@ -387,6 +363,3 @@ class Learner:
 
 def _problem(loss: float, norm: float) -> str:
     return "the loss is not finite" if not math.isfinite(loss) else "" if math.isfinite(norm) else NO_GRADIENT
-
-
-__all__ = ["Learned", "Learner", "TokenRecord", "UpdateBatch", "UpdateRecord", "UpdateTokens", "step_tensors"]

@@ -23,21 +23,10 @@ from sharpscope.objective import calibrate, choose_preset, method_label, needs_c
 from sharpscope.policy import Policy, TokenStats, check_lengths, load_policy, render_prompts
 from sharpscope.policy.adapters import has_adapters
 from sharpscope.policy.loading import check_revision
-from sharpscope.tasks import Task, make_task
-from sharpscope.traces import RunLock, create_run_dir, read_run_info
-from sharpscope.traces.files import RUN_FILE
-from sharpscope.training import environment, saving
-from sharpscope.training.checkpoint import Progress, fingerprint, load_vectors, newest_whole
-from sharpscope.training.clock import Clock, stop_after_step
-from sharpscope.training.data_order import DataOrder
-from sharpscope.training.display import Display, QuietDisplay
-from sharpscope.training.evaluate import check_splits, evaluate, heldout_score
-from sharpscope.training.health import PREVENTS, Event, check_finite, check_policy, check_rollouts, memory_share
-from sharpscope.training.learning import BROKEN, Learned, Learner, step_tensors
-from sharpscope.training.observers import Observers
-from sharpscope.training.optimizer import build_optimizer, learning_rate, set_learning_rate
-from sharpscope.training.probe_sets import check_probe_set, solution_losses
-from sharpscope.training.records import (
+from sharpscope.policy.sharding import shard
+from sharpscope.recording import environment
+from sharpscope.recording.probe_sets import check_probe_set, solution_losses
+from sharpscope.recording.rows import (
     clipped_weight_share,
     plain_norm,
     rollout_columns,
@@ -45,8 +34,7 @@ from sharpscope.training.records import (
     token_columns,
     weight_columns,
 )
-from sharpscope.training.rounds import Round, draw_round
-from sharpscope.training.run_folder import (
+from sharpscope.recording.run_folder import (
     begin_run_dir,
     check_reference,
     check_resume,
@@ -59,7 +47,21 @@ from sharpscope.training.run_folder import (
     trace_writer,
     wind_back,
 )
-from sharpscope.training.sharding import shard
+from sharpscope.recording.step import Learned, Round, step_tensors
+from sharpscope.tasks import Task, make_task
+from sharpscope.traces import RunLock, create_run_dir, read_run_info
+from sharpscope.traces.files import RUN_FILE
+from sharpscope.training import saving
+from sharpscope.training.checkpoint import Progress, fingerprint, load_vectors, newest_whole
+from sharpscope.training.clock import Clock, stop_after_step
+from sharpscope.training.data_order import DataOrder
+from sharpscope.training.display import Display, QuietDisplay
+from sharpscope.training.evaluate import check_splits, evaluate, heldout_score
+from sharpscope.training.health import PREVENTS, Event, check_finite, check_policy, check_rollouts, memory_share
+from sharpscope.training.learning import BROKEN, Learner
+from sharpscope.training.observers import Observers
+from sharpscope.training.optimizer import build_optimizer, learning_rate, set_learning_rate
+from sharpscope.training.rounds import draw_round
 
 if TYPE_CHECKING:
     from sharpscope.config import RunConfig

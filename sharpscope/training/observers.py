@@ -31,13 +31,13 @@ from sharpscope.probes import (
     score_norms,
     update_attribution,
 )
+from sharpscope.recording.probe_sets import Drawer, needs_probe_set, run_probe_set
+from sharpscope.recording.step import Round, UpdateBatch
 from sharpscope.seeds import derive, generator
 from sharpscope.tasks import Task
 from sharpscope.traces.spike_rule import robust_z
 from sharpscope.training.health import Event, refusal
-from sharpscope.training.learning import Learner, UpdateBatch
-from sharpscope.training.probe_sets import Drawer, needs_probe_set, run_probe_set
-from sharpscope.training.rounds import Round
+from sharpscope.training.learning import Learner
 from sharpscope.training.surface import SurfaceProbes
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from sharpscope import distributed
 from sharpscope.policy import Policy
+from sharpscope.policy.sharding import divide_state, is_sharded, whole_copy
 from sharpscope.training.checkpoint import Progress, load_checkpoint, prune, save_checkpoint
-from sharpscope.training.sharding import divide_state, is_sharded, whole_copy
 
 if TYPE_CHECKING:
     from sharpscope.config import RunConfig

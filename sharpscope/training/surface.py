@@ -13,11 +13,11 @@ from sharpscope.probes import ProbeSet, measure, measured_cost, probe_functional
 from sharpscope.probes.estimate import Estimate, columns, labelled
 from sharpscope.probes.functionals import Functional
 from sharpscope.probes.survey import Measured, problems
+from sharpscope.recording.probe_sets import Drawer
+from sharpscope.recording.run_folder import note
 from sharpscope.seeds import derive
 from sharpscope.training.health import Event, refusal
 from sharpscope.training.learning import Learner
-from sharpscope.training.probe_sets import Drawer
-from sharpscope.training.run_folder import note
 
 if TYPE_CHECKING:
     from sharpscope.config import RunConfig

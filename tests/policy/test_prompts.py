@@ -9,11 +9,12 @@ import pytest
 from sharpscope.errors import UserError
 from sharpscope.objective import named_method
 from sharpscope.policy import Policy, SamplingSpec, load_policy, make_policy, render_prompts, with_openings
+from sharpscope.policy.drawing import draw_scored
+from sharpscope.recording.probe_sets import Drawer
 from sharpscope.tasks import Example, KnightsKnavesSpec, Reward, ToolQaSpec, make_task
 from sharpscope.training.data_order import DataOrder
 from sharpscope.training.evaluate import evaluate
-from sharpscope.training.probe_sets import Drawer
-from sharpscope.training.rounds import draw_round, draw_scored
+from sharpscope.training.rounds import draw_round
 from tests.models import tiny_model
 from tests.policy.helpers import tiny_policy, word_tokenizer
 

@@ -9,9 +9,9 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from sharpscope.recording.run_folder import wind_back
 from sharpscope.traces import DamagedPartWarning, TraceWriter, load_run, rewind
 from sharpscope.traces.rewind import Rewound
-from sharpscope.training.run_folder import wind_back
 from tests.traces.rows import new_run, rows
 
 

@@ -21,8 +21,8 @@ STUCK_S = 400
 def keep_gradient(path: Path):
     """Replace the function that clips gradients by one that first writes the whole ones of the first update to `path`."""
     from sharpscope import distributed
+    from sharpscope.policy.sharding import full
     from sharpscope.training import learning
-    from sharpscope.training.sharding import full
 
     original, known = learning.scale_gradients, []
 

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 import sharpscope
 from sharpscope.errors import UserError
 from sharpscope.policy import SamplingSpec, load_policy
+from sharpscope.policy.drawing import draw_completions
 from sharpscope.probes import ProbeSet
 from sharpscope.seeds import derive
 from sharpscope.tasks import make_task
@@ -21,7 +22,6 @@ from sharpscope.training.checkpoint import checkpoints
 from sharpscope.training.evaluate import evaluate, pass_at_k
 from sharpscope.training.evaluate_model import evaluate_model
 from sharpscope.training.evaluation_progress import EvaluationProgress
-from sharpscope.training.rounds import draw_completions
 
 evaluation = importlib.import_module("sharpscope.training.evaluate")  # the package has a function of that name
 

@@ -12,13 +12,14 @@ from sharpscope.config.method import GradientNormPenalty, Kl, Sam
 from sharpscope.config.training import OptimizerSpec
 from sharpscope.objective import named_method
 from sharpscope.policy import load_policy
+from sharpscope.policy.rollouts import join_rollouts
+from sharpscope.recording.rows import steps_row
 from sharpscope.tasks import make_task
 from sharpscope.training import learning
 from sharpscope.training.data_order import DataOrder
 from sharpscope.training.learning import Learner
 from sharpscope.training.optimizer import build_optimizer
-from sharpscope.training.records import steps_row
-from sharpscope.training.rounds import draw_round, join_rollouts
+from sharpscope.training.rounds import draw_round
 
 
 @pytest.fixture

@@ -15,12 +15,13 @@ from transformers import AutoModelForCausalLM
 import sharpscope
 from sharpscope.errors import UserError
 from sharpscope.policy import load_policy
+from sharpscope.recording import run_folder
+from sharpscope.recording.rows import rollout_columns
 from sharpscope.tasks import make_task
 from sharpscope.traces import TABLES, timing_columns, update_run_info
-from sharpscope.training import QuietDisplay, loop, run_folder, train
+from sharpscope.training import QuietDisplay, loop, train
 from sharpscope.training.checkpoint import checkpoints
 from sharpscope.training.data_order import DataOrder
-from sharpscope.training.records import rollout_columns
 from sharpscope.training.rounds import draw_round
 
 

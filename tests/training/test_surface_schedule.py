@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from sharpscope.policy import load_policy
+from sharpscope.recording.probe_sets import Drawer, run_probe_set
 from sharpscope.tasks import make_task
-from sharpscope.training.probe_sets import Drawer, run_probe_set
 from sharpscope.training.surface import SurfaceProbes
 
 SMALL = {

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from sharpscope.objective import Plan
 from sharpscope.policy import Completions, Rollouts
+from sharpscope.policy.rollouts import join_rollouts
 from sharpscope.policy.token_stats import TokenStats
+from sharpscope.recording.step import Round, TokenRecord
 from sharpscope.tasks import Example, Reward
-from sharpscope.training.learning import TokenRecord
-from sharpscope.training.rounds import Round, join_rollouts
 
 
 @dataclass

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from sharpscope.integrations.trl.batches import Batch, join, widened
 from sharpscope.integrations.trl.loss import used
-from sharpscope.training.learning import TokenRecord, UpdateBatch, UpdateRecord, UpdateTokens
-from sharpscope.training.rounds import Round
+from sharpscope.recording.step import Round, TokenRecord, UpdateBatch, UpdateRecord, UpdateTokens
 
 
 @dataclass

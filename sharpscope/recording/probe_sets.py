@@ -21,11 +21,11 @@ from sharpscope.policy import (
     render_prompts,
     score_completions,
 )
+from sharpscope.policy.drawing import draw_scored
+from sharpscope.policy.sharding import whole_weights
 from sharpscope.probes import Drawn, ProbeSet, build_probe_set
 from sharpscope.probes.probe_set import ProbeItem
 from sharpscope.tasks import Example, Task
-from sharpscope.training.rounds import draw_scored, moved
-from sharpscope.training.sharding import whole_weights
 
 if TYPE_CHECKING:
     from sharpscope.config import RunConfig
@@ -112,7 +112,7 @@ def solution_losses(
     items = [item for item in probe_set.items if item.solution and item.split in splits] if probe_set else []
     if not items:
         return {}
-    rows = moved(_solution_rows(items), policy.device)
+    rows = _solution_rows(items).to(policy.device)
     totals = torch.zeros(len(items), dtype=torch.float64)
     with whole_weights(policy.model):
         for batch in microbatches(rows.lengths, microbatch_tokens, prompt_lengths=rows.prompt_lengths):

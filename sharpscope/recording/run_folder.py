@@ -14,6 +14,7 @@ from sharpscope import distributed
 from sharpscope.errors import UserError
 from sharpscope.objective import method_label
 from sharpscope.policy import Policy
+from sharpscope.recording import environment
 from sharpscope.traces import TraceWriter, create_run_info, read_run_info, rewind, update_run_info, write_atomic
 from sharpscope.traces.files import (
     ASIDE,
@@ -26,7 +27,6 @@ from sharpscope.traces.files import (
     sync_folder,
     sync_tree,
 )
-from sharpscope.training import environment
 
 if TYPE_CHECKING:
     from sharpscope.config import RunConfig

@@ -7,8 +7,25 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from sharpscope.objective import StepTensors
+from sharpscope.objective import StepTensors, informative_groups
 from sharpscope.policy import Rollouts, TokenStats
+from sharpscope.tasks import Example, Reward
+
+
+@dataclass(frozen=True)
+class Round:
+    """The rollouts of one step; `examples` has one entry a group, everything else one a completion."""
+
+    examples: list[Example]
+    rollouts: Rollouts
+    rewards: list[Reward]
+    advantage: Tensor  # (N,), float64
+    redrawn_groups: int
+
+    @property
+    def zero_variance_share(self) -> float:
+        """Share of groups in which all rewards are equal."""
+        return 1 - float(informative_groups(self.rollouts.reward, self.rollouts.group).double().mean())
 
 
 @dataclass
@@ -82,6 +99,39 @@ class TokenRecord:
         self.uses_low[rows] += (done.clipped < 0).int()
         self.uses_high[rows] += (done.clipped > 0).int()
         self.kl[rows] += done.kl
+
+
+@dataclass(frozen=True)
+class UpdateRecord:
+    """One optimizer step: norms are L2 over all trainable parameters, before clipping."""
+
+    loss: float
+    grad_norm: float  # of what the optimizer gets
+    plain_norm: float  # of the loss's own gradient, which probes see; another one only where a method shapes sharpness
+    update_norm: float
+    clip_factor: float
+    skipped: bool
+    problem: str = ""  # what is not finite; empty if all is
+
+
+@dataclass
+class Learned:
+    """The outcome of a step's updates."""
+
+    updates: list[UpdateRecord]
+    tokens: TokenRecord
+
+
+@dataclass(frozen=True)
+class UpdateBatch:
+    """The rows of one optimizer update, as a probe sees them between the gradient and the step."""
+
+    index: int
+    rows: Tensor  # (n,) indices into the round's rollouts
+    first: Tensor  # (n, T) bool, on the CPU: loss tokens that no earlier update of the step has used, and this one does
+    loss_coef: Tensor  # (n, T), ∂L/∂log π_t
+    grad_norm: float
+    clip_factor: float  # what this gradient is multiplied by if nothing reshapes it
 
 
 def step_tensors(

@@ -12,8 +12,7 @@ from torch import Tensor
 from sharpscope.config.method import PpoClip
 from sharpscope.objective import Method, gradient_killed, summarize_weights
 from sharpscope.policy import Head, TokenStats
-from sharpscope.training.learning import Learned
-from sharpscope.training.rounds import Round
+from sharpscope.recording.step import Learned, Round
 
 
 def steps_row(step: int, drawn: Round, learned: Learned, method: Method, progress: float, lr: float) -> dict[str, Any]:

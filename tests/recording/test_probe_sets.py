@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from sharpscope.policy import load_policy
+from sharpscope.policy.drawing import draw_completions
+from sharpscope.recording.probe_sets import Drawer
 from sharpscope.tasks import make_task
-from sharpscope.training.probe_sets import Drawer
-from sharpscope.training.rounds import draw_completions
 
 SERVER = {"kind": "server", "url": "http://127.0.0.1:9/v1"}  # nothing listens there
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from sharpscope.errors import UserError
-from sharpscope.policy import backbone
 from sharpscope.policy.adapters import has_adapters
+from sharpscope.policy.head import backbone
 from sharpscope.policy.recompute import layers_of
 
 _reshard: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()  # what `shard` was told
