@@ -172,6 +172,14 @@ def test_always_sees_what_first_has_already_passed(monkeypatch):
         call(model, "exact", check="never")
 
 
+def test_a_probe_that_gives_no_number_is_refused(monkeypatch):
+    model = tiny_model("llama", dtype=torch.float32)
+    own = exact.exact_squares
+    monkeypatch.setattr(exact, "exact_squares", lambda use, g: own(use, g) * math.nan)
+    with pytest.raises(CheckError, match="relative error inf"):
+        call(model, "exact")
+
+
 def test_diverged_weights_and_calls_without_a_token_check_nothing():
     model, batch = tiny_model("llama", dtype=torch.float32), random_batch()
     assert call(model, "local", batch | {"mask": torch.zeros_like(batch["mask"])}) is None

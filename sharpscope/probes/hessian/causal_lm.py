@@ -349,7 +349,7 @@ def _check_logits(surface: LmSurface, ids: Tensor, own: Tensor, tolerance: float
     with torch.no_grad():
         found = surface.head.logits(surface.backbone(input_ids=ids, use_cache=False).last_hidden_state)
     error = float((found.double() - own.double()).norm() / own.double().norm().clamp_min(1e-30))
-    if error > tolerance:
+    if not error <= tolerance:  # also where it is not finite
         raise CheckError(
             f"{type(bare(surface.model)).__name__}, loss surface: logits under MATH attention differ from the model's own: "
             f"relative error {error:.2g}, where the precision of the model allows {tolerance:.2g}; use sharpscope.curvature "

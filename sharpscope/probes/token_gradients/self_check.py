@@ -47,7 +47,9 @@ def check_norms(
     model: nn.Module, structure: Structure, rows: Rows, temperature: float, tier: Tier, check: Check,
     measure: Callable[[Rows], Tensor],
 ) -> float | None:  # fmt: skip
-    """The largest relative error of a tier of score norms on two tokens; None where nothing is checked.
+    """The largest relative error of a tier of score norms on two tokens.
+
+    None where nothing is checked, NaN where the model's own numbers are not finite.
 
     Args:
         rows: of the call at hand; they give the beginning that is used.
@@ -59,16 +61,14 @@ def check_norms(
 
     def run(sample: _Sample) -> float:
         found = measure(sample.rows)[sample.mask].double()  # raises first if the tier cannot handle the model
-        if tier == "head":
-            expected = [sample.head_squared(i) for i in (0, 1)]
-        else:
+        if tier != "head":
             sample.compare_states(tier)
-            expected = [_expected(sample, tier, i) for i in (0, 1)]
         if tier == "sketch":  # an estimate, which may be negative: compared as it is
-            scale = max(found.abs().max().item(), *map(abs, expected))
-            return max(abs(f - e) for f, e in zip(found.tolist(), expected, strict=True)) / max(scale, sample.floor)
-        pairs = zip(found.clamp_min(0).sqrt().tolist(), expected, strict=True)
-        return max(abs(f - e**0.5) / max(e**0.5, sample.floor) for f, e in pairs)
+            expected, sizes = zip(*(sample.sketched(i) for i in (0, 1)), strict=True)
+            return _largest_error(found.tolist(), expected, sizes, sample.floor)
+        squares = {"head": sample.head_squared, "local": sample.local_squared, "exact": sample.exact_squared}[tier]
+        norms = [squares(i) ** 0.5 for i in (0, 1)]
+        return _largest_error(found.clamp_min(0).sqrt().tolist(), norms, norms, sample.floor)
 
     return _once(model, structure, rows, temperature, tier, check, run)
 
@@ -89,11 +89,10 @@ def check_derivative(
         found = measure(sample.rows, along)[sample.mask].tolist()
         if way == "forward":
             sample.compare_states(way)
-        length = math.sqrt(_inner(along, along))
-        worst = abs(found[0] - length**2) / max(length**2, sample.floor)
         other = sample.gradient(1)
-        scale = length * math.sqrt(_inner(other, other))
-        return max(worst, abs(found[1] - _inner(along, other)) / max(scale, sample.floor))
+        expected = [_inner(along, along), _inner(along, other)]
+        sizes = [expected[0], math.sqrt(expected[0] * _inner(other, other))]
+        return _largest_error(found, expected, sizes, sample.floor)
 
     return _once(model, structure, rows, temperature, way, check, run)
 
@@ -114,7 +113,7 @@ def check_gradient(
         expected = [a.add_(b, alpha=0.5) for a, b in zip(sample.gradient(0), sample.gradient(1), strict=True)]
         length = math.sqrt(_inner(expected, expected))
         apart = [a.to(b).sub(b) for a, b in zip(found, expected, strict=True)]
-        return math.sqrt(_inner(apart, apart)) / max(length, sample.floor)
+        return _largest_error([length + math.sqrt(_inner(apart, apart))], [length], [length], sample.floor)
 
     return _once(model, structure, rows, temperature, "gradient", check, run)
 
@@ -204,6 +203,8 @@ def _once(
     if sample is None:
         return math.nan
     error = run(sample)
+    if math.isnan(error):
+        return error
     _judge(model, structure, probe, error, probe, "differs from plain autograd on two tokens")
     structure.checked[probe] = error
     return error
@@ -254,6 +255,28 @@ class _Sample:
         with torch.enable_grad():
             logits = _own_logits(self.model, self.ids[i])
             return self._pulled(logits, i)
+
+    def exact_squared(self, i: int) -> float:
+        """‖∇ log π‖² of word i."""
+        g = self.gradient(i)
+        return _inner(g, g)
+
+    def local_squared(self, i: int) -> float:
+        """The same with other positions' keys and values constant."""
+        g = self.local_gradient(i)
+        return _inner(g, g)
+
+    def sketched(self, i: int) -> tuple[float, float]:
+        """The sketch's own formula on plain gradients g and l, and the size of its terms, ‖l‖² + mean ⟨g, v⟩² + ⟨l, v⟩²."""
+        whole, local = self.gradient(i), self.local_gradient(i)
+        value = size = _inner(local, local)
+        generator = torch.Generator(device=self.mask.device).manual_seed(0)
+        for _ in range(SKETCH_DIRECTIONS):
+            v = draw_direction(self.structure, generator)
+            g, cut = _inner(whole, v) ** 2, _inner(local, v) ** 2
+            value += (g - cut) / SKETCH_DIRECTIONS
+            size += (g + cut) / SKETCH_DIRECTIONS
+        return value, size
 
     def local_gradient(self, i: int) -> list[Tensor]:
         """The same with other positions' keys and values constant: one step from the model's key-value cache."""
@@ -329,22 +352,6 @@ class _Sample:
             )
 
 
-def _expected(sample: _Sample, tier: Tier, i: int) -> float:
-    """Squared norm of token i by plain autograd, one gradient in memory at a time where one is enough."""
-    if tier == "exact":
-        g = sample.gradient(i)
-        return _inner(g, g)
-    local = sample.local_gradient(i)
-    total = _inner(local, local)
-    if tier == "sketch":
-        whole = sample.gradient(i)
-        generator = torch.Generator(device=sample.mask.device).manual_seed(0)
-        for _ in range(SKETCH_DIRECTIONS):
-            v = draw_direction(sample.structure, generator)
-            total += (_inner(whole, v) ** 2 - _inner(local, v) ** 2) / SKETCH_DIRECTIONS
-    return total
-
-
 def _sample(model: nn.Module, structure: Structure, rows: Rows, temperature: float) -> _Sample | None:
     """Two tokens of the first row that has a chosen one; None where the weights have diverged: they say nothing."""
     row = int(rows.chosen.any(1).nonzero()[0])
@@ -381,6 +388,14 @@ def _own_logits(model: nn.Module, ids: Tensor) -> Tensor:
 
 def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
     return torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature, -1)
+
+
+def _largest_error(found: Sequence[float], expected: Sequence[float], sizes: Sequence[float], floor: float) -> float:
+    """max |found − expected|/size. NaN where plain autograd itself overflows (float16): then nothing can be said."""
+    if not all(map(math.isfinite, expected)):
+        return math.nan
+    errors = [abs(f - e) / max(size, floor) for f, e, size in zip(found, expected, sizes, strict=True)]
+    return math.inf if any(map(math.isnan, errors)) else max(errors)
 
 
 def _inner(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
