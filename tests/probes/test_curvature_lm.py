@@ -96,6 +96,11 @@ SIDE_ARCHITECTURES = {
         layers_block_type=["mamba", "hybrid"] * 2, mamba_d_state=4, mamba_d_conv=2, n_mamba_heads=2, mamba_ngroups=1,
         mamba_headdim=16, chunk_size=4, use_mem_rope=False, adapter_rank=4, use_shared_attention_adapter=True,
     ),
+    "ctrl": dict(vocab_size=40, n_embd=16, dff=24, n_layer=2, n_head=2, n_positions=32),
+    "bart": dict(
+        vocab_size=40, d_model=16, decoder_layers=2, decoder_attention_heads=2, decoder_ffn_dim=24, pad_token_id=0,
+        max_position_embeddings=32, is_decoder=True, is_encoder_decoder=False,
+    ),
 }  # fmt: skip
 
 
@@ -109,8 +114,11 @@ def plain_product(model, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
-    first = torch.autograd.grad(loss, parameters, create_graph=True)
-    second = torch.autograd.grad(first, parameters, parts)
+    first = torch.autograd.grad(loss, parameters, create_graph=True, allow_unused=True)
+    used = [i for i, gradient in enumerate(first) if gradient is not None]
+    second = torch.autograd.grad(
+        [first[i] for i in used], parameters, [parts[i] for i in used], allow_unused=True, materialize_grads=True
+    )
     return vector, torch.cat([part.flatten() for part in second])
 
 
@@ -122,7 +130,10 @@ def all_scored(ids: torch.Tensor) -> Functional:
 
 @pytest.mark.parametrize("architecture", SIDE_ARCHITECTURES)
 def test_streamed_products_follow_what_layers_get_besides_the_hidden_states(architecture):
-    """Inputs for each layer, keys and values shared between layers, embeddings that every layer sees, shared modules."""
+    """Inputs for each layer, keys and values shared between layers, embeddings that every layer sees, shared modules.
+
+    CTRL scales its embeddings in place, and BART's decoder does not say which module they are.
+    """
     from transformers import AutoModelForCausalLM
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -190,6 +201,17 @@ def test_a_language_model_whose_products_are_wrong_is_refused_by_name(monkeypatc
         assert curvature_of(surface, settings, check=False).checked is None
     with lm_surface(model, all_scored(ids), mode="graph") as surface:
         assert curvature_of(surface, settings).checked < 1e-4
+
+
+def test_a_tangent_that_cannot_be_differentiated_is_refused_in_one_line(monkeypatch):
+    model = small_model()
+    monkeypatch.setattr(model.model.layers[0].mlp.act_fn, "forward", lambda x: x / x.norm(p=1, dim=-1, keepdim=True))
+    ids = torch.randint(2, VOCAB, (2, 7), generator=torch.Generator().manual_seed(0))
+    vector = torch.ones(sum(p.numel() for p in model.parameters()), dtype=torch.float64)
+    with lm_surface(model, all_scored(ids), mode="stream") as surface:
+        hessian = surface.hessian()
+        with pytest.raises(UserError, match=r"no backward pass through the forward-mode derivative .*mode='graph'"):
+            hessian @ vector
 
 
 def test_groups_are_diagonal_blocks():

@@ -113,8 +113,9 @@ def _check_language_model(surface: LmSurface, streams: bool) -> float:
     if error > TOLERANCE:
         raise CheckError(
             f"{name}: a Hessian product (mode 'graph') and the finite difference of gradients differ by {error:.0%} "
-            f"(tolerance {TOLERANCE:.0%}): an operation of the model has no second derivative; use another attention "
-            "or experts implementation, or the perturbation probes, which need no second derivatives",
+            f"(tolerance {TOLERANCE:.0%}): an operation of the model has no second derivative, or a part of it runs "
+            "without autograd; use another attention or experts implementation, or the perturbation probes, which need no "
+            "second derivatives",
             "hessian",
             error,
             TOLERANCE,
