@@ -15,9 +15,9 @@ from sharpscope.probes import Functional, ProbeSet, measured_cost, probe_functio
 from sharpscope.probes.hessian.causal_lm import lm_surface
 from sharpscope.probes.surface import unflatten
 from sharpscope.recording.probe_sets import Drawer, run_probe_set
+from sharpscope.recording.surface import SurfaceProbes
 from sharpscope.tasks import make_task
 from sharpscope.training.optimizer import build_optimizer
-from sharpscope.training.surface import SurfaceProbes
 
 RUN = ("cheap", "standard")  # `full` is estimated: it is meant for a GPU
 

@@ -51,7 +51,12 @@ def shard(model: nn.Module, reshard: bool = True) -> None:
 
 def is_sharded(model: nn.Module) -> bool:
     """Whether some parameter is divided over processes."""
-    return any(hasattr(parameter, "to_local") for parameter in model.parameters())
+    return any(is_divided(parameter) for parameter in model.parameters())
+
+
+def is_divided(tensor: Tensor) -> bool:
+    """Whether this process holds a part of the tensor only (FSDP2)."""
+    return hasattr(tensor, "to_local")
 
 
 def full(tensor: Any) -> Any:
@@ -146,6 +151,6 @@ def divide_state(whole: Seen, model: nn.Module, optimizer: torch.optim.AdamW) ->
         parameter: Any = names[name]
         for entry, value in whole.optimizer.state.get(twin, {}).items():
             part = value
-            if entry != "step" and hasattr(parameter, "to_local"):
+            if entry != "step" and is_divided(parameter):
                 part = distribute_tensor(value.to(parameter.device), parameter.device_mesh, parameter.placements)
             optimizer.state[parameter][entry] = part

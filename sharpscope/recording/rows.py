@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -133,6 +134,49 @@ def token_columns(
     if "score_norm" in columns:
         columns["score_norm_method"] = [None if missing else "exact" for missing in columns["score_norm"].mask]
     return columns
+
+
+def evaluation_row(
+    step: int, task: str, split: str, level: str, correct: np.ndarray, rewards: Sequence[float], temperature: float
+) -> dict[str, Any]:
+    """A row of the eval table from `correct` (prompts, k) and the completions' total rewards."""
+    share, k = correct.mean(axis=1), correct.shape[1]
+    return {
+        "step": step, "task": task, "split": split, "level": level, "n": len(share), "k": k,
+        "accuracy": float(share.mean()),
+        "std_error": standard_error(share),
+        "pass_at_k": pass_at_k(correct, k),
+        "reward_mean": float(np.mean(rewards)),
+        "heldout_loss": None, "temperature": temperature,
+    }  # fmt: skip
+
+
+def pass_at_k(correct: np.ndarray, k: int) -> float:
+    """Unbiased pass@k (arXiv 2107.03374) from `correct` (prompts, n ≥ k) booleans: mean of 1 − C(n−c, k)/C(n, k)."""
+    return float(np.mean(prompt_pass_at_k(correct, k)))
+
+
+def prompt_pass_at_k(correct: np.ndarray, k: int) -> np.ndarray:
+    """(prompts,) the same for each prompt: the chance that k of its n completions, drawn without return, hold a right one.
+
+    Raises:
+        ValueError: k is not between 1 and n.
+    """
+    n = correct.shape[1]
+    if not 1 <= k <= n:
+        raise ValueError(f"pass@{k} needs from 1 to n = {n} completions per prompt")
+    # 1 − Π_{i=n−c+1..n} (1 − k/i), which never overflows
+    return np.array(
+        [
+            1.0 - float(np.prod(1.0 - k / np.arange(n - c + 1, n + 1))) if n - c >= k else 1.0
+            for c in correct.sum(axis=1)
+        ]
+    )
+
+
+def standard_error(values: np.ndarray) -> float | None:
+    """Of the mean of `values`, one for each prompt; None where one prompt cannot tell."""
+    return float(values.std(ddof=1) / np.sqrt(len(values))) if len(values) > 1 else None
 
 
 def _mean(values: list[float]) -> float | None:

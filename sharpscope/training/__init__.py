@@ -1,7 +1,8 @@
 """Training: rounds of rollouts, updates, evaluation, checkpoints; what it did goes to the traces."""
 
+from sharpscope.recording.rows import pass_at_k
 from sharpscope.training.display import Display, QuietDisplay, RichDisplay
-from sharpscope.training.evaluate import evaluate, pass_at_k
+from sharpscope.training.evaluate import evaluate
 from sharpscope.training.evaluate_model import evaluate_model
 from sharpscope.training.loop import Outcome, train
 

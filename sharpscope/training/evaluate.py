@@ -11,6 +11,7 @@ import numpy as np
 from sharpscope.errors import UserError
 from sharpscope.policy import Policy, SamplingSpec
 from sharpscope.policy.drawing import draw_scored
+from sharpscope.recording.rows import evaluation_row, prompt_pass_at_k, standard_error
 from sharpscope.seeds import derive
 from sharpscope.tasks import Example, Task
 from sharpscope.tasks.dataset import DatasetTask
@@ -21,34 +22,6 @@ EVERY_ROW = "all"
 
 BATCH_COMPLETIONS = 256
 """Completions drawn between two savings of an evaluation's progress."""
-
-
-def pass_at_k(correct: np.ndarray, k: int) -> float:
-    """Unbiased pass@k (arXiv 2107.03374) from `correct` (prompts, n ≥ k) booleans: mean of 1 − C(n−c, k)/C(n, k)."""
-    return float(np.mean(prompt_pass_at_k(correct, k)))
-
-
-def prompt_pass_at_k(correct: np.ndarray, k: int) -> np.ndarray:
-    """(prompts,) the same for each prompt: the chance that k of its n completions, drawn without return, hold a right one.
-
-    Raises:
-        ValueError: k is not between 1 and n.
-    """
-    n = correct.shape[1]
-    if not 1 <= k <= n:
-        raise ValueError(f"pass@{k} needs from 1 to n = {n} completions per prompt")
-    # 1 − Π_{i=n−c+1..n} (1 − k/i), which never overflows
-    return np.array(
-        [
-            1.0 - float(np.prod(1.0 - k / np.arange(n - c + 1, n + 1))) if n - c >= k else 1.0
-            for c in correct.sum(axis=1)
-        ]
-    )
-
-
-def standard_error(values: np.ndarray) -> float | None:
-    """Of the mean of `values`, one for each prompt; None where one prompt cannot tell."""
-    return float(values.std(ddof=1) / np.sqrt(len(values))) if len(values) > 1 else None
 
 
 @dataclass(frozen=True)
@@ -174,18 +147,3 @@ def heldout_score(rows: Sequence[dict[str, Any]]) -> float:
     """Accuracy by which checkpoints are kept: the first split of `rows` at its first temperature, over all puzzles of it."""
     chosen = [r for r in rows if (r["split"], r["temperature"]) == (rows[0]["split"], rows[0]["temperature"])]
     return sum(r["accuracy"] * r["n"] for r in chosen) / sum(r["n"] for r in chosen)
-
-
-def evaluation_row(
-    step: int, task: str, split: str, level: str, correct: np.ndarray, rewards: Sequence[float], temperature: float
-) -> dict[str, Any]:
-    """A row of the eval table from `correct` (prompts, k) and the completions' total rewards."""
-    share, k = correct.mean(axis=1), correct.shape[1]
-    return {
-        "step": step, "task": task, "split": split, "level": level, "n": len(share), "k": k,
-        "accuracy": float(share.mean()),
-        "std_error": standard_error(share),
-        "pass_at_k": pass_at_k(correct, k),
-        "reward_mean": float(np.mean(rewards)),
-        "heldout_loss": None, "temperature": temperature,
-    }  # fmt: skip

@@ -26,6 +26,7 @@ from sharpscope.objective import (
 from sharpscope.policy import Rollouts, Scored, TokenStats, microbatches, score_completions
 from sharpscope.policy.adapters import without_adapters
 from sharpscope.policy.sharding import Seen, is_sharded, whole_copy
+from sharpscope.recording.norms import gradient_norm, update_norm
 from sharpscope.recording.step import (
     Learned,
     TokenRecord,
@@ -37,7 +38,7 @@ from sharpscope.recording.step import (
     write_stats,
 )
 from sharpscope.seeds import generator
-from sharpscope.training.optimizer import gradient_norm, scale_gradients, update_norm, updates_done
+from sharpscope.training.optimizer import scale_gradients, updates_done
 
 NO_GRADIENT = "the gradient is not finite"
 BROKEN = "an update made model weights that are not finite, and nothing later can mend them"

@@ -25,6 +25,8 @@ from sharpscope.policy.adapters import has_adapters
 from sharpscope.policy.loading import check_revision
 from sharpscope.policy.sharding import shard
 from sharpscope.recording import environment
+from sharpscope.recording.health import PREVENTS, Event, check_finite, check_policy, check_rollouts, memory_share
+from sharpscope.recording.observers import Observers
 from sharpscope.recording.probe_sets import check_probe_set, solution_losses
 from sharpscope.recording.rows import (
     clipped_weight_share,
@@ -57,9 +59,7 @@ from sharpscope.training.clock import Clock, stop_after_step
 from sharpscope.training.data_order import DataOrder
 from sharpscope.training.display import Display, QuietDisplay
 from sharpscope.training.evaluate import check_splits, evaluate, heldout_score
-from sharpscope.training.health import PREVENTS, Event, check_finite, check_policy, check_rollouts, memory_share
 from sharpscope.training.learning import BROKEN, Learner
-from sharpscope.training.observers import Observers
 from sharpscope.training.optimizer import build_optimizer, learning_rate, set_learning_rate
 from sharpscope.training.rounds import draw_round
 

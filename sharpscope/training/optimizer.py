@@ -1,16 +1,15 @@
-"""AdamW, its schedule, and the size of the step that it really took."""
+"""AdamW and its learning-rate schedule."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 
-from sharpscope import distributed
 from sharpscope.config.training import OptimizerSpec
+from sharpscope.policy.sharding import is_divided
 
 
 def build_optimizer(model: nn.Module, spec: OptimizerSpec) -> torch.optim.AdamW:
@@ -21,7 +20,7 @@ def build_optimizer(model: nn.Module, spec: OptimizerSpec) -> torch.optim.AdamW:
     trainable = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {
-            "params": [p for p in trainable if (p.ndim >= 2) is matrices and _divided(p) is divided],
+            "params": [p for p in trainable if (p.ndim >= 2) is matrices and is_divided(p) is divided],
             "weight_decay": spec.weight_decay if matrices else 0.0,
         }
         for divided in (False, True)
@@ -56,30 +55,6 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr
 
 
-def _divided(tensor: Tensor) -> bool:
-    """Whether this process holds a part of the tensor only (FSDP2)."""
-    return hasattr(tensor, "to_local")
-
-
-def _norm(parts: Iterable[Tensor]) -> float:
-    """Global L2 norm, summed in float64; of a tensor that is divided over processes each contributes its part."""
-    whole = own = 0.0
-    divided = False
-    for part in parts:
-        local: Any = part
-        square = float(torch.linalg.vector_norm(local.to_local() if _divided(part) else part, dtype=torch.float64)) ** 2
-        if _divided(part):
-            own, divided = own + square, True
-        else:
-            whole += square
-    return math.sqrt(whole + (distributed.sum_values(own) if divided else 0.0))
-
-
-def gradient_norm(parameters: Iterable[Tensor]) -> float:
-    """Global L2 norm of `.grad` over the parameters, summed in float64; parameters without a gradient count 0."""
-    return _norm(p.grad for p in parameters if p.grad is not None)
-
-
 def scale_gradients(parameters: Iterable[Tensor], factor: float) -> None:
     """Multiply every `.grad` in place."""
     if factor != 1.0:
@@ -91,29 +66,3 @@ def scale_gradients(parameters: Iterable[Tensor], factor: float) -> None:
 def updates_done(optimizer: torch.optim.AdamW) -> int:
     """How many updates it has made, those before a checkpoint included; AdamW counts them, parameter by parameter."""
     return max((int(state["step"]) for state in optimizer.state.values() if "step" in state), default=0)
-
-
-@torch.no_grad()
-def update_norm(optimizer: torch.optim.AdamW) -> float:
-    """‖Δθ‖₂ of the update that `optimizer.step()` has just made, over all parameters, weight decay included.
-
-    Computed from AdamW's state, one parameter at a time, so that no copy of the weights is needed:
-    Δθ = −lr·m̂/(√v̂ + ε) − lr·λ·θ_before with θ_before = (θ_after + lr·m̂/(√v̂ + ε)) / (1 − lr·λ).
-    """
-    return _norm(_steps_taken(optimizer))
-
-
-def _steps_taken(optimizer: torch.optim.AdamW) -> Iterator[Tensor]:
-    """Δθ of one parameter after the other."""
-    for group in optimizer.param_groups:
-        lr, decay, eps = group["lr"], group["weight_decay"], group["eps"]
-        beta1, beta2 = group["betas"]
-        for parameter in group["params"]:
-            if parameter.grad is None:
-                continue  # AdamW leaves a parameter without a gradient alone, decay included
-            state = optimizer.state[parameter]
-            step = float(state["step"])
-            root = (state["exp_avg_sq"] / (1 - beta2**step)).sqrt_().add_(eps)
-            adaptive = (state["exp_avg"] / (1 - beta1**step)).div_(root).mul_(lr)
-            before = (parameter + adaptive) / (1 - lr * decay) if decay else parameter
-            yield adaptive + lr * decay * before if decay else adaptive

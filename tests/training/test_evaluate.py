@@ -15,11 +15,12 @@ from sharpscope.errors import UserError
 from sharpscope.policy import SamplingSpec, load_policy
 from sharpscope.policy.drawing import draw_completions
 from sharpscope.probes import ProbeSet
+from sharpscope.recording.rows import pass_at_k
 from sharpscope.seeds import derive
 from sharpscope.tasks import make_task
 from sharpscope.training import train
 from sharpscope.training.checkpoint import checkpoints
-from sharpscope.training.evaluate import evaluate, pass_at_k
+from sharpscope.training.evaluate import evaluate
 from sharpscope.training.evaluate_model import evaluate_model
 from sharpscope.training.evaluation_progress import EvaluationProgress
 

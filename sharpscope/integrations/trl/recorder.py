@@ -39,11 +39,11 @@ from sharpscope.objective import (
 )
 from sharpscope.policy import make_policy
 from sharpscope.probes.guard import guarded
+from sharpscope.recording.norms import gradient_norm, update_norm
+from sharpscope.recording.observers import Observers
 from sharpscope.recording.step import Learned, Round, step_tensors
 from sharpscope.seeds import generator
 from sharpscope.training.learning import Learner
-from sharpscope.training.observers import Observers
-from sharpscope.training.optimizer import gradient_norm, update_norm
 
 ROW = "sharpscope_row"  # (n, 2): serial number of the batch, row in it
 _WRAPPED = (

@@ -19,7 +19,8 @@ from sharpscope.integrations.trl.batches import written
 from sharpscope.objective import Method, method_label
 from sharpscope.policy import Policy
 from sharpscope.recording import environment
-from sharpscope.recording.rows import rollout_columns, steps_row, token_columns
+from sharpscope.recording.health import Event, check_policy, check_rollouts, memory_share
+from sharpscope.recording.rows import evaluation_row, rollout_columns, steps_row, token_columns
 from sharpscope.recording.run_folder import run_info
 from sharpscope.recording.step import Learned, Round
 from sharpscope.traces import (
@@ -30,8 +31,6 @@ from sharpscope.traces import (
     update_run_info,
 )
 from sharpscope.traces.files import now
-from sharpscope.training.evaluate import evaluation_row
-from sharpscope.training.health import Event, check_policy, check_rollouts, memory_share
 
 
 class Trace:

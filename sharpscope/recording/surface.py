@@ -13,14 +13,14 @@ from sharpscope.probes import ProbeSet, measure, measured_cost, probe_functional
 from sharpscope.probes.estimate import Estimate, columns, labelled
 from sharpscope.probes.functionals import Functional
 from sharpscope.probes.survey import Measured, problems
+from sharpscope.recording.health import Event, refusal
 from sharpscope.recording.probe_sets import Drawer
 from sharpscope.recording.run_folder import note
 from sharpscope.seeds import derive
-from sharpscope.training.health import Event, refusal
-from sharpscope.training.learning import Learner
 
 if TYPE_CHECKING:
     from sharpscope.config import RunConfig
+    from sharpscope.training.learning import Learner
 
 
 class SurfaceProbes:

@@ -14,9 +14,10 @@ from transformers import AutoModelForCausalLM
 import sharpscope
 from sharpscope.analysis import show
 from sharpscope.config.training import HealthSpec
-from sharpscope.training import health, train
+from sharpscope.recording import health
+from sharpscope.recording.health import check_finite, check_policy, check_rollouts, container_share
+from sharpscope.training import train
 from sharpscope.training.checkpoint import checkpoints
-from sharpscope.training.health import check_finite, check_policy, check_rollouts, container_share
 from sharpscope.training.learning import Learner
 
 QUIET = {"evaluation__every": 0, "steps": 2}

@@ -31,17 +31,17 @@ from sharpscope.probes import (
     score_norms,
     update_attribution,
 )
+from sharpscope.recording.health import Event, refusal
 from sharpscope.recording.probe_sets import Drawer, needs_probe_set, run_probe_set
 from sharpscope.recording.step import Round, UpdateBatch
+from sharpscope.recording.surface import SurfaceProbes
 from sharpscope.seeds import derive, generator
 from sharpscope.tasks import Task
 from sharpscope.traces.spike_rule import robust_z
-from sharpscope.training.health import Event, refusal
-from sharpscope.training.learning import Learner
-from sharpscope.training.surface import SurfaceProbes
 
 if TYPE_CHECKING:
     from sharpscope.config import RunConfig
+    from sharpscope.training.learning import Learner
 
 
 class Observers:

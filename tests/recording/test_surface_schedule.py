@@ -10,8 +10,8 @@ import torch
 
 from sharpscope.policy import load_policy
 from sharpscope.recording.probe_sets import Drawer, run_probe_set
+from sharpscope.recording.surface import SurfaceProbes
 from sharpscope.tasks import make_task
-from sharpscope.training.surface import SurfaceProbes
 
 SMALL = {
     "probes__preset": "cheap", "probes__every": 2, "probes__prompts": 3, "probes__heldout_prompts": 0,

@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 
 import sharpscope
 from sharpscope.errors import CheckError, UserError
-from sharpscope.training import observers, train
+from sharpscope.recording import observers
+from sharpscope.training import train
 from sharpscope.training.checkpoint import STATE, checkpoints
 from tests.training.test_loop import StopAfter, assert_same, tables
 
