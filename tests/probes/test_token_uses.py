@@ -68,6 +68,7 @@ COUNTED = {
     "in-place sum": lambda x, w, v: F.linear(x, w, v).add_(x).mul_(0.3),
     "flattened": lambda x, w, v: torch.addmm(v, x.reshape(-1, WIDTH), w).view_as(x),
     "type": lambda x, w, v: F.linear(x, w.type(torch.float64), v.type_as(x)),
+    "a flattened gain": lambda x, w, v: F.linear(x, w) * (1 * torch.flatten(v.unsqueeze(0))),
     "only its dtype": lambda x, w, v: F.linear(x.type_as(w).to(v), w, v),
     "a constant copy": lambda x, w, v: F.linear(x, w, v) + x @ w.detach() + v.data,
 }  # fmt: skip

@@ -32,6 +32,7 @@ _MATMULS = {torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__}
 _REARRANGEMENTS: set[Any] = {
     Tensor.T.__get__, Tensor.mT.__get__, Tensor.t, torch.t, Tensor.transpose, torch.transpose, Tensor.permute,  # type: ignore[attr-defined]
     torch.permute, Tensor.view, Tensor.reshape, torch.reshape, Tensor.contiguous, Tensor.clone, torch.clone,
+    Tensor.flatten, torch.flatten, Tensor.squeeze, torch.squeeze, Tensor.unsqueeze, torch.unsqueeze,
 }  # fmt: skip
 DETACHMENTS: set[Any] = {Tensor.detach, torch.detach, Tensor.data.__get__}  # type: ignore[attr-defined]
 _HALVES = (torch.float16, torch.bfloat16)
@@ -351,7 +352,8 @@ class Recorder(TorchFunctionMode):
             return None
         if func in _CASTS:
             return source
-        if func in _SUMS and len(args) == 2 and not kwargs and isinstance(args[1], int | float):
+        number = len(args) == 2 and not kwargs and isinstance(args[1], int | float)
+        if number and (func in _SUMS or (func in _PRODUCTS and args[1] == 1)):
             return source
         if func in _REARRANGEMENTS and out.numel() == args[0].numel():
             return _Source(source.name, source.part, rearranged=True)
