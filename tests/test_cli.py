@@ -136,3 +136,14 @@ def test_schema_prints_every_column(tmp_path: Path):
 
 def test_messages_cannot_drive_the_terminal():
     assert printable("a\x1b[31mb\x07\u202ec\nd") == "a�[31mb��c d"
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [({}, "2000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "passive"}, "None")],
+)
+def test_idle_threads_spin_for_a_bounded_time_unless_told_otherwise(given, found):
+    code = "import sharpscope.cli, os, sys; assert 'torch' not in sys.modules; print(os.environ.get('GOMP_SPINCOUNT'))"
+    bare = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=bare | given)
+    assert done.stdout.strip() == found

@@ -13,6 +13,11 @@ from sharpscope import __version__
 from sharpscope.cli import describe, exporting, inspecting, probing, reducing, reporting, sweeping, training
 from sharpscope.errors import UserError
 
+# Before torch is imported: an idle OpenMP thread shall give its core away soon. Without a bound it spins for milliseconds,
+# and two runs on the same cores take several times as long.
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+
 app = typer.Typer(
     name="sharpscope",
     help="Which tokens move a language model under RL, how sharp is the place they move it to, and does it matter?",

@@ -149,7 +149,7 @@ def _model(
     from sharpscope.probes import probe_policy, read_rows
     from sharpscope.recording.environment import set_threads
 
-    set_threads(threads)
+    set_threads(threads, model)
     rows = read_rows(data)
     policy = load_policy(PolicySpec(model=model))
     if parts == ["tokens"]:
@@ -223,7 +223,7 @@ def _checkpoints(
     saved = checkpoints(run)
     if not saved:
         raise UserError(f"run '{run}' has no checkpoint to probe")
-    set_threads(config.threads if threads is None else threads)
+    set_threads(config.threads if threads is None else threads, config.policy.model)
     task = make_task(config.task)
     probe_set = run_probe_set(config, task)
     frames = []

@@ -101,11 +101,15 @@ def sweep(
 
       sharpscope sweep experiments/study.yaml --part main --workers 2
     """
-    from sharpscope.recording.environment import set_threads
+    from sharpscope.recording.environment import default_threads
     from sharpscope.sweeps import execute, plan_sweep, read_sweep
 
     runs = plan_sweep(read_sweep(file), smoke=smoke, only=part or ())
-    share = threads if threads is not None else max(1, set_threads(None) // workers)
+    share = (
+        threads
+        if threads is not None
+        else max(1, max(default_threads(run.config.policy.model) for run in runs) // workers)
+    )
     if dry_run:
         _dry_run(runs, workers, share)
         return

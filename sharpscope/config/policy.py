@@ -8,6 +8,9 @@ from pydantic import Field, field_validator, model_validator
 
 from sharpscope.config.base import Spec
 
+EMBEDDED_PREFIX = "embedded:"
+"""Before the name of a policy that ships with the package."""
+
 
 class LoraSpec(Spec):
     """Low-rank adapters (arXiv 2106.09685) by peft: only they are trained and saved, the model's own weights stay as they are."""

@@ -45,7 +45,10 @@ class RunConfig(Spec):
     )
     steps: int = Field(100, ge=1, le=1_000_000, description="Rounds of rollouts and learning [steps].")
     threads: int | None = Field(
-        None, ge=1, le=1024, description="CPU threads of torch; null: all physical cores this process may use."
+        None,
+        ge=1,
+        le=1024,
+        description="CPU threads of torch; null: one for at most 20 MiB of weights, else all physical cores this process may use.",
     )
     task: TaskSpec = Field(default_factory=KnightsKnavesSpec, description="What is asked and how it is scored.")
     policy: PolicySpec = Field(default_factory=PolicySpec, description="The model.")

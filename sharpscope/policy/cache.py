@@ -51,9 +51,10 @@ class _Layer(CacheLayerMixin):
         """Positions held."""
         return self.past
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+    def get_mask_sizes(self, query: int | Tensor) -> tuple[int, int]:
         """Number of keys that a query of this length will see, and the position of the first."""
-        return self.past + query_length, 0
+        # transformers gives the number of new positions, below 5.5 the positions themselves
+        return self.past + (query if isinstance(query, int) else len(query)), 0
 
     def get_max_length(self) -> int:
         """No limit."""

@@ -21,14 +21,13 @@ from transformers import (
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils import logging
 
-from sharpscope.config.policy import PolicySpec
+from sharpscope.config.policy import EMBEDDED_PREFIX, PolicySpec
 from sharpscope.errors import UserError
 from sharpscope.policy.adapters import adapter_folder, add_adapters, base_of, check_agrees, load_adapters
 from sharpscope.policy.cache import check_cacheable
 from sharpscope.policy.embedded import embedded_policy
 from sharpscope.policy.head import Head, bare, check_head, output_head
 
-EMBEDDED_PREFIX = "embedded:"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 

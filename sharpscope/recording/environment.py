@@ -14,24 +14,47 @@ from typing import Any
 import psutil
 import torch
 
+from sharpscope.config.policy import EMBEDDED_PREFIX
+
 OPTIONAL = ("accelerate", "peft", "reasoning-gym")
 PACKAGES = (
     "sharpscope", "torch", "transformers", "tokenizers", "numpy", "scipy", "pandas", "pyarrow", *OPTIONAL,
 )  # fmt: skip
 
 
-def set_threads(threads: int | None) -> int:
-    """Give torch its CPU threads: `threads`, or the physical cores that this process may use, divided by the processes of
-    the run on this machine. Returns the number set.
+TINY = 20 * 2**20
+"""Weights up to this size [bytes] are computed with one thread: a second gains little, and waits for the first at each of
+thousands of small operations, which on a shared machine costs more than it gains."""
 
-    Two processes that each take all cores slow each other down tenfold, so every command calls this.
+
+def default_threads(model: str | None = None) -> int:
+    """CPU threads where none are asked for: one for a tiny model, else the physical cores that this process may use,
+    divided by the processes of the run on this machine.
+
+    Args:
+        model: as `policy.model` names it; a model on the hub is taken to be large.
     """
+    if model is not None and _is_tiny(model):
+        return 1
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     physical = psutil.cpu_count(logical=False) or usable
-    together = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    chosen = threads if threads is not None else max(1, min(usable, physical) // together)
+    return max(1, min(usable, physical) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def set_threads(threads: int | None, model: str | None = None) -> int:
+    """Give torch its CPU threads, `threads` or by default those of `default_threads(model)`; returns the number set."""
+    chosen = default_threads(model) if threads is None else threads
     torch.set_num_threads(chosen)
     return chosen
+
+
+def _is_tiny(model: str) -> bool:
+    if model.startswith(EMBEDDED_PREFIX):
+        return True
+    folder = Path(model).expanduser()
+    weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    adapters = (folder / "adapter_config.json").exists()  # of a model elsewhere
+    return 0 < weights <= TINY and not adapters
 
 
 def describe_device(device: torch.device) -> str:

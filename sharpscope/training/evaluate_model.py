@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from sharpscope import __version__
+from sharpscope.config.policy import EMBEDDED_PREFIX
 from sharpscope.errors import UserError
 from sharpscope.policy import embedded_policy, load_policy
-from sharpscope.policy.loading import EMBEDDED_PREFIX, check_revision
+from sharpscope.policy.loading import check_revision
 from sharpscope.recording import environment
 from sharpscope.tasks import make_task, task_choice
 from sharpscope.tasks.dataset import DatasetTask
@@ -68,7 +69,7 @@ def evaluate_model(
     if task is not None:
         values["task"] = dict(task_choice(task))
     config = build_config(file, overrides, values)
-    environment.set_threads(config.threads)
+    environment.set_threads(config.threads, config.policy.model)
     for temperature in temperatures:
         if not 0 <= temperature < math.inf:
             raise UserError(f"--temperature {temperature:g}: must be 0 (greedy) or a positive number")

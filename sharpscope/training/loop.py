@@ -92,7 +92,7 @@ def train(config: RunConfig, display: Display | None = None, resume: bool = Fals
     """
     disable_progress_bar()  # transformers' own bars; ours says what is being done
     launch = distributed.start(config.policy.device)
-    threads = environment.set_threads(config.threads)
+    threads = environment.set_threads(config.threads, config.policy.model)
     display = display if display is not None and distributed.is_rank_zero() else QuietDisplay()
     folder = config.run_dir
     with ExitStack() as held:
