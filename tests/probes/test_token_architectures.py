@@ -101,7 +101,7 @@ def assert_tiers(model, batch, *, exact=True, local=True, forward=True, central=
     if local:
         expected = squared_norms(local_token_gradients(*given, batch["attention_mask"]), full.shape)
         assert relative(score_norms(*given, "local", batch["attention_mask"]).squared, expected) < 3e-6
-        sketch = score_norms(*given, "sketch", batch["attention_mask"], directions=16)
+        sketch = score_norms(*given, "sketch", batch["attention_mask"], directions=64)
         chosen = batch["mask"].bool()
         assert float(((sketch.squared - full) / sketch.std_error)[chosen].abs().mean()) < 2
     else:
