@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from sharpscope.probes.guard import model_configs
 
 _OWN = frozenset(vars(nn.Module()))  # what torch itself keeps in a module, the training mode among it
-_SCALARS = (bool, int, float, str, NoneType, torch.dtype)
+_SCALARS = frozenset((bool, int, float, str, NoneType, torch.dtype))
+_FUNCTIONS = frozenset((FunctionType, MethodType))
 _closures: WeakKeyDictionary[Callable[[], Tensor], tuple[list[ref[Tensor]], dict[str, Any]]] = WeakKeyDictionary()
 _known: WeakKeyDictionary[nn.Module, tuple[list[Any], dict[str, Any]]] = WeakKeyDictionary()
 
@@ -68,11 +69,15 @@ def _parts(model: nn.Module) -> Iterator[Any]:
         yield module
         yield (
             type(module),
-            *((name, id(child)) for name, child in held["_modules"].items()),
+            *[(name, id(child)) for name, child in held["_modules"].items()],
             len(held["_forward_hooks"]) + len(held["_forward_pre_hooks"]),
-            *((name, _plain(value)) for name, value in held.items() if name not in _OWN),
+            *[
+                (name, value if type(value) in _SCALARS else _plain(value))
+                for name, value in held.items()
+                if name not in _OWN
+            ],
         )
-        yield from (value for value in held.values() if isinstance(value, FunctionType | MethodType))
+        yield from [value for value in held.values() if type(value) in _FUNCTIONS]
         for name, parameter in held["_parameters"].items():
             if parameter is not None:
                 yield parameter
@@ -85,9 +90,9 @@ def _plain(value: Any, depth: int = 3) -> Any:
     """A value as something that can be compared; of other objects the type alone."""
     kind = type(value)
     if kind in _SCALARS:
-        return str(value) if kind is float else value  # nan is not equal to itself
+        return value
     if depth and isinstance(value, list | tuple | set | frozenset):
-        return kind, *(_plain(part, depth - 1) for part in value)
+        return kind, *[_plain(part, depth - 1) for part in value]
     if depth and isinstance(value, dict):
-        return kind, *((str(name), _plain(part, depth - 1)) for name, part in value.items())
+        return kind, *[(str(name), _plain(part, depth - 1)) for name, part in value.items()]
     return kind
