@@ -32,7 +32,7 @@ class SurfaceProbes:
         self.every = self.spec.every
         self.vectors: Tensor | None = None
         self.probe_set: ProbeSet | None = None
-        self.refused: set[str] = set()  # what is left out for the rest of the run: curvature, or the whole surface
+        self.refused = False  # whether the surface is left out for the rest of the run
 
     def start(self, probe_set: ProbeSet, info: dict[str, Any]) -> list[Event]:
         """Fix the schedule. The cost is measured once in a run's life and saved, so that a resumed run probes the same steps."""
@@ -84,23 +84,21 @@ class SurfaceProbes:
                 found += measured.estimates
                 if split == "train" and measured.curvature is not None and measured.curvature.converged:
                     self.vectors = measured.curvature.vectors
-        if self.spec.gradient_samples and "surface" not in self.refused:
+        if self.spec.gradient_samples and not self.refused:
             found += self._two_batches(step)
         events += [Event(step, "probe", "warning", math.nan, math.nan, "warn", text) for text in problems(found)]
         return {"step": step, **columns(found)}, events
 
     def _measured(self, step: int, events: list[Event], functional: Functional, **options: Any) -> Measured | None:
-        """`measure`, without what refuses the policy for the rest of the run: its curvature, or the whole surface."""
-        while "surface" not in self.refused:
-            try:
-                return measure(
-                    self.learner.seen.model, functional, self.spec, curvature="curvature" not in self.refused, **options
-                )
-            except CheckError as problem:
-                what = "curvature" if problem.probe == "hessian" else "surface"
-                self.refused.add(what)
-                events.append(refusal(step, what, problem))
-        return None
+        """`measure`; None once the surface has differed from the policy's own, for the rest of the run."""
+        if self.refused:
+            return None
+        try:
+            return measure(self.learner.seen.model, functional, self.spec, **options)
+        except CheckError as problem:
+            self.refused = True
+            events.append(refusal(step, "the loss surface", problem))
+            return None
 
     def _two_batches(self, step: int) -> list[Estimate]:
         """‖∇J‖² without a batch's noise, on the training prompts; from completions of their own, so that it is unbiased."""

@@ -254,7 +254,7 @@ def test_under_sam_shares_are_those_of_the_gradient_whose_coefficients_are_recor
 
 
 def test_a_probe_that_fails_its_check_is_left_out_and_the_run_goes_on(tiny_policy, tmp_path, monkeypatch):
-    """A fault in local norms and one in Hessian products: two events, no such numbers from then on, the others as they were."""
+    """A fault in local norms and one in Hessian products: events, no such numbers, the others as they were."""
     from sharpscope.config import build_config
     from sharpscope.probes import survey
     from sharpscope.probes.token_gradients import local
@@ -274,17 +274,18 @@ def test_a_probe_that_fails_its_check_is_left_out_and_the_run_goes_on(tiny_polic
     assert train(config).status == "finished"
     run = sharpscope.load_run(tmp_path / "faulty")
     events = run.events[run.events["rule"] == "self_check"]
-    assert sorted(events["step"]) == [0, 2] and set(events["action"]) == {"left out"}
-    by_step = events.set_index("step")
-    assert by_step.loc[0, "message"].startswith("curvature is left out from here on") and by_step.loc[0, "value"] == 0.5
-    assert "score_norm_local is left out from here on: " in by_step.loc[2, "message"]
-    assert by_step.loc[2, "value"] > by_step.loc[2, "threshold"] > 0
+    assert events["step"].tolist() == [2] and events["action"].tolist() == ["left out"]
+    (event,) = events.to_dict("records")
+    assert event["message"].startswith("score_norm_local is left out from here on: ")
+    assert event["value"] > event["threshold"] > 0
+    assert any("left out: products differ" in text for text in run.events[run.events["rule"] == "probe"]["message"])
+    assert run.probes[run.probes["probe"] == "curvature"]["value"].isna().all()
     tokens = run.tokens()
     assert "score_norm_local" not in tokens or tokens["score_norm_local"].isna().all()
     recorded = tokens[tokens["step"].isin([2, 4])]
     assert recorded["attribution"].notna().any()
     assert recorded.groupby("step")["score_norm"].count().tolist() == [2, 2]  # random ones: none is known to be large
-    assert set(run.probes["probe"]) == {"perturbation", "slice", "update"}
+    assert {"perturbation", "slice", "update"} <= set(run.probes["probe"])
 
     # With the check off the same fault goes through.
     monkeypatch.setattr(survey, "curvature_of", curvature_of)
