@@ -12,11 +12,14 @@ import torch
 from sharpscope.errors import CheckError, UserError
 from sharpscope.probes import attribute, attribution, directional_derivative, logp_gradient, score_norms
 from sharpscope.probes.fingerprint import remembered
+from sharpscope.probes.hessian import CurvatureSettings, curvature_of
+from sharpscope.probes.hessian.causal_lm import lm_surface
 from sharpscope.probes.token_gradients import central, exact, head_tier, local, sketch
 from sharpscope.probes.token_gradients.choices import Choices
 from sharpscope.probes.token_gradients.structure import structure_of
 from tests.models import random_batch, tiny_model
 from tests.oracles.token_gradients import squared_norms, token_gradients
+from tests.probes.small_lm import functional
 
 
 def given(batch):
@@ -138,6 +141,23 @@ def test_attention_that_the_probes_do_not_know(monkeypatch):
             call(model, probe)
         call(model, probe, check="off")
     assert call(model, "head") < 1e-5  # runs the model's own attention
+    nll = functional("nll", random_batch())
+    with pytest.raises(CheckError, match="loss surface: logits under MATH attention differ"), lm_surface(model, nll):
+        pass
+    with lm_surface(model, nll, check="off") as surface:
+        assert math.isfinite(surface.value())
+
+
+def test_a_loss_surface_is_checked_once_a_model():
+    model, nll = tiny_model("llama", dtype=torch.float32), functional("nll", random_batch())
+    with lm_surface(model, nll) as surface:
+        assert curvature_of(surface, CurvatureSettings(trace_probes=0, density_samples=0)).checked < 0.01
+        found = surface.checked
+    assert found and remembered(model)["surface"] < 1e-5
+    with lm_surface(model, nll) as again:
+        assert again.checked is found
+    with lm_surface(model, nll, check="always") as again:
+        assert again.checked == {}
 
 
 def test_a_router_that_flips_under_the_step_of_a_central_difference(monkeypatch):
