@@ -57,7 +57,7 @@ def test_tokens_are_cut_as_the_runs_own_tokenizer_cuts_them():
 
 
 def test_prompts_are_shown_where_they_differ():
-    from sharpscope.analysis.token_listing import _told_apart
+    from sharpscope.analysis.terminal import _told_apart
 
     start = "An island of knights and knaves, where all are one or the other. "
     assert _told_apart([start + "Ann says so.", start + "Amy says no."]) == ["… Ann says so.", "… Amy says no."]

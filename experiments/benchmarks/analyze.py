@@ -209,7 +209,6 @@ def _in_own_process(runs: Path, out: Path) -> dict[str, Any]:
 
 def _analyze(runs: Path, out: Path, sender: Any) -> None:
     from sharpscope.analysis import analyze
-    from sharpscope.analysis.claim_pictures import write_claim_figures
     from sharpscope.analysis.claims import test_claims, write_claims
     from sharpscope.traces import load_runs
 
@@ -220,7 +219,6 @@ def _analyze(runs: Path, out: Path, sender: Any) -> None:
     # the one run is the baseline, so that every claim reads its tokens
     verdicts = test_claims(loaded, baseline=METHOD, treatment="grpo")
     write_claims(verdicts, out)
-    write_claim_figures(loaded, out, verdicts)
     end = time.perf_counter()
     scale = 1 if sys.platform == "darwin" else 1024
     sender.send({

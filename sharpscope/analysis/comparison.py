@@ -7,14 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
-from rich.console import Group, RenderableType
-from rich.table import Column, Table
-from rich.text import Text
+from rich.console import RenderableType
 
 from sharpscope.analysis.frames import with_pooled
 from sharpscope.analysis.statistics import accuracy_interval
-from sharpscope.analysis.studies import flat, ground_of, last_step
-from sharpscope.analysis.text import printable
+from sharpscope.analysis.study import flat, ground_of, last_step
 from sharpscope.traces import Run
 
 Z = 1.959964  # 97.5 % quantile of the normal distribution
@@ -54,34 +51,9 @@ class Comparison:
     horizon: int | None = None
 
     def __rich__(self) -> RenderableType:
-        a, b = (Column(Text(printable(name))) for name in self.names)
-        parts: list[RenderableType] = []
-        if self.settings.empty:
-            parts.append(Text("Their settings are equal."))
-        else:
-            table = Table("setting", a, b, box=None, pad_edge=False)
-            for row in self.settings.itertuples(index=False):
-                table.add_row(*(Text(printable(cell)) for cell in row))
-            parts.append(table)
-        if len(self.results):
-            heads = [Column(Text(printable(name)), justify="right") for name in self.names]
-            table = Table("result", "unit", *heads, Column("b − a", justify="right"), box=None, pad_edge=False)
-            for result in self.results.to_dict("records"):
-                clear = abs(result["difference"]) > result["difference_half"]
-                cells = [
-                    _cell(result["a"], result["a_half"]),
-                    _cell(result["b"], result["b_half"]),
-                    _cell(result["difference"], result["difference_half"], "+"),
-                ]
-                table.add_row(
-                    Text(result["quantity"]),
-                    result["unit"],
-                    cells[0],
-                    cells[1],
-                    Text(cells[2], "bold" if clear else ""),
-                )
-            parts += [Text(), table]
-        return Group(*parts, *(Text(printable(note, 400), "dim") for note in self.notes))
+        from sharpscope.analysis.terminal import render_comparison
+
+        return render_comparison(self)
 
 
 def compare(run_a: Run, run_b: Run) -> Comparison:
@@ -199,9 +171,3 @@ def _row(name: str, unit: str, a: float, a_half: float, b: float, b_half: float)
 
 def _temperature(value: float) -> str:
     return "greedy" if value == 0 else f"T = {value:g}"
-
-
-def _cell(value: float, half: float, sign: str = "") -> str:
-    if math.isnan(value):
-        return "not a number"
-    return f"{value:{sign}.3f}" + ("" if math.isnan(half) else f" ± {half:.3f}")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import pandas as pd
 
 from sharpscope.analysis.spikes import Spike, explain_spikes
-from sharpscope.analysis.studies import ground_of
+from sharpscope.analysis.study import ground_of
 from sharpscope.traces import Run
 
 SPIKES = 4

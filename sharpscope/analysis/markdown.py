@@ -1,16 +1,13 @@
-"""The report as Markdown, for a pull request: the same verdicts, tables, figures and tokens as the page."""
+"""A report as Markdown, for a pull request: the same verdicts, tables, figures and tokens as the page."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 
-from sharpscope.analysis import report_sections as sections
-from sharpscope.analysis.claims import Verdict
-from sharpscope.analysis.claims.writers import LIMITS
-from sharpscope.analysis.completions import choose
-from sharpscope.analysis.figures.study import Picture
-from sharpscope.analysis.report import StudyReport, escape
-from sharpscope.analysis.report_content import ReportContent
+from sharpscope.analysis.claims import LIMITS
+from sharpscope.analysis.figures.style import Picture
+from sharpscope.analysis.report import Grid, Report, VerdictSection, number
 from sharpscope.analysis.spikes import Spike
 from sharpscope.analysis.text import shown
 from sharpscope.analysis.token_text import piece_maker
@@ -20,63 +17,56 @@ AROUND = 6
 """Tokens shown on either side of a spike's token."""
 WIDTH = 80
 """Characters of the token, and on either side of it."""
+_MARKUP = re.compile(r"([\\`*_{}\[\]<>|#!~$&])")
 
 
-def report_markdown(content: ReportContent) -> str:
+def report_markdown(report: Report) -> str:
     """The whole report; images are the files beside it."""
     lines = ["# sharpscope report", ""]
-    if content.messages:
-        lines += ["## What to know first", "", *(f"- {escape(message)}" for message in content.messages), ""]
-    lines += _verdicts(content)
+    if report.messages:
+        lines += ["## What to know first", "", *(f"- {escape(message)}" for message in report.messages), ""]
+    lines += _verdicts(report)
     lines += ["## Runs side by side", ""]
-    if len(content.reports) > 1:
+    if len(report.studies) > 1:
         lines += ["The runs belong to different tasks, task settings or initial policies. These are not compared.", ""]
-    for report in content.reports:
-        tables = (
-            sections.result_grid(report),
-            sections.difference_grid(report.study),
-            sections.setting_grid(report.study),
-        )
-        lines += [f"### {escape(report.study.name)}", ""]
-        lines += [line for table in tables if table is not None for line in _grid(table, 4)]
-    lines += _grid(sections.run_grid(content.runs), 3)
-    lines += ["## Figures", "", *(line for report in content.reports for line in _figures(report))]
-    lines += _spikes(content)
-    events = sections.event_grid(content.runs)
+    for section in report.studies:
+        lines += [f"### {escape(section.study.name)}", ""]
+        lines += [line for table in section.grids for line in _grid(table, 4)]
+    lines += [*_grid(report.run_grid, 3), "## Figures", ""]
+    for section in report.studies:
+        lines += _images(section.figures)
+        lines += ["Not shown:", "", *(f"- {escape(text)}" for text in section.missing), ""] if section.missing else []
+    lines += _spikes(report)
+    events = report.event_grid
     lines += ["## Events", "", "No rule warned in these runs.", ""] if events is None else _grid(events, 2)
-    lines += _grid(sections.cost_grid(content.runs), 2)
-    lines += ["## Make it again", ""]
-    lines += [f"- {escape(makes)}: {_code(command)}" for makes, command in sections.commands(content)]
+    lines += _grid(report.cost_grid, 2)
+    lines += ["## Make it again", "", *(f"- {escape(makes)}: {_code(text)}" for makes, text in report.commands.rows)]
     return "\n".join([*lines, ""])
 
 
-def _verdicts(content: ReportContent) -> list[str]:
-    lines = [
-        "## Verdicts",
-        "",
-        escape(LIMITS),
-        "",
-        "| claim | | verdict | effect | 95 % interval | p | n |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for v in content.verdicts:
-        effect = "–" if v.effect is None else sections.number(v.effect.value)
+def escape(text: object) -> str:
+    """Text that Markdown and HTML show as it is, on one line."""
+    line = " ".join("".join(char if char.isprintable() else " " for char in str(text)).split())
+    return _MARKUP.sub(r"\\\1", line)
+
+
+def _verdicts(report: Report) -> list[str]:
+    lines = ["## Verdicts", "", escape(LIMITS), ""]
+    lines += ["| claim | | verdict | effect | 95 % interval | p | n |", "|---|---|---|---|---|---|---|"]
+    for section in report.verdicts:
+        v = section.verdict
+        effect = "–" if v.effect is None else number(v.effect.value)
         interval = "–" if v.interval is None else str(v.interval)
-        cells = [v.claim, v.title, f"**{v.verdict}**", effect, interval, sections.number(v.p_adjusted), str(v.n)]
+        cells = [v.claim, v.title, f"**{v.verdict}**", effect, interval, number(v.p_adjusted), str(v.n)]
         lines.append("| " + " | ".join(cell if cell.startswith("**") else escape(cell) for cell in cells) + " |")
-    pictures = {name: picture for name, picture in content.pictures() if picture.claim}
-    for v in content.verdicts:
-        own = {name: picture for name, picture in pictures.items() if picture.claim == v.claim}
-        lines += ["", *_verdict(v, own, content)]
-    return [*lines, ""]
+    return [*lines, *(line for section in report.verdicts for line in ["", *_verdict(section)]), ""]
 
 
-def _verdict(v: Verdict, pictures: dict[str, Picture], content: ReportContent) -> list[str]:
+def _verdict(section: VerdictSection) -> list[str]:
+    v = section.verdict
     lines = [f"<details><summary>{v.claim}: {v.verdict}</summary>", "", f"{escape(v.title)}: {escape(v.reason)}.", ""]
-    for name, picture in pictures.items():
-        lines += _image(name, picture)
-    for table in (sections.number_grid(v), sections.read_grid(v)):
-        lines += [] if table is None else _grid(table, 4)
+    lines += _images(section.figures)
+    lines += [line for table in (section.numbers, section.read) if table is not None for line in _grid(table, 4)]
     lines += [
         f"- rule: {escape(v.rule.text)}",
         f"- level {v.rule.level:g}; at least {v.rule.minimal_n} {escape(v.rule.unit)}, here {v.n}",
@@ -84,37 +74,30 @@ def _verdict(v: Verdict, pictures: dict[str, Picture], content: ReportContent) -
     lines += [f"- confounder: {escape(c.name)}: {escape(c.handling)}" for c in v.confounders]
     lines += [f"- note: {escape(note)}" for note in v.notes]
     lines += [f"- what would settle it: {escape(v.settles)}"] if v.settles else []
-    command = f"sharpscope claims {content.source} --claim {v.claim} --details"
-    return [*lines, f"- again: {_code(command)}", "", "</details>"]
+    return [*lines, f"- again: {_code(section.command)}", "", "</details>"]
 
 
-def _figures(report: StudyReport) -> list[str]:
-    lines = [
-        line for p in report.pictures if p.figure is not None for line in _image(f"{report.study.slug}{p.name}", p)
-    ]
-    missing = [picture.missing for picture in report.pictures if picture.missing]
-    return [*lines, *(["Not shown:", "", *(f"- {escape(text)}" for text in missing), ""] if missing else [])]
+def _images(figures: Mapping[str, Picture]) -> list[str]:
+    lines = []
+    for name, picture in figures.items():
+        caption = f"{escape(picture.caption)} ([SVG]({name}.svg))"
+        lines += [f"![{escape(picture.name)}]({name}.png)", "", caption, ""]
+    return lines
 
 
-def _image(name: str, picture: Picture) -> list[str]:
-    return [f"![{escape(picture.name)}]({name}.png)", "", f"{escape(picture.caption)} ([SVG]({name}.svg))", ""]
-
-
-def _spikes(content: ReportContent) -> list[str]:
-    table = sections.spike_grid(content.runs)
-    lines = ["## Spikes and what made them", ""] + ([] if table is None else _grid(table, 0))
-    for name, choice in choose(content.runs.by_name).items():
+def _spikes(report: Report) -> list[str]:
+    lines = ["## Spikes and what made them", "", *(_grid(report.spike_grid, 0) if report.spike_grid else [])]
+    for name, choice in report.choices.items():
         for spike in choice.spikes:
             if spike.tokens is not None:
                 lines += [f"{escape(name)}, step {spike.step}, by share of the squared gradient norm:", ""]
                 lines += [*_tokens(choice.run, spike), ""]
-    lines += [sections.no_spikes(content.runs), ""] if len(lines) == 2 else []
-    left_out = sections.not_kept(content.runs)
-    return [*lines, *([escape(left_out), ""] if left_out else [])]
+    lines += [report.no_spikes, ""] if len(lines) == 2 else []
+    return [*lines, *([escape(report.not_kept), ""] if report.not_kept else [])]
 
 
 def _tokens(run: Run, spike: Spike) -> list[str]:
-    """One line a token, in its sentence."""
+    """One line per token, in its sentence."""
     maker = piece_maker(run)
     everything = run.tokens(steps=[spike.step], columns=["rollout", "position", "token_id"])
     lines = []
@@ -124,13 +107,13 @@ def _tokens(run: Run, spike: Spike) -> list[str]:
         texts = [f"⟨{token}⟩" for token in ids] if maker is None else maker(ids)
         at = int(own.index[own["position"] == row["position"]][0])
         before, after = "".join(texts[max(0, at - AROUND) : at]), "".join(texts[at + 1 : at + 1 + AROUND])
-        said = f"{before[-WIDTH:]}▸{texts[at][:WIDTH]}◂{after[:WIDTH]}"
+        text = f"{before[-WIDTH:]}▸{texts[at][:WIDTH]}◂{after[:WIDTH]}"
         share = f"{row['attribution']:+.1%}"
-        lines.append(f"- {share}, π = {row['probability']:.3g}, completion {row['rollout']}: {escape(shown(said))}")
+        lines.append(f"- {share}, π = {row['probability']:.3g}, completion {row['rollout']}: {escape(shown(text))}")
     return lines
 
 
-def _grid(table: sections.Grid, level: int) -> list[str]:
+def _grid(table: Grid, level: int) -> list[str]:
     """A grid with its heading (none at level 0) and note."""
     lines = [f"{'#' * level} {escape(table.title)}", ""] if level else []
     lines += [escape(table.note), ""] if table.note else []

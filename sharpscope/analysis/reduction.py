@@ -10,13 +10,11 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from sharpscope.analysis.claims import reducers_of_all
-from sharpscope.analysis.token_frames import DECILE_COLUMNS, bound_violations, decile_sums, score_column
+from sharpscope.analysis.claims import REDUCERS
 from sharpscope.analysis.tokens import scan
 from sharpscope.errors import UserError
 from sharpscope.traces import RUN_FILE, Reduction, Run, TraceWriter, load_run, update_run_info, write_reductions
@@ -124,20 +122,9 @@ def _targets(runs: Iterable[tuple[str, Run]], out: Path, left_out: list[str]) ->
 
 
 def _reductions(run: Run) -> list[Reduction]:
-    """All that is computed from whole token tables, whichever methods a claim will later compare."""
-    found = scan({"": run}, reducers_of_all())
-    rows = [Reduction(name, one.step, one.tokens, one.values) for name, several in found.items() for one in several]
-    rows.append(Reduction("bound violations", -1, run.rows("tokens"), _violations(run)))
-    rows.append(Reduction("score column", -1, run.rows("tokens"), score_column(run)))
-    for column in DECILE_COLUMNS:
-        rows.append(Reduction(f"deciles {column}", -1, run.rows("tokens"), decile_sums(run, column).to_dict("list")))
-    return rows
-
-
-def _violations(run: Run) -> dict[str, Any]:
-    vocabulary = run.info.get("vocabulary")
-    temperature = float((run.config.get("rollout") or {}).get("temperature", 1.0))
-    return bound_violations(run, vocabulary if isinstance(vocabulary, int) else None, temperature)
+    """All that claims and figures need of whole token tables, whichever methods a claim will later compare."""
+    found = scan({"": run}, REDUCERS)
+    return [Reduction(name, one.step, one.tokens, one.values) for name, several in found.items() for one in several]
 
 
 def _tables(run: Run, folder: Path, tokens: int) -> None:

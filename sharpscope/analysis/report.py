@@ -1,80 +1,436 @@
-"""The Markdown report: what was found, what is missing, every figure; text from files is escaped."""
+"""A report as plain values: `build(runs)` gathers what html/, markdown.py and the files of `analyze` render."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
+import math
+import shlex
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import pandas as pd
+from matplotlib.figure import Figure
 
-from sharpscope.analysis.figures.study import Picture
-from sharpscope.analysis.studies import Study
-from sharpscope.analysis.tables.summary import method_table
+from sharpscope.analysis.claims import REDUCERS, Estimate, Verdict, claim_pictures, study_of, verdicts_of
+from sharpscope.analysis.comparison import INTERVALS, compare, facts_of
+from sharpscope.analysis.completions import Choice, choose, completions_dropped
+from sharpscope.analysis.figures.study import study_pictures
+from sharpscope.analysis.figures.style import Picture
+from sharpscope.analysis.loading import Paths, quiet
+from sharpscope.analysis.spikes import find_spikes
+from sharpscope.analysis.study import Study, studies
+from sharpscope.analysis.tables.endpoints import endpoint_tables
+from sharpscope.analysis.tables.paper import Table, paper_tables
+from sharpscope.analysis.tables.summary import SUMMARY, interval_text, method_table, summary
+from sharpscope.analysis.terminal import peak_memory
+from sharpscope.traces import Run, Runs
 
-_MARKUP = re.compile(r"([\\`*_{}\[\]<>|#!~$&])")
+MOST_PAIRS = 12
+MOST_EVENTS = 200
+MOST_ROWS = 100
+_TOLD_APART = 3
 
 
 @dataclass(frozen=True)
-class StudyReport:
-    """A study with its table and its pictures, as the report shows them."""
+class Grid:
+    """A table of text with what it says in one line."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class StudySection:
+    """A study: its summary table, tables of text, and the figures that belong to no claim, by file name."""
 
     study: Study
-    table: pd.DataFrame
-    pictures: Sequence[Picture]
+    summary: pd.DataFrame
+    grids: tuple[Grid, ...]
+    figures: dict[str, Picture]
+    missing: tuple[str, ...]
 
 
-def escape(text: object) -> str:
-    """Text that Markdown and HTML show as it is, on one line."""
-    line = " ".join("".join(char if char.isprintable() else " " for char in str(text)).split())
-    return _MARKUP.sub(r"\\\1", line)
+@dataclass(frozen=True)
+class VerdictSection:
+    """A verdict with its figures by file name, its numbers, the rows read, and the data behind it.
+
+    `line`: statistic and interval, or why there is none. `command` prints it again.
+    """
+
+    verdict: Verdict
+    figures: dict[str, Picture]
+    missing: tuple[str, ...]
+    line: str
+    numbers: Grid | None
+    read: Grid | None
+    frames: tuple[Grid, ...]
+    command: str
 
 
-def markdown_table(frame: pd.DataFrame) -> str:
-    """A frame of text as a Markdown table."""
-    rows = ["| " + " | ".join(escape(name) for name in frame.columns) + " |", "|" + "---|" * len(frame.columns)]
-    rows += ["| " + " | ".join(escape(cell) for cell in row) + " |" for row in frame.itertuples(index=False)]
-    return "\n".join(rows)
+@dataclass(frozen=True)
+class Report:
+    """Everything a report says.
+
+    Attributes:
+        runs: all readable runs.
+        source: where they were read from, as a shell takes it.
+        messages: what a reader should know first.
+        studies: none if no run has a step.
+        verdicts: of every claim, in their order.
+        tables: the paper's tables and those of where training ended.
+        run_grid, event_grid, spike_grid, cost_grid: one row per run, event, spike, run.
+        spike_notes: what is said where no spike or no completion can be shown.
+        commands: what each command makes.
+        choices: completions that are shown, by run.
+    """
+
+    runs: Runs
+    source: str
+    messages: tuple[str, ...]
+    studies: tuple[StudySection, ...]
+    verdicts: tuple[VerdictSection, ...]
+    tables: tuple[Table, ...]
+    run_grid: Grid
+    event_grid: Grid | None
+    spike_grid: Grid | None
+    cost_grid: Grid
+    no_spikes: str
+    not_kept: str
+    commands: Grid
+    choices: dict[str, Choice]
+
+    @property
+    def figures(self) -> dict[str, Figure]:
+        """Every figure by file name: the studies', then the claims'."""
+        sections: list[StudySection | VerdictSection] = [*self.studies, *self.verdicts]
+        return {name: p.figure for section in sections for name, p in section.figures.items() if p.figure is not None}
+
+    @property
+    def summary(self) -> pd.DataFrame:
+        """The studies' summary tables as one."""
+        tables = [section.summary for section in self.studies if len(section.summary)]
+        return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=SUMMARY)
+
+    @property
+    def missing(self) -> list[str]:
+        """What is missing for figures of studies, one line each."""
+        several = len(self.studies) > 1
+        return [f"{s.study.name}: {text}" if several else text for s in self.studies for text in s.missing]
 
 
-def report_text(reports: Sequence[StudyReport], runs: pd.DataFrame, messages: Sequence[str]) -> str:
-    """The whole report. `runs`: one row a run, as Runs.table; `messages`: what a reader should know first."""
-    lines = ["# sharpscope report", ""]
-    if len(reports) > 1:
-        lines += ["The runs belong to different tasks, task settings or initial policies. These are not compared:", ""]
-        lines += [f"- {escape(report.study.name)}: {len(report.study.settings)} settings" for report in reports] + [""]
-    if messages:
-        lines += ["## What to know first", ""] + [f"- {escape(message)}" for message in messages] + [""]
-    for report in reports:
-        lines += _study_lines(report)
-    shown = runs[["run", "method", "seed", "status", "steps_done", "started"]].astype(str)
-    return "\n".join([*lines, "## Runs", "", markdown_table(shown), ""])
+def build(
+    runs: Runs,
+    paths: Paths = (),
+    *,
+    baseline: str = "grpo",
+    treatment: str = "grpo-sg",
+    on_progress: Callable[[str], None] | None = None,
+) -> Report:
+    """Test the claims, draw the figures and gather the tables of `runs`; nothing is written.
 
-
-def _study_lines(report: StudyReport) -> list[str]:
-    study = report.study
-    lines = [f"## {escape(study.name)}", ""]
-    if len(report.table):
-        text = (
-            f"All settings at step {study.horizon}, the last that all have. ±: half of the 95 % t-interval over seeds"
+    Args:
+        runs: from `load_runs` or `load_several`.
+        paths: where they were read from, for the commands that make the report again.
+        baseline, treatment: the methods that the claims compare.
+        on_progress: called with what is being done.
+    """
+    tell = on_progress or (lambda text: None)
+    given = [paths] if isinstance(paths, str | Path) else list(paths)
+    source = " ".join(shlex.quote(str(path)) for path in given)
+    with quiet():
+        whole = study_of(runs, baseline, treatment)
+        tell("reading tokens")
+        whole.read_tokens(REDUCERS)
+        tell("testing the claims")
+        verdicts = verdicts_of(whole)
+        of_claims: list[tuple[str, Picture]] = []
+        every = studies(whole)
+        sections = []
+        for study in every:
+            if study.settings:
+                own = []
+                for picture in study_pictures(study):
+                    tell(f"{study.slug}{picture.name}")
+                    own.append((f"{study.slug}{picture.name}", picture))
+                of_claims += [pair for pair in own if pair[1].claim]
+                sections.append(_study_section(study, own))
+        of_claims += [(picture.name, picture) for picture in claim_pictures(verdicts, whole)]
+        return Report(
+            runs=runs,
+            source=source,
+            messages=tuple(_messages(runs, every)),
+            studies=tuple(sections),
+            verdicts=tuple(_verdict_section(verdict, of_claims, source) for verdict in verdicts),
+            tables=(*paper_tables(whole), *endpoint_tables(whole)),
+            run_grid=run_grid(runs),
+            event_grid=event_grid(runs),
+            spike_grid=spike_grid(runs),
+            cost_grid=cost_grid(runs),
+            no_spikes=no_spikes(runs),
+            not_kept=not_kept(runs),
+            commands=command_grid(runs, given, source),
+            choices=choose(runs.by_name),
         )
-        single = bool((report.table["runs"] == 1).any())
-        text += "; one run alone has none, and says nothing about other seeds." if single else "."
-        table = method_table(report.table)
-        flipped = table.set_index("setting").T.reset_index(names="metric")
-        units = dict(zip(report.table["metric"], report.table["unit"], strict=True))
-        flipped.insert(1, "unit", [units.get(name, "") for name in flipped["metric"]])
-        lines += [text, "", markdown_table(flipped), ""]
-    for picture in report.pictures:
-        if picture.figure is not None:
-            name = f"{study.slug}{picture.name}"
-            lines += [
-                f"![{escape(picture.name)}]({name}.png)",
-                "",
-                f"{escape(picture.caption)} ([SVG]({name}.svg))",
-                "",
-            ]
-    missing = [picture.missing for picture in report.pictures if picture.missing]
-    if missing:
-        lines += ["Not shown:", ""] + [f"- {escape(text)}" for text in missing] + [""]
-    return lines
+
+
+def _study_section(study: Study, pictures: Sequence[tuple[str, Picture]]) -> StudySection:
+    table = summary(study)
+    grids = (result_grid(study, table), difference_grid(study), setting_grid(study))
+    figures = {name: picture for name, picture in pictures if picture.figure is not None and not picture.claim}
+    missing = tuple(picture.missing for _, picture in pictures if picture.missing)
+    return StudySection(study, table, tuple(grid for grid in grids if grid is not None), figures, missing)
+
+
+def _verdict_section(verdict: Verdict, pictures: Sequence[tuple[str, Picture]], source: str) -> VerdictSection:
+    own = [(name, picture) for name, picture in pictures if picture.claim == verdict.claim]
+    effect, line = verdict.effect, verdict.reason
+    if verdict.verdict != "untestable" and effect is not None and number(effect.value) != "–":
+        interval = "" if effect.interval is None else f" {effect.interval}"
+        line = f"{effect.name} {number(effect.value)}{interval}, n = {verdict.n:,}"
+    return VerdictSection(
+        verdict,
+        {name: picture for name, picture in own if picture.figure is not None},
+        tuple(picture.missing for _, picture in own if picture.missing),
+        line,
+        number_grid(verdict),
+        read_grid(verdict),
+        tuple(frame_grids(verdict)),
+        f"sharpscope claims {source} --claim {verdict.claim} --details",
+    )
+
+
+def _messages(runs: Runs, every: Sequence[Study]) -> list[str]:
+    """Runs left out, damaged parts, rewards that are not numbers, and one line for each rule that warned in a run."""
+    messages = [f"{name} is left out: {why}" for name, why in runs.skipped.items()]
+    messages += [f"{run.name}: {part} is set aside: {why}" for run in runs for part, why in run.damaged.items()]
+    for study in every:
+        messages += study.notes
+        for _, _, run in study.each():
+            bad = run.steps.loc[run.steps["reward_mean"].isna(), "step"].tolist()
+            if bad:
+                messages.append(
+                    f"{run.name}: the reward is not a number in {len(bad)} of {len(run.steps)} steps (first: {bad[0]}); "
+                    "curves have gaps there and means over them are not numbers."
+                )
+        for _, _, run in study.each():
+            for rule, events in run.events[run.events["severity"] != "info"].groupby("rule"):
+                last = events.iloc[-1]
+                text = f"{rule} × {len(events)}, last at step {last['step']}: {last['message']}"
+                messages.append(f"{run.name}: {text}")
+    return messages
+
+
+def run_grid(runs: Runs) -> Grid:
+    """One row a run, what could not be read last."""
+    rows = [
+        (name, run.method, str(run.seed), run.task, _status(run), str(len(run.steps)), str(run.info.get("started") or "–"),
+         str(run.info.get("commit") or "–")[:12])
+        for name, run in runs.by_name.items()
+    ]  # fmt: skip
+    rows += [(name, "–", "–", "–", f"cannot be read: {why}", "–", "–", "–") for name, why in runs.skipped.items()]
+    return Grid("Runs", ("run", "method", "seed", "task", "status", "steps", "started", "commit"), tuple(rows))
+
+
+def _status(run: Run) -> str:
+    """The status, and how a run that did not finish ended where it says so."""
+    why = run.info.get("end")
+    return run.status if run.status == "finished" or not why else f"{run.status}: {why}"
+
+
+def result_grid(study: Study, summary: pd.DataFrame) -> Grid | None:
+    """Results of each setting with their intervals, settings across. `summary`: of `tables.summary`."""
+    if not len(summary):
+        return None
+    flipped = method_table(summary).set_index("setting").T.reset_index(names="metric")
+    units = dict(zip(summary["metric"], summary["unit"], strict=True))
+    flipped.insert(1, "unit", [units.get(name, "") for name in flipped["metric"]])
+    text = f"All settings at step {study.horizon}, the last that all have. ±: half of the 95 % t-interval over seeds"
+    single = bool((summary["runs"] == 1).any())
+    text += "; one run alone has none, and says nothing about other seeds." if single else "."
+    rows = tuple(tuple(str(cell) for cell in row) for row in flipped.itertuples(index=False))
+    return Grid("Results", tuple(map(str, flipped.columns)), rows, text)
+
+
+def setting_grid(study: Study) -> Grid | None:
+    """What the settings of a study differ in, settings across; values that differ between a setting's runs are joined."""
+    columns = {setting.label: [facts_of(run) for run in setting.runs.values()] for setting in study.settings}
+    keys = list(dict.fromkeys(key for facts in columns.values() for one in facts for key in one))
+    rows = []
+    for key in keys:
+        cells = [_joined([one.get(key, "–") for one in facts]) for facts in columns.values()]
+        if len(set(cells)) > 1 and key not in ("name", "out"):
+            rows.append((key, *cells))
+    if len(columns) < 2 or not rows:
+        return None
+    return Grid("Settings that differ", ("setting", *columns), tuple(rows))
+
+
+def _joined(values: Sequence[object]) -> str:
+    texts = list(dict.fromkeys(str(value) for value in values))
+    return ", ".join(texts[:_TOLD_APART]) + (f" … ({len(texts)} values)" if len(texts) > _TOLD_APART else "")
+
+
+def difference_grid(study: Study) -> Grid | None:
+    """Differences of runs with one seed: each setting against the first (grpo's, if there is one), with intervals."""
+    settings = sorted(study.settings, key=lambda setting: setting.method != "grpo")
+    pairs = [
+        (seed, settings[0].runs[seed], setting.runs[seed])
+        for setting in settings[1:]
+        for seed in setting.runs
+        if seed in settings[0].runs
+    ]
+    rows: list[tuple[str, ...]] = []
+    warnings: list[str] = []
+    for seed, first, second in pairs[:MOST_PAIRS]:
+        found = compare(first, second)
+        for row in found.results.to_dict("records"):
+            cells = [interval_text(row[name], row[f"{name}_half"]) for name in ("a", "b", "difference")]
+            names = f"{second.name} − {first.name}"
+            rows.append((names, str(seed), f"{found.horizon}", row["quantity"], row["unit"], *cells))
+        warnings += found.warnings
+    if not rows:
+        return None
+    note = " ".join([f"Each pair up to the last step that both have. {INTERVALS}", *dict.fromkeys(warnings)])
+    if len(pairs) > MOST_PAIRS:
+        note += f" {len(pairs) - MOST_PAIRS} pairs more are not shown."
+    columns = ("runs", "seed", "last step", "quantity", "unit", "first", "second", "difference")
+    return Grid("Differences within a seed", columns, tuple(rows), note)
+
+
+def event_grid(runs: Runs) -> Grid | None:
+    """Events that are more than information, latest first within their severity."""
+    events = runs.events
+    if not len(events):
+        return None
+    loud = events[events["severity"] != "info"].sort_values(["severity", "step"], ascending=[True, False])
+    if not len(loud):
+        return None
+    rows = [
+        (row["run"], str(row["step"]), row["severity"], row["rule"], number(row["value"]), number(row["threshold"]),
+         row["action"], row["message"])
+        for row in loud.head(MOST_EVENTS).to_dict("records")
+    ]  # fmt: skip
+    note = f"The first {MOST_EVENTS} of {len(loud)}." if len(loud) > MOST_EVENTS else ""
+    return Grid(
+        "Events", ("run", "step", "severity", "rule", "value", "threshold", "action", "message"), tuple(rows), note
+    )
+
+
+def cost_grid(runs: Runs) -> Grid:
+    """Seconds of each kind and the most memory, a row a run."""
+    rows = []
+    for name, run in runs.by_name.items():
+        parts = [float(run.steps[f"{kind}_s"].sum()) for kind in ("generation", "training", "recording")]
+        probes = float(pd.to_numeric(run.probes["seconds"], errors="coerce").sum())
+        count = max(1, len(run.steps))
+        cells = (*(f"{seconds:,.1f}" for seconds in (*parts, probes)), f"{sum(parts) / count:.2f}")
+        rows.append((name, *cells, peak_memory(run) or "–", str(run.info.get("device") or "–")))
+    seconds = ("generation [s]", "training [s]", "recording [s]", "of it probes [s]", "a step [s]")
+    columns = ("run", *seconds, "peak memory", "device")
+    note = "Sums over the recorded steps; evaluation and loading are not in them. Recording holds the probes of a step."
+    return Grid("Costs", columns, tuple(rows), note)
+
+
+def spike_grid(runs: Runs) -> Grid | None:
+    """Gradient-norm spikes of every run."""
+    rows = [
+        (name, str(row["step"]), number(row["grad_norm"]), number(row["typical"]), f"{row['z']:.1f}")
+        for name, run in runs.by_name.items()
+        for row in find_spikes(run.steps).to_dict("records")
+    ]
+    if not rows:
+        return None
+    note = "A spike: a log gradient norm at least 4 robust standard deviations above the median of the 50 before it."
+    return Grid("Spikes", ("run", "step", "gradient norm", "typical", "z"), tuple(rows), note)
+
+
+def no_spikes(runs: Runs) -> str:
+    """What is said in place of spikes; a reduced run had attribution, but of few tokens."""
+    return "No spike." if any(run.reduced is not None for run in runs) else "No spike, and no attribution is recorded."
+
+
+def not_kept(runs: Runs) -> str:
+    """Which runs have no completions here because they are reduced ones; empty where there are none."""
+    names = [name for name, run in runs.by_name.items() if completions_dropped(run)]
+    if not names:
+        return ""
+    which = "these runs" if len(names) == len(runs) else f"{len(names)} of {len(runs)} runs"
+    return (
+        f"Completions of {which} were not kept by `sharpscope reduce`; a report of the whole runs shows their tokens."
+    )
+
+
+def frame_grids(verdict: Verdict) -> list[Grid]:
+    """The data behind a verdict, as it was computed: each frame's first rows."""
+    grids = []
+    for name, frame in verdict.frames.items():
+        shown = frame.head(MOST_ROWS)
+        rows = tuple(tuple(_cell(cell) for cell in row) for row in shown.itertuples(index=False))
+        note = (
+            f"The first {len(shown):,} of {len(frame):,} rows." if len(frame) > len(shown) else f"{len(frame):,} rows."
+        )
+        if len(frame):
+            grids.append(Grid(name, tuple(map(str, frame.columns)), rows, note))
+    return grids
+
+
+def read_grid(verdict: Verdict) -> Grid | None:
+    """Which rows of which runs a verdict read."""
+    by_what: dict[tuple[str, str, str], list[str]] = {}
+    for rows in verdict.rows:
+        by_what.setdefault((rows.table, ", ".join(rows.columns), rows.filter), []).append(rows.run)
+    if not by_what:
+        return None
+    made = tuple((table, columns, which, ", ".join(names)) for (table, columns, which), names in by_what.items())
+    return Grid("Rows read", ("table", "columns", "rows", "runs"), made)
+
+
+def number_grid(verdict: Verdict) -> Grid | None:
+    """The verdict's statistic and everything else that was computed, with intervals and p-values."""
+    estimates = [*([] if verdict.effect is None else [verdict.effect]), *verdict.others]
+    if not estimates:
+        return None
+    columns = ("quantity", "value", "unit", "interval", "p", "n", "note")
+    return Grid("Numbers", columns, tuple(_estimate(estimate) for estimate in estimates))
+
+
+def _estimate(e: Estimate) -> tuple[str, ...]:
+    interval = "–" if e.interval is None else f"{e.interval} ({e.interval.level:.0%}, {e.interval.kind})"
+    unit, n = "" if e.unit == "1" else e.unit, "–" if e.n is None else f"{e.n:,}"
+    return (e.name, number(e.value), unit, interval, number(e.p_value), n, e.note)
+
+
+def command_grid(runs: Runs, paths: Sequence[str | Path], source: str) -> Grid:
+    """What each command makes, for everything in a report."""
+    found = [
+        ("this report with every figure and table as files", f"sharpscope analyze {source} --out report"),
+        ("this page alone", f"sharpscope report {source} --out report.html"),
+        ("a verdict in full (here C7)", f"sharpscope claims {source} --claim C7 --details"),
+    ]
+    for path in paths:
+        command = f"sharpscope figures --from {shlex.quote(str(path))} --out figures"
+        found.append((f"every figure of {path}", command))
+    for run in list(runs)[:20]:
+        if run.config_text is None:
+            continue
+        name, folder, first = shlex.quote(run.name), shlex.quote(str(run.path)), ""
+        if not run.path.exists():  # it is in a pack
+            first, folder = f"sharpscope unpack {folder} --out runs && ", f"runs/{name}"
+        command = f"{first}sharpscope run {folder}/config.yaml --out runs/again-{name}"
+        found.append((f"the run {run.name}, again", command))
+    return Grid("Commands", ("makes", "command"), tuple(found))
+
+
+def number(value: object) -> str:
+    """Three significant digits; – where there is no number."""
+    try:
+        found = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return "–"
+    return "–" if math.isnan(found) else f"{found:.3g}"
+
+
+def _cell(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

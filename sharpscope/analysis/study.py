@@ -1,115 +1,54 @@
-"""The runs of a study, laid out for comparison: which are finished, which make a pair, what is held fixed."""
+"""Which runs belong together: studies (one task, one initial policy), settings (equal but for the seed), pairs (equal but
+for the method).
+"""
 
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
 
-from sharpscope.analysis.tokens import Reduced, Reducer, scan
-from sharpscope.traces import Reduction
+from sharpscope.analysis.tokens import SAMPLE, Reduced, Reducer, sample_tokens, scan
 
-IGNORED = (
-    "name",
-    "out",
-    "seed",
-    "method",
-    "threads",
-    "device",
-    "recording",
-    "checkpoint",
-    "health",
-    "probes",
-    "evaluation",
-)
-"""Settings that may differ between the runs of a pair: they change nothing of what is learnt, or are what is
-compared.
-"""
+if TYPE_CHECKING:
+    from sharpscope.traces import Run, Runs
+
+NOT_A_SETTING = (
+    "seed", "name", "out", "threads", "device", "recording", "checkpoint", "health", "probes", "evaluation", "method.name",
+)  # fmt: skip
+"""Configuration in which two runs of one setting may differ: the seed, and what changes nothing of what is learned."""
 
 GRID = {
-    "learning rate": ("optimizer", "lr"),
-    "group size": ("rollout", "group_size"),
-    "weight decay": ("optimizer", "weight_decay"),
+    "learning rate": "optimizer.lr",
+    "group size": "rollout.group_size",
+    "weight decay": "optimizer.weight_decay",
 }
-"""The declared grid of settings: axis → place in the configuration."""
+"""The declared grid of settings: axis → key of the flat configuration."""
 
 
-class RunLike(Protocol):
-    """What the claims read of a run; `sharpscope.traces.Run` has it."""
+@dataclass(frozen=True)
+class Setting:
+    """Runs that differ in their seed alone. `runs` maps seed to run.
 
-    @property
-    def method(self) -> str:
-        """Label of the method."""
-        ...
+    `label`: the method, followed in brackets by what tells the setting from the one of this method with the most seeds. That
+    one has no brackets; where several have the most, all have.
+    """
 
-    @property
-    def task(self) -> str:
-        """Name of the task."""
-        ...
-
-    @property
-    def seed(self) -> Any:
-        """Seed of the run."""
-        ...
-
-    @property
-    def status(self) -> str:
-        """finished, or why not."""
-        ...
-
-    @property
-    def info(self) -> Mapping[str, Any]:
-        """run.json."""
-        ...
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """The resolved configuration."""
-        ...
-
-    @property
-    def steps(self) -> pd.DataFrame:
-        """Table `steps`."""
-        ...
-
-    @property
-    def eval(self) -> pd.DataFrame:
-        """Table `eval`."""
-        ...
-
-    @property
-    def probes(self) -> pd.DataFrame:
-        """Table `probes`."""
-        ...
-
-    @property
-    def reductions(self) -> Sequence[Reduction] | None:
-        """What was made of the token table, where that was not kept."""
-        ...
-
-    @property
-    def token_steps(self) -> list[int]:
-        """Steps with token rows."""
-        ...
-
-    def rows(self, table: str) -> int:
-        """Number of rows of a table."""
-        ...
-
-    def tokens(self, steps: Sequence[int] | None = None, columns: Sequence[str] | None = None) -> pd.DataFrame:
-        """Table `tokens` for some steps and columns."""
-        ...
+    label: str
+    method: str
+    runs: Mapping[Any, Run]
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Two runs that differ in the method alone; `seed` is what both were started with."""
+    """Names of two runs of one seed that differ in the method alone."""
 
     seed: Any
     baseline: str
@@ -121,10 +60,10 @@ class Pairing:
     """The pairs of one setting, or why there are none.
 
     Attributes:
-        pairs: one a seed.
-        setting: what the grid's settings are in them.
+        pairs: one per seed.
+        setting: the grid's settings in them, as text.
         missing: why there is no pair; empty if there is one.
-        left_out: pairs of other settings, not used.
+        left_out: number of pairs of other settings, which are not used.
     """
 
     pairs: tuple[Pair, ...] = ()
@@ -138,77 +77,128 @@ class Pairing:
         return [name for pair in self.pairs for name in (pair.baseline, pair.treatment)]
 
 
-@dataclass
+@dataclass(eq=False)
 class Study:
-    """Finished runs by name, two methods to compare, and reductions of the tokens tables.
+    """Runs by name, and two methods to compare.
 
     Attributes:
         runs: name → run.
-        baseline, treatment: labels of the methods, as in run.json.
-        ignore: further settings that the runs of a pair may differ in, as dotted places, e.g. optimizer.lr where each
-            method's learning rate was tuned on other seeds.
-        reduced: name of a reducer → its results; filled by `read_tokens`.
+        baseline, treatment: names of the methods, as in run.json.
+        ignore: keys of the flat configuration in which the runs of a pair may differ too, e.g. optimizer.lr if it was
+            tuned for each method.
+        name: of the task and policy; empty for a study of several.
+        slug: prefix of the names of its files.
+        reduced: name of a reducer → its results for every run; filled by `read_tokens`.
     """
 
-    runs: Mapping[str, RunLike]
+    runs: Mapping[str, Run]
     baseline: str = "grpo"
     treatment: str = "grpo-sg"
     ignore: tuple[str, ...] = ()
-    reduced: dict[str, list[Reduced]] = field(default_factory=dict)
+    name: str = ""
+    slug: str = ""
+    reduced: dict[str, list[Reduced]] = field(default_factory=dict, repr=False)
+
+    # Settings: what figures and summaries show.
 
     @cached_property
-    def finished(self) -> dict[str, RunLike]:
+    def _laid_out(self) -> tuple[tuple[Setting, ...], tuple[str, ...]]:
+        return _settings(self.runs)
+
+    @cached_property
+    def settings(self) -> tuple[Setting, ...]:
+        """Settings with at least one step, sorted by label."""
+        return self._laid_out[0]
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Which runs the settings leave out and why."""
+        return self._laid_out[1]
+
+    @property
+    def labels(self) -> list[str]:
+        """Labels of the settings."""
+        return [setting.label for setting in self.settings]
+
+    def each(self) -> list[tuple[str, Any, Run]]:
+        """(setting's label, seed, run) of every run of the settings."""
+        return [(setting.label, seed, run) for setting in self.settings for seed, run in setting.runs.items()]
+
+    def largest(self, count: int) -> Study:
+        """The study with only its `count` settings of the most seeds; of equally many, the first by label."""
+        if len(self.settings) <= count:
+            return self
+        most = sorted(self.settings, key=lambda setting: (-len(setting.runs), setting.label))[:count]
+        part = replace(self)
+        part.settings = tuple(setting for setting in self.settings if setting in most)
+        return part
+
+    @property
+    def horizon(self) -> int:
+        """The last step that every run of the settings has."""
+        return min((last_step(run) for _, _, run in self.each()), default=0)
+
+    def results_of(self, name: str, setting: Setting) -> list[Reduced]:
+        """Results of the reducer `name` for the runs of a setting."""
+        return self.results(name, self._names(setting))
+
+    def samples(self, columns: Sequence[str], limit: int = SAMPLE) -> dict[str, pd.DataFrame]:
+        """Setting's label → a sample of its runs' tokens that have all `columns`; settings without any are left out."""
+        found = {}
+        for setting in self.settings:
+            share = max(1, limit // max(1, len(setting.runs)))
+            parts = [part for run in setting.runs.values() if len(part := sample_tokens(run, columns, share))]
+            if parts:
+                found[setting.label] = pd.concat(parts, ignore_index=True)
+        return found
+
+    def _names(self, setting: Setting) -> set[str]:
+        own = {id(run) for run in setting.runs.values()}
+        return {name for name, run in self.runs.items() if id(run) in own}
+
+    # Finished runs and pairs: what claims test.
+
+    @cached_property
+    def finished(self) -> dict[str, Run]:
         """Runs that reached their end; the others would compare unequal amounts of training."""
         return {name: run for name, run in self.runs.items() if run.status == "finished"}
 
     @property
-    def left_out(self) -> list[str]:
-        """Names of runs that did not reach their end."""
+    def unfinished(self) -> list[str]:
+        """Names of the other runs."""
         return [name for name in self.runs if name not in self.finished]
-
-    def of(self, *methods: str) -> dict[str, RunLike]:
-        """Finished runs of some methods."""
-        return {name: run for name, run in self.finished.items() if run.method in methods}
 
     @property
     def methods(self) -> list[str]:
-        """Labels of the methods with a finished run."""
+        """Names of the methods with a finished run."""
         return sorted({run.method for run in self.finished.values()})
 
-    def read_tokens(self, reducers: Sequence[Reducer]) -> None:
-        """Stream the tokens tables once, keeping what `reducers` make of each step."""
-        self.reduced.update(scan(self.finished, reducers))
+    def of(self, *methods: str) -> dict[str, Run]:
+        """Finished runs of some methods."""
+        return {name: run for name, run in self.finished.items() if run.method in methods}
 
-    def cell(self, run: RunLike, extra: Sequence[str] = ()) -> str:
-        """Everything that was set, but for method, seed and what changes nothing, as one text."""
-        config = _without(run.config, [*IGNORED, *self.ignore, *extra])
-        return json.dumps({"task": run.task, "config": config}, sort_keys=True, default=str)
+    def setting_key(self, run: Run, extra: Sequence[str] = ()) -> str:
+        """Task and configuration of a run as text, without the method, `ignore`, `extra` and NOT_A_SETTING."""
+        return _text({"task": run.task} | setting_of(run, "method", *self.ignore, *extra))
 
     @cached_property
-    def ground(self) -> RunLike | None:
-        """A run of the setting that is looked at: that of the pairs, or where there is no pair the one with the most runs."""
-        pairs = self.pairing().pairs
-        if pairs:
+    def reference(self) -> Run | None:
+        """A run of the setting that claims about tokens and single runs use: that of the pairs, or else the most common."""
+        if pairs := self.pairing().pairs:
             return self.finished[pairs[0].baseline]
-        runs = self.of(self.baseline, self.treatment)
-        if not runs:
-            return None
-        cells = {name: self.cell(run) for name, run in sorted(runs.items())}
-        common = most_common(list(cells.values()))
-        return next(runs[name] for name, cell in cells.items() if cell == common)
+        runs = [run for _, run in sorted(self.of(self.baseline, self.treatment).items())]
+        keys = [self.setting_key(run) for run in runs]
+        return runs[keys.index(most_common(keys))] if runs else None
 
-    def alike(self, *methods: str, but: Sequence[str] = ()) -> dict[str, RunLike]:
-        """Finished runs of some methods with the task and settings of `ground`, apart from the dotted places `but`.
-
-        What is said of single runs or tokens is said of these: other learning rates and other tasks would be mixed into it.
-        """
-        if self.ground is None:
+    def alike(self, *methods: str, but: Sequence[str] = ()) -> dict[str, Run]:
+        """Finished runs of some methods with the task and settings of `reference`, apart from the keys `but`."""
+        if self.reference is None:
             return {}
-        wanted = self.cell(self.ground, but)
-        return {name: run for name, run in self.of(*methods).items() if self.cell(run, but) == wanted}
+        wanted = self.setting_key(self.reference, but)
+        return {name: run for name, run in self.of(*methods).items() if self.setting_key(run, but) == wanted}
 
     def elsewhere(self, *methods: str) -> tuple[str, ...]:
-        """A note on runs of these methods with another task or other settings, which `alike` leaves out."""
+        """A note on the runs of these methods that `alike` leaves out."""
         inside = self.alike(*methods)
         names = [name for name in self.of(*methods) if name not in inside]
         if not names:
@@ -217,32 +207,30 @@ class Study:
         return (f"{len(names)} runs of other settings or tasks are not used: {listed}",)
 
     def pairing(self, treatment: str | None = None, baseline: str | None = None) -> Pairing:
-        """Pairs by seed in the setting that has most of them; ties go to the setting named first.
+        """Pairs by seed in the setting that has the most of them; ties go to the first by key.
 
-        Where a setting and seed was run twice, the run whose name sorts first is taken.
+        If a setting and seed was run twice, the run whose name sorts first is used.
         """
         first, second = baseline or self.baseline, treatment or self.treatment
-        cells = {method: self._by_cell(method) for method in (first, second)}
+        by_key = {method: self._by_key(method) for method in (first, second)}
         for method in (first, second):
-            if not cells[method]:
+            if not by_key[method]:
                 return Pairing(missing=f"no finished run of {method}")
         pairs: dict[str, list[Pair]] = {}
-        for cell, of_baseline in cells[first].items():
-            of_treatment = cells[second].get(cell, {})
+        for key, of_baseline in by_key[first].items():
+            of_treatment = by_key[second].get(key, {})
             shared = [seed for seed in of_baseline if seed in of_treatment]
             if shared:
-                pairs[cell] = [Pair(seed, of_baseline[seed], of_treatment[seed]) for seed in sorted(shared, key=_order)]
+                pairs[key] = [Pair(seed, of_baseline[seed], of_treatment[seed]) for seed in sorted(shared, key=_order)]
         if not pairs:
-            return Pairing(missing=self._mismatch(first, second, cells))
-        chosen = max(sorted(pairs), key=lambda cell: len(pairs[cell]))
-        settings = self.settings(self.finished[pairs[chosen][0].baseline])
+            return Pairing(missing=_mismatch(first, second, by_key))
+        chosen = max(sorted(pairs), key=lambda key: len(pairs[key]))
+        settings = grid_settings(self.finished[pairs[chosen][0].baseline])
         text = ", ".join(f"{axis} {value:g}" for axis, value in settings.items())
         return Pairing(tuple(pairs[chosen]), text, left_out=sum(map(len, pairs.values())) - len(pairs[chosen]))
 
-    def differences(
-        self, pairing: Pairing, measure: Callable[[RunLike, RunLike], tuple[float, float] | None]
-    ) -> pd.DataFrame:
-        """seed, baseline, treatment (measured values) and difference, one row a pair that could be measured.
+    def differences(self, pairing: Pairing, measure: Callable[[Run, Run], tuple[float, float] | None]) -> pd.DataFrame:
+        """seed, baseline, treatment (measured values) and difference: one row per pair that could be measured.
 
         `measure` takes both runs of a pair, so that it can choose what they share (a step, a reward).
         """
@@ -254,63 +242,174 @@ class Study:
         frame = pd.DataFrame(rows, columns=["seed", "baseline", "treatment"])
         return frame.assign(difference=frame["treatment"] - frame["baseline"])
 
-    @staticmethod
-    def settings(run: RunLike) -> dict[str, float]:
-        """The grid's settings of a run; those that its configuration does not name are left out."""
-        found = {}
-        for axis, place in GRID.items():
-            value: Any = run.config
-            for key in place:
-                value = value.get(key) if isinstance(value, Mapping) else None
-            if isinstance(value, int | float):
-                found[axis] = float(value)
-        return found
-
-    def _by_cell(self, method: str) -> dict[str, dict[Any, str]]:
+    def _by_key(self, method: str) -> dict[str, dict[Any, str]]:
         found: dict[str, dict[Any, str]] = {}
         for name, run in sorted(self.of(method).items()):
-            found.setdefault(self.cell(run), {}).setdefault(run.seed, name)
+            found.setdefault(self.setting_key(run), {}).setdefault(run.seed, name)
         return found
 
-    def _mismatch(self, first: str, second: str, cells: Mapping[str, Mapping[str, Mapping[Any, str]]]) -> str:
-        configs = [
-            json.loads(max(cells[method], key=lambda cell: len(cells[method][cell]))) for method in (first, second)
+    # Tokens.
+
+    def read_tokens(self, reducers: Sequence[Reducer]) -> None:
+        """Stream the token tables once, keeping what `reducers` make of each step of every run."""
+        self.reduced.update(scan(self.runs, reducers))
+
+    def results(self, name: str, runs: Collection[str]) -> list[Reduced]:
+        """Results of the reducer `name` for the runs named."""
+        return [result for result in self.reduced.get(name, []) if result.run in runs]
+
+
+def studies(whole: Runs | Study) -> list[Study]:
+    """Runs split by task and initial policy, in the order of their first run.
+
+    The study with the most runs has an empty `slug`; if several have the most, none is empty.
+    """
+    base = whole if isinstance(whole, Study) else Study(whole.by_name)
+    groups: dict[str, dict[str, Run]] = defaultdict(dict)
+    for name, run in base.runs.items():
+        groups[ground_of(run)][name] = run
+    titles = _titles({ground: next(iter(members.values())) for ground, members in groups.items()})
+    sizes = sorted((len(members) for members in groups.values()), reverse=True)
+    plain = sizes[0] if sizes and sizes[1:2] != sizes[:1] else None
+    found = []
+    for number, (ground, members) in enumerate(groups.items(), 1):
+        words = re.sub(r"[^A-Za-z0-9]+", "-", titles[ground]).strip("-").lower()[:40]
+        slug = "" if len(members) == plain else f"{number}-{words}_"
+        found.append(replace(base, runs=members, name=titles[ground], slug=slug))
+    return found
+
+
+def last_step(run: Run) -> int:
+    """Last step in the `steps` table, 0 if there is none."""
+    return 0 if run.steps.empty else int(run.steps["step"].max())
+
+
+def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} as {"a.b": 1}."""
+    result: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping) and value:
+            result |= flat(value, f"{prefix}{key}.")
+        else:
+            result[f"{prefix}{key}"] = value
+    return result
+
+
+def setting_of(run: Run, *without: str) -> dict[str, Any]:
+    """The run's flat configuration without NOT_A_SETTING and `without` (keys, or what is below them)."""
+    left_out = (*NOT_A_SETTING, *without)
+    return {
+        key: value
+        for key, value in flat(run.config).items()
+        if not any(key == name or key.startswith(f"{name}.") for name in left_out)
+    }
+
+
+def grid_settings(run: Run) -> dict[str, float]:
+    """The grid's settings of a run; those that its configuration does not have are left out."""
+    config = flat(run.config)
+    found = {axis: config.get(key) for axis, key in GRID.items()}
+    return {axis: float(value) for axis, value in found.items() if isinstance(value, int | float)}
+
+
+def ground_of(run: Run) -> str:
+    """What two runs must share to be compared at all: task, its configuration and the initial policy, as text."""
+    return _text({"task": run.task, "task_config": run.config.get("task"), "policy": run.config.get("policy")})
+
+
+def most_common(values: Sequence[Any]) -> Any:
+    """The most frequent of `values`; of equally many, the first."""
+    return Counter(values).most_common(1)[0][0]
+
+
+def _text(value: Mapping[str, Any]) -> str:
+    return json.dumps(value, sort_keys=True, default=str)
+
+
+def _titles(examples: Mapping[str, Run]) -> dict[str, str]:
+    """A title for each ground: the task, and what tells it from another ground of the same task."""
+    titles = {}
+    for ground, run in examples.items():
+        rivals = [other for other in examples.values() if other.task == run.task and other is not run]
+        parts = {"task": run.config.get("task") or {}, "policy": run.config.get("policy") or {}}
+        mine = flat(parts)
+        theirs = [flat({key: other.config.get(key) or {} for key in parts}) for other in rivals]
+        differing = [key for key in mine if any(other.get(key) != mine[key] for other in theirs)]
+        titles[ground] = " ".join([run.task, *(f"{key}={mine[key]}" for key in differing)])
+    return titles
+
+
+def _settings(runs: Mapping[str, Run]) -> tuple[tuple[Setting, ...], tuple[str, ...]]:
+    """Settings of the runs, and notes on which runs were left out."""
+    notes: list[str] = []
+    by_setting: dict[tuple[str, str], dict[str, Run]] = defaultdict(dict)
+    for name, run in runs.items():
+        by_setting[run.method, _text(setting_of(run))][name] = run
+    used = {place: kept for place, own in by_setting.items() if (kept := _one_per_seed(own, notes))}
+    settings = []
+    for (method, key), kept in used.items():
+        rivals = {other: len(its) for (m, other), its in used.items() if m == method and other != key}
+        most = max(rivals.values(), default=0)
+        if len(kept) > most:
+            label = method
+            if rivals:
+                named = _differing(json.loads(key), map(json.loads, rivals))
+                notes.append(f"{method} alone stands for the setting of it with the most seeds: {named}.")
+        else:
+            largest = [other for other, count in rivals.items() if count == most > len(kept)]
+            against = largest if len(largest) == 1 else rivals
+            label = f"{method} ({_differing(json.loads(key), map(json.loads, against))})"
+        settings.append(Setting(label, method, kept))
+    return tuple(sorted(settings, key=lambda s: s.label)), tuple(notes)
+
+
+def _differing(mine: Mapping[str, Any], rivals: Iterable[Mapping[str, Any]]) -> str:
+    """What tells this setting from others of the same method: `optimizer.lr=0.0002`."""
+    keys = sorted({key for other in rivals for key in {*mine, *other} if mine.get(key) != other.get(key)})
+    values = {key: mine.get(key) for key in keys}
+    return ", ".join(
+        f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}" for key, value in values.items()
+    )
+
+
+def _one_per_seed(own: Mapping[str, Run], notes: list[str]) -> dict[Any, Run]:
+    """One run per seed: finished ones if there are any, the longer of two with one seed; adds to `notes` what is left out."""
+    with_steps = {name: run for name, run in own.items() if last_step(run)}
+    notes += [f"{name} has no steps yet and is left out." for name in own if name not in with_steps]
+    finished = {name: run for name, run in with_steps.items() if run.status == "finished"}
+    if finished:
+        notes += [
+            f"{name} ({run.status}, {last_step(run)} steps) is left out: other runs of its setting are finished."
+            for name, run in with_steps.items()
+            if name not in finished
         ]
-        differing = sorted(_differing(*configs))
-        if differing:
-            return (
-                f"the runs of {first} and {second} differ in {', '.join(differing[:4])}; a difference between them "
-                "could not be laid to the method"
-            )
+    else:
+        notes += [
+            f"{name} is not finished ({run.status}, {last_step(run)} steps): what it has is used."
+            for name, run in with_steps.items()
+        ]
+    chosen: dict[Any, tuple[str, Run]] = {}
+    for name, run in (finished or with_steps).items():
+        if run.seed in chosen:
+            first, second = sorted([chosen[run.seed], (name, run)], key=lambda pair: -last_step(pair[1]))
+            notes.append(f"{second[0]} repeats seed {run.seed} of {first[0]} and is left out: it is no new sample.")
+            chosen[run.seed] = first
+        else:
+            chosen[run.seed] = (name, run)
+    return {seed: run for seed, (_, run) in sorted(chosen.items(), key=lambda item: str(item[0]))}
+
+
+def _mismatch(first: str, second: str, by_key: Mapping[str, Mapping[str, Mapping[Any, str]]]) -> str:
+    """Why two methods have no pair: in what their largest settings differ, or that they share no seed."""
+    a, b = (json.loads(max(by_key[method], key=lambda key: len(by_key[method][key]))) for method in (first, second))
+    differing = sorted(f"{key} ({a.get(key)} and {b.get(key)})" for key in {*a, *b} if a.get(key) != b.get(key))
+    if not differing:
         return f"{first} and {second} share no seed"
-
-
-def _without(config: Mapping[str, Any], places: Sequence[str]) -> dict[str, Any]:
-    left = dict(config)
-    for place in places:
-        head, _, rest = place.partition(".")
-        if head not in left:
-            continue
-        if rest and isinstance(left[head], Mapping):
-            left[head] = _without(left[head], [rest])
-        elif not rest:
-            del left[head]
-    return left
-
-
-def _differing(first: Any, second: Any, place: str = "") -> Iterator[str]:
-    if isinstance(first, Mapping) and isinstance(second, Mapping):
-        for key in {*first, *second}:
-            inner = str(key) if place in ("", "config") else f"{place}.{key}"
-            yield from _differing(first.get(key), second.get(key), inner)
-    elif first != second:
-        yield f"{place} ({first} and {second})"
+    return (
+        f"the runs of {first} and {second} differ in {', '.join(differing[:4])}; a difference between them could not be "
+        "attributed to the method"
+    )
 
 
 def _order(seed: Any) -> tuple[bool, Any]:
     return (not isinstance(seed, int | float), seed if isinstance(seed, int | float) else str(seed))
-
-
-def most_common(values: Sequence[Any]) -> Any:
-    """The most frequent of `values`."""
-    return Counter(values).most_common(1)[0][0]

@@ -1,22 +1,35 @@
-"""One run at a glance, for a terminal."""
+"""Runs for a terminal: `show`, `compare`, `tokens`, `spikes`, `watch`.
+
+Text from files is printed as it is: markup in it has no effect, control characters are replaced.
+"""
 
 from __future__ import annotations
 
 import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
 from rich.panel import Panel
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
+from sharpscope.analysis.comparison import Comparison
 from sharpscope.analysis.frames import natural, with_pooled
+from sharpscope.analysis.loading import quiet
+from sharpscope.analysis.spikes import Spike
 from sharpscope.analysis.statistics import accuracy_interval
-from sharpscope.analysis.studies import last_step
+from sharpscope.analysis.study import last_step
 from sharpscope.analysis.text import printable
-from sharpscope.analysis.weight_curve import shaping_of
-from sharpscope.traces import Run
+from sharpscope.analysis.token_text import Decode
+from sharpscope.analysis.weight_curve import weight_config
+from sharpscope.errors import UserError, nearest
+from sharpscope.traces import Run, load_run
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 WIDTH = 40
@@ -29,6 +42,13 @@ CURVES = {
     "completion_length_mean": "length [tokens]",
     "truncated_fraction": "truncated [share]",
 }
+SHOWN = ("probability", "advantage", "weight", "norm", "attribution")
+HEADINGS = {
+    "probability": "π", "advantage": "adv.", "attribution": "share", "update_attribution": "share of\nupdate",
+    "heldout_influence": "held-out\ninfluence", "loss_coef": "coef.",
+}  # fmt: skip
+CONTEXT = 7  # tokens on either side
+GOING_ON = "running"
 
 
 def sparkline(values: np.ndarray, width: int = WIDTH) -> str:
@@ -92,7 +112,10 @@ def _curves(steps: pd.DataFrame) -> Table:
         values = pd.to_numeric(steps[column], errors="coerce").to_numpy(dtype=float)
         if np.isfinite(values).any():
             table.add_row(
-                Text(name), _number(values[:third].mean()), sparkline(values), _number(values[-third:].mean())
+                Text(name),
+                _plain_number(values[:third].mean()),
+                sparkline(values),
+                _plain_number(values[-third:].mean()),
             )
     return table
 
@@ -100,7 +123,7 @@ def _curves(steps: pd.DataFrame) -> Table:
 def _weights(run: Run) -> list[RenderableType]:
     """How the weights lie in their bounds at the last step, and a warning where the method is GRPO in disguise."""
     last = run.steps.sort_values("step").iloc[-1]
-    kind = shaping_of(run.info).get("kind", "uniform")
+    kind = weight_config(run.info).get("kind", "uniform")
     if kind == "uniform" or pd.isna(last["weight_mean"]):
         return []
     line = f"weights ({printable(kind)}): mean {last['weight_mean']:.3f}, "
@@ -171,5 +194,228 @@ def _events(run: Run, most: int = 6) -> list[RenderableType]:
     return [*lines[:most], Text(f"and {hidden} rules more")] if hidden > 0 else lines
 
 
-def _number(value: float) -> str:
+def _plain_number(value: float) -> str:
     return "not a number" if math.isnan(value) else f"{value:.3g}"
+
+
+def render_comparison(comparison: Comparison) -> RenderableType:
+    """Settings that differ, results side by side, and notes; differences beyond their interval are bold."""
+    a, b = (Column(Text(printable(name))) for name in comparison.names)
+    parts: list[RenderableType] = []
+    if comparison.settings.empty:
+        parts.append(Text("Their settings are equal."))
+    else:
+        table = Table("setting", a, b, box=None, pad_edge=False)
+        for row in comparison.settings.itertuples(index=False):
+            table.add_row(*(Text(printable(cell)) for cell in row))
+        parts.append(table)
+    if len(comparison.results):
+        heads = [Column(Text(printable(name)), justify="right") for name in comparison.names]
+        table = Table("result", "unit", *heads, Column("b − a", justify="right"), box=None, pad_edge=False)
+        for result in comparison.results.to_dict("records"):
+            clear = abs(result["difference"]) > result["difference_half"]
+            cells = [
+                _cell(result["a"], result["a_half"]),
+                _cell(result["b"], result["b_half"]),
+                _cell(result["difference"], result["difference_half"], "+"),
+            ]
+            table.add_row(
+                Text(result["quantity"]),
+                result["unit"],
+                cells[0],
+                cells[1],
+                Text(cells[2], "bold" if clear else ""),
+            )
+        parts += [Text(), table]
+    return Group(*parts, *(Text(printable(note, 400), "dim") for note in comparison.notes))
+
+
+def _cell(value: float, half: float, sign: str = "") -> str:
+    if math.isnan(value):
+        return "not a number"
+    return f"{value:{sign}.3f}" + ("" if math.isnan(half) else f" ± {half:.3f}")
+
+
+def visible(text: str) -> str:
+    """`text` on one line with nothing that a terminal would obey: newline as ⏎, other controls as �."""
+    return "".join("⏎" if c == "\n" else c if c.isprintable() else "�" for c in text)
+
+
+def top_tokens(run: Run, step: int, by: str, top: int) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """(the `top` tokens of `step` by |`by`|, all tokens of the step), with `probability` and the exact norm where there is one.
+
+    Raises:
+        UserError: no such step, no such column, or nothing recorded in it at that step.
+    """
+    numeric = ("probability", "logp", "entropy", "advantage", "weight", "loss_coef", "logit_grad_norm", "head_grad_norm",
+               "score_norm", "score_norm_local", "attribution", "update_attribution", "heldout_influence",
+               "sharp_alignment")  # fmt: skip
+    if by not in numeric:
+        raise UserError(f"--by {by}: no such column{nearest(by, numeric)}")
+    steps = run.steps["step"].tolist()
+    if step not in steps:
+        raise UserError(f"--step {step}: the run has steps {min(steps, default=0)} to {max(steps, default=0)}")
+    tokens = run.tokens(steps=[step])
+    tokens = tokens.assign(probability=np.exp(tokens["logp"]))
+    values = tokens[by].abs().dropna()
+    if values.empty:
+        recorded = recorded_steps(run, by)
+        where = f"recorded at steps {', '.join(map(str, recorded[:12]))}" if recorded else "never recorded in this run"
+        raise UserError(f"--by {by}: not recorded at step {step}; {where}")
+    return tokens.loc[values.nlargest(top).index], tokens
+
+
+def recorded_steps(run: Run, column: str) -> list[int]:
+    """Steps at which a column of the tokens table holds a value."""
+    if column == "probability":
+        return [int(step) for step in run.steps["step"]]
+    frame = run.tokens(columns=["step", column]).dropna(subset=[column])
+    return sorted(int(step) for step in frame["step"].unique())
+
+
+def render_tokens(
+    chosen: pd.DataFrame, everything: pd.DataFrame, by: str, decode: Decode, title: str
+) -> RenderableType:
+    """The tokens in their sentence, coloured by sign (blue raises, orange lowers; both also marked), with their numbers.
+
+    A norm is the exact one where it was recorded, else the local tier's, marked by ~.
+    """
+    columns = [name for name in dict.fromkeys((by, *SHOWN)) if name == "norm" or chosen[name].notna().any()]
+    table = Table(title=Text(title), pad_edge=False, padding=(0, 1, 0, 0), expand=True)
+    table.add_column("rollout:\nposition", justify="right", no_wrap=True)
+    table.add_column("in its sentence", ratio=1)
+    for name in columns:
+        table.add_column(HEADINGS.get(name, name.replace("_", "\n", 1)), justify="right", no_wrap=True)
+    by_rollout = dict(tuple(everything.groupby("rollout")))
+    for row in chosen.to_dict("records"):
+        sentence = by_rollout[row["rollout"]].sort_values("position")
+        cells = [_norm(row) if name == "norm" else _number(row[name]) for name in columns]
+        table.add_row(
+            f"{row['rollout']}:{row['position']}", _sentence(sentence, int(row["position"]), row[by], decode), *cells
+        )
+    return table
+
+
+def _norm(row: Mapping[Any, Any]) -> str:
+    """‖∇ log π‖: the exact norm, or the local tier's marked by ~."""
+    exact, local = row.get("score_norm", math.nan), row.get("score_norm_local", math.nan)
+    if not math.isnan(exact):
+        return _number(exact)
+    return _number(local) if math.isnan(local) else f"~{_number(local)}"
+
+
+def _sentence(sentence: pd.DataFrame, position: int, value: float, decode: Decode) -> Text:
+    text = Text()
+    near = sentence[(sentence["position"] >= position - CONTEXT) & (sentence["position"] <= position + CONTEXT)]
+    for token, place in zip(near["token_id"], near["position"], strict=True):
+        piece = visible(decode(int(token)))
+        if place == position:
+            text.append(f"▸{piece}◂", style="bold reverse " + ("dark_orange3" if value < 0 else "deep_sky_blue3"))
+        else:
+            text.append(piece, style="dim")
+    return text
+
+
+def render_spikes(spikes: Sequence[Spike], tokens_of: Callable[[int], pd.DataFrame], decode: Decode) -> RenderableType:
+    """Each spike on a screen: how large, which tokens, which prompts, which probabilities."""
+    parts: list[RenderableType] = []
+    for spike in spikes:
+        z = "" if math.isnan(spike.z) else f", {spike.z:.1f} robust standard deviations above"
+        parts.append(
+            Text(
+                f"step {spike.step}: gradient norm {spike.grad_norm:.3g}; typical {spike.typical:.3g}{z}", style="bold"
+            )
+        )
+        if spike.tokens is None or spike.prompts is None or spike.probabilities is None:
+            parts.append(
+                Text("  no attribution was recorded at this step (recording.token_gradients_every, recording.spike_z)")
+            )
+            continue
+        parts.append(
+            render_tokens(
+                spike.tokens, tokens_of(spike.step), "attribution", decode, "tokens by share of the squared norm"
+            )
+        )
+        prompts = Table("share", "prompt", title="prompts")
+        shown = spike.prompts.head(4)
+        for share, text in zip(
+            shown["attribution"], _told_apart([visible(text) for text in shown["prompt"]]), strict=True
+        ):
+            prompts.add_row(f"{share:+.1%}", Text(text))
+        ranges = Table("π", "share of the squared norm", "share of the tokens", title="probability ranges")
+        for interval, row in zip(spike.probabilities.index, spike.probabilities.to_dict("records"), strict=True):
+            ranges.add_row(
+                f"{max(interval.left, 0.0):g} to {interval.right:g}", f"{row['share']:+.1%}", f"{row['tokens']:.1%}"
+            )
+        parts += [prompts, ranges]
+    return Group(*parts)
+
+
+def _told_apart(texts: list[str], width: int = 100) -> list[str]:
+    """The texts, cut to `width`, without what they all begin with (whole words) where that is long."""
+    same = 0
+    if len(set(texts)) > 1:
+        same = next((i for i, letters in enumerate(zip(*texts, strict=False)) if len(set(letters)) > 1), 0)
+        same = texts[0].rfind(" ", 0, same) + 1
+    if same > width // 4:
+        texts = ["… " + text[same:] for text in texts]
+    return [text if len(text) <= width else text[: width - 1] + "…" for text in texts]
+
+
+def _number(value: float) -> str:
+    return "–" if value is None or math.isnan(value) else f"{value:.3g}"
+
+
+def watch(
+    path: str | Path,
+    console: Console,
+    *,
+    every: float = 2.0,
+    once: bool = False,
+    sleep: Callable[[float], None] = time.sleep,
+) -> str:
+    """Show a run and refresh the view every `every` seconds until the run ends; returns its last status.
+
+    On a terminal the view is drawn in place. On a pipe each new step is one line, and the whole view comes at the end.
+    `once`: show what there is and return. Only reads; what another process appends is seen at the next look.
+
+    Raises:
+        UserError: if `path` holds no readable run.
+    """
+    run = _look(path)
+    if once or run.status != GOING_ON:
+        console.print(show(run))
+        return run.status
+    if console.is_terminal:
+        with Live(show(run), console=console, auto_refresh=False, vertical_overflow="visible") as live:
+            while run.status == GOING_ON:
+                sleep(every)
+                run = _look(path)
+                live.update(show(run), refresh=True)
+    else:
+        done = -1
+        while run.status == GOING_ON:
+            done = _tell(run, done, console)
+            sleep(every)
+            run = _look(path)
+        console.print(show(run))
+    console.print(Text(f"{printable(run.name)}: {run.status} after {last_step(run)} steps"))
+    return run.status
+
+
+def _look(path: str | Path) -> Run:
+    """The run as it is now; its small tables are read, so that drawing does not fail half-way."""
+    with quiet():  # the view says which parts are set aside
+        run = load_run(path)
+        for table in ("steps", "eval", "events"):
+            getattr(run, table)
+    return run
+
+
+def _tell(run: Run, done: int, console: Console) -> int:
+    """One line for the newest step, if there is a new one."""
+    last = last_step(run)
+    if last > done and len(run.steps):
+        row = run.steps.sort_values("step").iloc[-1]
+        console.print(Text(f"step {last}: reward {row['reward_mean']:+.3f}, accuracy {row['accuracy']:.1%}"))
+    return last

@@ -1,11 +1,11 @@
-"""Token ids as pieces of text, with the run's own tokenizer; characters split over tokens are put together."""
+"""Token ids as text, with the run's own tokenizer."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-from sharpscope.analysis.token_listing import token_decoder
 from sharpscope.errors import UserError
 from sharpscope.traces import Run
 
@@ -13,6 +13,17 @@ BROKEN = "\ufffd"
 LONGEST = 8
 """A character, or a cluster of them, spreads over at most so many tokens."""
 Pieces = Callable[[Sequence[int]], list[str]]
+Decode = Callable[[int], str]
+
+
+def token_decoder(run: Run) -> Decode:
+    """A function from token id to text, from the tokenizer that the run saved.
+
+    Raises:
+        UserError: the run has no readable tokenizer.
+    """
+    join = _joiner(run)
+    return lambda token: join([token])
 
 
 def piece_maker(run: Run) -> Pieces | None:
@@ -20,8 +31,11 @@ def piece_maker(run: Run) -> Pieces | None:
 
     A character whose bytes are spread over several tokens stands with the last of them; the others are empty.
     """
-    join = _joiner(run)
-    return None if join is None else lambda ids: pieces(ids, join)
+    try:
+        join = _joiner(run)
+    except UserError:
+        return None
+    return lambda ids: pieces(ids, join)
 
 
 def pieces(ids: Sequence[int], join: Callable[[list[int]], str]) -> list[str]:
@@ -44,18 +58,22 @@ def pieces(ids: Sequence[int], join: Callable[[list[int]], str]) -> list[str]:
     return found
 
 
-def _joiner(run: Run) -> Callable[[list[int]], str] | None:
-    file = Path(run.path) / "tokenizer" / "tokenizer.json"
+def _joiner(run: Run) -> Callable[[list[int]], str]:
+    """A function from token ids to text; UserError if there is no readable tokenizer."""
+    folder = Path(run.path) / "tokenizer"
+    if not folder.is_dir():
+        raise UserError(f"run '{run.path}' has no tokenizer/ folder, so its tokens cannot be shown as text")
+    file = folder / "tokenizer.json"
     if file.is_file():
+        # AutoTokenizer gives some model types (Qwen2 among them) a class that cuts text in another way than the file says.
         from tokenizers import Tokenizer
 
         try:
-            tokenizer = Tokenizer.from_file(str(file))
-        except Exception:  # the library raises bare exceptions for a damaged file
-            return None
+            tokenizer: Any = Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises bare exceptions for a damaged file
+            raise UserError(f"{file}: is no readable tokenizer ({error})") from error
         return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False))
-    try:
-        decode = token_decoder(run)
-    except UserError:
-        return None
-    return lambda ids: "".join(map(decode, ids))
+    from transformers import AutoTokenizer
+
+    loaded: Any = AutoTokenizer.from_pretrained(folder)
+    return lambda ids: str(loaded.decode(ids, clean_up_tokenization_spaces=False))

@@ -1,6 +1,4 @@
-"""The tokens tables, streamed once for all claims: whole steps, only the columns asked for, a bounded number of
-rows.
-"""
+"""The token tables: one streaming pass whose reducers feed claims, figures and `reduce`; and uniform samples."""
 
 from __future__ import annotations
 
@@ -13,30 +11,31 @@ import pandas as pd
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from sharpscope.analysis.study import RunLike
+    from sharpscope.traces import Run
 
 Columns = Mapping[str, NDArray[Any]]
 
 BATCH_ROWS = 400_000
 """Token rows held at once [tokens]; a step is never divided."""
+SAMPLE = 200_000
+"""Tokens of a setting that a figure draws from [tokens]."""
+DECILES = 10
 
 
 @dataclass(frozen=True)
 class Reducer:
-    """What a claim makes of the tokens of one step.
+    """What is made of the tokens of one step.
 
     Attributes:
         name: key of its results.
         columns: of the tokens table; float columns hold NaN where nothing was recorded.
-        of: whether a run is of interest.
-        reduce: columns (n,) of one step's tokens, run → numbers, or None if the step has nothing for this claim.
-        needs: a column that must not be empty in a step; a step without it is not passed on.
+        reduce: columns (n,) of one step's tokens, run → values, or None if the step has nothing for it.
+        needs: a column that must have a value in a step; steps without one are not passed on.
     """
 
     name: str
     columns: tuple[str, ...]
-    of: Callable[[RunLike], bool]
-    reduce: Callable[[Columns, RunLike], dict[str, Any] | None]
+    reduce: Callable[[Columns, Run], dict[str, Any] | None]
     needs: str | None = None
 
 
@@ -52,23 +51,18 @@ class Reduced:
     values: dict[str, Any]
 
 
-def scan(runs: Mapping[str, RunLike], reducers: Sequence[Reducer]) -> dict[str, list[Reduced]]:
-    """Results of each reducer, in the order of runs and steps; every row group is read at most once, column by
-    column.
-    """
+def scan(runs: Mapping[str, Run], reducers: Sequence[Reducer]) -> dict[str, list[Reduced]]:
+    """Results of each reducer, in the order of runs and steps; every row group is read at most once."""
     found: dict[str, list[Reduced]] = {reducer.name: [] for reducer in reducers}
-    for name, run in runs.items():
-        wanted = [reducer for reducer in reducers if reducer.of(run)]
-        columns = sorted({column for reducer in wanted for column in reducer.columns})
-        if not columns:
-            continue
+    columns = sorted({column for reducer in reducers for column in reducer.columns})
+    for name, run in runs.items() if columns else ():
         if run.reductions is not None:
-            for reducer in wanted:
-                found[reducer.name] += _kept(name, run, reducer)
+            for reducer in reducers:
+                found[reducer.name] += _stored(name, run, reducer)
             continue
         for step, tokens in steps_of(run, columns):
-            recorded = {column: _recorded(tokens[column]) for column in {r.needs for r in wanted if r.needs}}
-            for reducer in wanted:
+            recorded = {column: _recorded(tokens[column]) for column in {r.needs for r in reducers if r.needs}}
+            for reducer in reducers:
                 if reducer.needs is not None and not recorded[reducer.needs]:
                     continue
                 values = reducer.reduce(tokens, run)
@@ -78,13 +72,7 @@ def scan(runs: Mapping[str, RunLike], reducers: Sequence[Reducer]) -> dict[str, 
     return found
 
 
-def _kept(name: str, run: RunLike, reducer: Reducer) -> list[Reduced]:
-    """What was made of a token table before it was left out."""
-    rows = run.reductions or ()
-    return [Reduced(name, run.method, run.seed, r.step, r.tokens, r.values) for r in rows if r.name == reducer.name]
-
-
-def steps_of(run: RunLike, columns: Sequence[str]) -> Iterator[tuple[int, Columns]]:
+def steps_of(run: Run, columns: Sequence[str]) -> Iterator[tuple[int, Columns]]:
     """(step, columns (n,)) of each step of a run, reading batches of whole steps of about BATCH_ROWS rows."""
     steps = run.token_steps
     if not steps:
@@ -93,6 +81,72 @@ def steps_of(run: RunLike, columns: Sequence[str]) -> Iterator[tuple[int, Column
     for start in range(0, len(steps), size):
         frame = run.tokens(steps[start : start + size], ["step", *(c for c in columns if c != "step")])
         yield from _split(frame, columns)
+
+
+def sample_tokens(run: Run, columns: Sequence[str], limit: int = SAMPLE) -> pd.DataFrame:
+    """A uniform sample of at most `limit` tokens that have all `columns`; every token if there are no more.
+
+    Each token draws a number and the smallest are kept, so that one pass is enough. Seeded: the same each time.
+    """
+    rng = np.random.default_rng(0)
+    kept = pd.DataFrame({name: pd.Series(dtype=float) for name in columns}).assign(draw=0.0)
+    for frame in run.iter_tokens(columns=columns, required=columns):
+        rows = frame.dropna()
+        if rows.empty:
+            continue
+        fresh = rows.assign(draw=rng.random(len(rows)))
+        kept = fresh if kept.empty else pd.concat([kept, fresh], ignore_index=True)
+        if len(kept) > limit:
+            kept = kept.nsmallest(limit, "draw").sort_index()
+    return kept.drop(columns="draw").reset_index(drop=True)
+
+
+def complement(logp: NDArray[Any]) -> NDArray[np.float64]:
+    """1 − π = −expm1(ln π), without cancellation."""
+    return np.asarray(-np.expm1(np.asarray(logp, dtype=np.float64)))
+
+
+def deciles(logp: NDArray[Any]) -> NDArray[np.int_]:
+    """(n,) decile of each token by rank of ln π, 1 = least likely; ties by order."""
+    rank = np.argsort(np.argsort(logp, kind="stable"), kind="stable")
+    return np.asarray(rank * DECILES // max(1, len(rank)) + 1)
+
+
+def decile_sums(column: str) -> Reducer:
+    """Sums of `column` by update, decile of π within the step and sign of the advantage (−1, 0, 1): one list per key."""
+
+    def reduce(tokens: Columns, run: Run) -> dict[str, Any] | None:
+        frame = pd.DataFrame({name: tokens[name] for name in ("update", "logp", "advantage", column)}).dropna()
+        if frame.empty:
+            return None
+        keyed = frame.assign(
+            decile=deciles(frame["logp"].to_numpy()),
+            sign=np.sign(frame["advantage"]).astype(int),
+            value=frame[column].astype(float),
+        )
+        sums = pd.DataFrame(keyed.groupby(["update", "decile", "sign"], as_index=False)["value"].sum())
+        return {str(name): values for name, values in sums.to_dict("list").items()}
+
+    return Reducer(f"deciles {column}", ("update", "logp", "advantage", column), reduce, needs=column)
+
+
+DECILE_SUMS = tuple(map(decile_sums, ("attribution", "update_attribution", "sharp_alignment")))
+
+
+def _stored(name: str, run: Run, reducer: Reducer) -> list[Reduced]:
+    """What a reduced run keeps of this reducer, made from its token table before that was left out."""
+    found = []
+    for row in run.reductions or ():
+        if row.name != reducer.name:
+            continue
+        if row.step >= 0:
+            found.append(Reduced(name, run.method, run.seed, row.step, row.tokens, row.values))
+            continue
+        # Version 0.1 stored sums by decile as one table of all steps.
+        for step, rows in pd.DataFrame(row.values).groupby("step"):
+            values = {str(key): column for key, column in rows.drop(columns="step").to_dict("list").items()}
+            found.append(Reduced(name, run.method, run.seed, int(str(step)), row.tokens, values))
+    return found
 
 
 def _split(frame: pd.DataFrame, columns: Sequence[str]) -> Iterator[tuple[int, Columns]]:

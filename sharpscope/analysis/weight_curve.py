@@ -1,12 +1,18 @@
-"""The weight functions that depend on one number of a token alone, from a run's resolved shaping, for drawing."""
+"""The token weight that a run used, as a function of one statistic of a token, for drawing."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pandas as pd
+from pydantic import TypeAdapter, ValidationError
+from scipy.special import expit
+
+from sharpscope.config import Shaping
+from sharpscope.config.weight_functions import input_name, input_values, weight_function
 
 INPUTS = {
     "logit": "raw logit of the token",
@@ -15,70 +21,47 @@ INPUTS = {
     "prob": "probability π",
     "entropy": "entropy of the position [nats]",
 }
+NUMPY: Any = SimpleNamespace(exp=np.exp, expm1=np.expm1, log=np.log, sigmoid=expit)
+"""What `weight_function` needs of NumPy."""
 
 
-def shaping_of(info: Mapping[str, Any]) -> dict[str, Any]:
-    """The shaping that a run used: the calibrated one if there is one, else the configured one."""
+def weight_config(info: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration of the weight that a run used: the calibrated one if there is one."""
     configured = ((info.get("config") or {}).get("method") or {}).get("weight") or {}
     return dict(info.get("calibration") or configured)
 
 
-def weight_input(shaping: Mapping[str, Any]) -> str | None:
-    """Name of the number that the weight is a function of (a key of INPUTS); None for other shapings."""
-    match shaping.get("kind"):
-        case "sigmoid":
-            return str(shaping.get("input", "logit"))
-        case "entropy":
-            return "entropy"
-        case "linear" | "power":
-            return "prob"
-        case "reverse":
-            return weight_input(shaping.get("of") or {})
-    return None
+def weight_input(config: Mapping[str, Any]) -> str | None:
+    """Name of the statistic that the weight is a function of (a key of INPUTS); None for other weights."""
+    weight = _parsed(config)
+    return None if weight is None else input_name(weight)
 
 
-def weight_at(shaping: Mapping[str, Any], u: np.ndarray) -> np.ndarray | None:
-    """w at the values `u` of its input; None where a constant is annealed or was never calibrated.
-
-    sigmoid, entropy: clip(alpha·[sigmoid((±u − u0)/tau) − mu], L, U); linear: alpha·π + 1 − alpha; power:
-    clip(π^gamma, L, U); reverse: L + U − w.
-    """
-    if shaping.get("kind") == "reverse":
-        inner = shaping.get("of") or {}
-        weight, bounds = weight_at(inner, u), _bounds(inner)
-        return None if weight is None or bounds is None else bounds[0] + bounds[1] - weight
-    names = {
-        "sigmoid": "alpha tau mu L U u0",
-        "entropy": "alpha tau mu L U u0",
-        "linear": "alpha",
-        "power": "gamma L U",
-    }
-    needed = names.get(str(shaping.get("kind")), "").split()
-    if not needed or not all(isinstance(shaping.get(name), int | float) for name in needed):
+def weight_at(config: Mapping[str, Any], u: np.ndarray) -> np.ndarray | None:
+    """w at the values `u` of its input; None if a constant is annealed or was never calibrated."""
+    weight = _parsed(config)
+    if weight is None:
         return None
-    c = {name: float(shaping[name]) for name in needed}
-    if shaping["kind"] == "linear":
-        return c["alpha"] * u + 1 - c["alpha"]
-    if shaping["kind"] == "power":
-        with np.errstate(divide="ignore"):
-            return np.clip(np.power(u, c["gamma"]), c["L"], c["U"])
-    signed = -u if shaping["kind"] == "entropy" and shaping.get("direction", "low") == "low" else u
-    with np.errstate(over="ignore"):
-        return np.clip(c["alpha"] * (1 / (1 + np.exp(-(signed - c["u0"]) / c["tau"])) - c["mu"]), c["L"], c["U"])
+    try:
+        return np.asarray(weight_function(weight, u, NUMPY))
+    except ValueError:
+        return None
 
 
-def _bounds(shaping: Mapping[str, Any]) -> tuple[float, float] | None:
-    if shaping.get("kind") == "linear" and isinstance(shaping.get("alpha"), int | float):
-        return 1 - float(shaping["alpha"]), 1.0
-    low, high = shaping.get("L"), shaping.get("U")
-    return (float(low), float(high)) if isinstance(low, int | float) and isinstance(high, int | float) else None
+def weight_inputs(config: Mapping[str, Any], tokens: pd.DataFrame) -> np.ndarray:
+    """The weight's input of tokens with columns logp, logit, entropy, in float64."""
+    columns = {name: tokens[name].to_numpy(dtype=np.float64) for name in ("logp", "logit", "entropy")}
+    return np.asarray(input_values(_parsed(config), SimpleNamespace(**columns), NUMPY))
 
 
-def input_values(name: str, tokens: pd.DataFrame) -> np.ndarray:
-    """The input `name` of tokens with columns logp, logit, entropy."""
-    logp = tokens["logp"].to_numpy(dtype=np.float64)
-    if name == "log_odds":
-        return np.asarray(logp - np.log(np.maximum(-np.expm1(logp), 2.0**-24)))
-    if name == "prob":
-        return np.asarray(np.exp(logp))
-    return np.asarray(tokens[name], dtype=np.float64)
+def _parsed(config: Mapping[str, Any]) -> Any:
+    """The weight's own type; None for one of a kind that has no such function, or of the user's own."""
+    inner = config
+    while inner.get("kind") == "reverse":
+        inner = inner.get("of") or {}
+    if inner.get("kind") not in ("sigmoid", "entropy", "linear", "power"):
+        return None
+    try:
+        return TypeAdapter(Shaping).validate_python(dict(config))
+    except ValidationError:
+        return None

@@ -83,8 +83,8 @@ def claims(
       sharpscope claims data/reference --out experiments/results
     """
     from sharpscope.analysis import load_several
-    from sharpscope.analysis.claims import test_claims, verdict_text, write_claims
-    from sharpscope.analysis.output import nothing_found
+    from sharpscope.analysis.claims import study_of, test_claims, verdict_text, write_claims
+    from sharpscope.analysis.loading import nothing_found
     from sharpscope.analysis.tables.endpoints import endpoint_tables
     from sharpscope.analysis.tables.paper import paper_tables, write_tables
     from sharpscope.errors import UserError
@@ -97,8 +97,8 @@ def claims(
         typer.echo(printable_lines(verdict_text(verdict) if details else verdict.line()))
     if out is not None:
         files = write_claims(verdicts, out)
-        compared = {"baseline": baseline, "treatment": treatment}
-        files += write_tables([*paper_tables(loaded, **compared), *endpoint_tables(loaded, **compared)], out)
+        study = study_of(loaded, baseline, treatment)
+        files += write_tables([*paper_tables(study), *endpoint_tables(study)], out)
         typer.echo(f"{len(files)} files. Written: {out}/ (look: {files[1]})")
 
 
@@ -113,20 +113,18 @@ def figures(
       sharpscope figures --from data/reference --out figures
     """
     from sharpscope.analysis import figures_of
-    from sharpscope.analysis.claim_pictures import write_claim_figures
     from sharpscope.analysis.figures.style import save
     from sharpscope.errors import UserError
     from sharpscope.traces import load_runs
 
     loaded = load_runs(source)
-    made = figures_of(loaded)
-    if not made:
+    if not any(len(run.steps) for run in loaded):
         raise UserError(f"--from {source}: no run with at least one step; record one with `sharpscope run`")
+    made = figures_of(loaded)
     out.mkdir(parents=True, exist_ok=True)
     for name, figure in made.items():
         save(figure, out, name)
-    drawn = write_claim_figures(loaded, out)
-    typer.echo(f"{len(made) + len(drawn) // 2} figures (PNG and SVG). Written: {out}/")
+    typer.echo(f"{len(made)} figures (PNG and SVG). Written: {out}/")
 
 
 def printable_lines(text: str) -> str:
@@ -150,7 +148,8 @@ def tokens(
     """
     from rich.console import Console
 
-    from sharpscope.analysis.token_listing import render_tokens, token_decoder, top_tokens
+    from sharpscope.analysis.terminal import render_tokens, top_tokens
+    from sharpscope.analysis.token_text import token_decoder
     from sharpscope.traces import load_run
 
     loaded = load_run(run)
@@ -174,7 +173,8 @@ def spikes(
     from rich.console import Console
 
     from sharpscope.analysis.spikes import explain_spikes
-    from sharpscope.analysis.token_listing import render_spikes, token_decoder
+    from sharpscope.analysis.terminal import render_spikes
+    from sharpscope.analysis.token_text import token_decoder
     from sharpscope.traces import load_run
 
     loaded = load_run(run)

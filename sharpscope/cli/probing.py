@@ -291,7 +291,7 @@ def _pictures(found: pd.DataFrame, out: Path) -> None:
     """Rho curves with their first-order line, spectral densities and slices of the last step; sharpness by step."""
     from sharpscope.analysis.figures import surface as figures_probes
     from sharpscope.analysis.figures.style import lines, save, styled
-    from sharpscope.analysis.probe_frames import middle_radius, slices_of
+    from sharpscope.analysis.frames import middle_radius, slices_of
 
     line = lines(["model"])
     whole = found[found["parameters"] == "all"].assign(setting="model", seed=0).reset_index(drop=True)
@@ -316,8 +316,8 @@ def _pictures(found: pd.DataFrame, out: Path) -> None:
 
 
 def _token_picture(tokens: pd.DataFrame, out: Path) -> None:
-    from sharpscope.analysis.figures import tokens as figures_tokens
     from sharpscope.analysis.figures.style import lines, save, styled
+    from sharpscope.analysis.figures.tokens import score_norms
 
     with styled():
-        save(figures_tokens.score_norm({"model": tokens}, lines(["model"]), "score_norm_local"), out, "score_norm")
+        save(score_norms({"model": tokens}, lines(["model"])), out, "score_norm")

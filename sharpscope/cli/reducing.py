@@ -59,7 +59,7 @@ def pack(
 
       sharpscope pack runs/reduced --out data/reference
     """
-    from sharpscope.analysis.output import load_several
+    from sharpscope.analysis import load_several
     from sharpscope.traces import pack_runs
 
     files = pack_runs(load_several(runs).by_name, out)

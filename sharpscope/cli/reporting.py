@@ -29,18 +29,15 @@ def analyze(
 
       sharpscope analyze runs/first runs/second --out report
     """
-    from sharpscope.analysis.full_report import write_full_report
+    from sharpscope.analysis import analyze as write
     from sharpscope.cli.inspecting import printable_line, telling
 
     with telling("reading traces") as tell:
-        made = write_full_report(runs, out, on_progress=tell)
-    for message in made.analysis.messages:
+        made = write(runs, out, on_progress=tell)
+    for message in made.messages:
         typer.echo(f"  {printable_line(message)}")
-    figures = len(made.analysis.figures) + len(made.claim_figures) // 2
-    tables = len(made.analysis.tables) + len(made.tables) // 3
-    typer.echo(
-        f"{figures} figures and {tables} tables. Written: {out}/ (open {made.html}; {made.markdown} is the same)"
-    )
+    counts = f"{len(made.figures)} figures and {len(made.tables)} tables"
+    typer.echo(f"{counts}. Written: {out}/ (open {made.html}; {made.report} is the same)")
 
 
 def report(
@@ -54,7 +51,7 @@ def report(
 
       sharpscope report runs/ --open
     """
-    from sharpscope.analysis.full_report import write_page
+    from sharpscope.analysis import write_page
     from sharpscope.cli.inspecting import telling
 
     with telling("reading traces") as tell:
@@ -80,7 +77,7 @@ def watch(
     """
     from rich.console import Console
 
-    from sharpscope.analysis.watching import watch as look
+    from sharpscope.analysis import watch as look
 
     try:
         look(run, Console(), every=every, once=once)

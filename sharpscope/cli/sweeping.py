@@ -29,7 +29,7 @@ def demo(
 
       sharpscope demo
     """
-    from sharpscope.analysis.full_report import write_full_report
+    from sharpscope.analysis import analyze
     from sharpscope.config import build_config
     from sharpscope.errors import UserError
     from sharpscope.training import RichDisplay, train
@@ -46,8 +46,8 @@ def demo(
             typer.echo(f"{outcome.status}: {outcome.reason}. Recorded so far: {outcome.run_dir}")
             raise typer.Exit(1)
         typer.echo(f"      {reward_line(outcome.run_dir)}")
-    made = write_full_report([out / "runs"], out / "report")
-    typer.echo(f"{len(made.analysis.figures) + len(made.claim_figures) // 2} figures. Report: {made.html}")
+    made = analyze([out / "runs"], out / "report")
+    typer.echo(f"{len(made.figures)} figures. Report: {made.html}")
     typer.echo(
         "A demo at toy scale: it shows that the tools work, not which method is better (that takes many seeds).\n"
         f"next:  sharpscope show {out}/runs/grpo-sg\n"

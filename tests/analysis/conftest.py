@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from sharpscope.analysis.studies import studies
+from sharpscope.analysis.claims import REDUCERS
+from sharpscope.analysis.study import studies
 from sharpscope.traces import load_runs
 from tests.traces.synthetic import Effects, Shape, write_study
 
@@ -20,4 +21,5 @@ def study_folder(tmp_path_factory):
 @pytest.fixture(scope="session")
 def study(study_folder):
     (found,) = studies(load_runs(study_folder))
+    found.read_tokens(REDUCERS)
     return found

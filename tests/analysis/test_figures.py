@@ -9,21 +9,18 @@ import pandas as pd
 import pytest
 import torch
 
+from sharpscope.analysis.claims import c01_logit_bounds, c02_score_norm, c03_dominance, c09_influence
 from sharpscope.analysis.figures import surface as figures_probes
 from sharpscope.analysis.figures import tokens as figures_tokens
 from sharpscope.analysis.figures.style import lines
+from sharpscope.analysis.figures.tokens import quantile_bins
 from sharpscope.analysis.frames import density_nodes, probe_values
-from sharpscope.analysis.token_frames import (
-    bound_violations,
-    decile_sums,
-    lorenz,
-    quantile_bins,
-    recorded,
-    sample_tokens,
-    score_column,
-)
-from sharpscope.analysis.weight_curve import weight_at
-from sharpscope.traces import TraceWriter, load_run
+from sharpscope.analysis.statistics import lorenz
+from sharpscope.analysis.study import Study
+from sharpscope.analysis.tokens import decile_sums, sample_tokens, scan
+from sharpscope.analysis.weight_curve import weight_at, weight_input, weight_inputs
+from sharpscope.traces import TraceWriter, load_run, update_run_info
+from tests.analysis.claims.frames import frame_run, tokens_frame
 from tests.analysis.drawn import check_band, line, runs_of
 from tests.oracles import analysis as oracle
 from tests.traces.rows import new_run, rows
@@ -101,14 +98,35 @@ LINEAR = {"kind": "linear", "alpha": 0.3}
 POWER = {"kind": "power", "gamma": 2.0, "L": 0.1, "U": 1.0}
 
 
-@pytest.mark.parametrize("shaping", [LINEAR, POWER, {"kind": "reverse", "of": LINEAR}])
+@pytest.mark.parametrize("shaping", [LINEAR, {"kind": "reverse", "of": LINEAR}])
 def test_weight_curves_of_the_probability_agree_with_the_objective(shaping):
     p = np.linspace(0.01, 1, 50)
     np.testing.assert_allclose(weight_at(shaping, p), _objective_weights(shaping, np.log(p), "logp"), atol=1e-6)
 
 
-def test_bounds_are_drawn_and_every_violation_is_counted(tmp_path):
+def test_weight_curves_of_ln_probability_and_log_odds_agree_with_the_objective():
+    logp = np.log(np.linspace(0.01, 0.99, 50))
+    np.testing.assert_allclose(weight_at(POWER, logp), _objective_weights(POWER, logp, "logp"), atol=1e-6)
+    shaping = SIGMOID | {"input": "log_odds"}
+    tokens = pd.DataFrame({"logp": logp, "logit": 0.0, "entropy": 0.0})
+    odds = weight_inputs(shaping, tokens)
+    np.testing.assert_allclose(odds, logp - np.log(-np.expm1(logp)), rtol=1e-12)
+    np.testing.assert_allclose(weight_at(shaping, odds), _objective_weights(shaping, logp, "logp"), atol=1e-6)
+
+
+def test_a_weight_that_is_annealed_or_of_another_kind_has_no_curve():
+    assert weight_at(SIGMOID | {"alpha": {"kind": "linear", "start": 1.0, "end": 2.0}}, np.ones(3)) is None
+    assert weight_input({"kind": "polarity"}) is None and weight_at({"kind": "polarity"}, np.ones(3)) is None
+
+
+def _counts(run):
+    found = scan({"a": run}, [c01_logit_bounds.REDUCER])["C1"]
+    return [sum(result.values[key] for result in found) for key in ("tokens", "above", "below")]
+
+
+def test_every_violation_of_the_bounds_is_counted(tmp_path):
     run = new_run(tmp_path / "a")
+    update_run_info(run, vocabulary=30)
     tokens = rows("tokens", 1, 500) | softmax_tokens(np.random.default_rng(0), 500, 30, sharpness=6.0)
     with TraceWriter(run) as writer:
         writer.append("tokens", tokens)
@@ -117,13 +135,16 @@ def test_bounds_are_drawn_and_every_violation_is_counted(tmp_path):
         broken["logit_grad_norm"][likely[:3]] *= 2.0
         broken["logit_grad_norm"][likely[3:5]] *= 0.4
         writer.append("tokens", broken)
-    loaded = load_run(run)
-    found = bound_violations(loaded, 30)
-    assert (found["tokens"], found["above"], found["below"]) == (1000, 3, 2)
-    samples = {"grpo": sample_tokens(loaded, ["logp", "logit_grad_norm"])}
-    axis, ratio = figures_tokens.logit_gradient(samples, lines(["grpo"]), 30, {"grpo": found}).axes
-    assert axis.get_title() == "1,000 tokens checked, 5 outside beyond rounding"
-    for label, factor in (("lower bound", math.sqrt(30 / 29)), ("upper bound", math.sqrt(2))):
+    assert _counts(load_run(run)) == [1000, 3, 2]
+
+
+def test_bounds_are_drawn_with_the_counts_of_every_token(study):
+    picture = c01_logit_bounds.figure(study, lines(study.labels))
+    axis, ratio = picture.figure.axes
+    tokens = sum(run.rows("tokens") for _, _, run in study.each())
+    assert axis.get_title() == f"{tokens:,} tokens checked, 0 outside beyond rounding" and picture.claim == "C1"
+    vocabulary = study.settings[0].runs[0].info["vocabulary"]
+    for label, factor in (("lower bound", math.sqrt(vocabulary / (vocabulary - 1))), ("upper bound", math.sqrt(2))):
         x, y = line(axis, label)
         np.testing.assert_allclose(y, factor * x, rtol=1e-12)
         assert line(ratio, label)[1].tolist() == [factor, factor]
@@ -131,65 +152,80 @@ def test_bounds_are_drawn_and_every_violation_is_counted(tmp_path):
 
 def test_bounds_hold_to_float32_rounding_on_sharp_distributions(tmp_path):
     run = new_run(tmp_path / "a")
+    update_run_info(run, vocabulary=50)
     with TraceWriter(run) as writer:
         for step, sharpness in enumerate((0.1, 3.0, 10.0, 30.0), 1):
             stats = softmax_tokens(np.random.default_rng(step), 2000, 50, sharpness)
             writer.append("tokens", rows("tokens", step, 2000) | stats)
-    found = bound_violations(load_run(run), 50)
-    assert found["tokens"] == 8000 and found["below"] == found["above"] == 0
+    assert _counts(load_run(run)) == [8000, 0, 0]
 
 
 def test_score_norms_follow_the_law_that_made_them(study):
-    samples = _sampled(study, ["logp", "loss_coef", "score_norm"])
-    (axis,) = figures_tokens.score_norm(samples, lines(study.labels), "score_norm").axes
+    local, exact = c02_score_norm.figure(study, lines(study.labels)).figure.axes
+    for axis, label, noise in ((local, "grpo", 0.15), (exact, "token, exact norm", 0.3)):
+        x, y = line(axis, label)
+        assert len(x) and np.median(np.abs(np.log(y / (5 * x)))) < noise  # the generator's constant is 5, its noise 0.3
+
+
+def test_lorenz_curves_are_means_of_the_steps_largest_first(study):
+    axis, _ = c03_dominance.figure(study, lines(study.labels)).figure.axes
     x, y = line(axis, "grpo")
-    assert np.median(np.abs(np.log(y / (5 * x)))) < 0.15  # the generator's constant is 5, its noise 0.3
-    assert score_column(runs_of(study, "grpo")[0]) == "score_norm"
-
-
-def test_exact_norms_of_a_few_large_tokens_are_no_sample_of_all(tmp_path):
-    run = new_run(tmp_path / "a")
-    few = np.ma.masked_array(np.ones(50), mask=np.arange(50) > 4)
-    with TraceWriter(run) as writer:
-        writer.append("tokens", rows("tokens", 1, 50) | {"score_norm": few})
-    assert score_column(load_run(run)) == "score_norm_local"
-
-
-def test_lorenz_curve_and_its_null(study):
-    samples = _sampled(study, ["logp", "loss_coef", "score_norm"])
-    axis, _ = figures_tokens.concentration(samples, lines(study.labels), "score_norm").axes
-    tokens = samples["grpo"]
-    masses = (tokens["loss_coef"].abs() * tokens["score_norm"]).tolist()
-    x, y = line(axis, "grpo")
+    masses = []
+    for run in runs_of(study, "grpo"):
+        for step in run.token_steps:
+            tokens = run.tokens([step], ["loss_coef", "score_norm_local"]).dropna()
+            mass = (tokens["loss_coef"].abs() * tokens["score_norm_local"]).to_numpy(dtype=float)
+            if (mass > 0).sum() >= c03_dominance.FEWEST:
+                masses.append(mass[tokens["loss_coef"] != 0].tolist())
+    assert masses
     for share in (0.125, 0.25, 0.5):
-        assert np.interp(share, x, y) == pytest.approx(oracle.lorenz_share(masses, share), abs=2e-3)
-    curve = lorenz(np.array([8.0, -1.0, 1.0, 0.0]))
-    assert np.interp([0.25, 0.5, 0.75], curve["tokens"], curve["mass"]) == pytest.approx([0.8, 0.9, 1.0], abs=1e-3)
+        want = np.mean([oracle.lorenz_share(mass, share) for mass in masses])
+        assert np.interp(share, x, y) == pytest.approx(want, abs=1e-2)  # the curve has 101 points
+    np.testing.assert_allclose(lorenz(np.array([8.0, 1.0, 1.0, 0.0]), 5), [0, 0, 0.1, 0.2, 1], atol=1e-12)
 
 
 def test_deciles_sum_what_the_tokens_hold(study):
     run = runs_of(study, "grpo-sg")[0]
-    sums = decile_sums(run, "heldout_influence")
-    steps = sums["step"].nunique()
-    tokens = pd.concat(recorded(run, ["step", "logp", "advantage", "heldout_influence"])).to_dict("records")
+    found = scan({"a": run}, [decile_sums("heldout_influence")])["deciles heldout_influence"]
+    sums = pd.concat([pd.DataFrame(result.values) for result in found])
+    tokens = run.tokens(columns=["step", "logp", "advantage", "heldout_influence"]).dropna().to_dict("records")
     want = oracle.decile_sums(tokens, "heldout_influence")
     got = sums.groupby(["decile", "sign"])["value"].sum()
     assert set(got.index) == set(want)
     for key, value in want.items():
         assert got[key] == pytest.approx(value, abs=1e-5)
-    each = sums.groupby(["decile", "sign"], as_index=False)["value"].sum()
-    frame = each.assign(value=each["value"] / steps, setting="grpo-sg", seed=0)
-    up, down = figures_tokens.deciles(frame, lines(["grpo-sg"]), "x", by_sign=True).axes
-    for axis, sign in ((up, 1), (down, -1)):
-        data = np.asarray(axis.containers[0].lines[0].get_ydata(), dtype=float)
-        np.testing.assert_allclose(
-            data, [want.get((d, sign), 0.0) / steps for d in range(1, 11) if (d, sign) in want], rtol=1e-5
-        )
+
+
+def test_a_step_written_in_two_parts_has_one_set_of_deciles(tmp_path):
+    run = new_run(tmp_path / "a")
+    tokens = rows("tokens", 1, 400) | {"attribution": np.ones(400, dtype=np.float32)}
+    for half in (slice(0, 200), slice(200, 400)):
+        with TraceWriter(run) as writer:
+            part = {k: v if v is None or np.ndim(v) == 0 else v[half] for k, v in tokens.items()}
+            writer.append("tokens", part)
+    (result,) = scan({"a": load_run(run)}, [decile_sums("attribution")])["deciles attribution"]
+    sums = pd.DataFrame(result.values)
+    assert sums.groupby("decile")["value"].sum().tolist() == [40.0] * 10
 
 
 def test_attribution_of_an_update_sums_to_one(study):
-    sums = decile_sums(runs_of(study, "grpo")[0], "attribution")
-    np.testing.assert_allclose(sums.groupby(["step", "update"])["value"].sum(), 1.0, rtol=1e-5)
+    (setting,) = [s for s in study.settings if s.label == "grpo"]
+    for result in study.results_of("deciles attribution", setting):
+        np.testing.assert_allclose(pd.DataFrame(result.values).groupby("update")["value"].sum(), 1.0, rtol=1e-5)
+
+
+def test_influence_is_drawn_as_the_claim_reads_it():
+    rng = np.random.default_rng(0)
+    runs = {str(s): frame_run("grpo-sg", s, tokens=tokens_frame(rng, 3, 200, low_influence=-2.0)) for s in range(4)}
+    study = Study(runs)
+    study.read_tokens([c09_influence.REDUCER])
+    up, down = c09_influence.figure(study, lines(study.labels)).figure.axes
+    (setting,) = study.settings
+    cells = c09_influence.cells_frame(study.results_of("C9", setting))
+    for axis, sign in ((up, "positive"), (down, "negative")):
+        per_seed = cells[cells["advantage"] == sign].groupby(["decile", "seed"])["influence"].mean().unstack()
+        data = axis.containers[0].lines[0]
+        np.testing.assert_allclose(np.asarray(data.get_ydata(), dtype=float), per_seed.mean(axis=1), rtol=1e-9)
 
 
 def test_sampling_keeps_every_token_or_a_seeded_even_share(study):
@@ -220,7 +256,7 @@ def test_sharpness_leaves_out_what_did_not_converge(study, tmp_path):
     with TraceWriter(run) as writer:
         writer.append("steps", rows("steps", 1, 1))
         writer.append("probes", rows("probes", 1, 4) | {"quantity": "largest", "converged": [True, False, None, True]})
-    from sharpscope.analysis.studies import studies
+    from sharpscope.analysis.study import studies
     from sharpscope.traces import load_runs
 
     (one,) = studies(load_runs(run))

@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 from sharpscope.analysis.figures import steps as figures_steps
-from sharpscope.analysis.figures.study import Pictures
+from sharpscope.analysis.figures.study import study_pictures
 from sharpscope.analysis.figures.style import lines
 from sharpscope.analysis.frames import eval_values, step_values
 from tests.analysis.drawn import bands, check_band, line, runs_of
@@ -78,13 +78,14 @@ def test_legends_fit_their_figure_and_leave_the_panel_its_height():
 def test_of_many_settings_those_with_most_seeds_are_drawn(study):
     (first, second) = study.settings
     fewer = replace(first, label="aa", runs=dict(list(first.runs.items())[:2]))
-    crowd = replace(study, settings=(fewer, *(replace(second, label=f"s{i}") for i in range(8)), first))
+    crowd = replace(study)
+    crowd.settings = (fewer, *(replace(second, label=f"s{i}") for i in range(8)), first)
     assert [s.label for s in crowd.largest(9).settings] == [f"s{i}" for i in range(8)] + [first.label]
     assert crowd.largest(10) is crowd
-    pictures = {picture.name: picture for picture in Pictures(crowd)}
+    pictures = {picture.name: picture for picture in study_pictures(crowd)}
     assert len(pictures["settings"].figure.axes[0].get_yticklabels()) == 10
     assert "8 settings with the most seeds, 2 are here alone" in pictures["settings"].caption
-    assert "settings" not in {picture.name for picture in Pictures(study)}
+    assert "settings" not in {picture.name for picture in study_pictures(study)}
 
 
 def test_gradient_norm_is_a_geometric_mean(study):

@@ -11,9 +11,10 @@ import pytest
 from typer.testing import CliRunner
 
 from sharpscope.analysis import claims
+from sharpscope.analysis.claims import REDUCERS, study_of
 from sharpscope.analysis.reduction import reduce_run, reduce_runs
 from sharpscope.analysis.tables.paper import paper_tables
-from sharpscope.analysis.token_frames import bound_violations, decile_sums, score_column
+from sharpscope.analysis.tokens import DECILE_SUMS, scan
 from sharpscope.cli import app
 from sharpscope.errors import UserError
 from sharpscope.traces import Reduction, load_run, load_runs, read_reductions, update_run_info, write_reductions
@@ -47,13 +48,35 @@ def test_every_verdict_is_the_same_whichever_methods_are_compared(folder, reduce
 
 
 def test_tables_of_the_paper_and_sums_over_all_tokens_are_the_same(folder, reduced):
-    assert str(paper_tables(load_runs(reduced))) == str(paper_tables(load_runs(folder)))
-    for whole in load_runs(folder):
-        small = load_run(reduced / whole.name)
-        assert bound_violations(small, 32) == bound_violations(whole, whole.info.get("vocabulary"))
-        assert score_column(small) == score_column(whole)
-        for column in ("attribution", "heldout_influence"):
-            pd.testing.assert_frame_equal(decile_sums(small, column), decile_sums(whole, column), check_dtype=False)
+    whole, small = (study_of(load_runs(path)) for path in (folder, reduced))
+    assert str(paper_tables(small)) == str(paper_tables(whole))
+    for study in (whole, small):
+        study.read_tokens(REDUCERS)
+    for reducer in REDUCERS:
+        first, second = whole.reduced[reducer.name], small.reduced[reducer.name]
+        assert len(first) == len(second) > 0, reducer.name
+        assert [(r.run, r.step, r.tokens) for r in first] == [(r.run, r.step, r.tokens) for r in second]
+        for a, b in zip(first, second, strict=True):
+            np.testing.assert_equal(a.values, b.values)
+
+
+def test_sums_by_decile_as_version_01_stored_them(tmp_path):
+    """One table of all steps, at step −1."""
+    run = (
+        write_study(tmp_path / "one", {"grpo": Effects()}, seeds=1, shape=Shape(steps=2, prompts=2, length=6))
+        / "grpo-s0"
+    )
+    values = {
+        "step": [1, 1, 2],
+        "update": [0, 0, 0],
+        "decile": [1, 10, 1],
+        "sign": [1, -1, 1],
+        "value": [0.1, 0.9, 1.0],
+    }
+    write_reductions(run, [Reduction("deciles attribution", -1, 9, values)])
+    first, second = scan({"a": load_run(run)}, DECILE_SUMS)["deciles attribution"]
+    assert (first.step, first.values["value"], first.values["decile"]) == (1, [0.1, 0.9], [1, 10])
+    assert (second.step, second.values["value"]) == (2, [1.0])
 
 
 def test_other_tables_keep_null_and_nan_apart(folder, reduced):

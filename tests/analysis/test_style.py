@@ -17,7 +17,7 @@ from sharpscope.objective import method_names
 def test_labels_of_a_narrow_logarithmic_axis_stand_apart():
     rest = np.linspace(0.97, 0.999, 400)
     sample = pd.DataFrame({"logp": np.log1p(-rest), "score_norm_local": 40 * rest})
-    figure = figures_tokens.score_norm({"model": sample}, lines(["model"]), "score_norm_local")
+    figure = figures_tokens.score_norms({"model": sample}, lines(["model"]))
     figure.canvas.draw()
     (axis,) = figure.axes
     ticks = [*axis.xaxis.get_major_ticks(), *axis.xaxis.get_minor_ticks()]

@@ -9,6 +9,7 @@ as a hash of its coordinates in float64, with labels, titles and scales as text.
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
 import shlex
@@ -30,32 +31,31 @@ LONG = 300  # longer strings are stored as hashes
 
 def freeze(folder: str) -> dict[str, Any]:
     """Everything that the analysis makes of the runs below data/`folder`, as flat JSON: place → text, number or hash."""
+    from sharpscope.analysis import build, load_several
     from sharpscope.analysis.claims import claims_json
     from sharpscope.analysis.markdown import report_markdown
-    from sharpscope.analysis.output import collect, load_several
-    from sharpscope.analysis.report_content import content_of
-    from sharpscope.analysis.tables.endpoints import endpoint_tables
-    from sharpscope.analysis.tables.paper import paper_tables
     from sharpscope.analysis.text import csv_text
 
     runs = load_several(ROOT / "data" / folder)
-    reports, messages = collect(runs)
-    content = content_of(runs, reports, messages, Path("data") / folder)
+    report = build(runs, Path("data") / folder)
     found: dict[str, Any] = {}
-    for verdict in json.loads(claims_json(content.verdicts)):
+    for verdict in json.loads(claims_json([section.verdict for section in report.verdicts])):
         found |= _flat(verdict, f"claims.{verdict['claim']}")
-    tables = {"runs": csv_text(runs.table)} | {f"summary of {r.study.name}": csv_text(r.table) for r in reports}
-    for table in [*paper_tables(runs), *endpoint_tables(runs)]:
+    tables = {"runs": csv_text(runs.table)} | {
+        f"summary of {s.study.name}": csv_text(s.summary) for s in report.studies
+    }
+    for table in report.tables:
         tables[table.name] = csv_text(table.frame())
         found |= {f"tables.{table.name}.md": _hash(table.markdown()), f"tables.{table.name}.tex": _hash(table.latex())}
     for name, text in tables.items():
         found |= {f"tables.{name}.csv:{number}": line for number, line in enumerate(text.splitlines(), 1)}
-    for name, picture in content.pictures():
-        found[f"figures.{name}.caption"] = picture.caption
-        found |= dict(_artists(picture.figure, f"figures.{name}"))
-    lines = report_markdown(content).replace(shlex.quote(str(ROOT)) + "/", "").splitlines()
-    found |= {f"report.md:{number}": line for number, line in enumerate(lines, 1)}
-    return {place: _short(value) for place, value in found.items()}
+    for section in [*report.studies, *report.verdicts]:
+        for name, picture in section.figures.items():
+            found[f"figures.{name}.caption"] = picture.caption
+            found |= dict(_artists(picture.figure, f"figures.{name}"))
+    found = {place: _short(value) for place, value in found.items()}
+    lines = report_markdown(report).replace(shlex.quote(str(ROOT)) + "/", "").splitlines()
+    return found | {"report.md": [_short(line) for line in lines]}
 
 
 def _flat(value: Any, place: str) -> dict[str, Any]:
@@ -112,7 +112,13 @@ def main(mode: str) -> int:
         then = json.loads(file.read_text(encoding="utf-8"))
         for place in dict.fromkeys([*then, *now]):
             before, after = then.get(place, "(nothing)"), now.get(place, "(nothing)")
-            if before != after:
+            if place == "report.md":
+                texts = difflib.unified_diff(
+                    list(before), list(after), "report.md then", "report.md now", n=0, lineterm=""
+                )
+                differing += len(lines := list(texts))
+                print("\n".join(lines))
+            elif before != after:
                 differing += 1
                 print(f"{folder}: {place}\n  was {before}\n  is  {after}")
     print(f"{differing} differences" if mode == "compare" else f"stored in {STORED}")

@@ -9,9 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sharpscope.analysis import claim_pictures
-from sharpscope.analysis import output as analyzing
-from sharpscope.analysis.full_report import FullReport, write_full_report
+from sharpscope.analysis import AnalysisResult, analyze, output
 from tests.report.runs import write_report_run
 
 BLANK = '<svg xmlns="http://www.w3.org/2000/svg" width="10" height="10"></svg>'
@@ -21,7 +19,7 @@ BLANK = '<svg xmlns="http://www.w3.org/2000/svg" width="10" height="10"></svg>'
 class Made:
     """A report, the folder of its runs, and the page's text."""
 
-    files: FullReport
+    files: AnalysisResult
     runs: Path
 
     @property
@@ -47,8 +45,7 @@ def quick():
         return paths
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(analyzing, "save", save)
-        patch.setattr(claim_pictures, "save", save)
+        patch.setattr(output, "save", save)
         patch.setattr("sharpscope.analysis.html.page.svg_text", lambda figure: BLANK)
         yield
 
@@ -58,7 +55,7 @@ def made(tmp_path_factory, quick) -> Made:
     folder = tmp_path_factory.mktemp("report")
     for method in ("grpo", "grpo-sg"):
         write_report_run(folder / "runs" / f"{method}-s0", method, spike=method == "grpo")
-    return Made(write_full_report(folder / "runs", folder / "out"), folder / "runs")
+    return Made(analyze(folder / "runs", folder / "out"), folder / "runs")
 
 
 @pytest.fixture(scope="session")

@@ -57,12 +57,12 @@ def test_each_control_works(page, made):
     assert _titles(page)[0] == f"{data['runs'][top['r']]} · step {top['s']} · completion {top['n']}"
 
 
-def test_colours_follow_the_numbers(page, made):
-    """The darkest token is the largest of its kind; a signed choice colours by sign; the legend names the choice."""
+def test_colors_follow_the_numbers(page, made):
+    """The darkest token is the largest of its kind; a signed choice colors by sign; the legend names the choice."""
     columns = made.data("tokens")["completions"][0]["c"]
     tokens = page.locator("#completions .completion").first.locator(".token")
     for name in ("attribution", "score", "weight", "probability", "influence", "entropy"):
-        page.locator("#colour").select_option(name)
+        page.locator("#color").select_option(name)
         classes = [
             each.removeprefix("token").strip() for each in tokens.evaluate_all("all => all.map((e) => e.className)")
         ]
@@ -142,32 +142,15 @@ def test_two_runs_answer_one_prompt_side_by_side(page, made):
     assert boxes[0]["y"] == boxes[1]["y"] and boxes[0]["x"] + boxes[0]["width"] <= boxes[1]["x"]
 
 
-def test_a_figure_is_drawn_when_seen_and_its_values_can_be_read(page, made):
-    plots = made.data("plots")
-    figure = page.locator("#figure-reward")
-    figure.scroll_into_view_if_needed()
-    page.wait_for_selector("#figure-reward.drawn .main-svg")
-    assert not figure.locator("img.still").is_visible()
-    figure.locator("summary").click()
-    page.wait_for_selector("#figure-reward td")
-    cells = figure.locator("table tr").evaluate_all(
-        "all => all.map((row) => [...row.cells].map((cell) => cell.textContent))"
-    )
-    lines = [t for t in plots["reward"]["data"] if "fill" not in t]
-    assert len(cells) == 1 + sum(len(t["x"]) for t in lines)
-    assert float(cells[1][2].replace("−", "-")) == pytest.approx(lines[0]["y"][0], rel=1e-4)
+def test_a_verdict_opens_to_its_figure_by_keyboard(page):
     page.locator("#claim-C1 > summary").focus()
     page.keyboard.press("Enter")
-    page.wait_for_selector("#claim-C1 figure.drawn .main-svg")
+    assert page.locator("#figure-logit_gradient img").is_visible()
 
 
-def test_on_paper_pictures_stand_for_plots_and_verdicts_are_open(page):
-    page.locator("#figure-reward").scroll_into_view_if_needed()
-    page.wait_for_selector("#figure-reward.drawn")
+def test_on_paper_verdicts_are_open_and_controls_are_gone(page):
     page.emulate_media(media="print")
-    assert (
-        page.locator("#figure-reward img.still").is_visible() and not page.locator("#figure-reward .plot").is_visible()
-    )
+    assert page.locator("#figure-reward img").is_visible()
     assert not page.locator("#controls").is_visible() and not page.locator("nav").is_visible()
     page.evaluate("window.dispatchEvent(new Event('beforeprint'))")
     assert page.locator("details.verdict:not([open])").count() == 0
@@ -185,10 +168,9 @@ def test_axe_finds_no_serious_violation_in_light_and_dark(page):
     page.evaluate(
         "document.querySelectorAll('#claim-C1, #claim-C7, .completion details').forEach((each) => { each.open = true; })"
     )
-    page.wait_for_selector("figure.drawn .main-svg")
     assert _violations(page, {"resultTypes": ["violations"]}) == []
     for name in ("attribution", "entropy"):
         page.emulate_media(color_scheme="dark")
-        page.locator("#colour").select_option(name)
+        page.locator("#color").select_option(name)
         assert _violations(page, {"runOnly": ["color-contrast"]}) == []
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(20, 23, 26)"

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from sharpscope.analysis.full_report import write_full_report
+from sharpscope.analysis import analyze
 from sharpscope.analysis.html.tokens import token_view
 from sharpscope.analysis.reduction import reduce_run
-from sharpscope.analysis.report_sections import difference_grid, no_spikes, not_kept
-from sharpscope.analysis.studies import studies
+from sharpscope.analysis.report import difference_grid, no_spikes, not_kept
+from sharpscope.analysis.study import studies
 from sharpscope.traces import load_run, load_runs
 from tests.report.runs import SPIKE, STEPS, write_report_run
 
@@ -43,8 +43,8 @@ def reduced(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_page_of_reduced_runs_lists_the_spikes_that_report_md_lists(reduced: Path, tmp_path: Path, quick):
-    made = write_full_report(reduced, tmp_path / "out")
-    html, markdown = made.html.read_text(encoding="utf-8"), made.markdown.read_text(encoding="utf-8")
+    made = analyze(reduced, tmp_path / "out")
+    html, markdown = made.html.read_text(encoding="utf-8"), made.report.read_text(encoding="utf-8")
     (section,) = re.findall(r'<section id="spikes".*?</section>', html, re.DOTALL)
     assert f"<td>grpo-s0</td><td>{SPIKE}</td>" in section and f"| grpo-s0 | {SPIKE} |" in markdown
     assert '<a href="#spikes">' in html and "A token leads to its completion" not in section
@@ -69,6 +69,6 @@ def test_reduced_runs_beside_whole_ones_are_told_apart(reduced: Path, tmp_path: 
 
 def test_a_page_without_spikes_says_so(tmp_path: Path, quick):
     write_report_run(tmp_path / "runs" / "grpo-s0", spike=False, tokens=False)
-    made = write_full_report(tmp_path / "runs", tmp_path / "out")
+    made = analyze(tmp_path / "runs", tmp_path / "out")
     said = "No spike, and no attribution is recorded."
-    assert said in made.html.read_text(encoding="utf-8") and said in made.markdown.read_text(encoding="utf-8")
+    assert said in made.html.read_text(encoding="utf-8") and said in made.report.read_text(encoding="utf-8")

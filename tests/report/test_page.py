@@ -15,21 +15,17 @@ import pandas as pd
 import pytest
 from markdown_it import MarkdownIt
 
-from sharpscope.analysis.claim_pictures import claim_pictures
+from sharpscope.analysis import write_page
+from sharpscope.analysis.claims import claim_pictures, study_of
 from sharpscope.analysis.claims import test_claims as verdicts_of
-from sharpscope.analysis.figures.style import panels, styled
-from sharpscope.analysis.full_report import write_page
-from sharpscope.analysis.html.inert import finite, script_json
-from sharpscope.analysis.html.interactive import MOST_POINTS, plot_of
-from sharpscope.analysis.html.page import plotly_script
-from sharpscope.analysis.html.tokens import BUDGET, DIGITS, RUN_BUDGET, token_view
+from sharpscope.analysis.html.page import finite, script_json
+from sharpscope.analysis.html.tokens import DIGITS, token_view
 from sharpscope.analysis.text import shown
 from sharpscope.analysis.token_text import pieces
 from sharpscope.errors import UserError
 from sharpscope.traces import TraceWriter, create_run_dir, create_run_info, load_run, load_runs
 from tests.report.runs import HOSTILE, LONG, SPIKE, STEPS, WORDS, ids_of, write_report_run
 from tests.traces.rows import INFO, rows
-from tests.traces.synthetic import Effects, Shape, write_study
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -76,7 +72,6 @@ def test_the_policy_allows_exactly_what_is_in_the_page(made):
             "'sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() + "'" for text in texts
         ]
         assert rules[rule].split() == hashes
-    assert sum("plotly.js v" in text for text in runnable) == 1  # bundled once
 
 
 def test_nothing_is_loaded_and_no_text_became_markup(made):
@@ -100,7 +95,7 @@ def test_hostile_texts_are_there_as_text(made):
     page = re.sub(r"<script.*?</script>", "", made.html, flags=re.DOTALL)
     assert "&lt;img src=x onerror=&#39;window.hacked = 1&#39;&gt;" in page and "<img src=x" not in page
     assert not re.search("[\u202a-\u202e\u2066-\u2069\u2028\u2029\x00\x1b]", made.html)
-    markdown = made.files.markdown.read_text()
+    markdown = made.files.report.read_text()
     rendered = MarkdownIt("commonmark").enable("table").render(markdown)
     assert not {"script", "b"} & {tag for tag, _ in Elements(rendered).found} and "onerror='" in rendered
     assert all((a["src"] or "").endswith(".png") for tag, a in Elements(rendered).found if tag == "img")
@@ -174,40 +169,17 @@ def test_the_budget_cuts_and_says_so(made):
     assert used == set(range(len(small["pieces"])))
 
 
-def _plots(folder, out):
-    page = write_page(folder, out / "report.html").read_text(encoding="utf-8")
-    (text,) = re.findall(r'id="data-plots">(.*?)</script>', page, re.DOTALL)
-    return json.loads(text), page
-
-
-def test_figures_hold_the_claims_data(tmp_path, quick):
-    """C9's deciles and C3's curve on the page against the verdict's own frame, and a curve against the steps table."""
-    effects = {"grpo": Effects(), "grpo-sg": Effects(low_probability_harm=2.0, accuracy_gain=0.4)}
-    shape = Shape(steps=4, prompts=8, group_size=4, length=10, probe_every=2, eval_every=4)
-    folder = write_study(tmp_path / "runs", effects, seeds=2, shape=shape)
-    plots, page = _plots(folder, tmp_path)
-    verdicts = {v.claim: v for v in verdicts_of(load_runs(folder))}
-
-    def lines(figure, **wanted):
-        return [t for t in plots[figure]["data"] if all(t.get(k) == v for k, v in wanted.items())]
-
-    cells = verdicts["C9"].frames["influence"]
-    for sign, axis in (("positive", "y"), ("negative", "y2")):
-        per_seed = cells[cells["advantage"] == sign].groupby(["decile", "seed"])["influence"].mean().unstack()
-        (line,) = lines("influence_by_decile", yaxis=axis)
-        assert line["x"] == list(per_seed.index)
-        np.testing.assert_allclose(line["y"], per_seed.mean(axis=1), rtol=1e-9)
-        half = 12.7062047364 * per_seed.std(axis=1, ddof=1) / np.sqrt(2)  # t with one degree of freedom
-        np.testing.assert_allclose(line["error_y"]["array"], half, rtol=1e-6)
-        np.testing.assert_allclose([high for _, high in line["customdata"]], per_seed.mean(axis=1) + half, rtol=1e-6)
-    curve = verdicts["C3"].frames["lorenz"]
-    (recorded,) = lines("dominance", name="recorded")
-    assert recorded["x"] == list(curve["tokens"]) and recorded["y"] == list(curve["lorenz"])
-    rows_ = load_runs(folder).steps
-    per_step = rows_[rows_["method"] == "grpo"].groupby("step")["reward_mean"].mean()
-    (line,) = [t for t in lines("reward", name="grpo", yaxis="y") if "fill" not in t]
-    np.testing.assert_allclose(line["y"], per_step, rtol=1e-12)
-    assert "supported" in page and "Rows read" in page
+def test_figures_of_claims_stand_with_their_verdict_and_are_the_files_beside_the_page(made):
+    (body,) = re.findall(r'<details class="verdict" id="claim-C1">(.*?)<p class="small">Again:', made.html, re.DOTALL)
+    assert '<figure id="figure-logit_gradient">' in body and '<figure id="figure-reward">' not in body
+    images = dict(
+        re.findall(
+            r'<figure id="figure-(\w+)">\n<img class="still" src="data:image/svg\+xml;base64,([^"]+)"', made.html
+        )
+    )
+    assert set(images) == set(made.files.figures)
+    for name, (_, svg) in made.files.figures.items():
+        assert base64.b64decode(images[name]).decode() == svg.read_text()
 
 
 @pytest.mark.parametrize(("claim", "key"), [("C4", "sharpness_asam"), ("C7", "heldout"), ("C8", "roughness")])
@@ -216,33 +188,16 @@ def test_pairs_are_drawn_as_they_stand_in_the_verdict(made, claim, key):
     runs = load_runs(made.runs)
     (verdict,) = verdicts_of(runs, [claim])
     verdict = dataclasses.replace(verdict, frames={key: frame})
-    (picture,) = [p for p in claim_pictures(runs, [verdict]) if p.claim == claim]
-    *joined, mean = plot_of(picture.figure)["data"]
-    assert [t["y"] for t in joined] == frame[["baseline", "treatment"]].to_numpy().tolist()
-    np.testing.assert_allclose(mean["y"], [0.25, 0.4])
+    (picture,) = claim_pictures([verdict], study_of(runs))
+    (axis,) = picture.figure.axes
+    *joined, mean, lower, upper = axis.get_lines()
+    assert [list(each.get_ydata()) for each in joined] == frame[["baseline", "treatment"]].to_numpy().tolist()
+    mean, lower, upper = (np.asarray(each.get_ydata(), dtype=float) for each in (mean, lower, upper))
+    np.testing.assert_allclose(mean, [0.25, 0.4])
     half = 4.30265272991 * frame[["baseline", "treatment"]].std(ddof=1) / np.sqrt(3)  # t with two degrees of freedom
-    np.testing.assert_allclose(mean["error_y"]["array"], half, rtol=1e-6)
-    assert plot_of(picture.figure)["layout"]["xaxis"]["ticktext"] == ["grpo", "grpo-sg"]
-
-
-def test_a_cloud_of_points_stays_a_picture_and_labels_stay_text():
-    with styled():
-        figure, (axis,) = panels(1)
-        axis.plot(np.arange(MOST_POINTS + 1), np.zeros(MOST_POINTS + 1))
-        assert plot_of(figure) is None
-        figure, (axis,) = panels(1)
-        axis.plot([1, 2], [3, float("nan")], "--", label="<b>$x$</b>".replace("$", r"\$"))
-        axis.fill_between([1, 2], [2, 2], [4, 4], color="C0", alpha=0.2)
-        axis.axhline(0)
-        axis.set(xscale="log", title="<a href='javascript:1'>t</a>")
-    plot = plot_of(figure)
-    band, line = plot["data"]
-    assert line["name"] == "&lt;b&gt;$x$&lt;/b&gt;" and line["y"] == [3.0, None] and band["fill"] == "toself"
-    assert (
-        plot["layout"]["annotations"][0]["text"].startswith("&lt;a href=") and plot["layout"]["xaxis"]["type"] == "log"
-    )
-    (ruler,) = plot["layout"]["shapes"]
-    assert ruler["xref"] == "x domain" and ruler["yref"] == "y" and ruler["y0"] == 0
+    np.testing.assert_allclose(upper - mean, half, rtol=1e-6)
+    np.testing.assert_allclose(mean - lower, half, rtol=1e-6)
+    assert [label.get_text() for label in axis.get_xticklabels()] == ["grpo", "grpo-sg"]
 
 
 def test_every_verdict_has_its_parts(made):
@@ -266,7 +221,7 @@ def test_every_verdict_has_its_parts(made):
 
 
 def test_the_markdown_says_the_same(made):
-    text = made.files.markdown.read_text()
+    text = made.files.report.read_text()
     for heading in (
         "Verdicts",
         "Runs side by side",
@@ -277,7 +232,7 @@ def test_the_markdown_says_the_same(made):
         "Make it again",
     ):
         assert f"# {heading}\n" in text
-    assert all(f"]({name}.png)" in text for name in made.files.analysis.figures)
+    assert all(f"]({name}.png)" in text for name in made.files.figures)
     assert "▸" in text and text.count("<details>") == text.count("</details>") == 13
 
 
@@ -291,7 +246,7 @@ def test_runs_without_tokens_or_tokenizer_or_end_make_an_honest_page(tmp_path, q
     assert "⟨3⟩" in page and "failed" in page
     only = write_page([bare], tmp_path / "b.html").read_text(encoding="utf-8")
     assert "No run has a finished step yet" in only and "No completion was recorded" in only and "out of memory" in only
-    assert "plotly.js v" not in only and len(only) < 200_000
+    assert len(only) < 200_000
     with pytest.raises(UserError, match=r"out: .* does not end in .html"):
         write_page([bare], tmp_path / "folder")
     (tmp_path / "none").mkdir()
@@ -316,28 +271,6 @@ def test_a_single_run_and_long_completions(tmp_path, quick):
     (long,) = [c for c in view["completions"] if c["s"] == 3]
     assert len(long["t"]) == 4_000 and long["more"] == 1_000 and long["rest"].startswith("yes no\n perhaps knight")
     assert all(len(values) == 4_000 for values in long["c"].values())
-
-
-def test_the_parts_of_a_page_of_twenty_runs_stay_below_the_limit():
-    """15 MB: plotly.js, the token data however many runs there are, and 45 pictures of the size that the study's 35 have.
-
-    A single picture grows with its settings, of which it draws eight at most; the study's has six.
-    """
-    assert BUDGET // 20 < RUN_BUDGET
-    pictures = [path.stat().st_size for path in (ROOT / "figures").glob("*.svg")]
-    assert max(pictures) < 8 / 6 * 300_000 and len(plotly_script()) + BUDGET + 4 / 3 * 45 * np.mean(pictures) < 15e6
-
-
-def test_bars_of_a_figure_are_bars_of_the_plot_up_sideways_or_absent():
-    """A mean over too few seeds for an interval is an error bar without a bar."""
-    figure, (axis,) = panels(1)
-    axis.errorbar([1.0, 2.0], [0.5, 0.6], yerr=[0.1, 0.2], fmt="o", label="up")
-    axis.errorbar([3.0], [0.7], xerr=[0.25], fmt="o", label="sideways")
-    axis.errorbar([4.0], [0.8], xerr=None, fmt="o", label="absent")
-    up, sideways, absent = plot_of(figure)["data"]
-    assert up["error_y"]["array"] == pytest.approx([0.1, 0.2]) and "error_x" not in up
-    assert sideways["error_x"]["array"] == pytest.approx([0.25]) == sideways["error_x"]["arrayminus"]
-    assert "error_y" not in sideways and not {"error_x", "error_y"} & set(absent)
 
 
 def test_a_page_is_the_same_when_made_again(made, tmp_path):

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from sharpscope.analysis.watching import watch
+from sharpscope.analysis import watch
 from sharpscope.cli import app
 from sharpscope.errors import UserError
 from sharpscope.traces import RunLock, TraceWriter, update_run_info

@@ -1,22 +1,25 @@
-"""What a claim is, what testing it found, and how a verdict follows from that by a rule stated beforehand."""
+"""What a claim is, what testing it found, and how a verdict follows by a rule stated beforehand."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from sharpscope.analysis.statistics import Interval
+import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    import pandas as pd
-
-    from sharpscope.analysis.study import Study
-    from sharpscope.analysis.tokens import Reducer
+from sharpscope.analysis.figures.style import BLUE, GREY, Picture, finish, panels, plain, styled
+from sharpscope.analysis.statistics import Interval, contrast_interval, mean_interval, sign_flip_p, smallest_sign_flip_p
+from sharpscope.analysis.study import Pairing, Study
+from sharpscope.analysis.tokens import Reducer
 
 Outcome = Literal["supported", "refuted", "inconclusive", "untestable"]
 Role = Literal["primary", "exploratory"]
+Direction = Literal["higher", "lower"]
 
 LEVEL = 0.05
 
@@ -124,7 +127,8 @@ class Claim:
         rule: the decision.
         settles: what further data would settle an open question.
         test: Study → Finding.
-        reducers: Study → what it needs of the tokens tables, computed while they are streamed once for all claims.
+        reducers: what it needs of the token tables, computed while they are streamed once for all claims.
+        draw: (verdict, study) → its figures. Those that show every setting of a study are drawn by the study instead.
     """
 
     name: str
@@ -134,7 +138,8 @@ class Claim:
     rule: Rule
     settles: str
     test: Callable[[Study], Finding]
-    reducers: Callable[[Study], Sequence[Reducer]] | None = None
+    reducers: tuple[Reducer, ...] = ()
+    draw: Callable[[Verdict, Study], Iterator[Picture]] | None = None
 
 
 @dataclass(frozen=True)
@@ -308,6 +313,110 @@ def _outcome(
 def rows_of(runs: Iterable[str], table: str, columns: Iterable[str], filter_: str) -> tuple[Rows, ...]:
     """The same table, columns and filter of several runs."""
     return tuple(Rows(run, table, tuple(columns), filter_) for run in runs)
+
+
+PAIRED_BY_SEED = Confounder(
+    "luck of the seed", "runs are paired by seed (same puzzles in the same order), and the seed is the unit of the test"
+)
+SAME_SETTINGS = Confounder(
+    "learning rate and other settings",
+    "only pairs equal in every setting but the method are compared; runs that differ in one are refused by name",
+)
+FINISHED_ONLY = Confounder(
+    "runs that broke off", "unfinished runs are left out and named in the notes; a method that breaks more is flattered"
+)
+
+
+def directional(values: NDArray[np.floating], direction: Direction, margin: float) -> tuple[float, bool, float, float]:
+    """Sign-flip evidence about the mean of `values` (n,), n ≥ 1, that a claim says is higher or lower than 0.
+
+    Returns:
+        (p of "no difference", two-sided; whether the mean points as claimed; p of "the claimed effect is at least
+        `margin`", one-sided; the smallest two-sided p that n can give).
+    """
+    sign = 1.0 if direction == "higher" else -1.0
+    turned = sign * np.asarray(values, dtype=np.float64)
+    return (
+        sign_flip_p(turned),
+        bool(turned.mean() > 0),
+        sign_flip_p(turned, "less", shift=margin),
+        smallest_sign_flip_p(len(turned)),
+    )
+
+
+def difference_estimate(name: str, frame: pd.DataFrame, unit: str, note: str = "") -> Estimate | None:
+    """Mean of the column `difference` with its interval and sign-flip p; None for no rows."""
+    return mean_estimate(name, frame["difference"].to_numpy(dtype=float), unit, note)
+
+
+def mean_estimate(name: str, values: NDArray[np.floating], unit: str, note: str = "") -> Estimate | None:
+    """Mean over clusters with its interval and the two-sided sign-flip p of 0; None for no values."""
+    if not len(values):
+        return None
+    return Estimate(
+        name, float(np.mean(values)), unit, contrast_interval(values), sign_flip_p(values), len(values), note
+    )
+
+
+def present(*estimates: Estimate | None) -> tuple[Estimate, ...]:
+    """Those that could be computed."""
+    return tuple(estimate for estimate in estimates if estimate is not None)
+
+
+def pairing_notes(study: Study, pairing: Pairing) -> tuple[str, ...]:
+    """What a reader should know of the pairs: their setting, pairs of other settings, unfinished runs."""
+    notes = [f"{study.treatment} against {study.baseline}" + (f" at {pairing.setting}" if pairing.setting else "")]
+    if pairing.left_out:
+        notes.append(f"{pairing.left_out} pairs of other settings are not used")
+    if study.ignore:
+        notes.append(f"the runs of a pair may differ in {', '.join(study.ignore)}, as asked")
+    return (*notes, *unfinished(study))
+
+
+def unfinished(study: Study) -> tuple[str, ...]:
+    """A note naming runs that were left out."""
+    if not study.unfinished:
+        return ()
+    names = ", ".join(study.unfinished[:5]) + (" …" if len(study.unfinished) > 5 else "")
+    return (f"{len(study.unfinished)} unfinished runs are left out: {names}",)
+
+
+def paired_pictures(verdict: Verdict, keys: Mapping[str, str], unit: str) -> Iterator[Picture]:
+    """Baseline and treatment of every seed, joined, with the mean of each: a panel for each frame of the verdict.
+
+    Args:
+        verdict: its frames have columns seed, baseline, treatment.
+        keys: frame → title of its panel.
+        unit: label of the ordinate.
+    """
+    frames = {title: verdict.frames[key] for key, title in keys.items() if len(verdict.frames.get(key, ()))}
+    name = f"pairs_{verdict.claim.lower()}"
+    if not frames:
+        yield Picture(name, "", missing=f"pairs of {verdict.claim}: {verdict.reason}", claim=verdict.claim)
+        return
+    with styled():
+        figure, axes = panels(len(frames))
+        for axis, (title, frame) in zip(axes, frames.items(), strict=True):
+            ends = frame[["baseline", "treatment"]].to_numpy(dtype=float)  # (seeds, 2)
+            for row in ends:
+                axis.plot([0, 1], row, "-", color=GREY, linewidth=0.8, alpha=0.7)
+            intervals = [mean_interval(column, "t") for column in ends.T]
+            half = [0.0 if i is None else (i.high - i.low) / 2 for i in intervals]
+            label = "mean over seeds, 95 % t-interval"
+            axis.errorbar([0, 1], ends.mean(axis=0), yerr=half, fmt="o", color=BLUE, capsize=3, label=label)
+            axis.set_xticks([0, 1], [plain(name) for name in verdict.methods])
+            axis.set(xlim=(-0.3, 1.3), ylabel=unit, title=plain(title))
+        finish(figure, axes)
+    caption = f"Baseline and treatment, paired by seed ({verdict.claim}): {verdict.verdict}."
+    yield Picture(name, caption, figure, claim=verdict.claim)
+
+
+def picture(verdict: Verdict, key: str, name: str, caption: str, draw: Callable[[pd.DataFrame], Figure]) -> Picture:
+    """The figure that `draw` makes of the verdict's frame `key`, or what is missing for it."""
+    frame = verdict.frames.get(key)
+    if frame is None or not len(frame):
+        return Picture(name, "", missing=f"{name.replace('_', ' ')}: {verdict.reason}", claim=verdict.claim)
+    return Picture(name, f"{caption} ({verdict.claim}): {verdict.verdict}.", draw(frame), claim=verdict.claim)
 
 
 def _number(value: float | None) -> float | None:

@@ -9,9 +9,12 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from sharpscope.analysis.claims.base import Claim, Condition, Confounder, Estimate, Finding, Rule, rows_of
+from sharpscope.analysis.figures.style import Lines, Picture
+from sharpscope.analysis.figures.tokens import score_norms
 from sharpscope.analysis.statistics import ClusterSlope, cluster_moments, smallest_sign_flip_p, weighted_ranks
-from sharpscope.analysis.study import RunLike, Study
+from sharpscope.analysis.study import Study
 from sharpscope.analysis.tokens import Columns, Reduced, Reducer
+from sharpscope.traces import Run
 
 NAME = "C2"
 LOCAL = "C2 local"
@@ -46,7 +49,7 @@ def _design(tokens: Columns, norm: NDArray[Any], weight: NDArray[Any]) -> dict[s
     }
 
 
-def _full(tokens: Columns, run: RunLike) -> dict[str, Any] | None:
+def _full(tokens: Columns, run: Run) -> dict[str, Any] | None:
     norm, chance = tokens["score_norm"].astype(np.float64), tokens["draw_probability"].astype(np.float64)
     exact = np.isfinite(norm) & (tokens["score_norm_std_error"] == 0)
     # where no token was drawn at random, no probability is recorded: all that have a norm count alike
@@ -54,23 +57,15 @@ def _full(tokens: Columns, run: RunLike) -> dict[str, Any] | None:
     return _design(tokens, np.where(exact, norm, np.nan), weight)
 
 
-def _local(tokens: Columns, run: RunLike) -> dict[str, Any] | None:
+def _local(tokens: Columns, run: Run) -> dict[str, Any] | None:
     norm = tokens["score_norm_local"].astype(np.float64)
     return _design(tokens, norm, np.isfinite(norm).astype(np.float64))
 
 
-def reducers(study: Study) -> list[Reducer]:
-    """Moments of each step, for the exact norms and for the local ones."""
-
-    inside = {id(run) for run in study.alike(study.baseline, study.treatment).values()}
-
-    def of(run: RunLike) -> bool:
-        return id(run) in inside
-
-    return [
-        Reducer(NAME, FULL_COLUMNS, of, _full, needs="score_norm"),
-        Reducer(LOCAL, (*SHARED, "score_norm_local"), of, _local, needs="score_norm_local"),
-    ]
+REDUCERS = (
+    Reducer(NAME, FULL_COLUMNS, _full, needs="score_norm"),
+    Reducer(LOCAL, (*SHARED, "score_norm_local"), _local, needs="score_norm_local"),
+)
 
 
 def _clustered(results: list[Reduced], key: str, by: str) -> ClusterSlope:
@@ -88,7 +83,8 @@ def _slope_estimate(name: str, slope: ClusterSlope, note: str) -> Estimate:
 
 def test(study: Study) -> Finding:
     """Slope of ln score_norm on ln(1 − π) with controls; its equivalence to 1."""
-    results, local = study.reduced.get(NAME, []), study.reduced.get(LOCAL, [])
+    alike = study.alike(study.baseline, study.treatment)
+    results, local = study.results(NAME, alike), study.results(LOCAL, alike)
     others = []
     if local:
         note = "all tokens, credit through other positions left out; p of slope 0"
@@ -147,5 +143,21 @@ CLAIM = Claim(
     ),
     "more steps with recording.token_gradients_every and recording.exact_random, on more seeds",
     test,
-    reducers,
+    REDUCERS,
 )
+
+
+def figure(study: Study, lines: Lines) -> Picture:
+    """Local norm against 1 − π by setting, and exact norms of some tokens of each step; dotted: the law ∝ (1 − π)."""
+    samples = study.samples(["logp", "score_norm_local"])
+    exact = [r.values["sample"] for s in study.settings for r in study.results_of(NAME, s)]
+    if not samples and not exact:
+        why = "no score norms were recorded (set recording.token_gradients_every)"
+        return Picture("score_norm", "", missing=f"score norm against probability: {why}")
+    norms = np.concatenate(exact)[:, :2] if exact else None
+    drawn = score_norms(samples, lines, norms)
+    caption = (
+        "Norm of ∇ ln π over all parameters against the token's probability: the local tier, which leaves out credit through "
+        "other positions, and the exact norms of some tokens of each step; dotted: the law ∝ (1 − π)."
+    )
+    return Picture("score_norm", caption, drawn, claim=NAME)

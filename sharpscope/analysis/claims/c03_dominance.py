@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from sharpscope.analysis.claims.base import Claim, Condition, Confounder, Estimate, Finding, Rule, rows_of
-from sharpscope.analysis.claims.paired import directional, mean_estimate, present
+from sharpscope.analysis.claims.base import (
+    Claim,
+    Condition,
+    Confounder,
+    Estimate,
+    Finding,
+    Rule,
+    directional,
+    mean_estimate,
+    present,
+    rows_of,
+)
+from sharpscope.analysis.figures.style import GREY, Lines, Picture, finish, panels, plain, styled
 from sharpscope.analysis.statistics import gini, lorenz, sign_flip_p, top_share
-from sharpscope.analysis.study import RunLike, Study
+from sharpscope.analysis.study import Study
 from sharpscope.analysis.tokens import Columns, Reduced, Reducer
+from sharpscope.traces import Run
 
 NAME = "C3"
 COLUMNS = ("logp", "loss_coef", "score_norm_local")
@@ -23,7 +36,7 @@ FEWEST = 50
 """Tokens with a gradient that a step must have [tokens]."""
 
 
-def _concentration(tokens: Columns, run: RunLike) -> dict[str, Any] | None:
+def _concentration(tokens: Columns, run: Run) -> dict[str, Any] | None:
     coef = np.abs(tokens["loss_coef"].astype(np.float64))
     norm = tokens["score_norm_local"].astype(np.float64)
     # tokens of groups without variance have no gradient whatever their norm, and would make any rest look dominant
@@ -39,20 +52,17 @@ def _concentration(tokens: Columns, run: RunLike) -> dict[str, Any] | None:
         "top_null": top_share(null, TOP),
         "gini": gini(pull),
         "gini_null": gini(null),
-        "lorenz": lorenz(pull)[1],
-        "lorenz_null": lorenz(null)[1],
+        "lorenz": lorenz(pull),
+        "lorenz_null": lorenz(null),
     }
 
 
-def reducers(study: Study) -> list[Reducer]:
-    """Concentration of |c|·norm and of |c|·(1 − π) in each step of the baseline."""
-    inside = {id(run) for run in study.alike(study.baseline).values()}
-    return [Reducer(NAME, COLUMNS, lambda run: id(run) in inside, _concentration, needs="score_norm_local")]
+REDUCER = Reducer(NAME, COLUMNS, _concentration, needs="score_norm_local")
 
 
 def test(study: Study) -> Finding:
     """Share of Σ|c|·‖∇ log π‖ held by the top tenth of the tokens, beyond the null's."""
-    results = study.reduced.get(NAME, [])
+    results = study.results(NAME, study.alike(study.baseline))
     if not results:
         return Finding(missing=f"no step of {study.baseline} has score_norm_local on enough tokens")
     # runs of other settings with the same seed share their puzzles: one cluster
@@ -66,7 +76,7 @@ def test(study: Study) -> Finding:
             "the margin cannot be reached",
             others=_shares(means, excess),
             notes=study.elsewhere(study.baseline),
-            frames=_curves(results),
+            frames={"lorenz": mean_curves(results)},
         )
     p, as_claimed, refuted, smallest = directional(excess, "higher", MARGIN)
     top = means["top"].to_numpy()
@@ -97,7 +107,7 @@ def test(study: Study) -> Finding:
             f"{frame['seed'].nunique()} seeds, {frame['step'].nunique()} recorded steps",
             *study.elsewhere(study.baseline),
         ),
-        frames=_curves(results),
+        frames={"lorenz": mean_curves(results)},
     )
 
 
@@ -110,11 +120,10 @@ def _shares(means: pd.DataFrame, excess: NDArray[np.float64]) -> tuple[Estimate,
     )
 
 
-def _curves(results: list[Reduced]) -> dict[str, pd.DataFrame]:
-    curves = {
-        name: np.mean([r.values[name] for r in results], axis=0) for name in ("lorenz", "lorenz_null")
-    }  # (101,) each
-    return {"lorenz": pd.DataFrame({"tokens": np.linspace(0, 1, 101), **curves})}
+def mean_curves(results: Sequence[Reduced]) -> pd.DataFrame:
+    """tokens (share, smallest first), lorenz, lorenz_null: means of the steps' Lorenz curves (101 points)."""
+    curves = {name: np.mean([r.values[name] for r in results], axis=0) for name in ("lorenz", "lorenz_null")}
+    return pd.DataFrame({"tokens": np.linspace(0, 1, 101), **curves})
 
 
 _SCALARS = ("top", "top_null", "gini", "gini_null")
@@ -134,5 +143,38 @@ CLAIM = Claim(
     ),
     "more steps with recording.token_gradients_every, on more seeds; a policy that is less sure of its tokens",
     test,
-    reducers,
+    (REDUCER,),
 )
+
+
+def figure(study: Study, lines: Lines) -> Picture:
+    """Share of Σ|c|·‖∇ ln π‖ that the largest tokens of a step hold, by setting, beside the null in which the norm is 1 − π.
+
+    The steps' Lorenz curves, turned so that the largest come first, averaged over steps and seeds; linear and logarithmic.
+    """
+    found = {s.label: study.results_of(NAME, s) for s in study.settings}
+    found = {label: results for label, results in found.items() if results}
+    if not found:
+        why = "no score norms were recorded (set recording.token_gradients_every)"
+        return Picture("lorenz", "", missing=f"Lorenz curve: {why}")
+    with styled():
+        figure, axes = panels(2)
+        for label, results in found.items():
+            curves, line = mean_curves(results), lines[label]
+            largest = {name: 1 - curves[name].to_numpy()[::-1] for name in ("tokens", "lorenz", "lorenz_null")}
+            for axis in axes:
+                axis.plot(largest["tokens"], largest["lorenz"], label=plain(label), **line.plot)
+                null: dict[str, Any] = {"color": line.color, "linewidth": 0.9, "linestyle": ":"}
+                axis.plot(largest["tokens"], largest["lorenz_null"], label="if norm = 1 − π", **null)
+        for axis, scale in zip(axes, ("linear", "log"), strict=True):
+            axis.plot([0.01, 1], [0.01, 1], color=GREY, linewidth=0.8, label="all tokens equal")
+            label = "share of a step's tokens, largest first"
+            axis.set(xscale=scale, ylim=(0, 1.02), xlabel=label, ylabel="share of Σ |c|·‖∇ ln π‖")
+        axes[0].plot([0, 0.01], [0, 0.01], color=GREY, linewidth=0.8)
+        axes[1].set_xlim(0.01, 1)
+        finish(figure, axes)
+    caption = (
+        "How few tokens make the gradient of a step: Lorenz curves, mean over steps and seeds; dotted: what they would be if "
+        "the norm were 1 − π. Credit through other positions is left out (the local tier)."
+    )
+    return Picture("lorenz", caption, figure, claim=NAME)

@@ -4,12 +4,28 @@ groups.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pandas as pd
 
-from sharpscope.analysis.claims.base import Claim, Condition, Confounder, Finding, Rule, rows_of
+from sharpscope.analysis.claims.base import (
+    FINISHED_ONLY,
+    PAIRED_BY_SEED,
+    SAME_SETTINGS,
+    Claim,
+    Condition,
+    Confounder,
+    Finding,
+    Rule,
+    Verdict,
+    difference_estimate,
+    directional,
+    paired_pictures,
+    pairing_notes,
+    present,
+    rows_of,
+)
 from sharpscope.analysis.claims.measures import (
     FUNCTIONAL,
     MEASURES,
@@ -18,28 +34,21 @@ from sharpscope.analysis.claims.measures import (
     shared_curves,
     smooth_reward,
 )
-from sharpscope.analysis.claims.paired import (
-    FINISHED_ONLY,
-    PAIRED_BY_SEED,
-    SAME_SETTINGS,
-    difference_estimate,
-    directional,
-    pairing_notes,
-    present,
-)
-from sharpscope.analysis.study import Pairing, RunLike, Study
+from sharpscope.analysis.figures.style import Picture
+from sharpscope.analysis.study import Pairing, Study
+from sharpscope.traces import Run
 
 NAME = "C4"
 MARGIN = 0.1
-Matching = Callable[[RunLike, RunLike, pd.Series, pd.Series], tuple[int, int] | None]
+Matching = Callable[[Run, Run, pd.Series, pd.Series], tuple[int, int] | None]
 
 
-def _same_step(first: RunLike, second: RunLike, a: pd.Series, b: pd.Series) -> tuple[int, int] | None:
+def _same_step(first: Run, second: Run, a: pd.Series, b: pd.Series) -> tuple[int, int] | None:
     shared = sorted(set(a.index) & set(b.index))
     return (shared[-1], shared[-1]) if shared else None
 
 
-def _same_reward(first: RunLike, second: RunLike, a: pd.Series, b: pd.Series) -> tuple[int, int] | None:
+def _same_reward(first: Run, second: Run, a: pd.Series, b: pd.Series) -> tuple[int, int] | None:
     """The probed steps at which each run first reached the highest reward that both reached."""
     rewards = [smooth_reward(run).reindex(curve.index).dropna() for run, curve in ((first, a), (second, b))]
     if any(not len(reward) for reward in rewards):
@@ -49,7 +58,7 @@ def _same_reward(first: RunLike, second: RunLike, a: pd.Series, b: pd.Series) ->
     return places[0], places[1]
 
 
-def _same_groups(first: RunLike, second: RunLike, a: pd.Series, b: pd.Series) -> tuple[int, int] | None:
+def _same_groups(first: Run, second: Run, a: pd.Series, b: pd.Series) -> tuple[int, int] | None:
     """The probed steps at which each run had seen most nearly as many informative groups as the poorer run in all."""
     totals = [informative_groups(run) for run in (first, second)]
     if totals[0] is None or totals[1] is None:
@@ -74,7 +83,7 @@ MATCHED: dict[str, tuple[Matching, str]] = {
 def compared(study: Study, pairing: Pairing, quantity: str, matching: Matching) -> pd.DataFrame:
     """seed, baseline, treatment sharpness, and their relative difference as `difference`."""
 
-    def measure(first: RunLike, second: RunLike) -> tuple[float, float] | None:
+    def measure(first: Run, second: Run) -> tuple[float, float] | None:
         curves = shared_curves((first, second), quantity)
         if curves is None or any(not len(curve) for curve in curves):
             return None
@@ -168,6 +177,16 @@ def test(study: Study) -> Finding:
 
 UNIT = "relative difference, treatment − baseline"
 
+
+def draw(verdict: Verdict, study: Study) -> Iterator[Picture]:
+    """Baseline and treatment, paired by seed."""
+    return paired_pictures(
+        verdict,
+        {"sharpness_sam": "plain (sam)", "sharpness_asam": "adaptive (asam)"},
+        "sharpness at the last probed step",
+    )
+
+
 CLAIM = Claim(
     NAME,
     "GRPO-SG lowers sharpness",
@@ -185,4 +204,5 @@ CLAIM = Claim(
     ),
     "more paired seeds with perturbation probes (functional nll, sam and asam)",
     test,
+    draw=draw,
 )

@@ -3,17 +3,34 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import scipy.stats
+from matplotlib.figure import Figure
 
-from sharpscope.analysis.claims.base import Claim, Condition, Confounder, Estimate, Finding, Rule, rows_of
+from sharpscope.analysis.claims.base import (
+    Claim,
+    Condition,
+    Confounder,
+    Estimate,
+    Finding,
+    Rule,
+    Verdict,
+    mean_estimate,
+    picture,
+    present,
+    rows_of,
+    unfinished,
+)
 from sharpscope.analysis.claims.measures import accuracy, evaluations, probe_rows, train_accuracy
-from sharpscope.analysis.claims.paired import mean_estimate, present, unfinished
+from sharpscope.analysis.figures.steps import draw_curve
+from sharpscope.analysis.figures.style import BLUE, GREY, VERMILLION, Picture, finish, panels, styled
 from sharpscope.analysis.statistics import sign_flip_p, smallest_sign_flip_p
-from sharpscope.analysis.study import RunLike, Study
+from sharpscope.analysis.study import Study
+from sharpscope.traces import Run
 
 NAME = "C5"
 FUNCTIONAL = "expected_failure"
@@ -55,7 +72,7 @@ COLUMNS = [
 ]  # fmt: skip
 
 
-def _by_step_and_radius(run: RunLike, quantity: str) -> dict[tuple[int, float], float]:
+def _by_step_and_radius(run: Run, quantity: str) -> dict[tuple[int, float], float]:
     rows = probe_rows(run, quantity, FUNCTIONAL)
     rows = rows[rows["rho"].notna()]
     means = rows.assign(rho=rows["rho"].round(12)).groupby(["step", "rho"])["value"].mean()
@@ -70,7 +87,7 @@ def fixed_radius(calibration: pd.DataFrame) -> tuple[float, bool]:
     return (float(min(good)), True) if len(good) else (float(max(holds.index)), False)
 
 
-def pac_bayes(run: RunLike, row: pd.Series) -> float | None:
+def pac_bayes(run: Run, row: pd.Series) -> float | None:
     """PAC-Bayes-kl relaxed (McAllester, Maurer 2004) of the policy under Gaussian noise of expected norm rho.
 
     E failure ≤ train failure + mean rise + √((KL + ln(2√n/δ))/(2n)) with KL ≤ (Σ‖Δθ‖)²/(2σ²), σ = rho/√parameters, the
@@ -188,6 +205,46 @@ def _smallest(last: pd.DataFrame) -> float:
     return float(min(good)) if len(good) else math.nan
 
 
+def bound_tightness(bound: pd.DataFrame) -> Figure:
+    """Failures and the bound at the fixed radius along training, and the first-order term's share of it (C5).
+
+    `bound`: step, seed, rho, fixed_rho, tested, train, heldout, sharpness, first_order, bound; only tested seeds are drawn.
+    """
+    rows = bound[np.isclose(bound["rho"], bound["fixed_rho"]) & bound["tested"]]
+    rows = rows.assign(
+        first_bound=rows["train"] + rows["first_order"], tightness=rows["first_order"] / rows["sharpness"]
+    )
+    curves = (
+        ("heldout", "held-out failure", BLUE, "-"),
+        ("train", "training failure", GREY, "-"),
+        ("bound", "training failure + sharpness", VERMILLION, "-"),
+        ("first_bound", "training failure + rho·‖∇L‖", VERMILLION, "--"),
+    )
+    with styled():
+        figure, axes = panels(2)
+        for column, label, color, dash in curves:
+            draw_curve(axes[0], rows, column, label, color, dash)
+        rho = float(bound["fixed_rho"].iloc[0])
+        axes[0].set(
+            xlabel="step",
+            ylabel="failure [share of completions]",
+            title=f"rho = {rho:g}, fixed on seeds that are not drawn",
+        )
+        draw_curve(axes[1], rows, "tightness", "", BLUE, "-")
+        axes[1].axhline(1, color=GREY, linewidth=0.8)
+        axes[1].set(xlabel="step", ylabel="rho·‖∇L‖ / sharpness", title="1: first order is all of it")
+        finish(figure, axes)
+    return figure
+
+
+def draw(verdict: Verdict, study: Study) -> Iterator[Picture]:
+    """Bound and failures along training."""
+    caption = (
+        "Held-out failure and the sharpness bound along training, its radius fixed on other seeds than those drawn"
+    )
+    yield picture(verdict, "bound", "bound_tightness", caption, bound_tightness)
+
+
 CLAIM = Claim(
     NAME,
     "held-out failure ≤ empirical failure + sharpness term",
@@ -205,4 +262,5 @@ CLAIM = Claim(
     ),
     "9 seeds or more with perturbation probes of expected_failure over a grid of rho, evaluated at the same steps",
     test,
+    draw=draw,
 )

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 
-from sharpscope.analysis.claims.base import Claim, Condition, Confounder, Estimate, Finding, Rule, rows_of
+from sharpscope.analysis.claims.base import (
+    Claim,
+    Condition,
+    Confounder,
+    Estimate,
+    Finding,
+    Rule,
+    Verdict,
+    picture,
+    rows_of,
+    unfinished,
+)
 from sharpscope.analysis.claims.measures import (
     FUNCTIONAL,
     MEASURES,
@@ -17,9 +31,10 @@ from sharpscope.analysis.claims.measures import (
     shared_curves,
     sharpness_curve,
 )
-from sharpscope.analysis.claims.paired import unfinished
+from sharpscope.analysis.figures.style import COLORS, MARKERS, Picture, finish, panels, styled
 from sharpscope.analysis.statistics import Granulated, contrast_interval, granulated_kendall, kendall, sign_flip_p
-from sharpscope.analysis.study import GRID, RunLike, Study, most_common
+from sharpscope.analysis.study import GRID, Study, grid_settings, most_common
+from sharpscope.traces import Run
 
 NAME = "C6"
 MARGIN = 0.2
@@ -32,9 +47,9 @@ def grid_frame(study: Study) -> pd.DataFrame:
     Left out: runs that differ in anything else than the grid's settings, method and seed from the greatest such family;
     and a second run of one method, seed and setting, which would count a comparison twice.
     """
-    places = [".".join(place) for place in GRID.values()]
+    places = list(GRID.values())
     runs = study.of(study.baseline, study.treatment)
-    family = {name: study.cell(run, places) for name, run in runs.items()}
+    family = {name: study.setting_key(run, places) for name, run in runs.items()}
     if not family:
         return pd.DataFrame()
     common = most_common(sorted(family.values()))
@@ -56,7 +71,7 @@ def grid_frame(study: Study) -> pd.DataFrame:
     return frame.drop_duplicates(["method", "seed", *(axis for axis in GRID if axis in frame)], ignore_index=True)
 
 
-def _row(study: Study, name: str, run: RunLike, curves: dict[str, pd.Series]) -> dict[str, Any] | None:
+def _row(study: Study, name: str, run: Run, curves: dict[str, pd.Series]) -> dict[str, Any] | None:
     step = last_step(run)
     if step is None:
         return None
@@ -69,7 +84,7 @@ def _row(study: Study, name: str, run: RunLike, curves: dict[str, pd.Series]) ->
         q: float(curve.iloc[int(np.argmin(np.abs(curve.index.to_numpy() - step)))]) if len(curve) else np.nan
         for q, curve in measured.items()
     }
-    return {"run": name, "method": run.method, "seed": run.seed, **study.settings(run), "gap": value, **near}
+    return {"run": name, "method": run.method, "seed": run.seed, **grid_settings(run), "gap": value, **near}
 
 
 def granulated(frame: pd.DataFrame, quantity: str, axes: list[str], held: list[str]) -> Granulated | None:
@@ -149,6 +164,53 @@ def _estimate(name: str, found: Granulated, note: str) -> Estimate:
     return Estimate(name, found.value, "granulated Kendall τ", interval, found.p_value, found.pairs, note)
 
 
+def gap_against_sharpness(grid: pd.DataFrame, quantity: str = "asam") -> Figure:
+    """Generalisation gap against sharpness; colour: learning rate, marker: group size, hollow: with more than the least
+    decay, line: same grid but for decay (C6).
+
+    `grid`: gap, the sharpness `quantity`, method, seed, and the grid's settings.
+    """
+    shorts = (("learning rate", "lr"), ("group size", "G"), ("weight decay", "decay"))
+    named = {axis: short for axis, short in shorts if axis in grid}
+    places = {axis: sorted(grid[axis].unique()) for axis in named}
+    with styled():
+        figure, axes = panels(1, width=5.0, height=3.4)
+        for values, rows in grid.groupby(list(named)) if named else [((), grid)]:
+            at = dict(zip(named, values, strict=True))
+            color, marker = (
+                looks[places[axis].index(at[axis]) % len(looks)] if axis in at else looks[0]
+                for axis, looks in (("learning rate", COLORS), ("group size", MARKERS))
+            )
+            label = ", ".join(f"{named[axis]} {value:g}" for axis, value in at.items())
+            fill: Literal["full", "none"] = (
+                "none" if at.get("weight decay", 0) != places.get("weight decay", [0])[0] else "full"
+            )
+            axes[0].plot(
+                rows[quantity], rows["gap"], linestyle="none", marker=marker, color=color, label=label, fillstyle=fill
+            )
+            if "weight decay" not in at or fill == "none":
+                continue  # a line for each, not for each of its ends
+            rest = [axis for axis in at if axis != "weight decay"]
+            alike = grid[(grid[rest] == rows[rest].iloc[0]).all(axis=1)] if rest else grid
+            for _, same in alike.groupby(["method", "seed"]):
+                ordered = same.sort_values("weight decay")
+                axes[0].plot(ordered[quantity], ordered["gap"], color=color, linewidth=0.6, alpha=0.6)
+        if (grid[quantity] > 0).all():
+            axes[0].set_xscale("log")
+            axes[0].xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+            axes[0].xaxis.set_major_formatter("{x:g}")
+            axes[0].xaxis.set_minor_formatter(NullFormatter())
+        axes[0].set(xlabel=f"sharpness ({quantity}) [nats]", ylabel="training − held-out accuracy [share]")
+        finish(figure, axes)
+    return figure
+
+
+def draw(verdict: Verdict, study: Study) -> Iterator[Picture]:
+    """Gap against sharpness."""
+    caption = "Generalization gap against adaptive sharpness over the grid"
+    yield picture(verdict, "grid", "gap_against_sharpness", caption, gap_against_sharpness)
+
+
 CLAIM = Claim(
     NAME,
     "sharpness predicts the generalisation gap",
@@ -165,4 +227,5 @@ CLAIM = Claim(
     "a grid learning rate × group size × weight decay with perturbation probes, 2 seeds or more; to be refuted it needs 6 strata "
     "(methods × seeds × learning rates)",
     test,
+    draw=draw,
 )

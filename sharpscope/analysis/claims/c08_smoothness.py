@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pandas as pd
 
-from sharpscope.analysis.claims.base import Claim, Condition, Confounder, Finding, Rule, rows_of
-from sharpscope.analysis.claims.measures import log_steps, probe_rows, relative_difference
-from sharpscope.analysis.claims.paired import (
+from sharpscope.analysis.claims.base import (
     FINISHED_ONLY,
     PAIRED_BY_SEED,
     SAME_SETTINGS,
+    Claim,
+    Condition,
+    Confounder,
+    Finding,
+    Rule,
+    Verdict,
     difference_estimate,
     directional,
+    paired_pictures,
     pairing_notes,
     present,
+    rows_of,
 )
+from sharpscope.analysis.claims.measures import log_steps, probe_rows, relative_difference
+from sharpscope.analysis.figures.style import Picture
 from sharpscope.analysis.statistics import sign_flip_p
-from sharpscope.analysis.study import Pairing, RunLike, Study
+from sharpscope.analysis.study import Pairing, Study
+from sharpscope.traces import Run
 
 NAME = "C8"
 MARGIN = 0.1
@@ -51,24 +62,24 @@ def spike_rate(norms: np.ndarray) -> float | None:
     return hits / (len(logs) - 10)
 
 
-def _norms(run: RunLike, steps: int) -> np.ndarray:
+def _norms(run: Run, steps: int) -> np.ndarray:
     frame = run.steps.sort_values("step")
     return frame["grad_norm"].to_numpy(dtype=float)[:steps]
 
 
-def _rough(first: RunLike, second: RunLike) -> tuple[float, float] | None:
+def _rough(first: Run, second: Run) -> tuple[float, float] | None:
     steps = min(len(first.steps), len(second.steps))
     a, b = roughness(_norms(first, steps)), roughness(_norms(second, steps))
     return None if a is None or b is None else (a, b)
 
 
-def _spikes(first: RunLike, second: RunLike) -> tuple[float, float] | None:
+def _spikes(first: Run, second: Run) -> tuple[float, float] | None:
     steps = min(len(first.steps), len(second.steps))
     a, b = spike_rate(_norms(first, steps)), spike_rate(_norms(second, steps))
     return None if a is None or b is None else (a, b)
 
 
-def _noise_share(run: RunLike) -> float | None:
+def _noise_share(run: Run) -> float | None:
     """1 − (unbiased ‖∇J‖²)/(‖g‖² of the same draws), over the steps where both are known: what of that norm is noise."""
     unbiased, naive = (
         probe_rows(run, quantity, "surrogate").groupby("step")["value"].mean() for quantity in (UNBIASED, NAIVE)
@@ -78,7 +89,7 @@ def _noise_share(run: RunLike) -> float | None:
     return float(1 - unbiased[both].sum() / total) if total > 0 else None
 
 
-def _noise(first: RunLike, second: RunLike) -> tuple[float, float] | None:
+def _noise(first: Run, second: Run) -> tuple[float, float] | None:
     a, b = _noise_share(first), _noise_share(second)
     return None if a is None or b is None else (a, b)
 
@@ -132,6 +143,11 @@ def test(study: Study) -> Finding:
     )
 
 
+def draw(verdict: Verdict, study: Study) -> Iterator[Picture]:
+    """Baseline and treatment, paired by seed."""
+    return paired_pictures(verdict, {"roughness": "gradient norm"}, "median |ln g(t+1) − ln g(t)|")
+
+
 CLAIM = Claim(
     NAME,
     "GRPO-SG's gradient-norm trajectory is smoother",
@@ -146,4 +162,5 @@ CLAIM = Claim(
     ),
     "more paired seeds",
     test,
+    draw=draw,
 )

@@ -4,26 +4,38 @@ sign.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from sharpscope.analysis.claims.base import Claim, Condition, Confounder, Finding, Rule, rows_of
-from sharpscope.analysis.claims.paired import directional, mean_estimate, present
+from sharpscope.analysis.claims.base import (
+    Claim,
+    Condition,
+    Confounder,
+    Finding,
+    Rule,
+    directional,
+    mean_estimate,
+    present,
+    rows_of,
+)
+from sharpscope.analysis.figures.style import Lines, Picture
+from sharpscope.analysis.figures.tokens import draw_deciles
 from sharpscope.analysis.statistics import sign_flip_p
-from sharpscope.analysis.study import RunLike, Study
-from sharpscope.analysis.tokens import Columns, Reducer
+from sharpscope.analysis.study import Study
+from sharpscope.analysis.tokens import DECILES, Columns, Reduced, Reducer, deciles
+from sharpscope.traces import Run
 
 NAME = "C9"
 COLUMNS = ("logp", "advantage", "heldout_influence")
 MARGIN = 0.1
-DECILES = 10
 FEWEST = 100
 """Tokens with a known influence that a step must have [tokens]."""
 
 
-def _by_decile(tokens: Columns, run: RunLike) -> dict[str, Any] | None:
+def _by_decile(tokens: Columns, run: Run) -> dict[str, Any] | None:
     influence = tokens["heldout_influence"].astype(np.float64)
     advantage = tokens["advantage"].astype(np.float64)
     used = np.isfinite(influence) & np.isfinite(advantage) & (advantage != 0)
@@ -31,8 +43,7 @@ def _by_decile(tokens: Columns, run: RunLike) -> dict[str, Any] | None:
     if not scale > 0:
         return None
     influence, positive, logp = influence[used] / scale, advantage[used] > 0, tokens["logp"][used]
-    rank = np.argsort(np.argsort(logp, kind="stable"), kind="stable")
-    decile = rank * DECILES // len(rank)
+    decile = deciles(logp) - 1
     low = decile == 0
     cells = []
     for sign, chosen in (("positive", positive), ("negative", ~positive)):
@@ -50,27 +61,28 @@ def _by_decile(tokens: Columns, run: RunLike) -> dict[str, Any] | None:
     }
 
 
-def reducers(study: Study) -> list[Reducer]:
-    """Mean influence by decile and sign in each step of the baseline."""
-    inside = {id(run) for run in study.alike(study.baseline).values()}
-    return [Reducer(NAME, COLUMNS, lambda run: id(run) in inside, _by_decile, needs="heldout_influence")]
+REDUCER = Reducer(NAME, COLUMNS, _by_decile, needs="heldout_influence")
 
 
 _SCALARS = ("low", "rest", "low_positive", "low_negative")
 
 
+def cells_frame(results: Sequence[Reduced]) -> pd.DataFrame:
+    """advantage (positive | negative), decile (1 = least likely), influence [step's mean |influence|], pi, seed, step."""
+    parts = [pd.DataFrame(r.values["cells"]).assign(seed=r.seed, step=r.step) for r in results]
+    return pd.concat(parts, ignore_index=True)
+
+
 def test(study: Study) -> Finding:
     """Mean influence of the lowest tenth by probability, in units of the step's mean |influence|."""
-    results = study.reduced.get(NAME, [])
+    results = study.results(NAME, study.alike(study.baseline))
     if not results:
         return Finding(missing=f"no step of {study.baseline} has heldout_influence on enough tokens")
     frame = pd.DataFrame([{"seed": r.seed, "step": r.step, **{k: r.values[k] for k in _SCALARS}} for r in results])
     means = frame.groupby(["seed", "step"], as_index=False).mean()
     low, rest = means["low"].to_numpy(), means["rest"].to_numpy()
     p, as_claimed, refuted, smallest = directional(low, "lower", MARGIN)
-    cells = pd.concat(
-        [pd.DataFrame(r.values["cells"]).assign(seed=r.seed, step=r.step) for r in results], ignore_index=True
-    )
+    cells = cells_frame(results)
     return Finding(
         effect=mean_estimate("mean influence of the lowest tenth by probability", low, UNIT),
         n=len(means),
@@ -119,5 +131,28 @@ CLAIM = Claim(
     ),
     "more steps with recording.heldout_influence_every, on more seeds",
     test,
-    reducers,
+    (REDUCER,),
 )
+
+
+def figure(study: Study, lines: Lines) -> Picture:
+    """Mean influence by decile of probability, a panel for each sign of the advantage; every setting of a study."""
+    parts = []
+    for setting in study.settings:
+        results = study.results_of(NAME, setting)
+        if results:
+            means = cells_frame(results).groupby(["advantage", "decile", "seed"])[["influence"]].mean().reset_index()
+            parts.append(means.rename(columns={"influence": "value"}).assign(setting=setting.label).dropna())
+    if not parts:
+        why = "held-out influence: not recorded (set recording.heldout_influence_every)"
+        return Picture("influence", "", missing=why)
+    frame = pd.concat(parts, ignore_index=True)
+    rows = {
+        f"advantage {sign} 0": frame[frame["advantage"] == name]
+        for sign, name in ((">", "positive"), ("<", "negative"))
+    }
+    caption = (
+        "First-order effect on the held-out loss by decile of the token's probability and sign of its advantage, in units of "
+        "the step's mean |influence|, mean over steps; below 0 hurts. Bars: 95 % t-interval over seeds."
+    )
+    return Picture("influence", caption, draw_deciles(rows, lines, "influence [step's mean |influence|]"), claim=NAME)

@@ -2,24 +2,40 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pandas as pd
+from matplotlib.figure import Figure
 
-from sharpscope.analysis.claims.base import Claim, Condition, Confounder, Finding, Rule, rows_of
-from sharpscope.analysis.claims.c07_generalisation import at_last_step, held_out
-from sharpscope.analysis.claims.paired import (
+from sharpscope.analysis.claims.base import (
     FINISHED_ONLY,
     PAIRED_BY_SEED,
     SAME_SETTINGS,
+    Claim,
+    Condition,
+    Confounder,
+    Finding,
+    Rule,
+    Verdict,
     difference_estimate,
     directional,
+    picture,
     present,
+    rows_of,
     unfinished,
 )
-from sharpscope.analysis.study import Pair, Pairing, Study, most_common
+from sharpscope.analysis.claims.c07_generalization import at_last_step, held_out
+from sharpscope.analysis.claims.measures import last_step
+from sharpscope.analysis.figures.style import BLUE, GREY, Picture, finish, half_widths, panels, plain, styled
+from sharpscope.analysis.statistics import band, contrast_interval
+from sharpscope.analysis.study import GRID, Pair, Pairing, Study, grid_settings, most_common
+from sharpscope.config.token_weights import PAPER_SIGMOID
 
 NAME = "C10"
+_CONSTANT = re.compile(r"weight\.(?:of\.)?(\w+)=(-?[0-9.]+(?:e-?[0-9]+)?)")
 MARGIN = 0.02
 MINIMUM = 7  # seeds of every rival
 CONTROLS = {
@@ -32,20 +48,20 @@ CONTROLS = {
 
 def sweep_pairings(study: Study) -> dict[float, Pairing]:
     """Learning rate → pairs of the treatment with the baseline at that other learning rate, all else equal."""
-    rate = ("optimizer.lr",)
+    rate = (GRID["learning rate"],)
     treated = study.of(study.treatment)
     if not treated:
         return {}
-    main = most_common(sorted(study.cell(run) for run in treated.values()))
-    inside = {name: run for name, run in sorted(treated.items()) if study.cell(run) == main}
-    ground = study.cell(next(iter(inside.values())), rate)
-    own = study.settings(next(iter(inside.values()))).get("learning rate")
+    main = most_common(sorted(study.setting_key(run) for run in treated.values()))
+    inside = {name: run for name, run in sorted(treated.items()) if study.setting_key(run) == main}
+    ground = study.setting_key(next(iter(inside.values())), rate)
+    own = grid_settings(next(iter(inside.values()))).get("learning rate")
     by_seed = {run.seed: name for name, run in reversed(inside.items())}
     found: dict[float, list[Pair]] = {}
     seen: set[tuple[float, Any]] = set()
     for name, run in sorted(study.of(study.baseline).items()):
-        other = study.settings(run).get("learning rate")
-        if other is None or other == own or study.cell(run, rate) != ground or run.seed not in by_seed:
+        other = grid_settings(run).get("learning rate")
+        if other is None or other == own or study.setting_key(run, rate) != ground or run.seed not in by_seed:
             continue
         if (other, run.seed) not in seen:
             seen.add((other, run.seed))
@@ -137,6 +153,84 @@ def _rivals(
 
 UNIT = "share of completions, treatment − rival"
 
+
+def shaping_ablation(comparisons: pd.DataFrame) -> Figure:
+    """Held-out accuracy of the treatment minus that of each control and rival, with 95 % intervals over seeds (C10).
+
+    `comparisons`: rival, seed, difference.
+    """
+    with styled():
+        names = list(dict.fromkeys(comparisons["rival"]))
+        figure, axes = panels(1, width=5.4, height=0.6 + 0.32 * len(names))
+        axes[0].axvline(0, color=GREY, linewidth=0.8)
+        for place, name in enumerate(names):
+            values = comparisons.loc[comparisons["rival"] == name, "difference"].to_numpy(dtype=float)
+            axes[0].plot(values, np.full(len(values), place), "|", color=GREY, markersize=7)
+            interval = contrast_interval(values)
+            if interval is not None:
+                axes[0].plot([interval.low, interval.high], [place, place], color=BLUE, linewidth=2)
+            axes[0].plot([values.mean()], [place], "o", color=BLUE)
+        axes[0].set_yticks(range(len(names)), [plain(name) for name in names])
+        axes[0].invert_yaxis()
+        axes[0].set(xlabel="held-out accuracy, treatment − rival [share]; ticks: seeds")
+        finish(figure, axes)
+    return figure
+
+
+def constants_sensitivity(values: pd.DataFrame) -> Figure:
+    """Held-out accuracy against each constant of the shaping, all others as they are; bands over seeds.
+
+    `values`: constant, setting (a number), seed, accuracy; the method's own setting is marked by `default` = True.
+    """
+    names = sorted(values["constant"].unique())
+    with styled():
+        figure, axes = panels(len(names), columns=3)
+        for axis, name in zip(axes, names, strict=True):
+            rows = values[values["constant"] == name]
+            points = band(rows, ["setting"], "accuracy")
+            axis.errorbar(points["setting"], points["mean"], yerr=half_widths(points), fmt="o-", color=BLUE, capsize=2)
+            for own in rows.loc[rows["default"], "setting"].unique():
+                axis.axvline(own, color=GREY, linewidth=0.8, linestyle="--")
+            axis.set(xlabel=plain(name), ylabel="held-out accuracy [share]")
+        finish(figure, axes)
+    return figure
+
+
+def constants_frame(study: Study) -> pd.DataFrame:
+    """constant, setting, seed, accuracy (held-out, last evaluation), default; from labels such as grpo-sg+weight.tau=4.
+
+    Runs that change one constant alone, and the method's own runs at each constant's default, where it has one.
+    """
+    rows = []
+    for run in study.alike(*study.methods).values():
+        step = last_step(run)
+        accuracy = None if step is None else held_out(run, step)
+        if accuracy is None:
+            continue
+        if run.method == study.treatment:
+            rows += [(name, value, run.seed, accuracy, True) for name, value in PAPER_SIGMOID.items()]
+        else:
+            match = _CONSTANT.fullmatch(run.method.removeprefix(f"{study.treatment}+"))
+            if match is not None and run.method.startswith(f"{study.treatment}+"):
+                rows.append((match[1], float(match[2]), run.seed, accuracy, False))
+    frame = pd.DataFrame(rows, columns=["constant", "setting", "seed", "accuracy", "default"])
+    varied = frame.loc[~frame["default"].astype(bool), "constant"].unique()
+    return frame[frame["constant"].isin(varied)].astype({"default": bool})
+
+
+def draw(verdict: Verdict, study: Study) -> Iterator[Picture]:
+    """Differences from every rival, and accuracy against each constant of the token weight."""
+    caption = "Held-out accuracy against each control and rival, paired by seed"
+    yield picture(verdict, "comparisons", "shaping_ablation", caption, shaping_ablation)
+    frame, name = constants_frame(study), "constants_sensitivity"
+    if len(frame):
+        caption = "Held-out accuracy against each constant of the token weight; dashed: the published one."
+        yield Picture(name, caption, constants_sensitivity(frame), claim=NAME)
+    else:
+        missing = f"constants: no run such as {study.treatment}+weight.tau=4 was evaluated"
+        yield Picture(name, "", missing=missing, claim=NAME)
+
+
 CLAIM = Claim(
     NAME,
     "alignment with probability is what matters",
@@ -153,4 +247,5 @@ CLAIM = Claim(
     ),
     f"at least {MINIMUM} seeds of every control and of the baseline at two other learning rates",
     test,
+    draw=draw,
 )

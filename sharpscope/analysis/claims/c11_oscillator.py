@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import pandas as pd
+from matplotlib.figure import Figure
 
-from sharpscope.analysis.claims.base import Claim, Condition, Confounder, Estimate, Finding, Rule, rows_of
+from sharpscope.analysis.claims.base import (
+    Claim,
+    Condition,
+    Confounder,
+    Estimate,
+    Finding,
+    Rule,
+    Verdict,
+    directional,
+    mean_estimate,
+    present,
+    rows_of,
+    unfinished,
+)
 from sharpscope.analysis.claims.measures import probe_rows
 from sharpscope.analysis.claims.oscillator import (
     explained,
@@ -17,9 +32,10 @@ from sharpscope.analysis.claims.oscillator import (
     noise_variance,
     prediction_errors,
 )
-from sharpscope.analysis.claims.paired import directional, mean_estimate, present, unfinished
+from sharpscope.analysis.figures.style import BLUE, GREY, VERMILLION, Picture, finish, panels, plain, styled
 from sharpscope.analysis.statistics import mean_interval
-from sharpscope.analysis.study import GRID, RunLike, Study
+from sharpscope.analysis.study import GRID, Study, grid_settings
+from sharpscope.traces import Run
 
 NAME = "C11"
 MARGIN = 0.02
@@ -37,12 +53,12 @@ def fits_frame(study: Study) -> pd.DataFrame:
     """
     methods = (study.baseline, study.treatment)
     main = study.alike(*methods)
-    family = study.alike(*methods, but=[".".join(place) for place in GRID.values()])
+    family = study.alike(*methods, but=list(GRID.values()))
     rows = [row | {"main": name in main} for name, run in family.items() if (row := _row(name, run)) is not None]
     return pd.DataFrame(rows)
 
 
-def _row(name: str, run: RunLike) -> dict[str, Any] | None:
+def _row(name: str, run: Run) -> dict[str, Any] | None:
     steps = run.steps.sort_values("step")
     steps = steps[np.isfinite(steps["reward_mean"].to_numpy(dtype=float))]
     t, reward = steps["step"].to_numpy(dtype=float), steps["reward_mean"].to_numpy(dtype=float)
@@ -53,7 +69,7 @@ def _row(name: str, run: RunLike) -> dict[str, Any] | None:
     plain, corrected = explained(fit, reward)
     omega, zeta = predicted(run)
     return {
-        "run": name, "method": run.method, "seed": run.seed, **Study.settings(run),
+        "run": name, "method": run.method, "seed": run.seed, **grid_settings(run),
         "gain": math.log(rival / ours) if ours > 0 and rival > 0 else 0.0,
         "omega": fit.parameters[0], "zeta": fit.parameters[1], "r2": plain, "r2_corrected": corrected,
         "omega_predicted": omega, "zeta_predicted": zeta, "noise": noise_variance(reward),
@@ -61,7 +77,7 @@ def _row(name: str, run: RunLike) -> dict[str, Any] | None:
     }  # fmt: skip
 
 
-def predicted(run: RunLike) -> tuple[float, float]:
+def predicted(run: Run) -> tuple[float, float]:
     """(ω, ζ) per step from the optimizer and the measured curvature; NaN where it was not measured.
 
     Momentum as an average of gradients, θ_{t+1} − θ_t = β(θ_t − θ_{t−1}) − η(1 − β)∇L, has mass m = β/(η(1 − β)) and
@@ -162,7 +178,7 @@ def test(study: Study) -> Finding:
     )
 
 
-def fitted_curves(run: RunLike) -> pd.DataFrame:
+def fitted_curves(run: Run) -> pd.DataFrame:
     """step, reward, oscillator, exponential: a run's reward and both fits, for the figure."""
     steps = run.steps.sort_values("step")
     steps = steps[np.isfinite(steps["reward_mean"].to_numpy(dtype=float))]
@@ -171,6 +187,37 @@ def fitted_curves(run: RunLike) -> pd.DataFrame:
         "step": t, "reward": reward, "oscillator": fit_oscillator(t, reward).curve,
         "exponential": fit_exponential(t, reward).curve,
     })  # fmt: skip
+
+
+def reward_fit(curves: Mapping[str, pd.DataFrame]) -> Figure:
+    """Reward of a run, the damped oscillator and its overdamped limit, a panel for each run (C11).
+
+    `curves`: title → step, reward, oscillator, exponential.
+    """
+    with styled():
+        figure, axes = panels(len(curves))
+        for axis, (title, rows) in zip(axes, curves.items(), strict=True):
+            axis.plot(rows["step"], rows["reward"], ".", color=GREY, markersize=3, label="reward")
+            axis.plot(rows["step"], rows["oscillator"], color=VERMILLION, label="damped oscillator")
+            axis.plot(rows["step"], rows["exponential"], color=BLUE, linestyle="--", label="single exponential")
+            axis.set(xlabel="step", ylabel="mean reward", title=plain(title))
+        finish(figure, axes)
+    return figure
+
+
+def draw(verdict: Verdict, study: Study) -> Iterator[Picture]:
+    """Reward of the first run of each method with both fits."""
+    chosen: dict[str, pd.DataFrame] = {}
+    for method in (study.baseline, study.treatment):
+        for name, run in sorted(study.alike(method).items()):
+            if len(run.steps) >= 10 and run.steps["reward_mean"].notna().sum() >= 10:
+                chosen[name] = fitted_curves(run)
+                break
+    if not chosen:
+        yield Picture("reward_fit", "", missing="reward fit: no finished run has 10 steps with a reward", claim=NAME)
+        return
+    caption = "Reward of one run of each method with the damped oscillator and its overdamped limit (C11)."
+    yield Picture("reward_fit", caption, reward_fit(chosen), claim=NAME)
 
 
 CLAIM = Claim(
@@ -188,4 +235,5 @@ CLAIM = Claim(
     ),
     "more seeds, longer runs, curvature probes for the stiffness",
     test,
+    draw=draw,
 )

@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pandas as pd
+from matplotlib.figure import Figure
 
-from sharpscope.analysis.claims.base import Claim, Condition, Confounder, Finding, Rule, rows_of
-from sharpscope.analysis.claims.measures import relative_difference
-from sharpscope.analysis.claims.paired import (
+from sharpscope.analysis.claims.base import (
     PAIRED_BY_SEED,
+    Claim,
+    Condition,
+    Confounder,
+    Finding,
+    Rule,
+    Verdict,
     difference_estimate,
     directional,
     mean_estimate,
+    picture,
     present,
+    rows_of,
     unfinished,
 )
-from sharpscope.analysis.study import RunLike, Study
+from sharpscope.analysis.claims.measures import relative_difference
+from sharpscope.analysis.figures.style import GREY, Lines, Picture, finish, lines, panels, plain, styled
+from sharpscope.analysis.study import Study
 from sharpscope.analysis.tokens import Columns, Reducer
+from sharpscope.traces import Run
 
 NAME = "C12"
 STABLE = "cov-grpo"
@@ -31,17 +42,14 @@ ENDS = 10
 """Steps averaged at each end of a run for its drift [steps]."""
 
 
-def _predicted(tokens: Columns, run: RunLike) -> dict[str, Any] | None:
+def _predicted(tokens: Columns, run: Run) -> dict[str, Any] | None:
     push = tokens["loss_coef"].astype(np.float64) * tokens["polarity"].astype(np.float64)
     good = np.isfinite(push)
     # c = ∂L/∂ln π, so a descent step of size η on the token's logits changes its entropy by +η·c·polarity
     return {"push": float(push[good].mean())} if good.any() else None
 
 
-def reducers(study: Study) -> list[Reducer]:
-    """Mean of c·polarity in each step of baseline and treatment."""
-    inside = {id(run) for run in study.alike(study.baseline, study.treatment).values()}
-    return [Reducer(NAME, COLUMNS, lambda run: id(run) in inside, _predicted, needs="polarity")]
+REDUCER = Reducer(NAME, COLUMNS, _predicted, needs="polarity")
 
 
 def prediction_frame(study: Study) -> pd.DataFrame:
@@ -52,7 +60,7 @@ def prediction_frame(study: Study) -> pd.DataFrame:
     of, whose luck would tie the two together.
     """
     rows = []
-    for result in study.reduced.get(NAME, []):
+    for result in study.results(NAME, study.alike(study.baseline, study.treatment)):
         steps = study.finished[result.run].steps.set_index("step")
         before, after = result.step - 1, result.step + 1
         if {before, result.step, after} <= set(steps.index):
@@ -74,7 +82,7 @@ def partial_correlation(predicted: np.ndarray, measured: np.ndarray, step: np.nd
     return float(left[0] @ left[1] / (norms[0] * norms[1])) if min(norms) > 0 else None
 
 
-def drift(run: RunLike) -> float | None:
+def drift(run: Run) -> float | None:
     """|H at the end − H at the start| over H at the start, means of ENDS steps."""
     entropy = run.steps.sort_values("step")["entropy_mean"].dropna().to_numpy(dtype=float)
     if len(entropy) < 2 * ENDS:
@@ -86,7 +94,7 @@ def drift(run: RunLike) -> float | None:
 def drift_frame(study: Study, treatment: str = STABLE) -> pd.DataFrame:
     """seed, drift of baseline and of `treatment`, and their relative difference as `difference`."""
 
-    def measure(first: RunLike, second: RunLike) -> tuple[float, float] | None:
+    def measure(first: Run, second: Run) -> tuple[float, float] | None:
         a, b = drift(first), drift(second)
         return None if a is None or b is None else (a, b)
 
@@ -154,6 +162,45 @@ def test(study: Study) -> Finding:
     )
 
 
+def entropy_prediction(prediction: pd.DataFrame, lines: Lines) -> Figure:
+    """Measured against predicted change of entropy, each in its run's standard deviations; means of ten bins (C12).
+
+    `prediction`: run, method, predicted, measured.
+    """
+    with styled():
+        figure, axes = panels(1, width=4.2, height=3.4)
+        axes[0].axhline(0, color=GREY, linewidth=0.8)
+        axes[0].axvline(0, color=GREY, linewidth=0.8)
+        for method, rows in prediction.groupby("method"):
+            spread = rows.groupby("run")[["predicted", "measured"]].transform("std").replace(0.0, np.nan)
+            scaled = (rows[["predicted", "measured"]] / spread).dropna()
+            if len(scaled) < 10:
+                continue
+            line = lines[str(method)]
+            axes[0].plot(
+                scaled["predicted"],
+                scaled["measured"],
+                ".",
+                color=line.color,
+                alpha=0.15,
+                markersize=3,
+                rasterized=True,
+            )
+            bins = pd.qcut(scaled["predicted"].rank(method="first"), 10, labels=False)
+            means = scaled.groupby(bins).mean()
+            axes[0].plot(means["predicted"], means["measured"], marker=line.marker, label=plain(method), **line.plot)
+        axes[0].set(xlabel="predicted ΔH [run's std]", ylabel="measured ΔH [run's std]")
+        finish(figure, axes)
+    return figure
+
+
+def draw(verdict: Verdict, study: Study) -> Iterator[Picture]:
+    """Predicted against measured change of entropy."""
+    caption = "Predicted against measured change of entropy"
+    styles = lines(study.methods)
+    yield picture(verdict, "prediction", "entropy_prediction", caption, lambda frame: entropy_prediction(frame, styles))
+
+
 CLAIM = Claim(
     NAME,
     "polarity predicts entropy's change, and covariance-aware weights stabilise it",
@@ -171,5 +218,6 @@ CLAIM = Claim(
     ),
     f"more seeds, with tokens recorded at every step, and of {STABLE}",
     test,
-    reducers,
+    (REDUCER,),
+    draw,
 )

@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pandas as pd
+from matplotlib.figure import Figure
 
-from sharpscope.analysis.claims.base import Claim, Condition, Confounder, Finding, Rule, rows_of
-from sharpscope.analysis.claims.measures import relative_difference
-from sharpscope.analysis.claims.paired import (
+from sharpscope.analysis.claims.base import (
     FINISHED_ONLY,
     PAIRED_BY_SEED,
     SAME_SETTINGS,
+    Claim,
+    Condition,
+    Confounder,
+    Finding,
+    Rule,
+    Verdict,
     difference_estimate,
     directional,
     mean_estimate,
     pairing_notes,
+    picture,
     present,
+    rows_of,
 )
-from sharpscope.analysis.statistics import sign_flip_p
-from sharpscope.analysis.study import Pairing, RunLike, Study
+from sharpscope.analysis.claims.measures import relative_difference
+from sharpscope.analysis.figures.steps import draw_curve, regular_steps
+from sharpscope.analysis.figures.style import Lines, Picture, finish, lines, panels, plain, styled
+from sharpscope.analysis.statistics import band, sign_flip_p
+from sharpscope.analysis.study import Pairing, Study
 from sharpscope.analysis.tokens import Columns, Reduced, Reducer
+from sharpscope.traces import Run
 
 NAME = "C13"
 COLUMNS = ("logp", "advantage", "weight", "loss_coef", "score_norm_local")
@@ -30,7 +42,7 @@ LOW, HIGH = 0.25, 0.9
 MARGIN = 0.05
 
 
-def _shares(tokens: Columns, run: RunLike) -> dict[str, Any] | None:
+def _shares(tokens: Columns, run: Run) -> dict[str, Any] | None:
     pull = np.abs(tokens["loss_coef"].astype(np.float64)) * tokens["score_norm_local"].astype(np.float64)
     weight, logp = tokens["weight"].astype(np.float64), tokens["logp"]
     good = np.isfinite(pull) & np.isfinite(weight) & (weight > 0) & (pull > 0)
@@ -47,10 +59,7 @@ def _shares(tokens: Columns, run: RunLike) -> dict[str, Any] | None:
     }
 
 
-def reducers(study: Study) -> list[Reducer]:
-    """Shares of Σ|c|·norm in each step of baseline and treatment, with the weights and without."""
-    inside = {id(run) for run in study.alike(study.baseline, study.treatment).values()}
-    return [Reducer(NAME, COLUMNS, lambda run: id(run) in inside, _shares, needs="score_norm_local")]
+REDUCER = Reducer(NAME, COLUMNS, _shares, needs="score_norm_local")
 
 
 def share_frame(results: list[Reduced]) -> pd.DataFrame:
@@ -81,7 +90,7 @@ def _direct(shares: pd.DataFrame, method: str, column: str) -> np.ndarray:
 
 def test(study: Study) -> Finding:
     """Relative difference of the gradient share of lucky tokens; confident tokens must keep theirs."""
-    shares = share_frame(study.reduced.get(NAME, []))
+    shares = share_frame(study.results(NAME, study.alike(study.baseline, study.treatment)))
     pairing = study.pairing()
     if pairing.missing:
         return Finding(missing=pairing.missing)
@@ -129,6 +138,36 @@ def test(study: Study) -> Finding:
 UNIT = "relative difference, treatment − baseline"
 WITHIN = "relative difference, with − without weights"
 
+
+def lucky_spikes(shares: pd.DataFrame, lines: Lines) -> Figure:
+    """Gradient share of lucky and of confident tokens by step and method, with the weights and without (C13).
+
+    Steps that most seeds recorded, see `_regular`; the claim itself compares the steps that both runs of a pair have.
+
+    `shares`: method, seed, step, lucky, confident, lucky_unweighted, confident_unweighted.
+    """
+    with styled():
+        figure, axes = panels(2)
+        for axis, column, title in zip(axes, ("lucky", "confident"), ("unlikely, A > 0", "confident"), strict=True):
+            for method, rows in shares.groupby("method"):
+                line = lines[str(method)]
+                draw_curve(axis, rows, column, plain(method), line.color, line.dash)
+                if not np.allclose(rows[column], rows[f"{column}_unweighted"]):
+                    without = band(regular_steps(rows, f"{column}_unweighted"), ["step"], f"{column}_unweighted")
+                    label = plain(f"{method}, weights taken out")
+                    axis.plot(without["step"], without["mean"], color=line.color, linestyle=":", label=label)
+            axis.set(xlabel="step", ylabel="share of Σ|c|·‖∇ log π‖", title=title)
+        finish(figure, axes)
+    return figure
+
+
+def draw(verdict: Verdict, study: Study) -> Iterator[Picture]:
+    """Gradient shares by step."""
+    caption = "Gradient share of lucky and of confident tokens"
+    styles = lines(study.methods)
+    yield picture(verdict, "shares", "lucky_spikes", caption, lambda frame: lucky_spikes(frame, styles))
+
+
 CLAIM = Claim(
     NAME,
     "GRPO-SG damps lucky spikes while keeping confident tokens",
@@ -146,5 +185,6 @@ CLAIM = Claim(
     ),
     "more paired seeds with recording.token_gradients_every",
     test,
-    reducers,
+    (REDUCER,),
+    draw,
 )

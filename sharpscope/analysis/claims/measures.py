@@ -13,7 +13,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from sharpscope.analysis.study import RunLike
+    from sharpscope.traces import Run
 
 TEMPERATURE = 1.0
 """Sampling temperature of the accuracies compared; where a run was not evaluated at it, its highest is taken."""
@@ -33,7 +33,7 @@ def per_run(function: Callable[..., Value]) -> Callable[..., Value]:
     """Remember what a function of (run, …) gave, as long as the run lives: a run's frames are read once, too."""
 
     @functools.wraps(function)
-    def remembering(run: RunLike, *arguments: Any) -> Value:
+    def remembering(run: Run, *arguments: Any) -> Value:
         known = _MEMORY.setdefault(run, {})
         key = (function.__qualname__, *arguments)
         if key not in known:
@@ -45,7 +45,7 @@ def per_run(function: Callable[..., Value]) -> Callable[..., Value]:
 
 
 @per_run
-def evaluations(run: RunLike, split: str) -> dict[int, tuple[float, int]]:
+def evaluations(run: Run, split: str) -> dict[int, tuple[float, int]]:
     """Step → (accuracy, prompts) of one split at the temperature compared, levels pooled by their prompts.
 
     Rows of level `all` count only where there are no others.
@@ -69,17 +69,17 @@ def evaluations(run: RunLike, split: str) -> dict[int, tuple[float, int]]:
     return {step: (hits / prompts, prompts) for step, (hits, prompts) in sorted(pooled.items())}
 
 
-def accuracy(run: RunLike, split: str, step: int) -> tuple[float, int] | None:
+def accuracy(run: Run, split: str, step: int) -> tuple[float, int] | None:
     """Share of correct completions at `step`, levels pooled by their number of prompts; and that number of prompts."""
     return evaluations(run, split).get(step)
 
 
-def last_step(*runs: RunLike, split: str = "heldout") -> int | None:
+def last_step(*runs: Run, split: str = "heldout") -> int | None:
     """The last step at which all `runs` were evaluated on `split`."""
     return max(set.intersection(*(set(evaluations(run, split)) for run in runs)), default=None)
 
 
-def train_accuracy(run: RunLike, step: int) -> tuple[float, int] | None:
+def train_accuracy(run: Run, step: int) -> tuple[float, int] | None:
     """Accuracy on training prompts at `step`, and the number of completions behind it.
 
     From the split `train` where it was evaluated at that step; otherwise from the training rollouts of the SMOOTHING
@@ -97,13 +97,13 @@ def train_accuracy(run: RunLike, step: int) -> tuple[float, int] | None:
     return float(rows["accuracy"].mean()), count * len(rows)
 
 
-def gap(run: RunLike, step: int) -> float | None:
+def gap(run: Run, step: int) -> float | None:
     """Generalisation gap at `step`: training accuracy − held-out accuracy, both at the temperature compared."""
     inside, outside = train_accuracy(run, step), accuracy(run, "heldout", step)
     return None if inside is None or outside is None else inside[0] - outside[0]
 
 
-def repeats(run: RunLike) -> float | None:
+def repeats(run: Run) -> float | None:
     """How often training went through its finite set; None where the configuration does not tell."""
     config = run.config
     per_step = config.get("rollout", {}).get("prompts_per_step")
@@ -116,7 +116,7 @@ def repeats(run: RunLike) -> float | None:
 
 
 @per_run
-def _probed(run: RunLike) -> dict[tuple[str, str], pd.DataFrame]:
+def _probed(run: Run) -> dict[tuple[str, str], pd.DataFrame]:
     """(quantity, functional) → rows with a value that converged, over all parameters where they are named so."""
     rows = run.probes[["step", "probe_set", "functional", "parameters", "quantity", "value", "rho", "converged"]]
     rows = rows[rows["value"].notna() & ~rows["converged"].eq(False)]
@@ -127,7 +127,7 @@ def _probed(run: RunLike) -> dict[tuple[str, str], pd.DataFrame]:
     return found
 
 
-def probe_rows(run: RunLike, quantity: str, functional: str = FUNCTIONAL, probe_set: str = "train") -> pd.DataFrame:
+def probe_rows(run: Run, quantity: str, functional: str = FUNCTIONAL, probe_set: str = "train") -> pd.DataFrame:
     """Rows (step, value, rho, …) of the probes table for one quantity, on the probe set whose name holds `probe_set`.
 
     Where no set's name holds it, all rows are taken if there is only one set. Rows without a value, and iterations that
@@ -144,7 +144,7 @@ def probe_rows(run: RunLike, quantity: str, functional: str = FUNCTIONAL, probe_
 
 @per_run
 def sharpness_curve(
-    run: RunLike, quantity: str, functional: str = FUNCTIONAL, radii: tuple[float, ...] | None = None
+    run: Run, quantity: str, functional: str = FUNCTIONAL, radii: tuple[float, ...] | None = None
 ) -> pd.Series:
     """Step → sharpness. Of several radii the middle one is taken, the same at every step: of `radii`, or of the run's own."""
     rows = probe_rows(run, quantity, functional)
@@ -154,7 +154,7 @@ def sharpness_curve(
     return rows.groupby("step")["value"].mean()
 
 
-def shared_curves(runs: Sequence[RunLike], quantity: str, functional: str = FUNCTIONAL) -> list[pd.Series] | None:
+def shared_curves(runs: Sequence[Run], quantity: str, functional: str = FUNCTIONAL) -> list[pd.Series] | None:
     """`sharpness_curve` of each run at one radius, the middle one of those that all have, on one probe set.
 
     None where a run has no value, where no radius is everyone's, or where the probe sets differ: these are different rulers.
@@ -174,14 +174,14 @@ def _radii(rows: pd.DataFrame) -> tuple[float, ...]:
 
 
 @per_run
-def smooth_reward(run: RunLike) -> pd.Series:
+def smooth_reward(run: Run) -> pd.Series:
     """Step → mean reward of the SMOOTHING steps up to it."""
     steps = run.steps.sort_values("step")
     return steps.set_index("step")["reward_mean"].rolling(SMOOTHING, min_periods=1).mean()
 
 
 @per_run
-def informative_groups(run: RunLike) -> pd.Series | None:
+def informative_groups(run: Run) -> pd.Series | None:
     """Step → number of groups whose rewards differed, up to and with it; None where the batch size is not known."""
     per_step = run.config.get("rollout", {}).get("prompts_per_step")
     if per_step is None:

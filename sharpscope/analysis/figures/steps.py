@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from textwrap import fill
 
 import numpy as np
@@ -11,11 +11,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from sharpscope.analysis.bands import FEWEST, band, mean_interval
-from sharpscope.analysis.figures.style import GREY, Line, finish, panels, plain, styled
+from sharpscope.analysis.figures.style import GREY, Lines, finish, panels, plain, styled
 from sharpscope.analysis.frames import natural
-
-Lines = Mapping[str, Line]
+from sharpscope.analysis.statistics import FEWEST, band, mean_interval
 
 CROWDED = 3
 """Settings from which on curves of single steps would hide one another."""
@@ -61,6 +59,28 @@ def draw_bands(axis: Axes, values: pd.DataFrame, lines: Lines, *, x: str = "step
         axis.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
     if log:
         axis.set_yscale("log")
+
+
+def draw_curve(axis: Axes, rows: pd.DataFrame, column: str, label: str, color: str, dash: object) -> None:
+    """Mean over seeds by step with its 95 % band; several runs of a seed are averaged first."""
+    points = band(regular_steps(rows, column), ["step"], column)
+    if not len(points):
+        return
+    marker = "o" if len(points) <= 12 else ""
+    axis.plot(
+        points["step"], points["mean"], marker=marker, markersize=3, color=color, linestyle=dash, label=label or None
+    )
+    axis.fill_between(points["step"], points["low"], points["high"], color=color, alpha=0.16, linewidth=0)
+
+
+def regular_steps(rows: pd.DataFrame, column: str) -> pd.DataFrame:
+    """step, seed and their mean, of the steps that more than half of the seeds have.
+
+    A spike's step is recorded out of turn in the one run that has the spike: no mean over seeds, and what made it stand out
+    would stand out in the curve.
+    """
+    means = rows.groupby(["step", "seed"])[[column]].mean().dropna().reset_index()
+    return means[2 * means.groupby("step")["seed"].transform("size") > means["seed"].nunique()]
 
 
 def trajectories(values: pd.DataFrame, lines: Lines, quantities: Sequence[str], *, log: bool = False) -> Figure:
@@ -171,7 +191,7 @@ def every_setting(values: pd.DataFrame, lines: Lines) -> Figure:
         figure, (axis,) = panels(1, width=6.4, height=1.0 + 0.24 * float(rows.sum()))
         for place, label in zip(places, labels, strict=True):
             seen = values.loc[values["setting"] == label, "value"].to_numpy(dtype=float)
-            mean, half = mean_interval(seen)
+            interval = mean_interval(seen, "t") if len(seen) >= FEWEST else None
             color = lines[label].color
             named = label == labels[-1]  # the legend's entries, once
             axis.plot(
@@ -179,7 +199,7 @@ def every_setting(values: pd.DataFrame, lines: Lines) -> Figure:
                 label="a seed" if named else None,
             )  # fmt: skip
             axis.errorbar(
-                mean, place, xerr=half if len(seen) >= FEWEST else None, fmt="D", color=color, capsize=2,
+                seen.mean(), place, xerr=None if interval is None else (interval.high - interval.low) / 2, fmt="D", color=color, capsize=2,
                 label="mean over seeds, 95 % t-interval" if named else None,
             )  # fmt: skip
         middle = float(values.loc[values["setting"] == against, "value"].mean())

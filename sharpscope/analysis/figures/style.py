@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +12,8 @@ from textwrap import fill
 from typing import Any
 
 import matplotlib as mpl
+import numpy as np
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -57,6 +59,17 @@ _PATH, _LONG = (
 
 
 @dataclass(frozen=True)
+class Picture:
+    """A figure with its file name and caption, or `missing`: why there is none. `claim`: the one it belongs to, if any."""
+
+    name: str
+    caption: str
+    figure: Figure | None = None
+    missing: str = ""
+    claim: str = ""
+
+
+@dataclass(frozen=True)
 class Line:
     """How one setting is drawn: colour, dash pattern, marker."""
 
@@ -68,6 +81,9 @@ class Line:
     def plot(self) -> dict[str, Any]:
         """Keyword arguments of Axes.plot."""
         return {"color": self.color, "linestyle": self.dash}
+
+
+Lines = Mapping[str, Line]
 
 
 def lines(labels: Iterable[str]) -> dict[str, Line]:
@@ -120,6 +136,11 @@ def panels(count: int, *, columns: int = 2, width: float = 3.6, height: float = 
     return figure, list(grid[:count])
 
 
+def half_widths(points: pd.DataFrame) -> np.ndarray:
+    """Half-widths of the intervals of `band`, 0 where one seed gives none."""
+    return np.nan_to_num((points["high"] - points["mean"]).to_numpy(dtype=float))
+
+
 def plain(text: object, limit: int = 60) -> str:
     """The same as a figure's label: no mathematics, and shown in legends whatever it begins with."""
     clean = printable(text, limit)
@@ -157,15 +178,19 @@ def save(figure: Figure, folder: Path, name: str) -> list[Path]:
     paths = [folder / f"{name}.png", folder / f"{name}.svg"]
     with styled():
         figure.savefig(paths[0], metadata={"Software": None})
-        figure.set_layout_engine("none")  # the places are found; looking for them again takes as long as drawing
-        with io.StringIO() as sink:
-            figure.savefig(sink, format="svg", metadata={"Date": None})
-            # A hundredth of a point is not to be seen, and six decimals are half of a file of curves.
-            paths[1].write_text(_PATH.sub(_rounded, sink.getvalue()), encoding="utf-8")
+        figure.set_layout_engine("none")  # the layout is done; doing it again takes as long as drawing
+    paths[1].write_text(svg_text(figure), encoding="utf-8")
     return paths
+
+
+def svg_text(figure: Figure) -> str:
+    """A figure as SVG; coordinates are rounded to a hundredth of a point, as six decimals are half of a file of curves."""
+    with styled(), io.StringIO() as sink:
+        figure.savefig(sink, format="svg", metadata={"Date": None})
+        return _PATH.sub(_rounded, sink.getvalue())
 
 
 def _rounded(path: re.Match[str]) -> str:
     short = _LONG.sub(lambda number: f"{float(number[0]):.2f}", path[0])
-    # Without curves each point after the first needs no letter of its own: lines are what is meant.
+    # In a path without curves points after the first need no letter: lines are the default.
     return short if _CURVE.search(short) else short.replace(" \nL ", " ")

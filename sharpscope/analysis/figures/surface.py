@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from sharpscope.analysis.bands import band
 from sharpscope.analysis.figures.steps import draw_bands
-from sharpscope.analysis.figures.style import GREY, Line, finish, panels, plain, styled
+from sharpscope.analysis.figures.style import GREY, Lines, finish, panels, plain, styled
+from sharpscope.analysis.statistics import band
 
-Lines = Mapping[str, Line]
 PLACE = ["quantity", "functional", "probe_set"]
 
 CURVATURE = {

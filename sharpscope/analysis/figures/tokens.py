@@ -10,12 +10,11 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from sharpscope.analysis.bands import band
-from sharpscope.analysis.figures.style import BLACK, GREY, Line, finish, panels, plain, styled
-from sharpscope.analysis.token_frames import complement, lorenz, lower_factor, quantile_bins
-from sharpscope.analysis.weight_curve import INPUTS, input_values, weight_at, weight_input
+from sharpscope.analysis.figures.style import BLACK, BLUE, GREY, Line, Lines, finish, half_widths, panels, plain, styled
+from sharpscope.analysis.statistics import band
+from sharpscope.analysis.tokens import complement
+from sharpscope.analysis.weight_curve import INPUTS, weight_at, weight_input, weight_inputs
 
-Lines = Mapping[str, Line]
 Samples = Mapping[str, pd.DataFrame]
 
 REST = "1 − π, one minus the token's probability"
@@ -39,11 +38,11 @@ def weights(
         for axis, name in zip(axes, inputs, strict=False):
             for label, shaping in shapings.items():
                 if weight_input(shaping) == name:
-                    _function(axis, name, samples[label], shaping, lines[label], label)
+                    _function(axis, samples[label], shaping, lines[label], label)
             axis.set(xlabel=INPUTS[name], ylabel="weight w", title="function; grey: 10 to 90 % of the tokens")
         for label, tokens in samples.items():
             rest = np.maximum(complement(tokens["logp"].to_numpy()), SMALLEST)
-            _quantiles(axes[-1], rest, tokens["weight"].to_numpy(dtype=float), lines[label], label)
+            draw_quantiles(axes[-1], rest, tokens["weight"].to_numpy(dtype=float), lines[label], label)
         axes[-1].set(xscale="log", xlabel=REST, ylabel="weight w", title="observed: median, 10 to 90 %")
         axes[-1].invert_xaxis()
         finish(figure, list(figure.axes))
@@ -67,8 +66,8 @@ def _carried(axis: Axes, tokens: pd.DataFrame) -> None:
     axis.invert_xaxis()
 
 
-def _function(axis: Axes, name: str, tokens: pd.DataFrame, shaping: Mapping[str, Any], line: Line, label: str) -> None:
-    u = input_values(name, tokens)
+def _function(axis: Axes, tokens: pd.DataFrame, shaping: Mapping[str, Any], line: Line, label: str) -> None:
+    u = weight_inputs(shaping, tokens)
     grid = np.linspace(u.min(), u.max(), 300)
     weight = weight_at(shaping, grid)
     if weight is not None:
@@ -76,123 +75,82 @@ def _function(axis: Axes, name: str, tokens: pd.DataFrame, shaping: Mapping[str,
         axis.plot(grid, weight, label=plain(label), **line.plot)
 
 
-def _quantiles(axis: Axes, x: np.ndarray, y: np.ndarray, line: Line, label: str) -> None:
+def draw_quantiles(axis: Axes, x: np.ndarray, y: np.ndarray, line: Line, label: str) -> None:
+    """Median and 10 to 90 % band of y in bins of ln x."""
     rows = quantile_bins(x, y)
     marker = line.marker if len(rows) <= 12 else ""
     axis.plot(rows["x"], rows["q50"], label=plain(label), marker=marker, **line.plot)
     axis.fill_between(rows["x"], rows["q10"], rows["q90"], color=line.color, alpha=0.16, linewidth=0)
 
 
-def logit_gradient(
-    samples: Samples, lines: Lines, vocabulary: int | None, checks: Mapping[str, Mapping[str, Any]]
-) -> Figure:
-    """‖p − e_y‖ against 1 − π with claim C1's bounds, and the ratio of the two, which the bounds hold between 1 and √2.
+def score_norms(samples: Samples, lines: Lines, exact: np.ndarray | None = None) -> Figure:
+    """Norm of ∇ ln π over all parameters against 1 − π, with the law ∝ (1 − π) through the median ratio (dotted).
 
-    `samples`: setting -> tokens with logp, logit_grad_norm. `checks`: setting -> counts over *every* token.
-    """
-    tokens = sum(check["tokens"] for check in checks.values())
-    broken = sum(check["below"] + check["above"] for check in checks.values())
-    with styled():
-        figure, axes = panels(2)
-        lowest = 1.0
-        for label, sample in samples.items():
-            rest = np.maximum(complement(sample["logp"].to_numpy()), SMALLEST)
-            norm = sample["logit_grad_norm"].to_numpy(dtype=float)
-            lowest = min(lowest, float(rest[rest > SMALLEST].min(initial=1.0)))
-            shown = (norm > 0) & (rest > SMALLEST)
-            axes[0].plot(
-                rest[shown][:4000], norm[shown][:4000], ".", color=lines[label].color, markersize=1.2, alpha=0.35,
-                rasterized=True,
-            )  # fmt: skip
-            clear = rest > 1e-5  # below, rounding decides the ratio
-            _quantiles(axes[1], rest[clear], norm[clear] / rest[clear], lines[label], label)
-        grid = np.geomspace(lowest, 1, 50)
-        for factor, dash, name in ((lower_factor(vocabulary), ":", "lower bound"), (np.sqrt(2), "--", "upper bound")):
-            axes[0].plot(grid, factor * grid, color=BLACK, linestyle=dash, linewidth=1, label=name)
-            axes[1].axhline(factor, color=BLACK, linestyle=dash, linewidth=1, label=name)
-        axes[0].set(
-            xscale="log", yscale="log", xlabel=REST, ylabel="‖p − e_y‖ [L2, logits]",
-            title=f"{tokens:,} tokens checked, {broken:,} outside beyond rounding",
-        )  # fmt: skip
-        axes[1].set(xscale="log", xlabel=REST, ylabel="‖p − e_y‖ / (1 − π)", title="median, 10 to 90 %")
-        finish(figure, axes)
-    return figure
-
-
-def score_norm(samples: Samples, lines: Lines, column: str) -> Figure:
-    """Norm of ∇ ln π over all parameters against 1 − π: median, 10 to 90 %, and the law ∝ (1 − π) through the medians.
-
-    `samples`: setting -> tokens with logp and `column` (score_norm or score_norm_local).
+    Args:
+        samples: setting → tokens with logp and score_norm_local: median and 10 to 90 %.
+        lines: of the settings.
+        exact: (n, 2) 1 − π and exact norm of tokens of all settings together, in a panel of their own.
     """
     with styled():
-        figure, (axis,) = panels(1, width=5.0, height=3.6)
+        figure, axes = panels(bool(samples) + (exact is not None), width=4.2)
         for label, sample in samples.items():
             rest = np.maximum(complement(sample["logp"].to_numpy()), SMALLEST)
-            norm = sample[column].to_numpy(dtype=float)
-            shown = norm > 0
-            rest, norm = rest[shown], norm[shown]
-            _quantiles(axis, rest, norm, lines[label], label)
-            factor = float(np.median(norm / rest))
+            norm = sample["score_norm_local"].to_numpy(dtype=float)
+            rest, norm = rest[norm > 0], norm[norm > 0]
+            draw_quantiles(axes[0], rest, norm, lines[label], label)
             ends = np.array([rest.min(), rest.max()])
-            axis.plot(ends, factor * ends, color=lines[label].color, linewidth=0.9, linestyle=":", label="∝ (1 − π)")
-        name = "‖∇ ln π‖" if column == "score_norm" else "‖∇ ln π‖, own position only"
-        axis.set(xscale="log", yscale="log", xlabel=REST, ylabel=f"{name} [L2, parameters]", title="median, 10 to 90 %")
-        finish(figure, [axis])
-    return figure
-
-
-def concentration(samples: Samples, lines: Lines, column: str) -> Figure:
-    """Lorenz curves: share of Σ|c|·‖∇ ln π‖ that the largest tokens hold, against the null in which the norm is 1 − π.
-
-    `samples`: setting -> tokens with logp, loss_coef and `column`.
-    """
-    with styled():
-        figure, axes = panels(2)
-        for label, sample in samples.items():
-            coefficient = np.abs(sample["loss_coef"].to_numpy(dtype=float))
-            found = lorenz(coefficient * sample[column].to_numpy(dtype=float))
-            null = lorenz(coefficient * complement(sample["logp"].to_numpy()))
-            for axis in axes:
-                axis.plot(found["tokens"], found["mass"], label=plain(label), **lines[label].plot)
-                axis.plot(
-                    null["tokens"],
-                    null["mass"],
-                    color=lines[label].color,
-                    linewidth=0.9,
-                    linestyle=":",
-                    label="if norm = 1 − π",
-                )
-        equal = np.geomspace(1e-4, 1, 100)
-        for axis, scale in zip(axes, ("linear", "log"), strict=True):
-            axis.plot(equal, equal, color=GREY, linewidth=0.8, label="all tokens equal")
-            axis.set(
-                xscale=scale, ylim=(0, 1.02), xlabel="share of tokens, largest first", ylabel="share of Σ |c|·‖∇ ln π‖"
-            )
-        axes[1].set_xlim(1e-4, 1)
+            law = float(np.median(norm / rest)) * ends
+            axes[0].plot(ends, law, color=lines[label].color, linewidth=0.9, linestyle=":", label="∝ (1 − π)")
+            axes[0].set(ylabel="‖∇ ln π‖, own position only [L2, parameters]", title="median, 10 to 90 %")
+        if exact is not None:
+            x, y = exact[(exact > 0).all(axis=1)].T
+            axes[-1].plot(x, y, ".", color=BLUE, markersize=1.5, alpha=0.2, rasterized=True, label="token, exact norm")
+            if len(x):
+                ends = np.array([x.min(), x.max()])
+                axes[-1].plot(ends, np.median(y / x) * ends, ":", color=GREY, label="∝ (1 − π)")
+            axes[-1].set(ylabel="‖∇ ln π‖, exact [L2, parameters]", title="tokens of all settings")
+        for axis in axes:
+            axis.set(xscale="log", yscale="log", xlabel=REST)
         finish(figure, axes)
     return figure
 
 
-def deciles(sums: pd.DataFrame, lines: Lines, axis_label: str, *, by_sign: bool = False) -> Figure:
-    """A quantity summed over the tokens of each probability decile: mean and 95 % t-interval over seeds.
+def draw_deciles(content: Mapping[str, pd.DataFrame], lines: Lines, axis_label: str) -> Figure:
+    """A quantity by probability decile: mean and 95 % t-interval over seeds, settings side by side.
 
-    `sums`: setting, seed, decile, value, and with `by_sign` also sign: then a panel for each sign of the advantage.
+    `content`: title of a panel → setting, seed, decile (1 = least likely), value.
     """
-    signs = [(1, "advantage > 0"), (-1, "advantage < 0")] if by_sign else [(None, "all tokens")]
+    labels = sorted({label for frame in content.values() for label in frame["setting"]})
     with styled():
-        figure, axes = panels(len(signs))
-        labels = sorted(sums["setting"].unique())
-        for axis, (sign, title) in zip(axes, signs, strict=True):
-            chosen = sums if sign is None else sums[sums["sign"] == sign]
+        figure, axes = panels(len(content))
+        for axis, (title, frame) in zip(axes, content.items(), strict=True):
             for number, label in enumerate(labels):
-                rows = band(chosen[chosen["setting"] == label], ["decile"])
+                rows = band(frame[frame["setting"] == label], ["decile"])
                 shift = 0.16 * (number - (len(labels) - 1) / 2)
-                half = (rows["high"] - rows["mean"]).fillna(0)
                 axis.errorbar(
-                    rows["decile"] + shift, rows["mean"], yerr=half, fmt=lines[label].marker, color=lines[label].color,
-                    capsize=2, linewidth=1, label=plain(label),
+                    rows["decile"] + shift, rows["mean"], yerr=half_widths(rows), fmt=lines[label].marker,
+                    color=lines[label].color, capsize=2, linewidth=1, label=plain(label),
                 )  # fmt: skip
             axis.axhline(0, color=GREY, linewidth=0.8)
             axis.set(xlabel="decile of π, 1 = least likely", ylabel=axis_label, title=title, xticks=range(1, 11))
         finish(figure, axes)
     return figure
+
+
+def quantile_bins(x: np.ndarray, y: np.ndarray, bins: int = 24, log: bool = True) -> pd.DataFrame:
+    """y's 10, 50 and 90 % quantiles in `bins` equal bins of x (of ln x if `log`): x (mean), q10, q50, q90, n.
+
+    Bins of fewer than 5 points are left out.
+    """
+    scale = np.log(x) if log else x
+    edges = np.linspace(scale.min(), scale.max(), bins + 1) if len(x) else np.zeros(bins + 1)
+    index = np.clip(np.digitize(scale, edges[1:-1]), 0, bins - 1)
+    rows = []
+    for number in range(bins):
+        inside = index == number
+        if inside.sum() >= 5:
+            center = float(scale[inside].mean())
+            rows.append(
+                (float(np.exp(center)) if log else center, *np.quantile(y[inside], [0.1, 0.5, 0.9]), int(inside.sum()))
+            )
+    return pd.DataFrame(rows, columns=["x", "q10", "q50", "q90", "n"]).astype(float)

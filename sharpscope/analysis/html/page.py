@@ -2,176 +2,107 @@
 
 from __future__ import annotations
 
-import io
-import re
+import base64
+import hashlib
+import json
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
-from matplotlib.figure import Figure
 
 from sharpscope import __version__
-from sharpscope.analysis import report_sections as sections
-from sharpscope.analysis.claims import Verdict
-from sharpscope.analysis.claims.writers import LIMITS
-from sharpscope.analysis.completions import completions_dropped
-from sharpscope.analysis.figures.style import styled
-from sharpscope.analysis.html.inert import data_uri, script_json, source_hash
-from sharpscope.analysis.html.interactive import plot_of
+from sharpscope.analysis.claims import LIMITS
+from sharpscope.analysis.completions import RULE, completions_dropped
+from sharpscope.analysis.figures.style import Picture, svg_text
 from sharpscope.analysis.html.tokens import token_view
-from sharpscope.analysis.report import StudyReport
-from sharpscope.analysis.report_content import ReportContent
+from sharpscope.analysis.report import Report, VerdictSection, number
 from sharpscope.analysis.text import shown
 
 SIGNS = {"supported": "✓", "refuted": "✗", "inconclusive": "?", "untestable": "–"}
-_SCRIPTS = ("colours.js", "tokens.js", "view.js")
 
 
-@dataclass(frozen=True)
-class Chart:
-    """A figure of the page: `image` is the picture as an address, `plot` plotly's data where its values can be read.
-
-    width, height: of the picture [CSS pixels].
-    """
-
-    name: str
-    caption: str
-    image: str
-    width: int
-    height: int
-    plot: dict[str, Any] | None
-
-
-def report_html(content: ReportContent, pictures: Mapping[str, str] | None = None) -> str:
+def report_html(report: Report, pictures: Mapping[str, str] | None = None) -> str:
     """The whole page.
 
     Args:
-        content: what it tells.
+        report: what it says.
         pictures: name → SVG text of figures that were drawn already; the others are drawn here.
     """
-    charts = {
-        name: chart(name, picture.caption, picture.figure, (pictures or {}).get(name))
-        for name, picture in content.pictures()
-        if picture.figure is not None
-    }
-    view = token_view(content.runs.by_name)
-    plots = {name: one.plot for name, one in charts.items() if one.plot is not None}
-    data = {"data-plots": Markup(script_json(plots))}
-    scripts = [_asset("figures.js")]
+    images = {name: _image(figure, (pictures or {}).get(name)) for name, figure in report.figures.items()}
+    view = token_view(report.runs.by_name, report.choices)
+    scripts, data = [_asset("page.js")], {}
     if view["completions"]:
         data["data-tokens"] = Markup(script_json(view))
-        scripts = [*map(_asset, _SCRIPTS), *scripts]
-    if plots:
-        scripts = [plotly_script(), *scripts]
-    css, plot_css = _asset("report.css"), _asset("plotly.css")
-    context = _context(content, charts) | {
-        "policy": policy(scripts, [css, plot_css] if plots else [css]), "css": Markup(css), "plot_css": Markup(plot_css),
-        "plots": bool(plots), "scripts": [Markup(text) for text in scripts], "data": list(data.items()),
-        "guards": style_guards(scripts[0]) if plots else [], "token_count": len(view["completions"]),
-        "token_rule": view["rule"], "token_notes": view["notes"], "spike_count": len(view["spikes"]),
-    }  # fmt: skip
-    return _environment().get_template("report.html.j2").render(context)
+        scripts = [*map(_asset, ("colors.js", "tokens.js", "view.js")), *scripts]
+    css = _asset("report.css")
+    methods = report.verdicts[0].verdict.methods if report.verdicts else ("–", "–")
+    counts = Counter(str(section.verdict.verdict) for section in report.verdicts)
+    names = list(report.runs.by_name)
+    return _environment().get_template("report.html.j2").render(
+        version=__version__, report=report, policy=policy(scripts, [css]), css=Markup(css), scripts=list(map(Markup, scripts)),
+        data=list(data.items()), figure=lambda name, picture: _figure(name, picture, images[name]), p_text=_p_text,
+        title=f"{len(names)} run{'s' if len(names) != 1 else ''}: {', '.join(names[:4])}{' …' if len(names) > 4 else ''}",
+        baseline=methods[0], treatment=methods[1], signs=SIGNS, limits=LIMITS,
+        tally=[(outcome, counts[outcome]) for outcome in SIGNS if counts[outcome]],
+        token_count=len(view["completions"]), token_rule=RULE, token_notes=view["notes"], spike_count=len(view["spikes"]),
+        all_dropped=all(map(completions_dropped, report.runs)),
+    )  # fmt: skip
 
 
 def policy(scripts: Sequence[str], styles: Sequence[str]) -> str:
-    """The Content-Security-Policy: nothing from outside, no form, no frame, and of inline code only what is hashed here."""
-    return "; ".join([
-        "default-src 'none'",
-        "script-src " + " ".join(map(source_hash, scripts)),
-        "style-src " + " ".join(map(source_hash, styles)),
-        "img-src data:",
-        "base-uri 'none'",
-        "form-action 'none'",
-    ])  # fmt: skip
+    """The Content-Security-Policy: nothing from outside, no form, no frame, and only the inline code that is hashed here."""
+    rules = ["default-src 'none'", "img-src data:", "base-uri 'none'", "form-action 'none'"]
+    rules += ["script-src " + " ".join(map(_source_hash, scripts)), "style-src " + " ".join(map(_source_hash, styles))]
+    return "; ".join(rules)
 
 
-def chart(name: str, caption: str, figure: Figure, svg: str | None = None) -> Chart:
-    """A figure for the page. `svg`: its picture, if it was drawn already."""
-    width, height = (round(float(inches) * 96) for inches in figure.get_size_inches())
-    image = data_uri(svg or svg_text(figure), "image/svg+xml")
-    return Chart(name, caption, image, width, height, plot_of(figure))
+def script_json(value: Any) -> str:
+    """`value` as JSON for the inside of a script element: no character in it can end the element or open a comment.
 
-
-def svg_text(figure: Figure) -> str:
-    """A figure as SVG text, the same for equal figures."""
-    sink = io.StringIO()
-    with styled():
-        figure.savefig(sink, format="svg", metadata={"Date": None})
-    return sink.getvalue()
-
-
-@cache
-def plotly_script() -> str:
-    """plotly.js as the Python package brings it, fit to stand inside a script element."""
-    from plotly.offline import get_plotlyjs
-
-    text = get_plotlyjs().replace("\r\n", "\n")
-    return text.replace("</script", "<\\/script").replace("<!--", "<\\!--")
-
-
-def style_guards(script: str) -> list[str]:
-    """Ids that keep parts of plotly.js from adding style sheets of their own, which the policy forbids.
-
-    Its map library looks for an element with a certain id before it adds its sheet; there is no map in a report.
+    Numbers that are not finite become null.
     """
-    return sorted(set(re.findall(r'getElementById\("([0-9a-f]{64})"\)', script)))
+    text = json.dumps(finite(value), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    for char in "<>&\u2028\u2029":
+        text = text.replace(char, f"\\u{ord(char):04x}")
+    return text
 
 
-def _context(content: ReportContent, charts: Mapping[str, Chart]) -> dict[str, Any]:
-    of_claims: dict[str, list[Chart]] = {}
-    for name, picture in content.pictures():
-        if picture.claim:
-            of_claims.setdefault(picture.claim, []).append(charts[name])
-    missing = {picture.claim: picture.missing for picture in content.evidence if picture.missing}
-    methods = content.verdicts[0].methods if content.verdicts else ("–", "–")
-    counts = Counter(str(verdict.verdict) for verdict in content.verdicts)
-    names = list(content.runs.by_name)
-    listed = sections.Grid("Commands", ("makes", "command"), tuple(sections.commands(content)))
-    return {
-        "version": __version__, "source": content.source, "messages": content.messages,
-        "title": f"{len(names)} run{'s' if len(names) != 1 else ''}: {', '.join(names[:4])}{' …' if len(names) > 4 else ''}",
-        "baseline": methods[0], "treatment": methods[1], "signs": SIGNS, "limits": LIMITS,
-        "tally": [(outcome, counts[outcome]) for outcome in SIGNS if counts[outcome]],
-        "verdicts": [_verdict(v, of_claims.get(v.claim, []), missing.get(v.claim, ""), content) for v in content.verdicts],
-        "studies": [_study(report, charts) for report in content.reports],
-        "other_figures": [charts[name] for name, p in content.pictures() if not p.claim and p in content.evidence],
-        "run_table": sections.run_grid(content.runs), "event_table": sections.event_grid(content.runs),
-        "cost_table": sections.cost_grid(content.runs), "spike_table": sections.spike_grid(content.runs),
-        "no_spikes": sections.no_spikes(content.runs), "not_kept": sections.not_kept(content.runs),
-        "all_dropped": all(map(completions_dropped, content.runs)),
-        "command_table": listed,
-    }  # fmt: skip
+def finite(value: Any) -> Any:
+    """The same value with None in place of every number that is not finite."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return value
 
 
-def _verdict(verdict: Verdict, figures: Sequence[Chart], missing: str, content: ReportContent) -> dict[str, Any]:
-    effect = verdict.effect
-    line = verdict.reason
-    if verdict.verdict != "untestable" and effect is not None and sections.number(effect.value) != "–":
-        interval = "" if effect.interval is None else f" {effect.interval}"
-        line = f"{effect.name} {sections.number(effect.value)}{interval}, n = {verdict.n:,}"
-    p = "" if verdict.p_value is None else sections.number(verdict.p_value)
-    if p and verdict.role == "primary":
-        p += f", after Holm {sections.number(verdict.p_adjusted)}"
-    return {
-        "verdict": verdict, "line": line, "figures": figures, "missing": missing, "p": p,
-        "numbers": sections.number_grid(verdict), "read": sections.read_grid(verdict),
-        "frames": sections.frame_grids(verdict), "command": f"sharpscope claims {content.source} --claim {verdict.claim} --details",
-    }  # fmt: skip
+def _source_hash(text: str) -> str:
+    """The source expression of the policy that allows exactly this inline script or style."""
+    return "'sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() + "'"
 
 
-def _study(report: StudyReport, charts: Mapping[str, Chart]) -> dict[str, Any]:
-    tables = (sections.result_grid(report), sections.difference_grid(report.study), sections.setting_grid(report.study))
-    return {
-        "name": report.study.name,
-        "tables": [table for table in tables if table is not None],
-        "figures": [charts[f"{report.study.slug}{p.name}"] for p in report.pictures if p.figure is not None],
-        "missing": [p.missing for p in report.pictures if p.missing],
-    }
+def _image(figure: Any, svg: str | None) -> tuple[str, int, int]:
+    """Address of the picture (an SVG file inside the page, in which nothing can run), width and height [CSS pixels]."""
+    width, height = (round(float(inches) * 96) for inches in figure.get_size_inches())
+    content = base64.b64encode((svg or svg_text(figure)).encode()).decode()
+    return f"data:image/svg+xml;base64,{content}", width, height
+
+
+def _figure(name: str, picture: Picture, image: tuple[str, int, int]) -> dict[str, Any]:
+    return {"name": name, "caption": picture.caption, "image": image[0], "width": image[1], "height": image[2]}
+
+
+def _p_text(section: VerdictSection) -> str:
+    verdict = section.verdict
+    p = "" if verdict.p_value is None else number(verdict.p_value)
+    return f"{p}, after Holm {number(verdict.p_adjusted)}" if p and verdict.role == "primary" else p
 
 
 @cache

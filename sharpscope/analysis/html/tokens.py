@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from sharpscope.analysis.completions import RULE, Choice, choose, completions_dropped
+from sharpscope.analysis.completions import Choice, choose, completions_dropped
 from sharpscope.analysis.text import shown
 from sharpscope.analysis.token_text import Pieces, piece_maker
 from sharpscope.traces import Run
@@ -57,13 +57,15 @@ class Pool:
         return list(self.numbers)
 
 
-def token_view(runs: Mapping[str, Run], budget: int = BUDGET) -> dict[str, Any]:
-    """Everything the token view shows: rule, runs, prompts, token texts (`pieces`), completions, spikes, notes.
+def token_view(
+    runs: Mapping[str, Run], choices: Mapping[str, Choice] | None = None, budget: int = BUDGET
+) -> dict[str, Any]:
+    """Everything the token view shows: runs, prompts, token texts (`pieces`), completions, spikes, notes.
 
     A completion's `c` maps a name of COLUMNS to one number a token; a column without any number is left out. Every text is
     made visible by `shown`. At most `budget` bytes of completions, every run its equal part.
     """
-    choices = choose(runs)
+    choices = choose(runs) if choices is None else choices
     share = min(RUN_BUDGET, budget // max(1, len(choices)))
     pieces, prompts = Pool(), Pool()
     completions: list[dict[str, Any]] = []
@@ -88,7 +90,7 @@ def token_view(runs: Mapping[str, Run], budget: int = BUDGET) -> dict[str, Any]:
         else:
             notes.append(f"{name}: no completions were recorded (recording.rollouts_every).")
     return {
-        "rule": RULE, "runs": [shown(name) for name in choices], "methods": [shown(c.run.method) for c in choices.values()],
+        "runs": [shown(name) for name in choices], "methods": [shown(c.run.method) for c in choices.values()],
         "prompts": [shown(text) for text in prompts.texts], "pieces": pieces.texts, "completions": completions,
         "spikes": spikes, "notes": [shown(note) for note in notes],
     }  # fmt: skip

@@ -1,19 +1,16 @@
-"""Statistics of few, unequal and dependent samples: clustered intervals, sign-flip tests, granulated rank
-correlation.
-"""
+"""Statistics of few, unequal and dependent samples: clustered intervals, sign-flip tests, granulated rank correlation."""
 
 from sharpscope.analysis.statistics.concentration import gini, lorenz, top_share
 from sharpscope.analysis.statistics.intervals import (
-    BCA_FROM,
-    PERCENTILE_T_FROM,
+    FEWEST,
     Interval,
     accuracy_interval,
+    band,
     contrast_interval,
     mean_interval,
     share_interval,
 )
 from sharpscope.analysis.statistics.permutation import (
-    EXACT_UP_TO,
     holm,
     sign_flip_interval,
     sign_flip_p,
@@ -23,13 +20,12 @@ from sharpscope.analysis.statistics.ranks import Granulated, granulated_kendall,
 from sharpscope.analysis.statistics.regression import ClusterSlope, cluster_moments
 
 __all__ = [
-    "BCA_FROM",
-    "EXACT_UP_TO",
-    "PERCENTILE_T_FROM",
+    "FEWEST",
     "ClusterSlope",
     "Granulated",
     "Interval",
     "accuracy_interval",
+    "band",
     "cluster_moments",
     "contrast_interval",
     "gini",

@@ -6,25 +6,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-def lorenz(values: NDArray[np.floating], points: int = 101) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Lorenz curve of `values` (n,) ≥ 0: shares of the members, smallest first, and of the total that they hold.
+def lorenz(values: NDArray[np.floating], points: int = 101) -> NDArray[np.float64]:
+    """Lorenz curve of `values` (n,) ≥ 0: share of the total held by the smallest 0, 1/(points − 1), …, 1 of the members.
 
     Returns:
-        (points,) in [0, 1] each; the diagonal where the total is 0.
+        (points,) in [0, 1]; the diagonal if the total is 0.
     """
     grid = np.linspace(0.0, 1.0, points)
     ordered = np.sort(np.asarray(values, dtype=np.float64))
     total = ordered.sum()
     if not total > 0:
-        return grid, grid
+        return grid
     held = np.concatenate([[0.0], np.cumsum(ordered) / total])
-    return grid, np.interp(grid, np.linspace(0.0, 1.0, len(held)), held)
+    return np.interp(grid, np.linspace(0.0, 1.0, len(held)), held)
 
 
 def gini(values: NDArray[np.floating]) -> float:
-    """Gini coefficient of `values` (n,) ≥ 0: 0 where all are equal, (n − 1)/n where one holds everything; NaN
-    without a total.
-    """
+    """Gini coefficient of `values` (n,) ≥ 0: 0 if all are equal, (n − 1)/n if one holds everything; NaN for a total of 0."""
     ordered = np.sort(np.asarray(values, dtype=np.float64))
     n, total = len(ordered), ordered.sum()
     if not total > 0:

@@ -1,9 +1,10 @@
-"""Intervals for a mean over clusters. What a cluster is (a run, a prompt, a step of a seed) is the caller's to say.
+"""Intervals for a mean over clusters. What a cluster is (a run, a prompt, a step of a seed) is the caller's choice.
 
 | kind | used for | clusters |
 |---|---|---|
-| `bca` | anything (`scipy.stats.bootstrap`, Efron 1987) | from 15 up |
-| `percentile-t` | the mean of a sample (bootstrap-t, Hall 1988) | 4 to 14 |
+| `t` | the mean of a sample, in figures and summaries (Student) | from 2 |
+| `percentile-t` | the mean of a sample, in tables and claims (bootstrap-t, Hall 1988) | 4 to 14 |
+| `bca` | the same and any other statistic (`scipy.stats.bootstrap`, Efron 1987) | from 15 |
 | `sign-flip` | the mean of paired differences (exact; inverts the test that gives their p-value) | 6 to 14 |
 | `clopper-pearson` | a share of independent trials | any |
 | `wilson` | an accuracy over prompts with one or several completions each | any |
@@ -20,28 +21,33 @@ Measured coverage of nominal 95 % (1,000 samples each; `tests/analysis/test_stat
 | bca, 30 | 0.93 | 0.89 | 0.89 |
 | bca of a slope, 20 | | 0.92 | |
 
-So BCa is a little too narrow where clusters are few; verdicts rest on the sign-flip p-values, which keep their level.
+BCa is a little too narrow with few clusters; verdicts rest on the sign-flip p-values, which keep their level.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+import pandas as pd
 import scipy.stats
 from numpy.typing import NDArray
+from scipy.special import stdtrit
 
 from sharpscope.analysis.statistics.permutation import sign_flip_interval
 
-Kind = Literal["bca", "percentile-t", "sign-flip", "clopper-pearson", "wilson"]
+Kind = Literal["t", "bca", "percentile-t", "sign-flip", "clopper-pearson", "wilson"]
 
 BCA_FROM = 15
 PERCENTILE_T_FROM = 4
 RESAMPLES = 4_999
 PRIOR_COUNT = 2.0
 """How much `accuracy_interval` trusts the largest design effect, as a number of answers of the rarer kind."""
+FEWEST = 4
+"""Seeds from which a figure draws an interval; with fewer (t = 12.7 with two) every seed is drawn instead."""
 
 
 @dataclass(frozen=True)
@@ -61,12 +67,27 @@ class Interval:
         return f"[{100 * self.low:.{digits}f}, {100 * self.high:.{digits}f}]"
 
 
-def mean_interval(values: NDArray[np.floating], level: float = 0.95, seed: int = 0) -> Interval | None:
-    """Interval of the mean of a sample `values` (n,), one number a cluster: BCa, below 15 percentile-t, below 4 None.
+def mean_interval(
+    values: Sequence[float] | NDArray[np.floating],
+    method: Literal["bootstrap", "t"] = "bootstrap",
+    level: float = 0.95,
+    seed: int = 0,
+) -> Interval | None:
+    """Interval of the mean of a sample `values` (n,), one number per cluster; None where `method` gives no finite one.
 
-    Equal values give an interval of no width. None, too, where it has no end: few values of which most are equal.
+    Args:
+        values: the sample.
+        method: `t`: mean ± t_{(1+level)/2, n−1}·s/√n, from 2 values. `bootstrap`: percentile-t from 4 values, BCa from 15;
+            values that are all equal give an interval of no width.
+        level: confidence.
+        seed: of the resamples.
     """
-    data = np.sort(np.asarray(values, dtype=np.float64))  # resamples must not depend on the order
+    data = np.asarray(values, dtype=np.float64)
+    if method == "t":
+        half = _half_width(data, level)
+        mean = float(data.mean()) if len(data) else math.nan
+        return Interval(mean - half, mean + half, "t", level) if math.isfinite(half) else None
+    data = np.sort(data)  # resamples must not depend on the order
     if len(data) >= BCA_FROM:
         return bootstrap_interval(data, None, level, seed)
     if len(data) < PERCENTILE_T_FROM:
@@ -75,11 +96,34 @@ def mean_interval(values: NDArray[np.floating], level: float = 0.95, seed: int =
     return found if np.isfinite([found.low, found.high]).all() else None
 
 
-def contrast_interval(values: NDArray[np.floating], level: float = 0.95, seed: int = 0) -> Interval | None:
-    """Interval of the mean of paired differences `values` (n,): BCa, below 15 exact sign flips, None where n is
-    too small.
+def _half_width(data: NDArray[np.float64], level: float) -> float:
+    n = len(data)
+    return math.nan if n < 2 else float(stdtrit(n - 1, (1 + level) / 2)) * (float(data.std(ddof=1)) / math.sqrt(n))
 
-    At 95 %, 6 is the smallest n that a sign-flip test can reject anything with.
+
+def band(frame: pd.DataFrame, by: Sequence[str], value: str = "value", *, log: bool = False) -> pd.DataFrame:
+    """Mean and 95 % t-interval over the rows of `frame` (one per seed) with equal `by`: columns by…, mean, low, high, n.
+
+    A value that is not a number makes all three NaN: nothing is left out silently. low and high are NaN where n = 1.
+    `log`: of ln(value), transformed back (a geometric mean); values ≤ 0 count as not a number.
+    """
+    rows = []
+    for key, group in frame.groupby(list(by), sort=True, dropna=False):
+        values = group[value].to_numpy(dtype=float)
+        if log:
+            with np.errstate(divide="ignore", invalid="ignore"):
+                values = np.where(values > 0, np.log(values), np.nan)
+        mean, half = float(values.mean()), _half_width(values, 0.95)
+        ends = (mean, mean - half, mean + half)
+        mean, low, high = (math.exp(end) for end in ends) if log else ends
+        rows.append((*key, mean, low, high, len(values)))
+    return pd.DataFrame(rows, columns=[*by, "mean", "low", "high", "n"])
+
+
+def contrast_interval(values: NDArray[np.floating], level: float = 0.95, seed: int = 0) -> Interval | None:
+    """Interval of the mean of paired differences `values` (n,): BCa, below 15 exact sign flips, None if n is too small.
+
+    At 95 %, 6 is the smallest n with which a sign-flip test can reject anything.
     """
     data = np.sort(np.asarray(values, dtype=np.float64))  # resamples must not depend on the order
     if len(data) >= BCA_FROM:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
@@ -12,13 +11,9 @@ from numpy.typing import NDArray
 
 from sharpscope.analysis.claims.measures import TEMPERATURE, accuracy, evaluations, last_step, per_run, shared_curves
 from sharpscope.analysis.statistics import contrast_interval, mean_interval
-from sharpscope.analysis.studies import Setting, ground_of, studies
-from sharpscope.analysis.studies import Study as Titled
-from sharpscope.analysis.study import Pairing, RunLike, Study
-from sharpscope.analysis.tables.paper import Cell, PaperTable
-
-if TYPE_CHECKING:
-    from sharpscope.traces import Runs
+from sharpscope.analysis.study import Pairing, Setting, Study, studies
+from sharpscope.analysis.tables.paper import Cell, Table
+from sharpscope.traces import Run
 
 LATE = 0.2
 """Share of the steps, at the end, that a step quantity is averaged over."""
@@ -35,29 +30,19 @@ class Quantity:
     digits: int = 3
 
 
-def endpoint_tables(runs: Runs, *, baseline: str = "grpo", treatment: str = "grpo-sg") -> list[PaperTable]:
-    """All tables of this module."""
-    return [*pair_tables(runs, baseline=baseline, treatment=treatment), *setting_tables(runs, baseline=baseline)]
+def endpoint_tables(whole: Study) -> list[Table]:
+    """`table_pair` and `table_settings`, each for every task and policy that has what it needs."""
+    parts = studies(whole)
+    made = [_pair_table(study, pairing) for study in parts if (pairing := study.pairing()).pairs]
+    return [*made, *(table for study in parts if (table := _setting_table(study)) is not None)]
 
 
-def pair_tables(runs: Runs, *, baseline: str = "grpo", treatment: str = "grpo-sg") -> list[PaperTable]:
-    """`table_pair`, one a task and policy: means of both methods and their differences paired by seed.
+def _pair_table(study: Study, pairing: Pairing) -> Table:
+    """Means of both methods in many quantities, and their differences paired by seed.
 
-    The pairs are those of the setting that has most of them, as in the claims. Intervals of means over seeds as in
-    `paper_tables`; of differences by sign flips (from 15 pairs on BCa), from 6 pairs on.
+    The pairs are those of the setting that has the most of them, as in the claims. Intervals of differences: sign flips, from
+    6 pairs on (from 15, BCa).
     """
-    grounds = dict.fromkeys(ground_of(run) for run in runs.by_name.values())
-    made = []
-    for ground, title in zip(grounds, studies(runs), strict=True):
-        own = {name: run for name, run in runs.by_name.items() if ground_of(run) == ground}
-        study = Study(own, baseline, treatment)
-        pairing = study.pairing()
-        if pairing.pairs:
-            made.append(_pair_table(study, pairing, title))
-    return made
-
-
-def _pair_table(study: Study, pairing: Pairing, title: Titled) -> PaperTable:
     first, second = study.baseline, study.treatment
     rows: dict[str, dict[str, Cell | str]] = {}
     for quantity in _quantities(study, pairing):
@@ -73,49 +58,45 @@ def _pair_table(study: Study, pairing: Pairing, title: Titled) -> PaperTable:
     left = f"; {pairing.left_out} pairs of other settings left out" if pairing.left_out else ""
     steps = {len(study.finished[name].steps) for name in pairing.names}
     caption = (
-        f"{second} and {first}, paired by seed. Study {title.name}, {pairing.setting}, {_span(steps)} steps{left}. Mean and 95 % "
-        f"interval over seeds; difference: {second} − {first}. Accuracies at temperature {TEMPERATURE:g}; `last`, `first`: at the "
-        f"last and first step that both runs of a pair have; `late`: mean of the last {LATE:.0%} of the steps. Curvature and "
-        "sharpness: training half of the probe set. Weight by the gradient carried: tokens counted by |c|·‖∇ log π‖/w (local "
-        "norm). The intervals describe; the claims test."
+        f"{second} and {first}, paired by seed. Study {study.name}, {pairing.setting}, {_span(steps)} steps{left}. Mean and 95 % "
+        f"bootstrap interval over seeds; difference: {second} − {first}. Accuracies at temperature {TEMPERATURE:g}; `last`, "
+        f"`first`: at the last and first step that both runs of a pair have; `late`: mean of the last {LATE:.0%} of the steps. "
+        "Curvature and sharpness: training half of the probe set. Weight by the gradient carried: tokens counted by "
+        "|c|·‖∇ log π‖/w (local norm). The intervals describe; the claims test."
     )
-    return PaperTable(f"{title.slug}pair", caption, rows, (first, second, "difference", "pairs"), stub="quantity")
+    return Table(f"{study.slug}pair", caption, rows, (first, second, "difference", "pairs"), stub="quantity")
 
 
-def setting_tables(runs: Runs, *, baseline: str = "grpo") -> list[PaperTable]:
-    """`table_settings`: every setting (method, and what else was set) with finished runs, one table a task and policy.
+def _setting_table(study: Study) -> Table | None:
+    """Every setting (method, and what else was set) with finished runs; None for fewer than three of them.
 
-    Empty where there are fewer than three settings. They are held against the baseline's setting with the most seeds; of
-    equally many, the first by label.
+    They are held against the baseline's setting with the most seeds; of equally many, the first by label.
     """
-    made = []
-    for study in studies(runs):
-        finished = [s for s in study.settings if all(run.status == "finished" for run in s.runs.values())]
-        if len(finished) < 3:
-            continue
-        own = [setting for setting in finished if setting.method == baseline]
-        ground = max(own, key=lambda setting: len(setting.runs), default=None)  # sorted by label
-        if ground is not None:
-            finished = [ground, *(setting for setting in finished if setting is not ground)]
-        rows = {setting.label: _setting_cells(setting, ground) for setting in finished}
-        columns = ("seeds", "steps", *(quantity.name for quantity in SETTING_QUANTITIES))
-        against = "" if ground is None else f"held-out less that of {ground.label}"
-        if against:
-            columns = (*columns, against)
-            rows = {label: _renamed(cells, against) for label, cells in rows.items()}
-        caption = (
-            f"Every setting with finished runs. Study {study.name}, accuracy at temperature {TEMPERATURE:g} at each run's last "
-            f"evaluation; late: mean of the last {LATE:.0%} of the steps; clipped: share of tokens, all steps; sharpness: SAM, `nll`, "
-            "training half of the probe set, last round; weight by gradient: mean token weight, tokens counted by |c|·‖∇ log π‖/w "
-            "(local norm), which is what the weights do to the gradient. Mean and 95 % interval over seeds; differences paired by seed, "
-            "uncorrected for how many are looked at."
-        )
-        made.append(PaperTable(f"{study.slug}settings", caption, rows, columns, stub="setting"))
-    return made
+    finished = [s for s in study.settings if all(run.status == "finished" for run in s.runs.values())]
+    if len(finished) < 3:
+        return None
+    own = [setting for setting in finished if setting.method == study.baseline]
+    ground = max(own, key=lambda setting: len(setting.runs), default=None)  # sorted by label
+    if ground is not None:
+        finished = [ground, *(setting for setting in finished if setting is not ground)]
+    rows = {setting.label: _setting_cells(setting, ground) for setting in finished}
+    columns = ("seeds", "steps", *(quantity.name for quantity in SETTING_QUANTITIES))
+    against = "" if ground is None else f"held-out less that of {ground.label}"
+    if against:
+        columns = (*columns, against)
+        rows = {label: _renamed(cells, against) for label, cells in rows.items()}
+    caption = (
+        f"Every setting with finished runs. Study {study.name}, accuracy at temperature {TEMPERATURE:g} at each run's last "
+        f"evaluation; late: mean of the last {LATE:.0%} of the steps; clipped: share of tokens, all steps; sharpness: SAM, `nll`, "
+        "training half of the probe set, last round; weight by gradient: mean token weight, tokens counted by |c|·‖∇ log π‖/w "
+        "(local norm), which is what the weights do to the gradient. Mean and 95 % bootstrap interval over seeds; differences "
+        "paired by seed, uncorrected for how many are looked at."
+    )
+    return Table(f"{study.slug}settings", caption, rows, columns, stub="setting")
 
 
 def _last_accuracy(split: str) -> Measure:
-    def measure(run: RunLike, *others: RunLike) -> float | None:
+    def measure(run: Run, *others: Run) -> float | None:
         step = last_step(run, *others, split=split)
         found = None if step is None else accuracy(run, split, step)
         return None if found is None else found[0]
@@ -124,7 +105,7 @@ def _last_accuracy(split: str) -> Measure:
 
 
 def _accuracy_at(split: str, step: int) -> Measure:
-    def measure(run: RunLike, *others: RunLike) -> float | None:
+    def measure(run: Run, *others: Run) -> float | None:
         found = accuracy(run, split, step)
         return None if found is None else found[0]
 
@@ -132,7 +113,7 @@ def _accuracy_at(split: str, step: int) -> Measure:
 
 
 def _late(column: str) -> Measure:
-    def measure(run: RunLike, *others: RunLike) -> float | None:
+    def measure(run: Run, *others: Run) -> float | None:
         steps = run.steps.sort_values("step")
         values = steps[column].tail(max(1, round(LATE * len(steps)))).dropna()
         return float(values.mean()) if len(values) else None
@@ -141,7 +122,7 @@ def _late(column: str) -> Measure:
 
 
 def _geometric(column: str) -> Measure:
-    def measure(run: RunLike, *others: RunLike) -> float | None:
+    def measure(run: Run, *others: Run) -> float | None:
         values = run.steps[column].dropna()
         values = values[values > 0]
         return float(np.exp(np.log(values).mean())) if len(values) else None
@@ -150,7 +131,7 @@ def _geometric(column: str) -> Measure:
 
 
 def _whole(*columns: str) -> Measure:
-    def measure(run: RunLike, *others: RunLike) -> float | None:
+    def measure(run: Run, *others: Run) -> float | None:
         values = run.steps[list(columns)].sum(axis=1, skipna=False).dropna()
         return float(values.mean()) if len(values) else None
 
@@ -163,14 +144,14 @@ def _by_pull(moment: int) -> Measure:
     That is |c|·‖∇ log π‖/w with the local norm. A plain mean over tokens is about tokens that carry none: most are near certain.
     """
 
-    def measure(run: RunLike, *others: RunLike) -> float | None:
+    def measure(run: Run, *others: Run) -> float | None:
         return _pull_moments(run)[moment - 1]
 
     return measure
 
 
 @per_run
-def _pull_moments(run: RunLike) -> tuple[float, float]:
+def _pull_moments(run: Run) -> tuple[float, float]:
     """Mean and standard deviation of the weight by pull, over the recorded tokens that have a norm; NaN without any."""
     if not run.token_steps:
         return float("nan"), float("nan")
@@ -188,7 +169,7 @@ def _pull_moments(run: RunLike) -> tuple[float, float]:
 def _probed(quantity: str, functional: str, end: int) -> Measure:
     """The first (`end` 0) or last (−1) probed value that converged in the run and in the others."""
 
-    def measure(run: RunLike, *others: RunLike) -> float | None:
+    def measure(run: Run, *others: Run) -> float | None:
         curves = shared_curves([run, *others], quantity, functional)
         shared = set(curves[0].index).intersection(*(curve.index for curve in curves[1:])) if curves else set()
         return float(curves[0][sorted(shared)[end]]) if curves and shared else None
@@ -231,8 +212,8 @@ def _quantities(study: Study, pairing: Pairing) -> Iterator[Quantity]:
                 yield Quantity(f"{name} of {functional}, {when}", _probed(quantity, functional, end), digits)
 
 
-def _both(measure: Measure) -> Callable[[RunLike, RunLike], tuple[float, float] | None]:
-    def of_pair(first: RunLike, second: RunLike) -> tuple[float, float] | None:
+def _both(measure: Measure) -> Callable[[Run, Run], tuple[float, float] | None]:
+    def of_pair(first: Run, second: Run) -> tuple[float, float] | None:
         a, b = measure(first, second), measure(second, first)
         return None if a is None or b is None else (a, b)
 

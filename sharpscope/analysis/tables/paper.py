@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
 
@@ -13,17 +13,14 @@ from sharpscope.analysis.claims.c10_alignment import CONTROLS
 from sharpscope.analysis.claims.measures import TEMPERATURE, last_step
 from sharpscope.analysis.figures.style import plain
 from sharpscope.analysis.statistics import Interval, mean_interval
-from sharpscope.analysis.study import RunLike, Study, most_common
+from sharpscope.analysis.study import Study, most_common
 from sharpscope.analysis.text import csv_text
-from sharpscope.traces import output_folder, write_atomic
-
-if TYPE_CHECKING:
-    from sharpscope.traces import Runs
+from sharpscope.traces import Run, output_folder, write_atomic
 
 PAPER_SCALE = "Qwen2.5-3B"
 PUBLISHED: dict[str, dict[str, float]] = {"knights_knaves": {"grpo": 0.39, "grpo-sg": 0.63}}
 """Task → method → average accuracy as arXiv 2511.00066 gives it (K&K, 3 to 7 people, PAPER_SCALE)."""
-NEIGHBOURS = (
+NEIGHBORS = (
     "tr-grpo", "ar", "lopti", "ar-lopti", "cov-grpo", "clip-cov", "kl-cov", "gspo", "holder", "dapo", "dr-grpo",
     "cispo", "papo", "ppo-ewma", "high-entropy", "grpo-sam", "grpo-gnp",
 )  # fmt: skip
@@ -56,7 +53,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class PaperTable:
+class Table:
     """A table: methods, or whatever `stub` names, down; columns across.
 
     Attributes:
@@ -105,41 +102,39 @@ class PaperTable:
         return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", r"\end{table}"]) + "\n"
 
 
-def paper_tables(runs: Runs, *, baseline: str = "grpo", treatment: str = "grpo-sg") -> list[PaperTable]:
-    """Accuracy by number of people and method; controls; neighbours. Tables without a run are left out.
+def paper_tables(study: Study) -> list[Table]:
+    """Accuracy by number of people and method; controls; neighbors. Tables without a run are left out.
 
-    All rows are of one setting (task, model, learning rate …), the one with the most runs; accuracy at TEMPERATURE at
-    each run's last evaluation, held-out and unseen sizes, intervals over seeds (percentile-t, from 15 seeds BCa).
+    All rows are of one setting (task, model, learning rate …), the one with the most runs: accuracy at TEMPERATURE at each
+    run's last evaluation, held-out and unseen sizes, bootstrap intervals over seeds.
     """
-    study = Study(runs.by_name, baseline, treatment)
-    cells = {name: study.cell(run) for name, run in sorted(study.finished.items()) if last_step(run) is not None}
-    if not cells:
+    baseline, treatment = study.baseline, study.treatment
+    keys = {n: study.setting_key(run) for n, run in sorted(study.finished.items()) if last_step(run) is not None}
+    if not keys:
         return []
-    common = most_common(list(cells.values()))
-    chosen: dict[str, dict[Any, RunLike]] = {}
-    for name, cell in cells.items():
+    common = most_common(list(keys.values()))
+    chosen: dict[str, dict[Any, Run]] = {}
+    for name, key in keys.items():
         run = study.finished[name]
-        if cell == common:
+        if key == common:
             chosen.setdefault(run.method, {}).setdefault(run.seed, run)
     first = next(run for by_seed in chosen.values() for run in by_seed.values())
     scale = _scale(first)
+    controls = tuple(f"{treatment}-{suffix}" for suffix in (*CONTROLS, "mean-one"))
     wanted = {
-        "accuracy": ("Accuracy by size and method", (baseline, treatment)),
-        "controls": (
-            "Controls: the same weights without their alignment",
-            (baseline, treatment, *_controls(treatment)),
-        ),
-        "neighbours": ("Neighbours", (baseline, treatment, *NEIGHBOURS)),
+        "accuracy": ("Accuracy by size and method", ()),
+        "controls": ("Controls: the same weights without their alignment", controls),
+        "neighbours": ("Neighbors", NEIGHBORS),
     }
     made = []
     for name, (title, methods) in wanted.items():
-        there = [method for method in methods if method in chosen]
+        there = [method for method in (baseline, treatment, *methods) if method in chosen]
         if there and (name == "accuracy" or set(there) - {baseline, treatment}):
             made.append(_table(name, title, {m: chosen[m] for m in there}, first.task, scale))
     return made
 
 
-def write_tables(tables: list[PaperTable], out: str | Path) -> list[Path]:
+def write_tables(tables: Sequence[Table], out: str | Path) -> list[Path]:
     """Each table as table_<name>.csv, .md and .tex in `out`; returns the files.
 
     Raises:
@@ -155,7 +150,7 @@ def write_tables(tables: list[PaperTable], out: str | Path) -> list[Path]:
     return paths
 
 
-def by_level(run: RunLike) -> dict[str, tuple[float, int]]:
+def by_level(run: Run) -> dict[str, tuple[float, int]]:
     """Level → (accuracy, prompts) over held-out and unseen rows at TEMPERATURE (else the highest) at the last
     evaluation.
     """
@@ -176,7 +171,7 @@ def by_level(run: RunLike) -> dict[str, tuple[float, int]]:
     return found
 
 
-def _table(name: str, title: str, methods: Mapping[str, Mapping[Any, RunLike]], task: str, scale: str) -> PaperTable:
+def _table(name: str, title: str, methods: Mapping[str, Mapping[Any, Run]], task: str, scale: str) -> Table:
     measured = {m: [by_level(run) for run in runs.values()] for m, runs in methods.items()}
     levels = sorted({level for runs in measured.values() for run in runs for level in run}, key=_natural)
     published = PUBLISHED.get(task, {})
@@ -193,12 +188,11 @@ def _table(name: str, title: str, methods: Mapping[str, Mapping[Any, RunLike]], 
         rows[method] = cells
     columns = ("seeds", *levels, "average", *((paper,) if published else ()))
     caption = (
-        f"{title}. Task {task}, ours: {scale}; accuracy at temperature {TEMPERATURE:g} at the last evaluation, "
-        "mean and "
-        "95 % interval over seeds"
+        f"{title}. Task {task}, ours: {scale}; accuracy at temperature {TEMPERATURE:g} at the last evaluation, mean and 95 % "
+        "bootstrap interval over seeds (percentile-t; BCa from 15 seeds)"
         + (f". Published: {PAPER_SCALE}, average over 3 to 7 people; not comparable in scale." if published else ".")
     )
-    return PaperTable(name, caption, rows, columns)
+    return Table(name, caption, rows, columns)
 
 
 def _cell(values: list[float]) -> Cell | str:
@@ -208,11 +202,7 @@ def _cell(values: list[float]) -> Cell | str:
     return Cell(float(frame.mean()), mean_interval(frame), len(frame))
 
 
-def _controls(treatment: str) -> tuple[str, ...]:
-    return tuple(f"{treatment}-{suffix}" for suffix in (*CONTROLS, "mean-one"))
-
-
-def _scale(run: RunLike) -> str:
+def _scale(run: Run) -> str:
     model = str((run.config.get("policy") or {}).get("model", "unknown model"))
     parameters = run.info.get("parameters")
     steps = len(run.steps)
@@ -233,17 +223,6 @@ def _cell_text(value: object) -> str:
 
 
 def _latex(text: str) -> str:
-    marks = {
-        "\\": r"\textbackslash{}",
-        "%": r"\%",
-        "_": r"\_",
-        "&": r"\&",
-        "#": r"\#",
-        "$": r"\$",
-        "{": r"\{",
-        "}": r"\}",
-        "–": "--",
-        "^": r"\^{}",
-        "~": r"\~{}",
-    }
+    marks = {char: f"\\{char}" for char in "%_&#${}"}
+    marks |= {"\\": r"\textbackslash{}", "–": "--", "^": r"\^{}", "~": r"\~{}"}
     return "".join(marks.get(char, char) for char in text)

@@ -7,12 +7,12 @@ import math
 import numpy as np
 import pandas as pd
 
-from sharpscope.analysis.bands import mean_interval
-from sharpscope.analysis.frames import runs_of, with_pooled
-from sharpscope.analysis.studies import Study
+from sharpscope.analysis.frames import with_pooled
+from sharpscope.analysis.statistics import mean_interval
+from sharpscope.analysis.study import Study
 from sharpscope.traces import Run
 
-SUMMARY = ["study", "setting", "method", "metric", "unit", "runs", "mean", "low", "high", "step"]
+SUMMARY = ["study", "setting", "method", "metric", "unit", "runs", "mean", "low", "high", "interval", "step"]
 _LAST_THIRD = "last third"
 
 
@@ -70,17 +70,17 @@ def summary(study: Study) -> pd.DataFrame:
     """One row for each setting and metric: SUMMARY columns; all settings at the study's common last step."""
     horizon = study.horizon
     values: dict[str, dict[tuple[str, str], list[float]]] = {}
-    for label, _, run in runs_of(study):
+    for label, _, run in study.each():
         for key, value in run_metrics(run, horizon).items():
             values.setdefault(label, {}).setdefault(key, []).append(value)
     methods = {setting.label: setting.method for setting in study.settings}
     rows = []
     for label, metrics in values.items():
         for (metric, unit), numbers in metrics.items():
-            mean, half = mean_interval(numbers)
-            rows.append(
-                (study.name, label, methods[label], metric, unit, len(numbers), mean, mean - half, mean + half, horizon)
-            )
+            interval = mean_interval(numbers, "t")
+            ends = (math.nan, math.nan, "") if interval is None else (interval.low, interval.high, interval.kind)
+            mean = float(np.mean(numbers))
+            rows.append((study.name, label, methods[label], metric, unit, len(numbers), mean, *ends, horizon))
     return pd.DataFrame(rows, columns=SUMMARY)
 
 

@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from sharpscope.config.token_weights import (
     EntropyShaping,
     PolarityShaping,
@@ -14,8 +16,8 @@ from sharpscope.config.token_weights import (
     SigmoidShaping,
     Wrapper,
 )
+from sharpscope.config.weight_functions import input_values, signed
 from sharpscope.errors import UserError
-from sharpscope.objective.shaping.curves import shaping_input
 from sharpscope.objective.statistics import masked_mean, percentile
 from sharpscope.objective.values import StepTensors
 
@@ -67,7 +69,7 @@ def _location(
     mask = step.mask.bool()
     if not bool(mask.any()):
         raise UserError("method.weight: the first step has no loss tokens to calibrate on; set tau and u0")
-    u = shaping_input(shaping, step)
+    u = signed(shaping, input_values(shaping, step, torch))
     u10, u90 = percentile(u, mask, 10), percentile(u, mask, 90)
     now = {name: value.value(step.progress) if isinstance(value, Schedule) else value for name, value in known.items()}
     a = _logit(now["L"] / now["alpha"] + now["mu"], "L", now["L"])

@@ -7,8 +7,9 @@ from torch import Tensor
 
 from sharpscope.config import token_weights as kinds
 from sharpscope.config.custom_weights import find_shaping
+from sharpscope.config.weight_functions import input_values, weight_function
 from sharpscope.errors import NonFiniteError, UserError
-from sharpscope.objective.shaping import batch, controls, curves
+from sharpscope.objective.shaping import batch, controls
 from sharpscope.objective.values import StepTensors
 
 
@@ -47,12 +48,8 @@ def _weights(shaping: kinds.Part, step: StepTensors, mask: Tensor, generator: to
     match shaping:
         case kinds.UniformShaping():
             return torch.ones_like(step.logp)
-        case kinds.SigmoidShaping() | kinds.EntropyShaping():
-            return curves.sigmoid_weights(shaping, step)
-        case kinds.LinearShaping():
-            return curves.linear_weights(shaping, step)
-        case kinds.PowerShaping():
-            return curves.power_weights(shaping, step)
+        case kinds.SigmoidShaping() | kinds.EntropyShaping() | kinds.LinearShaping() | kinds.PowerShaping():
+            return weight_function(shaping, input_values(shaping, step, torch), torch)
         case kinds.CovarianceGaussianShaping():
             return batch.covariance_gaussian_weights(step)
         case kinds.PolarityShaping():

@@ -7,8 +7,22 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-from sharpscope.analysis.tables.endpoints import endpoint_tables, pair_tables, setting_tables
+from sharpscope.analysis.claims import study_of
+from sharpscope.analysis.tables import endpoints
 from tests.analysis.claims.frames import FrameRun, frame_run, study
+
+
+def endpoint_tables(runs):
+    return endpoints.endpoint_tables(study_of(runs))
+
+
+def pair_tables(runs):
+    return [table for table in endpoint_tables(runs) if table.stub == "quantity"]
+
+
+def setting_tables(runs):
+    return [table for table in endpoint_tables(runs) if table.stub == "setting"]
+
 
 WEIGHTS = {"weight_ess": 0.9, "clip_fraction_low": 0.01, "clip_fraction_high": 0.02}
 

@@ -7,8 +7,7 @@ import pytest
 import scipy.stats
 
 from sharpscope.analysis.claims import CLAIMS, study_of
-from sharpscope.analysis.claims.base import Estimate, Finding, decide
-from sharpscope.analysis.claims.paired import directional
+from sharpscope.analysis.claims.base import Estimate, Finding, decide, directional
 from sharpscope.analysis.statistics import granulated_kendall
 from tests.analysis.claims.frames import frame_run, study, tokens_frame
 from tests.analysis.claims.planted import MAKERS, SEEDS
@@ -73,8 +72,7 @@ def false_positives(claim, studies):
     hits = 0
     for index in range(studies):
         laid_out = study_of(null_runs(claim, np.random.default_rng([index, *claim.encode()])))
-        make = CLAIMS[claim].reducers
-        laid_out.read_tokens(list(make(laid_out)) if make is not None else [])
+        laid_out.read_tokens(CLAIMS[claim].reducers)
         finding = CLAIMS[claim].test(laid_out)
         hits += decide(CLAIMS[claim], finding, ("grpo", "grpo-sg")).verdict == "supported"
     return hits

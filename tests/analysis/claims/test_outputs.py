@@ -10,8 +10,8 @@ import pandas as pd
 import pytest
 
 from sharpscope.analysis import claims, tokens
-from sharpscope.analysis.claim_figures import constants_sensitivity, lucky_spikes
-from sharpscope.analysis.claim_pictures import claim_pictures, constants_frame, write_claim_figures
+from sharpscope.analysis.claims.c10_alignment import constants_frame, constants_sensitivity
+from sharpscope.analysis.claims.c13_lucky import lucky_spikes
 from sharpscope.analysis.figures.style import lines
 from sharpscope.analysis.tables.paper import paper_tables, write_tables
 from sharpscope.analysis.tokens import Reducer, scan, steps_of
@@ -60,9 +60,9 @@ def test_tokens_are_read_once_in_whole_steps_and_only_the_columns_asked_for(monk
     monkeypatch.setattr(tokens, "BATCH_ROWS", 500)
     run = frame_run(tokens=tokens_frame(np.random.default_rng(0), 5, 200))
     reducers = [
-        Reducer("sum", ("logp",), lambda r: True, lambda t, r: {"value": float(t["logp"].sum())}),
-        Reducer("none", ("logit",), lambda r: False, lambda t, r: {"value": 0.0}),
-        Reducer("empty", ("attribution",), lambda r: True, lambda t, r: {"value": 0.0}, needs="attribution"),
+        Reducer("sum", ("logp",), lambda t, r: {"value": float(t["logp"].sum())}),
+        Reducer("none", ("logp",), lambda t, r: None),
+        Reducer("empty", ("attribution",), lambda t, r: {"value": 0.0}, needs="attribution"),
     ]
     found = scan({"a": run}, reducers)
     expected = run.token_frame.groupby("step")["logp"].sum()
@@ -80,16 +80,19 @@ def test_streamed_steps_equal_the_recorded_table(folder):
         assert np.array_equal(columns["logp"], whole.loc[whole["step"] == step, "logp"].to_numpy())
 
 
-def test_every_picture_is_drawn_or_says_what_is_missing(folder, tmp_path):
-    pictures = list(claim_pictures(load_runs(folder)))
-    assert len(pictures) == 14 and {p.claim for p in pictures} == {*claims.CLAIMS, ""}
-    assert all((p.figure is None) == bool(p.missing) for p in pictures)
-    files = write_claim_figures(load_runs(folder), tmp_path)
-    assert {path.suffix for path in files} == {".png", ".svg"} and all(path.stat().st_size for path in files)
+def pictures(runs):
+    laid_out = claims.study_of(runs)
+    return list(claims.claim_pictures(claims.test_claims(runs), laid_out))
+
+
+def test_every_picture_is_drawn_or_says_what_is_missing(folder):
+    found = pictures(load_runs(folder))
+    assert len(found) == 10 and {p.claim for p in found} == {*claims.CLAIMS} - {"C1", "C2", "C3", "C9"}
+    assert all((p.figure is None) == bool(p.missing) for p in found)
 
 
 def drawn(runs, name):
-    return next(p for p in claim_pictures(runs) if p.name == name).figure
+    return next(p for p in pictures(runs) if p.name == name).figure
 
 
 def test_figures_draw_the_numbers():
@@ -142,7 +145,7 @@ def test_constants_are_read_from_labels():
         frame_run("grpo-sg+weight.tau=4+weight.mu=0.1", 0, heldout=0.1),
         frame_run("grpo", 0),
     ]
-    frame = constants_frame(claims.Study(study(*runs).by_name))
+    frame = constants_frame(claims.study_of(study(*runs)))
     rows = set(frame[["constant", "setting", "accuracy", "default"]].itertuples(index=False, name=None))
     assert rows == {("tau", 9.0, 0.5, True), ("tau", 4.0, 0.4, False)}
     (axis,) = constants_sensitivity(frame).axes
@@ -151,7 +154,7 @@ def test_constants_are_read_from_labels():
 
 def test_tables_hold_means_over_seeds_beside_the_published_numbers(tmp_path):
     runs = paired_study(6, 0.1)
-    (table,) = paper_tables(runs)
+    (table,) = paper_tables(claims.study_of(runs))
     expected = [
         run.eval.query("step == 40 and temperature == 1 and split == 'heldout'")["accuracy"].iloc[0]
         for run in runs.by_name.values()
@@ -164,7 +167,9 @@ def test_tables_hold_means_over_seeds_beside_the_published_numbers(tmp_path):
     paths = write_tables([table], tmp_path)
     assert [path.suffix for path in paths] == [".csv", ".md", ".tex"]
     assert r"\toprule" in paths[2].read_text() and f"{cell.mean:.3f}" in paths[1].read_text()
-    other = paper_tables(study(*runs.by_name.values(), *(frame_run("grpo-sg-shuffled", s) for s in range(3))))
+    other = paper_tables(
+        claims.study_of(study(*runs.by_name.values(), *(frame_run("grpo-sg-shuffled", s) for s in range(3))))
+    )
     assert [t.name for t in other] == ["accuracy", "controls"]
     assert str(other[1].rows["grpo-sg-shuffled"]["3"]) == "0.500 (n = 3)"
-    assert paper_tables(study()) == []
+    assert paper_tables(claims.study_of(study())) == []

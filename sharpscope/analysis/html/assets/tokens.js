@@ -42,8 +42,8 @@ const Tokens = (() => {
 
   function facts(completion) {
     const parts = [
-      `reward ${Colours.format(completion.reward)}`, completion.ok ? "correct" : "wrong",
-      `advantage ${Colours.format(completion.adv)}`, `${completion.len.toLocaleString("en")} tokens`,
+      `reward ${Colors.format(completion.reward)}`, completion.ok ? "correct" : "wrong",
+      `advantage ${Colors.format(completion.adv)}`, `${completion.len.toLocaleString("en")} tokens`,
     ];
     if (completion.cut) parts.push("cut at the length limit");
     return parts.join(" · ");
@@ -88,7 +88,7 @@ const Tokens = (() => {
       }
       const text = piece(completion, i);
       const short = text.length > SHOWN_PIECE ? `${text.slice(0, SHOWN_PIECE)} …` : text;
-      const token = make("span", `token ${Colours.className(values[i], scale)}`, visible(short));
+      const token = make("span", `token ${Colors.className(values[i], scale)}`, visible(short));
       token.setAttribute("role", "option");
       token.setAttribute("aria-selected", "false");
       const name = spoken(text);
@@ -171,12 +171,12 @@ const Tokens = (() => {
     const completion = data.completions[Number(token.closest(".completion").dataset.number)];
     const index = Number(token.dataset.index);
     const rows = [["token", JSON.stringify(piece(completion, index)).slice(1, -1)], ["position", position(completion, index)]];
-    if (completion.c.logp) rows.push(["probability π", Colours.format(Math.exp(Colours.number(completion.c.logp[index])))]);
+    if (completion.c.logp) rows.push(["probability π", Colors.format(Math.exp(Colors.number(completion.c.logp[index])))]);
     for (const [key, label] of NAMES) {
       const values = completion.c[key];
-      if (values && values[index] !== null) rows.push([label, Colours.format(values[index])]);
+      if (values && values[index] !== null) rows.push([label, Colors.format(values[index])]);
     }
-    rows.push(["advantage", Colours.format(completion.adv)]);
+    rows.push(["advantage", Colors.format(completion.adv)]);
     const table = make("dl");
     for (const [label, value] of rows) {
       const text = String(value);

@@ -9,7 +9,7 @@
   const list = by("completions");
   if (!list) return;
   const control = Object.fromEntries(
-    ["colour", "run", "step", "sort", "search", "layout", "prompt", "first", "second"].map((id) => [id, by(id)]));
+    ["color", "run", "step", "sort", "search", "layout", "prompt", "first", "second"].map((id) => [id, by(id)]));
   const texts = data.completions.map((c) => `${data.prompts[c.p]}\n${Tokens.wholeText(c)}`.toLowerCase());
   const scales = {};
   let shown = PAGE;
@@ -22,15 +22,15 @@
   }
 
   function scale() {
-    const name = control.colour.value;
-    if (!scales[name]) scales[name] = Colours.scale(name, data.completions);
+    const name = control.color.value;
+    if (!scales[name]) scales[name] = Colors.scale(name, data.completions);
     return scales[name];
   }
 
   function largest(completion) {
     let top = -1;
     for (const raw of (completion.c && scale().choice.of(completion)) || []) {
-      const value = raw === null ? -1 : Math.abs(Colours.number(raw));
+      const value = raw === null ? -1 : Math.abs(Colors.number(raw));
       if (value > top) top = value;
     }
     return scale().choice.unlikely && completion.c && completion.c.logp ? 1 - Math.exp(Math.min(...completion.c.logp)) : top;
@@ -38,7 +38,7 @@
 
   const ORDERS = {
     chosen: ["as chosen", () => 0],
-    largest: ["largest colour value first", (a, b) => largest(b) - largest(a)],
+    largest: ["largest color value first", (a, b) => largest(b) - largest(a)],
     high: ["highest reward first", (a, b) => (b.reward ?? -Infinity) - (a.reward ?? -Infinity)],
     low: ["lowest reward first", (a, b) => (a.reward ?? Infinity) - (b.reward ?? Infinity)],
     long: ["longest first", (a, b) => b.len - a.len],
@@ -88,7 +88,7 @@
     const sides = control.layout.value === "sides";
     for (const element of document.querySelectorAll(".only-list")) element.hidden = sides;
     for (const element of document.querySelectorAll(".only-sides")) element.hidden = !sides;
-    Colours.legend(by("legend"), control.colour.value, scale());
+    Colors.legend(by("legend"), control.color.value, scale());
     if (sides) drawSides();
     else drawList();
   }
@@ -118,9 +118,9 @@
   }
 
   function prepare() {
-    for (const [name, choice] of Object.entries(Colours.CHOICES)) option(control.colour, name, choice.label);
-    const first = Object.keys(Colours.CHOICES).find((name) => Colours.scale(name, data.completions).some);
-    control.colour.value = first || "attribution";
+    for (const [name, choice] of Object.entries(Colors.CHOICES)) option(control.color, name, choice.label);
+    const first = Object.keys(Colors.CHOICES).find((name) => Colors.scale(name, data.completions).some);
+    control.color.value = first || "attribution";
     option(control.run, "", "all");
     data.runs.forEach((name, i) => option(control.run, String(i), name));
     option(control.step, "", "all");
@@ -206,13 +206,13 @@
     data.spikes.forEach((spike, number) => {
       const box = make("details", "spike");
       box.open = number === 0;
-      const what = spike.z === null ? "no spike; the largest gradient with attribution" : `${Colours.format(spike.z)} robust standard deviations above`;
-      box.append(make("summary", "", `${data.runs[spike.r]}, step ${spike.s}: gradient norm ${Colours.format(spike.norm)}, typical ${Colours.format(spike.typical)} (${what})`));
+      const what = spike.z === null ? "no spike; the largest gradient with attribution" : `${Colors.format(spike.z)} robust standard deviations above`;
+      box.append(make("summary", "", `${data.runs[spike.r]}, step ${spike.s}: gradient norm ${Colors.format(spike.norm)}, typical ${Colors.format(spike.typical)} (${what})`));
       if (!spike.spots) {
         box.append(make("p", "small", "No attribution was recorded at this step (recording.token_gradients_every, recording.spike_z)."));
       } else {
         box.append(make("h3", "", "Its tokens, by share of the squared gradient norm"),
-          grid(["share", "π", "token, in its sentence"], spike.spots.map((one) => [percent(one.share), Colours.format(one.p), spot(spike, one)])),
+          grid(["share", "π", "token, in its sentence"], spike.spots.map((one) => [percent(one.share), Colors.format(one.p), spot(spike, one)])),
           make("h3", "", "Their prompts"),
           grid(["share", "prompt"], spike.prompts.map((one) => [percent(one.share), Tokens.longText("span", "", data.prompts[one.p], 300)])),
           make("h3", "", "Ranges of probability"),
@@ -226,9 +226,9 @@
   draw();
   spikes(by("spike-list"));
   Tokens.listen(list);
-  for (const name of ["colour", "run", "step", "sort", "layout", "first", "second"]) {
+  for (const name of ["color", "run", "step", "sort", "layout", "first", "second"]) {
     control[name].addEventListener("change", () => {
-      if (name !== "colour") pinned = -1;
+      if (name !== "color") pinned = -1;
       shown = PAGE;
       draw();
     });

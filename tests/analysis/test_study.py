@@ -8,8 +8,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from sharpscope.analysis.bands import band, mean_interval
-from sharpscope.analysis.studies import studies
+from sharpscope.analysis.statistics import band, mean_interval
+from sharpscope.analysis.study import studies
 from sharpscope.traces import load_runs
 from tests.oracles.analysis import T_975, mean_and_half
 from tests.traces.synthetic import Shape, write_run
@@ -22,16 +22,27 @@ def _write(path, **options):
 
 
 @pytest.mark.parametrize("n", [df + 1 for df in T_975])
-def test_mean_interval_is_students(n):
+def test_t_intervals_are_students(n):
     values = np.random.default_rng(n).normal(size=n)
-    assert mean_interval(values) == pytest.approx(mean_and_half(list(values)), rel=1e-6)
+    mean, half = mean_and_half(list(values))
+    found = mean_interval(values, "t")
+    assert found.kind == "t" and (found.low, found.high) == pytest.approx((mean - half, mean + half), rel=1e-6)
 
 
 def test_one_value_has_no_interval_and_nan_is_not_dropped():
-    mean, half = mean_interval([2.0])
-    assert mean == 2.0 and math.isnan(half)
-    assert all(math.isnan(x) for x in mean_interval([1.0, math.nan, 2.0]))
-    assert all(math.isnan(x) for x in mean_interval([]))
+    assert mean_interval([2.0], "t") is None and mean_interval([1.0, math.nan, 2.0], "t") is None
+    frame = pd.DataFrame({"step": [1, 2, 2], "value": [2.0, 1.0, math.nan]})
+    rows = band(frame, ["step"])
+    assert (
+        rows["mean"].iloc[0] == 2.0 and rows[["low", "high"]].isna().all(axis=None) and math.isnan(rows["mean"].iloc[1])
+    )
+
+
+def test_runs_on_another_device_are_seeds_of_one_setting(tmp_path):
+    for seed, device in enumerate(("cpu", "cuda")):
+        _write(tmp_path / f"a{seed}", seed=seed, config={"device": device})
+    (study,) = studies(load_runs(tmp_path))
+    assert study.labels == ["grpo"] and len(study.settings[0].runs) == 2
 
 
 def test_band_on_a_log_axis_is_the_geometric_mean():

@@ -1,6 +1,6 @@
 "use strict";
-/* How tokens are coloured: what each choice reads, and which of eight shades a value gets. */
-const Colours = (() => {
+/* How tokens are colored: what each choice reads, and which of eight shades a value gets. */
+const Colors = (() => {
   const SHADES = 8;
 
   const CHOICES = {
@@ -83,7 +83,7 @@ const Colours = (() => {
     place.append(says);
     if (!some) {
       const none = document.createElement("p");
-      none.textContent = `${choice.label} was not recorded for any completion in this file; tokens are uncoloured.`;
+      none.textContent = `${choice.label} was not recorded for any completion in this file; tokens are uncolored.`;
       place.append(none);
       return;
     }

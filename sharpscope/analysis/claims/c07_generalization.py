@@ -2,42 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pandas as pd
 
-from sharpscope.analysis.claims.base import Claim, Condition, Confounder, Finding, Rule, rows_of
-from sharpscope.analysis.claims.measures import accuracy, gap, last_step, repeats, train_accuracy
-from sharpscope.analysis.claims.paired import (
+from sharpscope.analysis.claims.base import (
     FINISHED_ONLY,
     PAIRED_BY_SEED,
     SAME_SETTINGS,
+    Claim,
+    Condition,
+    Confounder,
+    Finding,
+    Rule,
+    Verdict,
     difference_estimate,
     directional,
+    paired_pictures,
     pairing_notes,
     present,
+    rows_of,
 )
+from sharpscope.analysis.claims.measures import accuracy, gap, last_step, repeats, train_accuracy
+from sharpscope.analysis.figures.style import Picture
 from sharpscope.analysis.statistics import sign_flip_p
-from sharpscope.analysis.study import Pairing, RunLike, Study
+from sharpscope.analysis.study import Pairing, Study
+from sharpscope.traces import Run
 
 NAME = "C7"
 MARGIN = 0.02
-Measure = Callable[[RunLike, int], float | None]
+Measure = Callable[[Run, int], float | None]
 
 
-def held_out(run: RunLike, step: int) -> float | None:
+def held_out(run: Run, step: int) -> float | None:
     """Accuracy on held-out puzzles of the sizes trained on."""
     found = accuracy(run, "heldout", step)
     return None if found is None else found[0]
 
 
-def unseen(run: RunLike, step: int) -> float | None:
+def unseen(run: Run, step: int) -> float | None:
     """Accuracy on sizes never trained on."""
     found = accuracy(run, "unseen", step)
     return None if found is None else found[0]
 
 
-def training(run: RunLike, step: int) -> float | None:
+def training(run: Run, step: int) -> float | None:
     """Accuracy on training puzzles."""
     found = train_accuracy(run, step)
     return None if found is None else found[0]
@@ -46,7 +55,7 @@ def training(run: RunLike, step: int) -> float | None:
 def at_last_step(study: Study, pairing: Pairing, measure: Measure) -> pd.DataFrame:
     """seed, baseline, treatment, difference of `measure` at the last step at which both runs were evaluated."""
 
-    def of(first: RunLike, second: RunLike) -> tuple[float, float] | None:
+    def of(first: Run, second: Run) -> tuple[float, float] | None:
         step = last_step(first, second)
         if step is None:
             return None
@@ -114,6 +123,14 @@ def test(study: Study) -> Finding:
 
 UNIT = "share of completions, treatment − baseline"
 
+
+def draw(verdict: Verdict, study: Study) -> Iterator[Picture]:
+    """Baseline and treatment, paired by seed."""
+    return paired_pictures(
+        verdict, {"heldout": "held-out", "unseen": "unseen sizes"}, "accuracy at the last evaluation [share]"
+    )
+
+
 CLAIM = Claim(
     NAME,
     "GRPO-SG generalises better",
@@ -129,4 +146,5 @@ CLAIM = Claim(
     ),
     "more paired seeds, on a finite training set that training goes through more than once",
     test,
+    draw=draw,
 )
