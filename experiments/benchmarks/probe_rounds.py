@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import tempfile
 import time
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from sharpscope.config import RunConfig, build_config
 from sharpscope.policy import Policy, load_policy
+from sharpscope.policy.sharding import ModelView
 from sharpscope.probes import Functional, ProbeSet, measured_cost, probe_functionals
 from sharpscope.probes.hessian.causal_lm import lm_surface
 from sharpscope.probes.surface import unflatten
@@ -46,8 +46,8 @@ def _round(config: RunConfig) -> dict[str, Any]:
     task, policy = make_task(config.task), load_policy(config.policy)
     drawer = Drawer(config, policy, task)
     probe_set = run_probe_set(config, task)
-    learner = SimpleNamespace(seen=_seen(config, policy, probe_set))
-    probes = SurfaceProbes(config, learner, drawer)  # type: ignore[arg-type]
+    view = _view(config, policy, probe_set)
+    probes = SurfaceProbes(config, lambda: view, drawer)
     probes.probe_set = probe_set
     began = time.perf_counter(), time.process_time()
     rows, events = probes.rows(1)
@@ -83,7 +83,7 @@ def _described(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def _seen(config: RunConfig, policy: Policy, probe_set: ProbeSet) -> SimpleNamespace:
+def _view(config: RunConfig, policy: Policy, probe_set: ProbeSet) -> ModelView:
     """The policy with an AdamW that has made one update at learning rate 0, along the gradient of the solutions' `nll`."""
     optimizer = build_optimizer(policy.model, config.optimizer.model_copy(update={"lr": 0.0}))
     with lm_surface(policy.model, Functional("nll", probe_set.solutions("train"))) as surface:
@@ -93,4 +93,4 @@ def _seen(config: RunConfig, policy: Policy, probe_set: ProbeSet) -> SimpleNames
         parameter.grad = part.clone()
     optimizer.step()
     optimizer.zero_grad()
-    return SimpleNamespace(model=policy.model, optimizer=optimizer)
+    return ModelView(policy.model, list(policy.model.parameters()), optimizer)

@@ -14,7 +14,7 @@ from sharpscope.policy.generation import generate
 from sharpscope.policy.loading import Policy
 from sharpscope.policy.prompts import render_prompts, with_openings
 from sharpscope.policy.rollouts import Completions, join_rollouts
-from sharpscope.policy.sharding import whole_weights
+from sharpscope.policy.sharding import unsharded
 from sharpscope.tasks import Example, InteractiveTask, Reward, Task
 
 
@@ -41,7 +41,7 @@ def draw_completions(
     if not isinstance(spec.backend, LocalBackend):  # one server for all: the first process asks it for everything
         part = slice(0, len(examples) if distributed.is_rank_zero() else 0)
     mine, own = examples[part], None
-    with whole_weights(policy.model):
+    with unsharded(policy.model):
         if mine:
             prompts = render_prompts(mine, policy)
             environment = Environment(task, mine) if isinstance(task, InteractiveTask) else None

@@ -59,7 +59,7 @@ def is_divided(tensor: Tensor) -> bool:
     return hasattr(tensor, "to_local")
 
 
-def full(tensor: Any) -> Any:
+def full_tensor(tensor: Any) -> Any:
     """The whole of a tensor that is divided over processes (all of them must ask); anything else as it is."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
@@ -69,7 +69,7 @@ def _sharded_modules(model: nn.Module) -> list[Any]:
 
 
 @contextmanager
-def whole_weights(model: nn.Module) -> Iterator[None]:
+def unsharded(model: nn.Module) -> Iterator[None]:
     """Within it every process holds all weights, so that each may run any number of forward passes without the others."""
     modules = _sharded_modules(model)
     for module in modules:
@@ -84,7 +84,7 @@ def whole_weights(model: nn.Module) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Seen:
+class ModelView:
     """What a probe looks at: a plain model with its gradients in `.grad`, its trainable parameters, and their optimizer."""
 
     model: nn.Module
@@ -92,7 +92,9 @@ class Seen:
     optimizer: torch.optim.AdamW
 
 
-def whole_copy(model: nn.Module, optimizer: torch.optim.AdamW, device: torch.device, *, keep: bool = True) -> Seen:
+def gathered_copy(
+    model: nn.Module, optimizer: torch.optim.AdamW, device: torch.device, *, keep: bool = True
+) -> ModelView:
     """A plain copy of a sharded model with all weights, gradients and optimizer state. Every process must ask.
 
     Args:
@@ -115,9 +117,9 @@ def whole_copy(model: nn.Module, optimizer: torch.optim.AdamW, device: torch.dev
         for name, divided in model.named_parameters():
             twin = named[name]
             twins[divided] = twin
-            _fill(twin, full(divided.detach()), keep)
+            _fill(twin, full_tensor(divided.detach()), keep)
             twin.requires_grad_(divided.requires_grad)
-            gradient = None if divided.grad is None else full(divided.grad)
+            gradient = None if divided.grad is None else full_tensor(divided.grad)
             if gradient is not None and keep:
                 twin.grad = gradient.to(device)
         held = dict(plain.named_buffers())
@@ -131,10 +133,10 @@ def whole_copy(model: nn.Module, optimizer: torch.optim.AdamW, device: torch.dev
     copied = torch.optim.AdamW(groups)
     for parameter, state in optimizer.state.items():
         for name, value in state.items():
-            entry = full(value)
+            entry = full_tensor(value)
             if keep:
                 copied.state[twins[parameter]][name] = entry if name == "step" else entry.to(device)
-    return Seen(plain, [p for p in plain.parameters() if p.requires_grad], copied)
+    return ModelView(plain, [p for p in plain.parameters() if p.requires_grad], copied)
 
 
 def _fill(target: Tensor, value: Tensor, keep: bool) -> None:
@@ -142,7 +144,7 @@ def _fill(target: Tensor, value: Tensor, keep: bool) -> None:
         target.copy_(value)
 
 
-def divide_state(whole: Seen, model: nn.Module, optimizer: torch.optim.AdamW) -> None:
+def shard_state(whole: ModelView, model: nn.Module, optimizer: torch.optim.AdamW) -> None:
     """Give a sharded model's optimizer its part of `whole`'s state."""
     from torch.distributed.tensor import distribute_tensor
 

@@ -1,4 +1,4 @@
-"""Health rules: what is wrong with a step, said before it goes on silently."""
+"""Health rules: each reports a problem of a step as an event, and may leave the step's updates out or stop the run."""
 
 from __future__ import annotations
 
@@ -10,9 +10,15 @@ from typing import Any
 
 import psutil
 import torch
+from torch import Tensor
 
+from sharpscope import distributed
 from sharpscope.config.training import HealthSpec, Rule
 from sharpscope.errors import CheckError, UserError
+from sharpscope.objective import Method
+from sharpscope.policy import TokenStats
+from sharpscope.recording.rows import clipped_weight_share, weight_columns
+from sharpscope.recording.step import RolloutBatch
 
 CGROUP = Path("/sys/fs/cgroup")
 PREVENTS = ("skip_step", "stop")
@@ -21,7 +27,7 @@ PREVENTS = ("skip_step", "stop")
 
 @dataclass(frozen=True)
 class Event:
-    """A row of the events table: something that a person should know."""
+    """A row of the events table: something that a user should know."""
 
     step: int
     rule: str
@@ -173,6 +179,49 @@ def check_finite(spec: HealthSpec, step: int, problems: Sequence[tuple[str, floa
     return [
         Event(step, "non_finite", "error", value, math.nan, action, f"{what}; {advice}") for what, value in problems
     ]
+
+
+class StepHealth:
+    """The health rules of one step: those on its rollouts at once, those on the policy before the first update.
+
+    Attributes:
+        events: of the rules that fired so far.
+    """
+
+    def __init__(
+        self, spec: HealthSpec, step: int, batch: RolloutBatch, method: Method, progress: float, device: torch.device
+    ) -> None:
+        self.spec, self.step, self.batch, self.method, self.progress = spec, step, batch, method, progress
+        self.device = device
+        reward, truncated = batch.rollouts.reward, float(batch.rollouts.truncated.double().mean())
+        self.events = check_rollouts(
+            spec, step, zero_variance_share=batch.zero_variance_share, truncated_share=truncated
+        )
+        odd = reward[~torch.isfinite(reward)]
+        if len(odd):
+            self.events += check_finite(spec, step, [("a reward is not finite", float(odd[0]))], False)
+
+    def allows_updates(self, stats: TokenStats, weight: Tensor) -> bool:
+        """Check π_old's statistics and the token weights (N, T); False if an event leaves the step's updates out.
+
+        A reward that is not finite leaves its group out only. Every process must call it.
+        """
+        rollouts = self.batch.rollouts
+        mask = rollouts.completion_mask.bool().cpu()
+        gap = (stats.logp.cpu() - rollouts.behavior_logp.cpu())[mask].abs()
+        entropy = stats.entropy.cpu()[mask]
+        columns = weight_columns(self.method, weight.cpu(), mask, self.progress)
+        self.events += check_policy(
+            self.spec, self.step, entropy_mean=float(entropy.double().mean()) if entropy.numel() else math.nan,
+            saturation=max(columns["weight_saturation_low"] or 0.0, columns["weight_saturation_high"] or 0.0),
+            clipped_weights=clipped_weight_share(self.method, weight.cpu(), self.batch.advantage.cpu(), mask),
+            logp_mismatch=float(gap.mean()) if gap.numel() else math.nan, memory=memory_share(self.device),
+        )  # fmt: skip
+        allowed = not any(
+            event.action in PREVENTS and (event.rule, event.action) != ("non_finite", "skip_step")
+            for event in self.events
+        )
+        return distributed.broadcast(allowed)  # memory differs between processes
 
 
 def _event(step: int, name: str, rule: Rule, value: float, message: str) -> Event:

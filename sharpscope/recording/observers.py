@@ -1,4 +1,4 @@
-"""What is measured beside training, between an update's gradient and its step. Observers change nothing that training sees.
+"""Probes of an update, between its gradient and the optimizer's step. They change nothing that training sees.
 
 Token gradients: at every k-th step, and at any step whose gradient norm is a spike, all tokens get the local score norm and
 their attribution; the tokens with the largest local norm and some drawn at random also get the exact norm, so that each run
@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -20,6 +21,7 @@ from sharpscope import distributed
 from sharpscope.config.probes import Check
 from sharpscope.errors import UserError
 from sharpscope.policy import Policy, Rollouts
+from sharpscope.policy.sharding import ModelView, is_sharded
 from sharpscope.probes import (
     ProbeSet,
     attribute,
@@ -31,9 +33,10 @@ from sharpscope.probes import (
     score_norms,
     update_attribution,
 )
+from sharpscope.probes.token_update import UpdateSplit
 from sharpscope.recording.health import Event, refusal
 from sharpscope.recording.probe_sets import Drawer, needs_probe_set, run_probe_set
-from sharpscope.recording.step import Round, UpdateBatch
+from sharpscope.recording.step import PendingUpdate
 from sharpscope.recording.surface import SurfaceProbes
 from sharpscope.seeds import derive, generator
 from sharpscope.tasks import Task
@@ -41,182 +44,217 @@ from sharpscope.traces.spike_rule import robust_z
 
 if TYPE_CHECKING:
     from sharpscope.config import RunConfig
-    from sharpscope.training.learning import Learner
+
+
+@dataclass(frozen=True)
+class Observations:
+    """What the observers of a step found."""
+
+    columns: dict[str, Tensor]  # of the tokens table, (N, T) each, NaN where nothing was measured
+    rows: dict[str, Any]  # of the probes table: the parts of ‖Δθ‖² that are not the tokens'; empty if not measured
+    events: list[Event]  # one for each column that its probe refused
+    seconds: float
 
 
 class Observers:
-    """Runs the probes that are due at a step; `columns` and `rows` are what they found."""
+    """The probes of a run: `for_step` observes the updates of a step, `surface` the weights between steps.
 
-    def __init__(self, config: RunConfig, policy: Policy, task: Task, learner: Learner) -> None:
-        self.config, self.policy, self.task, self.learner = config, policy, task, learner
-        self.spec = config.recording
-        self.seconds = 0.0
-        self.drawer = Drawer(config, policy, task)
-        self.surface = SurfaceProbes(config, learner, self.drawer)
+    Args:
+        config: of the run.
+        policy: in training.
+        view: gives the present model, gradients and optimizer; every process must call it, in the same order.
+        drawer: draws completions for probes; None where no schedule needs any.
+    """
+
+    def __init__(
+        self, config: RunConfig, policy: Policy, view: Callable[[], ModelView], drawer: Drawer | None = None
+    ) -> None:
+        self.config, self.policy, self.view, self.drawer = config, policy, view, drawer
+        self.surface = SurfaceProbes(config, view, drawer)
         self.probe_set: ProbeSet | None = None
-        self._columns: dict[str, Tensor] = {}
-        self._parts: list[tuple[str, float]] = []
-        self._events: list[Event] = []
-        self._refused: set[str] = set()  # columns that are left out for the rest of the run
-        self._checked: set[str] = set()  # columns that have passed their self-check
-        learner.before_step = self._before_step
+        self.refused: set[str] = set()  # columns that are left out for the rest of the run
+        self.checked: set[str] = set()  # columns that have passed their self-check
 
-    def start(self, info: dict[str, Any]) -> list[Event]:
+    def start(self, task: Task, info: dict[str, Any]) -> list[Event]:
         """Load or build the probe set, where a schedule needs one; `info` is run.json."""
         if not needs_probe_set(self.config):
             return []
-        self.probe_set = run_probe_set(self.config, self.task)
-        if self.spec.heldout_influence_every and self.spec.heldout_functional == "nll":
-            self.probe_set.solutions("heldout")  # says now, not in the middle of the run, if there are none
+        self.probe_set = run_probe_set(self.config, task)
+        spec = self.config.recording
+        if spec.heldout_influence_every and spec.heldout_functional == "nll":
+            self.probe_set.solutions("heldout")  # refuses now, not in the middle of the run, if there are none
         return self.surface.start(self.probe_set, info)
 
-    def begin(self, step: int, drawn: Round, recent: list[float]) -> None:
-        """Learn what this step's updates will be about; `recent` are the last steps' log gradient norms."""
-        self.seconds = 0.0
-        self._columns = {}
-        self._parts, self._events = [], []
-        self._step, self._rollouts, self._recent = step, drawn.rollouts, recent
+    def for_step(self, step: int, rollouts: Rollouts, recent: Sequence[float]) -> StepObserver:
+        """An observer of the updates of one step; `recent` are the log gradient norms of the last steps."""
+        return StepObserver(self, step, rollouts, recent)
 
-    def columns(self) -> dict[str, Tensor]:
-        """Probe columns of the tokens table, (N, T) each, NaN where nothing was measured."""
-        return self._columns
 
-    def rows(self) -> dict[str, Any]:
-        """Rows of the probes table about this step's updates: what of ‖Δθ‖² is not the tokens'."""
+class StepObserver:
+    """Called with each update of a step between its gradient and the optimizer's step; `result` is what it found."""
+
+    def __init__(self, run: Observers, step: int, rollouts: Rollouts, recent: Sequence[float]) -> None:
+        self.run, self.step, self.rollouts, self.recent = run, step, rollouts, recent
+        self._columns: dict[str, Tensor] = {}
+        self._parts: list[tuple[str, float]] = []
+        self._events: list[Event] = []
+        self._seconds = 0.0
+
+    def result(self) -> Observations:
+        """What was found in the updates so far."""
+        return Observations(self._columns, self._rows(), self._events, self._seconds)
+
+    def _rows(self) -> dict[str, Any]:
         if not self._parts:
             return {}
         blank = [None] * len(self._parts)
         return {
-            "step": self._step, "probe": "update", "probe_set": "", "functional": "surrogate", "parameters": "all",
+            "step": self.step, "probe": "update", "probe_set": "", "functional": "surrogate", "parameters": "all",
             "quantity": [name for name, _ in self._parts], "value": [value for _, value in self._parts],
             "std_error": blank, "samples": blank, "rho": blank, "converged": blank, "residual": blank, "seed": blank,
-            "seconds": self.seconds,
+            "seconds": self._seconds,
         }  # fmt: skip
 
-    def events(self) -> list[Event]:
-        """One for each column that this step's probes left out."""
-        return self._events
+    def __call__(self, update: PendingUpdate) -> None:
+        """Run the probes that are due."""
+        if not bool(update.first_use.any()):
+            return  # a row of the tokens table belongs to the first update that used its token
+        started = time.perf_counter()
+        spec, step = self.run.config.recording, self.step
+        gradients_due = bool(spec.token_gradients_every) and step % spec.token_gradients_every == 0
+        if not gradients_due and spec.spike_z is not None and update.grad_norm > 0:
+            gradients_due = robust_z(self.recent, math.log(update.grad_norm)) >= spec.spike_z
+        influence_due = bool(spec.heldout_influence_every) and step % spec.heldout_influence_every == 0
+        if gradients_due or influence_due:
+            probes = _UpdateProbes(self, update, self.run.view(), self.rollouts.rows(update.rows))
+            if gradients_due:
+                probes.token_gradients()
+            if influence_due:
+                self.fill("heldout_influence", probes.influence)
+        self._seconds += time.perf_counter() - started
 
-    def _fill(self, column: str, measure: Callable[[Check], None]) -> None:
+    def fill(self, column: str, measure: Callable[[Check], None]) -> None:
         """Measure `column`; where its probe refuses the policy, leave the column out of the rest of the run."""
-        if column in self._refused:
+        run = self.run
+        if column in run.refused:
             return
-        check = self.config.probes.check
-        if self.learner.sharded and column in self._checked and check == "first":
+        check = run.config.probes.check
+        if column in run.checked and check == "first" and is_sharded(run.policy.model):
             check = "off"  # the copy that probes see is a new model each time
         try:
             measure(check)
-            self._checked.add(column)
+            run.checked.add(column)
         except UserError as problem:
-            self._refused.add(column)
-            self._events.append(refusal(self._step, column, problem))
+            run.refused.add(column)
+            self._events.append(refusal(self.step, column, problem))
 
-    # -- between gradient and step ----------------------------------------------------------------------------------
+    def put(self, name: str, update: PendingUpdate, values: Tensor) -> None:
+        """Keep `values` (n, P+T) of the update's rows for the tokens whose first update it is."""
+        if name not in self._columns:
+            self._columns[name] = torch.full(self.rollouts.completion_mask.shape, math.nan)
+        target = self._columns[name]
+        new = values[:, self.rollouts.prompt_width :].detach().float().cpu()
+        target[update.rows] = torch.where(update.first_use, new, target[update.rows])
 
-    def _before_step(self, batch: UpdateBatch) -> None:
-        if not bool(batch.first.any()):
-            return  # a row of the tokens table belongs to the first update that used its token
-        started = time.perf_counter()
-        spec, step = self.spec, self._step
-        due = bool(spec.token_gradients_every) and step % spec.token_gradients_every == 0
-        if not due and spec.spike_z is not None and batch.grad_norm > 0:
-            due = robust_z(self._recent, math.log(batch.grad_norm)) >= spec.spike_z
-        if due:
-            self._token_gradients(batch)
-        if spec.heldout_influence_every and step % spec.heldout_influence_every == 0:
-            self._fill("heldout_influence", lambda check: self._influence(batch, check))
-        self.seconds += time.perf_counter() - started
+    def add_parts(self, split: UpdateSplit) -> None:
+        """Keep the parts of ‖Δθ‖² of an update."""
+        self._parts += [
+            ("update_share_gradient", split.gradient), ("update_share_momentum", split.momentum),
+            ("update_share_weight_decay", split.weight_decay),
+        ]  # fmt: skip
 
-    def _token_gradients(self, batch: UpdateBatch) -> None:
+
+class _UpdateProbes:
+    """The probes of one update; `part` are its n rows, P prompt and T completion positions wide."""
+
+    def __init__(self, observer: StepObserver, update: PendingUpdate, view: ModelView, part: Rollouts) -> None:
+        self.observer, self.update, self.view, self.part = observer, update, view, part
+        self.run, self.config, self.spec = observer.run, observer.run.config, observer.run.config.recording
+        self.temperature = self.config.rollout.temperature
+        self.mask = _mask(part)
+        self.coef = _wide(part, update.loss_coef.to(part.input_ids.device))
+
+    def put(self, name: str, values: Tensor) -> None:
+        """Keep a column (n, P+T)."""
+        self.observer.put(name, self.update, values)
+
+    def token_gradients(self) -> None:
         """Local norms and attribution of all tokens of the update, exact norms of a few."""
-        part = self._rollouts.rows(batch.rows)
-        mask = _mask(part)
+        fill, norm = self.observer.fill, self.update.grad_norm
         # Forward and backward passes cost by token, so tokens without a part in the gradient are still run: they have norms.
         local: list[Tensor] = []
 
         def measure_local(check: Check) -> None:
-            local.append(self._norms(part, torch.arange(len(mask), device=mask.device), mask, "local", check))
-            self._put("score_norm_local", batch, local[0])
+            local.append(self._norms(torch.arange(len(self.mask), device=self.mask.device), self.mask, "local", check))
+            self.put("score_norm_local", local[0])
 
-        self._fill("score_norm_local", measure_local)
-        if batch.grad_norm > 0:
-            gradient = [
-                torch.zeros_like(p) if p.grad is None else p.grad.detach() for p in self.learner.seen.parameters
-            ]
-            coef = _wide(part, batch.loss_coef.to(mask.device))
-
-            def measure_shares(check: Check) -> None:
-                along = self._along(part, mask, coef, gradient, check)
-                self._put("attribution", batch, along / batch.grad_norm**2)
-
-            self._fill("attribution", measure_shares)
+        fill("score_norm_local", measure_local)
+        if norm > 0:
+            gradient = [torch.zeros_like(p) if p.grad is None else p.grad.detach() for p in self.view.parameters]
+            fill("attribution", lambda check: self.put("attribution", self._along(gradient, check) / norm**2))
             if self.spec.update_attribution:
-                self._fill("update_attribution", lambda check: self._update_attribution(batch, part, mask, coef, check))
-        self._fill("score_norm", lambda check: self._exact(batch, part, local[0] if local else None, check))
+                fill("update_attribution", self._update_attribution)
+        fill("score_norm", lambda check: self._exact(local[0] if local else None, check))
 
-    def _norms(
-        self, part: Rollouts, rows: Tensor, mask: Tensor, tier: Literal["local", "exact"], check: Check
-    ) -> Tensor:
-        """Score norms (m, P+T) of the `rows` (m,) of `part`; processes compute a part of them each."""
-        model, temperature = self.learner.seen.model, self.config.rollout.temperature
+    def _norms(self, rows: Tensor, mask: Tensor, tier: Literal["local", "exact"], check: Check) -> Tensor:
+        """Score norms (m, P+T) of the rows `rows` (m,) of `part` at `mask`; each process computes a part of them."""
+        part = self.part
 
         def norms(some: Tensor) -> Tensor:
-            attention = part.attention_mask[some]
             return score_norms(
-                model, part.input_ids[some], mask[some], tier=tier, attention_mask=attention, temperature=temperature,
-                check=check,
+                self.view.model, part.input_ids[some], mask[some], tier=tier, attention_mask=part.attention_mask[some],
+                temperature=self.temperature, check=check,
             ).values  # fmt: skip
 
         return _map_rows(rows, norms, mask)
 
-    def _along(self, part: Rollouts, mask: Tensor, coef: Tensor, direction: list[Tensor], check: Check) -> Tensor:
+    def _along(self, direction: list[Tensor], check: Check) -> Tensor:
         """c_t⟨∇log π_t, direction⟩ (n, P+T). Rows of groups whose rewards are all equal have c = 0 and are not run."""
+        part, mask, coef = self.part, self.mask, self.coef
         live = ((coef != 0) & mask.bool()).any(dim=1).nonzero()[:, 0]
-        out, model = torch.zeros_like(coef), self.learner.seen.model
+        out = torch.zeros_like(coef)
 
         def along(some: Tensor) -> Tensor:
             return attribute(
-                model, part.input_ids[some], mask[some], coef[some], direction, part.attention_mask[some],
-                self.config.rollout.temperature, self.spec.derivative, check=check,
+                self.view.model, part.input_ids[some], mask[some], coef[some], direction, part.attention_mask[some],
+                self.temperature, self.spec.derivative, check=check,
             )  # fmt: skip
 
         if len(live):
             out[live] = _map_rows(live, along, mask).to(out)
         return out
 
-    def _update_attribution(self, batch: UpdateBatch, part: Rollouts, mask: Tensor, coef: Tensor, check: Check) -> None:
+    def _update_attribution(self, check: Check) -> None:
         """Shares of ‖Δθ‖² of the step that the optimizer is about to take; what is not the tokens' goes to the probes table."""
-        seen, temperature = self.learner.seen, self.config.rollout.temperature
-        split = coming_update(seen.optimizer, seen.parameters, batch.clip_factor)
+        part, mask, view = self.part, self.mask, self.view
+        split = coming_update(view.optimizer, view.parameters, self.update.clip_factor)
 
         def shares_of(some: Tensor) -> Tensor:
             # D⁻¹ stretches the direction over many orders of magnitude, where a difference of float32 values is too coarse.
             return update_attribution(
-                seen.model, part.input_ids[some], mask[some], coef[some], split, method="forward",
-                attention_mask=part.attention_mask[some], temperature=temperature, check=check,
+                view.model, part.input_ids[some], mask[some], self.coef[some], split, method="forward",
+                attention_mask=part.attention_mask[some], temperature=self.temperature, check=check,
             )  # fmt: skip
 
-        shares = _map_rows(torch.arange(len(mask), device=mask.device), shares_of, mask)
-        self._put("update_attribution", batch, shares)
-        if batch.index == 0:
-            self._parts += [
-                ("update_share_gradient", split.gradient), ("update_share_momentum", split.momentum),
-                ("update_share_weight_decay", split.weight_decay),
-            ]  # fmt: skip
+        self.put("update_attribution", _map_rows(torch.arange(len(mask), device=mask.device), shares_of, mask))
+        if self.update.index == 0:
+            self.observer.add_parts(split)
 
-    def _exact(self, batch: UpdateBatch, part: Rollouts, local: Tensor | None, check: Check) -> None:
+    def _exact(self, local: Tensor | None, check: Check) -> None:
         """The exact tier on the largest tokens by local norm and on random others, with the probability of being drawn.
 
         Where there are no local norms: on random ones alone.
         """
-        first = batch.first.to(part.input_ids.device)
+        part = self.part
+        first = self.update.first_use.to(part.input_ids.device)
         places = first.nonzero()  # (M, 2)
         norms = torch.zeros(len(places), device=first.device) if local is None else local[:, part.prompt_width :][first]
         top = norms.argsort(descending=True, stable=True)[: 0 if local is None else self.spec.exact_top]
         others = torch.ones(len(norms), dtype=torch.bool, device=norms.device)
         others[top] = False
         rest = others.nonzero()[:, 0]
-        draw = torch.randperm(len(rest), generator=generator(self.config.seed, "exact", self._step, batch.index))
+        seeded = generator(self.config.seed, "exact", self.observer.step, self.update.index)
+        draw = torch.randperm(len(rest), generator=seeded)
         drawn = rest[draw[: self.spec.exact_random].to(rest.device)]
         probability = torch.ones(len(norms), device=norms.device)
         probability[drawn] = len(drawn) / max(len(rest), 1)
@@ -228,32 +266,29 @@ class Observers:
         mask[rows, columns + part.prompt_width] = 1
         keep = mask.any(dim=1).nonzero()[:, 0]  # only completions that hold a chosen token are run
         values = torch.full(part.input_ids.shape, math.nan, device=norms.device)
-        exact = self._norms(part, keep, mask, "exact", check)
+        exact = self._norms(keep, mask, "exact", check)
         values[keep] = torch.where(mask[keep].bool(), exact.float(), math.nan)
-        self._put("score_norm", batch, values)
-        self._put("score_norm_std_error", batch, torch.where(values.isnan(), math.nan, 0.0))
+        self.put("score_norm", values)
+        self.put("score_norm_std_error", torch.where(values.isnan(), math.nan, 0.0))
         chances = torch.full(part.input_ids.shape, math.nan, device=norms.device)
         chances[rows, columns + part.prompt_width] = probability[chosen]
-        self._put("draw_probability", batch, chances)
-        self._fill("sharp_alignment", lambda check: self._alignment(batch, part, keep, mask, exact, check))
+        self.put("draw_probability", chances)
+        self.observer.fill("sharp_alignment", lambda check: self._alignment(keep, mask, exact, check))
 
-    def _alignment(
-        self, batch: UpdateBatch, part: Rollouts, keep: Tensor, mask: Tensor, exact: Tensor, check: Check
-    ) -> None:
+    def _alignment(self, keep: Tensor, mask: Tensor, exact: Tensor, check: Check) -> None:
         """Share of ∇log π_t in the span of the newest top eigenvectors, for the tokens whose exact norm is known."""
-        vectors = self.surface.vectors
+        vectors, part, view = self.run.surface.vectors, self.part, self.view
         if vectors is None:
             return
-        seen, temperature = self.learner.seen, self.config.rollout.temperature
-        sizes = [p.numel() for p in seen.parameters]
+        sizes = [p.numel() for p in view.parameters]
 
         def squares(some: Tensor) -> Tensor:
             total = torch.zeros(len(some), mask.shape[1], dtype=exact.dtype, device=exact.device)
             for vector in vectors:
-                direction = [v.view_as(p) for v, p in zip(vector.split(sizes), seen.parameters, strict=True)]
+                direction = [v.view_as(p) for v, p in zip(vector.split(sizes), view.parameters, strict=True)]
                 found = directional_derivative(
-                    seen.model, part.input_ids[some], mask[some], direction, method=self.spec.derivative,
-                    attention_mask=part.attention_mask[some], temperature=temperature, check=check,
+                    view.model, part.input_ids[some], mask[some], direction, method=self.spec.derivative,
+                    attention_mask=part.attention_mask[some], temperature=self.temperature, check=check,
                 )  # fmt: skip
                 total += found.values.to(total) ** 2
             return total
@@ -262,51 +297,40 @@ class Observers:
         values = torch.full(part.input_ids.shape, math.nan, device=exact.device)
         share = torch.where(exact > 0, total / exact.clamp_min(torch.finfo(exact.dtype).tiny) ** 2, math.nan)
         values[keep] = torch.where(mask[keep].bool(), share, math.nan).float()
-        self._put("sharp_alignment", batch, values)
+        self.put("sharp_alignment", values)
 
-    def _influence(self, batch: UpdateBatch, check: Check) -> None:
+    def influence(self, check: Check) -> None:
         """c_t⟨∇log π_t, ∇L_heldout⟩ of all tokens of the update; positive lowers the held-out loss."""
-        part = self._rollouts.rows(batch.rows)
-        coef = _wide(part, batch.loss_coef.to(part.input_ids.device))
-        found = self._along(part, _mask(part), coef, self._heldout_gradient(check), check)
-        self._put("heldout_influence", batch, found)
+        self.put("heldout_influence", self._along(self._heldout_gradient(check), check))
 
     def _heldout_gradient(self, check: Check) -> list[Tensor]:
         """∇L_heldout: of the expected failure on rollouts that the present policy draws, or of stored solutions' nll."""
-        assert self.probe_set is not None
-        model, temperature = self.learner.seen.model, self.config.rollout.temperature
+        probe_set, drawer, model = self.run.probe_set, self.run.drawer, self.view.model
+        assert probe_set is not None
         if self.spec.heldout_functional == "nll":
-            batch = self.probe_set.solutions("heldout")
-            batch = batch.to(self.policy.device)
+            batch = probe_set.solutions("heldout").to(self.run.policy.device)
             mask = batch.scored.long()  # right-padded: attention to padding behind a token never happens
             attention = (torch.arange(mask.shape[1], device=mask.device) < batch.lengths[:, None]).long()
             coef = nll_coefficients(mask)
-            return logp_gradient(model, batch.input_ids, mask, coef, attention, temperature, check=check)
-        seed = derive(self.config.seed, "heldout", self._step) % 2**31
-        drawn = self.probe_set.draw("heldout", self.spec.heldout_samples, self.drawer, seed)
+            return logp_gradient(model, batch.input_ids, mask, coef, attention, self.temperature, check=check)
+        assert drawer is not None
+        seed = derive(self.config.seed, "heldout", self.observer.step) % 2**31
+        drawn = probe_set.draw("heldout", self.spec.heldout_samples, drawer, seed)
         mask = _mask(drawn.rollouts)
         coef = failure_coefficients(mask, drawn.correct)
         rows = drawn.rollouts.rows(torch.arange(len(mask))[distributed.local_slice(len(mask))])
-        own = [torch.zeros_like(p) for p in self.learner.seen.parameters]
+        own = [torch.zeros_like(p) for p in self.view.parameters]
         problem: UserError | None = None
         if len(rows):
             coef = coef[distributed.local_slice(len(mask))]
             try:
                 own = logp_gradient(
-                    model, rows.input_ids, _mask(rows), coef, rows.attention_mask, temperature, check=check
+                    model, rows.input_ids, _mask(rows), coef, rows.attention_mask, self.temperature, check=check
                 )
             except UserError as error:
                 problem = error
         _raise_together(problem)
         return distributed.sum_tensors(own)
-
-    def _put(self, name: str, batch: UpdateBatch, values: Tensor) -> None:
-        """Keep `values` (n, P+T) of the update's rows for the tokens whose first update it is."""
-        if name not in self._columns:
-            self._columns[name] = torch.full(self._rollouts.completion_mask.shape, math.nan)
-        target = self._columns[name]
-        new = values[:, self._rollouts.prompt_width :].detach().float().cpu()
-        target[batch.rows] = torch.where(batch.first, new, target[batch.rows])
 
 
 def _map_rows(rows: Tensor, compute: Callable[[Tensor], Tensor], mask: Tensor) -> Tensor:
@@ -327,7 +351,7 @@ def _map_rows(rows: Tensor, compute: Callable[[Tensor], Tensor], mask: Tensor) -
 
 
 def _raise_together(problem: UserError | None) -> None:
-    """Raise the first process's problem in every process."""
+    """Raise the problem of the first process that has one in every process."""
     first = distributed.first_not_none([problem])
     if first is not None:
         raise first

@@ -22,7 +22,7 @@ from sharpscope.policy import (
     score_completions,
 )
 from sharpscope.policy.drawing import draw_scored
-from sharpscope.policy.sharding import whole_weights
+from sharpscope.policy.sharding import unsharded
 from sharpscope.probes import Drawn, ProbeSet, build_probe_set
 from sharpscope.probes.probe_set import ProbeItem
 from sharpscope.tasks import Example, Task
@@ -114,7 +114,7 @@ def solution_losses(
         return {}
     rows = _solution_rows(items).to(policy.device)
     totals = torch.zeros(len(items), dtype=torch.float64)
-    with whole_weights(policy.model):
+    with unsharded(policy.model):
         for batch in microbatches(rows.lengths, microbatch_tokens, prompt_lengths=rows.prompt_lengths):
             scored = score_completions(
                 policy.model, rows.rows(batch), temperature, share_prompt=False, with_grad=False, compute=policy.compute

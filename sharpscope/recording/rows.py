@@ -13,15 +13,17 @@ from torch import Tensor
 from sharpscope.config.method import PpoClip
 from sharpscope.objective import Method, gradient_killed, summarize_weights
 from sharpscope.policy import Head, TokenStats
-from sharpscope.recording.step import Learned, Round
+from sharpscope.recording.step import RolloutBatch, StepResult
 
 
-def steps_row(step: int, drawn: Round, learned: Learned, method: Method, progress: float, lr: float) -> dict[str, Any]:
+def steps_row(
+    step: int, drawn: RolloutBatch, result: StepResult, method: Method, progress: float, lr: float
+) -> dict[str, Any]:
     """The row of the steps table, without its timing columns."""
-    rollouts, tokens = drawn.rollouts, learned.tokens
+    rollouts, tokens = drawn.rollouts, result.tokens
     mask = rollouts.completion_mask.bool().cpu()
     used = mask & (tokens.update >= 0)
-    done = [u for u in learned.updates if not u.skipped]
+    done = [u for u in result.updates if not u.skipped]
     reward = rollouts.reward.double().cpu()
     counted = tokens.uses > 0
     uses = int(tokens.uses.sum())
@@ -47,9 +49,9 @@ def steps_row(step: int, drawn: Round, learned: Learned, method: Method, progres
     }
 
 
-def plain_norm(learned: Learned) -> float | None:
+def plain_norm(result: StepResult) -> float | None:
     """Mean over the updates made of the norm that the spike rule looks at; null without any."""
-    return _mean([u.plain_norm for u in learned.updates if not u.skipped])
+    return _mean([u.plain_norm for u in result.updates if not u.skipped])
 
 
 def weight_columns(method: Method, weight: Tensor, used: Tensor, progress: float) -> dict[str, float | None]:
@@ -71,7 +73,7 @@ def clipped_weight_share(method: Method, weight: Tensor, advantage: Tensor, mask
     return float((killed[mask] != 0).double().mean())
 
 
-def rollout_columns(step: int, drawn: Round) -> dict[str, Any]:
+def rollout_columns(step: int, drawn: RolloutBatch) -> dict[str, Any]:
     """Columns of the rollouts table."""
     rollouts = drawn.rollouts
     size = len(drawn.rewards) // len(drawn.examples)
@@ -102,10 +104,10 @@ def head_grad_norm(stats: TokenStats, head: Head, temperature: float) -> Tensor 
 
 
 def token_columns(
-    step: int, drawn: Round, learned: Learned, probed: dict[str, Tensor], head: Head, temperature: float
+    step: int, drawn: RolloutBatch, result: StepResult, probed: dict[str, Tensor], head: Head, temperature: float
 ) -> dict[str, Any]:
     """Columns of the tokens table: one row for each loss token. `probed` maps probe columns to (N, T), NaN = not recorded."""
-    rollouts, tokens = drawn.rollouts, learned.tokens
+    rollouts, tokens = drawn.rollouts, result.tokens
     mask = rollouts.completion_mask.bool().cpu()
     rollout, position = torch.nonzero(mask, as_tuple=True)
 

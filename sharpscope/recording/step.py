@@ -1,4 +1,7 @@
-"""What every token did in a step: the policy's statistics at its start, the first update that used it, and all of them."""
+"""The values of a training step: its rollouts, its updates, and what every token did in them.
+
+A step is one batch of rollouts and what is learned from it; an update is one optimizer step in it.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from sharpscope.tasks import Example, Reward
 
 
 @dataclass(frozen=True)
-class Round:
+class RolloutBatch:
     """The rollouts of one step; `examples` has one entry a group, everything else one a completion."""
 
     examples: list[Example]
@@ -30,7 +33,7 @@ class Round:
 
 @dataclass
 class UpdateTokens:
-    """What the tokens of an update's rows do in it, whether or not an earlier update has used them; (n, T), on the CPU."""
+    """What the tokens of one update do in it, whether or not an earlier update has used them; (n, T), on the CPU."""
 
     coef: Tensor  # ∂L/∂log π_t, in the dtype of the statistics
     used: Tensor  # bool: loss tokens that take part
@@ -38,44 +41,44 @@ class UpdateTokens:
     kl: Tensor  # float64, k3 [nats]
 
     @classmethod
-    def blank(cls, shape: torch.Size, dtype: torch.dtype) -> UpdateTokens:
+    def zeros(cls, shape: torch.Size, dtype: torch.dtype) -> UpdateTokens:
         """No token of `shape` (n, T) takes part; `dtype` is that of the coefficients."""
         kinds = {"coef": dtype, "used": torch.bool, "clipped": torch.int8, "kl": torch.float64}
         return cls(**{name: torch.zeros(shape, dtype=kind) for name, kind in kinds.items()})
 
     def write(self, rows: Tensor, used: Tensor, clipped: Tensor, kl: Tensor) -> None:
-        """What the rows `rows` (m,) of these do, by the loss; all but the coefficients, which the backward pass gives."""
+        """Fill in the rows `rows` (m,), all but the coefficients, which the backward pass gives."""
         used = used.cpu()
         self.used[rows] = used
         self.clipped[rows] = torch.where(used, clipped.detach().cpu().to(self.clipped.dtype), 0)
         self.kl[rows] = torch.where(used, kl.detach().cpu().to(self.kl.dtype), 0.0)
 
     def tensors(self) -> list[Tensor]:
-        """All of them."""
+        """All fields in their order."""
         return [getattr(self, part.name) for part in fields(self)]
 
 
 @dataclass
-class TokenRecord:
-    """What each token did in the first update that used it, and in how many updates it did what; all (N, T), on the CPU.
+class StepTokens:
+    """What each token did in the first update that used it, and counts over all updates; (N, T), on the CPU.
 
     Weight, advantage, coefficient and ratio have the dtype of the statistics.
     """
 
-    stats: TokenStats
+    stats: TokenStats  # of the policy at the start of the step
     weight: Tensor
     advantage: Tensor
     loss_coef: Tensor  # ∂L/∂log π_t of that update
     ratio: Tensor
     clipped: Tensor  # int8: −1 clipped low, 0 not, 1 clipped high
-    update: Tensor  # int32; −1 where no update used the token
-    uses: Tensor  # int32: updates made that used the token
+    update: Tensor  # int32: index of that update; −1 where no update used the token
+    uses: Tensor  # int32: updates that used the token
     uses_low: Tensor  # int32: those of them in which it was clipped low
-    uses_high: Tensor  # int32: in which it was clipped high
-    kl: Tensor  # float64: sum of k3 over the updates made that used the token [nats]
+    uses_high: Tensor  # int32: those of them in which it was clipped high
+    kl: Tensor  # float64: sum of k3 over the updates that used the token [nats]
 
     @classmethod
-    def blank(cls, stats: TokenStats) -> TokenRecord:
+    def unused(cls, stats: TokenStats) -> StepTokens:
         """Tokens with these statistics (N, T) that no update has used yet."""
         shape, real = stats.logp.shape, stats.logp.dtype
 
@@ -89,49 +92,51 @@ class TokenRecord:
         )  # fmt: skip
 
     def tensors(self, *, stats: bool) -> list[Tensor]:
-        """What is written row by row, token by token: the statistics too if `stats`, never the counts over updates."""
+        """The fields that a gradient fills in row by row, with the statistics if `stats`; not the counts over updates."""
         own = [self.weight, self.advantage, self.loss_coef, self.ratio, self.clipped, self.update]
         return own + ([getattr(self.stats, part.name) for part in fields(TokenStats)] if stats else [])
 
-    def count(self, rows: Tensor, done: UpdateTokens) -> None:
+    def count(self, rows: Tensor, tokens: UpdateTokens) -> None:
         """Count an update of the rows `rows` (n,) that was made."""
-        self.uses[rows] += done.used.int()
-        self.uses_low[rows] += (done.clipped < 0).int()
-        self.uses_high[rows] += (done.clipped > 0).int()
-        self.kl[rows] += done.kl
+        self.uses[rows] += tokens.used.int()
+        self.uses_low[rows] += (tokens.clipped < 0).int()
+        self.uses_high[rows] += (tokens.clipped > 0).int()
+        self.kl[rows] += tokens.kl
 
 
 @dataclass(frozen=True)
-class UpdateRecord:
-    """One optimizer step: norms are L2 over all trainable parameters, before clipping."""
+class UpdateResult:
+    """One optimizer step; norms are L2 over all trainable parameters, before clipping."""
 
     loss: float
-    grad_norm: float  # of what the optimizer gets
-    plain_norm: float  # of the loss's own gradient, which probes see; another one only where a method shapes sharpness
+    grad_norm: float  # of the gradient that the optimizer gets
+    plain_norm: float  # of the loss's own gradient, which probes see; they differ where a method reshapes it (SAM)
     update_norm: float
     clip_factor: float
     skipped: bool
     problem: str = ""  # what is not finite; empty if all is
-
-
-@dataclass
-class Learned:
-    """The outcome of a step's updates."""
-
-    updates: list[UpdateRecord]
-    tokens: TokenRecord
+    broken: bool = False  # the model's weights are not finite
 
 
 @dataclass(frozen=True)
-class UpdateBatch:
-    """The rows of one optimizer update, as a probe sees them between the gradient and the step."""
+class StepResult:
+    """The updates of a step and what its tokens did in them."""
 
-    index: int
-    rows: Tensor  # (n,) indices into the round's rollouts
-    first: Tensor  # (n, T) bool, on the CPU: loss tokens that no earlier update of the step has used, and this one does
+    updates: list[UpdateResult]
+    tokens: StepTokens
+    warnings: tuple[str, ...] = ()  # of the method
+
+
+@dataclass(frozen=True)
+class PendingUpdate:
+    """An update between its gradient and the optimizer's step; n rows."""
+
+    index: int  # within the step, from 0
+    rows: Tensor  # (n,) indices into the step's rollouts
+    first_use: Tensor  # (n, T) bool, on the CPU: loss tokens that this update is the first of the step to use
     loss_coef: Tensor  # (n, T), ∂L/∂log π_t
     grad_norm: float
-    clip_factor: float  # what this gradient is multiplied by if nothing reshapes it
+    clip_factor: float  # what this gradient is multiplied by if the method does not reshape it
 
 
 def step_tensors(
@@ -143,18 +148,3 @@ def step_tensors(
         logp=stats.logp, logit=stats.logit, entropy=stats.entropy, collision=stats.collision, polarity=stats.polarity,
         progress=progress,
     )  # fmt: skip
-
-
-def blank_stats(mask: Tensor, model: torch.nn.Module) -> TokenStats:
-    """TokenStats of zeros in the shape of `mask` (N, T), on its device, in the dtype that the model's statistics have."""
-    dtype = torch.float64 if next(model.parameters()).dtype == torch.float64 else torch.float32
-    return TokenStats(
-        **{stat.name: torch.zeros(mask.shape, dtype=dtype, device=mask.device) for stat in fields(TokenStats)}
-    )
-
-
-def write_stats(target: TokenStats, rows: Tensor, values: TokenStats | None) -> None:
-    """Put `values` (n, T) into the rows `rows` of `target` (N, T)."""
-    assert values is not None
-    for name in (stat.name for stat in fields(TokenStats)):
-        getattr(target, name)[rows] = getattr(values, name).to(getattr(target, name).dtype)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from sharpscope import distributed
 from sharpscope.errors import CheckError
+from sharpscope.policy.sharding import ModelView
 from sharpscope.probes import ProbeSet, measure, measured_cost, probe_functionals, squared_gradient_norm
 from sharpscope.probes.estimate import Estimate, columns, labelled
 from sharpscope.probes.functionals import Functional
@@ -20,14 +22,13 @@ from sharpscope.seeds import derive
 
 if TYPE_CHECKING:
     from sharpscope.config import RunConfig
-    from sharpscope.training.learning import Learner
 
 
 class SurfaceProbes:
     """Measures the loss surface at scheduled steps. `vectors` (k, P): the span of the newest top eigenvectors, or None."""
 
-    def __init__(self, config: RunConfig, learner: Learner, drawer: Drawer) -> None:
-        self.config, self.learner, self.drawer = config, learner, drawer
+    def __init__(self, config: RunConfig, view: Callable[[], ModelView], drawer: Drawer | None) -> None:
+        self.config, self.view, self.drawer = config, view, drawer
         self.spec = config.probes
         self.every = self.spec.every
         self.vectors: Tensor | None = None
@@ -39,13 +40,14 @@ class SurfaceProbes:
         self.probe_set = probe_set
         if not self.spec.every:
             return []
+        assert self.drawer is not None
         cost = info.get("probe_cost")
         if cost is None:
             functional = next(
                 iter(probe_functionals(probe_set, probe_set.splits[0], self.spec, self.drawer, seed=0).values())
             )
             # Timings differ between processes, the schedule must not.
-            cost = distributed.broadcast(measured_cost(self.learner.seen.model, functional, self.spec))
+            cost = distributed.broadcast(measured_cost(self.view().model, functional, self.spec))
             note(self.config.run_dir, probe_cost=cost)
         product = max(cost["product_s"], 1e-9)
         products = self.spec.cost(gradient=cost["gradient_s"] / product, value=cost["value_s"] / product)
@@ -63,11 +65,11 @@ class SurfaceProbes:
         return bool(self.every) and (step % self.every == 0 or step == self.config.steps)
 
     def rows(self, step: int) -> tuple[dict[str, Any], list[Event]]:
-        """Columns of the probes table, and an event for each estimate that is not to be believed."""
-        assert self.probe_set is not None
+        """Columns of the probes table, and an event for each estimate that is not reliable."""
+        assert self.probe_set is not None and self.drawer is not None
         found: list[Estimate] = []
         events: list[Event] = []
-        optimizer = self.learner.seen.optimizer
+        view = self.view()
         for split in self.probe_set.splits:
             seed = derive(self.config.probes.probe_set_seed, f"surface:{split}", step) % 2**31
             functionals = probe_functionals(
@@ -75,8 +77,8 @@ class SurfaceProbes:
             )
             for functional in functionals.values():
                 measured = self._measured(
-                    step, events, functional, seed=seed, probe_set=self.probe_set.name(split),
-                    optimizer=optimizer if optimizer.state else None,
+                    view.model, step, events, functional, seed=seed, probe_set=self.probe_set.name(split),
+                    optimizer=view.optimizer if view.optimizer.state else None,
                     slices=self.spec.slices and split == "train",
                 )  # fmt: skip
                 if measured is None:
@@ -85,31 +87,33 @@ class SurfaceProbes:
                 if split == "train" and measured.curvature is not None and measured.curvature.converged:
                     self.vectors = measured.curvature.vectors
         if self.spec.gradient_samples and not self.refused:
-            found += self._two_batches(step)
+            found += self._two_batches(view.model, step)
         events += [Event(step, "probe", "warning", math.nan, math.nan, "warn", text) for text in problems(found)]
         return {"step": step, **columns(found)}, events
 
-    def _measured(self, step: int, events: list[Event], functional: Functional, **options: Any) -> Measured | None:
+    def _measured(
+        self, model: nn.Module, step: int, events: list[Event], functional: Functional, **options: Any
+    ) -> Measured | None:
         """`measure`; None once the surface has differed from the policy's own, for the rest of the run."""
         if self.refused:
             return None
         try:
-            return measure(self.learner.seen.model, functional, self.spec, **options)
+            return measure(model, functional, self.spec, **options)
         except CheckError as problem:
             self.refused = True
             events.append(refusal(step, "the loss surface", problem))
             return None
 
-    def _two_batches(self, step: int) -> list[Estimate]:
+    def _two_batches(self, model: nn.Module, step: int) -> list[Estimate]:
         """‖∇J‖² without a batch's noise, on the training prompts; from completions of their own, so that it is unbiased."""
-        assert self.probe_set is not None
+        assert self.probe_set is not None and self.drawer is not None
         split = self.probe_set.splits[0]
         seed = derive(self.config.probes.probe_set_seed, "surface:two batches", step) % 2**31
         if len(self.probe_set.split(split)) < 2:
             return []
         drawn = self.probe_set.draw(split, self.spec.gradient_samples, self.drawer, seed)
         rows = squared_gradient_norm(
-            self.learner.seen.model, drawn, temperature=self.config.rollout.temperature, seed=seed,
+            model, drawn, temperature=self.config.rollout.temperature, seed=seed,
             microbatch_tokens=self.spec.microbatch_tokens, head_mb=self.spec.head_mb, memory_mb=self.spec.basis_mb,
             check=self.spec.check,
         )  # fmt: skip

@@ -7,12 +7,10 @@ import math
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
 from sharpscope import distributed
@@ -20,22 +18,16 @@ from sharpscope.config.policy import LocalBackend
 from sharpscope.distributed import Launch
 from sharpscope.errors import UserError
 from sharpscope.objective import calibrate, choose_preset, method_label, needs_calibration
-from sharpscope.policy import Policy, TokenStats, check_lengths, load_policy, render_prompts
+from sharpscope.policy import Policy, check_lengths, load_policy, render_prompts
 from sharpscope.policy.adapters import has_adapters
 from sharpscope.policy.loading import check_revision
+from sharpscope.policy.scoring import Scorer
 from sharpscope.policy.sharding import shard
 from sharpscope.recording import environment
-from sharpscope.recording.health import PREVENTS, Event, check_finite, check_policy, check_rollouts, memory_share
-from sharpscope.recording.observers import Observers
-from sharpscope.recording.probe_sets import check_probe_set, solution_losses
-from sharpscope.recording.rows import (
-    clipped_weight_share,
-    plain_norm,
-    rollout_columns,
-    steps_row,
-    token_columns,
-    weight_columns,
-)
+from sharpscope.recording.health import Event, StepHealth, check_finite
+from sharpscope.recording.observers import Observations, Observers
+from sharpscope.recording.probe_sets import Drawer, check_probe_set, solution_losses
+from sharpscope.recording.rows import plain_norm, rollout_columns, steps_row, token_columns
 from sharpscope.recording.run_folder import (
     begin_run_dir,
     check_reference,
@@ -49,7 +41,7 @@ from sharpscope.recording.run_folder import (
     trace_writer,
     wind_back,
 )
-from sharpscope.recording.step import Learned, Round, step_tensors
+from sharpscope.recording.step import RolloutBatch, StepResult, step_tensors
 from sharpscope.tasks import Task, make_task
 from sharpscope.traces import RunLock, create_run_dir, read_run_info
 from sharpscope.traces.files import RUN_FILE
@@ -59,9 +51,9 @@ from sharpscope.training.clock import Clock, stop_after_step
 from sharpscope.training.data_order import DataOrder
 from sharpscope.training.display import Display, QuietDisplay
 from sharpscope.training.evaluate import check_splits, evaluate, heldout_score
-from sharpscope.training.learning import BROKEN, Learner
+from sharpscope.training.learner import Learner
 from sharpscope.training.optimizer import build_optimizer, learning_rate, set_learning_rate
-from sharpscope.training.rounds import draw_round
+from sharpscope.training.rollouts import draw_rollouts
 
 if TYPE_CHECKING:
     from sharpscope.config import RunConfig
@@ -162,15 +154,16 @@ class _Run:
         self.broken = False
         self.said: set[str] = set()  # warnings of the method that were shown
         self.scores: dict[int, float] = {}  # held-out accuracy by step
-        self.learner = Learner(
-            model=policy.model, optimizer=self.optimizer, method=self.method, temperature=config.rollout.temperature,
-            max_new_tokens=config.rollout.max_new_tokens, mini_batches=config.update.mini_batches,
-            inner_epochs=config.update.inner_epochs, microbatch_tokens=config.update.microbatch_tokens,
-            share_prompt=config.update.share_prompt,
-            max_grad_norm=config.optimizer.max_grad_norm, seed=config.seed, reference=self.reference, proximal=self.proximal,
-            compute=policy.compute, recompute=config.update.gradient_checkpointing,
+        scorer = Scorer(
+            policy.model, config.rollout.temperature, config.update.microbatch_tokens, config.update.share_prompt,
+            policy.compute, config.update.gradient_checkpointing,
         )  # fmt: skip
-        self.observers = Observers(config, policy, task, self.learner)
+        self.learner = Learner(
+            scorer, self.optimizer, max_new_tokens=config.rollout.max_new_tokens, mini_batches=config.update.mini_batches,
+            inner_epochs=config.update.inner_epochs, max_grad_norm=config.optimizer.max_grad_norm, seed=config.seed,
+            reference=self.reference, proximal=self.proximal,
+        )  # fmt: skip
+        self.observers = Observers(config, policy, self.learner.view, Drawer(config, policy, task))
 
     def _shard(self, reshard: bool) -> None:
         """Divide the weights of the policy and of its reference over the processes."""
@@ -208,7 +201,7 @@ class _Run:
             with trace_writer(run_dir) as writer, stop_after_step(self):
                 self.writer = writer
                 self.display.status("choosing the probe set")
-                events = self.observers.start(info)
+                events = self.observers.start(self.task, info)
                 if checkpoint is None:
                     self._tell(events)  # a checkpoint's run has told them
                     self._evaluate(0)
@@ -250,24 +243,27 @@ class _Run:
         set_learning_rate(self.optimizer, lr)
         self.display.status(f"step {step}: drawing completions")
         clock = Clock()
-        drawn = draw_round(self.policy, self.task, self.order, self.method, config.rollout, config.seed, step)
+        drawn = draw_rollouts(self.policy, self.task, self.order, self.method, config.rollout, config.seed, step)
         clock.lap("generation_s")
         if needs_calibration(self.method):
             self._calibrate(drawn, progress)
         self.display.status(f"step {step}: learning")
-        self.observers.begin(step, drawn, self.recent)
-        events = self._check_rollouts(step, drawn)
-        self.learner.allow = partial(self._allow, step, drawn, progress, events)
-        learned = self.learner.learn(drawn.rollouts, drawn.advantage, step, progress)
-        clock.lap("training_s", minus=self.observers.seconds)
-        events += self.observers.events()
-        row = steps_row(step, drawn, learned, self.method, progress, lr)
-        stop = self._judge(step, learned, events)
-        norm = plain_norm(learned)
+        health = StepHealth(config.health, step, drawn, self.method, progress, self.device)
+        observer = self.observers.for_step(step, drawn.rollouts, self.recent)
+        result = self.learner.learn(
+            drawn.rollouts, drawn.advantage, step, progress, method=self.method, before_first_update=health.allows_updates,
+            before_step=observer,
+        )  # fmt: skip
+        observed = observer.result()
+        clock.lap("training_s", minus=observed.seconds)
+        events = health.events + observed.events
+        row = steps_row(step, drawn, result, self.method, progress, lr)
+        stop = self._judge(step, result, events)
+        norm = plain_norm(result)
         if norm:
             self.recent = [*self.recent[-49:], math.log(norm)]
-        self._record(step, drawn, learned)
-        clock.lap("recording_s", plus=self.observers.seconds)
+        self._record(step, drawn, result, observed)
+        clock.lap("recording_s", plus=observed.seconds)
         self.writer.append("steps", row | clock.laps)
         if step % config.recording.flush_every == 0:
             self.writer.flush()
@@ -286,57 +282,23 @@ class _Run:
 
     # -- parts of a step ---------------------------------------------------------------------------------------------
 
-    def _calibrate(self, drawn: Round, progress: float) -> None:
+    def _calibrate(self, drawn: RolloutBatch, progress: float) -> None:
         """Fill a shaping's open constants in from the first round, once; run.json keeps the values."""
-        stats = self.learner.statistics(drawn.rollouts)
+        stats = self.learner.scorer.statistics(drawn.rollouts)
         tensors = step_tensors(drawn.rollouts, drawn.advantage, stats, stats.logp, progress)
         self.method = self.method.model_copy(update={"weight": calibrate(self.method.weight, tensors)})
-        self.learner.method = self.method
         note(self.config.run_dir, calibration=self.method.weight.model_dump(mode="json"))
 
-    def _check_rollouts(self, step: int, drawn: Round) -> list[Event]:
-        """The health rules that rewards and lengths answer, before anything is learnt from them."""
-        spec, rollouts = self.config.health, drawn.rollouts
-        truncated = float(rollouts.truncated.double().mean())
-        share = drawn.zero_variance_share
-        events = check_rollouts(spec, step, zero_variance_share=share, truncated_share=truncated)
-        odd = rollouts.reward[~torch.isfinite(rollouts.reward)]
-        return events + check_finite(spec, step, [("a reward is not finite", float(odd[0]))] if len(odd) else [], False)
-
-    def _allow(
-        self, step: int, drawn: Round, progress: float, events: list[Event], stats: TokenStats, weight: Tensor
-    ) -> bool:
-        """The health rules that the policy and its weights answer, between a step's first gradient and its first update.
-
-        Appends to `events`; False leaves the step's updates out. A reward that is not finite takes its group out only.
-        """
-        rollouts = drawn.rollouts
-        mask = rollouts.completion_mask.bool().cpu()
-        gap = (stats.logp.cpu() - rollouts.behavior_logp.cpu())[mask].abs()
-        entropy = stats.entropy.cpu()[mask]
-        columns = weight_columns(self.method, weight.cpu(), mask, progress)
-        events += check_policy(
-            self.config.health, step, entropy_mean=float(entropy.double().mean()) if entropy.numel() else math.nan,
-            saturation=max(columns["weight_saturation_low"] or 0.0, columns["weight_saturation_high"] or 0.0),
-            clipped_weights=clipped_weight_share(self.method, weight.cpu(), drawn.advantage.cpu(), mask),
-            logp_mismatch=float(gap.mean()) if gap.numel() else math.nan, memory=memory_share(self.device),
-        )  # fmt: skip
-        allowed = not any(
-            event.action in PREVENTS and (event.rule, event.action) != ("non_finite", "skip_step") for event in events
-        )
-        return distributed.broadcast(allowed)  # memory differs between processes
-
-    def _judge(self, step: int, learned: Learned, events: list[Event]) -> str:
+    def _judge(self, step: int, result: StepResult, events: list[Event]) -> str:
         """Tell a step's events; returns why the run must stop, or nothing."""
         spec = self.config.health
-        for update in learned.updates:
+        for update in result.updates:
             if update.problem:
                 value = update.loss if not math.isfinite(update.loss) else update.grad_norm
-                broken = update.problem == BROKEN
-                self.broken = self.broken or broken
-                value = update.update_norm if broken else value
-                events += check_finite(spec, step, [(update.problem, value)], broken)
-        for text in self.learner.warnings:
+                self.broken = self.broken or update.broken
+                value = update.update_norm if update.broken else value
+                events += check_finite(spec, step, [(update.problem, value)], update.broken)
+        for text in result.warnings:
             if text not in self.said:
                 self.said.add(text)
                 events.append(Event(step, "method", "warning", math.nan, math.nan, "warn", text))
@@ -357,18 +319,16 @@ class _Run:
             self.writer.append("probes", rows)
             self._tell(events)
 
-    def _record(self, step: int, drawn: Round, learned: Learned) -> None:
+    def _record(self, step: int, drawn: RolloutBatch, result: StepResult, observed: Observations) -> None:
         spec = self.config.recording
         if spec.rollouts_every and step % spec.rollouts_every == 0:
             self.writer.append("rollouts", rollout_columns(step, drawn))
-        probed = self.observers.columns()
-        if probed or (spec.tokens_every and step % spec.tokens_every == 0):
-            self.writer.append(
-                "tokens", token_columns(step, drawn, learned, probed, self.policy.head, self.config.rollout.temperature)
-            )
-        rows = self.observers.rows()
-        if rows:
-            self.writer.append("probes", rows)
+        if observed.columns or (spec.tokens_every and step % spec.tokens_every == 0):
+            temperature = self.config.rollout.temperature
+            columns = token_columns(step, drawn, result, observed.columns, self.policy.head, temperature)
+            self.writer.append("tokens", columns)
+        if observed.rows:
+            self.writer.append("probes", observed.rows)
 
     def _evaluate(self, step: int) -> None:
         spec = self.config.evaluation
@@ -407,7 +367,6 @@ class _Run:
         self.recent = progress.recent_log_grad_norms
         self.said = set(progress.said)
         self.method = type(self.method).model_validate(progress.method)
-        self.learner.method = self.method
         return progress.step
 
 

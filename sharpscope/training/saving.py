@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from sharpscope import distributed
 from sharpscope.policy import Policy
-from sharpscope.policy.sharding import divide_state, is_sharded, whole_copy
+from sharpscope.policy.sharding import gathered_copy, is_sharded, shard_state
 from sharpscope.training.checkpoint import Progress, load_checkpoint, prune, save_checkpoint
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def save(
     """
     model = policy.model
     if is_sharded(model):
-        whole = whole_copy(model, optimizer, torch.device("cpu"), keep=distributed.is_rank_zero())
+        whole = gathered_copy(model, optimizer, torch.device("cpu"), keep=distributed.is_rank_zero())
         model, optimizer = whole.model, whole.optimizer
 
     def write() -> None:
@@ -45,7 +45,7 @@ def restore(checkpoint: Path, policy: Policy, optimizer: torch.optim.AdamW, prox
     """
     if not is_sharded(policy.model):
         return load_checkpoint(checkpoint, policy.model, optimizer, proximal)
-    whole = whole_copy(policy.model, optimizer, torch.device("cpu"))
+    whole = gathered_copy(policy.model, optimizer, torch.device("cpu"))
     progress = load_checkpoint(checkpoint, whole.model, whole.optimizer, None)
-    divide_state(whole, policy.model, optimizer)
+    shard_state(whole, policy.model, optimizer)
     return progress

@@ -14,7 +14,7 @@ from sharpscope.recording.probe_sets import Drawer
 from sharpscope.tasks import Example, KnightsKnavesSpec, Reward, ToolQaSpec, make_task
 from sharpscope.training.data_order import DataOrder
 from sharpscope.training.evaluate import evaluate
-from sharpscope.training.rounds import draw_round
+from sharpscope.training.rollouts import draw_rollouts
 from tests.models import tiny_model
 from tests.policy.helpers import tiny_policy, word_tokenizer
 
@@ -157,7 +157,9 @@ def test_every_scorer_is_told_what_the_template_opened(thinker, toy_config, plac
     task, config = Hearer(), toy_config()
     examples, spec = task.splits()["train"], SamplingSpec(max_new_tokens=12)
     if place == "training":
-        drawn = draw_round(thinker, task, DataOrder(examples, 0), named_method("grpo"), config.rollout, seed=0, step=1)
+        drawn = draw_rollouts(
+            thinker, task, DataOrder(examples, 0), named_method("grpo"), config.rollout, seed=0, step=1
+        )
         assert {example.prompt for example in drawn.examples} == {example.prompt for example in examples}
     elif place == "evaluation":
         evaluate(thinker, task, step=0, splits=["heldout"], prompts=4, temperatures=[1.0], samples=4, spec=spec, seed=0)

@@ -18,7 +18,6 @@ from sharpscope.recording import health
 from sharpscope.recording.health import check_finite, check_policy, check_rollouts, container_share
 from sharpscope.training import train
 from sharpscope.training.checkpoint import checkpoints
-from sharpscope.training.learning import Learner
 
 QUIET = {"evaluation__every": 0, "steps": 2}
 FINE = {"entropy_mean": 1.0, "saturation": 0.5, "clipped_weights": math.nan, "logp_mismatch": 0.0, "memory": 0.1}
@@ -139,17 +138,17 @@ def test_stop_ends_the_run_before_the_update_with_a_checkpoint(toy_config, rule)
 
 def spoil_gradient(monkeypatch, at: int, value: float) -> None:
     """Make one entry of the `at`-th gradient `value`."""
-    calls = {"n": 0}
-    plain = Learner._gradient
+    from sharpscope.training import learner
 
-    def spoilt(self, *arguments, **options):
-        loss = plain(self, *arguments, **options)
-        calls["n"] += 1
-        if calls["n"] == at:
-            self.parameters[0].grad.view(-1)[0] = value
-        return loss
+    calls, plain = [], learner.gradient_norm
 
-    monkeypatch.setattr(Learner, "_gradient", spoilt)
+    def spoilt(parameters):
+        calls.append(True)
+        if len(calls) == at:
+            parameters[0].grad.view(-1)[0] = value
+        return plain(parameters)
+
+    monkeypatch.setattr(learner, "gradient_norm", spoilt)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -177,16 +176,16 @@ def test_a_token_weight_that_is_not_finite_is_left_out(toy_config):
 
 
 def test_model_weights_that_are_not_finite_stop_the_run(toy_config, monkeypatch):
-    from sharpscope.training import learning
+    from sharpscope.training import learner
 
-    plain = learning.update_norm
+    plain = learner.update_norm
     sizes = []
 
     def spoilt(optimizer):
         sizes.append(plain(optimizer))
         return math.inf if len(sizes) == 2 else sizes[-1]
 
-    monkeypatch.setattr(learning, "update_norm", spoilt)
+    monkeypatch.setattr(learner, "update_norm", spoilt)
     outcome = train(toy_config(steps=3, evaluation__every=0, health__non_finite="skip_step"))
     assert (outcome.status, outcome.steps_done) == ("failed", 2) and "model weights" in outcome.reason
 
@@ -204,13 +203,13 @@ def test_a_sampler_that_disagrees_with_the_trainer_is_noticed(toy_config, monkey
 
     from sharpscope.training import loop
 
-    plain = loop.draw_round
+    plain = loop.draw_rollouts
 
     def off(*arguments, **options):
         drawn = plain(*arguments, **options)
         return replace(drawn, rollouts=replace(drawn.rollouts, behavior_logp=drawn.rollouts.behavior_logp - 0.2))
 
-    monkeypatch.setattr(loop, "draw_round", off)
+    monkeypatch.setattr(loop, "draw_rollouts", off)
     run = sharpscope.load_run(train(toy_config(**QUIET)).run_dir)
     events = run.events[run.events["rule"] == "logp_mismatch"]
     np.testing.assert_allclose(events["value"], 0.2, atol=1e-4)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from sharpscope.policy import load_policy
+from sharpscope.policy.sharding import ModelView
 from sharpscope.recording.probe_sets import Drawer, run_probe_set
 from sharpscope.recording.surface import SurfaceProbes
 from sharpscope.tasks import make_task
@@ -22,8 +22,9 @@ SMALL = {
 def probes_of(config):
     task, policy = make_task(config.task), load_policy(config.policy)
     optimizer = torch.optim.AdamW(policy.model.parameters())
-    learner = SimpleNamespace(seen=SimpleNamespace(model=policy.model, optimizer=optimizer))
-    return SurfaceProbes(config, learner, Drawer(config, policy, task)), run_probe_set(config, task), policy.model
+    view = ModelView(policy.model, list(policy.model.parameters()), optimizer)
+    probes = SurfaceProbes(config, lambda: view, Drawer(config, policy, task))
+    return probes, run_probe_set(config, task), policy.model
 
 
 def test_a_budget_thins_to_the_steps_that_a_recorded_cost_gives_and_says_so(toy_config):

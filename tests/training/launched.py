@@ -21,27 +21,27 @@ STUCK_S = 400
 def keep_gradient(path: Path):
     """Replace the function that clips gradients by one that first writes the whole ones of the first update to `path`."""
     from sharpscope import distributed
-    from sharpscope.policy.sharding import full
-    from sharpscope.training import learning
+    from sharpscope.policy.sharding import full_tensor
+    from sharpscope.training import learner
 
-    original, known = learning.scale_gradients, []
+    original, known = learner.scale_gradients, []
 
     def scaled(parameters, factor):
         if not known:
             known.append(True)
-            found = [None if p.grad is None else full(p.grad).clone() for p in parameters]
+            found = [None if p.grad is None else full_tensor(p.grad).clone() for p in parameters]
             if distributed.is_rank_zero():
                 torch.save(found, path)
         original(parameters, factor)
 
-    learning.scale_gradients = scaled
+    learner.scale_gradients = scaled
     return original
 
 
 def run_all(folder: Path) -> None:
     """Train every configuration of the folder in turn."""
     from sharpscope.config import build_config
-    from sharpscope.training import learning, train
+    from sharpscope.training import learner, train
 
     for values, resume, sharded in json.loads((folder / "configs.json").read_text()):
         os.environ["ACCELERATE_USE_FSDP"] = str(
@@ -51,7 +51,7 @@ def run_all(folder: Path) -> None:
         try:
             train(build_config(values=values), resume=resume)
         finally:
-            learning.scale_gradients = original
+            learner.scale_gradients = original
 
 
 def launch(folder: Path, configs: list, count: int = 2) -> None:

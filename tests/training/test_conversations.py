@@ -12,9 +12,9 @@ from sharpscope.policy import load_policy
 from sharpscope.tasks import Example, Reward, make_task
 from sharpscope.training import train
 from sharpscope.training.data_order import DataOrder
-from sharpscope.training.rounds import draw_round
+from sharpscope.training.rollouts import draw_rollouts
 from tests.oracles.generation import completion_logp
-from tests.training.test_learning import gradient
+from tests.training.test_learner import gradient
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 REPLY = "(heard)"
@@ -49,7 +49,7 @@ def world(toy_config):
     config = toy_config(policy__dtype="float64", **TALK)
     policy, task = load_policy(config.policy), make_task(config.task)
     order = DataOrder(task.splits()["train"], 0)
-    drawn = draw_round(policy, task, order, config.method, config.rollout, seed=0, step=1)
+    drawn = draw_rollouts(policy, task, order, config.method, config.rollout, seed=0, step=1)
     heard = (drawn.rollouts.attention_mask[:, drawn.rollouts.prompt_width :] == 1) & (
         drawn.rollouts.completion_mask == 0
     )

@@ -22,7 +22,7 @@ from sharpscope.traces import TABLES, timing_columns, update_run_info
 from sharpscope.training import QuietDisplay, loop, train
 from sharpscope.training.checkpoint import checkpoints
 from sharpscope.training.data_order import DataOrder
-from sharpscope.training.rounds import draw_round
+from sharpscope.training.rollouts import draw_rollouts
 
 
 def tables(run_dir) -> dict[str, pd.DataFrame]:
@@ -294,7 +294,7 @@ def test_a_penalty_on_length_is_no_signal_for_dynamic_sampling(toy_config):
                         method__sampling__overlong__buffer=1.0)  # fmt: skip
     policy, task = load_policy(config.policy), make_task(config.task)
     order = DataOrder(task.splits()["train"], 0)
-    drawn = draw_round(policy, task, order, config.method, config.rollout, seed=0, step=1)
+    drawn = draw_rollouts(policy, task, order, config.method, config.rollout, seed=0, step=1)
     assert drawn.redrawn_groups == 3 * 4 and drawn.zero_variance_share < 1.0
     penalty = -drawn.rollouts.lengths / 8  # the buffer is the whole limit
     torch.testing.assert_close(drawn.rollouts.reward, penalty)

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 import sharpscope
 from sharpscope.traces import TABLES, timing_columns, update_run_info
-from sharpscope.training import learning, train
+from sharpscope.training import learner, train
 from sharpscope.training.checkpoint import checkpoints
 from tests.training.launched import keep_gradient, launch
 
@@ -55,7 +55,7 @@ def alone(folder, values, resume=False):
     try:
         return train(build_config(values=values), resume=resume)
     finally:
-        learning.scale_gradients = original
+        learner.scale_gradients = original
 
 
 def assert_same_frame(first, second, tolerance, label):

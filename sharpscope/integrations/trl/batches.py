@@ -13,7 +13,7 @@ from sharpscope.objective import Plan
 from sharpscope.policy import Completions, Rollouts
 from sharpscope.policy.rollouts import join_rollouts
 from sharpscope.policy.token_stats import TokenStats
-from sharpscope.recording.step import Round, TokenRecord
+from sharpscope.recording.step import RolloutBatch, StepTokens
 from sharpscope.tasks import Example, Reward
 
 
@@ -30,8 +30,8 @@ class Batch:
     """One batch of completions: rows as TRL made them, before its shuffle. N rows, T completion positions."""
 
     serial: int
-    drawn: Round
-    tokens: TokenRecord
+    drawn: RolloutBatch
+    tokens: StepTokens
     plan: Plan | None
     sampled: bool  # whether the sampler's log-probabilities are known
 
@@ -90,11 +90,11 @@ def examples_of(rollouts: Rollouts, group_size: int, tokenizer: Any) -> list[Exa
     return [Example(text, "", {}) for text in tokenizer.batch_decode(prompts, clean_up_tokenization_spaces=False)]
 
 
-def blank_record(stats: TokenStats, advantage: Tensor, weight: Tensor | None) -> TokenRecord:
-    """A TokenRecord (N, T) of tokens that no update has used yet."""
+def blank_record(stats: TokenStats, advantage: Tensor, weight: Tensor | None) -> StepTokens:
+    """A StepTokens (N, T) of tokens that no update has used yet."""
     shape, dtype = stats.logp.shape, stats.logp.dtype
     return replace(
-        TokenRecord.blank(stats),
+        StepTokens.unused(stats),
         weight=torch.ones(shape, dtype=dtype) if weight is None else weight.to("cpu", dtype),
         advantage=advantage.to("cpu", dtype)[:, None].expand(shape).clone(),
     )
@@ -107,7 +107,7 @@ def same_prompts(rollouts: Rollouts, group_size: int) -> bool:
     return bool((grouped == grouped[:, :1]).all())
 
 
-def join(batches: Sequence[Batch]) -> tuple[Round, TokenRecord, dict[int, int]]:
+def join(batches: Sequence[Batch]) -> tuple[RolloutBatch, StepTokens, dict[int, int]]:
     """Several batches as one round, their tokens as one record, and each batch's first row by its serial number."""
     drawn, tokens = batches[0].drawn, batches[0].tokens
     first = {batches[0].serial: 0}
@@ -117,25 +117,25 @@ def join(batches: Sequence[Batch]) -> tuple[Round, TokenRecord, dict[int, int]]:
     return drawn, tokens, first
 
 
-def _joined(one: Round, two: Round) -> Round:
+def _joined(one: RolloutBatch, two: RolloutBatch) -> RolloutBatch:
     rollouts = join_rollouts(one.rollouts, two.rollouts)
     groups = torch.cat([one.rollouts.group, two.rollouts.group + len(one.examples)])
-    return Round(
+    return RolloutBatch(
         [*one.examples, *two.examples], Rollouts(**{**vars(rollouts), "group": groups}), [*one.rewards, *two.rewards],
         torch.cat([one.advantage, two.advantage]), 0,
     )  # fmt: skip
 
 
-def _joined_tokens(one: TokenRecord, two: TokenRecord) -> TokenRecord:
+def _joined_tokens(one: StepTokens, two: StepTokens) -> StepTokens:
     width = max(one.update.shape[1], two.update.shape[1])
 
     def cat(first: Tensor, second: Tensor, fill: int = 0) -> Tensor:
         return torch.cat([widened(first, width, fill), widened(second, width, fill)])
 
     stats = {f.name: cat(getattr(one.stats, f.name), getattr(two.stats, f.name)) for f in fields(TokenStats)}
-    rest = {f.name: cat(getattr(one, f.name), getattr(two, f.name)) for f in fields(TokenRecord) if f.name != "stats"}
+    rest = {f.name: cat(getattr(one, f.name), getattr(two, f.name)) for f in fields(StepTokens) if f.name != "stats"}
     rest["update"] = cat(one.update, two.update, -1)
-    return TokenRecord(stats=TokenStats(**stats), **rest)
+    return StepTokens(stats=TokenStats(**stats), **rest)
 
 
 def widened(values: Tensor, width: int, fill: int = 0) -> Tensor:

@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +39,13 @@ from sharpscope.objective import (
     prepare,
 )
 from sharpscope.policy import make_policy
+from sharpscope.policy.scoring import Scorer
+from sharpscope.policy.sharding import ModelView
 from sharpscope.probes.guard import guarded
 from sharpscope.recording.norms import gradient_norm, update_norm
 from sharpscope.recording.observers import Observers
-from sharpscope.recording.step import Learned, Round, step_tensors
+from sharpscope.recording.step import RolloutBatch, StepResult, step_tensors
 from sharpscope.seeds import generator
-from sharpscope.training.learning import Learner
 
 ROW = "sharpscope_row"  # (n, 2): serial number of the batch, row in it
 _WRAPPED = (
@@ -129,12 +131,11 @@ class Recorder:
         self._config = lambda updates: arguments.run_config(trainer, out, task, method, recording, updates)
         config = self._config(max(int(trainer.args.max_steps), 1))
         self.trace = Trace(config, method, notes, self.policy, trainer, correct)
-        self.learner = Learner(
-            model=self.model, optimizer=None, method=method, temperature=config.rollout.temperature,  # type: ignore[arg-type]
-            max_new_tokens=config.rollout.max_new_tokens, mini_batches=1, inner_epochs=1,
-            microbatch_tokens=config.update.microbatch_tokens, share_prompt=True,
-            max_grad_norm=config.optimizer.max_grad_norm, seed=config.seed, compute=compute,
-        )  # fmt: skip
+        self.scorer = Scorer(
+            self.model, config.rollout.temperature, config.update.microbatch_tokens, share_prompt=True, compute=compute
+        )
+        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self.max_grad_norm = config.optimizer.max_grad_norm
         self.recording = False
         self._serial = 0
         self._attach()
@@ -202,16 +203,14 @@ class Recorder:
         trainer = self.trainer
         config = self._config(int(trainer.state.max_steps))
         optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
-        self.learner.optimizer = optimizer
-        self.learner.forget_seen()
+        self.optimizer = optimizer
         self._adam = isinstance(optimizer, torch.optim.AdamW) and not any(g["amsgrad"] for g in optimizer.param_groups)
         if config.recording.update_attribution and not self._adam:
             raise UserError(
                 f"recording.update_attribution: the optimizer is {type(optimizer).__name__}; it works for AdamW without amsgrad"
             )
         self.trace.begin(config)
-        task: Any = None  # no probe of a TRL run draws or scores
-        self.observers = Observers(config, self.policy, task, self.learner)
+        self.observers = Observers(config, self.policy, lambda: ModelView(self.model, self.parameters, optimizer))
 
     # -- one batch of completions ------------------------------------------------------------------------------------
 
@@ -250,10 +249,10 @@ class Recorder:
         rollouts = rollouts_of(output, scored, total, self.group_size, speak)
         rewards = rewards_of(scored, self.trainer.reward_func_names, total, self.correct)
         examples = examples_of(rollouts, self.group_size, self.policy.tokenizer)
-        drawn = Round(examples, rollouts, rewards, advantage.detach().clone(), 0)
-        self.learner.share_prompt = same_prompts(rollouts, self.group_size)
+        drawn = RolloutBatch(examples, rollouts, rewards, advantage.detach().clone(), 0)
+        scorer = replace(self.scorer, share_prompt=same_prompts(rollouts, self.group_size))
         with guarded(self.model, weights=False):
-            stats = self.learner.statistics(rollouts)
+            stats = scorer.statistics(rollouts)
         plan = None
         if self.weights is not None:
             plan = self._plan(drawn, stats)
@@ -264,7 +263,7 @@ class Recorder:
         rows = torch.arange(len(advantage), device=advantage.device)
         output[ROW] = torch.stack([torch.full_like(rows, self._serial), rows], 1)
 
-    def _plan(self, drawn: Round, stats: Any) -> Any:
+    def _plan(self, drawn: RolloutBatch, stats: Any) -> Any:
         """The weights of this batch, fixed for all its updates; a first batch calibrates what is open."""
         assert self.weights is not None
         tensors = step_tensors(drawn.rollouts, drawn.advantage, stats, stats.logp, self.trace.progress)
@@ -322,32 +321,31 @@ class Recorder:
 
     def _gradient_done(self) -> None:
         """The gradient of an update is whole and not yet clipped: measure what is due."""
-        step, limit = self._step, self.learner.max_grad_norm
-        loss, norm = math.fsum(float(loss) for loss in step.losses), gradient_norm(self.learner.parameters)
+        step, limit = self._step, self.max_grad_norm
+        loss, norm = math.fsum(float(loss) for loss in step.losses), gradient_norm(self.parameters)
         step.gradient = (loss, norm, 1.0 if limit is None else min(1.0, limit / (norm + 1e-6)))
         if not step.updates:
-            self.observers.begin(self.trace.step, step.joined()[0], self.trace.recent)
+            self._observer = self.observers.for_step(self.trace.step, step.joined()[0].rollouts, self.trace.recent)
         if math.isfinite(norm) and math.isfinite(loss):
-            assert self.learner.before_step is not None
             with own_forward(self.model):
-                self.learner.before_step(step.update_batch())
+                self._observer(step.pending_update())
         else:
             self.trace.not_finite(norm if math.isfinite(loss) else loss)
 
     def before_update(self) -> None:
         """The optimizer is about to step."""
         self._pressed = time.perf_counter()
-        self._lr = float(self.learner.optimizer.param_groups[0]["lr"])
-        self._kept = None if self._adam else [p.detach().clone() for p in self.learner.parameters]
+        self._lr = float(self.optimizer.param_groups[0]["lr"])
+        self._kept = None if self._adam else [p.detach().clone() for p in self.parameters]
 
     def after_update(self) -> None:
         """The optimizer has stepped; its gradients are still there."""
         done = time.perf_counter()
         self._step.seconds["training_s"] += done - self._pressed
         if self._kept is None:
-            size = update_norm(self.learner.optimizer)
+            size = update_norm(self.optimizer)
         else:
-            moved = [p.detach() - kept for p, kept in zip(self.learner.parameters, self._kept, strict=True)]
+            moved = [p.detach() - kept for p, kept in zip(self.parameters, self._kept, strict=True)]
             size = math.sqrt(sum(float(torch.linalg.vector_norm(m, dtype=torch.float64)) ** 2 for m in moved))
         self._step.updated(size, bool(self.trainer.accelerator.optimizer_step_was_skipped))
         self._step.seconds["recording_s"] += time.perf_counter() - done
@@ -361,9 +359,8 @@ class Recorder:
         started, step = time.perf_counter(), self._step
         drawn, tokens = step.joined()
         self.trace.unlike(float(torch.cat(step.gaps).mean()))
-        self.trace.tell(self.observers.events())
         self.trace.write(
-            drawn, Learned(step.updates, tokens), self.observers.columns(), self.observers.rows(), self._lr, self.weights,
+            drawn, StepResult(step.updates, tokens), self._observer.result(), self._lr, self.weights,
             all(batch.sampled for batch in step.batches), step.seconds, started,
         )  # fmt: skip
         self._step = Step()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sharpscope.integrations.trl.batches import Batch, join, widened
 from sharpscope.integrations.trl.loss import used
-from sharpscope.recording.step import Round, TokenRecord, UpdateBatch, UpdateRecord, UpdateTokens
+from sharpscope.recording.step import PendingUpdate, RolloutBatch, StepTokens, UpdateResult, UpdateTokens
 
 
 @dataclass
@@ -19,7 +19,7 @@ class Step:
     """Whole batches and whole updates; `micro` counts the micro-steps so far, `seconds` where the time went [s]."""
 
     batches: list[Batch] = field(default_factory=list)
-    updates: list[UpdateRecord] = field(default_factory=list)
+    updates: list[UpdateResult] = field(default_factory=list)
     micro: int = 0
     seconds: dict[str, float] = field(
         default_factory=lambda: {"generation_s": 0.0, "training_s": 0.0, "recording_s": 0.0}
@@ -60,7 +60,7 @@ class Step:
             target, value = getattr(tokens, name), getattr(found, name)
             target[rows] = torch.where(first, value.detach().cpu().to(target.dtype), target[rows])
         tokens.update[rows] = torch.where(first, index, tokens.update[rows])
-        now = UpdateTokens.blank(mask.shape, tokens.loss_coef.dtype)
+        now = UpdateTokens.zeros(mask.shape, tokens.loss_coef.dtype)
         now.write(torch.arange(len(rows)), mask, found.clipped, found.kl)
 
         def keep(gradient: Tensor) -> None:
@@ -70,24 +70,24 @@ class Step:
 
         logp.register_hook(keep)
 
-    def joined(self) -> tuple[Round, TokenRecord]:
+    def joined(self) -> tuple[RolloutBatch, StepTokens]:
         """All batches so far as one round, and its tokens."""
         drawn, tokens, _ = join(self.batches)
         return drawn, tokens
 
-    def update_batch(self) -> UpdateBatch:
+    def pending_update(self) -> PendingUpdate:
         """The rows and coefficients of the present update, between its gradient and its step."""
         drawn, tokens, offset = join(self.batches)
         width, index = drawn.rollouts.completion_ids.shape[1], len(self.updates)
         rows = torch.cat([rows + offset[serial] for serial, rows, _ in self.now])
         coef = torch.cat([widened(now.coef, width) for _, _, now in self.now])
         _, norm, factor = self.gradient
-        return UpdateBatch(index, rows, tokens.update[rows] == index, coef, norm, factor)
+        return PendingUpdate(index, rows, tokens.update[rows] == index, coef, norm, factor)
 
     def updated(self, size: float, skipped: bool) -> None:
         """The present update is made; `size` is ‖Δθ‖₂."""
         loss, norm, factor = self.gradient
-        self.updates.append(UpdateRecord(loss, norm, norm, size, factor, skipped))
+        self.updates.append(UpdateResult(loss, norm, norm, size, factor, skipped))
         if not skipped:
             tokens = {batch.serial: batch.tokens for batch in self.batches}
             for serial, rows, now in self.now:

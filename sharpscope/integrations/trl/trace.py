@@ -20,9 +20,10 @@ from sharpscope.objective import Method, method_label
 from sharpscope.policy import Policy
 from sharpscope.recording import environment
 from sharpscope.recording.health import Event, check_policy, check_rollouts, memory_share
+from sharpscope.recording.observers import Observations
 from sharpscope.recording.rows import evaluation_row, rollout_columns, steps_row, token_columns
 from sharpscope.recording.run_folder import run_info
-from sharpscope.recording.step import Learned, Round
+from sharpscope.recording.step import RolloutBatch, StepResult
 from sharpscope.traces import (
     RunLock,
     TraceWriter,
@@ -102,10 +103,6 @@ class Trace:
                 self._said.add(text)
                 self._events.append(Event(self.step, "method", "warning", math.nan, math.nan, "warn", text))
 
-    def tell(self, events: Sequence[Event]) -> None:
-        """Events of the step in progress."""
-        self._events += events
-
     def not_finite(self, value: float) -> None:
         """A loss or gradient that is no number; the trainer decides what becomes of it."""
         text = "the loss or gradient of an update is not finite; lower learning_rate, or look at this step's tokens"
@@ -129,27 +126,28 @@ class Trace:
     # -- a step ------------------------------------------------------------------------------------------------------
 
     def write(
-        self, drawn: Round, learned: Learned, probed: dict[str, Tensor], rows: dict[str, Any], lr: float,
+        self, drawn: RolloutBatch, result: StepResult, observed: Observations, lr: float,
         weights: Method | None, sampled: bool, seconds: dict[str, float], started: float,
     ) -> None:  # fmt: skip
         """Write one step to the tables; `started` is when its recording's last part began [s, perf_counter]."""
         step, spec = self.step, self.config.recording
         method = self.method if weights is None else self.method.model_copy(update={"weight": weights.weight})
-        row = steps_row(step, drawn, learned, method, self.progress, lr)
+        row = steps_row(step, drawn, result, method, self.progress, lr)
         row["completion_length_mean"] = float(written(drawn.rollouts).double().mean())
-        self._judge(drawn, learned, row, sampled)
+        self._events += observed.events
+        self._judge(drawn, result, row, sampled)
         if row["grad_norm"]:
             self.recent = [*self.recent[-49:], math.log(row["grad_norm"])]
         if spec.rollouts_every and step % spec.rollouts_every == 0:
             self.writer.append("rollouts", rollout_columns(step, drawn))
-        if probed or (spec.tokens_every and step % spec.tokens_every == 0):
+        if observed.columns or (spec.tokens_every and step % spec.tokens_every == 0):
             temperature = self.config.rollout.temperature
-            columns = token_columns(step, drawn, learned, probed, self.policy.head, temperature)
+            columns = token_columns(step, drawn, result, observed.columns, self.policy.head, temperature)
             if not sampled:
                 columns["behavior_logp"] = None
             self.writer.append("tokens", columns)
-        if rows:
-            self.writer.append("probes", rows)
+        if observed.rows:
+            self.writer.append("probes", observed.rows)
         self._write_events()
         seconds["recording_s"] += time.perf_counter() - started
         self.writer.append("steps", row | seconds)
@@ -158,11 +156,11 @@ class Trace:
             update_run_info(self.run_dir, steps_done=step)
         self.step += 1
 
-    def _judge(self, drawn: Round, learned: Learned, row: dict[str, Any], sampled: bool) -> None:
+    def _judge(self, drawn: RolloutBatch, result: StepResult, row: dict[str, Any], sampled: bool) -> None:
         """The health rules, which only speak here: a recorded training is never stopped."""
         spec, rollouts = self.config.health, drawn.rollouts
         mask = rollouts.completion_mask.bool().cpu()
-        gap = (learned.tokens.stats.logp.cpu() - rollouts.behavior_logp.cpu())[mask].abs()
+        gap = (result.tokens.stats.logp.cpu() - rollouts.behavior_logp.cpu())[mask].abs()
         saturation = max(row["weight_saturation_low"] or 0.0, row["weight_saturation_high"] or 0.0)
         entropy = row["entropy_mean"]
         self._events += check_rollouts(

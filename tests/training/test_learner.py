@@ -10,16 +10,17 @@ import torch
 
 from sharpscope.config.method import GradientNormPenalty, Kl, Sam
 from sharpscope.config.training import OptimizerSpec
-from sharpscope.objective import named_method
+from sharpscope.objective import Method, named_method
 from sharpscope.policy import load_policy
 from sharpscope.policy.rollouts import join_rollouts
+from sharpscope.policy.scoring import Scorer
 from sharpscope.recording.rows import steps_row
 from sharpscope.tasks import make_task
-from sharpscope.training import learning
+from sharpscope.training import learner
 from sharpscope.training.data_order import DataOrder
-from sharpscope.training.learning import Learner
+from sharpscope.training.learner import Learner
 from sharpscope.training.optimizer import build_optimizer
-from sharpscope.training.rounds import draw_round
+from sharpscope.training.rollouts import draw_rollouts
 
 
 @pytest.fixture
@@ -28,33 +29,39 @@ def world(toy_config):
     config = toy_config(policy__dtype="float64")
     policy, task = load_policy(config.policy), make_task(config.task)
     order = DataOrder(task.splits()["train"], 0)
-    return policy, draw_round(policy, task, order, config.method, config.rollout, seed=0, step=1)
+    return policy, draw_rollouts(policy, task, order, config.method, config.rollout, seed=0, step=1)
 
 
-def learner(policy, method="grpo", **changes) -> Learner:
-    settings = dict(
-        temperature=1.0, max_new_tokens=8, mini_batches=1, inner_epochs=1, microbatch_tokens=10_000, share_prompt=True,
-        max_grad_norm=None, seed=0,
-    )  # fmt: skip
-    value = named_method(method) if isinstance(method, str) else method
-    if value.weight.kind == "sigmoid":  # the published constants saturate here; these do not
+def method_of(name) -> Method:
+    """A method by name; its sigmoid weight with constants that do not saturate here, as the published ones would."""
+    value = named_method(name) if isinstance(name, str) else name
+    if value.weight.kind == "sigmoid":
         weight = value.weight.model_copy(
             update={"preset": "paper", "tau": 2.0, "alpha": 2.0, "mu": 0.1, "L": 0.1, "U": 1.4, "u0": 0.0}
         )
         value = value.model_copy(update={"weight": weight})
-    optimizer = build_optimizer(policy.model, OptimizerSpec(lr=1e-3))
-    return Learner(model=policy.model, optimizer=optimizer, method=value, **(settings | changes))
+    return value
+
+
+def learner_of(policy, *, microbatch_tokens=10_000, share_prompt=True, **changes) -> Learner:
+    settings = {"max_new_tokens": 8, "mini_batches": 1, "inner_epochs": 1, "max_grad_norm": None, "seed": 0}
+    scorer = Scorer(policy.model, 1.0, microbatch_tokens, share_prompt)
+    return Learner(scorer, build_optimizer(policy.model, OptimizerSpec(lr=1e-3)), **(settings | changes))
+
+
+def learn(observed: Learner, drawn, method="grpo", **callbacks):
+    return observed.learn(drawn.rollouts, drawn.advantage, 1, 0.0, method=method_of(method), **callbacks)
 
 
 def gradient(policy, drawn, method="grpo", **changes):
-    """(flat gradient of each update as the optimizer gets it, what was learnt); the policy is put back."""
+    """(flat gradient of each update as the optimizer gets it, result of the step); the policy is put back."""
     before = {name: p.detach().clone() for name, p in policy.model.named_parameters()}
     found = []
-    observed = learner(policy, method, **changes)
+    observed = learner_of(policy, **changes)
     observed.optimizer.register_step_pre_hook(
         lambda *_: found.append(torch.cat([p.grad.flatten().clone() for p in observed.parameters]))
     )
-    learned = observed.learn(drawn.rollouts, drawn.advantage, step=1, progress=0.0)
+    learned = learn(observed, drawn, method)
     with torch.no_grad():
         for name, parameter in policy.model.named_parameters():
             parameter.copy_(before[name])
@@ -108,17 +115,12 @@ def test_gradient_does_not_depend_on_the_order_of_groups(world):
 
 
 @pytest.mark.parametrize("method", ["grpo", "grpo-sg", "ar"])
-def test_fused_statistics_change_nothing(world, method):
+def test_fused_statistics_change_nothing(world, method, monkeypatch):
     policy, drawn = world
     fused, learned = gradient(policy, drawn, method)
-    assert learner(policy, method).fused
-    # a proximal policy equal to the policy itself forces the separate pass of statistics
-    separate = learner(policy, method)
-    type(separate).fused, kept = property(lambda self: False), type(separate).fused
-    try:
-        other, again = gradient(policy, drawn, method)
-    finally:
-        type(separate).fused = kept
+    assert learner_of(policy).fused(method_of(method))
+    monkeypatch.setattr(Learner, "fused", lambda self, method: False)
+    other, again = gradient(policy, drawn, method)
     torch.testing.assert_close(other[0], fused[0], rtol=1e-4, atol=1e-6 * float(fused[0].abs().max()))
     torch.testing.assert_close(again.tokens.weight, learned.tokens.weight, rtol=1e-5, atol=1e-6)
 
@@ -146,9 +148,7 @@ def test_a_float64_run_computes_in_float64_from_the_rewards_on(world):
     """Advantages in Python floats, and coefficients −A/(n·length) at ratio 1; float32 would be wrong by 1e-8."""
     policy, drawn = world
     rollouts, seen = drawn.rollouts, []
-    observed = learner(policy, "grpo")
-    observed.before_step = lambda batch: seen.append(batch.loss_coef)
-    learned = observed.learn(rollouts, drawn.advantage, step=1, progress=0.0)
+    learned = learn(learner_of(policy), drawn, before_step=lambda update: seen.append(update.loss_coef))
     for row, label in enumerate(rollouts.group.tolist()):
         mine = [r for r, g in zip(rollouts.reward.tolist(), rollouts.group.tolist(), strict=True) if g == label]
         mean = math.fsum(mine) / len(mine)
@@ -245,11 +245,12 @@ def test_probes_see_the_gradient_that_the_coefficients_belong_to(world):
     (plain,), _ = gradient(policy, drawn, "grpo")
     sharp = named_method("grpo").model_copy(update={"sharpness": Sam(rho=0.5)})
     (ascended,), _ = gradient(policy, drawn, sharp)
-    observed, seen = learner(policy, sharp), []
-    observed.before_step = lambda batch: seen.append(
-        (batch.grad_norm, torch.cat([p.grad.flatten().clone() for p in observed.parameters]))
-    )
-    (record,) = observed.learn(drawn.rollouts, drawn.advantage, step=1, progress=0.0).updates
+    observed, seen = learner_of(policy), []
+
+    def look(update):
+        seen.append((update.grad_norm, torch.cat([p.grad.flatten().clone() for p in observed.parameters])))
+
+    (record,) = learn(observed, drawn, sharp, before_step=look).updates
     ((norm, found),) = seen
     torch.testing.assert_close(found, plain, rtol=1e-6, atol=1e-9)
     assert norm == record.plain_norm == pytest.approx(float(plain.norm()))
@@ -259,21 +260,21 @@ def test_probes_see_the_gradient_that_the_coefficients_belong_to(world):
 def test_clip_fractions_and_kl_count_every_use_of_a_token(world, monkeypatch):
     """Three epochs on the same rollouts, the second update left out: means over the tokens of the first and the third."""
     policy, drawn = world
-    outputs, plain = [], learning.policy_loss
+    outputs, plain = [], learner.policy_loss
 
     def kept(*arguments, **options):
         outputs.append(plain(*arguments, **options))
         return outputs[-1]
 
     norms = iter([1.0, math.nan, 1.0])
-    monkeypatch.setattr(learning, "policy_loss", kept)
-    monkeypatch.setattr(learning, "gradient_norm", lambda parameters: next(norms))
+    monkeypatch.setattr(learner, "policy_loss", kept)
+    monkeypatch.setattr(learner, "gradient_norm", lambda parameters: next(norms))
     method = named_method("grpo").model_copy(update={"kl": Kl(coef=0.1)})
     reference = copy.deepcopy(policy.model)
-    observed = learner(policy, method, inner_epochs=3, reference=reference)
+    observed = learner_of(policy, inner_epochs=3, reference=reference)
     for group in observed.optimizer.param_groups:
         group["lr"] = 0.05
-    learned = observed.learn(drawn.rollouts, drawn.advantage, step=1, progress=0.0)
+    learned = learn(observed, drawn, method)
     assert [u.skipped for u in learned.updates] == [False, True, False] and len(outputs) == 3
     mask = drawn.rollouts.completion_mask.bool()
     clipped, kl = (torch.cat([getattr(outputs[i], n)[mask] for i in (0, 2)]) for n in ("clipped", "kl"))
@@ -287,11 +288,9 @@ def test_clip_fractions_and_kl_count_every_use_of_a_token(world, monkeypatch):
 def test_without_an_update_nothing_was_clipped_or_diverged(world):
     policy, drawn = world
     method = named_method("grpo").model_copy(update={"kl": Kl(coef=0.1)})
-    observed = learner(policy, method, reference=copy.deepcopy(policy.model))
-    observed.allow = lambda stats, weight: False
-    row = steps_row(
-        1, drawn, observed.learn(drawn.rollouts, drawn.advantage, step=1, progress=0.0), observed.method, 0.0, 0.05
-    )
+    observed = learner_of(policy, reference=copy.deepcopy(policy.model))
+    result = learn(observed, drawn, method, before_first_update=lambda stats, weight: False)
+    row = steps_row(1, drawn, result, method, 0.0, 0.05)
     assert (row["clip_fraction_low"], row["clip_fraction_high"], row["kl"]) == (None, None, None)
 
 
@@ -305,17 +304,12 @@ def test_the_proximal_policy_is_a_debiased_average_of_all_weights(world):
         return torch.cat([p.detach().flatten() for p in model.parameters()]).clone()
 
     before = {name: p.detach().clone() for name, p in policy.model.named_parameters()}
-    observed = learner(policy, method, inner_epochs=3, proximal=copy.deepcopy(policy.model))
+    observed = learner_of(policy, inner_epochs=3, proximal=copy.deepcopy(policy.model))
     thetas = [flat(policy.model)]
     observed.optimizer.register_step_post_hook(lambda *_: thetas.append(flat(policy.model)))
-    averages, plain = [], observed._move_proximal
-
-    def moved():
-        plain()
-        averages.append(flat(observed.proximal))
-
-    observed._move_proximal = moved
-    observed.learn(drawn.rollouts, drawn.advantage, step=1, progress=0.0)
+    averages = []
+    learn(observed, drawn, method, before_step=lambda update: averages.append(flat(observed.proximal)))
+    averages = [*averages[1:], flat(observed.proximal)]  # after each update
     policy.model.load_state_dict(before, strict=False)
     torch.testing.assert_close(averages[0], thetas[0] * (0.889 / 1.889) + thetas[1] / 1.889, rtol=1e-9, atol=1e-12)
     assert pytest.approx(0.47, abs=1e-3) == 0.889 / 1.889

@@ -11,15 +11,15 @@ from sharpscope.objective import Method, group_advantages, informative_groups, o
 from sharpscope.policy import Policy, Rollouts, RolloutSpec
 from sharpscope.policy.drawing import draw_scored
 from sharpscope.policy.rollouts import join_rollouts
-from sharpscope.recording.step import Round
+from sharpscope.recording.step import RolloutBatch
 from sharpscope.seeds import derive
 from sharpscope.tasks import Example, Reward, Task
 from sharpscope.training.data_order import DataOrder
 
 
-def draw_round(
+def draw_rollouts(
     policy: Policy, task: Task, order: DataOrder, method: Method, spec: RolloutSpec, seed: int, step: int
-) -> Round:
+) -> RolloutBatch:
     """One round; with dynamic sampling (DAPO), groups without reward variance are drawn anew with further prompts.
 
     That variance is the task's own: wrong answers of different lengths teach nothing but lengths, so the penalty on overlong
@@ -45,7 +45,7 @@ def draw_round(
     finite = torch.isfinite(rollouts.reward).reshape(len(examples), -1).all(dim=1)[rollouts.group]
     reward = torch.where(finite, rollouts.reward, 0.0)
     advantage = group_advantages(reward.double(), rollouts.group, method.advantage)
-    return Round(examples, rollouts, rewards, advantage, redrawn)
+    return RolloutBatch(examples, rollouts, rewards, advantage, redrawn)
 
 
 def _draw(

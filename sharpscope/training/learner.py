@@ -1,0 +1,335 @@
+"""The updates of a step: gradients in microbatches, what a method does to them, and the optimizer's steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from sharpscope import distributed
+from sharpscope.config.method import EwmaProximal, GradientNormPenalty, Sam
+from sharpscope.errors import NonFiniteError
+from sharpscope.objective import LossOutput, Method, Plan, passes_of, policy_loss, prepare, token_normalizer
+from sharpscope.policy import Rollouts, TokenStats
+from sharpscope.policy.adapters import without_adapters
+from sharpscope.policy.scoring import Scorer, shortest_row, write_stats
+from sharpscope.policy.sharding import ModelView, gathered_copy
+from sharpscope.recording.norms import gradient_norm, update_norm
+from sharpscope.recording.step import PendingUpdate, StepResult, StepTokens, UpdateResult, UpdateTokens, step_tensors
+from sharpscope.seeds import generator
+from sharpscope.training.optimizer import scale_gradients, updates_done
+
+BeforeFirstUpdate = Callable[[TokenStats, Tensor], bool]
+"""Gets π_old's statistics and the token weights (N, T); False leaves the updates of the step out."""
+BeforeStep = Callable[[PendingUpdate], None]
+"""Sees an update between its gradient and the optimizer's step; changes nothing."""
+
+
+NO_GRADIENT = "the gradient is not finite"
+BROKEN = "an update made model weights that are not finite, and no later update can repair them"
+
+
+@dataclass(frozen=True)
+class Learner:
+    """Makes the updates of a step. It holds settings; everything about a step is passed to `learn`."""
+
+    scorer: Scorer  # of the policy in training
+    optimizer: torch.optim.AdamW
+    max_new_tokens: int
+    mini_batches: int
+    inner_epochs: int
+    max_grad_norm: float | None
+    seed: int
+    reference: nn.Module | None = None  # the policy itself, if its adapters can be switched off
+    proximal: nn.Module | None = None
+
+    @cached_property
+    def parameters(self) -> list[nn.Parameter]:
+        """The trainable parameters."""
+        return [p for p in self.scorer.model.parameters() if p.requires_grad]
+
+    def view(self) -> ModelView:
+        """The present model, gradients and optimizer for probes; of a sharded model a gathered copy.
+
+        Every process must call it, in the same order.
+        """
+        model = self.scorer.model
+        if not self.scorer.sharded:
+            return ModelView(model, self.parameters, self.optimizer)
+        return gathered_copy(model, self.optimizer, next(model.parameters()).device)
+
+    def fused(self, method: Method) -> bool:
+        """Whether the first backward pass can compute π_old's statistics as well: the same numbers, one pass less."""
+        return (
+            method.pointwise
+            and self.mini_batches == self.inner_epochs == 1
+            and passes_of(method) == 1
+            and self.proximal is None
+            and method.sharpness.kind == "none"  # the second gradient, at shifted weights, needs π_old as it was
+            and not self.scorer.sharded  # a plan that fails in one process alone would leave the others waiting
+        )
+
+    def learn(
+        self, rollouts: Rollouts, advantage: Tensor, step: int, progress: float, *, method: Method,
+        before_first_update: BeforeFirstUpdate | None = None, before_step: BeforeStep | None = None,
+    ) -> StepResult:  # fmt: skip
+        """Make all updates of one step.
+
+        Args:
+            rollouts: N rows.
+            advantage: (N,) group advantages.
+            step: number of the step, which seeds its random choices.
+            progress: share of the run done, in [0, 1], for schedules.
+            method: the objective, its constants calibrated.
+            before_first_update: asked once, after the first gradient. If it returns False, the tokens of that gradient are
+                recorded, and weights and optimizer stay as they are.
+            before_step: observes each update whose loss and gradient are finite.
+        """
+        stats = None if self.fused(method) else self.scorer.statistics(rollouts)
+        tokens = StepTokens.unused(self.scorer.zeros(rollouts) if stats is None else stats)
+        plan: Plan | None = None
+        updates: list[UpdateResult] = []
+        try:
+            if stats is not None:
+                tensors = step_tensors(rollouts, advantage, stats, stats.logp, progress)
+                plan = prepare(method, tensors, generator(self.seed, "plan", step))
+            work = _Updates(self, rollouts, advantage, progress, method, plan, tokens)
+            for index, (rows, pass_index) in enumerate(self._schedule(rollouts, step, method)):
+                gradient = work.gradient(index, rows, pass_index)
+                if index == 0 and before_first_update is not None:
+                    weight = tokens.weight if plan is None else plan.weight
+                    if not before_first_update(tokens.stats, weight):
+                        updates.append(work.skip(gradient, gradient.norm))
+                        break
+                if before_step is not None and gradient.finite:
+                    # Before the gradient is reshaped: the tokens' coefficients are those of the loss's own gradient.
+                    first_use = tokens.update[rows] == index
+                    factor = self.clip_factor(gradient.norm)
+                    before_step(PendingUpdate(index, rows, first_use, gradient.tokens.coef, gradient.norm, factor))
+                updates.append(work.apply(gradient))
+        except NonFiniteError as error:  # a token weight
+            self.optimizer.zero_grad(set_to_none=True)
+            updates.append(UpdateResult(math.nan, math.nan, math.nan, 0.0, 0.0, skipped=True, problem=str(error)))
+        return StepResult(updates, tokens, () if plan is None else plan.warnings)
+
+    def _schedule(self, rollouts: Rollouts, step: int, method: Method) -> Iterator[tuple[Tensor, int]]:
+        """Rows and pass of each update: groups stay whole and are assigned to mini-batches in a seeded order."""
+        groups = torch.unique(rollouts.group.cpu())
+        for epoch in range(self.inner_epochs):
+            order = groups
+            if self.mini_batches > 1:
+                order = groups[torch.randperm(len(groups), generator=generator(self.seed, "mini_batches", step, epoch))]
+            # Passes are the outer loop (Lopti): all mini-batches with the first pass's tokens, then all with the rest.
+            for pass_index in range(passes_of(method)):
+                for chosen in torch.tensor_split(order, self.mini_batches):
+                    yield torch.nonzero(torch.isin(rollouts.group.cpu(), chosen)).flatten(), pass_index
+
+    def clip_factor(self, norm: float) -> float:
+        """What a gradient of this norm is multiplied by."""
+        return 1.0 if self.max_grad_norm is None else min(1.0, self.max_grad_norm / (norm + 1e-6))
+
+
+@dataclass(frozen=True)
+class _Gradient:
+    """The gradient of one update's loss, which is in `.grad`."""
+
+    index: int
+    rows: Tensor  # (n,)
+    pass_index: int
+    loss: float
+    norm: float
+    tokens: UpdateTokens
+
+    @property
+    def finite(self) -> bool:
+        return math.isfinite(self.loss) and math.isfinite(self.norm)
+
+
+@dataclass(frozen=True)
+class _Updates:
+    """The updates of one step; `tokens` is filled in as they are made."""
+
+    learner: Learner
+    rollouts: Rollouts
+    advantage: Tensor
+    progress: float
+    method: Method
+    plan: Plan | None  # None: each microbatch makes its own
+    tokens: StepTokens
+
+    def gradient(self, index: int, rows: Tensor, pass_index: int) -> _Gradient:
+        """Compute the gradient of update `index` and record what its tokens do."""
+        loss, tokens = self._backward(rows, pass_index, index)
+        return _Gradient(index, rows, pass_index, loss, gradient_norm(self.learner.parameters), tokens)
+
+    def skip(self, gradient: _Gradient, norm: float) -> UpdateResult:
+        """Leave the update out."""
+        self.learner.optimizer.zero_grad(set_to_none=True)
+        problem = _problem(gradient.loss, norm)
+        return UpdateResult(gradient.loss, norm, gradient.norm, 0.0, 0.0, skipped=True, problem=problem)
+
+    def apply(self, gradient: _Gradient) -> UpdateResult:
+        """Let the method reshape the gradient, clip it, and make the optimizer's step."""
+        learner, sharpness, norm = self.learner, self.method.sharpness, gradient.norm
+        if isinstance(sharpness, Sam | GradientNormPenalty) and math.isfinite(norm) and norm > 0:
+            self._sharpen(sharpness, gradient)
+            norm = gradient_norm(learner.parameters)
+        if not (math.isfinite(gradient.loss) and math.isfinite(norm)):
+            return self.skip(gradient, norm)
+        factor = learner.clip_factor(norm)
+        scale_gradients(learner.parameters, factor)
+        learner.optimizer.step()
+        size = update_norm(learner.optimizer)
+        self._move_proximal()
+        self.tokens.count(gradient.rows, gradient.tokens)
+        learner.optimizer.zero_grad(set_to_none=True)
+        broken = not math.isfinite(size)
+        return UpdateResult(
+            gradient.loss,
+            norm,
+            gradient.norm,
+            size,
+            factor,
+            skipped=False,
+            problem=BROKEN if broken else "",
+            broken=broken,
+        )
+
+    def _move_proximal(self) -> None:
+        """EWMA of the weights after each update: the proximal policy of the decoupled objective.
+
+        After n updates it is Σ_i β^(n−i)·θ_i / Σ_i β^(n−i), i = 0…n: θ_n enters with (1 − β)/(1 − β^(n+1)).
+        """
+        learner, proximal = self.learner, self.method.proximal
+        if learner.proximal is not None and isinstance(proximal, EwmaProximal):
+            decay, done = proximal.decay, updates_done(learner.optimizer)
+            with torch.no_grad():
+                for average, new in zip(learner.proximal.parameters(), learner.scorer.model.parameters(), strict=True):
+                    average.lerp_(new.detach(), (1 - decay) / (1 - decay ** (done + 1)))
+
+    # -- gradients ---------------------------------------------------------------------------------------------------
+
+    def _backward(self, rows: Tensor, pass_index: int, index: int | None) -> tuple[float, UpdateTokens]:
+        """∇L of some rows into `.grad`, summed over microbatches and processes.
+
+        Returns L and what the rows' tokens do. They are recorded as those of update `index`; with None, nothing is.
+        """
+        learner, rollouts, scorer = self.learner, self.rollouts, self.learner.scorer
+        learner.optimizer.zero_grad(set_to_none=True)
+        dtype = self.tokens.stats.logp.dtype
+        mask = rollouts.completion_mask[rows]
+        normalizer = token_normalizer(self.method, mask, learner.max_new_tokens, dtype=dtype)  # (n, T)
+        position = {int(row): place for place, row in enumerate(rows)}
+        tokens = UpdateTokens.zeros(mask.shape, dtype)
+        total, problem = 0.0, None
+        own, batches = scorer.split(rollouts, rows)
+        idle = scorer.idle_passes(batches)
+        try:
+            for micro in batches:
+                local = torch.tensor([position[int(row)] for row in micro])
+                total += self._microbatch(micro, local, normalizer[local], pass_index, index, tokens)
+        except NonFiniteError as error:  # a token weight, which every process must hear of
+            problem = str(error)
+        for _ in range(idle):
+            self._idle_microbatch()
+        problem = distributed.first_not_none([problem])
+        if problem is not None:
+            raise NonFiniteError(problem)
+        distributed.sum_gradients(learner.parameters)
+        if index is not None:
+            local = torch.tensor([position[int(row)] for row in own], dtype=torch.long)
+            distributed.exchange_rows(local, tokens.tensors())
+            distributed.exchange_rows(own, self.tokens.tensors(stats=self.plan is None))
+        return distributed.sum_values(total), tokens
+
+    def _microbatch(
+        self, micro: Tensor, local: Tensor, normalizer: Tensor, pass_index: int, index: int | None, tokens: UpdateTokens
+    ) -> float:
+        learner, rows = self.learner, self.rollouts.rows(micro)
+        scored = learner.scorer.score(rows, with_grad=True, stats=self.plan is None)
+        logp = scored.logp  # (n, T)
+        if scored.stats is None:
+            assert self.plan is not None
+            plan = self.plan.rows(micro)
+        else:
+            # π_old is the present policy, so its statistics are those of this very pass and the ratio is exactly 1.
+            old = logp.detach()
+            plan = prepare(self.method, step_tensors(rows, self.advantage[micro], scored.stats, old, self.progress))
+        logp.retain_grad()
+        out = policy_loss(
+            self.method, plan, logp, normalizer, reference_logp=self._frozen_logp(learner.reference, rows),
+            proximal_logp=self._frozen_logp(learner.proximal, rows), pass_index=pass_index,
+        )  # fmt: skip
+        out.loss.backward()
+        if index is not None:
+            coef = torch.zeros_like(logp) if logp.grad is None else logp.grad
+            tokens.coef[local] = coef.detach().to("cpu", tokens.coef.dtype)
+            tokens.write(local, plan.pass_mask(pass_index), out.clipped, out.kl)
+            if scored.stats is not None:
+                write_stats(self.tokens.stats, micro, scored.stats)
+            self._record(index, micro, plan, out, coef, pass_index)
+        return float(out.loss.detach())
+
+    def _idle_microbatch(self) -> None:
+        """All passes of a microbatch in their order, adding nothing to the gradient."""
+        rows = shortest_row(self.rollouts)
+        logp = self.learner.scorer.score(rows, with_grad=True).logp
+        self._frozen_logp(self.learner.reference, rows)
+        (logp.sum() * 0.0).backward()
+
+    def _frozen_logp(self, model: nn.Module | None, rows: Rollouts) -> Tensor | None:
+        """(n, T) log-probabilities of a frozen model; None without one."""
+        if model is None:
+            return None
+        scorer = self.learner.scorer
+        with without_adapters(model) if model is scorer.model else nullcontext():
+            return scorer.score(rows, model=model).logp
+
+    def _record(self, index: int, micro: Tensor, plan: Plan, out: LossOutput, coef: Tensor, pass_index: int) -> None:
+        """Keep what the tokens of this pass did, unless an earlier update used them."""
+        tokens = self.tokens
+        first = plan.pass_mask(pass_index).cpu() & (tokens.update[micro] < 0)
+        for target, value in (
+            (tokens.weight, plan.weight), (tokens.advantage, plan.advantage), (tokens.loss_coef, coef),
+            (tokens.ratio, out.ratio), (tokens.clipped, out.clipped),
+        ):  # fmt: skip
+            target[micro] = torch.where(first, value.detach().cpu().to(target.dtype), target[micro])
+        tokens.update[micro] = torch.where(first, index, tokens.update[micro])
+
+    # -- direct sharpness control ------------------------------------------------------------------------------------
+
+    def _sharpen(self, spec: Sam | GradientNormPenalty, gradient: _Gradient) -> None:
+        """Replace `.grad` by SAM's (gradient at θ + rho·g/‖g‖) or by the gradient-norm penalty's.
+
+        The penalty λ‖∇L‖ has gradient λ·H·g/‖g‖, taken by a forward difference of length r (arXiv 2202.03599):
+        g + λ·(g(θ + r·g/‖g‖) − g)/r.
+        """
+        radius = spec.rho if isinstance(spec, Sam) else spec.radius
+        parameters = self.learner.parameters
+        first = [None if p.grad is None else p.grad.clone() for p in parameters]
+        kept = [p.detach().clone() for p in parameters]
+        with torch.no_grad():
+            for parameter, value in zip(parameters, first, strict=True):
+                if value is not None:
+                    parameter.add_(value, alpha=radius / gradient.norm)
+        try:
+            self._backward(gradient.rows, gradient.pass_index, None)
+        finally:
+            with torch.no_grad():
+                for parameter, weights in zip(parameters, kept, strict=True):
+                    parameter.copy_(weights)  # bitwise back
+        if isinstance(spec, GradientNormPenalty):
+            share = spec.penalty / radius
+            for parameter, value in zip(parameters, first, strict=True):
+                if value is not None and parameter.grad is not None:
+                    parameter.grad.sub_(value).mul_(share).add_(value)
+
+
+def _problem(loss: float, norm: float) -> str:
+    """What is not finite; empty if all is."""
+    return "the loss is not finite" if not math.isfinite(loss) else "" if math.isfinite(norm) else NO_GRADIENT
