@@ -1,4 +1,4 @@
-"""What a user can set, by topic, as pydantic models. Nothing here imports torch."""
+"""Configuration of runs as pydantic models. This package does not import torch."""
 
 from __future__ import annotations
 

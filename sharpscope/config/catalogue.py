@@ -1,4 +1,4 @@
-"""What each named method is: value, equation, constants, source, what differs from GRPO, which choices are ours."""
+"""The named methods with their equations, constants, sources, differences from GRPO and choices of this project."""
 
 from __future__ import annotations
 
@@ -17,7 +17,17 @@ from sharpscope.config.token_weights import (
 
 @dataclass(frozen=True)
 class MethodNote:
-    """A named method and what a person should know of it."""
+    """A named method and its description.
+
+    Attributes:
+        method: The method's value.
+        title: Full name.
+        equation: The loss.
+        constants: Default constants.
+        source: arXiv identifiers.
+        differs: Difference from GRPO.
+        ours: Choices that the source leaves open.
+    """
 
     method: Method
     title: str
@@ -30,10 +40,10 @@ class MethodNote:
 
 _SG_CONSTANTS = "alpha 2, mu 0.25, L 1, U 1.4; tau 9, u0 0 (preset paper) or from the first step (preset calibrated)"
 _SG_OURS = (
-    "u is the undivided logit of the sampled token: with u = π every weight would be L. The location u0 and the preset "
-    "calibrated. w comes from the policy at the start of the step and stays fixed over its updates."
+    "u is the sampled token's logit before division by the temperature: with u = π every weight would be L. The location u0 and the preset "
+    "calibrated. w is computed from the policy at the start of the step and stays fixed over its updates."
 )
-_STATISTICS_OURS = "Statistics run over all loss tokens of the step and come from the policy at its start."
+_STATISTICS_OURS = "Statistics are over all loss tokens of the step, under the policy at its start."
 
 _NOTES = (
     MethodNote(
@@ -46,7 +56,7 @@ _NOTES = (
         constants="ε 0.2; β 0 (kl.coef)",
         source="arXiv 2402.03300",
         differs="The reference point.",
-        ours="The std has n − 1 as in TRL; groups whose rewards are all equal give 0. β is 0 unless set.",
+        ours="The std divides by n − 1 as in TRL; groups whose rewards are all equal have advantage 0. β is 0 unless set.",
     ),
     MethodNote(
         method=Method(name="grpo-sg", weight=SigmoidShaping()),
@@ -54,7 +64,7 @@ _NOTES = (
         equation="GRPO with w_t·min(r_t·A, clip(r_t)·A), w = clip(alpha·[sigmoid((u − u0)/tau) − mu], L, U)",
         constants=_SG_CONSTANTS,
         source="arXiv 2511.00066, v3 and v4",
-        differs="Each token's clipped surrogate is multiplied by a weight that grows with its logit; not so the KL.",
+        differs="A weight that grows with the token's logit multiplies its clipped surrogate, but not the KL term.",
         ours=_SG_OURS,
     ),
     MethodNote(
@@ -65,7 +75,7 @@ _NOTES = (
         source="arXiv 2511.00066, v1 and v2",
         differs=(
             "The weight multiplies the ratio inside the clip, and the KL term. "
-            "Trap: at r = 1 every token with A > 0 and w > 1 + ε has no gradient."
+            "Caution: at r = 1 a token with A > 0 and w > 1 + ε has no gradient."
         ),
         ours=_SG_OURS,
     ),
@@ -75,7 +85,7 @@ _NOTES = (
         equation="GRPO with A_t ← (alpha·π_old(y_t) + 1 − alpha)·A_i",
         constants="alpha 0.2",
         source="arXiv 2505.12929",
-        differs="Advantages of unlikely tokens shrink by up to alpha; the factor is recorded as the token's weight.",
+        differs="Advantages of unlikely tokens are reduced by up to alpha; the factor is recorded as the token's weight.",
         ours="Clip 0.2 on both sides (published runs: 0.2/0.24).",
     ),
     MethodNote(
@@ -85,7 +95,7 @@ _NOTES = (
         constants="eta 0.4; negative reverses the order",
         source="arXiv 2505.12929",
         differs="Two updates instead of one; both divide by the full token count, π_old is not recomputed.",
-        ours="Clip 0.2 on both sides (published runs: 0.2/0.24). The KL term belongs to its token's pass.",
+        ours="Clip 0.2 on both sides (published runs: 0.2/0.24). A token's KL term is in the same pass as the token.",
     ),
     MethodNote(
         method=Method(name="ar-lopti", weight=LinearShaping(alpha=0.3), passes=spec.LoptiPasses(eta=0.5)),
@@ -102,8 +112,8 @@ _NOTES = (
         equation="GRPO with A_t ← A_i·exp(−(c_t − mean c)²/(2·std(c)²)), c_t = (ln π_t − mean ln π)·(A_t − mean A)",
         constants="none",
         source="arXiv 2605.11538",
-        differs="Tokens with an extreme covariance of log-probability and advantage count less.",
-        ours="The kernel is published, its normalisation is our reading. " + _STATISTICS_OURS,
+        differs="Tokens with an extreme covariance of log-probability and advantage have less weight.",
+        ours="The kernel is published; its normalization is our interpretation. " + _STATISTICS_OURS,
     ),
     MethodNote(
         method=Method(name="clip-cov", clip=spec.PpoClip(low=1.0, high=1.0), tokens=spec.ClipCovTokens()),
@@ -112,10 +122,10 @@ _NOTES = (
         "c_t as in cov-grpo; r_t clipped to [0, 2]",
         constants="share 2e-4, low 1, high 5; ε 1 below (no lower bound), 1 above",
         source="arXiv 2505.22617; ε from the authors' script",
-        differs="A few tokens with a high covariance leave the surrogate (not the KL term); the ratio's clip is wide.",
+        differs="A few tokens with a high covariance are left out of the surrogate (not the KL term); the ratio's clip is wide.",
         ours=(
-            "Drawn once a step, before any token is clipped (the authors draw at each update among tokens that are not). "
-            "Per-completion mean as in GRPO (their script: over tokens). " + _STATISTICS_OURS
+            "Sampled once per step from all tokens (the authors sample at each update from the unclipped tokens). "
+            "Mean per completion as in GRPO (their script: over tokens). " + _STATISTICS_OURS
         ),
     ),
     MethodNote(
@@ -127,8 +137,8 @@ _NOTES = (
         source="arXiv 2505.22617",
         differs="No clip; a divergence from π_old on a few tokens instead.",
         ours=(
-            "|ln r| as the authors' code has it: no gradient where r is exactly 1. Ties share the last place. "
-            "Per-completion mean as in GRPO. " + _STATISTICS_OURS
+            "|ln r| as in the authors' code: no gradient where r is exactly 1. Tokens tied with the last one are included. "
+            "Mean per completion as in GRPO. " + _STATISTICS_OURS
         ),
     ),
     MethodNote(
@@ -137,16 +147,16 @@ _NOTES = (
         equation="GRPO with s_i = exp(mean_t ln r_t) in place of r_t",
         constants="ε 3e-4 below, 4e-4 above",
         source="arXiv 2507.18071",
-        differs="Ratio and clip belong to the whole completion; a token's loss_coef depends on its neighbours.",
+        differs="Ratio and clip are per completion; a token's loss_coef depends on the other tokens.",
         ours="None.",
     ),
     MethodNote(
         method=Method(name="holder", ratio=spec.HolderRatio(p=Schedule(kind="linear", start=2.0, end=-2.0))),
-        title="Hölder policy optimisation",
+        title="Hölder policy optimization",
         equation="GRPO with s_i = (mean_t r_t^p)^(1/p) in place of r_t; p = 1 arithmetic mean, p → 0 GSPO",
         constants="p linear from 2 to −2 over training; ε 0.2",
         source="arXiv 2605.12058; p and ε from the authors' script for mathematics (their agent runs: 1 to −1)",
-        differs="The ratio, and so the clip, belongs to the whole completion; p is annealed.",
+        differs="Ratio and clip are per completion; p is annealed.",
         ours="The schedule spans the whole run.",
     ),
     MethodNote(
@@ -160,8 +170,8 @@ _NOTES = (
         equation="L = −(1/Σ|o_i|) Σ_i Σ_t min(r_t·A_i, clip(r_t, 1 − ε_low, 1 + ε_high)·A_i)",
         constants="ε 0.2 / 0.28; overlong penalty over the last 20 % of the completion limit, up to −1",
         source="arXiv 2503.14476",
-        differs="Higher upper bound, mean over tokens, no KL, redraws of groups with equal rewards, overlong penalty.",
-        ours="At most 10 rounds of redraws a step. The buffer is a share of the limit (published: 4096 of 20480).",
+        differs="Higher upper bound, mean over tokens, no KL, groups with equal rewards resampled, overlong penalty.",
+        ours="At most 10 resampling rounds per step. The buffer is a share of the limit (published: 4096 of 20480).",
     ),
     MethodNote(
         method=Method(name="dr-grpo", advantage=spec.Advantage(scale="none"), aggregate="constant"),
@@ -169,7 +179,7 @@ _NOTES = (
         equation="L = −(1/(N·limit)) Σ_i Σ_t min(r_t·A_i, clip(r_t)·A_i), A_i = R_i − mean R",
         constants="ε 0.2; limit = the completion limit in tokens",
         source="arXiv 2503.20783",
-        differs="No division by the reward's std, none by the completion's length.",
+        differs="No division by the reward's std or by the completion's length.",
         ours="None.",
     ),
     MethodNote(
@@ -191,7 +201,7 @@ _NOTES = (
         constants="alpha 0.5; H* the first step's mean entropy",
         source="arXiv 2605.11775",
         differs="Below the target entropy, tokens whose update raises the entropy weigh more; above it, the others.",
-        ours="The published text fixes polarity, both branches and the entropy as phase signal; this formula is ours.",
+        ours="The paper defines polarity, both branches and the entropy as phase signal; this formula is ours.",
     ),
     MethodNote(
         method=Method(name="ppo-ewma", proximal=spec.EwmaProximal()),
@@ -200,7 +210,7 @@ _NOTES = (
         "Σ_i β^(n−i)·θ_i / Σ_i β^(n−i) after n updates",
         constants="ε 0.2; decay β 0.889",
         source="arXiv 2110.00641; for language models arXiv 2605.12070",
-        differs="The clip is centred on an average of past policies, not on the one that wrote the completions.",
+        differs="The clip is centered on an average of past policies instead of the behavior policy.",
         ours="Group advantages instead of a critic; the decay (8 updates on average); no bound on π_prox/π_behavior.",
     ),
     MethodNote(
@@ -209,8 +219,8 @@ _NOTES = (
         equation="GRPO's surrogate on the 20 % of the step's loss tokens with the highest entropy",
         constants="share 0.2",
         source="arXiv 2506.01939",
-        differs="The other tokens have no surrogate (but keep the KL term); the normaliser counts all tokens.",
-        ours="On GRPO instead of DAPO. Ties with the last token are kept. " + _STATISTICS_OURS,
+        differs="The other tokens have no surrogate (but keep the KL term); the normalizer counts all tokens.",
+        ours="On GRPO instead of DAPO. Tokens tied with the last one are kept. " + _STATISTICS_OURS,
     ),
     MethodNote(
         method=Method(name="grpo-sam", sharpness=spec.Sam()),
@@ -218,8 +228,8 @@ _NOTES = (
         equation="gradient of GRPO's loss at θ + rho·g/‖g‖₂, applied at θ",
         constants="rho 0.05 (to be swept)",
         source="arXiv 2010.01412 on arXiv 2402.03300",
-        differs="Sharpness is lowered directly, by a second forward and backward pass.",
-        ours="The combination. Weights, masks and advantages are those of θ.",
+        differs="Penalizes sharpness directly, with a second forward and backward pass.",
+        ours="The combination. Weights, masks and advantages are computed at θ.",
     ),
     MethodNote(
         method=Method(name="grpo-gnp", sharpness=spec.GradientNormPenalty()),
@@ -227,7 +237,7 @@ _NOTES = (
         equation="gradient of L + penalty·‖∇L‖₂ as (1 − κ)·∇L(θ) + κ·∇L(θ + radius·g/‖g‖₂), κ = penalty/radius",
         constants="penalty 0.04, radius 0.05 (to be swept)",
         source="arXiv 2202.03599 on arXiv 2402.03300",
-        differs="Sharpness is lowered directly, by a second forward and backward pass.",
+        differs="Penalizes sharpness directly, with a second forward and backward pass.",
         ours="The combination and the default constants.",
     ),
 )

@@ -1,4 +1,4 @@
-"""`Method`: a policy-gradient objective as one frozen value. Its token weights are in `token_weights`."""
+"""`Method`: a policy-gradient objective as one frozen value. Its token weights are defined in `token_weights`."""
 
 from __future__ import annotations
 
@@ -10,18 +10,16 @@ from sharpscope.config.token_weights import NonNegative, Part, Real, Shaping, Un
 
 
 class Advantage(Part):
-    """A_i = (r_i − mean r)/(std r + epsilon) within the group of one prompt; 0 in a group whose rewards are all
-    equal.
-    """
+    """A_i = (r_i − mean r)/(std r + epsilon) within the group of one prompt; 0 if all rewards of the group are equal."""
 
     scale: Literal["group", "none"] = Field(
-        default="group", description="group: divide by the group's std; none: do not (Dr. GRPO, arXiv 2503.20783)."
+        default="group", description="group: divide by the group's std; none: no division (Dr. GRPO, arXiv 2503.20783)."
     )
     ddof: Literal[0, 1] = Field(
-        default=1, description="The std's denominator is n − ddof; 1 as in TRL, 0 the population's."
+        default=1, description="The std divides by n − ddof; 1 as in TRL, 0 for the population std."
     )
     epsilon: Annotated[float, Field(ge=0)] = Field(
-        default=1e-4, description="Added to the std, reward units; published 1e-4."
+        default=1e-4, description="Added to the std, in units of reward; published 1e-4."
     )
 
 
@@ -38,9 +36,7 @@ class SequenceRatio(Part):
 
 
 class HolderRatio(Part):
-    """s_i = (mean_t r_t^p)^(1/p), the same for all tokens (HölderPO, arXiv 2605.12058); p = 1 arithmetic, p → 0
-    GSPO's.
-    """
+    """s_i = (mean_t r_t^p)^(1/p), the same for all tokens (HölderPO, arXiv 2605.12058); p = 1: arithmetic, p → 0: GSPO."""
 
     kind: Literal["holder"] = "holder"
     p: Real = Field(default=1.0, description="Power of the mean, any real number; a schedule anneals it.")
@@ -50,7 +46,7 @@ Ratio = Annotated[TokenRatio | SequenceRatio | HolderRatio, Field(discriminator=
 
 
 class NoClip(Part):
-    """Objective r·A."""
+    """Objective r·A without a clip."""
 
     kind: Literal["none"] = "none"
 
@@ -64,11 +60,11 @@ class PpoClip(Part):
 
 
 class CispoClip(Part):
-    """Objective sg[clip(r, 1 − low, 1 + high)]·A·ln π: the clipped ratio is a constant, every token has a gradient."""
+    """Objective sg[clip(r, 1 − low, 1 + high)]·A·ln π: the clipped ratio is constant, so every token has a gradient."""
 
     kind: Literal["cispo"] = "cispo"
     low: Annotated[float, Field(gt=0, le=1)] = Field(
-        default=1.0, description="ε below 1, in (0, 1]; 1: no lower bound, as MiniMax-M1."
+        default=1.0, description="ε below 1, in (0, 1]; 1: no lower bound, as in MiniMax-M1."
     )
     high: Annotated[float, Field(gt=0)] = Field(
         default=4.0,
@@ -84,17 +80,17 @@ class Kl(Part):
     """β·k3 per token, k3 = π_ref/π − ln(π_ref/π) − 1, added to the loss."""
 
     coef: Annotated[float, Field(ge=0)] = Field(default=0.0, description="β, ≥ 0; 0 needs no reference model.")
-    weighted: bool = Field(default=False, description="Multiply the term by the token's weight (TR-GRPO).")
+    weighted: bool = Field(default=False, description="Whether to multiply the term by the token's weight (TR-GRPO).")
 
 
 class AllTokens(Part):
-    """Every loss token takes part in the surrogate."""
+    """All loss tokens are in the surrogate."""
 
     kind: Literal["all"] = "all"
 
 
 class HighEntropyTokens(Part):
-    """Only the `share` of the step's loss tokens with the highest entropy, and ties, take part (arXiv 2506.01939)."""
+    """Only the `share` of the step's loss tokens with the highest entropy, with ties, is in the surrogate (arXiv 2506.01939)."""
 
     kind: Literal["high_entropy"] = "high_entropy"
     share: Annotated[float, Field(gt=0, le=1)] = Field(
@@ -103,17 +99,15 @@ class HighEntropyTokens(Part):
 
 
 class ClipCovTokens(Part):
-    """Randomly drawn tokens with covariance in (low, high) leave the surrogate (Clip-Cov, arXiv 2505.22617)."""
+    """Leave random tokens with covariance in (low, high) out of the surrogate (Clip-Cov, arXiv 2505.22617)."""
 
     kind: Literal["clip_cov"] = "clip_cov"
     share: Annotated[float, Field(gt=0, le=1)] = Field(
         default=2e-4,
-        description="Share of the step's loss tokens drawn, in (0, 1], at least one token; published 2e-4.",
+        description="Share of the step's loss tokens to leave out, in (0, 1], at least one token; published 2e-4.",
     )
-    low: float = Field(
-        default=1.0, description="Covariance above which a token may be drawn, nats × advantage; published 1."
-    )
-    high: float = Field(default=5.0, description="Covariance below which a token may be drawn, > low; published 5.")
+    low: float = Field(default=1.0, description="Lower bound of the covariance [nats × advantage]; published 1.")
+    high: float = Field(default=5.0, description="Upper bound of the covariance, > low; published 5.")
 
     @model_validator(mode="after")
     def _band(self) -> Self:
@@ -126,13 +120,13 @@ Tokens = Annotated[AllTokens | HighEntropyTokens | ClipCovTokens, Field(discrimi
 
 
 class NoPenalty(Part):
-    """Nothing is added."""
+    """No penalty."""
 
     kind: Literal["none"] = "none"
 
 
 class KlCovPenalty(Part):
-    """coef·D(π_old‖π) is added on the `share` of tokens with the largest covariance (KL-Cov, arXiv 2505.22617)."""
+    """Add coef·D(π_old‖π) on the `share` of tokens with the largest covariance (KL-Cov, arXiv 2505.22617)."""
 
     kind: Literal["kl_cov"] = "kl_cov"
     share: Annotated[float, Field(gt=0, le=1)] = Field(
@@ -150,23 +144,23 @@ Penalty = Annotated[NoPenalty | KlCovPenalty, Field(discriminator="kind")]
 
 
 class BehaviorProximal(Part):
-    """The clip is centred on the policy that wrote the completions."""
+    """Center the clip on the behavior policy, which sampled the completions."""
 
     kind: Literal["behavior"] = "behavior"
 
 
 class EwmaProximal(Part):
-    """The clip is centred on an average of past weights (PPO-EWMA, arXiv 2110.00641).
+    """Center the clip on an exponential moving average of past weights (PPO-EWMA, arXiv 2110.00641).
 
     Objective (π_prox/π_behavior)·min(r·A, clip(r)·A) with r = π/π_prox. After n updates π_prox has the weights
-    Σ_i β^(n−i)·θ_i / Σ_i β^(n−i), i = 0…n: a debiased average, in which θ_0 counts no more than its turn.
+    Σ_i β^(n−i)·θ_i / Σ_i β^(n−i), i = 0…n: a bias-corrected average.
     """
 
     kind: Literal["ewma"] = "ewma"
     decay: Annotated[float, Field(ge=0, lt=1)] = Field(
         default=0.889,
-        description="β of the average, moved after every update, in [0, 1); centre of mass β/(1 − β) updates once there "
-        "were many, here 8; ours.",
+        description="β of the average, applied after every update, in [0, 1); after many updates the mean age is "
+        "β/(1 − β) updates, 8 by default; ours.",
     )
 
 
@@ -180,7 +174,7 @@ class SinglePass(Part):
 
 
 class LoptiPasses(Part):
-    """Two optimizer passes: tokens with π_old < |eta| first, the rest after; both divide by the full token count.
+    """Two optimizer passes: tokens with π_old < |eta| first, then the others; both divide by the full token count.
 
     Low-probability token isolation (arXiv 2505.12929). A negative eta reverses the order.
     """
@@ -188,7 +182,7 @@ class LoptiPasses(Part):
     kind: Literal["lopti"] = "lopti"
     eta: Annotated[float, Field(ge=-1, le=1)] = Field(
         default=0.4,
-        description="Probability that parts the tokens, in [−1, 1]; published 0.4, with advantage reweighting 0.5.",
+        description="Probability threshold, in [−1, 1]; published 0.4, with advantage reweighting 0.5.",
     )
 
 
@@ -206,22 +200,22 @@ class Sam(Part):
 
     kind: Literal["sam"] = "sam"
     rho: Annotated[float, Field(gt=0)] = Field(
-        default=0.05, description="Length of the ascent step, > 0, parameters' L2 norm; SAM's 0.05, to be swept."
+        default=0.05, description="Length of the ascent step, > 0 [parameters' L2 norm]; 0.05 as in SAM, tune it."
     )
 
 
 class GradientNormPenalty(Part):
-    """The gradient of L + penalty·‖∇L‖₂ by a difference over `radius` (arXiv 2202.03599).
+    """The gradient of L + penalty·‖∇L‖₂ by a finite difference over `radius` (arXiv 2202.03599).
 
     (1 − κ)·∇L(θ) + κ·∇L(θ + radius·g/‖g‖₂), κ = penalty/radius; κ = 1 is SAM.
     """
 
     kind: Literal["gradient_norm_penalty"] = "gradient_norm_penalty"
     penalty: Annotated[float, Field(ge=0)] = Field(
-        default=0.04, description="λ, ≥ 0, loss units per gradient norm; to be swept (κ = 0.8 by default, ours)."
+        default=0.04, description="λ, ≥ 0 [loss per gradient norm]; tune it (κ = 0.8 by default, ours)."
     )
     radius: Annotated[float, Field(gt=0)] = Field(
-        default=0.05, description="Length of the difference, > 0, parameters' L2 norm."
+        default=0.05, description="Length of the finite difference, > 0 [parameters' L2 norm]."
     )
 
 
@@ -229,89 +223,89 @@ Sharpness = Annotated[NoSharpness | Sam | GradientNormPenalty, Field(discriminat
 
 
 class Overlong(Part):
-    """DAPO's soft penalty on the reward of completions that come near the length limit (arXiv 2503.14476)."""
+    """DAPO's soft penalty on the reward of completions close to the length limit (arXiv 2503.14476)."""
 
     buffer: Annotated[float, Field(gt=0, le=1)] = Field(
         default=0.2,
         description="Share of the completion limit over which the penalty grows, in (0, 1]; published 4096/20480.",
     )
     scale: Annotated[float, Field(ge=0)] = Field(
-        default=1.0, description="Penalty at the limit, ≥ 0, reward units; published 1."
+        default=1.0, description="Penalty at the limit, ≥ 0, in units of reward; published 1."
     )
 
 
 class Sampling(Part):
-    """How completions are drawn for a step beyond plain sampling."""
+    """Resampling and reward shaping of a step's completions."""
 
     dynamic: bool = Field(
-        default=False, description="Draw groups whose rewards are all equal anew, with further prompts (DAPO)."
+        default=False,
+        description="Whether to replace groups whose rewards are all equal by groups of new prompts (DAPO).",
     )
     max_redraws: Annotated[int, Field(ge=1, le=1000)] = Field(
         default=10,
-        description="Rounds of redraws a step at most, ≥ 1; ours, DAPO redraws until the batch is full.",
+        description="Maximum number of resampling rounds per step, ≥ 1; ours (DAPO resamples until the batch is full).",
     )
     overlong: Overlong | None = Field(default=None, description="Soft penalty on overlong completions; empty: none.")
 
 
 class Method(Part):
-    """An objective as data; a named method is a value of this type, an ablation the same with one part replaced."""
+    """An objective as data: a named method is a value of this type, an ablation is the same value with one field replaced."""
 
-    name: str = Field(description="What the run, its traces and its plots call the method.")
-    advantage: Advantage = Field(default_factory=Advantage, description="From rewards to advantages.")
+    name: str = Field(description="Name of the method in runs, traces and plots.")
+    advantage: Advantage = Field(default_factory=Advantage, description="How advantages are computed from rewards.")
     ratio: Ratio = Field(
-        default_factory=TokenRatio, description="What is clipped: the token's, the sequence's or a power mean."
+        default_factory=TokenRatio,
+        description="Importance ratio that is clipped: per token, per sequence, or a power mean.",
     )
     weight: Shaping = Field(default_factory=UniformShaping, description="Token weight w; no gradient flows through it.")
     weight_on: Literal["surrogate", "ratio"] = Field(
         default="surrogate",
         description="surrogate: w·(clipped objective); ratio: w multiplies the ratio inside the clip (TR-GRPO).",
     )
-    clip: Clip = Field(default_factory=PpoClip, description="The trust region of the surrogate.")
+    clip: Clip = Field(default_factory=PpoClip, description="Clip of the ratio in the surrogate.")
     aggregate: Literal["sequence_mean", "token_mean", "constant"] = Field(
         default="sequence_mean",
         description="sequence_mean: mean over a completion's tokens, then over completions; token_mean: mean over all "
         "tokens; constant: sum divided by completions × completion limit.",
     )
     kl: Kl = Field(default_factory=Kl, description="Divergence from the reference policy.")
-    tokens: Tokens = Field(default_factory=AllTokens, description="Which loss tokens take part in the surrogate.")
-    penalty: Penalty = Field(default_factory=NoPenalty, description="A further term on chosen tokens.")
-    proximal: Proximal = Field(default_factory=BehaviorProximal, description="Where the clip is centred.")
+    tokens: Tokens = Field(default_factory=AllTokens, description="Loss tokens in the surrogate.")
+    penalty: Penalty = Field(default_factory=NoPenalty, description="Additional loss term on selected tokens.")
+    proximal: Proximal = Field(default_factory=BehaviorProximal, description="Policy on which the clip is centered.")
     passes: Passes = Field(default_factory=SinglePass, description="Optimizer passes over the tokens of a mini-batch.")
     sharpness: Sharpness = Field(
-        default_factory=NoSharpness, description="Direct control of sharpness in the optimizer step."
+        default_factory=NoSharpness, description="Sharpness-aware gradient of the optimizer step."
     )
     sampling: Sampling = Field(
-        default_factory=Sampling, description="Redraws and reward shaping before the advantages."
+        default_factory=Sampling, description="Resampling and reward shaping before the advantages."
     )
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if isinstance(self.passes, LoptiPasses) and not isinstance(self.ratio, TokenRatio):
             raise ValueError(
-                "passes.kind=lopti needs ratio.kind=token: a sequence's ratio ties the tokens of both passes together"
+                "passes.kind=lopti needs ratio.kind=token: a sequence ratio couples the tokens of both passes"
             )
         if self.at(0.0) is not self:
-            self.at(1.0)  # schedules are monotone: valid ends make valid values between
+            self.at(1.0)  # schedules are monotone, so valid endpoints make all values valid
         return self
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the loss needs log-probabilities of a reference policy at some time of the training."""
+        """Whether the loss uses log-probabilities of a reference policy."""
         return self.kl.coef > 0
 
     @property
     def needs_proximal(self) -> bool:
-        """Whether the loss needs log-probabilities under an average of past weights."""
+        """Whether the loss uses log-probabilities under an average of past weights."""
         return isinstance(self.proximal, EwmaProximal)
 
     @property
     def pointwise(self) -> bool:
-        """Whether `prepare` gives the same rows when called on any subset of rows: no batch statistics, no
-        randomness.
-        """
+        """Whether `prepare` gives the same rows for any subset of the batch: no batch statistics, no randomness."""
         return is_pointwise(self.weight) and isinstance(self.tokens, AllTokens) and isinstance(self.penalty, NoPenalty)
 
 
 def passes_of(method: Method) -> int:
-    """Optimizer passes over each mini-batch."""
+    """Number of optimizer passes over each mini-batch."""
     return 2 if isinstance(method.passes, LoptiPasses) else 1

@@ -1,6 +1,4 @@
-"""The named methods: GRPO, GRPO-SG and its neighbours, each a `Method` with its equation, constants and source. No
-torch.
-"""
+"""Look up, describe and label the named methods (`catalogue`) and their controls."""
 
 from __future__ import annotations
 
@@ -21,37 +19,40 @@ from sharpscope.config.token_weights import (
 )
 from sharpscope.errors import UserError, nearest
 
-#: Short names of the controls: `<method>-<suffix>` wraps the method's weight.
 SUFFIXES: dict[str, str] = {
     "shuffled": "the same weights, permuted over the loss tokens of each completion",
     "reverse": "w ← L + U − w",
     "constant": "every weight is the step's mean",
     "mean-one": "weights divided by the step's mean",
-    "entropy": "the weight follows the position's entropy instead of the token's probability",
+    "entropy": "the weight depends on the position's entropy instead of the token's probability",
 }
+"""Suffixes of the controls: `<method>-<suffix>` replaces the method's weight."""
 
 
 def method_names() -> list[str]:
-    """The named methods, without the controls."""
+    """Names of the methods, without the controls."""
     return list(NOTES)
 
 
 def control_names() -> list[str]:
-    """Short names of the controls: every weighted method with every suffix that fits it."""
+    """Names of the controls: every weighted method with every suffix that applies to it."""
     return [
-        f"{name}-{suffix}" for name, note in NOTES.items() for suffix in SUFFIXES if _fits(note.method.weight, suffix)
+        f"{name}-{suffix}"
+        for name, note in NOTES.items()
+        for suffix in SUFFIXES
+        if _applies(note.method.weight, suffix)
     ]
 
 
-def _fits(weight: Part, suffix: str) -> bool:
+def _applies(weight: Part, suffix: str) -> bool:
     return not isinstance(weight, UniformShaping) and (suffix != "reverse" or is_bounded(weight))
 
 
 def named_method(name: str) -> Method:
-    """The method called `name`; `<method>-<control>` (see `SUFFIXES`) is the method with its weight wrapped.
+    """Return the method called `name`; `<method>-<control>` is the method with a weight of `SUFFIXES`.
 
     Raises:
-        UserError: no such method, or the control does not fit it.
+        UserError: The method is unknown, or the control does not apply to it.
     """
     if name in NOTES:
         return NOTES[name].method
@@ -59,9 +60,11 @@ def named_method(name: str) -> Method:
         base = name.removesuffix(f"-{suffix}")
         if base != name and (base in NOTES or any(base.endswith(f"-{s}") for s in SUFFIXES)):
             method = named_method(base)
-            if not _fits(method.weight, suffix):
+            if not _applies(method.weight, suffix):
                 why = "are all 1" if isinstance(method.weight, UniformShaping) else "have no bounds"
-                raise UserError(f"method = {name!r}: control {suffix!r} does not fit {base!r}, whose weights {why}")
+                raise UserError(
+                    f"method = {name!r}: control {suffix!r} does not apply to {base!r}, whose weights {why}"
+                )
             return method.model_copy(update={"name": name, "weight": _wrapped(method.weight, suffix)})
     raise UserError(f"method = {name!r}: unknown{nearest(name, [*method_names(), *control_names()])}")
 
@@ -80,8 +83,10 @@ def _wrapped(weight: Any, suffix: str) -> Part:
 
 
 def describe(name: str) -> MethodNote:
-    """Equation, constants, source, what differs from GRPO and what choices are ours, of a named method or a control of
-    one.
+    """Return the description of a named method or a control.
+
+    Raises:
+        UserError: The method is unknown, or the control does not apply to it.
     """
     method = named_method(name)
     if name in NOTES:
@@ -100,9 +105,9 @@ def describe(name: str) -> MethodNote:
 
 
 def method_label(method: Method) -> str:
-    """The method's name, followed by what differs from the method of that name: `grpo-sg+weight.tau=4`.
+    """Return the method's name followed by the fields that differ from the named method: `grpo-sg+weight.tau=4`.
 
-    Meant for the configured method: one that is calibrated differs by its resolved constants.
+    Pass the configured method: a calibrated one differs by its resolved constants.
     """
     try:
         base: Mapping[str, Any] = named_method(method.name).model_dump(mode="json")
@@ -111,20 +116,20 @@ def method_label(method: Method) -> str:
     return "+".join([method.name, *_changes(method.model_dump(mode="json"), base, "")])
 
 
-def _changes(value: Mapping[str, Any], base: Mapping[str, Any], place: str) -> Iterator[str]:
+def _changes(value: Mapping[str, Any], base: Mapping[str, Any], prefix: str) -> Iterator[str]:
     for key, new in value.items():
         old = base.get(key)
         if new == old:
             continue
-        here = f"{place}{key}"
+        path = f"{prefix}{key}"
         if isinstance(new, Mapping) and isinstance(old, Mapping) and new.get("kind") == old.get("kind"):
-            yield from _changes(new, old, f"{here}.")
+            yield from _changes(new, old, f"{path}.")
         elif isinstance(new, Mapping) and "kind" in new:
-            yield f"{here}={_kinds(new)}"
+            yield f"{path}={_kinds(new)}"
         elif isinstance(new, float):
-            yield f"{here}={new:g}"
+            yield f"{path}={new:g}"
         else:
-            yield f"{here}={new}"
+            yield f"{path}={new}"
 
 
 def _kinds(value: Mapping[str, Any]) -> str:

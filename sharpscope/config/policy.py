@@ -9,20 +9,20 @@ from pydantic import Field, field_validator, model_validator
 from sharpscope.config.base import Spec
 
 EMBEDDED_PREFIX = "embedded:"
-"""Before the name of a policy that ships with the package."""
+"""Prefix of the policies that ship with the package."""
 
 
 class LoraSpec(Spec):
-    """Low-rank adapters (arXiv 2106.09685) by peft: only they are trained and saved, the model's own weights stay as they are."""
+    """Low-rank adapters (arXiv 2106.09685) from peft: only the adapters are trained and saved."""
 
     r: int = Field(16, ge=1, le=4096, description="rank of each adapter")
-    alpha: float = Field(32.0, gt=0, description="the adapter's output is scaled by alpha/r")
+    alpha: float = Field(32.0, gt=0, description="scale of the adapters' output: alpha/r")
     target_modules: Literal["all-linear"] | tuple[str, ...] = Field(
         "all-linear",
-        description="names of the linear layers that get an adapter, such as [q_proj, v_proj]; all-linear = every one but the "
+        description="names of the linear layers to adapt, such as [q_proj, v_proj]; all-linear = all except the "
         "output layer",
     )
-    seed: int = Field(0, ge=0, lt=2**31, description="seed of the adapters' random half; the other half starts at zero")
+    seed: int = Field(0, ge=0, lt=2**31, description="seed of the A matrices; the B matrices start at zero")
 
     @field_validator("target_modules")
     @classmethod
@@ -33,7 +33,7 @@ class LoraSpec(Spec):
 
 
 class PolicySpec(Spec):
-    """Which model is trained and how it is held in memory."""
+    """The model to train, its precision, device and prompt format."""
 
     model: str = Field(
         "embedded:knights_knaves",
@@ -43,54 +43,54 @@ class PolicySpec(Spec):
     revision: str | None = Field(None, description="branch, tag or commit of a hub id; null = its default branch")
     dtype: Literal["float32", "float64", "bfloat16"] = Field(
         "float32",
-        description="what is computed with. bfloat16: matrix products in it (autocast), while weights, gradients, the optimizer's "
-        "state, norms and logits stay float32; with `lora`, the frozen weights are held in bfloat16 too",
+        description="compute type. bfloat16: matrix products use autocast, while weights, gradients, optimizer state, "
+        "norms and logits stay float32; with `lora`, the frozen weights are bfloat16 too",
     )
     lora: LoraSpec | None = Field(None, description="train low-rank adapters only; null = all weights")
-    device: str = Field("auto", description="`auto` (CUDA where there is one, else CPU), `cpu`, `cuda`, `cuda:1`, …")
+    device: str = Field("auto", description="`auto` (CUDA if available, else CPU), `cpu`, `cuda`, `cuda:1`, …")
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = Field(
-        "auto", description="attention kernel; `auto` = sdpa, or eager where the model caps its attention logits"
+        "auto", description="attention kernel; `auto` = sdpa, or eager if the model caps its attention logits"
     )
     prompt_format: Literal["auto", "plain", "chat"] = Field(
         "auto",
-        description="`chat` wraps prompts in the tokenizer's template, `plain` does not; `auto` = chat if it has one",
+        description="`chat` applies the tokenizer's chat template, `plain` does not; `auto` = chat if there is a template",
     )
-    trust_remote_code: bool = Field(False, description="run Python code that a hub repository brings along")
+    trust_remote_code: bool = Field(False, description="whether to run Python code from the model's repository")
 
 
 class LocalBackend(Spec):
-    """The policy itself writes, in this process."""
+    """Generate with the policy in this process."""
 
     kind: Literal["local"] = "local"
 
 
 class ServerBackend(Spec):
-    """A server with OpenAI's completions protocol that takes prompts as token ids and returns token ids: `vllm serve`."""
+    """Generate with a server that has OpenAI's completions API and accepts and returns token ids, such as `vllm serve`."""
 
     kind: Literal["server"] = "server"
-    url: str = Field("http://127.0.0.1:8000/v1", pattern=r"^https?://\S+$", description="address up to and with /v1")
-    model: str = Field("", description="the model's name there; empty: the only one it serves")
+    url: str = Field("http://127.0.0.1:8000/v1", pattern=r"^https?://\S+$", description="base URL, including /v1")
+    model: str = Field("", description="name of the model on the server; empty: the only model served")
     api_key_variable: str = Field(
         "",
-        description="environment variable that holds the key, if the server wants one; the key itself is stored nowhere",
+        description="environment variable with the API key, if the server needs one; the key is never stored",
     )
     logprobs: Literal["raw", "processed"] = Field(
         "raw",
-        description="what its log-probabilities belong to (vLLM's --logprobs-mode): raw_logprobs = before temperature, top-p and "
-        "top-k (vLLM's default), processed_logprobs = after them",
+        description="distribution of the returned log-probabilities (vLLM's --logprobs-mode): raw = before temperature, top-p and "
+        "top-k (vLLM's default), processed = after them",
     )
     sync: Literal["none", "vllm", "sglang"] = Field(
         "none",
-        description="how it gets the policy's weights: none = it keeps its own (evaluation, or off-policy training whose mismatch is "
-        "recorded); otherwise they are saved to `folder` and the server is told to read them, by vLLM's /collective_rpc "
+        description="how the server gets the policy's weights: none = it keeps its own (evaluation, or off-policy training with a "
+        "recorded mismatch); otherwise they are saved to `folder` and loaded with vLLM's /collective_rpc "
         "(VLLM_SERVER_DEV_MODE=1) or SGLang's /update_weights_from_disk",
     )
-    folder: str = Field("", description="folder that this process and the server both see, for `sync`")
-    timeout_s: float = Field(600.0, gt=0, le=86_400, description="longest wait for one answer [s]")
-    retries: int = Field(3, ge=0, le=20, description="requests repeated after one that failed without fault of ours")
-    concurrency: int = Field(
-        32, ge=1, le=1024, description="requests under way at once; a request is one prompt's group"
+    folder: str = Field("", description="folder that both this process and the server can access, for `sync`")
+    timeout_s: float = Field(600.0, gt=0, le=86_400, description="timeout of a request [s]")
+    retries: int = Field(
+        3, ge=0, le=20, description="retries after a timeout, a connection error or a temporary server error"
     )
+    concurrency: int = Field(32, ge=1, le=1024, description="concurrent requests; a request is one prompt's group")
 
     @model_validator(mode="after")
     def _shared_folder(self) -> ServerBackend:
@@ -101,55 +101,59 @@ class ServerBackend(Spec):
 
 
 class VllmBackend(Spec):
-    """vLLM in this process (extra `vllm`, a GPU): it reads the policy's weights from disk whenever they have changed."""
+    """Generate with vLLM in this process (extra `vllm`, a GPU); it loads the policy's weights from disk after each change."""
 
     kind: Literal["vllm"] = "vllm"
-    folder: str = Field("", description="folder for the weights that it reads; empty: a temporary one")
-    memory: float = Field(0.3, gt=0, le=1, description="share of the GPU's memory that the engine may take")
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field("auto", description="type the engine computes in")
+    folder: str = Field("", description="folder for the saved weights; empty: a temporary folder")
+    memory: float = Field(0.3, gt=0, le=1, description="share of the GPU's memory for the engine")
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field("auto", description="compute type of the engine")
     logprobs: Literal["raw", "processed"] = Field(
-        "processed", description="what its log-probabilities belong to: before or after temperature, top-p and top-k"
+        "processed", description="log-probabilities before (raw) or after (processed) temperature, top-p and top-k"
     )
-    enforce_eager: bool = Field(False, description="without CUDA graphs: starts sooner, decodes slower")
+    enforce_eager: bool = Field(False, description="disable CUDA graphs: faster start, slower decoding")
 
 
 Backend = Annotated[LocalBackend | ServerBackend | VllmBackend, Field(discriminator="kind")]
 
 
 class SamplingSpec(Spec):
-    """How completions are drawn."""
+    """How completions are sampled."""
 
-    temperature: float = Field(1.0, ge=0, le=10, description="logits are divided by it; 0 = greedy")
-    top_p: float = Field(1.0, gt=0, le=1, description="nucleus: keep the likeliest tokens up to this mass; 1 = off")
-    top_k: int = Field(0, ge=0, description="keep this many likeliest tokens; 0 = off")
-    max_new_tokens: int = Field(192, ge=1, description="longest completion [tokens], the end-of-text token included")
-    decode_batch: int = Field(
-        512, ge=1, description="completions decoded at once; bounds memory, changes samples by float rounding at most"
+    temperature: float = Field(1.0, ge=0, le=10, description="divisor of the logits; 0 = greedy")
+    top_p: float = Field(
+        1.0, gt=0, le=1, description="nucleus sampling: keep the most likely tokens up to this probability; 1 = off"
     )
-    backend: Backend = Field(default_factory=LocalBackend, description="who writes the completions")
+    top_k: int = Field(0, ge=0, description="number of most likely tokens to keep; 0 = off")
+    max_new_tokens: int = Field(
+        192, ge=1, description="maximum length of a completion, including the end-of-text token [tokens]"
+    )
+    decode_batch: int = Field(
+        512, ge=1, description="completions decoded at once; limits memory, changes samples at most by rounding"
+    )
+    backend: Backend = Field(default_factory=LocalBackend, description="generator of the completions")
 
 
 class RolloutSpec(SamplingSpec):
-    """One step's rollouts: prompts × completions."""
+    """The rollouts of a step: prompts × completions."""
 
-    temperature: float = Field(1.0, gt=0, le=10, description="logits are divided by it")
-    prompts_per_step: int = Field(24, ge=1, description="different prompts per step")
-    group_size: int = Field(8, ge=2, description="completions per prompt, G; advantages compare them with each other")
+    temperature: float = Field(1.0, gt=0, le=10, description="divisor of the logits")
+    prompts_per_step: int = Field(24, ge=1, description="distinct prompts per step")
+    group_size: int = Field(8, ge=2, description="completions per prompt, G; advantages are relative to the group")
 
     @model_validator(mode="after")
     def _known_logp(self) -> RolloutSpec:
-        """The sampler's log-probabilities must be those of softmax(z/T), before top-p and top-k."""
+        """The sampler's log-probabilities must be those of softmax(z/T) before top-p and top-k."""
         backend = self.backend
         if isinstance(backend, LocalBackend):
             return self
         if backend.logprobs == "raw" and self.temperature != 1:
             raise ValueError(
-                f"temperature = {self.temperature:g}: raw log-probabilities of backend.kind={backend.kind} belong to temperature 1; "
-                "set backend.logprobs=processed (a server: started with --logprobs-mode processed_logprobs)"
+                f"temperature = {self.temperature:g}: backend.kind={backend.kind} returns raw log-probabilities, at temperature 1; "
+                "set backend.logprobs=processed (start a server with --logprobs-mode processed_logprobs)"
             )
         if backend.logprobs == "processed" and (self.top_p < 1 or self.top_k > 0):
             raise ValueError(
-                f"top_p, top_k: processed log-probabilities of backend.kind={backend.kind} are taken after them; turn them off, or "
-                "use temperature 1 with backend.logprobs=raw"
+                f"top_p, top_k: processed log-probabilities of backend.kind={backend.kind} include them; turn them off, or use "
+                "temperature 1 with backend.logprobs=raw"
             )
         return self

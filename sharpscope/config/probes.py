@@ -1,4 +1,4 @@
-"""Configuration of the surface probes: what is measured, how finely, how often, and what it may cost."""
+"""Configuration of the loss-surface probes: estimates, accuracy, interval and cost."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from sharpscope.config.base import Spec
 
 Preset = Literal["off", "cheap", "standard", "full"]
 Check = Literal["off", "first", "always"]
-"""When a probe compares itself with plain autograd on the model at hand: never, when first used with it, at every call."""
+"""When probes are compared with autograd on the model: never, at first use, or at every call."""
 
-# What each preset sets; a field that the user gives keeps the user's value.
+# Defaults of each preset; fields set by the user take precedence.
 PRESETS: dict[str, dict[str, Any]] = {
     "off": {"every": 0, "prompts": 32, "heldout_prompts": 32},
     "cheap": {
@@ -66,87 +66,98 @@ KINDS: dict[str, tuple[Literal["sam", "asam", "average", "worst"], bool]] = {
 
 
 class ProbesSpec(Spec):
-    """Curvature and perturbation probes; on the same fixed prompts for every method of a study."""
+    """Curvature and perturbation probes on fixed prompts, shared by all methods of a study."""
 
-    preset: Preset = Field(
-        "off", description="Sets every field below that is not given: off | cheap | standard | full."
-    )
+    preset: Preset = Field("off", description="Defaults of the fields below: off | cheap | standard | full.")
     check: Check = Field(
         "first",
-        description="Compare score norms, attribution and curvature with plain autograd on the policy: when first used (first), at "
-        "every use (always), never (off). What differs is left out of the tables, and an event says so.",
+        description="When to compare score norms, attribution and curvature with autograd on the policy: at first use (first), at "
+        "every use (always), never (off). Numbers that differ are not recorded, with an event.",
     )
     every: int = Field(
-        25, ge=0, description="Probe every this many steps, and before the first and after the last; 0: never."
+        25,
+        ge=0,
+        description="Interval between probes, also before the first and after the last step; 0: never [steps].",
     )
     budget: float | None = Field(
         None,
         gt=0,
-        description="Vector products per step that probes may cost on average; more is thinned out (an event says so); "
-        "null: no limit.",
+        description="Maximum average cost of the probes [Hessian-vector products per step]; above it the interval grows, with an "
+        "event; null: no limit.",
     )
     probe_set: str | None = Field(
-        None, description="Parquet file of a probe set to use; null: built from the task and kept with the run."
+        None, description="Parquet file of a probe set; null: built from the task and saved with the run."
     )
     probe_set_seed: int = Field(
-        0, ge=0, description="Seed of the probe set's prompts; the same for every run of a study."
+        0, ge=0, description="Seed of the probe set's prompts; use the same for all runs of a study."
     )
     prompts: int = Field(12, ge=1, description="Training prompts in the probe set.")
     heldout_prompts: int = Field(8, ge=0, description="Held-out prompts in the probe set.")
     functionals: tuple[Literal["nll", "surrogate", "expected_failure"], ...] = Field(
         ("nll", "expected_failure"),
-        description="Which scalars' surfaces: of stored solutions, of freshly drawn rollouts.",
+        description="Objectives to probe: nll of stored solutions; surrogate and expected_failure on new rollouts.",
     )
-    samples: int = Field(2, ge=1, description="Completions drawn per probe prompt for surrogate and expected_failure.")
+    samples: int = Field(2, ge=1, description="Completions per probe prompt for surrogate and expected_failure.")
     gradient_samples: int = Field(
         8,
         ge=0,
-        description="Completions drawn per training prompt for the unbiased squared gradient norm: even, at least 4; 0: none.",
+        description="Completions per training prompt for the unbiased squared gradient norm: even, at least 4; 0: none.",
     )
     stale_threshold: float = Field(
         0.5,
         gt=0,
         le=1,
-        description="Smallest effective share of samples (of 1) at which a stale-rollout estimate is valid.",
+        description="Minimum effective sample size, as a share of the samples, of a valid estimate on stale rollouts.",
     )
     backend: Literal["lanczos", "pyhessian"] = Field(
-        "lanczos", description="Who finds eigenvalues and trace; pyhessian for comparison."
+        "lanczos", description="Algorithm for eigenvalues and trace; pyhessian for comparison."
     )
     top: int = Field(
-        2, ge=1, le=100, description="Largest Hessian eigenvalues wanted; their span is that of sharp_alignment."
+        2,
+        ge=1,
+        le=100,
+        description="Number of largest Hessian eigenvalues; their eigenvectors span the subspace of sharp_alignment.",
     )
-    smallest: bool = Field(True, description="Also the smallest (signed) Hessian eigenvalue.")
+    smallest: bool = Field(True, description="Whether to compute the smallest (signed) Hessian eigenvalue.")
     tolerance: float = Field(
-        1e-2, gt=0, lt=1, description="Residual of an eigenpair relative to the largest |eigenvalue|."
+        1e-2, gt=0, lt=1, description="Tolerance of an eigenpair's residual, relative to the largest |eigenvalue|."
     )
     max_products: int = Field(
-        60, ge=4, description="Hessian products for the eigenpairs at most; then converged = false."
+        60,
+        ge=4,
+        description="Maximum number of Hessian-vector products for the eigenpairs; if reached, converged = false.",
     )
-    trace_probes: int = Field(4, ge=0, description="Random probes of the trace; 0: no trace.")
-    density_samples: int = Field(1, ge=0, description="Random starts of the spectral density; 0: no density.")
-    density_steps: int = Field(15, ge=2, description="Lanczos steps of each start of the spectral density.")
-    gauss_newton: bool = Field(False, description="Also the Gauss-Newton matrix, in the same way.")
+    trace_probes: int = Field(4, ge=0, description="Random vectors for the trace; 0: no trace.")
+    density_samples: int = Field(
+        1, ge=0, description="Random starting vectors for the spectral density; 0: no density."
+    )
+    density_steps: int = Field(15, ge=2, description="Lanczos steps per starting vector of the spectral density.")
+    gauss_newton: bool = Field(False, description="Whether to probe the Gauss-Newton matrix in the same way.")
     groups: bool = Field(
-        False, description="Also each group of parameters alone: embedding, attention, mlp, norm, head."
+        False, description="Whether to probe each parameter group separately: embedding, attention, mlp, norm, head."
     )
-    preconditioned: bool = Field(True, description="Also the largest eigenvalue of the AdamW-preconditioned Hessian.")
+    preconditioned: bool = Field(
+        True, description="Whether to compute the largest eigenvalue of the AdamW-preconditioned Hessian."
+    )
     rhos: tuple[float, ...] = Field((0.01, 0.05, 0.5), description="Radii of perturbations [parameters' L2 norm].")
     kinds: tuple[Literal["sam", "asam", "average", "adaptive_average", "worst", "adaptive_worst"], ...] = Field(
-        ("sam", "asam", "average"), description="Which sharpness measures, at every radius."
+        ("sam", "asam", "average"), description="Sharpness measures, at every radius."
     )
-    worst_steps: int = Field(20, ge=1, description="Gradient steps of the projected ascent at most.")
-    average_samples: int = Field(2, ge=2, description="Antithetic pairs of average-case sharpness.")
+    worst_steps: int = Field(20, ge=1, description="Maximum number of steps of the projected gradient ascent.")
+    average_samples: int = Field(2, ge=2, description="Antithetic pairs for average-case sharpness.")
     m: int = Field(0, ge=0, description="Examples per group of m-sharpness (SAM), at every radius; 0: none.")
     slices: bool = Field(
         True,
-        description="Also loss slices along the gradient, the top eigenvector and random directions, on training prompts.",
+        description="Whether to compute loss slices along the gradient, the top eigenvector and random directions, on training prompts.",
     )
     microbatch_tokens: int = Field(
-        4096, ge=64, description="Tokens (padding included) in one forward pass of a probe [tokens]."
+        4096, ge=64, description="Maximum size of a probe's forward pass, including padding [tokens]."
     )
-    graph_mb: float = Field(1024.0, gt=0, description="Memory for graphs kept between Hessian products [MiB].")
-    head_mb: float = Field(64.0, gt=0, description="Memory for blocks of the logits [MiB].")
-    basis_mb: float = Field(2048.0, gt=0, description="Memory for Lanczos vectors [MiB].")
+    graph_mb: float = Field(
+        1024.0, gt=0, description="Maximum memory for graphs kept between Hessian-vector products [MiB]."
+    )
+    head_mb: float = Field(64.0, gt=0, description="Maximum memory for blocks of logits [MiB].")
+    basis_mb: float = Field(2048.0, gt=0, description="Maximum memory for Lanczos vectors [MiB].")
 
     @model_validator(mode="before")
     @classmethod
@@ -155,17 +166,16 @@ class ProbesSpec(Spec):
             return data
         given = dict(data)
         for name in ("preset", "check"):
-            if given.get(name) is False:  # how YAML reads a bare `off`
+            if given.get(name) is False:  # YAML reads a bare `off` as false
                 given[name] = "off"
         return PRESETS.get(str(given.get("preset", "off")), {}) | given
 
     @model_validator(mode="after")
-    def _off_is_off(self) -> ProbesSpec:
-        """A sweep's part that says `preset: off` over a base that says `every: 75` must not probe after all."""
+    def _off_has_no_interval(self) -> ProbesSpec:
+        """`preset: off` in a sweep must not be combined with `every: 75` of its base."""
         if self.preset == "off" and self.every > 0:
             raise ValueError(
-                f"every, {self.every}: preset is off, so nothing would be probed; set preset to cheap, standard or full, "
-                "or every to 0"
+                f"every = {self.every}: preset off probes nothing; set preset to cheap, standard or full, or every to 0"
             )
         return self
 
@@ -173,32 +183,33 @@ class ProbesSpec(Spec):
     @classmethod
     def _rhos(cls, value: tuple[float, ...]) -> tuple[float, ...]:
         if not value or any(not (rho > 0 and math.isfinite(rho)) for rho in value) or list(value) != sorted(set(value)):
-            raise ValueError("at least one radius, each positive, in ascending order, none twice")
+            raise ValueError("must be one or more positive radii in strictly ascending order")
         return value
 
     @field_validator("trace_probes")
     @classmethod
     def _trace_probes(cls, value: int) -> int:
         if value == 1:
-            raise ValueError("at least 2 (one probe has no standard error), or 0 for no trace")
+            raise ValueError("must be at least 2 (for a standard error), or 0 for no trace")
         return value
 
     @field_validator("gradient_samples")
     @classmethod
     def _gradient_samples(cls, value: int) -> int:
         if value and (value < 4 or value % 2):
-            raise ValueError("an even number, at least 4 (two halves of at least two completions), or 0 for none")
+            raise ValueError("must be even and at least 4 (two halves of at least two completions), or 0 for none")
         return value
 
     def cost(self, *, gradient: float = 0.5, value: float = 0.2, groups: int = 6) -> float:
-        """Upper bound of what one round of probes costs [Hessian-vector products].
+        """Upper bound of the cost of one round of probes [Hessian-vector products].
 
         Args:
-            gradient, value: cost of a gradient and of a loss in units of a product; see `measured_cost`.
-            groups: groups of parameters, if they are probed.
+            gradient: Cost of a gradient [products]; see `measured_cost`.
+            value: Cost of a loss [products].
+            groups: Number of parameter groups, if they are probed.
         """
         eigen = self.max_products + self.top + int(self.smallest)
-        # The run for the eigenpairs is the density's first sample.
+        # The Lanczos run for the eigenpairs is also the first sample of the density.
         curvature = eigen + self.trace_probes + max(self.density_samples - 1, 0) * self.density_steps
         curvature *= 1 + int(self.gauss_newton)
         curvature += eigen * (groups * int(self.groups) + int(self.preconditioned))
@@ -213,15 +224,15 @@ class ProbesSpec(Spec):
         perturbation = gradient + len(self.rhos) * sum(each[kind] for kind in self.kinds)
         perturbation += len(self.rhos) * (gradient + value) * int(self.m > 0)
         slices = 4 * 10 * value * int(self.slices)
-        # A row of the two gradients against one of the functional that the costs were measured with, and its two pulls.
+        # Two gradients per sample, relative to the rows of the functional with which the costs were measured.
         two_batches = 2 * gradient * self.gradient_samples
         sets = 1 + int(self.heldout_prompts > 0)
         return len(self.functionals) * (sets * (curvature + perturbation) + slices) + two_batches
 
     def interval(self, cost: float) -> int:
-        """Steps between rounds of probes that keeps `cost` [products per round] within the budget; 0: never.
+        """Smallest interval [steps] that keeps `cost` [products per round] within the budget; 0: never.
 
-        A multiple of `every`, so that the steps probed are a subset of those asked for.
+        It is a multiple of `every`, so the probed steps are a subset of the configured ones.
         """
         if self.every == 0 or self.budget is None:
             return self.every

@@ -1,4 +1,4 @@
-"""The whole configuration of a run: parts composed, read from YAML, overridden by `--set a.b=c`, saved resolved."""
+"""The configuration of a run: build it from YAML, options and `--set a.b=c`, validate it, write it as YAML."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from sharpscope.config.named_methods import method_label, named_method
 from sharpscope.config.policy import PolicySpec, RolloutSpec
 from sharpscope.config.probes import ProbesSpec
 from sharpscope.config.safe_yaml import YAML_ERRORS, YAML_LIMIT, load_yaml
-from sharpscope.config.shaping_option import shaping_layer
 from sharpscope.config.tasks import KnightsKnavesSpec, TaskSpec
+from sharpscope.config.token_weights import shaping_kinds
 from sharpscope.config.training import (
     CheckpointSpec,
     EvaluationSpec,
@@ -36,48 +36,48 @@ RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=-]{0,127}")
 
 
 class RunConfig(Spec):
-    """One run. Every field has a default; `sharpscope run` without a file trains the embedded policy."""
+    """Configuration of a run. Every field has a default; the default policy is an embedded one."""
 
     name: str | None = Field(None, description="Name of the run's folder; null: <method>-<task>-s<seed>.")
-    out: str = Field("runs", description="Folder in which the run's folder is made.")
-    seed: int = Field(
-        0, ge=0, lt=2**31, description="Seed of everything random in training; the task's data has its own."
+    out: str = Field("runs", description="Parent folder of the run's folder.")
+    seed: int = Field(0, ge=0, lt=2**31, description="Seed of training; the task's data has a separate seed.")
+    steps: int = Field(
+        100, ge=1, le=1_000_000, description="Number of steps; each samples rollouts and updates the policy."
     )
-    steps: int = Field(100, ge=1, le=1_000_000, description="Rounds of rollouts and learning [steps].")
     threads: int | None = Field(
         None,
         ge=1,
         le=1024,
-        description="CPU threads of torch; null: one for at most 20 MiB of weights, else all physical cores this process may use.",
+        description="CPU threads of torch; null: 1 for up to 20 MiB of weights, else all physical cores available to the process.",
     )
-    task: TaskSpec = Field(default_factory=KnightsKnavesSpec, description="What is asked and how it is scored.")
-    policy: PolicySpec = Field(default_factory=PolicySpec, description="The model.")
-    rollout: RolloutSpec = Field(default_factory=RolloutSpec, description="How completions are drawn.")
-    method: Method = Field(default_factory=lambda: named_method("grpo"), description="The objective, as data.")
+    task: TaskSpec = Field(default_factory=KnightsKnavesSpec, description="Prompts and their scoring.")
+    policy: PolicySpec = Field(default_factory=PolicySpec, description="The model to train.")
+    rollout: RolloutSpec = Field(default_factory=RolloutSpec, description="How completions are sampled.")
+    method: Method = Field(default_factory=lambda: named_method("grpo"), description="The objective.")
     optimizer: OptimizerSpec = Field(default_factory=OptimizerSpec, description="AdamW and its schedule.")
     update: UpdateSpec = Field(default_factory=UpdateSpec, description="Mini-batches, inner epochs, microbatches.")
-    evaluation: EvaluationSpec = Field(default_factory=EvaluationSpec, description="When and on what to evaluate.")
+    evaluation: EvaluationSpec = Field(
+        default_factory=EvaluationSpec, description="When and on which prompts to evaluate."
+    )
     recording: RecordingSpec = Field(default_factory=RecordingSpec, description="What is written to the traces.")
     probes: ProbesSpec = Field(
-        default_factory=ProbesSpec, description="Curvature and perturbation probes while training."
+        default_factory=ProbesSpec, description="Curvature and perturbation probes during training."
     )
-    checkpoint: CheckpointSpec = Field(default_factory=CheckpointSpec, description="When weights are saved.")
-    health: HealthSpec = Field(default_factory=HealthSpec, description="Rules that speak before a run goes wrong.")
+    checkpoint: CheckpointSpec = Field(default_factory=CheckpointSpec, description="When checkpoints are saved.")
+    health: HealthSpec = Field(default_factory=HealthSpec, description="Rules that detect failing runs.")
 
     @field_validator("name")
     @classmethod
     def _name(cls, value: str | None) -> str | None:
         if value is not None and not RUN_NAME.fullmatch(value):
-            raise ValueError(
-                "a folder name of letters, digits and . _ + = -, not starting with a dot, at most 128 characters"
-            )
+            raise ValueError("must be at most 128 letters, digits and . _ + = -, starting with a letter or a digit")
         return value
 
     @field_validator("out")
     @classmethod
     def _out(cls, value: str) -> str:
         if not value or "\0" in value:
-            raise ValueError("a folder's path, not empty and without NUL characters")
+            raise ValueError("must be a folder's path, not empty and without NUL characters")
         return value
 
     @model_validator(mode="after")
@@ -85,16 +85,16 @@ class RunConfig(Spec):
         if self.update.mini_batches > self.rollout.prompts_per_step:
             raise ValueError(
                 f"update.mini_batches = {self.update.mini_batches} must be at most rollout.prompts_per_step = "
-                f"{self.rollout.prompts_per_step}: a group stays whole"
+                f"{self.rollout.prompts_per_step}: groups are not split"
             )
         return self
 
     @model_validator(mode="after")
-    def _best_is_known(self) -> RunConfig:
+    def _best_is_evaluated(self) -> RunConfig:
         every, of = self.checkpoint.every, self.evaluation.every
         if self.checkpoint.keep_best and (not of or not every or every % of):
             raise ValueError(
-                f"checkpoint.keep_best = {self.checkpoint.keep_best}: the best is known only where a checkpoint is evaluated; make "
+                f"checkpoint.keep_best = {self.checkpoint.keep_best}: needs an evaluation of every checkpoint; make "
                 f"checkpoint.every = {every} a multiple of evaluation.every = {of}, both above 0"
             )
         return self
@@ -103,25 +103,22 @@ class RunConfig(Spec):
     def _warms_up(self) -> RunConfig:
         warmup = self.optimizer.warmup_steps
         if warmup >= self.steps:
-            raise ValueError(
-                f"optimizer.warmup_steps = {warmup} must be below steps = {self.steps}: the run would end while the learning "
-                "rate rises; lower it, or raise steps"
-            )
+            raise ValueError(f"optimizer.warmup_steps = {warmup} must be less than steps = {self.steps}")
         return self
 
     @model_validator(mode="after")
-    def _step_is_the_gradients(self) -> RunConfig:
+    def _attribution_without_sharpness(self) -> RunConfig:
         kind = self.method.sharpness.kind
         if self.recording.update_attribution and kind != "none":
             raise ValueError(
-                f"recording.update_attribution = true: with method.sharpness.kind = {kind} the step is not that of the gradient "
-                "whose tokens are recorded; set recording.update_attribution to false"
+                f"recording.update_attribution = true: not available with method.sharpness.kind = {kind}, whose update uses the "
+                "gradient at another point; set recording.update_attribution to false"
             )
         return self
 
     @property
     def run_name(self) -> str:
-        """The run's folder name."""
+        """Name of the run's folder."""
         if self.name is not None:
             return self.name
         label = re.sub(r"[^A-Za-z0-9._+=-]+", "-", method_label(self.method))[:80].strip("-")
@@ -130,7 +127,7 @@ class RunConfig(Spec):
 
     @property
     def run_dir(self) -> Path:
-        """The run's folder."""
+        """Path of the run's folder."""
         return Path(self.out) / self.run_name
 
 
@@ -140,27 +137,33 @@ def build_config(
     values: Mapping[str, Any] | None = None,
     shaping: str | None = None,
 ) -> RunConfig:
-    """A validated configuration from defaults, then the YAML `file`, then `values`, then `key.path=value` overrides.
+    """Build and validate a configuration from the defaults, a YAML file, values and overrides, in this order.
 
-    `shaping` (a preset, or `module:function`) goes into the innermost weight of the method that these name.
+    Args:
+        file: YAML file.
+        values: Field paths and values, such as `{"optimizer.lr": 1e-4}`.
+        overrides: Strings of the form `field.subfield=value`.
+        shaping: Token weights of the method: `paper`, `calibrated` or `module:function`. A control keeps its kind and
+            applies to them.
 
-    Raises UserError with one line that names the field, the value and the fix.
+    Raises:
+        UserError: A field is unknown or invalid; the message names the field, the value and the fix.
     """
     layers = [] if file is None else [read_yaml(file)]
     layers += [_nested(path, value) for path, value in (values or {}).items()]
-    given = len(layers)
+    before_overrides = len(layers)
     layers += [parse_override(override) for override in overrides]
     if shaping is not None:
-        # After the method's name, which would start the method afresh; before the overrides of single constants.
-        named = [place for place, layer in enumerate(layers, 1) if _names_method(layer)]
-        method = _expand_method({"method": {}, **_laid(layers)})["method"]
-        layers.insert(max([given, *named]), shaping_layer(shaping, method))
-    data = _own_policy(_fill_kinds(RunConfig, _expand_method(_laid(layers))))
+        # After the last layer that names the method (it resets the method), before overrides of single constants.
+        naming = [index for index, layer in enumerate(layers, 1) if _names_method(layer)]
+        method = _expand_method({"method": {}, **_merge_all(layers)})["method"]
+        layers.insert(max([before_overrides, *naming]), _shaping_layer(shaping, method))
+    data = _default_policy(_fill_kinds(RunConfig, _expand_method(_merge_all(layers))))
     check_keys(RunConfig, data)
     return resolve_method(validate(RunConfig, data))
 
 
-def _laid(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _merge_all(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     data: dict[str, Any] = {}
     for layer in layers:
         data = merge(data, layer)
@@ -172,8 +175,46 @@ def _names_method(layer: Mapping[str, Any]) -> bool:
     return isinstance(method, str) or (isinstance(method, Mapping) and "name" in method)
 
 
-def _own_policy(data: dict[str, Any]) -> dict[str, Any]:
-    """A task that an embedded policy was made for is played with that one, unless a model is named."""
+def _shaping_layer(text: str, method: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that give a complete `method` the token weights `text` (`--token-weights`).
+
+    A wrapper (shuffled, reverse, constant, mean_one) keeps its kind; the innermost weight changes.
+    """
+    if ":" in text:
+        value = {"kind": "custom", "function": text}
+    elif text in ("paper", "calibrated"):
+        value = {"preset": text}
+    else:
+        raise UserError(f"--token-weights {text}: must be paper, calibrated, or module:function")
+    weight, depth = method.get("weight"), 0
+    while isinstance(weight, Mapping) and _is_wrapper(weight):
+        weight, depth = weight.get("of"), depth + 1
+    kind = weight.get("kind") if isinstance(weight, Mapping) else None
+    name = method.get("name")
+    if kind == "entropy":
+        raise UserError(
+            f"--token-weights {text}: not available for method {name}, whose weights depend on the entropy; "
+            "remove --token-weights, or choose another control such as -shuffled"
+        )
+    if "preset" in value and kind not in (None, "sigmoid"):
+        raise UserError(
+            f"--token-weights {text}: applies to sigmoid weights, and those of method {name} are {kind}; "
+            "choose a method such as grpo-sg, or remove --token-weights"
+        )
+    layer: dict[str, Any] = value
+    for _ in range(depth):
+        layer = {"of": layer}
+    return {"method": {"weight": layer}}
+
+
+def _is_wrapper(weight: Mapping[str, Any]) -> bool:
+    kind = weight.get("kind")
+    model = shaping_kinds().get(kind) if isinstance(kind, str) else None
+    return model is not None and "of" in model.model_fields
+
+
+def _default_policy(data: dict[str, Any]) -> dict[str, Any]:
+    """Select the embedded policy of the task, if it has one and no model is set."""
     task, policy = data.get("task"), data.get("policy", {})
     kind = task.get("kind") if isinstance(task, Mapping) else None
     if not isinstance(kind, str) or kind not in WARM_STARTS or not isinstance(policy, Mapping) or "model" in policy:
@@ -182,12 +223,12 @@ def _own_policy(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def default_preset(config: RunConfig) -> Literal["paper", "calibrated"]:
-    """What the shaping preset `auto` means: calibrated for the embedded policies, paper for any other model."""
+    """The preset that `auto` selects: calibrated for the embedded policies, paper for any other model."""
     return "calibrated" if config.policy.model.startswith("embedded:") else "paper"
 
 
 def resolve_method(config: RunConfig) -> RunConfig:
-    """The configuration with a preset that is the default anyway written as `auto`, so that equal methods have one label."""
+    """Replace a preset equal to the default by `auto`, so that equal methods have the same label."""
     weight = _default_as_auto(config.method.weight, default_preset(config))
     return config.model_copy(update={"method": config.method.model_copy(update={"weight": weight})})
 
@@ -200,7 +241,7 @@ def _default_as_auto(shaping: Any, default: str) -> Any:
 
 
 def explain_fields(config: RunConfig) -> list[str]:
-    """One line a field: path, present value, allowed values, meaning."""
+    """One line per field: path, current value, allowed values and description."""
     return list(_explain(config, ""))
 
 
@@ -220,7 +261,7 @@ def _explain(part: BaseModel, prefix: str) -> typing.Iterator[str]:
 
 
 def _fill_kinds(model: type[BaseModel], data: Mapping[str, Any]) -> dict[str, Any]:
-    """A part given without its `kind` has the default's, so that `--set task.people=4` needs no `--set task.kind=…`."""
+    """Add the default `kind` to parts without one, so that `--set task.people=4` needs no `--set task.kind=…`."""
     filled = dict(data)
     for name, info in model.model_fields.items():
         value = filled.get(name)
@@ -235,35 +276,43 @@ def _fill_kinds(model: type[BaseModel], data: Mapping[str, Any]) -> dict[str, An
 
 
 def validate(model: type[typing.Any], data: Mapping[str, Any]) -> typing.Any:
-    """`model.model_validate`, with pydantic's findings turned into one UserError line."""
+    """Validate `data` with `model.model_validate`.
+
+    Raises:
+        UserError: The data is invalid; one line with up to three of pydantic's errors.
+    """
     try:
         return model.model_validate(data)
     except ValidationError as error:
         lines = []
-        for finding in error.errors()[:3]:
-            place = ".".join(str(part) for part in _plain_location(finding["loc"], data)) or "config"
-            value = "" if isinstance(finding["input"], Mapping) else f" = {_short(finding['input'])}"
-            message = finding["msg"].removeprefix("Value error, ")
-            lines.append(f"{place}{value}: {message[0].lower() + message[1:]}")
+        for details in error.errors()[:3]:
+            path = ".".join(str(part) for part in _field_path(details["loc"], data)) or "config"
+            value = "" if isinstance(details["input"], Mapping) else f" = {_short(details['input'])}"
+            message = details["msg"].removeprefix("Value error, ")
+            lines.append(f"{path}{value}: {message[0].lower() + message[1:]}")
         more = f" (and {error.error_count() - 3} more)" if error.error_count() > 3 else ""
         raise UserError("; ".join(lines) + more) from None
 
 
 def read_yaml(file: Path) -> dict[str, Any]:
-    """A YAML mapping, read with `yaml.safe_load`."""
+    """Read a YAML mapping with a safe loader.
+
+    Raises:
+        UserError: The file is missing, unreadable, too large, or not a YAML mapping.
+    """
     try:
         with file.open("rb") as stream:
             content = stream.read(YAML_LIMIT + 1)
         if len(content) > YAML_LIMIT:
-            raise UserError(f"config file '{file}': is larger than {YAML_LIMIT:,} bytes, so it is no configuration")
+            raise UserError(f"config file '{file}': is larger than {YAML_LIMIT:,} bytes; give a configuration file")
         data = load_yaml(content.decode("utf-8"))
     except FileNotFoundError:
-        raise UserError(f"config file '{file}' does not exist; give the path of a YAML file, or leave it out") from None
+        raise UserError(f"config file '{file}' does not exist; give the path of a YAML file, or omit it") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"config file '{file}' cannot be read: {error}") from None
     except YAML_ERRORS as error:
-        where = getattr(error, "problem_mark", None)
-        line = f", line {where.line + 1}" if where is not None else ""
+        mark = getattr(error, "problem_mark", None)
+        line = f", line {mark.line + 1}" if mark is not None else ""
         raise UserError(
             f"config file '{file}'{line}: not valid YAML ({getattr(error, 'problem', None) or error})"
         ) from None
@@ -275,29 +324,33 @@ def read_yaml(file: Path) -> dict[str, Any]:
 
 
 def parse_override(text: str) -> dict[str, Any]:
-    """`a.b=c` as `{"a": {"b": c}}`, the value read as YAML."""
+    """Parse `a.b=c` into `{"a": {"b": c}}`, with the value read as YAML.
+
+    Raises:
+        UserError: The text has another form, or the value is not valid YAML.
+    """
     path, sign, raw = text.partition("=")
     if not sign or not path.strip():
-        raise UserError(f"--set {text}: must look like field.subfield=value")
+        raise UserError(f"--set {text}: must have the form field.subfield=value")
     try:
         value = load_yaml(raw)
     except YAML_ERRORS:
         raise UserError(f"--set {text}: the value is not valid YAML; put text in quotes") from None
     if isinstance(value, str):
-        # YAML 1.1 reads 1e-4 as text; a person means the number.
+        # YAML 1.1 reads 1e-4 as a string.
         value = float(value) if re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", value) else value
     return _nested(path.strip(), value)
 
 
 def merge(base: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
-    """`extra` laid over `base`, deeply; a part that changes its `kind` (or a method its `name`) starts afresh.
+    """Merge `extra` into `base` recursively; a part whose `kind` (or a method whose `name`) changes is replaced.
 
-    A part that had none keeps its settings when it gets one: those that do not fit are a mistake, which `check_keys` names.
+    A part without a `kind` keeps its settings when it gets one; `check_keys` rejects settings that do not apply.
     """
     result = dict(base)
-    for key, given in extra.items():
+    for key, new in extra.items():
         old = result.get(key)
-        value = {"name": given} if key == "method" and isinstance(given, str) else given
+        value = {"name": new} if key == "method" and isinstance(new, str) else new
         if isinstance(value, Mapping) and isinstance(old, Mapping):
             changed = any(tag in value and tag in old and value[tag] != old[tag] for tag in ("kind", "name"))
             result[key] = dict(value) if changed else merge(old, value)
@@ -306,25 +359,29 @@ def merge(base: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def check_keys(model: type[BaseModel], data: Mapping[str, Any], place: str = "") -> None:
-    """UserError for the first key that `model` (or a part of it) does not have, with the nearest valid name."""
+def check_keys(model: type[BaseModel], data: Mapping[str, Any], prefix: str = "") -> None:
+    """Check that `model` and its parts have all keys of `data`.
+
+    Raises:
+        UserError: A key is unknown; the message suggests the nearest valid name.
+    """
     fields = model.model_fields
     for key, value in data.items():
-        here = f"{place}.{key}" if place else str(key)
+        path = f"{prefix}.{key}" if prefix else str(key)
         if key not in fields:
-            raise UserError(f"{here}: unknown field{nearest(str(key), fields)}")
+            raise UserError(f"{path}: unknown field{nearest(str(key), fields)}")
         if isinstance(value, Mapping):
             part = part_model(fields[key].annotation, value)
             if part is not None:
-                check_keys(part, value, here)
+                check_keys(part, value, path)
             elif "kind" in value and (kinds := _kinds(fields[key].annotation)):
                 raise UserError(
-                    f"{here}.kind = {_short(value['kind'])}: unknown{nearest(str(value['kind']), map(str, kinds))}"
+                    f"{path}.kind = {_short(value['kind'])}: unknown{nearest(str(value['kind']), map(str, kinds))}"
                 )
 
 
 def part_model(annotation: Any, value: Mapping[str, Any]) -> type[BaseModel] | None:
-    """The model of a union's member that `value` means: by `kind`, or the only one."""
+    """The model in a union that `value` selects by its `kind`, or the only model."""
     kinds, members = _kinds(annotation), list(_models(annotation))
     kind = value.get("kind")
     if isinstance(kind, str) and kind in kinds:
@@ -337,12 +394,12 @@ def _kinds(annotation: Any) -> dict[Any, type[BaseModel]]:
 
 
 def to_yaml(config: BaseModel) -> str:
-    """The resolved configuration as YAML that `build_config` reads back to the same value."""
+    """Return the configuration as YAML; `build_config` reads it back to the same value."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
 def _expand_method(data: Mapping[str, Any]) -> dict[str, Any]:
-    """`method: {name: grpo-sg, weight: {...}}` laid over the named method, so that an ablation names only what it changes."""
+    """Merge `method: {name: grpo-sg, weight: {...}}` into the named method, so that an ablation lists only its changes."""
     given = data.get("method")
     if given is None:
         return dict(data)
@@ -375,20 +432,20 @@ def _literals(model: type[BaseModel]) -> tuple[Any, ...]:
     return typing.get_args(model.model_fields["kind"].annotation)
 
 
-def _plain_location(location: tuple[int | str, ...], data: Any) -> list[int | str]:
-    """Pydantic's location without the names of union members, which no user wrote."""
-    plain: list[int | str] = []
+def _field_path(location: tuple[int | str, ...], data: Any) -> list[int | str]:
+    """Pydantic's error location without the names of union members."""
+    path: list[int | str] = []
     for index, part in enumerate(location):
         if isinstance(data, Mapping) and part not in data and index + 1 < len(location):
             continue
-        plain.append(part)
+        path.append(part)
         if isinstance(data, Mapping):
             data = data.get(part)
         elif isinstance(data, Sequence) and isinstance(part, int) and part < len(data):
             data = data[part]
-    return plain
+    return path
 
 
 def _short(value: Any) -> str:
-    text = reprlib.repr(value)  # never walks a large value
+    text = reprlib.repr(value)  # bounded for large values
     return text if len(text) <= 60 else text[:57] + "..."

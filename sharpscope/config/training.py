@@ -1,4 +1,4 @@
-"""Configuration of the training loop: optimizer, updates, evaluation, recording, checkpoints, health rules."""
+"""Configuration of the training loop: optimizer, updates, evaluation, recording, checkpoints and health rules."""
 
 from __future__ import annotations
 
@@ -14,141 +14,145 @@ class OptimizerSpec(Spec):
     """AdamW (decoupled weight decay; arXiv 1711.05101) with warm-up, a schedule and global-norm clipping."""
 
     lr: float = Field(1e-4, gt=0, le=1, description="Peak learning rate [per update].")
-    beta1: float = Field(0.9, ge=0, lt=1, description="Decay of the gradient's moving average.")
-    beta2: float = Field(0.999, ge=0, lt=1, description="Decay of the squared gradient's moving average.")
+    beta1: float = Field(0.9, ge=0, lt=1, description="Decay of the first-moment average.")
+    beta2: float = Field(0.999, ge=0, lt=1, description="Decay of the second-moment average.")
     eps: float = Field(1e-8, gt=0, description="Added to the square root of the second moment.")
     weight_decay: float = Field(
-        0.0, ge=0, description="Decoupled decay; on matrices only (norm gains and biases: none)."
+        0.0, ge=0, description="Decoupled weight decay of matrices (not of norm gains and biases)."
     )
-    warmup_steps: int = Field(
-        0, ge=0, description="Steps over which the learning rate rises linearly from lr/warmup; fewer than steps."
-    )
+    warmup_steps: int = Field(0, ge=0, description="Steps of linear warm-up, from lr/warmup_steps; fewer than steps.")
     schedule: Literal["constant", "linear", "cosine"] = Field(
         "constant",
-        description="After warm-up: constant, or a linear or cosine decay that is zero at the last step, which then changes nothing.",
+        description="Learning rate after warm-up: constant, or linear or cosine decay to zero at the last step.",
     )
     max_grad_norm: float | None = Field(
-        1.0, gt=0, description="Global L2 norm to which an update's gradient is clipped; null: no clipping."
+        1.0, gt=0, description="Maximum global L2 norm of an update's gradient; null: no clipping."
     )
 
 
 class UpdateSpec(Spec):
-    """How the rollouts of one step are turned into optimizer updates."""
+    """How the rollouts of a step are divided into optimizer updates."""
 
     mini_batches: int = Field(
-        1, ge=1, description="Updates per inner epoch; groups are dealt to them in a seeded order."
+        1, ge=1, description="Updates per inner epoch; groups are assigned to them in a seeded order."
     )
-    inner_epochs: int = Field(1, ge=1, description="Times each completion is used in a step.")
+    inner_epochs: int = Field(1, ge=1, description="Passes over the completions of a step.")
     microbatch_tokens: int = Field(
         16384,
         ge=64,
-        description="Tokens (prompts once, completions) of one forward and backward pass; a group that exceeds it is cut, a longer "
+        description="Maximum size of a forward and backward pass, with each prompt counted once; larger groups are split, a longer "
         "completion runs alone [tokens].",
     )
     gradient_checkpointing: bool = Field(
         False,
-        description="Compute each layer again in the backward pass: less memory, a third more time, the same gradient.",
+        description="Recompute each layer in the backward pass: less memory, a third more time, the same gradient.",
     )
     share_prompt: bool = Field(
-        True, description="Run a prompt once for all completions of its group; the gradients are the same to rounding."
+        True, description="Compute a prompt once for all completions of its group; gradients are equal up to rounding."
     )
 
 
 class EvaluationSpec(Spec):
-    """When and on what the policy is evaluated."""
+    """When and on which prompts the policy is evaluated."""
 
     every: int = Field(
-        25, ge=0, description="Evaluate every this many steps, and before the first and after the last; 0: never."
+        25,
+        ge=0,
+        description="Interval between evaluations, also before the first and after the last step; 0: never [steps].",
     )
-    prompts: int = Field(100, ge=1, description="Puzzles of each level, the first of the fixed held-out order.")
+    prompts: int = Field(100, ge=1, description="Prompts per level, from the start of the split's fixed order.")
     temperatures: tuple[float, ...] = Field((0.0, 1.0), description="Sampling temperatures; 0 is greedy.")
-    samples: int = Field(1, ge=1, description="Completions per puzzle at temperatures above 0 (k of pass@k and avg@k).")
+    samples: int = Field(1, ge=1, description="Completions per prompt at temperatures above 0 (k of pass@k and avg@k).")
     splits: tuple[str, ...] = Field(
-        ("heldout", "unseen"), description="Splits to evaluate, those of them that the task has."
+        ("heldout", "unseen"), description="Splits to evaluate; splits that the task does not have are skipped."
     )
 
     @field_validator("temperatures")
     @classmethod
     def _temperatures(cls, value: tuple[float, ...]) -> tuple[float, ...]:
         if not value or any(t < 0 for t in value):
-            raise ValueError("at least one temperature, each 0 (greedy) or positive")
+            raise ValueError("must be one or more temperatures, each 0 (greedy) or positive")
         return value
 
 
 class RecordingSpec(Spec):
-    """What is written to the traces, and how often."""
+    """What is written to the traces and at which interval."""
 
-    rollouts_every: int = Field(1, ge=0, description="Write the rollouts table every this many steps; 0: never.")
-    tokens_every: int = Field(1, ge=0, description="Write the tokens table every this many steps; 0: never.")
-    flush_every: int = Field(1, ge=1, description="Steps between flushes; what a crash can lose [steps].")
+    rollouts_every: int = Field(1, ge=0, description="Interval of the rollouts table; 0: never [steps].")
+    tokens_every: int = Field(1, ge=0, description="Interval of the tokens table; 0: never [steps].")
+    flush_every: int = Field(1, ge=1, description="Interval between flushes; a crash loses at most this much [steps].")
     token_gradients_every: int = Field(
-        10, ge=0, description="Steps between recordings of score norms (local tier) and attribution; 0: never."
+        10, ge=0, description="Interval of score norms (local tier) and attribution; 0: never [steps]."
     )
     spike_z: float | None = Field(
         4.0,
         gt=0,
-        description="Record score norms and attribution also where the log gradient norm is this many robust standard "
-        "deviations (1.4826·MAD of the last 50 steps) above its median; null: never. Of several epochs only the first is recorded.",
+        description="Also record score norms and attribution if the log gradient norm exceeds its median by this many robust standard "
+        "deviations (1.4826·MAD over the last 50 steps); null: never. Only the first inner epoch is recorded.",
     )
-    exact_top: int = Field(16, ge=0, description="Tokens with the largest local norm that get the exact tier [tokens].")
-    exact_random: int = Field(16, ge=0, description="Tokens drawn at random that get the exact tier [tokens].")
+    exact_top: int = Field(
+        16, ge=0, description="Number of tokens with the largest local norm to compute in the exact tier [tokens]."
+    )
+    exact_random: int = Field(16, ge=0, description="Number of random tokens to compute in the exact tier [tokens].")
     update_attribution: bool = Field(
         False,
-        description="Also split the squared update norm over tokens, momentum and decay, at the same steps (costs as much again "
-        "as attribution). Not with method.sharpness: its step is that of another gradient.",
+        description="Whether to attribute the squared update norm to tokens, momentum and weight decay, at the same steps (the cost of "
+        "attribution again). Not with method.sharpness, which uses the gradient at another point.",
     )
     derivative: Literal["forward", "central"] = Field(
         "forward",
-        description="Attribution, influence and alignment in forward mode (exact to rounding), or by central difference (about two "
-        "thirds of the cost, wrong by about 1e-4 of the shares' absolute sum in float32); update attribution is always in forward mode.",
+        description="Derivatives of attribution, influence and alignment: forward mode (exact up to rounding) or central difference (about "
+        "2/3 of the cost, error about 1e-4 of the shares' absolute sum in float32); update attribution always uses forward mode.",
     )
     heldout_influence_every: int = Field(
         50,
         ge=0,
-        description="Steps between recordings of held-out influence, along a gradient on the probe set; 0: never.",
+        description="Interval of held-out influence, along a gradient on the probe set; 0: never [steps].",
     )
     heldout_functional: Literal["expected_failure", "nll"] = Field(
         "expected_failure",
-        description="Held-out loss of influence: expected failure on seeded rollouts of the current policy, or nll of the "
+        description="Held-out loss for influence: expected failure on seeded rollouts of the current policy, or nll of the "
         "probe set's stored verified solutions.",
     )
-    heldout_samples: int = Field(8, ge=1, description="Completions drawn for each prompt of the held-out probe set.")
+    heldout_samples: int = Field(8, ge=1, description="Completions per prompt of the held-out probe set.")
 
 
 class CheckpointSpec(Spec):
-    """When the policy and the optimizer are saved, and which checkpoints are kept."""
+    """When checkpoints are saved and which are kept."""
 
-    every: int = Field(50, ge=0, description="Save every this many steps and when the run ends; 0: only when it ends.")
-    keep_last: int = Field(2, ge=1, description="The newest checkpoints that are kept.")
+    every: int = Field(
+        50, ge=0, description="Interval between checkpoints, also at the end of the run; 0: only at the end [steps]."
+    )
+    keep_last: int = Field(2, ge=1, description="Number of newest checkpoints to keep.")
     keep_every: int = Field(
-        0, ge=0, description="Keep, besides, every checkpoint whose step is a multiple of this; 0: none."
+        0, ge=0, description="Also keep every checkpoint whose step is a multiple of this; 0: none."
     )
     keep_best: int = Field(
         0,
         ge=0,
-        description="Keep, besides, this many checkpoints with the highest accuracy, at their own step, on evaluation.splits' first "
-        "split at evaluation.temperatures' first temperature (all levels, by number of puzzles); 0: none. Needs "
-        "checkpoint.every to be a multiple of evaluation.every.",
+        description="Also keep this many checkpoints with the highest accuracy at their step, on the first of evaluation.splits at the "
+        "first of evaluation.temperatures (mean over levels, weighted by prompts); 0: none. Requires checkpoint.every to be "
+        "a multiple of evaluation.every.",
     )
 
 
 class Rule(Spec):
-    """A health rule: what happens when its threshold is crossed."""
+    """A health rule: its threshold and the action when it is exceeded."""
 
-    threshold: float = Field(description="The value beyond which the rule fires; see the rule for its unit.")
+    threshold: float = Field(description="Threshold of the rule; each rule states its unit and direction.")
     action: Literal["off", "warn", "skip_step", "stop"] = Field(
-        description="warn: say so; skip_step: also leave this step's updates out (its tokens are recorded, weights and optimizer stay); "
-        "stop: also end the run, with a checkpoint. Every firing is an event."
+        description="warn: print a warning; skip_step: also skip this step's updates (its tokens are recorded); "
+        "stop: also end the run, with a checkpoint. Each time is recorded as an event."
     )
 
 
 class HealthSpec(Spec):
-    """Rules that speak before a run goes silently wrong; each firing is a row of the events table."""
+    """Rules that detect failing runs; each time a rule applies, it adds a row to the events table."""
 
     @model_validator(mode="before")
     @classmethod
     def _complete_rules(cls, data: Any) -> Any:
-        """A rule given in part keeps the rest of its default."""
+        """Fill the missing fields of a rule with its defaults."""
         if not isinstance(data, Mapping):
             return data
         rules = {name: info.default for name, info in cls.model_fields.items() if isinstance(info.default, Rule)}
@@ -159,28 +163,33 @@ class HealthSpec(Spec):
 
     non_finite: Literal["skip_step", "stop"] = Field(
         "stop",
-        description="A loss, gradient, reward or token weight that is not finite: leave the update out (of a reward: its group), or "
-        "stop the run too. Model weights that are not finite always stop it.",
+        description="Action on a non-finite loss, gradient, reward or token weight: skip the update (for a reward: its group), or also "
+        "stop the run. Non-finite model weights always stop the run.",
     )
     no_variance: Rule = Field(
-        Rule(threshold=1.0, action="warn"), description="Share of groups whose rewards are all equal, at or above."
+        Rule(threshold=1.0, action="warn"),
+        description="Applies at or above this share of groups whose rewards are all equal.",
     )
     truncation: Rule = Field(
-        Rule(threshold=0.5, action="warn"), description="Share of completions cut at max_new_tokens, above."
+        Rule(threshold=0.5, action="warn"),
+        description="Applies above this share of completions truncated at max_new_tokens.",
     )
-    entropy_collapse: Rule = Field(Rule(threshold=0.01, action="warn"), description="Mean token entropy, below [nats].")
+    entropy_collapse: Rule = Field(
+        Rule(threshold=0.01, action="warn"), description="Applies below this mean token entropy [nats]."
+    )
     weight_saturation: Rule = Field(
-        Rule(threshold=0.95, action="warn"), description="Share of token weights on one bound, above."
+        Rule(threshold=0.95, action="warn"), description="Applies above this share of token weights at one bound."
     )
     clipped_weights: Rule = Field(
         Rule(threshold=0.1, action="warn"),
-        description="With method.weight_on=ratio and method.clip.kind=ppo: share of loss tokens without a gradient even at "
-        "ratio 1, because the weight alone is beyond the clip (A > 0 and w > 1 + high, or A < 0 and w < 1 − low), above.",
+        description="With method.weight_on=ratio and method.clip.kind=ppo: applies above this share of loss tokens whose weight alone "
+        "exceeds the clip (A > 0 and w > 1 + high, or A < 0 and w < 1 − low), so that they have no gradient at ratio 1.",
     )
     logp_mismatch: Rule = Field(
         Rule(threshold=0.05, action="warn"),
-        description="Mean |ln π of the trainer − ln π of the sampler| over loss tokens before the first update, above [nats].",
+        description="Applies above this mean |ln π of the trainer − ln π of the sampler| over loss tokens before the first update [nats].",
     )
     memory: Rule = Field(
-        Rule(threshold=0.92, action="warn"), description="Share of the machine's (or the GPU's) memory in use, above."
+        Rule(threshold=0.92, action="warn"),
+        description="Applies above this share of the machine's (or GPU's) memory in use.",
     )

@@ -1,7 +1,4 @@
-"""Configuration of warm starts: what all have in common, and the material of each embedded policy.
-
-The defaults of each are those of the shipped policy of that task.
-"""
+"""Configuration of warm starts, one model per embedded policy; the defaults recreate the shipped policies."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from sharpscope.config.base import Spec
 
 
 class WarmStartSpec(Spec):
-    """Model, tokenizer and optimization; one subclass per embedded policy adds the material that it imitates."""
+    """Model, tokenizer and optimization; the subclass of an embedded policy adds its demonstrations."""
 
     policy: ClassVar[str]
 
@@ -21,13 +18,13 @@ class WarmStartSpec(Spec):
     width: int = Field(128, ge=8, le=1024, description="hidden size; a multiple of 2 × heads")
     feed_forward: int = Field(384, ge=8, le=4096, description="inner size of the feed-forward layers")
     heads: int = Field(4, ge=1, le=32, description="attention heads")
-    vocabulary: int = Field(768, ge=268, le=8192, description="most tokens of the tokenizer")
-    corpus: int = Field(4000, ge=1, description="demonstrations that the tokenizer is fitted to")
+    vocabulary: int = Field(768, ge=268, le=8192, description="maximum vocabulary of the tokenizer [tokens]")
+    corpus: int = Field(4000, ge=1, description="demonstrations used to train the tokenizer")
     guess_share: float = Field(0.5, ge=0, le=1, description="share of demonstrations that guess instead of reasoning")
     steps: int = Field(1300, ge=1, description="optimizer updates")
     batch: int = Field(48, ge=1, description="demonstrations per update")
     micro_tokens: int = Field(
-        2048, ge=1, description="tokens in one forward pass, padding included, though at least one row"
+        2048, ge=1, description="maximum size of a forward pass, including padding, at least one row [tokens]"
     )
     muon_lr: float = Field(
         0.02, gt=0, le=1, description="peak learning rate of Muon, for the layers' matrices [per update]"
@@ -37,24 +34,24 @@ class WarmStartSpec(Spec):
     )
     beta2: float = Field(0.98, ge=0, lt=1, description="decay of AdamW's squared gradient average; beta1 is 0.9")
     weight_decay: float = Field(0.01, ge=0, description="decoupled decay of the layers' matrices")
-    warmup: int = Field(60, ge=0, description="updates over which the learning rates rise")
+    warmup: int = Field(60, ge=0, description="updates of linear warm-up of the learning rates")
     cooldown: float = Field(
-        0.4, ge=0, le=1, description="share of the updates, the last ones, over which they fall to zero"
+        0.4, ge=0, le=1, description="share of the updates, at the end, in which the learning rates decay to zero"
     )
-    max_grad_norm: float = Field(1.0, gt=0, description="global L2 norm to which gradients are clipped")
+    max_grad_norm: float = Field(1.0, gt=0, description="maximum global L2 norm of the gradient")
     logit_scale: float = Field(
         1.0,
         gt=0,
         le=10,
-        description="factor on the last norm's gain after training, and so on all logits: how decidedly the policy speaks",
+        description="factor on the final norm's gain after training, which scales all logits",
     )
-    probe_every: int = Field(200, ge=1, description="updates between two measurements on held-out demonstrations")
+    probe_every: int = Field(200, ge=1, description="updates between measurements on held-out demonstrations")
     probe_size: int = Field(100, ge=1, description="held-out demonstrations per measurement")
-    seed: int = Field(0, ge=0, description="seed of weights, material and order")
+    seed: int = Field(0, ge=0, description="seed of weights, demonstrations and their order")
 
 
 class KnightsKnavesWarmStart(WarmStartSpec):
-    """Warm start of the embedded policy `knights_knaves`: puzzles, reasoned through or guessed."""
+    """Warm start of the embedded policy `knights_knaves`: puzzles solved by reasoning or guessed."""
 
     policy: ClassVar[str] = "knights_knaves"
 
@@ -63,10 +60,10 @@ class KnightsKnavesWarmStart(WarmStartSpec):
         description="share of demonstrations by number of people, 2 to 7; need not sum to 1",
     )
     puzzles: int = Field(
-        8000, ge=1, description="different puzzles of the most frequent size; others in proportion to their share"
+        8000, ge=1, description="distinct puzzles of the most frequent size; other sizes in proportion to their share"
     )
     chat_share: float = Field(
-        0.15, ge=0, le=1, description="share of demonstrations with a chat prompt that ends in an opened <think>"
+        0.15, ge=0, le=1, description="share of demonstrations with a chat prompt ending with <think>"
     )
 
     @field_validator("weights")
@@ -76,7 +73,7 @@ class KnightsKnavesWarmStart(WarmStartSpec):
 
 
 class MathWarmStart(WarmStartSpec):
-    """Warm start of the embedded policy `math`: questions worked step by step, or answered at once."""
+    """Warm start of the embedded policy `math`: questions answered step by step or directly."""
 
     policy: ClassVar[str] = "math"
 
@@ -87,17 +84,17 @@ class MathWarmStart(WarmStartSpec):
     levels: dict[int, float] = Field(
         {1: 0.2, 2: 0.4, 3: 0.4}, description="share of demonstrations by level, 1 to 3; need not sum to 1"
     )
-    questions: int = Field(5000, ge=1, description="different questions of a family and level; of level 1 at most 300")
-    vocabulary: int = Field(320, ge=268, le=8192, description="most tokens of the tokenizer")
+    questions: int = Field(5000, ge=1, description="distinct questions per family and level; at most 300 at level 1")
+    vocabulary: int = Field(320, ge=268, le=8192, description="maximum vocabulary of the tokenizer [tokens]")
     layers: int = Field(3, ge=1, le=16, description="transformer layers")
     width: int = Field(64, ge=8, le=1024, description="hidden size; a multiple of 2 × heads")
     feed_forward: int = Field(192, ge=8, le=4096, description="inner size of the feed-forward layers")
     steps: int = Field(900, ge=1, description="optimizer updates")
     batch: int = Field(48, ge=1, description="demonstrations per update")
     micro_tokens: int = Field(
-        4096, ge=1, description="tokens in one forward pass, padding included, though at least one row"
+        4096, ge=1, description="maximum size of a forward pass, including padding, at least one row [tokens]"
     )
-    probe_every: int = Field(300, ge=1, description="updates between two measurements on held-out demonstrations")
+    probe_every: int = Field(300, ge=1, description="updates between measurements on held-out demonstrations")
     probe_size: int = Field(60, ge=1, description="held-out demonstrations per measurement")
 
     @field_validator("levels")
@@ -107,31 +104,31 @@ class MathWarmStart(WarmStartSpec):
 
 
 class ToolQaWarmStart(WarmStartSpec):
-    """Warm start of the embedded policy `tool_qa`: searches hop by hop, or an answer before all hops were looked up."""
+    """Warm start of the embedded policy `tool_qa`: one search per hop, or an answer before all searches are done."""
 
     policy: ClassVar[str] = "tool_qa"
 
     weights: dict[int, float] = Field(
         {1: 1.0}, description="share of demonstrations by number of hops, 1 to 3; need not sum to 1"
     )
-    worlds: int = Field(20, ge=1, description="invented worlds to ask about, none of them that of the task's own seeds")
-    questions: int = Field(300, ge=1, description="most different questions of each world and number of hops")
-    vocabulary: int = Field(576, ge=268, le=8192, description="most tokens of the tokenizer")
+    worlds: int = Field(20, ge=1, description="generated worlds, distinct from those of the task's seeds")
+    questions: int = Field(300, ge=1, description="maximum number of distinct questions per world and number of hops")
+    vocabulary: int = Field(576, ge=268, le=8192, description="maximum vocabulary of the tokenizer [tokens]")
     layers: int = Field(3, ge=1, le=16, description="transformer layers")
     width: int = Field(96, ge=8, le=1024, description="hidden size; a multiple of 2 × heads")
     feed_forward: int = Field(256, ge=8, le=4096, description="inner size of the feed-forward layers")
     guess_share: float = Field(
-        0.3, ge=0, le=1, description="share of demonstrations that guess instead of searching on"
+        0.3, ge=0, le=1, description="share of demonstrations that guess instead of searching further"
     )
     steps: int = Field(1600, ge=1, description="optimizer updates")
     batch: int = Field(32, ge=1, description="demonstrations per update")
     cooldown: float = Field(
-        0.5, ge=0, le=1, description="share of the updates, the last ones, over which they fall to zero"
+        0.5, ge=0, le=1, description="share of the updates, at the end, in which the learning rates decay to zero"
     )
     micro_tokens: int = Field(
-        4096, ge=1, description="tokens in one forward pass, padding included, though at least one row"
+        4096, ge=1, description="maximum size of a forward pass, including padding, at least one row [tokens]"
     )
-    probe_every: int = Field(100, ge=1, description="updates between two measurements on held-out demonstrations")
+    probe_every: int = Field(100, ge=1, description="updates between measurements on held-out demonstrations")
 
     @field_validator("weights")
     @classmethod
@@ -147,5 +144,5 @@ WARM_STARTS: dict[str, type[WarmStartSpec]] = {
 
 def _shares(weights: dict[int, float], allowed: range, what: str) -> dict[int, float]:
     if not all(key in allowed and share >= 0 for key, share in weights.items()) or not any(weights.values()):
-        raise ValueError(f"{weights}: {what}, shares from 0, at least one of them above 0")
+        raise ValueError(f"must map {what} to shares of at least 0, with at least one above 0")
     return weights

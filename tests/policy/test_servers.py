@@ -104,9 +104,9 @@ def test_raw_log_probabilities_with_top_k_are_those_before_it(policy):
 @pytest.mark.parametrize(
     ("fields", "backend", "message"),
     [
-        ({"temperature": 0.7}, {}, "belong to temperature 1"),
-        ({"top_p": 0.9}, {"logprobs": "processed"}, "taken after them"),
-        ({"top_k": 5, "temperature": 0.5}, {"kind": "vllm"}, "taken after them"),
+        ({"temperature": 0.7}, {}, "raw log-probabilities, at temperature 1"),
+        ({"top_p": 0.9}, {"logprobs": "processed"}, "include them; turn them off"),
+        ({"top_k": 5, "temperature": 0.5}, {"kind": "vllm"}, "include them; turn them off"),
         ({}, {"sync": "vllm"}, "needs a folder"),
         ({}, {"folder": "x"}, "takes no folder"),
         ({}, {"url": "localhost:8000"}, "string should match"),

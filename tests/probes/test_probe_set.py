@@ -236,7 +236,7 @@ def test_presets_give_way_to_what_is_set_and_budgets_thin_to_multiples():
         with pytest.raises(ValidationError):
             ProbesSpec(**wrong)
     for off in ({"every": 25}, {"every": 25, "preset": "off"}, {"every": 25, "preset": False}):
-        with pytest.raises(ValidationError, match="preset is off"):
+        with pytest.raises(ValidationError, match="preset off probes nothing"):
             ProbesSpec(**off)
 
 

@@ -177,8 +177,8 @@ def test_logic_rl_style_opens_the_thought_in_the_prompt(made):
         ({"people": 1}, "people"),
         ({"people": [3, 8]}, "people"),
         ({"people": []}, "people"),
-        ({"people": [3, 3]}, "twice"),
-        ({"people": [3], "unseen_people": [3, 4]}, "either seen or unseen"),
+        ({"people": [3, 3]}, "duplicates"),
+        ({"people": [3], "unseen_people": [3, 4]}, r"unseen_people: \[3\] are also in people"),
         ({"people": 2, "width": 4}, "at most 3"),
         ({"depth": 1}, "greater than or equal to 2"),  # such puzzles never have exactly one solution
         ({"train_size": 0}, "train_size"),

@@ -151,10 +151,10 @@ def test_more_questions_than_exist_is_an_error():
     [
         ({"levels": [5]}, "levels"),
         ({"levels": []}, "levels"),
-        ({"levels": [1, 1]}, "twice"),
-        ({"levels": [1], "unseen_levels": [1]}, "seen or unseen"),
+        ({"levels": [1, 1]}, "duplicates"),
+        ({"levels": [1], "unseen_levels": [1]}, "are also in levels"),
         ({"families": ["algebra"]}, "families"),
-        ({"template": "no place"}, "no place"),
+        ({"template": "question"}, "must contain {prompt}"),
         ({"time_limit": 0}, "time_limit"),
     ],
 )

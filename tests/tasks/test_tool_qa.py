@@ -244,7 +244,7 @@ def test_the_published_prompt():
     ("fields", "says"),
     [
         ({"hops": [4]}, "hops"),
-        ({"hops": [1], "unseen_hops": [1]}, "seen or unseen"),
+        ({"hops": [1], "unseen_hops": [1]}, "are also in hops"),
         ({"things": 3}, "things"),
         ({"turns": 0}, "turns"),
     ],

@@ -91,10 +91,10 @@ def test_the_scorer_of_the_questions_is_the_one_that_is_named(ask, scorer, answe
 
 GIVEN = {"questions": {"path": "q.jsonl"}, "corpus": "c.jsonl"}
 USELESS = [
-    ({"corpus": "c.jsonl"}, r"corpus = 'c.jsonl': .* give questions as well"),
-    ({**GIVEN, "retriever_url": "http://x/y"}, r"corpus = 'c.jsonl': .* leave out corpus or retriever_url"),
+    ({"corpus": "c.jsonl"}, r"corpus = 'c.jsonl': .* set questions, or remove corpus"),
+    ({**GIVEN, "retriever_url": "http://x/y"}, r"corpus = 'c.jsonl': has no effect with retriever_url"),
     ({"questions": {"path": "q.jsonl", "scorer": "logic_rl"}, "corpus": "c.jsonl"}, r"questions.scorer = logic_rl"),
-    *(({**GIVEN, name: value}, rf"{name} = .* questions are given; leave it out") for name, value in {
+    *(({**GIVEN, name: value}, rf"{name} = .* applies to generated questions only") for name, value in {
         "hops": [1, 2], "unseen_hops": [3], "train_size": 7, "heldout_size": 7, "unseen_size": 7, "things": 40, "seed": 1,
     }.items()),
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""`--shaping`: a control of one's own shaping keeps its weights and loses what the control takes away."""
+"""`--token-weights`: a control applies to user-defined weights."""
 
 from __future__ import annotations
 
@@ -68,12 +68,12 @@ def test_the_method_may_be_named_anywhere(place, tmp_path: Path):
 @pytest.mark.parametrize(
     ("method", "shaping", "says"),
     [
-        ("grpo-sg-entropy", OWN, "method grpo-sg-entropy, whose weights follow the entropy"),
-        ("grpo-sg-entropy-shuffled", "paper", "whose weights follow the entropy"),
-        ("ar-shuffled", "paper", "the weights of method ar-shuffled are linear"),
-        ("grpo", "paper", "the weights of method grpo are uniform"),
+        ("grpo-sg-entropy", OWN, "method grpo-sg-entropy, whose weights depend on the entropy"),
+        ("grpo-sg-entropy-shuffled", "paper", "whose weights depend on the entropy"),
+        ("ar-shuffled", "paper", "those of method ar-shuffled are linear"),
+        ("grpo", "paper", "those of method grpo are uniform"),
         ("grpo-sg-reverse", "math:sqrt", "reverse needs a shaping with bounds"),
-        ("grpo-sg", "papr", "--shaping papr: must be paper, calibrated"),
+        ("grpo-sg", "papr", "--token-weights papr: must be paper, calibrated"),
     ],
 )
 def test_a_shaping_that_does_not_fit_is_refused(method, shaping, says):
