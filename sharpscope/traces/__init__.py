@@ -1,4 +1,4 @@
-"""Traces: what a run recorded. Schema, crash-safe writer, reader; see `columns` for every name, unit and definition."""
+"""Recorded data of a run: schema, crash-safe writer and reader. `schema` defines every table and column."""
 
 from sharpscope.traces.files import (
     RUN_FILE,
@@ -16,8 +16,7 @@ from sharpscope.traces.reader import DamagedPartWarning, Run, Runs, load_run, lo
 from sharpscope.traces.reductions import Reduction, read_reductions, write_reductions
 from sharpscope.traces.rewind import rewind
 from sharpscope.traces.schema import SCHEMA_VERSION, TABLES, arrow_schema, schema_markdown, schema_rows, timing_columns
-from sharpscope.traces.values import SchemaError
-from sharpscope.traces.writer import TraceWriter
+from sharpscope.traces.writer import SchemaError, TraceWriter
 
 __all__ = [
     "RUN_FILE",

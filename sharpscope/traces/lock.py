@@ -1,4 +1,4 @@
-"""One writer per run folder: a lock with owner, machine and time, that dies with its process."""
+"""Lock that allows one writer per run folder and ends with its process."""
 
 from __future__ import annotations
 
@@ -17,12 +17,21 @@ from sharpscope.errors import UserError
 from sharpscope.traces.files import now
 
 LOCK_FILE = "lock.json"
-_TAKING_S = 10.0
+ATTEMPTS, PAUSE_S = 40, 0.05
+"""Number of attempts, and seconds between them, to read the owner of a lock whose file is still empty."""
+_ACQUIRE_S = 10.0  # longest time between the creation of the lock file and writing its owner
 
 
 @dataclass(frozen=True)
 class Owner:
-    """Who holds a run folder. `born` is the process's start time [s since 1970], which tells reused numbers apart."""
+    """The process that holds a run folder.
+
+    Attributes:
+        pid: process ID.
+        host: host name.
+        since: UTC time at which it took the lock.
+        born: start time of the process [s since 1970], which distinguishes reused process IDs.
+    """
 
     pid: int
     host: str
@@ -31,7 +40,7 @@ class Owner:
 
     @property
     def alive(self) -> bool | None:
-        """Whether the process still runs; None if it lives on another machine, where nobody here can tell."""
+        """Whether the process is running; None if it is on another machine."""
         if self.host != socket.gethostname():
             return None
         try:
@@ -46,7 +55,7 @@ class Owner:
 
 
 def lock_owner(run_dir: str | Path) -> Owner | None:
-    """The owner that a run folder's lock names, alive or not; None without a readable lock."""
+    """Owner in a run folder's lock file, alive or not; None if there is no readable lock file."""
     try:
         return Owner(**json.loads((Path(run_dir) / LOCK_FILE).read_text("utf-8")))
     except (OSError, ValueError, TypeError):
@@ -54,41 +63,41 @@ def lock_owner(run_dir: str | Path) -> Owner | None:
 
 
 def has_writer(run_dir: str | Path) -> bool:
-    """Whether a process holds a run's folder, as far as can be told: an owner on another machine counts as alive.
+    """Whether a process holds a run's folder. An owner on another machine counts as alive.
 
-    A lock file that is new and still empty belongs to a writer that is just taking it.
+    A new lock file that is still empty belongs to a writer that is acquiring the lock.
     """
     owner = lock_owner(run_dir)
     if owner is None:
         try:
-            found = (Path(run_dir) / LOCK_FILE).stat()
+            stat = (Path(run_dir) / LOCK_FILE).stat()
         except OSError:
             return False
-        return found.st_size == 0 and time.time() - found.st_mtime < _TAKING_S
+        return stat.st_size == 0 and time.time() - stat.st_mtime < _ACQUIRE_S
     return owner.alive is not False
 
 
 def held_text(run_dir: str | Path, owner: Owner | None) -> str:
-    """Who writes to a run's folder (None: nobody is named) and what a person can do about it."""
-    who = str(owner) if owner else "another process"
-    remedy = "wait for it, stop it, or choose another folder"
+    """Message with the writer of a run's folder (None: unknown) and the fix."""
+    writer = str(owner) if owner else "another process"
+    fix = "wait for it, stop it, or choose another folder"
     if owner is not None and owner.alive is None:
-        remedy = f"wait for it, or remove {Path(run_dir) / LOCK_FILE} if you know that it is dead"
-    return f"{run_dir} is being written by {who}; {remedy}"
-
-
-ATTEMPTS, PAUSE_S = 40, 0.05
-"""How often, and how far apart [s], one looks who holds a lock that names nobody yet."""
+        fix = f"wait for it, or remove {Path(run_dir) / LOCK_FILE} if it has ended"
+    return f"{run_dir} is being written by {writer}; {fix}"
 
 
 class RunLock:
-    """Context manager: holds a run folder against other writers; `stale` is the dead owner it replaced, or None.
+    """Context manager that locks a run folder against other writers.
 
-    The kernel's lock on the file decides, and ends with the process however that ends; the content tells people who
-    it is. An owner on another machine counts as alive, since a shared disk may not pass locks on.
+    The lock is the kernel's lock on the file, which ends with the process; the file's content is for messages. An owner on
+    another machine counts as alive, because a shared disk may not support locks.
+
+    Attributes:
+        path: the lock file.
+        stale: the dead owner that this lock replaced, or None.
 
     Raises:
-        UserError: if another process holds the folder.
+        UserError: another process holds the folder.
     """
 
     def __init__(self, run_dir: str | Path) -> None:
@@ -97,42 +106,40 @@ class RunLock:
         self._handle: int | None = None
 
     def acquire(self) -> RunLock:
-        """Take the lock."""
+        """Acquire the lock."""
         attempts = 0
         while True:
             try:
                 handle = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
             except OSError as error:
                 raise UserError(
-                    f"run: {self.path.parent} cannot be written ({error.strerror}); make it a writable folder, or copy the run"
+                    f"run: {self.path.parent} cannot be written ({error.strerror}); make it writable or copy the run"
                 ) from error
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if self._still_named(handle):
+                if self._is_current(handle):
                     break
             except BlockingIOError as error:
                 os.close(handle)
-                holder, attempts = lock_owner(self.path.parent), attempts + 1
-                if holder is None and attempts < ATTEMPTS:
-                    time.sleep(PAUSE_S)  # between its lock and its name, or between its last word and its end
+                owner, attempts = lock_owner(self.path.parent), attempts + 1
+                if owner is None and attempts < ATTEMPTS:
+                    time.sleep(PAUSE_S)  # the owner has not written its name yet, or is just releasing the lock
                     continue
-                raise self._held(holder) from error
+                raise self._held(owner) from error
             except BaseException:
                 os.close(handle)
                 raise
-            os.close(
-                handle
-            )  # its owner removed it between our open and our lock: what we hold is not the folder's lock
+            os.close(handle)  # the previous owner removed the file between our open and our lock: try again
         owner = lock_owner(self.path.parent)
         if owner is not None and owner.alive is None:
             os.close(handle)
             raise self._held(owner)
         self.stale = owner
         process = psutil.Process()
-        mine = Owner(process.pid, socket.gethostname(), now(), process.create_time())
+        self_owner = Owner(process.pid, socket.gethostname(), now(), process.create_time())
         try:
             os.ftruncate(handle, 0)
-            os.pwrite(handle, json.dumps(asdict(mine)).encode(), 0)
+            os.pwrite(handle, json.dumps(asdict(self_owner)).encode(), 0)
         except OSError as error:
             os.close(handle)
             raise UserError(f"run: {self.path} cannot be written ({error.strerror}); free some space") from error
@@ -140,13 +147,14 @@ class RunLock:
         return self
 
     def release(self) -> None:
-        """Give the lock back and remove its file; nothing happens when it is not held."""
+        """Release the lock and remove its file, if held."""
         if self._handle is not None:
             self.path.unlink(missing_ok=True)
             os.close(self._handle)
             self._handle = None
 
-    def _still_named(self, handle: int) -> bool:
+    def _is_current(self, handle: int) -> bool:
+        """Whether the open file is still the one at `path`."""
         try:
             return os.path.samestat(os.fstat(handle), self.path.stat())
         except FileNotFoundError:

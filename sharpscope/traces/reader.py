@@ -1,10 +1,11 @@
-"""Runs as pandas frames: `load_run`, `load_runs`. Readers never change a run's folder."""
+"""Read recorded runs as pandas data frames: `load_run` and `load_runs`. Reading never changes a run's folder."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ import pyarrow as pa
 
 from sharpscope.errors import UserError, nearest
 from sharpscope.traces.files import CONFIG_FILE, RUN_FILE, TRACES, read_run_info
-from sharpscope.traces.html import run_html, runs_html
 from sharpscope.traces.lock import has_writer
 from sharpscope.traces.packs import Pack, is_pack, open_pack
 from sharpscope.traces.parts import DamagedPartError, Part, names, open_part
@@ -21,24 +21,24 @@ from sharpscope.traces.reductions import Reduction, read_reductions
 from sharpscope.traces.schema import SCHEMA_VERSION, TABLES, arrow_schema
 
 _DEPTH = 4
-GONE = "it was listed and could not be opened, twice"
+MISSING = "it was listed but could not be opened, twice"
 
 
 class DamagedPartWarning(UserWarning):
-    """A part was set aside; everything else of the run was read."""
+    """A damaged part was skipped; the rest of the run was read."""
 
 
 class Run:
-    """One recorded run. Frames are read when first asked for, then kept; `tokens` is read anew at each call.
+    """One recorded run. Data frames are read at first access and cached, except `tokens`, which is read at each call.
 
-    A run may be written, or wound back by `--resume`, while it is read: parts are listed anew at each read, and once more
-    where one is gone. The footer of a part that was there before is not read again.
+    A run may be written or rewound by `--resume` while it is read: each read lists the parts again, and once more if one
+    has disappeared. Footers that were read before are reused.
 
     Attributes:
-        path: its folder; of a run in a pack, the pack's folder and the run's name.
-        info: run.json.
-        damaged: part (relative to the run's folder) -> why it was set aside. Grows when a page that is read fails
-            its check; `verify` looks at every page.
+        path: folder of the run; for a run in a pack, the pack's folder and the run's name.
+        info: content of run.json.
+        damaged: skipped part (relative to the run's folder) -> reason. Updated when a page fails its check on reading;
+            `verify` checks every page.
     """
 
     def __init__(self, path: str | Path, pack: Pack | None = None) -> None:
@@ -49,15 +49,15 @@ class Run:
         version = self.info.get("schema_version")
         if version != SCHEMA_VERSION:
             raise UserError(
-                f"run: {self.path} has schema version {version}, this program reads {SCHEMA_VERSION}; "
-                "read it with the sharpscope that its run.json names under versions"
+                f"run: {self.path} has schema version {version}, this version reads {SCHEMA_VERSION}; "
+                "use the sharpscope version in its run.json under versions"
             )
         self.damaged: dict[str, str] = {}
         self._parts: dict[str, dict[str, Part]] = {}  # table -> file name -> part
 
     name = property(lambda self: str(self.info.get("name", self.path.name)), doc="Name of the run.")
-    method = property(lambda self: str(self.info.get("method")), doc="Name of the method it trained with.")
-    task = property(lambda self: str(self.info.get("task")), doc="Name of the task it trained on.")
+    method = property(lambda self: str(self.info.get("method")), doc="Name of the training method.")
+    task = property(lambda self: str(self.info.get("task")), doc="Name of the training task.")
     seed = property(lambda self: self.info.get("seed"), doc="Seed of the run.")
 
     @property
@@ -67,7 +67,7 @@ class Run:
 
     @property
     def config_text(self) -> str | None:
-        """The content of config.yaml, from which the run can be repeated; None where there is none."""
+        """Content of config.yaml, which reproduces the run; None if there is none."""
         if self._pack is not None:
             return self._pack.config_text(self._key)
         file = self.path / CONFIG_FILE
@@ -75,13 +75,13 @@ class Run:
 
     @property
     def status(self) -> str:
-        """running | finished | interrupted | failed | died (said to be running, by a process that is gone)."""
-        said = str(self.info.get("status", "failed"))
-        return "died" if said == "running" and not has_writer(self.path) else said
+        """running | finished | interrupted | failed | died (run.json has "running", but its process has ended)."""
+        status = str(self.info.get("status", "failed"))
+        return "died" if status == "running" and not has_writer(self.path) else status
 
     @cached_property
     def steps(self) -> pd.DataFrame:
-        """Table `steps`, in order."""
+        """Table `steps`, in order of steps."""
         return self._frame("steps")
 
     @cached_property
@@ -105,10 +105,14 @@ class Run:
         return self._frame("events")
 
     def tokens(self, steps: Iterable[int] | int | None = None, columns: Sequence[str] | None = None) -> pd.DataFrame:
-        """Table `tokens` for `steps` (None: all) and `columns` (None: all); nothing else is read from the disk.
+        """Table `tokens`. Other steps and columns are not read from the disk.
+
+        Args:
+            steps: steps to read; None reads all.
+            columns: columns to read; None reads all.
 
         Raises:
-            UserError: for an unknown column.
+            UserError: a column does not exist.
         """
         return self._frame("tokens", steps, columns)
 
@@ -118,43 +122,49 @@ class Run:
         columns: Sequence[str] | None = None,
         required: Sequence[str] = (),
     ) -> Iterator[pd.DataFrame]:
-        """The same one part after the other, so that memory holds one part's chosen columns.
+        """Table `tokens` as one data frame per part, so that only one part is in memory.
 
-        Steps in which a `required` column was not recorded at all are left out without being read.
+        Args:
+            steps: steps to read; None reads all.
+            columns: columns to read; None reads all.
+            required: skip steps in which one of these columns was not recorded.
+
+        Raises:
+            UserError: a column does not exist.
         """
         for table in self._tables("tokens", _steps(steps), _columns("tokens", columns), _columns("tokens", required)):
             yield _pandas(table)
 
     def arrow(self, table: str, steps: Iterable[int] | int | None = None) -> pa.Table:
-        """A table with all its columns as Arrow, where null ("not recorded") and NaN (recorded) differ."""
+        """A table with all columns in Arrow format, which distinguishes null (not recorded) from NaN (recorded)."""
         return pa.concat_tables(
             [arrow_schema(table).empty_table(), *self._tables(table, _steps(steps), _columns(table, None))]
         )
 
     @cached_property
     def reductions(self) -> list[Reduction] | None:
-        """What was made of the whole token table, where that was not kept (`sharpscope reduce`); None where it was."""
+        """Results computed from the full token table before `sharpscope reduce` removed it; None for other runs."""
         return read_reductions(self.path) if self._pack is None else self._pack.reductions(self._key)
 
     @property
     def reduced(self) -> dict[str, Any] | None:
-        """Of a reduced run: `tokens` it had, `sampled` that were kept, and by which `rule`; None of a whole one."""
+        """For a reduced run: number of `tokens` it had, number `sampled` that were kept and their `rule`; otherwise None."""
         return self.info.get("reduced")
 
     def rows(self, table: str) -> int:
-        """Number of rows of a table, from the footers alone."""
-        return sum(part.rows for part in self._open("tokens" if table == "tokens" else table))
+        """Number of rows of a table; reads footers only."""
+        return sum(part.rows for part in self._open(table))
 
     @property
     def token_steps(self) -> list[int]:
-        """Steps that have token rows, from the footers alone where a part holds one step a row group."""
+        """Steps with token rows; reads footers only if every row group holds one step."""
         groups = {(g.first_step, g.last_step) for part in self._open("tokens") for g in part.groups}
         if any(first != last for first, last in groups):
             return sorted(self.tokens(columns=["step"])["step"].unique().tolist())
         return sorted({first for first, _ in groups})
 
     def verify(self) -> dict[str, str]:
-        """Read every page of every part and return `damaged`."""
+        """Read and check every page of every part; returns `damaged`."""
         for table in TABLES:
             for _ in self._tables(table, None, TABLES[table].names):
                 pass
@@ -163,29 +173,29 @@ class Run:
     def _frame(
         self, table: str, steps: Iterable[int] | int | None = None, columns: Sequence[str] | None = None
     ) -> pd.DataFrame:
-        chosen = _columns(table, columns)
-        empty = pa.schema([arrow_schema(table).field(name) for name in chosen]).empty_table()
-        tables = list(self._tables(table, _steps(steps), chosen))
+        selected = _columns(table, columns)
+        empty = pa.schema([arrow_schema(table).field(name) for name in selected]).empty_table()
+        tables = list(self._tables(table, _steps(steps), selected))
         return _pandas(pa.concat_tables([empty, *tables]))
 
     def _tables(
         self, table: str, steps: set[int] | None, columns: list[str], required: Sequence[str] = ()
     ) -> Iterator[pa.Table]:
         schema = pa.schema([arrow_schema(table).field(name) for name in columns])
-        waiting, missed = self._open(table), Path()
-        while waiting:
-            part = waiting.pop(0)
-            if not part.wanted(steps, required):
+        pending, missing = self._open(table), Path()
+        while pending:
+            part = pending.pop(0)
+            if not part.select(steps, required):
                 continue
             try:
                 rows = part.read(columns, steps, required)
             except FileNotFoundError:
-                if part.path == missed:
-                    self._set_aside(part.path, DamagedPartError(GONE))
+                if part.path == missing:
+                    self._set_aside(part.path, DamagedPartError(MISSING))
                     continue
-                # A resumed run has taken it away since the folder was listed, or written its first rows under a new name.
-                missed = part.path
-                waiting = [other for other in self._open(table) if other.number >= part.number]
+                # A resumed run removed or rewrote the part since the folder was listed.
+                missing = part.path
+                pending = [other for other in self._open(table) if other.number >= part.number]
                 continue
             except DamagedPartError as error:
                 self._set_aside(part.path, error)
@@ -194,45 +204,45 @@ class Run:
                 yield rows.cast(schema)
 
     def _open(self, table: str) -> list[Part]:
-        """The parts in the folder now, in order, but those that were set aside."""
+        """Current parts of the folder, in order, without skipped ones."""
         if self._pack is not None:
             return [part for part in self._pack.parts(table, self._key) if part.path.name not in self.damaged]
-        gone, missed = self._list(table), set[str]()
-        while not missed.issuperset(gone):
-            missed.update(gone)
-            gone = self._list(table)
-        for name in gone:
-            self._set_aside(self.path / TRACES / table / name, DamagedPartError(GONE))
-        found: dict[int, Part] = {}
+        missing, previous = self._list(table), set[str]()
+        while not previous.issuperset(missing):
+            previous.update(missing)
+            missing = self._list(table)
+        for name in missing:
+            self._set_aside(self.path / TRACES / table / name, DamagedPartError(MISSING))
+        parts: dict[int, Part] = {}
         for part in self._parts[table].values():
-            # two parts of one number: a rewind was interrupted, and the shorter is what it kept
-            if part.number not in found or part.rows < found[part.number].rows:
-                found[part.number] = part
-        aside = self._aside(table)
-        return [part for _, part in sorted(found.items()) if part.path.name not in aside]
+            # Two parts with one number: a rewind was interrupted, and the shorter one has the rows that it keeps.
+            if part.number not in parts or part.rows < parts[part.number].rows:
+                parts[part.number] = part
+        skipped = self._skipped(table)
+        return [part for _, part in sorted(parts.items()) if part.path.name not in skipped]
 
     def _list(self, table: str) -> list[str]:
-        """Set the table's parts to those in the folder; returns names that were gone before their footer was read."""
-        folder, known, aside = self.path / TRACES / table, self._parts.get(table, {}), self._aside(table)
+        """Update the table's parts from the folder; returns names that disappeared before their footer was read."""
+        folder, known, skipped = self.path / TRACES / table, self._parts.get(table, {}), self._skipped(table)
         parts: dict[str, Part] = {}
-        gone = []
+        missing = []
         for name in names(folder):
             if name.startswith(".") or not name.endswith(".parquet"):
-                continue  # being written, or left by a crash: never published
-            if name in known:  # a name holds its footer's checksum
+                continue  # being written, or left by a crash
+            if name in known:  # a name includes the checksum of its footer
                 parts[name] = known[name]
-            elif name not in aside:
+            elif name not in skipped:
                 try:
                     parts[name] = open_part(folder / name)
                 except FileNotFoundError:
-                    gone.append(name)
+                    missing.append(name)
                 except DamagedPartError as error:
                     self._set_aside(folder / name, error)
         self._parts[table] = parts
-        return gone
+        return missing
 
-    def _aside(self, table: str) -> set[str]:
-        """File names of the table's parts that were set aside."""
+    def _skipped(self, table: str) -> set[str]:
+        """File names of the table's skipped parts."""
         folder = f"{TRACES}/{table}/"
         return {name.removeprefix(folder) for name in self.damaged if name.startswith(folder)}
 
@@ -246,15 +256,34 @@ class Run:
         return f"Run({str(self.path)!r}, method={self.method!r}, seed={self.seed}, status={self.status!r})"
 
     def _repr_html_(self) -> str:
-        return run_html(self)
+        """Table with the run's setting, status, rows, final reward and accuracy, and skipped parts."""
+        rows = {
+            "method": self.method,
+            "task": self.task,
+            "seed": self.seed,
+            "status": self.status,
+            "folder": self.path,
+            "steps": len(self.steps),
+            "rows": ", ".join(f"{name} {self.rows(name):,}" for name in TABLES),
+        }
+        if len(self.steps):
+            tail = self.steps.tail(max(1, len(self.steps) // 3))
+            rows["reward, last third"] = f"{tail['reward_mean'].mean():.3f}"
+            rows["accuracy, last third"] = f"{tail['accuracy'].mean():.1%}"
+        rows |= {f"set aside: {part}": reason for part, reason in self.damaged.items()}
+        body = "".join(
+            f"<tr><th>{escape(str(key))}</th><td>{escape(str(cell))}</td></tr>" for key, cell in rows.items()
+        )
+        return f"<table><caption>{escape(self.name)}</caption>{body}</table>"
 
 
 class Runs(Sequence[Run]):
-    """Several runs; each frame has the columns `run` (folder below the root), `method` and `seed` before its own.
+    """Several runs. Each data frame starts with the columns `run` (folder relative to the root), `method` and `seed`.
 
     Attributes:
-        root: the folder that was searched.
-        skipped: folder -> why that run could not be read.
+        root: folder that was searched.
+        by_name: value of the column `run` -> run.
+        skipped: folder -> reason why that run could not be read.
     """
 
     def __init__(self, root: str | Path, runs: dict[str, Run], skipped: dict[str, str]) -> None:
@@ -263,7 +292,7 @@ class Runs(Sequence[Run]):
         self.skipped = skipped
 
     def __getitem__(self, index: Any) -> Any:
-        """Run by position, or by name as in the column `run`."""
+        """Run by position, or by its value in the column `run`."""
         return self.by_name[index] if isinstance(index, str) else list(self.by_name.values())[index]
 
     def __len__(self) -> int:
@@ -276,13 +305,13 @@ class Runs(Sequence[Run]):
     events = property(lambda self: self._joined("events"), doc="Table `events` of all runs.")
 
     def tokens(self, steps: Iterable[int] | int | None = None, columns: Sequence[str] | None = None) -> pd.DataFrame:
-        """Table `tokens` of all runs, as Run.tokens."""
+        """Table `tokens` of all runs; see `Run.tokens`."""
         steps = _steps(steps)
         return self._concat({name: run.tokens(steps, columns) for name, run in self.by_name.items()})
 
     @property
     def table(self) -> pd.DataFrame:
-        """One row a run: run, method, seed, task, status, steps_done, started, finished, damaged (number of parts)."""
+        """One row per run: run, method, seed, task, status, steps_done, started, finished, damaged (number of parts)."""
         rows = [
             {"run": name, "method": run.method, "seed": run.seed, "task": run.task, "status": run.status,
              "steps_done": run.info.get("steps_done"), "started": run.info.get("started"),
@@ -296,27 +325,32 @@ class Runs(Sequence[Run]):
         return self._concat({name: getattr(run, table) for name, run in self.by_name.items()})
 
     def _concat(self, frames: dict[str, pd.DataFrame]) -> pd.DataFrame:
-        named = [
+        labeled = [
             frame.assign(run=name, method=self.by_name[name].method, seed=self.by_name[name].seed)
             for name, frame in frames.items()
         ]
-        if not named:
+        if not labeled:
             return pd.DataFrame(columns=["run", "method", "seed"])
-        whole = pd.concat([frame for frame in named if len(frame)] or named[:1], ignore_index=True)
-        return whole[["run", "method", "seed", *(c for c in whole if c not in ("run", "method", "seed"))]]
+        joined = pd.concat([frame for frame in labeled if len(frame)] or labeled[:1], ignore_index=True)
+        return joined[["run", "method", "seed", *(c for c in joined if c not in ("run", "method", "seed"))]]
 
     def __repr__(self) -> str:
         return f"Runs({str(self.root)!r}, {len(self)} runs, {len(self.skipped)} skipped)"
 
     def _repr_html_(self) -> str:
-        return runs_html(self)
+        """Table with one row per run, followed by the runs that could not be read."""
+        skipped = "".join(f"<p>left out: {escape(name)}: {escape(why)}</p>" for name, why in self.skipped.items())
+        return self.table.to_html(index=False, escape=True) + skipped
 
 
 def load_run(path: str | Path) -> Run:
-    """Open one run's folder, also while it is being written, or one run of a pack: `pack/name`.
+    """Open one run.
+
+    Args:
+        path: folder of the run, which may still be written, or `pack/name` for a run in a pack.
 
     Raises:
-        UserError: if it holds no readable run.json, or one of another schema version.
+        UserError: run.json is missing, unreadable or has another schema version.
     """
     folder = Path(path)
     if not folder.exists():
@@ -325,30 +359,32 @@ def load_run(path: str | Path) -> Run:
                 pack = open_pack(parent)
                 name = folder.relative_to(parent).as_posix()
                 if name not in pack.names:
-                    raise UserError(f"run: the pack {parent} holds no run {name!r}{nearest(name, pack.names)}")
+                    raise UserError(f"run: the pack {parent} has no run {name!r}{nearest(name, pack.names)}")
                 return Run(folder, pack)
     return Run(folder)
 
 
 def load_runs(path: str | Path | Iterable[str | Path]) -> Runs:
-    """Open every run below a folder (itself included, four levels deep), packs too, or a list of run folders.
+    """Open several runs. A run that cannot be read is skipped with a warning and listed in `Runs.skipped`.
 
-    A run that cannot be read (damaged run.json, another schema version) is left out, named in `skipped`, and warned of.
+    Args:
+        path: a folder, which is searched for runs and packs four levels deep, or the folders of the runs.
 
     Raises:
-        UserError: if the folder does not exist.
+        UserError: the folder does not exist.
     """
     if isinstance(path, str | Path):
         root = Path(path)
         if not root.is_dir():
-            raise UserError(f"runs: {root} is no folder; give the folder that holds your runs")
+            raise UserError(f"runs: {root} is not a folder; give the folder that contains your runs")
         folders = list(_run_folders(root, _DEPTH))
         labels = [folder.relative_to(root).as_posix() if folder != root else root.resolve().name for folder in folders]
     else:
         folders = [Path(item) for item in path]
         root = folders[0].parent if folders else Path()
-        short = [folder.name for folder in folders]
-        labels = short if len(set(short)) == len(short) else [str(folder) for folder in folders]
+        labels = [folder.name for folder in folders]
+        if len(set(labels)) < len(labels):
+            labels = [str(folder) for folder in folders]
     runs: dict[str, Run] = {}
     skipped: dict[str, str] = {}
     for label, folder in zip(labels, folders, strict=True):
@@ -362,7 +398,7 @@ def load_runs(path: str | Path | Iterable[str | Path]) -> Runs:
 
 def _run_folders(folder: Path, depth: int) -> Iterator[Path]:
     if (folder / RUN_FILE).is_file():
-        yield folder  # what lies below a run belongs to it
+        yield folder  # do not search below a run
     elif is_pack(folder):
         yield from (folder / name for name in open_pack(folder).names)
     elif depth:
@@ -380,11 +416,11 @@ def _columns(table: str, columns: Sequence[str] | None) -> list[str]:
     valid = TABLES[table].names
     if columns is None:
         return valid
-    chosen = [columns] if isinstance(columns, str) else list(columns)
-    for name in chosen:
+    selected = [columns] if isinstance(columns, str) else list(columns)
+    for name in selected:
         if name not in valid:
             raise UserError(f"columns: {table} has no column {name!r}{nearest(name, valid)}")
-    return chosen
+    return selected
 
 
 def _pandas(table: pa.Table) -> pd.DataFrame:

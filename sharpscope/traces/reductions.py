@@ -1,4 +1,4 @@
-"""What was made of a token table that was not kept: results by name and step, in one small file beside the traces."""
+"""Results computed from token tables that were deleted afterwards, by name and step, in one file of the run folder."""
 
 from __future__ import annotations
 
@@ -24,7 +24,14 @@ REDUCTIONS_SCHEMA = pa.schema(
 
 @dataclass(frozen=True)
 class Reduction:
-    """One result: `values` of what `name` computes, from the `tokens` rows of `step` (−1: of the whole run)."""
+    """One result of a reduction.
+
+    Attributes:
+        name: name of the reduction.
+        step: step that it covers; -1 for the whole run.
+        tokens: number of token rows it was computed from.
+        values: its result.
+    """
 
     name: str
     step: int
@@ -33,7 +40,7 @@ class Reduction:
 
 
 def write_reductions(run_dir: str | Path, rows: Sequence[Reduction]) -> Path:
-    """Write the file in one step. Values are JSON with arrays of float64, whose digits all survive."""
+    """Write the file atomically. Values are stored as JSON; arrays are float64 and round-trip exactly."""
     sink = pa.BufferOutputStream()
     pq.write_table(reductions_table(rows), sink, compression="zstd", compression_level=19)
     path = Path(run_dir) / REDUCTIONS_FILE
@@ -42,21 +49,21 @@ def write_reductions(run_dir: str | Path, rows: Sequence[Reduction]) -> Path:
 
 
 def reductions_table(rows: Sequence[Reduction]) -> pa.Table:
-    """The results as Arrow, values as JSON text."""
+    """Convert reductions to Arrow, with values as JSON text."""
     columns = {
         "name": [row.name for row in rows],
         "step": [row.step for row in rows],
         "tokens": [row.tokens for row in rows],
-        "values": [json.dumps(row.values, default=_plain, separators=(",", ":")) for row in rows],
+        "values": [json.dumps(row.values, default=_to_json, separators=(",", ":")) for row in rows],
     }
     return pa.table(columns, schema=REDUCTIONS_SCHEMA)
 
 
 def read_reductions(run_dir: str | Path) -> list[Reduction] | None:
-    """The results in the order written; None where the run has no such file.
+    """Read a run's reductions in the order written; None if the run has no such file.
 
     Raises:
-        UserError: for a file that cannot be read.
+        UserError: the file cannot be read.
     """
     path = Path(run_dir) / REDUCTIONS_FILE
     if not path.exists():
@@ -69,27 +76,27 @@ def read_reductions(run_dir: str | Path) -> list[Reduction] | None:
 
 
 def reductions_of(table: pa.Table, path: Path) -> list[Reduction]:
-    """The results in the rows that were read from `path`.
+    """Convert rows that were read from `path` to reductions.
 
     Raises:
-        UserError: for values that are no JSON.
+        UserError: a value is not valid JSON.
     """
     try:
         return [
-            Reduction(r["name"], r["step"], r["tokens"], json.loads(r["values"], object_hook=_array))
+            Reduction(r["name"], r["step"], r["tokens"], json.loads(r["values"], object_hook=_from_json))
             for r in table.to_pylist()
         ]
     except (ValueError, TypeError) as error:
         raise UserError(f"{path}: cannot be read ({error}); reduce the run's traces again") from error
 
 
-def _plain(value: Any) -> Any:
+def _to_json(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return {_ARRAY: value.astype(np.float64).tolist()}
     if isinstance(value, np.generic):
         return value.item()
-    raise TypeError(f"{type(value).__name__} cannot be kept in {REDUCTIONS_FILE}")
+    raise TypeError(f"{type(value).__name__} cannot be stored in {REDUCTIONS_FILE}")
 
 
-def _array(value: dict[str, Any]) -> Any:
+def _from_json(value: dict[str, Any]) -> Any:
     return np.array(value[_ARRAY], dtype=np.float64) if set(value) == {_ARRAY} else value

@@ -1,4 +1,4 @@
-"""Before a run is resumed: take out of its traces what lies after the checkpoint, so that no row is there twice."""
+"""Remove rows after a checkpoint from the traces, so that a resumed run does not record them twice."""
 
 from __future__ import annotations
 
@@ -15,24 +15,31 @@ from sharpscope.traces.writer import write_part
 
 @dataclass
 class Rewound:
-    """How many rows went, and the parts that had to be set aside (relative to the run's folder) → why."""
+    """Result of `rewind`.
+
+    Attributes:
+        rows: number of removed rows.
+        damaged: part that was set aside (relative to the run's folder) -> reason.
+    """
 
     rows: int = 0
     damaged: dict[str, str] = field(default_factory=dict)
 
 
 def rewind(run_dir: str | Path, step: int) -> Rewound:
-    """Remove every row after `step` from a run's traces, and files that a crash left half written.
+    """Remove every row after `step` from a run's traces, and temporary files that a crash left.
 
-    Hold the folder's RunLock. Interrupted at any instant it may be run again. A part that lies after `step` goes by its
-    footer alone. One that holds rows on both sides is written anew under its number before the old one goes; while both are
-    there, readers take the shorter. If its pages are damaged it gets a name that readers list as damaged and never read: the
-    rows after `step` are recorded again, and a reader of sound columns would have them twice. Parts that end before, and
-    parts without a sound footer, which no reader reads, are left as they are.
+    Hold the folder's RunLock. After an interruption at any point it can be repeated.
+
+    - A part with rows only after `step` is deleted; only its footer is read.
+    - A part with rows before and after `step` is rewritten under its number before the old file is deleted. While both
+      exist, readers use the shorter one. If its pages are damaged it is renamed, so that readers list it as damaged and do
+      not read it: the rows after `step` are recorded again and would otherwise appear twice.
+    - Other parts, and parts with a damaged footer (which readers skip), stay unchanged.
     """
-    done = Rewound()
-    for left_over in Path(run_dir).glob(f"*{ASIDE}"):
-        left_over.unlink(missing_ok=True)
+    result = Rewound()
+    for temporary in Path(run_dir).glob(f"*{ASIDE}"):
+        temporary.unlink(missing_ok=True)
     for name in TABLES:
         folder = Path(run_dir) / TRACES / name
         for path in sorted(folder.glob("part-*.parquet")):
@@ -43,22 +50,22 @@ def rewind(run_dir: str | Path, step: int) -> Rewound:
             if part.first_step > step:
                 path.unlink()
                 sync_folder(folder)
-                done.rows += part.rows
+                result.rows += part.rows
             elif part.last_step > step:
                 try:
-                    done.rows += _cut(part, name, step)
+                    result.rows += _truncate(part, name, step)
                 except DamagedPartError as error:
-                    aside = path.rename(path.with_name(FOUND_DAMAGED + path.name))
+                    renamed = path.rename(path.with_name(FOUND_DAMAGED + path.name))
                     sync_folder(folder)
-                    done.damaged[aside.relative_to(run_dir).as_posix()] = str(error)
-    return done
+                    result.damaged[renamed.relative_to(run_dir).as_posix()] = str(error)
+    return result
 
 
-def _cut(part: Part, table: str, step: int) -> int:
-    """Write the rows of a part up to `step` anew and remove the part; returns how many rows went.
+def _truncate(part: Part, table: str, step: int) -> int:
+    """Replace a part by one with its rows up to `step`; return the number of removed rows.
 
     Raises:
-        DamagedPartError: a page of it cannot be read; nothing is changed.
+        DamagedPartError: a page cannot be read; nothing changes.
     """
     rows = part.read(TABLES[table].names)
     kept = rows.filter(pc.less_equal(rows["step"], step))

@@ -1,20 +1,19 @@
-"""The schema of a trace: version, Arrow schemas that carry units and definitions, and its rendering as text.
+"""The schema of a trace: tables, columns with type, unit and definition, and the Arrow schemas made from them.
 
-The tables themselves are data in `columns`.
+The writer, the reader, `sharpscope schema` and the Parquet field metadata all use these definitions. "Mean over tokens"
+is over all loss tokens of the step. Probabilities are softmax(z / T) at the sampling temperature T, before top-p and
+top-k.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 
 import pyarrow as pa
 
-from sharpscope.traces.columns import EVAL, EVENTS, PROBES, ROLLOUTS, STEPS, TOKENS, Column, Table
-
 SCHEMA_VERSION = 1
-"""Raised whenever a column is renamed, changes its meaning or goes; readers refuse other versions."""
-
-TABLES: dict[str, Table] = {table.name: table for table in (STEPS, ROLLOUTS, TOKENS, PROBES, EVAL, EVENTS)}
+"""Increases when a column is renamed, removed or changes its meaning. Readers reject other versions."""
 
 VERSION_KEY = b"sharpscope.schema_version"
 
@@ -28,18 +27,372 @@ ARROW_TYPES: dict[str, pa.DataType] = {
     "string": pa.string(),
     "json": pa.string(),
 }
-"""Column.type -> storage. "json" is a string that holds one JSON object."""
+"""Storage type of each `Column.type`. "json" is a string that holds one JSON object."""
+
+ONE = "1"  # dimensionless
+NATS = "nats"
+NORM = "L2 norm over the trainable parameters"
+LOGIT_NORM = "L2 norm over logits"
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table.
+
+    Attributes:
+        name: column name.
+        type: a key of `ARROW_TYPES`.
+        unit: unit of the values; "1" if dimensionless.
+        definition: what a value means.
+        nullable: whether values may be null (not recorded, or undefined in that row).
+        probe: whether the column is recorded only if a probe or an option asks for it. The writer fills an omitted
+            column with nulls.
+        timing: whether values differ between two runs of one config.
+    """
+
+    name: str
+    type: str
+    unit: str
+    definition: str
+    nullable: bool = False
+    probe: bool = False
+    timing: bool = False
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table: what one row is, the columns that identify a row (`key`), and all columns in file order."""
+
+    name: str
+    row: str
+    key: tuple[str, ...]
+    columns: tuple[Column, ...]
+
+    @property
+    def names(self) -> list[str]:
+        """Column names in file order."""
+        return [column.name for column in self.columns]
+
+    def __getitem__(self, name: str) -> Column:
+        for column in self.columns:
+            if column.name == name:
+                return column
+        raise KeyError(name)
+
+
+def _always(name: str, type_: str, unit: str, definition: str) -> Column:
+    return Column(name, type_, unit, definition)
+
+
+def _maybe(name: str, type_: str, unit: str, definition: str) -> Column:
+    return Column(name, type_, unit, definition, nullable=True)
+
+
+def _probe(name: str, type_: str, unit: str, definition: str) -> Column:
+    return Column(name, type_, unit, definition, nullable=True, probe=True)
+
+
+def _timing(name: str, definition: str) -> Column:
+    return Column(name, "float64", "seconds", definition, timing=True)
+
+
+_STEP = _always(
+    "step", "int32", "steps", "training step (one round of rollouts and its updates), from 1; 0 is before training"
+)
+
+STEPS = Table(
+    "steps",
+    "a step",
+    ("step",),
+    (
+        _STEP,
+        _always("updates", "int32", "updates", "optimizer updates in this step"),
+        _always("reward_mean", "float64", "reward", "mean reward over the step's completions"),
+        _maybe(
+            "reward_std", "float64", "reward", "standard deviation (n - 1) of the rewards over the step's completions"
+        ),
+        _always("accuracy", "float64", ONE, "fraction of the step's completions that are correct"),
+        _maybe("loss", "float64", ONE, "mean over the updates of the minimized loss; null without an update"),
+        _maybe(
+            "kl",
+            "float64",
+            NATS,
+            "mean k3 estimate per token use of KL(policy || reference); null without a reference or an update",
+        ),
+        _maybe("entropy_mean", "float64", NATS, "mean over tokens of the policy's entropy at the start of the step"),
+        _maybe("grad_norm", "float64", NORM, "mean over the updates of the gradient norm before clipping"),
+        _maybe(
+            "update_norm",
+            "float64",
+            NORM,
+            "mean over the updates of the norm of the parameter change, including weight decay",
+        ),
+        _maybe(
+            "clip_fraction_low",
+            "float64",
+            ONE,
+            "fraction of token uses, over all updates, clipped at the lower ratio bound; null without an update",
+        ),
+        _maybe(
+            "clip_fraction_high",
+            "float64",
+            ONE,
+            "fraction of token uses, over all updates, clipped at the upper ratio bound; null without an update",
+        ),
+        _maybe("weight_mean", "float64", ONE, "mean token weight"),
+        _maybe("weight_std", "float64", ONE, "standard deviation (n) of the token weights"),
+        _maybe("weight_min", "float64", ONE, "smallest token weight"),
+        _maybe("weight_max", "float64", ONE, "largest token weight"),
+        _maybe(
+            "weight_saturation_low", "float64", ONE, "fraction of token weights at their lower bound; null if unbounded"
+        ),
+        _maybe(
+            "weight_saturation_high",
+            "float64",
+            ONE,
+            "fraction of token weights at their upper bound; null if unbounded",
+        ),
+        _maybe(
+            "weight_ess",
+            "float64",
+            ONE,
+            "relative effective sample size of the token weights, (sum w)^2 / (n * sum w^2), in (0, 1]",
+        ),
+        _always(
+            "zero_std_groups",
+            "int32",
+            "groups",
+            "groups with equal rewards, whose advantages are all zero",
+        ),
+        _always("completion_length_mean", "float64", "tokens", "mean completion length"),
+        _always("truncated_fraction", "float64", ONE, "fraction of completions truncated at the length limit"),
+        _always("tokens", "int64", "tokens", "number of loss tokens in the step"),
+        _maybe("lr", "float64", "1 / update", "learning rate of the step's last update; null without an update"),
+        _timing("generation_s", "time spent generating and scoring"),
+        _timing("training_s", "time spent in forward passes, backward passes and the optimizer"),
+        _timing("recording_s", "time spent on probes and traces"),
+    ),
+)
+
+_ROLLOUT = _always("rollout", "int32", ONE, "index of the completion in its step, from 0; rows of a group are adjacent")
+
+ROLLOUTS = Table(
+    "rollouts",
+    "a completion",
+    ("step", "rollout"),
+    (
+        _STEP,
+        _ROLLOUT,
+        _always(
+            "group", "int32", ONE, "index of the prompt in its step, from 0; the completions of one prompt are a group"
+        ),
+        _always("prompt", "string", "text", "the task's prompt, before the chat template"),
+        _always("completion", "string", "text", "generated text without special tokens"),
+        _always("reward", "float64", "reward", "total reward"),
+        _always(
+            "reward_parts",
+            "json",
+            "reward",
+            "components of the reward: a JSON object name -> number (null if not finite)",
+        ),
+        _always("correct", "bool", "true / false", "whether the task scores the answer as correct"),
+        _always("advantage", "float64", ONE, "group-normalized advantage, before per-token factors"),
+        _always("length", "int32", "tokens", "number of completion tokens in the loss"),
+        _always("truncated", "bool", "true / false", "whether the completion was truncated at the length limit"),
+    ),
+)
+
+TOKENS = Table(
+    "tokens",
+    "a generated token",
+    ("step", "rollout", "position"),
+    (
+        _STEP,
+        _ROLLOUT,
+        _always("position", "int32", "tokens", "index of the token in its completion, from 0"),
+        _maybe(
+            "update",
+            "int32",
+            ONE,
+            "index of the first update in the step that uses the token, from 0; ratio, clipped, loss_coef and values "
+            "derived from them refer to it. If the updates were skipped (see steps.updates), the update that would "
+            "have used it. Null if there is none",
+        ),
+        _always("token_id", "int32", ONE, "token ID of the tokenizer"),
+        _always("logp", "float32", NATS, "log-probability ln pi under the policy at the start of the step"),
+        _maybe("behavior_logp", "float32", NATS, "log-probability under the sampling policy, before top-p and top-k"),
+        _maybe("logit", "float32", ONE, "logit z of the token, not divided by the temperature"),
+        _maybe("entropy", "float32", NATS, "entropy of the next-token distribution"),
+        _maybe("collision", "float32", ONE, "sum of squared probabilities of the next-token distribution"),
+        _maybe(
+            "polarity",
+            "float32",
+            NATS,
+            "entropy polarity p(ln p + H) - sum_j p_j^2 (ln p_j + H); a gradient step of size eta on "
+            "this token's logits with advantage A changes the entropy by -eta * A * polarity",
+        ),
+        _maybe(
+            "advantage",
+            "float32",
+            ONE,
+            "advantage of the token's completion; per-token factors (AR, PAPO, covariance) are part of weight",
+        ),
+        _maybe("ratio", "float32", ONE, "importance ratio pi / pi_old in that update, as defined by the method"),
+        _maybe("weight", "float32", ONE, "token weight w of the method, detached"),
+        _maybe(
+            "clipped",
+            "int8",
+            ONE,
+            "ratio bound that is active: -1 lower, 1 upper, 0 none. A PPO clip gives such a token no gradient, CISPO a "
+            "bounded one",
+        ),
+        _maybe(
+            "loss_coef",
+            "float32",
+            ONE,
+            "c = dLoss / dln pi in that update; includes advantage, weight, clipping, KL and normalizer",
+        ),
+        _maybe(
+            "logit_grad_norm",
+            "float32",
+            LOGIT_NORM,
+            "norm of the gradient of -ln pi with respect to the logits, ||p - e_y||",
+        ),
+        _maybe(
+            "head_grad_norm",
+            "float32",
+            "L2 norm over the output layer",
+            "norm of the gradient of ln pi with respect to the output layer",
+        ),
+        _probe("score_norm_local", "float32", NORM, "norm of grad ln pi without the terms through other positions"),
+        _probe(
+            "score_norm",
+            "float32",
+            NORM,
+            "norm of grad ln pi over all trainable parameters; NaN if an unbiased estimate of its square is negative",
+        ),
+        _probe("score_norm_std_error", "float32", NORM, "standard error of score_norm (first order); 0 if exact"),
+        _probe(
+            "draw_probability",
+            "float32",
+            ONE,
+            "probability of selecting the token for the exact tier: 1 for the largest local norms, less for tokens "
+            "sampled at random; its inverse weights a mean of score_norm over all tokens",
+        ),
+        _probe("score_norm_method", "string", "name", "how score_norm was computed: exact | sketch"),
+        _probe(
+            "attribution",
+            "float32",
+            ONE,
+            "c <grad ln pi, grad L> / ||grad L||^2: signed fraction of the squared gradient norm, before a sharpness "
+            "method changes the gradient",
+        ),
+        _probe(
+            "update_attribution",
+            "float32",
+            ONE,
+            "the same along D^-1 dtheta: signed fraction of the optimizer's squared update",
+        ),
+        _probe(
+            "heldout_influence",
+            "float32",
+            NATS,
+            "c <grad ln pi, grad L_heldout>: first-order decrease of the held-out loss per unit of learning rate",
+        ),
+        _probe(
+            "sharp_alignment",
+            "float32",
+            ONE,
+            "fraction of ||c grad ln pi||^2 in the span of the top Hessian eigenvectors",
+        ),
+    ),
+)
+
+PROBES = Table(
+    "probes",
+    "one estimate",
+    ("step", "probe", "probe_set", "functional", "parameters", "quantity", "rho", "seed"),
+    (
+        _STEP,
+        _always("probe", "string", "name", "probe that made the estimate"),
+        _always("probe_set", "string", "name", "fixed set of prompts the probe evaluates"),
+        _always("functional", "string", "name", "differentiated scalar: nll | surrogate | expected_failure | ..."),
+        _always("parameters", "string", "name", "parameter group"),
+        _always("quantity", "string", "name", "estimated quantity"),
+        _maybe("value", "float64", "the quantity's", "estimate; null if it could not be computed"),
+        _maybe("std_error", "float64", "the quantity's", "standard error of the estimate; null if the method has none"),
+        _maybe(
+            "samples",
+            "int64",
+            ONE,
+            "number of random vectors, perturbations or iterations; a trace's interval is Student's t with samples - 1 "
+            "degrees of freedom",
+        ),
+        _maybe("rho", "float64", NORM, "perturbation radius, or node of a spectral density; null otherwise"),
+        _maybe("converged", "bool", "true / false", "whether the iteration met its tolerance; null if not iterative"),
+        _maybe("residual", "float64", "the quantity's", "residual of the iteration; null if not iterative"),
+        _maybe("seed", "int64", ONE, "seed of the estimate's random generator"),
+        _timing("seconds", "time spent"),
+    ),
+)
+
+EVAL = Table(
+    "eval",
+    "an evaluation",
+    ("step", "task", "split", "level", "temperature", "k"),
+    (
+        _STEP,
+        _always("task", "string", "name", "task name"),
+        _always("split", "string", "name", "train | heldout | unseen | ..."),
+        _always(
+            "level",
+            "string",
+            "name",
+            "number of people, difficulty or number of hops, as text; 'all' pools the split's levels",
+        ),
+        _always("n", "int32", "prompts", "prompts evaluated"),
+        _always("k", "int32", "completions", "completions sampled per prompt"),
+        _always("accuracy", "float64", ONE, "fraction of correct completions"),
+        _maybe("std_error", "float64", ONE, "standard error of the accuracy, clustered by prompt"),
+        _maybe("pass_at_k", "float64", ONE, "fraction of prompts with at least one correct completion among k"),
+        _maybe("reward_mean", "float64", "reward", "mean reward over the completions"),
+        _maybe(
+            "heldout_loss",
+            "float64",
+            "nats / token",
+            "mean -ln pi at the training temperature of the correct answers for this split and level in the run's "
+            "probe set; null if there are none",
+        ),
+        _always("temperature", "float64", ONE, "sampling temperature; 0 is greedy decoding"),
+    ),
+)
+
+EVENTS = Table(
+    "events",
+    "a warning or a change in the run",
+    ("step", "rule"),
+    (
+        _STEP,
+        _always("rule", "string", "name", "rule that raised the event"),
+        _always("severity", "string", "name", "info | warning | error"),
+        _maybe("value", "float64", "the rule's", "measured value"),
+        _maybe("threshold", "float64", "the rule's", "threshold of the rule"),
+        _always("action", "string", "name", "action taken: none | warn | left out | skip_step | stop | ..."),
+        _always("message", "string", "text", "one-line explanation"),
+    ),
+)
+
+TABLES: dict[str, Table] = {table.name: table for table in (STEPS, ROLLOUTS, TOKENS, PROBES, EVAL, EVENTS)}
 
 
 @cache
 def arrow_schema(table: str) -> pa.Schema:
-    """Arrow schema of a table; unit and definition stand in each field's metadata, the version in the schema's."""
-    return pa.schema([_field(column) for column in TABLES[table].columns], metadata={VERSION_KEY: str(SCHEMA_VERSION)})
-
-
-def _field(column: Column) -> pa.Field:
-    metadata = {"unit": column.unit, "definition": column.definition}
-    return pa.field(column.name, ARROW_TYPES[column.type], nullable=column.nullable, metadata=metadata)
+    """Arrow schema of a table, with unit and definition in each field's metadata and the version in the schema's."""
+    fields = [
+        pa.field(c.name, ARROW_TYPES[c.type], c.nullable, metadata={"unit": c.unit, "definition": c.definition})
+        for c in TABLES[table].columns
+    ]
+    return pa.schema(fields, metadata={VERSION_KEY: str(SCHEMA_VERSION)})
 
 
 def timing_columns(table: str) -> list[str]:
@@ -47,28 +400,32 @@ def timing_columns(table: str) -> list[str]:
     return [column.name for column in TABLES[table].columns if column.timing]
 
 
-def _kind(column: Column) -> str:
-    if column.probe:
-        return "with a probe"
-    return "or null" if column.nullable else ""
-
-
 def schema_rows(table: str) -> list[tuple[str, str, str, str, str]]:
-    """(name, type, unit, when recorded, definition) of every column of `table`, for any renderer."""
-    return [(c.name, c.type, c.unit, _kind(c), c.definition) for c in TABLES[table].columns]
+    """(name, type, unit, when recorded, definition) of every column of `table`."""
+    return [
+        (c.name, c.type, c.unit, "with a probe" if c.probe else "or null" if c.nullable else "", c.definition)
+        for c in TABLES[table].columns
+    ]
 
 
 def schema_markdown(tables: list[str] | None = None) -> str:
-    """The schema as Markdown, one section a table; `tables` chooses some (KeyError for an unknown name)."""
+    """The schema as Markdown, one section per table.
+
+    Args:
+        tables: names of the tables to include; None includes all.
+
+    Raises:
+        KeyError: if a table does not exist.
+    """
     lines = [
         f"# Trace schema, version {SCHEMA_VERSION}",
         "",
-        "`runs/<name>/traces/<table>/part-*.parquet`. 'or null': the value may be missing; 'with a probe': null",
+        "`runs/<name>/traces/<table>/part-*.parquet`. 'or null': the value may be missing. 'with a probe': null",
         "unless a probe or an option records it. Columns in seconds differ between two runs of one config.",
-    ]  # fmt: skip
+    ]
     for name in tables or TABLES:
         table = TABLES[name]
-        lines += ["", f"## {name}", "", f"A row is {table.row}, named by {', '.join(table.key)}.", ""]
+        lines += ["", f"## {name}", "", f"A row is {table.row}, identified by {', '.join(table.key)}.", ""]
         lines += ["| column | type | unit | recorded | definition |", "|---|---|---|---|---|"]
         lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in schema_rows(name)]
     return "\n".join(lines) + "\n"

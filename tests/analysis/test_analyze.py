@@ -94,7 +94,7 @@ def test_no_run_says_what_to_do_and_writes_nothing(tmp_path):
     (tmp_path / "runs").mkdir()
     with pytest.raises(UserError, match=r"no run below .*; make one with `sharpscope run"):
         analyze(tmp_path / "runs", tmp_path / "out")
-    with pytest.raises(UserError, match="is no folder"):
+    with pytest.raises(UserError, match="is not a folder"):
         analyze(tmp_path / "nowhere", tmp_path / "out")
     new_run(tmp_path / "runs/empty")
     with pytest.raises(UserError, match="has a finished step yet"):
@@ -108,7 +108,7 @@ def test_no_run_says_what_to_do_and_writes_nothing(tmp_path):
 def test_a_folder_that_cannot_be_made_is_the_users_mistake(tmp_path):
     _write(tmp_path / "runs/a")
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="cannot be made"):
+    with pytest.raises(UserError, match="cannot be created"):
         analyze(tmp_path / "runs", tmp_path / "file" / "out")
 
 

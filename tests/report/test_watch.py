@@ -69,7 +69,7 @@ def test_a_run_without_an_owner_has_died(tmp_path):
 
 
 def test_an_unknown_run_is_a_clear_mistake(tmp_path):
-    with pytest.raises(UserError, match=r"nowhere holds no run.json"):
+    with pytest.raises(UserError, match=r"nowhere has no run.json"):
         watch(tmp_path / "nowhere", _console(False))
 
 

@@ -75,7 +75,7 @@ def test_a_cut_part_is_named_and_set_aside(tmp_path, share):
     loaded = load_run(run)
     with pytest.warns(DamagedPartWarning, match=first.name):
         assert set(loaded.tokens()["step"]) == {2}
-    assert "cut off" in loaded.damaged[first.relative_to(run).as_posix()]
+    assert "truncated" in loaded.damaged[first.relative_to(run).as_posix()]
 
 
 def test_a_damaged_page_sets_the_whole_part_aside_for_all_columns(tmp_path):
@@ -240,10 +240,10 @@ def test_a_run_folder_is_never_overwritten(tmp_path):
     with pytest.raises(UserError, match="is not empty and is not overwritten"):
         create_run_dir(tmp_path / "a")
     new_run(tmp_path / "b")
-    with pytest.raises(UserError, match="holds a run and is not overwritten"):
+    with pytest.raises(UserError, match="contains a run and is not overwritten"):
         create_run_dir(tmp_path / "b")
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="not a free folder"):
+    with pytest.raises(UserError, match="is a file"):
         create_run_dir(tmp_path / "file")
     with pytest.raises(UserError, match="cannot be written"):
         create_run_dir(tmp_path / "file" / "below")
@@ -270,7 +270,7 @@ def test_the_mark_of_a_start_goes_when_the_run_is_there(tmp_path):
     "name", ["..", ".", "", "a/b", "../a", "/tmp", "a\\b", "a\nb", "\x1b[31m", "a b", ".a", "a.", "-a", "a" * 200]
 )
 def test_a_run_name_cannot_leave_its_folder(tmp_path, name):
-    with pytest.raises(UserError, match="cannot name a run"):
+    with pytest.raises(UserError, match="not a valid run name"):
         run_path(tmp_path, name)
 
 

@@ -94,16 +94,16 @@ def test_commands_read_a_packed_run(packed):
 
 
 def test_mistakes_are_named(packed, tmp_path):
-    with pytest.raises(UserError, match=r"holds no run 'grpo-s1'; did you mean 'grpo-s0'"):
+    with pytest.raises(UserError, match=r"has no run 'grpo-s1'; did you mean 'grpo-s0'"):
         sharpscope.load_run(packed / "pack" / "grpo-s1")
     runs = load_runs(packed / "runs").by_name
     with pytest.raises(UserError, match="is not empty"):
         pack_runs(runs, packed / "pack")
-    with pytest.raises(UserError, match="none to pack"):
+    with pytest.raises(UserError, match="none given"):
         pack_runs({}, tmp_path / "pack")
     shutil.copytree(EXAMPLE / "grpo-s0", tmp_path / "run")
     update_run_info(tmp_path / "run", status="failed")
-    with pytest.raises(UserError, match="run: it is failed; only finished runs"):
+    with pytest.raises(UserError, match="run: it is failed; pack finished runs"):
         pack_runs({"it": load_run(tmp_path / "run")}, tmp_path / "pack")
 
 

@@ -122,7 +122,7 @@ def test_scalars_fill_all_rows_and_alone_make_one(tmp_path):
 @pytest.mark.parametrize(
     ("table", "changes", "words"),
     [
-        ("tokens", {"entropie": [0.0] * 4}, "tokens.entropie is no column; did you mean 'entropy'?"),
+        ("tokens", {"entropie": [0.0] * 4}, "tokens.entropie is not a column; did you mean 'entropy'?"),
         ("tokens", {"logp": [0.0] * 3}, "differ in length"),
         ("tokens", {"logp": [0.0, None, 0.0, 0.0]}, "tokens.logp may not be null"),
         ("tokens", {"token_id": [0.5] * 4}, "tokens.token_id is int32, got float64"),
@@ -298,9 +298,9 @@ def test_other_schema_versions_and_broken_run_files_are_left_out_with_a_word(tmp
     assert f"schema version {SCHEMA_VERSION + 1}" in runs.skipped["old"] and "damaged" in runs.skipped["broken"]
     with pytest.raises(UserError, match="schema version"):
         load_run(tmp_path / "old")
-    with pytest.raises(UserError, match="holds no run"):
+    with pytest.raises(UserError, match="has no run.json"):
         load_run(tmp_path)
-    with pytest.raises(UserError, match="is no folder"):
+    with pytest.raises(UserError, match="is not a folder"):
         load_runs(tmp_path / "nowhere")
 
 
