@@ -298,7 +298,7 @@ def test_other_schema_versions_and_broken_run_files_are_left_out_with_a_word(tmp
     assert f"schema version {SCHEMA_VERSION + 1}" in runs.skipped["old"] and "damaged" in runs.skipped["broken"]
     with pytest.raises(UserError, match="schema version"):
         load_run(tmp_path / "old")
-    with pytest.raises(UserError, match="has no run.json"):
+    with pytest.raises(UserError, match=r"has no run\.json"):
         load_run(tmp_path)
     with pytest.raises(UserError, match="is not a folder"):
         load_runs(tmp_path / "nowhere")
