@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from sharpscope.config import register_shaping as register_shaping
+    from sharpscope.config import register_token_weight as register_token_weight
     from sharpscope.probes import attribute as attribute
     from sharpscope.probes import curvature as curvature
     from sharpscope.probes import score_norms as score_norms
@@ -29,6 +30,7 @@ _HOMES = {
     "sharpness": "sharpscope.probes",
     "register_task": "sharpscope.tasks",
     "register_shaping": "sharpscope.config",
+    "register_token_weight": "sharpscope.config",
 }
 
 __all__ = ["__version__", *sorted(_HOMES)]  # noqa: PLE0604 - the names are strings

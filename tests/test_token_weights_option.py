@@ -72,7 +72,7 @@ def test_the_method_may_be_named_anywhere(place, tmp_path: Path):
         ("grpo-sg-entropy-shuffled", "paper", "whose weights depend on the entropy"),
         ("ar-shuffled", "paper", "those of method ar-shuffled are linear"),
         ("grpo", "paper", "those of method grpo are uniform"),
-        ("grpo-sg-reverse", "math:sqrt", "reverse needs a shaping with bounds"),
+        ("grpo-sg-reverse", "math:sqrt", "reverse needs a weighting with bounds"),
         ("grpo-sg", "papr", "--token-weights papr: must be paper, calibrated"),
     ],
 )

@@ -11,8 +11,8 @@ import pandas as pd
 from pydantic import TypeAdapter, ValidationError
 from scipy.special import expit
 
-from sharpscope.config import Shaping
-from sharpscope.config.weight_functions import input_name, input_values, weight_function
+from sharpscope.config import TokenWeight
+from sharpscope.config.token_weights import statistic_values
 
 INPUTS = {
     "logit": "raw logit of the token",
@@ -22,7 +22,7 @@ INPUTS = {
     "entropy": "entropy of the position [nats]",
 }
 NUMPY: Any = SimpleNamespace(exp=np.exp, expm1=np.expm1, log=np.log, sigmoid=expit)
-"""What `weight_function` needs of NumPy."""
+"""NumPy as the array namespace of `Weighting.at_statistic`."""
 
 
 def weight_config(info: Mapping[str, Any]) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def weight_config(info: Mapping[str, Any]) -> dict[str, Any]:
 def weight_input(config: Mapping[str, Any]) -> str | None:
     """Name of the statistic that the weight is a function of (a key of INPUTS); None for other weights."""
     weight = _parsed(config)
-    return None if weight is None else input_name(weight)
+    return None if weight is None else weight.statistic
 
 
 def weight_at(config: Mapping[str, Any], u: np.ndarray) -> np.ndarray | None:
@@ -43,7 +43,7 @@ def weight_at(config: Mapping[str, Any], u: np.ndarray) -> np.ndarray | None:
     if weight is None:
         return None
     try:
-        return np.asarray(weight_function(weight, u, NUMPY))
+        return np.asarray(weight.at_statistic(u, NUMPY))
     except ValueError:
         return None
 
@@ -51,7 +51,7 @@ def weight_at(config: Mapping[str, Any], u: np.ndarray) -> np.ndarray | None:
 def weight_inputs(config: Mapping[str, Any], tokens: pd.DataFrame) -> np.ndarray:
     """The weight's input of tokens with columns logp, logit, entropy, in float64."""
     columns = {name: tokens[name].to_numpy(dtype=np.float64) for name in ("logp", "logit", "entropy")}
-    return np.asarray(input_values(_parsed(config), SimpleNamespace(**columns), NUMPY))
+    return np.asarray(statistic_values(_parsed(config), SimpleNamespace(**columns), NUMPY))
 
 
 def _parsed(config: Mapping[str, Any]) -> Any:
@@ -62,6 +62,6 @@ def _parsed(config: Mapping[str, Any]) -> Any:
     if inner.get("kind") not in ("sigmoid", "entropy", "linear", "power"):
         return None
     try:
-        return TypeAdapter(Shaping).validate_python(dict(config))
+        return TypeAdapter(TokenWeight).validate_python(dict(config))
     except ValidationError:
         return None

@@ -17,7 +17,6 @@ from sharpscope.objective import (
     calibrate,
     choose_preset,
     gradient_killed,
-    needs_calibration,
     summarize_weights,
     token_weights,
 )
@@ -52,7 +51,9 @@ def function_curves(methods: Sequence[Method]) -> pd.DataFrame:
             known = {"logit": values} if axis == "logit" else probability
             step = StepTensors.from_columns(**known)  # type: ignore[arg-type]
             try:
-                shaping = calibrate(published(method).weight, step) if needs_calibration(method) else method.weight
+                shaping = (
+                    calibrate(published(method).weight, step) if method.weight.needs_calibration else method.weight
+                )
                 weight = token_weights(shaping, step, torch.Generator().manual_seed(0))[:, 0].numpy()
             except (UserError, ValueError):
                 continue  # it needs more of a token than this axis

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sharpscope.config.base import Spec
-from sharpscope.config.custom_weights import register_shaping
+from sharpscope.config.custom_weights import register_shaping, register_token_weight
 from sharpscope.config.method import Method, passes_of
 from sharpscope.config.named_methods import control_names, describe, method_label, method_names, named_method
 from sharpscope.config.policy import PolicySpec, RolloutSpec, SamplingSpec
@@ -22,7 +22,7 @@ from sharpscope.config.run import (
     validate,
 )
 from sharpscope.config.tasks import KnightsKnavesSpec, TaskSpec
-from sharpscope.config.token_weights import Schedule, Shaping, needs_calibration, shaping_kinds, weight_bounds
+from sharpscope.config.token_weights import Schedule, TokenWeight, token_weight_kinds
 from sharpscope.config.warm_start import WARM_STARTS, WarmStartSpec
 
 __all__ = [
@@ -35,9 +35,9 @@ __all__ = [
     "RunConfig",
     "SamplingSpec",
     "Schedule",
-    "Shaping",
     "Spec",
     "TaskSpec",
+    "TokenWeight",
     "WarmStartSpec",
     "build_config",
     "check_keys",
@@ -49,14 +49,13 @@ __all__ = [
     "method_label",
     "method_names",
     "named_method",
-    "needs_calibration",
     "parse_override",
     "passes_of",
     "read_yaml",
     "register_shaping",
+    "register_token_weight",
     "resolve_method",
-    "shaping_kinds",
     "to_yaml",
+    "token_weight_kinds",
     "validate",
-    "weight_bounds",
 ]

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from sharpscope.config import method as spec
 from sharpscope.config.method import Method
 from sharpscope.config.token_weights import (
-    CovarianceGaussianShaping,
-    LinearShaping,
-    PolarityShaping,
+    CovarianceGaussianWeight,
+    LinearWeight,
+    PolarityWeight,
     Schedule,
-    SigmoidShaping,
+    SigmoidWeight,
 )
 
 
@@ -59,7 +59,7 @@ _NOTES = (
         ours="The std divides by n − 1 as in TRL; groups whose rewards are all equal have advantage 0. β is 0 unless set.",
     ),
     MethodNote(
-        method=Method(name="grpo-sg", weight=SigmoidShaping()),
+        method=Method(name="grpo-sg", weight=SigmoidWeight()),
         title="Sharpness-guided GRPO",
         equation="GRPO with w_t·min(r_t·A, clip(r_t)·A), w = clip(alpha·[sigmoid((u − u0)/tau) − mu], L, U)",
         constants=_SG_CONSTANTS,
@@ -68,7 +68,7 @@ _NOTES = (
         ours=_SG_OURS,
     ),
     MethodNote(
-        method=Method(name="tr-grpo", weight=SigmoidShaping(), weight_on="ratio", kl=spec.Kl(weighted=True)),
+        method=Method(name="tr-grpo", weight=SigmoidWeight(), weight_on="ratio", kl=spec.Kl(weighted=True)),
         title="Token-regulated GRPO",
         equation="GRPO with min(w_t·r_t·A, clip(w_t·r_t, 1 − ε, 1 + ε)·A) + β·w_t·k3_t, w as in grpo-sg",
         constants=_SG_CONSTANTS + "; ε 0.2",
@@ -80,7 +80,7 @@ _NOTES = (
         ours=_SG_OURS,
     ),
     MethodNote(
-        method=Method(name="ar", weight=LinearShaping(alpha=0.2)),
+        method=Method(name="ar", weight=LinearWeight(alpha=0.2)),
         title="Advantage reweighting",
         equation="GRPO with A_t ← (alpha·π_old(y_t) + 1 − alpha)·A_i",
         constants="alpha 0.2",
@@ -98,7 +98,7 @@ _NOTES = (
         ours="Clip 0.2 on both sides (published runs: 0.2/0.24). A token's KL term is in the same pass as the token.",
     ),
     MethodNote(
-        method=Method(name="ar-lopti", weight=LinearShaping(alpha=0.3), passes=spec.LoptiPasses(eta=0.5)),
+        method=Method(name="ar-lopti", weight=LinearWeight(alpha=0.3), passes=spec.LoptiPasses(eta=0.5)),
         title="Advantage reweighting with Lopti",
         equation="ar and lopti together",
         constants="alpha 0.3, eta 0.5",
@@ -107,7 +107,7 @@ _NOTES = (
         ours="See ar and lopti.",
     ),
     MethodNote(
-        method=Method(name="cov-grpo", weight=CovarianceGaussianShaping()),
+        method=Method(name="cov-grpo", weight=CovarianceGaussianWeight()),
         title="Covariance-aware GRPO",
         equation="GRPO with A_t ← A_i·exp(−(c_t − mean c)²/(2·std(c)²)), c_t = (ln π_t − mean ln π)·(A_t − mean A)",
         constants="none",
@@ -192,7 +192,7 @@ _NOTES = (
         ours="The default bound: the first source gives no number.",
     ),
     MethodNote(
-        method=Method(name="papo", weight=PolarityShaping()),
+        method=Method(name="papo", weight=PolarityWeight()),
         title="Polarity-aware policy optimization",
         equation=(
             "GRPO with A_t ← A_i·(1 + alpha·phase·sign ΔH_t), ΔH_t = −A_i·[π(ln π + H) − Σ_j p_j²(ln p_j + H)], "

@@ -1,4 +1,4 @@
-"""A user's own shapings: the registry behind `register_shaping` and import paths. No torch here."""
+"""Token weights defined by the user: a registry, and functions given by import path."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from sharpscope.errors import UserError, nearest
 if TYPE_CHECKING:
     from torch import Tensor
 
-ShapingFunction = Callable[..., "Tensor"]
+WeightFunction = Callable[..., "Tensor"]
 
 
 @dataclass(frozen=True)
 class Registered:
-    """A user's function (StepTensors, **arguments) → weights (N, T), and what it promises."""
+    """A function (StepTensors, **arguments) → weights (N, T), and its declared properties."""
 
-    function: ShapingFunction
+    function: WeightFunction
     pointwise: bool
     bounds: tuple[float, float] | None
 
@@ -30,28 +30,29 @@ class Registered:
 _REGISTRY: dict[str, Registered] = {}
 
 
-def register_shaping(
+def register_token_weight(
     name: str, *, pointwise: bool = False, bounds: tuple[float, float] | None = None
-) -> Callable[[ShapingFunction], ShapingFunction]:
-    """Decorator: make `function(step, **arguments) -> weights (N, T)` available as `{kind: custom, function: name}`.
+) -> Callable[[WeightFunction], WeightFunction]:
+    """Decorator that makes `function(step, **arguments) -> weights (N, T)` available as `{kind: custom, function: name}`.
 
-    `pointwise` promises that a token's weight depends on that token's own statistics only (no means over the batch, no
-    randomness). `bounds` (L, U) promises L ≤ w ≤ U; it is checked, makes `reverse` possible and lets saturation be
-    reported.
+    Args:
+        name: without a colon.
+        pointwise: a token's weight depends on the statistics of that token only (no batch statistics, no randomness).
+        bounds: (L, U) with L ≤ w ≤ U; checked. The control `reverse` and the saturation need them.
 
     Raises:
         UserError: the name holds a colon or is taken by another function, or the bounds are not 0 ≤ L < U.
     """
     if ":" in name:
-        raise UserError(f"register_shaping name {name!r}: leave out the colon, it marks an import path")
+        raise UserError(f"register_token_weight name {name!r}: leave out the colon, it marks an import path")
     if bounds is not None and not 0 <= bounds[0] < bounds[1]:
-        raise UserError(f"register_shaping {name!r}: bounds {bounds} must satisfy 0 <= L < U")
+        raise UserError(f"register_token_weight {name!r}: bounds {bounds} must satisfy 0 <= L < U")
 
-    def decorate(function: ShapingFunction) -> ShapingFunction:
+    def decorate(function: WeightFunction) -> WeightFunction:
         known = _REGISTRY.get(name)
         if known is not None and _origin(known.function) != _origin(function):
             raise UserError(
-                f"register_shaping {name!r}: already taken by {':'.join(_origin(known.function))}; choose another name"
+                f"register_token_weight {name!r}: already taken by {':'.join(_origin(known.function))}; choose another name"
             )
         _REGISTRY[name] = Registered(function, pointwise, bounds)
         return function
@@ -59,11 +60,15 @@ def register_shaping(
     return decorate
 
 
+register_shaping = register_token_weight
+"""Name of `register_token_weight` in version 0.1."""
+
+
 def _origin(function: Any) -> tuple[str, str]:
     return (getattr(function, "__module__", "?"), getattr(function, "__qualname__", repr(function)))
 
 
-def find_shaping(name: str) -> Registered:
+def find_token_weight(name: str) -> Registered:
     """The registered function called `name`, or the one at the import path `package.module:function`.
 
     The module is looked for as Python does, and then in the working directory.
@@ -76,12 +81,12 @@ def find_shaping(name: str) -> Registered:
     module_name, colon, attribute = name.partition(":")
     if not colon or not module_name or not attribute:
         raise UserError(
-            f"shaping function {name!r}: neither registered nor an import path `package.module:function`"
+            f"weight function {name!r}: neither registered nor an import path `package.module:function`"
             + (nearest(name, _REGISTRY) if _REGISTRY else "")
         )
     function = getattr(_module(name, module_name), attribute, None)
     if not callable(function):
-        raise UserError(f"shaping function {name!r}: module {module_name!r} has no function {attribute!r}")
+        raise UserError(f"weight function {name!r}: module {module_name!r} has no function {attribute!r}")
     for registered in _REGISTRY.values():  # decorated, but named by its path: the decorator's promises hold
         if registered.function is function:
             return registered
@@ -97,7 +102,7 @@ def _module(name: str, module_name: str) -> ModuleType:
         return importlib.import_module(module_name)
     except Exception as error:  # whatever a user's module raises while it is imported
         raise UserError(
-            f"shaping function {name!r}: importing {module_name!r} failed with {type(error).__name__}: {error}; "
+            f"weight function {name!r}: importing {module_name!r} failed with {type(error).__name__}: {error}; "
             "check the path and the module"
         ) from error
     finally:

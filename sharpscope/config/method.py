@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from sharpscope.config.token_weights import NonNegative, Part, Real, Shaping, UniformShaping, is_pointwise
+from sharpscope.config.token_weights import NonNegative, Part, Real, TokenWeight, UniformWeight
 
 
 class Advantage(Part):
@@ -257,7 +257,9 @@ class Method(Part):
         default_factory=TokenRatio,
         description="Importance ratio that is clipped: per token, per sequence, or a power mean.",
     )
-    weight: Shaping = Field(default_factory=UniformShaping, description="Token weight w; no gradient flows through it.")
+    weight: TokenWeight = Field(
+        default_factory=UniformWeight, description="Token weight w; no gradient flows through it."
+    )
     weight_on: Literal["surrogate", "ratio"] = Field(
         default="surrogate",
         description="surrogate: w·(clipped objective); ratio: w multiplies the ratio inside the clip (TR-GRPO).",
@@ -303,7 +305,7 @@ class Method(Part):
     @property
     def pointwise(self) -> bool:
         """Whether `prepare` gives the same rows for any subset of the batch: no batch statistics, no randomness."""
-        return is_pointwise(self.weight) and isinstance(self.tokens, AllTokens) and isinstance(self.penalty, NoPenalty)
+        return self.weight.pointwise and isinstance(self.tokens, AllTokens) and isinstance(self.penalty, NoPenalty)
 
 
 def passes_of(method: Method) -> int:

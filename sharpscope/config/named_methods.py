@@ -8,14 +8,13 @@ from typing import Any
 from sharpscope.config.catalogue import NOTES, MethodNote
 from sharpscope.config.method import Method
 from sharpscope.config.token_weights import (
-    ConstantShaping,
-    EntropyShaping,
-    MeanOneShaping,
-    Part,
-    ReverseShaping,
-    ShuffledShaping,
-    UniformShaping,
-    is_bounded,
+    ConstantWeight,
+    EntropyWeight,
+    MeanOneWeight,
+    ReverseWeight,
+    ShuffledWeight,
+    UniformWeight,
+    Weighting,
 )
 from sharpscope.errors import UserError, nearest
 
@@ -44,8 +43,8 @@ def control_names() -> list[str]:
     ]
 
 
-def _applies(weight: Part, suffix: str) -> bool:
-    return not isinstance(weight, UniformShaping) and (suffix != "reverse" or is_bounded(weight))
+def _applies(weight: Weighting, suffix: str) -> bool:
+    return not isinstance(weight, UniformWeight) and (suffix != "reverse" or weight.bounded)
 
 
 def named_method(name: str) -> Method:
@@ -61,7 +60,7 @@ def named_method(name: str) -> Method:
         if base != name and (base in NOTES or any(base.endswith(f"-{s}") for s in SUFFIXES)):
             method = named_method(base)
             if not _applies(method.weight, suffix):
-                why = "are all 1" if isinstance(method.weight, UniformShaping) else "have no bounds"
+                why = "are all 1" if isinstance(method.weight, UniformWeight) else "have no bounds"
                 raise UserError(
                     f"method = {name!r}: control {suffix!r} does not apply to {base!r}, whose weights {why}"
                 )
@@ -69,17 +68,17 @@ def named_method(name: str) -> Method:
     raise UserError(f"method = {name!r}: unknown{nearest(name, [*method_names(), *control_names()])}")
 
 
-def _wrapped(weight: Any, suffix: str) -> Part:
+def _wrapped(weight: Any, suffix: str) -> Weighting:
     match suffix:
         case "shuffled":
-            return ShuffledShaping(of=weight)
+            return ShuffledWeight(of=weight)
         case "reverse":
-            return ReverseShaping(of=weight)
+            return ReverseWeight(of=weight)
         case "constant":
-            return ConstantShaping(of=weight)
+            return ConstantWeight(of=weight)
         case "mean-one":
-            return MeanOneShaping(of=weight)
-    return EntropyShaping()
+            return MeanOneWeight(of=weight)
+    return EntropyWeight()
 
 
 def describe(name: str) -> MethodNote:

@@ -20,7 +20,7 @@ from sharpscope.config.policy import PolicySpec, RolloutSpec
 from sharpscope.config.probes import ProbesSpec
 from sharpscope.config.safe_yaml import YAML_ERRORS, YAML_LIMIT, load_yaml
 from sharpscope.config.tasks import KnightsKnavesSpec, TaskSpec
-from sharpscope.config.token_weights import shaping_kinds
+from sharpscope.config.token_weights import token_weight_kinds
 from sharpscope.config.training import (
     CheckpointSpec,
     EvaluationSpec,
@@ -157,7 +157,7 @@ def build_config(
         # After the last layer that names the method (it resets the method), before overrides of single constants.
         naming = [index for index, layer in enumerate(layers, 1) if _names_method(layer)]
         method = _expand_method({"method": {}, **_merge_all(layers)})["method"]
-        layers.insert(max([before_overrides, *naming]), _shaping_layer(shaping, method))
+        layers.insert(max([before_overrides, *naming]), _weight_layer(shaping, method))
     data = _default_policy(_fill_kinds(RunConfig, _expand_method(_merge_all(layers))))
     check_keys(RunConfig, data)
     return resolve_method(validate(RunConfig, data))
@@ -175,7 +175,7 @@ def _names_method(layer: Mapping[str, Any]) -> bool:
     return isinstance(method, str) or (isinstance(method, Mapping) and "name" in method)
 
 
-def _shaping_layer(text: str, method: Mapping[str, Any]) -> dict[str, Any]:
+def _weight_layer(text: str, method: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that give a complete `method` the token weights `text` (`--token-weights`).
 
     A wrapper (shuffled, reverse, constant, mean_one) keeps its kind; the innermost weight changes.
@@ -209,7 +209,7 @@ def _shaping_layer(text: str, method: Mapping[str, Any]) -> dict[str, Any]:
 
 def _is_wrapper(weight: Mapping[str, Any]) -> bool:
     kind = weight.get("kind")
-    model = shaping_kinds().get(kind) if isinstance(kind, str) else None
+    model = token_weight_kinds().get(kind) if isinstance(kind, str) else None
     return model is not None and "of" in model.model_fields
 
 

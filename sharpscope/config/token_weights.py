@@ -1,17 +1,18 @@
-"""Token weights as data: every shaping, every control around one, and how a constant is annealed. No torch here."""
+"""Token weights as data: every weighting, the controls around one, and schedules of constants.
+
+A weight that depends on one statistic of a token is evaluated here for NumPy arrays and torch tensors alike (`xp` is the
+array namespace); the others are in `sharpscope.objective.token_weights`.
+"""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Protocol, Self, get_args
 
 from pydantic import Field, model_validator
 
 from sharpscope.config.base import Spec
-from sharpscope.config.custom_weights import find_shaping
-
-if TYPE_CHECKING:
-    from sharpscope.config.method import Method
+from sharpscope.config.custom_weights import find_token_weight
 
 
 class Schedule(Spec):
@@ -70,18 +71,122 @@ Share = Annotated[float, Field(ge=0, le=1)] | Schedule
 PAPER_SIGMOID: dict[str, float] = {"alpha": 2.0, "tau": 9.0, "mu": 0.25, "L": 1.0, "U": 1.4, "u0": 0.0}
 
 
-def _ordered(low: Any, high: Any) -> None:
-    if isinstance(low, float) and isinstance(high, float) and low >= high:
-        raise ValueError(f"L = {low} must be below U = {high}")
+class Statistics(Protocol):
+    """Statistics of sampled tokens that pointwise weights read; arrays of one shape."""
+
+    @property
+    def logp(self) -> Any:
+        """ln π of the token [nats]."""
+
+    @property
+    def logit(self) -> Any:
+        """Its logit z, before division by the temperature."""
+
+    @property
+    def entropy(self) -> Any:
+        """Entropy of the distribution that the token was sampled from [nats]."""
 
 
-class UniformShaping(Part):
+SMALLEST_COMPLEMENT = 2.0**-24
+"""Smallest 1 − π that log-odds resolve: the resolution of float32 log-probabilities."""
+
+
+class Weighting(Part):
+    """Base of the token weights."""
+
+    @property
+    def statistic(self) -> str | None:
+        """The one statistic that the weight is a function of: logit, log_odds, logp, prob or entropy; else None."""
+        return None
+
+    @property
+    def pointwise(self) -> bool:
+        """Whether a token's weight depends on the statistics of that token only, without batch statistics or randomness."""
+        return self.statistic is not None
+
+    @property
+    def bounded(self) -> bool:
+        """Whether the weight has `bounds`."""
+        return "L" in type(self).model_fields
+
+    @property
+    def bounds(self) -> tuple[float, float] | None:
+        """[L, U] that contains every weight, or None. Schedules must be resolved (`at`)."""
+        if not self.bounded:
+            return None
+        low, high = (_number(self._published(name)) for name in ("L", "U"))
+        return low, high
+
+    @property
+    def needs_calibration(self) -> bool:
+        """Whether a constant is empty that a preset or the first step fills in."""
+        return False
+
+    def at_statistic(self, u: Any, xp: Any) -> Any:
+        """Weights at values `u` of the statistic, in its shape.
+
+        Args:
+            u: array.
+            xp: `torch`, or a namespace with exp, log, expm1 and sigmoid for the arrays given.
+
+        Raises:
+            ValueError: the weight is not a function of one statistic, or a constant is not a number yet.
+        """
+        raise ValueError(f"{type(self).__name__} is not a function of one statistic of a token")
+
+    def _published(self, name: str) -> Any:
+        value = getattr(self, name)
+        return PAPER_SIGMOID[name] if value is None else value
+
+    @model_validator(mode="after")
+    def _bounds_ordered(self) -> Self:
+        if "L" in type(self).model_fields:
+            low, high = self._published("L"), self._published("U")
+            if isinstance(low, float) and isinstance(high, float) and low >= high:
+                raise ValueError(f"L = {low} must be below U = {high}")
+        return self
+
+
+def statistic_values(weight: Weighting, tokens: Statistics, xp: Any) -> Any:
+    """The statistic that `weight` is a function of, in the tokens' shape.
+
+    Raises:
+        ValueError: it is not a function of one statistic.
+    """
+    match weight.statistic:
+        case None:
+            raise ValueError(f"{type(weight).__name__} is not a function of one statistic of a token")
+        case "log_odds":
+            return tokens.logp - xp.log((-xp.expm1(tokens.logp)).clip(min=SMALLEST_COMPLEMENT))
+        case "prob":
+            return xp.exp(tokens.logp)
+        case name:
+            return getattr(tokens, name)
+
+
+def _number(value: object) -> float:
+    if not isinstance(value, int | float):
+        raise ValueError(f"a constant is still {value!r}: call calibrate() and .at(progress) first")
+    return float(value)
+
+
+def _sigmoid(constants: dict[str, Any], u: Any, xp: Any) -> Any:
+    alpha, tau, mu, low, high, u0 = (_number(constants.get(name)) for name in ("alpha", "tau", "mu", "L", "U", "u0"))
+    return (alpha * (xp.sigmoid((u - u0) / tau) - mu)).clip(low, high)
+
+
+class UniformWeight(Weighting):
     """w = 1: plain GRPO."""
 
     kind: Literal["uniform"] = "uniform"
 
+    @property
+    def pointwise(self) -> bool:
+        """See `Weighting`."""
+        return True
 
-class SigmoidShaping(Part):
+
+class SigmoidWeight(Weighting):
     """w = clip(alpha·[sigmoid((u − u0)/tau) − mu], L, U), GRPO-SG's shape (arXiv 2511.00066).
 
     A constant left empty is the preset's; one that is given overrides it. Preset `paper`: alpha 2, tau 9, mu 0.25, L 1,
@@ -107,11 +212,6 @@ class SigmoidShaping(Part):
     U: Positive | None = Field(default=None, description="Largest weight, > L; published 1.4.")
     u0: Real | None = Field(default=None, description="Location of the sigmoid, unit of u; published 0.")
 
-    @model_validator(mode="after")
-    def _bounds_ordered(self) -> Self:
-        _ordered(PAPER_SIGMOID["L"] if self.L is None else self.L, PAPER_SIGMOID["U"] if self.U is None else self.U)
-        return self
-
     def constants(self) -> dict[str, float | Schedule]:
         """alpha, tau, mu, L, U, u0 as far as they are known before a calibration: given ones, else the preset's."""
         known: dict[str, float | Schedule] = dict(PAPER_SIGMOID)
@@ -120,13 +220,27 @@ class SigmoidShaping(Part):
         given = {name: getattr(self, name) for name in PAPER_SIGMOID}
         return known | {name: value for name, value in given.items() if value is not None}
 
+    @property
+    def statistic(self) -> str:
+        """See `Weighting`."""
+        return self.input
 
-class EntropyShaping(Part):
+    @property
+    def needs_calibration(self) -> bool:
+        """See `Weighting`."""
+        return any(getattr(self, name) is None for name in PAPER_SIGMOID)
+
+    def at_statistic(self, u: Any, xp: Any) -> Any:
+        """clip(alpha·[sigmoid((u − u0)/tau) − mu], L, U)."""
+        return _sigmoid(self.constants(), u, xp)
+
+
+class EntropyWeight(Weighting):
     """The same curve on the entropy H of the position instead of the sampled token: u = −H (`low`) or H (`high`), in
     nats.
 
     The control for "is it the token's probability, or just how sure the policy is there?". The form is ours; tau and u0
-    are calibrated on the first step as in `SigmoidShaping` unless given.
+    are calibrated on the first step as in `SigmoidWeight` unless given.
     """
 
     kind: Literal["entropy"] = "entropy"
@@ -142,18 +256,31 @@ class EntropyShaping(Part):
         default=None, description="Location of the sigmoid, nats; empty: calibrated on the first step."
     )
 
-    @model_validator(mode="after")
-    def _bounds_ordered(self) -> Self:
-        _ordered(self.L, self.U)
-        return self
-
     def constants(self) -> dict[str, float | Schedule]:
         """alpha, mu, L, U, and tau and u0 if they are given."""
         given = {name: getattr(self, name) for name in PAPER_SIGMOID}
         return {name: value for name, value in given.items() if value is not None}
 
+    @property
+    def statistic(self) -> str:
+        """See `Weighting`."""
+        return "entropy"
 
-class LinearShaping(Part):
+    @property
+    def needs_calibration(self) -> bool:
+        """See `Weighting`."""
+        return self.tau is None or self.u0 is None
+
+    def signed(self, u: Any) -> Any:
+        """−u where low entropy has the largest weight, else u."""
+        return -u if self.direction == "low" else u
+
+    def at_statistic(self, u: Any, xp: Any) -> Any:
+        """clip(alpha·[sigmoid((±u − u0)/tau) − mu], L, U)."""
+        return _sigmoid(self.constants(), self.signed(u), xp)
+
+
+class LinearWeight(Weighting):
     """w = alpha·π + 1 − alpha: advantage reweighting (AR, arXiv 2505.12929). alpha 0 is GRPO."""
 
     kind: Literal["linear"] = "linear"
@@ -161,9 +288,28 @@ class LinearShaping(Part):
         default=0.2, description="Share of the weight that follows π, in [0, 1]; published 0.2, with Lopti 0.3."
     )
 
+    @property
+    def bounded(self) -> bool:
+        """True."""
+        return True
 
-class PowerShaping(Part):
-    """w = clip(π^gamma, L, U). Form ours; gamma > 0 favours likely tokens, < 0 unlikely ones, 0 is GRPO (if L ≤ 1 ≤
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """[1 − alpha, 1]."""
+        return 1.0 - _number(self.alpha), 1.0
+
+    @property
+    def statistic(self) -> str:
+        """See `Weighting`."""
+        return "prob"
+
+    def at_statistic(self, u: Any, xp: Any) -> Any:
+        """alpha·π + 1 − alpha."""
+        return _number(self.alpha) * u + (1 - _number(self.alpha))
+
+
+class PowerWeight(Weighting):
+    """w = clip(π^gamma, L, U). Form ours; gamma > 0 favors likely tokens, < 0 unlikely ones, 0 is GRPO (if L ≤ 1 ≤
     U).
     """
 
@@ -172,28 +318,32 @@ class PowerShaping(Part):
     L: NonNegative = Field(default=0.0, description="Smallest weight, ≥ 0.")
     U: Positive = Field(default=1.0, description="Largest weight, > L.")
 
-    @model_validator(mode="after")
-    def _bounds_ordered(self) -> Self:
-        _ordered(self.L, self.U)
-        return self
+    @property
+    def statistic(self) -> str:
+        """See `Weighting`."""
+        return "logp"
+
+    def at_statistic(self, u: Any, xp: Any) -> Any:
+        """clip(π^gamma, L, U)."""
+        return xp.exp(_number(self.gamma) * u).clip(_number(self.L), _number(self.U))
 
 
-class CovarianceGaussianShaping(Part):
+class CovarianceGaussianWeight(Weighting):
     """w = exp(−(c − mean c)²/(2 std(c)²)), c_t = (ln π_t − mean ln π)(A_t − mean A); covariance-aware GRPO (arXiv
     2605.11538).
 
     Means and the population std run over all loss tokens of the step. The kernel on the per-token covariance is
-    published, this normalisation is our reading. w = 1 where std(c) = 0.
+    published, this normalization is our reading. w = 1 where std(c) = 0.
     """
 
     kind: Literal["covariance_gaussian"] = "covariance_gaussian"
 
 
-class PolarityShaping(Part):
+class PolarityWeight(Weighting):
     """w = 1 + alpha·phase·sign(ΔH_t), the predicted entropy change ΔH_t = −A_t·polarity_t; phase = clip((H* − H̄)/H*,
     −1, 1).
 
-    Polarity-aware policy optimisation (arXiv 2605.11775) reweights advantages by polarity with the entropy trajectory
+    Polarity-aware policy optimization (arXiv 2605.11775) reweights advantages by polarity with the entropy trajectory
     as the phase signal; this formula is ours. H̄ is the mean entropy of the step's loss tokens, H* `target`. Below the
     target, tokens that raise the entropy weigh more; above it, those that lower it; no branch is dropped (alpha < 1).
     """
@@ -204,9 +354,14 @@ class PolarityShaping(Part):
         default=None, description="H*, > 0, nats; empty: the mean entropy of the first step (filled in by calibration)."
     )
 
+    @property
+    def needs_calibration(self) -> bool:
+        """See `Weighting`."""
+        return self.target is None
 
-class CustomShaping(Part):
-    """A weight of the user's own: a name given to `register_shaping`, or an import path `package.module:function`."""
+
+class CustomWeight(Weighting):
+    """A weight of the user's own: a name given to `register_token_weight`, or an import path `package.module:function`."""
 
     kind: Literal["custom"] = "custom"
     function: str = Field(description="Registered name, or `package.module:function`.")
@@ -216,110 +371,116 @@ class CustomShaping(Part):
 
     @model_validator(mode="after")
     def _exists(self) -> Self:
-        find_shaping(self.function)  # a wrong name must stop a run before anything is written
+        find_token_weight(self.function)  # a wrong name must stop a run before anything is written
         return self
 
+    @property
+    def bounded(self) -> bool:
+        """As registered."""
+        return self.bounds is not None
 
-class ReverseShaping(Part):
-    """w ← L + U − w, for shapings with bounds: the ablation that the paper reports as worse."""
+    @property
+    def bounds(self) -> tuple[float, float] | None:
+        """As registered."""
+        return find_token_weight(self.function).bounds
+
+    @property
+    def pointwise(self) -> bool:
+        """As registered."""
+        return find_token_weight(self.function).pointwise
+
+
+class Control(Weighting):
+    """Base of the controls, which change the weights of another weighting, `of`."""
+
+    @property
+    def inner(self) -> Weighting:
+        """The weighting that the control changes."""
+        weighting: Weighting = self.of  # type: ignore[attr-defined]  # a field of every control
+        return weighting
+
+    @property
+    def needs_calibration(self) -> bool:
+        """See `Weighting`."""
+        return self.inner.needs_calibration
+
+
+class _SameBounds(Control):
+    """A control whose weights have the bounds of the inner ones."""
+
+    @property
+    def bounded(self) -> bool:
+        """See `Weighting`."""
+        return self.inner.bounded
+
+    @property
+    def bounds(self) -> tuple[float, float] | None:
+        """Those of the inner weighting."""
+        return self.inner.bounds
+
+
+class ReverseWeight(_SameBounds):
+    """w ← L + U − w, for weightings with bounds: the ablation that the paper reports as worse."""
 
     kind: Literal["reverse"] = "reverse"
-    of: Shaping = Field(description="The shaping that is reversed; it must have bounds.")
+    of: TokenWeight = Field(description="The weighting that is reversed; it must have bounds.")
 
     @model_validator(mode="after")
     def _bounded(self) -> Self:
-        if not is_bounded(self.of):
-            raise ValueError(f"reverse needs a shaping with bounds; {self.of.kind!r} has none")
+        if not self.of.bounded:
+            raise ValueError(f"reverse needs a weighting with bounds; {self.of.kind!r} has none")
         return self
 
+    @property
+    def statistic(self) -> str | None:
+        """See `Weighting`."""
+        return self.of.statistic
 
-class ShuffledShaping(Part):
-    """The same weights, permuted over the loss tokens of each completion: keeps the distribution, destroys the
-    alignment.
+    @property
+    def pointwise(self) -> bool:
+        """See `Weighting`."""
+        return self.of.pointwise
+
+    def at_statistic(self, u: Any, xp: Any) -> Any:
+        """L + U − w."""
+        assert self.bounds is not None
+        return self.bounds[0] + self.bounds[1] - self.of.at_statistic(u, xp)
+
+
+class ShuffledWeight(_SameBounds):
+    """The same weights, permuted over the loss tokens of each completion.
+
+    The distribution of the weights stays; their alignment with the tokens is lost.
     """
 
     kind: Literal["shuffled"] = "shuffled"
-    of: Shaping = Field(description="The shaping whose weights are permuted.")
+    of: TokenWeight = Field(description="The weighting whose weights are permuted.")
 
 
-class ConstantShaping(Part):
-    """Every weight is the step's mean: what is left of a shaping as a learning-rate multiplier."""
+class ConstantWeight(Control):
+    """Every weight is the step's mean: only the effect on the learning rate is left."""
 
     kind: Literal["constant"] = "constant"
-    of: Shaping = Field(description="The shaping whose mean is taken.")
+    of: TokenWeight = Field(description="The weighting whose mean is taken.")
 
 
-class MeanOneShaping(Part):
-    """w ← w/mean w over the step's loss tokens: what is left of a shaping without the learning-rate multiplier."""
+class MeanOneWeight(Control):
+    """w ← w/mean w over the step's loss tokens: no effect on the learning rate."""
 
     kind: Literal["mean_one"] = "mean_one"
-    of: Shaping = Field(description="The shaping that is rescaled.")
+    of: TokenWeight = Field(description="The weighting that is rescaled.")
 
 
-Shaping = Annotated[
-    UniformShaping | SigmoidShaping | EntropyShaping | LinearShaping | PowerShaping | CovarianceGaussianShaping |
-    PolarityShaping | CustomShaping | ReverseShaping | ShuffledShaping | ConstantShaping | MeanOneShaping,
+TokenWeight = Annotated[
+    UniformWeight | SigmoidWeight | EntropyWeight | LinearWeight | PowerWeight | CovarianceGaussianWeight |
+    PolarityWeight | CustomWeight | ReverseWeight | ShuffledWeight | ConstantWeight | MeanOneWeight,
     Field(discriminator="kind"),
 ]  # fmt: skip
-Wrapper = ReverseShaping | ShuffledShaping | ConstantShaping | MeanOneShaping
-for _wrapper in (ReverseShaping, ShuffledShaping, ConstantShaping, MeanOneShaping):
-    _wrapper.model_rebuild()
+for _control in (ReverseWeight, ShuffledWeight, ConstantWeight, MeanOneWeight):
+    _control.model_rebuild()
 
 
-def shaping_kinds() -> dict[str, type[Part]]:
-    """Every shaping's `kind` and its model, in the order of definition."""
-    members = get_args(get_args(Shaping)[0])
+def token_weight_kinds() -> dict[str, type[Weighting]]:
+    """Every weighting's `kind` and its model, in the order of definition."""
+    members = get_args(get_args(TokenWeight)[0])
     return {str(member.model_fields["kind"].default): member for member in members}
-
-
-def is_bounded(shaping: Part) -> bool:
-    """Whether the shaping clips its weights to an interval [L, U] that it can name."""
-    if isinstance(shaping, CustomShaping):
-        return find_shaping(shaping.function).bounds is not None
-    if isinstance(shaping, ReverseShaping | ShuffledShaping):
-        return is_bounded(shaping.of)
-    return isinstance(shaping, SigmoidShaping | EntropyShaping | LinearShaping | PowerShaping)
-
-
-def weight_bounds(shaping: Part) -> tuple[float, float] | None:
-    """[L, U] of a shaping whose schedules are resolved (`at`), or None for one without bounds."""
-    if isinstance(shaping, CustomShaping):
-        return find_shaping(shaping.function).bounds
-    if isinstance(shaping, ReverseShaping | ShuffledShaping):
-        return weight_bounds(shaping.of)
-    if isinstance(shaping, LinearShaping):
-        return (1.0 - _number(shaping.alpha), 1.0)
-    if isinstance(shaping, SigmoidShaping):
-        low = PAPER_SIGMOID["L"] if shaping.L is None else _number(shaping.L)
-        return (low, PAPER_SIGMOID["U"] if shaping.U is None else _number(shaping.U))
-    if isinstance(shaping, EntropyShaping | PowerShaping):
-        return (_number(shaping.L), _number(shaping.U))
-    return None
-
-
-def _number(value: float | Schedule) -> float:
-    if isinstance(value, Schedule):
-        raise ValueError("resolve the schedule first: call .at(progress)")
-    return value
-
-
-def needs_calibration(method: Method) -> bool:
-    """Whether `calibrate` has constants of the method's weight to fill in: from the preset, or from the first step."""
-    return _unfilled(method.weight)
-
-
-def _unfilled(shaping: Part) -> bool:
-    if isinstance(shaping, Wrapper):
-        return _unfilled(shaping.of)
-    if isinstance(shaping, SigmoidShaping | EntropyShaping):
-        return any(getattr(shaping, name) is None for name in PAPER_SIGMOID)
-    return isinstance(shaping, PolarityShaping) and shaping.target is None
-
-
-def is_pointwise(shaping: Part) -> bool:
-    """Whether a token's weight depends on that token's own statistics only: no batch statistics, no randomness."""
-    if isinstance(shaping, CustomShaping):
-        return find_shaping(shaping.function).pointwise
-    if isinstance(shaping, ReverseShaping):
-        return is_pointwise(shaping.of)
-    return isinstance(shaping, UniformShaping | SigmoidShaping | EntropyShaping | LinearShaping | PowerShaping)

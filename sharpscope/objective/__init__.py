@@ -6,16 +6,17 @@ Order of use, once a step: `group_advantages`, `prepare`; once an update: `token
 
 from __future__ import annotations
 
-from sharpscope.config.custom_weights import register_shaping
+from sharpscope.config.custom_weights import register_shaping, register_token_weight
 from sharpscope.config.method import Method, passes_of
 from sharpscope.config.named_methods import control_names, describe, method_label, method_names, named_method
-from sharpscope.config.token_weights import Schedule, Shaping, needs_calibration, shaping_kinds, weight_bounds
+from sharpscope.config.token_weights import Schedule, TokenWeight, token_weight_kinds
 from sharpscope.objective.advantages import group_advantages, informative_groups, overlong_penalty
 from sharpscope.objective.aggregate import token_normalizer
+from sharpscope.objective.calibration import calibrate, choose_preset
 from sharpscope.objective.plan import prepare
-from sharpscope.objective.shaping import calibrate, choose_preset, token_weights
 from sharpscope.objective.statistics import WeightSummary, summarize_weights
 from sharpscope.objective.surrogates import gradient_killed, k3, policy_loss
+from sharpscope.objective.token_weights import token_weights
 from sharpscope.objective.values import LossOutput, Plan, StepTensors
 
 __all__ = [
@@ -23,8 +24,8 @@ __all__ = [
     "Method",
     "Plan",
     "Schedule",
-    "Shaping",
     "StepTensors",
+    "TokenWeight",
     "WeightSummary",
     "calibrate",
     "choose_preset",
@@ -37,15 +38,14 @@ __all__ = [
     "method_label",
     "method_names",
     "named_method",
-    "needs_calibration",
     "overlong_penalty",
     "passes_of",
     "policy_loss",
     "prepare",
     "register_shaping",
-    "shaping_kinds",
+    "register_token_weight",
     "summarize_weights",
     "token_normalizer",
+    "token_weight_kinds",
     "token_weights",
-    "weight_bounds",
 ]

@@ -33,15 +33,15 @@ def group_advantages(reward: Tensor, group: Tensor, spec: Advantage | None = Non
     value = reward.double()
     member, count, informative = _groups(reward, group)
     mean = torch.zeros_like(count).index_add_(0, member, value) / count
-    centred = value - mean[member]
+    centered = value - mean[member]
     if spec.scale == "group":
-        square = torch.zeros_like(count).index_add_(0, member, centred**2)
+        square = torch.zeros_like(count).index_add_(0, member, centered**2)
         std = (square / (count - spec.ddof).clamp(min=1)).sqrt()
         # a subnormal spread can round to std 0: without an epsilon that group has nothing to say either
         scale = std + spec.epsilon
         informative = informative & (scale > 0)
-        centred = centred / torch.where(scale > 0, scale, 1.0)[member]
-    return torch.where(informative[member], centred, 0.0).to(reward.dtype)
+        centered = centered / torch.where(scale > 0, scale, 1.0)[member]
+    return torch.where(informative[member], centered, 0.0).to(reward.dtype)
 
 
 def informative_groups(reward: Tensor, group: Tensor) -> Tensor:

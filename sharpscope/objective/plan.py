@@ -1,4 +1,4 @@
-"""Everything that is decided once a step: weights, token selections, passes."""
+"""What is fixed once per step: token weights, selections and passes."""
 
 from __future__ import annotations
 
@@ -8,26 +8,27 @@ import torch
 from torch import Tensor
 
 from sharpscope.config.method import ClipCovTokens, HighEntropyTokens, KlCovPenalty, LoptiPasses, Method
-from sharpscope.objective.shaping import token_weights
 from sharpscope.objective.statistics import token_covariance
+from sharpscope.objective.token_weights import token_weights
 from sharpscope.objective.values import Plan, StepTensors
 
 
 @torch.no_grad()
 def prepare(method: Method, step: StepTensors, generator: torch.Generator | None = None) -> Plan:
-    """Decide a step's weights, token selection and passes from π_old's statistics; they stay fixed over its updates.
+    """Weights, token selection and passes of a step from the statistics of π_old; they stay fixed over its updates.
 
     Means, covariances and quantiles run over all loss tokens of the step, never a microbatch. If `method.pointwise`, a
     subset of rows gives the same rows of the plan.
 
     Args:
-        method: the objective, its shaping calibrated.
+        method: the objective, with calibrated weights.
         step: (N, T) statistics at the start of the step.
         generator: needed by `shuffled` weights and by Clip-Cov's draw.
 
     Raises:
-        UserError: a shaping's weights are not finite or negative, or a user's own shaping misbehaves.
-        ValueError: a shaping is not calibrated, or a needed generator is missing.
+        UserError: weights are negative, or a custom function returns something else than weights.
+        NonFiniteError: a weight is not finite.
+        ValueError: the weights are not calibrated, or a generator is needed and missing.
     """
     method = method.at(step.progress)
     mask = step.mask.bool()

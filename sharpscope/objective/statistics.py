@@ -1,6 +1,4 @@
-"""Statistics over all loss tokens of a step, in float64: means, covariances, percentiles, and what the weights look
-like.
-"""
+"""Statistics over all loss tokens of a step, in float64: means, covariances, percentiles, and a summary of the weights."""
 
 from __future__ import annotations
 
@@ -11,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sharpscope.config.token_weights import Part, weight_bounds
+from sharpscope.config.token_weights import Weighting
 from sharpscope.objective.values import StepTensors
 
-#: Share of the weights on one bound above which a shaping has lost its effect.
+#: Share of the weights on one bound above which the weighting has no effect.
 SATURATION_LIMIT = 0.95
 
 
@@ -45,7 +43,7 @@ def percentile(value: Tensor, mask: Tensor, q: float) -> float:
 class WeightSummary:
     """Token weights of one step over its loss tokens, all dimensionless.
 
-    `saturation_low` and `saturation_high` are the shares of the weights at L and at U, None for a shaping without
+    `saturation_low` and `saturation_high` are the shares of the weights at L and at U, None for a weighting without
     bounds. `ess` = (Σw)²/(n·Σw²) in (0, 1] is the effective sample size as a share of the tokens, 0 if every weight is
     0.
     """
@@ -70,14 +68,14 @@ class WeightSummary:
         return None
 
 
-def summarize_weights(shaping: Part, weight: Tensor, mask: Tensor, *, progress: float = 0.0) -> WeightSummary:
+def summarize_weights(weighting: Weighting, weight: Tensor, mask: Tensor, *, progress: float = 0.0) -> WeightSummary:
     """Mean, population std, extremes, saturation and effective sample size of `weight` over the loss tokens.
 
     Args:
-        shaping: where the weights come from; gives the bounds. A weight is at a bound within 1e-6 of it.
+        weighting: gives the bounds. A weight within 1e-6 of a bound counts as on it.
         weight: (N, T).
         mask: (N, T) loss tokens, bool or 0/1.
-        progress: at which the shaping's schedules are read.
+        progress: in [0, 1], at which schedules are evaluated.
 
     Returns:
         The summary; NaN everywhere (None for the saturation) without a loss token.
@@ -86,7 +84,7 @@ def summarize_weights(shaping: Part, weight: Tensor, mask: Tensor, *, progress: 
     if w.numel() == 0:
         return WeightSummary(math.nan, math.nan, math.nan, math.nan, None, None, math.nan)
     total, square = float(w.sum()), float((w**2).sum())
-    bounds = weight_bounds(shaping.at(progress))
+    bounds = weighting.at(progress).bounds
     return WeightSummary(
         mean=float(w.mean()),
         std=float(w.std(correction=0)),

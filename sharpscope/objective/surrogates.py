@@ -25,7 +25,7 @@ def policy_loss(
 ) -> LossOutput:
     """This microbatch's share of an update's loss; ∂loss/∂logp is the token's `loss_coef`.
 
-    With x_t = w_t·r_t (`weight_on=ratio`) or r_t, S(x, A) the clipped objective, c_t the normaliser and P the tokens of
+    With x_t = w_t·r_t (`weight_on=ratio`) or r_t, S(x, A) the clipped objective, c_t the normalizer and P the tokens of
     this pass: loss = Σ_{t ∈ P} c_t·{ −keep_t·[w_t]·b_t·S(x_t, A_t) + penalty_t·D_t + β·[w_t]·k3_t }, where [w_t] is the
     weight where it belongs and 1 elsewhere, D_t the KL-Cov divergence and b_t = π_prox/π_behavior for a decoupled
     objective, else 1. No gradient flows through w, b, the mask or the bounds.

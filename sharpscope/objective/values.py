@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-#: Columns of the `tokens` table that a shaping may ask for.
+#: Columns of the `tokens` table that a weighting may read.
 TOKEN_COLUMNS = ("behavior_logp", "logp", "logit", "entropy", "collision", "polarity")
 
 
@@ -68,7 +68,7 @@ class StepTensors:
         """One token a row from 1-D columns, as the `tokens` table holds them or as a curve is drawn over; lengths
         equal.
 
-        A column that is missing is NaN, so that a shaping that needs it says so; a missing advantage is 1.
+        A column that is missing is NaN, so that a weighting that needs it raises; a missing advantage is 1.
         """
         unknown = set(columns) - set(TOKEN_COLUMNS)
         if unknown or not columns:

@@ -17,7 +17,7 @@ from sharpscope import distributed
 from sharpscope.config.policy import LocalBackend
 from sharpscope.distributed import Launch
 from sharpscope.errors import UserError
-from sharpscope.objective import calibrate, choose_preset, method_label, needs_calibration
+from sharpscope.objective import calibrate, choose_preset, method_label
 from sharpscope.policy import Policy, check_lengths, load_policy, render_prompts
 from sharpscope.policy.adapters import has_adapters
 from sharpscope.policy.loading import check_revision
@@ -245,7 +245,7 @@ class _Run:
         clock = Clock()
         drawn = draw_rollouts(self.policy, self.task, self.order, self.method, config.rollout, config.seed, step)
         clock.lap("generation_s")
-        if needs_calibration(self.method):
+        if self.method.weight.needs_calibration:
             self._calibrate(drawn, progress)
         self.display.status(f"step {step}: learning")
         health = StepHealth(config.health, step, drawn, self.method, progress, self.device)

@@ -63,7 +63,7 @@ def test_where_the_gradient_is_that_weights_multiply(study):
 def _objective_weights(shaping, u, name="logit"):
     from pydantic import TypeAdapter
 
-    from sharpscope.config.token_weights import Shaping
+    from sharpscope.config.token_weights import TokenWeight
     from sharpscope.objective import StepTensors, token_weights
 
     values = {field: torch.zeros(1, len(u), dtype=torch.float64) for field in ("logp", "logit", "entropy")}
@@ -73,7 +73,7 @@ def _objective_weights(shaping, u, name="logit"):
         mask=torch.ones(1, len(u)), group=torch.zeros(1, dtype=torch.long), advantage=torch.ones(1),
         behavior_logp=values["logp"], collision=blank, polarity=blank, progress=0.0, **values,
     )  # fmt: skip
-    return token_weights(TypeAdapter(Shaping).validate_python(shaping), step)[0].numpy()
+    return token_weights(TypeAdapter(TokenWeight).validate_python(shaping), step)[0].numpy()
 
 
 BOUNDS = {"alpha": 2.0, "mu": 0.25, "L": 1.0, "U": 1.4}

@@ -14,8 +14,8 @@ from sharpscope.objective import (
     passes_of,
     policy_loss,
     prepare,
-    shaping_kinds,
     token_normalizer,
+    token_weight_kinds,
 )
 from sharpscope.sweeps.plan import plan_sweep, read_sweep
 from sharpscope.traces import load_run
@@ -47,7 +47,7 @@ def test_plans_and_says_what_for(file: Path):
 def test_the_files_cover_every_method_and_shaping():
     assert list(methods_of(FOLDER / "neighbours.yaml")) == [f"{name}-s0" for name in method_names()]
     used = {m.weight.kind for file in FILES for m in methods_of(file).values()}
-    assert used | {"custom"} == set(shaping_kinds())
+    assert used | {"custom"} == set(token_weight_kinds())
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda f: f.stem)

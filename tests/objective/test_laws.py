@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sharpscope.config.method import AllTokens, CispoClip, HolderRatio, NoClip, SequenceRatio
-from sharpscope.config.token_weights import LinearShaping, PowerShaping, UniformShaping, weight_bounds
+from sharpscope.config.token_weights import LinearWeight, PowerWeight, UniformWeight
 from sharpscope.objective import (
     Method,
     calibrate,
@@ -66,7 +66,7 @@ def test_weight_one_is_grpo_exactly(seed: int):
     case = make_case(named_method("grpo"), seed)
     grpo = ready("grpo", case)
     plain = loss_and_gradient(grpo, case)
-    for weight in (LinearShaping(alpha=0.0), PowerShaping(gamma=0.0), UniformShaping()):
+    for weight in (LinearWeight(alpha=0.0), PowerWeight(gamma=0.0), UniformWeight()):
         for weight_on in ("surrogate", "ratio"):
             for weighted in (False, True):
                 kl = grpo.kl.model_copy(update={"weighted": weighted})
@@ -116,7 +116,7 @@ def test_controls_keep_what_they_promise(seed: int, base: str):
     torch.testing.assert_close(one.mean(), torch.ones((), dtype=torch.float64), rtol=1e-14, atol=0)
     torch.testing.assert_close(one / one[0], plain[mask] / plain[mask][0])
     if base != "cov-grpo":
-        low, high = weight_bounds(ready(base, case).weight)
+        low, high = ready(base, case).weight.bounds
         torch.testing.assert_close(weights(f"{base}-reverse", case)[mask], low + high - plain[mask], rtol=1e-14, atol=0)
 
 

@@ -10,14 +10,14 @@ from pydantic import ValidationError
 
 from sharpscope.config.method import HolderRatio, Kl, LoptiPasses, SequenceRatio
 from sharpscope.config.token_weights import (
-    ConstantShaping,
-    EntropyShaping,
-    LinearShaping,
-    MeanOneShaping,
-    ReverseShaping,
-    ShuffledShaping,
-    SigmoidShaping,
-    UniformShaping,
+    ConstantWeight,
+    EntropyWeight,
+    LinearWeight,
+    MeanOneWeight,
+    ReverseWeight,
+    ShuffledWeight,
+    SigmoidWeight,
+    UniformWeight,
 )
 from sharpscope.errors import UserError
 from sharpscope.objective import (
@@ -28,7 +28,6 @@ from sharpscope.objective import (
     method_label,
     method_names,
     named_method,
-    needs_calibration,
     passes_of,
 )
 
@@ -45,7 +44,7 @@ def test_all_methods_are_there():
 
 
 def test_published_constants():
-    assert named_method("ar").weight == LinearShaping(alpha=0.2)
+    assert named_method("ar").weight == LinearWeight(alpha=0.2)
     assert named_method("lopti").passes.eta == 0.4
     both = named_method("ar-lopti")
     assert (both.weight.alpha, both.passes.eta) == (0.3, 0.5)
@@ -64,7 +63,7 @@ def test_published_constants():
     assert named_method("high-entropy").tokens.share == 0.2
     assert named_method("ppo-ewma").proximal.decay == 0.889
     tr = named_method("tr-grpo")
-    assert (tr.weight_on, tr.kl.weighted, tr.weight) == ("ratio", True, SigmoidShaping())
+    assert (tr.weight_on, tr.kl.weighted, tr.weight) == ("ratio", True, SigmoidWeight())
     assert (named_method("grpo-sg").weight_on, named_method("grpo-sg").kl.weighted) == ("surrogate", False)
 
 
@@ -86,14 +85,14 @@ def test_an_ablation_is_the_named_method_with_one_part_replaced():
 @pytest.mark.parametrize(
     ("name", "weight"),
     [
-        ("grpo-sg-shuffled", ShuffledShaping(of=SigmoidShaping())),
-        ("grpo-sg-reverse", ReverseShaping(of=SigmoidShaping())),
-        ("grpo-sg-constant", ConstantShaping(of=SigmoidShaping())),
-        ("grpo-sg-mean-one", MeanOneShaping(of=SigmoidShaping())),
-        ("grpo-sg-entropy", EntropyShaping()),
-        ("ar-shuffled", ShuffledShaping(of=LinearShaping(alpha=0.2))),
-        ("grpo-sg-reverse-shuffled", ShuffledShaping(of=ReverseShaping(of=SigmoidShaping()))),
-        ("grpo-sg-entropy-mean-one", MeanOneShaping(of=EntropyShaping())),
+        ("grpo-sg-shuffled", ShuffledWeight(of=SigmoidWeight())),
+        ("grpo-sg-reverse", ReverseWeight(of=SigmoidWeight())),
+        ("grpo-sg-constant", ConstantWeight(of=SigmoidWeight())),
+        ("grpo-sg-mean-one", MeanOneWeight(of=SigmoidWeight())),
+        ("grpo-sg-entropy", EntropyWeight()),
+        ("ar-shuffled", ShuffledWeight(of=LinearWeight(alpha=0.2))),
+        ("grpo-sg-reverse-shuffled", ShuffledWeight(of=ReverseWeight(of=SigmoidWeight()))),
+        ("grpo-sg-entropy-mean-one", MeanOneWeight(of=EntropyWeight())),
     ],
 )
 def test_controls_by_short_name(name: str, weight: object):
@@ -139,9 +138,9 @@ def test_methods_survive_json(name: str):
 
 def test_a_label_names_what_was_changed():
     method = named_method("grpo-sg")
-    tau = method.model_copy(update={"weight": SigmoidShaping(tau=4.0), "weight_on": "ratio"})
+    tau = method.model_copy(update={"weight": SigmoidWeight(tau=4.0), "weight_on": "ratio"})
     assert method_label(tau) == "grpo-sg+weight.tau=4+weight_on=ratio"
-    wrapped = method.model_copy(update={"weight": ShuffledShaping(of=ReverseShaping(of=SigmoidShaping()))})
+    wrapped = method.model_copy(update={"weight": ShuffledWeight(of=ReverseWeight(of=SigmoidWeight()))})
     assert method_label(wrapped) == "grpo-sg+weight=shuffled(reverse(sigmoid))"
     assert method_label(method.model_copy(update={"name": "mine"})) == "mine"
 
@@ -150,13 +149,13 @@ def test_schedules_are_resolved_everywhere_and_checked_at_both_ends():
     holder = named_method("holder")
     assert [holder.at(p).ratio.p for p in (0.0, 0.25, 1.0)] == [2.0, 1.0, -2.0]
     assert named_method("grpo").at(0.5) is not None
-    deep = Method(name="x", weight=ShuffledShaping(of=LinearShaping(alpha=Schedule(start=0.0, end=1.0))))
+    deep = Method(name="x", weight=ShuffledWeight(of=LinearWeight(alpha=Schedule(start=0.0, end=1.0))))
     assert deep.at(0.5).weight.of.alpha == 0.5
     for ends in ((0.0, 1.5), (-0.5, 1.0)):
         with pytest.raises(ValidationError):
-            Method(name="x", weight=LinearShaping(alpha=Schedule(start=ends[0], end=ends[1])))
+            Method(name="x", weight=LinearWeight(alpha=Schedule(start=ends[0], end=ends[1])))
     with pytest.raises(ValidationError, match="below"):
-        Method(name="x", weight=SigmoidShaping(L=Schedule(start=0.5, end=2.0)))
+        Method(name="x", weight=SigmoidWeight(L=Schedule(start=0.5, end=2.0)))
 
 
 def test_lopti_needs_token_ratios():
@@ -170,9 +169,9 @@ def test_what_the_trainer_asks_a_method():
     assert [n for n in NAMES if named_method(n).needs_proximal] == ["ppo-ewma"]
     assert not any(named_method(n).needs_reference for n in NAMES)
     assert Method(name="x", kl=Kl(coef=0.1)).needs_reference
-    assert [n for n in NAMES if needs_calibration(named_method(n))] == ["grpo-sg", "tr-grpo", "papo"]
+    assert [n for n in NAMES if named_method(n).weight.needs_calibration] == ["grpo-sg", "tr-grpo", "papo"]
     assert [n for n in NAMES if named_method(n).sharpness.kind != "none"] == ["grpo-sam", "grpo-gnp"]
-    assert isinstance(named_method("grpo").weight, UniformShaping)
+    assert isinstance(named_method("grpo").weight, UniformWeight)
 
 
 def test_every_field_is_described():
@@ -185,13 +184,13 @@ def test_every_field_is_described():
         for name, info in model.model_fields.items():
             assert name == "kind" or info.description, f"{model.__name__}.{name}"
 
-    from sharpscope.config import Spec, method, shaping_kinds, token_weights
+    from sharpscope.config import Spec, method, token_weight_kinds, token_weights
 
     for module in (method, token_weights):
         for value in vars(module).values():
             if isinstance(value, type) and issubclass(value, Spec):
                 visit(value)
-    assert {Method, Schedule, *shaping_kinds().values()} <= seen
+    assert {Method, Schedule, *token_weight_kinds().values()} <= seen
 
 
 def test_reading_methods_needs_no_torch():

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sharpscope.config.method import ClipCovTokens, KlCovPenalty
-from sharpscope.config.token_weights import PolarityShaping
+from sharpscope.config.token_weights import PolarityWeight
 from sharpscope.objective import (
     Method,
     calibrate,
@@ -27,7 +27,7 @@ from tests.oracles import objective as oracle
 TOY = {
     "clip-cov": {"tokens": ClipCovTokens(share=0.2, low=-0.2, high=1.0)},
     "kl-cov": {"penalty": KlCovPenalty(share=0.2)},
-    "papo": {"weight": PolarityShaping(target=1.7)},
+    "papo": {"weight": PolarityWeight(target=1.7)},
 }
 ORACLES: dict[str, list[Callable[[oracle.Batch], oracle.Dual]]] = {
     "grpo": [oracle.grpo],

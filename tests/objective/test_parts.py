@@ -20,7 +20,7 @@ from sharpscope.config.method import (
     PpoClip,
     Sampling,
 )
-from sharpscope.config.token_weights import LinearShaping, SigmoidShaping
+from sharpscope.config.token_weights import LinearWeight, SigmoidWeight
 from sharpscope.objective import (
     Method,
     StepTensors,
@@ -146,7 +146,7 @@ def test_a_row_without_tokens_costs_nothing_and_breaks_nothing():
         mask = case.mask.clone()
         mask[4] = False
         step = type(case.step)(**(vars(case.step) | {"mask": mask}))
-        weight = SigmoidShaping(preset="paper") if name == "grpo-sg" else named_method(name).weight
+        weight = SigmoidWeight(preset="paper") if name == "grpo-sg" else named_method(name).weight
         method = named_method(name).model_copy(update={"weight": weight})
         logp = case.now.clone().requires_grad_()
         out = policy_loss(
@@ -298,7 +298,7 @@ def test_kl_cov_penalises_the_largest_covariances_and_all_that_tie():
 def test_weight_summary_by_value():
     weight = torch.tensor([[1.0, 1.0, 1.2, 1.4, 9.0]])
     mask = torch.tensor([[1, 1, 1, 1, 0]])
-    got = summarize_weights(SigmoidShaping(), weight, mask)
+    got = summarize_weights(SigmoidWeight(), weight, mask)
     assert (got.saturation_low, got.saturation_high, got.minimum, got.maximum) == (0.5, 0.25, 1.0, pytest.approx(1.4))
     assert got.mean == pytest.approx(1.15)
     assert got.std == pytest.approx(math.sqrt((2 * 0.15**2 + 0.05**2 + 0.25**2) / 4))
@@ -307,13 +307,13 @@ def test_weight_summary_by_value():
     unbounded = summarize_weights(named_method("cov-grpo").weight, weight, mask)
     assert unbounded.saturation_low is None
     assert unbounded.warning is None
-    assert math.isnan(summarize_weights(SigmoidShaping(), weight, torch.zeros_like(mask)).mean)
+    assert math.isnan(summarize_weights(SigmoidWeight(), weight, torch.zeros_like(mask)).mean)
 
 
 @pytest.mark.parametrize(("at_bound", "warns"), [(95, False), (96, True)])
 def test_saturation_warns_above_95_percent(at_bound: int, warns: bool):
     weight: Tensor = torch.full((1, 100), 0.9)
     weight[0, :at_bound] = 1.0
-    got = summarize_weights(LinearShaping(), weight, torch.ones(1, 100))
+    got = summarize_weights(LinearWeight(), weight, torch.ones(1, 100))
     assert got.saturation_high == pytest.approx(at_bound / 100)
     assert (got.warning is not None) == warns

@@ -20,7 +20,7 @@ from sharpscope.config.method import (
     SequenceRatio,
     TokenRatio,
 )
-from sharpscope.config.token_weights import UniformShaping
+from sharpscope.config.token_weights import UniformWeight
 from sharpscope.errors import UserError
 from sharpscope.objective import Method, named_method
 
@@ -99,7 +99,7 @@ def token_weights_of(weights: str | Method) -> Method:
         raise UserError(
             f"weights = '{method.name}': they act on the ratio inside the clip, which TRL's advantages cannot carry; use grpo-sg"
         )
-    if rest != plain or (isinstance(method.weight, UniformShaping) and isinstance(method.tokens, AllTokens)):
+    if rest != plain or (isinstance(method.weight, UniformWeight) and isinstance(method.tokens, AllTokens)):
         raise UserError(
             f"weights = '{method.name}': this method is more than token weights on GRPO, or has none; give one such as grpo-sg, "
             "ar, cov-grpo, papo, high-entropy or a control, and set the rest by TRL's own options"
@@ -147,7 +147,7 @@ def trl_method(trainer: Any, weights: Method | None) -> tuple[Method, list[str]]
         name=weights.name if weights is not None else "gspo" if sequence and name == "grpo" else name,
         advantage=Advantage(scale="none" if scale == "none" else "group"),
         ratio=SequenceRatio() if sequence else TokenRatio(),
-        weight=weights.weight if weights is not None else UniformShaping(),
+        weight=weights.weight if weights is not None else UniformWeight(),
         clip=clip,
         aggregate=AGGREGATES.get(loss_type, "sequence_mean"),
         kl=Kl(coef=float(trainer.beta)),

@@ -35,7 +35,6 @@ from sharpscope.objective import (
     Method,
     calibrate,
     choose_preset,
-    needs_calibration,
     prepare,
 )
 from sharpscope.policy import make_policy
@@ -267,7 +266,7 @@ class Recorder:
         """The weights of this batch, fixed for all its updates; a first batch calibrates what is open."""
         assert self.weights is not None
         tensors = step_tensors(drawn.rollouts, drawn.advantage, stats, stats.logp, self.trace.progress)
-        if needs_calibration(self.weights):
+        if self.weights.weight.needs_calibration:
             self.weights = self.weights.model_copy(update={"weight": calibrate(self.weights.weight, tensors)})
             self.trace.calibrated(self.weights)
         seed = generator(self.trace.config.seed, "plan", self._serial)

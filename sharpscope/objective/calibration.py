@@ -1,4 +1,4 @@
-"""Fill a shaping's empty constants with explicit numbers: the published ones, or ones measured on the first step."""
+"""Fill in the empty constants of a weighting: with the published values, or with values measured on the first step."""
 
 from __future__ import annotations
 
@@ -9,67 +9,69 @@ from typing import Any
 import torch
 
 from sharpscope.config.token_weights import (
-    EntropyShaping,
-    PolarityShaping,
+    Control,
+    EntropyWeight,
+    PolarityWeight,
     Schedule,
-    Shaping,
-    SigmoidShaping,
-    Wrapper,
+    SigmoidWeight,
+    TokenWeight,
+    statistic_values,
 )
-from sharpscope.config.weight_functions import input_values, signed
 from sharpscope.errors import UserError
 from sharpscope.objective.statistics import masked_mean, percentile
 from sharpscope.objective.values import StepTensors
 
 
-def choose_preset(shaping: Shaping, preset: str) -> Shaping:
+def choose_preset(weighting: TokenWeight, preset: str) -> TokenWeight:
     """Replace the preset `auto`, also inside wrappers, by `paper` or `calibrated`."""
-    if isinstance(shaping, Wrapper):
-        return shaping.model_copy(update={"of": choose_preset(shaping.of, preset)})
-    if isinstance(shaping, SigmoidShaping) and shaping.preset == "auto":
-        return _filled(shaping, {"preset": preset})
-    return shaping
+    if isinstance(weighting, Control):
+        return weighting.model_copy(update={"of": choose_preset(weighting.of, preset)})
+    if isinstance(weighting, SigmoidWeight) and weighting.preset == "auto":
+        return _filled(weighting, {"preset": preset})
+    return weighting
 
 
-def calibrate(shaping: Shaping, step: StepTensors) -> Shaping:
-    """The shaping with every constant explicit, as run.json stores it; explicit constants are kept.
+def calibrate(weighting: TokenWeight, step: StepTensors) -> TokenWeight:
+    """The weighting with every constant filled in, as run.json stores it; constants that are given are kept.
 
     sigmoid, preset `paper`: the published numbers. sigmoid, preset `calibrated` (or `auto`, which becomes it), and
     entropy: with u10, u90 the 10th and 90th percentile of u over the step's loss tokens, a = logit(L/alpha + mu) and b
     = logit(U/alpha + mu), tau = (u90 − u10)/(b − a) and u0 = u10 − a·tau, so that u10 and u90 land on L and U
-    (published constants: b − a = 1.846, a = 1.099). polarity: target = mean entropy. Other shapings have nothing to
+    (published constants: b − a = 1.846, a = 1.099). polarity: target = mean entropy. Other weightings have nothing to
     fill in. Schedules are read at `step.progress`. Idempotent.
 
     Raises:
         UserError: u90 equals u10, the bounds lie outside the sigmoid's reach, or a polarity target would be 0.
     """
-    if isinstance(shaping, Wrapper):
-        return shaping.model_copy(update={"of": calibrate(shaping.of, step)})
-    if isinstance(shaping, PolarityShaping) and shaping.target is None:
+    if isinstance(weighting, Control):
+        return weighting.model_copy(update={"of": calibrate(weighting.of, step)})
+    if isinstance(weighting, PolarityWeight) and weighting.target is None:
         target = masked_mean(step.entropy, step.mask.bool())
         if not target > 0:
             raise UserError(
                 f"method.weight.target: the first step's mean entropy is {target:.4g} nats; set the target (> 0)"
             )
-        return _filled(shaping, {"target": target})
-    if isinstance(shaping, SigmoidShaping):
-        shaping = _filled(shaping, {"preset": "paper" if shaping.preset == "paper" else "calibrated"})
-    if isinstance(shaping, SigmoidShaping | EntropyShaping):
-        known = shaping.constants()
+        return _filled(weighting, {"target": target})
+    if isinstance(weighting, SigmoidWeight):
+        weighting = _filled(weighting, {"preset": "paper" if weighting.preset == "paper" else "calibrated"})
+    if isinstance(weighting, SigmoidWeight | EntropyWeight):
+        known = weighting.constants()
         if not {"tau", "u0"} <= set(known):
-            known = _location(shaping, known, step) | known
-        return _filled(shaping, known)
-    return shaping
+            known = _location(weighting, known, step) | known
+        return _filled(weighting, known)
+    return weighting
 
 
 def _location(
-    shaping: SigmoidShaping | EntropyShaping, known: dict[str, float | Schedule], step: StepTensors
+    weighting: SigmoidWeight | EntropyWeight, known: dict[str, float | Schedule], step: StepTensors
 ) -> dict[str, float | Schedule]:
     """tau and u0 from the step's percentiles; a tau that is given is kept for u0."""
     mask = step.mask.bool()
     if not bool(mask.any()):
         raise UserError("method.weight: the first step has no loss tokens to calibrate on; set tau and u0")
-    u = signed(shaping, input_values(shaping, step, torch))
+    u = statistic_values(weighting, step, torch)
+    if isinstance(weighting, EntropyWeight):
+        u = weighting.signed(u)
     u10, u90 = percentile(u, mask, 10), percentile(u, mask, 90)
     now = {name: value.value(step.progress) if isinstance(value, Schedule) else value for name, value in known.items()}
     a = _logit(now["L"] / now["alpha"] + now["mu"], "L", now["L"])
@@ -97,5 +99,7 @@ def _logit(share: float, name: str, bound: float) -> float:
     return math.log(share) - math.log1p(-share)
 
 
-def _filled(shaping: Any, values: Mapping[str, Any]) -> Any:
-    return type(shaping).model_validate({n: getattr(shaping, n) for n in type(shaping).model_fields} | dict(values))
+def _filled(weighting: Any, values: Mapping[str, Any]) -> Any:
+    return type(weighting).model_validate(
+        {n: getattr(weighting, n) for n in type(weighting).model_fields} | dict(values)
+    )

@@ -10,35 +10,32 @@ import pytest
 import torch
 from pydantic import TypeAdapter, ValidationError
 
-from sharpscope.config.custom_weights import find_shaping
+from sharpscope.config.custom_weights import find_token_weight
 from sharpscope.config.token_weights import (
-    ConstantShaping,
-    CovarianceGaussianShaping,
-    CustomShaping,
-    EntropyShaping,
-    LinearShaping,
-    MeanOneShaping,
-    PolarityShaping,
-    PowerShaping,
-    ReverseShaping,
-    ShuffledShaping,
-    SigmoidShaping,
-    UniformShaping,
-    is_pointwise,
-    weight_bounds,
+    ConstantWeight,
+    CovarianceGaussianWeight,
+    CustomWeight,
+    EntropyWeight,
+    LinearWeight,
+    MeanOneWeight,
+    PolarityWeight,
+    PowerWeight,
+    ReverseWeight,
+    ShuffledWeight,
+    SigmoidWeight,
+    UniformWeight,
 )
 from sharpscope.errors import UserError
 from sharpscope.objective import (
     Schedule,
-    Shaping,
     StepTensors,
+    TokenWeight,
     calibrate,
     choose_preset,
     named_method,
-    needs_calibration,
     register_shaping,
-    shaping_kinds,
     summarize_weights,
+    token_weight_kinds,
     token_weights,
 )
 from tests.objective.data import make_case
@@ -50,11 +47,11 @@ def step_of(progress: float = 0.0, **columns: list[float]) -> StepTensors:
     )
 
 
-def values(shaping: Shaping, step: StepTensors) -> list[float]:
+def values(shaping: TokenWeight, step: StepTensors) -> list[float]:
     return token_weights(shaping, step).flatten().tolist()
 
 
-PAPER = SigmoidShaping(preset="paper")
+PAPER = SigmoidWeight(preset="paper")
 
 
 def test_published_constants_cover_their_range_for_logits_from_9_9_to_26_5():
@@ -67,7 +64,7 @@ def test_published_constants_cover_their_range_for_logits_from_9_9_to_26_5():
 
 
 def test_with_the_probability_as_input_grpo_sg_is_grpo():
-    weight = SigmoidShaping(preset="paper", input="prob")
+    weight = SigmoidWeight(preset="paper", input="prob")
     step = step_of(logp=[-30.0, -1.0, -1e-9])
     assert values(weight, step) == [1.0, 1.0, 1.0]
     warning = summarize_weights(weight, token_weights(weight, step), step.mask).warning
@@ -79,12 +76,12 @@ def test_with_the_probability_as_input_grpo_sg_is_grpo():
     ("kind", "expected"), [("logp", -0.5), ("prob", math.exp(-0.5)), ("log_odds", -0.5 - math.log(1 - math.exp(-0.5)))]
 )
 def test_inputs(kind: str, expected: float):
-    shaping = SigmoidShaping(input=kind, alpha=1.0, tau=1.0, mu=0.0, L=0.0, U=5.0, u0=0.0)
+    shaping = SigmoidWeight(input=kind, alpha=1.0, tau=1.0, mu=0.0, L=0.0, U=5.0, u0=0.0)
     assert values(shaping, step_of(logp=[-0.5]))[0] == pytest.approx(1 / (1 + math.exp(-expected)), rel=1e-14)
 
 
 def test_log_odds_stay_finite_for_a_certain_token():
-    shaping = SigmoidShaping(input="log_odds", alpha=1.0, tau=5.0, mu=0.0, L=0.0, U=5.0, u0=0.0)
+    shaping = SigmoidWeight(input="log_odds", alpha=1.0, tau=5.0, mu=0.0, L=0.0, U=5.0, u0=0.0)
     step = StepTensors.from_columns(logp=torch.tensor([0.0, -1e-30, -100.0]))
     weights = token_weights(shaping, step).flatten()
     assert weights.tolist() == pytest.approx(
@@ -93,12 +90,10 @@ def test_log_odds_stay_finite_for_a_certain_token():
 
 
 def test_other_curves():
-    assert values(LinearShaping(alpha=0.2), step_of(logp=[0.0, math.log(0.5), -800.0])) == pytest.approx(
-        [1.0, 0.9, 0.8]
-    )
-    assert values(PowerShaping(gamma=0.5), step_of(logp=[0.0, math.log(0.25)])) == pytest.approx([1.0, 0.5])
-    assert values(PowerShaping(gamma=-1.0, U=3.0), step_of(logp=[math.log(0.5), -50.0])) == pytest.approx([2.0, 3.0])
-    low, high = (EntropyShaping(direction=d, tau=1.0, u0=-2.0) for d in ("low", "high"))
+    assert values(LinearWeight(alpha=0.2), step_of(logp=[0.0, math.log(0.5), -800.0])) == pytest.approx([1.0, 0.9, 0.8])
+    assert values(PowerWeight(gamma=0.5), step_of(logp=[0.0, math.log(0.25)])) == pytest.approx([1.0, 0.5])
+    assert values(PowerWeight(gamma=-1.0, U=3.0), step_of(logp=[math.log(0.5), -50.0])) == pytest.approx([2.0, 3.0])
+    low, high = (EntropyWeight(direction=d, tau=1.0, u0=-2.0) for d in ("low", "high"))
     entropy = [0.3]
     assert values(low, step_of(entropy=entropy))[0] == pytest.approx(2 * (1 / (1 + math.exp(-1.7)) - 0.25))
     assert values(high, step_of(entropy=entropy))[0] == pytest.approx(min(1.4, 2 * (1 / (1 + math.exp(-2.3)) - 0.25)))
@@ -106,13 +101,13 @@ def test_other_curves():
 
 def test_gaussian_kernel_of_equal_covariances_is_one():
     step = step_of(logp=[-1.0, -1.0, -1.0])
-    assert values(CovarianceGaussianShaping(), step) == [1.0, 1.0, 1.0]
+    assert values(CovarianceGaussianWeight(), step) == [1.0, 1.0, 1.0]
 
 
 @pytest.mark.parametrize(("mean_entropy", "phase"), [(1.0, 0.5), (2.0, 0.0), (3.0, -0.5), (9.0, -1.0)])
 def test_polarity_weighs_what_moves_the_entropy_to_the_target(mean_entropy: float, phase: float):
     step = step_of(entropy=[mean_entropy] * 3, polarity=[0.7, -0.2, 0.0])  # A = 1: ΔH = −0.7, +0.2, 0
-    shaping = PolarityShaping(alpha=0.4, target=2.0)
+    shaping = PolarityWeight(alpha=0.4, target=2.0)
     assert values(shaping, step) == pytest.approx([1 - 0.4 * phase, 1 + 0.4 * phase, 1.0])
 
 
@@ -120,7 +115,7 @@ def test_calibration_puts_the_percentiles_on_the_bounds():
     case = make_case(named_method("grpo-sg"), 1)
     u = case.step.logit[case.mask]
     u10, u90 = (torch.quantile(u, q) for q in (0.1, 0.9))
-    found = calibrate(SigmoidShaping(), case.step)
+    found = calibrate(SigmoidWeight(), case.step)
     assert found.preset == "calibrated"
     assert found.tau == pytest.approx(float(u90 - u10) / 1.846, rel=1e-3)
     assert found.u0 == pytest.approx(float(u10) - 1.099 * found.tau, rel=1e-3)
@@ -137,7 +132,7 @@ def test_calibration_puts_the_percentiles_on_the_bounds():
 
 def test_calibration_with_other_bounds_still_lands_on_them():
     case = make_case(named_method("grpo-sg"), 2)
-    found = calibrate(SigmoidShaping(preset="calibrated", L=0.5, U=1.2, alpha=1.8, input="logp"), case.step)
+    found = calibrate(SigmoidWeight(preset="calibrated", L=0.5, U=1.2, alpha=1.8, input="logp"), case.step)
     u = torch.quantile(case.step.logp[case.mask], torch.tensor([0.1, 0.9], dtype=torch.float64))
     raw = 1.8 * (torch.sigmoid((u - found.u0) / found.tau) - 0.25)
     assert raw.tolist() == pytest.approx([0.5, 1.2], abs=1e-12)
@@ -145,73 +140,73 @@ def test_calibration_with_other_bounds_still_lands_on_them():
 
 def test_explicit_constants_override_the_preset_and_presets_fill_the_rest():
     case = make_case(named_method("grpo-sg"), 3)
-    paper = calibrate(SigmoidShaping(preset="paper", tau=4.0), case.step)
+    paper = calibrate(SigmoidWeight(preset="paper", tau=4.0), case.step)
     assert paper.model_dump() == {
         "kind": "sigmoid", "preset": "paper", "input": "logit", "alpha": 2.0, "tau": 4.0, "mu": 0.25, "L": 1.0, "U":
         1.4, "u0": 0.0,
     }  # fmt: skip
-    kept = calibrate(SigmoidShaping(tau=3.0), case.step)
+    kept = calibrate(SigmoidWeight(tau=3.0), case.step)
     assert kept.tau == 3.0
     u10 = float(torch.quantile(case.step.logit[case.mask], 0.1))
     assert kept.u0 == pytest.approx(u10 - math.log(3) * 3.0)
-    inside = calibrate(ShuffledShaping(of=ReverseShaping(of=SigmoidShaping(u0=1.0, tau=2.0))), case.step)
-    assert inside.of.of == SigmoidShaping(preset="calibrated", alpha=2.0, tau=2.0, mu=0.25, L=1.0, U=1.4, u0=1.0)
-    entropy = calibrate(EntropyShaping(), case.step)
+    inside = calibrate(ShuffledWeight(of=ReverseWeight(of=SigmoidWeight(u0=1.0, tau=2.0))), case.step)
+    assert inside.of.of == SigmoidWeight(preset="calibrated", alpha=2.0, tau=2.0, mu=0.25, L=1.0, U=1.4, u0=1.0)
+    entropy = calibrate(EntropyWeight(), case.step)
     u = torch.quantile(-case.step.entropy[case.mask], torch.tensor([0.1, 0.9], dtype=torch.float64))
     assert (2 * (torch.sigmoid((u - entropy.u0) / entropy.tau) - 0.25)).tolist() == pytest.approx([1.0, 1.4])
-    polarity = calibrate(PolarityShaping(), case.step)
+    polarity = calibrate(PolarityWeight(), case.step)
     assert polarity.target == pytest.approx(float(case.step.entropy[case.mask].mean()))
 
 
 def test_only_unfilled_constants_need_a_calibration():
     method = named_method("grpo-sg")
-    assert needs_calibration(method)
-    assert needs_calibration(named_method("papo"))
-    assert needs_calibration(named_method("grpo-sg-mean-one"))
-    assert not needs_calibration(named_method("ar"))
+    assert method.weight.needs_calibration
+    assert named_method("papo").weight.needs_calibration
+    assert named_method("grpo-sg-mean-one").weight.needs_calibration
+    assert not named_method("ar").weight.needs_calibration
     filled = calibrate(method.weight, make_case(method).step)
-    assert not needs_calibration(method.model_copy(update={"weight": filled}))
+    assert not method.model_copy(update={"weight": filled}).weight.needs_calibration
 
 
 def test_choose_preset_changes_only_auto():
-    assert choose_preset(ReverseShaping(of=SigmoidShaping()), "paper").of.preset == "paper"
-    assert choose_preset(SigmoidShaping(preset="calibrated"), "paper").preset == "calibrated"
-    assert choose_preset(LinearShaping(), "paper") == LinearShaping()
+    assert choose_preset(ReverseWeight(of=SigmoidWeight()), "paper").of.preset == "paper"
+    assert choose_preset(SigmoidWeight(preset="calibrated"), "paper").preset == "calibrated"
+    assert choose_preset(LinearWeight(), "paper") == LinearWeight()
 
 
 @pytest.mark.parametrize(
     ("shaping", "step", "message"),
     [
-        (SigmoidShaping(), step_of(logit=[5.0, 5.0, 5.0]), "nothing to calibrate on"),
-        (SigmoidShaping(alpha=1.0), step_of(logit=[1.0, 2.0]), "out of the sigmoid's reach"),
-        (PolarityShaping(), step_of(entropy=[0.0, 0.0]), "set the target"),
-        (SigmoidShaping(), step_of(logp=[-1.0, -2.0]), "nothing to calibrate on"),
+        (SigmoidWeight(), step_of(logit=[5.0, 5.0, 5.0]), "nothing to calibrate on"),
+        (SigmoidWeight(alpha=1.0), step_of(logit=[1.0, 2.0]), "out of the sigmoid's reach"),
+        (PolarityWeight(), step_of(entropy=[0.0, 0.0]), "set the target"),
+        (SigmoidWeight(), step_of(logp=[-1.0, -2.0]), "nothing to calibrate on"),
     ],
 )
-def test_calibration_says_what_is_wrong(shaping: Shaping, step: StepTensors, message: str):
+def test_calibration_says_what_is_wrong(shaping: TokenWeight, step: StepTensors, message: str):
     with pytest.raises(UserError, match=message):
         calibrate(shaping, step)
 
 
 def test_an_uncalibrated_shaping_is_refused():
     with pytest.raises(ValueError, match="calibrate"):
-        token_weights(SigmoidShaping(), step_of(logit=[1.0, 2.0]))
+        token_weights(SigmoidWeight(), step_of(logit=[1.0, 2.0]))
     with pytest.raises(ValueError, match="calibrate"):
-        token_weights(PolarityShaping(), step_of(entropy=[1.0], polarity=[1.0]))
+        token_weights(PolarityWeight(), step_of(entropy=[1.0], polarity=[1.0]))
     with pytest.raises(ValueError, match="generator"):
-        token_weights(ShuffledShaping(of=LinearShaping()), step_of(logp=[-1.0]))
+        token_weights(ShuffledWeight(of=LinearWeight()), step_of(logp=[-1.0]))
 
 
 def test_a_schedule_anneals_a_constant():
-    ramp = LinearShaping(alpha=Schedule(kind="linear", start=0.0, end=1.0))
+    ramp = LinearWeight(alpha=Schedule(kind="linear", start=0.0, end=1.0))
     half = [values(ramp, step_of(progress=p, logp=[math.log(0.5)]))[0] for p in (0.0, 0.25, 1.0)]
     assert half == pytest.approx([1.0, 0.875, 0.5])
     cosine = Schedule(kind="cosine", start=2.0, end=-2.0)
     assert [cosine.value(p) for p in (0, 0.25, 0.5, 1)] == pytest.approx([2.0, 2 * math.cos(math.pi / 4), 0.0, -2.0])
     assert Schedule(kind="constant", start=3.0).value(0.7) == 3.0
-    sharpening = SigmoidShaping(preset="paper", tau=Schedule(start=9.0, end=3.0))
+    sharpening = SigmoidWeight(preset="paper", tau=Schedule(start=9.0, end=3.0))
     assert values(sharpening, step_of(progress=1.0, logit=[5.0])) == values(
-        SigmoidShaping(preset="paper", tau=3.0), step_of(logit=[5.0])
+        SigmoidWeight(preset="paper", tau=3.0), step_of(logit=[5.0])
     )
     for wrong in ({"kind": "linear", "start": 1.0}, {"kind": "constant", "start": 1.0, "end": 2.0}):
         with pytest.raises(ValidationError, match="`end`"):
@@ -219,18 +214,18 @@ def test_a_schedule_anneals_a_constant():
 
 
 def test_pointwise_and_bounded_are_known_of_every_kind():
-    inner = LinearShaping()
+    inner = LinearWeight()
     expected = {
-        UniformShaping(): (True, None), SigmoidShaping(): (True, (1.0, 1.4)), EntropyShaping(): (True, (1.0, 1.4)),
-        inner: (True, (0.8, 1.0)), PowerShaping(): (True, (0.0, 1.0)), CovarianceGaussianShaping(): (False, None),
-        PolarityShaping(): (False, None), ReverseShaping(of=inner): (True, (0.8, 1.0)),
-        ShuffledShaping(of=inner): (False, (0.8, 1.0)), ConstantShaping(of=inner): (False, None),
-        MeanOneShaping(of=inner): (False, None),
+        UniformWeight(): (True, None), SigmoidWeight(): (True, (1.0, 1.4)), EntropyWeight(): (True, (1.0, 1.4)),
+        inner: (True, (0.8, 1.0)), PowerWeight(): (True, (0.0, 1.0)), CovarianceGaussianWeight(): (False, None),
+        PolarityWeight(): (False, None), ReverseWeight(of=inner): (True, (0.8, 1.0)),
+        ShuffledWeight(of=inner): (False, (0.8, 1.0)), ConstantWeight(of=inner): (False, None),
+        MeanOneWeight(of=inner): (False, None),
     }  # fmt: skip
-    assert {type(s) for s in expected} | {CustomShaping} == set(shaping_kinds().values())
+    assert {type(s) for s in expected} | {CustomWeight} == set(token_weight_kinds().values())
     for shaping, (pointwise, bounds) in expected.items():
-        assert is_pointwise(shaping) == pointwise, shaping
-        assert weight_bounds(shaping) == bounds, shaping
+        assert shaping.pointwise == pointwise, shaping
+        assert shaping.bounds == bounds, shaping
 
 
 @pytest.mark.parametrize(
@@ -249,7 +244,7 @@ def test_pointwise_and_bounded_are_known_of_every_kind():
 )
 def test_impossible_shapings_are_refused(data: dict):
     with pytest.raises(ValidationError):
-        TypeAdapter(Shaping).validate_python(data)
+        TypeAdapter(TokenWeight).validate_python(data)
 
 
 # -- a user's own shaping ----------------------------------------------------------------------------------------------
@@ -262,24 +257,24 @@ def gentle(step: StepTensors, power: float = 0.5) -> torch.Tensor:
 
 
 def test_a_registered_shaping_works_and_keeps_its_promises():
-    weight = CustomShaping(function="test-gentle", arguments={"power": 1.0})
+    weight = CustomWeight(function="test-gentle", arguments={"power": 1.0})
     assert values(weight, step_of(logp=[0.0, math.log(0.5)])) == pytest.approx([1.0, 0.75])
-    assert is_pointwise(weight)
-    assert weight_bounds(weight) == (0.5, 1.0)
-    assert values(ReverseShaping(of=weight), step_of(logp=[0.0])) == pytest.approx([0.5])
-    by_path = CustomShaping(function=f"{__name__}:gentle")
-    assert is_pointwise(by_path)
+    assert weight.pointwise
+    assert weight.bounds == (0.5, 1.0)
+    assert values(ReverseWeight(of=weight), step_of(logp=[0.0])) == pytest.approx([0.5])
+    by_path = CustomWeight(function=f"{__name__}:gentle")
+    assert by_path.pointwise
 
 
 def test_a_shaping_by_import_path_from_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "my_weights.py").write_text("def steep(step):\n    return step.logp.exp() ** 2\n")
     monkeypatch.chdir(tmp_path)
     before = list(sys.path)
-    weight = CustomShaping(function="my_weights:steep")
+    weight = CustomWeight(function="my_weights:steep")
     assert sys.path == before
     assert values(weight, step_of(logp=[math.log(0.5)])) == pytest.approx([0.25])
-    assert not is_pointwise(weight)
-    assert weight_bounds(weight) is None
+    assert not weight.pointwise
+    assert weight.bounds is None
     del sys.modules["my_weights"]
 
 
@@ -294,7 +289,7 @@ def test_a_shaping_by_import_path_from_the_working_directory(tmp_path: Path, mon
 )
 def test_a_name_that_leads_nowhere_is_one_clear_line(name: str, message: str):
     with pytest.raises(UserError, match=message) as error:
-        CustomShaping(function=name)
+        CustomWeight(function=name)
     assert "\n" not in str(error.value)
 
 
@@ -305,7 +300,7 @@ BAD = {
     "integer": (lambda step: torch.ones(2, 1, dtype=torch.long), "floating-point"),
     "type": (lambda step: 1.0, "returned float"),
     "raise": (lambda step: 1 / 0, "raised ZeroDivisionError"),
-    "bounds": (lambda step: step.logp * 0 + 7.0, r"promised weights in \[0.0, 1.0\] but gave \[7, 7\]"),
+    "bounds": (lambda step: step.logp * 0 + 7.0, r"declares weights in \[0.0, 1.0\] but returned \[7, 7\]"),
 }
 
 
@@ -314,7 +309,7 @@ def test_a_shaping_that_is_off_says_how(what: str):
     function, message = BAD[what]
     register_shaping(f"test-bad-{what}", bounds=(0.0, 1.0) if what == "bounds" else None)(function)
     with pytest.raises(UserError, match=message) as error:
-        token_weights(CustomShaping(function=f"test-bad-{what}"), step_of(logp=[-1.0, -2.0]))
+        token_weights(CustomWeight(function=f"test-bad-{what}"), step_of(logp=[-1.0, -2.0]))
     assert "\n" not in str(error.value)
     assert f"test-bad-{what}" in str(error.value)
 
@@ -327,11 +322,11 @@ def test_names_cannot_be_taken_twice_or_look_like_paths():
     with pytest.raises(UserError, match="0 <= L < U"):
         register_shaping("test-bounds", bounds=(2.0, 1.0))
     register_shaping("test-gentle", pointwise=True, bounds=(0.5, 1.0))(gentle)  # a module that is imported again
-    assert find_shaping("test-gentle").function is gentle
+    assert find_token_weight("test-gentle").function is gentle
 
 
 def test_a_custom_weight_never_carries_a_gradient():
     logp = torch.tensor([[-1.0]], dtype=torch.float64, requires_grad=True)
     step = step_of(logp=[-1.0])
     step = type(step)(**(vars(step) | {"logp": logp}))
-    assert not token_weights(CustomShaping(function="test-gentle"), step).requires_grad
+    assert not token_weights(CustomWeight(function="test-gentle"), step).requires_grad

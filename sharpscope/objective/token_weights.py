@@ -1,0 +1,154 @@
+"""From a weighting (configuration) to the weights of a step (tensors)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sharpscope.config import token_weights as kinds
+from sharpscope.config.custom_weights import find_token_weight
+from sharpscope.errors import NonFiniteError, UserError
+from sharpscope.objective.statistics import masked_mean, token_covariance
+from sharpscope.objective.values import StepTensors
+
+
+@torch.no_grad()
+def token_weights(spec: kinds.Weighting, step: StepTensors, generator: torch.Generator | None = None) -> Tensor:
+    """Token weights of a step, without gradient. Schedules are resolved at `step.progress`.
+
+    Args:
+        spec: any member of `TokenWeight`, calibrated if it needs to be.
+        step: statistics of the policy at the start of the step.
+        generator: for the permutations of `shuffled`.
+
+    Returns:
+        (N, T) in the dtype of `step.logp`, ≥ 0 and finite on loss tokens, 0 elsewhere.
+
+    Raises:
+        UserError: a custom function returns a wrong type, shape, sign or value.
+        NonFiniteError: a weight is not finite.
+        ValueError: the weighting is not calibrated, or `shuffled` has no generator.
+    """
+    mask = step.mask.bool()
+    spec = spec.at(step.progress)
+    weight = _weights(spec, step, mask, generator) if bool(mask.any()) else torch.zeros_like(step.logp)
+    inside = weight[mask]
+    if not bool(torch.isfinite(inside).all()):
+        raise NonFiniteError(f"method.weight: {_label(spec)} gives weights that are not finite; check its constants")
+    if bool((inside < 0).any()):
+        raise UserError(
+            f"method.weight: {_label(spec)} gives negative weights (min {float(inside.min()):.4g}); weights must be ≥ 0"
+        )
+    return torch.where(mask, weight, 0.0).to(step.logp.dtype)
+
+
+def _weights(spec: kinds.Weighting, step: StepTensors, mask: Tensor, generator: torch.Generator | None) -> Tensor:
+    match spec:
+        case kinds.UniformWeight():
+            return torch.ones_like(step.logp)
+        case kinds.CovarianceGaussianWeight():
+            return covariance_gaussian_weights(step)
+        case kinds.PolarityWeight():
+            return polarity_weights(spec, step)
+        case kinds.CustomWeight():
+            return _custom(spec, step, mask)
+        case kinds.ReverseWeight():
+            bounds = spec.bounds
+            assert bounds is not None  # validated by the configuration
+            return bounds[0] + bounds[1] - token_weights(spec.of, step, generator)
+        case kinds.ShuffledWeight():
+            if generator is None:
+                raise ValueError("shuffled weights need a generator")
+            return shuffled(token_weights(spec.of, step, generator), mask, generator)
+        case kinds.ConstantWeight():
+            weight = token_weights(spec.of, step, generator)
+            return _mean(weight, mask).expand_as(weight)
+        case kinds.MeanOneWeight():
+            weight = token_weights(spec.of, step, generator)
+            mean = _mean(weight, mask)
+            if not bool(mean > 0):
+                raise UserError("method.weight: mean_one around weights that are all 0; choose another weighting")
+            return weight / mean
+    weight = spec.at_statistic(kinds.statistic_values(spec, step, torch), torch)
+    assert isinstance(weight, Tensor)
+    return weight
+
+
+def covariance_gaussian_weights(step: StepTensors) -> Tensor:
+    """exp(−(c − mean c)²/(2 std(c)²)) (N, T) over the step's loss tokens; 1 where std(c) = 0.
+
+    arXiv 2605.11538; the normalization over the step is our reading.
+    """
+    covariance = token_covariance(step)
+    inside = covariance[step.mask.bool()]
+    std = inside.std(correction=0)
+    if not bool(std > 0):
+        return torch.ones_like(step.logp)
+    return torch.exp(-(((covariance - inside.mean()) / std) ** 2) / 2).to(step.logp.dtype)
+
+
+def polarity_weights(spec: kinds.PolarityWeight, step: StepTensors) -> Tensor:
+    """1 + alpha·phase·sign(ΔH_t) (N, T) with ΔH_t = −A_t·polarity_t, phase = clip((target − mean H)/target, −1, 1)."""
+    if spec.target is None:
+        raise ValueError("the polarity target is still empty: call calibrate() first")
+    alpha, target = float(spec.alpha), float(spec.target)  # type: ignore[arg-type]  # schedules are resolved
+    phase = max(-1.0, min(1.0, (target - masked_mean(step.entropy, step.mask.bool())) / target))
+    return 1 + alpha * phase * torch.sign(-step.advantage[:, None] * step.polarity)  # (N, 1) * (N, T)
+
+
+def shuffled(weight: Tensor, mask: Tensor, generator: torch.Generator) -> Tensor:
+    """Weights permuted over the loss tokens of each completion.
+
+    Args:
+        weight: (N, T).
+        mask: (N, T) bool, the loss tokens.
+        generator: of the permutations; used on its own device.
+
+    Returns:
+        (N, T), in each row the same multiset of weights on the mask.
+    """
+    key = torch.rand(mask.shape, generator=generator, device=generator.device, dtype=torch.float64).to(weight.device)
+    random_order = torch.where(mask, key, 2.0).argsort(dim=-1, stable=True)  # (N, T) loss tokens first, shuffled
+    in_order = (~mask).to(torch.int8).argsort(dim=-1, stable=True)  # (N, T) loss tokens first, in order
+    return torch.empty_like(weight).scatter_(-1, in_order, weight.gather(-1, random_order))
+
+
+def _mean(weight: Tensor, mask: Tensor) -> Tensor:
+    """Mean over the step's loss tokens, a scalar of the weights' dtype."""
+    return weight[mask].double().mean().to(weight.dtype)
+
+
+def _custom(spec: kinds.CustomWeight, step: StepTensors, mask: Tensor) -> Tensor:
+    registered = find_token_weight(spec.function)
+    label = _label(spec)
+    try:
+        weight = registered.function(step, **spec.arguments)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"method.weight: {label} raised {type(error).__name__}: {error}") from error
+    if not isinstance(weight, Tensor):
+        raise UserError(
+            f"method.weight: {label} returned {type(weight).__name__}; return a tensor of shape {tuple(mask.shape)}"
+        )
+    if weight.shape != mask.shape:
+        raise UserError(
+            f"method.weight: {label} returned shape {tuple(weight.shape)}; it must be (N, T) = {tuple(mask.shape)}"
+        )
+    if not weight.is_floating_point():
+        raise UserError(f"method.weight: {label} returned {weight.dtype}; return floating-point weights")
+    inside = weight[mask]
+    if registered.bounds is not None and bool(torch.isfinite(inside).all()):
+        low, high = registered.bounds
+        if bool((inside < low - 1e-6).any()) or bool((inside > high + 1e-6).any()):
+            raise UserError(
+                f"method.weight: {label} declares weights in [{low}, {high}] but returned [{float(inside.min()):.4g}, "
+                f"{float(inside.max()):.4g}]"
+            )
+    return weight.to(device=step.logp.device, dtype=step.logp.dtype)
+
+
+def _label(spec: kinds.Weighting) -> str:
+    if isinstance(spec, kinds.CustomWeight):
+        return f"custom weighting {spec.function!r}"
+    return f"weighting {getattr(spec, 'kind', type(spec).__name__)!r}"
