@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,8 +11,9 @@ import typer
 if TYPE_CHECKING:
     import pandas as pd
 
-    from sharpscope.config.probes import Check, ProbesSpec
+    from sharpscope.config.probes import ProbesSpec
     from sharpscope.policy import Policy
+    from sharpscope.probes.standalone import DataRow
 
 PARTS = ("curvature", "perturbation", "tokens")
 FUNCTIONALS = ("nll", "surrogate", "expected_failure")
@@ -153,21 +155,23 @@ def _model(
     rows = read_rows(data)
     policy = load_policy(PolicySpec(model=model))
     if parts == ["tokens"]:
-        _write_tokens(policy, rows, out, spec.check)
+        _write_tokens(policy, rows, spec, out)
         return None
     report = probe_policy(
         policy, rows, spec, functionals=functionals, seed=seed, label=data.stem,  # type: ignore[arg-type]
         curvature="curvature" in parts, perturbation="perturbation" in parts,
     )  # fmt: skip
     for problem in report.problems:
-        typer.echo(f"  not to be believed: {problem}", err=True)
+        typer.echo(f"  not reliable: {problem}", err=True)
     if "tokens" in parts:
-        _write_tokens(policy, rows, out, spec.check)
+        _write_tokens(policy, rows, spec, out)
     return report.frame()
 
 
-def _write_tokens(policy: Policy, rows: Any, out: Path, check: Check) -> None:
-    tokens = _tokens(policy, rows, check)
+def _write_tokens(policy: Policy, rows: Sequence[DataRow], spec: ProbesSpec, out: Path) -> None:
+    from sharpscope.probes import token_norms
+
+    tokens = token_norms(policy, rows, spec)
     out.mkdir(parents=True, exist_ok=True)
     tokens.to_parquet(out / "tokens.parquet", index=False)
     norms = tokens["score_norm_local"]
@@ -178,30 +182,6 @@ def _write_tokens(policy: Policy, rows: Any, out: Path, check: Check) -> None:
     _token_picture(tokens, out)
 
 
-def _tokens(policy: Policy, rows: Any, check: Check) -> pd.DataFrame:
-    """One row a completion token: row of the file, position in the completion, id, ln π [nats] and local score norm."""
-    import pandas as pd
-    import torch
-
-    from sharpscope.probes import Functional, score_norms
-    from sharpscope.probes.hessian.causal_lm import lm_surface
-    from sharpscope.probes.standalone import text_batch
-
-    batch = text_batch(policy, rows)
-    mask = batch.scored
-    attention = torch.arange(mask.shape[1], device=mask.device) < batch.lengths[:, None]
-    with lm_surface(policy.model, Functional("nll", batch), check=check) as surface:
-        logp = surface.logp()
-    norms = score_norms(policy.model, batch.input_ids, mask, tier="local", attention_mask=attention.long(), check=check)
-    row, column = mask.nonzero(as_tuple=True)
-    place = mask.long().cumsum(1)[row, column] - 1
-    columns = {
-        "row": row, "position": place, "token_id": batch.input_ids[row, column], "logp": logp[row, column],
-        "score_norm_local": norms.values[row, column],
-    }  # fmt: skip
-    return pd.DataFrame({name: values.cpu().numpy() for name, values in columns.items()})
-
-
 def _checkpoints(
     run: Path, spec: ProbesSpec, seed: int, every: bool, parts: list[str], threads: int | None
 ) -> pd.DataFrame:
@@ -210,8 +190,8 @@ def _checkpoints(
     from sharpscope.config import build_config
     from sharpscope.errors import UserError
     from sharpscope.policy import load_policy
-    from sharpscope.probes import measure, probe_functionals, squared_gradient_norm
-    from sharpscope.probes.estimate import columns, labelled
+    from sharpscope.probes import frame, probe_set_batches
+    from sharpscope.probes import run as run_probes
     from sharpscope.recording.environment import set_threads
     from sharpscope.recording.probe_sets import Drawer, run_probe_set
     from sharpscope.tasks import make_task
@@ -226,30 +206,31 @@ def _checkpoints(
     set_threads(config.threads if threads is None else threads, config.policy.model)
     task = make_task(config.task)
     probe_set = run_probe_set(config, task)
+    if "curvature" not in parts:
+        spec = spec.model_copy(update={"gradient_samples": 0})
     frames = []
     for folder in saved if every else saved[-1:]:
         step = int(folder.name.removeprefix("step-"))
         policy = load_policy(config.policy.model_copy(update={"model": str(folder)}))
         drawer = Drawer(config, policy, task)
-        for split in probe_set.splits:
-            typer.echo(f"  step {step}, {split}", err=True)
-            found = probe_functionals(probe_set, split, spec, drawer, temperature=config.rollout.temperature, seed=seed)
-            for functional in found.values():
-                measured = measure(
-                    policy.model, functional, spec, seed=seed, probe_set=probe_set.name(split),
-                    curvature="curvature" in parts, perturbation="perturbation" in parts,
-                )  # fmt: skip
-                for problem in measured.problems:
-                    typer.echo(f"  not to be believed: step {step}: {problem}", err=True)
-                frames.append(pd.DataFrame(columns(measured.estimates, why=True)).assign(step=step))
-        if "curvature" in parts and spec.gradient_samples:
-            split = probe_set.splits[0]
-            drawn = probe_set.draw(split, spec.gradient_samples, drawer, seed)
-            rows = squared_gradient_norm(policy.model, drawn, temperature=config.rollout.temperature, seed=seed)
-            rows = labelled(rows, probe_set=probe_set.name(split))
-            frames.append(pd.DataFrame(columns(rows, why=True)).assign(step=step))
-    floats = ["value", "std_error", "rho", "residual", "seconds"]
-    return pd.concat([frame.astype(dict.fromkeys(floats, "float64")) for frame in frames], ignore_index=True)
+        typer.echo(f"  step {step}", err=True)
+        batches = probe_set_batches(
+            probe_set,
+            spec,
+            drawer,
+            temperature=config.rollout.temperature,
+            seed=lambda part: seed,
+            slices=probe_set.splits,
+        )
+        rows = []
+        for measured in run_probes(
+            policy.model, batches, spec, curvature="curvature" in parts, perturbation="perturbation" in parts
+        ):
+            for problem in measured.problems:
+                typer.echo(f"  not reliable: step {step}: {problem}", err=True)
+            rows += measured.estimates
+        frames.append(frame(rows, step))
+    return pd.concat(frames, ignore_index=True)
 
 
 def _show(found: pd.DataFrame) -> None:

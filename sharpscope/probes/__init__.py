@@ -11,18 +11,27 @@ from sharpscope.probes.attribution import (
     logp_gradient,
     nll_coefficients,
 )
-from sharpscope.probes.estimate import Estimate
+from sharpscope.probes.estimate import Estimate, columns, frame, problems
 from sharpscope.probes.functionals import Functional
+from sharpscope.probes.gradient_norm import squared_gradient_norm
 from sharpscope.probes.grouped import m_sharpness
 from sharpscope.probes.guard import guarded
 from sharpscope.probes.hessian import Curvature, adamw_preconditioner, adamw_threshold, curvature
 from sharpscope.probes.perturbation import Sharpness, sharpness
 from sharpscope.probes.probe_set import Drawn, ProbeSet, build_probe_set
-from sharpscope.probes.standalone import ProbeReport, probe_policy, read_rows
-from sharpscope.probes.survey import Measured, drawn_functional, measure, measured_cost, probe_functionals
+from sharpscope.probes.runner import (
+    Measured,
+    ProbeBatch,
+    drawn_functional,
+    measure,
+    measured_cost,
+    probe_functionals,
+    probe_set_batches,
+    run,
+)
+from sharpscope.probes.standalone import ProbeReport, probe_policy, read_rows, token_norms
 from sharpscope.probes.token_gradients import ScoreNorms, score_norms
 from sharpscope.probes.token_update import UpdateSplit, coming_update, update_attribution
-from sharpscope.probes.two_batches import squared_gradient_norm
 
 __all__ = [
     "Curvature",
@@ -30,6 +39,7 @@ __all__ = [
     "Estimate",
     "Functional",
     "Measured",
+    "ProbeBatch",
     "ProbeReport",
     "ProbeSet",
     "ProbesSpec",
@@ -40,11 +50,13 @@ __all__ = [
     "adamw_threshold",
     "attribute",
     "build_probe_set",
+    "columns",
     "coming_update",
     "curvature",
     "directional_derivative",
     "drawn_functional",
     "failure_coefficients",
+    "frame",
     "guarded",
     "heldout_influence",
     "logp_gradient",
@@ -54,9 +66,13 @@ __all__ = [
     "nll_coefficients",
     "probe_functionals",
     "probe_policy",
+    "probe_set_batches",
+    "problems",
     "read_rows",
+    "run",
     "score_norms",
     "sharpness",
     "squared_gradient_norm",
+    "token_norms",
     "update_attribution",
 ]

@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 @dataclass(frozen=True)
@@ -51,10 +54,22 @@ def labelled(estimates: Iterable[Estimate], **labels: str) -> list[Estimate]:
     return [replace(estimate, **labels) for estimate in estimates]  # type: ignore[arg-type]
 
 
-def columns(estimates: Iterable[Estimate], *, why: bool = False) -> dict[str, list[Any]]:
-    """Estimates as columns of the `probes` table (without `step`); NaN becomes None, which the table calls null.
+def problems(estimates: Iterable[Estimate]) -> tuple[str, ...]:
+    """One line for each estimate that did not converge or is NaN; ratios are left out, since their value is listed."""
+    return tuple(
+        f"{e.functional} {e.quantity}{'' if math.isnan(e.rho) else f' at rho {e.rho:g}'} ({e.parameters}): "
+        f"{e.why or 'not finite'}"
+        for e in estimates
+        if not e.quantity.endswith("_ratio") and (e.converged is False or math.isnan(e.value))
+    )
 
-    `why` is not a column of that table (a reason belongs into an event); pass True to have it too.
+
+def columns(estimates: Iterable[Estimate], *, why: bool = False) -> dict[str, list[Any]]:
+    """Estimates as columns of the `probes` table, without `step`; NaN becomes None, which the table stores as null.
+
+    Args:
+        estimates: one row each.
+        why: also give the reasons, which are not a column of that table.
     """
     rows = list(estimates)
 
@@ -63,3 +78,12 @@ def columns(estimates: Iterable[Estimate], *, why: bool = False) -> dict[str, li
 
     names = [name for name in ESTIMATE_COLUMNS if why or name != "why"]
     return {name: [cell(getattr(row, name)) for row in rows] for name in names}
+
+
+def frame(estimates: Iterable[Estimate], step: int = 0) -> pd.DataFrame:
+    """The `probes` table of one step as a data frame, with the reasons in the column `why`."""
+    import pandas as pd
+
+    table = pd.DataFrame(columns(estimates, why=True))
+    table.insert(0, "step", step)
+    return table.astype(dict.fromkeys(("value", "std_error", "rho", "residual", "seconds"), "float64"))

@@ -13,9 +13,10 @@ import torch
 
 from sharpscope.config.probes import ProbesSpec
 from sharpscope.errors import UserError
-from sharpscope.probes.estimate import Estimate, columns
+from sharpscope.probes.estimate import Estimate, frame, problems
 from sharpscope.probes.functionals import Functional, FunctionalName, TokenBatch, completion_batch
-from sharpscope.probes.survey import Measured, measure, problems
+from sharpscope.probes.runner import Measured, ProbeBatch, limited_surface, run
+from sharpscope.probes.token_gradients import score_norms
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -60,12 +61,7 @@ class ProbeReport:
 
     def frame(self) -> pd.DataFrame:
         """The `probes` table (with step 0 and the reasons), nulls where a value does not exist."""
-        import pandas as pd
-
-        frame = pd.DataFrame(columns(self.estimates, why=True))
-        frame.insert(0, "step", 0)
-        floats = ["value", "std_error", "rho", "residual", "seconds"]
-        return frame.astype(dict.fromkeys(floats, "float64"))
+        return frame(self.estimates)
 
     def save(self, folder: Path | str) -> Path:
         """Write `probes.parquet` into a folder and return its path."""
@@ -170,19 +166,40 @@ def probe_policy(
     if missing and any(name != "nll" for name in functionals):
         raise UserError(f"data: {missing} of {len(rows)} rows have no reward, which {functionals} need; use nll alone")
     batch = text_batch(policy, rows)
-    found = {
-        name: measure(
-            policy.model,
-            Functional(name, batch, temperature),
-            spec,
-            seed=seed,
-            probe_set=label,
-            curvature=curvature,
-            perturbation=perturbation,
-        )
-        for name in functionals
-    }
-    return ProbeReport(tuple(e for part in found.values() for e in part.estimates), found)
+    batches = [ProbeBatch(label, tuple(Functional(name, batch, temperature) for name in functionals), seed)]
+    found = list(run(policy.model, batches, spec, curvature=curvature, perturbation=perturbation))
+    measured = {one.functional.name: one for one in found if one.functional is not None}
+    return ProbeReport(tuple(row for one in found for row in one.estimates), measured)
+
+
+def token_norms(policy: Policy, rows: Sequence[DataRow], spec: ProbesSpec) -> pd.DataFrame:
+    """The log-probability and the score norm (tier `local`) of each completion token.
+
+    Args:
+        policy: policy to probe.
+        rows: texts; see `read_rows`.
+        spec: memory limits and self-check.
+
+    Returns:
+        One row per completion token: `row` of the file, `position` in the completion, `token_id`, `logp` [nats] and
+        `score_norm_local`.
+    """
+    import pandas as pd
+
+    batch = text_batch(policy, rows)
+    mask = batch.scored
+    attention = torch.arange(mask.shape[1], device=mask.device) < batch.lengths[:, None]
+    with limited_surface(policy.model, Functional("nll", batch), spec) as surface:
+        logp = surface.logp()
+    norms = score_norms(
+        policy.model, batch.input_ids, mask, tier="local", attention_mask=attention.long(), check=spec.check
+    )
+    row, column = mask.nonzero(as_tuple=True)
+    columns = {
+        "row": row, "position": mask.long().cumsum(1)[row, column] - 1, "token_id": batch.input_ids[row, column],
+        "logp": logp[row, column], "score_norm_local": norms.values[row, column],
+    }  # fmt: skip
+    return pd.DataFrame({name: values.cpu().numpy() for name, values in columns.items()})
 
 
 def _json_lines(path: Path) -> list[Any]:

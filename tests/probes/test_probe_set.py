@@ -13,9 +13,9 @@ from pydantic import ValidationError
 
 from sharpscope.errors import UserError
 from sharpscope.probes import ProbesSpec, build_probe_set, drawn_functional, measure, probe_functionals, read_rows
-from sharpscope.probes.estimate import columns
+from sharpscope.probes.estimate import columns, problems
 from sharpscope.probes.probe_set import Drawn, ProbeSet
-from sharpscope.probes.survey import measured_cost, problems
+from sharpscope.probes.runner import measured_cost
 from sharpscope.tasks.base import Example
 from tests.models import tiny_model
 

@@ -256,18 +256,18 @@ def test_under_sam_shares_are_those_of_the_gradient_whose_coefficients_are_recor
 def test_a_probe_that_fails_its_check_is_left_out_and_the_run_goes_on(tiny_policy, tmp_path, monkeypatch):
     """A fault in local norms and one in Hessian products: events, no such numbers, the others as they were."""
     from sharpscope.config import build_config
-    from sharpscope.probes import survey
+    from sharpscope.probes import runner
     from sharpscope.probes.token_gradients import local
     from tests.conftest import TOY
 
     own = local.local_squares
     monkeypatch.setattr(local, "local_squares", lambda use, g: [(name, 0.8 * found) for name, found in own(use, g)])
-    curvature_of = survey.curvature_of
+    curvature_of = runner.curvature_of
 
     def wrong(*args, **rest):
         raise CheckError("products differ", "hessian", 0.5, 0.01)
 
-    monkeypatch.setattr(survey, "curvature_of", wrong)
+    monkeypatch.setattr(runner, "curvature_of", wrong)
     values = {path.replace("__", "."): value for path, value in (RECORD | SURFACE).items()}
     values |= {"policy.model": str(tiny_policy), "out": str(tmp_path), "method": "grpo", "probes.gradient_samples": 0}
     config = build_config(values={**TOY, **values, "name": "faulty"})
@@ -288,7 +288,7 @@ def test_a_probe_that_fails_its_check_is_left_out_and_the_run_goes_on(tiny_polic
     assert {"perturbation", "slice", "update"} <= set(run.probes["probe"])
 
     # With the check off the same fault goes through.
-    monkeypatch.setattr(survey, "curvature_of", curvature_of)
+    monkeypatch.setattr(runner, "curvature_of", curvature_of)
     train(
         build_config(
             values={**TOY, **values, "name": "unchecked", "probes.check": "off", "probes.every": 0, "steps": 2}

@@ -12,7 +12,7 @@ from scipy.stats import t as student
 
 from sharpscope.errors import UserError
 from sharpscope.probes import Drawn, squared_gradient_norm
-from sharpscope.probes.two_batches import _coefficients, _halves, _product
+from sharpscope.probes.gradient_norm import _coefficients, _halves, _product
 from tests.models import tiny_model
 
 VOCAB, TEMPERATURE = 13, 0.7

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from sharpscope.probes import ProbesSpec, measure, survey
+from sharpscope.probes import ProbesSpec, measure, runner
 from sharpscope.probes.functionals import Functional, completion_batch, token_batch
 from sharpscope.probes.grouped import m_sharpness_of
 from sharpscope.probes.hessian import CurvatureSettings, FunctionOperator, curvature_of, eigenpairs, spectral_density
@@ -66,7 +66,7 @@ def test_the_error_of_m_sharpness_is_over_prompts_where_groups_lie_within_them(m
         asked.append((len(surfaces), prompts))
         return m_sharpness_of(surfaces, rho, seed=seed, prompts=prompts)
 
-    monkeypatch.setattr(survey, "m_sharpness_of", spy)
+    monkeypatch.setattr(runner, "m_sharpness_of", spy)
     texts = [([5, 6], [7, 8]), ([5, 6], [9]), ([5, 6], [3, 3, 4]), ([5, 6], [8]), ([5], [6, 4]), ([5], [2])]
     batch = completion_batch(texts, reward=torch.tensor([1.0, 0.0, 1.0, 0.0, 1.0, 1.0]))
     assert batch.prompts == [0, 0, 0, 0, 1, 1]

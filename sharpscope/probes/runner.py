@@ -1,20 +1,25 @@
-"""One round of surface probes on a model, as a `ProbesSpec` asks for it: rows of the `probes` table."""
+"""Run the loss-surface probes that a `ProbesSpec` asks for.
+
+`run` is the one implementation behind `sharpscope probe`, `probe_policy` and the probes of a training run. Callers choose
+the batches (`probe_set_batches` makes those of a probe set) and decide what to do with the rows.
+"""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor, nn
 
-from sharpscope.config.probes import KINDS, ProbesSpec
+from sharpscope.config.probes import KINDS, Check, ProbesSpec
 from sharpscope.errors import CheckError
-from sharpscope.probes.estimate import Estimate, labelled
+from sharpscope.probes.estimate import Estimate, labelled, problems
 from sharpscope.probes.functionals import Functional, FunctionalName, group_normalised, rollout_batch, staleness
+from sharpscope.probes.gradient_norm import squared_gradient_norm
 from sharpscope.probes.grouped import m_sharpness_of
 from sharpscope.probes.hessian import Curvature, CurvatureSettings, Operator, adamw_preconditioner, curvature_of
 from sharpscope.probes.hessian.api import sub_generator
@@ -24,40 +29,94 @@ from sharpscope.probes.perturbation import sharpness_grid
 from sharpscope.probes.probe_set import Draw, Drawn, ProbeSet
 from sharpscope.probes.slices import loss_slices
 
-if TYPE_CHECKING:
-    import pandas as pd
-
 SLICE_POINTS = tuple(i / 5 for i in range(-5, 6))  # of the largest radius
 
 
 @dataclass(frozen=True)
-class Measured:
-    """What one functional's surface showed.
+class ProbeBatch:
+    """The losses to probe on one set of prompts.
 
     Attributes:
-        functional: with its anchors.
-        curvature: of the whole parameter vector, None if left out; `sharp_alignment` projects on its `vectors`.
-        estimates: rows of the `probes` table.
+        name: value of the `probe_set` column.
+        functionals: the losses over this batch.
+        seed: seed of every random vector.
+        slices: take loss slices on this batch, where the spec asks for slices.
+        drawn: completions for `squared_gradient_norm`; None leaves it out.
+        temperature: softmax temperature of `drawn`.
     """
 
-    functional: Functional
-    curvature: Curvature | None
+    name: str
+    functionals: tuple[Functional, ...] = ()
+    seed: int = 0
+    slices: bool = True
+    drawn: Drawn | None = None
+    temperature: float = 1.0
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Results of the probes on one loss of one batch.
+
+    Attributes:
+        batch: the batch.
+        estimates: rows of the `probes` table.
+        functional: the loss, with the anchors it was evaluated with; None for the rows of `squared_gradient_norm`.
+        curvature: curvature over all parameters, with eigenvectors; None if it was not measured or failed its check.
+    """
+
+    batch: ProbeBatch
     estimates: tuple[Estimate, ...]
+    functional: Functional | None = None
+    curvature: Curvature | None = None
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """One line for each estimate that is not to be believed; for the events table."""
+        """One line for each estimate that is not reliable."""
         return problems(self.estimates)
 
 
-def problems(estimates: Sequence[Estimate]) -> tuple[str, ...]:
-    """One line for each estimate that did not converge or is NaN; a ratio says nothing that its value did not."""
-    return tuple(
-        f"{e.functional} {e.quantity}{'' if math.isnan(e.rho) else f' at rho {e.rho:g}'} ({e.parameters}): "
-        f"{e.why or 'not finite'}"
-        for e in estimates
-        if not e.quantity.endswith("_ratio") and (e.converged is False or math.isnan(e.value))
-    )
+def run(
+    model: nn.Module,
+    batches: Iterable[ProbeBatch],
+    spec: ProbesSpec,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    curvature: bool = True,
+    perturbation: bool = True,
+) -> Iterator[Measured]:
+    """Probe a model's loss surface on each batch.
+
+    Results are yielded one at a time, so that eigenvectors need not be held for all of them and rows measured before an
+    error are not lost. Between results the model is as it was. Memory limits and the self-check are those of `spec`. Where
+    Hessian products fail the self-check, one row says so in place of the curvature.
+
+    Args:
+        model: Hugging Face causal language model.
+        batches: batches to probe. A generator may draw completions of the model lazily.
+        spec: probes to run, their precision and their memory limits.
+        optimizer: AdamW optimizer for the preconditioned Hessian; None leaves that out.
+        curvature: run the curvature probes.
+        perturbation: run the perturbation probes and loss slices.
+
+    Yields:
+        One `Measured` per loss, then one for `squared_gradient_norm` if the batch has completions for it.
+
+    Raises:
+        CheckError: the probed loss differs from the model's own (see `lm_surface`).
+        UserError: the model or a batch cannot be probed.
+    """
+    for batch in batches:
+        for functional in batch.functionals:
+            yield _measure(
+                model, functional, batch, spec, optimizer=optimizer, curvature=curvature, perturbation=perturbation
+            )
+        if batch.drawn is not None:
+            rows = squared_gradient_norm(
+                model, batch.drawn, temperature=batch.temperature, seed=batch.seed,
+                microbatch_tokens=spec.microbatch_tokens, head_mb=spec.head_mb, memory_mb=spec.basis_mb,
+                check=spec.check,
+            )  # fmt: skip
+            yield Measured(batch, tuple(labelled(rows, probe_set=batch.name)))
 
 
 def measure(
@@ -70,62 +129,54 @@ def measure(
     optimizer: torch.optim.Optimizer | None = None,
     curvature: bool = True,
     perturbation: bool = True,
-    slices: bool | None = None,
+    slices: bool = True,
 ) -> Measured:
-    """Curvature and perturbation probes of one functional.
+    """Probe one loss; see `run` for the arguments, and `ProbeBatch` for `seed`, `probe_set` and `slices`."""
+    batch = ProbeBatch(probe_set, (functional,), seed, slices)
+    (found,) = run(model, [batch], spec, optimizer=optimizer, curvature=curvature, perturbation=perturbation)
+    return found
+
+
+def probe_set_batches(
+    probe_set: ProbeSet,
+    spec: ProbesSpec,
+    draw: Draw,
+    *,
+    temperature: float = 1.0,
+    seed: Callable[[str], int] = lambda part: 0,
+    slices: Collection[str] = ("train",),
+) -> Iterator[ProbeBatch]:
+    """Batches of a probe set: one for each split, then the training prompts again for `squared_gradient_norm`.
+
+    Completions are drawn from the probed model when a batch is requested. Those for the gradient norm are drawn anew, so that
+    it is independent of the other estimates.
 
     Args:
-        model: a Hugging Face causal LM; afterwards it is as it was.
-        functional: what is probed.
-        spec: which probes, how finely.
-        seed: of every random vector.
-        probe_set: label for the rows.
-        optimizer: for the AdamW-preconditioned Hessian; None: left out.
-        curvature, perturbation: leave one of them out (the top eigenpair is then not there for slices).
-        slices: loss slices beside the perturbations; None: as the spec says.
+        probe_set: fixed prompts.
+        spec: names the losses and the numbers of completions.
+        draw: draws completions of the probed model.
+        temperature: softmax temperature of the completions and the losses.
+        seed: seed of a part: `train`, `heldout` or `two batches`.
+        slices: splits on which loss slices may be taken.
     """
-    limits = {
-        "microbatch_tokens": spec.microbatch_tokens,
-        "graph_mb": spec.graph_mb,
-        "head_mb": spec.head_mb,
-        "check": spec.check,
-    }
-    with lm_surface(model, functional, **limits) as surface:  # type: ignore[arg-type]
-        found: list[Estimate] = []
-        if functional.stale:
-            found.append(_stale_row(surface, spec))
-        began = time.perf_counter()
-        at = surface.gradient()  # the only one at θ: every probe below starts from it
-        result = None
-        if curvature:
-            whole = _Curvatures(surface, spec, seed, at)
-            try:
-                result = whole.plain(time.perf_counter() - began)
-                found += [*result.estimates(), *whole.preconditioned(optimizer)]
-                found += whole.gauss_newton()
-                del whole  # frees the graph that the products share
-                found += _groups(surface, spec, seed)
-            except CheckError as problem:
-                # Nothing that these products are needed for is reported; what was checked before is.
-                quantity = "largest" if result is None else "gauss_newton_largest"
-                found.append(
-                    Estimate("curvature", quantity, math.nan, converged=False, seed=seed, why=f"left out: {problem}")
-                )
-        if perturbation:
-            found += _perturbations(surface, spec, seed, at)
-        if perturbation and (spec.slices if slices is None else slices):
-            found += _slices(surface, spec, seed, result, at)
-        rows = labelled(found, functional=functional.name, probe_set=probe_set)
-        return Measured(surface.functional, result, tuple(rows))
+    for split in probe_set.splits:
+        own = seed(split)
+        functionals = probe_functionals(probe_set, split, spec, draw, temperature=temperature, seed=own)
+        yield ProbeBatch(probe_set.name(split), tuple(functionals.values()), own, split in slices)
+    split = probe_set.splits[0]
+    if spec.gradient_samples and len(probe_set.split(split)) >= 2:
+        own = seed("two batches")
+        drawn = probe_set.draw(split, spec.gradient_samples, draw, own)
+        yield ProbeBatch(probe_set.name(split), seed=own, drawn=drawn, temperature=temperature)
 
 
 def probe_functionals(
     probe_set: ProbeSet, split: str, spec: ProbesSpec, draw: Draw, *, temperature: float = 1.0, seed: int = 0
 ) -> dict[FunctionalName, Functional]:
-    """The functionals that a spec asks for on one split, with one set of fresh rollouts for those that need them.
+    """The losses that a spec names, on one split of a probe set; those over completions share one draw.
 
-    The surrogate's advantage is the success less its prompt's mean, over its standard deviation (n − 1) + 1e-4, as GRPO
-    has it, without any token weights: one ruler for all methods.
+    The advantage of `surrogate` is (success − prompt mean)/(standard deviation + 1e-4), as in GRPO, without token weights,
+    so that it is the same measure for all methods.
     """
     found: dict[FunctionalName, Functional] = {}
     drawn: Drawn | None = None
@@ -141,37 +192,85 @@ def probe_functionals(
 def drawn_functional(
     name: FunctionalName, drawn: Drawn, *, temperature: float = 1.0, stale: bool = False
 ) -> Functional:
-    """A functional over drawn rollouts: the success is the reward, its group-normalised value the advantage."""
+    """A loss over drawn completions, with the success as reward and its group-normalized value as advantage."""
     success = drawn.correct.double()
     batch = rollout_batch(drawn.rollouts, reward=success, advantage=group_normalised(success, drawn.rollouts.group))
     return Functional(name, batch, temperature, stale=stale)
 
 
+def limited_surface(
+    model: nn.Module, functional: Functional, spec: ProbesSpec, check: Check | None = None
+) -> AbstractContextManager[LmSurface]:
+    """`lm_surface` within the memory limits of a spec, with its self-check or the one given."""
+    return lm_surface(
+        model,
+        functional,
+        microbatch_tokens=spec.microbatch_tokens,
+        graph_mb=spec.graph_mb,
+        head_mb=spec.head_mb,
+        check=spec.check if check is None else check,
+    )
+
+
 def measured_cost(model: nn.Module, functional: Functional, spec: ProbesSpec) -> dict[str, float]:
-    """Seconds of one Hessian product, one gradient and one loss, for `ProbesSpec.cost` and the run's record.
+    """Seconds of one Hessian product, one gradient and one loss evaluation, for `ProbesSpec.cost`.
 
-    Each is the second of two, so that building the graph is not counted.
+    Each is timed at the second call, so that building the graph is not included.
     """
-    limits = {
-        "microbatch_tokens": spec.microbatch_tokens,
-        "graph_mb": spec.graph_mb,
-        "head_mb": spec.head_mb,
-        "check": "off",
-    }
-    with lm_surface(model, functional, **limits) as surface:  # type: ignore[arg-type]
+
+    def second(call: Callable[[], object]) -> float:
+        call()
+        began = time.perf_counter()
+        call()
+        return time.perf_counter() - began
+
+    with limited_surface(model, functional, spec, "off") as surface:
         hessian, (_, gradient) = surface.hessian(), surface.gradient()
-
-        def second(call: object) -> float:
-            call()  # type: ignore[operator]
-            began = time.perf_counter()
-            call()  # type: ignore[operator]
-            return time.perf_counter() - began
-
         return {
             "product_s": second(lambda: hessian @ gradient),
             "gradient_s": second(surface.gradient),
             "value_s": second(surface.value),
         }
+
+
+def _measure(
+    model: nn.Module,
+    functional: Functional,
+    batch: ProbeBatch,
+    spec: ProbesSpec,
+    *,
+    optimizer: torch.optim.Optimizer | None,
+    curvature: bool,
+    perturbation: bool,
+) -> Measured:
+    """All probes of one loss, from one evaluation of its gradient."""
+    result, seed = None, batch.seed
+    with limited_surface(model, functional, spec) as surface:
+        rows: list[Estimate] = []
+        if functional.stale:
+            rows.append(_stale_row(surface, spec))
+        began = time.perf_counter()
+        at = surface.gradient()
+        if curvature:
+            whole = _Curvatures(surface, spec, seed, at)
+            try:
+                result = whole.plain(time.perf_counter() - began)
+                rows += [*result.estimates(), *whole.preconditioned(optimizer)]
+                rows += whole.gauss_newton()
+                del whole  # frees the graph that the products share
+                rows += _groups(surface, spec, seed)
+            except CheckError as problem:
+                # Keep what was measured with products that had passed the check.
+                quantity = "largest" if result is None else "gauss_newton_largest"
+                rows.append(
+                    Estimate("curvature", quantity, math.nan, converged=False, seed=seed, why=f"left out: {problem}")
+                )
+        if perturbation:
+            rows += _perturbations(surface, spec, seed, at)
+        if perturbation and spec.slices and batch.slices:
+            rows += _slices(surface, spec, seed, result, at)
+        named = labelled(rows, functional=functional.name, probe_set=batch.name)
+        return Measured(batch, tuple(named), surface.functional, result)
 
 
 class _Curvatures:
@@ -180,15 +279,7 @@ class _Curvatures:
     def __init__(self, surface: LmSurface, spec: ProbesSpec, seed: int, at: tuple[float, Tensor]) -> None:
         self.surface, self.spec, self.seed, self.at = surface, spec, seed, at
         self.settings = CurvatureSettings(
-            top=spec.top,
-            smallest=spec.smallest,
-            tolerance=spec.tolerance,
-            max_products=spec.max_products,
-            trace_probes=spec.trace_probes,
-            density_samples=spec.density_samples,
-            density_steps=spec.density_steps,
-            backend=spec.backend,
-            basis_mb=spec.basis_mb,
+            **{field.name: getattr(spec, field.name) for field in fields(CurvatureSettings)}
         )
         self._hessian: Operator | None = None
         self._start: Tensor | None = None
