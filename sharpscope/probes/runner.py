@@ -395,7 +395,7 @@ def _slices(
     farthest = max(spec.rhos)
     top = curvature.vectors[0] if curvature is not None and curvature.converged else None
     began = time.perf_counter()
-    frame: pd.DataFrame = loss_slices(surface, [farthest * point for point in SLICE_POINTS], top=top, seed=seed, at=at)
+    frame = loss_slices(surface, [farthest * point for point in SLICE_POINTS], top=top, seed=seed, at=at)
     each = (time.perf_counter() - began) / max(len(frame), 1)
     return [
         Estimate("slice", f"slice_{direction}", loss, rho=distance, seed=seed, seconds=each)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from sharpscope.probes import ProbesSpec, measure, runner
+from sharpscope.probes import ProbesSpec, gradient_norm, measure, probe_set_batches, run, runner, squared_gradient_norm
 from sharpscope.probes.functionals import Functional, completion_batch, token_batch
 from sharpscope.probes.grouped import m_sharpness_of
 from sharpscope.probes.hessian import CurvatureSettings, FunctionOperator, curvature_of, eigenpairs, spectral_density
@@ -16,6 +16,7 @@ from sharpscope.probes.hessian import check as hessian_check
 from sharpscope.probes.hessian.causal_lm import lm_surface
 from sharpscope.probes.hessian.operators import GraphHessian
 from tests.models import random_batch, tiny_model
+from tests.probes.test_probe_set import built, draw
 from tests.probes.test_token_guard import assert_same, disturbed, snapshot
 
 SPEC = ProbesSpec(
@@ -186,3 +187,33 @@ def test_a_run_for_eigenpairs_is_a_sample_of_the_density():
         moment = (found.weights[0] * found.nodes[0] ** power).sum()
         assert moment == pytest.approx(float(start @ vector), rel=1e-8)
     np.testing.assert_allclose(found.weights.sum(1), 1)
+
+
+def test_memory_limits_and_the_self_check_reach_every_probe(monkeypatch):
+    """Also the gradient norm of the command, which had its own defaults."""
+    asked = []
+
+    def spied(*arguments, **options):
+        asked.append({name: options[name] for name in ("microbatch_tokens", "head_mb", "check")})
+        return lm_surface(*arguments, **options)
+
+    monkeypatch.setattr(runner, "lm_surface", spied)
+    monkeypatch.setattr(gradient_norm, "lm_surface", spied)
+    limits = {"microbatch_tokens": 96, "head_mb": 1.5, "check": "off"}
+    spec = ProbesSpec(preset="cheap", functionals=("nll", "surrogate"), gradient_samples=4, max_products=4, **limits)
+    model = tiny_model("qwen2", dtype=torch.float32)
+    batches = [*probe_set_batches(built(), spec, draw, temperature=0.5, seed=len)]
+    assert [(len(batch.functionals), batch.seed, batch.slices) for batch in batches] == [
+        (2, 5, True), (2, 7, False), (0, 11, True)
+    ]  # fmt: skip
+    results = [*run(model, batches, spec)]
+    assert asked == [limits] * 5
+    assert {row.quantity for row in results[-1].estimates} == {"squared_gradient_norm", "squared_gradient_norm_naive"}
+    assert {row.probe_set for row in results[-1].estimates} == {batches[0].name}
+    alone = squared_gradient_norm(model, batches[-1].drawn, temperature=0.5, seed=11, **limits)
+    assert [row.value for row in alone] == [row.value for row in results[-1].estimates]
+
+
+def test_one_prompt_has_no_gradient_norm():
+    spec = ProbesSpec(preset="cheap", gradient_samples=4)
+    assert [len(batch.functionals) for batch in probe_set_batches(built(train=1, heldout=0), spec, draw)] == [1]
