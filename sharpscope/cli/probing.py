@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from sharpscope.config.probes import ProbesSpec
     from sharpscope.policy import Policy
+    from sharpscope.probes import Estimate
     from sharpscope.probes.standalone import DataRow
 
 PARTS = ("curvature", "perturbation", "tokens")
@@ -222,7 +223,7 @@ def _checkpoints(
             seed=lambda part: seed,
             slices=probe_set.splits,
         )
-        rows = []
+        rows: list[Estimate] = []
         for measured in run_probes(
             policy.model, batches, spec, curvature="curvature" in parts, perturbation="perturbation" in parts
         ):
