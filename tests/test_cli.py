@@ -147,3 +147,22 @@ def test_idle_threads_spin_for_a_bounded_time_unless_told_otherwise(given, found
     bare = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=bare | given)
     assert done.stdout.strip() == found
+
+
+def test_warnings_for_other_libraries_authors_are_not_shown():
+    code = (
+        "import warnings\nfrom sharpscope import cli, traces\n"
+        "def warn(tables):\n"
+        "    for module in ('peft.tuners', 'torch.jit._script', 'sharpscope.traces'):\n"
+        "        for kind in (FutureWarning, UserWarning):\n"
+        "            warnings.warn_explicit(f'{kind.__name__} of {module}', kind, 'f.py', 1, module)\n"
+        "    return ''\n"
+        "traces.schema_markdown = warn\n"
+        "cli.main(['schema'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    shown = set(re.findall(r"(\w+) of ([\w.]+)", done.stderr))
+    assert shown == {
+        ("UserWarning", "peft.tuners"), ("UserWarning", "torch.jit._script"),  # they may tell a user something
+        ("UserWarning", "sharpscope.traces"), ("FutureWarning", "sharpscope.traces"),
+    }  # fmt: skip

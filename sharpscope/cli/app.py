@@ -12,6 +12,7 @@ import typer
 from sharpscope import __version__
 from sharpscope.cli import describe, exporting, inspecting, probing, reducing, reporting, sweeping, training
 from sharpscope.errors import UserError
+from sharpscope.quiet import silence
 
 # Before torch is imported: an idle OpenMP thread shall give its core away soon. Without a bound it spins for milliseconds,
 # and two runs on the same cores take several times as long.
@@ -45,9 +46,7 @@ def _common(
     ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
-    # Model output may go to the terminal; tokenizers' own parallelism would fight torch for the cores.
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # what is wrong with a model, we say in one line
+    silence()
     _shown["traceback"] = debug
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 from sharpscope.config.policy import LoraSpec
 from sharpscope.errors import UserError
+from sharpscope.quiet import silenced
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -46,7 +46,7 @@ def add_adapters(model: nn.Module, spec: LoraSpec, base: str) -> nn.Module:
         task_type="CAUSAL_LM", r=spec.r, lora_alpha=spec.alpha, target_modules=names, lora_dropout=0.0, bias="none"
     )
     try:
-        with torch.random.fork_rng(devices=[]), _quietly():  # peft draws A from the global generator; we draw it anew
+        with torch.random.fork_rng(devices=[]), silenced():  # peft draws A from the global generator; we draw it anew
             adapted = peft.get_peft_model(model, config)
     except ValueError as error:
         raise UserError(f"policy.lora.target_modules {names!r}: {str(error).splitlines()[0]}") from None
@@ -73,7 +73,7 @@ def load_adapters(model: nn.Module, folder: Path) -> nn.Module:
         )
     peft = _peft()
     try:
-        with _quietly():
+        with silenced():
             adapted = peft.PeftModel.from_pretrained(model, str(folder), is_trainable=True)
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise UserError(f"policy.model '{folder}': its adapters do not load: {str(error).splitlines()[0]}") from error
@@ -135,14 +135,6 @@ def without_adapters(model: nn.Module) -> Iterator[nn.Module]:
     adapted: Any = model
     with adapted.disable_adapter():
         yield model
-
-
-@contextmanager
-def _quietly() -> Iterator[None]:
-    """Without what peft's use of transformers says to peft's authors."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        yield
 
 
 def _peft() -> Any:
