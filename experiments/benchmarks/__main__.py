@@ -48,6 +48,36 @@ def step(
     typer.echo(f"ratio TRL / sharpscope: {found['ratio']:.2f} (medians of {found['steps']} steps)")
 
 
+@app.command("startup")
+def startup(
+    repeats: Annotated[int, typer.Option(min=1, help="Repeats of each, of which the least counts.")] = 3,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of the runs side by side.")] = 4,
+    sharpscope: Annotated[Path | None, typer.Option(help="Another checkout to measure.")] = None,
+) -> None:
+    """Start-up times, the first token of a run, and two runs on the same cores.
+
+    Example:
+
+      python -m experiments.benchmarks startup
+    """
+    import os
+
+    from experiments.benchmarks import startup as measure
+
+    source = (sharpscope or measure.ROOT).resolve()
+    typer.echo(f"cores: {len(os.sched_getaffinity(0))}, load: {os.getloadavg()[0]:.1f}")
+    for name, (wall, cpu) in measure.commands(source, repeats).items():
+        typer.echo(f"{name:8} {wall:6.2f} s, CPU {cpu:.2f} s (limit {measure.LIMITS[name]} s)")
+    typer.echo(f"analyze imports torch: {measure.analyze_imports_torch(source)}")
+    wall, cpu = measure.first_token(source, repeats)
+    typer.echo(f"run draws its first token after {wall:.2f} s, CPU {cpu:.2f} s (limit {measure.FIRST_TOKEN_S} s)")
+    typer.echo(f"generation_s of steps 1 to 3: {measure.generation_seconds(source)}")
+    alone, both = measure.side_by_side(source, steps, repeats)
+    typer.echo(
+        f"{steps} steps: alone {alone:.1f} s, two runs at once {both:.1f} s, ratio {both / alone:.2f} (limit {measure.SIDE_BY_SIDE})"
+    )
+
+
 @app.command("tokens")
 def tokens(
     quick: Annotated[bool, typer.Option("--quick", help="Tiny sizes: does it run?")] = False,
