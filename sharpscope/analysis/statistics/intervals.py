@@ -33,9 +33,8 @@ from typing import Literal
 
 import numpy as np
 import pandas as pd
-import scipy.stats
 from numpy.typing import NDArray
-from scipy.special import stdtrit
+from scipy.special import ndtri, stdtrit
 
 from sharpscope.analysis.statistics.permutation import sign_flip_interval
 
@@ -134,7 +133,9 @@ def contrast_interval(values: NDArray[np.floating], level: float = 0.95, seed: i
 
 def share_interval(hits: int, trials: int, level: float = 0.95) -> Interval:
     """Clopper-Pearson interval of a share: `hits` of `trials` independent ones; its coverage is at least `level`."""
-    ends = scipy.stats.binomtest(hits, trials).proportion_ci(level, method="exact")
+    from scipy.stats import binomtest  # takes longer to import than `show` needs for the rest
+
+    ends = binomtest(hits, trials).proportion_ci(level, method="exact")
     return Interval(float(ends.low), float(ends.high), "clopper-pearson", level)
 
 
@@ -164,7 +165,7 @@ def accuracy_interval(
         rare = prompts * samples * min(accuracy, 1 - accuracy) / found
         design = (rare * found + PRIOR_COUNT * samples) / (rare + PRIOR_COUNT)
     trials = prompts * samples / design
-    z = float(scipy.stats.norm.ppf(0.5 + level / 2))
+    z = float(ndtri(0.5 + level / 2))
     middle = (accuracy + z**2 / (2 * trials)) / (1 + z**2 / trials)
     half = z / (1 + z**2 / trials) * np.sqrt(variance / trials + z**2 / (4 * trials**2))
     low = 0.0 if accuracy <= 0 else max(0.0, middle - half)
@@ -202,7 +203,9 @@ def bootstrap_interval(
         means = counts @ table / drawn
         return np.asarray(means[:, 0] if statistic is None else statistic(means)).reshape(shape)
 
-    result = scipy.stats.bootstrap(
+    from scipy.stats import bootstrap
+
+    result = bootstrap(
         (np.arange(n),),
         of,
         n_resamples=RESAMPLES,
