@@ -31,6 +31,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -389,7 +390,11 @@ def hessian_product(model: nn.Module, batch: dict[str, Tensor], parameters: list
     """(P,) ∇²L v by double backward, L the mean negative log-likelihood of the marked tokens."""
     loss, count = torch.zeros((), dtype=torch.float64), int(batch["mask"].sum())
     for ids, places in marked(batch):
-        loss = loss - token_logp(model, ids)[[place - 1 for place in places]].double().sum() / count
+        with sdpa_kernel(
+            SDPBackend.MATH
+        ):  # some call SDPA whatever the configuration says; the others' kernels lack this
+            logp = token_logp(model, ids)
+        loss = loss - logp[[place - 1 for place in places]].double().sum() / count
     gradients = torch.autograd.grad(loss, parameters, create_graph=True, allow_unused=True)
     parts = vector.split([p.numel() for p in parameters])
     slope = sum(
