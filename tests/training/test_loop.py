@@ -173,7 +173,7 @@ def test_a_folder_with_a_configuration_of_ones_own_is_left_alone(toy_config):
 def test_a_mistake_found_late_takes_only_what_the_start_wrote(toy_config, monkeypatch):
     config = toy_config(steps=1)
 
-    def late(self, info):
+    def late(self, task, info):
         if beside is not None:
             beside.write_text("mine")
         raise UserError("a mistake found late")
