@@ -29,16 +29,20 @@ def draw_completions(
 ) -> Completions:
     """`group_size` completions of each example's prompt; N = examples × group_size rows, seeded.
 
-    Where `examples` is a part of a longer list, `first` is the index of its first there: the draws are those of the list.
-
-    Where the task is interactive it answers in the middle of them, for all rows together. Several processes draw a part of the
-    prompts each; all get all, the same as one process would draw.
+    An interactive task answers within the completions, for all rows together. Each process draws for a part of the prompts,
+    and all get all completions, the same as one process would draw.
 
     Args:
+        policy: draws them.
+        task: answers within them if it is interactive.
         examples: as `with_openings` returns them.
+        group_size: completions of each prompt.
+        spec: temperature, top-p, top-k, length and backend.
+        seed: of the draws.
+        first: index of the first example in the list that `examples` is a part of, so that the draws are those of the list.
     """
     part = distributed.local_slice(len(examples))
-    if not isinstance(spec.backend, LocalBackend):  # one server for all: the first process asks it for everything
+    if not isinstance(spec.backend, LocalBackend):  # the first process requests all of them
         part = slice(0, len(examples) if distributed.is_rank_zero() else 0)
     mine, own = examples[part], None
     with unsharded(policy.model):
@@ -56,7 +60,7 @@ def draw_completions(
 
 
 def score_texts(task: Task, examples: Sequence[Example], texts: Sequence[str]) -> list[Reward]:
-    """Rewards of completions, as many for each example, those of an example adjacent; each process scores a part."""
+    """Rewards of completions, equally many for each example and adjacent; each process scores a part."""
     size, part = len(texts) // len(examples), distributed.local_slice(len(texts))
     own = [task.score(examples[row // size], texts[row]) for row in range(len(texts))[part]]
     return [reward for rewards in distributed.gather(own) for reward in rewards]

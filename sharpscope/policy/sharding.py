@@ -1,7 +1,7 @@
-"""Weights divided over processes (FSDP2), and whole again where something needs them so: drawing, probing, saving.
+"""Weights sharded over processes (FSDP2), and gathered again for drawing, probing and saving.
 
-The repeated layers are divided; embeddings, the last norm and the output layer stay whole on every process, because the
-output layer is read outside the model's forward pass (log-probabilities are computed in chunks).
+The repeated layers are sharded. Embeddings, the last norm and the output layer stay whole on every process, because the
+output layer is used outside the model's forward pass (log-probabilities are computed in chunks).
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from sharpscope.policy.adapters import has_adapters
 from sharpscope.policy.head import backbone
 from sharpscope.policy.recompute import layers_of
 
-_reshard: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()  # what `shard` was told
+_reshard: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()  # the argument of `shard`
 
 
 def shard(model: nn.Module, reshard: bool = True) -> None:
-    """Divide the layers' parameters over all processes, in place. Gradients are summed over processes, not averaged.
+    """Shard the layers' parameters over all processes, in place. Gradients are summed over processes, not averaged.
 
     Raises:
         UserError: the model has adapters, or an architecture that does not mark its layers.
@@ -50,17 +50,17 @@ def shard(model: nn.Module, reshard: bool = True) -> None:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether some parameter is divided over processes."""
-    return any(is_divided(parameter) for parameter in model.parameters())
+    """Whether some parameter is sharded."""
+    return any(is_shard(parameter) for parameter in model.parameters())
 
 
-def is_divided(tensor: Tensor) -> bool:
-    """Whether this process holds a part of the tensor only (FSDP2)."""
+def is_shard(tensor: Tensor) -> bool:
+    """Whether this process holds only a part of the tensor (FSDP2)."""
     return hasattr(tensor, "to_local")
 
 
 def full_tensor(tensor: Any) -> Any:
-    """The whole of a tensor that is divided over processes (all of them must ask); anything else as it is."""
+    """A sharded tensor gathered, for which every process must call this; anything else unchanged."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
@@ -70,7 +70,7 @@ def _sharded_modules(model: nn.Module) -> list[Any]:
 
 @contextmanager
 def unsharded(model: nn.Module) -> Iterator[None]:
-    """Within it every process holds all weights, so that each may run any number of forward passes without the others."""
+    """Within it every process holds all weights, so that each can run any number of forward passes on its own."""
     modules = _sharded_modules(model)
     for module in modules:
         module.set_reshard_after_forward(False, recurse=False)
@@ -85,7 +85,7 @@ def unsharded(model: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class ModelView:
-    """What a probe looks at: a plain model with its gradients in `.grad`, its trainable parameters, and their optimizer."""
+    """A model as probes see it: unsharded, with gradients in `.grad`, its trainable parameters and their optimizer."""
 
     model: nn.Module
     parameters: list[nn.Parameter]
@@ -95,16 +95,16 @@ class ModelView:
 def gathered_copy(
     model: nn.Module, optimizer: torch.optim.AdamW, device: torch.device, *, keep: bool = True
 ) -> ModelView:
-    """A plain copy of a sharded model with all weights, gradients and optimizer state. Every process must ask.
+    """An unsharded copy of a sharded model with weights, gradients and optimizer state. Every process must call it.
 
     Args:
         model: sharded.
         optimizer: over its trainable parameters.
-        device: where the copy is.
-        keep: False where the copy is not needed: this process only helps the others to make theirs.
+        device: of the copy.
+        keep: False if this process does not need the copy and only takes part in the communication.
     """
     for module in _sharded_modules(model):
-        module.reshard()  # a forward pass without a backward pass may have left it whole
+        module.reshard()  # a forward pass without a backward pass may have left it unsharded
     with torch.device("meta"):
         plain: Any = type(model)(copy.deepcopy(model.config))
     kind = next(model.parameters()).dtype
@@ -145,7 +145,7 @@ def _fill(target: Tensor, value: Tensor, keep: bool) -> None:
 
 
 def shard_state(whole: ModelView, model: nn.Module, optimizer: torch.optim.AdamW) -> None:
-    """Give a sharded model's optimizer its part of `whole`'s state."""
+    """Give a sharded model's optimizer its part of the state in `whole`."""
     from torch.distributed.tensor import distribute_tensor
 
     names = dict(model.named_parameters())
@@ -153,6 +153,6 @@ def shard_state(whole: ModelView, model: nn.Module, optimizer: torch.optim.AdamW
         parameter: Any = names[name]
         for entry, value in whole.optimizer.state.get(twin, {}).items():
             part = value
-            if entry != "step" and is_divided(parameter):
+            if entry != "step" and is_shard(parameter):
                 part = distribute_tensor(value.to(parameter.device), parameter.device_mesh, parameter.placements)
             optimizer.state[parameter][entry] = part

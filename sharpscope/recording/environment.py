@@ -58,7 +58,7 @@ def _is_tiny(model: str) -> bool:
 
 
 def describe_device(device: torch.device) -> str:
-    """A person's name for the device."""
+    """A readable name of the device."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{platform.machine()} CPU, {psutil.cpu_count(logical=False) or os.cpu_count()} cores"

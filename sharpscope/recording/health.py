@@ -22,7 +22,7 @@ from sharpscope.recording.step import RolloutBatch
 
 CGROUP = Path("/sys/fs/cgroup")
 PREVENTS = ("skip_step", "stop")
-"""Actions that leave a step's updates out."""
+"""Actions that skip a step's updates."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def _fires(rule: Rule, value: float, below: bool = False) -> bool:
 
 
 def memory_share(device: torch.device) -> float:
-    """Share of memory in use: of the GPU where the model is on one, else of the machine or of this process's container."""
+    """Share of memory in use: of the model's GPU, or of the machine or this process's container, whichever is fuller."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return 1 - free / total
@@ -63,7 +63,7 @@ def memory_share(device: torch.device) -> float:
 
 
 def container_share(folder: Path) -> float:
-    """Share of a control group's memory limit in use, page cache that can be dropped left out; 0 without a limit."""
+    """Share of a control group's memory limit in use without reclaimable page cache; 0 without a limit."""
     try:
         limit = (folder / "memory.max").read_text().strip()
         used = int((folder / "memory.current").read_text())
@@ -74,10 +74,10 @@ def container_share(folder: Path) -> float:
 
 
 def check_rollouts(spec: HealthSpec, step: int, *, zero_variance_share: float, truncated_share: float) -> list[Event]:
-    """Rules on the rewards and lengths of a round of rollouts."""
+    """Rules on the rewards and lengths of a step's rollouts."""
     events = []
     rule = spec.no_variance
-    # A share of exactly the threshold counts: the default, 1, means that no group at all carries a signal.
+    # A share equal to the threshold counts: the default, 1, means that no group has a gradient.
     if rule.action != "off" and zero_variance_share >= rule.threshold:
         events.append(
             _event(
@@ -112,7 +112,7 @@ def check_policy(
     logp_mismatch: float,
     memory: float,
 ) -> list[Event]:
-    """Rules on the policy, the token weights, the sampler and the machine at one step; a NaN fires none."""
+    """Rules on the policy, the token weights, the sampler and the machine at one step; NaN fires none."""
     events = []
     if _fires(spec.entropy_collapse, entropy_mean, below=True):
         events.append(
@@ -170,9 +170,9 @@ def check_policy(
 
 
 def check_finite(spec: HealthSpec, step: int, problems: Sequence[tuple[str, float]], broken: bool) -> list[Event]:
-    """An event for each number that is not finite: what it is, and the number.
+    """An event for each of `problems`, pairs of what is not finite and its value.
 
-    `broken`: the model's own weights are not finite. No action can mend that, so the run stops.
+    `broken`: the model's own weights are not finite. No action can repair that, so the run stops.
     """
     advice = "lower optimizer.lr, or look at this step's rollouts and tokens"
     action = "stop" if broken else spec.non_finite

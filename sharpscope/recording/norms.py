@@ -10,19 +10,17 @@ import torch
 from torch import Tensor
 
 from sharpscope import distributed
-from sharpscope.policy.sharding import is_divided
+from sharpscope.policy.sharding import is_shard
 
 
 def _norm(parts: Iterable[Tensor]) -> float:
-    """Global L2 norm, summed in float64; of a tensor that is divided over processes each contributes its part."""
+    """Global L2 norm, summed in float64; of a sharded tensor each process contributes its part."""
     whole = own = 0.0
     divided = False
     for part in parts:
         local: Any = part
-        square = (
-            float(torch.linalg.vector_norm(local.to_local() if is_divided(part) else part, dtype=torch.float64)) ** 2
-        )
-        if is_divided(part):
+        square = float(torch.linalg.vector_norm(local.to_local() if is_shard(part) else part, dtype=torch.float64)) ** 2
+        if is_shard(part):
             own, divided = own + square, True
         else:
             whole += square

@@ -82,7 +82,7 @@ class Observers:
         self.probe_set = run_probe_set(self.config, task)
         spec = self.config.recording
         if spec.heldout_influence_every and spec.heldout_functional == "nll":
-            self.probe_set.solutions("heldout")  # refuses now, not in the middle of the run, if there are none
+            self.probe_set.solutions("heldout")  # raises now, not during the run, if there are none
         return self.surface.start(self.probe_set, info)
 
     def for_step(self, step: int, rollouts: Rollouts, recent: Sequence[float]) -> StepObserver:

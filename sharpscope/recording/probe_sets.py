@@ -1,4 +1,4 @@
-"""The probe set of a run: fixed prompts that every method and seed of a study shares, and rollouts drawn from them."""
+"""The probe set of a run: fixed prompts, shared by all methods and seeds of a study, and completions of them."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ PROBE_SET_FILE = "probe_set.parquet"
 class Drawer:
     """Draws seeded completions of a policy for probes, and has the task score them.
 
-    Probes take them as draws from softmax(z/T) of this very policy. So the policy itself writes them (a server may hold
-    older weights), without top-p and top-k, at the run's temperature.
+    Probes assume draws from softmax(z/T) of this policy. So the policy itself draws them (a server may have older weights),
+    without top-p and top-k, at the run's temperature.
     """
 
     def __init__(self, config: RunConfig, policy: Policy, task: Task) -> None:
@@ -52,12 +52,12 @@ class Drawer:
 
 
 def needs_probe_set(config: RunConfig) -> bool:
-    """Whether any schedule of the run looks at the probe set."""
+    """Whether any schedule of the run uses the probe set."""
     return 0 < config.recording.heldout_influence_every <= config.steps or config.probes.every > 0
 
 
 def check_probe_set(config: RunConfig, task: Task) -> None:
-    """Find what is wrong before the run's folder is made.
+    """Check the schedules and the probe-set file before the run's folder is created.
 
     Raises:
         UserError: a held-out measurement on a task without held-out examples, or a probe-set file that cannot be read.
@@ -103,9 +103,9 @@ def solution_losses(
     """Mean −ln π of the solutions that the probe set stores [nats / token], by split and level; only where it has some.
 
     Args:
-        policy: whose π at the sampling temperature is meant.
-        probe_set: None: there is none.
-        splits: those that are wanted.
+        policy: scores the solutions.
+        probe_set: of the run, or None.
+        splits: to report.
         temperature: T > 0.
         microbatch_tokens: of one forward pass.
     """

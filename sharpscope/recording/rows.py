@@ -1,4 +1,4 @@
-"""From what a step did to rows of the trace."""
+"""Rows of the traces, from the values of a step or of an evaluation."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from sharpscope.recording.step import RolloutBatch, StepResult
 
 
 def steps_row(
-    step: int, drawn: RolloutBatch, result: StepResult, method: Method, progress: float, lr: float
+    step: int, batch: RolloutBatch, result: StepResult, method: Method, progress: float, lr: float
 ) -> dict[str, Any]:
-    """The row of the steps table, without its timing columns."""
-    rollouts, tokens = drawn.rollouts, result.tokens
+    """The row of the steps table without its timing columns."""
+    rollouts, tokens = batch.rollouts, result.tokens
     mask = rollouts.completion_mask.bool().cpu()
     used = mask & (tokens.update >= 0)
     done = [u for u in result.updates if not u.skipped]
@@ -32,7 +32,7 @@ def steps_row(
         "updates": len(done),
         "reward_mean": float(reward.mean()),
         "reward_std": float(reward.std()) if len(reward) > 1 else None,
-        "accuracy": float(np.mean([r.correct for r in drawn.rewards])),
+        "accuracy": float(np.mean([r.correct for r in batch.rewards])),
         "loss": _mean([u.loss for u in done]),
         "kl": _each(float(tokens.kl[counted].sum()), uses) if method.needs_reference else None,
         "entropy_mean": _masked_mean(tokens.stats.entropy.cpu(), mask),
@@ -41,7 +41,7 @@ def steps_row(
         "clip_fraction_low": _each(int(tokens.uses_low.sum()), uses),
         "clip_fraction_high": _each(int(tokens.uses_high.sum()), uses),
         **weight_columns(method, tokens.weight, used, progress),
-        "zero_std_groups": round(drawn.zero_variance_share * len(drawn.examples)),
+        "zero_std_groups": round(batch.zero_variance_share * len(batch.examples)),
         "completion_length_mean": float(rollouts.completion_mask.sum(dim=1).double().mean()),
         "truncated_fraction": float(rollouts.truncated.double().mean()),
         "tokens": int(mask.sum()),
@@ -50,7 +50,7 @@ def steps_row(
 
 
 def plain_norm(result: StepResult) -> float | None:
-    """Mean over the updates made of the norm that the spike rule looks at; null without any."""
+    """Mean norm of the loss's own gradient over the updates made, for the spike rule; null without any."""
     return _mean([u.plain_norm for u in result.updates if not u.skipped])
 
 
@@ -73,20 +73,20 @@ def clipped_weight_share(method: Method, weight: Tensor, advantage: Tensor, mask
     return float((killed[mask] != 0).double().mean())
 
 
-def rollout_columns(step: int, drawn: RolloutBatch) -> dict[str, Any]:
+def rollout_columns(step: int, batch: RolloutBatch) -> dict[str, Any]:
     """Columns of the rollouts table."""
-    rollouts = drawn.rollouts
-    size = len(drawn.rewards) // len(drawn.examples)
+    rollouts = batch.rollouts
+    size = len(batch.rewards) // len(batch.examples)
     return {
         "step": step,
-        "rollout": np.arange(len(drawn.rewards)),
+        "rollout": np.arange(len(batch.rewards)),
         "group": rollouts.group.cpu(),
-        "prompt": [drawn.examples[row // size].prompt for row in range(len(drawn.rewards))],
+        "prompt": [batch.examples[row // size].prompt for row in range(len(batch.rewards))],
         "completion": list(rollouts.texts),
         "reward": rollouts.reward.cpu(),
-        "reward_parts": [dict(reward.parts) for reward in drawn.rewards],
-        "correct": np.array([reward.correct for reward in drawn.rewards]),
-        "advantage": drawn.advantage.cpu(),
+        "reward_parts": [dict(reward.parts) for reward in batch.rewards],
+        "correct": np.array([reward.correct for reward in batch.rewards]),
+        "advantage": batch.advantage.cpu(),
         "length": rollouts.completion_mask.sum(dim=1).int().cpu(),
         "truncated": rollouts.truncated.cpu(),
     }
@@ -95,7 +95,7 @@ def rollout_columns(step: int, drawn: RolloutBatch) -> dict[str, Any]:
 def head_grad_norm(stats: TokenStats, head: Head, temperature: float) -> Tensor | None:
     """(N, T) norm of ∇ ln π by the output layer: ‖p − e_y‖·‖h‖·scale/T, with a bias √(‖h‖² + 1) for ‖h‖.
 
-    None under a soft cap, which scales each logit's derivative apart; `sharpscope.score_norms(tier="head")` has it there.
+    None under a soft cap, which scales each logit's derivative differently; `sharpscope.score_norms(tier="head")` computes it.
     """
     if head.soft_cap is not None:
         return None
@@ -104,10 +104,10 @@ def head_grad_norm(stats: TokenStats, head: Head, temperature: float) -> Tensor 
 
 
 def token_columns(
-    step: int, drawn: RolloutBatch, result: StepResult, probed: dict[str, Tensor], head: Head, temperature: float
+    step: int, batch: RolloutBatch, result: StepResult, probed: dict[str, Tensor], head: Head, temperature: float
 ) -> dict[str, Any]:
-    """Columns of the tokens table: one row for each loss token. `probed` maps probe columns to (N, T), NaN = not recorded."""
-    rollouts, tokens = drawn.rollouts, result.tokens
+    """Columns of the tokens table, a row for each loss token; `probed` has its probe columns (N, T), NaN where not measured."""
+    rollouts, tokens = batch.rollouts, result.tokens
     mask = rollouts.completion_mask.bool().cpu()
     rollout, position = torch.nonzero(mask, as_tuple=True)
 
@@ -159,7 +159,7 @@ def pass_at_k(correct: np.ndarray, k: int) -> float:
 
 
 def prompt_pass_at_k(correct: np.ndarray, k: int) -> np.ndarray:
-    """(prompts,) the same for each prompt: the chance that k of its n completions, drawn without return, hold a right one.
+    """(prompts,) pass@k of each prompt: the probability that k of its n completions, drawn without replacement, contain a correct one.
 
     Raises:
         ValueError: k is not between 1 and n.
@@ -177,7 +177,7 @@ def prompt_pass_at_k(correct: np.ndarray, k: int) -> np.ndarray:
 
 
 def standard_error(values: np.ndarray) -> float | None:
-    """Of the mean of `values`, one for each prompt; None where one prompt cannot tell."""
+    """Standard error of the mean of `values`, one for each prompt; None for a single prompt."""
     return float(values.std(ddof=1) / np.sqrt(len(values))) if len(values) > 1 else None
 
 

@@ -1,4 +1,4 @@
-"""A run's folder from its first file to its last word, whatever happens to the disk in between."""
+"""A run's folder: creating it, resuming in it, and ending the run, also when the disk fails."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _REFUSALS = {
 
 
 def begin_run_dir(config: RunConfig, policy: Policy, info: dict[str, Any]) -> None:
-    """Write config.yaml, tokenizer/ and, last, run.json: with it a run exists. All is on the disk when it does."""
+    """Write config.yaml, tokenizer/ and, last, run.json, which marks a run; all are synced to the disk."""
     from sharpscope.config import to_yaml
 
     folder = config.run_dir
@@ -63,7 +63,7 @@ def begin_run_dir(config: RunConfig, policy: Policy, info: dict[str, Any]) -> No
 
 
 def run_info(config: RunConfig, policy: Policy, threads: int, launch: distributed.Launch) -> dict[str, Any]:
-    """What run.json says of a new run."""
+    """Contents of run.json for a new run."""
     trainable = sum(p.numel() for p in policy.model.parameters() if p.requires_grad)
     return {
         "method": method_label(config.method),
@@ -83,9 +83,9 @@ def run_info(config: RunConfig, policy: Policy, threads: int, launch: distribute
 
 
 def discard_unused(folder: Path) -> None:
-    """Take a new run's files away if nothing was recorded in them: a mistake found late leaves nothing behind either.
+    """Remove the files of a new run if nothing was recorded, after a mistake that was found late.
 
-    Only what a start writes goes; whatever else is in the folder stays there.
+    Other files in the folder stay.
     """
     if any((folder / TRACES).rglob("part-*.parquet")):
         return
@@ -99,10 +99,10 @@ def discard_unused(folder: Path) -> None:
 
 
 def check_resume(config: RunConfig) -> None:
-    """See that the run in `config.run_dir` has something to go on with. Hold its lock.
+    """Check that the run in `config.run_dir` can be resumed. The caller holds its lock.
 
     Raises:
-        UserError: it is no run, all its steps are done, or it was reduced.
+        UserError: the folder has no run, or the run is finished or reduced.
     """
     folder = config.run_dir
     if not (folder / RUN_FILE).exists():
@@ -123,27 +123,26 @@ def check_resume(config: RunConfig) -> None:
 
 
 def wind_back(folder: Path, step: int | None) -> list[str]:
-    """Take out of a run's traces what lies after `step`; returns what run.json should say about it.
+    """Remove the rows after `step` from a run's traces; returns notes for run.json.
 
-    Without a step, where there is no checkpoint to go on from, all traces are set aside: the run records them anew, and
-    what was recorded is never removed.
+    Without a step (no checkpoint to continue from), the traces are renamed, not removed: the run records them again.
     """
-    told = []
+    notes = []
     traces = folder / TRACES
     if step is None and any(path.is_file() and not path.name.endswith(ASIDE) for path in traces.rglob("*")):
         kept = set_aside(traces)
         for half_written in kept.rglob(f".part-*{ASIDE}"):
             half_written.unlink(missing_ok=True)
-        told = [f"no checkpoint to go on from: the run began again, what it had recorded is kept in {kept}"]
+        notes = [f"no checkpoint to go on from: the run began again, what it had recorded is kept in {kept}"]
     rewound = rewind(folder, -1 if step is None else step)
-    return told + [f"{name} is set aside: {why}" for name, why in rewound.damaged.items()]
+    return notes + [f"{name} is set aside: {why}" for name, why in rewound.damaged.items()]
 
 
 def check_reference(folder: Path, fingerprint: str) -> None:
-    """Keep the reference policy's fingerprint in run.json; on resume, see that it is still the same policy.
+    """Keep the reference policy's fingerprint in run.json; on resume, check that it is the same policy.
 
     Raises:
-        UserError: policy.model has other weights than when the run began, so the KL term would be another.
+        UserError: policy.model has other weights than when the run began, so the KL term would differ.
     """
     known = read_run_info(folder).get("reference_sha256")
     if known is None:
@@ -156,7 +155,7 @@ def check_reference(folder: Path, fingerprint: str) -> None:
 
 
 def refused_write(error: OSError, folder: Path) -> str:
-    """What a person should do about a write that the disk refused; empty for any other error."""
+    """A message on a write that the disk refused, with what to do; empty for any other error."""
     number = error.errno
     if number is None and "os error" in str(error):  # from Rust: "No space left on device (os error 28)"
         number = int("".join(c for c in str(error).rpartition("os error ")[2] if c.isdigit()) or 0)
@@ -167,7 +166,7 @@ def refused_write(error: OSError, folder: Path) -> str:
 
 
 def keep_traceback(folder: Path, error: BaseException) -> str:
-    """Write an unforeseen error's traceback into the run's folder; returns the error in one line."""
+    """Write an unexpected error's traceback into the run's folder; returns the error in one line."""
     with suppress(OSError):
         if distributed.is_rank_zero():  # the others' are on their standard error
             write_atomic(folder / TRACEBACK, "".join(traceback.format_exception(error)))
@@ -175,7 +174,7 @@ def keep_traceback(folder: Path, error: BaseException) -> str:
 
 
 class NoWriter:
-    """What a TraceWriter is to processes that do not write."""
+    """Stands for a TraceWriter in processes that do not write."""
 
     def __enter__(self) -> NoWriter:
         return self
@@ -184,25 +183,25 @@ class NoWriter:
         pass
 
     def append(self, table: str, columns: Mapping[str, Any]) -> int:
-        """Nothing: the first process has the same rows."""
+        """Do nothing: the first process writes the same rows."""
         return 0
 
     def flush(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 def trace_writer(folder: Path) -> TraceWriter | NoWriter:
-    """Writes a run's trace; of several processes only the first one's does."""
+    """The writer of a run's traces in the first process; in the others one that does nothing."""
     return TraceWriter(folder) if distributed.is_rank_zero() else NoWriter()
 
 
 def note(folder: Path, **changes: Any) -> None:
-    """Entries of run.json, from the first process."""
+    """Update entries of run.json, in the first process."""
     if distributed.is_rank_zero():
         update_run_info(folder, **changes)
 
 
 def end_run(folder: Path, **changes: Any) -> None:
-    """The last entries of run.json. On a disk that takes nothing more it stays `running`, which readers see has died."""
+    """Write the last entries of run.json. On a full disk its status stays `running`, and readers see that no process runs."""
     with suppress(OSError):
         note(folder, finished=now(), **changes)

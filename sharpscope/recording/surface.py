@@ -38,7 +38,7 @@ class SurfaceProbes:
         self.refused = False
 
     def start(self, probe_set: ProbeSet, info: dict[str, Any]) -> list[Event]:
-        """Fix the schedule. The cost is measured once in a run's life and saved, so that a resumed run probes the same steps."""
+        """Fix the schedule. The cost is measured once per run and saved, so that a resumed run probes the same steps."""
         self.probe_set = probe_set
         if not self.spec.every:
             return []

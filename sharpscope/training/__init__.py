@@ -1,4 +1,4 @@
-"""Training: rounds of rollouts, updates, evaluation, checkpoints; what it did goes to the traces."""
+"""Training: rollouts, updates, evaluation and checkpoints, recorded as traces."""
 
 from sharpscope.recording.rows import pass_at_k
 from sharpscope.training.display import Display, QuietDisplay, RichDisplay

@@ -1,7 +1,7 @@
-"""Checkpoints: everything that a run needs to go on exactly, written aside and renamed, safetensors and JSON only.
+"""Checkpoints: everything that a run needs to continue exactly, in safetensors and JSON.
 
-Random draws are functions of (seed, purpose, step) and need no state; see `sharpscope.seeds`. A checkpoint lists the
-checksums of its files: a damaged one is noticed and set aside, never loaded.
+A checkpoint is written under a temporary name and then renamed. It lists the checksums of its files: a damaged one is
+renamed, never loaded. Random draws are functions of (seed, purpose, step) and need no state; see `sharpscope.seeds`.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ VECTORS = "eigenvectors.safetensors"
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands: `step` steps are done, `cursor` prompts were handed out."""
+    """State of a run after `step` steps and `cursor` prompts. The names of the fields are those in the file."""
 
     step: int
     cursor: int
     recent_log_grad_norms: list[float]
     method: dict[str, Any]  # the method with calibrated constants filled in
-    said: Sequence[str] = ()  # warnings of the method that were told and are not told again
-    score: float | None = None  # held-out accuracy at this very step; None where nothing was evaluated
+    said: Sequence[str] = ()  # warnings of the method that were reported, which a resumed run does not repeat
+    score: float | None = None  # held-out accuracy at this step; None if it was not evaluated
 
 
 def checkpoint_dir(run_dir: Path, step: int) -> Path:
@@ -49,7 +49,7 @@ def checkpoint_dir(run_dir: Path, step: int) -> Path:
 
 
 def checkpoints(run_dir: Path) -> list[Path]:
-    """Checkpoints of a run, oldest first; each was whole when it got its name."""
+    """Checkpoints of a run, oldest first."""
     found = [p for p in (run_dir / "checkpoints").glob("step-*") if (p / STATE).exists()]
     return sorted(found, key=step_of)
 
@@ -60,7 +60,7 @@ def step_of(folder: Path) -> int:
 
 
 def damage(folder: Path) -> str | None:
-    """What is wrong with a checkpoint's files by its list of checksums; None if nothing is."""
+    """What is wrong with a checkpoint's files, by its list of checksums; None if they are intact."""
     try:
         listed = json.loads((folder / CHECKSUMS).read_bytes())
         for name, expected in listed.items():
@@ -74,9 +74,9 @@ def damage(folder: Path) -> str | None:
 
 
 def newest_whole(run_dir: Path) -> tuple[Path | None, list[str]]:
-    """(the newest checkpoint whose files are sound, what was found damaged on the way). Hold the run's lock.
+    """The newest checkpoint whose files are intact, or None, and a note on each newer one that is damaged.
 
-    A damaged checkpoint is renamed to `damaged-step-…`, so that nothing loads it again. None: there is none to go on from.
+    A damaged checkpoint is renamed to `damaged-step-…`, so that nothing loads it again. The caller holds the run's lock.
     """
     problems: list[str] = []
     _clear(run_dir)
@@ -92,7 +92,7 @@ def newest_whole(run_dir: Path) -> tuple[Path | None, list[str]]:
 
 
 def _free(path: Path) -> Path:
-    """`path`, or with a number behind it the first that does not exist."""
+    """`path` if it does not exist, else with the first free number appended."""
     number, found = 1, path
     while found.exists():
         number += 1
@@ -109,35 +109,42 @@ def save_checkpoint(
     proximal: nn.Module | None = None,
     vectors: torch.Tensor | None = None,
 ) -> Path:
-    """Write a checkpoint that `AutoModelForCausalLM.from_pretrained` loads too. It appears whole or not at all.
+    """Write a checkpoint, complete or not at all; `AutoModelForCausalLM.from_pretrained` loads it too.
 
-    `vectors` (k, P): the newest top Hessian eigenvectors, on which later tokens are projected.
+    Args:
+        run_dir: folder of the run.
+        model: unsharded, with its tokenizer and optimizer.
+        tokenizer: saved beside the model.
+        optimizer: over the model's trainable parameters.
+        progress: state of the run.
+        proximal: the averaged policy of the decoupled objective, if the method has one.
+        vectors: (k, P), the newest top Hessian eigenvectors, on which later token gradients are projected.
 
     Raises:
-        NonFiniteError: a parameter is not finite; a run that goes on from there would be lost.
-        OSError: the disk takes no more.
+        NonFiniteError: a parameter is not finite, so a run could not continue from it.
+        OSError: the disk is full or cannot be written.
     """
-    spoilt = next((name for name, p in _unique(model) if not bool(torch.isfinite(p).all())), None)
-    if spoilt is not None:
+    bad = next((name for name, p in _unique(model) if not bool(torch.isfinite(p).all())), None)
+    if bad is not None:
         raise NonFiniteError(
-            f"checkpoint of step {progress.step}: the weights '{spoilt}' are not finite, so it is not saved; resume from an earlier one"
+            f"checkpoint of step {progress.step}: the weights '{bad}' are not finite, so it is not saved; resume from an earlier one"
         )
     final = checkpoint_dir(run_dir, progress.step)
-    aside = final.with_name(f".{final.name}.tmp")
+    temporary = final.with_name(f".{final.name}.tmp")
     _clear(run_dir)
     try:
-        aside.mkdir(parents=True)
+        temporary.mkdir(parents=True)
         sync_folder(run_dir)
-        _write(aside, model, tokenizer, optimizer, progress, proximal, vectors)
-        sync_tree(aside)
-    except Exception as error:  # a full disk has many names: OSError, SafetensorError, a tokenizer's plain Exception
-        shutil.rmtree(aside, ignore_errors=True)
+        _write(temporary, model, tokenizer, optimizer, progress, proximal, vectors)
+        sync_tree(temporary)
+    except Exception as error:  # a full disk raises OSError, SafetensorError or a tokenizer's plain Exception
+        shutil.rmtree(temporary, ignore_errors=True)
         if isinstance(error, OSError):
             raise
         raise OSError(f"checkpoint '{final}' cannot be written: {error}") from error
     if final.exists():
         final.rename(_free(final.with_name(f".{final.name}.old")))
-    aside.rename(final)
+    temporary.rename(final)
     sync_folder(final.parent)
     _clear(run_dir)
     return final
@@ -167,9 +174,9 @@ def _write(
 
 
 def _clear(run_dir: Path) -> None:
-    """Remove what a crash left of checkpoints that were being written, replaced or taken away.
+    """Remove what a crash left of checkpoints that were being written, replaced or removed.
 
-    A checkpoint that was moved out of the way for its successor comes back if the successor never got its name.
+    A checkpoint that was renamed for its successor gets its name back if the successor is missing.
     """
     for folder in (run_dir / "checkpoints").glob(".step-*"):
         name = folder.name.removeprefix(".").partition(".")[0]
@@ -182,7 +189,7 @@ def _clear(run_dir: Path) -> None:
 def load_checkpoint(
     folder: Path, model: nn.Module, optimizer: torch.optim.AdamW, proximal: nn.Module | None
 ) -> Progress:
-    """Put optimizer state (and the proximal policy's weights) back; the model itself was loaded from `folder` before."""
+    """Restore the optimizer's state and the proximal policy's weights; `model` was loaded from `folder` before."""
     try:
         state = json.loads((folder / STATE).read_text(encoding="utf-8"))
         tensors = load_file(folder / OPTIMIZER)
@@ -206,10 +213,10 @@ def load_vectors(folder: Path) -> torch.Tensor | None:
 
 
 def prune(run_dir: Path, spec: CheckpointSpec) -> list[Path]:
-    """Remove checkpoints that the policy does not keep; returns them.
+    """Remove the checkpoints that `spec` does not keep; returns them.
 
     Kept are the newest `keep_last`, those whose step is a multiple of `keep_every`, and the `keep_best` with the highest
-    held-out accuracy (Progress.score; of equals the earlier).
+    held-out accuracy (`Progress.score`; the earlier of equals).
     """
     found = checkpoints(run_dir)
     kept = set(found[-spec.keep_last :])
@@ -221,7 +228,7 @@ def prune(run_dir: Path, spec: CheckpointSpec) -> list[Path]:
         kept |= set(sorted(rated, key=lambda p: -(scores[p] or 0.0))[: spec.keep_best])
     removed = [p for p in found if p not in kept]
     for path in removed:
-        # out of sight in one step: a folder half removed by a crash must not look like a checkpoint
+        # renamed first: a folder that a crash left half removed must not look like a checkpoint
         gone = _free(path.with_name(f".{path.name}.gone"))
         path.rename(gone)
         shutil.rmtree(gone)
@@ -236,7 +243,7 @@ def _score(folder: Path) -> float | None:
 
 
 def fingerprint(model: nn.Module) -> str:
-    """SHA-256 of a model's parameters: names, shapes, bytes; adapters left out, which no reference has."""
+    """SHA-256 of a model's parameters (names, shapes, bytes) without adapters, which a reference does not have."""
     found = hashlib.sha256()
     for name, parameter in _unique(model):
         if ".lora_" in name:

@@ -1,4 +1,4 @@
-"""Time of a step by its parts, and stopping between two steps."""
+"""Time of a step by its parts, and a stop between two steps on Ctrl-C."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class Clock:
         self._last = time.perf_counter()
 
     def lap(self, name: str, minus: float = 0.0, plus: float = 0.0) -> None:
-        """The time since the last lap belongs to `name`, less `minus` seconds and with `plus` more."""
+        """Assign the time since the last lap to `name`, less `minus` and plus `plus` seconds."""
         present = time.perf_counter()
         self.laps[name] = present - self._last - minus + plus
         self._last = present
 
 
 class Stoppable(Protocol):
-    """What can be asked to stop."""
+    """A run that can be asked to stop."""
 
     stop_requested: bool
     display: Display
@@ -44,7 +44,7 @@ def stop_after_step(run: Stoppable) -> Iterator[None]:
 
     try:
         previous = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
-    except ValueError:  # not in the main thread: whoever runs us there handles signals
+    except ValueError:  # not in the main thread, where the caller handles signals
         yield
         return
     try:

@@ -1,4 +1,4 @@
-"""The order in which a finite training set is seen: a fresh seeded permutation every epoch, without state but a cursor."""
+"""The order of training examples: a new seeded permutation every epoch, with a cursor as its only state."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sharpscope.tasks import Example
 
 @dataclass
 class DataOrder:
-    """Hands out prompts; `cursor` (prompts handed out so far) is all that a checkpoint has to hold."""
+    """Takes examples in order; `cursor`, the number taken so far, is all that a checkpoint has to hold."""
 
     examples: Sequence[Example]
     seed: int

@@ -1,4 +1,4 @@
-"""What a person sees while a run trains; the quiet one is for tests, sweeps and pipes."""
+"""Progress of a training run on a terminal or as lines of text; nothing in tests, sweeps and pipes."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from sharpscope.recording.health import Event
 
 
 class Display(Protocol):
-    """Listens to a run; must change nothing."""
+    """Shows the progress of a run; changes nothing."""
 
     def start(self, title: str, steps: int, done: int) -> None:
-        """The run begins (or goes on after `done` steps)."""
+        """The run starts, or continues after `done` steps."""
 
     def status(self, text: str) -> None:
-        """What is being done now."""
+        """The run starts another activity."""
 
     def step(self, row: Mapping[str, Any]) -> None:
         """A step is done; `row` is its row of the steps table."""
@@ -34,29 +34,29 @@ class Display(Protocol):
         """A health rule fired."""
 
     def stop(self) -> None:
-        """The run is over, however it ended."""
+        """The run ended, for whatever reason."""
 
 
 class QuietDisplay:
-    """Says nothing."""
+    """Shows nothing."""
 
     def start(self, title: str, steps: int, done: int) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def status(self, text: str) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def step(self, row: Mapping[str, Any]) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def evaluation(self, rows: list[dict[str, Any]]) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def event(self, event: Event) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def stop(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 _SHOWN = (
@@ -70,7 +70,7 @@ _SHOWN = (
 
 
 LINE_EVERY = 60.0
-"""Where there is no terminal: a step is printed when it ends this long after the last line, or is a tenth one [s]."""
+"""Without a terminal, every tenth step is printed, and a step that ends this long after the last line [s]."""
 
 
 class RichDisplay:
@@ -96,7 +96,7 @@ class RichDisplay:
         self._began = self._printed = time.monotonic()
 
     def start(self, title: str, steps: int, done: int) -> None:
-        """Begin to draw."""
+        """Start the panel."""
         self._steps, self._done, self._began = steps, done, time.monotonic()
         self._task = self._progress.add_task(escape(title), total=steps, completed=done)
         if self.console.is_terminal:
@@ -104,7 +104,7 @@ class RichDisplay:
             self._live.start()
 
     def status(self, text: str) -> None:
-        """Show what is being done now."""
+        """Show the present activity."""
         self._status = text
         self._refresh()
 
@@ -139,9 +139,9 @@ class RichDisplay:
         self._fired[event.rule] = self._fired.get(event.rule, 0) + 1
         if self._fired[event.rule] > 1:
             return
-        colour = {"error": "red", "warning": "yellow"}.get(event.severity, "cyan")
+        color = {"error": "red", "warning": "yellow"}.get(event.severity, "cyan")
         self.console.print(
-            f"[{colour}]step {event.step}: {escape(event.rule)}[/] {event.value:.3g}: {escape(event.message)}"
+            f"[{color}]step {event.step}: {escape(event.rule)}[/] {event.value:.3g}: {escape(event.message)}"
         )
 
     def stop(self) -> None:

@@ -18,10 +18,10 @@ from sharpscope.tasks.dataset import DatasetTask
 from sharpscope.training.evaluation_progress import Batch, EvaluationProgress
 
 EVERY_ROW = "all"
-"""Name of a data set's rows whether held out or not."""
+"""Split of all rows of a data set, held out or not."""
 
 BATCH_COMPLETIONS = 256
-"""Completions drawn between two savings of an evaluation's progress."""
+"""Completions drawn before an evaluation's progress is saved again."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """What its draws are seeded by."""
+        """The name that seeds its draws."""
         return "/".join(map(str, [self.split, self.level, self.temperature]))
 
 
@@ -64,21 +64,21 @@ def evaluate(
 
     Args:
         policy, task, step, splits, prompts, temperatures, samples, spec, seed: as above.
-        on_progress: told what is being measured.
-        progress: batches that are there already, and where to keep finished ones.
+        on_progress: called with a line of text on what is measured.
+        progress: has the batches that are finished already, and keeps new ones.
         pass_at: further columns `pass_at_<k>` and `pass_at_<k>_std_error`, unbiased, for each k from 1 to `samples`.
     """
     rows = []
     for cell in cells(task, splits, prompts, temperatures, samples):
-        tell = on_progress or (lambda text: None)
+        report = on_progress or (lambda text: None)
         name, number = f"{cell.split}, level {cell.level}, temperature {cell.temperature:g}", len(cell.examples)
-        tell(f"{name}: {number} prompts")
+        report(f"{name}: {number} prompts")
         batches: list[Batch] = []
         for batch in _batches(policy, task, cell, spec, seed, progress):
             batches.append(batch)
             done = sum(len(found.correct) for found in batches)
             if done < number:
-                tell(f"{name}: {done} of {number} prompts done")
+                report(f"{name}: {done} of {number} prompts done")
         correct = np.array([row for batch in batches for row in batch.correct], dtype=bool)
         rewards = [value for batch in batches for value in batch.rewards]
         row = evaluation_row(step, task.name, cell.split, cell.level, correct, rewards, cell.temperature)
@@ -92,7 +92,7 @@ def evaluate(
 def cells(
     task: Task, splits: Sequence[str], prompts: int, temperatures: Sequence[float], samples: int
 ) -> Iterator[Cell]:
-    """What there is to measure, in the order of the rows."""
+    """The rows to measure, in their order."""
     for split in splits:
         by_level: dict[str, list[Example]] = {}
         for example in examples_of(task, split):
@@ -103,7 +103,7 @@ def cells(
 
 
 def examples_of(task: Task, split: str) -> list[Example]:
-    """Those of a split, none if the task lacks it; `all` is every row of a data set in its order."""
+    """Examples of a split, none if the task lacks it; `all` is every row of a data set in its order."""
     if split == EVERY_ROW and isinstance(task, DatasetTask):
         return task.rows()
     return task.splits().get(split, [])
@@ -131,10 +131,10 @@ def _batches(
 
 
 def check_splits(task: Task, splits: Sequence[str]) -> None:
-    """Find what is wrong before the run's folder is made; a task need not have all of the splits, but some.
+    """Check that the task has some of the splits, before the run's folder is created.
 
     Raises:
-        UserError: there is nothing to evaluate.
+        UserError: it has none of them.
     """
     there = [name for name, examples in task.splits().items() if examples]
     if not set(splits) & set(there):
@@ -144,6 +144,6 @@ def check_splits(task: Task, splits: Sequence[str]) -> None:
 
 
 def heldout_score(rows: Sequence[dict[str, Any]]) -> float:
-    """Accuracy by which checkpoints are kept: the first split of `rows` at its first temperature, over all puzzles of it."""
+    """Accuracy that ranks checkpoints: the first split of `rows` at its first temperature, over all levels."""
     chosen = [r for r in rows if (r["split"], r["temperature"]) == (rows[0]["split"], rows[0]["temperature"])]
     return sum(r["accuracy"] * r["n"] for r in chosen) / sum(r["n"] for r in chosen)

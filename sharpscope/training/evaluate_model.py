@@ -1,4 +1,4 @@
-"""`sharpscope eval`: any checkpoint, task, split, temperature and k."""
+"""`sharpscope eval`: accuracy of any checkpoint on any task, split, temperature and k."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def evaluate_model(
 ) -> list[dict[str, Any]]:
     """Rows of the eval table, with 95 % intervals, for a run's last checkpoint, a model folder, a hub id or `embedded:NAME`.
 
-    A run brings its own task and sampling limits, an embedded policy its task; `task` and `overrides` change them. Finished
-    batches are kept in the folder `keep` until all are there: called again after an interruption, it draws only the rest.
+    A run has its own task and sampling limits, an embedded policy its task; `task` and `overrides` change them. Finished
+    batches are kept in the folder `keep` until all are there: a repeated call after an interruption draws only the rest.
 
     Args:
         model, task, temperatures, prompts, samples, seed, pass_at, overrides, keep: as above, and as of `evaluate`.
         splits: all of these; None: those of DEFAULT_SPLITS that the task has. Of task `dataset`, `all` is every row.
-        on_progress: told what is being measured.
-        save: gets the rows while the batches are still kept, so that a failure to write them costs nothing.
+        on_progress: called with a line of text on what is measured.
+        save: called with the rows while the batches are still kept, so that a failure to write them loses nothing.
 
     Raises:
         UserError: no such model, a run without a checkpoint, a task without the splits, or a number out of its range.
@@ -122,13 +122,13 @@ def _intervals(row: dict[str, Any], pass_at: Sequence[int]) -> dict[str, float]:
 
     ends = {"accuracy": accuracy_interval(row["accuracy"], row["std_error"], row["n"], row["k"])}
     for k in pass_at:
-        groups = row["k"] / min(k, row["k"])  # of k completions each: as many as are independent at most
+        groups = row["k"] / min(k, row["k"])  # of k completions each, at most this many independent ones
         ends[f"pass_at_{k}"] = accuracy_interval(row[f"pass_at_{k}"], row[f"pass_at_{k}_std_error"], row["n"], groups)
     return {f"{name}_{end}": getattr(found, end) for name, found in ends.items() for end in ("low", "high")}
 
 
 def _rows_used(task: DatasetTask, split: str) -> str:
-    """How many rows of the data set's file a split has."""
+    """A line on how many rows of the data set's file a split has."""
     spec, count = task.spec, len(examples_of(task, split))
     if split == "heldout" and spec.heldout_path:
         return f"split heldout: all {count} rows of task.heldout_path = {spec.heldout_path}"
@@ -137,7 +137,7 @@ def _rows_used(task: DatasetTask, split: str) -> str:
 
 
 def _fingerprint(model: str) -> list[tuple[str, int, int]]:
-    """Name, size and time of the files of a model's folder: another file there is another evaluation."""
+    """Name, size and time of each file in a model's folder; a change of any makes another evaluation."""
     folder = Path(model).expanduser()
     if not folder.is_dir():
         return []

@@ -1,4 +1,4 @@
-"""What an interrupted evaluation has measured already: one line of JSON a batch, so that a cut last line costs one batch."""
+"""Finished batches of an interrupted evaluation, one line of JSON each; a last line that was cut loses one batch."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Batch:
 
 
 class EvaluationProgress:
-    """Finished batches of one evaluation, in `folder`, under a name made of everything that decides its outcome.
+    """Finished batches of one evaluation, in a file of `folder` whose name is a hash of all its settings.
 
-    Another model, task, seed or limit is another file; so what is found there may be used.
+    Another model, task, seed or limit has another file, so the batches in it can be used.
     """
 
     def __init__(self, folder: Path, name: str, settings: Mapping[str, Any]) -> None:
@@ -45,7 +45,7 @@ class EvaluationProgress:
             except ValueError:
                 row = None
             if row is None:
-                break  # cut short when the evaluation was stopped; what follows is drawn again
+                break  # cut when the evaluation was stopped; the rest is drawn again
             self._done[row["cell"], row["first"]] = Batch(row["correct"], row["rewards"])
             whole += len(line)
         if whole < len(data):

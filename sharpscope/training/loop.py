@@ -1,4 +1,4 @@
-"""The run: from a resolved configuration to a folder of traces and checkpoints, step by step."""
+"""A training run: steps of rollouts, updates, evaluation and checkpoints, recorded in the run's folder."""
 
 from __future__ import annotations
 
@@ -67,35 +67,39 @@ class Outcome:
     status: str  # finished | interrupted | failed
     steps_done: int
     reason: str
-    notes: tuple[str, ...] = ()  # what a person should know of a resume; run.json keeps it
+    notes: tuple[str, ...] = ()  # what a user should know about a resume; kept in run.json
 
 
 def train(config: RunConfig, display: Display | None = None, resume: bool = False) -> Outcome:
     """Train as `config` says and record it in `config.run_dir`.
 
-    Everything that can be wrong with the input is checked before the folder is made. With `resume`, go on from the
-    folder's last sound checkpoint, and what was recorded after it goes; where there is none, begin again, and what was
-    recorded is set aside. Ctrl-C ends the run after the current step, with a checkpoint; a second one at once. A disk that
-    takes no more ends it as `failed`.
+    The input is checked before the folder is created. Ctrl-C ends the run after the current step, with a checkpoint; a
+    second one ends it at once. A disk that is full ends it as `failed`.
+
+    Args:
+        config: of the run.
+        display: shows progress; None shows nothing.
+        resume: continue from the folder's last valid checkpoint, and remove what was recorded after it. Without a
+            checkpoint, start again, and keep the old records under another name.
 
     Raises:
-        UserError: for a mistake in the input, a folder that exists, a folder that another process writes to, or a run to
-            resume that is finished or reduced.
+        UserError: the input is wrong, the folder exists or another process writes to it, or the run to resume is finished
+            or reduced.
     """
-    disable_progress_bar()  # transformers' own bars; ours says what is being done
+    disable_progress_bar()  # transformers' own bars; `display` shows progress
     launch = distributed.start(config.policy.device)
     threads = environment.set_threads(config.threads, config.policy.model)
     display = display if display is not None and distributed.is_rank_zero() else QuietDisplay()
     folder = config.run_dir
-    with ExitStack() as held:
+    with ExitStack() as stack:
 
-        def hold() -> None:
-            held.enter_context(RunLock(folder))
+        def lock() -> None:
+            stack.enter_context(RunLock(folder))
 
         saved: Path | None = None
         notes: list[str] = []
         if resume:
-            distributed.rank_zero_call(hold)
+            distributed.rank_zero_call(lock)
             distributed.rank_zero_call(lambda: check_resume(config))
             saved, notes = distributed.rank_zero_call(lambda: newest_whole(folder))
         if not resume:
@@ -115,14 +119,14 @@ def train(config: RunConfig, display: Display | None = None, resume: bool = Fals
         run = _Run(config, policy, task, examples, display, launch)
         if not resume:
             distributed.rank_zero_call(lambda: create_run_dir(folder) and None)
-            distributed.rank_zero_call(hold)
+            distributed.rank_zero_call(lock)
         begun = distributed.broadcast((folder / RUN_FILE).exists())
         if begun and not resume:
             raise UserError(f"out: {folder} holds a run and is not overwritten; choose another --out")
         if not begun:
             distributed.rank_zero_call(lambda: begin_run_dir(config, policy, info))
         try:
-            return run.go(saved, notes)
+            return run.run(saved, notes)
         except UserError:
             if not resume and distributed.is_rank_zero():
                 discard_unused(folder)
@@ -150,9 +154,9 @@ class _Run:
         self.order = DataOrder(examples, config.seed)
         self.recent: list[float] = []  # log gradient norms of the last steps, for spikes
         self.stop_requested = False
-        # Whether the weights are not finite: nothing is measured on them then, and no checkpoint takes a good one's place.
+        # Whether the weights are not finite: they are not measured then, and no checkpoint replaces a good one.
         self.broken = False
-        self.said: set[str] = set()  # warnings of the method that were shown
+        self.shown: set[str] = set()  # warnings of the method that were reported
         self.scores: dict[int, float] = {}  # held-out accuracy by step
         scorer = Scorer(
             policy.model, config.rollout.temperature, config.update.microbatch_tokens, config.update.share_prompt,
@@ -166,7 +170,7 @@ class _Run:
         self.observers = Observers(config, policy, self.learner.view, Drawer(config, policy, task))
 
     def _shard(self, reshard: bool) -> None:
-        """Divide the weights of the policy and of its reference over the processes."""
+        """Shard the weights of the policy and of its reference."""
         if self.proximal is not None:
             raise UserError(
                 f"method.proximal: {method_label(self.method)} keeps an average of all weights, which is not sharded; launch "
@@ -182,8 +186,8 @@ class _Run:
 
     # -- the whole run -----------------------------------------------------------------------------------------------
 
-    def go(self, checkpoint: Path | None, notes: list[str]) -> Outcome:
-        """All steps after `checkpoint` (None: all). `notes` are kept in run.json."""
+    def run(self, checkpoint: Path | None, notes: list[str]) -> Outcome:
+        """Make all steps after `checkpoint` (None: all); `notes` are kept in run.json."""
         config, run_dir = self.config, self.config.run_dir
         mark = self.reference_mark
         if mark is not None:
@@ -203,7 +207,7 @@ class _Run:
                 self.display.status("choosing the probe set")
                 events = self.observers.start(self.task, info)
                 if checkpoint is None:
-                    self._tell(events)  # a checkpoint's run has told them
+                    self._report(events)  # a resumed run has reported them
                     self._evaluate(0)
                     self._probe(0)
                 for step in range(done + 1, config.steps + 1):
@@ -236,33 +240,33 @@ class _Run:
         return Outcome(run_dir, status, done, reason, tuple(notes))
 
     def _step(self, step: int) -> str:
-        """One step; returns why the run must stop, or nothing."""
+        """Make one step; returns why the run must stop, or an empty string."""
         config = self.config
         progress = (step - 1) / max(config.steps - 1, 1)
         lr = learning_rate(config.optimizer, step, config.steps)
         set_learning_rate(self.optimizer, lr)
         self.display.status(f"step {step}: drawing completions")
         clock = Clock()
-        drawn = draw_rollouts(self.policy, self.task, self.order, self.method, config.rollout, config.seed, step)
+        batch = draw_rollouts(self.policy, self.task, self.order, self.method, config.rollout, config.seed, step)
         clock.lap("generation_s")
         if self.method.weight.needs_calibration:
-            self._calibrate(drawn, progress)
+            self._calibrate(batch, progress)
         self.display.status(f"step {step}: learning")
-        health = StepHealth(config.health, step, drawn, self.method, progress, self.device)
-        observer = self.observers.for_step(step, drawn.rollouts, self.recent)
+        health = StepHealth(config.health, step, batch, self.method, progress, self.device)
+        observer = self.observers.for_step(step, batch.rollouts, self.recent)
         result = self.learner.learn(
-            drawn.rollouts, drawn.advantage, step, progress, method=self.method, before_first_update=health.allows_updates,
+            batch.rollouts, batch.advantage, step, progress, method=self.method, before_first_update=health.allows_updates,
             before_step=observer,
         )  # fmt: skip
         observed = observer.result()
         clock.lap("training_s", minus=observed.seconds)
         events = health.events + observed.events
-        row = steps_row(step, drawn, result, self.method, progress, lr)
+        row = steps_row(step, batch, result, self.method, progress, lr)
         stop = self._judge(step, result, events)
         norm = plain_norm(result)
         if norm:
             self.recent = [*self.recent[-49:], math.log(norm)]
-        self._record(step, drawn, result, observed)
+        self._record(step, batch, result, observed)
         clock.lap("recording_s", plus=observed.seconds)
         self.writer.append("steps", row | clock.laps)
         if step % config.recording.flush_every == 0:
@@ -282,15 +286,15 @@ class _Run:
 
     # -- parts of a step ---------------------------------------------------------------------------------------------
 
-    def _calibrate(self, drawn: RolloutBatch, progress: float) -> None:
-        """Fill a shaping's open constants in from the first round, once; run.json keeps the values."""
-        stats = self.learner.scorer.statistics(drawn.rollouts)
-        tensors = step_tensors(drawn.rollouts, drawn.advantage, stats, stats.logp, progress)
+    def _calibrate(self, batch: RolloutBatch, progress: float) -> None:
+        """Fix the constants of a token weight that are to be calibrated, on the first rollouts; run.json keeps them."""
+        stats = self.learner.scorer.statistics(batch.rollouts)
+        tensors = step_tensors(batch.rollouts, batch.advantage, stats, stats.logp, progress)
         self.method = self.method.model_copy(update={"weight": calibrate(self.method.weight, tensors)})
         note(self.config.run_dir, calibration=self.method.weight.model_dump(mode="json"))
 
     def _judge(self, step: int, result: StepResult, events: list[Event]) -> str:
-        """Tell a step's events; returns why the run must stop, or nothing."""
+        """Report a step's events; returns why the run must stop, or an empty string."""
         spec = self.config.health
         for update in result.updates:
             if update.problem:
@@ -299,38 +303,40 @@ class _Run:
                 value = update.update_norm if update.broken else value
                 events += check_finite(spec, step, [(update.problem, value)], update.broken)
         for text in result.warnings:
-            if text not in self.said:
-                self.said.add(text)
+            if text not in self.shown:
+                self.shown.add(text)
                 events.append(Event(step, "method", "warning", math.nan, math.nan, "warn", text))
-        self._tell(events)
+        self._report(events)
         return distributed.broadcast(next((f"{e.rule}: {e.message}" for e in events if e.action == "stop"), ""))
 
-    def _tell(self, events: list[Event]) -> None:
-        """Events to the trace and to the person."""
+    def _report(self, events: list[Event]) -> None:
+        """Write events to the trace and show them."""
         for event in events:
             self.writer.append("events", {name: [value] for name, value in event.row().items()})
             self.display.event(event)
 
     def _probe(self, step: int) -> None:
-        """Measure the loss surface, where it is due."""
+        """Measure the loss surface at scheduled steps."""
         if self.observers.surface.due(step):
             self.display.status(f"step {step}: probing the loss surface")
             rows, events = self.observers.surface.rows(step)
             self.writer.append("probes", rows)
-            self._tell(events)
+            self._report(events)
 
-    def _record(self, step: int, drawn: RolloutBatch, result: StepResult, observed: Observations) -> None:
+    def _record(self, step: int, batch: RolloutBatch, result: StepResult, observed: Observations) -> None:
+        """Write the scheduled rows of a step."""
         spec = self.config.recording
         if spec.rollouts_every and step % spec.rollouts_every == 0:
-            self.writer.append("rollouts", rollout_columns(step, drawn))
+            self.writer.append("rollouts", rollout_columns(step, batch))
         if observed.columns or (spec.tokens_every and step % spec.tokens_every == 0):
             temperature = self.config.rollout.temperature
-            columns = token_columns(step, drawn, result, observed.columns, self.policy.head, temperature)
+            columns = token_columns(step, batch, result, observed.columns, self.policy.head, temperature)
             self.writer.append("tokens", columns)
         if observed.rows:
             self.writer.append("probes", observed.rows)
 
     def _evaluate(self, step: int) -> None:
+        """Evaluate the policy and write the rows."""
         spec = self.config.evaluation
         if not spec.every:
             return
@@ -355,7 +361,7 @@ class _Run:
     def _save(self, step: int) -> None:
         self.display.status(f"step {step}: saving a checkpoint")
         progress = Progress(
-            step, self.order.cursor, self.recent, self.method.model_dump(mode="json"), sorted(self.said),
+            step, self.order.cursor, self.recent, self.method.model_dump(mode="json"), sorted(self.shown),
             self.scores.get(step),
         )  # fmt: skip
         saving.save(self.config, self.policy, self.optimizer, progress, self.proximal, self.observers.surface.vectors)
@@ -365,13 +371,13 @@ class _Run:
         self.observers.surface.vectors = load_vectors(checkpoint)
         self.order.cursor = progress.cursor
         self.recent = progress.recent_log_grad_norms
-        self.said = set(progress.said)
+        self.shown = set(progress.said)
         self.method = type(self.method).model_validate(progress.method)
         return progress.step
 
 
 def _reference(config: RunConfig, policy: Policy) -> torch.nn.Module:
-    """The initial policy without gradients, the reference of the KL term; the policy itself where it has adapters to switch off."""
+    """The reference of the KL term: the initial policy, or the policy itself if its adapters can be switched off."""
     if has_adapters(policy.model):
         return policy.model
     return load_policy(config.policy).model.eval().requires_grad_(False)

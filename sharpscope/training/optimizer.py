@@ -9,18 +9,18 @@ import torch
 from torch import Tensor, nn
 
 from sharpscope.config.training import OptimizerSpec
-from sharpscope.policy.sharding import is_divided
+from sharpscope.policy.sharding import is_shard
 
 
 def build_optimizer(model: nn.Module, spec: OptimizerSpec) -> torch.optim.AdamW:
     """AdamW over the trainable parameters; weight decay acts on tensors of two or more dimensions only.
 
-    Parameters that are divided over processes have groups of their own: AdamW's joint operations take one kind at a time.
+    Sharded parameters have groups of their own: AdamW's fused operations take one kind of tensor at a time.
     """
     trainable = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {
-            "params": [p for p in trainable if (p.ndim >= 2) is matrices and is_divided(p) is divided],
+            "params": [p for p in trainable if (p.ndim >= 2) is matrices and is_shard(p) is divided],
             "weight_decay": spec.weight_decay if matrices else 0.0,
         }
         for divided in (False, True)
@@ -64,5 +64,5 @@ def scale_gradients(parameters: Iterable[Tensor], factor: float) -> None:
 
 
 def updates_done(optimizer: torch.optim.AdamW) -> int:
-    """How many updates it has made, those before a checkpoint included; AdamW counts them, parameter by parameter."""
+    """Updates that the optimizer has made, including those before a checkpoint, by AdamW's own count."""
     return max((int(state["step"]) for state in optimizer.state.values() if "step" in state), default=0)

@@ -1,4 +1,4 @@
-"""A round of rollouts: prompts drawn in order, completions sampled, scored and turned into group advantages."""
+"""The rollouts of a step: prompts in order, their completions, rewards and group advantages."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from sharpscope.training.data_order import DataOrder
 def draw_rollouts(
     policy: Policy, task: Task, order: DataOrder, method: Method, spec: RolloutSpec, seed: int, step: int
 ) -> RolloutBatch:
-    """One round; with dynamic sampling (DAPO), groups without reward variance are drawn anew with further prompts.
+    """The rollouts of one step; with dynamic sampling (DAPO), further prompts replace groups without reward variance.
 
-    That variance is the task's own: wrong answers of different lengths teach nothing but lengths, so the penalty on overlong
-    completions comes after.
+    The variance is that of the task's rewards, without the penalty on overlong completions: otherwise a group of wrong
+    answers of different lengths would count as informative and teach lengths only.
     """
     examples = order.take(spec.prompts_per_step)
     rollouts, rewards = _draw(policy, task, examples, spec, derive(seed, "rollouts", step))
@@ -41,7 +41,7 @@ def draw_rollouts(
             rollouts, rewards, examples = _replace_groups(rollouts, rewards, examples, flat, new, new_rewards, fresh)
     if sampling.overlong is not None:
         rollouts, rewards = _penalized(rollouts, rewards, sampling, spec.max_new_tokens)
-    # A group with a reward that is not finite teaches nothing: with equal rewards its advantages are 0. A health rule speaks.
+    # A group with a reward that is not finite gets equal rewards, so that its advantages are 0. A health rule reports it.
     finite = torch.isfinite(rollouts.reward).reshape(len(examples), -1).all(dim=1)[rollouts.group]
     reward = torch.where(finite, rollouts.reward, 0.0)
     advantage = group_advantages(reward.double(), rollouts.group, method.advantage)
@@ -59,7 +59,7 @@ def _draw(
 def _penalized(
     rollouts: Rollouts, rewards: list[Reward], sampling: Sampling, limit: int
 ) -> tuple[Rollouts, list[Reward]]:
-    """The same with DAPO's penalty on overlong completions in the reward, and as its part `overlong`."""
+    """Rollouts and rewards with DAPO's penalty on overlong completions, which is also the reward's part `overlong`."""
     penalty = overlong_penalty(sampling, rollouts.lengths.cpu(), limit)
     own = [
         replace(reward, total=reward.total + part, parts={**reward.parts, "overlong": part})

@@ -1,4 +1,4 @@
-"""Checkpoints of a policy whose weights may be divided over processes: saved whole by the first, read by all."""
+"""Checkpoints of a policy whose weights may be sharded: the first process saves them unsharded, all processes read them."""
 
 from __future__ import annotations
 
@@ -21,10 +21,12 @@ def save(
     config: RunConfig, policy: Policy, optimizer: torch.optim.AdamW, progress: Progress, proximal: nn.Module | None,
     vectors: Tensor | None,
 ) -> None:  # fmt: skip
-    """Write a checkpoint with whole weights and optimizer state, and remove those that are not kept. Every process must ask.
+    """Write a checkpoint with unsharded weights and optimizer state, and remove those that are not kept.
+
+    Every process must call it.
 
     Raises:
-        OSError: in every process, where the first one's disk takes no more.
+        OSError: in every process, if the first one cannot write.
     """
     model = policy.model
     if is_sharded(model):
@@ -39,9 +41,9 @@ def save(
 
 
 def restore(checkpoint: Path, policy: Policy, optimizer: torch.optim.AdamW, proximal: nn.Module | None) -> Progress:
-    """Give the optimizer (and the proximal policy) what `checkpoint` holds; the policy was loaded from it before.
+    """Restore optimizer and proximal policy from `checkpoint`, from which the policy was loaded before.
 
-    Every process reads the folder, which several machines must therefore share.
+    Every process reads the folder, so several machines must share it.
     """
     if not is_sharded(policy.model):
         return load_checkpoint(checkpoint, policy.model, optimizer, proximal)

@@ -84,7 +84,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     recorder = record(one, folder / "run", recording=ALL)
     watch, oracle = Watch(), []
     one.add_callback(watch)
-    compute, logps = recorder._was["_compute_loss"], recorder._was["_get_per_token_logps_and_entropies"]
+    compute, logps = recorder._original["_compute_loss"], recorder._original["_get_per_token_logps_and_entropies"]
 
     def with_oracle(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
@@ -94,16 +94,16 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         oracle.append((len(watch.before), inputs[ROW].clone(), loss_coefficients(one, compute, model, inputs, logp)))
         return compute(model, inputs)
 
-    uses, used = [], recorded_step.used
+    uses, used = [], recorded_step.token_loss
 
     def counted(theirs: Any, inputs: dict[str, Any], logp: torch.Tensor) -> Any:
         found = used(theirs, inputs, logp)
         uses.append((len(watch.before), inputs["completion_mask"].bool(), found))
         return found
 
-    recorder._was["_compute_loss"] = with_oracle
+    recorder._original["_compute_loss"] = with_oracle
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recorded_step, "used", counted)
+        patch.setattr(recorded_step, "token_loss", counted)
         one.train()
     run = sharpscope.load_run(folder / "run")
     return {"run": run, "watch": watch, "oracle": oracle, "trainer": one, "uses": uses}

@@ -19,7 +19,7 @@ pytest.importorskip("trl", reason="TRL is not installed (test extra)")
 
 from sharpscope.integrations.trl import record
 from sharpscope.integrations.trl.arguments import WEIGHTABLE
-from sharpscope.integrations.trl.loss import used
+from sharpscope.integrations.trl.loss import token_loss
 from tests.test_integrations.trainers import trainer
 
 QUIET = {"token_gradients_every": 0, "spike_z": None}
@@ -142,7 +142,7 @@ def test_a_bound_acts_where_the_loss_has_no_gradient(options, tmp_path: Path):
         "completion_ids": torch.full((4, 6), 5), "completion_mask": mask, "old_per_token_logps": old,
         "advantages": torch.tensor([1.0, -1.0, 2.0, -0.5]), "num_items_in_batch": mask.sum(),
     }  # fmt: skip
-    found = used(one, inputs, logp)
+    found = token_loss(one, inputs, logp)
     coef = loss_coefficients(one, one._compute_loss, one.model, inputs, logp)
     inside = mask.bool()
     change = logp - old

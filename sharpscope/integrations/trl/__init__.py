@@ -1,4 +1,4 @@
-"""Record a TRL GRPOTrainer into an ordinary trace, and give its loss token weights.
+"""Record a TRL GRPOTrainer as a run, and add token weights to its loss.
 
 Supported: TRL 1.0.0 to 1.16.0 but for 1.15.0 (both ends tested), one process, float32 or bf16.
 """

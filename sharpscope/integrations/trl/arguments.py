@@ -1,4 +1,4 @@
-"""What a TRL trainer was told, as the configuration of a run; and what of it cannot be recorded."""
+"""A TRL trainer's arguments as the configuration of a run, and checks for what cannot be recorded."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from sharpscope.objective import Method, named_method
 
 OLDEST = (1, 0)
 EXCLUDED = ("1.15.0",)
-#: TRL's losses that have a name among our methods' aggregations; the others keep TRL's loss and say so in a note.
+#: TRL's losses that equal one of our aggregations; a note names the others.
 AGGREGATES = {
     "grpo": "sequence_mean", "bnpo": "token_mean", "dapo": "token_mean", "cispo": "token_mean", "dr_grpo": "constant",
 }  # fmt: skip
@@ -35,10 +35,10 @@ WEIGHTABLE = ("grpo", "bnpo", "dapo", "dr_grpo", "cispo", "sapo", "vespo")
 
 
 def check_trainer(trainer: Any) -> None:
-    """Find what cannot be recorded before anything is written.
+    """Check that the trainer can be recorded, before anything is written.
 
     Raises:
-        UserError: TRL's version, an option or a set-up that the recorder does not support; the message names it.
+        UserError: TRL's version, an option or a setup is not supported; the message names it.
     """
     try:
         found = version("trl")
@@ -77,20 +77,20 @@ def check_trainer(trainer: Any) -> None:
 
 
 def generate_every(trainer: Any) -> int:
-    """Micro-steps for which one batch of completions serves."""
+    """Micro-steps that use one batch of completions."""
     return int(trainer.args.steps_per_generation * trainer.num_iterations)
 
 
 def step_length(trainer: Any) -> int:
-    """Micro-steps of one step: whole batches of completions and whole updates."""
+    """Micro-steps of one step, which has whole batches of completions and whole updates."""
     return int(max(generate_every(trainer), trainer.args.gradient_accumulation_steps))
 
 
 def token_weights_of(weights: str | Method) -> Method:
-    """The method whose token weights shall act in TRL's loss.
+    """The method whose token weights are added to TRL's loss.
 
     Raises:
-        UserError: it has none, or they are not a factor on the surrogate, or it changes more than weights.
+        UserError: it has none, they are not a factor on the surrogate, or it differs from GRPO in more than weights.
     """
     method = named_method(weights) if isinstance(weights, str) else weights
     plain = named_method("grpo")
@@ -108,10 +108,10 @@ def token_weights_of(weights: str | Method) -> Method:
 
 
 def check_weightable(trainer: Any) -> None:
-    """Token weights must be a factor on each token's surrogate.
+    """Check that token weights would be a factor on each token's surrogate in TRL's loss.
 
     Raises:
-        UserError: they would not be, in TRL's loss; the message names the option.
+        UserError: they would not; the message names the option.
     """
     loss_type = trainer.loss_type
     if loss_type not in WEIGHTABLE:
@@ -121,7 +121,7 @@ def check_weightable(trainer: Any) -> None:
 
 
 def trl_method(trainer: Any, weights: Method | None) -> tuple[Method, list[str]]:
-    """TRL's objective in our terms, and notes on what our terms do not say."""
+    """TRL's objective as a Method, and notes on what a Method cannot express."""
     args, loss_type, notes = trainer.args, trainer.loss_type, []
     low, high = float(trainer.epsilon_low), float(trainer.epsilon_high)
     clip: Any = PpoClip(low=low, high=high) if 0 < low <= 1 and high > 0 else NoClip()
@@ -159,10 +159,10 @@ def trl_method(trainer: Any, weights: Method | None) -> tuple[Method, list[str]]
 def run_config(
     trainer: Any, out: Path, task: str, method: Method, recording: Mapping[str, Any] | None, updates: int
 ) -> RunConfig:
-    """The trainer's arguments as a run's configuration; `updates` is how many the training will make, as far as known.
+    """The trainer's arguments as a run's configuration; `updates` is the number that the training will make, if known.
 
     Raises:
-        UserError: an option of `recording` is wrong or needs what a TRL run does not have.
+        UserError: an option of `recording` is wrong or not available for a TRL run.
     """
     args = trainer.args
     rows = args.per_device_train_batch_size * args.steps_per_generation
@@ -207,7 +207,7 @@ def run_config(
 
 
 def sampler_notes(trainer: Any) -> list[str]:
-    """What a reader of the trace should know of how completions were drawn and scored."""
+    """Notes on how completions were drawn that the configuration does not contain."""
     args, notes = trainer.args, []
     for name, off in (("min_p", None), ("repetition_penalty", 1.0)):
         value = getattr(args, name, off)

@@ -1,8 +1,8 @@
-"""One batch of TRL's completions in our terms, what its tokens did, and several such batches as one step."""
+"""Batches of TRL's completions as RolloutBatch and StepTokens, and several of them joined into one step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -18,8 +18,8 @@ from sharpscope.tasks import Example, Reward
 
 
 @dataclass
-class Scored:
-    """What TRL's reward functions said of one batch of completions, in the order before its shuffle."""
+class RewardScores:
+    """What TRL's reward functions gave for one batch of completions, in the order before its shuffle."""
 
     rewards: Tensor  # (N, functions), NaN where a function gave none
     completion_ids: list[list[int]]
@@ -27,7 +27,7 @@ class Scored:
 
 @dataclass
 class Batch:
-    """One batch of completions: rows as TRL made them, before its shuffle. N rows, T completion positions."""
+    """One batch of completions, N rows in their order before TRL's shuffle, T completion positions."""
 
     serial: int
     drawn: RolloutBatch
@@ -36,14 +36,20 @@ class Batch:
     sampled: bool  # whether the sampler's log-probabilities are known
 
 
-def rollouts_of(output: dict[str, Any], scored: Scored, reward: Tensor, group_size: int, speak: Any) -> Rollouts:
-    """TRL's batch as Rollouts of N rows; `speak` (tokens, eos_ids) says how ids become text.
+def rollouts_of(
+    output: dict[str, Any],
+    scored: RewardScores,
+    reward: Tensor,
+    group_size: int,
+    tokenizer: Any,
+    eos_ids: Collection[int],
+) -> Rollouts:
+    """TRL's batch as Rollouts of N rows.
 
     `behavior_logp` is NaN where TRL does not know the sampler's log-probabilities.
     """
-    tokenizer, eos_ids = speak
     mask = output["completion_mask"]
-    # Not its mask, which is 0 all along a completion that TRL leaves out of the loss (mask_truncated_completions).
+    # Not from the mask: it is 0 throughout a completion that TRL excludes from the loss (mask_truncated_completions).
     lengths = torch.tensor([len(ids) for ids in scored.completion_ids], device=mask.device)
     present = torch.arange(mask.shape[1], device=mask.device) < lengths[:, None]
     if output.get("tool_mask") is not None:
@@ -52,7 +58,7 @@ def rollouts_of(output: dict[str, Any], scored: Scored, reward: Tensor, group_si
         loss_mask = mask
     sampler = output.get("sampling_per_token_logps")
     ends = [bool(ids) and ids[-1] in eos_ids for ids in scored.completion_ids]
-    spoken = [ids[:-1] if end else ids for ids, end in zip(scored.completion_ids, ends, strict=True)]
+    contents = [ids[:-1] if end else ids for ids, end in zip(scored.completion_ids, ends, strict=True)]
     completions = Completions(
         input_ids=torch.cat([output["prompt_ids"], output["completion_ids"]], 1),
         attention_mask=torch.cat([output["prompt_mask"], present], 1).long(),
@@ -62,22 +68,24 @@ def rollouts_of(output: dict[str, Any], scored: Scored, reward: Tensor, group_si
         sampler_logp=None,
         group=torch.arange(len(mask), device=mask.device) // group_size,
         truncated=~torch.tensor(ends, device=mask.device),
-        texts=tokenizer.batch_decode(spoken, skip_special_tokens=False, clean_up_tokenization_spaces=False),
+        texts=tokenizer.batch_decode(contents, skip_special_tokens=False, clean_up_tokenization_spaces=False),
     )
     return completions.with_reward(reward)
 
 
-def written(rollouts: Rollouts) -> Tensor:
-    """(N,) tokens that the policy wrote, also in the completions that TRL leaves out of the loss altogether.
+def generated_lengths(rollouts: Rollouts) -> Tensor:
+    """(N,) tokens that the policy generated, also of completions that TRL excludes from the loss.
 
-    TRL no longer says which tokens of these were a tool's, so they are counted, too.
+    Of the latter TRL does not keep which tokens came from a tool, so these are counted as well.
     """
     counted = rollouts.completion_mask.sum(1)
     return torch.where(counted > 0, counted, rollouts.lengths)
 
 
-def rewards_of(scored: Scored, names: Sequence[str], total: Tensor, correct: Callable[[float], bool]) -> list[Reward]:
-    """One Reward a completion: parts by reward function, the total as TRL weighs them."""
+def rewards_of(
+    scored: RewardScores, names: Sequence[str], total: Tensor, correct: Callable[[float], bool]
+) -> list[Reward]:
+    """One Reward a completion: its parts by reward function, and TRL's weighted total."""
     parts = [dict(zip(names, row, strict=True)) for row in scored.rewards.tolist()]
     return [Reward(value, part, bool(correct(value))) for value, part in zip(total.tolist(), parts, strict=True)]
 
@@ -90,8 +98,8 @@ def examples_of(rollouts: Rollouts, group_size: int, tokenizer: Any) -> list[Exa
     return [Example(text, "", {}) for text in tokenizer.batch_decode(prompts, clean_up_tokenization_spaces=False)]
 
 
-def blank_record(stats: TokenStats, advantage: Tensor, weight: Tensor | None) -> StepTokens:
-    """A StepTokens (N, T) of tokens that no update has used yet."""
+def unused_tokens(stats: TokenStats, advantage: Tensor, weight: Tensor | None) -> StepTokens:
+    """StepTokens (N, T) that no update has used yet, with weights and advantages."""
     shape, dtype = stats.logp.shape, stats.logp.dtype
     return replace(
         StepTokens.unused(stats),
@@ -108,7 +116,7 @@ def same_prompts(rollouts: Rollouts, group_size: int) -> bool:
 
 
 def join(batches: Sequence[Batch]) -> tuple[RolloutBatch, StepTokens, dict[int, int]]:
-    """Several batches as one round, their tokens as one record, and each batch's first row by its serial number."""
+    """Several batches as one, their tokens as one StepTokens, and each batch's first row by its serial number."""
     drawn, tokens = batches[0].drawn, batches[0].tokens
     first = {batches[0].serial: 0}
     for batch in batches[1:]:

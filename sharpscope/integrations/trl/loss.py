@@ -1,4 +1,4 @@
-"""What TRL's loss did with each token: its ratio, the bound that acted, its divergence from the reference."""
+"""TRL's loss for each token: its ratio, whether its clip acted, its divergence from the reference."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sharpscope.objective import gradient_killed, k3
 
 
 @dataclass(frozen=True)
-class Used:
+class TokenLoss:
     """(n, T) values of the tokens of one micro-batch under the policy of its update."""
 
     ratio: Tensor
@@ -22,8 +22,8 @@ class Used:
 
 
 @torch.no_grad()
-def used(trainer: Any, inputs: dict[str, Any], logp: Tensor) -> Used:
-    """TRL's ratio (of tokens or sequences), where its clip takes the gradient away, and k3 to its reference.
+def token_loss(trainer: Any, inputs: dict[str, Any], logp: Tensor) -> TokenLoss:
+    """TRL's ratio (of tokens or sequences), where its clip removes the gradient, and k3 to its reference.
 
     Args:
         trainer: whose options apply.
@@ -43,13 +43,13 @@ def used(trainer: Any, inputs: dict[str, Any], logp: Tensor) -> Used:
     advantage = (advantage if advantage.dim() == 2 else advantage[:, None]).expand(logp.shape)
     reference = inputs.get("ref_per_token_logps")
     kl = torch.zeros_like(logp) if reference is None else torch.where(mask.bool(), k3(logp, reference), 0.0)
-    return Used(torch.where(mask.bool(), ratio, 1.0), _clipped(trainer, ratio, advantage) * mask.int(), kl)
+    return TokenLoss(torch.where(mask.bool(), ratio, 1.0), _clipped(trainer, ratio, advantage) * mask.int(), kl)
 
 
 def _clipped(trainer: Any, ratio: Tensor, advantage: Tensor) -> Tensor:
     if trainer.loss_type == "cispo":  # TRL bounds the ratio itself, from above only
         return ((ratio > trainer.epsilon_high) & (advantage != 0)).int()
-    if trainer.loss_type in ("sapo", "vespo"):  # they have no bound
+    if trainer.loss_type in ("sapo", "vespo"):  # they have no clip
         return torch.zeros_like(ratio, dtype=torch.int32)
     low, high = float(trainer.epsilon_low), float(trainer.epsilon_high)
     killed = gradient_killed(PpoClip.model_construct(low=low, high=high), ratio, advantage)

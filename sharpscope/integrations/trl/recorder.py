@@ -1,7 +1,7 @@
-"""The recorder: wrappers around five methods of a GRPOTrainer, which see everything and change nothing but what is asked.
+"""The recorder: wrappers around methods of a GRPOTrainer that change nothing but the token weights, if asked for.
 
 TRL shuffles a batch after scoring it, so each row carries its number (`ROW`) through shuffle and split, and what the loss
-does to it is written under that number. A step is the shortest stretch of whole batches and whole updates.
+does with it is recorded under that number. A step is the fewest micro-steps that are whole batches and whole updates.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from sharpscope.errors import UserError
 from sharpscope.integrations.trl import arguments
 from sharpscope.integrations.trl.batches import (
     Batch,
-    Scored,
-    blank_record,
+    RewardScores,
     examples_of,
     rewards_of,
     rollouts_of,
     same_prompts,
+    unused_tokens,
 )
 from sharpscope.integrations.trl.step import Step
 from sharpscope.integrations.trl.trace import Trace
@@ -54,7 +54,7 @@ _WRAPPED = (
 
 
 def positive(total: float) -> bool:
-    """Whether a total reward counts as correct, unless the caller says otherwise: it is above 0."""
+    """Whether a total reward counts as correct by default: it is above 0."""
     return total > 0
 
 
@@ -62,15 +62,15 @@ def record(
     trainer: Any, out: str | Path = "runs/trl", *, weights: str | Method | None = None, shaping: str | None = None,
     task: str = "trl", correct: Callable[[float], bool] = positive, recording: Mapping[str, Any] | None = None,
 ) -> Recorder:  # fmt: skip
-    """Record a TRL GRPOTrainer: call it once, between making the trainer and `trainer.train()`.
+    """Record a TRL GRPOTrainer; call it once, before `trainer.train()`.
 
     Every token's coefficient in the loss comes from a hook on the log-probabilities inside TRL's own loss, its statistics
-    from a forward pass of our own with dropout off; score norms and attribution are taken by schedule. Without `weights` the
-    training is bitwise what it would have been. `sharpscope analyze`, `show`, `tokens`, `spikes`, `claims` read the folder.
+    from a separate forward pass without dropout; score norms and attribution are measured by schedule. Without `weights` the
+    training is bitwise the same. `sharpscope analyze`, `show`, `tokens`, `spikes`, `claims` read the folder.
 
     Args:
         trainer: a trl.GRPOTrainer in one process, float32 or bf16.
-        out: folder of the run; it must be free.
+        out: folder of the run; it must not exist or be empty.
         weights: a method, or the name of one, whose token weights multiply TRL's surrogate (`grpo-sg`, `ar`, a control …),
             through per-token advantages; None changes nothing.
         shaping: preset of a sigmoid weight, `paper` or `calibrated`; None: `paper`.
@@ -79,7 +79,7 @@ def record(
         recording: fields of the run configuration's part `recording`, such as {"token_gradients_every": 5}.
 
     Returns:
-        The recorder; `recorder.detach()` makes the trainer what it was.
+        The recorder; `recorder.detach()` restores the trainer.
 
     Raises:
         UserError: the trainer, an option or the folder cannot be used; the message names it.
@@ -99,7 +99,7 @@ def record(
 
 @contextmanager
 def own_forward(model: Any) -> Iterator[None]:
-    """Within it, `model.forward` is the model's own: accelerate replaces it by one that computes in bf16 (autocast)."""
+    """Within it, `model.forward` is the model's own; accelerate replaces it by one that computes in bf16 (autocast)."""
     replaced = vars(model).get("forward")
     if replaced is not None and hasattr(model, "_original_forward"):
         model.forward = model._original_forward
@@ -139,12 +139,12 @@ class Recorder:
         self._serial = 0
         self._attach()
 
-    # -- taking hold of the trainer, and letting go ------------------------------------------------------------------
+    # -- attaching to the trainer ------------------------------------------------------------------------------------
 
     def _attach(self) -> None:
         trainer = self.trainer
-        self._own = {name: vars(trainer)[name] for name in _WRAPPED if name in vars(trainer)}
-        self._was = {name: getattr(trainer, name) for name in _WRAPPED}
+        self._instance = {name: vars(trainer)[name] for name in _WRAPPED if name in vars(trainer)}
+        self._original = {name: getattr(trainer, name) for name in _WRAPPED}
         trainer.train, trainer.training_step = self._train, self._training_step
         trainer._generate_and_score_completions = self._generate
         trainer._calculate_rewards, trainer._compute_loss = self._rewards, self._loss
@@ -154,7 +154,7 @@ class Recorder:
         trainer._sharpscope = self
 
     def detach(self) -> None:
-        """Make the trainer what it was; what has been recorded stays. During training, the run ends as interrupted."""
+        """Restore the trainer and keep what was recorded. During training, the run ends as interrupted."""
         trainer = self.trainer
         if getattr(trainer, "_sharpscope", None) is not self:
             return
@@ -162,8 +162,8 @@ class Recorder:
             self._stop("interrupted", "the recorder was detached")
         for name in _WRAPPED:
             delattr(trainer, name)
-            if name in self._own:
-                setattr(trainer, name, self._own[name])
+            if name in self._instance:
+                setattr(trainer, name, self._instance[name])
         trainer.remove_callback(self._callback)
         del trainer._sharpscope
 
@@ -171,11 +171,11 @@ class Recorder:
         self.trace.open()
         self._step = Step()
         self._current: dict[str, Any] | None = None
-        self._scored: Scored | None = None
+        self._scored: RewardScores | None = None
         self.recording = True
         status, reason = "failed", ""
         try:
-            result = self._was["train"](*args, **kwargs)
+            result = self._original["train"](*args, **kwargs)
             status, reason = "finished", "all steps done"
             return result
         except KeyboardInterrupt:
@@ -189,7 +189,7 @@ class Recorder:
                 self._stop(status, reason)
 
     def _stop(self, status: str, reason: str) -> None:
-        """End the recording: a step that has begun is written as far as it came."""
+        """End the recording; of a step in progress, the updates made so far are written."""
         self.recording = False
         try:
             if status != "failed" and self._step.updates:
@@ -198,7 +198,7 @@ class Recorder:
             self.trace.close(status, reason)
 
     def begin(self) -> None:
-        """Called when TRL knows how long it will train and has its optimizer."""
+        """Called when TRL knows the length of the training and has its optimizer."""
         trainer = self.trainer
         config = self._config(int(trainer.state.max_steps))
         optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
@@ -214,21 +214,21 @@ class Recorder:
     # -- one batch of completions ------------------------------------------------------------------------------------
 
     def _rewards(self, *args: Any, **kwargs: Any) -> Tensor:
-        found = self._was["_calculate_rewards"](*args, **kwargs)
+        found = self._original["_calculate_rewards"](*args, **kwargs)
         ids = kwargs["completion_ids_list"] if "completion_ids_list" in kwargs else args[3]
-        self._scored = Scored(found.detach().cpu(), [list(row) for row in ids])
+        self._scored = RewardScores(found.detach().cpu(), [list(row) for row in ids])
         return found
 
     def _generate(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         training = self.model.training
         started = time.perf_counter()
-        output: dict[str, Any] = self._was["_generate_and_score_completions"](inputs)
+        output: dict[str, Any] = self._original["_generate_and_score_completions"](inputs)
         if not self.recording or self._scored is None:
             return output
         scored, self._scored = self._scored, None
         total = (scored.rewards * self.trainer.reward_weights.cpu()[None]).nansum(1)
         if not training:
-            self.trace.evaluated(total)
+            self.trace.add_evaluation(total)
             return output
         done = time.perf_counter()
         self._step.seconds["generation_s"] += done - started
@@ -236,18 +236,18 @@ class Recorder:
         self._step.seconds["recording_s"] += time.perf_counter() - done
         return output
 
-    def _open_batch(self, output: dict[str, Any], scored: Scored, total: Tensor) -> None:
-        """Note a fresh batch, measure π_old on it, and give its rows their numbers and, if asked, their weights."""
+    def _open_batch(self, output: dict[str, Any], scored: RewardScores, total: Tensor) -> None:
+        """Add a new batch: measure π_old on it, number its rows and, if asked for, weight their tokens."""
         advantage = output["advantages"]
         if advantage.dim() != 1:
             raise UserError(
                 f"record: this trainer's advantages have shape {tuple(advantage.shape)}; recording needs one a completion"
             )
         self._serial += 1
-        speak = (self.policy.tokenizer, self.policy.eos_ids)
-        rollouts = rollouts_of(output, scored, total, self.group_size, speak)
+        tokenizer, eos_ids = self.policy.tokenizer, self.policy.eos_ids
+        rollouts = rollouts_of(output, scored, total, self.group_size, tokenizer, eos_ids)
         rewards = rewards_of(scored, self.trainer.reward_func_names, total, self.correct)
-        examples = examples_of(rollouts, self.group_size, self.policy.tokenizer)
+        examples = examples_of(rollouts, self.group_size, tokenizer)
         drawn = RolloutBatch(examples, rollouts, rewards, advantage.detach().clone(), 0)
         scorer = replace(self.scorer, share_prompt=same_prompts(rollouts, self.group_size))
         with guarded(self.model, weights=False):
@@ -257,18 +257,18 @@ class Recorder:
             plan = self._plan(drawn, stats)
             factor = plan.weight * plan.keep.to(plan.weight)
             output["advantages"] = advantage[:, None] * factor.to(advantage)  # (N, T)
-        tokens = blank_record(stats, advantage, None if plan is None else plan.weight)
+        tokens = unused_tokens(stats, advantage, None if plan is None else plan.weight)
         self._step.batches.append(Batch(self._serial, drawn, tokens, plan, "sampling_per_token_logps" in output))
         rows = torch.arange(len(advantage), device=advantage.device)
         output[ROW] = torch.stack([torch.full_like(rows, self._serial), rows], 1)
 
     def _plan(self, drawn: RolloutBatch, stats: Any) -> Any:
-        """The weights of this batch, fixed for all its updates; a first batch calibrates what is open."""
+        """The weights of this batch, fixed for all its updates; the first batch calibrates their constants."""
         assert self.weights is not None
         tensors = step_tensors(drawn.rollouts, drawn.advantage, stats, stats.logp, self.trace.progress)
         if self.weights.weight.needs_calibration:
             self.weights = self.weights.model_copy(update={"weight": calibrate(self.weights.weight, tensors)})
-            self.trace.calibrated(self.weights)
+            self.trace.write_calibration(self.weights)
         seed = generator(self.trace.config.seed, "plan", self._serial)
         plan = prepare(self.weights, tensors, seed)
         self.trace.warn(plan.warnings)
@@ -278,11 +278,11 @@ class Recorder:
 
     def _training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         started = time.perf_counter()
-        before = self._step.elsewhere
-        loss: Tensor = self._was["training_step"](*args, **kwargs)
+        before = self._step.other_seconds
+        loss: Tensor = self._original["training_step"](*args, **kwargs)
         if not self.recording:
             return loss
-        inside = self._step.elsewhere - before
+        inside = self._step.other_seconds - before
         done = time.perf_counter()
         self._step.seconds["training_s"] += done - started - inside
         self._step.micro += 1
@@ -294,13 +294,13 @@ class Recorder:
 
     def _loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         if not self.recording or not self.model.training or ROW not in inputs:
-            return self._was["_compute_loss"](model, inputs)
-        self._current, self._seen = inputs, False
+            return self._original["_compute_loss"](model, inputs)
+        self._current, self._loss_seen = inputs, False
         try:
-            loss: Tensor = self._was["_compute_loss"](model, inputs)
+            loss: Tensor = self._original["_compute_loss"](model, inputs)
         finally:
             self._current = None
-        if not self._seen:
+        if not self._loss_seen:
             raise UserError(
                 f"record: the loss of {type(self.trainer).__name__} takes no log-probabilities from "
                 "_get_per_token_logps_and_entropies, so it cannot be recorded"
@@ -308,18 +308,18 @@ class Recorder:
         return loss
 
     def _logps(self, *args: Any, **kwargs: Any) -> Any:
-        found = self._was["_get_per_token_logps_and_entropies"](*args, **kwargs)
+        found = self._original["_get_per_token_logps_and_entropies"](*args, **kwargs)
         if self._current is not None and found[0].requires_grad:
             started = time.perf_counter()
             self._step.hook(self.trainer, found[0], self._current, self._current[ROW])
-            self._seen = True
+            self._loss_seen = True
             self._step.seconds["recording_s"] += time.perf_counter() - started
         return found
 
     # -- one update --------------------------------------------------------------------------------------------------
 
     def _gradient_done(self) -> None:
-        """The gradient of an update is whole and not yet clipped: measure what is due."""
+        """Run the probes that are due; the gradient of an update is complete and not clipped."""
         step, limit = self._step, self.max_grad_norm
         loss, norm = math.fsum(float(loss) for loss in step.losses), gradient_norm(self.parameters)
         step.gradient = (loss, norm, 1.0 if limit is None else min(1.0, limit / (norm + 1e-6)))
@@ -329,35 +329,35 @@ class Recorder:
             with own_forward(self.model):
                 self._observer(step.pending_update())
         else:
-            self.trace.not_finite(norm if math.isfinite(loss) else loss)
+            self.trace.warn_not_finite(norm if math.isfinite(loss) else loss)
 
     def before_update(self) -> None:
-        """The optimizer is about to step."""
-        self._pressed = time.perf_counter()
+        """Called before the optimizer's step."""
+        self._update_started = time.perf_counter()
         self._lr = float(self.optimizer.param_groups[0]["lr"])
-        self._kept = None if self._adam else [p.detach().clone() for p in self.parameters]
+        self._weights_before = None if self._adam else [p.detach().clone() for p in self.parameters]
 
     def after_update(self) -> None:
-        """The optimizer has stepped; its gradients are still there."""
+        """Called after the optimizer's step, before gradients are cleared."""
         done = time.perf_counter()
-        self._step.seconds["training_s"] += done - self._pressed
-        if self._kept is None:
+        self._step.seconds["training_s"] += done - self._update_started
+        if self._weights_before is None:
             size = update_norm(self.optimizer)
         else:
-            moved = [p.detach() - kept for p, kept in zip(self.parameters, self._kept, strict=True)]
+            moved = [p.detach() - kept for p, kept in zip(self.parameters, self._weights_before, strict=True)]
             size = math.sqrt(sum(float(torch.linalg.vector_norm(m, dtype=torch.float64)) ** 2 for m in moved))
-        self._step.updated(size, bool(self.trainer.accelerator.optimizer_step_was_skipped))
+        self._step.record_update(size, bool(self.trainer.accelerator.optimizer_step_was_skipped))
         self._step.seconds["recording_s"] += time.perf_counter() - done
 
     def step_done(self) -> None:
-        """An update is over: where a batch of completions is used up as well, so is the step."""
+        """Called after an update: a step ends with the batch of completions."""
         if self._step.micro % arguments.generate_every(self.trainer) == 0:
             self._close_step()
 
     def _close_step(self) -> None:
         started, step = time.perf_counter(), self._step
         drawn, tokens = step.joined()
-        self.trace.unlike(float(torch.cat(step.gaps).mean()))
+        self.trace.warn_mismatch(float(torch.cat(step.gaps).mean()))
         self.trace.write(
             drawn, StepResult(step.updates, tokens), self._observer.result(), self._lr, self.weights,
             all(batch.sampled for batch in step.batches), step.seconds, started,
@@ -366,7 +366,7 @@ class Recorder:
 
 
 class _Callback(TrainerCallback):
-    """The trainer's own announcements, passed on while recording."""
+    """Passes the trainer's events on to the recorder."""
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder

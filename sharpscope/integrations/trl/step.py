@@ -1,4 +1,4 @@
-"""The step in progress: its batches of completions, what the loss did to their tokens, its updates and its time."""
+"""The step in progress: its batches of completions, what the loss did with their tokens, updates and timing."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from sharpscope.integrations.trl.batches import Batch, join, widened
-from sharpscope.integrations.trl.loss import used
+from sharpscope.integrations.trl.loss import token_loss
 from sharpscope.recording.step import PendingUpdate, RolloutBatch, StepTokens, UpdateResult, UpdateTokens
 
 
 @dataclass
 class Step:
-    """Whole batches and whole updates; `micro` counts the micro-steps so far, `seconds` where the time went [s]."""
+    """Whole batches and whole updates; `micro` counts the micro-steps so far, `seconds` is the time by part [s]."""
 
     batches: list[Batch] = field(default_factory=list)
     updates: list[UpdateResult] = field(default_factory=list)
@@ -34,12 +34,12 @@ class Step:
     )  # serial, rows (n,), what they do in the present update
 
     @property
-    def elsewhere(self) -> float:
-        """Seconds that were not training."""
+    def other_seconds(self) -> float:
+        """Seconds of generation and recording."""
         return self.seconds["generation_s"] + self.seconds["recording_s"]
 
     def hook(self, trainer: Any, logp: Tensor, inputs: dict[str, Any], numbers: Tensor) -> None:
-        """Keep what a micro-batch's tokens do in the loss, and, on the way back, ∂L/∂log π of each.
+        """Record what a micro-batch's tokens do in the loss and, in the backward pass, ∂L/∂log π of each.
 
         Args:
             trainer: whose options apply.
@@ -55,7 +55,7 @@ class Step:
         if index == 0:
             ours = tokens.stats.logp[rows.to(tokens.stats.logp.device)].cpu()
             self.gaps.append((logp.detach().cpu() - ours).abs()[mask])
-        found = used(trainer, inputs, logp)
+        found = token_loss(trainer, inputs, logp)
         for name in ("ratio", "clipped"):
             target, value = getattr(tokens, name), getattr(found, name)
             target[rows] = torch.where(first, value.detach().cpu().to(target.dtype), target[rows])
@@ -71,12 +71,12 @@ class Step:
         logp.register_hook(keep)
 
     def joined(self) -> tuple[RolloutBatch, StepTokens]:
-        """All batches so far as one round, and its tokens."""
+        """All batches so far as one, and its tokens."""
         drawn, tokens, _ = join(self.batches)
         return drawn, tokens
 
     def pending_update(self) -> PendingUpdate:
-        """The rows and coefficients of the present update, between its gradient and its step."""
+        """The present update between its gradient and the optimizer's step."""
         drawn, tokens, offset = join(self.batches)
         width, index = drawn.rollouts.completion_ids.shape[1], len(self.updates)
         rows = torch.cat([rows + offset[serial] for serial, rows, _ in self.now])
@@ -84,8 +84,8 @@ class Step:
         _, norm, factor = self.gradient
         return PendingUpdate(index, rows, tokens.update[rows] == index, coef, norm, factor)
 
-    def updated(self, size: float, skipped: bool) -> None:
-        """The present update is made; `size` is ‖Δθ‖₂."""
+    def record_update(self, size: float, skipped: bool) -> None:
+        """Record that the present update was made; `size` is ‖Δθ‖₂."""
         loss, norm, factor = self.gradient
         self.updates.append(UpdateResult(loss, norm, norm, size, factor, skipped))
         if not skipped:

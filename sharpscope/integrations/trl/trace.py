@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sharpscope.config import RunConfig
 from sharpscope.distributed import Launch
-from sharpscope.integrations.trl.batches import written
+from sharpscope.integrations.trl.batches import generated_lengths
 from sharpscope.objective import Method, method_label
 from sharpscope.policy import Policy
 from sharpscope.recording import environment
@@ -44,7 +44,7 @@ class Trace:
         self.config, self.method, self.policy, self.trainer, self.correct = config, method, policy, trainer, correct
         self.run_dir = config.run_dir
         self.step, self.recent = 1, list[float]()
-        self._said: set[str] = set()
+        self._shown: set[str] = set()
         self._events: list[Event] = []
         self._evaluated: list[Tensor] = []
         self._stack = contextlib.ExitStack()
@@ -64,25 +64,25 @@ class Trace:
         """Share of the training done, in [0, 1], for schedules."""
         return min((self.step - 1) / max(self.config.steps - 1, 1), 1.0)
 
-    # -- beginning and end ----------------------------------------------------------------------------------------
+    # -- start and end --------------------------------------------------------------------------------------------
 
     def open(self) -> None:
-        """Take the folder and be ready to write."""
+        """Lock the folder and open the writer."""
         self._started = time.perf_counter()
         self._stack.enter_context(RunLock(self.run_dir))
         self.writer = self._stack.enter_context(TraceWriter(self.run_dir))
         update_run_info(self.run_dir, status="running")
 
     def begin(self, config: RunConfig) -> None:
-        """The configuration, now that it is known how long the training will be. There is no config.yaml: nothing could run it."""
+        """Save the configuration once the length of the training is known; no config.yaml, which nothing could run."""
         self.config = config
         update_run_info(self.run_dir, config=config.model_dump(mode="json"))
 
     def close(self, status: str, reason: str) -> None:
-        """Write what is left and say how it ended."""
+        """Write the remaining rows and how the training ended."""
         try:
             self._write_events()
-            self._stack.close()  # flushes, and gives the folder back
+            self._stack.close()  # flushes and unlocks
         finally:
             update_run_info(
                 self.run_dir, status=status, steps_done=self.step - 1, finished=now(), end=reason,
@@ -90,26 +90,26 @@ class Trace:
                 peak_memory_bytes=environment.peak_memory_bytes(self.policy.device),
             )  # fmt: skip
 
-    # -- what is to be said ------------------------------------------------------------------------------------------
+    # -- events ------------------------------------------------------------------------------------------------------
 
-    def calibrated(self, weights: Method) -> None:
-        """Keep the constants that the first batch filled in."""
+    def write_calibration(self, weights: Method) -> None:
+        """Save the constants that were calibrated on the first batch."""
         update_run_info(self.run_dir, calibration=weights.weight.model_dump(mode="json"))
 
     def warn(self, texts: Sequence[str]) -> None:
-        """A method's warnings, each once."""
+        """Report a method's warnings, each once."""
         for text in texts:
-            if text not in self._said:
-                self._said.add(text)
+            if text not in self._shown:
+                self._shown.add(text)
                 self._events.append(Event(self.step, "method", "warning", math.nan, math.nan, "warn", text))
 
-    def not_finite(self, value: float) -> None:
-        """A loss or gradient that is no number; the trainer decides what becomes of it."""
+    def warn_not_finite(self, value: float) -> None:
+        """Report a loss or gradient that is not finite; the trainer decides what to do."""
         text = "the loss or gradient of an update is not finite; lower learning_rate, or look at this step's tokens"
         self._events.append(Event(self.step, "non_finite", "error", value, math.nan, "none", text))
 
-    def unlike(self, gap: float) -> None:
-        """`gap`: mean |ln π of TRL − ln π of the recorder's forward pass| before the first update [nats]."""
+    def warn_mismatch(self, gap: float) -> None:
+        """Report `gap`, the mean |ln π of TRL − ln π of the recorder| before the first update [nats], if it is large."""
         limit = self.config.health.logp_mismatch.threshold
         if gap > limit:
             text = (
@@ -129,11 +129,11 @@ class Trace:
         self, drawn: RolloutBatch, result: StepResult, observed: Observations, lr: float,
         weights: Method | None, sampled: bool, seconds: dict[str, float], started: float,
     ) -> None:  # fmt: skip
-        """Write one step to the tables; `started` is when its recording's last part began [s, perf_counter]."""
+        """Write one step to the tables; the last part of its recording began at `started` [s, perf_counter]."""
         step, spec = self.step, self.config.recording
         method = self.method if weights is None else self.method.model_copy(update={"weight": weights.weight})
         row = steps_row(step, drawn, result, method, self.progress, lr)
-        row["completion_length_mean"] = float(written(drawn.rollouts).double().mean())
+        row["completion_length_mean"] = float(generated_lengths(drawn.rollouts).double().mean())
         self._events += observed.events
         self._judge(drawn, result, row, sampled)
         if row["grad_norm"]:
@@ -157,7 +157,7 @@ class Trace:
         self.step += 1
 
     def _judge(self, drawn: RolloutBatch, result: StepResult, row: dict[str, Any], sampled: bool) -> None:
-        """The health rules, which only speak here: a recorded training is never stopped."""
+        """Check the health rules, which only report here: a recorded training is never stopped."""
         spec, rollouts = self.config.health, drawn.rollouts
         mask = rollouts.completion_mask.bool().cpu()
         gap = (result.tokens.stats.logp.cpu() - rollouts.behavior_logp.cpu())[mask].abs()
@@ -168,18 +168,18 @@ class Trace:
         )
         self._events += check_policy(
             spec, self.step, entropy_mean=math.nan if entropy is None else entropy, saturation=saturation,
-            clipped_weights=math.nan,  # TRL's weights stand outside the clip
+            clipped_weights=math.nan,  # TRL's clip acts on the ratio without the weight
             logp_mismatch=float(gap.nanmean()) if sampled else math.nan, memory=memory_share(self.policy.device),
         )  # fmt: skip
 
     # -- TRL's own evaluations ---------------------------------------------------------------------------------------
 
-    def evaluated(self, total: Tensor) -> None:
-        """The rewards (n,) of one batch of an evaluation, completions of a prompt adjacent."""
+    def add_evaluation(self, total: Tensor) -> None:
+        """Keep the rewards (n,) of one batch of an evaluation, completions of a prompt adjacent."""
         self._evaluated.append(total)
 
     def write_evaluation(self) -> None:
-        """The evaluation that has just ended, as one row: every prompt of TRL's evaluation set."""
+        """Write the evaluation that has just ended as one row over all its prompts."""
         if not self._evaluated:
             return
         total = torch.cat(self._evaluated)
