@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
         ("granitemoe", set()),  # a mixture of experts, so also as plain transformers loads it
         ("dbrx", {"local", "sketch", "stream"}),
         ("mamba", {"local", "sketch"}),
+        ("minicpm3", {"local", "sketch"}),  # divides its hidden states before the output layer
         ("roberta", {"head", "local", "sketch", "exact", "forward", "central", "stream", "graph"}),
     ],
 )

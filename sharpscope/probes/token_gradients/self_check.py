@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from sharpscope.config.probes import Check
 from sharpscope.errors import CheckError, UserError
-from sharpscope.policy.head import bare
+from sharpscope.policy.head import backbone, bare
 from sharpscope.probes.token_gradients import attention as attn
 from sharpscope.probes.token_gradients.forward_mode import NoForwardModeError, forward_attention
 from sharpscope.probes.token_gradients.result import Tier
@@ -360,12 +360,11 @@ def _sample(model: nn.Module, structure: Structure, rows: Rows, temperature: flo
     n = min(LENGTH, len(whole) - 1)
     lengths = [n, (n + 1) // 2]
     ids = [whole[None, :length] for length in lengths]
-    entered: list[Tensor] = []
-    with ExitStack() as stack, torch.no_grad():
-        layer = bare(model).get_output_embeddings()
-        handle = layer.register_forward_pre_hook(lambda _, args: entered.append(args[0]))
-        stack.callback(handle.remove)
+    with torch.no_grad():
         logits = _own_logits(model, ids[0])
+        # Not what enters the output layer, which some models divide first (MiniCPM3).
+        present = torch.ones_like(ids[0])
+        hidden: Tensor = backbone(model)(input_ids=ids[0], attention_mask=present, use_cache=False).last_hidden_state
     if not bool(logits.isfinite().all()):
         return None
     embedding: Any = bare(model).get_input_embeddings()
@@ -376,7 +375,7 @@ def _sample(model: nn.Module, structure: Structure, rows: Rows, temperature: flo
         table[i, length], mask[i, length] = words[i], True
     present = torch.arange(n + 1, device=whole.device) <= torch.tensor(lengths, device=whole.device)[:, None]
     return _Sample(
-        model, structure, ids, words, make_rows(model, table, mask, present, temperature), mask, entered[0], logits,
+        model, structure, ids, words, make_rows(model, table, mask, present, temperature), mask, hidden, logits,
         temperature, 10 * torch.finfo(structure.head.weight.dtype).eps,
     )  # fmt: skip
 
