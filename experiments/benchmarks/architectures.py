@@ -38,9 +38,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from sharpscope.errors import CheckError, UserError
 from sharpscope.probes import attribute, score_norms
-from sharpscope.probes.functionals import Functional, token_batch
 from sharpscope.probes.hessian.causal_lm import lm_surface
 from sharpscope.probes.hessian.check import check_products
+from sharpscope.probes.objectives import Objective, token_batch
 
 VOCAB = 64
 
@@ -506,7 +506,7 @@ class Checks:
         """Relative error of one Hessian-vector product."""
         assert self.truth.product is not None
         batch = token_batch(self.batch["input_ids"], self.batch["attention_mask"], self.batch["mask"])
-        with lm_surface(self.model, Functional("nll", batch, TEMPERATURE), mode=mode) as surface:
+        with lm_surface(self.model, Objective("nll", batch, TEMPERATURE), mode=mode) as surface:
             hessian = surface.hessian()
             if self.check != "off":
                 check_products(surface, hessian)

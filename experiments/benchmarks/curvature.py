@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 from sharpscope.errors import UserError
 from sharpscope.policy import Policy, PolicySpec, SamplingSpec, generate, load_policy, render_prompts
-from sharpscope.probes.functionals import Functional, rollout_batch
 from sharpscope.probes.hessian import Operator, eigenpairs, hutchpp
 from sharpscope.probes.hessian.causal_lm import COARSE_STEPS, LmSurface, lm_surface
 from sharpscope.probes.hessian.dual import replaced_forward
 from sharpscope.probes.hessian.krylov import Krylov, noisy
 from sharpscope.probes.hessian.pyhessian import pyhessian_estimate
+from sharpscope.probes.objectives import Objective, rollout_batch
 from sharpscope.tasks import KnightsKnavesSpec, make_task
 
 PYHESSIAN: dict[str, Any] = {"max_iterations": 100, "tolerance": 1e-3}  # its defaults, maxIter and tol
@@ -32,7 +32,7 @@ MODEL = "embedded:knights_knaves"
 
 @dataclass(frozen=True)
 class Batch:
-    """Which completions of Knights and Knaves prompts are probed (functional `nll`).
+    """Which completions of Knights and Knaves prompts are probed (objective `nll`).
 
     Attributes:
         prompts: evenly over the split, which is in order of size.
@@ -55,22 +55,22 @@ STANDARD = tuple(Batch(12, 2, "train", draw) for draw in range(4, 8))
 BATCHES = (*STANDARD, Batch(8, 1, "heldout", 4), Batch(16, 1, "heldout", 4), Batch(32, 1, "heldout", 4))
 
 
-def probed(policy: Policy, batch: Batch) -> Functional:
+def probed(policy: Policy, batch: Batch) -> Objective:
     """`nll` of the policy's own completions."""
     examples = make_task(KnightsKnavesSpec()).splits()[batch.split]
     examples = examples[:: max(1, len(examples) // batch.prompts)][: batch.prompts]
     prompts = render_prompts(examples, policy)
     drawn = generate(policy, prompts, batch.samples, SamplingSpec(), torch.Generator().manual_seed(batch.draw))
-    return Functional("nll", rollout_batch(drawn.with_reward(torch.ones(len(drawn)))))
+    return Objective("nll", rollout_batch(drawn.with_reward(torch.ones(len(drawn)))))
 
 
 @contextmanager
 def surface_of(batch: Batch, model: str = MODEL) -> Iterator[tuple[LmSurface, dict[str, Any]]]:
     """The surface of a batch, one microbatch with its graph kept, and what describes it in the record."""
     policy = load_policy(PolicySpec(model=model))
-    functional = probed(policy, batch)
-    with lm_surface(policy.model, functional, mode="graph", microbatch_tokens=10**9) as surface:
-        rows = functional.batch
+    objective = probed(policy, batch)
+    with lm_surface(policy.model, objective, mode="graph", microbatch_tokens=10**9) as surface:
+        rows = objective.batch
         yield (
             surface,
             asdict(batch)
@@ -199,7 +199,7 @@ def product(batch: Batch = PROBED, repeats: int = 5, model: str = MODEL) -> dict
     with surface_of(batch, model) as (surface, described):
         hessian = surface.hessian()
         vector = torch.randn(hessian.size, generator=torch.Generator().manual_seed(0))
-        streamed = LmSurface(surface.model, surface.functional, mode="stream", microbatch_tokens=4096).hessian()
+        streamed = LmSurface(surface.model, surface.objective, mode="stream", microbatch_tokens=4096).hessian()
         peer = _curvlinops(surface)
         sides: dict[str, Callable[[], Tensor]] = {
             "ours": lambda: hessian @ vector,
@@ -247,7 +247,7 @@ def _curvlinops(surface: LmSurface) -> Callable[[Tensor], Tensor]:
         import curvlinops
     except ModuleNotFoundError:
         raise UserError("bench curvature: curvlinops is not installed; pip install curvlinops-for-pytorch") from None
-    batch = surface.functional.batch
+    batch = surface.objective.batch
     target = batch.input_ids[:, 1:][batch.scored[:, 1:]]
     # curvlinops differentiates SiLU's backward kernel in forward mode, which PyTorch cannot.
     with _composed_silu(surface.model):
@@ -272,12 +272,12 @@ def _in_float64(surface: LmSurface, vector: Tensor) -> dict[str, Tensor]:
     model = copy.deepcopy(surface.model).double()
     with (
         ExitStack() as stack,
-        lm_surface(model, surface.functional, mode="graph", microbatch_tokens=10**9) as exact,
+        lm_surface(model, surface.objective, mode="graph", microbatch_tokens=10**9) as exact,
     ):
         for module in model.modules():
             if type(module).__name__.endswith("RMSNorm"):
                 stack.enter_context(replaced_forward(module, _double_norm(module)))
-        streamed = LmSurface(model, exact.functional, mode="stream").hessian()
+        streamed = LmSurface(model, exact.objective, mode="stream").hessian()
         wide = vector.double()
         return {"ours": exact.hessian() @ wide, "streamed": streamed @ wide, "curvlinops": _curvlinops(exact)(wide)}
 

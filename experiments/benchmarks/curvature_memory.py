@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from sharpscope.errors import UserError
-from sharpscope.probes.functionals import Functional, token_batch
 from sharpscope.probes.hessian.causal_lm import lm_surface
+from sharpscope.probes.objectives import Objective, token_batch
 
 GIVEN_BACK = 128 * 1024
 """Size from which freed blocks go back to the system: glibc's own first setting, held fixed [bytes]."""
@@ -72,8 +72,8 @@ def _measure_peak(arguments: str) -> None:
     ids = torch.randint(0, given["vocabulary"], (1, given["tokens"]), generator=torch.Generator().manual_seed(0))
     scored = torch.ones_like(ids)
     scored[0, 0] = 0
-    functional = Functional("nll", token_batch(ids, torch.ones_like(ids), scored))
-    with lm_surface(model, functional, mode="stream", head_mb=given["head_mb"]) as surface:
+    objective = Objective("nll", token_batch(ids, torch.ones_like(ids), scored))
+    with lm_surface(model, objective, mode="stream", head_mb=given["head_mb"]) as surface:
         operator = surface.hessian()
         vector = torch.randn(operator.size)
         ctypes.CDLL(None).malloc_trim(0)  # memory that is free but not given back would hide some of the peak

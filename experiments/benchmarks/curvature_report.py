@@ -74,7 +74,7 @@ def _settings(found: Mapping[str, Any]) -> list[str]:
         for part, one in found.items()
     ]
     return [
-        "`python -m experiments.benchmarks curvature` writes this page. Policy: embedded Knights-and-Knaves one, float32, functional `nll` of",
+        "`python -m experiments.benchmarks curvature` writes this page. Policy: embedded Knights-and-Knaves one, float32, objective `nll` of",
         "completions that it drew itself. PyHessian 0.1 at its defaults (maxIter = 100, tol = 1e-3).",
         f"Measured: {'; '.join(when)}.",
     ]
@@ -212,7 +212,7 @@ def _about_rounds(found: dict[str, dict[str, Any]]) -> list[str]:
         "## A round of probes while training",
         "",
         "Embedded policy, Knights and Knaves, train and held-out prompts; a whole round as a run makes it: completions drawn, every",
-        "functional, the preconditioned Hessian, the two-batch squared gradient norm.",
+        "objective, the preconditioned Hessian, the two-batch squared gradient norm.",
         "",
         "| preset | prompts (train + held-out) | functionals | seconds | processor seconds | estimates | not converged |",
         "|---|---|---|---|---|---|---|",
@@ -232,7 +232,7 @@ def _about_rounds(found: dict[str, dict[str, Any]]) -> list[str]:
         hours = full["seconds_at_most"] / 3600 * (1 + (several - 1) * full["samples"]) / several
         lines += [
             "",
-            f"`full` is meant for a GPU or a single checkpoint: a product of its smallest functional takes {full['product_s']:.3g} s",
+            f"`full` is meant for a GPU or a single checkpoint: a product of its smallest objective takes {full['product_s']:.3g} s",
             f"here and the others have {full['samples']} times the rows, so that its bound is of the order of {hours:.0f} hours. It was",
             "not run.",
         ]

@@ -11,7 +11,7 @@ import torch
 from sharpscope.config import RunConfig, build_config
 from sharpscope.policy import Policy, load_policy
 from sharpscope.policy.sharding import ModelView
-from sharpscope.probes import Functional, ProbeSet, measured_cost, probe_functionals
+from sharpscope.probes import Objective, ProbeSet, measured_cost, probe_set_objectives
 from sharpscope.probes.hessian.causal_lm import lm_surface
 from sharpscope.probes.surface import unflatten
 from sharpscope.recording.probe_sets import Drawer, run_probe_set
@@ -23,9 +23,9 @@ RUN = ("cheap", "standard")  # `full` is estimated: it is meant for a GPU
 
 
 def probe_rounds(task: str = "knights_knaves", overrides: tuple[str, ...] = ()) -> dict[str, dict[str, Any]]:
-    """Seconds of one round of each preset as a training run makes it: completions drawn, every functional, both splits.
+    """Seconds of one round of each preset as a training run makes it: completions drawn, every objective, both splits.
 
-    Of `full` one product, gradient and loss are measured on its smallest functional, and the cost that a budget would reckon
+    Of `full` one product, gradient and loss are measured on its smallest objective, and the cost that a budget would reckon
     with is given: at most so many products over its three functionals.
 
     Args:
@@ -64,8 +64,8 @@ def _estimated(config: RunConfig) -> dict[str, Any]:
     # Held-out prompts cost what training prompts cost; only the latter are drawn.
     train = config.probes.model_copy(update={"heldout_prompts": 0, "functionals": ("nll",)})
     probe_set = run_probe_set(config.model_copy(update={"probes": train}), task)
-    functional = probe_functionals(probe_set, "train", train, Drawer(config, policy, task))["nll"]
-    cost = measured_cost(policy.model, functional, config.probes)
+    objective = probe_set_objectives(probe_set, "train", train, Drawer(config, policy, task))["nll"]
+    cost = measured_cost(policy.model, objective, config.probes)
     products = config.probes.cost(
         gradient=cost["gradient_s"] / cost["product_s"], value=cost["value_s"] / cost["product_s"]
     )
@@ -86,7 +86,7 @@ def _described(config: RunConfig) -> dict[str, Any]:
 def _view(config: RunConfig, policy: Policy, probe_set: ProbeSet) -> ModelView:
     """The policy with an AdamW that has made one update at learning rate 0, along the gradient of the solutions' `nll`."""
     optimizer = build_optimizer(policy.model, config.optimizer.model_copy(update={"lr": 0.0}))
-    with lm_surface(policy.model, Functional("nll", probe_set.solutions("train"))) as surface:
+    with lm_surface(policy.model, Objective("nll", probe_set.solutions("train"))) as surface:
         _, gradient = surface.gradient()
         parts = unflatten(gradient, surface.parameters)
     for parameter, part in zip(surface.parameters, parts, strict=True):

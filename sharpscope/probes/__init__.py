@@ -4,34 +4,38 @@ from __future__ import annotations
 
 from sharpscope.config.probes import ProbesSpec
 from sharpscope.probes.attribution import (
+    UpdateSplit,
     attribute,
+    coming_update,
     directional_derivative,
     failure_coefficients,
     heldout_influence,
     logp_gradient,
     nll_coefficients,
+    update_attribution,
 )
 from sharpscope.probes.estimate import Estimate, columns, frame, problems
-from sharpscope.probes.functionals import Functional
 from sharpscope.probes.gradient_norm import squared_gradient_norm
-from sharpscope.probes.grouped import m_sharpness
 from sharpscope.probes.guard import guarded
 from sharpscope.probes.hessian import Curvature, adamw_preconditioner, adamw_threshold, curvature
-from sharpscope.probes.perturbation import Sharpness, sharpness
+from sharpscope.probes.objectives import Objective
+from sharpscope.probes.perturbation import Sharpness, m_sharpness, sharpness
 from sharpscope.probes.probe_set import Drawn, ProbeSet, build_probe_set
 from sharpscope.probes.runner import (
     Measured,
     ProbeBatch,
-    drawn_functional,
     measure,
     measured_cost,
-    probe_functionals,
     probe_set_batches,
+    probe_set_objectives,
+    rollout_objective,
     run,
 )
 from sharpscope.probes.standalone import ProbeReport, probe_policy, read_rows, token_norms
 from sharpscope.probes.token_gradients import ScoreNorms, score_norms
-from sharpscope.probes.token_update import UpdateSplit, coming_update, update_attribution
+
+# Names of version 0.1.
+Functional, drawn_functional, probe_functionals = Objective, rollout_objective, probe_set_objectives
 
 __all__ = [
     "Curvature",
@@ -39,6 +43,7 @@ __all__ = [
     "Estimate",
     "Functional",
     "Measured",
+    "Objective",
     "ProbeBatch",
     "ProbeReport",
     "ProbeSet",
@@ -67,8 +72,10 @@ __all__ = [
     "probe_functionals",
     "probe_policy",
     "probe_set_batches",
+    "probe_set_objectives",
     "problems",
     "read_rows",
+    "rollout_objective",
     "run",
     "score_norms",
     "sharpness",

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from sharpscope.config.probes import Check
 from sharpscope.errors import UserError
 from sharpscope.probes.estimate import Estimate
-from sharpscope.probes.functionals import Functional, group_normalised, rollout_batch
 from sharpscope.probes.hessian.causal_lm import lm_surface
+from sharpscope.probes.objectives import Objective, group_normalized, rollout_batch
 from sharpscope.probes.probe_set import Drawn
 from sharpscope.probes.surface import common_dtype
 
@@ -51,7 +51,7 @@ def squared_gradient_norm(
     Args:
         model: a Hugging Face causal LM; afterwards it is as it was.
         drawn: completions of the present policy: an even number n ≥ 4 of each prompt, at least 2 prompts.
-        names: of which functionals.
+        names: objectives to take the gradient of.
         temperature: of the softmax that the completions were drawn from.
         microbatch_tokens, head_mb: see `lm_surface`.
         memory_mb: for gradients of blocks of prompts [MiB]; at least two blocks are made.
@@ -59,7 +59,7 @@ def squared_gradient_norm(
         check: see `lm_surface`.
 
     Returns:
-        For each functional `squared_gradient_norm` with its standard error and the number of completions, and beside it
+        For each objective `squared_gradient_norm` with its standard error and the number of completions, and beside it
         `squared_gradient_norm_naive`, ‖(g_A + g_B)/2‖², which holds the noise.
 
     Raises:
@@ -69,9 +69,9 @@ def squared_gradient_norm(
     halves = _halves(drawn.rollouts.group)
     batch = rollout_batch(drawn.rollouts)
     weights = {name: _coefficients(name, drawn.correct.double(), batch.scored, halves) for name in names}
-    # The functional only carries the rows; nll needs no anchors.
+    # The objective only carries the rows; nll needs no anchors.
     with lm_surface(
-        model, Functional("nll", batch, temperature), microbatch_tokens=microbatch_tokens, head_mb=head_mb, check=check
+        model, Objective("nll", batch, temperature), microbatch_tokens=microbatch_tokens, head_mb=head_mb, check=check
     ) as surface:
         size = sum(p.numel() for p in surface.parameters)
         each = 2 * len(names) * size * torch.finfo(common_dtype(surface.parameters)).bits / 8
@@ -126,7 +126,7 @@ def _coefficients(name: GradientOf, success: Tensor, scored: Tensor, halves: Ten
         per_row = torch.ones_like(success)
     else:
         label = torch.arange(halves[..., 0].numel()).repeat_interleave(n)
-        advantage = group_normalised(within.reshape(-1).cpu(), label).view_as(within).to(within)
+        advantage = group_normalized(within.reshape(-1).cpu(), label).view_as(within).to(within)
         per_row = scored.sum(1).clamp(min=1).double()
     spread = torch.zeros_like(success)
     spread[halves.reshape(-1)] = advantage.reshape(-1)

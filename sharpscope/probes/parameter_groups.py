@@ -1,10 +1,13 @@
-"""Trainable tensors by what they do."""
+"""Groups of parameters: by kind and by layer."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
+
+_LAYER = re.compile(r"\.(?:layers|h|blocks|block)\.(\d+)\.")
 
 
 def parameter_groups(model: nn.Module, parameters: Sequence[Tensor] | None = None) -> dict[str, list[Tensor]]:
@@ -20,6 +23,21 @@ def parameter_groups(model: nn.Module, parameters: Sequence[Tensor] | None = Non
     for name, parameter in model.named_parameters():
         if id(parameter) in wanted:
             groups.setdefault(fixed.get(id(parameter)) or _kind(name), []).append(parameter)
+    return groups
+
+
+def group_names(model: nn.Module, named: dict[str, nn.Parameter]) -> dict[str, tuple[str, ...]]:
+    """Parameter -> its groups: a kind (`parameter_groups`), and `layers.<i>` where it stands in a decoder layer.
+
+    A weight that is input embedding and output layer at once belongs to `embedding` with all its uses. The norms of
+    queries and keys are `norm`.
+    """
+    kinds = {id(p): kind for kind, members in parameter_groups(model, list(named.values())).items() for p in members}
+    groups: dict[str, tuple[str, ...]] = {}
+    for name, parameter in named.items():
+        layer = _LAYER.search(f".{name}")
+        kind = kinds[id(parameter)]
+        groups[name] = (kind,) if layer is None else (kind, f"layers.{layer.group(1)}")
     return groups
 
 

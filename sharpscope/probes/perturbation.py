@@ -360,3 +360,185 @@ def _climb(surface: Surface, u: Tensor, scale: Tensor | None) -> tuple[float, Te
     with moved(surface.parameters, _step(u, scale)):
         value, gradient = surface.gradient()
     return value, gradient if scale is None else gradient * scale
+
+
+@dataclass(frozen=True)
+class MSharpness:
+    """Mean over groups of m examples of each group's own sharpness (m-sharpness, arXiv 2010.01412 section 4.1).
+
+    Attributes:
+        value: mean over the groups.
+        std_error: its standard error over the prompts that the groups lie in, NaN with one prompt; over the groups as if they
+            were independent where no prompts are given.
+        first_order: mean of the groups' own rho·‖T∘∇L_i‖.
+        groups: one `Sharpness` each.
+    """
+
+    value: float
+    std_error: float
+    first_order: float
+    groups: tuple[Sharpness, ...]
+
+    def estimates(self, m: int, probe: str = "perturbation") -> list[Estimate]:
+        """One row, quantity `m<m>_<kind>`."""
+        one = self.groups[0]
+        bad = [group.why for group in self.groups if group.converged is False]
+        converged = False if bad else one.converged
+        why = f"{len(bad)} of {len(self.groups)} groups: {bad[0]}" if bad else ""
+        seconds = sum(group.seconds for group in self.groups)
+        name = f"m{m}_{one.quantity}"
+        return [
+            Estimate(
+                probe,
+                name,
+                self.value,
+                self.std_error,
+                len(self.groups),
+                one.rho,
+                converged,
+                seed=one.seed,
+                seconds=seconds,
+                why=why,
+            ),
+            Estimate(
+                probe,
+                f"{name}_first_order",
+                self.first_order,
+                rho=one.rho,
+                seed=one.seed,
+                why=why if math.isnan(self.first_order) else "",
+            ),
+        ]
+
+
+def m_sharpness(
+    loss_fns: Sequence[LossFn],
+    parameters: Sequence[Tensor],
+    rho: float,
+    kind: SharpnessKind = "sam",
+    steps: int = 20,
+    seed: int = 0,
+    **options: bool | int | float | str,
+) -> MSharpness:
+    """Mean of `sharpness` over closures, one for each group of m examples; other arguments as for `sharpness`.
+
+    Raises:
+        UserError: fewer than 2 groups (no standard error), or as `sharpness` does.
+    """
+    return _mean(
+        [sharpness(loss_fn, parameters, rho, kind, steps, seed, **options) for loss_fn in loss_fns]  # type: ignore[arg-type]
+    )
+
+
+def m_sharpness_of(
+    surfaces: Sequence[Surface],
+    rho: float,
+    kind: SharpnessKind = "sam",
+    *,
+    steps: int = 20,
+    seed: int = 0,
+    prompts: Sequence[int] | None = None,
+) -> MSharpness:
+    """`m_sharpness` of guarded surfaces, one for each group.
+
+    Args:
+        surfaces, rho, kind, steps, seed: as for `m_sharpness`.
+        prompts: the prompt that each group lies in: groups of one prompt are not independent. None: groups span prompts,
+            and count as independent.
+    """
+    return _mean([sharpness_of(surface, rho, kind, steps=steps, seed=seed) for surface in surfaces], prompts)
+
+
+def _mean(groups: list[Sharpness], prompts: Sequence[int] | None = None) -> MSharpness:
+    if len(groups) < 2:
+        raise UserError(f"m, {len(groups)} groups: at least 2 (fewer examples per group, or more examples)")
+    values = torch.tensor([group.value for group in groups], dtype=torch.float64)
+    value, first = values.mean(), sum(group.first_order for group in groups) / len(groups)
+    _, cluster = torch.tensor(range(len(groups)) if prompts is None else prompts).unique(return_inverse=True)
+    clusters = int(cluster.max()) + 1
+    if clusters < 2:
+        return MSharpness(float(value), math.nan, first, tuple(groups))
+    # What each prompt gives the mean: its own groups' mean where all prompts have equally many groups.
+    share = torch.bincount(cluster).double() * clusters / len(groups)
+    total = torch.zeros(clusters, dtype=torch.float64).index_add_(0, cluster, values)
+    means = total * (clusters / len(groups)) + value * (1 - share)
+    return MSharpness(float(value), float(means.std()) / math.sqrt(clusters), first, tuple(groups))
+
+
+def filter_normalized(parameters: Sequence[Tensor], generator: torch.Generator) -> Tensor:
+    """A random direction (P,) in which each row of a matrix has the norm of that row of the weights (arXiv 1712.09913).
+
+    One-dimensional tensors (biases, gains of norms) are 0 in it. A distance of 1 along it, unnormalized, adds noise as large
+    as the matrices themselves.
+    """
+    parts: list[Tensor | None] = []
+    for parameter in parameters:
+        if parameter.ndim < 2:
+            parts.append(None)
+            continue
+        noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(parameter)
+        axes = tuple(range(1, parameter.ndim))
+        norm = torch.linalg.vector_norm(noise, dim=axes, keepdim=True)
+        parts.append(noise * (torch.linalg.vector_norm(parameter.detach(), dim=axes, keepdim=True) / norm))
+    return flatten(parts, parameters)
+
+
+def loss_slices(
+    surface: Surface,
+    distances: Sequence[float],
+    *,
+    top: Tensor | None = None,
+    random: int = 2,
+    random_scale: float = 0.1,
+    seed: int = 0,
+    at: tuple[float, Tensor] | None = None,
+) -> list[Estimate]:
+    """The loss along the gradient, the top eigenvector and random filter-normalized directions.
+
+    Args:
+        surface: surface to evaluate, already guarded.
+        distances: signed steps [parameters' L2 norm]. Along random directions they are rescaled so that the farthest is
+            `random_scale` times the length of the filter-normalized direction.
+        top: (P,) unit top eigenvector, or None to leave it out.
+        random: number of random directions.
+        random_scale: see `distances`.
+        seed: seed of the random directions.
+        at: (L(θ), ∇L(θ)) if already computed.
+
+    Returns:
+        Rows `slice_gradient`, `slice_eigenvector`, `slice_random_<i>` with the loss in `value` and the distance in `rho`;
+        directions of length 0 are left out.
+
+    Raises:
+        UserError: all distances are 0.
+    """
+    farthest = max((abs(d) for d in distances), default=0.0)
+    if farthest == 0:
+        raise UserError("distances: at least one must not be zero")
+    began = time.perf_counter()
+    loss, gradient = surface.gradient() if at is None else at
+    points: list[tuple[str, float, float]] = []
+
+    def follow(name: str, unit: Tensor, scale: float) -> None:
+        for distance in (step * scale for step in distances):
+            if distance == 0:
+                points.append((name, distance, loss))
+                continue
+            with moved(surface.parameters, unit * distance):
+                points.append((name, distance, surface.value()))
+
+    norm = gradient.norm()
+    if norm > 0:
+        follow("gradient", gradient / norm, 1.0)
+    if top is not None:
+        follow("eigenvector", top.to(gradient), 1.0)
+    for index in range(random):
+        direction = filter_normalized(surface.parameters, sub_generator(seed, f"slice_{index}"))
+        length = float(direction.norm())
+        if length > 0:
+            follow(f"random_{index}", direction / length, random_scale * length / farthest)
+    seconds = (time.perf_counter() - began) / max(len(points), 1)
+    return [
+        Estimate("slice", f"slice_{name}", value, rho=distance, seed=seed, seconds=seconds)
+        for name, distance, value in points
+    ]

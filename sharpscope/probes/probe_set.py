@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sharpscope.errors import UserError, nearest
-from sharpscope.probes.functionals import TokenBatch, completion_batch
+from sharpscope.probes.objectives import TokenBatch, completion_batch
 from sharpscope.tasks.base import Example, Task
 
 if TYPE_CHECKING:

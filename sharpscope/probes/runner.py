@@ -18,16 +18,14 @@ from torch import Tensor, nn
 from sharpscope.config.probes import KINDS, Check, ProbesSpec
 from sharpscope.errors import CheckError
 from sharpscope.probes.estimate import Estimate, labelled, problems
-from sharpscope.probes.functionals import Functional, FunctionalName, group_normalised, rollout_batch, staleness
 from sharpscope.probes.gradient_norm import squared_gradient_norm
-from sharpscope.probes.grouped import m_sharpness_of
 from sharpscope.probes.hessian import Curvature, CurvatureSettings, Operator, adamw_preconditioner, curvature_of
 from sharpscope.probes.hessian.api import sub_generator
 from sharpscope.probes.hessian.causal_lm import LmSurface, lm_surface
+from sharpscope.probes.objectives import Objective, ObjectiveName, group_normalized, rollout_batch, staleness
 from sharpscope.probes.parameter_groups import parameter_groups
-from sharpscope.probes.perturbation import sharpness_grid
+from sharpscope.probes.perturbation import loss_slices, m_sharpness_of, sharpness_grid
 from sharpscope.probes.probe_set import Draw, Drawn, ProbeSet
-from sharpscope.probes.slices import loss_slices
 
 SLICE_POINTS = tuple(i / 5 for i in range(-5, 6))  # of the largest radius
 
@@ -38,7 +36,7 @@ class ProbeBatch:
 
     Attributes:
         name: value of the `probe_set` column.
-        functionals: the losses over this batch.
+        objectives: the losses over this batch.
         seed: seed of every random vector.
         slices: take loss slices on this batch, where the spec asks for slices.
         drawn: completions for `squared_gradient_norm`; None leaves it out.
@@ -46,7 +44,7 @@ class ProbeBatch:
     """
 
     name: str
-    functionals: tuple[Functional, ...] = ()
+    objectives: tuple[Objective, ...] = ()
     seed: int = 0
     slices: bool = True
     drawn: Drawn | None = None
@@ -60,13 +58,13 @@ class Measured:
     Attributes:
         batch: the batch.
         estimates: rows of the `probes` table.
-        functional: the loss, with the anchors it was evaluated with; None for the rows of `squared_gradient_norm`.
+        objective: the loss, with the anchors it was evaluated with; None for the rows of `squared_gradient_norm`.
         curvature: curvature over all parameters, with eigenvectors; None if it was not measured or failed its check.
     """
 
     batch: ProbeBatch
     estimates: tuple[Estimate, ...]
-    functional: Functional | None = None
+    objective: Objective | None = None
     curvature: Curvature | None = None
 
     @property
@@ -106,9 +104,9 @@ def run(
         UserError: the model or a batch cannot be probed.
     """
     for batch in batches:
-        for functional in batch.functionals:
+        for objective in batch.objectives:
             yield _measure(
-                model, functional, batch, spec, optimizer=optimizer, curvature=curvature, perturbation=perturbation
+                model, objective, batch, spec, optimizer=optimizer, curvature=curvature, perturbation=perturbation
             )
         if batch.drawn is not None:
             rows = squared_gradient_norm(
@@ -121,7 +119,7 @@ def run(
 
 def measure(
     model: nn.Module,
-    functional: Functional,
+    objective: Objective,
     spec: ProbesSpec,
     *,
     seed: int = 0,
@@ -132,7 +130,7 @@ def measure(
     slices: bool = True,
 ) -> Measured:
     """Probe one loss; see `run` for the arguments, and `ProbeBatch` for `seed`, `probe_set` and `slices`."""
-    batch = ProbeBatch(probe_set, (functional,), seed, slices)
+    batch = ProbeBatch(probe_set, (objective,), seed, slices)
     (found,) = run(model, [batch], spec, optimizer=optimizer, curvature=curvature, perturbation=perturbation)
     return found
 
@@ -161,8 +159,8 @@ def probe_set_batches(
     """
     for split in probe_set.splits:
         own = seed(split)
-        functionals = probe_functionals(probe_set, split, spec, draw, temperature=temperature, seed=own)
-        yield ProbeBatch(probe_set.name(split), tuple(functionals.values()), own, split in slices)
+        objectives = probe_set_objectives(probe_set, split, spec, draw, temperature=temperature, seed=own)
+        yield ProbeBatch(probe_set.name(split), tuple(objectives.values()), own, split in slices)
     split = probe_set.splits[0]
     if spec.gradient_samples and len(probe_set.split(split)) >= 2:
         own = seed("two batches")
@@ -170,41 +168,39 @@ def probe_set_batches(
         yield ProbeBatch(probe_set.name(split), seed=own, drawn=drawn, temperature=temperature)
 
 
-def probe_functionals(
+def probe_set_objectives(
     probe_set: ProbeSet, split: str, spec: ProbesSpec, draw: Draw, *, temperature: float = 1.0, seed: int = 0
-) -> dict[FunctionalName, Functional]:
+) -> dict[ObjectiveName, Objective]:
     """The losses that a spec names, on one split of a probe set; those over completions share one draw.
 
     The advantage of `surrogate` is (success − prompt mean)/(standard deviation + 1e-4), as in GRPO, without token weights,
     so that it is the same measure for all methods.
     """
-    found: dict[FunctionalName, Functional] = {}
+    found: dict[ObjectiveName, Objective] = {}
     drawn: Drawn | None = None
     for name in spec.functionals:
         if name == "nll":
-            found[name] = Functional("nll", probe_set.solutions(split), temperature)
+            found[name] = Objective("nll", probe_set.solutions(split), temperature)
             continue
         drawn = probe_set.draw(split, spec.samples, draw, seed) if drawn is None else drawn
-        found[name] = drawn_functional(name, drawn, temperature=temperature)
+        found[name] = rollout_objective(name, drawn, temperature=temperature)
     return found
 
 
-def drawn_functional(
-    name: FunctionalName, drawn: Drawn, *, temperature: float = 1.0, stale: bool = False
-) -> Functional:
+def rollout_objective(name: ObjectiveName, drawn: Drawn, *, temperature: float = 1.0, stale: bool = False) -> Objective:
     """A loss over drawn completions, with the success as reward and its group-normalized value as advantage."""
     success = drawn.correct.double()
-    batch = rollout_batch(drawn.rollouts, reward=success, advantage=group_normalised(success, drawn.rollouts.group))
-    return Functional(name, batch, temperature, stale=stale)
+    batch = rollout_batch(drawn.rollouts, reward=success, advantage=group_normalized(success, drawn.rollouts.group))
+    return Objective(name, batch, temperature, stale=stale)
 
 
 def limited_surface(
-    model: nn.Module, functional: Functional, spec: ProbesSpec, check: Check | None = None
+    model: nn.Module, objective: Objective, spec: ProbesSpec, check: Check | None = None
 ) -> AbstractContextManager[LmSurface]:
     """`lm_surface` within the memory limits of a spec, with its self-check or the one given."""
     return lm_surface(
         model,
-        functional,
+        objective,
         microbatch_tokens=spec.microbatch_tokens,
         graph_mb=spec.graph_mb,
         head_mb=spec.head_mb,
@@ -212,7 +208,7 @@ def limited_surface(
     )
 
 
-def measured_cost(model: nn.Module, functional: Functional, spec: ProbesSpec) -> dict[str, float]:
+def measured_cost(model: nn.Module, objective: Objective, spec: ProbesSpec) -> dict[str, float]:
     """Seconds of one Hessian product, one gradient and one loss evaluation, for `ProbesSpec.cost`.
 
     Each is timed at the second call, so that building the graph is not included.
@@ -224,7 +220,7 @@ def measured_cost(model: nn.Module, functional: Functional, spec: ProbesSpec) ->
         call()
         return time.perf_counter() - began
 
-    with limited_surface(model, functional, spec, "off") as surface:
+    with limited_surface(model, objective, spec, "off") as surface:
         hessian, (_, gradient) = surface.hessian(), surface.gradient()
         return {
             "product_s": second(lambda: hessian @ gradient),
@@ -235,7 +231,7 @@ def measured_cost(model: nn.Module, functional: Functional, spec: ProbesSpec) ->
 
 def _measure(
     model: nn.Module,
-    functional: Functional,
+    objective: Objective,
     batch: ProbeBatch,
     spec: ProbesSpec,
     *,
@@ -245,9 +241,9 @@ def _measure(
 ) -> Measured:
     """All probes of one loss, from one evaluation of its gradient."""
     result, seed = None, batch.seed
-    with limited_surface(model, functional, spec) as surface:
+    with limited_surface(model, objective, spec) as surface:
         rows: list[Estimate] = []
-        if functional.stale:
+        if objective.stale:
             rows.append(_stale_row(surface, spec))
         began = time.perf_counter()
         at = surface.gradient()
@@ -267,10 +263,14 @@ def _measure(
                 )
         if perturbation:
             rows += _perturbations(surface, spec, seed, at)
-        if perturbation and spec.slices and batch.slices:
-            rows += _slices(surface, spec, seed, result, at)
-        named = labelled(rows, functional=functional.name, probe_set=batch.name)
-        return Measured(batch, tuple(named), surface.functional, result)
+        # At a loss that is not finite there is nothing to draw; the rows of the other probes say why.
+        finite = math.isfinite(at[0]) and bool(at[1].isfinite().all())
+        if perturbation and spec.slices and batch.slices and finite:
+            top = result.vectors[0] if result is not None and result.converged else None
+            points = [max(spec.rhos) * point for point in SLICE_POINTS]
+            rows += loss_slices(surface, points, top=top, seed=seed, at=at)
+        named = labelled(rows, functional=objective.name, probe_set=batch.name)
+        return Measured(batch, tuple(named), surface.objective, result)
 
 
 class _Curvatures:
@@ -369,13 +369,13 @@ def _perturbations(surface: LmSurface, spec: ProbesSpec, seed: int, at: tuple[fl
     )
     rows = [row for point in grid for row in point.estimates()]
     if spec.m:
-        count = len(surface.functional.batch)
+        count = len(surface.objective.batch)
         cuts = [torch.arange(start, min(start + spec.m, count)) for start in range(0, count, spec.m)]
         # The last group may be short; it would count as much as a full one.
         cuts = [cut for cut in cuts if len(cut) == spec.m]
         if len(cuts) >= 2:
-            parts = [surface.over(surface.functional.rows(cut)) for cut in cuts]
-            prompt = surface.functional.batch.prompts
+            parts = [surface.over(surface.objective.rows(cut)) for cut in cuts]
+            prompt = surface.objective.batch.prompts
             within = all(len({prompt[row] for row in cut.tolist()}) == 1 for cut in cuts)
             prompts = [prompt[int(cut[0])] for cut in cuts] if within else None
             found = [m_sharpness_of(parts, rho, seed=seed, prompts=prompts) for rho in spec.rhos]
@@ -386,25 +386,8 @@ def _perturbations(surface: LmSurface, spec: ProbesSpec, seed: int, at: tuple[fl
     return rows
 
 
-def _slices(
-    surface: LmSurface, spec: ProbesSpec, seed: int, curvature: Curvature | None, at: tuple[float, Tensor]
-) -> list[Estimate]:
-    """Rows with quantity `slice_<direction>`, the loss as value and the signed distance in `rho`."""
-    if not (math.isfinite(at[0]) and bool(at[1].isfinite().all())):
-        return []  # nothing to draw; the other probes' rows say why
-    farthest = max(spec.rhos)
-    top = curvature.vectors[0] if curvature is not None and curvature.converged else None
-    began = time.perf_counter()
-    frame = loss_slices(surface, [farthest * point for point in SLICE_POINTS], top=top, seed=seed, at=at)
-    each = (time.perf_counter() - began) / max(len(frame), 1)
-    return [
-        Estimate("slice", f"slice_{direction}", loss, rho=distance, seed=seed, seconds=each)
-        for direction, distance, loss in zip(frame["direction"], frame["distance"], frame["loss"], strict=True)
-    ]
-
-
 def _stale_row(surface: LmSurface, spec: ProbesSpec) -> Estimate:
-    found = staleness(surface.functional, surface.logp(), spec.stale_threshold)
+    found = staleness(surface.objective, surface.logp(), spec.stale_threshold)
     why = (
         ""
         if found.valid
@@ -414,7 +397,7 @@ def _stale_row(surface: LmSurface, spec: ProbesSpec) -> Estimate:
         "rollouts",
         "effective_samples",
         found.effective_samples,
-        samples=len(surface.functional.batch),
+        samples=len(surface.objective.batch),
         converged=found.valid,
         why=why,
     )

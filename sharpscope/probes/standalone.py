@@ -14,7 +14,7 @@ import torch
 from sharpscope.config.probes import ProbesSpec
 from sharpscope.errors import UserError
 from sharpscope.probes.estimate import Estimate, frame, problems
-from sharpscope.probes.functionals import Functional, FunctionalName, TokenBatch, completion_batch
+from sharpscope.probes.objectives import Objective, ObjectiveName, TokenBatch, completion_batch
 from sharpscope.probes.runner import Measured, ProbeBatch, limited_surface, run
 from sharpscope.probes.token_gradients import score_norms
 
@@ -48,11 +48,11 @@ class ProbeReport:
 
     Attributes:
         estimates: rows of the `probes` table.
-        measured: per functional, with eigenvectors.
+        measured: per objective, with eigenvectors.
     """
 
     estimates: tuple[Estimate, ...]
-    measured: Mapping[FunctionalName, Measured]
+    measured: Mapping[ObjectiveName, Measured]
 
     @property
     def problems(self) -> tuple[str, ...]:
@@ -137,7 +137,7 @@ def probe_policy(
     rows: Sequence[DataRow],
     spec: ProbesSpec,
     *,
-    functionals: Sequence[FunctionalName] = ("nll",),
+    functionals: Sequence[ObjectiveName] = ("nll",),
     temperature: float = 1.0,
     seed: int = 0,
     label: str = "data",
@@ -166,9 +166,9 @@ def probe_policy(
     if missing and any(name != "nll" for name in functionals):
         raise UserError(f"data: {missing} of {len(rows)} rows have no reward, which {functionals} need; use nll alone")
     batch = text_batch(policy, rows)
-    batches = [ProbeBatch(label, tuple(Functional(name, batch, temperature) for name in functionals), seed)]
+    batches = [ProbeBatch(label, tuple(Objective(name, batch, temperature) for name in functionals), seed)]
     found = list(run(policy.model, batches, spec, curvature=curvature, perturbation=perturbation))
-    measured = {one.functional.name: one for one in found if one.functional is not None}
+    measured = {one.objective.name: one for one in found if one.objective is not None}
     return ProbeReport(tuple(row for one in found for row in one.estimates), measured)
 
 
@@ -189,7 +189,7 @@ def token_norms(policy: Policy, rows: Sequence[DataRow], spec: ProbesSpec) -> pd
     batch = text_batch(policy, rows)
     mask = batch.scored
     attention = torch.arange(mask.shape[1], device=mask.device) < batch.lengths[:, None]
-    with limited_surface(policy.model, Functional("nll", batch), spec) as surface:
+    with limited_surface(policy.model, Objective("nll", batch), spec) as surface:
         logp = surface.logp()
     norms = score_norms(
         policy.model, batch.input_ids, mask, tier="local", attention_mask=attention.long(), check=spec.check

@@ -33,7 +33,7 @@ from sharpscope.probes import (
     score_norms,
     update_attribution,
 )
-from sharpscope.probes.token_update import UpdateSplit
+from sharpscope.probes.attribution import UpdateSplit
 from sharpscope.recording.health import Event, refusal
 from sharpscope.recording.probe_sets import Drawer, needs_probe_set, run_probe_set
 from sharpscope.recording.step import PendingUpdate

@@ -47,7 +47,7 @@ class SurfaceProbes:
         if cost is None:
             first = next(probe_set_batches(probe_set, self.spec, self.drawer))
             # Timings differ between processes, the schedule must not.
-            cost = distributed.broadcast(measured_cost(self.view().model, first.functionals[0], self.spec))
+            cost = distributed.broadcast(measured_cost(self.view().model, first.objectives[0], self.spec))
             note(self.config.run_dir, probe_cost=cost)
         product = max(cost["product_s"], 1e-9)
         products = self.spec.cost(gradient=cost["gradient_s"] / product, value=cost["value_s"] / product)

@@ -12,9 +12,9 @@ from experiments.benchmarks import __main__ as main
 from experiments.benchmarks import curvature, curvature_report
 from experiments.benchmarks.curvature_memory import _measure_peak
 from sharpscope.errors import UserError
-from sharpscope.probes.functionals import Functional, token_batch
 from sharpscope.probes.hessian import eigenpairs
 from sharpscope.probes.hessian.causal_lm import lm_surface
+from sharpscope.probes.objectives import Objective, token_batch
 from tests.models import random_batch, tiny_model
 
 
@@ -23,7 +23,7 @@ def tiny(monkeypatch):
     """The benchmark on a model of 500 parameters and nine rows."""
     model = tiny_model("qwen2", vocab=13, dtype=torch.float32, hidden_size=8, intermediate_size=8, num_hidden_layers=1)
     batch = random_batch(vocab=13, rows=9)
-    functional = Functional("nll", token_batch(batch["input_ids"], batch["attention_mask"], batch["mask"]))
+    objective = Objective("nll", token_batch(batch["input_ids"], batch["attention_mask"], batch["mask"]))
 
     class Policy:
         pass
@@ -31,14 +31,14 @@ def tiny(monkeypatch):
     policy = Policy()
     policy.model = model
     monkeypatch.setattr(curvature, "load_policy", lambda spec: policy)
-    monkeypatch.setattr(curvature, "probed", lambda policy, batch: functional)
-    return model, functional
+    monkeypatch.setattr(curvature, "probed", lambda policy, batch: objective)
+    return model, objective
 
 
 def test_products_and_gradients_are_counted_alike(tiny):
-    model, functional = tiny
+    model, objective = tiny
     found = curvature.eigenvalue(curvature.BATCHES[0], seeds=2)
-    with lm_surface(model, functional, mode="graph", microbatch_tokens=10**9) as surface:
+    with lm_surface(model, objective, mode="graph", microbatch_tokens=10**9) as surface:
         exact = eigenpairs(
             surface.hessian(), tolerance=1e-5, generator=torch.Generator().manual_seed(0)
         )  # from a random start

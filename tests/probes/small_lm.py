@@ -1,10 +1,10 @@
-"""A causal language model small enough for a dense Hessian, and functionals of it."""
+"""A causal language model small enough for a dense Hessian, and objectives of it."""
 
 from __future__ import annotations
 
 import torch
 
-from sharpscope.probes.functionals import Functional, token_batch
+from sharpscope.probes.objectives import Objective, token_batch
 from tests.models import tiny_model
 
 SMALL = {
@@ -28,7 +28,7 @@ def rewards(rows: int = 3):
     )
 
 
-def functional(name: str, batch: dict, **rest) -> Functional:
+def objective(name: str, batch: dict, **rest) -> Objective:
     reward, advantage = rewards(len(batch["input_ids"]))
     tokens = token_batch(batch["input_ids"], batch["attention_mask"], batch["mask"], reward=reward, advantage=advantage)
-    return Functional(name, tokens, TEMPERATURE, **rest)
+    return Objective(name, tokens, TEMPERATURE, **rest)

@@ -588,8 +588,8 @@ def test_products_agree_with_curvlinops_on_the_same_language_model(dtype, bound,
     curvlinops = pytest.importorskip(
         "curvlinops", reason="curvlinops-for-pytorch is not installed (pip install --no-deps)"
     )
-    from sharpscope.probes.functionals import Functional, token_batch
     from sharpscope.probes.hessian.causal_lm import lm_surface
+    from sharpscope.probes.objectives import Objective, token_batch
     from tests.models import tiny_model
 
     # curvlinops differentiates SiLU's backward kernel in forward mode, which PyTorch cannot; this GELU is composed.
@@ -610,7 +610,7 @@ def test_products_agree_with_curvlinops_on_the_same_language_model(dtype, bound,
     data = [(ids, ids[:, 1:].reshape(-1))]
     loss = nn.CrossEntropyLoss(reduction="sum")
     tokens = token_batch(ids, torch.ones_like(ids), scored)
-    with lm_surface(model, Functional("nll", tokens), mode=mode, head_mb=0.001) as surface:
+    with lm_surface(model, Objective("nll", tokens), mode=mode, head_mb=0.001) as surface:
         vector = torch.randn(sum(p.numel() for p in parameters), generator=generator(), dtype=dtype)
         for ours, theirs in (
             (surface.hessian(), curvlinops.HessianLinearOperator),

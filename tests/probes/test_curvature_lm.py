@@ -1,4 +1,4 @@
-"""Curvature of causal-LM functionals against dense float64 Hessians of at most 3,000 parameters."""
+"""Curvature of causal-LM objectives against dense float64 Hessians of at most 3,000 parameters."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from sharpscope.errors import UserError
-from sharpscope.probes.functionals import FUNCTIONALS, Functional, staleness, token_batch
 from sharpscope.probes.hessian import CurvatureSettings, check_products, curvature_of, dual, hutchpp, spectral_density
 from sharpscope.probes.hessian.causal_lm import lm_surface
+from sharpscope.probes.objectives import OBJECTIVES, Objective, staleness, token_batch
 from sharpscope.probes.parameter_groups import parameter_groups
 from tests.models import random_batch, tiny_model
 from tests.oracles.curvature import all_completions, dense_hessian, flat, functional_value, ggn_matrix, logp_of
-from tests.probes.small_lm import SMALL, TEMPERATURE, VOCAB, functional, rewards, small_model
+from tests.probes.small_lm import SMALL, TEMPERATURE, VOCAB, objective, rewards, small_model
 
 
 @functools.cache
 def oracle(name: str):
-    """Model, batch and the dense Hessian, gradient and value of a functional."""
+    """Model, batch and the dense Hessian, gradient and value of an objective."""
     model, batch = small_model(), random_batch(vocab=VOCAB, rows=3, prompt=3, completion=4)
     parameters = list(model.parameters())
     theta = flat(parameters)
@@ -36,11 +36,11 @@ def oracle(name: str):
     return model, batch, dense_hessian(loss, theta), torch.func.grad(loss)(theta), float(loss(theta))
 
 
-@pytest.mark.parametrize("name", FUNCTIONALS)
+@pytest.mark.parametrize("name", OBJECTIVES)
 def test_value_gradient_and_eigenvalues_are_those_of_the_dense_hessian(name):
     model, batch, dense, gradient, value = oracle(name)
     exact = np.linalg.eigvalsh(dense.numpy())
-    with lm_surface(model, functional(name, batch), microbatch_tokens=8, head_mb=0.001) as surface:
+    with lm_surface(model, objective(name, batch), microbatch_tokens=8, head_mb=0.001) as surface:
         assert surface.value() == pytest.approx(value, abs=1e-12)
         torch.testing.assert_close(surface.gradient()[1], gradient, rtol=1e-9, atol=1e-12)
         settings = CurvatureSettings(top=3, tolerance=1e-8, max_products=300, trace_probes=40, density_samples=0)
@@ -54,14 +54,14 @@ def test_value_gradient_and_eigenvalues_are_those_of_the_dense_hessian(name):
     assert abs(found.trace - float(dense.trace())) <= 3.5 * found.trace_std_error + 1e-9
 
 
-@pytest.mark.parametrize("name", FUNCTIONALS)
+@pytest.mark.parametrize("name", OBJECTIVES)
 def test_products_do_not_depend_on_microbatches_nor_on_how_they_are_computed(name):
     model, batch, dense, _, _ = oracle(name)
     vector = torch.randn(len(dense), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     for mode in ("graph", "stream"):
         for tokens in (1, 10, 10_000):
             with lm_surface(
-                model, functional(name, batch), mode=mode, microbatch_tokens=tokens, head_mb=0.002
+                model, objective(name, batch), mode=mode, microbatch_tokens=tokens, head_mb=0.002
             ) as surface:
                 torch.testing.assert_close(surface.hessian() @ vector, dense @ vector, rtol=1e-9, atol=1e-11)
 
@@ -72,7 +72,7 @@ def test_streamed_products_agree_with_reverse_mode_on_every_architecture(archite
     model, batch = tiny_model(architecture, vocab=19, tie=tie), random_batch(vocab=19)
     products = []
     for mode in ("graph", "stream"):
-        with lm_surface(model, functional("expected_failure", batch), mode=mode, head_mb=0.001) as surface:
+        with lm_surface(model, objective("expected_failure", batch), mode=mode, head_mb=0.001) as surface:
             size = sum(p.numel() for p in surface.parameters)
             vector = torch.randn(size, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
             products.append(surface.hessian() @ vector)
@@ -122,10 +122,10 @@ def plain_product(model, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
     return vector, torch.cat([part.flatten() for part in second])
 
 
-def all_scored(ids: torch.Tensor) -> Functional:
+def all_scored(ids: torch.Tensor) -> Objective:
     scored = torch.ones_like(ids)
     scored[:, 0] = 0
-    return Functional("nll", token_batch(ids, torch.ones_like(ids), scored))
+    return Objective("nll", token_batch(ids, torch.ones_like(ids), scored))
 
 
 @pytest.mark.parametrize("architecture", SIDE_ARCHITECTURES)
@@ -221,7 +221,7 @@ def test_groups_are_diagonal_blocks():
     groups = parameter_groups(model)
     assert set(groups) == {"embedding", "attention", "mlp", "norm"}
     assert sum(p.numel() for group in groups.values() for p in group) == len(dense)
-    with lm_surface(model, functional("nll", batch)) as surface:
+    with lm_surface(model, objective("nll", batch)) as surface:
         for tensors in groups.values():
             rows = torch.cat([torch.arange(p.numel()) + starts[id(p)] for p in tensors])
             exact = np.linalg.eigvalsh(dense[rows][:, rows].numpy())
@@ -250,7 +250,7 @@ def test_streamed_products_of_decoders_with_their_own_ways(architecture, setting
             parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype))
     batch, products = random_batch(vocab=VOCAB), []
     for mode in ("graph", "stream"):
-        with lm_surface(model, functional("nll", batch), mode=mode) as surface:
+        with lm_surface(model, objective("nll", batch), mode=mode) as surface:
             size = sum(p.numel() for p in surface.parameters)
             vector = torch.randn(size, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
             products.append(surface.hessian() @ vector)
@@ -273,7 +273,7 @@ def test_frozen_and_unused_parameters_of_a_language_model(mode):
         parameter.requires_grad_(name not in frozen)
     copied.unused = torch.nn.Parameter(torch.ones(3, dtype=torch.float64))
     exact = np.linalg.eigvalsh(dense[kept][:, kept].numpy())
-    with lm_surface(copied, functional("nll", batch), mode=mode, head_mb=0.001) as surface:
+    with lm_surface(copied, objective("nll", batch), mode=mode, head_mb=0.001) as surface:
         names = {id(p): name for name, p in copied.named_parameters()}
         order = [names[id(p)] for p in surface.parameters]
         assert "unused" in order and not set(order) & set(frozen)
@@ -305,7 +305,7 @@ def test_gauss_newton_is_the_dense_one():
     dense = ggn_matrix(logits, theta, batch["input_ids"][:, 1:][place])
     vector = torch.randn(len(theta), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     for mode, tokens in (("auto", 10_000), ("stream", 10)):
-        with lm_surface(model, functional("nll", batch), mode=mode, microbatch_tokens=tokens, head_mb=0.001) as surface:
+        with lm_surface(model, objective("nll", batch), mode=mode, microbatch_tokens=tokens, head_mb=0.001) as surface:
             torch.testing.assert_close(surface.gauss_newton() @ vector, dense @ vector, rtol=1e-9, atol=1e-12)
 
 
@@ -359,7 +359,7 @@ def test_expected_failure_has_the_hessian_of_the_exact_expectation_over_all_comp
         batch["input_ids"], batch["attention_mask"], batch["mask"], reward=success * probability * rows * scale
     )
     vector = torch.randn(len(theta), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    with lm_surface(model, Functional("expected_failure", tokens)) as surface:
+    with lm_surface(model, Objective("expected_failure", tokens)) as surface:
         torch.testing.assert_close((surface.hessian() @ vector) / scale, dense @ vector, rtol=1e-8, atol=1e-10)
         assert (1 - surface.value()) / scale == pytest.approx(1 - float(failure(theta)))
 
@@ -369,7 +369,7 @@ def test_the_padding_row_is_a_constant_in_both_ways_of_computing_products():
     batch["input_ids"][:, 5] = 0  # the padding token in the middle of a text
     products = []
     for mode in ("graph", "stream"):
-        with lm_surface(model, functional("nll", batch), mode=mode, head_mb=0.001) as surface:
+        with lm_surface(model, objective("nll", batch), mode=mode, head_mb=0.001) as surface:
             vector = torch.randn(sum(p.numel() for p in surface.parameters), generator=torch.Generator().manual_seed(1))
             products.append(surface.hessian() @ vector.double())
     torch.testing.assert_close(products[0], products[1], rtol=1e-9, atol=1e-11)
@@ -377,11 +377,11 @@ def test_the_padding_row_is_a_constant_in_both_ways_of_computing_products():
 
 def test_stale_anchors_are_kept_and_weighed():
     model, batch = small_model(), random_batch(vocab=VOCAB)
-    fresh = functional("expected_failure", batch)
+    fresh = objective("expected_failure", batch)
     with lm_surface(model, fresh) as surface:
         now = surface.logp()
-        assert staleness(surface.functional, now).share == pytest.approx(1)
-        held = surface.functional
+        assert staleness(surface.objective, now).share == pytest.approx(1)
+        held = surface.objective
     shift = torch.tensor([[0.0], [1.0], [4.0]], dtype=torch.float64)
     counts = held.batch.scored.sum(1, keepdim=True)
     from dataclasses import replace
@@ -422,7 +422,7 @@ def test_lora_at_its_zero_initialisation():
     dense = dense_hessian(loss, theta)
     exact = np.linalg.eigvalsh(dense.numpy())
     for mode in ("graph", "stream"):
-        with lm_surface(model, functional("nll", batch), mode=mode, head_mb=0.001) as surface:
+        with lm_surface(model, objective("nll", batch), mode=mode, head_mb=0.001) as surface:
             found = curvature_of(surface, CurvatureSettings(tolerance=1e-8, trace_probes=0, density_samples=0))
         assert (found.largest, found.smallest) == pytest.approx((exact[-1], exact[0]), rel=1e-6)
         assert found.smallest < -1e-6  # at B = 0 the Hessian is indefinite
@@ -448,13 +448,13 @@ def test_no_array_of_the_logits_size_is_ever_made():
                     self.size = max(self.size, tensor.numel())
             return out
 
-    with lm_surface(model, Functional("nll", batch), mode="stream", head_mb=0.1) as surface:
+    with lm_surface(model, Objective("nll", batch), mode="stream", head_mb=0.1) as surface:
         operator, vector = surface.hessian(), torch.randn(sum(p.numel() for p in surface.parameters))
         with Largest() as seen:
             product = operator @ vector
             surface.gradient()
         assert 0 < seen.size <= 0.05 * tokens * vocabulary
-    with lm_surface(model, Functional("nll", batch), mode="graph") as surface:
+    with lm_surface(model, Objective("nll", batch), mode="graph") as surface:
         torch.testing.assert_close(
             product, surface.hessian() @ vector, rtol=1e-3, atol=1e-4 * float(product.abs().max())
         )

@@ -11,10 +11,8 @@ import torch
 import sharpscope
 from sharpscope.errors import UserError
 from sharpscope.probes import m_sharpness
-from sharpscope.probes.grouped import m_sharpness_of
 from sharpscope.probes.hessian.api import sub_generator
-from sharpscope.probes.perturbation import sharpness_grid
-from sharpscope.probes.slices import filter_normalised, loss_slices
+from sharpscope.probes.perturbation import filter_normalized, loss_slices, m_sharpness_of, sharpness_grid
 from sharpscope.probes.surface import ClosureSurface, working_precision
 from tests.oracles.curvature import trust_region_max
 
@@ -231,12 +229,15 @@ def test_a_grid_takes_one_gradient_for_all_and_agrees_with_single_calls():
     assert len(rows) == 24 and {row.quantity for row in rows} >= {"sam", "sam_first_order", "sam_ratio", "worst"}
 
 
+SLICED = ("gradient", "eigenvector")
+
+
 def test_slices_follow_the_loss_along_named_directions():
     theta, loss, matrix, slope = quadratic(SPECTRA["convex"], GRADIENT)
     vectors = torch.linalg.eigh(matrix).eigenvectors
-    frame = loss_slices(ClosureSurface(loss, [theta]), [-0.5, 0.0, 0.5], top=vectors[:, -1], random=1)
-    by = {name: group.set_index("distance")["loss"] for name, group in frame.groupby("direction")}
-    assert set(by) == {"gradient", "eigenvector"}  # a vector has no filters
+    rows = loss_slices(ClosureSurface(loss, [theta]), [-0.5, 0.0, 0.5], top=vectors[:, -1], random=1)
+    by = {name: {row.rho: row.value for row in rows if row.quantity == f"slice_{name}"} for name in SLICED}
+    assert len(rows) == 6 and {*by["gradient"]} == {*by["eigenvector"]} == {-0.5, 0.0, 0.5}  # a vector has no filters
     unit = slope / slope.norm()
     assert by["gradient"][0.5] == pytest.approx(3 + 0.5 * float(slope.norm()) + 0.125 * float(unit @ matrix @ unit))
     top = vectors[:, -1]
@@ -248,7 +249,7 @@ def test_slices_follow_the_loss_along_named_directions():
 def test_filter_normalised_directions_have_the_rows_norms_and_leave_biases():
     matrix, bias = torch.randn(5, 7, generator=torch.Generator().manual_seed(0)), torch.ones(3)
     matrix[2] = 0
-    direction = filter_normalised([matrix, bias], sub_generator(0, "slice_0"))
+    direction = filter_normalized([matrix, bias], sub_generator(0, "slice_0"))
     rows, still = direction[:35].view(5, 7), direction[35:]
     torch.testing.assert_close(rows.norm(dim=1), matrix.norm(dim=1))
     assert bool((still == 0).all())

@@ -12,7 +12,7 @@ import torch
 from pydantic import ValidationError
 
 from sharpscope.errors import UserError
-from sharpscope.probes import ProbesSpec, build_probe_set, drawn_functional, measure, probe_functionals, read_rows
+from sharpscope.probes import ProbesSpec, build_probe_set, measure, probe_set_objectives, read_rows, rollout_objective
 from sharpscope.probes.estimate import columns, problems
 from sharpscope.probes.probe_set import Drawn, ProbeSet
 from sharpscope.probes.runner import measured_cost
@@ -150,8 +150,8 @@ def test_a_round_of_probes_fills_the_tables_columns_and_leaves_the_model_alone()
     )
     found = built()
     parts = {
-        name: measure(model, functional, spec, probe_set=found.name("train"), optimizer=optimizer, seed=1)
-        for name, functional in probe_functionals(found, "train", spec, draw).items()
+        name: measure(model, objective, spec, probe_set=found.name("train"), optimizer=optimizer, seed=1)
+        for name, objective in probe_set_objectives(found, "train", spec, draw).items()
     }
     assert set(parts) == {"nll", "expected_failure"}
     for name, part in parts.items():
@@ -186,7 +186,7 @@ def test_a_round_of_probes_fills_the_tables_columns_and_leaves_the_model_alone()
     ).any()
     check_rows(frame, spec)
     again = measure(
-        model, next(iter(probe_functionals(found, "train", spec, draw).values())), spec, optimizer=optimizer, seed=1
+        model, next(iter(probe_set_objectives(found, "train", spec, draw).values())), spec, optimizer=optimizer, seed=1
     )
     values = [(e.quantity, e.value) for e in parts["nll"].estimates]
     assert values == [(e.quantity, e.value) for e in again.estimates]  # the same seed, the same numbers
@@ -214,12 +214,12 @@ def check_rows(frame, spec):
 
 def test_surrogate_advantage_is_normalised_within_prompts():
     drawn = draw(Toy().splits()["train"][:3], 4, 0)
-    functional = drawn_functional("surrogate", drawn)
+    objective = rollout_objective("surrogate", drawn)
     success = drawn.correct.double().view(3, 4)
     spread = success.std(1, keepdim=True)
     expected = torch.where(spread > 0, (success - success.mean(1, keepdim=True)) / (spread + 1e-4), 0.0).flatten()
-    scored = functional.batch.scored
-    torch.testing.assert_close(functional.batch.advantage, scored * expected[:, None])
+    scored = objective.batch.scored
+    torch.testing.assert_close(objective.batch.advantage, scored * expected[:, None])
 
 
 def test_presets_give_way_to_what_is_set_and_budgets_thin_to_multiples():
@@ -242,8 +242,8 @@ def test_presets_give_way_to_what_is_set_and_budgets_thin_to_multiples():
 
 def test_costs_are_measured():
     model = tiny_model("qwen2", dtype=torch.float32)
-    functional = probe_functionals(built(), "train", ProbesSpec(preset="cheap"), draw)["nll"]
-    found = measured_cost(model, functional, ProbesSpec(preset="cheap"))
+    objective = probe_set_objectives(built(), "train", ProbesSpec(preset="cheap"), draw)["nll"]
+    found = measured_cost(model, objective, ProbesSpec(preset="cheap"))
     assert set(found) == {"product_s", "gradient_s", "value_s"} and all(seconds > 0 for seconds in found.values())
 
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from sharpscope.probes import ProbesSpec, gradient_norm, measure, probe_set_batches, run, runner, squared_gradient_norm
-from sharpscope.probes.functionals import Functional, completion_batch, token_batch
-from sharpscope.probes.grouped import m_sharpness_of
 from sharpscope.probes.hessian import CurvatureSettings, FunctionOperator, curvature_of, eigenpairs, spectral_density
 from sharpscope.probes.hessian import check as hessian_check
 from sharpscope.probes.hessian.causal_lm import lm_surface
 from sharpscope.probes.hessian.operators import GraphHessian
+from sharpscope.probes.objectives import Objective, completion_batch, token_batch
+from sharpscope.probes.perturbation import m_sharpness_of
 from tests.models import random_batch, tiny_model
 from tests.probes.test_probe_set import built, draw
 from tests.probes.test_token_guard import assert_same, disturbed, snapshot
@@ -25,9 +25,9 @@ SPEC = ProbesSpec(
 )  # fmt: skip
 
 
-def functional(batch, name: str = "expected_failure") -> Functional:
+def objective(batch, name: str = "expected_failure") -> Objective:
     tokens = token_batch(batch["input_ids"], batch["attention_mask"], batch["mask"])
-    return Functional(name, tokens)
+    return Objective(name, tokens)
 
 
 def backends() -> tuple[bool, ...]:
@@ -52,11 +52,11 @@ def test_everything_is_as_before_whatever_stops_a_round(stop, nth):
     model.model.norm.forward = forward
     before, kernels = snapshot(model), backends()
     with pytest.raises(stop):
-        measure(model, functional(batch), SPEC)
+        measure(model, objective(batch), SPEC)
     assert calls == nth and backends() == kernels
     assert_same(before, snapshot(model))
     model.model.norm.forward = inner
-    measure(model, functional(batch), SPEC)
+    measure(model, objective(batch), SPEC)
     assert_same(before, snapshot(model))
 
 
@@ -74,7 +74,7 @@ def test_the_error_of_m_sharpness_is_over_prompts_where_groups_lie_within_them(m
     model = tiny_model("qwen2")
     for m, expected in ((1, (6, [0, 0, 0, 0, 1, 1])), (2, (3, [0, 0, 1])), (3, (2, None))):
         spec = SPEC.model_copy(update={"m": m, "kinds": ("sam",)})
-        measure(model, Functional("expected_failure", batch), spec, curvature=False, slices=False)
+        measure(model, Objective("expected_failure", batch), spec, curvature=False, slices=False)
         assert asked.pop() == expected and not asked
 
 
@@ -82,7 +82,7 @@ def test_a_model_that_is_not_finite_gives_reasons_for_every_missing_number():
     model, batch = tiny_model("qwen2", dtype=torch.float32), random_batch()
     with torch.no_grad():
         model.model.layers[0].mlp.down_proj.weight[0, 0] = math.nan
-    found = measure(model, functional(batch, "nll"), SPEC)
+    found = measure(model, objective(batch, "nll"), SPEC)
     missing = [e for e in found.estimates if math.isnan(e.value) and not e.quantity.endswith("_ratio")]
     assert {e.quantity for e in missing} >= {"gradient_norm", "largest", "smallest", "trace", "sam", "average", "worst"}
     assert not any(e.converged for e in missing) and all(e.why for e in missing if e.probe != "slice")
@@ -93,13 +93,13 @@ def test_a_model_that_is_not_finite_gives_reasons_for_every_missing_number():
 def test_curvature_with_wrong_products_is_left_out_with_a_reason(monkeypatch):
     model, batch = tiny_model(), random_batch()
     monkeypatch.setattr(GraphHessian, "product", lambda operator, vector: 2 * vector)
-    wrong = measure(model, functional(batch), SPEC)
+    wrong = measure(model, objective(batch), SPEC)
     rows = {e.quantity: e for e in wrong.estimates if e.probe == "curvature"}
     assert list(rows) == ["largest"] and math.isnan(rows["largest"].value) and wrong.curvature is None
     assert "left out" in rows["largest"].why and "finite difference" in rows["largest"].why
     assert any("left out" in problem for problem in wrong.problems)
     assert "sam" in {e.quantity for e in wrong.estimates}
-    trusting = measure(model, functional(batch), SPEC.model_copy(update={"check": "off"}))
+    trusting = measure(model, objective(batch), SPEC.model_copy(update={"check": "off"}))
     assert trusting.curvature is not None and trusting.curvature.checked is None
 
 
@@ -117,12 +117,12 @@ def test_products_are_checked_as_often_as_asked(monkeypatch, check, times):
     model, batch = tiny_model(), random_batch()
     spec = ProbesSpec(preset="cheap", check=check, max_products=4, trace_probes=0, density_samples=0)
     for _ in range(3):
-        found = measure(model, functional(batch), spec, perturbation=False).curvature
+        found = measure(model, objective(batch), spec, perturbation=False).curvature
         assert found is not None and (found.checked is None if check == "off" else found.checked < 0.01)
     assert calls == times
     if check == "first":
         model.lm_head.weight.requires_grad_(False)  # another set of parameters
-        measure(model, functional(batch), spec, perturbation=False)
+        measure(model, objective(batch), spec, perturbation=False)
         assert calls == 2
 
 
@@ -142,12 +142,12 @@ def test_variants_share_one_gradient_and_one_graph(monkeypatch):
         inner = getattr(LmSurface, name)
 
         def counted(self, inner=inner, name=name):
-            counts[name] += int(len(self.functional.batch) == len(batch["input_ids"]))
+            counts[name] += int(len(self.objective.batch) == len(batch["input_ids"]))
             return inner(self)
 
         monkeypatch.setattr(LmSurface, name, counted)
     spec = ProbesSpec(preset="standard", max_products=12, rhos=(0.05, 0.5), density_steps=4)
-    found = measure(model, functional(batch, "nll"), spec, optimizer=optimizer)
+    found = measure(model, objective(batch, "nll"), spec, optimizer=optimizer)
     assert counts == {"gradient": 1, "hessian": 1}
     assert {"preconditioned_largest", "slice_gradient", "sam", "density"} <= {e.quantity for e in found.estimates}
 
@@ -160,9 +160,9 @@ def test_shared_or_not_the_preconditioned_eigenvalue_is_the_same():
     model(input_ids=batch["input_ids"], labels=batch["input_ids"]).loss.backward()
     optimizer.step()
     spec = ProbesSpec(preset="cheap", preconditioned=True, tolerance=1e-3, max_products=100)
-    rows = measure(model, functional(batch, "nll"), spec, optimizer=optimizer).estimates
+    rows = measure(model, objective(batch, "nll"), spec, optimizer=optimizer).estimates
     shared = next(e for e in rows if e.quantity == "preconditioned_largest")
-    with lm_surface(model, functional(batch, "nll")) as surface:
+    with lm_surface(model, objective(batch, "nll")) as surface:
         diagonal = adamw_preconditioner(optimizer, surface.parameters)
         settings = CurvatureSettings(tolerance=1e-3, trace_probes=0, density_samples=0)
         alone = curvature_of(surface, settings, preconditioner=diagonal)
@@ -203,7 +203,7 @@ def test_memory_limits_and_the_self_check_reach_every_probe(monkeypatch):
     spec = ProbesSpec(preset="cheap", functionals=("nll", "surrogate"), gradient_samples=4, max_products=4, **limits)
     model = tiny_model("qwen2", dtype=torch.float32)
     batches = [*probe_set_batches(built(), spec, draw, temperature=0.5, seed=len)]
-    assert [(len(batch.functionals), batch.seed, batch.slices) for batch in batches] == [
+    assert [(len(batch.objectives), batch.seed, batch.slices) for batch in batches] == [
         (2, 5, True), (2, 7, False), (0, 11, True)
     ]  # fmt: skip
     results = [*run(model, batches, spec)]
@@ -216,4 +216,4 @@ def test_memory_limits_and_the_self_check_reach_every_probe(monkeypatch):
 
 def test_one_prompt_has_no_gradient_norm():
     spec = ProbesSpec(preset="cheap", gradient_samples=4)
-    assert [len(batch.functionals) for batch in probe_set_batches(built(train=1, heldout=0), spec, draw)] == [1]
+    assert [len(batch.objectives) for batch in probe_set_batches(built(train=1, heldout=0), spec, draw)] == [1]

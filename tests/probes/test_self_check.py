@@ -19,7 +19,7 @@ from sharpscope.probes.token_gradients.choices import Choices
 from sharpscope.probes.token_gradients.structure import structure_of
 from tests.models import random_batch, tiny_model
 from tests.oracles.token_gradients import squared_norms, token_gradients
-from tests.probes.small_lm import functional
+from tests.probes.small_lm import objective
 
 
 def given(batch):
@@ -141,7 +141,7 @@ def test_attention_that_the_probes_do_not_know(monkeypatch):
             call(model, probe)
         call(model, probe, check="off")
     assert call(model, "head") < 1e-5  # runs the model's own attention
-    nll = functional("nll", random_batch())
+    nll = objective("nll", random_batch())
     with pytest.raises(CheckError, match="loss surface: logits under MATH attention differ"), lm_surface(model, nll):
         pass
     with lm_surface(model, nll, check="off") as surface:
@@ -149,7 +149,7 @@ def test_attention_that_the_probes_do_not_know(monkeypatch):
 
 
 def test_a_loss_surface_is_checked_once_a_model():
-    model, nll = tiny_model("llama", dtype=torch.float32), functional("nll", random_batch())
+    model, nll = tiny_model("llama", dtype=torch.float32), objective("nll", random_batch())
     with lm_surface(model, nll) as surface:
         assert curvature_of(surface, CurvatureSettings(trace_probes=0, density_samples=0)).checked < 0.01
         found = surface.checked

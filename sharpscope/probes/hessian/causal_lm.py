@@ -1,4 +1,4 @@
-"""The surface of a causal language model: a functional over frozen rows, in microbatches, within a memory budget."""
+"""The surface of a causal language model: an objective over frozen rows, in microbatches, within a memory budget."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from sharpscope.errors import CheckError, UserError
 from sharpscope.policy.forward import length_buckets
 from sharpscope.policy.head import backbone, bare, check_head, output_head
 from sharpscope.probes.fingerprint import remembered
-from sharpscope.probes.functionals import Functional
 from sharpscope.probes.guard import guarded
 from sharpscope.probes.hessian.head import SelectedLogp, squash
 from sharpscope.probes.hessian.krylov import Krylov, NotFiniteError, noisy
 from sharpscope.probes.hessian.operators import GraphHessian, Operator
 from sharpscope.probes.hessian.streamed import StreamedHessian, scatter, size_of
+from sharpscope.probes.objectives import Objective
 from sharpscope.probes.surface import checked_parameters, common_dtype, flatten, working_precision
 
 ProductMode = Literal["auto", "graph", "stream"]
@@ -28,14 +28,14 @@ COARSE_SHARE, COARSE_STEPS = 0.25, 3  # of the tokens and of Lanczos, for its st
 
 
 class LmSurface:
-    """L(θ) of a functional under a causal LM; `lm_surface` guards the model and puts it into float32.
+    """L(θ) of an objective under a causal LM; `lm_surface` guards the model and puts it into float32.
 
     Rows of like length share a microbatch, so that little of it is padding; what is computed does not depend on how they
     are cut beyond rounding.
 
     Attributes:
         parameters: the tensors that vectors are about.
-        functional: with its anchors; see `Functional.anchored`.
+        objective: with its anchors; see `Objective.anchored`.
         microbatches: row indices, shortest rows first.
         backbone, head: the model without its output layer, and that layer.
         head_mb: memory for blocks of the logits [MiB].
@@ -47,7 +47,7 @@ class LmSurface:
     def __init__(
         self,
         model: nn.Module,
-        functional: Functional,
+        objective: Objective,
         *,
         parameters: Sequence[Tensor] | None = None,
         microbatch_tokens: int = 4096,
@@ -57,25 +57,25 @@ class LmSurface:
     ) -> None:
         self.model = model
         self.parameters = checked_parameters(list(model.parameters()) if parameters is None else parameters)
-        self.functional = functional
+        self.objective = objective
         self.backbone, self.head = backbone(model), output_head(model)
         self._graph_mb, self.head_mb, self._mode, self._tokens = graph_mb, head_mb, mode, microbatch_tokens
-        self.microbatches = _microbatches(functional.batch.lengths, microbatch_tokens)
+        self.microbatches = _microbatches(objective.batch.lengths, microbatch_tokens)
         self.start_products = 0.0
         self.checked: dict[bool, float] = {}
 
     def restricted(self, parameters: Sequence[Tensor]) -> LmSurface:
         """The same surface seen over some of the parameters: its Hessian is that diagonal block."""
-        return self._like(self.functional, parameters)
+        return self._like(self.objective, parameters)
 
-    def over(self, functional: Functional) -> LmSurface:
-        """The same model under another functional (or other rows)."""
-        return self._like(functional, self.parameters)
+    def over(self, objective: Objective) -> LmSurface:
+        """The same model under another objective (or other rows)."""
+        return self._like(objective, self.parameters)
 
-    def _like(self, functional: Functional, parameters: Sequence[Tensor]) -> LmSurface:
+    def _like(self, objective: Objective, parameters: Sequence[Tensor]) -> LmSurface:
         like = LmSurface(
             self.model,
-            functional,
+            objective,
             parameters=parameters,
             microbatch_tokens=self._tokens,
             graph_mb=self._graph_mb,
@@ -87,7 +87,7 @@ class LmSurface:
 
     def logp(self) -> Tensor:
         """(N, S) float64 [nats] log-probability of the scored tokens, 0 elsewhere; no graph."""
-        batch = self.functional.batch
+        batch = self.objective.batch
         found = torch.zeros(batch.scored.shape, dtype=torch.float64, device=batch.scored.device)
         with torch.no_grad():
             for index in self.microbatches:
@@ -125,20 +125,20 @@ class LmSurface:
         Each row i is given a random vector u_i = Σ_t ξ_t √(|c_t| π_t/(1 − π_t)) ∇log π_t, with c = ∂L/∂log π and ξ standard normal.
         Where two words share the probability, its covariance is Σ_t |c_t| J_tᵀ(diag π − ππᵀ)J_t, for `nll` the row's part of the
         Gauss-Newton matrix, and ‖u_i‖² has its trace as its mean; a row's gradient itself misleads, since an unlikely token makes
-        a large one and little curvature. (What the other functionals' own second derivative in log π adds is left out: for them
+        a large one and little curvature. (What the other objectives' own second derivative in log π adds is left out: for them
         this is a rule of thumb.) Of the rows with the largest ‖u_i‖ as many are taken as hold at most a quarter of the tokens.
         COARSE_STEPS steps of Lanczos on their Hessian alone, begun at a new Σ u_i of theirs, give Ritz pairs (θ_k, y_k); the
         start is Σ ±θ_k² y_k with random signs. Where no row is short enough: Σ u_i of all rows.
 
         It runs as many tokens as one gradient of all rows and one of those taken, row by row, and `start_products` products.
         """
-        batch = self.functional.batch
+        batch = self.objective.batch
         whole, norms = self._curved(generator)
         chosen = self._coarse(norms)
         self.start_products = 0.0
         if len(chosen) == 0:
             return whole
-        coarse = self.over(self.functional.rows(chosen))
+        coarse = self.over(self.objective.rows(chosen))
         first, _ = coarse._curved(generator)
         if not (bool(first.isfinite().all()) and float(first.norm()) > 0):
             return whole
@@ -156,20 +156,20 @@ class LmSurface:
 
     def _coarse(self, norms: Tensor) -> Tensor:
         """The rows with the largest norms (N,) that fit into a quarter of the tokens, in their order."""
-        lengths = self.functional.batch.lengths.tolist()
+        lengths = self.objective.batch.lengths.tolist()
         left, chosen = COARSE_SHARE * sum(lengths), []
         for row in norms.argsort(descending=True, stable=True).tolist():
             if lengths[row] <= left and float(norms[row]) > 0:
                 chosen.append(row)
                 left -= lengths[row]
-        return torch.tensor(sorted(chosen), dtype=torch.long, device=self.functional.batch.lengths.device)
+        return torch.tensor(sorted(chosen), dtype=torch.long, device=self.objective.batch.lengths.device)
 
     def _curved(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Σ u_i (P,) over all rows, see `start`, and ‖u_i‖ (N,); rows one after the other, so that none is kept."""
 
         def coefficient(index: Tensor, logp: Tensor) -> list[Tensor]:
             given = logp.detach().requires_grad_()
-            share = self.functional.share(index, given, width=given.shape[1])
+            share = self.objective.share(index, given, width=given.shape[1])
             pull = torch.autograd.grad(share, given)[0].abs()
             odds = 1 / torch.expm1(-logp.detach()).clamp_min(rounding)  # π/(1 − π)
             normal = torch.randn(logp.shape, generator=generator, dtype=torch.float64).to(logp.device)
@@ -177,7 +177,7 @@ class LmSurface:
 
         # log π came out of logits of a few tens: below this 1 − π is rounding.
         rounding = 16 * torch.finfo(common_dtype(self.parameters)).eps
-        lengths = self.functional.batch.lengths
+        lengths = self.objective.batch.lengths
         total, norms = flatten([None] * len(self.parameters), self.parameters), []
         for row in torch.arange(len(lengths), device=lengths.device).split(1):
             found = self._pulled([row], coefficient, 1)[0]
@@ -187,7 +187,7 @@ class LmSurface:
 
     def pull_back(self, rows: Tensor, coefficients: Sequence[Tensor]) -> list[Tensor]:
         """Σ c_it ∇log π_it over the scored tokens of some rows, (P,) for each c (N, S); one forward pass for all of them."""
-        cut = _microbatches(self.functional.batch.lengths[rows], self._tokens)
+        cut = _microbatches(self.objective.batch.lengths[rows], self._tokens)
         return self._pulled(
             [rows[part] for part in cut],
             lambda index, logp: [c[index, : logp.shape[1]].to(logp) for c in coefficients],
@@ -219,24 +219,24 @@ class LmSurface:
         `graph_mb`, each layer again in the backward pass. `auto` takes the first where it fits.
         """
         per_token = self._graph_bytes_per_token() if self._mode == "auto" else 0.0
-        tokens = int(sum(len(index) * self.functional.batch.lengths[index].max() for index in self.microbatches))
+        tokens = int(sum(len(index) * self.objective.batch.lengths[index].max() for index in self.microbatches))
         if self._mode == "graph" or (self._mode == "auto" and per_token * tokens <= self._graph_mb * 2**20):
             return GraphHessian([self._share(index, plain=True) for index in self.microbatches], self.parameters)
         return self._streamed(per_token, gauss_newton=False)
 
     def gauss_newton(self) -> Operator:
-        """Jᵀ H_z J with J the Jacobian of the logits and H_z the functional's Hessian in them (positive for `nll`)."""
+        """Jᵀ H_z J with J the Jacobian of the logits and H_z the objective's Hessian in them (positive for `nll`)."""
         return self._streamed(self._graph_bytes_per_token() if self._mode == "auto" else 0.0, gauss_newton=True)
 
     def _streamed(self, bytes_per_token: float, *, gauss_newton: bool) -> Operator:
-        largest = max(len(index) * int(self.functional.batch.lengths[index].max()) for index in self.microbatches)
+        largest = max(len(index) * int(self.objective.batch.lengths[index].max()) for index in self.microbatches)
         # The dual graph of a microbatch weighs about as much as its graph of first and second reverse pass.
         checkpoint = self._mode == "stream" or bytes_per_token * largest > self._graph_mb * 2**20
         return StreamedHessian(self, checkpoint=checkpoint, gauss_newton=gauss_newton)
 
     def _share(self, index: Tensor, *, plain: bool = False) -> Tensor:
         logp = self._logp(index, plain=plain)
-        return self.functional.share(index, logp, width=logp.shape[1])
+        return self.objective.share(index, logp, width=logp.shape[1])
 
     def _logp(self, index: Tensor, *, plain: bool = False) -> Tensor:
         """(n, width) float64 log-probabilities with graph, 0 off the scored tokens."""
@@ -244,16 +244,16 @@ class LmSurface:
         hidden = self.backbone(input_ids=ids, use_cache=False).last_hidden_state[:, :-1][place]  # (M, d)
         head = self.head
         if plain or len(target) * len(head.weight) * hidden.element_size() <= self.head_mb * 2**20:
-            z = head.logits(hidden) / self.functional.temperature
+            z = head.logits(hidden) / self.objective.temperature
             picked = z.gather(1, target[:, None])[:, 0] - z.logsumexp(1)
         else:
-            form = squash(head, self.functional.temperature)
+            form = squash(head, self.objective.temperature)
             picked = SelectedLogp.apply(hidden, head.weight, head.bias, target, form, self.head_mb)
         return scatter(picked.double(), place)
 
     def inputs(self, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Ids (n, width), positions (n, width − 1) whose hidden states predict scored tokens, those tokens (M,)."""
-        batch = self.functional.batch
+        batch = self.objective.batch
         width = int(batch.lengths[index].max())
         ids, scored = batch.input_ids[index, :width], batch.scored[index, :width]
         place = scored[:, 1:]
@@ -275,13 +275,13 @@ class LmSurface:
                 return 0.0
             gradients = torch.autograd.grad(share, self.parameters, create_graph=True, allow_unused=True)
         del gradients
-        return sum(held.values()) / float(self.functional.batch.lengths[index].max())
+        return sum(held.values()) / float(self.objective.batch.lengths[index].max())
 
 
 @contextmanager
 def lm_surface(
     model: nn.Module,
-    functional: Functional,
+    objective: Objective,
     *,
     parameters: Sequence[Tensor] | None = None,
     microbatch_tokens: int = 4096,
@@ -292,11 +292,11 @@ def lm_surface(
 ) -> Iterator[LmSurface]:
     """Within the block: the surface of a model, guarded, in eval mode, in float32 or better, with MATH attention.
 
-    Unless the functional is stale its anchors become the model's own log-probabilities, so that all ratios are 1.
+    Unless the objective is stale its anchors become the model's own log-probabilities, so that all ratios are 1.
 
     Args:
         model: a Hugging Face causal LM, with or without adapters.
-        functional: what is probed, over which rows.
+        objective: what is probed, over which rows.
         parameters: which tensors; None: all that require grad.
         microbatch_tokens: padded tokens in one forward pass.
         graph_mb: memory for graphs kept between products [MiB].
@@ -311,7 +311,7 @@ def lm_surface(
     """
     tensors = [*model.parameters(), *model.buffers()]
     known = remembered(model) if check == "first" else {}
-    ids = functional.batch.input_ids[:1, : min(CHECKED_TOKENS, int(functional.batch.lengths[0]))]
+    ids = objective.batch.input_ids[:1, : min(CHECKED_TOKENS, int(objective.batch.lengths[0]))]
     own = None
     if check != "off" and "surface" not in known:
         with guarded(model, weights=False), torch.no_grad():
@@ -325,7 +325,7 @@ def lm_surface(
         check_head(model, output_head(model))
         surface = LmSurface(
             model,
-            functional,
+            objective,
             parameters=parameters,
             microbatch_tokens=microbatch_tokens,
             graph_mb=graph_mb,
@@ -335,8 +335,8 @@ def lm_surface(
         surface.checked = known.setdefault("hessian", {})
         if own is not None and bool(own.isfinite().all()):  # weights that have diverged say nothing
             known["surface"] = _check_logits(surface, ids, own, 2 * _epsilon(coarsest) ** 0.5)
-        if functional.name != "nll" and not functional.stale:
-            surface.functional = functional.anchored(surface.logp())
+        if objective.name != "nll" and not objective.stale:
+            surface.objective = objective.anchored(surface.logp())
         yield surface
 
 

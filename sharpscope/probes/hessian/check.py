@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from sharpscope.errors import CheckError
-from sharpscope.probes.functionals import Functional, token_batch
 from sharpscope.probes.hessian.causal_lm import LmSurface
 from sharpscope.probes.hessian.operators import GraphHessian, Operator
 from sharpscope.probes.hessian.streamed import StreamedHessian
+from sharpscope.probes.objectives import Objective, token_batch
 from sharpscope.probes.surface import Surface, common_dtype, moved, unflatten
 
 TOLERANCE = 0.01
@@ -138,7 +138,7 @@ def _check_language_model(surface: LmSurface, streams: bool) -> float:
 
 def _few_tokens(surface: LmSurface) -> LmSurface:
     """The surface of `nll` over the first tokens of the shortest and of the longest row."""
-    batch = surface.functional.batch
+    batch = surface.objective.batch
     rows = torch.stack([batch.lengths.argmin(), batch.lengths.argmax()]).unique()
     rows = rows[batch.lengths[rows] > 1]
     lengths = batch.lengths[rows].clamp(max=FEW_TOKENS)
@@ -146,7 +146,7 @@ def _few_tokens(surface: LmSurface) -> LmSurface:
     scored = present.clone()
     scored[:, 0] = False
     few = token_batch(batch.input_ids[rows, : present.shape[1]], present, scored)
-    return surface.over(Functional("nll", few, surface.functional.temperature))
+    return surface.over(Objective("nll", few, surface.objective.temperature))
 
 
 def _direction(gradient: Tensor) -> Tensor:

@@ -67,7 +67,7 @@ class StreamedHessian(Operator):
 
 
 class _HeadBack:
-    """From h and ḣ to their cotangents, through the output layer and the functional."""
+    """From h and ḣ to their cotangents, through the output layer and the objective."""
 
     def __init__(
         self,
@@ -92,12 +92,12 @@ class _HeadBack:
             None if head.bias is None else head.bias.detach(),
             self._of(self.direction, head.bias),
             self.target,
-            squash(head, surface.functional.temperature),
+            squash(head, surface.objective.temperature),
         )
         with torch.no_grad():
             product = HeadProduct(point, surface.head_mb)
             logp, logp_dot = product.tangent()
-        first, second = self._functional(logp.double(), logp_dot.double())
+        first, second = self._objective(logp.double(), logp_dot.double())
         with torch.no_grad():
             back, back_dot = product.cotangents(
                 first.to(logp.dtype),
@@ -108,11 +108,11 @@ class _HeadBack:
             )
         return self._spread(hidden, back), None if back_dot is None else self._spread(hidden, back_dot)
 
-    def _functional(self, logp: Tensor, logp_dot: Tensor) -> tuple[Tensor, Tensor]:
-        """c = ∂φ/∂ℓ (M,) and its derivative along ℓ̇ (M,): the functional couples the tokens of a row."""
+    def _objective(self, logp: Tensor, logp_dot: Tensor) -> tuple[Tensor, Tensor]:
+        """c = ∂φ/∂ℓ (M,) and its derivative along ℓ̇ (M,): the objective couples the tokens of a row."""
         given = logp.requires_grad_()
         spread = scatter(given, self.place)
-        share = self.surface.functional.share(self.index, spread, width=spread.shape[1])
+        share = self.surface.objective.share(self.index, spread, width=spread.shape[1])
         (first,) = torch.autograd.grad(share, given, create_graph=True)
         if not first.requires_grad:  # linear in ℓ, as nll is
             return first.detach(), torch.zeros_like(logp_dot)

@@ -20,10 +20,10 @@ from sharpscope.policy.cache import ContinuationLayer, PromptCache, check_cachea
 from sharpscope.policy.head import Head, backbone, bare, check_head, output_head
 from sharpscope.probes.fingerprint import remembered
 from sharpscope.probes.guard import attention_implementation
+from sharpscope.probes.parameter_groups import group_names
 from sharpscope.probes.token_gradients import attention as attn
 from sharpscope.probes.token_gradients.choices import chosen_by
 from sharpscope.probes.token_gradients.experts import recorded_experts
-from sharpscope.probes.token_gradients.groups import group_names
 from sharpscope.probes.token_gradients.rows import safe_width
 from sharpscope.probes.token_gradients.uses import (
     DETACHMENTS,

@@ -1,4 +1,4 @@
-"""Token batches and functionals: padding, normalisation, clipping, rollouts as rows."""
+"""Token batches and objectives: padding, normalisation, clipping, rollouts as rows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sharpscope.errors import UserError
-from sharpscope.probes.functionals import FUNCTIONALS, Functional, completion_batch, rollout_batch, token_batch
+from sharpscope.probes.objectives import OBJECTIVES, Objective, completion_batch, rollout_batch, token_batch
 from tests.models import random_batch
 from tests.oracles.curvature import functional_value
 
@@ -27,7 +27,7 @@ def made(name: str, **rest):
         reward=reward,
         advantage=advantage,
     )
-    return batch, reward, advantage, anchor, Functional(name, tokens, **rest)
+    return batch, reward, advantage, anchor, Objective(name, tokens, **rest)
 
 
 def packed(values: torch.Tensor, attention: torch.Tensor) -> torch.Tensor:
@@ -40,8 +40,8 @@ def packed(values: torch.Tensor, attention: torch.Tensor) -> torch.Tensor:
 
 
 def test_padding_moves_to_the_end_and_nothing_else_changes():
-    batch, reward, advantage, anchor, functional = made("nll")
-    tokens = functional.batch
+    batch, reward, advantage, anchor, objective = made("nll")
+    tokens = objective.batch
     attention = batch["attention_mask"]
     assert tokens.lengths.tolist() == attention.sum(1).tolist()
     inside = torch.arange(tokens.input_ids.shape[1]) < tokens.lengths[:, None]
@@ -51,17 +51,17 @@ def test_padding_moves_to_the_end_and_nothing_else_changes():
     assert torch.equal(tokens.advantage, tokens.scored * advantage[:, None]) and torch.equal(tokens.reward, reward)
 
 
-@pytest.mark.parametrize("name", FUNCTIONALS)
+@pytest.mark.parametrize("name", OBJECTIVES)
 def test_shares_of_any_partition_sum_to_the_functional_written_token_by_token(name):
-    batch, reward, advantage, anchor, functional = made(name)
+    batch, reward, advantage, anchor, objective = made(name)
     logp = -torch.rand(batch["mask"].shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     expected = float(functional_value(name, logp, batch["mask"], reward, advantage, anchor))
     rows = packed(logp, batch["attention_mask"])
     for partition in ([[0, 1, 2, 3]], [[0], [3, 1], [2]], [[3], [2], [1], [0]]):
         total = 0.0
         for index in partition:
-            width = int(functional.batch.lengths[index].max())
-            total += float(functional.share(torch.tensor(index), rows[index, :width], width=width))
+            width = int(objective.batch.lengths[index].max())
+            total += float(objective.share(torch.tensor(index), rows[index, :width], width=width))
         assert total == pytest.approx(expected, abs=1e-12)
 
 
@@ -71,7 +71,7 @@ def test_the_clip_binds_and_can_be_left_out():
     logp = torch.tensor([[0.0, 1.0], [0.0, 1.0]], dtype=torch.float64)  # both ratios are e
 
     def value(**rest):
-        return float(Functional("surrogate", batch, **rest).share(torch.arange(2), logp, width=2))
+        return float(Objective("surrogate", batch, **rest).share(torch.arange(2), logp, width=2))
 
     e = float(torch.tensor(1.0, dtype=torch.float64).exp())
     assert value() == pytest.approx(-(1.2 - e) / 2)  # only the positive advantage is clipped
@@ -80,9 +80,9 @@ def test_the_clip_binds_and_can_be_left_out():
 
 
 def test_anchoring_makes_every_ratio_one_unless_stale():
-    _, _, advantage, _, functional = made("surrogate")
-    logp = -torch.rand(functional.batch.scored.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    fresh = functional.anchored(logp)
+    _, _, advantage, _, objective = made("surrogate")
+    logp = -torch.rand(objective.batch.scored.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    fresh = objective.anchored(logp)
     width = logp.shape[1]
     assert float(fresh.share(torch.arange(4), logp, width=width)) == pytest.approx(-float(advantage.mean()))
     stale = made("surrogate", stale=True)[-1]
@@ -90,10 +90,10 @@ def test_anchoring_makes_every_ratio_one_unless_stale():
 
 
 def test_some_rows_are_normalised_over_themselves():
-    _, _, _, _, functional = made("nll")
-    part = functional.rows(torch.tensor([2]))
+    _, _, _, _, objective = made("nll")
+    part = objective.rows(torch.tensor([2]))
     assert float(part.token_coefficient.sum()) == pytest.approx(1)
-    assert len(part.batch) == 1 and part.batch.input_ids.shape[1] == int(functional.batch.lengths[2])
+    assert len(part.batch) == 1 and part.batch.input_ids.shape[1] == int(objective.batch.lengths[2])
 
 
 def test_rollouts_become_rows_with_their_loss_tokens():
@@ -120,10 +120,10 @@ def test_mistakes_are_named():
         token_batch(ids, ones, ones)
     good = token_batch(ids, ones, torch.tensor([[0, 1]]), reward=torch.tensor([2.0]))
     with pytest.raises(UserError, match="success in"):
-        Functional("expected_failure", good)
+        Objective("expected_failure", good)
     with pytest.raises(UserError, match="use one of"):
-        Functional("loss", good)
+        Objective("loss", good)
     with pytest.raises(UserError, match="temperature"):
-        Functional("nll", good, temperature=0)
+        Objective("nll", good, temperature=0)
     with pytest.raises(UserError, match="row 1: the completion is empty"):
         completion_batch([([1], [2]), ([1], [])])

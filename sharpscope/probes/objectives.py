@@ -1,6 +1,6 @@
 """The scalars whose surface is probed: L(θ) of a causal language model over frozen rows of tokens.
 
-Every functional is a sum over rows with coefficients fixed for the whole batch beforehand, so its value, gradient and
+Every objective is a sum over rows with coefficients fixed for the whole batch beforehand, so its value, gradient and
 Hessian do not depend on how the rows are cut into microbatches.
 """
 
@@ -20,8 +20,8 @@ from sharpscope.errors import UserError
 if TYPE_CHECKING:
     from sharpscope.policy.rollouts import Rollouts
 
-FunctionalName = Literal["nll", "surrogate", "expected_failure"]
-FUNCTIONALS: tuple[FunctionalName, ...] = ("nll", "surrogate", "expected_failure")
+ObjectiveName = Literal["nll", "surrogate", "expected_failure"]
+OBJECTIVES: tuple[ObjectiveName, ...] = ("nll", "surrogate", "expected_failure")
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ def rollout_batch(rollouts: Rollouts, *, reward: Tensor | None = None, advantage
 
 
 @dataclass(frozen=True)
-class Functional:
+class Objective:
     """One scalar over one batch.
 
     With ℓ_it = log π_θ(token t of row i | prefix) and r_it = exp(ℓ_it − anchor_it):
@@ -198,7 +198,7 @@ class Functional:
             `anchored` must be called with the probed policy's own log-probabilities, so that r = 1 exactly there.
     """
 
-    name: FunctionalName
+    name: ObjectiveName
     batch: TokenBatch
     temperature: float = 1.0
     clip_low: float | None = 0.2
@@ -206,8 +206,8 @@ class Functional:
     stale: bool = False
 
     def __post_init__(self) -> None:
-        if self.name not in FUNCTIONALS:
-            raise UserError(f"functional, '{self.name}': use one of {', '.join(FUNCTIONALS)}")
+        if self.name not in OBJECTIVES:
+            raise UserError(f"objective, '{self.name}': use one of {', '.join(OBJECTIVES)}")
         if not self.temperature > 0:
             raise UserError(f"temperature, {self.temperature}: must be positive")
         worth = self.batch.reward
@@ -254,18 +254,18 @@ class Functional:
             gained = torch.minimum(gained, ratio.clamp(low, high) * advantage)
         return -(self.token_coefficient[index, :width].to(logp.dtype) * gained).sum()
 
-    def anchored(self, logp: Tensor) -> Functional:
-        """The same functional with the probed policy's own log-probabilities (N, S) as anchors: r = 1 there.
+    def anchored(self, logp: Tensor) -> Objective:
+        """The same objective with the probed policy's own log-probabilities (N, S) as anchors: r = 1 there.
 
-        A stale functional keeps its recorded anchors.
+        A stale objective keeps its recorded anchors.
         """
         if self.stale:
             return self
         held = torch.where(self.batch.scored, logp.detach(), 0.0)
         return replace(self, batch=replace(self.batch, anchor_logp=held))
 
-    def rows(self, index: Tensor) -> Functional:
-        """The functional over some rows only, normalised over these."""
+    def rows(self, index: Tensor) -> Objective:
+        """The objective over some rows only, normalised over these."""
         return replace(self, batch=self.batch.rows(index))
 
 
@@ -284,9 +284,9 @@ class Staleness:
     valid: bool
 
 
-def staleness(functional: Functional, logp: Tensor, threshold: float = 0.5) -> Staleness:
+def staleness(objective: Objective, logp: Tensor, threshold: float = 0.5) -> Staleness:
     """Effective sample size of a batch under the policy whose log-probabilities (N, S) are given."""
-    batch = functional.batch
+    batch = objective.batch
     log_weight = torch.where(batch.scored, logp.detach().double() - batch.anchor_logp.double(), 0.0).sum(1)
     weight = (log_weight - log_weight.max()).exp()  # the scale cancels
     effective = float(weight.sum() ** 2 / weight.square().sum())
@@ -295,7 +295,7 @@ def staleness(functional: Functional, logp: Tensor, threshold: float = 0.5) -> S
     return Staleness(effective, effective / len(batch), effective / len(batch) >= threshold)
 
 
-def group_normalised(reward: Tensor, group: Tensor) -> Tensor:
+def group_normalized(reward: Tensor, group: Tensor) -> Tensor:
     """(r − mean)/(std_{n−1} + 1e-4) within each group (N,); 0 where a group has one row or no variance."""
     result = torch.zeros_like(reward)
     for index in group.unique():
