@@ -1,4 +1,4 @@
-"""Which completions the token view holds: a stated rule, the same for every run of a report."""
+"""Selection of the completions that a report shows, by a rule that the report states."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ RULE = (
 
 @dataclass
 class Choice:
-    """What is taken of one run: (step, rollout) → why, in the order of the rule; and its spikes.
+    """The completions selected from one run: (step, rollout) → why, in the order of the rule; and its spikes.
 
-    A run without a spike has in their place its largest gradient with attribution, whose z is NaN.
+    Without a spike, the largest gradient with attribution takes its place; its z is NaN.
     """
 
     run: Run
@@ -111,7 +111,7 @@ def _common_steps(each: Sequence[list[int]]) -> list[int]:
 
 
 def _ends(steps: Sequence[int]) -> list[int]:
-    """Last, first, middle, without repeats: what is left of a small budget goes to the end of training."""
+    """Last, first, middle, without repeats: a small budget is spent on the end of training first."""
     return list(dict.fromkeys([steps[-1], steps[0], steps[len(steps) // 2]])) if steps else []
 
 

@@ -40,7 +40,7 @@ def step_values(study: Study, columns: Sequence[str]) -> pd.DataFrame:
 def eval_values(study: Study, column: str = "accuracy") -> pd.DataFrame:
     """setting, seed, step, split, level, temperature, value of an `eval` column; evaluations that every seed has.
 
-    Level "all" is the split's pooled value, weighted by completions; it is made where the trace has none.
+    Level "all" is the split's pooled value, weighted by completions; it is computed if the trace has none.
     """
     pieces = []
     for setting in study.settings:
@@ -118,7 +118,7 @@ def slice_values(study: Study) -> pd.DataFrame:
     """setting, seed, step, functional, probe_set, direction, point, distance, value: L(θ + distance·direction) − L(θ).
 
     Of each run's last step with slices. `point` numbers the distances from the most negative: the same point of several
-    seeds is drawn as one, since the length of a filter-normalised direction differs a little from run to run.
+    seeds is drawn as one, since the length of a filter-normalized direction differs a little from run to run.
     """
     return _of_every_run(study, lambda run: slices_of(run.probes))
 
@@ -130,9 +130,9 @@ def slices_of(probes: pd.DataFrame) -> pd.DataFrame:
     rows = rows.assign(direction=rows["quantity"].str.removeprefix(SLICE), distance=rows["rho"].astype(float))
     rows = rows.sort_values([*PLACE, "distance"])
     rows = rows.assign(point=rows.groupby(PLACE).cumcount())
-    centre = rows[rows["distance"] == 0].groupby(PLACE)["value"].first().rename("centre")
-    joined = rows.merge(centre, on=PLACE)
-    return joined.assign(value=joined["value"] - joined["centre"])[["step", *PLACE, "point", "distance", "value"]]
+    center = rows[rows["distance"] == 0].groupby(PLACE)["value"].first().rename("center")
+    joined = rows.merge(center, on=PLACE)
+    return joined.assign(value=joined["value"] - joined["center"])[["step", *PLACE, "point", "distance", "value"]]
 
 
 def stability_values(study: Study) -> pd.DataFrame:
@@ -168,7 +168,7 @@ def _of_every_run(study: Study, frame_of: Callable[[Run], pd.DataFrame]) -> pd.D
 
 
 def natural(levels: Iterable[str]) -> list[str]:
-    """Levels in a person's order: numbers by size, then text; "all" last."""
+    """Levels in natural order: numbers by size, then text; "all" last."""
 
     def key(level: str) -> tuple[int, float, str]:
         try:

@@ -1,4 +1,4 @@
-"""A run's traces made small enough for a repository: every claim and table stays what it was, bit for bit.
+"""Traces made small enough for a repository; every claim and table stays equal, bit for bit.
 
 Kept whole: `steps`, `eval`, `probes`, `events`, run.json, config.yaml. The token table is replaced by what the claims and
 figures make of each step (`reductions.parquet`) and by a uniform sample of tokens for the figures that show single ones.
@@ -30,7 +30,7 @@ class DamagedRunError(UserError):
 
 
 def reduce_run(run: Run, out: Path, tokens: int = TOKENS) -> Path:
-    """Write `out`, a folder that `load_run` reads and that gives the claims and figures what `run` gives them.
+    """Write `out`, a folder that `load_run` reads and that gives the same claims and figures as `run`.
 
     Half of the sampled `tokens` come from steps with score norms, half from all steps, each drawn uniformly (seeded).
 
@@ -97,7 +97,7 @@ def reduce_runs(
 
 
 def _targets(runs: Iterable[tuple[str, Run]], out: Path, left_out: list[str]) -> dict[str, Run]:
-    """The runs by the folder below `out` that each gets; those that are reduced already are told to `left_out`."""
+    """The runs by the folder below `out` that each gets; `left_out` gets a line for those that are reduced already."""
     found: dict[str, Run] = {}
     seen: set[Path] = set()
     for name, run in runs:

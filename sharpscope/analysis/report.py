@@ -33,7 +33,7 @@ _TOLD_APART = 3
 
 @dataclass(frozen=True)
 class Grid:
-    """A table of text with what it says in one line."""
+    """A table of text with a title and a note."""
 
     title: str
     columns: tuple[str, ...]
@@ -81,7 +81,7 @@ class Report:
         verdicts: of every claim, in their order.
         tables: the paper's tables and those of where training ended.
         run_grid, event_grid, spike_grid, cost_grid: one row per run, event, spike, run.
-        spike_notes: what is said where no spike or no completion can be shown.
+        spike_notes: the text if no spike or no completion can be shown.
         commands: what each command makes.
         choices: completions that are shown, by run.
     """
@@ -223,7 +223,7 @@ def _messages(runs: Runs, every: Sequence[Study]) -> list[str]:
 
 
 def run_grid(runs: Runs) -> Grid:
-    """One row a run, what could not be read last."""
+    """One row per run; runs that cannot be read come last."""
     rows = [
         (name, run.method, str(run.seed), run.task, _status(run), str(len(run.steps)), str(run.info.get("started") or "–"),
          str(run.info.get("commit") or "–")[:12])
@@ -234,7 +234,7 @@ def run_grid(runs: Runs) -> Grid:
 
 
 def _status(run: Run) -> str:
-    """The status, and how a run that did not finish ended where it says so."""
+    """The status, and how an unfinished run ended if run.json says so."""
     why = run.info.get("end")
     return run.status if run.status == "finished" or not why else f"{run.status}: {why}"
 
@@ -347,12 +347,12 @@ def spike_grid(runs: Runs) -> Grid | None:
 
 
 def no_spikes(runs: Runs) -> str:
-    """What is said in place of spikes; a reduced run had attribution, but of few tokens."""
+    """The text in place of spikes. A reduced run had attribution, but keeps it for few tokens."""
     return "No spike." if any(run.reduced is not None for run in runs) else "No spike, and no attribution is recorded."
 
 
 def not_kept(runs: Runs) -> str:
-    """Which runs have no completions here because they are reduced ones; empty where there are none."""
+    """Which runs have no completions because they are reduced; empty if there are none."""
     names = [name for name, run in runs.by_name.items() if completions_dropped(run)]
     if not names:
         return ""
@@ -424,7 +424,7 @@ def command_grid(runs: Runs, paths: Sequence[str | Path], source: str) -> Grid:
 
 
 def number(value: object) -> str:
-    """Three significant digits; – where there is no number."""
+    """Three significant digits; – if there is no number."""
     try:
         found = float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):

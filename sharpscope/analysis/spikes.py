@@ -1,4 +1,4 @@
-"""Gradient-norm spikes, and the tokens, prompts and probabilities that made them."""
+"""Gradient-norm spikes, and the tokens, prompts and probabilities that cause them."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ PROBABILITY_EDGES = (0.0, 0.01, 0.1, 0.3, 0.5, 0.8, 0.95, 0.99, 1.0)
 
 @dataclass(frozen=True)
 class Spike:
-    """A step whose gradient norm stands out, and what made it where attribution was recorded.
+    """A step with an unusually large gradient norm, and its causes if attribution was recorded.
 
     `tokens`: the recorded tokens with the largest |share|; `prompts`: share by prompt; `probabilities`: share by range of π;
-    each None where the step has no attribution. A share is a part of ‖∇L‖² of the token's update; they sum to 1.
+    each None if the step has no attribution. A share is a part of ‖∇L‖² of the token's update; they sum to 1.
     """
 
     step: int
@@ -51,7 +51,7 @@ def find_spikes(steps: pd.DataFrame, z: float = 4.0) -> pd.DataFrame:
 
 
 def explain_spikes(run: Run, z: float = 4.0, top: int = 8, largest: int = 0) -> list[Spike]:
-    """Every spike of a run with what made it; with none, the `largest` steps by gradient norm that have attribution."""
+    """Every spike of a run with its causes; without one, the `largest` steps by gradient norm that have attribution."""
     found = find_spikes(run.steps, z)
     if found.empty and largest:
         recorded = run.tokens(columns=["step", "attribution"]).dropna()["step"].unique()

@@ -52,7 +52,7 @@ GOING_ON = "running"
 
 
 def sparkline(values: np.ndarray, width: int = WIDTH) -> str:
-    """Values as at most `width` block characters from the smallest to the largest; a dot where it is not a number."""
+    """Values as at most `width` block characters from the smallest to the largest; a dot for what is not a number."""
     array = np.asarray(values, dtype=float)
     parts = np.array_split(array, min(width, len(array))) if len(array) else []
     means = np.array([part[np.isfinite(part)].mean() if np.isfinite(part).any() else np.nan for part in parts])
@@ -121,7 +121,7 @@ def _curves(steps: pd.DataFrame) -> Table:
 
 
 def _weights(run: Run) -> list[RenderableType]:
-    """How the weights lie in their bounds at the last step, and a warning where the method is GRPO in disguise."""
+    """Weights and their bounds at the last step, with a warning if the method is GRPO up to scale."""
     last = run.steps.sort_values("step").iloc[-1]
     kind = weight_config(run.info).get("kind", "uniform")
     if kind == "uniform" or pd.isna(last["weight_mean"]):
@@ -152,7 +152,7 @@ def _cost(run: Run) -> RenderableType:
 
 
 def peak_memory(run: Run) -> str:
-    """The most memory that a run held, by kind: `process 547 MiB`; empty where it was not recorded."""
+    """The most memory that a run held, by kind: `process 547 MiB`; empty if it was not recorded."""
     found = run.info.get("peak_memory_bytes")
     kinds = found if isinstance(found, dict) else {"process": found}
     return ", ".join(f"{kind} {size / 2**20:,.0f} MiB" for kind, size in kinds.items() if isinstance(size, int | float))
@@ -276,7 +276,7 @@ def recorded_steps(run: Run, column: str) -> list[int]:
 def render_tokens(
     chosen: pd.DataFrame, everything: pd.DataFrame, by: str, decode: Decode, title: str
 ) -> RenderableType:
-    """The tokens in their sentence, coloured by sign (blue raises, orange lowers; both also marked), with their numbers.
+    """The tokens in their sentence, colored by sign (blue raises, orange lowers; both also marked), with their numbers.
 
     A norm is the exact one where it was recorded, else the local tier's, marked by ~.
     """
@@ -352,7 +352,7 @@ def render_spikes(spikes: Sequence[Spike], tokens_of: Callable[[int], pd.DataFra
 
 
 def _told_apart(texts: list[str], width: int = 100) -> list[str]:
-    """The texts, cut to `width`, without what they all begin with (whole words) where that is long."""
+    """The texts, cut to `width`, without a long common beginning (whole words)."""
     same = 0
     if len(set(texts)) > 1:
         same = next((i for i, letters in enumerate(zip(*texts, strict=False)) if len(set(letters)) > 1), 0)

@@ -1,4 +1,4 @@
-"""Text from files, fit to be shown."""
+"""Text from files, made safe to show."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def printable(text: object, limit: int = 160) -> str:
 
 
 def shown(text: object) -> str:
-    """Text in which every control and every bidirectional or invisible mark stands as ⟦NAME⟧; newline and tab stay.
+    """Text in which every control and every bidirectional or invisible mark is shown as ⟦NAME⟧; newline and tab stay.
 
-    Lone surrogates and noncharacters, which no file may hold, become ⟦U+XXXX⟧ too.
+    Lone surrogates and noncharacters, which no file can hold, become ⟦U+XXXX⟧ too.
     """
     source = str(text)
     if source.isascii() and source.isprintable():

@@ -29,7 +29,7 @@ def token_decoder(run: Run) -> Decode:
 def piece_maker(run: Run) -> Pieces | None:
     """A function from the token ids of a completion to their texts, as many as ids; None if the run saved no tokenizer.
 
-    A character whose bytes are spread over several tokens stands with the last of them; the others are empty.
+    A character whose bytes are spread over several tokens is the text of the last of them; the others are empty.
     """
     try:
         join = _joiner(run)

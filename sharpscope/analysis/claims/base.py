@@ -12,7 +12,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from sharpscope.analysis.figures.style import BLUE, GREY, Picture, finish, panels, plain, styled
+from sharpscope.analysis.figures.style import BLUE, GRAY, Picture, finish, panels, plain, styled
 from sharpscope.analysis.statistics import Interval, contrast_interval, mean_interval, sign_flip_p, smallest_sign_flip_p
 from sharpscope.analysis.study import Pairing, Study
 from sharpscope.analysis.tokens import Reducer
@@ -30,8 +30,8 @@ class Rule:
 
     Attributes:
         text: when the verdict is `supported` and when `refuted`.
-        unit: what one of the n is, e.g. "pairs of runs with one seed".
-        minimal_n: fewer make the claim untestable, whatever they say.
+        unit: unit of n, e.g. "pairs of runs with one seed".
+        minimal_n: with fewer the claim is untestable.
         margin: the smallest effect that matters, in the effect's unit; an effect shown to be smaller refutes.
         level: error rate of wrongly calling the claim supported; for primary claims that of the whole family.
     """
@@ -58,7 +58,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Confounder:
-    """Something else that could make the effect, and what was done about it."""
+    """Another possible cause of the effect, and how it was handled."""
 
     name: str
     handling: str
@@ -66,7 +66,7 @@ class Confounder:
 
 @dataclass(frozen=True)
 class Rows:
-    """What was read of one run."""
+    """What was read from one run."""
 
     run: str
     table: str
@@ -76,10 +76,27 @@ class Rows:
 
 @dataclass(frozen=True)
 class Condition:
-    """Something that must hold besides the test before a claim is called supported."""
+    """A requirement of `supported` besides the test."""
 
     text: str
     met: bool
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """The tests of an effect.
+
+    Attributes:
+        p_supported: p-value of the test whose rejection supports the claim if the effect points as claimed.
+        as_claimed: whether the effect points as claimed.
+        p_refuted: p-value of the test whose rejection at half the level refutes the claim.
+        smallest_p: the smallest p_supported that the sample size allows.
+    """
+
+    p_supported: float | None = None
+    as_claimed: bool = False
+    p_refuted: float | None = None
+    smallest_p: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -88,12 +105,9 @@ class Finding:
 
     Attributes:
         effect: the statistic that the rule is about; None if there is nothing to compute it from.
-        n: how many of the rule's units it rests on.
-        p_supported: p-value of the test whose rejection supports the claim, if the effect points as claimed.
-        as_claimed: whether the effect points as claimed.
-        p_refuted: p-value of the test whose rejection at half the level refutes it.
-        smallest_p: the smallest p_supported that n can give.
-        missing: what is not there, where the claim cannot be tested at all.
+        n: sample size in the rule's unit.
+        evidence: the tests of the effect.
+        missing: what is not recorded, if the claim cannot be tested at all.
         conditions: further requirements of `supported`.
         confounders, others, rows: see `Verdict`.
         notes: remarks for a reader.
@@ -102,10 +116,7 @@ class Finding:
 
     effect: Estimate | None = None
     n: int = 0
-    p_supported: float | None = None
-    as_claimed: bool = False
-    p_refuted: float | None = None
-    smallest_p: float = 0.0
+    evidence: Evidence = Evidence()
     missing: str = ""
     conditions: tuple[Condition, ...] = ()
     confounders: tuple[Confounder, ...] = ()
@@ -122,7 +133,7 @@ class Claim:
     Attributes:
         name: C1 … C13.
         title: the claim in a few words.
-        source: where it is made.
+        source: the publication.
         role: primary claims share one error rate (Holm); the others are exploratory, each at its own.
         rule: the decision.
         settles: what further data would settle an open question.
@@ -144,21 +155,21 @@ class Claim:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A claim, what the runs say of it, and everything needed to check that.
+    """The result of testing a claim on some runs, with everything needed to check it.
 
     Attributes:
         claim, title, source, role: see `Claim`.
         verdict: supported | refuted | inconclusive | untestable.
         reason: why this verdict, in one sentence.
-        effect: the rule's statistic with its interval; None where it could not be computed.
-        p_value: of the test in favour of the claim; None where there is none.
+        effect: the rule's statistic with its interval; None if it could not be computed.
+        p_value: of the test for the claim; None if there is none.
         p_adjusted: the same after Holm over the primary claims; equal to p_value for exploratory ones.
         n: sample size in the rule's unit.
         rule: stated before the data.
         confounders: with how each was handled.
         others: further numbers: secondary measures, checks, descriptions.
         rows: what was read.
-        settles: what would settle the question; empty where it is settled.
+        settles: what further data would settle the question; empty if it is settled.
         notes: remarks.
         methods: (baseline, treatment).
         frames: data behind the numbers, for figures; not written to claims.json.
@@ -248,15 +259,15 @@ def decide(
 
     Untestable: something is missing, n is below the minimum, or the smallest p that n can give exceeds level/family.
     Refuted: p_refuted ≤ level/2. Supported: p_supported ≤ level, the effect points as claimed, every condition is met.
-    Refuted wins where both hold: an effect that is there but smaller than the margin is not the one claimed.
+    If both hold, the verdict is refuted: an effect that exists but is smaller than the margin is not the one claimed.
 
     Args:
         family: number of claims that share the level.
         p_supported, p_refuted: after correction for the family; None: the finding's own.
     """
     rule = claim.rule
-    for_it = finding.p_supported if p_supported is None else p_supported
-    against = finding.p_refuted if p_refuted is None else p_refuted
+    for_it = finding.evidence.p_supported if p_supported is None else p_supported
+    against = finding.evidence.p_refuted if p_refuted is None else p_refuted
     verdict, reason = _outcome(rule, finding, for_it, against, family)
     return Verdict(
         claim=claim.name,
@@ -266,7 +277,7 @@ def decide(
         verdict=verdict,
         reason=reason,
         effect=finding.effect,
-        p_value=finding.p_supported,
+        p_value=finding.evidence.p_supported,
         p_adjusted=for_it,
         n=finding.n,
         rule=rule,
@@ -287,22 +298,22 @@ def _outcome(
         return "untestable", finding.missing
     if finding.n < rule.minimal_n:
         return "untestable", f"{finding.n} {rule.unit}; the rule needs {rule.minimal_n}"
-    if finding.smallest_p > rule.level / family:
+    if finding.evidence.smallest_p > rule.level / family:
         needed = f"{rule.level:g}" if family == 1 else f"{rule.level:g}/{family}"
         return (
             "untestable",
-            f"{finding.n} {rule.unit} can give no p below {finding.smallest_p:.3g}, the rule needs {needed}",
+            f"{finding.n} {rule.unit} can give no p below {finding.evidence.smallest_p:.3g}, the rule needs {needed}",
         )
     if finding.effect is None or not math.isfinite(finding.effect.value):
         return "untestable", "the effect cannot be computed from what was recorded"
     if p_refuted is not None and p_refuted <= rule.level / 2:
-        if finding.as_claimed and p_supported is not None and p_supported <= rule.level:
-            return "refuted", "the effect is there, but shown to be smaller than what was said beforehand to matter"
+        if finding.evidence.as_claimed and p_supported is not None and p_supported <= rule.level:
+            return "refuted", "the effect exists, but is shown to be smaller than the margin stated beforehand"
         return "refuted", "the claimed effect is excluded at the margin stated beforehand"
     unmet = [condition.text for condition in finding.conditions if not condition.met]
-    if p_supported is not None and p_supported <= rule.level and finding.as_claimed:
+    if p_supported is not None and p_supported <= rule.level and finding.evidence.as_claimed:
         if unmet:
-            return "inconclusive", "the test speaks for the claim, but not: " + "; ".join(unmet)
+            return "inconclusive", "the test supports the claim, but these conditions are not met: " + "; ".join(unmet)
         return "supported", "the test rejects that there is no such effect, and every stated condition holds"
     return (
         "inconclusive",
@@ -316,32 +327,41 @@ def rows_of(runs: Iterable[str], table: str, columns: Iterable[str], filter_: st
 
 
 PAIRED_BY_SEED = Confounder(
-    "luck of the seed", "runs are paired by seed (same puzzles in the same order), and the seed is the unit of the test"
+    "random seed", "runs are paired by seed (same puzzles in the same order), and the seed is the unit of the test"
 )
 SAME_SETTINGS = Confounder(
     "learning rate and other settings",
     "only pairs equal in every setting but the method are compared; runs that differ in one are refused by name",
 )
 FINISHED_ONLY = Confounder(
-    "runs that broke off", "unfinished runs are left out and named in the notes; a method that breaks more is flattered"
+    "unfinished runs",
+    "they are left out and named in the notes; a method that fails more often looks better than it is",
 )
 
 
-def directional(values: NDArray[np.floating], direction: Direction, margin: float) -> tuple[float, bool, float, float]:
-    """Sign-flip evidence about the mean of `values` (n,), n ≥ 1, that a claim says is higher or lower than 0.
+def directional(values: NDArray[np.floating], direction: Direction, margin: float) -> Evidence:
+    """Sign-flip tests of a mean that a claim says is higher or lower than 0.
 
-    Returns:
-        (p of "no difference", two-sided; whether the mean points as claimed; p of "the claimed effect is at least
-        `margin`", one-sided; the smallest two-sided p that n can give).
+    p_supported: of "the mean is 0", two-sided. p_refuted: of "the effect is at least `margin` in the claimed direction",
+    one-sided.
+
+    Args:
+        values: (n,) one number per cluster, n ≥ 1.
+        direction: in which the claim says that the mean differs from 0.
+        margin: the smallest effect that matters.
     """
-    sign = 1.0 if direction == "higher" else -1.0
-    turned = sign * np.asarray(values, dtype=np.float64)
-    return (
-        sign_flip_p(turned),
-        bool(turned.mean() > 0),
-        sign_flip_p(turned, "less", shift=margin),
-        smallest_sign_flip_p(len(turned)),
-    )
+    turned = (1.0 if direction == "higher" else -1.0) * np.asarray(values, dtype=np.float64)
+    against = sign_flip_p(turned, "less", shift=margin)
+    return Evidence(sign_flip_p(turned), bool(turned.mean() > 0), against, smallest_sign_flip_p(len(turned)))
+
+
+def every(evidence: Iterable[Evidence]) -> Evidence:
+    """Evidence that all of several effects exist: the largest p for it, Bonferroni's p that one is excluded."""
+    parts = list(evidence)
+    supported = max(e.p_supported for e in parts if e.p_supported is not None)
+    refuted = min(e.p_refuted for e in parts if e.p_refuted is not None)
+    as_claimed, smallest = all(e.as_claimed for e in parts), max(e.smallest_p for e in parts)
+    return Evidence(supported, as_claimed, min(1.0, len(parts) * refuted), smallest)
 
 
 def difference_estimate(name: str, frame: pd.DataFrame, unit: str, note: str = "") -> Estimate | None:
@@ -359,12 +379,12 @@ def mean_estimate(name: str, values: NDArray[np.floating], unit: str, note: str 
 
 
 def present(*estimates: Estimate | None) -> tuple[Estimate, ...]:
-    """Those that could be computed."""
+    """The estimates that could be computed."""
     return tuple(estimate for estimate in estimates if estimate is not None)
 
 
 def pairing_notes(study: Study, pairing: Pairing) -> tuple[str, ...]:
-    """What a reader should know of the pairs: their setting, pairs of other settings, unfinished runs."""
+    """Notes on the pairs: their setting, pairs of other settings, unfinished runs."""
     notes = [f"{study.treatment} against {study.baseline}" + (f" at {pairing.setting}" if pairing.setting else "")]
     if pairing.left_out:
         notes.append(f"{pairing.left_out} pairs of other settings are not used")
@@ -374,7 +394,7 @@ def pairing_notes(study: Study, pairing: Pairing) -> tuple[str, ...]:
 
 
 def unfinished(study: Study) -> tuple[str, ...]:
-    """A note naming runs that were left out."""
+    """A note that names the runs left out."""
     if not study.unfinished:
         return ()
     names = ", ".join(study.unfinished[:5]) + (" …" if len(study.unfinished) > 5 else "")
@@ -399,7 +419,7 @@ def paired_pictures(verdict: Verdict, keys: Mapping[str, str], unit: str) -> Ite
         for axis, (title, frame) in zip(axes, frames.items(), strict=True):
             ends = frame[["baseline", "treatment"]].to_numpy(dtype=float)  # (seeds, 2)
             for row in ends:
-                axis.plot([0, 1], row, "-", color=GREY, linewidth=0.8, alpha=0.7)
+                axis.plot([0, 1], row, "-", color=GRAY, linewidth=0.8, alpha=0.7)
             intervals = [mean_interval(column, "t") for column in ends.T]
             half = [0.0 if i is None else (i.high - i.low) / 2 for i in intervals]
             label = "mean over seeds, 95 % t-interval"
@@ -412,7 +432,7 @@ def paired_pictures(verdict: Verdict, keys: Mapping[str, str], unit: str) -> Ite
 
 
 def picture(verdict: Verdict, key: str, name: str, caption: str, draw: Callable[[pd.DataFrame], Figure]) -> Picture:
-    """The figure that `draw` makes of the verdict's frame `key`, or what is missing for it."""
+    """The figure that `draw` makes from the verdict's frame `key`, or what is missing for it."""
     frame = verdict.frames.get(key)
     if frame is None or not len(frame):
         return Picture(name, "", missing=f"{name.replace('_', ' ')}: {verdict.reason}", claim=verdict.claim)

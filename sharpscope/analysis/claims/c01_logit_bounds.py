@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from sharpscope.analysis.claims.base import Claim, Condition, Confounder, Estimate, Finding, Rule, rows_of
+from sharpscope.analysis.claims.base import Claim, Condition, Confounder, Estimate, Evidence, Finding, Rule, rows_of
 from sharpscope.analysis.figures.style import BLACK, Lines, Picture, finish, panels, styled
 from sharpscope.analysis.figures.tokens import REST, SMALLEST, draw_quantiles
 from sharpscope.analysis.statistics import share_interval
@@ -62,10 +62,7 @@ def test(study: Study) -> Finding:
     return Finding(
         effect=Estimate("share of tokens outside the bounds", share, "1", share_interval(below + above, tokens)),
         n=tokens,
-        p_supported=chance if share == 0 else 1.0,
-        as_claimed=share == 0,
-        p_refuted=0.0 if share > 0 else 1.0,
-        smallest_p=chance,
+        evidence=Evidence(chance if share == 0 else 1.0, share == 0, 0.0 if share > 0 else 1.0, chance),
         conditions=(Condition("no token outside", share == 0),),
         confounders=(
             Confounder(

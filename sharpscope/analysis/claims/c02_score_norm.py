@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from sharpscope.analysis.claims.base import Claim, Condition, Confounder, Estimate, Finding, Rule, rows_of
+from sharpscope.analysis.claims.base import Claim, Condition, Confounder, Estimate, Evidence, Finding, Rule, rows_of
 from sharpscope.analysis.figures.style import Lines, Picture
 from sharpscope.analysis.figures.tokens import score_norms
 from sharpscope.analysis.statistics import ClusterSlope, cluster_moments, smallest_sign_flip_p, weighted_ranks
@@ -69,7 +69,7 @@ REDUCERS = (
 
 
 def _clustered(results: list[Reduced], key: str, by: str) -> ClusterSlope:
-    """Moments summed over what shares a cluster: the steps of a seed, or a seed."""
+    """Slope over clusters: (seed, step), or with `by="seed"` seeds. Moments of one cluster are summed."""
     sums: dict[Any, NDArray[np.float64]] = {}
     for result in results:
         cluster = (result.seed, result.step) if by == "step" else result.seed
@@ -99,15 +99,17 @@ def test(study: Study) -> Finding:
     return Finding(
         effect=Estimate("slope of ln ‖∇ log π‖ on ln(1 − π)", slope.value, "1", slope.interval()),
         n=slope.clusters,
-        p_supported=max(slope.p(low, "greater"), slope.p(high, "less")),
-        as_claimed=low < slope.value < high,
-        p_refuted=min(slope.p(low, "less"), slope.p(high, "greater")),
-        smallest_p=smallest_sign_flip_p(slope.clusters, "greater"),
+        evidence=Evidence(
+            max(slope.p(low, "greater"), slope.p(high, "less")),
+            low < slope.value < high,
+            min(slope.p(low, "less"), slope.p(high, "greater")),
+            smallest_sign_flip_p(slope.clusters, "greater"),
+        ),
         conditions=(Condition("the partial rank correlation is positive", ranks.value > 0 and rank_p <= 0.05),),
         confounders=(
             Confounder("position, hidden norm, collision", "controlled, with a free mean for each step of each run"),
             Confounder(
-                "choice of tokens",
+                "selection of tokens",
                 "exact norms of the largest tokens by local norm and of random ones are weighted by their inverse "
                 "drawing probability",
             ),

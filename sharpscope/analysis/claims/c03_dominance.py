@@ -1,4 +1,4 @@
-"""C3: few tokens dominate the gradient, beyond what a norm that equals 1 − π would give anyway."""
+"""C3: few tokens dominate the gradient, more than if the norm were 1 − π."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sharpscope.analysis.claims.base import (
     present,
     rows_of,
 )
-from sharpscope.analysis.figures.style import GREY, Lines, Picture, finish, panels, plain, styled
+from sharpscope.analysis.figures.style import GRAY, Lines, Picture, finish, panels, plain, styled
 from sharpscope.analysis.statistics import gini, lorenz, sign_flip_p, top_share
 from sharpscope.analysis.study import Study
 from sharpscope.analysis.tokens import Columns, Reduced, Reducer
@@ -78,15 +78,12 @@ def test(study: Study) -> Finding:
             notes=study.elsewhere(study.baseline),
             frames={"lorenz": mean_curves(results)},
         )
-    p, as_claimed, refuted, smallest = directional(excess, "higher", MARGIN)
+    evidence = directional(excess, "higher", MARGIN)
     top = means["top"].to_numpy()
     return Finding(
         effect=mean_estimate("share of the top tenth beyond the null's", excess, "share of Σ|c|·‖∇ log π‖"),
         n=len(means),
-        p_supported=p,
-        as_claimed=as_claimed,
-        p_refuted=refuted,
-        smallest_p=smallest,
+        evidence=evidence,
         conditions=(
             Condition(
                 "the top tenth of the tokens is shown to hold more than half",
@@ -167,10 +164,10 @@ def figure(study: Study, lines: Lines) -> Picture:
                 null: dict[str, Any] = {"color": line.color, "linewidth": 0.9, "linestyle": ":"}
                 axis.plot(largest["tokens"], largest["lorenz_null"], label="if norm = 1 − π", **null)
         for axis, scale in zip(axes, ("linear", "log"), strict=True):
-            axis.plot([0.01, 1], [0.01, 1], color=GREY, linewidth=0.8, label="all tokens equal")
+            axis.plot([0.01, 1], [0.01, 1], color=GRAY, linewidth=0.8, label="all tokens equal")
             label = "share of a step's tokens, largest first"
             axis.set(xscale=scale, ylim=(0, 1.02), xlabel=label, ylabel="share of Σ |c|·‖∇ ln π‖")
-        axes[0].plot([0, 0.01], [0, 0.01], color=GREY, linewidth=0.8)
+        axes[0].plot([0, 0.01], [0, 0.01], color=GRAY, linewidth=0.8)
         axes[1].set_xlim(0.01, 1)
         finish(figure, axes)
     caption = (

@@ -21,6 +21,7 @@ from sharpscope.analysis.claims.base import (
     Verdict,
     difference_estimate,
     directional,
+    every,
     paired_pictures,
     pairing_notes,
     present,
@@ -59,7 +60,7 @@ def _same_reward(first: Run, second: Run, a: pd.Series, b: pd.Series) -> tuple[i
 
 
 def _same_groups(first: Run, second: Run, a: pd.Series, b: pd.Series) -> tuple[int, int] | None:
-    """The probed steps at which each run had seen most nearly as many informative groups as the poorer run in all."""
+    """The probed steps at which each run's number of informative groups is closest to the smaller of the two totals."""
     totals = [informative_groups(run) for run in (first, second)]
     if totals[0] is None or totals[1] is None:
         return None
@@ -101,7 +102,7 @@ def _unmeasured(pairing: Pairing, frames: dict[str, pd.DataFrame]) -> tuple[str,
 
 
 def _matched(study: Study, pairing: Pairing) -> tuple[str, ...]:
-    """In how many pairs a match looks at other steps than the last one: with few probes it seldom can."""
+    """In how many pairs matching selects another step than the last; with few probes it rarely can."""
     notes = []
     for name, (matching, _) in MATCHED.items():
         other = total = 0
@@ -128,9 +129,9 @@ def test(study: Study) -> Finding:
     if empty:
         return Finding(missing=f"no pair has {' and '.join(empty)} sharpness of functional {FUNCTIONAL} at one step")
     evidence = {q: directional(frame["difference"].to_numpy(), "lower", MARGIN) for q, frame in frames.items()}
-    weaker = max(evidence, key=lambda q: (evidence[q][0], not evidence[q][1]))
-    if not all(e[1] for e in evidence.values()):
-        weaker = next(q for q in evidence if not evidence[q][1])
+    weaker = max(evidence, key=lambda q: (evidence[q].p_supported, not evidence[q].as_claimed))
+    if not all(e.as_claimed for e in evidence.values()):
+        weaker = next(q for q in evidence if not evidence[q].as_claimed)
     others, conditions = [], []
     for q, kind in MEASURES.items():
         for name, (matching, note) in MATCHED.items():
@@ -143,16 +144,13 @@ def test(study: Study) -> Finding:
     return Finding(
         effect=effect,
         n=min(len(frame) for frame in frames.values()),
-        p_supported=max(e[0] for e in evidence.values()),
-        as_claimed=all(e[1] for e in evidence.values()),
-        p_refuted=min(1.0, len(evidence) * min(e[2] for e in evidence.values())),
-        smallest_p=max(e[3] for e in evidence.values()),
+        evidence=every(evidence.values()),
         conditions=tuple(conditions),
         confounders=(
             PAIRED_BY_SEED,
             SAME_SETTINGS,
             Confounder(
-                "another ruler for each method", f"one functional, {FUNCTIONAL}, one probe set and one radius in a pair"
+                "different measurements", f"one functional, {FUNCTIONAL}, one probe set and one radius in a pair"
             ),
             Confounder("scale of the weights", "the adaptive measure, which rescaling leaves alone, must be lower too"),
             Confounder(

@@ -16,6 +16,7 @@ from sharpscope.analysis.claims.base import (
     Condition,
     Confounder,
     Estimate,
+    Evidence,
     Finding,
     Rule,
     Verdict,
@@ -27,7 +28,7 @@ from sharpscope.analysis.claims.base import (
 )
 from sharpscope.analysis.claims.measures import accuracy, evaluations, probe_rows, train_accuracy
 from sharpscope.analysis.figures.steps import draw_curve
-from sharpscope.analysis.figures.style import BLUE, GREY, VERMILLION, Picture, finish, panels, styled
+from sharpscope.analysis.figures.style import BLUE, GRAY, VERMILLION, Picture, finish, panels, styled
 from sharpscope.analysis.statistics import sign_flip_p, smallest_sign_flip_p
 from sharpscope.analysis.study import Study
 from sharpscope.traces import Run
@@ -91,7 +92,7 @@ def pac_bayes(run: Run, row: pd.Series) -> float | None:
     """PAC-Bayes-kl relaxed (McAllester, Maurer 2004) of the policy under Gaussian noise of expected norm rho.
 
     E failure ≤ train failure + mean rise + √((KL + ln(2√n/δ))/(2n)) with KL ≤ (Σ‖Δθ‖)²/(2σ²), σ = rho/√parameters, the
-    prior centred at the initial policy, n the training prompts. The path's length bounds the distance travelled.
+    prior centered at the initial policy, n the training prompts. The path's length bounds the distance traveled.
     """
     parameters, task = run.info.get("parameters"), run.config.get("task") or {}
     size, people = task.get("train_size"), task.get("people", 1)
@@ -131,10 +132,12 @@ def test(study: Study) -> Finding:
     return Finding(
         effect=mean_estimate("slack of the bound", slack, "failure, bound − held-out"),
         n=len(slack),
-        p_supported=sign_flip_p(slack),
-        as_claimed=bool(slack.mean() > 0),
-        p_refuted=min(1.0, 2 * min(sign_flip_p(slack, "less"), excess)),
-        smallest_p=smallest_sign_flip_p(len(slack)),
+        evidence=Evidence(
+            sign_flip_p(slack),
+            bool(slack.mean() > 0),
+            min(1.0, 2 * min(sign_flip_p(slack, "less"), excess)),
+            smallest_sign_flip_p(len(slack)),
+        ),
         conditions=(
             Condition("a radius made the bound hold on every calibration seed", found),
             Condition("the bound is below 1 on average", bool(bounds.mean() < 1)),
@@ -193,7 +196,7 @@ def test(study: Study) -> Finding:
 
 
 def _broken(row: pd.Series) -> bool:
-    """Whether held-out failure is above the bound beyond its own error: exact, one-sided, prompts as trials."""
+    """Whether held-out failure exceeds the bound by more than its sampling error (exact, one-sided, prompts as trials)."""
     failures = round(row["heldout"] * row["n"])
     limit = scipy.stats.beta.ppf(FRESH, failures, row["n"] - failures + 1) if failures else 0.0
     return bool(limit > row["bound"])
@@ -216,7 +219,7 @@ def bound_tightness(bound: pd.DataFrame) -> Figure:
     )
     curves = (
         ("heldout", "held-out failure", BLUE, "-"),
-        ("train", "training failure", GREY, "-"),
+        ("train", "training failure", GRAY, "-"),
         ("bound", "training failure + sharpness", VERMILLION, "-"),
         ("first_bound", "training failure + rho·‖∇L‖", VERMILLION, "--"),
     )
@@ -231,7 +234,7 @@ def bound_tightness(bound: pd.DataFrame) -> Figure:
             title=f"rho = {rho:g}, fixed on seeds that are not drawn",
         )
         draw_curve(axes[1], rows, "tightness", "", BLUE, "-")
-        axes[1].axhline(1, color=GREY, linewidth=0.8)
+        axes[1].axhline(1, color=GRAY, linewidth=0.8)
         axes[1].set(xlabel="step", ylabel="rho·‖∇L‖ / sharpness", title="1: first order is all of it")
         finish(figure, axes)
     return figure

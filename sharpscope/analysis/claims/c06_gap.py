@@ -1,4 +1,4 @@
-"""C6: sharpness predicts the generalisation gap, over a declared grid of settings and given the learning rate."""
+"""C6: sharpness predicts the generalization gap, over a declared grid of settings and given the learning rate."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from sharpscope.analysis.claims.base import (
     Condition,
     Confounder,
     Estimate,
+    Evidence,
     Finding,
     Rule,
     Verdict,
@@ -128,19 +129,18 @@ def test(study: Study) -> Finding:
         whole = granulated(frame, "asam", varied, [])
         if whole is not None:
             others.append(
-                _estimate("Ψ with the learning rate as an axis", whole, "what the learning rate makes is in it")
+                _estimate("Ψ with the learning rate as an axis", whole, "includes what the learning rate causes")
             )
     raw = kendall(frame["asam"].to_numpy(), frame["gap"].to_numpy())
     others.append(
-        Estimate("plain Kendall τ over all runs", raw, "Kendall τ", n=len(frame), note="any common cause is in it")
+        Estimate("plain Kendall τ over all runs", raw, "Kendall τ", n=len(frame), note="includes any common cause")
     )
     return Finding(
         effect=_estimate("Ψ of adaptive sharpness and gap", main, ""),
         n=len(frame),
-        p_supported=main.p_value,
-        as_claimed=main.value > 0,
-        p_refuted=sign_flip_p(main.strata, "less", shift=MARGIN),
-        smallest_p=main.smallest_p,
+        evidence=Evidence(
+            main.p_value, main.value > 0, sign_flip_p(main.strata, "less", shift=MARGIN), main.smallest_p
+        ),
         conditions=tuple(Condition(f"τ over {a} alone is not negative", v >= 0) for a, v in main.axes.items()),
         confounders=(
             Confounder("learning rate", "held fixed: runs are compared, and permuted, within one learning rate"),
@@ -165,7 +165,7 @@ def _estimate(name: str, found: Granulated, note: str) -> Estimate:
 
 
 def gap_against_sharpness(grid: pd.DataFrame, quantity: str = "asam") -> Figure:
-    """Generalisation gap against sharpness; colour: learning rate, marker: group size, hollow: with more than the least
+    """Generalization gap against sharpness; color: learning rate, marker: group size, hollow: with more than the least
     decay, line: same grid but for decay (C6).
 
     `grid`: gap, the sharpness `quantity`, method, seed, and the grid's settings.
@@ -213,7 +213,7 @@ def draw(verdict: Verdict, study: Study) -> Iterator[Picture]:
 
 CLAIM = Claim(
     NAME,
-    "sharpness predicts the generalisation gap",
+    "sharpness predicts the generalization gap",
     "flat minima; tested after arXiv 1912.02178",
     "exploratory",
     Rule(

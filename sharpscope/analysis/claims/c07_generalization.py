@@ -1,4 +1,4 @@
-"""C7: the treatment generalises better: held-out accuracy, paired by seed, on a training set that repeats."""
+"""C7: the treatment generalizes better: held-out accuracy, paired by seed, on a training set that repeats."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test(study: Study) -> Finding:
             missing=f"training went {min(rounds):.2g} times through its set: without repeats there can be no gap"
         )
     away, gaps = at_last_step(study, pairing, unseen), at_last_step(study, pairing, gap)
-    p, as_claimed, refuted, smallest = directional(frame["difference"].to_numpy(), "higher", MARGIN)
+    evidence = directional(frame["difference"].to_numpy(), "higher", MARGIN)
     conditions = []
     if len(away):
         worse = away["difference"].mean() < 0 and sign_flip_p(away["difference"].to_numpy(), "less") <= 0.05
@@ -87,25 +87,20 @@ def test(study: Study) -> Finding:
     return Finding(
         effect=difference_estimate("difference of held-out accuracy", frame, UNIT),
         n=len(frame),
-        p_supported=p,
-        as_claimed=as_claimed,
-        p_refuted=refuted,
-        smallest_p=smallest,
+        evidence=evidence,
         conditions=tuple(conditions),
         confounders=(
             PAIRED_BY_SEED,
             SAME_SETTINGS,
             Confounder(
-                "no room for a gap", "the training set is finite and repeats; otherwise the claim is untestable"
+                "no generalization gap", "the training set is finite and repeats; otherwise the claim is untestable"
             ),
             Confounder(
                 "one set of puzzles",
                 "not handled where all seeds share training and held-out puzzles: the interval is over runs, not over puzzles",
             ),
-            Confounder("learning faster", "training accuracy and the gap are reported beside held-out accuracy"),
-            Confounder(
-                "luck of the draw in sampling", "all runs are evaluated on the same prompts with the same draws"
-            ),
+            Confounder("faster learning", "training accuracy and the gap are reported beside held-out accuracy"),
+            Confounder("sampling noise", "all runs are evaluated on the same prompts with the same draws"),
             FINISHED_ONLY,
         ),
         others=present(
@@ -133,7 +128,7 @@ def draw(verdict: Verdict, study: Study) -> Iterator[Picture]:
 
 CLAIM = Claim(
     NAME,
-    "GRPO-SG generalises better",
+    "GRPO-SG generalizes better",
     "arXiv 2511.00066 (K&K, Qwen2.5-3B: 0.39 → 0.63)",
     "primary",
     Rule(

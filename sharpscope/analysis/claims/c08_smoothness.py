@@ -80,7 +80,7 @@ def _spikes(first: Run, second: Run) -> tuple[float, float] | None:
 
 
 def _noise_share(run: Run) -> float | None:
-    """1 − (unbiased ‖∇J‖²)/(‖g‖² of the same draws), over the steps where both are known: what of that norm is noise."""
+    """1 − (unbiased ‖∇J‖²)/(‖g‖² of the same draws), over the steps that have both: the share of the squared norm that is noise."""
     unbiased, naive = (
         probe_rows(run, quantity, "surrogate").groupby("step")["value"].mean() for quantity in (UNBIASED, NAIVE)
     )
@@ -110,20 +110,19 @@ def test(study: Study) -> Finding:
     if not len(frame):
         return Finding(missing=f"no pair has {FEWEST} steps with a gradient norm")
     spikes, noise = study.differences(pairing, _spikes), study.differences(pairing, _noise)
-    p, as_claimed, refuted, smallest = directional(frame["difference"].to_numpy(), "lower", MARGIN)
+    evidence = directional(frame["difference"].to_numpy(), "lower", MARGIN)
     more = spikes["difference"].mean() > 0 and sign_flip_p(spikes["difference"].to_numpy(), "greater") <= 0.05
     return Finding(
         effect=difference_estimate("difference of roughness", frame, "relative difference, treatment − baseline"),
         n=len(frame),
-        p_supported=p,
-        as_claimed=as_claimed,
-        p_refuted=refuted,
-        smallest_p=smallest,
+        evidence=evidence,
         conditions=(Condition("spikes are not shown to be more frequent", not more),),
         confounders=(
             PAIRED_BY_SEED,
             SAME_SETTINGS,
-            Confounder("scale", "weights of mean above 1 scale the norm; differences of logarithms do not see scale"),
+            Confounder(
+                "scale", "weights of mean above 1 scale the norm; differences of logarithms do not depend on scale"
+            ),
             Confounder(
                 "noise of the batch",
                 "not handled: the norm is a batch's. Where two-batch ‖∇J‖² was recorded, its noise share on the probe set is beside it",

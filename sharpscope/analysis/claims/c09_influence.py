@@ -81,15 +81,12 @@ def test(study: Study) -> Finding:
     frame = pd.DataFrame([{"seed": r.seed, "step": r.step, **{k: r.values[k] for k in _SCALARS}} for r in results])
     means = frame.groupby(["seed", "step"], as_index=False).mean()
     low, rest = means["low"].to_numpy(), means["rest"].to_numpy()
-    p, as_claimed, refuted, smallest = directional(low, "lower", MARGIN)
+    evidence = directional(low, "lower", MARGIN)
     cells = cells_frame(results)
     return Finding(
         effect=mean_estimate("mean influence of the lowest tenth by probability", low, UNIT),
         n=len(means),
-        p_supported=p,
-        as_claimed=as_claimed,
-        p_refuted=refuted,
-        smallest_p=smallest,
+        evidence=evidence,
         conditions=(
             Condition(
                 "the lowest tenth is shown to do worse than the other tokens", sign_flip_p(low - rest, "less") <= 0.05

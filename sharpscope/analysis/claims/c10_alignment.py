@@ -22,6 +22,7 @@ from sharpscope.analysis.claims.base import (
     Verdict,
     difference_estimate,
     directional,
+    every,
     picture,
     present,
     rows_of,
@@ -29,7 +30,7 @@ from sharpscope.analysis.claims.base import (
 )
 from sharpscope.analysis.claims.c07_generalization import at_last_step, held_out
 from sharpscope.analysis.claims.measures import last_step
-from sharpscope.analysis.figures.style import BLUE, GREY, Picture, finish, half_widths, panels, plain, styled
+from sharpscope.analysis.figures.style import BLUE, GRAY, Picture, finish, half_widths, panels, plain, styled
 from sharpscope.analysis.statistics import band, contrast_interval
 from sharpscope.analysis.study import GRID, Pair, Pairing, Study, grid_settings, most_common
 from sharpscope.config.token_weights import PAPER_SIGMOID
@@ -39,9 +40,9 @@ _CONSTANT = re.compile(r"weight\.(?:of\.)?(\w+)=(-?[0-9.]+(?:e-?[0-9]+)?)")
 MARGIN = 0.02
 MINIMUM = 7  # seeds of every rival
 CONTROLS = {
-    "shuffled": "the same weights, their alignment with probability destroyed",
+    "shuffled": "the same weights, without their alignment with probability",
     "constant": "the same mean weight on every token",
-    "reverse": "the weights turned round",
+    "reverse": "the weights reversed",
     "entropy": "weights that follow the position's entropy instead",
 }
 
@@ -93,18 +94,15 @@ def test(study: Study) -> Finding:
             missing=f"no run of {', '.join(lacking)} that pairs with one of {study.treatment}", others=others
         )
     evidence = {name: directional(frame["difference"].to_numpy(), "higher", MARGIN) for name, frame in rivals.items()}
-    # the rival that the treatment is furthest from beating: by direction first, then by p
-    strongest = max(evidence, key=lambda name: (not evidence[name][1], evidence[name][0]))
+    # the rival that the treatment is least shown to beat: by direction first, then by p
+    strongest = max(evidence, key=lambda name: (not evidence[name].as_claimed, evidence[name].p_supported))
     swept = [name for name in rivals if name not in controls]
     first = study.pairing(baseline=controls[0])
     names = {name for rival in controls for name in study.pairing(baseline=rival).names}
     return Finding(
         effect=difference_estimate(f"difference of held-out accuracy against {strongest}", compared[strongest], UNIT),
         n=min(len(frame) for frame in rivals.values()),
-        p_supported=max(e[0] for e in evidence.values()),
-        as_claimed=all(e[1] for e in evidence.values()),
-        p_refuted=min(1.0, len(evidence) * min(e[2] for e in evidence.values())),
-        smallest_p=max(e[3] for e in evidence.values()),
+        evidence=every(evidence.values()),
         conditions=(Condition(f"{study.baseline} was run at other learning rates too", bool(swept)),),
         confounders=(
             Confounder(
@@ -113,7 +111,7 @@ def test(study: Study) -> Finding:
             Confounder("spread of the weights", "the same weights shuffled over the tokens of each completion"),
             Confounder("entropy in place of probability", "weights that follow entropy"),
             Confounder(
-                "best of many rivals", "every rival must be beaten: the largest p counts, so none is chosen by luck"
+                "best of many rivals", "every rival must be beaten: the largest p counts, so none is selected by chance"
             ),
             PAIRED_BY_SEED,
             SAME_SETTINGS,
@@ -139,11 +137,10 @@ def test(study: Study) -> Finding:
 def _rivals(
     compared: dict[str, pd.DataFrame], controls: list[str]
 ) -> tuple[dict[str, pd.DataFrame], dict[str, pd.DataFrame]]:
-    """Which comparisons the rule is about, and which are only shown.
+    """Comparisons that the rule uses, and comparisons that are only shown.
 
-    A learning rate with fewer than MINIMUM seeds (of a grid that was made for something else, say) could neither be beaten
-    nor beat anything; it is set aside where another one has enough. Where none has, all stay, and their number of seeds
-    decides.
+    A learning rate with fewer than MINIMUM seeds (from a grid made for another purpose, say) cannot be tested; it is set
+    aside if another one has enough seeds. If none has, all are used, and their number of seeds decides.
     """
     swept = [name for name in compared if name not in controls]
     enough = [name for name in swept if len(compared[name]) >= MINIMUM]
@@ -162,10 +159,10 @@ def shaping_ablation(comparisons: pd.DataFrame) -> Figure:
     with styled():
         names = list(dict.fromkeys(comparisons["rival"]))
         figure, axes = panels(1, width=5.4, height=0.6 + 0.32 * len(names))
-        axes[0].axvline(0, color=GREY, linewidth=0.8)
+        axes[0].axvline(0, color=GRAY, linewidth=0.8)
         for place, name in enumerate(names):
             values = comparisons.loc[comparisons["rival"] == name, "difference"].to_numpy(dtype=float)
-            axes[0].plot(values, np.full(len(values), place), "|", color=GREY, markersize=7)
+            axes[0].plot(values, np.full(len(values), place), "|", color=GRAY, markersize=7)
             interval = contrast_interval(values)
             if interval is not None:
                 axes[0].plot([interval.low, interval.high], [place, place], color=BLUE, linewidth=2)
@@ -190,7 +187,7 @@ def constants_sensitivity(values: pd.DataFrame) -> Figure:
             points = band(rows, ["setting"], "accuracy")
             axis.errorbar(points["setting"], points["mean"], yerr=half_widths(points), fmt="o-", color=BLUE, capsize=2)
             for own in rows.loc[rows["default"], "setting"].unique():
-                axis.axvline(own, color=GREY, linewidth=0.8, linestyle="--")
+                axis.axvline(own, color=GRAY, linewidth=0.8, linestyle="--")
             axis.set(xlabel=plain(name), ylabel="held-out accuracy [share]")
         finish(figure, axes)
     return figure

@@ -1,4 +1,4 @@
-"""C12: polarity predicts the change of entropy, and covariance-aware weights stabilise it."""
+"""C12: polarity predicts the change of entropy, and covariance-aware weights stabilize it."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from sharpscope.analysis.claims.base import (
     Verdict,
     difference_estimate,
     directional,
+    every,
     mean_estimate,
     picture,
     present,
@@ -26,7 +27,7 @@ from sharpscope.analysis.claims.base import (
     unfinished,
 )
 from sharpscope.analysis.claims.measures import relative_difference
-from sharpscope.analysis.figures.style import GREY, Lines, Picture, finish, lines, panels, plain, styled
+from sharpscope.analysis.figures.style import GRAY, Lines, Picture, finish, lines, panels, plain, styled
 from sharpscope.analysis.study import Study
 from sharpscope.analysis.tokens import Columns, Reducer
 from sharpscope.traces import Run
@@ -57,7 +58,7 @@ def prediction_frame(study: Study) -> pd.DataFrame:
 
     The entropy of step s itself is left out of the measured change: it comes from the tokens that the prediction
     is made
-    of, whose luck would tie the two together.
+    of, whose sampling noise would correlate the two.
     """
     rows = []
     for result in study.results(NAME, study.alike(study.baseline, study.treatment)):
@@ -73,7 +74,7 @@ def prediction_frame(study: Study) -> pd.DataFrame:
 
 
 def partial_correlation(predicted: np.ndarray, measured: np.ndarray, step: np.ndarray) -> float | None:
-    """Correlation of what a parabola in the step leaves of both (T,): trends shared by luck do not count."""
+    """Correlation of predicted and measured change (T,) after removing a parabola in the step from both."""
     if len(step) < FEWEST:
         return None
     design = np.vander((step - step.mean()) / (np.ptp(step) or 1.0), 3)
@@ -113,28 +114,23 @@ def test(study: Study) -> Finding:
     ]
     if not found:
         return Finding(
-            missing=f"no run has polarity, loss_coef and entropy in {FEWEST} steps with a neighbour on each side"
+            missing=f"no run has polarity, loss_coef and entropy in {FEWEST} steps with a neighbor on each side"
         )
     by_seed = pd.DataFrame(found, columns=["seed", "r"]).groupby("seed")["r"].mean().to_numpy()
-    p, as_claimed, refuted, smallest = directional(by_seed, "higher", MARGIN)
+    evidence = directional(by_seed, "higher", MARGIN)
     drifts, own = drift_frame(study), drift_frame(study, study.treatment)
-    against = [refuted]
     tested = len(drifts) > 0
     if tested:
         stable = directional(drifts["difference"].to_numpy(), "lower", DRIFT_MARGIN)
-        p, as_claimed, smallest = max(p, stable[0]), as_claimed and stable[1], max(smallest, stable[3])
-        against.append(stable[2])
+        evidence = every((evidence, stable))
     return Finding(
         effect=mean_estimate("partial correlation of predicted and measured change", by_seed, "correlation"),
         n=min(len(by_seed), len(drifts)) if tested else len(by_seed),
-        p_supported=p,
-        as_claimed=as_claimed,
-        p_refuted=min(1.0, len(against) * min(against)),
-        smallest_p=smallest,
+        evidence=evidence,
         conditions=(Condition(f"entropy's drift under {STABLE} could be compared with {study.baseline}'s", tested),),
         confounders=(
             Confounder("the same tokens on both sides", "the change is measured around the step, from other rollouts"),
-            Confounder("trends", "a parabola in the step is taken out of both"),
+            Confounder("trends", "a parabola in the step is removed from both"),
             Confounder("learning rate", "the prediction is multiplied by the step's own"),
             Confounder(
                 "AdamW, shared parameters", "the prediction is first order in each token's logits alone: a bound on it"
@@ -150,9 +146,7 @@ def test(study: Study) -> Finding:
             ),
         ),
         rows=rows_of(frame["run"].unique(), "tokens", COLUMNS, "all recorded steps")
-        + rows_of(
-            frame["run"].unique(), "steps", ("step", "entropy_mean", "lr"), "recorded steps and their neighbours"
-        ),
+        + rows_of(frame["run"].unique(), "steps", ("step", "entropy_mean", "lr"), "recorded steps and their neighbors"),
         notes=(
             f"{len(frame)} steps of {frame['run'].nunique()} runs",
             *(() if tested else (f"no pair of {STABLE}: that half cannot be tested",)),
@@ -169,8 +163,8 @@ def entropy_prediction(prediction: pd.DataFrame, lines: Lines) -> Figure:
     """
     with styled():
         figure, axes = panels(1, width=4.2, height=3.4)
-        axes[0].axhline(0, color=GREY, linewidth=0.8)
-        axes[0].axvline(0, color=GREY, linewidth=0.8)
+        axes[0].axhline(0, color=GRAY, linewidth=0.8)
+        axes[0].axvline(0, color=GRAY, linewidth=0.8)
         for method, rows in prediction.groupby("method"):
             spread = rows.groupby("run")[["predicted", "measured"]].transform("std").replace(0.0, np.nan)
             scaled = (rows[["predicted", "measured"]] / spread).dropna()
@@ -203,7 +197,7 @@ def draw(verdict: Verdict, study: Study) -> Iterator[Picture]:
 
 CLAIM = Claim(
     NAME,
-    "polarity predicts entropy's change, and covariance-aware weights stabilise it",
+    "polarity predicts entropy's change, and covariance-aware weights stabilize it",
     "arXiv 2605.11775 (polarity) and 2605.11538 (covariance)",
     "exploratory",
     Rule(

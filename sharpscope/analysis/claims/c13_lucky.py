@@ -97,15 +97,12 @@ def test(study: Study) -> Finding:
     lucky, sure = compared(shares, pairing, "lucky"), compared(shares, pairing, "confident")
     if not len(lucky):
         return Finding(missing="no pair has score_norm_local at one step")
-    p, as_claimed, refuted, smallest = directional(lucky["difference"].to_numpy(), "lower", MARGIN)
+    evidence = directional(lucky["difference"].to_numpy(), "lower", MARGIN)
     kept = sign_flip_p(sure["difference"].to_numpy(), "greater", shift=-MARGIN) <= 0.05
     return Finding(
         effect=difference_estimate("difference of the lucky tokens' gradient share", lucky, UNIT),
         n=len(lucky),
-        p_supported=p,
-        as_claimed=as_claimed,
-        p_refuted=refuted,
-        smallest_p=smallest,
+        evidence=evidence,
         conditions=(Condition(f"confident tokens are shown to lose less than {MARGIN:.0%} of their share", kept),),
         confounders=(
             Confounder(

@@ -20,7 +20,7 @@ TEMPERATURE = 1.0
 SMOOTHING = 10
 """Steps over which a reward or a training accuracy is averaged [steps]."""
 FUNCTIONAL = "nll"
-"""The functional whose sharpness methods are compared by: the same ruler for all of them and for ever."""
+"""The functional whose sharpness is compared between methods."""
 MEASURES = {"sam": "plain", "asam": "adaptive"}
 """Sharpness measures: quantity in the probes table → what it is."""
 
@@ -30,7 +30,7 @@ _MEMORY: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDiction
 
 
 def per_run(function: Callable[..., Value]) -> Callable[..., Value]:
-    """Remember what a function of (run, …) gave, as long as the run lives: a run's frames are read once, too."""
+    """Cache the results of a function of (run, …) for the lifetime of the run."""
 
     @functools.wraps(function)
     def remembering(run: Run, *arguments: Any) -> Value:
@@ -46,9 +46,9 @@ def per_run(function: Callable[..., Value]) -> Callable[..., Value]:
 
 @per_run
 def evaluations(run: Run, split: str) -> dict[int, tuple[float, int]]:
-    """Step → (accuracy, prompts) of one split at the temperature compared, levels pooled by their prompts.
+    """Step → (accuracy, prompts) of one split at the temperature compared, levels weighted by their prompts.
 
-    Rows of level `all` count only where there are no others.
+    Rows of level `all` count only if there are no others.
     """
     rows = run.eval[["split", "step", "level", "n", "accuracy", "temperature"]].to_dict("list")
     found = [
@@ -83,7 +83,7 @@ def train_accuracy(run: Run, step: int) -> tuple[float, int] | None:
     """Accuracy on training prompts at `step`, and the number of completions behind it.
 
     From the split `train` where it was evaluated at that step; otherwise from the training rollouts of the SMOOTHING
-    steps up to it, which the policy drew while it changed.
+    steps up to it, drawn while the policy changed.
     """
     evaluated = accuracy(run, "train", step)
     if evaluated is not None:
@@ -98,13 +98,13 @@ def train_accuracy(run: Run, step: int) -> tuple[float, int] | None:
 
 
 def gap(run: Run, step: int) -> float | None:
-    """Generalisation gap at `step`: training accuracy − held-out accuracy, both at the temperature compared."""
+    """Generalization gap at `step`: training accuracy − held-out accuracy, both at the temperature compared."""
     inside, outside = train_accuracy(run, step), accuracy(run, "heldout", step)
     return None if inside is None or outside is None else inside[0] - outside[0]
 
 
 def repeats(run: Run) -> float | None:
-    """How often training went through its finite set; None where the configuration does not tell."""
+    """Number of passes through the finite training set; None if the configuration does not tell."""
     config = run.config
     per_step = config.get("rollout", {}).get("prompts_per_step")
     task = config.get("task", {})
@@ -157,7 +157,7 @@ def sharpness_curve(
 def shared_curves(runs: Sequence[Run], quantity: str, functional: str = FUNCTIONAL) -> list[pd.Series] | None:
     """`sharpness_curve` of each run at one radius, the middle one of those that all have, on one probe set.
 
-    None where a run has no value, where no radius is everyone's, or where the probe sets differ: these are different rulers.
+    None where a run has no value, where no radius is everyone's, or where the probe sets differ: these values are not comparable.
     """
     found = [probe_rows(run, quantity, functional) for run in runs]
     if any(not len(rows) for rows in found) or len({frozenset(rows["probe_set"]) for rows in found}) > 1:
@@ -182,7 +182,7 @@ def smooth_reward(run: Run) -> pd.Series:
 
 @per_run
 def informative_groups(run: Run) -> pd.Series | None:
-    """Step → number of groups whose rewards differed, up to and with it; None where the batch size is not known."""
+    """Step → number of groups whose rewards differed, up to and with it; None if the batch size is not known."""
     per_step = run.config.get("rollout", {}).get("prompts_per_step")
     if per_step is None:
         return None

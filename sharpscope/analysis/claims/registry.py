@@ -141,6 +141,6 @@ def _corrected(findings: dict[str, Finding]) -> dict[str, tuple[float | None, fl
         whole = holm({name: 1.0 if value is None else value for name, value in values.items()})
         return {name: None if values[name] is None else whole[name] for name in values}
 
-    supported = adjusted({name: None if f.missing else f.p_supported for name, f in findings.items()})
-    refuted = adjusted({name: None if f.missing else f.p_refuted for name, f in findings.items()})
+    supported = adjusted({name: None if f.missing else f.evidence.p_supported for name, f in findings.items()})
+    refuted = adjusted({name: None if f.missing else f.evidence.p_refuted for name, f in findings.items()})
     return {name: (supported[name], refuted[name]) for name in findings}

@@ -27,7 +27,7 @@ def claims_json(verdicts: Sequence[Verdict]) -> str:
 
 
 def claims_markdown(verdicts: Sequence[Verdict]) -> str:
-    """The verdicts for a reader: one table, then each claim with rule, numbers, confounders and what was read."""
+    """The verdicts as Markdown: one table, then each claim with rule, numbers, confounders and what was read."""
     pair = verdicts[0].methods if verdicts else ("", "")
     lines = ["# Claims", "", LIMITS, ""]
     lines += [f"Treatment `{_plain(pair[1])}`, baseline `{_plain(pair[0])}`.", ""] if verdicts else []
@@ -100,5 +100,5 @@ def _number(value: float | None) -> str:
 
 
 def _plain(text: str) -> str:
-    """Text on one line, without what Markdown tables, HTML or code marks would read as their own."""
+    """Text on one line, escaped for Markdown tables, HTML and code."""
     return " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;").replace("|", "\\|").replace("`", "'")

@@ -11,12 +11,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from sharpscope.analysis.figures.style import GREY, Lines, finish, panels, plain, styled
+from sharpscope.analysis.figures.style import GRAY, Lines, finish, panels, plain, styled
 from sharpscope.analysis.frames import natural
 from sharpscope.analysis.statistics import FEWEST, band, mean_interval
 
 CROWDED = 3
-"""Settings from which on curves of single steps would hide one another."""
+"""With more settings than this, curves of single steps would hide one another."""
 POINTS = 40
 """Points of a curve in a crowded figure, at most."""
 
@@ -76,8 +76,7 @@ def draw_curve(axis: Axes, rows: pd.DataFrame, column: str, label: str, color: s
 def regular_steps(rows: pd.DataFrame, column: str) -> pd.DataFrame:
     """step, seed and their mean, of the steps that more than half of the seeds have.
 
-    A spike's step is recorded out of turn in the one run that has the spike: no mean over seeds, and what made it stand out
-    would stand out in the curve.
+    Other steps are recorded only in runs with a spike there, which are no fair sample of the seeds.
     """
     means = rows.groupby(["step", "seed"])[[column]].mean().dropna().reset_index()
     return means[2 * means.groupby("step")["seed"].transform("size") > means["seed"].nunique()]
@@ -86,8 +85,7 @@ def regular_steps(rows: pd.DataFrame, column: str) -> pd.DataFrame:
 def trajectories(values: pd.DataFrame, lines: Lines, quantities: Sequence[str], *, log: bool = False) -> Figure:
     """A panel for each of `quantities` (columns of `steps`) that the frame has, by step.
 
-    Of more than CROWDED settings each point is a mean over some steps, so that POINTS are left, and the axis says so: curves of
-    single steps would hide one another.
+    With more than CROWDED settings each point is a mean over several steps, so that POINTS are left; the axis says so.
 
     `log`: logarithmic axis, geometric mean over seeds (and steps); values that are not positive leave a gap.
     """
@@ -203,7 +201,7 @@ def every_setting(values: pd.DataFrame, lines: Lines) -> Figure:
                 label="mean over seeds, 95 % t-interval" if named else None,
             )  # fmt: skip
         middle = float(values.loc[values["setting"] == against, "value"].mean())
-        axis.axvline(middle, color=GREY, linestyle=":", linewidth=1, label=f"mean of {plain(against)}")
+        axis.axvline(middle, color=GRAY, linestyle=":", linewidth=1, label=f"mean of {plain(against)}")
         axis.set_yticks(places, texts)
         axis.set(xlabel="held-out accuracy at the last evaluation\n[share of completions]", ylabel="")
         axis.grid(axis="y", visible=False)

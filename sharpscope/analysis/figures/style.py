@@ -1,4 +1,4 @@
-"""One look for every figure: colours that colour-blind readers tell apart, one fixed line for each method."""
+"""One look for every figure: colors that color-blind readers can tell apart, one fixed line for each method."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, BLACK = (
 COLORS = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, BLACK)
 DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1, 2)), (0, (3, 1, 1, 1, 1, 1)))
 MARKERS = ("o", "s", "^", "D", "v")
-GREY = "#777777"
+GRAY = "#777777"
 
-# method -> (colour, dash): families share a colour
+# method -> (color, dash): families share a color
 _FIXED = {
     "grpo": (0, 0), "grpo-sg": (1, 0), "tr-grpo": (4, 0), "ar": (2, 0), "lopti": (2, 1), "ar-lopti": (2, 2),
     "cov-grpo": (3, 0), "clip-cov": (3, 1), "kl-cov": (3, 2), "gspo": (5, 0), "holder": (5, 1), "dapo": (6, 0),
@@ -71,7 +71,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Line:
-    """How one setting is drawn: colour, dash pattern, marker."""
+    """How one setting is drawn: color, dash pattern, marker."""
 
     color: str
     dash: Any
@@ -87,7 +87,7 @@ Lines = Mapping[str, Line]
 
 
 def lines(labels: Iterable[str]) -> dict[str, Line]:
-    """One line a label, the same in every figure of a study: the method's own where it has one, else the next free.
+    """One line per label, the same in every figure of a study: the method's own if it has one, else the next free one.
 
     A label is a method's name, or begins with it (`grpo-sg weight.tau=4`, `grpo-sg-shuffled`).
     """
@@ -142,7 +142,7 @@ def half_widths(points: pd.DataFrame) -> np.ndarray:
 
 
 def plain(text: object, limit: int = 60) -> str:
-    """The same as a figure's label: no mathematics, and shown in legends whatever it begins with."""
+    """Text as a figure's label: no math mode, and shown in legends also if it begins with an underscore."""
     clean = printable(text, limit)
     return ("\u200b" + clean if clean.startswith("_") else clean).replace("$", r"\$")
 

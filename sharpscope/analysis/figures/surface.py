@@ -9,7 +9,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from sharpscope.analysis.figures.steps import draw_bands
-from sharpscope.analysis.figures.style import GREY, Lines, finish, panels, plain, styled
+from sharpscope.analysis.figures.style import GRAY, Lines, finish, panels, plain, styled
 from sharpscope.analysis.statistics import band
 
 PLACE = ["quantity", "functional", "probe_set"]
@@ -27,7 +27,7 @@ CURVATURE = {
 DIRECTIONS = {
     "gradient": "along the gradient",
     "eigenvector": "along the top eigenvector",
-    "random": "random, filter-normalised",
+    "random": "random, filter-normalized",
 }
 
 
@@ -37,7 +37,7 @@ def places(values: pd.DataFrame) -> list[tuple[str, str, str]]:
 
 
 def split_of(probe_set: str) -> str:
-    """`train` of `task-hash/train@policy`; the whole name where it names no split."""
+    """`train` of `task-hash/train@policy`; the whole name if it names no split."""
     return probe_set.rpartition("@")[0].rpartition("/")[2] or probe_set
 
 
@@ -122,7 +122,7 @@ def spectrum(nodes: pd.DataFrame, lines: Lines) -> Figure:
                 ]
                 axis.plot(grid, np.mean(curves, axis=0), label=plain(label), **lines[label].plot)
                 highest = max(highest, float(np.max(curves)))
-            axis.axvline(0, color=GREY, linewidth=0.8)
+            axis.axvline(0, color=GRAY, linewidth=0.8)
             axis.set(
                 yscale="log",
                 ylim=(1e-5 / width, 2 * highest),
@@ -159,7 +159,7 @@ def slices(values: pd.DataFrame, lines: Lines) -> Figure:
                     axis.fill_between(
                         distance, rows["low"], rows["high"], color=lines[str(label)].color, alpha=0.16, linewidth=0
                     )
-            axis.axvline(0, color=GREY, linewidth=0.8)
+            axis.axvline(0, color=GRAY, linewidth=0.8)
             if functional == "expected_failure" and here["value"].abs().max() > 1:
                 axis.set_ylim(-1.05, 1.05)  # a failure rate moves by 1 at most; beyond, a few importance weights speak
             axis.set(

@@ -10,7 +10,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from sharpscope.analysis.figures.style import BLACK, BLUE, GREY, Line, Lines, finish, half_widths, panels, plain, styled
+from sharpscope.analysis.figures.style import BLACK, BLUE, GRAY, Line, Lines, finish, half_widths, panels, plain, styled
 from sharpscope.analysis.statistics import band
 from sharpscope.analysis.tokens import complement
 from sharpscope.analysis.weight_curve import INPUTS, weight_at, weight_input, weight_inputs
@@ -24,8 +24,8 @@ SMALLEST = 1e-8  # where 1 − π is 0 in float32, it is drawn here
 def weights(
     samples: Samples, shapings: Mapping[str, Mapping[str, Any]], lines: Lines, carried: pd.DataFrame | None = None
 ) -> Figure:
-    """Token weights: the function of its own input (a panel for each kind of input), what was observed against π, and where
-    along π the gradient is that they multiply.
+    """Token weights: as functions of their input (a panel per kind of input), as observed against π, and where along π the
+    gradient is.
 
     `samples`: setting -> tokens with logp, logit, entropy, weight. `shapings`: setting -> resolved shaping. `carried`: tokens with
     logp, loss_coef, weight and score_norm_local, of all settings together; None leaves the last panel out.
@@ -39,7 +39,7 @@ def weights(
             for label, shaping in shapings.items():
                 if weight_input(shaping) == name:
                     _function(axis, samples[label], shaping, lines[label], label)
-            axis.set(xlabel=INPUTS[name], ylabel="weight w", title="function; grey: 10 to 90 % of the tokens")
+            axis.set(xlabel=INPUTS[name], ylabel="weight w", title="function; gray: 10 to 90 % of the tokens")
         for label, tokens in samples.items():
             rest = np.maximum(complement(tokens["logp"].to_numpy()), SMALLEST)
             draw_quantiles(axes[-1], rest, tokens["weight"].to_numpy(dtype=float), lines[label], label)
@@ -58,7 +58,7 @@ def _carried(axis: Axes, tokens: pd.DataFrame) -> None:
     order = np.argsort(-rest, kind="stable")
     for values, label, color, dash in (
         (carried, "gradient carried without weights", BLACK, "-"),
-        (np.ones(len(rest)), "tokens", GREY, "--"),
+        (np.ones(len(rest)), "tokens", GRAY, "--"),
     ):
         share = np.cumsum(values[order]) / values.sum()
         axis.plot(rest[order], share, color=color, linestyle=dash, label=label)
@@ -71,7 +71,7 @@ def _function(axis: Axes, tokens: pd.DataFrame, shaping: Mapping[str, Any], line
     grid = np.linspace(u.min(), u.max(), 300)
     weight = weight_at(shaping, grid)
     if weight is not None:
-        axis.axvspan(*np.quantile(u, [0.1, 0.9]), color=GREY, alpha=0.08, linewidth=0)
+        axis.axvspan(*np.quantile(u, [0.1, 0.9]), color=GRAY, alpha=0.08, linewidth=0)
         axis.plot(grid, weight, label=plain(label), **line.plot)
 
 
@@ -107,7 +107,7 @@ def score_norms(samples: Samples, lines: Lines, exact: np.ndarray | None = None)
             axes[-1].plot(x, y, ".", color=BLUE, markersize=1.5, alpha=0.2, rasterized=True, label="token, exact norm")
             if len(x):
                 ends = np.array([x.min(), x.max()])
-                axes[-1].plot(ends, np.median(y / x) * ends, ":", color=GREY, label="∝ (1 − π)")
+                axes[-1].plot(ends, np.median(y / x) * ends, ":", color=GRAY, label="∝ (1 − π)")
             axes[-1].set(ylabel="‖∇ ln π‖, exact [L2, parameters]", title="tokens of all settings")
         for axis in axes:
             axis.set(xscale="log", yscale="log", xlabel=REST)
@@ -131,7 +131,7 @@ def draw_deciles(content: Mapping[str, pd.DataFrame], lines: Lines, axis_label: 
                     rows["decile"] + shift, rows["mean"], yerr=half_widths(rows), fmt=lines[label].marker,
                     color=lines[label].color, capsize=2, linewidth=1, label=plain(label),
                 )  # fmt: skip
-            axis.axhline(0, color=GREY, linewidth=0.8)
+            axis.axhline(0, color=GRAY, linewidth=0.8)
             axis.set(xlabel="decile of π, 1 = least likely", ylabel=axis_label, title=title, xticks=range(1, 11))
         finish(figure, axes)
     return figure

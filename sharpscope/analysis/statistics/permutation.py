@@ -28,9 +28,9 @@ def sign_flip_p(
     """p-value of "the values are symmetric about `shift`" against a mean above, below or beside it.
 
     Args:
-        values: (n,) one number a cluster, n ≥ 1, finite.
+        values: (n,) one number per cluster, n ≥ 1, finite.
         alternative: `greater`: the mean is above `shift`.
-        shift: centre under the null hypothesis.
+        shift: center under the null hypothesis.
         seed: of the random sign patterns where n > EXACT_UP_TO.
 
     Returns:
@@ -40,13 +40,13 @@ def sign_flip_p(
     Raises:
         ValueError: no values, or not finite.
     """
-    centred = _checked(values) - shift
-    n = len(centred)
+    centerd = _checked(values) - shift
+    n = len(centerd)
     signs = _patterns(n) if n <= EXACT_UP_TO else _draws(n, seed)
-    sums = signs @ centred
-    seen = centred.sum()
+    sums = signs @ centerd
+    seen = centerd.sum()
     # a sum that differs from the one seen by rounding alone is the same
-    slack = 1e-12 * np.abs(centred).sum()
+    slack = 1e-12 * np.abs(centerd).sum()
     if alternative == "greater":
         extreme = sums >= seen - slack
     elif alternative == "less":
@@ -65,10 +65,10 @@ def smallest_sign_flip_p(n: int, alternative: Alternative = "two-sided") -> floa
 
 
 def sign_flip_interval(values: NDArray[np.floating], level: float = 0.95) -> tuple[float, float] | None:
-    """The means that a two-sided sign-flip test at 1 − `level` does not reject; None where it can reject none.
+    """The means that a two-sided sign-flip test at 1 − `level` does not reject; None if it can reject none.
 
     For n ≤ EXACT_UP_TO values: the means of all non-empty subsets cut the line into 2^n pieces that a symmetric
-    distribution's centre falls into with equal chance (Hartigan 1969).
+    distribution's center falls into with equal chance (Hartigan 1969).
     """
     data = _checked(values)
     n = len(data)

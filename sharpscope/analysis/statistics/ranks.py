@@ -63,13 +63,13 @@ def granulated_kendall(
     """Rank correlation of x and y between runs of one stratum that differ in one axis only.
 
     Args:
-        x, y: (n,) one value a run.
+        x, y: (n,) one value per run.
         axes: axis → its setting in each run (n,).
         stratum: what is held fixed (n,); runs are compared and y is permuted within equal values only.
         seed: of the PERMUTATIONS random orders.
 
     Returns:
-        None where no two runs can be compared.
+        None if no two runs can be compared.
     """
     pairs = _pairs(axes, stratum)
     if not pairs:

@@ -37,13 +37,13 @@ def cluster_moments(
     if len(table) < 2:
         return None
     w = np.ones(len(table)) if weight is None else np.asarray(weight, dtype=np.float64) * len(table) / np.sum(weight)
-    centred = table - (w @ table) / w.sum()
-    return np.asarray((centred * w[:, None]).T @ centred)
+    centered = table - (w @ table) / w.sum()
+    return np.asarray((centered * w[:, None]).T @ centered)
 
 
 @dataclass(frozen=True)
 class ClusterSlope:
-    """Slope of y on x given controls, pooled over clusters of which only moments (C, p, p) are kept.
+    """Slope of y on x given controls, pooled over clusters from their moments (C, p, p).
 
     Tests flip the signs of the clusters' scores Σ x̃(ỹ − b·x̃), x̃ and ỹ being what the controls leave of x and y: the
     wild score bootstrap (Kline & Santos 2012), here with all sign patterns where there are few clusters.
@@ -58,7 +58,7 @@ class ClusterSlope:
 
     @property
     def value(self) -> float:
-        """The pooled slope; NaN where x does not vary beyond the controls."""
+        """The pooled slope; NaN if x does not vary beyond the controls."""
         return float(_slopes(self.moments.mean(axis=0)[None])[0])
 
     def p(self, slope: float = 0.0, alternative: Alternative = "two-sided", seed: int = 0) -> float:

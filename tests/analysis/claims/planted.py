@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from sharpscope.analysis.claims.oscillator import oscillator_shapes
+from sharpscope.analysis.claims.c11_oscillator import oscillator_shapes
 from tests.analysis.claims.frames import draw, frame_run, paired_study, study, tokens_frame
 
 SIGN = {"effect": 1.0, "none": 0.0, "wrong": -1.0}

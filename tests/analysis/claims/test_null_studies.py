@@ -30,17 +30,17 @@ def test_paired_claims_keep_their_level(tails):
         pairs = rng.standard_t(2, (10, 2)) if tails == "heavy" else rng.normal(size=(10, 2))
         pairs = pairs + (5 * rng.normal(size=(10, 1)) if tails == "correlated" else 0.0)  # the luck of a seed
         difference = 0.05 * (pairs[:, 1] - pairs[:, 0])
-        p, as_claimed, refuted, smallest = directional(difference, "higher", 0.02)
-        finding = Finding(
-            Estimate("difference", float(difference.mean()), "share"), 10, p, as_claimed, refuted, smallest
-        )
+        effect = Estimate("difference", float(difference.mean()), "share")
+        finding = Finding(effect, 10, directional(difference, "higher", 0.02))
         hits += decide(CLAIMS["C8"], finding, ("a", "b")).verdict == "supported"
     assert not_above(hits, STUDIES, LEVEL / 2)  # two-sided at 5 %: half of it on the claimed side
 
 
 def test_an_effect_of_the_margin_is_refuted_no_more_often_than_half_the_level():
     rng = np.random.default_rng(1)
-    hits = sum(directional(0.02 + 0.05 * rng.normal(size=10), "higher", 0.02)[2] <= LEVEL / 2 for _ in range(1000))
+    hits = sum(
+        directional(0.02 + 0.05 * rng.normal(size=10), "higher", 0.02).p_refuted <= LEVEL / 2 for _ in range(1000)
+    )
     assert not_above(hits, 1000, LEVEL / 2)
 
 

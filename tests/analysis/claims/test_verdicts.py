@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from sharpscope.analysis import claims
-from sharpscope.analysis.claims.oscillator import prediction_errors
+from sharpscope.analysis.claims.c11_oscillator import prediction_errors
 from sharpscope.errors import UserError
 from tests.analysis.claims.frames import frame_run, paired_study, study, tokens_frame
 from tests.analysis.claims.planted import MAKERS, SEEDS, alignment, entropy, grid
