@@ -6,17 +6,13 @@ import dataclasses
 import json
 
 import numpy as np
-import pandas as pd
 import pytest
 
-from sharpscope.analysis import claims, tokens
-from sharpscope.analysis.claims.c10_alignment import constants_frame, constants_sensitivity
-from sharpscope.analysis.claims.c13_lucky import lucky_spikes
-from sharpscope.analysis.figures.style import lines
+from sharpscope.analysis import claims
 from sharpscope.analysis.tables.paper import paper_tables, write_tables
-from sharpscope.analysis.tokens import Reducer, scan, steps_of
+from sharpscope.analysis.tokens import steps_of
 from sharpscope.traces import load_run, load_runs
-from tests.analysis.claims.frames import frame_run, paired_study, study, tokens_frame
+from tests.analysis.claims.frames import frame_run, paired_study, study
 from tests.analysis.claims.planted import MAKERS, alignment, grid
 from tests.traces.synthetic import Effects, Shape, write_study
 
@@ -54,23 +50,6 @@ def test_text_from_files_is_not_markup():
     (found,) = claims.test_claims(runs, ["C8"], treatment="<img src=x>|`")
     text = claims.claims_markdown([dataclasses.replace(found, title="a | b <script>")])
     assert "<img" not in text and "<script" not in text and "a \\| b" in text
-
-
-def test_tokens_are_read_once_in_whole_steps_and_only_the_columns_asked_for(monkeypatch):
-    monkeypatch.setattr(tokens, "BATCH_ROWS", 500)
-    run = frame_run(tokens=tokens_frame(np.random.default_rng(0), 5, 200))
-    reducers = [
-        Reducer("sum", ("logp",), lambda t, r: {"value": float(t["logp"].sum())}),
-        Reducer("none", ("logp",), lambda t, r: None),
-        Reducer("empty", ("attribution",), lambda t, r: {"value": 0.0}, needs="attribution"),
-    ]
-    found = scan({"a": run}, reducers)
-    expected = run.token_frame.groupby("step")["logp"].sum()
-    assert [r.values["value"] for r in found["sum"]] == pytest.approx(list(expected))
-    assert [r.tokens for r in found["sum"]] == [200] * 5 and not found["none"] and not found["empty"]
-    steps = [step for read, _ in run.reads for step in read]
-    assert steps == [1, 2, 3, 4, 5] and len(run.reads) == 3
-    assert {columns for _, columns in run.reads} == {("step", "attribution", "logp")}
 
 
 def test_streamed_steps_equal_the_recorded_table(folder):
@@ -126,30 +105,6 @@ def test_the_reward_drawn_is_that_of_the_setting_that_is_judged():
     other = dataclasses.replace(runs[0], name="a-hot-run-sorts-first", config=hot)
     titles = [axis.get_title() for axis in drawn(study(other, *runs), "reward_fit").axes]
     assert titles == [min(run.name for run in runs)]
-
-
-@pytest.mark.parametrize("seeds", [2, 4])
-def test_a_step_that_one_run_recorded_out_of_turn_is_no_point_of_a_curve_over_seeds(seeds):
-    regular = [(step, seed, 0.1) for step in (10, 20, 30) for seed in range(seeds)]
-    rows = pd.DataFrame([*regular, (25, 1, 0.9)], columns=["step", "seed", "lucky"]).assign(method="grpo-sg")
-    shares = rows.assign(confident=0.2, lucky_unweighted=rows["lucky"] + 0.05, confident_unweighted=0.2)
-    left, _ = lucky_spikes(shares, lines(["grpo-sg"])).axes
-    assert [list(line.get_xdata()) for line in left.lines] == [[10, 20, 30], [10, 20, 30]]
-    assert all(line.get_ydata() == pytest.approx([y] * 3) for line, y in zip(left.lines, (0.1, 0.15), strict=True))
-
-
-def test_constants_are_read_from_labels():
-    runs = [
-        frame_run("grpo-sg", 0, heldout=0.5),
-        frame_run("grpo-sg+weight.tau=4", 0, heldout=0.4),
-        frame_run("grpo-sg+weight.tau=4+weight.mu=0.1", 0, heldout=0.1),
-        frame_run("grpo", 0),
-    ]
-    frame = constants_frame(claims.study_of(study(*runs)))
-    rows = set(frame[["constant", "setting", "accuracy", "default"]].itertuples(index=False, name=None))
-    assert rows == {("tau", 9.0, 0.5, True), ("tau", 4.0, 0.4, False)}
-    (axis,) = constants_sensitivity(frame).axes
-    assert axis.lines[0].get_xdata() == pytest.approx([4, 9]) and axis.lines[0].get_ydata() == pytest.approx([0.4, 0.5])
 
 
 def test_tables_hold_means_over_seeds_beside_the_published_numbers(tmp_path):

@@ -13,7 +13,7 @@ from sharpscope.analysis.reduction import reduce_run
 from sharpscope.analysis.report import difference_grid, no_spikes, not_kept
 from sharpscope.analysis.study import studies
 from sharpscope.traces import load_run, load_runs
-from tests.report.runs import SPIKE, STEPS, write_report_run
+from tests.analysis.html.runs import SPIKE, STEPS, write_report_run
 
 
 def test_every_pair_says_its_own_step_and_what_is_not_finished(tmp_path: Path):

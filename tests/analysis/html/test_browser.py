@@ -7,7 +7,7 @@ import math
 import pytest
 
 from sharpscope.analysis.text import shown
-from tests.report.runs import HOSTILE, LONG, SPIKE, STEPS
+from tests.analysis.html.runs import HOSTILE, LONG, SPIKE, STEPS
 
 OPEN_ALL = "document.querySelectorAll('details').forEach((each) => { each.open = true; })"
 

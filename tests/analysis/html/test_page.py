@@ -8,7 +8,6 @@ import hashlib
 import json
 import re
 from html.parser import HTMLParser
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -24,10 +23,8 @@ from sharpscope.analysis.text import shown
 from sharpscope.analysis.token_text import pieces
 from sharpscope.errors import UserError
 from sharpscope.traces import TraceWriter, create_run_dir, create_run_info, load_run, load_runs
-from tests.report.runs import HOSTILE, LONG, SPIKE, STEPS, WORDS, ids_of, write_report_run
+from tests.analysis.html.runs import HOSTILE, LONG, SPIKE, STEPS, WORDS, ids_of, write_report_run
 from tests.traces.rows import INFO, rows
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 class Elements(HTMLParser):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from sharpscope.analysis import AnalysisResult, analyze, output
-from tests.report.runs import write_report_run
+from tests.analysis.html.runs import write_report_run
 
 BLANK = '<svg xmlns="http://www.w3.org/2000/svg" width="10" height="10"></svg>'
 

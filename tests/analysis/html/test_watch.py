@@ -12,7 +12,7 @@ from sharpscope.analysis import watch
 from sharpscope.cli import app
 from sharpscope.errors import UserError
 from sharpscope.traces import RunLock, TraceWriter, update_run_info
-from tests.report.runs import write_report_run
+from tests.analysis.html.runs import write_report_run
 from tests.traces.rows import new_run, rows
 
 

@@ -1,0 +1,24 @@
+"""C9: influence by decile of probability."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from sharpscope.analysis.claims import c09_influence
+from sharpscope.analysis.figures.style import lines
+from sharpscope.analysis.study import Study
+from tests.analysis.claims.frames import frame_run, tokens_frame
+
+
+def test_influence_is_drawn_as_the_claim_reads_it():
+    rng = np.random.default_rng(0)
+    runs = {str(s): frame_run("grpo-sg", s, tokens=tokens_frame(rng, 3, 200, low_influence=-2.0)) for s in range(4)}
+    study = Study(runs)
+    study.read_tokens([c09_influence.REDUCER])
+    up, down = c09_influence.figure(study, lines(study.labels)).figure.axes
+    (setting,) = study.settings
+    cells = c09_influence.cells_frame(study.results_of("C9", setting))
+    for axis, sign in ((up, "positive"), (down, "negative")):
+        per_seed = cells[cells["advantage"] == sign].groupby(["decile", "seed"])["influence"].mean().unstack()
+        data = axis.containers[0].lines[0]
+        np.testing.assert_allclose(np.asarray(data.get_ydata(), dtype=float), per_seed.mean(axis=1), rtol=1e-9)
