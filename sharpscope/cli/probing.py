@@ -193,8 +193,8 @@ def _checkpoints(
     from sharpscope.policy import load_policy
     from sharpscope.probes import frame, probe_set_batches
     from sharpscope.probes import run as run_probes
+    from sharpscope.recording import Drawer, run_probe_set
     from sharpscope.recording.environment import set_threads
-    from sharpscope.recording.probe_sets import Drawer, run_probe_set
     from sharpscope.tasks import make_task
     from sharpscope.training.checkpoint import checkpoints
 

@@ -1,4 +1,63 @@
-"""What a training records: the values of a step, rows of the trace, observers, health rules and the run folder.
+"""What a training records: the values of a step, rows of the traces, observers, health rules and the run folder.
 
-The training loop and the recorders of `sharpscope.integrations` share it.
+The training loop and the recorders in `sharpscope.integrations` share it. The modules `environment` and `run_folder` are
+imported as such.
 """
+
+from sharpscope.recording.health import Event, StepHealth, check_finite, check_policy, check_rollouts, memory_share
+from sharpscope.recording.norms import gradient_norm, update_norm
+from sharpscope.recording.observers import Observations, Observers
+from sharpscope.recording.probe_sets import Drawer, check_probe_set, run_probe_set, solution_losses
+from sharpscope.recording.rows import (
+    evaluation_row,
+    pass_at_k,
+    plain_norm,
+    prompt_pass_at_k,
+    rollout_columns,
+    standard_error,
+    steps_row,
+    token_columns,
+)
+from sharpscope.recording.step import (
+    PendingUpdate,
+    RolloutBatch,
+    StepResult,
+    StepTokens,
+    UpdateResult,
+    UpdateTokens,
+    step_tensors,
+)
+from sharpscope.recording.surface import SurfaceProbes
+
+__all__ = [
+    "Drawer",
+    "Event",
+    "Observations",
+    "Observers",
+    "PendingUpdate",
+    "RolloutBatch",
+    "StepHealth",
+    "StepResult",
+    "StepTokens",
+    "SurfaceProbes",
+    "UpdateResult",
+    "UpdateTokens",
+    "check_finite",
+    "check_policy",
+    "check_probe_set",
+    "check_rollouts",
+    "evaluation_row",
+    "gradient_norm",
+    "memory_share",
+    "pass_at_k",
+    "plain_norm",
+    "prompt_pass_at_k",
+    "rollout_columns",
+    "run_probe_set",
+    "solution_losses",
+    "standard_error",
+    "step_tensors",
+    "steps_row",
+    "token_columns",
+    "update_norm",
+]

@@ -1,6 +1,6 @@
 """Training: rollouts, updates, evaluation and checkpoints, recorded as traces."""
 
-from sharpscope.recording.rows import pass_at_k
+from sharpscope.recording import pass_at_k
 from sharpscope.training.display import Display, QuietDisplay, RichDisplay
 from sharpscope.training.evaluate import evaluate
 from sharpscope.training.evaluate_model import evaluate_model

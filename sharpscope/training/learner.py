@@ -19,8 +19,16 @@ from sharpscope.policy import Rollouts, TokenStats
 from sharpscope.policy.adapters import without_adapters
 from sharpscope.policy.scoring import Scorer, shortest_row, write_stats
 from sharpscope.policy.sharding import ModelView, gathered_copy
-from sharpscope.recording.norms import gradient_norm, update_norm
-from sharpscope.recording.step import PendingUpdate, StepResult, StepTokens, UpdateResult, UpdateTokens, step_tensors
+from sharpscope.recording import (
+    PendingUpdate,
+    StepResult,
+    StepTokens,
+    UpdateResult,
+    UpdateTokens,
+    gradient_norm,
+    step_tensors,
+    update_norm,
+)
 from sharpscope.seeds import generator
 from sharpscope.training.optimizer import scale_gradients, updates_done
 

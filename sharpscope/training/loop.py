@@ -23,25 +23,25 @@ from sharpscope.policy.adapters import has_adapters
 from sharpscope.policy.loading import check_revision
 from sharpscope.policy.scoring import Scorer
 from sharpscope.policy.sharding import shard
-from sharpscope.recording import environment
-from sharpscope.recording.health import Event, StepHealth, check_finite
-from sharpscope.recording.observers import Observations, Observers
-from sharpscope.recording.probe_sets import Drawer, check_probe_set, solution_losses
-from sharpscope.recording.rows import plain_norm, rollout_columns, steps_row, token_columns
-from sharpscope.recording.run_folder import (
-    begin_run_dir,
-    check_reference,
-    check_resume,
-    discard_unused,
-    end_run,
-    keep_traceback,
-    note,
-    refused_write,
-    run_info,
-    trace_writer,
-    wind_back,
+from sharpscope.recording import (
+    Drawer,
+    Event,
+    Observations,
+    Observers,
+    RolloutBatch,
+    StepHealth,
+    StepResult,
+    check_finite,
+    check_probe_set,
+    environment,
+    plain_norm,
+    rollout_columns,
+    run_folder,
+    solution_losses,
+    step_tensors,
+    steps_row,
+    token_columns,
 )
-from sharpscope.recording.step import RolloutBatch, StepResult, step_tensors
 from sharpscope.tasks import Task, make_task
 from sharpscope.traces import RunLock, create_run_dir, read_run_info
 from sharpscope.traces.files import RUN_FILE
@@ -100,7 +100,7 @@ def train(config: RunConfig, display: Display | None = None, resume: bool = Fals
         notes: list[str] = []
         if resume:
             distributed.rank_zero_call(lock)
-            distributed.rank_zero_call(lambda: check_resume(config))
+            distributed.rank_zero_call(lambda: run_folder.check_resume(config))
             saved, notes = distributed.rank_zero_call(lambda: newest_whole(folder))
         if not resume:
             check_revision(config.policy)
@@ -115,7 +115,7 @@ def train(config: RunConfig, display: Display | None = None, resume: bool = Fals
         longest = [e for split in ("train", *config.evaluation.splits) for e in task.splits().get(split, [])]
         check_lengths(policy, render_prompts(longest, policy), config.rollout.max_new_tokens)
         check_probe_set(config, task)
-        info = run_info(config, policy, threads, launch)
+        info = run_folder.run_info(config, policy, threads, launch)
         run = _Run(config, policy, task, examples, display, launch)
         if not resume:
             distributed.rank_zero_call(lambda: create_run_dir(folder) and None)
@@ -124,12 +124,12 @@ def train(config: RunConfig, display: Display | None = None, resume: bool = Fals
         if begun and not resume:
             raise UserError(f"out: {folder} holds a run and is not overwritten; choose another --out")
         if not begun:
-            distributed.rank_zero_call(lambda: begin_run_dir(config, policy, info))
+            distributed.rank_zero_call(lambda: run_folder.begin_run_dir(config, policy, info))
         try:
             return run.run(saved, notes)
         except UserError:
             if not resume and distributed.is_rank_zero():
-                discard_unused(folder)
+                run_folder.discard_unused(folder)
             raise
 
 
@@ -191,18 +191,20 @@ class _Run:
         config, run_dir = self.config, self.config.run_dir
         mark = self.reference_mark
         if mark is not None:
-            distributed.rank_zero_call(lambda: check_reference(run_dir, mark))
+            distributed.rank_zero_call(lambda: run_folder.check_reference(run_dir, mark))
         done = restored = 0 if checkpoint is None else self._restore(checkpoint)
-        notes = notes + distributed.rank_zero_call(lambda: wind_back(run_dir, None if checkpoint is None else done))
+        notes = notes + distributed.rank_zero_call(
+            lambda: run_folder.wind_back(run_dir, None if checkpoint is None else done)
+        )
         info = distributed.rank_zero_call(lambda: read_run_info(run_dir))
-        note(run_dir, status="running", steps_done=done, notes=[*info.get("notes", []), *notes])
+        run_folder.note(run_dir, status="running", steps_done=done, notes=[*info.get("notes", []), *notes])
         status, reason = "failed", ""
         self.display.start(
             f"{method_label(config.method)} · {config.task.kind} · seed {config.seed}", config.steps, done
         )
         started = time.perf_counter()
         try:
-            with trace_writer(run_dir) as writer, stop_after_step(self):
+            with run_folder.trace_writer(run_dir) as writer, stop_after_step(self):
                 self.writer = writer
                 self.display.status("choosing the probe set")
                 events = self.observers.start(self.task, info)
@@ -224,16 +226,16 @@ class _Run:
         except KeyboardInterrupt:
             status, reason = "interrupted", "stopped at once by the user; the step in progress is lost"
         except OSError as error:
-            status, reason = "failed", refused_write(error, run_dir)
+            status, reason = "failed", run_folder.refused_write(error, run_dir)
             if not reason:
-                reason = keep_traceback(run_dir, error)
+                reason = run_folder.keep_traceback(run_dir, error)
                 raise
         except BaseException as error:
-            reason = str(error) if isinstance(error, UserError) else keep_traceback(run_dir, error)
+            reason = str(error) if isinstance(error, UserError) else run_folder.keep_traceback(run_dir, error)
             raise
         finally:
             self.display.stop()
-            end_run(
+            run_folder.end_run(
                 run_dir, status=status, steps_done=done, end=reason, seconds=round(time.perf_counter() - started, 3),
                 peak_memory_bytes=environment.peak_memory_bytes(self.device),
             )  # fmt: skip
@@ -271,7 +273,7 @@ class _Run:
         self.writer.append("steps", row | clock.laps)
         if step % config.recording.flush_every == 0:
             self.writer.flush()
-            note(config.run_dir, steps_done=step)
+            run_folder.note(config.run_dir, steps_done=step)
         self.display.step(row)
         if self.broken:
             return stop
@@ -291,7 +293,7 @@ class _Run:
         stats = self.learner.scorer.statistics(batch.rollouts)
         tensors = step_tensors(batch.rollouts, batch.advantage, stats, stats.logp, progress)
         self.method = self.method.model_copy(update={"weight": calibrate(self.method.weight, tensors)})
-        note(self.config.run_dir, calibration=self.method.weight.model_dump(mode="json"))
+        run_folder.note(self.config.run_dir, calibration=self.method.weight.model_dump(mode="json"))
 
     def _judge(self, step: int, result: StepResult, events: list[Event]) -> str:
         """Report a step's events; returns why the run must stop, or an empty string."""

@@ -11,7 +11,7 @@ from sharpscope.objective import Method, group_advantages, informative_groups, o
 from sharpscope.policy import Policy, Rollouts, RolloutSpec
 from sharpscope.policy.drawing import draw_scored
 from sharpscope.policy.rollouts import join_rollouts
-from sharpscope.recording.step import RolloutBatch
+from sharpscope.recording import RolloutBatch
 from sharpscope.seeds import derive
 from sharpscope.tasks import Example, Reward, Task
 from sharpscope.training.data_order import DataOrder

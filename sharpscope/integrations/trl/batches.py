@@ -13,7 +13,7 @@ from sharpscope.objective import Plan
 from sharpscope.policy import Completions, Rollouts
 from sharpscope.policy.rollouts import join_rollouts
 from sharpscope.policy.token_stats import TokenStats
-from sharpscope.recording.step import RolloutBatch, StepTokens
+from sharpscope.recording import RolloutBatch, StepTokens
 from sharpscope.tasks import Example, Reward
 
 
@@ -30,7 +30,7 @@ class Batch:
     """One batch of completions, N rows in their order before TRL's shuffle, T completion positions."""
 
     serial: int
-    drawn: RolloutBatch
+    rollout_batch: RolloutBatch
     tokens: StepTokens
     plan: Plan | None
     sampled: bool  # whether the sampler's log-probabilities are known
@@ -117,12 +117,12 @@ def same_prompts(rollouts: Rollouts, group_size: int) -> bool:
 
 def join(batches: Sequence[Batch]) -> tuple[RolloutBatch, StepTokens, dict[int, int]]:
     """Several batches as one, their tokens as one StepTokens, and each batch's first row by its serial number."""
-    drawn, tokens = batches[0].drawn, batches[0].tokens
+    joined, tokens = batches[0].rollout_batch, batches[0].tokens
     first = {batches[0].serial: 0}
     for batch in batches[1:]:
-        first[batch.serial] = len(drawn.rewards)
-        drawn, tokens = _joined(drawn, batch.drawn), _joined_tokens(tokens, batch.tokens)
-    return drawn, tokens, first
+        first[batch.serial] = len(joined.rewards)
+        joined, tokens = _joined(joined, batch.rollout_batch), _joined_tokens(tokens, batch.tokens)
+    return joined, tokens, first
 
 
 def _joined(one: RolloutBatch, two: RolloutBatch) -> RolloutBatch:

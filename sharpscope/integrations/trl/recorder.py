@@ -41,9 +41,7 @@ from sharpscope.policy import make_policy
 from sharpscope.policy.scoring import Scorer
 from sharpscope.policy.sharding import ModelView
 from sharpscope.probes.guard import guarded
-from sharpscope.recording.norms import gradient_norm, update_norm
-from sharpscope.recording.observers import Observers
-from sharpscope.recording.step import RolloutBatch, StepResult, step_tensors
+from sharpscope.recording import Observers, RolloutBatch, StepResult, gradient_norm, step_tensors, update_norm
 from sharpscope.seeds import generator
 
 ROW = "sharpscope_row"  # (n, 2): serial number of the batch, row in it
@@ -248,24 +246,24 @@ class Recorder:
         rollouts = rollouts_of(output, scored, total, self.group_size, tokenizer, eos_ids)
         rewards = rewards_of(scored, self.trainer.reward_func_names, total, self.correct)
         examples = examples_of(rollouts, self.group_size, tokenizer)
-        drawn = RolloutBatch(examples, rollouts, rewards, advantage.detach().clone(), 0)
+        batch = RolloutBatch(examples, rollouts, rewards, advantage.detach().clone(), 0)
         scorer = replace(self.scorer, share_prompt=same_prompts(rollouts, self.group_size))
         with guarded(self.model, weights=False):
             stats = scorer.statistics(rollouts)
         plan = None
         if self.weights is not None:
-            plan = self._plan(drawn, stats)
+            plan = self._plan(batch, stats)
             factor = plan.weight * plan.keep.to(plan.weight)
             output["advantages"] = advantage[:, None] * factor.to(advantage)  # (N, T)
         tokens = unused_tokens(stats, advantage, None if plan is None else plan.weight)
-        self._step.batches.append(Batch(self._serial, drawn, tokens, plan, "sampling_per_token_logps" in output))
+        self._step.batches.append(Batch(self._serial, batch, tokens, plan, "sampling_per_token_logps" in output))
         rows = torch.arange(len(advantage), device=advantage.device)
         output[ROW] = torch.stack([torch.full_like(rows, self._serial), rows], 1)
 
-    def _plan(self, drawn: RolloutBatch, stats: Any) -> Any:
+    def _plan(self, batch: RolloutBatch, stats: Any) -> Any:
         """The weights of this batch, fixed for all its updates; the first batch calibrates their constants."""
         assert self.weights is not None
-        tensors = step_tensors(drawn.rollouts, drawn.advantage, stats, stats.logp, self.trace.progress)
+        tensors = step_tensors(batch.rollouts, batch.advantage, stats, stats.logp, self.trace.progress)
         if self.weights.weight.needs_calibration:
             self.weights = self.weights.model_copy(update={"weight": calibrate(self.weights.weight, tensors)})
             self.trace.write_calibration(self.weights)
@@ -356,10 +354,10 @@ class Recorder:
 
     def _close_step(self) -> None:
         started, step = time.perf_counter(), self._step
-        drawn, tokens = step.joined()
+        batch, tokens = step.joined()
         self.trace.warn_mismatch(float(torch.cat(step.gaps).mean()))
         self.trace.write(
-            drawn, StepResult(step.updates, tokens), self._observer.result(), self._lr, self.weights,
+            batch, StepResult(step.updates, tokens), self._observer.result(), self._lr, self.weights,
             all(batch.sampled for batch in step.batches), step.seconds, started,
         )  # fmt: skip
         self._step = Step()

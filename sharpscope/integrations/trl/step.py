@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sharpscope.integrations.trl.batches import Batch, join, widened
 from sharpscope.integrations.trl.loss import token_loss
-from sharpscope.recording.step import PendingUpdate, RolloutBatch, StepTokens, UpdateResult, UpdateTokens
+from sharpscope.recording import PendingUpdate, RolloutBatch, StepTokens, UpdateResult, UpdateTokens
 
 
 @dataclass
@@ -50,7 +50,7 @@ class Step:
         serial, rows = int(numbers[0, 0]), numbers[:, 1].cpu()
         batch = next(b for b in self.batches if b.serial == serial)
         tokens, index = batch.tokens, len(self.updates)
-        mask = batch.drawn.rollouts.completion_mask[rows.to(logp.device)].bool().cpu()
+        mask = batch.rollout_batch.rollouts.completion_mask[rows.to(logp.device)].bool().cpu()
         first = mask & (tokens.update[rows] < 0)  # (n, T): a token's columns are those of its first update
         if index == 0:
             ours = tokens.stats.logp[rows.to(tokens.stats.logp.device)].cpu()
@@ -72,13 +72,13 @@ class Step:
 
     def joined(self) -> tuple[RolloutBatch, StepTokens]:
         """All batches so far as one, and its tokens."""
-        drawn, tokens, _ = join(self.batches)
-        return drawn, tokens
+        joined, tokens, _ = join(self.batches)
+        return joined, tokens
 
     def pending_update(self) -> PendingUpdate:
         """The present update between its gradient and the optimizer's step."""
-        drawn, tokens, offset = join(self.batches)
-        width, index = drawn.rollouts.completion_ids.shape[1], len(self.updates)
+        joined, tokens, offset = join(self.batches)
+        width, index = joined.rollouts.completion_ids.shape[1], len(self.updates)
         rows = torch.cat([rows + offset[serial] for serial, rows, _ in self.now])
         coef = torch.cat([widened(now.coef, width) for _, _, now in self.now])
         _, norm, factor = self.gradient

@@ -18,12 +18,21 @@ from sharpscope.distributed import Launch
 from sharpscope.integrations.trl.batches import generated_lengths
 from sharpscope.objective import Method, method_label
 from sharpscope.policy import Policy
-from sharpscope.recording import environment
-from sharpscope.recording.health import Event, check_policy, check_rollouts, memory_share
-from sharpscope.recording.observers import Observations
-from sharpscope.recording.rows import evaluation_row, rollout_columns, steps_row, token_columns
+from sharpscope.recording import (
+    Event,
+    Observations,
+    RolloutBatch,
+    StepResult,
+    check_policy,
+    check_rollouts,
+    environment,
+    evaluation_row,
+    memory_share,
+    rollout_columns,
+    steps_row,
+    token_columns,
+)
 from sharpscope.recording.run_folder import run_info
-from sharpscope.recording.step import RolloutBatch, StepResult
 from sharpscope.traces import (
     RunLock,
     TraceWriter,
@@ -126,23 +135,23 @@ class Trace:
     # -- a step ------------------------------------------------------------------------------------------------------
 
     def write(
-        self, drawn: RolloutBatch, result: StepResult, observed: Observations, lr: float,
+        self, batch: RolloutBatch, result: StepResult, observed: Observations, lr: float,
         weights: Method | None, sampled: bool, seconds: dict[str, float], started: float,
     ) -> None:  # fmt: skip
         """Write one step to the tables; the last part of its recording began at `started` [s, perf_counter]."""
         step, spec = self.step, self.config.recording
         method = self.method if weights is None else self.method.model_copy(update={"weight": weights.weight})
-        row = steps_row(step, drawn, result, method, self.progress, lr)
-        row["completion_length_mean"] = float(generated_lengths(drawn.rollouts).double().mean())
+        row = steps_row(step, batch, result, method, self.progress, lr)
+        row["completion_length_mean"] = float(generated_lengths(batch.rollouts).double().mean())
         self._events += observed.events
-        self._judge(drawn, result, row, sampled)
+        self._judge(batch, result, row, sampled)
         if row["grad_norm"]:
             self.recent = [*self.recent[-49:], math.log(row["grad_norm"])]
         if spec.rollouts_every and step % spec.rollouts_every == 0:
-            self.writer.append("rollouts", rollout_columns(step, drawn))
+            self.writer.append("rollouts", rollout_columns(step, batch))
         if observed.columns or (spec.tokens_every and step % spec.tokens_every == 0):
             temperature = self.config.rollout.temperature
-            columns = token_columns(step, drawn, result, observed.columns, self.policy.head, temperature)
+            columns = token_columns(step, batch, result, observed.columns, self.policy.head, temperature)
             if not sampled:
                 columns["behavior_logp"] = None
             self.writer.append("tokens", columns)
@@ -156,15 +165,15 @@ class Trace:
             update_run_info(self.run_dir, steps_done=step)
         self.step += 1
 
-    def _judge(self, drawn: RolloutBatch, result: StepResult, row: dict[str, Any], sampled: bool) -> None:
+    def _judge(self, batch: RolloutBatch, result: StepResult, row: dict[str, Any], sampled: bool) -> None:
         """Check the health rules, which only report here: a recorded training is never stopped."""
-        spec, rollouts = self.config.health, drawn.rollouts
+        spec, rollouts = self.config.health, batch.rollouts
         mask = rollouts.completion_mask.bool().cpu()
         gap = (result.tokens.stats.logp.cpu() - rollouts.behavior_logp.cpu())[mask].abs()
         saturation = max(row["weight_saturation_low"] or 0.0, row["weight_saturation_high"] or 0.0)
         entropy = row["entropy_mean"]
         self._events += check_rollouts(
-            spec, self.step, zero_variance_share=drawn.zero_variance_share, truncated_share=row["truncated_fraction"]
+            spec, self.step, zero_variance_share=batch.zero_variance_share, truncated_share=row["truncated_fraction"]
         )
         self._events += check_policy(
             spec, self.step, entropy_mean=math.nan if entropy is None else entropy, saturation=saturation,

@@ -20,7 +20,7 @@ pytest.importorskip("trl", reason="TRL is not installed (test extra)")
 from sharpscope.integrations.trl import record
 from sharpscope.integrations.trl.arguments import WEIGHTABLE
 from sharpscope.integrations.trl.loss import token_loss
-from tests.test_integrations.trainers import trainer
+from tests.integrations.trainers import trainer
 
 QUIET = {"token_gradients_every": 0, "spike_z": None}
 

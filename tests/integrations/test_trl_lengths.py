@@ -12,7 +12,7 @@ import sharpscope
 pytest.importorskip("trl", reason="TRL is not installed (test extra)")
 
 from sharpscope.integrations.trl import record
-from tests.test_integrations.trainers import trainer
+from tests.integrations.trainers import trainer
 
 
 def test_completions_that_trl_masks_for_being_truncated_keep_their_length(tmp_path: Path):

@@ -12,7 +12,7 @@ from sharpscope.cli import app
 pytest.importorskip("trl", reason="TRL is not installed (test extra)")
 
 from sharpscope.integrations.trl import record
-from tests.test_integrations.trainers import trainer
+from tests.integrations.trainers import trainer
 
 
 @pytest.fixture(scope="module")

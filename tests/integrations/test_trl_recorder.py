@@ -21,7 +21,7 @@ pytest.importorskip("trl", reason="TRL is not installed (test extra)")
 from sharpscope.integrations.trl import record
 from sharpscope.integrations.trl import step as recorded_step
 from sharpscope.integrations.trl.recorder import _WRAPPED, ROW
-from tests.test_integrations.trainers import PROMPTS, VOCABULARY, evens, tokenizer, trainer
+from tests.integrations.trainers import PROMPTS, VOCABULARY, evens, tokenizer, trainer
 
 ALL = {"token_gradients_every": 1, "exact_top": 2, "exact_random": 2}
 #: A generation batch for several updates, used twice, in several micro-batches: everything that TRL shuffles and splits.
