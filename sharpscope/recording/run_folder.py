@@ -107,7 +107,7 @@ def check_resume(config: RunConfig) -> None:
     folder = config.run_dir
     if not (folder / RUN_FILE).exists():
         if not never_began(folder):
-            raise UserError(f"run '{folder}': holds no {RUN_FILE}, so no run began there; give the folder of a run")
+            raise UserError(f"run '{folder}': has no {RUN_FILE}; give the folder of a run")
         return
     info = read_run_info(folder)
     if info.get("reduced") is not None:
