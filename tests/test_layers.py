@@ -12,7 +12,16 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[1] / "sharpscope"
 
 
-@pytest.mark.parametrize("module", ["sharpscope.config", "sharpscope.traces", "sharpscope.cli"])
+@pytest.mark.parametrize(
+    "module",
+    [
+        "sharpscope.config",
+        "sharpscope.traces",
+        "sharpscope.cli",
+        "sharpscope.analysis.output",
+        "sharpscope.analysis.reduction",
+    ],
+)
 def test_imports_without_torch(module: str):
     code = f"import sys, {module}; print(*sorted({{'torch', 'transformers'}} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
