@@ -65,7 +65,7 @@ def _picture(points: list[dict[str, Any]], path: Path) -> list[Path]:
         return []
     from matplotlib.figure import Figure
 
-    from sharpscope.analysis.figures.style import COLORS, MARKERS
+    from sharpscope.analysis.figures import COLORS, MARKERS
 
     axes = ("length", "width", "vocabulary")
     figure = Figure(figsize=(11, 3.6), layout="constrained")

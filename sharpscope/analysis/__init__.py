@@ -5,13 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from sharpscope.analysis.comparison import Comparison, compare
-from sharpscope.analysis.loading import load_several
+from sharpscope.analysis.frames import middle_radius, slices_of
+from sharpscope.analysis.loading import load_several, nothing_found
 from sharpscope.analysis.spikes import explain_spikes, find_spikes
-from sharpscope.analysis.terminal import show, watch
-from sharpscope.analysis.token_text import piece_maker
+from sharpscope.analysis.terminal import render_spikes, render_tokens, show, top_tokens, watch
+from sharpscope.analysis.token_text import piece_maker, token_decoder
 
 if TYPE_CHECKING:
     from sharpscope.analysis.output import AnalysisResult, analyze, figures_of, write_page
+    from sharpscope.analysis.reduction import reduce_runs
     from sharpscope.analysis.report import Report, build
 
 __all__ = [
@@ -25,8 +27,16 @@ __all__ = [
     "figures_of",
     "find_spikes",
     "load_several",
+    "middle_radius",
+    "nothing_found",
     "piece_maker",
+    "reduce_runs",
+    "render_spikes",
+    "render_tokens",
     "show",
+    "slices_of",
+    "token_decoder",
+    "top_tokens",
     "watch",
     "write_page",
 ]
@@ -35,7 +45,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """What draws is imported when first used: `show` and `compare` need no plotting library."""
     if name in __all__:
-        from sharpscope.analysis import output
+        from sharpscope.analysis import output, reduction
 
-        return getattr(output, name)
+        return getattr(reduction if name == "reduce_runs" else output, name)
     raise AttributeError(f"module 'sharpscope.analysis' has no attribute '{name}'")

@@ -78,7 +78,7 @@ def shapings(
     from rich.console import Console
     from rich.table import Table
 
-    from sharpscope.analysis.figures.style import styled
+    from sharpscope.analysis.figures import styled
     from sharpscope.cli.weight_curves import DEFAULT, function_curves, observed, shaping_figure
     from sharpscope.config import named_method
     from sharpscope.errors import UserError

@@ -82,11 +82,9 @@ def claims(
 
       sharpscope claims data/reference --out experiments/results
     """
-    from sharpscope.analysis import load_several
+    from sharpscope.analysis import load_several, nothing_found
     from sharpscope.analysis.claims import study_of, test_claims, verdict_text, write_claims
-    from sharpscope.analysis.loading import nothing_found
-    from sharpscope.analysis.tables.endpoints import endpoint_tables
-    from sharpscope.analysis.tables.paper import paper_tables, write_tables
+    from sharpscope.analysis.tables import endpoint_tables, paper_tables, write_tables
     from sharpscope.errors import UserError
 
     loaded = load_several(runs)
@@ -113,7 +111,7 @@ def figures(
       sharpscope figures --from data/reference --out figures
     """
     from sharpscope.analysis import figures_of
-    from sharpscope.analysis.figures.style import save
+    from sharpscope.analysis.figures import save
     from sharpscope.errors import UserError
     from sharpscope.traces import load_runs
 
@@ -148,8 +146,7 @@ def tokens(
     """
     from rich.console import Console
 
-    from sharpscope.analysis.terminal import render_tokens, top_tokens
-    from sharpscope.analysis.token_text import token_decoder
+    from sharpscope.analysis import render_tokens, token_decoder, top_tokens
     from sharpscope.traces import load_run
 
     loaded = load_run(run)
@@ -172,9 +169,7 @@ def spikes(
     """
     from rich.console import Console
 
-    from sharpscope.analysis.spikes import explain_spikes
-    from sharpscope.analysis.terminal import render_spikes
-    from sharpscope.analysis.token_text import token_decoder
+    from sharpscope.analysis import explain_spikes, render_spikes, token_decoder
     from sharpscope.traces import load_run
 
     loaded = load_run(run)

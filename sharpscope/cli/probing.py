@@ -240,7 +240,7 @@ def _show(found: pd.DataFrame) -> None:
     from rich.table import Column, Table
     from rich.text import Text
 
-    from sharpscope.analysis.figures.surface import split_of
+    from sharpscope.analysis.figures import split_of
     from sharpscope.probes.hessian.trace import t_interval
 
     derived = found["quantity"].eq("density") | found["quantity"].str.startswith("slice")
@@ -271,15 +271,14 @@ def _show(found: pd.DataFrame) -> None:
 
 def _pictures(found: pd.DataFrame, out: Path) -> None:
     """Rho curves with their first-order line, spectral densities and slices of the last step; sharpness by step."""
-    from sharpscope.analysis.figures import surface as figures_probes
-    from sharpscope.analysis.figures.style import lines, save, styled
-    from sharpscope.analysis.frames import middle_radius, slices_of
+    from sharpscope.analysis import figures, middle_radius, slices_of
+    from sharpscope.analysis.figures import lines, save, styled
 
     line = lines(["model"])
     whole = found[found["parameters"] == "all"].assign(setting="model", seed=0).reset_index(drop=True)
     whole = whole[~whole["converged"].isin([False])]
     last = whole[whole["step"] == whole["step"].max()]
-    along = whole[whole["quantity"].isin(list(figures_probes.CURVATURE)) & whole["value"].notna()]
+    along = whole[whole["quantity"].isin(list(figures.CURVATURE)) & whole["value"].notna()]
     along = middle_radius(along)
     slices = slices_of(last).assign(setting="model", seed=0)
     first = last[last["quantity"].str.endswith("_first_order")]
@@ -288,18 +287,17 @@ def _pictures(found: pd.DataFrame, out: Path) -> None:
     nodes = last[last["quantity"] == "density"].rename(columns={"rho": "node", "value": "weight"})
     with styled():
         if len(values):
-            save(figures_probes.rho_curves(values, first, line), out, "rho_curves")
+            save(figures.rho_curves(values, first, line), out, "rho_curves")
         if len(nodes):
-            save(figures_probes.spectrum(nodes, line), out, "spectrum")
+            save(figures.spectrum(nodes, line), out, "spectrum")
         if len(slices):
-            save(figures_probes.slices(slices, line), out, "slices")
+            save(figures.slices(slices, line), out, "slices")
         if along["step"].nunique() > 1:
-            save(figures_probes.sharpness(along, line), out, "sharpness")
+            save(figures.sharpness(along, line), out, "sharpness")
 
 
 def _token_picture(tokens: pd.DataFrame, out: Path) -> None:
-    from sharpscope.analysis.figures.style import lines, save, styled
-    from sharpscope.analysis.figures.tokens import score_norms
+    from sharpscope.analysis.figures import lines, save, score_norms, styled
 
     with styled():
         save(score_norms({"model": tokens}, lines(["model"])), out, "score_norm")

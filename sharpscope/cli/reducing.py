@@ -30,7 +30,7 @@ def reduce(
 
       sharpscope reduce runs/study --out runs/reduced
     """
-    from sharpscope.analysis.reduction import reduce_runs
+    from sharpscope.analysis import reduce_runs
     from sharpscope.cli.inspecting import printable_line, telling
     from sharpscope.traces import load_runs
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
-from sharpscope.analysis.figures.style import finish, lines, panels, plain
+from sharpscope.analysis.figures import finish, lines, panels, plain
 from sharpscope.config.method import PpoClip
 from sharpscope.errors import UserError
 from sharpscope.objective import (

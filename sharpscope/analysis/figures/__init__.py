@@ -1,1 +1,38 @@
-"""Figures: from frames of values to matplotlib figures."""
+"""Figures: from frames of values to matplotlib figures, all in one style. `figures.study` draws those of a whole study."""
+
+from sharpscope.analysis.figures.style import (
+    COLORS,
+    MARKERS,
+    Line,
+    Picture,
+    finish,
+    lines,
+    panels,
+    plain,
+    save,
+    styled,
+    svg_text,
+)
+from sharpscope.analysis.figures.surface import CURVATURE, rho_curves, sharpness, slices, spectrum, split_of
+from sharpscope.analysis.figures.tokens import score_norms
+
+__all__ = [
+    "COLORS",
+    "CURVATURE",
+    "MARKERS",
+    "Line",
+    "Picture",
+    "finish",
+    "lines",
+    "panels",
+    "plain",
+    "rho_curves",
+    "save",
+    "score_norms",
+    "sharpness",
+    "slices",
+    "spectrum",
+    "split_of",
+    "styled",
+    "svg_text",
+]
