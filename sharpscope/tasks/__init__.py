@@ -1,8 +1,7 @@
-"""What is asked and how an answer is scored.
+"""Tasks: prompts and the rewards of their completions.
 
-Door: `make_task(spec)` turns a configuration into a `Task`; `TaskSpec` is the union of the configurations; `Example`,
-`Reward`, `Task` and `InteractiveTask` are the values; `register_task` adds a task of one's own; `task_choice` reads
-the short form that the command line takes. Nothing heavy is imported before a task is made.
+`make_task` creates a `Task` from its configuration, a `TaskSpec`. `register_task` adds a custom task. The modules of the
+tasks are imported when a task is created.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from sharpscope.errors import UserError, nearest
 from sharpscope.tasks.base import Example, InteractiveTask, Reward, Task, respond_all
 from sharpscope.tasks.custom import register_task, registered_tasks
 
-_MAKERS: dict[type[Spec], str] = {
+_FACTORIES: dict[type[Spec], str] = {
     KnightsKnavesSpec: "knights_knaves:KnightsKnaves",
     MathSpec: "math_task:MathTask",
     ToolQaSpec: "tool_qa:ToolQa",
@@ -26,28 +25,29 @@ _MAKERS: dict[type[Spec], str] = {
     CustomSpec: "custom:make_custom",
 }
 
-task_specs: dict[str, type[Spec]] = {str(spec.model_fields["kind"].default): spec for spec in _MAKERS}
-"""Every kind of task and the type of its configuration."""
+task_specs: dict[str, type[Spec]] = {str(spec.model_fields["kind"].default): spec for spec in _FACTORIES}
+"""Kind of task -> class of its configuration."""
 
 
 def make_task(spec: Spec) -> Task:
-    """The task that a configuration describes. Examples are made or read at the first `splits()`, not here.
+    """Create the task of a configuration. Its examples are generated or read at the first call of `splits()`.
 
     Raises:
-        UserError: a file, module or library that the task needs is absent or wrong.
+        UserError: a file, module or library that the task needs is missing or invalid.
     """
-    module, _, name = _MAKERS[type(spec)].partition(":")
-    maker = getattr(importlib.import_module(f"sharpscope.tasks.{module}"), name)
-    return cast(Task, maker(spec))
+    module, _, name = _FACTORIES[type(spec)].partition(":")
+    factory = getattr(importlib.import_module(f"sharpscope.tasks.{module}"), name)
+    return cast(Task, factory(spec))
 
 
 def task_choice(text: str) -> Mapping[str, Any]:
-    """The configuration fields that a short form stands for.
+    """Convert the short form of a task on the command line to configuration fields.
 
-    A kind (`knights_knaves`), `gym:NAME`, a registered task's name, or an import path `module:function`.
+    Args:
+        text: a kind (`knights_knaves`), `gym:NAME`, the name of a registered task, or an import path `module:function`.
 
     Raises:
-        UserError: none of these.
+        UserError: `text` is none of these.
     """
     if text in task_specs and text != "custom":
         return {"kind": text}

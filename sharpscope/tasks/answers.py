@@ -1,6 +1,6 @@
-"""Scorers that compare a short final answer with the truth: exact, exact match of question answering, numeric.
+"""Scorers that compare a short final answer with the accepted ones: exact, exact match (question answering), numeric.
 
-All of them are linear in the length of the text, raise for no text and evaluate nothing. The reward is 1 or 0.
+All run in time linear in the length of the text, never raise and never evaluate the text. The reward is 1 or 0.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from fractions import Fraction
 from sharpscope.tasks.base import Reward
 
 LONGEST_NUMBER = 400
-"""Characters beyond which a text is no number: integers of unbounded size would make scoring slow."""
+"""Longest number [characters]; bounds the time of scoring."""
 LARGEST_EXPONENT = 1000
 
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"  # a comma only before groups of three
@@ -21,7 +21,7 @@ _NUMBER = re.compile(
     rf"(?<![\w.])[-+]?\$?(?:{_DIGITS}(?:\.[0-9]+)?|\.[0-9]+)(?:[eE](?P<exponent>[-+]?[0-9]+))?(?:\s?/\s?{_DIGITS})?%?"
 )
 _SPACE = "[ \u00a0\u2009\u202f]"  # plain, no-break, thin, narrow no-break
-# The em dash is not among them: it parts clauses.
+# Without the em dash, which separates clauses.
 _MINUS = str.maketrans(dict.fromkeys("\u2010\u2011\u2012\u2013\u2212\ufe63\uff0d", "-"))
 _LATEX_COMMA = re.compile(r"(?<=[0-9])(?:\{,\}|,?\{?\\[,;:! ]\}?)(?=[0-9]{3}(?![0-9]))")
 _FRACTION = re.compile(
@@ -38,28 +38,32 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def final_answer(text: str) -> str:
-    """What a response gives as its answer, stripped: the first of these that is there.
+    """The final answer in a response, stripped.
 
-    The inside of its last `<answer>…</answer>`; of its last `\\boxed{…}`; the line after its last `####`; what follows
-    its last `</think>`; all of it.
+    The first of these that exists: content of the last `<answer>…</answer>`, content of the last `\\boxed{…}`, the line
+    after the last `####`, the text after the last `</think>`, the whole text.
     """
-    closing = text.rfind("</answer>")
-    opening = text.rfind("<answer>", 0, closing) if closing >= 0 else -1
-    if opening >= 0:
-        return text[opening + len("<answer>") : closing].strip()
-    inside = _boxed(text)
-    if inside is not None:
-        return inside.strip()
+    tagged = last_tagged(text, "answer")
+    if tagged is not None:
+        return tagged
+    boxed = _boxed(text)
+    if boxed is not None:
+        return boxed.strip()
     mark = text.rfind("####")
     if mark >= 0:
         return text[mark + 4 :].strip().partition("\n")[0].strip()
     return text[text.rfind("</think>") + len("</think>") :].strip() if "</think>" in text else text.strip()
 
 
+def last_tagged(text: str, tag: str) -> str | None:
+    """Content of the last `<tag>…</tag>`, stripped; None if there is none."""
+    end = text.rfind(f"</{tag}>")
+    start = text.rfind(f"<{tag}>", 0, end) if end >= 0 else -1
+    return text[start + len(tag) + 2 : end].strip() if start >= 0 else None
+
+
 def _boxed(text: str) -> str | None:
-    """Inside of the last `\\boxed{…}`; empty where it never closes (a truncated answer is none); None if there is no
-    box.
-    """
+    """Content of the last `\\boxed{…}`; empty if it is not closed (a truncated answer), None if there is no box."""
     start = text.rfind("\\boxed{")
     if start < 0:
         return None
@@ -76,60 +80,60 @@ def _reward(correct: bool) -> Reward:
 
 
 def score_exact(text: str, truths: Sequence[str]) -> Reward:
-    """1 if the final answer equals one of the truths; runs of white space count as one space, case counts."""
+    """1 if the final answer equals one of the truths, case-sensitive; white space is normalized."""
     answer = " ".join(final_answer(text).split())
     return _reward(any(answer == " ".join(truth.split()) for truth in truths))
 
 
 def normalize_words(text: str) -> str:
-    """Question answering's normal form: lower case, without punctuation and the articles a, an, the; single spaces."""
+    """Normalization used in question answering: lower case, no punctuation, no articles, single spaces."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
 def score_exact_match(text: str, truths: Sequence[str]) -> Reward:
-    """1 if the final answer equals one of the truths in the normal form of `normalize_words`.
+    """1 if the final answer equals one of the truths after `normalize_words`.
 
-    A truth of which that form leaves nothing ("A", "The The") is compared as it is but for case and what stands around
-    it. An empty answer is never right.
+    If the normalized truth is empty ("A", "The The"), case and surrounding punctuation are ignored instead. An empty answer
+    is never correct.
     """
     answer = final_answer(text)
     return _reward(any(_same_words(answer, truth) for truth in truths))
 
 
 def _same_words(answer: str, truth: str) -> bool:
-    normal = normalize_words(truth)
-    if normal:
-        return normalize_words(answer) == normal
-    plain = _plain(truth)
-    return bool(plain) and _plain(answer) == plain
+    normalized = normalize_words(truth)
+    if normalized:
+        return normalize_words(answer) == normalized
+    folded = _fold(truth)
+    return bool(folded) and _fold(answer) == folded
 
 
-def _plain(text: str) -> str:
-    """Text without case, extra white space, and the punctuation around it (all of it kept where it is nothing else)."""
+def _fold(text: str) -> str:
+    """Text in folded case with single spaces, without surrounding punctuation unless there is nothing else."""
     folded = " ".join(text.casefold().split())
     return folded.strip(_AROUND) or folded
 
 
 def number_of(text: str) -> Fraction | None:
-    """The last number in a text, exactly, or None: 1,234.5, −3, $7, 2/3, 1e-3, 25% (which is 25, not a quarter).
+    """The last number in a text as an exact fraction, or None if there is none.
 
-    Also 10{,}000, 10\\,000 and 10 000; 1 1/2, \\frac{1}{2} and 1\\frac{1}{2}; and "- 5" where nothing before it could be
-    subtracted from ("3 - 5" ends in 5).
+    Reads 1,234.5, −3, $7, 2/3, 1e-3 and 25% (as 25); 10{,}000, 10\\,000 and 10 000; 1 1/2, \\frac{1}{2} and
+    1\\frac{1}{2}; and "- 5" unless it is a subtraction ("3 - 5" gives 5).
     """
-    found = None
-    for match in _NUMBER.finditer(_plain_numbers(text)):
-        found = match
-    if found is None or len(found.group()) > LONGEST_NUMBER or abs(int(found["exponent"] or 0)) > LARGEST_EXPONENT:
+    last = None
+    for match in _NUMBER.finditer(_normalize_numbers(text)):
+        last = match
+    if last is None or len(last.group()) > LONGEST_NUMBER or abs(int(last["exponent"] or 0)) > LARGEST_EXPONENT:
         return None
-    plain = "".join(found.group().split()).replace(",", "").replace("$", "").rstrip("%")
-    numerator, _, denominator = plain.partition("/")
+    digits = "".join(last.group().split()).replace(",", "").replace("$", "").rstrip("%")
+    numerator, _, denominator = digits.partition("/")
     if denominator and Fraction(denominator) == 0:
         return None
     return Fraction(numerator) / (Fraction(denominator) if denominator else 1)
 
 
-def _plain_numbers(text: str) -> str:
-    """The text with its numbers written as `_NUMBER` reads them."""
+def _normalize_numbers(text: str) -> str:
+    """Rewrite the numbers of a text in the format of `_NUMBER`."""
     text = _LATEX_COMMA.sub(",", text.translate(_MINUS))
     text = _FRACTION.sub(_as_quotient, text)
     text = _MIXED.sub(_as_improper, text)
@@ -138,19 +142,19 @@ def _plain_numbers(text: str) -> str:
 
 
 def _as_quotient(match: re.Match[str]) -> str:
-    """`\\frac{a}{b}` as a/b, apart from a number before it but not from its sign."""
+    """Rewrite `\\frac{a}{b}` as a/b, separated from a preceding number but not from its sign."""
     before = match.string[match.start() - 1 : match.start()]
     over, under = match[1] or match[3], match[2] or match[4]
     return f"{'' if before in ('', '-', '+', '$', ' ') else ' '}{over}/{under}"
 
 
 def _as_improper(match: re.Match[str]) -> str:
-    """Two and a half as 5/2; a number and a quotient above one are no mixed number."""
+    """Rewrite 2 1/2 as 5/2. A fraction of at least one does not form a mixed number."""
     whole, over, under = (int(match[name]) for name in ("whole", "over", "under"))
     return f"{whole * under + over}/{under}" if over < under else match.group()
 
 
 def score_numeric(text: str, truths: Sequence[str]) -> Reward:
-    """1 if the last number of the final answer equals the last number of one of the truths ("#### 1,234" is 1234)."""
+    """1 if the last number of the final answer equals the last number of one of the truths ("#### 1,234" gives 1234)."""
     answer = number_of(final_answer(text))
     return _reward(answer is not None and any(answer == number_of(truth) for truth in truths))

@@ -1,27 +1,34 @@
-"""Examples, rewards and the interface of a task."""
+"""Examples, rewards, the interface of a task, and splits by hash of the content."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
+
+from sharpscope.errors import UserError
+
+HELD_OUT = 0.25
+"""Fraction of all contents that is never in a training set of generated questions, for every seed."""
+GIVE_UP = 5_000
+"""Number of consecutive repeated questions after which `take` reports that there are too few."""
 
 
 @dataclass(frozen=True)
 class Example:
-    """One question.
+    """One prompt and its correct answer.
 
     Attributes:
-        prompt: the question as text.
+        prompt: the prompt as text.
         answer: the correct answer as text.
-        meta: `id` (hash of the content), `level` (people, difficulty, hops) and whatever the task's scorer needs.
-        messages: the chat turns, where the prompt has more than one.
-        prefill: text that begins the completion, such as `<think>`. It ends the prompt and is never generated;
-            `Task.score` puts it before the completion.
-        templated: the prompt contains chat markup already and is not wrapped in the chat template.
+        meta: `id` (hash of the content), `level` (number of people, difficulty or number of hops) and values for the scorer.
+        messages: chat messages, if the prompt has more than one.
+        prefill: start of the completion, such as `<think>`. It is the end of the prompt and is not generated; `Task.score`
+            prepends it to the completion.
+        templated: whether the prompt already contains chat markup; if so, the chat template is not applied.
 
-    The keys `messages`, `prefill` and `templated` of `meta`, where version 0.1 had them, set the attributes of that name.
+    The keys `messages`, `prefill` and `templated` of `meta` (version 0.1) set the attributes of the same name.
     """
 
     prompt: str
@@ -37,13 +44,19 @@ class Example:
                 object.__setattr__(self, name, self.meta[name])
 
     def whole(self, completion: str) -> str:
-        """The prefill and the completion: the text that scorers read."""
+        """Prefill and completion, as read by scorers."""
         return self.prefill + completion
 
 
 @dataclass(frozen=True)
 class Reward:
-    """What a completion earned: `total` is what training sees, `parts` its summands, `correct` what accuracy counts."""
+    """Reward of a completion.
+
+    Attributes:
+        total: the value that training maximizes.
+        parts: name -> component of the reward.
+        correct: whether the completion counts as correct in the accuracy.
+    """
 
     total: float
     parts: Mapping[str, float]
@@ -51,41 +64,38 @@ class Reward:
 
 
 class Task(Protocol):
-    """What a trainer needs of a task; any object with these three will do."""
+    """Interface of a task."""
 
     name: str
 
     def splits(self) -> dict[str, list[Example]]:
-        """Finite lists by split name (`train`, `heldout`, `unseen`…): the same in every call and process."""
+        """Examples by split name (`train`, `heldout`, `unseen`…), equal in every call and process."""
         ...
 
     def score(self, example: Example, completion: str) -> Reward:
-        """Worth of a completion *as generated* (without the prefill). Never raises; linear in the text's length."""
+        """Reward of a completion as generated, without the prefill. Never raises; linear in the length of the text."""
         ...
 
 
 @runtime_checkable
 class InteractiveTask(Task, Protocol):
-    """A task that answers in the middle of a completion (tools, retrieval).
+    """A task whose environment inserts text into the completion (tools, retrieval).
 
-    Generation of a row halts as soon as what it wrote since the environment last spoke contains one of `stop` (its
-    last token may carry a few characters more: sampled tokens are kept as they are), or at the end-of-text token, or
-    at the length limit. Then, but for the limit, `respond` is called with everything after the prompt so far: what the
-    policy wrote and what was appended before. A task may also have `respond_many(examples, completions)`, which
-    `respond_all` prefers.
+    Generation of a row stops when the text since the last response contains one of `stop` (the last token may extend beyond
+    it), at the end-of-text token, or at the length limit. Except at the limit, `respond` is then called with all text after
+    the prompt: generated text and previous responses. A task may also define `respond_many(examples, completions)`, which
+    `respond_all` calls instead.
     """
 
     stop: tuple[str, ...]
 
     def respond(self, example: Example, completion: str) -> str | None:
-        """Text of the environment to append (tokens of it carry mask 0), or None when the conversation is finished."""
+        """Text to append (its tokens have loss mask 0), or None if the conversation is finished."""
         ...
 
 
 def respond_all(task: InteractiveTask, examples: Sequence[Example], completions: Sequence[str]) -> list[str | None]:
-    """`respond` for many rows at once: in one call where the task has `respond_many`, so that a retriever sees a
-    batch.
-    """
+    """Call `respond` for every row, or `respond_many` once if the task defines it."""
     many = getattr(task, "respond_many", None)
     if many is not None:
         return list(many(examples, completions))
@@ -93,7 +103,7 @@ def respond_all(task: InteractiveTask, examples: Sequence[Example], completions:
 
 
 def content_id(*parts: str) -> str:
-    """First 16 hex digits of the SHA-256 of the parts: identity of content, equal in every process."""
+    """First 16 hex digits of the SHA-256 of the parts, which identify the content in every process."""
     digest = hashlib.sha256()
     for part in parts:
         data = part.encode("utf-8", "surrogatepass")
@@ -102,10 +112,47 @@ def content_id(*parts: str) -> str:
 
 
 def held_out_share(content: str) -> float:
-    """A number in [0, 1) from the content alone; a split holds out the contents whose number is below its share."""
+    """Hash of the content as a number in [0, 1). A split holds out contents whose number is below its fraction."""
     return int(content_id("held-out", content), 16) / 16.0**16
 
 
 def stream_seed(*parts: object) -> int:
-    """Seed in [0, 2**63) of the random stream named by `parts`; streams with different names are independent."""
+    """Seed in [0, 2**63) of the random stream named by `parts`. Streams with different names are independent."""
     return int(content_id("stream", *map(str, parts)), 16) >> 1
+
+
+def take(
+    stream: Iterable[Example], count: int, *, training: bool, field: str, without: Container[str] = ()
+) -> list[Example]:
+    """Take examples with distinct `meta["id"]` for one side of a split.
+
+    The id is a hash of the question, which alone determines the side. A question held out in one set is therefore in no
+    training set, whatever its seed or size.
+
+    Args:
+        stream: generated examples.
+        count: number of examples to take.
+        training: whether to take training or held-out questions.
+        field: configuration field of `count`, for the error message.
+        without: values of `meta["form"]` to skip.
+
+    Raises:
+        UserError: the stream has fewer different questions.
+    """
+    taken: dict[str, Example] = {}
+    misses = 0
+    if count == 0:
+        return []
+    for example in stream:
+        id_ = str(example.meta["id"])
+        skip = id_ in taken or example.meta.get("form") in without
+        if skip or (held_out_share(id_) >= HELD_OUT) != training:
+            misses += 1
+            if misses >= GIVE_UP:
+                break
+            continue
+        misses = 0
+        taken[id_] = example
+        if len(taken) == count:
+            return list(taken.values())
+    raise UserError(f"{field} = {count}: only {len(taken)} different questions found; use fewer or higher levels")

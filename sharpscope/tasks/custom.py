@@ -1,4 +1,4 @@
-"""A user's own task: a function that returns the splits and a scorer, registered by name or given by import path."""
+"""Custom tasks: a function that returns splits and a scorer, registered by name or given by import path."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ _REGISTRY: dict[str, Factory] = {}
 
 
 def register_task(name: str) -> Callable[[Factory], Factory]:
-    """Decorator: make `name` a task, `sharpscope run --task NAME` after the module is imported.
+    """Decorator that registers a function as the task `name`.
 
-    The function takes the options (`task.options.x=…`) as keywords and returns `(splits, score)`: lists of `Example`
-    by split name, and a function from an example and a completion to a `Reward`, or to a number (correct where it is
-    at least 1) or a truth value. It may also return an object with `name`, `splits` and `score`, and with `respond`
-    and `stop` if it interacts.
+    The function takes the options (`task.options.x=…`) as keyword arguments and returns `(splits, score)`: lists of
+    `Example` by split name, and a function from an example and a completion to a `Reward`, a number (correct if at least 1)
+    or a bool. It may instead return an object with `name`, `splits` and `score`; an interactive task also has `respond` and
+    `stop`.
 
     Raises:
-        UserError: the name is taken, or is not an identifier.
+        UserError: the name is already registered, or is not an identifier.
     """
 
     def add(factory: Factory) -> Factory:
         if not name.isidentifier():
-            raise UserError(f"register_task: '{name}' is not a name; use letters, digits and underscores")
+            raise UserError(f"register_task: '{name}' is not a valid name; use letters, digits and underscores")
         if name in _REGISTRY and _REGISTRY[name].__qualname__ != factory.__qualname__:
-            raise UserError(f"register_task: the name '{name}' is taken; choose another")
+            raise UserError(f"register_task: '{name}' is already registered; choose another name")
         _REGISTRY[name] = factory
         return factory
 
@@ -44,69 +44,71 @@ def register_task(name: str) -> Callable[[Factory], Factory]:
 
 
 def registered_tasks() -> tuple[str, ...]:
-    """Names added by `register_task`, sorted."""
+    """Sorted names of the registered tasks."""
     return tuple(sorted(_REGISTRY))
 
 
 def make_custom(spec: CustomSpec) -> Task:
-    """Call the factory with the options and check what it returns.
+    """Call the factory with the options and check the result.
 
     Raises:
-        UserError: no such factory, or what it returns is not a task; the message says what is missing.
+        UserError: the factory does not exist, does not accept the options, or does not return a task.
     """
     factory = _find(spec.factory)
     _check_options(factory, spec)
-    made = factory(**spec.options)
-    if isinstance(made, tuple) and len(made) == 2 and callable(made[1]):
-        splits, score = made
+    result = factory(**spec.options)
+    if isinstance(result, tuple) and len(result) == 2 and callable(result[1]):
+        splits, score = result
         return CheckedTask(spec.factory, lambda: splits, score)
-    missing = [part for part in ("splits", "score") if not callable(getattr(made, part, None))]
+    missing = [part for part in ("splits", "score") if not callable(getattr(result, part, None))]
     if missing:
         raise UserError(
-            f"task.factory = '{spec.factory}': returned {type(made).__name__} without {' and '.join(missing)};"
-            " return (splits, score) or an object that has both"
+            f"task.factory = '{spec.factory}': returned {type(result).__name__} without {' and '.join(missing)};"
+            " return (splits, score) or an object with both"
         )
-    if callable(getattr(made, "respond", None)):
-        return InteractiveCheckedTask(spec.factory, made)
-    return CheckedTask(str(getattr(made, "name", spec.factory)), made.splits, made.score)
+    if callable(getattr(result, "respond", None)):
+        return InteractiveCheckedTask(spec.factory, result)
+    return CheckedTask(str(getattr(result, "name", spec.factory)), result.splits, result.score)
 
 
 def _check_options(factory: Factory, spec: CustomSpec) -> None:
-    """Hold the options against the signature before the call, so that an error within the factory keeps its own name.
+    """Check the options against the signature of the factory, so that errors inside the factory are not affected.
 
     Raises:
-        UserError: the factory does not take them.
+        UserError: the factory does not accept the options.
     """
     try:
         signature = inspect.signature(factory)
-    except ValueError:  # some callables written in C have none: the call will tell
+    except ValueError:  # some callables written in C have no signature
         return
     try:
         signature.bind(**spec.options)
     except TypeError as error:
-        raise UserError(f"task.options = {dict(spec.options)}: {spec.factory} does not take them ({error})") from error
+        raise UserError(
+            f"task.options = {dict(spec.options)}: {spec.factory} does not accept them ({error})"
+        ) from error
 
 
 def _find(path: str) -> Factory:
-    """The registered factory of that name, or what `module:function` names (modules in the working directory count)."""
+    """The registered factory of that name, or `module:function`, also from the working directory."""
     if ":" not in path:
         if path not in _REGISTRY:
             raise UserError(
-                f"task.factory = '{path}': no task is registered so{nearest(path, _REGISTRY)} or give module:function"
+                f"task.factory = '{path}': no registered task{nearest(path, _REGISTRY)} or give module:function"
             )
         return _REGISTRY[path]
     module_name, _, attribute = path.partition(":")
-    here = str(Path.cwd())
-    added = here not in sys.path
+    folder = str(Path.cwd())
+    added = folder not in sys.path
     if added:
-        sys.path.insert(0, here)
+        sys.path.insert(0, folder)
     try:
         module = importlib.import_module(module_name)
     except (ImportError, ValueError) as error:
         raise UserError(f"task.factory = '{path}': cannot import '{module_name}' ({error})") from error
     finally:
         if added:
-            sys.path.remove(here)
+            sys.path.remove(folder)
     factory = getattr(module, attribute, None)
     if not callable(factory):
         raise UserError(
@@ -117,7 +119,7 @@ def _find(path: str) -> Factory:
 
 
 class CheckedTask:
-    """A task whose splits and rewards are checked, so that a mistake in it is named where it is made."""
+    """Wrapper of a custom task that checks its splits and rewards."""
 
     def __init__(self, name: str, splits: Callable[[], Any], score: Scorer) -> None:
         self.name = name
@@ -126,12 +128,12 @@ class CheckedTask:
         self._splits: dict[str, list[Example]] | None = None
 
     def splits(self) -> dict[str, list[Example]]:
-        """The task's splits, each example with `id` and `level` ("all" where it has none)."""
+        """The task's splits, with `id` and `level` (default "all") in the `meta` of each example."""
         if self._splits is None:
-            made = self._make_splits()
-            if not isinstance(made, Mapping) or not made.get("train"):
+            splits = self._make_splits()
+            if not isinstance(splits, Mapping) or not splits.get("train"):
                 raise UserError(f"task '{self.name}': splits must be a dict with a list of examples under 'train'")
-            self._splits = {str(split): self._checked(str(split), examples) for split, examples in made.items()}
+            self._splits = {str(split): self._checked(str(split), examples) for split, examples in splits.items()}
         return self._splits
 
     def _checked(self, split: str, examples: Sequence[Any]) -> list[Example]:
@@ -150,49 +152,48 @@ class CheckedTask:
         return checked
 
     def score(self, example: Example, completion: str) -> Reward:
-        """The task's reward, from whatever its scorer returns."""
-        made = self._score(example, completion)
-        if isinstance(made, Reward):
-            reward = made
-        elif isinstance(made, (bool, int, float)):
-            reward = Reward(float(made), {"answer": float(made)}, correct=float(made) >= 1.0)
-        else:
-            raise UserError(
-                f"task '{self.name}': score returned {type(made).__name__}; return a Reward, a number or a truth value"
-            )
-
-        return reward  # a total that is not finite is for the trainer to judge (health.non_finite)
+        """The scorer's result as a `Reward`. A total that is not finite is left to the health rule `non_finite`."""
+        reward = self._score(example, completion)
+        if isinstance(reward, Reward):
+            return reward
+        if isinstance(reward, (bool, int, float)):
+            return Reward(float(reward), {"answer": float(reward)}, correct=float(reward) >= 1.0)
+        raise UserError(
+            f"task '{self.name}': score returned {type(reward).__name__}; return a Reward, a number or a bool"
+        )
 
 
 class InteractiveCheckedTask(CheckedTask):
-    """A checked task that also answers in the middle of a completion."""
+    """Wrapper of a custom interactive task."""
 
     def __init__(self, name: str, task: InteractiveTask) -> None:
         super().__init__(str(getattr(task, "name", name)), task.splits, task.score)
         self._respond, self._respond_many = task.respond, getattr(task, "respond_many", None)
         stop: Any = getattr(task, "stop", ())
-        if isinstance(stop, str):  # ("</search>") is text and no tuple; its letters are never meant
+        if isinstance(stop, str):  # ("</search>") is a string, not a tuple
             stop = (stop,)
         self.stop = tuple(stop) if isinstance(stop, Iterable) else ()
         if not self.stop or not all(isinstance(text, str) and text for text in self.stop):
             raise UserError(
-                f"task '{self.name}': has respond, so it needs stop = ('…',), the texts at which generation halts"
+                f"task '{self.name}': defines respond but not stop; set stop = ('…',), the texts at which generation stops"
             )
 
     def respond(self, example: Example, completion: str) -> str | None:
-        """The environment's text, or None at the end."""
+        """The task's response, or None if the conversation is finished."""
         return self._text(self._respond(example, completion))
 
     def respond_many(self, examples: Sequence[Example], completions: Sequence[str]) -> list[str | None]:
-        """The environment's texts, from the task's own `respond_many` where it has one."""
+        """The task's responses, from its `respond_many` if defined."""
         if self._respond_many is None:
             return [self.respond(*row) for row in zip(examples, completions, strict=True)]
-        made = list(self._respond_many(examples, completions))
-        if len(made) != len(examples):
-            raise UserError(f"task '{self.name}': respond_many returned {len(made)} replies to {len(examples)} texts")
-        return [self._text(reply) for reply in made]
+        responses = list(self._respond_many(examples, completions))
+        if len(responses) != len(examples):
+            raise UserError(
+                f"task '{self.name}': respond_many returned {len(responses)} responses for {len(examples)} completions"
+            )
+        return [self._text(response) for response in responses]
 
-    def _text(self, made: Any) -> str | None:
-        if made is not None and not isinstance(made, str):
-            raise UserError(f"task '{self.name}': respond returned {type(made).__name__}; return text or None")
-        return made
+    def _text(self, response: Any) -> str | None:
+        if response is not None and not isinstance(response, str):
+            raise UserError(f"task '{self.name}': respond returned {type(response).__name__}; return a str or None")
+        return response

@@ -1,6 +1,4 @@
-"""Reading rows of a data set from Parquet, JSON lines or the Hugging Face hub; every failure names its place and its
-fix.
-"""
+"""Read rows of a dataset from Parquet, JSON Lines or the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -12,49 +10,53 @@ from typing import Any
 from sharpscope.errors import UserError, nearest
 
 Row = dict[str, Any]
-Place = str
-"""Where a row stands: `file.jsonl line 3` or `file.parquet row 3`; both count from 1, as editors do."""
+Location = str
+"""Location of a row, for error messages: `file.jsonl line 3` or `file.parquet row 3`, counted from 1."""
 
 SUFFIXES = (".parquet", ".jsonl", ".ndjson")
 
 
 def files_of(path: str, field: str) -> list[Path]:
-    """The data files that a path names: itself, or those of a folder, in order of their names.
+    """The data file at `path`, or the sorted data files of a folder.
+
+    Args:
+        path: file or folder.
+        field: configuration field of `path`, for the error message.
 
     Raises:
-        UserError: nothing is there, or nothing of a known format.
+        UserError: the path does not exist or has no file of a known format.
     """
-    place = Path(path).expanduser()
-    if place.is_dir():
-        files = sorted(file for file in place.iterdir() if file.suffix in SUFFIXES and file.is_file())
+    root = Path(path).expanduser()
+    if root.is_dir():
+        files = sorted(file for file in root.iterdir() if file.suffix in SUFFIXES and file.is_file())
         if not files:
-            raise UserError(f"{field} = '{path}': the folder holds no {', '.join(SUFFIXES)} file")
+            raise UserError(f"{field} = '{path}': the folder has no {', '.join(SUFFIXES)} file")
         return files
-    if not place.is_file():
+    if not root.is_file():
         raise UserError(f"{field} = '{path}': no such file or folder (looked in {Path.cwd()})")
-    if place.suffix not in SUFFIXES:
+    if root.suffix not in SUFFIXES:
         raise UserError(
-            f"{field} = '{path}': '{place.suffix or 'no suffix'}' is not a known format; valid: {', '.join(SUFFIXES)}"
+            f"{field} = '{path}': '{root.suffix or 'no suffix'}' is not a known format; valid: {', '.join(SUFFIXES)}"
         )
-    return [place]
+    return [root]
 
 
-def read_file(file: Path, columns: Sequence[str]) -> Iterator[tuple[Place, Row]]:
-    """Rows of one file, with the top-level `columns` of those that it has.
+def read_file(file: Path, columns: Sequence[str]) -> Iterator[tuple[Location, Row]]:
+    """Rows of one file. Of a Parquet file, only the top-level `columns` that exist are read.
 
     Raises:
-        UserError: the file is broken or has no row.
+        UserError: the file is damaged or has no rows.
     """
     rows = _parquet(file, columns) if file.suffix == ".parquet" else _json_lines(file)
     empty = True
-    for place_row in rows:
+    for item in rows:
         empty = False
-        yield place_row
+        yield item
     if empty:
-        raise UserError(f"{file}: the data set has no row")
+        raise UserError(f"{file}: the dataset has no rows")
 
 
-def _parquet(file: Path, columns: Sequence[str]) -> Iterator[tuple[Place, Row]]:
+def _parquet(file: Path, columns: Sequence[str]) -> Iterator[tuple[Location, Row]]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -70,33 +72,38 @@ def _parquet(file: Path, columns: Sequence[str]) -> Iterator[tuple[Place, Row]]:
         raise UserError(f"{file}: not a readable Parquet file ({_first_line(error)})") from error
 
 
-def _json_lines(file: Path) -> Iterator[tuple[Place, Row]]:
+def _json_lines(file: Path) -> Iterator[tuple[Location, Row]]:
     try:
         with file.open(encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):
                 if not line.strip():
                     continue
-                place = f"{file} line {number}"
+                location = f"{file} line {number}"
                 try:
                     row = json.loads(line)
                 except (ValueError, RecursionError) as error:
                     raise UserError(
-                        f"{place}: not JSON ({_first_line(error)}); one object a line is expected"
+                        f"{location}: not JSON ({_first_line(error)}); write one object per line"
                     ) from error
                 if not isinstance(row, dict):
-                    raise UserError(f"{place}: a {type(row).__name__} where one object a line is expected")
-                yield place, row
+                    raise UserError(f"{location}: a {type(row).__name__}; write one object per line")
+                yield location, row
     except UnicodeDecodeError as error:
         raise UserError(f"{file}: not UTF-8 text ({_first_line(error)})") from error
     except OSError as error:
         raise UserError(f"{file}: cannot be read ({_first_line(error)})") from error
 
 
-def read_hub(path: str, subset: str, split: str) -> Iterator[tuple[Place, Row]]:
-    """Rows of a Hugging Face data set, by id or local folder, through the optional library `datasets`.
+def read_hub(path: str, subset: str, split: str) -> Iterator[tuple[Location, Row]]:
+    """Rows of a Hugging Face dataset, through the optional library `datasets`.
+
+    Args:
+        path: id of the dataset, or a local folder.
+        subset: name of its configuration, or empty.
+        split: name of the split.
 
     Raises:
-        UserError: the library, the data set or the split is absent.
+        UserError: the library, the dataset or the split is missing.
     """
     try:
         import datasets
@@ -107,40 +114,46 @@ def read_hub(path: str, subset: str, split: str) -> Iterator[tuple[Place, Row]]:
     saved = Path(path, "dataset_info.json").is_file() or Path(path, "dataset_dict.json").is_file()
     try:
         loaded = datasets.load_from_disk(path) if saved else datasets.load_dataset(path, subset or None)
-    except Exception as error:  # the library raises dozens of types: network, format, name
+    except Exception as error:  # the library raises many types: network, format, name
         raise UserError(
-            f"task.path = '{path}': no local file, and no Hugging Face data set that loads ({_first_line(error)})"
+            f"task.path = '{path}': not a local file, and not a loadable Hugging Face dataset ({_first_line(error)})"
         ) from error
     if isinstance(loaded, dict):
         if split not in loaded:
             raise UserError(f"task.hub_split = '{split}': '{path}' has no such split{nearest(split, loaded)}")
         loaded = loaded[split]
     if len(loaded) == 0:
-        raise UserError(f"{path}: the data set has no row")
+        raise UserError(f"{path}: the dataset has no rows")
     for number, row in enumerate(loaded, 1):
         yield f"{path} row {number}", dict(row)
 
 
-def cell(row: Row, column: str, place: Place, field: str) -> Any:
-    """Value of a column; a dot enters a nested column unless the whole name is a column.
+def cell(row: Row, column: str, location: Location, field: str) -> Any:
+    """Value of a column of a row.
+
+    Args:
+        row: the row.
+        column: name of the column; a dot selects a nested column unless a column has the full name.
+        location: where the row is, for the error message.
+        field: field of `task.columns`, for the error message.
 
     Raises:
-        UserError: no such column; the message lists those that are there.
+        UserError: the column does not exist.
     """
     if column in row:
         return row[column]
     value: Any = row
     path: list[str] = []
     for part in column.split("."):
-        if isinstance(value, str) and value.lstrip().startswith("{"):  # some writers store nested columns as JSON text
+        if isinstance(value, str) and value.lstrip().startswith("{"):  # some files store nested columns as JSON text
             try:
                 value = json.loads(value)
             except ValueError:
                 value = None
         if not isinstance(value, dict) or part not in value:
-            inside = f" in '{'.'.join(path)}'" if path else ""
-            have = nearest(part, map(str, value)) if isinstance(value, dict) else f"; it holds a {type(value).__name__}"
-            raise UserError(f"{place}: no column '{part}'{inside} (task.columns.{field} = '{column}'){have}")
+            parent = f" in '{'.'.join(path)}'" if path else ""
+            hint = nearest(part, map(str, value)) if isinstance(value, dict) else f"; it is a {type(value).__name__}"
+            raise UserError(f"{location}: no column '{part}'{parent} (task.columns.{field} = '{column}'){hint}")
         value = value[part]
         path.append(part)
     return value

@@ -1,4 +1,4 @@
-"""Task `gym:NAME`: any data set of reasoning-gym, scored by its own scorer."""
+"""Task `gym:NAME`: a dataset of reasoning-gym with its own scorer."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 
 from sharpscope.config.tasks import GymSpec
 from sharpscope.errors import UserError, nearest
-from sharpscope.tasks.base import Example, Reward, content_id, stream_seed
-from sharpscope.tasks.generated import take
+from sharpscope.tasks.answers import last_tagged
+from sharpscope.tasks.base import Example, Reward, content_id, stream_seed, take
 
 EVALUATING = frozenset(
     {
@@ -26,14 +26,14 @@ EVALUATING = frozenset(
         "string_insertion",
     }
 )
-"""Data sets whose own scorer passes what a model wrote to Python's eval, mostly through sympy."""
+"""Datasets whose scorer passes the completion to Python's eval, mostly through sympy."""
 
 _NO_NUMBER = re.compile(r"(?<![a-z])(?:nan|inf|infinity)j?(?![a-z])", re.IGNORECASE)
-"""Scorers that compare distances (complex_arithmetic) give "nan" the full score: no comparison with it is ever true."""
+"""Scorers that compare distances (complex_arithmetic) give "nan" the full score, because comparisons with it are false."""
 
 
 class GymTask:
-    """Splits `train` and `heldout` of one data set; level "all"; meta["entry"] is what its scorer compares with."""
+    """Splits `train` and `heldout` of one dataset; level "all"; meta["entry"] is the entry for its scorer."""
 
     def __init__(self, spec: GymSpec) -> None:
         try:
@@ -44,35 +44,35 @@ class GymTask:
 
         if spec.name not in DATASETS:
             raise UserError(
-                f"task.name = '{spec.name}': reasoning-gym has no such data set{nearest(spec.name, DATASETS)}"
+                f"task.name = '{spec.name}': reasoning-gym has no such dataset{nearest(spec.name, DATASETS)}"
             )
         if spec.name in EVALUATING and not spec.allow_eval:
             raise UserError(
-                f"task.name = '{spec.name}': its scorer passes the model's text to Python's eval;"
-                " set task.allow_eval=true where you trust the model"
+                f"task.name = '{spec.name}': its scorer passes model output to Python's eval;"
+                " set task.allow_eval=true if you trust the model"
             )
-        known = {field.name for field in dataclasses.fields(DATASETS[spec.name][1])} - {"seed", "size"}
+        valid = {field.name for field in dataclasses.fields(DATASETS[spec.name][1])} - {"seed", "size"}
         for option in spec.options:
-            if option not in known:
-                raise UserError(f"task.options.{option}: {spec.name} has no such option{nearest(option, known)}")
+            if option not in valid:
+                raise UserError(f"task.options.{option}: {spec.name} has no such option{nearest(option, valid)}")
         self.spec = spec
         self.name = f"gym:{spec.name}"
         seed = stream_seed("gym", spec.name, spec.seed) % 2**31
-        # each split takes what it may from one sequence, so the size only has to be larger than what is taken
+        # All splits take questions from one sequence, so it must be longer than the splits together.
         size = 100 * (spec.train_size + spec.heldout_size)
         try:
             self._dataset = reasoning_gym.create_dataset(spec.name, seed=seed, size=size, **spec.options)
         except (AssertionError, TypeError, ValueError) as error:
             raise UserError(
-                f"task.options = {spec.options}: refused by {spec.name} ({str(error) or type(error).__name__})"
+                f"task.options = {spec.options}: rejected by {spec.name} ({str(error) or type(error).__name__})"
             ) from error
         self._splits: dict[str, list[Example]] | None = None
 
     def splits(self) -> dict[str, list[Example]]:
-        """Questions by split, disjoint in their text.
+        """Questions by split, with disjoint texts.
 
         Raises:
-            UserError: the data set has fewer different questions than asked for.
+            UserError: the dataset has too few different questions.
         """
         if self._splits is None:
             sizes = {"train": self.spec.train_size, "heldout": self.spec.heldout_size}
@@ -91,17 +91,16 @@ class GymTask:
             yield Example(self.spec.template.replace("{prompt}", question), str(entry["answer"]), meta)
 
     def score(self, example: Example, completion: str) -> Reward:
-        """The data set's own score of the answer, in `parts["answer"]` as it is (it may be partial); correct where it
-        is 1.
+        """The dataset's score of the answer, which may be partial; correct if it is 1.
 
-        A score that is no finite number, or an error in the scorer on what a model wrote, is worth 0.
+        A score that is not finite and an error in the scorer count as 0.
         """
         answer = gym_answer(example.whole(completion))
         if _NO_NUMBER.search(answer) and not _NO_NUMBER.search(example.answer):
             return Reward(0.0, {"answer": 0.0}, correct=False)
         try:
             score = float(self._dataset.score_answer(answer, example.meta["entry"]))
-        except Exception:  # other people's scorers, on arbitrary text
+        except Exception:  # third-party scorers on arbitrary text
             score = 0.0
         if not math.isfinite(score):
             score = 0.0
@@ -109,9 +108,6 @@ class GymTask:
 
 
 def gym_answer(text: str) -> str:
-    """The inside of the last `<answer>…</answer>`, else what follows the last `</think>`, else all of it; stripped."""
-    closing = text.rfind("</answer>")
-    opening = text.rfind("<answer>", 0, closing) if closing >= 0 else -1
-    if opening >= 0:
-        return text[opening + len("<answer>") : closing].strip()
-    return text.rpartition("</think>")[2].strip()
+    """Content of the last `<answer>…</answer>`, or the text after the last `</think>`, or the whole text; stripped."""
+    tagged = last_tagged(text, "answer")
+    return text.rpartition("</think>")[2].strip() if tagged is None else tagged

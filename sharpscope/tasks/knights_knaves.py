@@ -1,9 +1,8 @@
-"""Task `knights_knaves`: who tells the truth? Finite sets of generated puzzles with exactly one solution.
+"""Task `knights_knaves`: generated Knights-and-Knaves puzzles with exactly one solution.
 
-A set depends on its seed and settings alone, not on what is installed. Every puzzle is solved exhaustively by
-`statements.solve` and kept only if it has one solution. What a puzzle says up to names
-(`statements.content_key`) decides by its hash alone whether it may be trained on: a quarter of all contents is held
-out, for every seed and size of set, so no set held out anywhere shares content with a training set made anywhere.
+A set depends only on its seed and settings, not on installed libraries. Every puzzle is solved exhaustively by
+`statements.solve`. The hash of its content up to names (`statements.content_key`) determines its split: a quarter of all
+contents is held out for every seed and size, so a held-out set never shares content with any training set.
 """
 
 from __future__ import annotations
@@ -12,17 +11,15 @@ from collections.abc import Iterator
 
 from sharpscope.config.tasks import KnightsKnavesSpec
 from sharpscope.errors import UserError, nearest
-from sharpscope.tasks.base import Example, Reward, content_id, held_out_share, stream_seed
+from sharpscope.tasks.base import HELD_OUT, Example, Reward, content_id, held_out_share, stream_seed
 from sharpscope.tasks.logic_rl import roles_of, score_logic_rl, solution_text
 from sharpscope.tasks.puzzles import Draws, sample_puzzle, word_puzzle
 from sharpscope.tasks.statements import Puzzle, content_key, solve
 
-HELD_OUT = 0.25
-"""Share of all contents that never enters a training set."""
 PATIENCE = 200
-"""Draws without a new content after which a content may return under other names: 2 people say few different things."""
+"""Number of draws without new content after which content may repeat with other names; puzzles of 2 people have few."""
 GIVE_UP = 20_000
-"""Draws without a new text after which the set asked for is taken to be larger than what exists."""
+"""Number of draws without a new text after which the set counts as exhausted."""
 
 NAMED_SETS: dict[str, tuple[tuple[KnightsKnavesSpec, ...], str]] = {
     "study": ((KnightsKnavesSpec(unseen_people=(2, 4)),), "4fe5fae273d39abf"),
@@ -34,8 +31,8 @@ NAMED_SETS: dict[str, tuple[tuple[KnightsKnavesSpec, ...], str]] = {
         "5c19d514c2268c90",
     ),
 }
-"""Puzzle sets that results rest on, with the hash of their ids: `study`, of all kept runs under data/, and `policy`, which
-the embedded policy was trained and measured on."""
+"""Puzzle sets of published results with the hash of their ids: `study` for the runs under data/, and `policy` for training
+and evaluation of the embedded policy."""
 
 LOGIC_RL_SYSTEM = (
     "You are a helpful assistant. The assistant first thinks about the reasoning process in the mind and "
@@ -48,16 +45,16 @@ LOGIC_RL_SYSTEM = (
 
 
 def logic_rl_prompt(quiz: str) -> str:
-    """The chat text that Logic-RL trains on, ending in an opened `<think>`."""
+    """The chat prompt of Logic-RL, which ends in `<think>`."""
     system = f"<|im_start|>system\n{LOGIC_RL_SYSTEM}<|im_end|>\n"
     return f"{system}<|im_start|>user\n{quiz}\n<|im_end|>\n<|im_start|>assistant\n<think>"
 
 
 class KnightsKnaves:
-    """Splits `train` and `heldout` (sizes `spec.people`) and `unseen` (sizes `spec.unseen_people`); level = people.
+    """Splits `train` and `heldout` (`spec.people`) and `unseen` (`spec.unseen_people`); the level is the number of people.
 
-    `meta` of an example: id, level, names, solution (True = knight), statements (nested tuples), quiz, content (the
-    key of `statements.content_key`).
+    `meta` of an example: id, level, names, solution (True = knight), statements (nested tuples), quiz, and content (the
+    `statements.content_key`).
     """
 
     name = "knights_knaves"
@@ -67,27 +64,27 @@ class KnightsKnaves:
         self._splits: dict[str, list[Example]] | None = None
 
     def splits(self) -> dict[str, list[Example]]:
-        """`{"train": …, "heldout": …, "unseen": …}`; a split asked for with size 0 is left out."""
+        """`{"train": …, "heldout": …, "unseen": …}`, without splits of size 0."""
         if self._splits is None:
             spec = self.spec
-            wanted = {
+            sizes = {
                 "train": (spec.sizes, spec.train_size),
                 "heldout": (spec.sizes, spec.heldout_size),
                 "unseen": (spec.unseen_people, spec.unseen_size),
             }
             self._splits = {
-                split: [example for people in sizes for example in self._examples(split, people, count)]
-                for split, (sizes, count) in wanted.items()
-                if sizes and count
+                split: [example for people in numbers for example in self._examples(split, people, count)]
+                for split, (numbers, count) in sizes.items()
+                if numbers and count
             }
         return self._splits
 
     def score(self, example: Example, completion: str) -> Reward:
-        """Logic-RL's reward of prefill + completion."""
+        """Logic-RL reward of prefill and completion."""
         return score_logic_rl(example.whole(completion), roles_of(example.answer))
 
     def _examples(self, split: str, people: int, count: int) -> list[Example]:
-        """`count` puzzles of different text: a stream of its own, so it does not depend on what else was made."""
+        """`count` puzzles with distinct texts, from a random stream for this split and number of people."""
         examples: list[Example] = []
         contents: set[str] = set()
         texts: set[str] = set()
@@ -107,12 +104,12 @@ class KnightsKnaves:
             if misses >= GIVE_UP:
                 raise UserError(
                     f"task.{split}_size = {count}: only {len(examples)} different puzzles found for {people} people at"
-                    f" depth {self.spec.depth}, width {self.spec.width}; ask for fewer or raise task.depth"
+                    f" depth {self.spec.depth}, width {self.spec.width}; use fewer or increase task.depth"
                 )
         return examples
 
     def _puzzles(self, split: str, people: int) -> Iterator[tuple[Puzzle, str]]:
-        """Endless stream of uniquely solvable puzzles whose content may stand in the split, with their content keys."""
+        """Endless stream of uniquely solvable puzzles of the split, with their content keys."""
         spec = self.spec
         draws = Draws(stream_seed("statements", spec.seed, split, people))
         while True:
@@ -141,17 +138,17 @@ class KnightsKnaves:
 
 
 def named_puzzles(name: str) -> dict[str, Example]:
-    """All puzzles of one of `NAMED_SETS` by their id, the `content_id` of the prompt.
+    """All puzzles of one of `NAMED_SETS` by id.
 
     Raises:
-        UserError: there is no such set.
-        RuntimeError: the set made here is not the one that the results rest on.
+        UserError: the set does not exist.
+        RuntimeError: the generated puzzles differ from those of the published results.
     """
     if name not in NAMED_SETS:
         raise UserError(f"puzzle set '{name}': unknown{nearest(name, NAMED_SETS)}")
     specs, expected = NAMED_SETS[name]
     examples = [example for spec in specs for split in KnightsKnaves(spec).splits().values() for example in split]
-    found = content_id(*(example.meta["id"] for example in examples))
-    if found != expected:
-        raise RuntimeError(f"puzzle set '{name}' has the hash {found}, not {expected}")
+    actual = content_id(*(example.meta["id"] for example in examples))
+    if actual != expected:
+        raise RuntimeError(f"puzzle set '{name}': hash {actual}, expected {expected}")
     return {example.meta["id"]: example for example in examples}

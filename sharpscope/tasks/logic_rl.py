@@ -1,4 +1,4 @@
-"""Logic-RL's rule-based reward for Knights and Knaves: format ±1 plus answer +2, −1.5 or −2; totals 3, −0.5, −1, −3."""
+"""Rule-based Logic-RL reward for Knights and Knaves: format ±1 plus answer 2, −1.5 or −2; totals 3, −0.5, −1 and −3."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LINE = re.compile(r"\b([A-Za-z]+)\s+is\s+an?\s+(knight|knave)\b", re.IGNORECASE
 
 
 def well_formed(text: str) -> bool:
-    """Each of the four tags stands exactly once, in the order think, /think, answer, /answer (case counts)."""
+    """Whether each of the four tags occurs exactly once, in the order of `TAGS`; case-sensitive."""
     if any(text.count(tag) != 1 for tag in TAGS):
         return False
     positions = [text.find(tag) for tag in TAGS]
@@ -25,7 +25,7 @@ def roles_of(answer: str) -> dict[str, str]:
 
 
 def solution_text(names: Sequence[str], solution: Sequence[bool]) -> str:
-    """The solution as the training sets write it: "(1) Noah is a knave\\n(2) …" (solution True = knight)."""
+    """The solution in the format of the training sets: "(1) Noah is a knave\\n(2) …" (True = knight)."""
     pairs = zip(names, solution, strict=True)
     return "\n".join(
         f"({i}) {name} is a {'knight' if knight else 'knave'}" for i, (name, knight) in enumerate(pairs, 1)
@@ -33,28 +33,33 @@ def solution_text(names: Sequence[str], solution: Sequence[bool]) -> str:
 
 
 def read_answer(answer: str, names: Sequence[str]) -> dict[str, str] | None:
-    """Roles that an answer gives to `names`, or None where it cannot be parsed.
+    """Parse the roles of `names` from an answer; None if it cannot be parsed.
 
-    As in Logic-RL, "knight" and "knave" must occur together exactly once per name, in any case, and every name must be
-    followed by "is a knight" or "is a knave"; a name's first such place counts.
+    As in Logic-RL, the number of occurrences of "knight" and "knave" must equal the number of names, and every name must be
+    followed by "is a knight" or "is a knave". The first match of a name counts. Case is ignored.
     """
     lower = answer.lower()
     if lower.count("knight") + lower.count("knave") != len(names):
         return None
     roles: dict[str, str] = {}
     for name in names:
-        found = re.search(rf"\b{re.escape(name)}\b\s+is\s+a\s+(knight|knave)\b", answer, re.IGNORECASE)
-        if found is None:
+        match = re.search(rf"\b{re.escape(name)}\b\s+is\s+a\s+(knight|knave)\b", answer, re.IGNORECASE)
+        if match is None:
             return None
-        roles[name] = found.group(1).lower()
+        roles[name] = match.group(1).lower()
     return roles
 
 
 def score_logic_rl(text: str, truth: Mapping[str, str]) -> Reward:
-    """Reward of a whole response (prefill + completion) given the true role of every name.
+    """Reward of a response (prefill and completion), in time linear in its length.
 
-    3 = well formed and exact; −0.5 = well formed and wrong; −1 = well formed but no role for every name; −3 = not well
-    formed, whatever the answer. Time is linear in the text's length.
+    Args:
+        text: the response.
+        truth: name -> "knight" or "knave".
+
+    Returns:
+        Total 3 if well formed and correct, −0.5 if well formed and wrong, −1 if well formed without a role for every name,
+        −3 if not well formed.
     """
     if not well_formed(text):
         return Reward(-3.0, {"format": -1.0, "answer": -2.0}, correct=False)

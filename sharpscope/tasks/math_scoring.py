@@ -1,8 +1,7 @@
-"""Equality of mathematical answers by math-verify, in a process of its own with a time limit for each answer.
+"""Equality of mathematical answers with math-verify, in a separate process with a time limit per answer.
 
-math-verify limits its time with signals, which exist only in a main thread, and may still be stuck inside one long
-operation of sympy. Here one helper process serves this whole process, from any thread; an answer that takes too long
-costs that helper its life and counts as wrong.
+The timeout of math-verify uses signals, which need the main thread and do not interrupt long operations of sympy. Here one
+worker process serves all threads. If an answer exceeds the time limit, the worker is killed and the answer is wrong.
 """
 
 from __future__ import annotations
@@ -25,12 +24,11 @@ from sharpscope.tasks.answers import final_answer
 from sharpscope.tasks.base import Reward
 
 TIME_LIMIT = 5.0
-"""Most seconds for one comparison unless the task says otherwise."""
+"""Default time limit of one comparison [s]."""
 LONGEST_ANSWER = 500
-"""Characters beyond which an answer is wrong unread: real ones are far shorter, and the grammar is slower than linear.
-"""
+"""Longest answer that is parsed [characters]; longer ones are wrong, because parsing takes more than linear time."""
 START_LIMIT = 120.0
-"""Most seconds for the helper process to start [s]; importing sympy takes one or two on a free machine."""
+"""Time limit for starting the worker process [s]; importing sympy takes one or two seconds."""
 
 _STATED = re.compile(r"answer\s{0,3}(?:is|:|=)\s{0,3}(?:is|:|=)?", re.IGNORECASE)
 _INTEGER = re.compile(r"[-+]?[0-9]{1,300}")
@@ -46,14 +44,12 @@ _VALUE = re.compile(
 _AROUND = re.compile(
     r"\\(?:text|mathrm|mbox)\s*\{[^{}]*\}|\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\\[,!;:%$]|\\(?:left|right)\b|[%$]"
 )
-"""What may stand around a number and is none: units, degrees, thin spaces, percent."""
+"""Ignored around a number: units, degrees, thin spaces, percent signs."""
 _WRAPPED = re.compile(r"\\(?:boxed|mathbf)\s*\{(.*)\}|\((.*)\)")
 
 
 def as_latex(answer: str) -> str:
-    """An answer as LaTeX without delimiters: math marks and line ends are dropped, plain forms (1e-3, **, pi, sqrt(2))
-    rewritten.
-    """
+    """Convert an answer to LaTeX without math delimiters and line breaks; rewrites 1e-3, ** and pi."""
     text = " ".join(answer.split()).strip()
     for left, right in (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]")):
         if text.startswith(left) and text.endswith(right) and len(text) > len(left) + len(right):
@@ -67,22 +63,23 @@ def as_latex(answer: str) -> str:
 
 
 def stated(answer: str) -> str:
-    """What a sentence gives as the answer: the line after its last "answer is", else its last $…$, else all of it."""
-    marks = list(_STATED.finditer(answer))
-    if marks:
-        answer = answer[marks[-1].end() :].strip().partition("\n")[0]
+    """Answer within a sentence: the line after the last "answer is", or its only $…$, or the whole text."""
+    matches = list(_STATED.finditer(answer))
+    if matches:
+        answer = answer[matches[-1].end() :].strip().partition("\n")[0]
     closing = answer.rfind("$")
     opening = answer.rfind("$", 0, closing) if closing >= 0 else -1
-    # "$5$ or $6$" names two answers and must not be read as its last
+    # "$5$ or $6$" has two answers and stays unchanged
     return answer[opening + 1 : closing] if opening >= 0 and answer.count("$") == 2 else answer
 
 
 def score_math(text: str, truths: Sequence[str], time_limit: float = TIME_LIMIT) -> Reward:
-    """1 if the final answer is mathematically equal to one of the truths; `parts["timed_out"]` is 1 where that took
-    too long.
+    """1 if the final answer is mathematically equal to one of the truths.
 
-    The final answer is that of `answers.final_answer`, then of `stated`: earlier answers and what stands around it
-    count for nothing.
+    Args:
+        text: the response. Its answer is extracted by `answers.final_answer` and then `stated`.
+        truths: accepted answers.
+        time_limit: time limit of one comparison [s]. `parts["timed_out"]` is 1 if it was exceeded.
     """
     answer = as_latex(stated(final_answer(text)))
     outcomes = [equal(as_latex(final_answer(truth)), answer, time_limit) for truth in truths]
@@ -92,14 +89,14 @@ def score_math(text: str, truths: Sequence[str], time_limit: float = TIME_LIMIT)
 
 
 def score_value(text: str, truths: Sequence[str], time_limit: float = TIME_LIMIT) -> Reward:
-    """As `score_math`, of an answer that is a number; an expression still to be worked out is wrong, whatever its value."""
+    """Like `score_math`, but the answer must be a number; an unevaluated expression is wrong."""
     if is_value(as_latex(stated(final_answer(text)))):
         return score_math(text, truths, time_limit)
     return Reward(0.0, {"answer": 0.0, "timed_out": 0.0}, correct=False)
 
 
 def is_value(answer: str) -> bool:
-    """Whether an answer in LaTeX is one number: whole, decimal or a fraction; of equations what stands last."""
+    """Whether an answer in LaTeX is one number: integer, decimal or fraction, or an equation with a number on the right."""
     if len(answer) > LONGEST_ANSWER:
         return False
     last = _AROUND.sub("", answer.replace("{,}", "").rpartition("=")[2]).strip()
@@ -109,7 +106,7 @@ def is_value(answer: str) -> bool:
 
 
 def equal(gold: str, answer: str, time_limit: float = TIME_LIMIT) -> bool | None:
-    """Whether two answers in LaTeX are mathematically equal; None where the helper needed longer than `time_limit` [s].
+    """Whether two answers in LaTeX are mathematically equal; None if the comparison exceeds `time_limit` [s].
 
     Raises:
         UserError: math-verify is not installed.
@@ -120,22 +117,22 @@ def equal(gold: str, answer: str, time_limit: float = TIME_LIMIT) -> bool | None
         return True
     if _INTEGER.fullmatch(gold) and _INTEGER.fullmatch(answer):
         return int(gold) == int(answer)
-    return _helper().ask(gold, answer, time_limit)
+    return _worker().compare(gold, answer, time_limit)
 
 
-class _Helper:
-    """The process that compares, started at the first question and again after each that it did not survive."""
+class _Worker:
+    """Process that compares answers; started at the first comparison and restarted after it ended."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._known: OrderedDict[tuple[str, str], bool] = OrderedDict()
+        self._cache: OrderedDict[tuple[str, str], bool] = OrderedDict()
 
-    def ask(self, gold: str, answer: str, time_limit: float) -> bool | None:
+    def compare(self, gold: str, answer: str, time_limit: float) -> bool | None:
         with self._lock:
-            if (gold, answer) in self._known:
-                return self._known[gold, answer]
+            if (gold, answer) in self._cache:
+                return self._cache[gold, answer]
             if self._process is None or self._process.poll() is not None:
                 self._start()
             assert self._process is not None and self._process.stdin is not None
@@ -148,17 +145,17 @@ class _Helper:
                 return None
             except OSError:
                 line = ""
-            if line not in ("true\n", "false\n"):  # the process died of this answer: out of memory
+            if line not in ("true\n", "false\n"):  # the process ended, for example out of memory
                 self.stop()
                 return False
-            self._known[gold, answer] = line == "true\n"
-            if len(self._known) > 10_000:
-                self._known.popitem(last=False)
+            self._cache[gold, answer] = line == "true\n"
+            if len(self._cache) > 10_000:
+                self._cache.popitem(last=False)
             return line == "true\n"
 
     def _start(self) -> None:
         if importlib.util.find_spec("math_verify") is None:
-            raise UserError("the math scorer needs the library 'math-verify'; pip install 'sharpscope[math]'")
+            raise UserError("math scorer: needs math-verify; pip install 'sharpscope[math]'")
         process = subprocess.Popen(
             [sys.executable, "-P", str(Path(__file__).with_name("math_worker.py"))],
             stdin=subprocess.PIPE,
@@ -183,12 +180,10 @@ class _Helper:
             started = False
         if not started:
             self.stop()
-            raise UserError(
-                "the math scorer's helper process does not start; does `python -c 'import math_verify'` work?"
-            )
+            raise UserError("math scorer: the worker process does not start; check `python -c 'import math_verify'`")
 
     def stop(self) -> None:
-        """End the process; the next question starts another."""
+        """End the process; the next comparison starts a new one."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()
@@ -198,19 +193,19 @@ class _Helper:
                     pipe.close()
 
 
-_helpers: dict[int, _Helper] = {}
+_workers: dict[int, _Worker] = {}
 
 
-def _helper() -> _Helper:
-    """This process's helper: a fork must not share its parent's pipes or a lock that a thread of the parent held."""
-    helper = _helpers.get(os.getpid())
-    if helper is None:
-        helper = _helpers.setdefault(os.getpid(), _Helper())
-    return helper
+def _worker() -> _Worker:
+    """Worker of this process. A forked process must not share the pipes and locks of its parent."""
+    worker = _workers.get(os.getpid())
+    if worker is None:
+        worker = _workers.setdefault(os.getpid(), _Worker())
+    return worker
 
 
 @atexit.register
 def _stop() -> None:
-    helper = _helpers.pop(os.getpid(), None)
-    if helper is not None:
-        helper.stop()
+    worker = _workers.pop(os.getpid(), None)
+    if worker is not None:
+        worker.stop()

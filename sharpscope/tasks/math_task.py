@@ -1,25 +1,162 @@
-"""Task `math`: generated questions with one answer that can be checked; real benchmarks come through the task
-`dataset`.
+"""Task `math`: generated questions with a verifiable answer, in four families with levels 1 to 4.
+
+A family is a function from a level and a random generator to a question and its answer. Benchmarks in files are read by
+the task `dataset`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+import ast
+from collections.abc import Callable, Container, Iterator, Sequence
+from fractions import Fraction
 from itertools import chain
 from random import Random
 
 from sharpscope.config.tasks import MathSpec
-from sharpscope.tasks.base import Example, Reward, content_id, stream_seed
-from sharpscope.tasks.generated import take
-from sharpscope.tasks.math_families import FAMILIES, unordered
+from sharpscope.tasks.base import Example, Reward, content_id, stream_seed, take
 from sharpscope.tasks.math_scoring import score_value
+
+LEVELS = (1, 2, 3, 4)
+LARGEST = 12
+"""Largest number in an arithmetic question."""
+LEGS = {
+    "snake": 0, "sea slug": 0, "jellyfish": 0, "flatworm": 0, "leech": 0,
+    "chicken": 2, "bird": 2, "human": 2, "duck": 2,
+    "dog": 4, "cat": 4, "cow": 4, "horse": 4, "lion": 4, "elephant": 4, "giraffe": 4, "tiger": 4, "deer": 4, "sheep": 4,
+    "starfish": 5,
+    "insect": 6, "ant": 6, "butterfly": 6, "beetle": 6, "bee": 6, "wasp": 6, "grasshopper": 6, "cricket": 6,
+    "cockroach": 6, "praying mantis": 6, "firefly": 6,
+    "spider": 8, "scorpion": 8,
+    "crab": 10, "lobster": 10, "shrimp": 10,
+    "woodlouse": 14,
+}  # fmt: skip
+"""Number of legs of each animal, in the order of reasoning-gym's leg_counting, so that a seed draws the same animals."""
+
+
+def arithmetic(level: int, rng: Random) -> tuple[str, str]:
+    """`level` + 1 numbers from 0 to 12 with +, − and *, and brackets from level 2; the answer is an integer."""
+    text, value, _ = _expression(level, rng)
+    return f"{text} = ?", str(value)
+
+
+def _expression(operators: int, rng: Random) -> tuple[str, int, int]:
+    """Text, value and precedence (1 sum, 2 product, 3 number) of a random expression."""
+    if operators == 0:
+        number = rng.randint(0, LARGEST)
+        return str(number), number, 3
+    left_operators = rng.randint(0, operators - 1)
+    left, left_value, left_precedence = _expression(left_operators, rng)
+    right, right_value, right_precedence = _expression(operators - 1 - left_operators, rng)
+    sign = rng.choice("+-*")
+    precedence = 2 if sign == "*" else 1
+    # only necessary brackets: a − (b + c), but not (a + b) − c
+    left = f"({left})" if left_precedence < precedence else left
+    right = f"({right})" if right_precedence < precedence or (right_precedence == precedence and sign == "-") else right
+    value = {"+": left_value + right_value, "-": left_value - right_value, "*": left_value * right_value}[sign]
+    return f"{left} {sign} {right}", value, precedence
+
+
+def linear(level: int, rng: Random) -> tuple[str, str]:
+    """Linear equations by level: x + a = b; ax + b = c; ax + b = cx + d; a(x + b) = cx + d with a fraction as solution."""
+    if level == 4:
+        while True:
+            a, b, c, d = rng.randint(2, 9), _nonzero(rng), rng.randint(1, 9), _nonzero(rng)
+            if a != c:
+                break
+        return f"Solve for x: {a}(x {_signed(b)}) = {_times(c)} {_signed(d)}", str(Fraction(d - a * b, a - c))
+    x, b = rng.randint(-12, 12), _nonzero(rng)
+    a = 1 if level == 1 else rng.randint(2, 9)
+    c = rng.choice([number for number in range(1, 10) if number != a]) if level == 3 else 0
+    right = a * x + b - c * x
+    side = f"{_times(c)} {_signed(right)}" if c else str(right)
+    return f"Solve for x: {_times(a)} {_signed(b)} = {side}", str(x)
+
+
+def _nonzero(rng: Random) -> int:
+    return rng.choice((-1, 1)) * rng.randint(1, 20)
+
+
+def _signed(number: int) -> str:
+    return f"{'-' if number < 0 else '+'} {abs(number)}"
+
+
+def _times(number: int) -> str:
+    return "x" if number == 1 else f"{number}x"
+
+
+def modular(level: int, rng: Random) -> tuple[str, str]:
+    """Remainders by level: a + b mod m; a * b mod m; a * b + c mod m; a^k mod m. 0 ≤ answer < m."""
+    m, a, b, c = rng.randint(2, 13), rng.randint(2, 30), rng.randint(2, 30), rng.randint(1, 30)
+    if level == 4:
+        k = rng.randint(2, 9)
+        return f"{a}^{k} mod {m} = ?", str(pow(a, k, m))
+    text, value = {1: (f"({a} + {b})", a + b), 2: (f"({a} * {b})", a * b), 3: (f"({a} * {b} + {c})", a * b + c)}[level]
+    return f"{text} mod {m} = ?", str(value % m)
+
+
+def word(level: int, rng: Random) -> tuple[str, str]:
+    """Total number of legs of 1 or 2 (level 1) to 9 to 16 (level 4) kinds of animals, as in reasoning-gym's leg_counting."""
+    least, most, largest = {1: (1, 2, 5), 2: (2, 3, 9), 3: (4, 8, 15), 4: (9, 16, 15)}[level]
+    rng = Random(rng.getrandbits(31))
+    animals = rng.sample(list(LEGS), rng.randint(least, most))
+    counts = [rng.randint(1, largest) for _ in animals]
+    listed = ", ".join(
+        f"{count} {animal}{'s' if count > 1 else ''}" for count, animal in zip(counts, animals, strict=True)
+    )
+    question = (
+        "Your task is to count how many legs there are in total when given a list of animals.\n\n"
+        f"Now, how many legs are there in total if you have {listed}?"
+    )
+    return question, str(sum(count * LEGS[animal] for count, animal in zip(counts, animals, strict=True)))
+
+
+FAMILIES: dict[str, Callable[[int, Random], tuple[str, str]]] = {
+    "arithmetic": arithmetic,
+    "linear": linear,
+    "modular": modular,
+    "word": word,
+}
+ORDERLESS = ("arithmetic", "modular")
+"""Families in which questions can differ only in the order of terms, such as 3 + 4 and 4 + 3."""
+
+
+def unordered(family: str, question: str) -> str:
+    """Normal form of a question with sorted terms and factors, equal for 3 + 4 and 4 + 3."""
+    if family not in ORDERLESS:
+        return question
+    text = question.removesuffix(" = ?").replace(" mod ", " % ")
+    return _sorted_form(ast.parse(text, mode="eval").body)  # parsed, never evaluated
+
+
+def _sorted_form(node: ast.expr) -> str:
+    if not isinstance(node, ast.BinOp):
+        return ast.unparse(node)
+    if isinstance(node.op, ast.Add | ast.Sub):
+        return f"({' '.join(sorted(_terms(node, '+')))})"
+    if isinstance(node.op, ast.Mult):
+        return f"({' * '.join(sorted(_factors(node)))})"
+    return f"({_sorted_form(node.left)} {type(node.op).__name__} {_sorted_form(node.right)})"
+
+
+def _terms(node: ast.expr, sign: str) -> list[str]:
+    """Signed terms of a sum without brackets: +1, -2, +3 for 1 - (2 - 3)."""
+    if not (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub)):
+        return [sign + _sorted_form(node)]
+    right_sign = {"+": "-", "-": "+"}[sign] if isinstance(node.op, ast.Sub) else sign
+    return [*_terms(node.left, sign), *_terms(node.right, right_sign)]
+
+
+def _factors(node: ast.expr) -> list[str]:
+    if not (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult)):
+        return [_sorted_form(node)]
+    return [*_factors(node.left), *_factors(node.right)]
 
 
 class MathTask:
-    """Splits `train` and `heldout` (`spec.levels`) and `unseen` (`spec.unseen_levels`); meta: id, level, family,
-    question, form (the question with its terms and factors sorted).
+    """Splits `train` and `heldout` (`spec.levels`) and `unseen` (`spec.unseen_levels`).
 
-    No form of a held-out question is in the training set: 4 + 3 is not trained on where 3 + 4 is held out.
+    `meta` of an example: id, level, family, question, and form (the question with sorted terms and factors). No form of a
+    held-out question is in the training set: if 3 + 4 is held out, 4 + 3 is not trained on.
     """
 
     name = "math"
@@ -29,41 +166,41 @@ class MathTask:
         self._splits: dict[str, list[Example]] | None = None
 
     def splits(self) -> dict[str, list[Example]]:
-        """Questions by split; a split asked for with size 0 is left out.
+        """Questions by split, without splits of size 0.
 
         Raises:
-            UserError: more questions are asked for than exist.
+            UserError: there are too few different questions.
         """
         if self._splits is None:
             spec = self.spec
             heldout = self._split("heldout", spec.levels, spec.heldout_size)
             forms = {str(example.meta["form"]) for example in heldout}
-            made = {
+            splits = {
                 "train": self._split("train", spec.levels, spec.train_size, forms),
                 "heldout": heldout,
                 "unseen": self._split("unseen", spec.unseen_levels, spec.unseen_size),
             }
-            self._splits = {split: examples for split, examples in made.items() if examples}
+            self._splits = {split: examples for split, examples in splits.items() if examples}
         return self._splits
+
+    def score(self, example: Example, completion: str) -> Reward:
+        """1 if the final answer of prefill and completion is a number equal to the correct one, otherwise 0.
+
+        An expression, such as the question 3 + 4 itself, is not a number.
+        """
+        return score_value(example.whole(completion), (example.answer,), self.spec.time_limit)
 
     def _split(self, split: str, levels: Sequence[int], count: int, without: Container[str] = ()) -> list[Example]:
         return [example for level in levels for example in self._level(split, level, count, without)]
 
     def _level(self, split: str, level: int, count: int, without: Container[str]) -> Iterator[Example]:
-        """`count` questions of each family, the families in turn: the first few of a level are of all of them."""
+        """`count` questions of each family; families alternate, so that the first questions cover all of them."""
         training, field = split == "train", f"task.{split}_size"
         taken = [
             take(self._stream(split, family, level), count, training=training, field=field, without=without)
             for family in self.spec.families
         ]
         return chain.from_iterable(zip(*taken, strict=True))
-
-    def score(self, example: Example, completion: str) -> Reward:
-        """1 where the final answer of prefill + completion is a number equal to the true one, else 0.
-
-        A number: who writes the question down again, 3 + 4, has not answered it.
-        """
-        return score_value(example.whole(completion), (example.answer,), self.spec.time_limit)
 
     def _stream(self, split: str, family: str, level: int) -> Iterator[Example]:
         rng = Random(stream_seed("math", self.spec.seed, split, family, level))

@@ -1,9 +1,7 @@
-"""The process in which math-verify reads answers: a script of its own, killed by its parent when an answer takes too
-long.
+"""Worker process of `math_scoring`, a script that compares answers with math-verify; its parent enforces the time limit.
 
-It prints "ready", then answers each line `[gold, answer]` (JSON) with `true` or `false`. Only the LaTeX grammar is
-used: the plain-expression extractor of math-verify goes through Python's eval. Memory is limited, so that 9^9^9^9
-cannot take the machine.
+It prints "ready" and answers each line `[gold, answer]` (JSON) with `true` or `false`. Only LaTeX is parsed, because
+math-verify's extractor of plain expressions uses Python's eval. Memory is limited because of answers such as 9^9^9^9.
 """
 
 import json
@@ -11,11 +9,11 @@ import logging
 import sys
 
 MEMORY = 4 << 30
-"""Most address space the process may take [bytes]; where the system has no such limit, the time limit alone holds."""
+"""Limit of the address space [bytes], on systems that support one."""
 
 
 def main() -> None:
-    """Serve until the input ends."""
+    """Answer requests until the input ends."""
     try:
         import resource
 
@@ -28,15 +26,15 @@ def main() -> None:
 
     latex = [LatexExtractionConfig()]
 
-    def read(text: str) -> list:
-        # math-verify's own time limit needs the main thread's signals; ours is the parent's kill
+    def parse_latex(text: str) -> list:
+        # the parent process enforces the time limit
         return list(parse(f"${text}$", latex, fallback_mode="no_fallback", parsing_timeout=None))
 
     print("ready", flush=True)
     for line in sys.stdin:
         gold, answer = json.loads(line)
         try:
-            equal = bool(verify(read(gold), read(answer), timeout_seconds=None))
+            equal = bool(verify(parse_latex(gold), parse_latex(answer), timeout_seconds=None))
         except (Exception, RecursionError, MemoryError):
             equal = False
         print(json.dumps(equal), flush=True)

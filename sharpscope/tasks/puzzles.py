@@ -1,9 +1,8 @@
-"""Random Knights-and-Knaves statements and their English wording, from random numbers that no library version changes.
+"""Random Knights-and-Knaves statements and their English text, independent of library versions.
 
-The sampler and the wording are those of mem-kk-logic (arXiv 2410.23123, MIT license) as reasoning-gym 0.1.19 (Apache 2.0)
-adapted them, with the words knight and knave: a seed gives the same puzzle here as it does there. Random bits come from
-numpy's PCG64, whose stream is guaranteed never to change; the draws made of them follow numpy's `Generator`, whose own
-methods have no such guarantee.
+The sampler and the wording are those of mem-kk-logic (arXiv 2410.23123, MIT license) as adapted in reasoning-gym 0.1.19
+(Apache 2.0), with the words knight and knave: a seed gives the same puzzle as there. Random bits come from NumPy's PCG64,
+whose stream is guaranteed to be stable. `Draws` reimplements methods of NumPy's `Generator`, which have no such guarantee.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ NAMES = (
     "Aurora", "David", "Zoey", "Oliver", "Penelope",
 )  # fmt: skip
 ROLE_PAIRS = 7
-"""Pairs of roles (knight and knave, saint and sinner, …) of which reasoning-gym draws one; here the draw is discarded."""
+"""Number of role pairs (knight and knave, saint and sinner, …) from which reasoning-gym draws one; the draw is discarded."""
 SAYINGS = (
     "{name} said that {content}.",
     "{name} told you that {content}.",
@@ -49,35 +48,35 @@ SAYINGS = (
 
 
 class Draws:
-    """Random whole numbers from PCG64's bits, equal to those of `numpy.random.default_rng(seed)`."""
+    """Random integers from PCG64, equal to those of `numpy.random.default_rng(seed)`."""
 
     def __init__(self, seed: int) -> None:
         self._bits = np.random.PCG64(seed)
         self._words: list[int] = []  # 32-bit words in reverse order of use
 
     def below(self, end: int) -> int:
-        """A uniform number in [0, end), by Lemire's method (arXiv 1805.10941); end = 1 draws nothing."""
+        """Uniform integer in [0, end) by Lemire's method (arXiv 1805.10941); end = 1 consumes no random bits."""
         if end == 1:
             return 0
         while True:
             product = self._word() * end
-            if product & 0xFFFFFFFF >= 2**32 % end:  # otherwise the draw would favor some numbers
+            if product & 0xFFFFFFFF >= 2**32 % end:  # rejection makes the distribution uniform
                 return product >> 32
 
     def choice(self, items: Sequence[T]) -> T:
-        """One of the items."""
+        """A uniformly random item."""
         return items[self.below(len(items))]
 
     def sample(self, items: Sequence[T], count: int) -> list[T]:
-        """`count` different items in random order: Floyd's algorithm, then a shuffle."""
+        """`count` distinct items in random order, by Floyd's algorithm and a shuffle."""
         chosen: list[int] = []
         for last in range(len(items) - count, len(items)):
-            place = self.below(last + 1)
-            chosen.append(last if place in chosen else place)
+            index = self.below(last + 1)
+            chosen.append(last if index in chosen else index)
         for i in range(count - 1, 0, -1):
             j = self.below(i + 1)
             chosen[i], chosen[j] = chosen[j], chosen[i]
-        return [items[place] for place in chosen]
+        return [items[index] for index in chosen]
 
     def _word(self) -> int:
         if not self._words:
@@ -87,7 +86,14 @@ class Draws:
 
 
 def sample_puzzle(draws: Draws, people: int, depth: int, width: int) -> Puzzle:
-    """One statement a person, nested at most `depth` deep, with at most `width` operands of and/or; any or no solution."""
+    """Sample one statement per person. The puzzle may have any number of solutions.
+
+    Args:
+        draws: random integers.
+        people: number of people.
+        depth: largest nesting depth of a statement.
+        width: largest number of operands of and/or.
+    """
     return tuple(_statement(draws, person, people, depth, width) for person in range(people))
 
 
@@ -96,7 +102,7 @@ def _statement(draws: Draws, speaker: int, people: int, depth: int, width: int) 
     if depth == 1 or kind == 0:
         while True:
             claim = (draws.choice(ATOMS), draws.below(people))
-            if claim != ("lying", speaker):  # nobody can say "I am a knave"
+            if claim != ("lying", speaker):  # "I am a knave" has no consistent assignment
                 return claim
     if kind == 1:
         return ("not", _statement(draws, speaker, people, depth - 1, width))
@@ -110,30 +116,30 @@ def _statement(draws: Draws, speaker: int, people: int, depth: int, width: int) 
 
 
 def word_puzzle(puzzle: Puzzle, draws: Draws) -> tuple[str, tuple[str, ...]]:
-    """The puzzle as English text, and the names it uses, in order."""
+    """Text of a puzzle in English, and the names of the people in order."""
     names = tuple(draws.sample(NAMES, len(puzzle)))
     draws.below(ROLE_PAIRS)
-    said = [
-        draws.choice(SAYINGS).format(name=name, content=_say(statement, names))
+    sayings = [
+        draws.choice(SAYINGS).format(name=name, content=_clause(statement, names))
         for name, statement in zip(names, puzzle, strict=True)
     ]
     text = (
         "A very special island is inhabited only by knights and knaves. Knights always tell the truth, and knaves always lie. "
         f"You meet {len(names)} inhabitants: {', '.join(names[:-1])}, and {names[-1]}. "
-        f"{' '.join(said)} So who is a knight and who is a knave?"
+        f"{' '.join(sayings)} So who is a knight and who is a knave?"
     )
     return text, names
 
 
-def _say(statement: Statement, names: Sequence[str]) -> str:
+def _clause(statement: Statement, names: Sequence[str]) -> str:
     operator, *parts = statement
     if operator in ATOMS:
         return f"{names[parts[0]]} is a {'knight' if operator == 'telling-truth' else 'knave'}"
     if operator == "not" and parts[0][0] in ATOMS:
-        return _say((ATOMS[1 - ATOMS.index(parts[0][0])], parts[0][1]), names)
-    said = [_say(part, names) if part[0] in ATOMS else f"({_say(part, names)})" for part in parts]
+        return _clause((ATOMS[1 - ATOMS.index(parts[0][0])], parts[0][1]), names)
+    clauses = [_clause(part, names) if part[0] in ATOMS else f"({_clause(part, names)})" for part in parts]
     if operator == "not":
-        return f"it is not the case that {said[0]}"
+        return f"it is not the case that {clauses[0]}"
     if operator == "->":
-        return f"if {said[0]} then {said[1]}"
-    return {"and": " and ", "or": " or ", "<=>": " if and only if "}[operator].join(said)
+        return f"if {clauses[0]} then {clauses[1]}"
+    return {"and": " and ", "or": " or ", "<=>": " if and only if "}[operator].join(clauses)

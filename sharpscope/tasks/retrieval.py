@@ -1,4 +1,4 @@
-"""Finding passages: BM25 over a corpus in memory, or a retrieval server of Search-R1's form."""
+"""Retrieval of passages: BM25 over a corpus in memory, or a server with the interface of Search-R1."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from sharpscope.tasks.dataset_files import read_file
 from sharpscope.tasks.tool_protocol import Passage
 
 TITLE_WEIGHT = 3
-"""Times that a title counts as text: the passage about a thing goes before those that only mention it."""
+"""Number of repetitions of a title in the indexed text, so that the passage about an entity ranks above mentions of it."""
 
 
 class Retriever(Protocol):
-    """Anything that finds passages for queries."""
+    """Interface of a retriever."""
 
     def search(self, queries: Sequence[str]) -> list[list[Passage]]:
-        """The best passages for each query, best first."""
+        """The best passages for each query, in descending order of relevance."""
         ...
 
 
 class Bm25Retriever:
-    """BM25 through the library bm25s; passages that share no word with the query are never returned."""
+    """BM25 with the library bm25s. Passages without a word of the query are not returned."""
 
     def __init__(self, corpus: Sequence[Passage], top: int) -> None:
         try:
@@ -49,20 +49,21 @@ class Bm25Retriever:
         )
 
     def search(self, queries: Sequence[str]) -> list[list[Passage]]:
-        """All queries in one call; ties keep the order of the index, so equal queries get equal passages."""
+        """The best passages for each query. Ties keep the order of the index, so results are deterministic."""
         if not queries:
             return []
         tokens = self._tokenize(list(queries))
-        found, scores = self._index.retrieve(tokens, k=self._top, show_progress=False, backend_selection="numpy")
+        indices, scores = self._index.retrieve(tokens, k=self._top, show_progress=False, backend_selection="numpy")
         return [
             [self._corpus[int(i)] for i, score in zip(row, row_scores, strict=True) if score > 0]
-            for row, row_scores in zip(found, scores, strict=True)
+            for row, row_scores in zip(indices, scores, strict=True)
         ]
 
 
 class HttpRetriever:
-    """A server that takes `{"queries": […], "topk": k, "return_scores": true}` and gives `{"result": [[{"document":
-    …}]]}`.
+    """Client of a retrieval server.
+
+    A request is `{"queries": […], "topk": k, "return_scores": true}`, a response `{"result": [[{"document": …}]]}`.
     """
 
     def __init__(self, url: str, top: int, time_limit: float, retries: int) -> None:
@@ -73,17 +74,17 @@ class HttpRetriever:
             host = urlsplit(url).hostname
         except ValueError as error:
             raise UserError(
-                f"task.retriever_url = '{url}': is no address ({error}); give http://host:port/path"
+                f"task.retriever_url = '{url}': not a valid address ({error}); use http://host:port/path"
             ) from error
-        # A proxy of the environment is for other machines.
+        # Local addresses bypass a proxy set in the environment.
         handlers = [urllib.request.ProxyHandler({})] if host in ("localhost", "127.0.0.1", "::1") else []
         self._opener = urllib.request.build_opener(*handlers)
 
     def search(self, queries: Sequence[str]) -> list[list[Passage]]:
-        """One request for all queries.
+        """The best passages for each query, from one request.
 
         Raises:
-            UserError: no usable answer after all retries.
+            UserError: no valid response after all retries.
         """
         if not queries:
             return []
@@ -95,34 +96,34 @@ class HttpRetriever:
             request = urllib.request.Request(self._url, data=body, headers={"Content-Type": "application/json"})
             try:
                 with self._opener.open(request, timeout=self._time_limit) as response:
-                    return self._read(json.load(response), len(queries))
+                    return self._parse(json.load(response), len(queries))
             except urllib.error.HTTPError as error:
                 problem = f"status {error.code}"
-                if error.code < 500:  # a request that is wrong stays wrong
+                if error.code < 500:  # repeating an invalid request is useless
                     break
             except (OSError, HTTPException, ValueError, KeyError, TypeError) as error:
                 problem = str(error).partition("\n")[0] or type(error).__name__
         raise UserError(
-            f"task.retriever_url = '{self._url}': no usable answer ({problem}); is the retrieval server running?"
+            f"task.retriever_url = '{self._url}': no valid response ({problem}); check that the retrieval server is running"
         )
 
-    def _read(self, answer: Any, count: int) -> list[list[Passage]]:
-        results = answer["result"]
+    def _parse(self, response: Any, count: int) -> list[list[Passage]]:
+        results = response["result"]
         if len(results) != count:
             raise ValueError(f"{len(results)} results for {count} queries")
         return [[passage_of(_document(hit)) for hit in hits][: self._top] for hits in results]
 
 
 def _document(hit: Any) -> Any:
-    """What stands under `document` of a scored hit; a hit without a score is the document itself."""
+    """The `document` of a hit with a score; a hit without a score is the document itself."""
     return hit.get("document", hit) if isinstance(hit, dict) else hit
 
 
 def passage_of(row: Any) -> Passage:
-    """A passage from `{"title", "text"}`, or from Search-R1's `{"contents": "\\"title\\"\\ntext"}`.
+    """Convert `{"title", "text"}` or Search-R1's `{"contents": "\\"title\\"\\ntext"}` to a passage.
 
     Raises:
-        ValueError: neither form.
+        ValueError: the row has neither format.
     """
     if isinstance(row, dict) and isinstance(row.get("contents"), str):
         title, _, text = row["contents"].partition("\n")
@@ -133,18 +134,18 @@ def passage_of(row: Any) -> Passage:
 
 
 def read_corpus(path: str) -> list[Passage]:
-    """Passages of a .jsonl or .parquet file.
+    """Read the passages of a .jsonl or .parquet file.
 
     Raises:
-        UserError: no such file, or a row that is no passage, with its place.
+        UserError: the file does not exist, or a row is not a passage.
     """
     file = Path(path).expanduser()
     if not file.is_file():
         raise UserError(f"task.corpus = '{path}': no such file (looked in {Path.cwd()})")
     passages = []
-    for place, row in read_file(file, ("title", "text", "contents")):
+    for location, row in read_file(file, ("title", "text", "contents")):
         try:
             passages.append(passage_of(row))
         except ValueError as error:
-            raise UserError(f"{place}: {error}") from error
+            raise UserError(f"{location}: {error}") from error
     return passages

@@ -1,7 +1,7 @@
-"""What people say in a Knights-and-Knaves puzzle: reading, solving and comparing it.
+"""Statements of Knights-and-Knaves puzzles: parse, solve and compare them.
 
 A statement is a nested tuple: ("telling-truth", i) and ("lying", i) about person i, ("not", s), ("and" | "or", s, s,
-…), ("->", s, s) and ("<=>", s, s). A puzzle is a tuple of statements; statement i is what person i says.
+…), ("->", s, s) and ("<=>", s, s). A puzzle is a tuple of statements; statement i is made by person i.
 """
 
 from __future__ import annotations
@@ -24,17 +24,19 @@ MAX_TEXT = 100_000
 
 
 def parse_statements(literal: object, where: str = "statements") -> Puzzle:
-    """Read a puzzle from its Python literal (text, or the nested tuples or lists themselves) and check its structure.
+    """Parse a puzzle and check its structure.
 
-    Text goes through `ast.literal_eval`, never through evaluation.
+    Args:
+        literal: nested tuples or lists, or their Python literal, which is read with `ast.literal_eval`.
+        where: start of the error message.
 
     Raises:
-        UserError: not a literal, or not a puzzle; the message starts with `where`.
+        UserError: `literal` is not a puzzle.
     """
     value = literal
     if isinstance(literal, str):
         if len(literal) > MAX_TEXT:
-            raise UserError(f"{where}: {len(literal)} characters are too many for one puzzle (at most {MAX_TEXT})")
+            raise UserError(f"{where}: {len(literal)} characters; a puzzle has at most {MAX_TEXT}")
         try:
             value = ast.literal_eval(literal.strip())
         except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError) as error:
@@ -42,20 +44,20 @@ def parse_statements(literal: object, where: str = "statements") -> Puzzle:
                 f"{where}: not a Python literal ({_short(literal)}); expected nested tuples of statements"
             ) from error
     if not isinstance(value, (tuple, list)) or not 1 <= len(value) <= MAX_PEOPLE:
-        raise UserError(f"{where}: expected 1 to {MAX_PEOPLE} statements, one a person, got {_short(value)}")
+        raise UserError(f"{where}: expected 1 to {MAX_PEOPLE} statements, one per person, got {_short(value)}")
     return tuple(_check(statement, len(value), where, 0) for statement in value)
 
 
 def _check(statement: object, people: int, where: str, depth: int) -> Statement:
-    """The statement as nested tuples, or a UserError that quotes the part that is not one."""
+    """Convert a statement to nested tuples; raises UserError for an invalid part."""
     if depth > MAX_DEPTH:
-        raise UserError(f"{where}: statements nested deeper than {MAX_DEPTH}")
+        raise UserError(f"{where}: statements are nested deeper than {MAX_DEPTH}")
     if not isinstance(statement, (tuple, list)) or len(statement) < 2:
         raise UserError(f"{where}: {_short(statement)} is not a statement such as ('telling-truth', 0)")
     operator, *rest = statement
     if operator in ATOMS:
         if len(rest) != 1 or type(rest[0]) is not int or not 0 <= rest[0] < people:
-            raise UserError(f"{where}: {_short(statement)} must name one person from 0 to {people - 1}")
+            raise UserError(f"{where}: {_short(statement)} must have one person from 0 to {people - 1}")
         return (operator, rest[0])
     arity = {"not": (1, 1), "and": (2, 99), "or": (2, 99), "->": (2, 2), "<=>": (2, 2)}.get(
         operator if isinstance(operator, str) else ""
@@ -65,7 +67,7 @@ def _check(statement: object, people: int, where: str, depth: int) -> Statement:
             f"{where}: unknown operator {_short(operator)}; valid: telling-truth, lying, not, and, or, ->, <=>"
         )
     if not arity[0] <= len(rest) <= arity[1]:
-        raise UserError(f"{where}: {_short(statement)} has {len(rest)} operands, which '{operator}' does not take")
+        raise UserError(f"{where}: {_short(statement)} has {len(rest)} operands, invalid for '{operator}'")
     return (operator, *(_check(part, people, where, depth + 1) for part in rest))
 
 
@@ -75,13 +77,13 @@ def _short(value: object) -> str:
 
 
 def solve(puzzle: Puzzle) -> list[tuple[bool, ...]]:
-    """Every assignment (True = knight) under which each person's statement is true exactly if that person is a knight.
+    """All solutions: assignments (True = knight) in which a person's statement is true if and only if they are a knight.
 
-    Exhaustive: a statement's value under all 2**n assignments is one integer, bit a for assignment a, whose bit i says
-    whether person i is a knight. Solutions come in the order of a.
+    The search is exhaustive. A statement's values under all 2**n assignments are the bits of one integer; person i is a
+    knight in assignment a if bit i of a is set. Solutions are in the order of a.
     """
     people = len(puzzle)
-    everything = (1 << (1 << people)) - 1
+    ones = (1 << (1 << people)) - 1
     knight = [sum(1 << a for a in range(1 << people) if a >> i & 1) for i in range(people)]
 
     def value(statement: Statement) -> int:
@@ -89,65 +91,65 @@ def solve(puzzle: Puzzle) -> list[tuple[bool, ...]]:
         if operator == "telling-truth":
             return knight[statement[1]]
         if operator == "lying":
-            return everything ^ knight[statement[1]]
+            return ones ^ knight[statement[1]]
         parts = [value(part) for part in statement[1:]]
         if operator == "not":
-            return everything ^ parts[0]
+            return ones ^ parts[0]
         if operator == "->":
-            return (everything ^ parts[0]) | parts[1]
+            return (ones ^ parts[0]) | parts[1]
         if operator == "<=>":
-            return everything ^ parts[0] ^ parts[1]
+            return ones ^ parts[0] ^ parts[1]
         result = parts[0]
         for part in parts[1:]:
             result = result & part if operator == "and" else result | part
         return result
 
-    consistent = everything
+    consistent = ones
     for i, statement in enumerate(puzzle):
-        consistent &= everything ^ knight[i] ^ value(statement)
+        consistent &= ones ^ knight[i] ^ value(statement)
     return [tuple(bool(a >> i & 1) for i in range(people)) for a in range(1 << people) if consistent >> a & 1]
 
 
 def content_key(puzzle: Puzzle) -> str:
-    """Hash that two puzzles share exactly if they say the same thing; no training content is in a held-out set.
+    """Hash of a puzzle's content, equal for two puzzles if and only if they are equivalent.
 
-    The same thing means: equal up to the people's names, the order in which they are introduced and speak, the order
-    and repetition of the operands of and, or, if and only if, double negation, and "not a knight" for "a knave".
+    Puzzles are equivalent if they are equal up to the names and the order of the people, the order and repetition of the
+    operands of and, or, if and only if, double negation, and "not a knight" for "a knave".
     """
     groups: dict[int, list[int]] = {}
-    for person, colour in enumerate(_colours(puzzle)):
-        groups.setdefault(colour, []).append(person)
+    for person, color in enumerate(_colors(puzzle)):
+        groups.setdefault(color, []).append(person)
     forms = []
-    for arrangement in product(*(permutations(groups[colour]) for colour in sorted(groups))):
+    for arrangement in product(*(permutations(groups[color]) for color in sorted(groups))):
         order = [person for group in arrangement for person in group]
         labels = [0] * len(puzzle)
         for position, person in enumerate(order):
             labels[person] = position
-        forms.append(repr([_normal(puzzle[person], labels) for person in order]))
+        forms.append(repr([_normalize(puzzle[person], labels) for person in order]))
     return content_id("knights_knaves", min(forms))
 
 
-def _colours(puzzle: Puzzle) -> list[int]:
-    """Split people by what they say about people of which colour, until nothing splits: most become fully ordered."""
-    colours = [0] * len(puzzle)
+def _colors(puzzle: Puzzle) -> list[int]:
+    """Color refinement: split people by their statements about people of each color until the coloring is stable."""
+    colors = [0] * len(puzzle)
     while True:
         signatures = []
         for person, statement in enumerate(puzzle):
-            labels = [-1 if other == person else colour for other, colour in enumerate(colours)]
-            signatures.append((colours[person], repr(_normal(statement, labels))))
+            labels = [-1 if other == person else color for other, color in enumerate(colors)]
+            signatures.append((colors[person], repr(_normalize(statement, labels))))
         ranks = {signature: rank for rank, signature in enumerate(sorted(set(signatures)))}
         refined = [ranks[signature] for signature in signatures]
-        if len(set(refined)) == len(set(colours)):
+        if len(set(refined)) == len(set(colors)):
             return refined
-        colours = refined
+        colors = refined
 
 
-def _normal(statement: Statement, labels: Sequence[int]) -> Statement:
-    """Normal form with person i called labels[i]."""
+def _normalize(statement: Statement, labels: Sequence[int]) -> Statement:
+    """Normal form of a statement, in which person i is labels[i]."""
     operator = statement[0]
     if operator in ATOMS:
         return (operator, labels[statement[1]])
-    parts = [_normal(part, labels) for part in statement[1:]]
+    parts = [_normalize(part, labels) for part in statement[1:]]
     if operator == "not":
         inner = parts[0]
         if inner[0] in ATOMS:

@@ -1,4 +1,4 @@
-"""Search-R1's protocol: what a policy says between <search>, <information> and <answer>, and what it hears back."""
+"""Protocol of Search-R1: searches, passages and answers in the tags <search>, <information> and <answer>."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from sharpscope.tasks.answers import last_tagged
+
 STOP = ("</search>", "</answer>")
-"""Texts at which the policy's turn ends."""
+"""Texts that end a turn of the policy."""
 FEEDBACK = (
     "\nMy previous action is invalid. If I want to search, I should put the query between <search> and </search>. "
     "If I want to give the final answer, I should put the answer between <answer> and </answer>. Let me try again.\n"
 )
-"""What the environment says to a turn without a search or an answer; word for word that of Search-R1."""
+"""Response to a turn without a search or an answer, verbatim from Search-R1."""
 INSTRUCTION = (
     "Answer the given question. You must conduct reasoning inside <think> and </think> first every time you "
     "get new information. After reasoning, if you find you lack some knowledge, you can call a search engine "
@@ -21,9 +23,9 @@ INSTRUCTION = (
     "needed, you can directly provide the answer inside <answer> and </answer>, without detailed "
     "illustrations. For example, <answer> Beijing </answer>. Question: {prompt}\n"
 )
-"""Search-R1's prompt, word for word."""
+"""Prompt of Search-R1, verbatim."""
 LONGEST_QUERY = 500
-"""Characters of a query that reach the retriever."""
+"""Maximum length of a query [characters]; longer ones are truncated."""
 
 _INFORMATION_END = "</information>\n\n"
 _TAG = re.compile(r"</?(?:think|search|information|answer)>")
@@ -31,60 +33,54 @@ _TAG = re.compile(r"</?(?:think|search|information|answer)>")
 
 @dataclass(frozen=True)
 class Passage:
-    """A piece of the corpus."""
+    """A passage of the corpus."""
 
     title: str
     text: str
 
 
 def information(passages: Sequence[Passage]) -> str:
-    """The environment's reply to a search: numbered passages, without the tags by which a corpus could answer."""
+    """Response to a search: numbered passages, without protocol tags from the corpus."""
     lines = [f"Doc {i}(Title: {plain(p.title)}) {plain(p.text)}" for i, p in enumerate(passages, 1)]
     return f"\n\n<information>{chr(10).join(lines) or 'No passage found.'}{_INFORMATION_END}"
 
 
 def plain(text: str) -> str:
-    """The text without the protocol's tags; a space stands in for each, so that no two halves of one can join."""
+    """Replace each protocol tag by a space, so that parts of a tag cannot join to a new one."""
     return " ".join(_TAG.sub(" ", text).split())
 
 
 def last_turn(text: str) -> str:
-    """What the policy wrote since the environment last spoke."""
-    ends = [text.rfind(reply) + len(reply) for reply in (_INFORMATION_END, FEEDBACK) if reply in text]
+    """Text of the policy since the last response of the environment."""
+    ends = [text.rfind(end) + len(end) for end in (_INFORMATION_END, FEEDBACK) if end in text]
     return text[max(ends, default=0) :]
 
 
 def searches(text: str) -> int:
-    """Replies of the environment so far that gave passages; a policy that writes such an end itself uses up a turn."""
+    """Number of responses with passages so far. The end of such a response counts even if the policy wrote it."""
     return text.count(_INFORMATION_END)
 
 
 def replies(text: str) -> int:
-    """Replies of the environment so far: passages and feedback."""
+    """Number of responses so far: passages and feedback."""
     return searches(text) + text.count(FEEDBACK)
 
 
 def query_of(turn: str) -> str | None:
-    """The query of a turn's last closed `<search>…</search>`, or None where there is none or it is empty."""
-    closing = turn.rfind("</search>")
-    opening = turn.rfind("<search>", 0, closing) if closing >= 0 else -1
-    if opening < 0:
-        return None
-    query = " ".join(turn[opening + len("<search>") : closing].split())[:LONGEST_QUERY]
-    return query or None
+    """Query in the last `<search>…</search>` of a turn; None if there is none or it is empty."""
+    return " ".join((last_tagged(turn, "search") or "").split())[:LONGEST_QUERY] or None
 
 
 def answered(turn: str) -> bool:
-    """Whether the turn closes an answer that it opened."""
+    """Whether the turn contains `<answer>…</answer>`."""
     opening = turn.find("<answer>")
     return opening >= 0 and turn.find("</answer>", opening) >= 0
 
 
 def follows_protocol(text: str) -> bool:
-    """Whether a whole conversation reads think (search information think)* answer, with nothing but white space
-    between.
+    """Whether a conversation is think (search information think)* answer, separated by white space only.
 
-    Feedback for a malformed turn therefore breaks it. `think` may be left out nowhere, as in Search-R1's format reward.
+    No `think` may be missing, as in the format reward of Search-R1. Feedback for a malformed turn violates the format.
     """
     expected = {
         "start": {"<think>": "think"},

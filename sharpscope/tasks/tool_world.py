@@ -1,6 +1,4 @@
-"""A small invented world for the embedded scale: a corpus of one passage per thing, and questions of one to three hops
-over it.
-"""
+"""Generated worlds for `tool_qa`: a corpus with one passage per entity, and multi-hop questions about it."""
 
 from __future__ import annotations
 
@@ -15,25 +13,30 @@ RELATIONS: dict[str, dict[str, str]] = {
     "city": {"country": "country", "mayor": "person"},
     "country": {"capital": "city"},
 }
-"""What can be asked of a kind of thing, and the kind of the answer."""
+"""Kind of entity -> relation -> kind of its value."""
 SHARES = {"person": 0.5, "company": 0.2, "city": 0.2, "country": 0.1}
-"""How the things of a world divide into kinds."""
+"""Fraction of the entities of each kind."""
 
 _ONSETS = ("b", "d", "f", "g", "k", "l", "m", "n", "p", "r", "s", "t", "v", "z", "br", "st", "tr")
 _VOWELS = ("a", "e", "i", "o", "u")
 SYLLABLES = tuple(onset + vowel for onset in _ONSETS for vowel in _VOWELS)
-"""What names are made of, two or three each."""
+"""Syllables of names, which have two or three."""
 
 
 @dataclass(frozen=True)
 class World:
-    """`facts[name][relation]` is a name; `kinds[name]` a key of RELATIONS. Every name is one invented word."""
+    """Entities and facts.
+
+    Attributes:
+        kinds: name -> kind, a key of `RELATIONS`. Every name is one invented word.
+        facts: name -> relation -> name.
+    """
 
     kinds: dict[str, str]
     facts: dict[str, dict[str, str]]
 
     def corpus(self) -> list[Passage]:
-        """One passage per thing, titled with its name: "Torvi. kind: city. country: Basto. mayor: Lena."."""
+        """One passage per entity, titled with its name: "Torvi. kind: city. country: Basto. mayor: Lena."."""
         return [
             Passage(
                 name,
@@ -46,18 +49,18 @@ class World:
 
 
 def make_world(things: int, seed: int) -> World:
-    """A world of so many things (at least 20); names and facts are drawn at random, the same for the same arguments."""
+    """Generate a world of `things` entities (at least 20) with random names and facts, determined by `seed`."""
     rng = Random(seed)
     names: dict[str, None] = {}
     while len(names) < things:
         syllables = rng.randint(2, 3)
         names["".join(rng.choice(_ONSETS) + rng.choice(_VOWELS) for _ in range(syllables)).capitalize()] = None
-    left = list(names)
+    remaining = list(names)
     by_kind: dict[str, list[str]] = {}
     for kind, share in SHARES.items():
         count = max(2, round(share * things))
-        by_kind[kind], left = left[:count], left[count:]
-    by_kind["person"] += left
+        by_kind[kind], remaining = remaining[:count], remaining[count:]
+    by_kind["person"] += remaining
     kinds = {name: kind for kind, members in by_kind.items() for name in members}
     facts = {
         name: {
@@ -71,8 +74,12 @@ def make_world(things: int, seed: int) -> World:
 
 @dataclass(frozen=True)
 class Question:
-    """`chain` holds (thing, relation, value) hop by hop; the last value is the answer, and no value stands in the
-    text.
+    """A question about a world.
+
+    Attributes:
+        text: the question; it contains none of the values.
+        answer: the last value of the chain.
+        chain: (entity, relation, value) of each hop.
     """
 
     text: str
@@ -81,16 +88,16 @@ class Question:
 
 
 def ask(world: World, hops: int, rng: Random) -> Question:
-    """A random question: "What is the mayor of the birthplace of Lena?"; no thing on its way comes twice."""
+    """Random question such as "What is the mayor of the birthplace of Lena?", with distinct entities on its chain."""
     while True:
         thing = rng.choice(list(world.facts))
-        seen = [thing]
+        path = [thing]
         chain = []
         for _ in range(hops):
-            relation = rng.choice(list(world.facts[seen[-1]]))
-            value = world.facts[seen[-1]][relation]
-            chain.append((seen[-1], relation, value))
-            seen.append(value)
-        if len(set(seen)) == len(seen):
-            asked = " of the ".join(relation for _, relation, _ in reversed(chain))
-            return Question(f"What is the {asked} of {thing}?", seen[-1], tuple(chain))
+            relation = rng.choice(list(world.facts[path[-1]]))
+            value = world.facts[path[-1]][relation]
+            chain.append((path[-1], relation, value))
+            path.append(value)
+        if len(set(path)) == len(path):
+            relations = " of the ".join(relation for _, relation, _ in reversed(chain))
+            return Question(f"What is the {relations} of {thing}?", path[-1], tuple(chain))

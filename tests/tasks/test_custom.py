@@ -141,12 +141,12 @@ def test_numbers_become_rewards(number):
 @pytest.mark.parametrize(
     ("act", "says"),
     [
-        (lambda: make_task(CustomSpec()), "no task is registered so"),
-        (lambda: make_task(CustomSpec(factory="min")), "no task is registered so"),
+        (lambda: make_task(CustomSpec()), "no registered task"),
+        (lambda: make_task(CustomSpec(factory="min")), "no registered task"),
         (lambda: make_task(CustomSpec(factory="no_such_module:f")), "cannot import 'no_such_module'"),
         (lambda: make_task(CustomSpec(factory=":f")), "cannot import ''"),
         (lambda: make_task(CustomSpec(factory="json:dmups")), "did you mean 'dumps'"),
-        (lambda: custom((EXAMPLES, nought), options={"size": 3}), "does not take them"),
+        (lambda: custom((EXAMPLES, nought), options={"size": 3}), "does not accept them"),
         (lambda: custom(None), "returned NoneType without splits and score"),
         (lambda: custom((EXAMPLES, 3)), "returned tuple without splits and score"),
         (lambda: custom((EXAMPLES["train"], nought)).splits(), "a list of examples under 'train'"),
@@ -155,12 +155,12 @@ def test_numbers_become_rewards(number):
         (lambda: custom(({"train": [("p", "a")]}, nought)).splits(), r"train\[0\] must be Example"),
         (lambda: custom(({"train": [Example("p", 3)]}, nought)).splits(), r"train\[0\] must be Example"),
         (lambda: custom((EXAMPLES, lambda e, c: None)).score(EXAMPLES["train"][0], ""), "score returned NoneType"),
-        (lambda: custom(interactive(stop=())), "needs stop"),
-        (lambda: custom(interactive(stop="")), "needs stop"),
-        (lambda: custom(interactive(stop=3)), "needs stop"),
-        (lambda: custom(interactive(stop=("?", 3))), "needs stop"),
+        (lambda: custom(interactive(stop=())), "defines respond but not stop"),
+        (lambda: custom(interactive(stop="")), "defines respond but not stop"),
+        (lambda: custom(interactive(stop=3)), "defines respond but not stop"),
+        (lambda: custom(interactive(stop=("?", 3))), "defines respond but not stop"),
         (lambda: custom(interactive(reply=3)).respond(EXAMPLES["train"][0], ""), "respond returned int"),
-        (lambda: register_task("two words")(nought), "is not a name"),
+        (lambda: register_task("two words")(nought), "is not a valid name"),
     ],
 )
 def test_a_mistake_in_a_task_is_named(act, says):
@@ -176,14 +176,14 @@ def test_an_error_inside_a_factory_is_not_blamed_on_its_options():
 
     with pytest.raises(TypeError, match="unsupported operand"):
         make_task(CustomSpec(factory="broken", options={"size": 3}))
-    with pytest.raises(UserError, match=r"task.options = {'sice': 3}: broken does not take them"):
+    with pytest.raises(UserError, match=r"task.options = {'sice': 3}: broken does not accept them"):
         make_task(CustomSpec(factory="broken", options={"sice": 3}))
 
 
 def test_a_name_is_registered_once():
     register_task("mine")(interactive)
     register_task("mine")(interactive)  # importing the module twice is no mistake
-    with pytest.raises(UserError, match="is taken"):
+    with pytest.raises(UserError, match="is already registered"):
         register_task("mine")(nought)
 
 
@@ -241,7 +241,7 @@ class Echoes:
 def test_a_batch_of_replies_is_checked_too():
     example = EXAMPLES["train"][0]
     assert respond_all(custom(Echoes(["a", None])), [example] * 2, ["x?", "y?"]) == ["a", None]
-    with pytest.raises(UserError, match="respond_many returned 1 replies to 2 texts"):
+    with pytest.raises(UserError, match="respond_many returned 1 responses for 2 completions"):
         respond_all(custom(Echoes(["a"])), [example] * 2, ["x?", "y?"])
-    with pytest.raises(UserError, match="respond returned int; return text or None"):
+    with pytest.raises(UserError, match="respond returned int; return a str or None"):
         respond_all(custom(Echoes([1])), [example], ["x?"])

@@ -139,8 +139,8 @@ def test_a_folder_is_read_in_order_of_names_and_limit_cuts(tmp_path):
         ({"prompt": 5}, "prompt must be text"),
         ({"prompt": ""}, "prompt is empty"),
         ({"prompt": []}, "prompt must be text"),
-        ({"prompt": [{"role": "user"}]}, "needs text under 'role' and 'content'"),
-        ({"prompt": ["hello"]}, "needs text under 'role' and 'content'"),
+        ({"prompt": [{"role": "user"}]}, "needs 'role' and 'content' with text"),
+        ({"prompt": ["hello"]}, "needs 'role' and 'content' with text"),
         ({"data_source": "kk_logick"}, "did you mean 'kk_logic'"),
         ({"data_source": None}, "data_source None has no scorer"),
         ({"data_source": "some/unknown"}, "task.scorer"),
@@ -151,12 +151,12 @@ def test_a_folder_is_read_in_order_of_names_and_limit_cuts(tmp_path):
             {"reward_model": {"ground_truth": {"solution_text_format": "Ava lies", "statements": PUZZLE}}},
             "solution_text_format",
         ),
-        ({"reward_model": {"ground_truth": {"solution_text_format": TRUTH}}}, "no column 'statements'"),
-        ({"reward_model": {"ground_truth": "{broken"}}, "looks like JSON"),
+        ({"reward_model": {"ground_truth": {"solution_text_format": TRUTH}}}, "no 'statements'"),
+        ({"reward_model": {"ground_truth": "{broken"}}, "is not valid JSON"),
         ({"reward_model": {"ground_truth": TRUTH}, "statements": "open('x')"}, "statements: not a Python literal"),
         ({"reward_model": {"ground_truth": TRUTH}, "statements": "(('lying', 7), ('lying', 0))"}, "from 0 to 1"),
         ({"reward_model": {"ground_truth": TRUTH}, "statements": "(('lying', 1),)"}, "from 0 to 0"),
-        ({"reward_model": {"ground_truth": TRUTH}, "statements": "(('lying', 1), ('lying', 0))"}, "2 found"),
+        ({"reward_model": {"ground_truth": TRUTH}, "statements": "(('lying', 1), ('lying', 0))"}, "the statements have 2"),
         (
             {"reward_model": {"ground_truth": TRUTH.replace("knave", "knight")}, "statements": PUZZLE},
             "not the only one",
@@ -192,7 +192,7 @@ def test_a_missing_or_renamed_column_is_named(tmp_path, name, suffix):
         (float("nan"), "must be text, a number"),
         ("", "answer is empty"),
         ([], "list of answers is empty"),
-        ("seven", "holds no number"),
+        ("seven", "has no number"),
     ],
 )
 def test_a_broken_answer_is_named(tmp_path, answer, says):
@@ -205,7 +205,7 @@ def test_broken_files_say_where_and_what(tmp_path):
     good = json.dumps(rows_of(1)[0])
     for content, says in [
         ("{not json}\n", "line 3: not JSON"),
-        ("[1, 2]\n", "line 3: a list where one object"),
+        ("[1, 2]\n", "line 3: a list; write one object"),
         ("[" * 100_000 + "\n", "line 3: not JSON"),
     ]:
         file = tmp_path / "a.jsonl"
@@ -226,7 +226,7 @@ def test_broken_files_say_where_and_what(tmp_path):
         ("none.parquet", "not a readable Parquet file"),
         ("zero.parquet", "has no row"),
         ("table.csv", "'.csv' is not a known format"),
-        ("folder", "the folder holds no"),
+        ("folder", "the folder has no"),
         ("absent.parquet", "no such file or folder"),
         ("absent", "no such file or folder"),
     ]:
@@ -238,11 +238,11 @@ def test_broken_files_say_where_and_what(tmp_path):
 
 def test_an_empty_side_is_an_error_with_a_way_out(tmp_path):
     path = write(tmp_path / "a.jsonl", rows_of(1))
-    with pytest.raises(UserError, match=r"heldout_fraction = 0\.1: no row of 1 is in the held-out set"):
+    with pytest.raises(UserError, match=r"heldout_fraction = 0\.1: the held-out set has none of the 1 rows"):
         load(path, **PLAIN)
-    with pytest.raises(UserError, match="no row of 1 is in the training set"):
+    with pytest.raises(UserError, match="the training set has none of the 1 rows"):
         load(path, heldout_path=path, **PLAIN)
-    with pytest.raises(UserError, match=r"task\.path: which data set"):
+    with pytest.raises(UserError, match=r"task\.path: not set"):
         load("")
 
 

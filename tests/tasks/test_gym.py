@@ -62,10 +62,10 @@ def test_options_reach_the_data_set():
     ("name", "fields", "says"),
     [
         ("leg_countin", {}, "did you mean 'leg_counting'"),
-        ("", {}, "has no such data set"),
+        ("", {}, "has no such dataset"),
         ("leg_counting", {"options": {"max_animal": 3}}, r"task.options.max_animal: .* did you mean 'max_animals'"),
         ("leg_counting", {"options": {"seed": 3}}, "task.options.seed"),
-        ("leg_counting", {"options": {"min_animals": 5, "max_animals": 2}}, "refused by leg_counting"),
+        ("leg_counting", {"options": {"min_animals": 5, "max_animals": 2}}, "rejected by leg_counting"),
         ("countdown", {}, "task.allow_eval=true"),
         (
             "coin_flip",

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from sharpscope.errors import UserError
 from sharpscope.tasks import DatasetSpec, MathSpec, make_task
-from sharpscope.tasks.math_families import FAMILIES, LEVELS, unordered
+from sharpscope.tasks.math_task import FAMILIES, LEVELS, unordered
 
 ANIMALS = {
     "spider": 8,

@@ -60,7 +60,7 @@ def test_every_prompt_of_a_kept_run_is_in_the_studys_set():
 
 def test_another_set_than_the_known_one_is_an_error(monkeypatch):
     monkeypatch.setattr(room, "HELD_OUT", 0.3)
-    with pytest.raises(RuntimeError, match=r"puzzle set 'study' has the hash \w+, not"):
+    with pytest.raises(RuntimeError, match=r"puzzle set 'study': hash \w+, expected"):
         named_puzzles("study")
     with pytest.raises(UserError, match="puzzle set 'studi': unknown; did you mean 'study'"):
         named_puzzles("studi")

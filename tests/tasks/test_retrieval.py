@@ -69,7 +69,7 @@ def test_real_questions_come_with_a_corpus(tmp_path):
     assert example.prompt.endswith("Question: Who is mayor 0?\n")
     assert "Torvi" in task.respond(example, "<search>mayor of Torvi</search>")
     assert task.score(example, "<answer>lena</answer>").correct
-    with pytest.raises(UserError, match=r"give task\.corpus or task\.retriever_url"):
+    with pytest.raises(UserError, match=r"set task\.corpus or task\.retriever_url"):
         make_task(ToolQaSpec(questions=questions))
 
 
@@ -147,7 +147,7 @@ def test_a_server_on_this_machine_is_asked_without_the_proxy(server, monkeypatch
     monkeypatch.delenv("NO_PROXY", raising=False)
     assert client(server, retries=0).search(["a"])[0][0].title == "a"
     # one elsewhere still goes through it
-    with pytest.raises(UserError, match=r"no usable answer .*refused"):
+    with pytest.raises(UserError, match=r"no valid response .*refused"):
         HttpRetriever("http://retriever.invalid/x", top=1, time_limit=1.0, retries=0).search(["a"])
 
 
@@ -163,14 +163,14 @@ def test_a_passing_failure_is_retried(server, quick, act):
 def test_a_slow_server_is_left_after_the_time_limit(server):
     server.plan = ["slow"]
     started = time.perf_counter()
-    with pytest.raises(UserError, match=r"no usable answer .*timed out"):
+    with pytest.raises(UserError, match=r"no valid response .*timed out"):
         client(server, time_limit=0.1, retries=0).search(["a"])
     assert time.perf_counter() - started < 2
 
 
 def test_a_lasting_failure_names_the_server(server, quick):
     server.plan = ["broken"] * 9
-    with pytest.raises(UserError, match=r"retriever_url = 'http://127.*status 503.*is the retrieval server running"):
+    with pytest.raises(UserError, match=r"retriever_url = 'http://127.*status 503.*check that the retrieval server is running"):
         client(server).search(["a"])
     assert len(server.seen) == 3
     server.plan = ["refused"] * 9
@@ -178,9 +178,9 @@ def test_a_lasting_failure_names_the_server(server, quick):
         client(server).search(["a"])
     assert len(server.seen) == 4  # what the server refuses is not asked again
     server.server_close()
-    with pytest.raises(UserError, match="no usable answer"):
+    with pytest.raises(UserError, match="no valid response"):
         HttpRetriever("http://127.0.0.1:9/x", top=1, time_limit=1.0, retries=1).search(["a"])
-    with pytest.raises(UserError, match=r"task.retriever_url = 'http://\[::1': is no address"):
+    with pytest.raises(UserError, match=r"task.retriever_url = 'http://\[::1': not a valid address"):
         HttpRetriever("http://[::1", top=1, time_limit=1.0, retries=1)
     with pytest.raises(UserError, match="must start with http"):
         HttpRetriever("file:///etc/passwd", top=1, time_limit=1.0, retries=1)

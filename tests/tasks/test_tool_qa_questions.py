@@ -65,7 +65,7 @@ def test_an_opened_think_stays_out_of_the_instruction(ask):
 
 def test_turns_without_the_user_have_no_place_for_the_instruction(ask):
     given = turns(("system", "Be brief."), ("assistant", "Who is mayor?"))
-    with pytest.raises(UserError, match=r"task.style = 'search_r1': .* none with role 'user'"):
+    with pytest.raises(UserError, match=r"task.style = 'search_r1': .* without role 'user'"):
         ask(row(given), style="search_r1").splits()
     assert ask(row(given)).splits()["train"][0].messages == given
 
