@@ -156,7 +156,10 @@ def test_a_folder_is_read_in_order_of_names_and_limit_cuts(tmp_path):
         ({"reward_model": {"ground_truth": TRUTH}, "statements": "open('x')"}, "statements: not a Python literal"),
         ({"reward_model": {"ground_truth": TRUTH}, "statements": "(('lying', 7), ('lying', 0))"}, "from 0 to 1"),
         ({"reward_model": {"ground_truth": TRUTH}, "statements": "(('lying', 1),)"}, "from 0 to 0"),
-        ({"reward_model": {"ground_truth": TRUTH}, "statements": "(('lying', 1), ('lying', 0))"}, "the statements have 2"),
+        (
+            {"reward_model": {"ground_truth": TRUTH}, "statements": "(('lying', 1), ('lying', 0))"},
+            "the statements have 2",
+        ),
         (
             {"reward_model": {"ground_truth": TRUTH.replace("knave", "knight")}, "statements": PUZZLE},
             "not the only one",

@@ -170,7 +170,9 @@ def test_a_slow_server_is_left_after_the_time_limit(server):
 
 def test_a_lasting_failure_names_the_server(server, quick):
     server.plan = ["broken"] * 9
-    with pytest.raises(UserError, match=r"retriever_url = 'http://127.*status 503.*check that the retrieval server is running"):
+    with pytest.raises(
+        UserError, match=r"retriever_url = 'http://127.*status 503.*check that the retrieval server is running"
+    ):
         client(server).search(["a"])
     assert len(server.seen) == 3
     server.plan = ["refused"] * 9
