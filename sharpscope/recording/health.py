@@ -197,9 +197,9 @@ class StepHealth:
         self.events = check_rollouts(
             spec, step, zero_variance_share=batch.zero_variance_share, truncated_share=truncated
         )
-        odd = reward[~torch.isfinite(reward)]
-        if len(odd):
-            self.events += check_finite(spec, step, [("a reward is not finite", float(odd[0]))], False)
+        bad = reward[~torch.isfinite(reward)]
+        if len(bad):
+            self.events += check_finite(spec, step, [("a reward is not finite", float(bad[0]))], False)
 
     def allows_updates(self, stats: TokenStats, weight: Tensor) -> bool:
         """Check π_old's statistics and the token weights (N, T); False if an event leaves the step's updates out.

@@ -1,9 +1,9 @@
 """Probes of an update, between its gradient and the optimizer's step. They change nothing that training sees.
 
 Token gradients: at every k-th step, and at any step whose gradient norm is a spike, all tokens get the local score norm and
-their attribution; the tokens with the largest local norm and some drawn at random also get the exact norm, so that each run
-states the local tier's error beside its numbers. Held-out influence and the loss surface have schedules of their own. A
-probe that refuses the policy, or differs from plain autograd on it, is left out of the run, which goes on; an event says so.
+their attribution. The tokens with the largest local norm and a random sample also get the exact norm, so that the error of
+the local tier is known in each run. Held-out influence and the loss surface have their own schedules. A probe that refuses
+the policy, or differs from plain autograd on it, is left out for the rest of the run, and an event reports it.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ class _UpdateProbes:
     def token_gradients(self) -> None:
         """Local norms and attribution of all tokens of the update, exact norms of a few."""
         fill, norm = self.observer.fill, self.update.grad_norm
-        # Forward and backward passes cost by token, so tokens without a part in the gradient are still run: they have norms.
+        # Also of tokens with a zero coefficient: their norms are defined, and the passes over a row cost the same.
         local: list[Tensor] = []
 
         def measure_local(check: Check) -> None:

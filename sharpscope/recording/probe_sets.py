@@ -75,7 +75,7 @@ def check_probe_set(config: RunConfig, task: Task) -> None:
 
 
 def run_probe_set(config: RunConfig, task: Task) -> ProbeSet:
-    """The run's probe set: the file of an earlier start, the file that the configuration names, or built anew and kept.
+    """The run's probe set: from the run's folder, from the file that the configuration names, or built and saved.
 
     It depends on the task, the initial policy and `probes.probe_set_seed` only, never on the method or the run's seed.
     """
@@ -120,11 +120,11 @@ def solution_losses(
                 policy.model, rows.rows(batch), temperature, share_prompt=False, with_grad=False, compute=policy.compute
             )
             totals[batch] = scored.logp.double().sum(dim=1).cpu()
-    places: dict[tuple[str, str], list[int]] = {}
+    rows_of: dict[tuple[str, str], list[int]] = {}
     for row, item in enumerate(items):
-        places.setdefault((item.split, str(item.example.meta.get("level", "all"))), []).append(row)
+        rows_of.setdefault((item.split, str(item.example.meta.get("level", "all"))), []).append(row)
     return {
-        key: -float(totals[own].sum()) / sum(len(items[row].solution) for row in own) for key, own in places.items()
+        key: -float(totals[own].sum()) / sum(len(items[row].solution) for row in own) for key, own in rows_of.items()
     }
 
 
@@ -134,8 +134,8 @@ def _solution_rows(items: Sequence[ProbeItem]) -> Completions:
     ids = torch.zeros(len(items), before + max(len(item.solution) for item in items), dtype=torch.long)
     present = torch.zeros_like(ids)
     for row, item in enumerate(items):
-        place = slice(before - len(item.prompt_ids), before + len(item.solution))
-        ids[row, place], present[row, place] = torch.tensor([*item.prompt_ids, *item.solution]), 1
+        columns = slice(before - len(item.prompt_ids), before + len(item.solution))
+        ids[row, columns], present[row, columns] = torch.tensor([*item.prompt_ids, *item.solution]), 1
     blank = torch.zeros(len(items), ids.shape[1] - before)
     return Completions(
         input_ids=ids, attention_mask=present, completion_ids=ids[:, before:], completion_mask=present[:, before:],

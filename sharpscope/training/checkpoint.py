@@ -73,7 +73,7 @@ def damage(folder: Path) -> str | None:
     return None
 
 
-def newest_whole(run_dir: Path) -> tuple[Path | None, list[str]]:
+def newest_valid(run_dir: Path) -> tuple[Path | None, list[str]]:
     """The newest checkpoint whose files are intact, or None, and a note on each newer one that is damaged.
 
     A damaged checkpoint is renamed to `damaged-step-…`, so that nothing loads it again. The caller holds the run's lock.
@@ -84,10 +84,10 @@ def newest_whole(run_dir: Path) -> tuple[Path | None, list[str]]:
         problem = damage(folder)
         if problem is None:
             return folder, problems
-        aside = _free(folder.with_name(f"damaged-{folder.name}"))
-        folder.rename(aside)
-        sync_folder(aside.parent)
-        problems.append(f"checkpoint {folder.name} is damaged ({problem}); it is set aside as {aside.name}")
+        renamed = _free(folder.with_name(f"damaged-{folder.name}"))
+        folder.rename(renamed)
+        sync_folder(renamed.parent)
+        problems.append(f"checkpoint {folder.name} is damaged ({problem}); it is set aside as {renamed.name}")
     return None, problems
 
 
@@ -229,9 +229,9 @@ def prune(run_dir: Path, spec: CheckpointSpec) -> list[Path]:
     removed = [p for p in found if p not in kept]
     for path in removed:
         # renamed first: a folder that a crash left half removed must not look like a checkpoint
-        gone = _free(path.with_name(f".{path.name}.gone"))
-        path.rename(gone)
-        shutil.rmtree(gone)
+        hidden = _free(path.with_name(f".{path.name}.gone"))
+        path.rename(hidden)
+        shutil.rmtree(hidden)
     return removed
 
 

@@ -37,7 +37,7 @@ class EvaluationProgress:
         return len(self._done)
 
     def _read(self) -> None:
-        whole = 0
+        intact = 0  # bytes
         data = self.path.read_bytes()
         for line in data.splitlines(keepends=True):
             try:
@@ -47,10 +47,10 @@ class EvaluationProgress:
             if row is None:
                 break  # cut when the evaluation was stopped; the rest is drawn again
             self._done[row["cell"], row["first"]] = Batch(row["correct"], row["rewards"])
-            whole += len(line)
-        if whole < len(data):
+            intact += len(line)
+        if intact < len(data):
             with self.path.open("rb+") as file:
-                file.truncate(whole)
+                file.truncate(intact)
 
     def get(self, cell: str, first: int) -> Batch | None:
         """The batch of a cell that begins with its prompt `first`, or None."""

@@ -46,7 +46,7 @@ from sharpscope.tasks import Task, make_task
 from sharpscope.traces import RunLock, create_run_dir, read_run_info
 from sharpscope.traces.files import RUN_FILE
 from sharpscope.training import saving
-from sharpscope.training.checkpoint import Progress, fingerprint, load_vectors, newest_whole
+from sharpscope.training.checkpoint import Progress, fingerprint, load_vectors, newest_valid
 from sharpscope.training.clock import Clock, stop_after_step
 from sharpscope.training.data_order import DataOrder
 from sharpscope.training.display import Display, QuietDisplay
@@ -101,7 +101,7 @@ def train(config: RunConfig, display: Display | None = None, resume: bool = Fals
         if resume:
             distributed.rank_zero_call(lock)
             distributed.rank_zero_call(lambda: run_folder.check_resume(config))
-            saved, notes = distributed.rank_zero_call(lambda: newest_whole(folder))
+            saved, notes = distributed.rank_zero_call(lambda: newest_valid(folder))
         if not resume:
             check_revision(config.policy)
         task = make_task(config.task)

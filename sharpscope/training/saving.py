@@ -30,8 +30,8 @@ def save(
     """
     model = policy.model
     if is_sharded(model):
-        whole = gathered_copy(model, optimizer, torch.device("cpu"), keep=distributed.is_rank_zero())
-        model, optimizer = whole.model, whole.optimizer
+        gathered = gathered_copy(model, optimizer, torch.device("cpu"), keep=distributed.is_rank_zero())
+        model, optimizer = gathered.model, gathered.optimizer
 
     def write() -> None:
         save_checkpoint(config.run_dir, model, policy.tokenizer, optimizer, progress, proximal, vectors)
@@ -47,7 +47,7 @@ def restore(checkpoint: Path, policy: Policy, optimizer: torch.optim.AdamW, prox
     """
     if not is_sharded(policy.model):
         return load_checkpoint(checkpoint, policy.model, optimizer, proximal)
-    whole = gathered_copy(policy.model, optimizer, torch.device("cpu"))
-    progress = load_checkpoint(checkpoint, whole.model, whole.optimizer, None)
-    shard_state(whole, policy.model, optimizer)
+    gathered = gathered_copy(policy.model, optimizer, torch.device("cpu"))
+    progress = load_checkpoint(checkpoint, gathered.model, gathered.optimizer, None)
+    shard_state(gathered, policy.model, optimizer)
     return progress

@@ -21,7 +21,7 @@ from sharpscope.training.checkpoint import (
     checkpoints,
     damage,
     fingerprint,
-    newest_whole,
+    newest_valid,
     prune,
     save_checkpoint,
     step_of,
@@ -173,7 +173,7 @@ def test_a_crash_between_two_names_loses_no_checkpoint(tmp_path):
     (folder / "step-000010").rename(folder / ".step-000010.old")
     (folder / ".step-000020.tmp").mkdir()
     (folder / ".step-000005.gone").mkdir()
-    found, problems = newest_whole(tmp_path)
+    found, problems = newest_valid(tmp_path)
     assert found is None and problems  # it came back, and is damaged: it has no checksums
     assert sorted(path.name for path in folder.iterdir()) == ["damaged-step-000010"]
 
