@@ -1,4 +1,8 @@
-"""Probes: they take a model and a fixed batch, change nothing, and return each estimate with its error."""
+"""Probes measure a model on fixed batches and leave it unchanged; each estimate has its error.
+
+Score norms and attributions of tokens: `score_norms`, `attribute`. The loss surface: `curvature` and `sharpness` of any
+loss, `run` for the probes of a `ProbesSpec`, `probe_policy` for a model on given texts.
+"""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Who made the gradient: directional derivatives of every log-probability, and the shares they give.
+"""Attribution of gradients and updates to tokens by directional derivatives of log-probabilities.
 
-A loss that depends on the weights through the tokens' log-probabilities alone has ∇L = Σ_t c_t ∇log π_t, c_t =
-∂L/∂log π_t. One directional derivative of all log-probabilities therefore splits any ⟨∇L, u⟩ over the tokens, with
-signs: along u = ∇L the squared gradient norm, along D⁻¹Δθ the squared length of what the optimizer did, along minus
-a held-out gradient the first-order effect on a held-out loss. What the loss owes to other terms (an entropy bonus, a
-penalty on the full distribution) is the remainder, ⟨∇L − Σ_t c_t ∇log π_t, u⟩.
+A loss that depends on the weights only through the tokens' log-probabilities has ∇L = Σ_t c_t ∇log π_t with
+c_t = ∂L/∂log π_t. A directional derivative of all log-probabilities therefore splits ⟨∇L, u⟩ over the tokens: the squared
+gradient norm for u = ∇L, the squared length of an optimizer step for u ∝ D⁻¹Δθ, the first-order effect on a held-out loss for
+a held-out gradient. Other terms of the loss (an entropy bonus, a penalty on the whole distribution) are the remainder
+⟨∇L − Σ_t c_t ∇log π_t, u⟩.
 """
 
 from __future__ import annotations
@@ -41,11 +41,10 @@ class Derivatives:
     """Directional derivatives of log π.
 
     Attributes:
-        values: (N, S), 0 where the mask is 0.
-        error: (N, S) estimated absolute error of a central difference (its distance to that of twice the step), or
-            None.
-        way: forward or central.
-        checked: largest relative error that the self-check found on this model; None = not checked.
+        values: (N, S) derivatives, 0 where the mask is 0.
+        error: (N, S) estimated absolute error of central differences (the distance to those of twice the step), or None.
+        way: `forward` or `central`.
+        checked: largest relative error found by the self-check on this model; None if not checked.
     """
 
     values: Tensor
@@ -66,23 +65,29 @@ def attribute(
     *,
     check: Check = "first",
 ) -> Tensor:
-    """Each token's share c_t⟨∇log π_t, u⟩ of a directional derivative of L, with sign.
+    """Each token's signed share c_t⟨∇log π_t, u⟩ of a directional derivative of the loss.
 
     Args:
-        model, input_ids, mask, attention_mask, temperature: as in `score_norms`.
+        model: see `score_norms`.
+        input_ids: (N, S) tokens.
+        mask: (N, S), 1 on the tokens to attribute to.
         coef: (N, S) c_t = ∂L/∂log π_t.
-        direction: u, tensors like the trainable parameters; None: u = ∇L/‖∇L‖² with ∇L = Σ_t c_t ∇log π_t.
-        method: forward (one forward-mode pass), central (two forward passes, float32 or float64 weights) or auto
-            (forward, or central where a part of the model has no forward-mode derivative).
-        check: as in `score_norms`, of the derivatives; unless off, shares without a direction must also sum to 1.
+        direction: u, tensors like the trainable parameters in the model's order; None for u = ∇L/‖∇L‖² with
+            ∇L = Σ_t c_t ∇log π_t.
+        attention_mask: (N, S), 0 on padding; None for no padding.
+        temperature: softmax temperature.
+        method: `forward` (one forward-mode pass), `central` (two forward passes; needs float32 or float64 weights) or `auto`
+            (forward, or central if a part of the model has no forward-mode derivative).
+        check: when to compare the derivatives with autograd, see `score_norms`. Unless off, shares without a direction must
+            also sum to 1.
 
     Returns:
-        (N, S), 0 where the mask is 0. Without a direction the shares sum to 1 (to rounding), and are NaN at every
-        token if ∇L = 0; with one they are not normalised.
+        (N, S) shares, 0 where the mask is 0. Without a direction they sum to 1 up to rounding, and are NaN at masked tokens if
+        ∇L = 0. With a direction they are not normalized.
 
     Raises:
-        UserError: the input does not fit together.
-        CheckError: derivatives differ from plain autograd's on this model, or shares do not sum to 1.
+        UserError: shapes or options that do not fit together.
+        CheckError: the derivatives differ from autograd's on this model, or the shares do not sum to 1.
     """
     if coef.shape != input_ids.shape:
         raise UserError(f"coef, shape {tuple(coef.shape)}: must be that of input_ids, {tuple(input_ids.shape)}")
@@ -113,20 +118,24 @@ def directional_derivative(
     with_error: bool = False,
     check: Check = "first",
 ) -> Derivatives:
-    """⟨∇log π_t, u⟩ of every token that `mask` marks, u = `direction` (tensors like the trainable parameters, in
-    their order).
+    """The directional derivative ⟨∇log π_t, u⟩ of each token where the mask is 1.
 
     Args:
-        direction: tensors like the trainable parameters, in the model's order.
-        with_error: central only: also estimate the error, at two forward passes more.
-        check: as in `score_norms`, along a token's gradient; of central differences also a few tokens of the call against
-            forward mode.
+        model: see `score_norms`.
+        input_ids: (N, S) tokens.
+        mask: (N, S), 1 on the tokens of interest.
+        direction: u, tensors like the trainable parameters in the model's order.
+        attention_mask: (N, S), 0 on padding; None for no padding.
+        temperature: softmax temperature.
+        method: see `attribute`.
+        with_error: also estimate the error of central differences, with two more forward passes.
+        check: when to compare derivatives along a token's gradient with autograd, see `score_norms`; a few tokens of central
+            differences are also compared with forward mode.
 
     Raises:
-        UserError: the input does not fit together, or a central difference of weights or activations of less than
-            32 bits is asked for.
-        NoForwardModeError: forward alone: an operation of the model has no forward-mode derivative.
-        CheckError: the derivatives differ from plain autograd's on this model.
+        UserError: shapes or options that do not fit together, or central differences in half precision.
+        NoForwardModeError: `forward`, and an operation of the model has no forward-mode derivative.
+        CheckError: the derivatives differ from autograd's on this model.
     """
     if method not in ("auto", "forward", "central"):
         raise UserError(f"method, '{method}': use auto, forward or central")
@@ -219,11 +228,16 @@ def logp_gradient(
     *,
     check: Check = "first",
 ) -> list[Tensor]:
-    """∇ Σ_t c_t log π_t over the trainable parameters, in the model's order; the logits are never held whole.
+    """∇ Σ_t c_t log π_t for the trainable parameters in the model's order, without holding all logits.
 
     Args:
-        coef: (N, S) c_t, constants; read where `mask` is 1.
-        check: as in `score_norms`, of a sum over two tokens.
+        model: see `score_norms`.
+        input_ids: (N, S) tokens.
+        mask: (N, S), 1 on the tokens of the sum.
+        coef: (N, S) constants c_t.
+        attention_mask: (N, S), 0 on padding; None for no padding.
+        temperature: softmax temperature.
+        check: when to compare the gradient of two tokens with autograd, see `score_norms`.
     """
     with guarded(model, weights=False):
         rows = make_rows(model, input_ids, mask, attention_mask, temperature)
@@ -239,7 +253,7 @@ def _gradient(model: nn.Module, structure: Structure, rows: Rows, coef: Tensor, 
     total = [torch.zeros_like(parameter) for parameter in structure.named.values()]
     place = {name: i for i, name in enumerate(structure.named)}
     coef = coef.to(rows.ids.device)
-    # A row whose coefficients are all zero adds nothing.
+    # Skip rows whose coefficients are all zero.
     counts = torch.zeros(len(rows), dtype=torch.bool, device=rows.ids.device)
     counts = ((coef[rows.source].gather(1, rows.place) != 0) & rows.chosen).any(1)
     for chunk in rows.take(counts.nonzero()[:, 0]).chunks(share=structure.shares) if bool(counts.any()) else []:
@@ -281,18 +295,19 @@ def _add_head_gradient(
 
 
 def failure_coefficients(mask: Tensor, success: Tensor) -> Tensor:
-    """c (N, S) with Σ c·∇log π = ∇ of the expected failure, on rows that the present policy drew.
+    """Coefficients c (N, S) with Σ c·∇log π = ∇ expected failure, for rows drawn from the current policy.
 
-    The expected failure is mean_i [1 − R_i·exp(Σ_t log r_it)], whose gradient at r = 1 is −mean_i R_i Σ_t ∇log π_it.
+    The expected failure is mean_i [1 − R_i·exp(Σ_t log r_it)]; its gradient at r = 1 is −mean_i R_i Σ_t ∇log π_it.
 
     Args:
-        mask: (N, S); success: (N,) R in [0, 1].
+        mask: (N, S), 1 on completion tokens.
+        success: (N,) R in [0, 1].
     """
     return -mask.to(success) * success[:, None] / len(mask)
 
 
 def nll_coefficients(mask: Tensor) -> Tensor:
-    """c (N, S) with Σ c·∇log π = ∇ of the mean negative log-likelihood per masked token."""
+    """Coefficients c (N, S) with Σ c·∇log π = ∇ of the mean negative log-likelihood over the tokens of the mask."""
     return -mask.float() / mask.sum().clamp_min(1)
 
 
@@ -308,32 +323,39 @@ def heldout_influence(
     *,
     check: Check = "first",
 ) -> Tensor:
-    """c_t⟨∇log π_t, ∇L_heldout⟩ (N, S): how much a token lowers a held-out loss, to first order and per unit
-    learning rate.
+    """c_t⟨∇log π_t, ∇L_heldout⟩ (N, S): the first-order decrease of a held-out loss per unit learning rate.
 
-    Descent on token t's part of the loss moves the weights by −η·c_t·∇log π_t and the held-out loss by
-    −η·c_t⟨∇log π_t, ∇L_heldout⟩: positive means that the token lowers it.
+    A descent step on token t changes the weights by −η·c_t·∇log π_t and the held-out loss by −η·c_t⟨∇log π_t, ∇L_heldout⟩, so
+    tokens with positive values lower the held-out loss.
 
     Args:
-        heldout_gradient: ∇L_heldout, tensors like the trainable parameters (`logp_gradient` makes one from
-            `failure_coefficients` or `nll_coefficients`).
-        check: as in `score_norms`.
+        model: see `score_norms`.
+        input_ids: (N, S) tokens.
+        mask: (N, S), 1 on the tokens of interest.
+        coef: (N, S) c_t = ∂L/∂log π_t.
+        heldout_gradient: ∇L_heldout, tensors like the trainable parameters; `logp_gradient` computes it from
+            `failure_coefficients` or `nll_coefficients`.
+        attention_mask: (N, S), 0 on padding; None for no padding.
+        temperature: softmax temperature.
+        method: see `attribute`.
+        check: see `score_norms`.
     """
     return attribute(model, input_ids, mask, coef, heldout_gradient, attention_mask, temperature, method, check=check)
 
 
 @dataclass(frozen=True)
 class UpdateSplit:
-    """AdamW's next step Δθ = −(lr/b₁)·D⁻¹(β₁m + (1 − β₁)·κ∇L) − lr·λ·θ, D = √v̂ + ε, with clip factor κ and b₁ = 1 −
-    β₁^k.
+    """The squared length of AdamW's next step, split into gradient, momentum and weight decay.
 
-    `gradient` + `momentum` + `weight_decay` = 1, the parts of ‖Δθ‖² = ⟨Δθ, Δθ⟩.
+    Δθ = −(lr/b₁)·D⁻¹(β₁m + (1 − β₁)·κ∇L) − lr·λ·θ with D = √v̂ + ε, clip factor κ and b₁ = 1 − β₁^k. The shares of
+    ‖Δθ‖² = ⟨Δθ, Δθ⟩ sum to 1.
 
     Attributes:
-        direction: u with ⟨∇L, u⟩ = what ∇L adds to ‖Δθ‖²; like the trainable parameters.
+        direction: u with ⟨∇L, u⟩ = the contribution of ∇L to ‖Δθ‖²; tensors like the trainable parameters.
         squared_length: ‖Δθ‖².
-        gradient: share of this round's gradient: the tokens' shares and, if the loss has other terms, a remainder.
-        momentum, weight_decay: shares of m and of λ.
+        gradient: share of the current gradient: that of the tokens, and of other terms of the loss if there are any.
+        momentum: share of m.
+        weight_decay: share of λ.
     """
 
     direction: list[Tensor]
@@ -347,17 +369,17 @@ class UpdateSplit:
 def coming_update(
     optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter], clip_factor: float = 1.0
 ) -> UpdateSplit:
-    """The step that `optimizer.step()` will take, from `.grad` before clipping, before it is taken.
+    """The step that `optimizer.step()` will take, from the unclipped `.grad`.
 
-    It is known beforehand, and must be: the tokens' gradients belong to the weights before the step.
+    Call it before the step, since the tokens' gradients belong to the weights before it.
 
     Args:
-        optimizer: AdamW (or Adam without weight decay).
-        parameters: the trainable parameters in the model's order; those without a gradient stay as they are.
-        clip_factor: κ, what the gradients will be multiplied by.
+        optimizer: AdamW, or Adam without weight decay.
+        parameters: trainable parameters in the model's order; those without a gradient do not move.
+        clip_factor: κ, the factor by which clipping will multiply the gradients.
 
     Raises:
-        UserError: another optimizer, or an option whose step is not the one above.
+        UserError: another optimizer, or an option that changes the step.
     """
     settings = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     direction = []
@@ -401,10 +423,11 @@ def update_attribution(
     *,
     check: Check = "first",
 ) -> Tensor:
-    """Each token's share of ‖Δθ‖², (N, S); with `split.momentum`, `split.weight_decay` and any remainder they sum to 1.
+    """Each token's share of ‖Δθ‖², (N, S); NaN at masked tokens if Δθ = 0.
 
-    The remainder, of terms of the loss that do not go through log π, is `split.gradient` minus the tokens' sum. Call it
-    before the optimizer's step. NaN at every token if Δθ = 0. Arguments as in `attribute`.
+    The shares, `split.momentum`, `split.weight_decay` and the remainder sum to 1. The remainder, `split.gradient` minus the sum
+    over tokens, comes from terms of the loss that do not depend on log π. Call it before the optimizer's step. See
+    `coming_update` for `split` and `attribute` for the other arguments.
     """
     if split.squared_length == 0.0:
         return torch.where(mask.bool(), math.nan, 0.0).to(coef.dtype)
@@ -420,8 +443,8 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, group: dict) -> None:
     decoupled = isinstance(optimizer, torch.optim.AdamW) or group.get("weight_decay") == 0
     if not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW) or not decoupled:
         raise UserError(
-            f"optimizer, {type(optimizer).__name__}: update attribution knows AdamW (and Adam without weight decay)"
+            f"optimizer, {type(optimizer).__name__}: update attribution supports AdamW, and Adam without weight decay"
         )
     for option in ("amsgrad", "maximize"):
         if group.get(option):
-            raise UserError(f"optimizer, {option}: update attribution does not know it; switch it off")
+            raise UserError(f"optimizer, {option}: not supported by update attribution; switch it off")

@@ -1,4 +1,4 @@
-"""The one row that every surface probe ends in: a number with its error, its cost and whether to believe it."""
+"""Rows of the `probes` table."""
 
 from __future__ import annotations
 
@@ -13,21 +13,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Estimate:
-    """One estimate of the surface; a row of the `probes` table and its reason.
+    """One estimate of a property of the loss surface: a row of the `probes` table.
 
     Attributes:
-        probe: which probe made it (`curvature`, `perturbation`, `rollouts`).
-        quantity: what was estimated, e.g. `largest`, `trace`, `sam`.
-        value: the estimate in the quantity's unit; NaN if it could not be had (`why` then says the reason).
-        std_error: standard error over `samples` independent draws; NaN where the method has none.
-        samples: random vectors, perturbations, iterations or rollouts used.
-        rho: radius of a perturbation [parameters' L2 norm] or node of a spectral density; NaN if neither.
-        converged: False: not to be believed, `why` says the reason. None: a direct evaluation, nothing to converge.
-        residual: ‖Hv − λv‖ of an eigenpair, or the iteration's own residual; NaN if it has none.
-        seed: seed of the estimate's own generator; None if nothing random enters.
-        seconds: time spent.
-        functional, probe_set, parameters: the scalar, the fixed prompts, and the group of parameters it is about.
-        why: the reason when `converged` is False or the value is NaN; empty otherwise.
+        probe: the probe: `curvature`, `perturbation`, `slice`, `gradient` or `rollouts`.
+        quantity: the estimated quantity, such as `largest`, `trace` or `sam`.
+        value: the estimate in the quantity's unit; NaN if it is not available (see `why`).
+        std_error: standard error over `samples` independent draws; NaN if the method has none.
+        samples: number of random vectors, perturbations, iterations or completions.
+        rho: radius of a perturbation or distance of a slice [parameters' L2 norm], or node of a spectral density; NaN if none.
+        converged: False if the estimate is not reliable (see `why`); None for direct evaluations.
+        residual: ‖Hv − λv‖ of an eigenpair, or the residual of the iteration; NaN if none.
+        seed: seed of the random numbers; None if there are none.
+        seconds: wall-clock time.
+        functional: name of the probed loss.
+        probe_set: name of the prompts.
+        parameters: group of parameters, or `all`.
+        why: reason for `converged = False` or a NaN value; empty otherwise.
     """
 
     probe: str
@@ -50,7 +52,7 @@ ESTIMATE_COLUMNS = tuple(field.name for field in fields(Estimate))
 
 
 def labelled(estimates: Iterable[Estimate], **labels: str) -> list[Estimate]:
-    """The estimates with `functional`, `probe_set` or `parameters` filled in."""
+    """Copies of the estimates with `functional`, `probe_set` or `parameters` set."""
     return [replace(estimate, **labels) for estimate in estimates]  # type: ignore[arg-type]
 
 

@@ -1,9 +1,9 @@
-"""What was found out about a model, kept for as long as it stays that model.
+"""A cache of facts about a model that is cleared when the model changes.
 
-Training changes the values of weights at every step, and these are not looked at. Everything else that can change what a
-forward pass computes is: modules and parameters (frozen ones too) are compared by identity, with their types, shapes and
-devices, `requires_grad`, plain attributes of modules (soft caps, scales, active adapters), hooks by number, and every value of the
-configurations. Not seen are a changed value of a buffer, and state inside objects that are not modules.
+Values of weights are not compared, since training changes them at every step. Compared are modules and parameters (by
+identity, with type, shape, device and `requires_grad`), plain attributes of modules (soft caps, scales, active adapters), the
+number of hooks, and the values of configurations. Not detected are changed values of buffers and state in objects that are
+not modules.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from sharpscope.probes.guard import model_configs
 
-_OWN = frozenset(vars(nn.Module()))  # what torch itself keeps in a module, the training mode among it
+_OWN = frozenset(vars(nn.Module()))  # attributes of every module, such as the training mode
 _SCALARS = frozenset((bool, int, float, str, NoneType, torch.dtype))
 _FUNCTIONS = frozenset((FunctionType, MethodType))
 _closures: WeakKeyDictionary[Callable[[], Tensor], tuple[list[ref[Tensor]], dict[str, Any]]] = WeakKeyDictionary()
@@ -26,7 +26,7 @@ _known: WeakKeyDictionary[nn.Module, tuple[list[Any], dict[str, Any]]] = WeakKey
 
 
 def remembered(model: nn.Module) -> dict[str, Any]:
-    """A dictionary to keep findings about `model` in; an empty one when the model is no longer what it was."""
+    """The cache of a model: a dictionary that is empty again after the model has changed."""
     known = _known.get(model)
     if known is not None and _same(known[0], model):
         return known[1]
@@ -36,7 +36,7 @@ def remembered(model: nn.Module) -> dict[str, Any]:
 
 
 def remembered_closure(loss_fn: Callable[[], Tensor], parameters: Sequence[Tensor]) -> dict[str, Any]:
-    """As `remembered`, of a closure over `parameters`; what cannot be referenced weakly is never remembered."""
+    """The cache of a closure over `parameters`; always empty if the closure has no weak references."""
     try:
         known = _closures.get(loss_fn)
         if known is not None and [id(held()) for held in known[0]] == [*map(id, parameters)]:

@@ -1,7 +1,7 @@
-"""‖∇J‖² without the noise of one batch: the product of two independent gradients at the same weights.
+"""An unbiased estimate of the squared gradient norm: the inner product of two independent gradients.
 
-‖g‖² of a batch's gradient g has expectation ‖E g‖² + tr Cov g, and for a policy gradient the second term is most of it.
-For two independent g_A, g_B with the same expectation, E⟨g_A, g_B⟩ = ‖E g‖² exactly.
+The squared norm of a batch gradient g has expectation ‖E g‖² + tr Cov g, of which the second term dominates for policy
+gradients. For independent g_A, g_B with the same expectation, E⟨g_A, g_B⟩ = ‖E g‖².
 """
 
 from __future__ import annotations
@@ -38,29 +38,30 @@ def squared_gradient_norm(
     seed: int | None = None,
     check: Check = "first",
 ) -> list[Estimate]:
-    """⟨g_A, g_B⟩ over two halves of every prompt's completions, drawn from the model itself.
+    """⟨g_A, g_B⟩ over two halves of each prompt's completions.
 
-    - `expected_failure`: g = −mean_i (R_i − b_i) ∇log π(y_i), b_i the mean success of the prompt's other completions in
-      the same half (independent of y_i, so E g = ∇(1 − E R) exactly, and ⟨g_A, g_B⟩ is unbiased for its square).
-    - `surrogate`: GRPO's first update on half a group: advantage (R − mean)/(std_{n−1} + 1e-4) within the half, mean over
-      tokens, then over completions; unbiased for the squared norm of that update's expectation.
+    - `expected_failure`: g = −mean_i (R_i − b_i) ∇log π(y_i) with b_i the mean success of the prompt's other completions in the
+      same half. b_i is independent of y_i, so E g = ∇(1 − E R), and ⟨g_A, g_B⟩ is unbiased for its squared norm.
+    - `surrogate`: the first GRPO update on half a group, with advantage (R − mean)/(std_{n−1} + 1e-4) within the half, averaged
+      over tokens, then over completions; unbiased for the squared norm of that update's expectation.
 
-    The standard error takes prompts as the independent units (those of one block together, where memory asks for
-    blocks): for one fixed set of prompts it errs upwards.
+    The standard error treats prompts (or blocks of prompts, if memory requires blocks) as independent; for a fixed set of
+    prompts it is too large.
 
     Args:
-        model: a Hugging Face causal LM; afterwards it is as it was.
-        drawn: completions of the present policy: an even number n ≥ 4 of each prompt, at least 2 prompts.
+        model: Hugging Face causal language model; its state is restored afterwards.
+        drawn: completions of the model: at least 2 prompts with the same even number n ≥ 4 of completions.
         names: objectives to take the gradient of.
-        temperature: of the softmax that the completions were drawn from.
-        microbatch_tokens, head_mb: see `lm_surface`.
-        memory_mb: for gradients of blocks of prompts [MiB]; at least two blocks are made.
-        seed: with which the completions were drawn, for the record.
+        temperature: softmax temperature of the completions.
+        microbatch_tokens: see `lm_surface`.
+        head_mb: see `lm_surface`.
+        memory_mb: memory for gradients of blocks of prompts [MiB]; there are at least two blocks.
+        seed: seed of the completions, for the rows.
         check: see `lm_surface`.
 
     Returns:
-        For each objective `squared_gradient_norm` with its standard error and the number of completions, and beside it
-        `squared_gradient_norm_naive`, ‖(g_A + g_B)/2‖², which holds the noise.
+        For each objective the rows `squared_gradient_norm` and `squared_gradient_norm_naive`, ‖(g_A + g_B)/2‖², which includes
+        the noise.
 
     Raises:
         UserError: fewer than 2 prompts, or a number of completions that is odd, below 4, or not the same for each.
@@ -69,7 +70,7 @@ def squared_gradient_norm(
     halves = _halves(drawn.rollouts.group)
     batch = rollout_batch(drawn.rollouts)
     weights = {name: _coefficients(name, drawn.correct.double(), batch.scored, halves) for name in names}
-    # The objective only carries the rows; nll needs no anchors.
+    # Only the rows of this objective are used; nll needs no anchors.
     with lm_surface(
         model, Objective("nll", batch, temperature), microbatch_tokens=microbatch_tokens, head_mb=head_mb, check=check
     ) as surface:
@@ -136,8 +137,8 @@ def _coefficients(name: GradientOf, success: Tensor, scored: Tensor, halves: Ten
 def _product(a: Tensor, b: Tensor) -> tuple[float, float]:
     """⟨Σ a, Σ b⟩ and its standard error for blocks a, b (B, P) that are independent of each other.
 
-    To first order block k adds ⟨a_k, Σ b⟩ + ⟨Σ a, b_k⟩, whose spread over the blocks gives the variance; the product of
-    both halves' noise is in it twice, so that the error is never understated where ∇J is small.
+    To first order block k contributes ⟨a_k, Σ b⟩ + ⟨Σ a, b_k⟩, whose variance over the blocks gives the standard error. The
+    product of both halves' noise enters twice, so the error is not understated where ∇J is small.
     """
     whole_a, whole_b = a.sum(0), b.sum(0)
     influence = a @ whole_b + b @ whole_a  # (B,)

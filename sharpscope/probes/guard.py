@@ -1,4 +1,4 @@
-"""Look without touching: a probe leaves the model bit for bit as it found it, also when it raises."""
+"""Restore a model bit for bit after a probe, also if the probe raises."""
 
 from __future__ import annotations
 
@@ -16,26 +16,25 @@ from sharpscope.errors import UserError
 def guarded(
     model: torch.nn.Module, *, weights: bool = True, attention: str | None = None, training: bool | None = False
 ) -> Iterator[None]:
-    """Within the block the model may be perturbed and differentiated freely; afterwards it is as it was.
+    """Context manager in which a model may be perturbed and differentiated; its state is restored afterwards.
 
-    Put back, also when the block raises: every parameter and buffer bitwise (in its original storage), `requires_grad`,
-    `.grad` (the very tensors; inside the block it is None everywhere), the attributes of every module (what a forward
-    pass may set, such as the frequencies of a rotary embedding that follow the length of the text), its train/eval
-    mode, the random states of the CPU and of every CUDA device, and the attention and experts implementations of every
-    sub-model. Inside, mixtures of experts compute one expert after the other: transformers' grouped matrix product has
-    no forward-mode derivative.
+    Restored are parameters and buffers (bitwise, in their original storage), `requires_grad`, `.grad` (the same tensors; None
+    inside), module attributes (a forward pass may set some, such as rotary frequencies that depend on the length), train or
+    eval mode, the random states of CPU and CUDA, and the attention and experts implementations of all sub-models. Inside,
+    mixtures of experts use the eager implementation, since transformers' grouped matrix product has no forward-mode
+    derivative.
 
     Args:
-        model: any module; a `transformers` model if `attention` is given.
-        weights: keep a copy of parameters and buffers. Pass False for probes that never write to them (no copy is
-            made then but of rotary frequencies, and the others' values are not put back).
-        attention: attention to use inside: None leaves it; "math" is an implementation that has forward-mode and
-            second derivatives (SDPA's MATH kernel, or eager where the model runs eager or soft-caps its scores);
-            any other name must be known to transformers' `AttentionInterface`.
-        training: mode inside (False: dropout off); None leaves the mode of every module.
+        model: any module; a transformers model if `attention` is given.
+        weights: copy and restore the values of parameters and buffers. Pass False if the block does not write to them; then
+            only rotary frequencies are copied.
+        attention: attention implementation inside the block. None keeps the current one; `math` selects one with forward-mode
+            and second derivatives (SDPA's MATH kernel, or eager attention if the model uses it or soft-caps its scores);
+            other names are those of transformers' `AttentionInterface`.
+        training: mode inside the block; None keeps the mode of each module.
 
     Raises:
-        UserError: when `attention` is not an implementation that transformers knows.
+        UserError: transformers does not know the attention implementation.
     """
     with ExitStack() as stack:
         stack.enter_context(_random_state())
@@ -52,10 +51,10 @@ def guarded(
 
 @contextmanager
 def attention_implementation(model: torch.nn.Module, name: str) -> Iterator[None]:
-    """Run `model` with another attention implementation; see `guarded` for the names.
+    """Use another attention implementation within the block; see `guarded` for the names.
 
     Raises:
-        UserError: for a name that transformers does not know.
+        UserError: transformers does not know the name.
     """
     configs = model_configs(model)
     before = [config._attn_implementation for config in configs]
@@ -66,7 +65,7 @@ def attention_implementation(model: torch.nn.Module, name: str) -> Iterator[None
             from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
             if name not in ALL_ATTENTION_FUNCTIONS.valid_keys():
-                raise UserError(f"attention: '{name}' is not registered with transformers; use 'math' or 'eager'")
+                raise UserError(f"attention: '{name}' is not an implementation of transformers; use 'math' or 'eager'")
         try:
             for config, current in zip(configs, before, strict=True):
                 config._attn_implementation_internal = _differentiable(config, current) if name == "math" else name
@@ -78,7 +77,7 @@ def attention_implementation(model: torch.nn.Module, name: str) -> Iterator[None
 
 @contextmanager
 def experts_implementation(model: torch.nn.Module, name: str) -> Iterator[None]:
-    """Run the mixtures of experts in `model` by another implementation of transformers' `ExpertsInterface`."""
+    """Use another implementation of transformers' `ExpertsInterface` within the block."""
     configs = [config for config in model_configs(model) if hasattr(config, "_experts_implementation_internal")]
     before = [config._experts_implementation_internal for config in configs]
     try:
@@ -91,12 +90,12 @@ def experts_implementation(model: torch.nn.Module, name: str) -> Iterator[None]:
 
 
 def _differentiable(config: Any, current: str | None) -> str:
-    """`eager` for models that run it or whose scores are soft-capped (SDPA cannot do that), else `sdpa`."""
+    """`eager` if the model uses it or soft-caps its attention scores, which SDPA cannot; else `sdpa`."""
     return "eager" if current == "eager" or getattr(config, "attn_logit_softcapping", None) else "sdpa"
 
 
 def model_configs(model: torch.nn.Module) -> list[Any]:
-    """Every distinct transformers configuration that a module of `model` holds, sub-configurations included."""
+    """The distinct transformers configurations of a model's modules, including sub-configurations."""
     found: dict[int, Any] = {}
 
     def visit(config: Any) -> None:
@@ -126,9 +125,9 @@ def _random_state() -> Iterator[None]:
 
 @contextmanager
 def _attributes(model: torch.nn.Module) -> Iterator[None]:
-    """Attributes and buffers of every module: the very objects, and of rotary embeddings the values in their tensors too.
+    """Restore the attributes and buffers of all modules, and the values of rotary frequencies.
 
-    Rotary embeddings that scale with the length of the text write to their frequencies in every forward pass.
+    Rotary embeddings that depend on the sequence length write to their frequencies in each forward pass.
     """
     before = [(module, dict(module.__dict__), dict(module._buffers)) for module in model.modules()]
     written = [

@@ -1,7 +1,7 @@
-"""The scalars whose surface is probed: L(θ) of a causal language model over frozen rows of tokens.
+"""Losses L(θ) of a causal language model over fixed rows of tokens, for the probes of the loss surface.
 
-Every objective is a sum over rows with coefficients fixed for the whole batch beforehand, so its value, gradient and
-Hessian do not depend on how the rows are cut into microbatches.
+Each is a sum over rows whose coefficients are fixed for the whole batch, so that values, gradients and Hessians do not
+depend on the microbatches.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ OBJECTIVES: tuple[ObjectiveName, ...] = ("nll", "surrogate", "expected_failure")
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """Rows of tokens, padded on the right only, where a causal model cannot see the padding.
+    """Rows of tokens with padding on the right, which a causal model does not see.
 
     Attributes:
         input_ids: (N, S) long.
-        lengths: (N,) tokens in use.
-        scored: (N, S) bool, tokens whose log-probability given their prefix enters; never the first of a row.
+        lengths: (N,) tokens without padding.
+        scored: (N, S) bool, tokens whose log-probability enters the loss; never the first token of a row.
         anchor_logp: (N, S) float [nats], log-probability of the scored tokens under the policy that drew them.
-        reward: (N,) what an answer is worth; the success in [0, 1] for `expected_failure`.
-        advantage: (N, S), per token, any token weight multiplied in.
+        reward: (N,) reward; a success in [0, 1] for `expected_failure`.
+        advantage: (N, S) advantage of each token, including any token weight.
     """
 
     input_ids: Tensor
@@ -48,7 +48,7 @@ class TokenBatch:
         return len(self.input_ids)
 
     def rows(self, index: Tensor) -> TokenBatch:
-        """The rows `index`, cut to the longest among them."""
+        """The rows `index`, truncated to the longest of them."""
         width = int(self.lengths[index].max())
         return TokenBatch(
             self.input_ids[index, :width],
@@ -61,7 +61,7 @@ class TokenBatch:
 
     @property
     def prompts(self) -> list[int]:
-        """Which prompt each of the N rows has, counted from 0: rows with the same tokens before the first scored one share it."""
+        """Prompt index of each row, from 0; rows with equal tokens before the first scored token share a prompt."""
         known: dict[tuple[int, ...], int] = {}
         width = self.scored.shape[1]
         ends = torch.where(self.scored.any(1), self.scored.long().argmax(1), width).tolist()
@@ -82,16 +82,18 @@ def token_batch(
     reward: Tensor | None = None,
     advantage: Tensor | None = None,
 ) -> TokenBatch:
-    """Rows with padding anywhere become rows with padding at the end; positions are counted over real tokens only.
+    """A `TokenBatch` from rows with padding anywhere.
 
     Args:
-        input_ids, attention_mask, scored: (N, S); `scored` is 1 on the tokens whose log-probability is meant.
-        anchor_logp: (N, S) [nats] or None (zeros; then only fresh anchors make sense).
-        reward: (N,) or None (ones).
-        advantage: (N,) or (N, S) or None (ones).
+        input_ids: (N, S) tokens.
+        attention_mask: (N, S), 0 on padding.
+        scored: (N, S), 1 on the tokens whose log-probability enters the loss.
+        anchor_logp: (N, S) [nats]; None for zeros, which `Objective.anchored` replaces.
+        reward: (N,); None for ones.
+        advantage: (N,) or (N, S); None for ones.
 
     Raises:
-        UserError: no token is scored, or one has no prefix.
+        UserError: no token is scored, or a scored token has no prefix.
     """
     present = attention_mask.bool()
     order = torch.argsort(~present, dim=1, stable=True)  # real tokens first, in their order
@@ -118,7 +120,7 @@ def token_batch(
     else:
         each = advantage[:, None].expand(marked.shape) if advantage.ndim == 1 else moved(advantage)
     ids = moved(input_ids).long()
-    # The padding is never seen; a row's own first token there keeps libraries from warning about pad tokens.
+    # Fill the padding with the row's first token; pad tokens would make transformers warn.
     return TokenBatch(
         torch.where(keep, ids, ids[:, :1]),
         lengths,
@@ -135,7 +137,12 @@ def completion_batch(
     reward: Tensor | None = None,
     advantage: Tensor | None = None,
 ) -> TokenBatch:
-    """Rows from (prompt ids, completion ids); completion tokens are scored. `reward`, `advantage`: see `token_batch`.
+    """A `TokenBatch` from (prompt ids, completion ids), with the completion tokens scored.
+
+    Args:
+        pairs: token ids of prompt and completion.
+        reward: see `token_batch`.
+        advantage: see `token_batch`.
 
     Raises:
         UserError: a prompt or a completion is empty.
@@ -154,12 +161,12 @@ def completion_batch(
 
 
 def rollout_batch(rollouts: Rollouts, *, reward: Tensor | None = None, advantage: Tensor | None = None) -> TokenBatch:
-    """A `TokenBatch` from `Rollouts`: the loss tokens of the completions are scored, `behavior_logp` is the anchor.
+    """A `TokenBatch` from `Rollouts`, with the loss tokens scored and `behavior_logp` as anchors.
 
     Args:
         rollouts: N rows with T completion positions.
-        reward: (N,); None: the rollouts' own.
-        advantage: (N,) or (N, T); None: ones.
+        reward: (N,); None for the rewards of the rollouts.
+        advantage: (N,) or (N, T); None for ones.
     """
     total, width = rollouts.input_ids.shape[1], rollouts.completion_mask.shape[1]
 
@@ -181,21 +188,23 @@ def rollout_batch(rollouts: Rollouts, *, reward: Tensor | None = None, advantage
 
 @dataclass(frozen=True)
 class Objective:
-    """One scalar over one batch.
+    """A scalar loss over one batch.
 
     With ℓ_it = log π_θ(token t of row i | prefix) and r_it = exp(ℓ_it − anchor_it):
 
     - `nll`: −Σ_it ℓ_it / number of scored tokens.
     - `surrogate`: −Σ_it n_i min(r_it A_it, clip(r_it, 1 − clip_low, 1 + clip_high) A_it), n_i = 1/(N·tokens of row i).
-    - `expected_failure`: mean_i [1 − R_i exp(Σ_t log r_it)]: over rows drawn from the policy at the anchor, its value,
-      gradient and Hessian are unbiased for those of 1 − E_y R(y). (The Hessian of −mean R·Σ log π is not.)
+    - `expected_failure`: mean_i [1 − R_i exp(Σ_t log r_it)]. If the rows were drawn from the policy at the anchors, its value,
+      gradient and Hessian are unbiased estimates of those of 1 − E_y R(y). (The Hessian of −mean R·Σ log π is biased.)
 
     Attributes:
-        name, batch: which, over what.
-        temperature: of the softmax that the log-probabilities belong to.
-        clip_low, clip_high: of `surrogate`; None: no clip.
-        stale: the rows were drawn by another policy than the probed one and keep their recorded anchors. Otherwise
-            `anchored` must be called with the probed policy's own log-probabilities, so that r = 1 exactly there.
+        name: `nll`, `surrogate` or `expected_failure`.
+        batch: rows of tokens.
+        temperature: softmax temperature of the log-probabilities.
+        clip_low: lower clip range of `surrogate`; None for no lower clip.
+        clip_high: upper clip range of `surrogate`; None for no upper clip.
+        stale: whether the rows were drawn by another policy and keep their recorded anchors. If False, the probes replace
+            the anchors by the probed policy's log-probabilities, so that r = 1.
     """
 
     name: ObjectiveName
@@ -218,7 +227,7 @@ class Objective:
 
     @cached_property
     def token_coefficient(self) -> Tensor:
-        """(N, S) the fixed normaliser of each scored token, over the whole batch."""
+        """(N, S) weight of each scored token in the mean over the whole batch."""
         scored = self.batch.scored
         counts = scored.sum(1, keepdim=True)
         each = (
@@ -229,12 +238,12 @@ class Objective:
         return each
 
     def share(self, index: Tensor, logp: Tensor, *, width: int) -> Tensor:
-        """What the rows `index` add to L: a scalar; the shares of any partition of the rows sum to L.
+        """The part of L that the rows `index` contribute; the parts of any partition of the rows sum to L.
 
         Args:
             index: (n,) rows.
-            logp: (n, width) log-probabilities with graph; read on scored tokens only.
-            width: positions of this microbatch.
+            logp: (n, width) log-probabilities with their graph, used on scored tokens only.
+            width: number of positions in this microbatch.
         """
         batch = self.batch
         scored = batch.scored[index, :width]
@@ -255,28 +264,25 @@ class Objective:
         return -(self.token_coefficient[index, :width].to(logp.dtype) * gained).sum()
 
     def anchored(self, logp: Tensor) -> Objective:
-        """The same objective with the probed policy's own log-probabilities (N, S) as anchors: r = 1 there.
-
-        A stale objective keeps its recorded anchors.
-        """
+        """The objective with log-probabilities (N, S) as anchors; a stale objective keeps its own."""
         if self.stale:
             return self
         held = torch.where(self.batch.scored, logp.detach(), 0.0)
         return replace(self, batch=replace(self.batch, anchor_logp=held))
 
     def rows(self, index: Tensor) -> Objective:
-        """The objective over some rows only, normalised over these."""
+        """The objective over some of the rows, normalized over these."""
         return replace(self, batch=self.batch.rows(index))
 
 
 @dataclass(frozen=True)
 class Staleness:
-    """How far rows drawn earlier still speak for the probed policy.
+    """Effective sample size of rows drawn by an earlier policy.
 
     Attributes:
-        effective_samples: (Σ w)²/Σ w² of the rows' weights w_i = exp(Σ_t log r_it); N when fresh.
+        effective_samples: (Σ w)²/Σ w² with w_i = exp(Σ_t log r_it); N for rows of the probed policy.
         share: effective_samples / N.
-        valid: share at least the threshold; else whatever is computed is about few rows.
+        valid: whether the share reaches the threshold.
     """
 
     effective_samples: float
@@ -285,10 +291,10 @@ class Staleness:
 
 
 def staleness(objective: Objective, logp: Tensor, threshold: float = 0.5) -> Staleness:
-    """Effective sample size of a batch under the policy whose log-probabilities (N, S) are given."""
+    """Effective sample size of a batch for the policy with the log-probabilities `logp` (N, S)."""
     batch = objective.batch
     log_weight = torch.where(batch.scored, logp.detach().double() - batch.anchor_logp.double(), 0.0).sum(1)
-    weight = (log_weight - log_weight.max()).exp()  # the scale cancels
+    weight = (log_weight - log_weight.max()).exp()  # a common factor cancels
     effective = float(weight.sum() ** 2 / weight.square().sum())
     if not math.isfinite(effective):
         return Staleness(math.nan, math.nan, False)

@@ -11,9 +11,9 @@ _LAYER = re.compile(r"\.(?:layers|h|blocks|block)\.(\d+)\.")
 
 
 def parameter_groups(model: nn.Module, parameters: Sequence[Tensor] | None = None) -> dict[str, list[Tensor]]:
-    """The groups `embedding`, `attention`, `mlp`, `norm`, `head`, `other`; empty ones left out.
+    """Trainable parameters by kind: `embedding`, `attention`, `mlp`, `norm`, `head`, `other`; empty groups are left out.
 
-    A tied tensor belongs to its first use (the embedding).
+    A tied embedding and output layer is in `embedding`.
     """
     wanted = {id(p) for p in (model.parameters() if parameters is None else parameters) if p.requires_grad}
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
@@ -27,10 +27,9 @@ def parameter_groups(model: nn.Module, parameters: Sequence[Tensor] | None = Non
 
 
 def group_names(model: nn.Module, named: dict[str, nn.Parameter]) -> dict[str, tuple[str, ...]]:
-    """Parameter -> its groups: a kind (`parameter_groups`), and `layers.<i>` where it stands in a decoder layer.
+    """The groups of each parameter: its kind (see `parameter_groups`) and `layers.<i>` if it is in a decoder layer.
 
-    A weight that is input embedding and output layer at once belongs to `embedding` with all its uses. The norms of
-    queries and keys are `norm`.
+    Norms of queries and keys are in `norm`.
     """
     kinds = {id(p): kind for kind, members in parameter_groups(model, list(named.values())).items() for p in members}
     groups: dict[str, tuple[str, ...]] = {}

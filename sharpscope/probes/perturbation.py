@@ -1,7 +1,7 @@
-"""Sharpness by perturbation: how much the loss rises within a ball of radius rho around the parameters.
+"""Sharpness by perturbation: the rise of the loss within radius rho of the parameters, and slices of the loss.
 
-With T = 1, or T = |θ| for adaptive measures, every perturbation is written ε = T∘u with ‖u‖₂ ≤ rho. So nothing is ever
-divided by a weight: one that is exactly zero stays where it is, which is the limit of ever smaller weights.
+A perturbation is ε = T∘u with ‖u‖₂ ≤ rho, where T = 1, or T = |θ| for adaptive measures. Nothing is divided by a weight, so
+weights that are exactly zero are not perturbed by adaptive measures.
 """
 
 from __future__ import annotations
@@ -32,21 +32,25 @@ class Sharpness:
     """The rise of the loss at one radius.
 
     Attributes:
-        value: L(θ+ε) − L(θ): at the one-step point (`sam`, `asam`), at the best point found (`worst`), or its mean over
-            Gaussian ε (`average`) [the loss's unit].
-        std_error: of an average; NaN for the others.
-        first_order: rho·‖T∘∇L‖, the maximum of the linearised rise over the same ball; for `average` too, whose own
-            first-order term is 0.
-        ratio: value / first_order; NaN where the gradient is zero.
-        gradient_norm: ‖∇L‖₂, without T.
+        value: L(θ+ε) − L(θ) after one step (`sam`, `asam`), at the best point found (`worst`), or its mean over Gaussian ε
+            (`average`) [unit of the loss].
+        std_error: standard error of `average`; NaN for the others.
+        first_order: rho·‖T∘∇L‖, the largest linearized rise in the ball; also given for `average`, whose own first-order
+            term is 0.
+        ratio: value / first_order; NaN if the gradient is zero.
+        gradient_norm: ‖∇L‖₂.
         loss: L(θ).
-        rho, kind, adaptive: what was asked.
-        samples: gradients taken (`sam`, `asam`: 1; `worst`: 1 + steps) or antithetic pairs (`average`).
-        converged: the value is what `kind` says; False: it is not, `why` says the reason. None: a direct evaluation.
-        residual: of `worst`: ‖proj(u + rho·g/G) − u‖/rho with G the largest gradient met, 0 at a stationary point;
-            NaN for the others.
-        seed, seconds: how it was had.
-        checked: relative error of the gradient that `check_gradient` found; None = not checked, NaN = it could not tell.
+        rho: radius.
+        kind: `sam`, `asam`, `average` or `worst`.
+        adaptive: whether T = |θ|.
+        samples: number of gradients (`sam`, `asam`: 1; `worst`: 1 + steps) or of antithetic pairs (`average`).
+        converged: None for direct evaluations; for others whether the value is reliable.
+        why: reason for `converged = False`.
+        residual: for `worst` ‖proj(u + rho·g/G) − u‖/rho with G the largest gradient norm seen, 0 at a stationary point; NaN
+            for the others.
+        seed: seed of the random directions.
+        seconds: wall-clock time.
+        checked: relative error of the gradient found by `check_gradient`; None if not checked, NaN if inconclusive.
     """
 
     value: float
@@ -72,7 +76,7 @@ class Sharpness:
         return f"adaptive_{self.kind}" if self.adaptive and self.kind in ("average", "worst") else self.kind
 
     def estimates(self, probe: str = "perturbation", prefix: str = "") -> list[Estimate]:
-        """Three rows: the value, `…_first_order`, `…_ratio`."""
+        """Rows of the `probes` table: the value, `<quantity>_first_order` and `<quantity>_ratio`."""
         name = prefix + self.quantity
         whole = Estimate(
             probe,
@@ -123,35 +127,34 @@ def sharpness(
     tolerance: float = 1e-2,
     check: Check = "first",
 ) -> Sharpness:
-    """Sharpness of any loss at the parameters' present values.
+    """Sharpness of any loss at the current parameters.
 
     - `sam`: one step, ε = rho·∇L/‖∇L‖ (arXiv 2010.01412).
-    - `asam`: one step, ε = rho·T²∇L/‖T∇L‖ with T = |θ|, no stabiliser (arXiv 2102.11600).
-    - `worst`: projected gradient ascent on L in the ball, from the one-step point; a lower bound of the maximum, which
-      `converged` calls stationary. `adaptive` takes the ball ‖T⁻¹ε‖ ≤ rho.
-    - `average`: mean over ε = rho/√P·T∘z, z standard normal, so that E‖u‖² = rho² and one rho means one radius
-      throughout; to second order rho²/(2P)·tr H. Pairs ±ε cancel the first-order noise.
+    - `asam`: one step, ε = rho·T²∇L/‖T∇L‖ with T = |θ| and no stabilizer (arXiv 2102.11600).
+    - `worst`: projected gradient ascent in the ball, starting after one step of `sam`; a lower bound of the maximum. With
+      `adaptive` the ball is ‖T⁻¹ε‖ ≤ rho.
+    - `average`: mean over ε = rho/√P·T∘z with z standard normal, so that E‖u‖² = rho²; to second order rho²/(2P)·tr H. Pairs
+      ±ε cancel the first-order noise.
+
+    Parameters, `.grad`, random state and attention kernel are restored afterwards, also if this raises.
 
     Args:
-        loss_fn: zero-argument closure that computes a scalar loss from `parameters`, the same in every call (compared over 4
-            calls at first and 2 at the end).
-        parameters: leaf tensors; half-precision ones are perturbed as float32 copies. Frozen ones are left out.
-        rho: radius [parameters' L2 norm; relative to |θ| where adaptive].
-        kind: see above.
-        steps: gradient steps of `worst` at most.
-        seed: of the random directions.
-        adaptive: T = |θ| also for `average` and `worst`.
+        loss_fn: zero-argument closure that computes a scalar loss from `parameters`. It must be deterministic; 4 calls at the
+            start and 2 at the end are compared.
+        parameters: leaf tensors. Half-precision tensors are perturbed as float32 copies; frozen ones are left out.
+        rho: radius [parameters' L2 norm; relative to |θ| if adaptive].
+        kind: measure, see above.
+        steps: maximum number of gradient steps of `worst`.
+        seed: seed of the random directions.
+        adaptive: use T = |θ| for `average` and `worst` too.
         samples: antithetic pairs of `average`, at least 2.
-        tolerance: residual at which `worst` counts as stationary.
-        check: compare the gradient with a finite difference of losses before, see `check_gradient`: at the first call with
-            this closure and these parameters (`first`), at every call (`always`), never (`off`).
-
-    Returns:
-        A `Sharpness`; parameters, `.grad`, random state and attention kernel are as before, also if this raises.
+        tolerance: residual at which `worst` has converged.
+        check: when to compare the gradient with a finite difference of losses (see `check_gradient`): `first` call with this
+            closure and these parameters, `always` or `off`.
 
     Raises:
-        UserError: an unknown kind, rho ≤ 0, a step below the parameters' resolution, a loss that is not deterministic;
-            a gradient that is wrong.
+        UserError: unknown kind, rho ≤ 0, a step below the resolution of the parameters, or a loss that is not deterministic.
+        CheckError: the gradient differs from the finite difference.
     """
     surface = ClosureSurface(loss_fn, parameters)
     known = remembered_closure(loss_fn, surface.parameters) if check == "first" else {}
@@ -179,7 +182,7 @@ def sharpness_of(
     tolerance: float = 1e-2,
     at: tuple[float, Tensor] | None = None,
 ) -> Sharpness:
-    """`sharpness` of a surface that is guarded already; `at` = (L(θ), ∇L(θ)) saves a gradient on a grid of radii."""
+    """`sharpness` of a surface that is already guarded; `at` is (L(θ), ∇L(θ)) if already computed."""
     if kind not in KINDS:
         raise UserError(f"kind, '{kind}'{nearest(kind, KINDS)}")
     if not (rho > 0 and math.isfinite(rho)):
@@ -242,7 +245,7 @@ def sharpness_grid(
     seed: int = 0,
     at: tuple[float, Tensor] | None = None,
 ) -> list[Sharpness]:
-    """Every (kind, adaptive) at every radius, with one gradient at θ for all: `at` = (L(θ), ∇L(θ)) where it is known."""
+    """`sharpness_of` for each (kind, adaptive) and radius; all share one gradient at θ, `at` if given."""
     at = surface.gradient() if at is None else at
     return [
         sharpness_of(surface, rho, kind, adaptive=adaptive, steps=steps, samples=samples, seed=seed, at=at)
@@ -261,7 +264,7 @@ class _Found:
     residual: float = math.nan
 
     def checked(self, loss: float, surface: Surface) -> _Found:
-        """The same, not to be believed where it is not finite or drowns in the rounding of the loss."""
+        """Not converged if the value is not finite or is within rounding of the loss."""
         if self.why:
             return self
         rounding = 4 * torch.finfo(common_dtype(surface.parameters)).eps * abs(loss)
@@ -286,7 +289,7 @@ def _step(u: Tensor, scale: Tensor | None) -> Tensor:
 
 
 def _directions(surface: Surface, generator: torch.Generator) -> Iterator[Tensor]:
-    """Standard normal (P,), drawn on the CPU so that they are the same on every device."""
+    """Standard normal vectors (P,), drawn on the CPU so that they do not depend on the device."""
     like = surface.parameters
     size, dtype, device = sum(p.numel() for p in like), common_dtype(like), like[0].device
     while True:
@@ -318,7 +321,7 @@ def _worst(
     loss: float,
     start: Tensor,
 ) -> _Found:
-    """Projected gradient ascent in u; a step that lowers the loss is taken back and shortened: the last is the best."""
+    """Projected gradient ascent in u; a step that lowers the loss is undone and shortened, so the last point is the best."""
 
     def projected(u: Tensor) -> Tensor:
         length = float(u.double().norm())
@@ -364,14 +367,13 @@ def _climb(surface: Surface, u: Tensor, scale: Tensor | None) -> tuple[float, Te
 
 @dataclass(frozen=True)
 class MSharpness:
-    """Mean over groups of m examples of each group's own sharpness (m-sharpness, arXiv 2010.01412 section 4.1).
+    """m-sharpness: mean sharpness of groups of m examples (arXiv 2010.01412, section 4.1).
 
     Attributes:
         value: mean over the groups.
-        std_error: its standard error over the prompts that the groups lie in, NaN with one prompt; over the groups as if they
-            were independent where no prompts are given.
-        first_order: mean of the groups' own rho·‖T∘∇L_i‖.
-        groups: one `Sharpness` each.
+        std_error: standard error over prompts, NaN for one prompt; over groups if no prompts are given.
+        first_order: mean of rho·‖T∘∇L_i‖ over the groups.
+        groups: the sharpness of each group.
     """
 
     value: float
@@ -380,7 +382,7 @@ class MSharpness:
     groups: tuple[Sharpness, ...]
 
     def estimates(self, m: int, probe: str = "perturbation") -> list[Estimate]:
-        """One row, quantity `m<m>_<kind>`."""
+        """Rows `m<m>_<kind>` and `m<m>_<kind>_first_order` of the `probes` table."""
         one = self.groups[0]
         bad = [group.why for group in self.groups if group.converged is False]
         converged = False if bad else one.converged
@@ -420,10 +422,10 @@ def m_sharpness(
     seed: int = 0,
     **options: bool | int | float | str,
 ) -> MSharpness:
-    """Mean of `sharpness` over closures, one for each group of m examples; other arguments as for `sharpness`.
+    """m-sharpness of closures, one for each group of m examples; the other arguments are those of `sharpness`.
 
     Raises:
-        UserError: fewer than 2 groups (no standard error), or as `sharpness` does.
+        UserError: fewer than 2 groups, or see `sharpness`.
     """
     return _mean(
         [sharpness(loss_fn, parameters, rho, kind, steps, seed, **options) for loss_fn in loss_fns]  # type: ignore[arg-type]
@@ -439,12 +441,15 @@ def m_sharpness_of(
     seed: int = 0,
     prompts: Sequence[int] | None = None,
 ) -> MSharpness:
-    """`m_sharpness` of guarded surfaces, one for each group.
+    """`m_sharpness` of surfaces that are already guarded.
 
     Args:
-        surfaces, rho, kind, steps, seed: as for `m_sharpness`.
-        prompts: the prompt that each group lies in: groups of one prompt are not independent. None: groups span prompts,
-            and count as independent.
+        surfaces: one for each group.
+        rho: see `sharpness`.
+        kind: see `sharpness`.
+        steps: see `sharpness`.
+        seed: see `sharpness`.
+        prompts: prompt of each group, since groups of one prompt are not independent; None treats groups as independent.
     """
     return _mean([sharpness_of(surface, rho, kind, steps=steps, seed=seed) for surface in surfaces], prompts)
 
@@ -458,7 +463,7 @@ def _mean(groups: list[Sharpness], prompts: Sequence[int] | None = None) -> MSha
     clusters = int(cluster.max()) + 1
     if clusters < 2:
         return MSharpness(float(value), math.nan, first, tuple(groups))
-    # What each prompt gives the mean: its own groups' mean where all prompts have equally many groups.
+    # The contribution of each prompt to the mean; its groups' mean if all prompts have equally many groups.
     share = torch.bincount(cluster).double() * clusters / len(groups)
     total = torch.zeros(clusters, dtype=torch.float64).index_add_(0, cluster, values)
     means = total * (clusters / len(groups)) + value * (1 - share)

@@ -1,4 +1,4 @@
-"""Fixed prompts on which every method of a study is probed, as one Parquet file that can be passed between runs."""
+"""Fixed prompts for probes, stored in a Parquet file that the runs of a study share."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SPLITS = ("train", "heldout")
 
 @dataclass(frozen=True)
 class ProbeItem:
-    """One fixed prompt.
+    """A prompt of a probe set.
 
     Attributes:
         split: `train` or `heldout`.
@@ -43,7 +43,7 @@ class ProbeItem:
 
 @dataclass(frozen=True)
 class Drawn:
-    """Rollouts of the probed policy on probe prompts: rows grouped by prompt, and each row's success.
+    """Completions of the probed policy with their success; rows of a prompt are adjacent.
 
     Attributes:
         rollouts: N rows.
@@ -54,13 +54,13 @@ class Drawn:
     correct: Tensor
 
 
-# Draws `samples` completions per example from the policy to be probed, with a seed; probes do not generate.
+# (examples, samples, seed) -> `samples` completions per example, drawn from the probed policy.
 Draw = Callable[[Sequence[Example], int, int], Drawn]
 
 
 @dataclass(frozen=True)
 class ProbeSet:
-    """The prompts and what they are keyed by; equal keys and contents give equal hashes in every process.
+    """Fixed prompts with the key that they were built from. Equal keys and contents have equal hashes.
 
     Attributes:
         task: name of the task with its data's settings.
@@ -82,12 +82,12 @@ class ProbeSet:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def name(self, split: str | None = None) -> str:
-        """What stands in the `probe_set` column: `<task>/<split>@<hash>`."""
+        """Value of the `probe_set` column: `<task>/<split>@<hash>`."""
         return f"{self.task}/{split or 'all'}@{self.content_hash}"
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """Splits that have items."""
+        """The splits that have items."""
         return tuple(split for split in SPLITS if any(item.split == split for item in self.items))
 
     def split(self, split: str) -> tuple[ProbeItem, ...]:
@@ -102,7 +102,7 @@ class ProbeSet:
         return chosen
 
     def solutions(self, split: str) -> TokenBatch:
-        """The stored solutions of a split as rows for `nll`: solution tokens are scored, prompt tokens are not.
+        """The stored solutions of a split as rows for `nll`; only solution tokens are scored.
 
         Raises:
             UserError: no prompt of the split has a solution.
@@ -115,11 +115,11 @@ class ProbeSet:
         return completion_batch([(item.prompt_ids, item.solution) for item in solved])
 
     def draw(self, split: str, samples: int, draw: Draw, seed: int | None = None) -> Drawn:
-        """Fresh rollouts of the probed policy on a split's prompts; the set's own seed unless another is given."""
+        """New completions of the probed policy on the prompts of a split; `seed` defaults to that of the set."""
         return draw([item.example for item in self.split(split)], samples, self.seed if seed is None else seed)
 
     def save(self, path: Path | str) -> Path:
-        """Write the Parquet file (aside, flushed to the disk, then renamed) and return its path."""
+        """Write the Parquet file atomically and return its path."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 
@@ -200,7 +200,7 @@ def build_probe_set(
     tries: int = 8,
     task_name: str | None = None,
 ) -> ProbeSet:
-    """Choose prompts, and for each keep the first of the initial policy's completions that the task scores correct.
+    """Choose prompts and, for each, the first of several completions that the task scores as correct.
 
     Args:
         task: its splits `train` and `heldout` are drawn from (levels in proportion, as a seeded shuffle gives them).
@@ -237,7 +237,7 @@ def _choose(examples: Sequence[Example], count: int, seed: int) -> list[Example]
 
 
 def _solutions(drawn: Drawn, prompts: int) -> list[tuple[int, ...]]:
-    """For each prompt the first correct completion that ended by itself and is all the policy's own; () if none."""
+    """The first correct completion of each prompt that ends with the end token and has no inserted tokens; () if none."""
     rollouts = drawn.rollouts
     found: list[tuple[int, ...]] = [()] * prompts
     for row in range(len(rollouts.input_ids)):

@@ -1,4 +1,4 @@
-"""Surface probes of anybody's causal LM on anybody's prompts and completions: what `sharpscope probe` calls."""
+"""Probes of any causal language model on given prompts and completions."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DataRow:
-    """One line of a data file.
+    """One row of a data file.
 
     Attributes:
-        prompt, completion: text; the completion gets an end-of-text token unless it is `truncated`.
+        prompt: text of the prompt.
+        completion: text of the completion; an end-of-text token is added unless it is truncated.
         reward: success in [0, 1], or None.
+        truncated: whether the completion was cut at a length limit.
         meta: may contain `messages`, `prefill` and `templated`; see `sharpscope.tasks.Example`.
-        truncated: cut at a length limit.
     """
 
     prompt: str
@@ -44,11 +45,11 @@ class DataRow:
 
 @dataclass(frozen=True)
 class ProbeReport:
-    """What standalone probes found.
+    """Results of `probe_policy`.
 
     Attributes:
         estimates: rows of the `probes` table.
-        measured: per objective, with eigenvectors.
+        measured: result for each objective, with eigenvectors.
     """
 
     estimates: tuple[Estimate, ...]
@@ -56,15 +57,15 @@ class ProbeReport:
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """One line for each estimate that is not to be believed."""
+        """One line for each estimate that is not reliable."""
         return problems(self.estimates)
 
     def frame(self) -> pd.DataFrame:
-        """The `probes` table (with step 0 and the reasons), nulls where a value does not exist."""
+        """The `probes` table with step 0 and the column `why`."""
         return frame(self.estimates)
 
     def save(self, folder: Path | str) -> Path:
-        """Write `probes.parquet` into a folder and return its path."""
+        """Write `probes.parquet` to a folder and return its path."""
         path = Path(folder) / "probes.parquet"
         path.parent.mkdir(parents=True, exist_ok=True)
         aside = path.with_name(path.name + ".tmp")
@@ -77,7 +78,7 @@ def read_rows(path: Path | str) -> list[DataRow]:
     """Rows of a JSONL or Parquet file with `prompt` and `completion`; optional: `reward`, `truncated`, `meta`.
 
     Raises:
-        UserError: no such file, another ending, a line that is not JSON, or a row without the two texts.
+        UserError: a missing file, an unknown file extension, a line that is not JSON, or a row without both texts.
     """
     path = Path(path)
     if not path.is_file():
@@ -101,10 +102,10 @@ def read_rows(path: Path | str) -> list[DataRow]:
 
 
 def text_batch(policy: Policy, rows: Sequence[DataRow]) -> TokenBatch:
-    """Rows as tokens: the completion's are scored; the advantage is the success less the mean over equal prompts.
+    """Tokenized rows with the completion tokens scored; the advantage is the success minus its mean over equal prompts.
 
     Raises:
-        UserError: a row longer than the model's context, or an empty completion.
+        UserError: a row is longer than the model's context, or a completion is empty.
     """
     from sharpscope.policy import render_prompts
     from sharpscope.tasks.base import Example
@@ -144,23 +145,25 @@ def probe_policy(
     curvature: bool = True,
     perturbation: bool = True,
 ) -> ProbeReport:
-    """Curvature and perturbation of a model on given texts.
+    """Curvature and perturbation probes of a policy on given texts.
 
-    `nll` needs texts alone. `surrogate` and `expected_failure` need each row's `reward`, and take the rows as draws of
-    the policy itself (anchors are its own log-probabilities): say so only of texts that it wrote.
+    `nll` needs only texts. `surrogate` and `expected_failure` need rewards and assume that the policy wrote the completions:
+    the anchors are its own log-probabilities.
 
     Args:
-        policy: see `sharpscope.policy.load_policy`; afterwards it is as it was.
+        policy: policy from `sharpscope.policy.load_policy`; its state is restored afterwards.
         rows: see `read_rows`.
-        spec: which probes, how finely.
-        functionals: what to probe.
-        temperature: of the softmax.
-        seed: of every random vector.
-        label: for the `probe_set` column.
-        curvature, perturbation: leave one out.
+        spec: probes to run, their precision and their memory limits.
+        functionals: names of the objectives to probe.
+        temperature: softmax temperature.
+        seed: seed of every random vector.
+        label: value of the `probe_set` column.
+        curvature: run the curvature probes.
+        perturbation: run the perturbation probes and loss slices.
 
     Raises:
-        UserError: rows without rewards where they are needed, too long or empty rows, a loss below resolution.
+        UserError: missing rewards, or rows that are empty or too long.
+        CheckError: the probed loss differs from the model's own (see `lm_surface`).
     """
     missing = sum(row.reward is None for row in rows)
     if missing and any(name != "nll" for name in functionals):
@@ -204,7 +207,7 @@ def token_norms(policy: Policy, rows: Sequence[DataRow], spec: ProbesSpec) -> pd
 
 def _json_lines(path: Path) -> list[Any]:
     records = []
-    with path.open(encoding="utf-8") as lines:  # a file's lines end at \n alone; str.splitlines also cuts at U+2028
+    with path.open(encoding="utf-8") as lines:  # str.splitlines would also split at U+2028
         for number, line in enumerate(lines, 1):
             if line.strip():
                 try:

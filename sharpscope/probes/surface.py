@@ -1,4 +1,4 @@
-"""A loss surface as every probe sees it: parameters, value, gradient, Hessian products; here from any closure."""
+"""Loss surfaces: a loss with its parameters, gradient and Hessian products; here from any closure."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 
 LossFn = Callable[[], Tensor]
 CALLS = 4
-"""Evaluations of a closure that must agree before a probe starts."""
+"""Number of evaluations of a closure that must agree before a probe starts."""
 
 
 class Surface(Protocol):
-    """L(θ) over a fixed batch. Vectors are flat: (P,), the parameters one after the other, in their dtype."""
+    """L(θ) over a fixed batch. Vectors are flat, (P,): the parameters concatenated in order."""
 
     parameters: tuple[Tensor, ...]
 
     def loss(self) -> Tensor:
-        """L(θ) as one scalar with its graph, whatever memory that takes."""
+        """L(θ) as a scalar with its graph; memory is not bounded."""
         ...
 
     def value(self) -> float:
@@ -43,12 +43,12 @@ class Surface(Protocol):
         ...
 
     def start(self, generator: torch.Generator) -> Tensor | None:
-        """A random direction (P,) that leans towards sharp ones, for Lanczos to start from; None: nothing is known."""
+        """A starting vector (P,) for Lanczos with large components along sharp directions; None if there is none."""
         ...
 
 
 def flatten(tensors: Sequence[Tensor | None], like: Sequence[Tensor]) -> Tensor:
-    """(P,) detached vector of `tensors` (None = zeros), in the widest dtype and on the first device of `like`."""
+    """Detached tensors concatenated to (P,), with None as zeros, in the widest dtype and on the first device of `like`."""
     dtype, device = common_dtype(like), like[0].device
     parts = [
         torch.zeros(reference.numel(), dtype=dtype, device=device)
@@ -60,7 +60,7 @@ def flatten(tensors: Sequence[Tensor | None], like: Sequence[Tensor]) -> Tensor:
 
 
 def unflatten(vector: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Views (where dtype and device agree) of (P,) in the shapes of `like`."""
+    """A vector (P,) split into the shapes of `like`; views where dtype and device agree."""
     parts = vector.split([tensor.numel() for tensor in like])
     return [
         part.view(tensor.shape).to(device=tensor.device, dtype=tensor.dtype)
@@ -69,7 +69,7 @@ def unflatten(vector: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 
 def common_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
-    """The widest floating dtype among `tensors`."""
+    """The widest dtype of `tensors`."""
     dtype = tensors[0].dtype
     for tensor in tensors[1:]:
         dtype = torch.promote_types(dtype, tensor.dtype)
@@ -77,10 +77,10 @@ def common_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
 
 
 def checked_parameters(parameters: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The distinct tensors of `parameters` that require grad, in their order: tied ones once, frozen ones left out.
+    """The tensors of `parameters` that require grad, in order and without duplicates.
 
     Raises:
-        UserError: nothing is left, or a tensor is not a floating-point leaf (it could not be moved).
+        UserError: no tensor requires grad, or one is not a floating-point leaf.
     """
     distinct = {id(tensor): tensor for tensor in parameters}
     for tensor in distinct.values():
@@ -97,10 +97,10 @@ def checked_parameters(parameters: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 @contextmanager
 def working_precision(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Within the block, half-precision `tensors` hold float32 copies of themselves; afterwards their own storage again.
+    """Within the block, half-precision tensors are replaced by float32 copies.
 
-    rho = 0.05 over 1.5 B parameters moves each by 1.3e-6, below bfloat16's resolution; so nothing is perturbed in it.
-    The original storage is never written to, whatever happens in the block.
+    Perturbations are below the resolution of half precision: rho = 0.05 over 1.5 B parameters moves each by 1.3e-6. The
+    original storage is not written to.
     """
     before = [(tensor, tensor.data) for tensor in tensors]
     try:
@@ -115,10 +115,9 @@ def working_precision(tensors: Sequence[Tensor]) -> Iterator[None]:
 
 @contextmanager
 def untouched(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Within the block loose tensors may be moved and differentiated; afterwards data, `.grad` and RNG are as before.
+    """Restore the data, `.grad` and random state of tensors after the block; see `guarded` for modules.
 
-    The data are put back by their storage: a probe that moves a parameter assigns `.data` and never writes in place.
-    Attention runs SDPA's MATH kernel inside, the one with second derivatives.
+    The block must assign `.data`, not write in place. Attention uses SDPA's MATH kernel inside, which has second derivatives.
     """
     gradients = [tensor.grad for tensor in parameters]
     cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
@@ -138,11 +137,10 @@ def untouched(parameters: Sequence[Tensor]) -> Iterator[None]:
 
 @contextmanager
 def moved(parameters: Sequence[Tensor], step: Tensor, *, relative_error: float = 0.05) -> Iterator[None]:
-    """Within the block the parameters stand at θ + step (P,); afterwards at θ, in the very storage they had.
+    """Within the block the parameters are θ + step, (P,); afterwards θ in its original storage.
 
     Raises:
-        UserError: rounding to the parameters' dtype changes the step by more than `relative_error` of its norm: the
-            step is below the dtype's resolution, and what would be measured is rounding.
+        UserError: rounding to the parameters' dtype changes the step by more than `relative_error` of its norm.
     """
     before = [tensor.data for tensor in parameters]
     try:
@@ -164,7 +162,7 @@ def moved(parameters: Sequence[Tensor], step: Tensor, *, relative_error: float =
 
 
 class ClosureSurface:
-    """The surface of a zero-argument closure that computes a scalar loss from `parameters`."""
+    """Surface of a zero-argument closure that returns a scalar loss of `parameters`."""
 
     def __init__(self, loss_fn: LossFn, parameters: Sequence[Tensor]) -> None:
         self.loss_fn = loss_fn
@@ -198,21 +196,20 @@ class ClosureSurface:
         return float(loss.detach().double()), flatten(gradients, self.parameters)
 
     def hessian(self) -> Operator:
-        """∇²L(θ); its graph is built once and kept while the operator lives."""
+        """∇²L(θ); the operator keeps the graph of the gradient."""
         from sharpscope.probes.hessian.operators import ClosureHessian
 
         return ClosureHessian(self)
 
     def start(self, generator: torch.Generator) -> None:
-        """A closure does not show its examples: Lanczos starts at random."""
+        """None: Lanczos starts at random, since the examples of a closure are not known."""
 
     @contextmanager
     def deterministic(self) -> Iterator[None]:
-        """The loss at one θ must be one number, or every difference would be noise: it is compared over `CALLS` evaluations
-        before the block and two after it, at the same θ. Bits that differ by rounding are the same number.
+        """Check that the closure is deterministic: `CALLS` evaluations before the block and two after it agree to rounding.
 
         Raises:
-            UserError: two evaluations differ (dropout, sampling without a fixed seed, a batch that moves on).
+            UserError: two evaluations differ, for example because of dropout, sampling or a changing batch.
         """
         first = self.value()
         for _ in range(CALLS - 1):
