@@ -192,6 +192,90 @@ _NOTES = (
         ours="The default bound: the first source gives no number.",
     ),
     MethodNote(
+        method=Method(name="bnpo", aggregate="token_mean"),
+        title="GRPO with the mean over the batch's tokens (TRL's loss_type bnpo)",
+        equation="L = −(1/Σ|o_i|) Σ_i Σ_t min(r_t·A_i, clip(r_t, 1 − ε, 1 + ε)·A_i)",
+        constants="ε 0.2",
+        source="TRL, loss_type bnpo; the normalizer is that of arXiv 2503.14476",
+        differs="Mean over tokens: long completions count more.",
+        ours=(
+            "The mean is over the mini-batch of an update (TRL: over a micro-batch). This is not the reward normalization by a "
+            "beta distribution of arXiv 2506.02864, which has the same name."
+        ),
+    ),
+    MethodNote(
+        method=Method(name="dual-clip", clip=spec.DualClip()),
+        title="GRPO with dual clip",
+        equation="GRPO with max(min(r_t·A_i, clip(r_t)·A_i), bound·A_i) where A_i < 0",
+        constants="ε 0.2, bound 3",
+        source="arXiv 1912.09729; as delta arXiv 2505.07291",
+        differs="A token with A < 0 and r > bound has no gradient; plain GRPO has no bound there.",
+        ours="Group advantages instead of a critic. bound > 1 + ε is required: there verl's clip_ratio_c and TRL's delta agree.",
+    ),
+    MethodNote(
+        method=Method(name="sapo", clip=spec.SapoClip()),
+        title="Soft adaptive policy optimization",
+        equation="GRPO with (4/τ)·sigmoid(τ·(r_t − 1))·A_i in place of the clipped surrogate; τ by the sign of A_i",
+        constants="τ 1 for A > 0, 1.05 for A < 0",
+        source="arXiv 2511.20347",
+        differs=(
+            "The gradient falls smoothly with |r − 1|: the coefficient is −A·r·4p(1 − p), p = sigmoid(τ(r − 1)), as GRPO's at "
+            "r = 1. Values of the loss are not comparable with GRPO's."
+        ),
+        ours="None.",
+    ),
+    MethodNote(
+        method=Method(name="gmpo", ratio=spec.SequenceRatio(), clip=spec.GmpoClip()),
+        title="Geometric-mean policy optimization",
+        equation="L = −(1/N) Σ_i exp(mean_t x_t)·A_i, x_t = min(ln r_t, high) for A_i > 0 and max(ln r_t, −low) for A_i < 0",
+        constants="low 0.4, high 0.4 (in ln r)",
+        source="arXiv 2507.20673",
+        differs="Geometric mean of token ratios, each clipped before the mean; a clipped token still counts in the mean.",
+        ours="The recorded ratio is the geometric mean without the clip.",
+    ),
+    MethodNote(
+        method=Method(name="dppo", clip=spec.DppoMask()),
+        title="Divergence proximal policy optimization, total variation",
+        equation=(
+            "L = −mean sg[min(r_t, bound)]·M_t·A_i·ln π_t; M_t = 0 where |π − π_old| > δ and A_i·(r_t − 1) > 0, else 1"
+        ),
+        constants="δ 0.15 on both sides, bound 20",
+        source="arXiv 2602.04879; δ from verl's example, the bound from verl and TRL",
+        differs="The trust region is in probability instead of ratio: rare tokens may change their ratio much.",
+        ours="Mean per completion as in GRPO (verl's default: over tokens).",
+    ),
+    MethodNote(
+        method=Method(name="dppo-kl", clip=spec.DppoMask(divergence="kl", low=0.05, high=0.05)),
+        title="Divergence proximal policy optimization, KL",
+        equation=(
+            "As dppo, with q·ln(q/p) + (1 − q)·ln((1 − q)/(1 − p)) > δ in place of |p − q| > δ; p = π(y_t), q = π_old(y_t)"
+        ),
+        constants="δ 0.05 nats on both sides, bound 20",
+        source="arXiv 2602.04879; δ from verl's example, the bound from verl and TRL",
+        differs="See dppo.",
+        ours="See dppo. The binary divergence of the sampled token, without verl's 1e-8 inside the logarithm.",
+    ),
+    MethodNote(
+        method=Method(
+            name="luspo", ratio=spec.SequenceRatio(), clip=spec.PpoClip(low=2e-3, high=2.5e-3), aggregate="sequence_sum"
+        ),
+        title="Length-unbiased sequence policy optimization",
+        equation="L = −(1/N) Σ_i |o_i|·min(s_i·A_i, clip(s_i)·A_i), s_i = exp(mean_t ln r_t)",
+        constants="ε 2e-3 below, 2.5e-3 above",
+        source="arXiv 2602.05261; ε as TRL quotes it",
+        differs="GSPO with each completion multiplied by its length.",
+        ours="The KL term, if any, is summed over a completion too, as in TRL.",
+    ),
+    MethodNote(
+        method=Method(name="vespo", clip=spec.VespoGate(), aggregate="token_mean"),
+        title="Variational sequence-level soft policy optimization",
+        equation="L = −(1/Σ|o_i|) Σ_i Σ_t sg[φ(W_i)]·A_i·ln π_t, φ(W) = W^k·exp(λ·(1 − W)), W_i = Π_t r_t",
+        constants="k 2, λ 3 for A ≥ 0; k 3, λ 2 for A < 0",
+        source="arXiv 2602.10693; constants and bounds from TRL",
+        differs="A smooth weight of the whole completion's product of ratios instead of a clip; φ(1) = 1.",
+        ours="None. A sampler correction per token enters W, as in TRL.",
+    ),
+    MethodNote(
         method=Method(name="papo", weight=PolarityWeight()),
         title="Polarity-aware policy optimization",
         equation=(

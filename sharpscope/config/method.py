@@ -73,13 +73,157 @@ class CispoClip(Part):
     )
 
 
-Clip = Annotated[NoClip | PpoClip | CispoClip, Field(discriminator="kind")]
+class DualClip(Part):
+    """PPO's clip with a bound on ratios of negative tokens: for A < 0, max(min(r·A, clip(r)·A), bound·A) (arXiv 1912.09729).
+
+    TRL's two-sided clip (`delta`, arXiv 2505.07291) is the same with delta = bound.
+    """
+
+    kind: Literal["dual"] = "dual"
+    low: Annotated[float, Field(gt=0, le=1)] = Field(default=0.2, description="ε below 1, in (0, 1]; published 0.2.")
+    high: Annotated[float, Field(gt=0)] = Field(default=0.2, description="ε above 1, > 0; published 0.2.")
+    bound: Annotated[float, Field(gt=1)] = Field(
+        default=3.0, description="Largest ratio of a token with A < 0 that has a gradient, > 1 + high; published 3."
+    )
+
+    @model_validator(mode="after")
+    def _above(self) -> Self:
+        if self.bound <= 1 + self.high:
+            raise ValueError(f"dual clip bound = {self.bound} must be above 1 + high = {1 + self.high:g}")
+        return self
+
+
+class SapoClip(Part):
+    """Objective (4/τ)·sigmoid(τ·(r − 1))·A: a smooth gate instead of a clip (SAPO, arXiv 2511.20347)."""
+
+    kind: Literal["sapo"] = "sapo"
+    tau_positive: Annotated[float, Field(gt=0)] = Field(default=1.0, description="τ where A > 0, > 0; published 1.")
+    tau_negative: Annotated[float, Field(gt=0)] = Field(default=1.05, description="τ elsewhere, > 0; published 1.05.")
+
+
+class GmpoClip(Part):
+    """Objective exp(mean_t x_t)·A, x_t = min(ln r_t, high) for A > 0 and max(ln r_t, −low) for A < 0 (GMPO, arXiv 2507.20673)."""
+
+    kind: Literal["gmpo"] = "gmpo"
+    low: Annotated[float, Field(gt=0)] = Field(default=0.4, description="Bound of −ln r, > 0 [nats]; published 0.4.")
+    high: Annotated[float, Field(gt=0)] = Field(default=0.4, description="Bound of ln r, > 0 [nats]; published 0.4.")
+
+
+class DppoMask(Part):
+    """Objective sg[min(r, bound)]·M·A·ln π; M = 0 where π has moved too far from π_old in A's direction (DPPO, arXiv 2602.04879).
+
+    For A > 0: r > 1 and D > high; for A < 0: r < 1 and D > low. With p = π(y) and q = π_old(y), D = |p − q| (`tv`) or
+    q·ln(q/p) + (1 − q)·ln((1 − q)/(1 − p)) (`kl`).
+    """
+
+    kind: Literal["dppo"] = "dppo"
+    divergence: Literal["tv", "kl"] = Field(
+        default="tv",
+        description="D, on the sampled token: tv: difference of probabilities; kl: binary KL(π_old‖π) [nats].",
+    )
+    low: Annotated[float, Field(gt=0)] = Field(
+        default=0.15, description="Largest D where A < 0, > 0; published 0.15 for tv, 0.05 for kl."
+    )
+    high: Annotated[float, Field(gt=0)] = Field(
+        default=0.15, description="Largest D where A > 0, > 0; published 0.15 for tv, 0.05 for kl."
+    )
+    bound: Annotated[float, Field(ge=1)] = Field(
+        default=20.0, description="Largest factor r, ≥ 1; 20 as in the implementations of verl and TRL."
+    )
+
+
+class VespoGate(Part):
+    """Objective φ(W)·A·ln π, φ(W) = sg[W^k·exp(λ·(1 − W))], W = Π_t r_t in [1e-8, e^20] (VESPO, arXiv 2602.10693)."""
+
+    kind: Literal["vespo"] = "vespo"
+    k_positive: Annotated[float, Field(ge=0)] = Field(default=2.0, description="k where A ≥ 0, ≥ 0; 2 as in TRL.")
+    lambda_positive: Annotated[float, Field(gt=0)] = Field(default=3.0, description="λ where A ≥ 0, > 0; 3 as in TRL.")
+    k_negative: Annotated[float, Field(ge=0)] = Field(default=3.0, description="k where A < 0, ≥ 0; 3 as in TRL.")
+    lambda_negative: Annotated[float, Field(gt=0)] = Field(default=2.0, description="λ where A < 0, > 0; 2 as in TRL.")
+
+
+class NoCorrection(Part):
+    """No correction: the surrogate does not depend on the sampler's log-probabilities."""
+
+    kind: Literal["none"] = "none"
+
+
+class TruncatedCorrection(Part):
+    """Multiply the surrogate by min(ρ, high), ρ = π_old/μ, μ the sampler's policy (truncated importance sampling, TIS)."""
+
+    kind: Literal["truncate"] = "truncate"
+    level: Literal["token", "sequence"] = Field(
+        default="token", description="token: ρ of each token; sequence: their product over the completion."
+    )
+    high: Annotated[float, Field(gt=0)] = Field(default=2.0, description="Largest factor, > 0; 2 as in verl and slime.")
+
+
+class MaskedCorrection(Part):
+    """Multiply the surrogate by ρ = π_old/μ where low ≤ ρ ≤ high, else by 0: IcePop; with low 0, MIS."""
+
+    kind: Literal["mask"] = "mask"
+    level: Literal["token", "sequence"] = Field(
+        default="token", description="token: ρ of each token; sequence: their product over the completion."
+    )
+    low: Annotated[float, Field(ge=0)] = Field(default=0.5, description="Smallest ρ kept, ≥ 0; IcePop 0.5, MIS 0.")
+    high: Annotated[float, Field(gt=0)] = Field(
+        default=5.0, description="Largest ρ kept, > low; IcePop 5 (TRL's masks: 3)."
+    )
+
+    @model_validator(mode="after")
+    def _band(self) -> Self:
+        if self.low >= self.high:
+            raise ValueError(f"correction low = {self.low} must be below high = {self.high}")
+        return self
+
+
+class GeometricCorrection(Part):
+    """Leave a completion out of the surrogate unless low ≤ exp(mean_t ln ρ_t) ≤ high, ρ = π_old/μ; no other factor."""
+
+    kind: Literal["geometric"] = "geometric"
+    low: Annotated[float, Field(gt=0)] = Field(
+        default=0.99, description="Smallest geometric mean kept, > 0; 0.99 as in SkyRL."
+    )
+    high: Annotated[float, Field(gt=0)] = Field(
+        default=1.01, description="Largest geometric mean kept, > low; 1.01 as in SkyRL."
+    )
+
+    @model_validator(mode="after")
+    def _band(self) -> Self:
+        if self.low >= self.high:
+            raise ValueError(f"correction low = {self.low} must be below high = {self.high}")
+        return self
+
+
+Correction = Annotated[
+    NoCorrection | TruncatedCorrection | MaskedCorrection | GeometricCorrection, Field(discriminator="kind")
+]
+
+Clip = Annotated[
+    NoClip | PpoClip | CispoClip | DualClip | SapoClip | GmpoClip | DppoMask | VespoGate, Field(discriminator="kind")
+]
+
+
+class OffPolicyMask(Part):
+    """Leave a completion with A < 0 out of the surrogate where mean_t (ln μ − ln π) > threshold (arXiv 2512.02556, eq. 9).
+
+    μ is the sampler's policy, or π_old where the sampler's log-probabilities are not known, as in TRL.
+    """
+
+    threshold: Annotated[float, Field(ge=0)] = Field(
+        default=0.5, description="Largest mean, ≥ 0 [nats]; 0.5 as in TRL's documentation (the paper gives none)."
+    )
 
 
 class Kl(Part):
-    """β·k3 per token, k3 = π_ref/π − ln(π_ref/π) − 1, added to the loss."""
+    """β·k per token, added to the loss; k estimates KL(π‖π_ref), with d = ln π − ln π_ref."""
 
     coef: Annotated[float, Field(ge=0)] = Field(default=0.0, description="β, ≥ 0; 0 needs no reference model.")
+    estimator: Literal["k1", "k2", "k3", "k3_corrected"] = Field(
+        default="k3",
+        description="k1: d, whose gradient is zero on average at ratio 1; k2: d²/2; k3: exp(−d) − 1 + d; k3_corrected: r·k3 "
+        "with gradient r·d, unbiased off policy (arXiv 2512.02556; r as in `ratio`).",
+    )
     weighted: bool = Field(default=False, description="Whether to multiply the term by the token's weight (TR-GRPO).")
 
 
@@ -265,10 +409,18 @@ class Method(Part):
         description="surrogate: w·(clipped objective); ratio: w multiplies the ratio inside the clip (TR-GRPO).",
     )
     clip: Clip = Field(default_factory=PpoClip, description="Clip of the ratio in the surrogate.")
-    aggregate: Literal["sequence_mean", "token_mean", "constant"] = Field(
+    aggregate: Literal["sequence_mean", "token_mean", "constant", "sequence_sum"] = Field(
         default="sequence_mean",
         description="sequence_mean: mean over a completion's tokens, then over completions; token_mean: mean over all "
-        "tokens; constant: sum divided by completions × completion limit.",
+        "tokens; constant: sum divided by completions × completion limit; sequence_sum: sum over a completion's tokens, "
+        "mean over completions.",
+    )
+    correction: Correction = Field(
+        default_factory=NoCorrection,
+        description="Factor of the surrogate for the difference between the sampler's policy and π_old.",
+    )
+    off_policy: OffPolicyMask | None = Field(
+        default=None, description="Mask of completions that the policy has moved away from; empty: none."
     )
     kl: Kl = Field(default_factory=Kl, description="Divergence from the reference policy.")
     tokens: Tokens = Field(default_factory=AllTokens, description="Loss tokens in the surrogate.")
@@ -288,6 +440,25 @@ class Method(Part):
             raise ValueError(
                 "passes.kind=lopti needs ratio.kind=token: a sequence ratio couples the tokens of both passes"
             )
+        clip, ratio = self.clip, self.ratio
+        needed = {"gmpo": SequenceRatio, "dppo": TokenRatio, "vespo": TokenRatio}.get(clip.kind)
+        if needed is not None and not isinstance(ratio, needed):
+            raise ValueError(f"clip.kind={clip.kind} needs ratio.kind={needed().kind}, not {ratio.kind}")
+        plain = isinstance(clip, NoClip | PpoClip | CispoClip)
+        if self.weight_on == "ratio" and not plain:
+            raise ValueError(
+                f"weight_on=ratio needs clip.kind none, ppo or cispo, not {clip.kind}; set weight_on=surrogate"
+            )
+        level = getattr(self.correction, "level", "sequence")
+        if clip.kind == "vespo" and not isinstance(self.correction, NoCorrection) and level != "token":
+            raise ValueError(
+                "clip.kind=vespo needs correction.kind none, or truncate or mask with correction.level=token: "
+                "the factors enter its product of ratios"
+            )
+        if self.kl.coef > 0 and self.kl.estimator == "k3_corrected" and self.needs_proximal:
+            raise ValueError("kl.estimator=k3_corrected needs proximal.kind=behavior: its ratio is π/π_old")
+        if self.needs_proximal and not (plain or isinstance(clip, DualClip)):
+            raise ValueError(f"proximal.kind=ewma needs clip.kind none, ppo, cispo or dual, not {clip.kind}")
         if self.at(0.0) is not self:
             self.at(1.0)  # schedules are monotone, so valid endpoints make all values valid
         return self

@@ -13,8 +13,8 @@ def token_normalizer(
 ) -> Tensor:
     """Coefficient of each token's loss, over all completions of ONE update; loss = Σ coefficient·token loss.
 
-    sequence_mean: 1/(n·length_i); token_mean: 1/Σ length; constant: 1/(n·max_completion_length). Token selections and
-    passes do not change it: every pass of Lopti divides by the full token count.
+    sequence_mean: 1/(n·length_i); token_mean: 1/Σ length; constant: 1/(n·max_completion_length); sequence_sum: 1/n. Token
+    selections and passes do not change it: every pass of Lopti divides by the full token count.
 
     Args:
         method: its `aggregate` decides.
@@ -32,4 +32,6 @@ def token_normalizer(
         return counts / (rows * counts.sum(-1, keepdim=True).clamp(min=1))
     if method.aggregate == "token_mean":
         return counts / counts.sum(dtype=torch.float64).clamp(min=1).to(dtype)
+    if method.aggregate == "sequence_sum":
+        return counts / rows
     return counts / (rows * max_completion_length)

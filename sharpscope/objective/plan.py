@@ -7,7 +7,17 @@ import math
 import torch
 from torch import Tensor
 
-from sharpscope.config.method import ClipCovTokens, HighEntropyTokens, KlCovPenalty, LoptiPasses, Method
+from sharpscope.config.method import (
+    ClipCovTokens,
+    Correction,
+    GeometricCorrection,
+    HighEntropyTokens,
+    KlCovPenalty,
+    LoptiPasses,
+    Method,
+    NoCorrection,
+    TruncatedCorrection,
+)
 from sharpscope.objective.statistics import token_covariance
 from sharpscope.objective.token_weights import token_weights
 from sharpscope.objective.values import Plan, StepTensors
@@ -28,7 +38,8 @@ def prepare(method: Method, step: StepTensors, generator: torch.Generator | None
     Raises:
         UserError: weights are negative, or a custom function returns something else than weights.
         NonFiniteError: a weight is not finite.
-        ValueError: the weights are not calibrated, or a generator is needed and missing.
+        ValueError: the weights are not calibrated, or a generator or the sampler's log-probabilities are needed and
+            missing.
     """
     method = method.at(step.progress)
     mask = step.mask.bool()
@@ -40,6 +51,9 @@ def prepare(method: Method, step: StepTensors, generator: torch.Generator | None
             token_covariance(step), mask, count=_share_count("kl_cov", method.penalty.share, mask, warnings)
         )
         penalty = torch.where(chosen, float(method.penalty.coef), penalty)  # type: ignore[arg-type]
+    if step.sampler_logp is None and not isinstance(method.correction, NoCorrection):
+        raise ValueError("method.correction needs the sampler's log-probabilities")
+    sampler = step.behavior_logp if step.sampler_logp is None else step.sampler_logp
     return Plan(
         mask=mask,
         advantage=torch.where(mask, step.advantage.to(dtype)[:, None], 0.0),  # (N, 1) -> (N, T)
@@ -48,9 +62,25 @@ def prepare(method: Method, step: StepTensors, generator: torch.Generator | None
         pass_index=_passes(method, step, mask),
         penalty=penalty,
         behavior_logp=torch.where(mask, step.behavior_logp, 0.0).to(dtype),
+        sampler_logp=torch.where(mask, sampler, 0.0).to(dtype),
+        correction=_correction(method.correction, torch.where(mask, step.behavior_logp - sampler, 0.0).to(dtype), mask),
         progress=step.progress,
         warnings=tuple(warnings),
     )
+
+
+def _correction(spec: Correction, log_ratio: Tensor, mask: Tensor) -> Tensor:
+    """(N, T) factor of the surrogate from ln ρ (N, T), ρ = π_old/μ; 1 outside the mask where the factor is per token."""
+    if isinstance(spec, NoCorrection):
+        return torch.ones_like(log_ratio)
+    total = log_ratio.sum(-1, keepdim=True)  # (N, 1)
+    if isinstance(spec, GeometricCorrection):
+        mean = (total / mask.sum(-1, keepdim=True).clamp(min=1)).exp()
+        return ((mean >= spec.low) & (mean <= spec.high)).to(log_ratio.dtype).expand_as(log_ratio)
+    ratio = (log_ratio if spec.level == "token" else total.expand_as(log_ratio)).exp()
+    if isinstance(spec, TruncatedCorrection):
+        return ratio.clamp(max=spec.high)
+    return torch.where((ratio >= spec.low) & (ratio <= spec.high), ratio, 0.0)
 
 
 def _kept(

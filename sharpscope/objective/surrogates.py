@@ -2,10 +2,28 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-from sharpscope.config.method import CispoClip, Clip, EwmaProximal, KlCovPenalty, Method, PpoClip
+from sharpscope.config.method import (
+    CispoClip,
+    Clip,
+    DppoMask,
+    DualClip,
+    EwmaProximal,
+    GmpoClip,
+    Kl,
+    KlCovPenalty,
+    Method,
+    NoCorrection,
+    OffPolicyMask,
+    PpoClip,
+    SapoClip,
+    SequenceRatio,
+    VespoGate,
+)
 from sharpscope.objective.ratios import importance_ratio
 from sharpscope.objective.values import LossOutput, Plan
 
@@ -26,9 +44,10 @@ def policy_loss(
     """This microbatch's share of an update's loss; ∂loss/∂logp is the token's `loss_coef`.
 
     With x_t = w_t·r_t (`weight_on=ratio`) or r_t, S(x, A) the clipped objective, c_t the normalizer and P the tokens of
-    this pass: loss = Σ_{t ∈ P} c_t·{ −keep_t·[w_t]·b_t·S(x_t, A_t) + penalty_t·D_t + β·[w_t]·k3_t }, where [w_t] is the
-    weight where it belongs and 1 elsewhere, D_t the KL-Cov divergence and b_t = π_prox/π_behavior for a decoupled
-    objective, else 1. No gradient flows through w, b, the mask or the bounds.
+    this pass: loss = Σ_{t ∈ P} c_t·{ −keep_t·[w_t]·b_t·S(x_t, A_t) + penalty_t·D_t + β·[w_t]·k_t }, where [w_t] is the
+    weight where it belongs and 1 elsewhere, D_t the KL-Cov divergence, k_t the estimator `kl.estimator` and b_t the
+    sampler correction, times π_prox/π_behavior for a decoupled objective. No gradient flows through w, b, the masks or
+    the bounds.
 
     Args:
         method: the objective; its schedules are read at `plan.progress`.
@@ -60,14 +79,26 @@ def policy_loss(
     ratio = importance_ratio(method.ratio, log_ratio, mask)
 
     weight = plan.weight
-    coordinate = weight * ratio if method.weight_on == "ratio" else ratio
-    objective, clipped = clipped_objective(method.clip, coordinate, plan.advantage, logp)
+    if isinstance(method.clip, GmpoClip):
+        objective, clipped = gmpo_objective(method.clip, log_ratio, plan.advantage, mask)
+    elif isinstance(method.clip, VespoGate):
+        factor = vespo_factor(method.clip, log_ratio.detach(), plan.advantage, mask, plan.correction)
+        objective = factor * plan.advantage * logp
+        clipped = torch.zeros_like(mask, dtype=torch.int32)
+    else:
+        coordinate = weight * ratio if method.weight_on == "ratio" else ratio
+        objective, clipped = clipped_objective(method.clip, coordinate, plan.advantage, logp)
     if method.weight_on == "surrogate":
         objective = weight * objective
     if decoupled:
         stale = torch.where(mask, anchor - plan.behavior_logp, 0.0).detach()
         objective = importance_ratio(method.ratio, stale, mask) * objective
-    surrogate = -(torch.where(plan.keep, objective, 0.0) * active).sum()
+    if not isinstance(method.correction, NoCorrection) and not isinstance(method.clip, VespoGate):
+        objective = plan.correction * objective
+    keep = plan.keep
+    if method.off_policy is not None:
+        keep = keep & on_policy_rows(method.off_policy, logp.detach(), plan)
+    surrogate = -(torch.where(keep, objective, 0.0) * active).sum()
     loss = surrogate
     if isinstance(method.penalty, KlCovPenalty):
         loss = loss + (plan.penalty * _drift(method.penalty, log_ratio) * active).sum()
@@ -75,9 +106,11 @@ def policy_loss(
     if reference_logp is not None:
         kl = k3(logp, torch.where(mask, reference_logp.detach(), 0.0))
         if method.kl.coef > 0:
-            term = weight * kl if method.kl.weighted else kl
+            term = kl_term(method.kl, kl, torch.where(mask, logp - reference_logp.detach(), 0.0), ratio)
+            if method.kl.weighted:
+                term = weight * term
             loss = loss + method.kl.coef * (term * active).sum()
-    clipped = torch.where(plan.keep, clipped, 0).to(torch.int8)
+    clipped = torch.where(keep, clipped, 0).to(torch.int8)
     return LossOutput(loss, surrogate.detach(), torch.where(mask, ratio, 1.0).detach(), clipped, kl.detach())
 
 
@@ -85,14 +118,27 @@ def clipped_objective(clip: Clip, ratio: Tensor, advantage: Tensor, logp: Tensor
     """S(x, A) per token, and where a bound acts (−1 low, 1 high, else 0).
 
     none: x·A. ppo: min(x·A, clip(x, 1 − low, 1 + high)·A); a bound acts where it takes the gradient away: above for A >
-    0, below for A < 0. cispo: sg[clip(x, 1 − low, 1 + high)]·A·ln π; a bound acts where it binds and A ≠ 0.
+    0, below for A < 0. cispo: sg[clip(x, 1 − low, 1 + high)]·A·ln π; a bound acts where it binds and A ≠ 0. dual:
+    ppo's, but at least bound·A for A < 0; there the upper bound acts where x > bound. sapo: (4/τ)·sigmoid(τ·(x − 1))·A;
+    no bound acts. dppo: sg[min(x, bound)]·A·ln π where the mask keeps the token, else 0; a bound acts on the others.
 
     Args:
         clip: which, and its bounds.
         ratio: (n, T) x: the ratio, or weight × ratio.
         advantage: (n, T).
-        logp: (n, T) [nats]; read by cispo only.
+        logp: (n, T) [nats]; read by cispo and dppo only.
     """
+    if isinstance(clip, SapoClip):
+        tau = _choose(advantage > 0, clip.tau_positive, clip.tau_negative, ratio)
+        return torch.sigmoid(tau * (ratio - 1)) * (4 / tau) * advantage, torch.zeros_like(ratio, dtype=torch.int32)
+    if isinstance(clip, DppoMask):
+        flags = dppo_masked(clip, ratio.detach(), advantage, logp.detach())
+        objective = ratio.detach().clamp(max=clip.bound) * advantage * logp
+        return torch.where(flags == 0, objective, 0.0), flags
+    if isinstance(clip, DualClip):
+        objective, flags = clipped_objective(PpoClip(low=clip.low, high=clip.high), ratio, advantage, logp)
+        beyond = (ratio.detach() > clip.bound) & (advantage < 0)
+        return torch.where(beyond, clip.bound * advantage, objective), torch.where(beyond, 1, flags)
     if isinstance(clip, CispoClip):
         low, high = ratio.detach() < 1 - clip.low, ratio.detach() > 1 + clip.high
         objective = ratio.detach().clamp(1 - clip.low, 1 + clip.high) * advantage * logp
@@ -101,6 +147,55 @@ def clipped_objective(clip: Clip, ratio: Tensor, advantage: Tensor, logp: Tensor
         bounded = torch.minimum(ratio * advantage, ratio.clamp(1 - clip.low, 1 + clip.high) * advantage)
         return bounded, gradient_killed(clip, ratio.detach(), advantage)
     return ratio * advantage, torch.zeros_like(ratio, dtype=torch.int32)
+
+
+def gmpo_objective(clip: GmpoClip, log_ratio: Tensor, advantage: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """exp(mean_t x_t)·A (n, T) with x_t = ln r_t bounded on one side by A's sign, and where a bound acts (−1, 1, else 0).
+
+    A bounded token has no gradient of its own and still counts in the mean of its completion.
+    """
+    positive = advantage > 0
+    bounded = torch.where(positive, log_ratio.clamp(max=clip.high), log_ratio.clamp(min=-clip.low))
+    above, below = positive & (log_ratio > clip.high), (advantage < 0) & (log_ratio < -clip.low)
+    return importance_ratio(SequenceRatio(), bounded, mask) * advantage, above.int() - below.int()
+
+
+def vespo_factor(clip: VespoGate, log_ratio: Tensor, advantage: Tensor, mask: Tensor, correction: Tensor) -> Tensor:
+    """φ(W) = exp(λ + k·ln W − λ·W) (n, T), k and λ by the sign of A.
+
+    W is the product of a completion's ratios, each multiplied by its sampler correction. As in TRL, ln r_t is bounded by
+    ±20, the logarithms of the corrections and of W by [ln 1e-8, 20].
+    """
+    least = math.log(1e-8)
+    terms = log_ratio.clamp(-20.0, 20.0) + correction.log().clamp(least, 20.0)
+    log_product = torch.where(mask, terms, 0.0).sum(-1, keepdim=True).clamp(least, 20.0)  # (n, 1)
+    k = _choose(advantage >= 0, clip.k_positive, clip.k_negative, log_ratio)  # (n, T)
+    rate = _choose(advantage >= 0, clip.lambda_positive, clip.lambda_negative, log_ratio)
+    return (rate + k * log_product - rate * log_product.exp()).exp()
+
+
+def dppo_masked(clip: DppoMask, ratio: Tensor, advantage: Tensor, logp: Tensor) -> Tensor:
+    """Tokens that DPPO masks, int32: 1 where the probability rose too far (A > 0), −1 where it fell too far (A < 0)."""
+    now = logp.exp()
+    old = now / ratio
+    if clip.divergence == "tv":
+        divergence = (now - old).abs()
+    else:
+        tiny, log_ratio = torch.finfo(logp.dtype).tiny, ratio.log()
+        rest_now = -torch.expm1(logp)  # 1 − p
+        rest_old = (-torch.expm1(logp - log_ratio)).clamp(min=0)
+        log_rest = rest_old.clamp(min=tiny).log() - rest_now.clamp(min=tiny).log()
+        divergence = rest_old * log_rest - old * log_ratio
+    above = (advantage > 0) & (ratio > 1) & (divergence > clip.high)
+    below = (advantage < 0) & (ratio < 1) & (divergence > clip.low)
+    return above.int() - below.int()
+
+
+def on_policy_rows(spec: OffPolicyMask, logp: Tensor, plan: Plan) -> Tensor:
+    """(n, 1) bool: completions that the off-policy mask keeps, A ≥ 0 or mean_t (ln μ − ln π) ≤ threshold."""
+    count = plan.mask.sum(-1, keepdim=True).clamp(min=1)
+    gap = torch.where(plan.mask, plan.sampler_logp - logp, 0.0).sum(-1, keepdim=True) / count
+    return (gap <= spec.threshold) | (plan.advantage >= 0).all(-1, keepdim=True)
 
 
 def gradient_killed(clip: PpoClip, ratio: Tensor, advantage: Tensor) -> Tensor:
@@ -118,6 +213,23 @@ def k3(logp: Tensor, reference_logp: Tensor) -> Tensor:
     """k3 = π_ref/π − ln(π_ref/π) − 1 ≥ 0 [nats], an unbiased estimate of KL(π‖π_ref) on tokens drawn from π."""
     difference = reference_logp - logp
     return torch.expm1(difference) - difference
+
+
+def kl_term(spec: Kl, k3_value: Tensor, difference: Tensor, ratio: Tensor) -> Tensor:
+    """The estimator of KL(π‖π_ref) (n, T) in the loss, from k3, ln π − ln π_ref and the importance ratio, with gradient."""
+    match spec.estimator:
+        case "k1":
+            return difference
+        case "k2":
+            return difference.square() / 2
+        case "k3_corrected":
+            return ratio * k3_value
+    return k3_value
+
+
+def _choose(condition: Tensor, yes: float, no: float, like: Tensor) -> Tensor:
+    """`yes` where the condition holds, else `no`, in the dtype of `like`; `where` with two numbers gives float32."""
+    return torch.where(condition, torch.full_like(like, yes), torch.full_like(like, no))
 
 
 def _drift(penalty: KlCovPenalty, log_ratio: Tensor) -> Tensor:

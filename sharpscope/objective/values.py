@@ -25,13 +25,14 @@ class StepTensors:
         mask: (N, T) bool or 0/1, true where the policy chose the token and it counts in the loss.
         group: (N,) integer, the prompt that a completion answers.
         advantage: (N,) from `group_advantages`.
-        behavior_logp: (N, T) [nats] log-probability at sampling time; the denominator of the ratio.
+        behavior_logp: (N, T) [nats] the denominator of the ratio: under π_old, or as sampled where nothing else is known.
         logp: (N, T) [nats] under π_old.
         logit: (N, T) undivided logit of the sampled token under π_old.
         entropy: (N, T) [nats].
         collision: (N, T) Σ_j p_j².
         polarity: (N, T) the bracket of the entropy-change formula, ΔH = −η·A·polarity.
         progress: share of the training done, in [0, 1], for schedules.
+        sampler_logp: (N, T) [nats] as the sampler drew the tokens, before top-p and top-k; None: not known.
 
     Values at masked-out places are never read, so they may be anything.
     """
@@ -46,6 +47,7 @@ class StepTensors:
     collision: Tensor
     polarity: Tensor
     progress: float = 0.0
+    sampler_logp: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.mask.dim() != 2:
@@ -97,6 +99,8 @@ class Plan:
         pass_index: int8, the optimizer pass a token belongs to; −1 outside the mask.
         penalty: coefficient of the extra divergence D(π_old‖π) of a token (KL-Cov), else 0.
         behavior_logp: denominator of the ratio [nats].
+        sampler_logp: log-probability under the policy that drew the token [nats]; `behavior_logp` where it is not known.
+        correction: factor of the surrogate for the difference between those two; 1 without a correction.
         progress: share of the training done, at which the method's schedules are read.
         warnings: what a person should know about this step; each text is the same at every step, so it can be shown
             once.
@@ -109,6 +113,8 @@ class Plan:
     pass_index: Tensor
     penalty: Tensor
     behavior_logp: Tensor
+    sampler_logp: Tensor
+    correction: Tensor
     progress: float = 0.0
     warnings: tuple[str, ...] = ()
 

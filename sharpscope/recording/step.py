@@ -146,5 +146,5 @@ def step_tensors(
     return StepTensors(
         mask=rollouts.completion_mask, group=rollouts.group, advantage=advantage.to(stats.logp), behavior_logp=old_logp,
         logp=stats.logp, logit=stats.logit, entropy=stats.entropy, collision=stats.collision, polarity=stats.polarity,
-        progress=progress,
+        progress=progress, sampler_logp=rollouts.behavior_logp,
     )  # fmt: skip

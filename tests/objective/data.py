@@ -60,6 +60,9 @@ def make_case(
         "polarity": normal(rows, places),
     }
     reference, proximal = old + 0.3 * normal(rows, places), old + 0.2 * normal(rows, places)
+    another = torch.Generator().manual_seed(seed + 1)  # of its own: the other values stay what they were
+    far = torch.tensor([0.15, 0.02], dtype=torch.float64).repeat(4)[:rows, None]
+    tensors["sampler_logp"] = behavior + far * torch.randn(rows, places, generator=another, dtype=torch.float64)
     if garbage:  # values outside the mask must never matter
         for value in (*tensors.values(), now, reference, proximal):
             value[~mask] = torch.tensor([torch.nan, torch.inf, -torch.inf], dtype=torch.float64)[
@@ -79,7 +82,8 @@ def as_batch(case: Case, *, beta: float = 0.0, choose=None) -> Batch:
     now = [[Dual(v, {(i, t): 1.0}) for t, v in enumerate(row)] for i, row in enumerate(case.now.tolist())]
     return Batch(
         reward=case.reward.tolist(), group=step.group.tolist(), mask=step.mask.tolist(),
-        behavior=step.behavior_logp.tolist(), old=step.logp.tolist(), logit=step.logit.tolist(),
+        behavior=step.behavior_logp.tolist(),
+        sampler=(step.behavior_logp if step.sampler_logp is None else step.sampler_logp).tolist(), old=step.logp.tolist(), logit=step.logit.tolist(),
         entropy=step.entropy.tolist(), polarity=step.polarity.tolist(), now=now, reference=case.reference.tolist(),
         proximal=case.proximal.tolist(), limit=LIMIT, beta=beta, progress=step.progress, choose=choose,
     )  # fmt: skip

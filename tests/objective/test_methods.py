@@ -33,7 +33,7 @@ from sharpscope.objective import (
 
 NAMES = [
     "grpo", "grpo-sg", "tr-grpo", "ar", "lopti", "ar-lopti", "cov-grpo", "clip-cov", "kl-cov",
-    "gspo", "holder", "dapo", "dr-grpo", "cispo", "papo", "ppo-ewma", "high-entropy", "grpo-sam",
+    "gspo", "holder", "dapo", "dr-grpo", "cispo", "bnpo", "dual-clip", "sapo", "gmpo", "dppo", "dppo-kl", "luspo", "vespo", "papo", "ppo-ewma", "high-entropy", "grpo-sam",
     "grpo-gnp",
 ]  # fmt: skip
 
@@ -60,6 +60,17 @@ def test_published_constants():
     assert dapo.sampling.overlong.buffer == pytest.approx(4096 / 20480)
     dr = named_method("dr-grpo")
     assert (dr.advantage.scale, dr.aggregate) == ("none", "constant")
+    dual, sapo, gmpo = (named_method(name).clip for name in ("dual-clip", "sapo", "gmpo"))
+    assert (dual.low, dual.high, dual.bound) == (0.2, 0.2, 3.0)
+    assert (sapo.tau_positive, sapo.tau_negative) == (1.0, 1.05)
+    assert (gmpo.low, gmpo.high, named_method("gmpo").ratio) == (0.4, 0.4, SequenceRatio())
+    for name, limit in (("dppo", 0.15), ("dppo-kl", 0.05)):
+        mask = named_method(name).clip
+        assert (mask.low, mask.high, mask.bound) == (limit, limit, 20.0)
+    luspo = named_method("luspo")
+    assert (luspo.ratio, luspo.clip.low, luspo.clip.high) == (SequenceRatio(), 2e-3, 2.5e-3)
+    vespo = named_method("vespo").clip
+    assert (vespo.k_positive, vespo.lambda_positive, vespo.k_negative, vespo.lambda_negative) == (2, 3, 3, 2)
     assert named_method("high-entropy").tokens.share == 0.2
     assert named_method("ppo-ewma").proximal.decay == 0.889
     tr = named_method("tr-grpo")
@@ -74,6 +85,8 @@ def test_an_ablation_is_the_named_method_with_one_part_replaced():
         "grpo-sg": {"weight"}, "tr-grpo": {"weight", "weight_on", "kl"}, "ar": {"weight"}, "lopti": {"passes"},
         "ar-lopti": {"weight", "passes"}, "cov-grpo": {"weight"}, "clip-cov": {"tokens", "clip"}, "kl-cov": {"clip", "penalty"},
         "gspo": {"ratio", "clip"}, "holder": {"ratio"}, "dapo": {"clip", "aggregate", "sampling"},
+        "bnpo": {"aggregate"}, "dual-clip": {"clip"}, "sapo": {"clip"}, "gmpo": {"ratio", "clip"}, "dppo": {"clip"},
+        "dppo-kl": {"clip"}, "luspo": {"ratio", "clip", "aggregate"}, "vespo": {"clip", "aggregate"},
         "dr-grpo": {"advantage", "aggregate"}, "cispo": {"clip", "aggregate"}, "papo": {"weight"}, "ppo-ewma":
         {"proximal"}, "high-entropy": {"tokens"}, "grpo-sam": {"sharpness"}, "grpo-gnp": {"sharpness"}, "grpo": set(),
     }  # fmt: skip
@@ -162,6 +175,28 @@ def test_lopti_needs_token_ratios():
     for ratio in (SequenceRatio(), HolderRatio()):
         with pytest.raises(ValidationError, match=r"lopti needs ratio\.kind=token"):
             Method(name="x", ratio=ratio, passes=LoptiPasses())
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ({"clip": {"kind": "gmpo"}}, r"clip\.kind=gmpo needs ratio\.kind=sequence, not token"),
+        ({"clip": {"kind": "dppo"}, "ratio": {"kind": "holder"}}, r"clip\.kind=dppo needs ratio\.kind=token"),
+        ({"clip": {"kind": "vespo"}, "ratio": {"kind": "sequence"}}, r"clip\.kind=vespo needs ratio\.kind=token"),
+        ({"clip": {"kind": "sapo"}, "weight_on": "ratio"}, "weight_on=ratio needs clip.kind none, ppo or cispo"),
+        ({"clip": {"kind": "sapo"}, "proximal": {"kind": "ewma"}}, r"proximal\.kind=ewma needs clip\.kind"),
+        ({"clip": {"kind": "dual", "high": 0.5, "bound": 1.4}}, "bound = 1.4 must be above"),
+        ({"correction": {"kind": "mask", "low": 2.0, "high": 1.0}}, "must be below high"),
+        ({"correction": {"kind": "geometric", "low": 2.0}}, "must be below high"),
+        (
+            {"kl": {"coef": 0.1, "estimator": "k3_corrected"}, "proximal": {"kind": "ewma"}},
+            "k3_corrected needs proximal.kind=behavior",
+        ),
+    ],
+)
+def test_combinations_without_a_meaning_are_refused(parts: dict, message: str):
+    with pytest.raises(ValidationError, match=message):
+        Method.model_validate({"name": "x"} | parts)
 
 
 def test_what_the_trainer_asks_a_method():

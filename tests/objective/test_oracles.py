@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 
-from sharpscope.config.method import ClipCovTokens, KlCovPenalty
+from sharpscope.config.method import (
+    ClipCovTokens,
+    Correction,
+    DualClip,
+    GeometricCorrection,
+    Kl,
+    KlCovPenalty,
+    MaskedCorrection,
+    OffPolicyMask,
+    TruncatedCorrection,
+)
 from sharpscope.config.token_weights import PolarityWeight
 from sharpscope.objective import (
     Method,
+    StepTensors,
     calibrate,
     choose_preset,
     method_names,
@@ -28,6 +41,7 @@ TOY = {
     "clip-cov": {"tokens": ClipCovTokens(share=0.2, low=-0.2, high=1.0)},
     "kl-cov": {"penalty": KlCovPenalty(share=0.2)},
     "papo": {"weight": PolarityWeight(target=1.7)},
+    "dual-clip": {"clip": DualClip(bound=1.3)},
 }
 ORACLES: dict[str, list[Callable[[oracle.Batch], oracle.Dual]]] = {
     "grpo": [oracle.grpo],
@@ -44,6 +58,14 @@ ORACLES: dict[str, list[Callable[[oracle.Batch], oracle.Dual]]] = {
     "dapo": [oracle.dapo],
     "dr-grpo": [oracle.dr_grpo],
     "cispo": [oracle.cispo],
+    "bnpo": [oracle.bnpo],
+    "dual-clip": [lambda b: oracle.dual_clip(b, 1.3)],
+    "sapo": [oracle.sapo],
+    "gmpo": [oracle.gmpo],
+    "dppo": [lambda b: oracle.dppo(b, False, 0.15)],
+    "dppo-kl": [lambda b: oracle.dppo(b, True, 0.05)],
+    "luspo": [oracle.luspo],
+    "vespo": [oracle.vespo],
     "papo": [lambda b: oracle.papo(b, 1.7)],
     "ppo-ewma": [oracle.ppo_ewma],
     "high-entropy": [oracle.high_entropy],
@@ -132,3 +154,159 @@ def test_kl_cov_with_the_unbiased_estimator():
         return r * adv[i] - 0.3 * (r - 1.0 - (batch.now[i][t] - batch.behavior[i][t]))
 
     compare(method, case, oracle.total(batch, objective), 0, 0)
+
+
+@pytest.mark.parametrize("name", ["dual-clip", "gmpo", "dppo", "dppo-kl"])
+def test_the_toy_steps_exercise_both_bounds(name: str):
+    """Otherwise the comparison above would say nothing about them; for dual clip, its own bound as well."""
+    flags, beyond = set(), 0
+    for seed in range(3):
+        method = named_method(name).model_copy(update=TOY.get(name, {}))
+        case = make_case(method, seed)
+        plan = prepare(method, case.step)
+        out = policy_loss(method, plan, case.now, token_normalizer(method, case.mask, LIMIT, dtype=torch.float64))
+        flags |= set(out.clipped.flatten().tolist())
+        beyond += int(((out.clipped == 1) & (plan.advantage < 0)).sum())
+    assert flags == {-1, 0, 1}
+    assert (beyond > 0) == (name == "dual-clip")
+
+
+# -- divergence and correction -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3_corrected"])
+@pytest.mark.parametrize("name", ["grpo", "gspo", "tr-grpo"])
+def test_estimators_of_the_divergence(name: str, estimator: str):
+    method = named_method(name)
+    kl = method.kl.model_copy(update={"coef": 0.07, "estimator": estimator})
+    method = choose_paper(method).model_copy(update={"kl": kl})
+    case = make_case(method, 4)
+    batch = as_batch(case)
+    plain = {"grpo": oracle.grpo, "gspo": oracle.gspo, "tr-grpo": lambda b: oracle.tr_grpo(b, "paper")}[name](batch)
+    weight = oracle.sg_weights(batch, "paper") if name == "tr-grpo" else None
+
+    def term(i: int, t: int) -> oracle.Dual:
+        d = batch.now[i][t] - batch.reference[i][t]
+        r = oracle.sequence_ratio(batch, i) if name == "gspo" else oracle.ratio(batch, i, t)
+        k = {"k1": d, "k2": 0.5 * d * d, "k3_corrected": r * ((-d).exp() - 1.0 + d)}[estimator]
+        return -0.07 * (1.0 if weight is None else weight[i, t]) * k
+
+    compare(method, case, plain + oracle.total(batch, term), 0, 0)
+
+
+def choose_paper(method: Method) -> Method:
+    return method.model_copy(update={"weight": choose_preset(method.weight, "paper")})
+
+
+def test_the_corrected_estimator_has_the_gradient_of_the_divergence():
+    """Σ_y q(y)·∂(r·k3)/∂ln π · ∇ln π = ∇KL(π‖π_ref) for any q = π_old; plain k3 has not, off policy."""
+    g = torch.Generator().manual_seed(0)
+    logits, old, reference = (torch.randn(5, generator=g, dtype=torch.float64) for _ in range(3))
+    logits.requires_grad_()
+    exact = torch.autograd.grad(
+        (logits.log_softmax(-1).exp() * (logits.log_softmax(-1) - reference.log_softmax(-1))).sum(), logits
+    )[0]
+    found = {}
+    for estimator in ("k3", "k3_corrected"):
+        method = Method(name="kl", kl=Kl(coef=1.0, estimator=estimator))
+        logp = logits.log_softmax(-1)[:, None]  # each token once, weighted by its probability under π_old
+        step = StepTensors.from_columns(
+            logp=old.log_softmax(-1), behavior_logp=old.log_softmax(-1), advantage=torch.zeros(5, dtype=torch.float64)
+        )
+        weights = old.softmax(-1)[:, None]
+        out = policy_loss(
+            method, prepare(method, step), logp, weights, reference_logp=reference.log_softmax(-1)[:, None]
+        )
+        found[estimator] = torch.autograd.grad(out.loss, logits)[0]
+    torch.testing.assert_close(found["k3_corrected"], exact, rtol=0, atol=1e-12)
+    assert (found["k3"] - exact).abs().max() > 1e-2
+
+
+CORRECTIONS: list[tuple[str, Correction]] = [
+    ("token", TruncatedCorrection(high=1.1)),
+    ("sequence", TruncatedCorrection(level="sequence", high=1.1)),
+    ("token", MaskedCorrection(low=0.8, high=1.3)),
+    ("sequence", MaskedCorrection(level="sequence", low=0.6, high=1.5)),
+    ("geometric", GeometricCorrection(low=0.9, high=1.1)),
+]
+
+
+def correction_factor(batch: oracle.Batch, level: str, spec: Correction, i: int, t: int) -> float:
+    """By the definitions, with products of probabilities."""
+    rho = {s: math.exp(batch.behavior[i][s]) / math.exp(batch.sampler[i][s]) for s in batch.row(i)}
+    value = rho[t] if level == "token" else math.prod(rho.values())
+    if level == "geometric":
+        return float(spec.low <= value ** (1 / len(rho)) <= spec.high)
+    if isinstance(spec, TruncatedCorrection):
+        return min(value, spec.high)
+    return value if spec.low <= value <= spec.high else 0.0
+
+
+@pytest.mark.parametrize(("level", "spec"), CORRECTIONS)
+@pytest.mark.parametrize("name", ["dapo", "gspo", "vespo"])
+def test_corrections_for_the_sampler(name: str, level: str, spec: Correction):
+    """The factor multiplies the surrogate and not the KL term; in VESPO it enters the product of ratios."""
+    if name == "vespo" and level != "token":
+        with pytest.raises(ValueError, match=r"clip\.kind=vespo needs correction"):
+            Method.model_validate(named_method(name).model_dump() | {"correction": spec})
+        return
+    method = named_method(name)
+    method = method.model_copy(update={"correction": spec, "kl": Kl(coef=0.07)})
+    seen = set()
+    for seed in range(3):
+        case = make_case(method, seed)
+        batch = as_batch(case, beta=0.07)
+        adv = oracle.advantages(batch)
+        factor = {k: correction_factor(batch, level, spec, *k) for k in batch.tokens()}
+        seen |= {round(f, 6) for f in factor.values()}
+        if name == "vespo":
+            wanted = oracle.vespo(batch, lambda i, t, factor=factor: factor[i, t])
+        elif name == "dapo":
+            wanted = oracle.total(
+                batch,
+                lambda i, t, f=factor, a=adv, b=batch: f[i, t] * oracle.ppo(oracle.ratio(b, i, t), a[i], 0.2, 0.28),
+                how="token",
+            )
+        else:
+            wanted = oracle.total(
+                batch,
+                lambda i, t, f=factor, a=adv, b=batch: (
+                    f[i, t] * oracle.ppo(oracle.sequence_ratio(b, i), a[i], 3e-4, 4e-4)
+                ),
+            )
+        compare(method, case, wanted, 0, seed)
+    assert len(seen) > 1
+    assert (0.0 in seen) != isinstance(spec, TruncatedCorrection)  # something is masked, something is not
+
+
+def test_a_correction_needs_the_samplers_log_probabilities():
+    method = named_method("grpo").model_copy(update={"correction": TruncatedCorrection()})
+    step = make_case(method).step
+    with pytest.raises(ValueError, match="sampler's log-probabilities"):
+        prepare(method, type(step)(**(vars(step) | {"sampler_logp": None})))
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_off_policy_completions_are_masked(known: bool):
+    """Completions with A < 0 whose mean ln μ − ln π is above the threshold; without μ, π_old stands in."""
+    method = named_method("grpo").model_copy(update={"off_policy": OffPolicyMask(threshold=0.1), "kl": Kl(coef=0.07)})
+    outcomes = set()
+    for seed in range(6):
+        case = make_case(method, seed)
+        if not known:
+            case = replace(case, step=replace(case.step, sampler_logp=None))
+        batch = as_batch(case, beta=0.07)
+        adv = oracle.advantages(batch)
+        old = batch.sampler if known else batch.behavior
+        dropped = {
+            i
+            for i in range(len(adv))
+            if adv[i] < 0 and sum(old[i][t] - batch.now[i][t].value for t in batch.row(i)) / len(batch.row(i)) > 0.1
+        }
+        outcomes |= {(adv[i] < 0, i in dropped) for i in range(len(adv))}
+        wanted = oracle.total(
+            batch,
+            lambda i, t, d=dropped, a=adv, b=batch: 0.0 if i in d else oracle.ppo(oracle.ratio(b, i, t), a[i]),
+        )
+        compare(method, case, wanted, 0, seed)
+    assert outcomes == {(True, True), (True, False), (False, False)}

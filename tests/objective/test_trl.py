@@ -9,11 +9,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from sharpscope.objective import StepTensors, group_advantages, named_method, policy_loss, prepare, token_normalizer
+from sharpscope.config.method import DualClip, Kl, MaskedCorrection, NoCorrection, OffPolicyMask, TruncatedCorrection
+from sharpscope.objective import (
+    Method,
+    StepTensors,
+    group_advantages,
+    named_method,
+    policy_loss,
+    prepare,
+    token_normalizer,
+)
 from tests.models import tiny_model
 
 trl = pytest.importorskip("trl", reason="TRL is not installed (test extra)")
 
+Inputs = dict[str, Any]
 PROMPT, COMPLETION, ROWS = 4, 7, 8
 #: TRL's arguments for each of our methods.
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -22,7 +32,43 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "dr-grpo": {"loss_type": "dr_grpo", "epsilon": 0.2, "scale_rewards": "none"},
     "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4},
     "cispo": {"loss_type": "cispo", "epsilon_high": 5.0},  # TRL's bound is on the ratio itself
-}
+    "bnpo": {"loss_type": "bnpo", "epsilon": 0.2},
+    "sapo": {"loss_type": "sapo", "sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05},
+    "gmpo": {"epsilon": 0.4},  # of TRL's GMPOTrainer
+    "luspo": {
+        "loss_type": "luspo", "importance_sampling_level": "sequence", "epsilon": 2e-3, "epsilon_high": 2.5e-3,
+    },
+    "vespo": {
+        "loss_type": "vespo", "vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0,
+    },
+}  # fmt: skip
+#: Parts of a method and the same in TRL's arguments; "+sampler": TRL's loss gets the sampler's log-probabilities.
+PARTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "delta": ("dual-clip", {"clip": DualClip(bound=1.3)}, {"loss_type": "grpo", "epsilon": 0.2, "delta": 1.3}),
+    "delta-bnpo": (
+        "bnpo", {"clip": DualClip(high=0.1, bound=1.15)},
+        {"loss_type": "bnpo", "epsilon": 0.2, "epsilon_high": 0.1, "delta": 1.15},
+    ),
+    "bias-corrected": ("grpo", {"estimator": "k3_corrected"}, {"loss_type": "grpo", "use_bias_correction_kl": True}),
+    "bias-corrected-gspo": (
+        "gspo", {"estimator": "k3_corrected"}, SETTINGS["gspo"] | {"use_bias_correction_kl": True},
+    ),
+    "off-policy": (
+        "dapo", {"off_policy": OffPolicyMask(threshold=0.0)}, SETTINGS["dapo"] | {"off_policy_mask_threshold": 0.0},
+    ),
+    "off-policy+sampler": (
+        "grpo", {"off_policy": OffPolicyMask(threshold=0.04)}, {"loss_type": "grpo", "off_policy_mask_threshold": 0.04},
+    ),
+    "token_truncate+sampler": ("grpo", {"correction": TruncatedCorrection(high=1.2)}, {"loss_type": "grpo"}),
+    "sequence_truncate+sampler": (
+        "gspo", {"correction": TruncatedCorrection(level="sequence", high=1.2)}, SETTINGS["gspo"],
+    ),
+    "token_mask+sampler": ("dapo", {"correction": MaskedCorrection(low=0.0, high=1.2)}, SETTINGS["dapo"]),
+    "sequence_mask+sampler": (
+        "luspo", {"correction": MaskedCorrection(level="sequence", low=0.7, high=1.2)}, SETTINGS["luspo"],
+    ),
+    "token_truncate+sampler-vespo": ("vespo", {"correction": TruncatedCorrection(high=1.2)}, SETTINGS["vespo"]),
+}  # fmt: skip
 
 
 def tokenizer() -> Any:
@@ -47,7 +93,8 @@ def batch() -> dict[str, Tensor]:
         "reward": torch.tensor([3.0, -1.0, -0.5, 3.0, 0.1, 0.1, 0.1, 0.1]),
         "group": torch.tensor([0, 0, 0, 0, 1, 1, 1, 1]),
         "noise": torch.randn(ROWS, COMPLETION, generator=g) * torch.tensor([0.4, 1e-4, 0.4, 1e-4, 0.4, 0.4, 0.4,
-        0.4])[:, None], "drift": 0.3 * torch.randn(ROWS, COMPLETION, generator=g),
+        0.4])[:, None], "sampler": -0.3 * torch.randn(ROWS, COMPLETION, generator=torch.Generator().manual_seed(4)),
+        "drift": 0.3 * torch.randn(ROWS, COMPLETION, generator=g),
     }  # fmt: skip
 
 
@@ -62,45 +109,98 @@ def logps(model: torch.nn.Module, batch: dict[str, Tensor]) -> Tensor:
 @pytest.mark.parametrize("name", sorted(SETTINGS))
 @pytest.mark.parametrize("beta", [0.0, 0.04])
 def test_loss_and_parameter_gradients_equal_trl(name: str, beta: float, batch: dict[str, Tensor], tmp_path: Path):
-    model = tiny_model("qwen2", dtype=torch.float32)
     method = named_method(name)
-    method = method.model_copy(update={"kl": method.kl.model_copy(update={"coef": beta})})
-    now = logps(model, batch)
+    agrees(method.model_copy(update={"kl": Kl(coef=beta)}), SETTINGS[name], batch, tmp_path)
+
+
+@pytest.mark.parametrize("name", sorted(PARTS))
+def test_parts_equal_trls(name: str, batch: dict[str, Tensor], tmp_path: Path):
+    base, parts, arguments = PARTS[name]
+    kl = {"coef": 0.04, "estimator": parts.get("estimator", "k3")}
+    update = {k: v for k, v in parts.items() if k != "estimator"} | {"kl": Kl.model_validate(kl)}
+    method, sampler = named_method(base).model_copy(update=update), "+sampler" in name
+    agrees(method, arguments, batch, tmp_path, sampler=sampler)
+    model, gradients = tiny_model("qwen2", dtype=torch.float32), []
+    for one in (method, named_method(base).model_copy(update={"kl": Kl(coef=0.04)})):
+        loss, _ = our_loss(one, model, batch, sampler)
+        gradients.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))]))
+    assert (gradients[0] - gradients[1]).norm() > 1e-3 * gradients[1].norm()  # the part does something to this batch
+
+
+def trls_ratio(method: Method, old: Tensor, sampler: Tensor, mask: Tensor) -> Tensor | None:
+    """The factor that TRL computes while it generates (`vllm_importance_sampling_mode`), after its code."""
+    spec = method.correction
+    if isinstance(spec, NoCorrection):
+        return None
+    assert isinstance(spec, TruncatedCorrection | MaskedCorrection)
+    difference = (old - sampler) * mask
+    ratio = torch.exp(difference.sum(-1, keepdim=True) if spec.level == "sequence" else difference)
+    if isinstance(spec, TruncatedCorrection):
+        return ratio.clamp(max=spec.high)
+    return ratio.masked_fill((ratio < spec.low) | (ratio > spec.high), 0.0)
+
+
+def our_loss(method: Method, model: torch.nn.Module, batch: dict[str, Tensor], sampler: bool) -> tuple[Tensor, Inputs]:
+    """Our loss with its graph, and what TRL's loss gets for the same batch."""
+    now, mask = logps(model, batch), batch["completion_mask"]
     behavior, reference = (now + batch["noise"]).detach(), (now + batch["drift"]).detach()
     advantage = group_advantages(batch["reward"], batch["group"], method.advantage)
-
-    mask = batch["completion_mask"]
     unused = torch.full(mask.shape, torch.nan)
     step = StepTensors(
         mask=mask, group=batch["group"], advantage=advantage, behavior_logp=behavior, logp=behavior, logit=unused,
-        entropy=unused, collision=unused, polarity=unused,
+        entropy=unused, collision=unused, polarity=unused, sampler_logp=behavior + batch["sampler"] if sampler else None,
     )  # fmt: skip
     normalizer = token_normalizer(method, mask, COMPLETION)
-    ours = policy_loss(method, prepare(method, step), now, normalizer, reference_logp=reference).loss
+    loss = policy_loss(method, prepare(method, step), now, normalizer, reference_logp=reference).loss
+    inputs = {k: batch[k] for k in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")} | {
+        "advantages": advantage, "old_per_token_logps": behavior, "ref_per_token_logps": reference,
+        "num_items_in_batch": mask.sum(),
+    }  # fmt: skip
+    if sampler:
+        inputs["sampling_per_token_logps"] = behavior + batch["sampler"]
+    return loss, inputs
+
+
+def agrees(
+    method: Method, settings: dict[str, Any], batch: dict[str, Tensor], tmp_path: Path, *, sampler: bool = False
+) -> None:
+    """Compare loss and parameter gradients with those of TRL's trainer with `settings`."""
+    model = tiny_model("qwen2", dtype=torch.float32)
+    ours, inputs = our_loss(method, model, batch, sampler)
     ours.backward()
     mine = {n: p.grad.clone() for n, p in model.named_parameters()}
 
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
-    arguments = GRPOConfig(
+    config, kind = GRPOConfig, GRPOTrainer
+    if method.name == "gmpo":
+        from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
+
+        config, kind = GMPOConfig, GMPOTrainer
+    options: dict[str, Any] = {
+        # TRL's default multiplies k3 by the ratio, GRPO (arXiv 2402.03300) does not
+        "use_bias_correction_kl": False
+    }
+    arguments = config(
         output_dir=str(tmp_path), report_to=[], use_cpu=True, bf16=False, per_device_train_batch_size=ROWS,
         num_generations=4, max_completion_length=COMPLETION, beta=0.0, disable_dropout=True,
-        use_bias_correction_kl=False,  # TRL's default multiplies k3 by the ratio, GRPO (arXiv 2402.03300) does not
-        **SETTINGS[name],
+        **(options | settings),
     )  # fmt: skip
-    trainer = GRPOTrainer(
+    trainer = kind(
         model=model, reward_funcs=lambda completions, **_: [0.0] * len(completions), args=arguments,
         train_dataset=Dataset.from_dict({"prompt": ["w2 w3"] * ROWS}), processing_class=tokenizer(),
     )  # fmt: skip
-    trainer.beta = beta  # the reference's log-probabilities are given: no reference model is needed
+    trainer.beta = method.kl.coef  # the reference's log-probabilities are given: no reference model is needed
     trainer.current_gradient_accumulation_steps = 1
     model.train()
     model.zero_grad()
-    inputs = {k: batch[k] for k in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")} | {
-        "advantages": advantage, "old_per_token_logps": behavior, "ref_per_token_logps": reference,
-        "num_items_in_batch": mask.sum(),
-    }  # fmt: skip
+    if sampler:
+        factor = trls_ratio(
+            method, inputs["old_per_token_logps"], inputs["sampling_per_token_logps"], batch["completion_mask"]
+        )
+        trainer.use_vllm = trainer.vllm_importance_sampling_correction = factor is not None
+        inputs |= {} if factor is None else {"importance_sampling_ratio": factor}
     theirs = trainer._compute_loss(model, inputs)
     theirs.backward()
 

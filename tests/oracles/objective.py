@@ -79,6 +79,7 @@ class Batch:
     group: list[int]
     mask: list[list[bool]]
     behavior: list[list[float]]
+    sampler: list[list[float]]
     old: list[list[float]]
     logit: list[list[float]]
     entropy: list[list[float]]
@@ -152,6 +153,8 @@ def coefficient(b: Batch, how: str, i: int) -> float:
         return 1 / (n * len(b.row(i)))
     if how == "token":
         return 1 / len(b.tokens())
+    if how == "sequence_sum":
+        return 1 / n
     return 1 / (n * b.limit)
 
 
@@ -297,6 +300,82 @@ def dr_grpo(b: Batch) -> Dual:
 def cispo(b: Batch) -> Dual:
     adv = advantages(b)
     return total(b, lambda i, t: min(ratio(b, i, t).value, 5.0) * adv[i] * b.now[i][t], how="token")
+
+
+def dual_clip(b: Batch, bound: float) -> Dual:
+    adv = advantages(b)
+
+    def objective(i, t):
+        plain = ppo(ratio(b, i, t), adv[i])
+        return plain if adv[i] >= 0 or plain.value > bound * adv[i] else bound * adv[i]
+
+    return total(b, objective)
+
+
+def sapo(b: Batch) -> Dual:
+    adv = advantages(b)
+
+    def objective(i, t):
+        tau = 1.0 if adv[i] > 0 else 1.05
+        return (4 / tau) * adv[i] * ((-tau * (ratio(b, i, t) - 1.0)).exp() + 1.0).power(-1.0)
+
+    return total(b, objective)
+
+
+def gmpo(b: Batch) -> Dual:
+    """Ratios bounded as numbers, then Π^(1/n)."""
+    adv, loss = advantages(b), Dual(0.0)
+    for i in range(len(b.mask)):
+        product = Dual(1.0)
+        for t in b.row(i):
+            r = ratio(b, i, t)
+            bounded = clip(r, 0.0, math.exp(0.4)) if adv[i] > 0 else clip(r, math.exp(-0.4), math.inf)
+            product = product * bounded
+        if b.row(i):
+            loss = loss - (1 / len(b.mask)) * adv[i] * product.power(1 / len(b.row(i)))
+    return loss + total(b, lambda i, t: 0.0)
+
+
+def dppo(b: Batch, kl: bool, limit: float) -> Dual:
+    adv = advantages(b)
+
+    def objective(i, t):
+        p, q = math.exp(b.now[i][t].value), math.exp(b.behavior[i][t])
+        away = adv[i] * (p - q) > 0
+        if kl and p >= 1 and q < 1:
+            distance = math.inf
+        else:
+            rest = (1 - q) * math.log((1 - q) / (1 - p)) if kl and q < 1 else 0.0
+            distance = q * math.log(q / p) + rest if kl else abs(p - q)
+        return 0.0 if away and distance > limit else min(p / q, 20.0) * adv[i] * b.now[i][t]
+
+    return total(b, objective)
+
+
+def luspo(b: Batch) -> Dual:
+    """(1/N) Σ_i |o_i|·min(s A, clip(s) A); the KL term summed over a completion as well."""
+    adv, loss = advantages(b), Dual(0.0)
+    for i in range(len(b.mask)):
+        if b.row(i):
+            loss = loss - (len(b.row(i)) / len(b.mask)) * ppo(sequence_ratio(b, i), adv[i], 2e-3, 2.5e-3)
+    return loss + total(b, lambda i, t: 0.0, how="sequence_sum")
+
+
+def vespo(b: Batch, factor: Callable[[int, int], float] = lambda i, t: 1.0) -> Dual:
+    adv, phi = advantages(b), {}
+    for i in range(len(b.mask)):
+        w = 1.0
+        for t in b.row(i):
+            w *= math.exp(b.now[i][t].value - b.behavior[i][t]) * max(factor(i, t), 1e-8)
+        w = max(w, 1e-8)
+        k, rate = (2.0, 3.0) if adv[i] >= 0 else (3.0, 2.0)
+        phi[i] = math.exp(rate) * w**k * math.exp(-rate * w)
+    return total(b, lambda i, t: phi[i] * adv[i] * b.now[i][t], how="token")
+
+
+def bnpo(b: Batch) -> Dual:
+    adv = advantages(b)
+    return total(b, lambda i, t: ppo(ratio(b, i, t), adv[i]), how="token")
 
 
 def papo(b: Batch, target: float) -> Dual:
