@@ -5,7 +5,7 @@ imported as such.
 """
 
 from sharpscope.recording.health import Event, StepHealth, check_finite, check_policy, check_rollouts, memory_share
-from sharpscope.recording.norms import gradient_norm, update_norm
+from sharpscope.recording.norms import clip_factor, gradient_norm, update_norm
 from sharpscope.recording.observers import Observations, Observers
 from sharpscope.recording.probe_sets import Drawer, check_probe_set, run_probe_set, solution_losses
 from sharpscope.recording.rows import (
@@ -46,6 +46,7 @@ __all__ = [
     "check_policy",
     "check_probe_set",
     "check_rollouts",
+    "clip_factor",
     "evaluation_row",
     "gradient_norm",
     "memory_share",

@@ -1,4 +1,4 @@
-"""Global L2 norms of a gradient and of the step that AdamW took."""
+"""Global L2 norms of a gradient and of the step that AdamW took, and the factor of clipping."""
 
 from __future__ import annotations
 
@@ -56,3 +56,8 @@ def _steps_taken(optimizer: torch.optim.AdamW) -> Iterator[Tensor]:
             adaptive = (state["exp_avg"] / (1 - beta1**step)).div_(root).mul_(lr)
             before = (parameter + adaptive) / (1 - lr * decay) if decay else parameter
             yield adaptive + lr * decay * before if decay else adaptive
+
+
+def clip_factor(norm: float, limit: float | None) -> float:
+    """What clipping multiplies a gradient of this norm by: min(1, limit/(norm + 1e-6)), as in torch; 1 without a limit."""
+    return 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))

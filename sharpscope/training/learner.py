@@ -25,6 +25,7 @@ from sharpscope.recording import (
     StepTokens,
     UpdateResult,
     UpdateTokens,
+    clip_factor,
     gradient_norm,
     step_tensors,
     update_norm,
@@ -117,7 +118,7 @@ class Learner:
                 if before_step is not None and gradient.finite:
                     # Before the gradient is reshaped: the tokens' coefficients are those of the loss's own gradient.
                     first_use = tokens.update[rows] == index
-                    factor = self.clip_factor(gradient.norm)
+                    factor = clip_factor(gradient.norm, self.max_grad_norm)
                     before_step(PendingUpdate(index, rows, first_use, gradient.tokens.coef, gradient.norm, factor))
                 updates.append(work.apply(gradient))
         except NonFiniteError as error:  # a token weight
@@ -136,10 +137,6 @@ class Learner:
             for pass_index in range(passes_of(method)):
                 for chosen in torch.tensor_split(order, self.mini_batches):
                     yield torch.nonzero(torch.isin(rollouts.group.cpu(), chosen)).flatten(), pass_index
-
-    def clip_factor(self, norm: float) -> float:
-        """What a gradient of this norm is multiplied by."""
-        return 1.0 if self.max_grad_norm is None else min(1.0, self.max_grad_norm / (norm + 1e-6))
 
 
 @dataclass(frozen=True)
@@ -189,7 +186,7 @@ class _Updates:
             norm = gradient_norm(learner.parameters)
         if not (math.isfinite(gradient.loss) and math.isfinite(norm)):
             return self.skip(gradient, norm)
-        factor = learner.clip_factor(norm)
+        factor = clip_factor(norm, learner.max_grad_norm)
         scale_gradients(learner.parameters, factor)
         learner.optimizer.step()
         size = update_norm(learner.optimizer)

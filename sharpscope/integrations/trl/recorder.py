@@ -41,7 +41,15 @@ from sharpscope.policy import make_policy
 from sharpscope.policy.scoring import Scorer
 from sharpscope.policy.sharding import ModelView
 from sharpscope.probes.guard import guarded
-from sharpscope.recording import Observers, RolloutBatch, StepResult, gradient_norm, step_tensors, update_norm
+from sharpscope.recording import (
+    Observers,
+    RolloutBatch,
+    StepResult,
+    clip_factor,
+    gradient_norm,
+    step_tensors,
+    update_norm,
+)
 from sharpscope.seeds import generator
 
 ROW = "sharpscope_row"  # (n, 2): serial number of the batch, row in it
@@ -318,9 +326,9 @@ class Recorder:
 
     def _gradient_done(self) -> None:
         """Run the probes that are due; the gradient of an update is complete and not clipped."""
-        step, limit = self._step, self.max_grad_norm
+        step = self._step
         loss, norm = math.fsum(float(loss) for loss in step.losses), gradient_norm(self.parameters)
-        step.gradient = (loss, norm, 1.0 if limit is None else min(1.0, limit / (norm + 1e-6)))
+        step.gradient = (loss, norm, clip_factor(norm, self.max_grad_norm))
         if not step.updates:
             self._observer = self.observers.for_step(self.trace.step, step.joined()[0].rollouts, self.trace.recent)
         if math.isfinite(norm) and math.isfinite(loss):

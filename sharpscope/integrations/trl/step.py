@@ -29,7 +29,7 @@ class Step:
     gaps: list[Tensor] = field(
         default_factory=list
     )  # |ln π of TRL − ln π of our forward pass| before the first update [nats]
-    now: list[tuple[int, Tensor, UpdateTokens]] = field(
+    pending: list[tuple[int, Tensor, UpdateTokens]] = field(
         default_factory=list
     )  # serial, rows (n,), what they do in the present update
 
@@ -60,13 +60,13 @@ class Step:
             target, value = getattr(tokens, name), getattr(found, name)
             target[rows] = torch.where(first, value.detach().cpu().to(target.dtype), target[rows])
         tokens.update[rows] = torch.where(first, index, tokens.update[rows])
-        now = UpdateTokens.zeros(mask.shape, tokens.loss_coef.dtype)
-        now.write(torch.arange(len(rows)), mask, found.clipped, found.kl)
+        update_tokens = UpdateTokens.zeros(mask.shape, tokens.loss_coef.dtype)
+        update_tokens.write(torch.arange(len(rows)), mask, found.clipped, found.kl)
 
         def keep(gradient: Tensor) -> None:
-            now.coef = torch.where(mask, gradient.detach().to("cpu", now.coef.dtype), 0.0)
-            tokens.loss_coef[rows] = torch.where(first, now.coef, tokens.loss_coef[rows])
-            self.now.append((serial, rows, now))
+            update_tokens.coef = torch.where(mask, gradient.detach().to("cpu", update_tokens.coef.dtype), 0.0)
+            tokens.loss_coef[rows] = torch.where(first, update_tokens.coef, tokens.loss_coef[rows])
+            self.pending.append((serial, rows, update_tokens))
 
         logp.register_hook(keep)
 
@@ -79,8 +79,8 @@ class Step:
         """The present update between its gradient and the optimizer's step."""
         joined, tokens, offset = join(self.batches)
         width, index = joined.rollouts.completion_ids.shape[1], len(self.updates)
-        rows = torch.cat([rows + offset[serial] for serial, rows, _ in self.now])
-        coef = torch.cat([widened(now.coef, width) for _, _, now in self.now])
+        rows = torch.cat([rows + offset[serial] for serial, rows, _ in self.pending])
+        coef = torch.cat([widened(update_tokens.coef, width) for _, _, update_tokens in self.pending])
         _, norm, factor = self.gradient
         return PendingUpdate(index, rows, tokens.update[rows] == index, coef, norm, factor)
 
@@ -90,6 +90,6 @@ class Step:
         self.updates.append(UpdateResult(loss, norm, norm, size, factor, skipped))
         if not skipped:
             tokens = {batch.serial: batch.tokens for batch in self.batches}
-            for serial, rows, now in self.now:
-                tokens[serial].count(rows, now)
-        self.now, self.losses = [], []
+            for serial, rows, update_tokens in self.pending:
+                tokens[serial].count(rows, update_tokens)
+        self.pending, self.losses = [], []
