@@ -166,3 +166,12 @@ def test_warnings_for_other_libraries_authors_are_not_shown():
         ("UserWarning", "peft.tuners"), ("UserWarning", "torch.jit._script"),  # they may tell a user something
         ("UserWarning", "sharpscope.traces"), ("FutureWarning", "sharpscope.traces"),
     }  # fmt: skip
+
+
+def test_analysis_needs_no_torch():
+    code = (
+        "import sys\nsys.modules['torch'] = sys.modules['transformers'] = None\n"
+        "from sharpscope import analysis\nfor name in analysis.__all__:\n    getattr(analysis, name)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr

@@ -47,7 +47,9 @@ def _mapped(self: Any, name: str, expert: int, x: Tensor) -> Tensor:
 
 def _plain(module: nn.Module) -> bool:
     """Whether `module` holds experts that `transformers` itself can compute in several ways, so that `_forward` can too."""
-    return hasattr(module, "is_transposed") and hasattr(module, "down_proj") and not module.has_post_expert_norm
+    if not (hasattr(module, "is_transposed") and hasattr(module, "down_proj")):
+        return False
+    return not getattr(module, "has_post_expert_norm", False)  # older transformers have no such experts
 
 
 @contextmanager
