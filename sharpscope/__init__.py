@@ -1,6 +1,6 @@
-"""sharpscope: which tokens move a language model under RL, how sharp is the place they move it to, and does it matter.
+"""Sharpness diagnostics for reinforcement-learning fine-tuning of language models.
 
-The names below are imported when first used, so that `import sharpscope` takes milliseconds.
+The public names are imported at first access, so `import sharpscope` takes milliseconds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from sharpscope.traces import load_run as load_run
     from sharpscope.traces import load_runs as load_runs
 
-_HOMES = {
+_MODULES = {
     "load_run": "sharpscope.traces",
     "load_runs": "sharpscope.traces",
     "score_norms": "sharpscope.probes",
@@ -33,12 +33,12 @@ _HOMES = {
     "register_token_weight": "sharpscope.config",
 }
 
-__all__ = ["__version__", *sorted(_HOMES)]  # noqa: PLE0604 - the names are strings
+__all__ = ["__version__", *sorted(_MODULES)]  # noqa: PLE0604 - the names are strings
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(import_module(_HOMES[name]), name)
+    if name in _MODULES:
+        return getattr(import_module(_MODULES[name]), name)
     raise AttributeError(f"module 'sharpscope' has no attribute '{name}'")
 
 

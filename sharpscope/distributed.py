@@ -43,10 +43,10 @@ def start(device: str = "auto") -> Launch:
     """Join the process group if `accelerate launch` or torchrun started one. Call it once per program.
 
     Args:
-        device: policy.device; with several GPUs `auto` or `cuda` is each process's own one.
+        device: policy.device; with several GPUs `auto` or `cuda` is one per process.
 
     Raises:
-        UserError: accelerate is missing, or the launch asks for what is not supported.
+        UserError: accelerate is not installed, or an option of the launch is not supported.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) <= 1:
         return Launch()
@@ -54,10 +54,10 @@ def start(device: str = "auto") -> Launch:
         from accelerate import Accelerator, FullyShardedDataParallelPlugin
     except ImportError:
         raise UserError(
-            "several processes: accelerate is not installed; pip install 'sharpscope[accelerate]'"
+            "accelerate launch: accelerate is not installed; pip install 'sharpscope[accelerate]'"
         ) from None
     if device not in ("auto", "cuda", "cpu"):
-        raise UserError(f"policy.device {device!r}: several processes take a GPU each; use 'auto', or 'cpu' for none")
+        raise UserError(f"policy.device {device!r}: not supported with several processes; use 'auto' or 'cpu'")
     cpu = device == "cpu" or not torch.cuda.is_available()
     state = Accelerator(cpu=cpu or os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true").state
     atexit.register(_leave)
@@ -66,17 +66,17 @@ def start(device: str = "auto") -> Launch:
         raise UserError(f"accelerate launch: {kind} is not supported; use data-parallel processes or --use_fsdp")
     if state.mixed_precision != "no":
         raise UserError(
-            f"accelerate launch --mixed_precision {state.mixed_precision}: the run's own setting decides; leave it out and set "
+            f"accelerate launch --mixed_precision {state.mixed_precision}: not supported; remove it and set "
             "policy.dtype=bfloat16"
         )
-    # Read here, not from the state: accelerate forgets the plugin where there is no GPU, and FSDP2 works without.
+    # Not from the state: without a GPU accelerate drops the plugin, although FSDP2 works.
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
         return Launch(world_size())
     plugin: Any = FullyShardedDataParallelPlugin()
     if plugin.fsdp_version != 2:
-        raise UserError("accelerate launch --use_fsdp: only the second version is supported; add --fsdp_version 2")
+        raise UserError("accelerate launch --use_fsdp: only FSDP2 is supported; add --fsdp_version 2")
     if type(plugin.cpu_offload).__name__ == "CPUOffloadPolicy":
-        raise UserError("accelerate launch --fsdp_offload_params: not supported; leave it out")
+        raise UserError("accelerate launch --fsdp_offload_params: not supported; remove it")
     return Launch(world_size(), sharded=True, reshard=bool(plugin.reshard_after_forward))
 
 
@@ -103,9 +103,9 @@ def is_rank_zero() -> bool:
 
 def local_slice(size: int) -> slice:
     """This process's contiguous slice of `size` items."""
-    each, more = divmod(size, world_size())
-    first = rank() * each + min(rank(), more)
-    return slice(first, first + each + (rank() < more))
+    quotient, remainder = divmod(size, world_size())
+    start = rank() * quotient + min(rank(), remainder)
+    return slice(start, start + quotient + (rank() < remainder))
 
 
 def balance(work: Sequence[int]) -> list[int]:
@@ -126,33 +126,33 @@ def gather(value: T) -> list[T]:
     """The `value` of every process, by rank. Tensors in it should be on the CPU."""
     if world_size() == 1:
         return [value]
-    found: list[Any] = [None] * world_size()
-    dist.all_gather_object(found, value)
-    return found
+    values: list[Any] = [None] * world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def broadcast(value: T) -> T:
     """The `value` of rank 0, in every process."""
     if world_size() == 1:
         return value
-    told: list[Any] = [value if is_rank_zero() else None]
-    dist.broadcast_object_list(told, src=0)
-    return told[0]
+    values: list[Any] = [value if is_rank_zero() else None]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
 
 
 def rank_zero_call(function: Callable[[], T]) -> T:
     """Call `function` in rank 0 only. Every process returns its result or raises its exception."""
     if world_size() == 1:
         return function()
-    found: Any = None
+    result: Any = None
     if is_rank_zero():
         try:
-            found = (True, function())
+            result = (True, function())
         except Exception as error:
             broadcast((False, error))
             raise
-    worked, value = broadcast(found)
-    if not worked:
+    succeeded, value = broadcast(result)
+    if not succeeded:
         raise value
     return value
 
@@ -188,18 +188,18 @@ def map_rows(rows: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
         return compute(rows)
     part = rows[local_slice(len(rows))]
     own = compute(part) if len(part) else None
-    found = [piece for piece in gather(None if own is None else own.detach().cpu()) if piece is not None]
-    return torch.cat(found).to(rows.device if own is None else own.device)
+    results = [piece for piece in gather(None if own is None else own.detach().cpu()) if piece is not None]
+    return torch.cat(results).to(rows.device if own is None else own.device)
 
 
 @torch.no_grad()
 def sum_tensors(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Sums of `tensors` over the processes. All tensors have one dtype."""
-    found = list(tensors)
-    if world_size() > 1 and found:
-        found = [tensor.clone() for tensor in found]
-        _sum(found)
-    return found
+    sums = list(tensors)
+    if world_size() > 1 and sums:
+        sums = [tensor.clone() for tensor in sums]
+        _sum(sums)
+    return sums
 
 
 @torch.no_grad()
@@ -210,19 +210,19 @@ def sum_gradients(parameters: Sequence[Tensor]) -> None:
     """
     if world_size() == 1:
         return
-    whole = [p for p in parameters if not hasattr(p, "to_local")]
-    if not whole:
+    replicated = [p for p in parameters if not hasattr(p, "to_local")]
+    if not replicated:
         return
-    used = torch.tensor([p.grad is not None for p in whole], dtype=torch.int32, device=whole[0].device)
+    used = torch.tensor([p.grad is not None for p in replicated], dtype=torch.int32, device=replicated[0].device)
     dist.all_reduce(used, op=dist.ReduceOp.MAX)
-    waiting: list[Tensor] = []
-    for parameter, anywhere in zip(whole, used.tolist(), strict=True):
-        if anywhere:
+    gradients: list[Tensor] = []
+    for parameter, is_used in zip(replicated, used.tolist(), strict=True):
+        if is_used:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            waiting.append(parameter.grad)
-    for kind in dict.fromkeys(gradient.dtype for gradient in waiting):
-        _sum([gradient for gradient in waiting if gradient.dtype == kind])
+            gradients.append(parameter.grad)
+    for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
+        _sum([gradient for gradient in gradients if gradient.dtype == dtype])
 
 
 def _sum(tensors: list[Tensor]) -> None:

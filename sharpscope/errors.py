@@ -1,4 +1,4 @@
-"""The one exception for a user's mistake: the command line prints its message and exits with code 2."""
+"""Exceptions for user errors. The command line prints their message and exits with code 2."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ from collections.abc import Iterable
 
 
 class UserError(Exception):
-    """A mistake that the user can mend; the message names the field, the value and the fix in one line."""
+    """An error that the user can fix. The one-line message gives the field, the value and the fix."""
 
 
 class NonFiniteError(UserError):
-    """A number that training needs is not finite; the health rule `non_finite` says what happens then."""
+    """A value needed in training is not finite. The health rule `non_finite` determines the action."""
 
 
 class CheckError(UserError):
-    """A probe's numbers differ from plain autograd on the model at hand, so they are not reported.
+    """The results of a probe differ from autograd for this model, so they are not reported.
 
     Attributes:
-        probe: what was checked: a tier of `score_norms`, `forward`, `central`, `gradient`, `surface` or `hessian`.
-        error: the largest relative error found.
-        tolerance: what the precision of the model allows.
+        message: the error message.
+        probe: name of the check: a tier of `score_norms`, `forward`, `central`, `gradient`, `surface` or `hessian`.
+        error: largest relative error.
+        tolerance: largest relative error allowed for the model's precision.
     """
 
     def __init__(self, message: str, probe: str, error: float, tolerance: float) -> None:
@@ -32,7 +33,7 @@ class CheckError(UserError):
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
-    """`"; did you mean 'x'?"` for the closest of `valid` to `name`, or the whole sorted list when none is close."""
+    """`"; did you mean 'x'?"` for the element of `valid` closest to `name`, or the sorted list if none is close."""
     names = sorted(valid)
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     return f"; did you mean '{close[0]}'?" if close else f"; valid: {', '.join(names)}"

@@ -1,4 +1,4 @@
-"""Where the files are that commands need: in the installed package, or in the checkout's `data/`."""
+"""Paths of data files, in the installed package or in `data/` of a checkout."""
 
 from __future__ import annotations
 
@@ -10,26 +10,28 @@ PACKAGE = Path(__file__).resolve().parent
 
 
 def data_roots() -> tuple[Path, ...]:
-    """Folders that may hold the data, the first that has a file wins: an installed wheel's, a checkout's."""
+    """Folders searched for data, in order: that of an installed wheel, that of a checkout."""
     return (PACKAGE / "_data", PACKAGE.parent / "data")
 
 
 def data_path(*parts: str) -> Path:
-    """Path of a shipped file or folder, such as `data_path("policies", "knights_knaves")`.
+    """Path of a packaged file or folder, such as `data_path("policies", "knights_knaves")`.
 
-    A wheel packs it under `sharpscope/_data`; an editable install reads the checkout's `data`.
+    A wheel contains the data in `sharpscope/_data`; an editable install uses `data` of the checkout.
+
+    Args:
+        parts: path components relative to the data folder.
 
     Raises:
-        UserError: neither has it, or a part leads out of the data folder.
+        UserError: the path does not exist, or is outside the data folder.
     """
-    wanted = Path(*parts)
-    if not parts or wanted.is_absolute() or ".." in wanted.parts:
-        raise UserError(f"data path '{wanted}': must lie inside the shipped data; give its parts without '..'")
+    path = Path(*parts)
+    if not parts or path.is_absolute() or ".." in path.parts:
+        raise UserError(f"data path '{path}': outside the packaged data; use a relative path without '..'")
     for root in data_roots():
-        if (root / wanted).exists():
-            return root / wanted
-    places = " or ".join(map(str, data_roots()))
+        if (root / path).exists():
+            return root / path
     raise UserError(
-        f"data '{wanted.as_posix()}' is not part of this installation (no such file in {places});"
-        " install the package again, or run from a full checkout"
+        f"data '{path.as_posix()}': not found in {' or '.join(map(str, data_roots()))};"
+        " install the package again or use a full checkout"
     )

@@ -87,7 +87,7 @@ def test_parts_of_a_study(sweep_file):
     with pytest.raises(UserError, match="no such part; did you mean 'rates'"):
         plan_sweep(spec, only=["rate"])
     file.write_text(yaml.safe_dump({k: v for k, v in data.items() if k != "methods"} | {"parts": parts}))
-    with pytest.raises(UserError, match="seeds stands beside parts"):
+    with pytest.raises(UserError, match="seeds cannot be combined with parts"):
         read_sweep(file)
     clash = {"a": {"methods": ["grpo"]}, "b": {"methods": ["grpo"], "base": {"steps": 3}}}
     file.write_text(yaml.safe_dump({k: v for k, v in data.items() if k not in ("methods", "seeds")} | {"parts": clash}))
@@ -98,13 +98,13 @@ def test_parts_of_a_study(sweep_file):
 def test_mistakes_are_found_before_anything_runs(sweep_file, tmp_path: Path):
     for changes, says in (
         ({"grid": {"optimizer.lrr": [1]}}, "did you mean 'lr'"),
-        ({"methods": ["grpo", "grpo"]}, "twice"),
+        ({"methods": ["grpo", "grpo"]}, "has duplicate values"),
         ({"seedz": [1]}, "did you mean 'seeds'"),
         ({"grid": {"optimizer.lr": []}}, "no values"),
         ({"settings": [{}, {}]}, "share the folder"),
         ({"base": {"seed": 3}}, "base: seed = 3 does not belong here; list seeds under `seeds`"),
-        ({"base": {"out": "elsewhere"}}, "base: out = 'elsewhere' does not belong here; give it to the sweep"),
-        ({"base": {"name": "zz"}}, "base: name = 'zz' does not belong here; leave it out"),
+        ({"base": {"out": "elsewhere"}}, "base: out = 'elsewhere' does not belong here; set `out` of the sweep"),
+        ({"base": {"name": "zz"}}, "base: name = 'zz' does not belong here; remove it"),
         ({"settings": [{}, {"seed": 1}]}, "settings.*seed = 1 does not belong here"),
         ({"grid": {"seed": [1, 2]}}, "grid: seed = .*does not belong here"),
         ({"smoke": {"name": "zz"}}, "smoke: name = 'zz' does not belong here"),
@@ -157,7 +157,7 @@ def test_a_run_of_other_settings_does_not_count_as_the_planned_one(sweep_file):
     data["base"].setdefault("optimizer", {})["lr"] = 0.25
     changed.write_text(yaml.safe_dump(data))
     with pytest.raises(
-        UserError, match=r"holds a run of other settings: steps = 2 there, 3 planned; optimizer\.lr = .* there, 0\.25"
+        UserError, match=r"contains a run with other settings \(steps = 2, planned 3; optimizer\.lr = .*, planned 0\.25"
     ):
         plan_sweep(read_sweep(changed))
 

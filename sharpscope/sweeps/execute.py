@@ -1,4 +1,4 @@
-"""Execute planned runs: worker processes with divided threads, or a Ray cluster. Finished runs are never repeated."""
+"""Execute planned runs in worker processes or on a Ray cluster. Finished runs are skipped."""
 
 from __future__ import annotations
 
@@ -27,15 +27,16 @@ POLL_S = 1.0
 
 @dataclass
 class SweepOutcome:
-    """How the runs of a sweep ended, by folder name.
+    """Result of a sweep; runs are given by folder name.
 
     Attributes:
-        finished: finished now.
-        skipped: finished before.
-        failed: ended by a mistake or a rule; those that have no run.json begin anew at the next call, the others on retry.
-        interrupted: the same call goes on with them.
-        held: folder name → who else is running it, and what to do about it.
-        errors: folder name → why a run failed, or was interrupted by other than the user.
+        finished: runs that finished in this call.
+        skipped: runs that had finished before.
+        failed: runs that ended with an error or by a health rule. Without run.json they restart at the next call, otherwise
+            with `retry`.
+        interrupted: runs that the next call continues.
+        held: run in use by another process -> message with the process and the fix.
+        errors: run that failed, or was interrupted other than by the user -> reason.
     """
 
     finished: list[str] = field(default_factory=list)
@@ -47,27 +48,26 @@ class SweepOutcome:
 
 
 Ended = dict[PlannedRun, tuple[int, str]]
-"""Exit code and output of every worker that ended by itself; a user's Ctrl-C is no failure."""
-
+"""Run -> exit code and output of its worker, for workers that were not interrupted by the user."""
 
 Progress = Callable[[Sequence[PlannedRun], Sequence[PlannedRun]], None]
-"""Called about once a second with all runs that are to be done and those that are active."""
+"""Called about once a second with all runs to execute and the active ones."""
 
 
 def to_do(runs: Sequence[PlannedRun], retry: bool) -> tuple[list[PlannedRun], list[PlannedRun]]:
-    """(runs to execute, runs to leave): finished ones are left, failed ones too unless `retry`."""
-    leave = {"finished", "running"} | (set() if retry else {"failed"})
-    wanted = [run for run in runs if run.status not in leave]
-    return wanted, [run for run in runs if run not in wanted]
+    """Split runs into those to execute and those to skip: finished, running and, unless `retry`, failed ones."""
+    skip = {"finished", "running"} | (set() if retry else {"failed"})
+    pending = [run for run in runs if run.status not in skip]
+    return pending, [run for run in runs if run not in pending]
 
 
 def run_command(run: PlannedRun, configs: Path, threads: int) -> list[str]:
-    """The command line of one run: anew, or on from its last checkpoint; a run without one is started over."""
+    """Command line that starts a run or resumes it from its last checkpoint; a run without a checkpoint restarts."""
     base = [sys.executable, "-m", "sharpscope", "run", "--quiet"]
     if run.status in ("interrupted", "failed"):
         if checkpoints(run.run_dir):
             return [*base, "--resume", str(run.run_dir)]
-        # Nothing to go on from: what the aborted attempt recorded is kept aside, never merged.
+        # Without a checkpoint the traces of the aborted attempt are kept under another name.
         set_aside(run.run_dir)
     return [*base, str(write_config(run, configs, threads))]
 
@@ -81,35 +81,43 @@ def execute(
     ray: str | None = None,
     on_progress: Progress | None = None,
 ) -> SweepOutcome:
-    """Execute what is left of a sweep with `workers` processes of `threads` threads each.
+    """Execute the unfinished runs of a sweep.
 
-    Ctrl-C lets every active run end its step and save a checkpoint; the same call later goes on from there.
+    After Ctrl-C every active run completes its step and saves a checkpoint; the next call resumes it.
+
+    Args:
+        runs: all runs of the sweep.
+        workers: number of processes.
+        threads: number of threads per process.
+        retry: execute failed runs again.
+        ray: `local` or HOST:PORT of a Ray cluster; None uses worker processes.
+        on_progress: called about once a second.
 
     Raises:
-        UserError: Ray is asked for and not installed, or its cluster cannot be reached.
+        UserError: Ray is not installed, or its cluster cannot be reached.
     """
-    wanted, _ = to_do(runs, retry)
+    pending, _ = to_do(runs, retry)
     ended: Ended = {}
     with tempfile.TemporaryDirectory(prefix="sharpscope-sweep-") as folder:
         backend = _processes if ray is None else _ray
         backend(
-            wanted, Path(folder), workers, threads, ray or "", ended, on_progress or (lambda everything, active: None)
+            pending, Path(folder), workers, threads, ray or "", ended, on_progress or (lambda pending, active: None)
         )
     outcome = SweepOutcome()
     for run in runs:
-        _count(outcome, run, run in wanted, *ended.get(run, (0, "")))
+        _count(outcome, run, run in pending, *ended.get(run, (0, "")))
     return outcome
 
 
 def _count(outcome: SweepOutcome, run: PlannedRun, executed: bool, code: int, text: str) -> None:
-    """Say in `outcome` how a run stands whose worker, if it had one, ended with exit code `code` and printed `text`."""
+    """Add a run to `outcome`, given the exit code and the output of its worker (0 and empty if it had none)."""
     name, status = run.run_dir.name, run.status
     if status == "finished":
         (outcome.finished if executed else outcome.skipped).append(name)
     elif status == "running":
         outcome.held[name] = held_text(run.run_dir, lock_owner(run.run_dir))
     elif status == "failed" or code > 0 or (code < 0 and status == "planned"):
-        # A positive code is the program's own refusal: the same call again would only meet it again.
+        # A positive exit code is an error of the program, which would repeat.
         outcome.failed.append(name)
         outcome.errors[name] = _reason(run, code, text)
     else:
@@ -119,20 +127,20 @@ def _count(outcome: SweepOutcome, run: PlannedRun, executed: bool, code: int, te
 
 
 def _reason(run: PlannedRun, code: int, text: str) -> str:
-    """Why a run did not finish: its worker's error, what run.json says of its end, the signal, or the last line printed."""
+    """Why a run did not finish: the worker's error, the end in run.json, the signal, or the last line of output."""
     lines = text.strip().splitlines()
-    told = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    if told:
-        return told[-1]
+    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    if errors:
+        return errors[-1]
     if run.status == "failed" and read_run_info(run.run_dir).get("end"):
         return str(read_run_info(run.run_dir)["end"])
     if code < 0:
-        return f"its process was ended by signal {-code} ({signal.strsignal(-code)})"
-    return lines[-1] if lines else f"it ended with exit code {code} and printed nothing"
+        return f"process ended by signal {-code} ({signal.strsignal(-code)})"
+    return lines[-1] if lines else f"exit code {code} without output"
 
 
 def _processes(
-    wanted: list[PlannedRun],
+    pending: list[PlannedRun],
     configs: Path,
     workers: int,
     threads: int,
@@ -140,7 +148,7 @@ def _processes(
     ended: Ended,
     on_progress: Progress,
 ) -> None:
-    waiting = list(wanted)
+    waiting = list(pending)
     active: dict[PlannedRun, tuple[subprocess.Popen[bytes], Path]] = {}
     environment = worker_environment(threads)
     with _forward_interrupts(lambda: [process for process, _ in active.values()]) as stopping:
@@ -162,11 +170,11 @@ def _processes(
                     del active[run]
                     if not stopping():
                         ended[run] = process.returncode, log.read_text(encoding="utf-8", errors="replace")
-            on_progress(wanted, list(active))
+            on_progress(pending, list(active))
 
 
 def _ray(
-    wanted: list[PlannedRun],
+    pending: list[PlannedRun],
     configs: Path,
     workers: int,
     threads: int,
@@ -174,7 +182,7 @@ def _ray(
     ended: Ended,
     on_progress: Progress,
 ) -> None:
-    """The same on a Ray cluster; the cluster's nodes must see the folder of the runs (a shared disk)."""
+    """Execute the runs on a Ray cluster, whose nodes need access to the run folders (a shared disk)."""
     try:
         import ray as cluster
     except ImportError:
@@ -202,24 +210,22 @@ def _ray(
 
     try:
         remote = cluster.remote(num_cpus=threads, max_retries=0)(work)
-        tasks = {remote.remote(run_command(run, configs, threads), str(Path.cwd())): run for run in wanted}
-        pending = list(tasks)
-        while pending:
-            done, pending = cluster.wait(pending, num_returns=1, timeout=POLL_S)
+        tasks = {remote.remote(run_command(run, configs, threads), str(Path.cwd())): run for run in pending}
+        waiting = list(tasks)
+        while waiting:
+            done, waiting = cluster.wait(waiting, num_returns=1, timeout=POLL_S)
             for task in done:
                 ended[tasks[task]] = cluster.get(task)
-            on_progress(wanted, [tasks[task] for task in pending if tasks[task].status == "running"])
+            on_progress(pending, [tasks[task] for task in waiting if tasks[task].status == "running"])
     finally:
         cluster.shutdown()
 
 
 def _check_address(address: str) -> None:
-    """UserError at once for a cluster that does not answer: Ray itself would go on trying for minutes."""
+    """Raise UserError if the cluster does not respond; Ray itself retries for minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not port.isdigit():
-        raise UserError(
-            f"--ray {address}: must be `local` or HOST:PORT of a cluster's head (ray://HOST:PORT for a client)"
-        )
+        raise UserError(f"--ray {address}: must be `local`, HOST:PORT of a head node, or ray://HOST:PORT for a client")
     try:
         socket.create_connection((host, int(port)), timeout=5).close()
     except (OSError, OverflowError) as error:
@@ -229,19 +235,19 @@ def _check_address(address: str) -> None:
 
 
 def worker_environment(threads: int) -> dict[str, str]:
-    """The environment of a worker: its share of the threads for every numerical library."""
-    shares = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(threads))
-    return {**os.environ, **shares, "TOKENIZERS_PARALLELISM": "false"}
+    """Environment of a worker, with its number of threads for every numerical library."""
+    limits = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(threads))
+    return {**os.environ, **limits, "TOKENIZERS_PARALLELISM": "false"}
 
 
 @contextmanager
 def _forward_interrupts(processes: Callable[[], list[subprocess.Popen[bytes]]]) -> Iterator[Callable[[], bool]]:
-    """Pass the first Ctrl-C on to the workers as "end your step", the second as the same again, which stops them at once."""
-    asked = False
+    """Forward Ctrl-C to the workers: the first ends their step, the second stops them. Yields whether it was pressed."""
+    stopping = False
 
     def handler(number: int, frame: object) -> None:
-        nonlocal asked
-        asked = True
+        nonlocal stopping
+        stopping = True
         for process in processes():
             process.send_signal(signal.SIGINT)
 
@@ -251,24 +257,24 @@ def _forward_interrupts(processes: Callable[[], list[subprocess.Popen[bytes]]]) 
         yield lambda: False
         return
     try:
-        yield lambda: asked
+        yield lambda: stopping
     finally:
         for number, old in previous.items():
             signal.signal(number, old)
 
 
 def estimate_step_seconds(run: PlannedRun, threads: int, steps: int = 2) -> float:
-    """Seconds of one step of `run`, measured in a throw-away folder (the first step, a warm-up, is not counted)."""
+    """Measure the median time of one step of `run` [s] in a temporary folder; the first step is excluded."""
     from sharpscope.traces import load_run
     from sharpscope.training import train
 
     with tempfile.TemporaryDirectory(prefix="sharpscope-estimate-") as folder:
-        quick = {"every": 0}
+        disabled = {"every": 0}
         config = run.config.model_copy(
             update={
                 "out": folder, "name": "estimate", "steps": steps + 1, "threads": threads,
-                "evaluation": run.config.evaluation.model_copy(update=quick),
-                "probes": run.config.probes.model_copy(update=quick),
+                "evaluation": run.config.evaluation.model_copy(update=disabled),
+                "probes": run.config.probes.model_copy(update=disabled),
             }
         )  # fmt: skip
         train(config)

@@ -1,9 +1,9 @@
-"""Demonstrations for the warm start: Knights-and-Knaves puzzles with completions in two styles.
+"""Demonstrations for the warm start on Knights-and-Knaves puzzles, with completions in two styles.
 
-`reason` tries the assignments in a fixed order, all knights first, and checks each person in turn until one
-contradicts; the last trial is the solution. `guess` writes the solution down at once, which a small model can hardly do
-better than guess. Both end in the same answer. A policy that has learnt both chooses at its first token, and
-reinforcement learning finds the better choice quickly.
+`reason` tries assignments in a fixed order, all knights first, and checks each person until the first contradiction; the
+last trial is the solution. `guess` gives the solution directly, which a small model can hardly predict. Both end with the
+same answer. A policy trained on both chooses the style with its first token, and reinforcement learning quickly finds the
+better one.
 """
 
 from __future__ import annotations
@@ -20,18 +20,22 @@ from sharpscope.tasks import Example, KnightsKnavesSpec, make_task
 Style = Literal["reason", "guess"]
 OPENING = "<think>"
 ROLE = {True: "knight", False: "knave"}
-JUDGED = {True: "yes", False: "no"}
-CLAIMED = {"telling-truth": True, "lying": False}
+VERDICT = {True: "yes", False: "no"}
+CLAIMS_KNIGHT = {"telling-truth": True, "lying": False}
 CONNECTIVES = {"and": "and", "or": "or", "->": "then", "<=>": "iff"}
 GUESS = "a guess."
 
 
 @dataclass(frozen=True)
 class Demonstration:
-    """A prompt and the completion to imitate, end of text not included; `level` is the task's.
+    """A prompt and the completion to imitate.
 
-    Where an environment speaks in between, `completion` is the first turn and `later` holds its replies, which are not
-    imitated, each with the turn that follows.
+    Attributes:
+        prompt: the prompt.
+        completion: the first turn, without the end-of-text token.
+        style: style of the completion.
+        level: the task's level.
+        later: pairs of a response of the environment, which is not imitated, and the turn after it.
     """
 
     prompt: str
@@ -42,12 +46,12 @@ class Demonstration:
 
     @property
     def text(self) -> str:
-        """Prompt, all turns and replies."""
+        """Prompt, all turns and all responses."""
         return "".join([self.prompt, self.completion, *(reply + turn for reply, turn in self.later)])
 
 
 def holds(statement: Sequence[Any], roles: Sequence[bool]) -> bool:
-    """Whether a statement (the tuples of `sharpscope.tasks.statements`) is true when roles[i] says "i is a knight"."""
+    """Whether a statement (see `sharpscope.tasks.statements`) is true if roles[i] is whether person i is a knight."""
     operator, *parts = statement
     if operator == "telling-truth":
         return roles[parts[0]]
@@ -68,24 +72,24 @@ def holds(statement: Sequence[Any], roles: Sequence[bool]) -> bool:
 
 
 def evaluated(statement: Sequence[Any], names: Sequence[str], roles: Sequence[bool]) -> str:
-    """A statement with each elementary claim judged under `roles`: "Ava knave no or Leo knight yes".
+    """A statement with the truth value of each elementary claim under `roles`: "Ava knave no or Leo knight yes".
 
-    A negated claim is turned round ("not a knight" is "knave"). Deeper nesting stands in parentheses.
+    A negated claim is rewritten ("not a knight" as "knave"). Nested statements are in parentheses.
     """
     claim = _claim(statement)
     if claim is not None:
         person, knight = claim
-        return f"{names[person]} {ROLE[knight]} {JUDGED[roles[person] == knight]}"
+        return f"{names[person]} {ROLE[knight]} {VERDICT[roles[person] == knight]}"
     operator, *parts = statement
     inner = [evaluated(part, names, roles) if _claim(part) else f"({evaluated(part, names, roles)})" for part in parts]
     return f"not {inner[0]}" if operator == "not" else f" {CONNECTIVES[operator]} ".join(inner)
 
 
 def _claim(statement: Sequence[Any]) -> tuple[int, bool] | None:
-    """(person, claimed to be a knight) of an elementary claim, negated or not; None for what is put together."""
+    """(person, whether claimed to be a knight) of a claim about one person, negated or not; None for other statements."""
     operator, *parts = statement
-    if operator in CLAIMED:
-        return parts[0], CLAIMED[operator]
+    if operator in CLAIMS_KNIGHT:
+        return parts[0], CLAIMS_KNIGHT[operator]
     if operator == "not" and (claim := _claim(parts[0])) is not None:
         return claim[0], not claim[1]
     return None
@@ -94,11 +98,11 @@ def _claim(statement: Sequence[Any]) -> tuple[int, bool] | None:
 def trials(names: Sequence[str], statements: Sequence[Sequence[Any]]) -> str:
     """The `reason` style: "Ava knight, Leo knight: Ava says Leo knave no, no. Ava knight, Leo knave: … yes."
 
-    For each trial the roles, then what each person says with every claim judged under them, up to the first person who
-    as a knight says something false or as a knave something true ("no."); the first trial without one ends it ("yes.").
+    A trial lists the roles and then evaluates each person's statement, up to the first false statement of a knight or true
+    statement of a knave ("no."). The first consistent trial is the last one ("yes.").
 
     Raises:
-        ValueError: no assignment fits.
+        ValueError: the puzzle has no solution.
     """
     text = []
     for roles in product((True, False), repeat=len(names)):
@@ -114,43 +118,43 @@ def trials(names: Sequence[str], statements: Sequence[Sequence[Any]]) -> str:
 
 
 def phrases() -> list[str]:
-    """What `completion` is put together from, besides names: one token each in the embedded policies."""
-    judged = [f" {role} {word}" for role in ROLE.values() for word in JUDGED.values()]
+    """Texts that completions consist of besides names; each is one token in the embedded policies."""
+    claims = [f" {role} {word}" for role in ROLE.values() for word in VERDICT.values()]
     return sorted(
         [f" {role}{mark} " for role in ROLE.values() for mark in ",:"]
         + [" says "]
-        + [f"{claim}, " for claim in judged]
-        + [f"{claim} {connective} " for claim in judged for connective in CONNECTIVES.values()]
+        + [f"{claim}, " for claim in claims]
+        + [f"{claim} {connective} " for claim in claims for connective in CONNECTIVES.values()]
         + ["no. ", "yes.", GUESS, "(1) "]
         + [f"\n({number}) " for number in range(2, 8)]
     )
 
 
 def completion(meta: Mapping[str, Any], answer: str, style: Style) -> str:
-    """`<think>…</think><answer>…</answer>` for a puzzle's `meta` (names, statements) and solution text."""
-    thought = trials(meta["names"], meta["statements"]) if style == "reason" else GUESS
-    return f"{OPENING}{thought}</think><answer>{answer}</answer>"
+    """Completion `<think>…</think><answer>…</answer>` for a puzzle's `meta` (names, statements) and solution text."""
+    reasoning = trials(meta["names"], meta["statements"]) if style == "reason" else GUESS
+    return f"{OPENING}{reasoning}</think><answer>{answer}</answer>"
 
 
 def puzzles(people: int, count: int, seed: int, split: Literal["train", "heldout"] = "train") -> list[Example]:
-    """`count` puzzles of the task's training or held-out side: whatever the seeds, the two sides share no content."""
+    """`count` puzzles of the task's training or held-out split; for all seeds the two share no content."""
     sizes = {"train_size": 1, "heldout_size": 0} | {f"{split}_size": count}
     return make_task(KnightsKnavesSpec(people=people, **sizes, seed=seed)).splits()[split]
 
 
 def renamed(text: str, names: Sequence[str], others: Sequence[str]) -> str:
-    """`text` with each whole word of `names` replaced by its partner in `others`, all at once."""
-    partner = dict(zip(names, others, strict=True))
-    return re.sub(rf"\b({'|'.join(map(re.escape, names))})\b", lambda match: partner[match[1]], text)
+    """Replace each whole word of `names` in `text` by the corresponding word of `others`, simultaneously."""
+    replacements = dict(zip(names, others, strict=True))
+    return re.sub(rf"\b({'|'.join(map(re.escape, names))})\b", lambda match: replacements[match[1]], text)
 
 
 _CLAIM = re.compile(r"(\"|that )([A-Z][a-z]+) is a (knight|knave)(?=[\".,])")
 
 
 def longer_wording(quiz: str, rng: random.Random) -> str:
-    """The puzzle worded as the published sets word theirs: "If …" with a capital, half of the bare claims negated.
+    """Reword a puzzle like the published sets: capitalize "If …" and negate half of the single claims.
 
-    "Ava is a knave" becomes "Ava is not a knight", which says the same.
+    "Ava is a knave" becomes the equivalent "Ava is not a knight".
     """
     quiz = re.sub(r"(\"|that )if ", r"\1If ", quiz)
 
@@ -196,9 +200,9 @@ _ENDS = (
 
 
 def chat(quiz: str, name: str, rng: random.Random) -> str:
-    """A chat prompt around a puzzle, ending in an opened `<think>`: a system text of varied sentences, then the puzzle.
+    """Chat prompt with a random system message and the puzzle, which ends in `<think>`.
 
-    `name` stands in the example of the answer's form.
+    `name` is used in the example of the answer format.
     """
     sentences = [rng.choice(_ROLES)]
     sentences += [rng.choice(_THINKS)] * (rng.random() < 0.9)
@@ -218,27 +222,32 @@ def demonstrations(
     chat_share: float,
     seed: int,
 ) -> Iterator[Demonstration]:
-    """Endless stream of demonstrations: sizes by `weights`, puzzles of `pools` (by size) in turn, under new names.
+    """Endless stream of demonstrations. Puzzles of a pool are used in turn, with new names.
 
-    A share `guess_share` has the style `guess`; a share `chat_share` the chat prompt (`chat`, `longer_wording`), whose
-    completion continues after the opened `<think>`. The rest has the task's compact prompt.
+    Args:
+        pools: number of people -> puzzles.
+        weights: number of people -> sampling weight.
+        guess_share: fraction with the style `guess`.
+        chat_share: fraction with a chat prompt (`chat`, `longer_wording`), whose completion starts after `<think>`. The rest
+            has the task's compact prompt.
+        seed: seed of all random draws.
     """
     rng = random.Random(seed)
     sizes = [people for people in sorted(pools) if weights.get(people, 0) > 0]
-    everyone = sorted({name for pool in pools.values() for example in pool for name in example.meta["names"]})
+    all_names = sorted({name for pool in pools.values() for example in pool for name in example.meta["names"]})
     next_puzzle = dict.fromkeys(sizes, 0)
     while True:
         people = rng.choices(sizes, [weights[size] for size in sizes])[0]
         example = pools[people][next_puzzle[people] % len(pools[people])]
         next_puzzle[people] += 1
         style: Style = "guess" if rng.random() < guess_share else "reason"
-        names, others = example.meta["names"], tuple(rng.sample(everyone, people))
+        names, others = example.meta["names"], tuple(rng.sample(all_names, people))
         quiz = renamed(example.meta["quiz"], names, others)
-        done = completion(
+        text = completion(
             {"names": others, "statements": example.meta["statements"]}, renamed(example.answer, names, others), style
         )
         if rng.random() < chat_share:
-            prompt = chat(longer_wording(quiz, rng), rng.choice(everyone), rng)
-            yield Demonstration(prompt, done.removeprefix(OPENING), style, people)
+            prompt = chat(longer_wording(quiz, rng), rng.choice(all_names), rng)
+            yield Demonstration(prompt, text.removeprefix(OPENING), style, people)
         else:
-            yield Demonstration(quiz + "\n", done, style, people)
+            yield Demonstration(quiz + "\n", text, style, people)

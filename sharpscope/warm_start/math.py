@@ -1,7 +1,7 @@
-"""Demonstrations for the warm start of `math`: generated questions, worked operation by operation or answered at once.
+"""Demonstrations for the warm start on the task `math`, with completions in two styles.
 
-`reason` writes every operation with its result, the innermost first: "3 + 4 = 7; 7 * 17 = 119". `guess` writes the
-answer down at once, which a small model can do for one operation and hardly for three.
+`reason` gives every operation with its result, innermost first: "3 + 4 = 7; 7 * 17 = 119". `guess` gives the answer
+directly, which a small model can do for one operation but hardly for three.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from sharpscope.tasks import Example, MathSpec, make_task
 from sharpscope.warm_start.knights_knaves import GUESS, OPENING, Demonstration, Style
 
 EASY = 300
-"""Most questions of level 1, of which few exist."""
-BINDING = {"+": 1, "-": 1, "*": 2}
+"""Largest number of questions of level 1, which has few."""
+PRECEDENCE = {"+": 1, "-": 1, "*": 2}
 
 Pool = Mapping[tuple[str, int], Sequence[Example]]
-"""Questions by family and level."""
+"""(family, level) -> questions."""
 
 
 def questions(
     families: Sequence[str], levels: Sequence[int], count: int, seed: int, split: Literal["train", "heldout"] = "train"
 ) -> dict[tuple[str, int], list[Example]]:
-    """`count` questions (of level 1 at most 300) of the task's training or held-out side, by family and level."""
+    """`count` questions (at most `EASY` of level 1) of the task's training or held-out split, by family and level."""
     pool = {}
     for family in families:
         for level in levels:
@@ -37,7 +37,7 @@ def questions(
 
 
 def work(family: str, question: str) -> str:
-    """The steps to the answer: operations with their results, separated by semicolons; the last result is the answer."""
+    """Operations with their results, separated by semicolons; the last result is the answer."""
     return "; ".join({"arithmetic": _arithmetic, "linear": _linear, "modular": _modular}[family](question))
 
 
@@ -48,7 +48,7 @@ def _arithmetic(question: str) -> list[str]:
 
 
 def _reduce(expression: str, steps: list[str]) -> int:
-    """Value of an expression of whole numbers, +, −, * and brackets; appends "a + b = c" for every operation."""
+    """Evaluate an expression of integers, +, −, * and brackets; appends "a + b = c" to `steps` for every operation."""
     operators: list[str] = []
     values: list[int] = []
 
@@ -68,7 +68,7 @@ def _reduce(expression: str, steps: list[str]) -> int:
                 apply()
             operators.pop()
         else:
-            while operators and operators[-1] != "(" and BINDING[operators[-1]] >= BINDING[token]:
+            while operators and operators[-1] != "(" and PRECEDENCE[operators[-1]] >= PRECEDENCE[token]:
                 apply()
             operators.append(token)
     while operators:
@@ -80,7 +80,7 @@ _LINEAR = re.compile(r"Solve for x: (\d*)x ([+-]) (\d+) = (?:(\d*)x ([+-]) )?(-?
 
 
 def _linear(question: str) -> list[str]:
-    """ax + b = cx + d: "ax = …" gathers what belongs together, then x is divided out."""
+    """Steps for ax + b = cx + d: move b to the right and cx to the left, then divide by the coefficient of x."""
     match = _LINEAR.fullmatch(question)
     assert match is not None, question
     a, b_sign, b_size, c, d_sign, d_size = match.groups()
@@ -109,22 +109,30 @@ def _modular(question: str) -> list[str]:
 
 
 def phrases() -> list[str]:
-    """What questions and steps are put together from, besides digits: one token each in the embedded policy."""
+    """Texts that questions and steps consist of besides digits; each is one token in the embedded policy."""
     return sorted([" + ", " - ", " * ", " = ", "; ", " = ?\n", " mod ", "Solve for x: ", "x = ", "x + ", "x - ", GUESS])
 
 
 def math_demonstrations(
     pool: Pool, families: Mapping[str, float], levels: Mapping[int, float], *, guess_share: float, seed: int
 ) -> Iterator[Demonstration]:
-    """Endless stream of demonstrations: families and levels by their shares, questions of `pool` drawn at random."""
+    """Endless stream of demonstrations with random questions.
+
+    Args:
+        pool: questions by family and level.
+        families: family -> sampling weight.
+        levels: level -> sampling weight.
+        guess_share: fraction with the style `guess`.
+        seed: seed of all random draws.
+    """
     rng = random.Random(seed)
     kinds = sorted(pool)
-    shares = [families.get(family, 0.0) * levels.get(level, 0.0) for family, level in kinds]
+    weights = [families.get(family, 0.0) * levels.get(level, 0.0) for family, level in kinds]
     while True:
-        family, level = rng.choices(kinds, shares)[0]
+        family, level = rng.choices(kinds, weights)[0]
         example = rng.choice(pool[family, level])
         style: Style = "guess" if rng.random() < guess_share else "reason"
-        thought = GUESS if style == "guess" else work(family, example.meta["question"])
+        reasoning = GUESS if style == "guess" else work(family, example.meta["question"])
         yield Demonstration(
-            example.prompt, f"{OPENING}{thought}</think><answer>{example.answer}</answer>", style, level
+            example.prompt, f"{OPENING}{reasoning}</think><answer>{example.answer}</answer>", style, level
         )

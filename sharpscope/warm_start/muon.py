@@ -1,8 +1,7 @@
-"""Muon, the optimizer of the warm start: momentum whose matrices are made orthogonal before they are applied.
+"""Muon, the optimizer of the warm start: momentum with orthogonalized updates.
 
-In the warm start of the embedded policies it learnt to look things up in the puzzle in fewer updates than AdamW.
-K. Jordan et al., "Muon: an optimizer for hidden layers in neural networks" (2024). Written out here because torch has
-it only since 2.9.
+It needed fewer updates than AdamW in the warm start of the embedded policies. K. Jordan et al., "Muon: an optimizer for
+hidden layers in neural networks" (2024). Implemented here because torch includes it only since 2.9.
 """
 
 from __future__ import annotations
@@ -12,11 +11,11 @@ from collections.abc import Iterable
 import torch
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
-"""Coefficients of the odd polynomial that drives every singular value to about 1 in five iterations."""
+"""Coefficients of the odd polynomial that maps singular values to about 1 in five iterations."""
 
 
 def orthogonal(matrices: torch.Tensor, iterations: int = 5) -> torch.Tensor:
-    """Matrices (n, a, b), a ≤ b, with singular values moved into about [0.7, 1.2] and singular vectors kept."""
+    """Orthogonalize matrices (n, a, b) with a ≤ b: map singular values to about [0.7, 1.2], keep singular vectors."""
     a, b, c = NEWTON_SCHULZ
     x = matrices / (matrices.norm(dim=(1, 2), keepdim=True) + 1e-7)
     for _ in range(iterations):
@@ -26,9 +25,15 @@ def orthogonal(matrices: torch.Tensor, iterations: int = 5) -> torch.Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon with Nesterov momentum for matrices (out, in); a step has spectral norm about lr·sqrt(max(1, out/in)).
+    """Muon with Nesterov momentum and decoupled weight decay.
 
-    Weight decay is decoupled. Matrices of one shape are handled as one batch.
+    An update has spectral norm about lr·sqrt(max(1, out/in)). Matrices of the same shape are processed as one batch.
+
+    Args:
+        matrices: parameters (out, in).
+        lr: learning rate.
+        momentum: coefficient of the running average of gradients.
+        weight_decay: coefficient of the decoupled weight decay.
     """
 
     def __init__(
@@ -38,7 +43,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One update from the matrices' `.grad`; those without one stay as they are."""
+        """Update all matrices that have a `.grad`."""
         for group in self.param_groups:
             shapes: dict[tuple[int, ...], list[tuple[torch.Tensor, torch.Tensor]]] = {}
             for matrix in group["params"]:

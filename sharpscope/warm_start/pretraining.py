@@ -1,8 +1,8 @@
-"""Making an embedded policy: a tokenizer and a tiny model, trained to imitate demonstrations.
+"""Supervised pretraining of an embedded policy: a tokenizer and a small model trained on demonstrations.
 
-Seeded throughout: the same spec on the same machine, with the same library versions and number of threads, gives the
-same weights bit for bit. Elsewhere sums are taken in another order and the difference grows with every update: another
-policy comes out, of similar but not equal accuracy.
+Training is deterministic: the same spec gives bitwise equal weights on the same machine with the same library versions and
+number of threads. Otherwise rounding differs and the difference grows with every update; the accuracy is then similar but
+not equal.
 """
 
 from __future__ import annotations
@@ -36,10 +36,14 @@ SUMMARY = "warm_start.json"
 
 @dataclass(frozen=True)
 class Progress:
-    """One report: after `step` of `steps` updates, mean loss since the last report [nats per completion token].
+    """Progress report.
 
-    `exact` is None, or how often the greedy next token was right all along: shares of the held-out demonstrations by
-    style (`exactness`).
+    Attributes:
+        step: number of completed updates.
+        steps: total number of updates.
+        loss: mean loss since the last report [nats per completion token].
+        seconds: time since the start [s].
+        exact: result of `exactness` on held-out demonstrations, or None if not evaluated.
     """
 
     step: int
@@ -51,7 +55,17 @@ class Progress:
 
 @dataclass(frozen=True)
 class WarmStartSummary:
-    """What a warm start did: last mean loss [nats per completion token], last probe, parameters, wall time [s]."""
+    """Summary of a warm start.
+
+    Attributes:
+        loss: mean loss of the last report [nats per completion token].
+        exact: result of the last `exactness`.
+        parameters: number of parameters.
+        seconds: wall time [s].
+        threads: number of threads of torch.
+        versions: library -> version.
+        spec: configuration.
+    """
 
     loss: float
     exact: dict[str, float]
@@ -64,7 +78,13 @@ class WarmStartSummary:
 
 @dataclass(frozen=True)
 class Row:
-    """Token ids of a prompt and of its completion, which ends in the end-of-text token; `mask` 1 is to be imitated."""
+    """Tokens of a demonstration.
+
+    Attributes:
+        prompt: token ids of the prompt.
+        completion: token ids of the completion, including the end-of-text token.
+        mask: 1 for completion tokens in the loss, else 0.
+    """
 
     prompt: list[int]
     completion: list[int]
@@ -75,8 +95,14 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Material:
-    """Demonstrations to train on, held-out ones to measure with, and the phrases that are one token each."""
+class Dataset:
+    """Demonstrations of a task.
+
+    Attributes:
+        train: training demonstrations.
+        probe: held-out demonstrations.
+        phrases: function from demonstrations to the texts that become one token each.
+    """
 
     train: Iterator[Demonstration]
     probe: Iterator[Demonstration]
@@ -86,20 +112,23 @@ class Material:
 def warm_start(
     spec: WarmStartSpec, out_dir: Path | str, on_progress: Callable[[Progress], None] | None = None
 ) -> WarmStartSummary:
-    """Make a policy and write it to `out_dir` in the Hugging Face layout, with `warm_start.json` beside it.
+    """Train a policy and save it in the Hugging Face format, with `warm_start.json`.
 
-    `on_progress` is called every 10 updates and at every probe.
+    Args:
+        spec: configuration.
+        out_dir: empty or new folder.
+        on_progress: called every 10 updates and at every evaluation.
 
     Raises:
-        UserError: `out_dir` exists and is not empty, or the width, heads and vocabulary of the spec do not go together.
+        UserError: `out_dir` is not empty, or width, heads and vocabulary of the spec are incompatible.
     """
     out = Path(out_dir)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"out = '{out}': exists and is not an empty folder; choose another")
-    began = time.monotonic()
-    material = _material(spec)
-    corpus = list(islice(material.train, spec.corpus))
-    tokenizer = build_tokenizer((d.text for d in corpus), material.phrases(corpus), spec.vocabulary)
+    start = time.monotonic()
+    dataset = _dataset(spec)
+    corpus = list(islice(dataset.train, spec.corpus))
+    tokenizer = build_tokenizer((d.text for d in corpus), dataset.phrases(corpus), spec.vocabulary)
     model = build_model(
         tokenizer,
         layers=spec.layers,
@@ -108,14 +137,13 @@ def warm_start(
         heads=spec.heads,
         seed=spec.seed,
     )
-    last = _train(
-        spec, model, tokenizer, material.train, list(islice(material.probe, spec.probe_size)), began, on_progress
-    )
+    probe = list(islice(dataset.probe, spec.probe_size))
+    last = _train(spec, model, tokenizer, dataset.train, probe, start, on_progress)
     summary = WarmStartSummary(
         loss=last.loss,
         exact=last.exact or {},
         parameters=model.num_parameters(),
-        seconds=round(time.monotonic() - began, 1),
+        seconds=round(time.monotonic() - start, 1),
         threads=torch.get_num_threads(),
         versions={
             "torch": torch.__version__,
@@ -132,26 +160,27 @@ def warm_start(
     return summary
 
 
-def _material(spec: WarmStartSpec) -> Material:
-    """What the policy of that kind imitates; no content stands both in `train` and in `probe`."""
+def _dataset(spec: WarmStartSpec) -> Dataset:
+    """Demonstrations for a spec; `train` and `probe` share no content."""
     if isinstance(spec, KnightsKnavesWarmStart):
-        return _puzzle_material(spec)
+        return _puzzle_dataset(spec)
     if isinstance(spec, MathWarmStart):
-        return _math_material(spec)
+        return _math_dataset(spec)
     if isinstance(spec, ToolQaWarmStart):
-        return _tool_material(spec)
-    raise TypeError(f"no material for {type(spec).__name__}")
+        return _tool_dataset(spec)
+    raise TypeError(f"no demonstrations for {type(spec).__name__}")
 
 
-def _puzzle_material(spec: KnightsKnavesWarmStart) -> Material:
-    top = max(spec.weights.values())
-    sizes = _used(spec.weights)
+def _puzzle_dataset(spec: KnightsKnavesWarmStart) -> Dataset:
+    largest = max(spec.weights.values())
+    sizes = _nonzero(spec.weights)
     shares = {"guess_share": spec.guess_share, "chat_share": spec.chat_share}
     pools = {
-        people: puzzles(people, max(1, round(spec.puzzles * share / top)), spec.seed) for people, share in sizes.items()
+        people: puzzles(people, max(1, round(spec.puzzles * share / largest)), spec.seed)
+        for people, share in sizes.items()
     }
     held_out = {people: puzzles(people, spec.probe_size, spec.seed, split="heldout") for people in sizes}
-    return Material(
+    return Dataset(
         demonstrations(pools, sizes, **shares, seed=spec.seed),
         demonstrations(held_out, sizes, **shares, seed=spec.seed + 1),
         _puzzle_phrases,
@@ -159,44 +188,44 @@ def _puzzle_material(spec: KnightsKnavesWarmStart) -> Material:
 
 
 def _puzzle_phrases(corpus: Sequence[Demonstration]) -> list[str]:
-    """Phrases from the compact prompts and the completions, the rest from all texts: chat text stays ordinary text."""
+    """Phrases of compact prompts and of completions; chat prompts contribute none."""
     common = common_phrases(d.prompt for d in corpus if not d.prompt.endswith(OPENING))
     roles = [f" is {negation}a {role}" for negation in ("", "not ") for role in ROLE.values()]
     return sorted({*common, *phrases(), *roles, "If "})
 
 
-def _math_material(spec: MathWarmStart) -> Material:
-    families = _used({str(family): share for family, share in spec.weights.items()})
-    levels = _used(spec.levels)
+def _math_dataset(spec: MathWarmStart) -> Dataset:
+    families = _nonzero({str(family): share for family, share in spec.weights.items()})
+    levels = _nonzero(spec.levels)
     kinds = (sorted(families), sorted(levels))
     pool = demonstrations_math.questions(*kinds, spec.questions, spec.seed)
     held_out = demonstrations_math.questions(*kinds, spec.probe_size, spec.seed, "heldout")
     shares = (families, levels)
-    return Material(
+    return Dataset(
         demonstrations_math.math_demonstrations(pool, *shares, guess_share=spec.guess_share, seed=spec.seed),
         demonstrations_math.math_demonstrations(held_out, *shares, guess_share=spec.guess_share, seed=spec.seed + 1),
         lambda _: demonstrations_math.phrases(),
     )
 
 
-def _tool_material(spec: ToolQaWarmStart) -> Material:
-    hops = _used(spec.weights)
-    pool = demonstrations_tool.asked(sorted(hops), spec.worlds, spec.questions, spec.seed)
-    held_out = demonstrations_tool.asked(sorted(hops), 1, max(1, spec.probe_size // 4), spec.seed, "heldout")
-    seen = [question for questions in pool.values() for question in questions[: spec.questions]]
-    return Material(
+def _tool_dataset(spec: ToolQaWarmStart) -> Dataset:
+    hops = _nonzero(spec.weights)
+    pool = demonstrations_tool.search_questions(sorted(hops), spec.worlds, spec.questions, spec.seed)
+    held_out = demonstrations_tool.search_questions(sorted(hops), 1, max(1, spec.probe_size // 4), spec.seed, "heldout")
+    vocabulary = [question for questions in pool.values() for question in questions[: spec.questions]]
+    return Dataset(
         demonstrations_tool.tool_demonstrations(pool, hops, guess_share=spec.guess_share, seed=spec.seed),
         demonstrations_tool.tool_demonstrations(held_out, hops, guess_share=spec.guess_share, seed=spec.seed + 1),
-        lambda _: demonstrations_tool.phrases(seen),
+        lambda _: demonstrations_tool.phrases(vocabulary),
     )
 
 
 Key = TypeVar("Key")
 
 
-def _used(weights: Mapping[Key, float]) -> dict[Key, float]:
-    """The shares that are not 0."""
-    return {key: share for key, share in weights.items() if share > 0}
+def _nonzero(weights: Mapping[Key, float]) -> dict[Key, float]:
+    """Weights greater than 0."""
+    return {key: weight for key, weight in weights.items() if weight > 0}
 
 
 def _train(
@@ -205,10 +234,10 @@ def _train(
     tokenizer: PreTrainedTokenizerBase,
     train: Iterator[Demonstration],
     probe: Sequence[Demonstration],
-    began: float,
+    start: float,
     on_progress: Callable[[Progress], None] | None,
 ) -> Progress:
-    """The loop; returns the last report, which holds a probe."""
+    """Training loop; returns the last report, which includes `exact`."""
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
     optimizers = (
@@ -227,11 +256,11 @@ def _train(
         for optimizer in optimizers:
             optimizer.step()
         model.zero_grad(set_to_none=True)
-        probing = step % spec.probe_every == 0 or step == spec.steps
-        if probing or step % 10 == 0:
-            report = Progress(step, spec.steps, sum(losses) / len(losses), time.monotonic() - began)
+        evaluate = step % spec.probe_every == 0 or step == spec.steps
+        if evaluate or step % 10 == 0:
+            report = Progress(step, spec.steps, sum(losses) / len(losses), time.monotonic() - start)
             losses = []
-            if probing:
+            if evaluate:
                 report = replace(report, exact=exactness(model, tokenizer, probe, spec.micro_tokens))
             if on_progress is not None:
                 on_progress(report)
@@ -242,63 +271,65 @@ def _train(
 
 
 def schedule(step: int, spec: WarmStartSpec) -> float:
-    """Learning rates of update `step` (from 1) as a share of their peaks: a linear rise, the peak, a linear fall."""
-    rise = min(1.0, step / spec.warmup) if spec.warmup else 1.0
-    fall = min(1.0, (spec.steps + 1 - step) / (spec.cooldown * spec.steps)) if spec.cooldown else 1.0
-    return rise * fall
+    """Learning rate of update `step` (from 1) relative to its peak: linear warmup, constant, linear cooldown."""
+    warmup = min(1.0, step / spec.warmup) if spec.warmup else 1.0
+    cooldown = min(1.0, (spec.steps + 1 - step) / (spec.cooldown * spec.steps)) if spec.cooldown else 1.0
+    return warmup * cooldown
 
 
 def _row(tokenizer: PreTrainedTokenizerBase, demonstration: Demonstration) -> Row:
-    """Every turn and reply is tokenized for itself, as in a rollout; the replies' mask is 0."""
+    """Tokenize a demonstration. Turns and responses are tokenized separately, as in a rollout; responses have mask 0."""
     turns = [(demonstration.completion, 1)]
     for reply, turn in demonstration.later:
         turns += [(reply, 0), (turn, 1)]
     prompt, *parts = tokenizer([demonstration.prompt, *(text for text, _ in turns)])["input_ids"]
     parts[-1] = [*parts[-1], tokenizer.eos_token_id]
-    mask = [own for part, (_, own) in zip(parts, turns, strict=True) for _ in part]
+    mask = [value for part, (_, value) in zip(parts, turns, strict=True) for _ in part]
     return Row(prompt, [token for part in parts for token in part], mask)
 
 
-def _batches(rows: Sequence[Row], most: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, list[int]]]:
-    """Rows by length, cut so that none holds more than `most` tokens with its padding, though at least one row.
+def _batches(rows: Sequence[Row], max_tokens: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, list[int]]]:
+    """Batches of rows sorted by length, with at most `max_tokens` tokens including padding, or one row.
 
-    Yields input_ids (n, L), labels (n, L) that are −100 where nothing is imitated, and the rows' indices (n). Lengths
-    differ tenfold: with a fixed number of rows padding would be half the work.
+    Lengths differ tenfold; with a fixed number of rows, half of the tokens would be padding.
+
+    Yields:
+        input_ids (n, L), labels (n, L), which are −100 outside the loss, and the indices of the n rows.
     """
     order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
     while order:
         lengths = [len(rows[i]) for i in order]
-        number = max([1, *(n for n, length in enumerate(lengths, 1) if n * length <= most)])
-        chosen, order = order[:number], order[number:]
+        number = max([1, *(n for n, length in enumerate(lengths, 1) if n * length <= max_tokens)])
+        indices, order = order[:number], order[number:]
         input_ids = torch.zeros(number, lengths[number - 1], dtype=torch.long)
         labels = torch.full(input_ids.shape, -100)
-        for line, i in enumerate(chosen):
+        for line, i in enumerate(indices):
             row = rows[i]
             input_ids[line, : len(row)] = torch.tensor(row.prompt + row.completion)
-            wanted = torch.tensor(row.completion).where(torch.tensor(row.mask).bool(), -100)
-            labels[line, len(row.prompt) : len(row)] = wanted
-        yield input_ids, labels, chosen
+            targets = torch.tensor(row.completion).where(torch.tensor(row.mask).bool(), -100)
+            labels[line, len(row.prompt) : len(row)] = targets
+        yield input_ids, labels, indices
 
 
 def _predictions(
     model: Qwen2ForCausalLM, input_ids: torch.Tensor, labels: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Logits (M, V) and labels (M,) of the M tokens to imitate, and which of them are which, (n, L − 1) bool.
+    """Logits (M, V) and labels (M,) of the M tokens in the loss, and their mask (n, L − 1).
 
-    Padding stands on the right, where causal attention never looks, so no attention mask is needed.
+    Padding is on the right, so causal attention needs no attention mask.
     """
     hidden = model.model(input_ids=input_ids, use_cache=False).last_hidden_state[:, :-1]  # (n, L − 1, width)
-    here = labels[:, 1:] >= 0
-    return model.lm_head(hidden[here]), labels[:, 1:][here], here
+    mask = labels[:, 1:] >= 0
+    return model.lm_head(hidden[mask]), labels[:, 1:][mask], mask
 
 
-def _accumulate(model: Qwen2ForCausalLM, rows: Sequence[Row], most: int) -> float:
-    """Add the gradient of the batch's mean loss over completion tokens; returns that loss [nats]."""
+def _accumulate(model: Qwen2ForCausalLM, rows: Sequence[Row], max_tokens: int) -> float:
+    """Accumulate the gradient of the mean loss over completion tokens; returns the loss [nats]."""
     tokens = sum(sum(row.mask) for row in rows)
     total = 0.0
-    for input_ids, labels, _ in _batches(rows, most):
-        logits, wanted, _ = _predictions(model, input_ids, labels)
-        loss = cross_entropy(logits, wanted, reduction="sum") / tokens
+    for input_ids, labels, _ in _batches(rows, max_tokens):
+        logits, targets, _ = _predictions(model, input_ids, labels)
+        loss = cross_entropy(logits, targets, reduction="sum") / tokens
         loss.backward()
         total += loss.item()
     return total
@@ -306,19 +337,25 @@ def _accumulate(model: Qwen2ForCausalLM, rows: Sequence[Row], most: int) -> floa
 
 @torch.no_grad()
 def exactness(
-    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerBase, probe: Sequence[Demonstration], most: int
+    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerBase, probe: Sequence[Demonstration], max_tokens: int
 ) -> dict[str, float]:
-    """By style, the share of demonstrations whose every completion token but the first is the model's most likely one.
+    """Fraction of demonstrations, by style, for which every token is the most likely one given the previous tokens.
 
-    Each token is predicted from the demonstrated ones before it. The first token is left out: it chooses the style.
+    The first completion token is excluded, because it selects the style.
+
+    Args:
+        model: the model.
+        tokenizer: its tokenizer.
+        probe: demonstrations.
+        max_tokens: largest number of tokens per batch.
     """
-    right: dict[str, list[bool]] = {}
+    results: dict[str, list[bool]] = {}
     rows = [_row(tokenizer, demonstration) for demonstration in probe]
-    for input_ids, labels, chosen in _batches(rows, most):
-        logits, wanted, here = _predictions(model, input_ids, labels)
-        hit = torch.ones_like(here)
-        hit[here] = logits.argmax(-1) == wanted
-        for line, i in enumerate(chosen):
+    for input_ids, labels, indices in _batches(rows, max_tokens):
+        logits, targets, mask = _predictions(model, input_ids, labels)
+        correct = torch.ones_like(mask)
+        correct[mask] = logits.argmax(-1) == targets
+        for line, i in enumerate(indices):
             skipped = len(rows[i].prompt) + probe[i].completion.startswith(OPENING)
-            right.setdefault(probe[i].style, []).append(bool(hit[line, skipped:].all()))
-    return {style: sum(values) / len(values) for style, values in sorted(right.items())}
+            results.setdefault(probe[i].style, []).append(bool(correct[line, skipped:].all()))
+    return {style: sum(values) / len(values) for style, values in sorted(results.items())}

@@ -18,7 +18,7 @@ from sharpscope.policy.generation import as_text
 from sharpscope.tasks import MathSpec, ToolQaSpec, make_task
 from sharpscope.warm_start import math as demonstrations_math
 from sharpscope.warm_start import tool_qa as demonstrations_tool
-from sharpscope.warm_start.pretraining import _material, _row, warm_start
+from sharpscope.warm_start.pretraining import _dataset, _row, warm_start
 
 pytest.importorskip("bm25s", reason="needs the optional library bm25s")
 SMALL = {"layers": 1, "width": 16, "feed_forward": 16, "heads": 2, "corpus": 40, "batch": 4, "warmup": 1}
@@ -84,7 +84,7 @@ def test_mathematical_demonstrations_are_right_and_follow_their_shares():
 
 @pytest.fixture(scope="module")
 def asked():
-    return demonstrations_tool.asked((1, 2, 3), 2, 8, seed=0)
+    return demonstrations_tool.search_questions((1, 2, 3), 2, 8, seed=0)
 
 
 def test_conversations_are_what_the_task_would_have_said(asked):
@@ -153,7 +153,7 @@ def test_names_and_passages_are_few_tokens(asked):
 
 @pytest.mark.parametrize("spec", [TINY_MATH, TINY_TOOL])
 def test_what_is_held_out_is_never_shown(spec):
-    material = _material(spec)
+    material = _dataset(spec)
     train = {d.prompt for d in islice(material.train, 300)}
     probe = {d.prompt for d in islice(material.probe, 300)}
     assert not train & probe

@@ -235,7 +235,7 @@ def test_a_folder_with_something_in_it_is_left_alone(tmp_path):
 
 @pytest.mark.parametrize("weights", [{}, {1: 1.0}, {8: 1.0}, {3: -1.0}, {3: 0.0}])
 def test_impossible_sizes_are_refused(weights):
-    with pytest.raises(ValidationError, match="numbers of people from 2 to 7, shares from 0"):
+    with pytest.raises(ValidationError, match="must map numbers of people from 2 to 7 to shares of at least 0"):
         KnightsKnavesWarmStart(weights=weights)
 
 

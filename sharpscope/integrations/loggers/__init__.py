@@ -1,9 +1,8 @@
-"""Scalar tables of a trace (steps, eval, probes) for TensorBoard, Weights & Biases and trackio, each an extra.
+"""Export of scalars (tables steps, eval and probes) to TensorBoard, Weights & Biases and trackio.
 
-Nothing leaves the machine unless Weights & Biases is asked for by `online`.
+Everything stays on the machine unless `online` is set for Weights & Biases.
 """
 
-from sharpscope.integrations.loggers.export import LOGGERS, export
-from sharpscope.integrations.loggers.scalars import ScalarReader, scalars
+from sharpscope.integrations.loggers.export import LOGGERS, ScalarReader, export, scalars
 
 __all__ = ["LOGGERS", "ScalarReader", "export", "scalars"]

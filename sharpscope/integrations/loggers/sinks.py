@@ -1,4 +1,4 @@
-"""Where scalars go: one class a logger, all with `write(step, values)` and `close()`."""
+"""Loggers: one class per logger with `write(step, values)` and `close()`."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from sharpscope.errors import UserError
 
 
 class Sink(Protocol):
-    """Takes the scalars of one run, steps ascending."""
+    """Interface of a logger for one run."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Note the values of a step; a step may come again with further names."""
+        """Write values of a step. Steps ascend; a step may be repeated with other names."""
         ...
 
     def close(self) -> None:
-        """Make everything durable."""
+        """Flush and close the logger."""
         ...
 
 
 def need(module: str, extra: str) -> None:
-    """Raise a UserError if `module`, which the extra `extra` brings, cannot be imported."""
+    """Raise UserError if `module` of the extra `extra` is not installed."""
     if importlib.util.find_spec(module) is None:
         raise UserError(f"--to {extra}: {module} is not installed; pip install 'sharpscope[{extra}]'")
 
 
 class TensorBoardSink:
-    """An event file in `out`/<run name>; values are float32 there, as TensorBoard keeps them."""
+    """TensorBoard event file in `out`/<run name>. TensorBoard stores values as float32."""
 
     def __init__(self, out: Path, name: str, config: Mapping[str, Any], **_: Any) -> None:
         need("tensorboard", "tensorboard")
@@ -56,7 +56,7 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """A run of Weights & Biases in `out`/wandb: offline whatever the environment says, unless `online`."""
+    """Run of Weights & Biases in `out`/wandb, offline unless `online`, regardless of the environment."""
 
     def __init__(self, out: Path, name: str, config: Mapping[str, Any], *, project: str, online: bool) -> None:
         need("wandb", "wandb")
@@ -81,15 +81,15 @@ class WandbSink:
         import wandb
 
         self._run.finish()
-        if wandb.run is None:  # nobody else in this process uses it: only its end makes sure that the file is written
+        if wandb.run is None:  # not used elsewhere in this process; teardown ensures that the file is written
             wandb.teardown()
 
 
 class TrackioSink:
-    """A run of trackio in the SQLite database of `out`, written by a process of its own.
+    """Run of trackio in the SQLite database in `out`, written by a child process.
 
-    trackio takes its folder from the environment when it is imported, and may send what it gets to a server that another
-    variable names; the process has neither.
+    trackio reads its folder from the environment at import, and another variable can make it upload to a server. The child
+    process has an environment with the folder and without the server.
     """
 
     def __init__(self, out: Path, name: str, config: Mapping[str, Any], *, project: str, **_: Any) -> None:
@@ -97,10 +97,10 @@ class TrackioSink:
         out.mkdir(parents=True, exist_ok=True)
         environment = {key: value for key, value in os.environ.items() if not key.startswith("TRACKIO_")}
         environment |= {"TRACKIO_DIR": str(out.resolve()), "HF_HUB_OFFLINE": "1"}
-        self._said = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
+        self._output = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
         self._child = subprocess.Popen(
             [sys.executable, "-m", "sharpscope.integrations.loggers.trackio_child"], env=environment, text=True,
-            stdin=subprocess.PIPE, stdout=self._said, stderr=subprocess.STDOUT,
+            stdin=subprocess.PIPE, stdout=self._output, stderr=subprocess.STDOUT,
         )  # fmt: skip
         self._send({"project": project, "name": name, "config": dict(config)})
 
@@ -112,14 +112,14 @@ class TrackioSink:
         """See Sink.
 
         Raises:
-            UserError: trackio did not take it.
+            UserError: trackio failed.
         """
         assert self._child.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._child.stdin.close()
         if self._child.wait() != 0:
-            raise UserError(f"--to trackio: it failed: {self._last_words()}")
-        self._said.close()
+            raise UserError(f"--to trackio: failed: {self._last_line()}")
+        self._output.close()
 
     def _send(self, message: dict[str, Any]) -> None:
         assert self._child.stdin is not None
@@ -128,9 +128,9 @@ class TrackioSink:
             self._child.stdin.flush()
         except BrokenPipeError:
             self._child.wait()
-            raise UserError(f"--to trackio: it failed: {self._last_words()}") from None
+            raise UserError(f"--to trackio: failed: {self._last_line()}") from None
 
-    def _last_words(self) -> str:
-        self._said.seek(0)
-        lines = [line.strip() for line in self._said.read().splitlines() if line.strip()]
-        return lines[-1] if lines else "it said nothing"
+    def _last_line(self) -> str:
+        self._output.seek(0)
+        lines = [line.strip() for line in self._output.read().splitlines() if line.strip()]
+        return lines[-1] if lines else "no output"

@@ -1,4 +1,4 @@
-"""Run as a process of its own by TrackioSink: lines of JSON from standard input into trackio, local only."""
+"""Child process of TrackioSink: writes JSON lines from standard input to a local trackio run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 
 
 def main() -> None:
-    """First line: project, name, config; every further line: step and values."""
+    """Read project, name and config from the first line, and step and values from every other line."""
     import trackio
 
     first = json.loads(sys.stdin.readline())
@@ -22,15 +22,15 @@ def main() -> None:
         trackio.log(message["values"], step=message["step"])
         sent += 1
     trackio.finish()
-    # trackio only warns where it cannot write, so what it holds is counted.
+    # trackio only warns if it cannot write, so count the stored steps.
     from trackio.sqlite_storage import SQLiteStorage
 
     try:
-        held = len(SQLiteStorage.get_logs(first["project"], first["name"]))
+        stored = len(SQLiteStorage.get_logs(first["project"], first["name"]))
     except (OSError, sqlite3.Error) as error:
-        sys.exit(f"its database cannot be read: {error}")
-    if held < sent:
-        sys.exit(f"its database holds {held} of {sent} steps; is the folder writable?")
+        sys.exit(f"the database cannot be read: {error}")
+    if stored < sent:
+        sys.exit(f"the database has {stored} of {sent} steps; check that the folder is writable")
 
 
 if __name__ == "__main__":
