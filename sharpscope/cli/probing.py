@@ -241,7 +241,7 @@ def _show(found: pd.DataFrame) -> None:
     from rich.text import Text
 
     from sharpscope.analysis.figures import split_of
-    from sharpscope.probes.hessian.trace import t_interval
+    from sharpscope.probes.hessian.spectrum import t_interval
 
     derived = found["quantity"].eq("density") | found["quantity"].str.startswith("slice")
     shown = found[~derived & ~found["quantity"].str.endswith("_ratio") & (found["parameters"] == "all")]

@@ -20,7 +20,7 @@ from sharpscope.probes.estimate import Estimate
 from sharpscope.probes.hessian.causal_lm import lm_surface
 from sharpscope.probes.objectives import Objective, group_normalized, rollout_batch
 from sharpscope.probes.probe_set import Drawn
-from sharpscope.probes.surface import common_dtype
+from sharpscope.probes.surface import common_dtype, size_of
 
 GradientOf = Literal["surrogate", "expected_failure"]
 NAMES: tuple[GradientOf, ...] = ("surrogate", "expected_failure")
@@ -74,7 +74,7 @@ def squared_gradient_norm(
     with lm_surface(
         model, Objective("nll", batch, temperature), microbatch_tokens=microbatch_tokens, head_mb=head_mb, check=check
     ) as surface:
-        size = sum(p.numel() for p in surface.parameters)
+        size = size_of(surface.parameters)
         each = 2 * len(names) * size * torch.finfo(common_dtype(surface.parameters)).bits / 8
         blocks = halves.tensor_split(max(2, min(len(halves), int(memory_mb * 2**20 / each))))
         # gradients[half][block][name] (P,)

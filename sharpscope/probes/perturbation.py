@@ -21,7 +21,7 @@ from sharpscope.probes.estimate import Estimate
 from sharpscope.probes.fingerprint import remembered_closure
 from sharpscope.probes.hessian.api import sub_generator
 from sharpscope.probes.hessian.check import check_gradient
-from sharpscope.probes.surface import ClosureSurface, LossFn, Surface, common_dtype, flatten, moved, untouched
+from sharpscope.probes.surface import ClosureSurface, LossFn, Surface, common_dtype, flatten, moved, size_of, untouched
 
 SharpnessKind = Literal["sam", "asam", "average", "worst"]
 KINDS: tuple[SharpnessKind, ...] = ("sam", "asam", "average", "worst")
@@ -291,7 +291,7 @@ def _step(u: Tensor, scale: Tensor | None) -> Tensor:
 def _directions(surface: Surface, generator: torch.Generator) -> Iterator[Tensor]:
     """Standard normal vectors (P,), drawn on the CPU so that they do not depend on the device."""
     like = surface.parameters
-    size, dtype, device = sum(p.numel() for p in like), common_dtype(like), like[0].device
+    size, dtype, device = size_of(like), common_dtype(like), like[0].device
     while True:
         yield torch.randn(size, generator=generator, dtype=dtype).to(device)
 

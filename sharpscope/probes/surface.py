@@ -68,6 +68,11 @@ def unflatten(vector: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     ]
 
 
+def size_of(tensors: Sequence[Tensor]) -> int:
+    """P, the number of elements of all tensors."""
+    return sum(tensor.numel() for tensor in tensors)
+
+
 def common_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
     """The widest dtype of `tensors`."""
     dtype = tensors[0].dtype

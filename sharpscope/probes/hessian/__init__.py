@@ -1,13 +1,11 @@
 """Curvature of a loss surface: extreme eigenvalues, trace, spectral density, with the error of each."""
 
-from sharpscope.probes.hessian.adamw import adamw_preconditioner, adamw_threshold
-from sharpscope.probes.hessian.api import curvature, curvature_of
+from sharpscope.probes.hessian.api import adamw_preconditioner, adamw_threshold, curvature, curvature_of
 from sharpscope.probes.hessian.check import check_products
-from sharpscope.probes.hessian.density import Density, spectral_density
 from sharpscope.probes.hessian.krylov import Eigenpairs, NotFiniteError, eigenpairs
 from sharpscope.probes.hessian.operators import FunctionOperator, Operator, Scaled
 from sharpscope.probes.hessian.result import Curvature, CurvatureSettings
-from sharpscope.probes.hessian.trace import Trace, hutchpp
+from sharpscope.probes.hessian.spectrum import Density, Trace, hutchpp, spectral_density
 
 __all__ = [
     "Curvature",

@@ -1,4 +1,4 @@
-"""`curvature`: one call, one value that holds every estimate of the Hessian with its error."""
+"""Curvature of a loss: eigenvalues, trace and spectral density of its Hessian; the preconditioner of AdamW."""
 
 from __future__ import annotations
 
@@ -16,16 +16,15 @@ from sharpscope.config.probes import Check
 from sharpscope.errors import UserError
 from sharpscope.probes.fingerprint import remembered_closure
 from sharpscope.probes.hessian.check import check_products
-from sharpscope.probes.hessian.density import spectral_density
 from sharpscope.probes.hessian.krylov import NotFiniteError, eigenpairs
 from sharpscope.probes.hessian.operators import Operator, Scaled
 from sharpscope.probes.hessian.result import Backend, Curvature, CurvatureSettings, Parts
-from sharpscope.probes.hessian.trace import hutchpp
+from sharpscope.probes.hessian.spectrum import hutchpp, spectral_density
 from sharpscope.probes.surface import ClosureSurface, LossFn, Surface, untouched
 
 
 def sub_generator(seed: int, name: str) -> torch.Generator:
-    """A generator of its own for each estimate, so that leaving one out never changes another."""
+    """A generator for one estimate, so that leaving out an estimate does not change the others."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
 
@@ -47,27 +46,33 @@ def curvature(
     basis_mb: float = 2048.0,
     check: Check = "first",
 ) -> Curvature:
-    """Curvature of any loss at the parameters' present values.
+    """Curvature of any loss at the current parameters.
+
+    Parameters, `.grad`, random state and attention kernel are restored afterwards, also if this raises.
 
     Args:
-        loss_fn: zero-argument closure that computes a scalar loss from `parameters`, the same in every call (compared over 4
-            calls at first and 2 at the end); put the model in eval mode first. Attention inside it runs SDPA's MATH kernel; an
-            attention of your own must have second derivatives.
-        parameters: leaf tensors. Tied ones count once, those that do not require grad are left out.
-        seed: of all random vectors.
-        preconditioner: D, one positive tensor per tensor of `parameters` (see `adamw_preconditioner`); estimates are
-            then of D^(−1/2) H D^(−1/2).
-        top, smallest, tolerance, max_products, trace_probes, density_samples, density_steps, backend, basis_mb: see
-            `CurvatureSettings`.
-        check: compare a Hessian product and the gradient with finite differences before, see `check_products`: at the first
-            call with this closure and these parameters (`first`), at every call (`always`), never (`off`).
-
-    Returns:
-        A `Curvature`; parameters, `.grad`, random state and attention kernel are as before, also if this raises.
+        loss_fn: zero-argument closure that computes a scalar loss from `parameters`. It must be deterministic (use eval mode);
+            4 calls at the start and 2 at the end are compared. SDPA uses its MATH kernel inside; custom attention must have
+            second derivatives.
+        parameters: leaf tensors. Duplicates count once; tensors that do not require grad are left out.
+        seed: seed of all random vectors.
+        top: see `CurvatureSettings`, also for the following options.
+        smallest: see `CurvatureSettings`.
+        tolerance: see `CurvatureSettings`.
+        max_products: see `CurvatureSettings`.
+        trace_probes: see `CurvatureSettings`.
+        density_samples: see `CurvatureSettings`.
+        density_steps: see `CurvatureSettings`.
+        backend: see `CurvatureSettings`.
+        preconditioner: D, a positive tensor for each of `parameters` (see `adamw_preconditioner`); the estimates are then of
+            D^(−1/2) H D^(−1/2).
+        basis_mb: see `CurvatureSettings`.
+        check: when to compare a Hessian product and the gradient with finite differences (see `check_products`): `first` call
+            with this closure and these parameters, `always` or `off`.
 
     Raises:
-        UserError: a closure that does not return one number, or is not deterministic; parameters that cannot be moved; a
-            product that is wrong, as it is for an `autograd.Function` without second derivatives.
+        UserError: the closure does not return one number or is not deterministic, or the parameters cannot be perturbed.
+        CheckError: a Hessian product is wrong, as for an `autograd.Function` without second derivatives.
     """
     settings = CurvatureSettings(
         top, smallest, tolerance, max_products, trace_probes, density_samples, density_steps, backend, basis_mb
@@ -102,16 +107,19 @@ def curvature_of(
     start: Tensor | None = None,
     check: bool = True,
 ) -> Curvature:
-    """`curvature` of a surface that is guarded already.
+    """`curvature` of a surface that is already guarded.
+
+    Numbers that are not finite do not raise; they are NaN with `converged = False` and a reason.
 
     Args:
-        surface, settings, seed, preconditioner: see `curvature`.
-        operator: in place of the surface's Hessian: its Gauss-Newton matrix, or the Hessian that was built before.
-        at: (L(θ), ∇L(θ)) where they are known already.
-        start: (P,) where Lanczos starts, in the parameters' own coordinates; None: `surface.start`.
+        surface: surface to probe.
+        settings: estimates and their precision.
+        seed: seed of all random vectors.
+        preconditioner: see `curvature`.
+        operator: operator to use instead of `surface.hessian()`, such as the Gauss-Newton matrix.
+        at: (L(θ), ∇L(θ)) if already computed.
+        start: (P,) starting vector of Lanczos in the coordinates of the parameters; None for `surface.start`.
         check: whether to compare products with finite differences, see `check_products`.
-
-    Nothing is raised for numbers that are not finite: they come back as NaN, `converged = False`, and the reason.
     """
     if settings.backend == "pyhessian":
         from sharpscope.probes.hessian.pyhessian import curvature_by_pyhessian
@@ -140,7 +148,7 @@ def curvature_of(
     try:
         mark = time.perf_counter()
         if settings.density_samples:
-            start = None  # started at random, the run that finds the eigenpairs is the density's first sample too
+            start = None  # with a random start, the run for the eigenpairs is also the first sample of the density
         elif start is None:
             start = surface.start(sub_generator(seed, "start"))
         if start is not None and isinstance(hessian, Scaled):
@@ -149,7 +157,7 @@ def curvature_of(
         clock["eigenvalues"] = time.perf_counter() - mark
         mark = time.perf_counter()
         if settings.trace_probes:
-            # The subspace of the eigenpairs was paid for already; only the probes cost anything.
+            # The subspace of the eigenpairs is reused; only the probes need products.
             parts.trace = hutchpp(
                 hessian,
                 probes=settings.trace_probes,
@@ -175,7 +183,7 @@ def curvature_of(
 
 
 def _eigenvalues(parts: Parts, hessian: Operator, settings: CurvatureSettings, seed: int, start: Tensor | None) -> None:
-    """Eigenpairs, with residuals measured by one more product each."""
+    """Eigenpairs with residuals, which need one more product each."""
     item = torch.finfo(hessian.dtype).bits // 8
     found = eigenpairs(
         hessian,
@@ -219,3 +227,39 @@ def _inverse_root(preconditioner: Sequence[Tensor], surface: Surface) -> Tensor:
                 f"preconditioner, shape {tuple(diagonal.shape)}: must be positive and shaped {tuple(parameter.shape)}"
             )
     return torch.cat([d.detach().reshape(-1) for d in preconditioner]).rsqrt()
+
+
+def adamw_preconditioner(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> list[Tensor]:
+    """D = (1 − β₁ᵗ)·(√(v/(1 − β₂ᵗ)) + ε) for each parameter, with the optimizer's second moments v after t updates.
+
+    AdamW's update −lr·D⁻¹m is stable while the largest eigenvalue of D^(−1/2) H D^(−1/2) is below `adamw_threshold` (Cohen et
+    al., arXiv 2207.14484). The shift by decoupled weight decay is ignored.
+
+    Args:
+        optimizer: `torch.optim.Adam` or `AdamW` after at least one step, without amsgrad.
+        parameters: parameters of the optimizer.
+
+    Raises:
+        UserError: a parameter has no second moments.
+    """
+    groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    diagonals = []
+    for parameter in parameters:
+        state = optimizer.state.get(parameter, {})
+        if id(parameter) not in groups or "exp_avg_sq" not in state or "step" not in state:
+            raise UserError(
+                f"preconditioner, parameter of shape {tuple(parameter.shape)}: the optimizer has no moments of it; "
+                "take a step of Adam or AdamW first, or leave it out"
+            )
+        group, step = groups[id(parameter)], float(state["step"])
+        beta1, beta2 = group["betas"]
+        second = state["exp_avg_sq"].detach().to(dtype=torch.promote_types(parameter.dtype, torch.float32))
+        diagonals.append((1 - beta1**step) * ((second / (1 - beta2**step)).sqrt() + group["eps"]))
+    return diagonals
+
+
+def adamw_threshold(lr: float, beta1: float) -> float:
+    """The largest stable eigenvalue of the preconditioned Hessian, (2 + 2β₁)/((1 − β₁)·lr); 38/lr for β₁ = 0.9."""
+    if lr <= 0 or not 0 <= beta1 < 1:
+        raise UserError(f"lr, {lr}, beta1, {beta1}: lr must be positive and beta1 in [0, 1)")
+    return (2 + 2 * beta1) / ((1 - beta1) * lr)

@@ -18,9 +18,9 @@ from sharpscope.probes.guard import guarded
 from sharpscope.probes.hessian.head import SelectedLogp, squash
 from sharpscope.probes.hessian.krylov import Krylov, NotFiniteError, noisy
 from sharpscope.probes.hessian.operators import GraphHessian, Operator
-from sharpscope.probes.hessian.streamed import StreamedHessian, scatter, size_of
+from sharpscope.probes.hessian.streamed import StreamedHessian, scatter
 from sharpscope.probes.objectives import Objective
-from sharpscope.probes.surface import checked_parameters, common_dtype, flatten, working_precision
+from sharpscope.probes.surface import checked_parameters, common_dtype, flatten, size_of, working_precision
 
 ProductMode = Literal["auto", "graph", "stream"]
 CHECKED_TOKENS = 32  # of the first row, whose logits are compared with the model's own

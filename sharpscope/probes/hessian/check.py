@@ -1,4 +1,4 @@
-"""Hessian products checked against finite differences of gradients, and streamed products against the graph's."""
+"""Self-check of Hessian products and gradients by finite differences."""
 
 from __future__ import annotations
 
@@ -18,39 +18,36 @@ from sharpscope.probes.surface import Surface, common_dtype, moved, unflatten
 TOLERANCE = 0.01
 """Largest relative error of a product that passes.
 
-Central differences err by about u^(2/3) at their best step, u the rounding of a gradient: 3e-5 in float32 for one
-rounding, 3e-3 where a thousand add up. A missing term shows as some tenths.
+At the best step, central differences have an error of about u^(2/3) with u the rounding of a gradient: 3e-5 in float32 for one
+rounding, 3e-3 for a thousand. A missing term makes an error of some tenths.
 """
 STEPS = (1.0, 10.0, 100.0, 1000.0, 0.1, 0.01)
-"""Factors of the first step: larger ones find their way out of rounding, smaller ones out of third derivatives and kinks."""
+"""Factors of the first step; larger steps avoid rounding, smaller ones third derivatives and kinks."""
 FEW_TOKENS = 24
-"""Tokens of each of two rows on which a language model is checked."""
+"""Number of tokens of each of the two rows on which a language model is checked."""
 
 
 def check_products(surface: Surface, operator: Operator | None = None) -> float:
-    """Relative error of one product of a surface's Hessian, measured in an independent way.
+    """Relative error of one Hessian product of a surface, by finite differences.
 
     Let v be the normalized gradient plus a random unit vector. A closure's H v is compared with the central difference
     (∇L(θ + εv) − ∇L(θ − εv))/2ε of its own gradients, and ⟨∇L, v⟩ with that of its losses.
-    A language model is checked on the first tokens of two rows under
-    `nll`: the graph's product against the central difference, and the streamed product against the graph's, as a whole
-    and for each parameter tensor that holds at least 1 % of the product's norm.
+    For a language model this is done for `nll` on the first tokens of two rows; the streamed product is compared with the
+    graph's, in total and for each parameter tensor that has at least 1 % of the product's norm. The result is cached in
+    `surface.checked`.
 
     Args:
-        surface: guarded already (inside `untouched` or `lm_surface`).
-        operator: whose products are used afterwards. A closure: checked itself; None: built here. A language model:
-            the streamed product is compared if `operator` is streamed or None. What is found for one is kept in its
-            surface's `checked`, and not measured again.
+        surface: surface that is already guarded.
+        operator: operator whose products will be used; None to build the Hessian of a closure, and to check both kinds of
+            products of a language model.
 
     Returns:
-        ‖difference‖/‖product‖, the largest of the comparisons. NaN: nothing could be said, because a product is not finite
-        or the finite differences at different steps disagree among themselves, as they do in float32 for a loss with many
-        kinks (ReLU, maxima, routing).
+        The largest ‖difference‖/‖product‖. NaN if the check is inconclusive: a product is not finite, or finite differences at
+        different steps disagree, as in float32 for a loss with many kinks (ReLU, maxima, routing).
 
     Raises:
-        CheckError: an error above `TOLERANCE` at every step, at one of them above 4 times what it and the step before differ
-            by.
-        UserError: an operation without the derivative that is needed.
+        CheckError: the error exceeds `TOLERANCE` at every step, and at some step 4 times the difference from the step before.
+        UserError: an operation lacks a derivative.
     """
     if not isinstance(surface, LmSurface):
         loss, gradient = surface.gradient()
@@ -80,7 +77,7 @@ def check_gradient(surface: Surface) -> float:
     """Relative error of a surface's gradient along one direction, against a central difference of its losses.
 
     Returns:
-        The error of ⟨∇L, v⟩, v as in `check_products`; NaN where the differences are not finite or disagree among themselves.
+        Error of ⟨∇L, v⟩ with v as in `check_products`; NaN if inconclusive.
 
     Raises:
         CheckError: as for `check_products`.
@@ -137,7 +134,7 @@ def _check_language_model(surface: LmSurface, streams: bool) -> float:
 
 
 def _few_tokens(surface: LmSurface) -> LmSurface:
-    """The surface of `nll` over the first tokens of the shortest and of the longest row."""
+    """The surface of `nll` on the first tokens of the shortest and the longest row."""
     batch = surface.objective.batch
     rows = torch.stack([batch.lengths.argmin(), batch.lengths.argmax()]).unique()
     rows = rows[batch.lengths[rows] > 1]
@@ -150,7 +147,7 @@ def _few_tokens(surface: LmSurface) -> LmSurface:
 
 
 def _direction(gradient: Tensor) -> Tensor:
-    """The normalized gradient (P,) plus a random unit vector: the sharp directions, and a little of every other."""
+    """The normalized gradient plus a random unit vector, (P,), so that all directions enter."""
     random = torch.randn(len(gradient), generator=torch.Generator().manual_seed(0), dtype=gradient.dtype)
     vector = random.to(gradient.device)
     vector /= vector.norm()
@@ -162,7 +159,7 @@ def _direction(gradient: Tensor) -> Tensor:
 
 
 def _product_error(surface: Surface, product: Tensor, vector: Tensor, gradient: Tensor) -> float:
-    """Of H v = `product` against the central difference of gradients."""
+    """Relative error of `product` = H v against the central difference of gradients."""
 
     def at(step: Tensor) -> Tensor:
         with moved(surface.parameters, step, relative_error=math.inf):
@@ -172,7 +169,7 @@ def _product_error(surface: Surface, product: Tensor, vector: Tensor, gradient: 
 
 
 def _gradient_error(surface: Surface, loss: float, vector: Tensor, gradient: Tensor) -> float:
-    """Of ⟨∇L, v⟩ against the central difference of losses."""
+    """Relative error of ⟨∇L, v⟩ against the central difference of losses."""
 
     def at(step: Tensor) -> Tensor:
         with moved(surface.parameters, step, relative_error=math.inf):
@@ -185,10 +182,10 @@ def _gradient_error(surface: Surface, loss: float, vector: Tensor, gradient: Ten
 def _difference_error(
     surface: Surface, function: Callable[[Tensor], Tensor], derivative: Tensor, vector: Tensor, base: Tensor
 ) -> float:
-    """Relative error of `derivative`, of `function` along `vector`; NaN where no step decides, see `check_products`.
+    """Relative error of `derivative`, the derivative of `function` along `vector`; NaN if inconclusive.
 
-    The first step is u^(1/3)·ℓ/‖v‖ with ℓ = ‖base‖·‖v‖/‖derivative‖, the length over which `function`, `base` at 0,
-    changes by its own size, at most ‖θ‖. Steps at which it changes by less than 100 roundings decide nothing.
+    The first step is u^(1/3)·ℓ/‖v‖ with ℓ = ‖base‖·‖v‖/‖derivative‖, the length over which `function` (`base` at 0) changes by
+    its own size, but at most ‖θ‖. Steps that change it by less than 100 roundings are ignored.
     """
     size, length = float(derivative.norm()), float(vector.norm())
     if not (math.isfinite(size) and bool(base.isfinite().all())):
@@ -213,13 +210,13 @@ def _difference_error(
 
 
 def _relative(a: Tensor, b: Tensor) -> float:
-    """‖a − b‖/max(‖a‖, ‖b‖), 0 for 0/0."""
+    """‖a − b‖/max(‖a‖, ‖b‖); 0 if both are 0."""
     largest = max(float(a.norm()), float(b.norm()))
     return 0.0 if largest == 0 else float((a - b).norm()) / largest
 
 
 def _largest_error(found: Tensor, expected: Tensor, parameters: Sequence[Tensor]) -> float:
-    """‖found − expected‖/‖expected‖ as a whole or for one parameter tensor, where less than 1 % of the whole counts as 1 %."""
+    """‖found − expected‖/‖expected‖, in total or of one parameter tensor, with norms of at least 1 % of the total."""
     whole = max(float(expected.norm()), float(found.norm()))
     if whole == 0:
         return 0.0

@@ -1,4 +1,4 @@
-"""Symmetric operators on flat parameter vectors: what eigenvalues, traces and densities are computed from."""
+"""Symmetric linear operators on flat parameter vectors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from sharpscope.probes.surface import common_dtype, flatten, unflatten
+from sharpscope.probes.surface import common_dtype, flatten, size_of, unflatten
 
 if TYPE_CHECKING:
     from scipy.sparse.linalg import LinearOperator
@@ -21,8 +21,9 @@ class Operator:
 
     Attributes:
         size: P.
-        dtype, device: of the vectors.
-        products: matrix-vector products so far; the unit in which probes are paid.
+        dtype: dtype of the vectors.
+        device: device of the vectors.
+        products: number of matrix-vector products so far.
     """
 
     def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -38,7 +39,7 @@ class Operator:
         raise NotImplementedError
 
     def as_scipy(self) -> LinearOperator:
-        """The operator for SciPy (`scipy.sparse.linalg.eigsh` and others), on the CPU, in its own dtype."""
+        """The operator as a SciPy `LinearOperator` on the CPU."""
         import numpy as np
         from scipy.sparse.linalg import LinearOperator
 
@@ -66,24 +67,24 @@ class FunctionOperator(Operator):
 
 
 class GraphHessian(Operator):
-    """∇² of a sum of scalar graphs over `parameters`: reverse over reverse, the first reverse pass done once and kept.
+    """Hessian of a sum of scalar losses, by reverse mode over a stored graph of the gradient.
 
-    A product then costs one pass through the gradient's graph, 6 units against the 9 of forward-over-reverse (1 unit =
-    the forward pass of a linear layer); the price is that the graph stays in memory while the operator lives.
+    A product costs 6 units, where forward-over-reverse costs 9 (1 unit = the forward pass of a linear layer), but the graph
+    stays in memory as long as the operator.
     """
 
     def __init__(self, losses: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
-        super().__init__(sum(p.numel() for p in parameters), common_dtype(parameters), parameters[0].device)
+        super().__init__(size_of(parameters), common_dtype(parameters), parameters[0].device)
         self._parameters = tuple(parameters)
         self._graphs: list[tuple[list[Tensor], list[int]]] = []
         for loss in losses:
             gradients = torch.autograd.grad(loss, self._parameters, create_graph=True, allow_unused=True)
-            # A gradient without a graph is constant: the parameter is unused or enters linearly, its rows are zero.
+            # A gradient without a graph is constant: the parameter is unused or enters linearly.
             active = [i for i, g in enumerate(gradients) if g is not None and g.requires_grad]
             self._graphs.append(([gradients[i] for i in active], active))
 
     def product(self, vector: Tensor) -> Tensor:
-        """H v for v (P,); zero rows for parameters that are unused or enter linearly."""
+        """H v for v (P,); 0 for parameters that are unused or enter linearly."""
         parts = unflatten(vector, self._parameters)
         total: Tensor | None = None
         for gradients, active in self._graphs:
@@ -98,7 +99,7 @@ class GraphHessian(Operator):
 
 
 class ClosureHessian(GraphHessian):
-    """∇²L of a closure's surface at the present parameters."""
+    """Hessian of the loss of a closure at the current parameters."""
 
     def __init__(self, surface: ClosureSurface) -> None:
         loss = surface.loss()
@@ -106,14 +107,14 @@ class ClosureHessian(GraphHessian):
 
 
 class Scaled(Operator):
-    """S H S for a diagonal S (P,): the Hessian in the coordinates S⁻¹θ, e.g. S = D^(−1/2) for AdamW's D."""
+    """S H S for a diagonal S (P,): the Hessian in the coordinates S⁻¹θ, such as S = D^(−1/2) for AdamW's D."""
 
     def __init__(self, operator: Operator, scale: Tensor) -> None:
         super().__init__(operator.size, operator.dtype, operator.device)
         self._operator, self._scale = operator, scale.to(device=operator.device, dtype=operator.dtype)
 
     def unscaled(self, gradient: Tensor) -> Tensor:
-        """S g: a gradient g (P,) of the loss in the new coordinates."""
+        """S g: the gradient g (P,) in the new coordinates."""
         return gradient * self._scale
 
     def product(self, vector: Tensor) -> Tensor:

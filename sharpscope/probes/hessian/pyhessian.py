@@ -21,10 +21,9 @@ import torch
 from torch import Tensor
 
 from sharpscope.probes.hessian.check import check_products
-from sharpscope.probes.hessian.density import spectral_density
 from sharpscope.probes.hessian.result import Curvature, CurvatureSettings, Parts
-from sharpscope.probes.hessian.trace import Trace
-from sharpscope.probes.surface import Surface
+from sharpscope.probes.hessian.spectrum import Trace, spectral_density
+from sharpscope.probes.surface import Surface, size_of
 
 DENSITY_REASON = "density: ours, because PyHessian 0.1 calls torch.eig, which PyTorch has removed"
 
@@ -96,7 +95,7 @@ def pyhessian_estimate(
 
     parameters = _curved(surface)
     if not parameters:
-        return PyHessianEstimate(np.zeros(top), torch.zeros(top, _size(surface.parameters)), 0, np.zeros(1))
+        return PyHessianEstimate(np.zeros(top), torch.zeros(top, size_of(surface.parameters)), 0, np.zeros(1))
     products = 0
     original = library.hessian_vector_product
 
@@ -126,7 +125,7 @@ def pyhessian_estimate(
         np.array(values),
         torch.stack([_embed(vector, parameters, surface.parameters) for vector in vectors])
         if vectors
-        else torch.zeros(0, _size(surface.parameters)),
+        else torch.zeros(0, size_of(surface.parameters)),
         spent,
         np.array(samples),
     )
@@ -224,7 +223,3 @@ def _embed(vector: Sequence[Tensor], parameters: Sequence[Tensor], everything: S
     ]
     flat = torch.cat(parts)
     return flat / flat.norm() if flat.norm() > 0 else flat
-
-
-def _size(parameters: Sequence[Tensor]) -> int:
-    return sum(parameter.numel() for parameter in parameters)

@@ -1,4 +1,4 @@
-"""The values that a curvature probe takes and gives: settings, the Hessian in numbers, and its rows."""
+"""Settings and results of the curvature probes."""
 
 from __future__ import annotations
 
@@ -13,29 +13,27 @@ from torch import Tensor
 
 from sharpscope.errors import UserError
 from sharpscope.probes.estimate import Estimate
-from sharpscope.probes.hessian.density import Density
 from sharpscope.probes.hessian.krylov import Krylov
-from sharpscope.probes.hessian.trace import Trace, t_interval
+from sharpscope.probes.hessian.spectrum import Density, Trace, t_interval
 
 Backend = Literal["lanczos", "pyhessian"]
 
 
 @dataclass(frozen=True)
 class CurvatureSettings:
-    """How much is spent on which estimate; one unit is a Hessian-vector product.
+    """The curvature estimates to compute and their precision.
 
     Attributes:
-        top: eigenpairs wanted at the upper end.
-        smallest: also the smallest (signed) eigenvalue.
-        tolerance: bound of a residual ‖Hv − λv‖ relative to the largest |λ|.
-        max_products: products for the eigenpairs at most.
-        trace_probes: random probes of the trace (at least 2), 0: no trace.
-        density_samples, density_steps: random starts and Lanczos steps of the spectral density; 0 samples: none. With samples the
-            eigenpairs start at random too (their run is the first sample), and the other samples' nodes would show an
-            eigenvalue that they missed; with none they start at `Surface.start` where there is one, which may lean (see
-            `eigenpairs`).
-        backend: `lanczos` (ours) or `pyhessian` (its eigenvalues and trace, for comparison).
-        basis_mb: memory for Lanczos vectors [MiB]; fewer vectors mean restarts, not other results.
+        top: number of largest eigenpairs.
+        smallest: also compute the smallest (signed) eigenvalue.
+        tolerance: bound of the residuals ‖Hv − λv‖ relative to the largest |λ|.
+        max_products: maximum number of Hessian-vector products for the eigenpairs.
+        trace_probes: random probes of the trace, at least 2; 0 for no trace.
+        density_samples: random starts of the spectral density; 0 for no density. With a density, Lanczos for the eigenpairs
+            starts at random and is its first sample; without one it starts at `Surface.start` if available, see `eigenpairs`.
+        density_steps: Lanczos steps of each start of the density.
+        backend: `lanczos`, or `pyhessian` for PyHessian's eigenvalues and trace.
+        basis_mb: memory for Lanczos vectors [MiB]; with less memory Lanczos restarts more often.
     """
 
     top: int = 1
@@ -61,24 +59,32 @@ class CurvatureSettings:
 
 @dataclass(frozen=True)
 class Curvature:
-    """The Hessian at one point, in numbers.
+    """Curvature of a loss at one point.
 
     Attributes:
-        loss, gradient_norm: L(θ) and ‖∇L(θ)‖₂.
-        largest, smallest: extreme signed eigenvalues; NaN with the reason in `why` if they could not be had.
-        trace, trace_std_error: trace and its standard error over `trace_probes` random probes (0: not asked for), with
-            `trace_probes` − 1 degrees of freedom; see `trace_interval`.
-        has_smallest: whether `smallest` was asked for.
-        top: (k,) the k largest eigenvalues, largest first.
-        residuals: (k,) measured ‖Hv − λv‖₂ of `top`; `smallest_residual` likewise.
+        loss: L(θ).
+        gradient_norm: ‖∇L(θ)‖₂.
+        largest: largest eigenvalue; NaN if not available.
+        smallest: smallest (signed) eigenvalue; NaN if not available.
+        trace: trace of the Hessian; NaN if not requested.
+        trace_std_error: standard error of the trace, with `trace_probes` − 1 degrees of freedom.
+        trace_probes: number of random probes of the trace; 0 if not requested.
+        has_smallest: whether `smallest` was requested.
+        top: (k,) largest eigenvalues in descending order.
+        residuals: (k,) measured ‖Hv − λv‖₂ of `top`.
+        smallest_residual: measured residual of `smallest`.
         vectors: (k, P) unit eigenvectors of `top`.
-        density: spectral density; None if not asked for.
-        converged: every eigenpair met the tolerance and every number is finite; `why` says what did not. An eigenpair that met
-            it need not be the extreme one (see `eigenpairs`).
-        products: Hessian-vector products spent on everything.
-        seed, seconds, backend: how it was had.
-        notes: what a reader should know, e.g. why a part comes from elsewhere.
-        checked: relative error that `check_products` found; None = not checked; NaN = it could not tell (`notes` says so).
+        density: spectral density; None if not requested.
+        converged: whether all eigenpairs met the tolerance and all numbers are finite. An eigenpair that met it need not be the
+            extreme one, see `eigenpairs`.
+        why: what did not converge.
+        products: total number of Hessian-vector products.
+        seed: seed of the random vectors.
+        seconds: wall-clock time.
+        backend: `lanczos` or `pyhessian`.
+        notes: remarks, such as parts computed by another backend.
+        seconds_by_part: wall-clock time of each part.
+        checked: relative error found by `check_products`; None if not checked, NaN if inconclusive.
     """
 
     loss: float
@@ -105,7 +111,7 @@ class Curvature:
     checked: float | None = None
 
     def trace_interval(self, level: float = 0.95) -> tuple[float, float]:
-        """Confidence interval of the trace, Student's t with `trace_probes` − 1 degrees of freedom; NaN without a trace."""
+        """Student's t confidence interval of the trace; NaN without a trace."""
         if not math.isfinite(self.trace_std_error):
             return math.nan, math.nan
         return t_interval(self.trace, self.trace_std_error, self.trace_probes, level)
@@ -152,7 +158,7 @@ class Curvature:
 
 
 class Parts:
-    """The estimates made up to now; `result` turns them into a `Curvature`."""
+    """Estimates collected so far; `result` makes a `Curvature` of them."""
 
     def __init__(self) -> None:
         self.values = self.residuals = np.full(0, np.nan)
@@ -166,7 +172,7 @@ class Parts:
         self.notes: list[str] = []
 
     def check(self, error: float) -> None:
-        """Keep what `check_products` found."""
+        """Store the result of `check_products`."""
         self.checked = error
         if math.isnan(error):
             self.notes.append(
@@ -184,7 +190,7 @@ class Parts:
         clock: dict[str, float],
         products: int,
     ) -> Curvature:
-        """The value; what is missing is NaN."""
+        """The result, with NaN for missing estimates."""
         nothing = len(self.values) == 0
         return Curvature(
             loss=loss,

@@ -12,7 +12,7 @@ from sharpscope.errors import UserError
 from sharpscope.probes.hessian.dual import DualBody
 from sharpscope.probes.hessian.head import HeadPoint, HeadProduct, squash
 from sharpscope.probes.hessian.operators import Operator
-from sharpscope.probes.surface import common_dtype, flatten, unflatten
+from sharpscope.probes.surface import common_dtype, flatten, size_of, unflatten
 
 if TYPE_CHECKING:
     from sharpscope.probes.hessian.causal_lm import LmSurface
@@ -134,11 +134,6 @@ def scatter(values: Tensor, place: Tensor) -> Tensor:
     """(n, width) with `values` (M,) at the scored tokens: `place` (n, width − 1) is shifted by one."""
     grid = torch.zeros(place.shape, dtype=values.dtype, device=values.device).masked_scatter(place, values)
     return torch.nn.functional.pad(grid, (1, 0))
-
-
-def size_of(parameters: Sequence[Tensor]) -> int:
-    """P: numbers in all tensors together."""
-    return sum(parameter.numel() for parameter in parameters)
 
 
 def _uniform(tensors: Sequence[Tensor]) -> bool:
