@@ -1,4 +1,4 @@
-"""The surface of a causal language model: an objective over frozen rows, in microbatches, within a memory budget."""
+"""The loss surface of a causal language model, computed in microbatches within a memory budget."""
 
 from __future__ import annotations
 
@@ -23,25 +23,24 @@ from sharpscope.probes.objectives import Objective
 from sharpscope.probes.surface import checked_parameters, common_dtype, flatten, size_of, working_precision
 
 ProductMode = Literal["auto", "graph", "stream"]
-CHECKED_TOKENS = 32  # of the first row, whose logits are compared with the model's own
-COARSE_SHARE, COARSE_STEPS = 0.25, 3  # of the tokens and of Lanczos, for its start
+CHECKED_TOKENS = 32  # tokens of the first row whose logits are compared with the model's own
+COARSE_SHARE, COARSE_STEPS = 0.25, 3  # share of the tokens and steps of Lanczos for its starting vector
 
 
 class LmSurface:
-    """L(θ) of an objective under a causal LM; `lm_surface` guards the model and puts it into float32.
+    """L(θ) of an objective of a causal language model; create it with `lm_surface`.
 
-    Rows of like length share a microbatch, so that little of it is padding; what is computed does not depend on how they
-    are cut beyond rounding.
+    Rows of similar length share a microbatch to reduce padding. Results do not depend on the microbatches beyond rounding.
 
     Attributes:
-        parameters: the tensors that vectors are about.
-        objective: with its anchors; see `Objective.anchored`.
+        parameters: the tensors of θ.
+        objective: the loss, with its anchors (see `Objective.anchored`).
         microbatches: row indices, shortest rows first.
-        backbone, head: the model without its output layer, and that layer.
+        backbone: the model without its output layer.
+        head: the output layer.
         head_mb: memory for blocks of the logits [MiB].
-        checked: what `check_products` found, by whether the streamed products were checked too; shared by all surfaces
-            made from this one.
-        start_products: what the last `start` cost, in Hessian products of all rows (of a share of the tokens each).
+        checked: results of `check_products`, by whether streamed products were checked; shared with derived surfaces.
+        start_products: cost of the last `start` in Hessian products of all rows.
     """
 
     def __init__(
@@ -65,11 +64,11 @@ class LmSurface:
         self.checked: dict[bool, float] = {}
 
     def restricted(self, parameters: Sequence[Tensor]) -> LmSurface:
-        """The same surface seen over some of the parameters: its Hessian is that diagonal block."""
+        """The surface over some of the parameters; its Hessian is a diagonal block."""
         return self._like(self.objective, parameters)
 
     def over(self, objective: Objective) -> LmSurface:
-        """The same model under another objective (or other rows)."""
+        """The surface of another objective of the same model."""
         return self._like(objective, self.parameters)
 
     def _like(self, objective: Objective, parameters: Sequence[Tensor]) -> LmSurface:
@@ -86,7 +85,7 @@ class LmSurface:
         return like
 
     def logp(self) -> Tensor:
-        """(N, S) float64 [nats] log-probability of the scored tokens, 0 elsewhere; no graph."""
+        """Log-probabilities of the scored tokens, (N, S) float64 [nats], 0 elsewhere; without graph."""
         batch = self.objective.batch
         found = torch.zeros(batch.scored.shape, dtype=torch.float64, device=batch.scored.device)
         with torch.no_grad():
@@ -101,7 +100,7 @@ class LmSurface:
             return sum(float(self._share(index)) for index in self.microbatches)
 
     def loss(self) -> Tensor:
-        """L(θ) with one graph over all rows (for PyHessian); its memory is not bounded."""
+        """L(θ) with one graph over all rows, for PyHessian; memory is not bounded."""
         return torch.stack([self._share(index, plain=True) for index in self.microbatches]).sum()
 
     def gradient(self) -> tuple[float, Tensor]:
@@ -120,17 +119,16 @@ class LmSurface:
         return value, total
 
     def start(self, generator: torch.Generator) -> Tensor:
-        """A direction that lies where the sharp ones mostly are, which saves Lanczos products.
+        """A starting vector for Lanczos with large components along sharp directions, which saves products.
 
-        Each row i is given a random vector u_i = Σ_t ξ_t √(|c_t| π_t/(1 − π_t)) ∇log π_t, with c = ∂L/∂log π and ξ standard normal.
-        Where two words share the probability, its covariance is Σ_t |c_t| J_tᵀ(diag π − ππᵀ)J_t, for `nll` the row's part of the
-        Gauss-Newton matrix, and ‖u_i‖² has its trace as its mean; a row's gradient itself misleads, since an unlikely token makes
-        a large one and little curvature. (What the other objectives' own second derivative in log π adds is left out: for them
-        this is a rule of thumb.) Of the rows with the largest ‖u_i‖ as many are taken as hold at most a quarter of the tokens.
-        COARSE_STEPS steps of Lanczos on their Hessian alone, begun at a new Σ u_i of theirs, give Ritz pairs (θ_k, y_k); the
-        start is Σ ±θ_k² y_k with random signs. Where no row is short enough: Σ u_i of all rows.
+        Row i gets a random vector u_i = Σ_t ξ_t √(|c_t| π_t/(1 − π_t)) ∇log π_t with c = ∂L/∂log π and ξ standard normal. If two
+        words share the probability, its covariance is Σ_t |c_t| J_tᵀ(diag π − ππᵀ)J_t, which for `nll` is the row's part of the
+        Gauss-Newton matrix, and E‖u_i‖² is its trace. (A gradient would mislead: an unlikely token has a large gradient and
+        little curvature. For other objectives the second derivative in log π is neglected.) The rows with the largest ‖u_i‖ are
+        selected, up to a quarter of the tokens. COARSE_STEPS steps of Lanczos on their Hessian from a new Σ u_i give Ritz pairs
+        (θ_k, y_k), and the start is Σ ±θ_k² y_k with random signs. If no row is short enough, it is Σ u_i over all rows.
 
-        It runs as many tokens as one gradient of all rows and one of those taken, row by row, and `start_products` products.
+        The cost is one gradient of all rows and one of the selected rows, row by row, and `start_products` products.
         """
         batch = self.objective.batch
         whole, norms = self._curved(generator)
@@ -148,14 +146,14 @@ class LmSurface:
             while space.size < space.capacity:
                 space.extend()
         except NotFiniteError:
-            return whole  # the products of all rows will say so
+            return whole  # Lanczos on all rows will report it
         self.start_products = space.size * float(batch.lengths[chosen].sum()) / float(batch.lengths.sum())
         values, coefficients, _ = space.ritz()
         signs = (torch.randint(0, 2, (len(values),), generator=generator) * 2 - 1).numpy()
         return space.vectors((coefficients @ (values**2 * signs))[:, None])[0]
 
     def _coarse(self, norms: Tensor) -> Tensor:
-        """The rows with the largest norms (N,) that fit into a quarter of the tokens, in their order."""
+        """The rows with the largest norms (N,) that fit into a quarter of the tokens, in order."""
         lengths = self.objective.batch.lengths.tolist()
         left, chosen = COARSE_SHARE * sum(lengths), []
         for row in norms.argsort(descending=True, stable=True).tolist():
@@ -165,7 +163,7 @@ class LmSurface:
         return torch.tensor(sorted(chosen), dtype=torch.long, device=self.objective.batch.lengths.device)
 
     def _curved(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Σ u_i (P,) over all rows, see `start`, and ‖u_i‖ (N,); rows one after the other, so that none is kept."""
+        """Σ u_i (P,) over all rows and ‖u_i‖ (N,), see `start`; one row at a time to save memory."""
 
         def coefficient(index: Tensor, logp: Tensor) -> list[Tensor]:
             given = logp.detach().requires_grad_()
@@ -175,7 +173,7 @@ class LmSurface:
             normal = torch.randn(logp.shape, generator=generator, dtype=torch.float64).to(logp.device)
             return [(pull * odds).sqrt() * normal]
 
-        # log π came out of logits of a few tens: below this 1 − π is rounding.
+        # Logits are of the order of ten, so a smaller 1 − π is rounding.
         rounding = 16 * torch.finfo(common_dtype(self.parameters)).eps
         lengths = self.objective.batch.lengths
         total, norms = flatten([None] * len(self.parameters), self.parameters), []
@@ -186,7 +184,7 @@ class LmSurface:
         return total, torch.tensor(norms, dtype=torch.float64)
 
     def pull_back(self, rows: Tensor, coefficients: Sequence[Tensor]) -> list[Tensor]:
-        """Σ c_it ∇log π_it over the scored tokens of some rows, (P,) for each c (N, S); one forward pass for all of them."""
+        """Σ c_it ∇log π_it over the scored tokens of some rows, (P,) for each c (N, S), with one forward pass."""
         cut = _microbatches(self.objective.batch.lengths[rows], self._tokens)
         return self._pulled(
             [rows[part] for part in cut],
@@ -197,7 +195,7 @@ class LmSurface:
     def _pulled(
         self, parts: Sequence[Tensor], cotangents: Callable[[Tensor, Tensor], Sequence[Tensor]], count: int
     ) -> list[Tensor]:
-        """Σ over `parts` of ∂logp/∂θ applied to each of `count` cotangents (n, width) of a part's log-probabilities."""
+        """Vector-Jacobian products of the log-probabilities, summed over `parts`, for each of `count` cotangents (n, width)."""
         dtype, device = common_dtype(self.parameters), self.parameters[0].device
         totals = [torch.zeros(size_of(self.parameters), dtype=dtype, device=device) for _ in range(count)]
         for index in parts:
@@ -214,9 +212,9 @@ class LmSurface:
     def hessian(self) -> Operator:
         """∇²L(θ).
 
-        Mode `graph` keeps the gradient's graph of every microbatch: the cheapest product. `stream` keeps nothing
-        between products, runs the output layer in blocks of the vocabulary and, where one microbatch would not fit
-        `graph_mb`, each layer again in the backward pass. `auto` takes the first where it fits.
+        Mode `graph` keeps the gradient's graph of all microbatches, which makes products fastest. `stream` keeps nothing between
+        products, computes the output layer in blocks of the vocabulary and, if one microbatch exceeds `graph_mb`, recomputes
+        each layer in the backward pass. `auto` uses `graph` if it fits `graph_mb`.
         """
         per_token = self._graph_bytes_per_token() if self._mode == "auto" else 0.0
         tokens = int(sum(len(index) * self.objective.batch.lengths[index].max() for index in self.microbatches))
@@ -225,12 +223,12 @@ class LmSurface:
         return self._streamed(per_token, gauss_newton=False)
 
     def gauss_newton(self) -> Operator:
-        """Jᵀ H_z J with J the Jacobian of the logits and H_z the objective's Hessian in them (positive for `nll`)."""
+        """Gauss-Newton matrix Jᵀ H_z J with J the Jacobian of the logits and H_z the Hessian in them (positive for `nll`)."""
         return self._streamed(self._graph_bytes_per_token() if self._mode == "auto" else 0.0, gauss_newton=True)
 
     def _streamed(self, bytes_per_token: float, *, gauss_newton: bool) -> Operator:
         largest = max(len(index) * int(self.objective.batch.lengths[index].max()) for index in self.microbatches)
-        # The dual graph of a microbatch weighs about as much as its graph of first and second reverse pass.
+        # The forward-mode graph of a microbatch is about as large as that of two reverse passes.
         checkpoint = self._mode == "stream" or bytes_per_token * largest > self._graph_mb * 2**20
         return StreamedHessian(self, checkpoint=checkpoint, gauss_newton=gauss_newton)
 
@@ -239,7 +237,7 @@ class LmSurface:
         return self.objective.share(index, logp, width=logp.shape[1])
 
     def _logp(self, index: Tensor, *, plain: bool = False) -> Tensor:
-        """(n, width) float64 log-probabilities with graph, 0 off the scored tokens."""
+        """Log-probabilities (n, width) float64 with graph, 0 outside the scored tokens."""
         ids, place, target = self.inputs(index)
         hidden = self.backbone(input_ids=ids, use_cache=False).last_hidden_state[:, :-1][place]  # (M, d)
         head = self.head
@@ -252,7 +250,7 @@ class LmSurface:
         return scatter(picked.double(), place)
 
     def inputs(self, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Ids (n, width), positions (n, width − 1) whose hidden states predict scored tokens, those tokens (M,)."""
+        """Ids (n, width), the positions (n, width − 1) that predict scored tokens, and these tokens (M,)."""
         batch = self.objective.batch
         width = int(batch.lengths[index].max())
         ids, scored = batch.input_ids[index, :width], batch.scored[index, :width]
@@ -260,7 +258,7 @@ class LmSurface:
         return ids, place, ids[:, 1:][place]
 
     def _graph_bytes_per_token(self) -> float:
-        """Memory that the graph of first and second reverse pass holds, from one row (the longest)."""
+        """Bytes per token held by the graph of two reverse passes, measured on the longest row."""
         index = self.microbatches[-1][-1:]
         held: dict[int, int] = {p.untyped_storage().data_ptr(): 0 for p in self.model.parameters()}
 
@@ -290,23 +288,24 @@ def lm_surface(
     mode: ProductMode = "auto",
     check: Check = "first",
 ) -> Iterator[LmSurface]:
-    """Within the block: the surface of a model, guarded, in eval mode, in float32 or better, with MATH attention.
+    """Context manager for the loss surface of a model, in eval mode, at least float32, with MATH attention.
 
-    Unless the objective is stale its anchors become the model's own log-probabilities, so that all ratios are 1.
+    The model is restored afterwards, see `guarded`. Unless the objective is stale, its anchors are replaced by the model's
+    log-probabilities, so that all ratios are 1.
 
     Args:
-        model: a Hugging Face causal LM, with or without adapters.
-        objective: what is probed, over which rows.
-        parameters: which tensors; None: all that require grad.
-        microbatch_tokens: padded tokens in one forward pass.
+        model: Hugging Face causal language model, with or without adapters.
+        objective: the loss and its rows.
+        parameters: tensors of θ; None for all that require grad.
+        microbatch_tokens: tokens of one forward pass, padding included.
         graph_mb: memory for graphs kept between products [MiB].
         head_mb: memory for blocks of the logits [MiB].
         mode: see `LmSurface.hessian`.
-        check: compare logits with those of the model's own attention and precision, and Hessian products as
-            `check_products` does: once for a model (first), for every surface (always) or never (off).
+        check: when to compare logits with those of the model's own attention and precision, and Hessian products as in
+            `check_products`: the `first` time for a model, `always` or `off`.
 
     Raises:
-        UserError: an architecture whose output layer is not one linear map.
+        UserError: the output layer is not a linear map.
         CheckError: the logits differ from the model's own.
     """
     tensors = [*model.parameters(), *model.buffers()]
@@ -333,7 +332,7 @@ def lm_surface(
             mode=mode,
         )
         surface.checked = known.setdefault("hessian", {})
-        if own is not None and bool(own.isfinite().all()):  # weights that have diverged say nothing
+        if own is not None and bool(own.isfinite().all()):  # nothing to compare for diverged weights
             known["surface"] = _check_logits(surface, ids, own, 2 * _epsilon(coarsest) ** 0.5)
         if objective.name != "nll" and not objective.stale:
             surface.objective = objective.anchored(surface.logp())
@@ -345,7 +344,7 @@ def _epsilon(dtype: torch.dtype) -> float:
 
 
 def _check_logits(surface: LmSurface, ids: Tensor, own: Tensor, tolerance: float) -> float:
-    """The relative error of the logits of `ids` (1, L) against the model's `own`; tolerances as for token gradients."""
+    """Relative error of the logits of `ids` (1, L) against the model's `own`."""
     with torch.no_grad():
         found = surface.head.logits(surface.backbone(input_ids=ids, use_cache=False).last_hidden_state)
     error = float((found.double() - own.double()).norm() / own.double().norm().clamp_min(1e-30))
@@ -360,7 +359,7 @@ def _check_logits(surface: LmSurface, ids: Tensor, own: Tensor, tolerance: float
 
 
 def _microbatches(lengths: Tensor, tokens: int) -> list[Tensor]:
-    """Rows of like length together, cut so that rows × longest ≤ tokens (one row at least); the shortest rows first."""
+    """Microbatches of rows of similar length with rows × longest ≤ tokens (at least one row), shortest rows first."""
     if tokens < 1:
         raise UserError(f"microbatch_tokens, {tokens}: at least 1")
     found: list[Tensor] = []

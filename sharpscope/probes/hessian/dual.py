@@ -1,8 +1,8 @@
-"""The body of a causal language model in forward mode, ready to be differentiated backward, one layer at a time.
+"""Hessian-vector products of the body of a language model: reverse mode over a forward-mode pass.
 
-Hv = ∇_θ [⟨δ̇, h(θ)⟩ + ⟨δ, ḣ(θ)⟩] with h the hidden states, ḣ = (∂h/∂θ) v their tangent, and the head's cotangents δ, δ̇
-held constant. So one dual forward and one backward through it make a product; where memory is short, each layer keeps
-only its input (x, ẋ) and is run again in the backward pass.
+Hv = ∇_θ [⟨δ̇, h(θ)⟩ + ⟨δ, ḣ(θ)⟩] with h the hidden states, ḣ = (∂h/∂θ) v their tangent, and the cotangents δ, δ̇ of the output
+layer held constant. So a product takes one forward pass with tangents and one backward pass. With checkpointing each layer
+keeps only its input (x, ẋ) and is recomputed in the backward pass.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sharpscope.probes.hessian.dual_rules import DualRules
 
 @contextmanager
 def replaced_forward(module: nn.Module, forward: Any) -> Iterator[None]:
-    """Within the block `module` runs `forward`; an instance's own forward is put back as it was."""
+    """Replace the forward method of `module` within the block."""
     own = module.__dict__.get("forward")
     module.forward = forward
     try:
@@ -37,12 +37,12 @@ def replaced_forward(module: nn.Module, forward: Any) -> Iterator[None]:
 
 
 class DualBody:
-    """h and ḣ of a backbone along a direction, and the way back.
+    """Hidden states h and tangents ḣ of a backbone along a direction, and their backward pass.
 
     Args:
-        backbone: a module whose call gives `last_hidden_state`.
-        parameters: leaf tensors to differentiate (others of the backbone are constants).
-        checkpoint: run each layer again in the backward pass and keep only its input.
+        backbone: module whose output has `last_hidden_state`.
+        parameters: leaf tensors to differentiate; other parameters are constants.
+        checkpoint: recompute each layer in the backward pass.
     """
 
     def __init__(self, backbone: nn.Module, parameters: Sequence[Tensor], *, checkpoint: bool) -> None:
@@ -53,24 +53,23 @@ class DualBody:
         prefixes = tuple(
             f"{name}." for name, module in backbone.named_modules(remove_duplicate=False) if id(module) in cut
         )
-        # Every name of a tied parameter, so that each use of it is swapped.
+        # Include all names of a tied parameter, so that every use of it gets a tangent.
         named = [(n, p) for n, p in backbone.named_parameters(remove_duplicate=False) if id(p) in wanted]
         self._embedding = _plain_embedding(backbone, wanted)
         if self._embedding is not None:
             shared = self._embedding.weight
             if sum(p is shared for _, p in named) > 1:
-                self._embedding = None  # used in another place of the body too: leave it to autograd
+                self._embedding = None  # also used elsewhere in the body: leave it to autograd
             else:
                 named = [(n, p) for n, p in named if p is not shared]
-        # A layer that is cut out makes its own duals; a parameter that is also used outside of it keeps its names there.
+        # Checkpointed layers attach their own tangents.
         self._names = {n: p for n, p in named if not n.startswith(prefixes)}
         self._rest = list({id(p): p for p in self._names.values()}.values())
 
     def product(self, ids: Tensor, direction: dict[int, Tensor], out: dict[int, Tensor], back: Any) -> None:
-        """Run the body on `ids` (n, S) along `direction` and add the product to `out` (both by `id(parameter)`).
+        """Run the body on `ids` (n, S) along `direction` and add the product to `out`, both keyed by `id(parameter)`.
 
-        `back` is called with h and ḣ (n, S, d), detached, and returns the cotangents of both; None for ḣ's: it is not
-        followed.
+        `back` maps h and ḣ (n, S, d), detached, to their cotangents; None for ḣ skips its backward pass.
         """
         sink = _Sink(out)
         anchor = torch.zeros((), device=ids.device, requires_grad=True)
@@ -106,19 +105,19 @@ class DualBody:
 def _reverse(
     values: Sequence[Tensor], leaves: Sequence[Tensor], cotangents: Sequence[Tensor]
 ) -> tuple[Tensor | None, ...]:
-    """A backward pass without tangents: what was saved still carries them, and they would be pushed through it."""
+    """A backward pass with forward mode off, which would otherwise process the tangents of saved tensors."""
     with forward_ad._set_fwd_grad_enabled(False):
         return torch.autograd.grad(values, leaves, cotangents, allow_unused=True)
 
 
 def _duals(names: Mapping[str, Tensor], direction: dict[int, Tensor]) -> dict[str, Tensor]:
-    """A dual tensor for each name, one and the same for all names of a tied parameter."""
+    """A dual tensor for each name; names of a tied parameter share one."""
     made = {id(p): forward_ad.make_dual(p, direction[id(p)]) for p in {id(p): p for p in names.values()}.values()}
     return {name: made[id(p)] for name, p in names.items()}
 
 
 class _Sink:
-    """Where gradients are added up at once, so that no second copy of the parameters' size is held."""
+    """Adds gradients to their totals at once, so that no second copy is held."""
 
     def __init__(self, out: dict[int, Tensor]) -> None:
         self._out = out
@@ -134,16 +133,16 @@ def _layers(backbone: nn.Module) -> list[nn.Module]:
 
     found = [module for module in backbone.modules() if isinstance(module, GradientCheckpointingLayer)]
     inner = {id(module) for layer in found for module in layer.modules() if module is not layer}
-    # A layer that shares parameters with another (cross-layer tying) is still fine: both add to the same place.
+    # Layers may share parameters; both add to the same total.
     return [layer for layer in found if id(layer) not in inner]
 
 
 def _plain_embedding(backbone: nn.Module, wanted: set[int]) -> nn.Embedding | None:
-    """The input embedding if it is trainable and a plain lookup: its gradient is then added row by row, never dense."""
+    """The input embedding if it is trainable and a plain lookup, so that its gradient can be added by rows."""
     find = getattr(backbone, "get_input_embeddings", None)
     try:
         module = None if find is None else find()
-    except NotImplementedError:  # a wrapper around a decoder (BART), which transformers does not look into
+    except NotImplementedError:  # a wrapper around a decoder (BART)
         return None
     if type(module) is not nn.Embedding or module.max_norm is not None or module.scale_grad_by_freq:
         return None
@@ -151,14 +150,14 @@ def _plain_embedding(backbone: nn.Module, wanted: set[int]) -> nn.Embedding | No
 
 
 def _lookup(embedding: nn.Embedding, direction: Tensor, looked_up: list[tuple[Tensor, Tensor]]) -> Any:
-    """A forward whose rows are leaves. The row `padding_idx` is a constant, as for autograd and so for training."""
+    """A forward method whose rows are leaves. The row `padding_idx` is a constant, as in autograd."""
     padding = embedding.padding_idx
 
     def forward(ids: Tensor) -> Tensor:
         rows = F.embedding(ids, embedding.weight.detach()).requires_grad_()
         looked_up.append((ids, rows))
         dots = F.embedding(ids, direction)
-        # A copy, since a model may scale it in place (CTRL), which a leaf does not allow.
+        # Clone, since a model may scale the rows in place (CTRL).
         return forward_ad.make_dual(
             rows.clone(), dots if padding is None else dots.masked_fill((ids == padding)[..., None], 0.0)
         )
@@ -175,11 +174,11 @@ def _add_rows(out: Tensor, ids: Tensor, rows: Tensor, padding: int | None) -> No
 
 @contextmanager
 def _checkpointed(layer: nn.Module, direction: dict[int, Tensor], sink: _Sink, anchor: Tensor) -> Iterator[None]:
-    """Within the block `layer` keeps only the value and tangent of its inputs, and runs again in the backward pass.
+    """Within the block `layer` keeps only the values and tangents of its inputs and is recomputed in the backward pass.
 
-    Every floating-point tensor among the arguments (also inside tuples, lists and mappings) that depends on the
-    parameters is an input, and every one among the results is an output. What the layer writes into a mapping that it
-    was given is a result too: layers that share keys and values pass them on in one.
+    Inputs are the floating-point tensors among the arguments (also in tuples, lists and mappings) that depend on the parameters;
+    outputs are those among the results and those that the layer writes into a mapping among its arguments, as layers with
+    shared keys and values do.
     """
     original = layer.forward
     owned = {name: p for name, p in layer.named_parameters(remove_duplicate=False) if id(p) in direction}
@@ -196,8 +195,8 @@ def _checkpointed(layer: nn.Module, direction: dict[int, Tensor], sink: _Sink, a
         places = [i for i, leaf in enumerate(leaves) if _depends(leaf)]
         pairs = [_value_and_tangent(leaves[i]) for i in places]
         for i in places:
-            leaves[i] = None  # kept by the layer's node in the graph, not here
-        results: list[Any] = []  # [leaves, structure] of the last run, values left out
+            leaves[i] = None  # kept by the layer's graph node
+        results: list[Any] = []  # [leaves, structure] of the last run, without values
 
         def run(inputs: Sequence[Tensor]) -> list[Tensor]:
             nonlocal inside
@@ -207,7 +206,7 @@ def _checkpointed(layer: nn.Module, direction: dict[int, Tensor], sink: _Sink, a
             again = tree_unflatten(filled, structure)
             before = {i: again[i] for i in mappings}
             for i, mapping in mappings.items():
-                again[i] = copy(mapping)  # of the same type, with what it held when the layer was called
+                again[i] = copy(mapping)  # of the same type, with its contents at the call
                 again[i].clear()
                 again[i].update(before[i])
             named = dict(zip(kwargs, again[len(args) :], strict=True))
@@ -241,7 +240,7 @@ def _checkpointed(layer: nn.Module, direction: dict[int, Tensor], sink: _Sink, a
 
 
 def _depends(value: Any) -> bool:
-    """Whether `value` is a tensor that depends on the parameters."""
+    """Whether a value is a tensor that depends on the parameters."""
     if not isinstance(value, Tensor) or not value.is_floating_point():
         return False
     return value.requires_grad or forward_ad.unpack_dual(value).tangent is not None
@@ -253,9 +252,9 @@ def _value_and_tangent(tensor: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _DualLayer(torch.autograd.Function):
-    """(x, ẋ) of each input → (y, ẏ) of each output of one layer, values and tangents alternating.
+    """Maps (x, ẋ) of each input to (y, ẏ) of each output of one layer.
 
-    `anchor` only makes the outputs depend on something that requires grad.
+    `anchor` makes the outputs require grad.
     """
 
     @staticmethod
@@ -265,7 +264,7 @@ class _DualLayer(torch.autograd.Function):
         ctx.save_for_backward(*inputs)
         ctx.run, ctx.parameters, ctx.sink = run, parameters, sink
         ctx.set_materialize_grads(False)
-        # Custom functions switch forward mode off; the layer is to be run in it.
+        # Custom functions switch forward mode off.
         with forward_ad._set_fwd_grad_enabled(True):
             outputs = run(inputs)
         return tuple(output.clone() for output in outputs)
@@ -273,7 +272,7 @@ class _DualLayer(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
         inputs = [tensor.detach().requires_grad_() for tensor in ctx.saved_tensors]
-        # The mode is entered again: on a GPU the backward pass runs in a thread of its own.
+        # Enter the modes again, since on a GPU the backward pass runs in another thread.
         with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True), DualRules():
             outputs = ctx.run(inputs)
         pairs = [(y, c) for y, c in zip(outputs, cotangents, strict=True) if c is not None and y.requires_grad]
@@ -282,5 +281,5 @@ class _DualLayer(torch.autograd.Function):
         values, given = zip(*pairs, strict=True)
         found = _reverse(values, [*inputs, *ctx.parameters], given)
         ctx.sink.add(ctx.parameters, found[len(inputs) :])
-        # A number for the anchor keeps the engine walking to layers below even where nothing else asks for them.
+        # A gradient of the anchor makes autograd continue to the layers below.
         return torch.zeros((), device=given[0].device), None, None, None, *found[: len(inputs)]

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class DualRules(TorchFunctionMode):
-    """A context in which softmax, layer norm and scaled dot-product attention may meet dual tensors."""
+    """Context manager in which softmax, layer norm and scaled dot-product attention accept dual tensors."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _REPLACED.get(func, func)(*args, **(kwargs or {}))
@@ -58,7 +58,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """As `scaled_dot_product_attention` defines it, without dropout (probes run in eval mode)."""
+    """The definition of `scaled_dot_product_attention`, without dropout."""
     if enable_gqa and key.shape[-3] != query.shape[-3]:
         repeats = query.shape[-3] // key.shape[-3]
         key, value = key.repeat_interleave(repeats, -3), value.repeat_interleave(repeats, -3)
@@ -79,7 +79,7 @@ def _layer_norm(
     eps: float = 1e-5,
     *_: Any,
 ) -> Tensor:
-    """Composed of operations whose tangents depend on their inputs as they should."""
+    """Layer norm composed of operations whose tangents can be differentiated."""
     axes = tuple(range(-len(normalized_shape), 0))
     centred = input - input.mean(axes, keepdim=True)
     normed = centred * torch.rsqrt(centred.square().mean(axes, keepdim=True) + eps)

@@ -1,5 +1,4 @@
-"""The output layer in blocks of the vocabulary: log-probabilities of chosen tokens, and their second derivatives, in
-closed form, without ever holding (tokens, V) logits.
+"""Log-probabilities of tokens and their second derivatives in closed form, in blocks of the vocabulary.
 
 With u = W h + b, z = F(u) (scale, soft cap, temperature) and ℓ = z_y − logsumexp z for each of M tokens.
 """
@@ -64,7 +63,7 @@ class SelectedLogp(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
-        """Logits are computed again, block by block."""
+        """Recompute the logits in blocks."""
         hidden, weight, bias, target, lse = ctx.saved_tensors
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         to_hidden = torch.zeros_like(hidden) if need_hidden else None
@@ -111,7 +110,7 @@ def _log_normaliser(
 
 @dataclass(frozen=True)
 class HeadPoint:
-    """A head, its inputs, and the direction along which everything is differentiated; None = the direction is 0 there.
+    """The output layer, its inputs and a direction; None for a direction of 0.
 
     Attributes:
         hidden, hidden_dot: (M, d) input h and tangent ḣ.
@@ -131,10 +130,9 @@ class HeadPoint:
 
 
 class HeadProduct:
-    """Second-order pass through the head: `tangent` gives ℓ and ℓ̇, then `cotangents` what to send back into the body.
+    """Second-order pass through the head: `tangent` gives ℓ and ℓ̇, then `cotangents` the cotangents of h and ḣ.
 
-    Each pass goes once over the vocabulary and recomputes z and its tangent, 3 matrix products; where one block holds
-    everything they are kept from the first pass.
+    Each pass recomputes z and its tangent, 3 matrix products; if the vocabulary is one block, they are kept from the first pass.
     """
 
     def __init__(self, point: HeadPoint, budget_mb: float) -> None:
@@ -182,7 +180,7 @@ class HeadProduct:
     def cotangents(
         self, first: Tensor, second: Tensor, weight_out: Tensor | None, bias_out: Tensor | None, *, gauss_newton: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """What the head sends to h, and to ḣ; its own parameters' products are added to `weight_out` and `bias_out`.
+        """Cotangents of h and ḣ; the products for the head's parameters are added to `weight_out` and `bias_out`.
 
         With c = ∂φ/∂ℓ and ċ its derivative along the direction: δz = c(e_y − p), δ̇z = ċ(e_y − p) − c p∘(ż − Σ p ż).
 

@@ -1,8 +1,7 @@
-"""Lanczos with full reorthogonalisation: extreme eigenpairs with residuals, and a basis for traces and densities.
+"""Lanczos with full reorthogonalization: extreme eigenpairs with residuals, and Krylov bases for traces and densities.
 
-SciPy's `eigsh` (ARPACK) looks at its Ritz values only when its whole basis is full, so it costs at least `ncv` products
-however loose the tolerance; this one looks after every product and stops at the first where the residual is met. The
-tests hold it against `eigsh` on the same operator (`Operator.as_scipy`) and against dense eigenvalues.
+SciPy's `eigsh` (ARPACK) tests convergence only when its basis is full, so it needs at least `ncv` products for any tolerance;
+this implementation tests after each product.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ from torch import Tensor
 from sharpscope.probes.hessian.operators import Operator
 
 STEADY = 3
-"""Products in a row at which the wanted Ritz pairs must meet the tolerance."""
+"""Number of consecutive products at which the Ritz pairs must meet the tolerance."""
 
 
 class NotFiniteError(ArithmeticError):
-    """A product held NaN or infinity; the message says after how many products."""
+    """A product is NaN or infinite; the message gives its number."""
 
 
 @dataclass(frozen=True)
@@ -28,15 +27,15 @@ class Eigenpairs:
     """Extreme eigenpairs.
 
     Attributes:
-        values: (k,) float64, signed, largest first: the wanted ones at the upper and at the lower end.
-        vectors: (k, P) unit vectors, same order.
+        values: (k,) float64 signed eigenvalues in descending order.
+        vectors: (k, P) unit eigenvectors in the same order.
         residuals: (k,) ‖Hv − λv‖₂.
-        upper: how many of the k belong to the upper end (the others to the lower end).
-        products: matrix-vector products spent.
-        converged: over STEADY products (or over the whole space) every residual was ≤ tolerance · the largest |λ| found, and the
-            values stood still. That makes them eigenvalues, not the extreme ones: see `start` of `eigenpairs`.
-        why: the reason if not.
-        krylov: the subspace that was built, for deflation; None after a restart has shortened it.
+        upper: number of eigenpairs at the upper end; the others are at the lower end.
+        products: number of matrix-vector products.
+        converged: whether, over STEADY products or the whole space, all residuals were ≤ tolerance · the largest |λ| and the
+            values did not change. Converged values are eigenvalues but need not be the extreme ones, see `eigenpairs`.
+        why: reason for `converged = False`.
+        krylov: the subspace, for deflation; None if a restart has shortened it.
     """
 
     values: np.ndarray
@@ -50,11 +49,10 @@ class Eigenpairs:
 
 
 class Krylov:
-    """An orthonormal basis V (j, P), the projection T = V H Vᵀ (j, j), and the residual direction that comes next.
+    """A Krylov subspace: an orthonormal basis V (j, P), the projection T = V H Vᵀ (j, j) and the next direction.
 
-    At any time H Vᵀ = Vᵀ T + β v₊ e_jᵀ to rounding, also after `compress` (thick restart, Wu & Simon 2000), so a Ritz
-    pair (θ, Vᵀs) has residual β·|s_j|. With `locked` (q, P), orthonormal eigenvectors, the subspace stays at right angles to
-    them: it is one of the operator restricted to their complement.
+    H Vᵀ = Vᵀ T + β v₊ e_jᵀ up to rounding, also after `compress` (thick restart, Wu & Simon 2000), so a Ritz pair (θ, Vᵀs) has
+    the residual β·|s_j|. The subspace is orthogonal to the eigenvectors `locked` (q, P), if there are any.
     """
 
     def __init__(
@@ -63,11 +61,11 @@ class Krylov:
         self.operator, self._generator, self._locked = operator, generator, locked
         self.dimension = operator.size - (0 if locked is None else len(locked))
         self.capacity = min(capacity, self.dimension)
-        # One row more than the capacity: the direction that comes next.
+        # One more row than the capacity, for the next direction.
         self._basis = torch.zeros(self.capacity + 1, operator.size, dtype=operator.dtype, device=operator.device)
         self.projection = np.zeros((self.capacity, self.capacity))
         self.size = 0
-        self.beta = 0.0  # norm of the residual of the last product; 0: the subspace is invariant
+        self.beta = 0.0  # norm of the residual of the last product; 0 if the subspace is invariant
         self._scale = 0.0
 
     @property
@@ -76,7 +74,7 @@ class Krylov:
         return self._basis[: self.size]
 
     def start(self, vector: Tensor | None = None) -> None:
-        """Set the next direction to `vector` (P,) or to a random one, orthogonal to the basis."""
+        """Set the next direction to `vector` (P,), or a random vector, orthogonalized against the basis."""
         for _ in range(3):
             raw = gaussian(self.operator, self._generator) if vector is None else vector.clone()
             norm = raw.norm()
@@ -87,7 +85,7 @@ class Krylov:
         self._basis[self.size] = raw / left
 
     def extend(self) -> None:
-        """Take the next direction into the basis; one product.
+        """Add the next direction to the basis, with one product.
 
         Raises:
             NotFiniteError: the product is not finite.
@@ -103,13 +101,13 @@ class Krylov:
         self.projection[: j + 1, j] = self.projection[j, : j + 1] = coefficients
         self._scale = max(self._scale, norm)
         beta = float(rest.norm())
-        # What is left below rounding is no direction: the subspace is invariant.
+        # If only rounding is left, the subspace is invariant.
         eps = torch.finfo(self.operator.dtype).eps
         invariant = beta <= 8 * eps * self._scale
         if not invariant:
             rest /= beta
             if beta <= eps**0.5 * self._scale:
-                # Much of what is left may be rounding of what was projected out, and lie in the basis after all.
+                # Much of the rest may be rounding of the projection, within the span of the basis.
                 rest, _ = self._orthogonal(rest)
                 left = float(rest.norm())
                 invariant = left < 0.5
@@ -123,17 +121,17 @@ class Krylov:
             self._basis[self.size] = rest
 
     def ritz(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Ritz values (j,) ascending, their coefficients (j, j) in columns, their residuals (j,)."""
+        """Ritz values (j,) in ascending order, coefficients (j, j) in columns, and residuals (j,)."""
         values, coefficients = np.linalg.eigh(self.projection[: self.size, : self.size])
         return values, coefficients, self.beta * np.abs(coefficients[-1])
 
     def vectors(self, coefficients: np.ndarray) -> Tensor:
-        """(k, P) vectors for coefficients (j, k)."""
+        """Vectors (k, P) with coefficients (j, k) in the basis."""
         weights = torch.from_numpy(np.ascontiguousarray(coefficients.T)).to(self._basis)
         return weights @ self.basis
 
     def compress(self, keep: np.ndarray, values: np.ndarray, coefficients: np.ndarray) -> None:
-        """Thick restart: keep the Ritz vectors `keep`, and the direction that comes next."""
+        """Thick restart: keep the Ritz vectors `keep` and the next direction."""
         following = self._basis[self.size].clone()
         kept = self.vectors(coefficients[:, keep])
         self._basis[: len(keep)] = kept
@@ -143,10 +141,7 @@ class Krylov:
         self.size = len(keep)
 
     def _orthogonal(self, vector: Tensor) -> tuple[Tensor, np.ndarray]:
-        """`vector` less its part in the basis (projected out twice, which is enough), and that part's coefficients.
-
-        What is locked is projected out too.
-        """
+        """`vector` orthogonalized twice against the basis and locked vectors, and its coefficients in the basis."""
         if self._locked is not None:
             for _ in range(2):
                 vector = torch.addmv(vector, self._locked.T, self._locked @ vector, alpha=-1)
@@ -160,12 +155,12 @@ class Krylov:
 
 
 def gaussian(operator: Operator, generator: torch.Generator) -> Tensor:
-    """(P,) standard normal, drawn on the CPU so that it is the same on every device."""
+    """Standard normal vector (P,), drawn on the CPU so that it does not depend on the device."""
     return torch.randn(operator.size, generator=generator, dtype=operator.dtype).to(operator.device)
 
 
 def noisy(start: Tensor | None, operator: Operator, generator: torch.Generator) -> Tensor | None:
-    """`start` of unit length plus a random vector of length 0.05; None where there is no direction."""
+    """`start` normalized, plus a random vector of length 0.05; None if `start` is None, 0 or not finite."""
     norm = 0.0 if start is None else float(start.norm())
     if start is None or not np.isfinite(norm) or norm == 0:
         return None
@@ -186,23 +181,21 @@ def eigenpairs(
 ) -> Eigenpairs:
     """The `upper` largest and `lower` smallest (signed) eigenvalues of a symmetric operator.
 
-    Lanczos from one start finds one eigenvector of each eigenvalue, whatever its multiplicity. Where several eigenpairs are
-    wanted at one end, further runs at right angles to all that were found, from random starts, look for the others until one
-    finds nothing beyond the last of those wanted. That costs some 10 to 50 % more products; the extreme pair at each end
-    alone (`upper` and `lower` at most 1) needs none.
+    One run of Lanczos finds one eigenvector per eigenvalue, whatever its multiplicity. If several eigenpairs are requested at
+    one end, further runs from random starts, orthogonal to the eigenvectors found, look for the others until a run finds none.
+    That takes 10 to 50 % more products; it is not needed for `upper` and `lower` of at most 1.
 
     Args:
-        operator: symmetric, size P.
-        upper: eigenpairs wanted at the upper end.
-        lower: eigenpairs wanted at the lower end.
-        tolerance: bound of each residual ‖Hv − λv‖ relative to the largest |λ| found. The eigenvalue's own error is at
-            most the residual, and about residual²/gap. The values must also stay within it over STEADY products.
-        max_products: products to spend; after that the result says `converged = False`.
-        capacity: vectors held in memory (P each), shared by the runs; above that, thick restarts.
-        start: (P,) direction to start from, to which a little noise is added, so that no eigenvector is left out for good. It
-            may still show too late: a start that leans towards some eigenvectors can settle on theirs, converged, before the
-            extreme one rises out of the noise. A random start leans towards none; None starts so.
-        generator: of the starting vectors.
+        operator: symmetric operator on (P,).
+        upper: number of eigenpairs at the upper end.
+        lower: number of eigenpairs at the lower end.
+        tolerance: bound of the residuals ‖Hv − λv‖ relative to the largest |λ|. The error of an eigenvalue is at most the
+            residual, and about residual²/gap. Values must also change by less over STEADY products.
+        max_products: maximum number of products.
+        capacity: number of vectors (P,) in memory, shared by the runs; beyond it Lanczos restarts.
+        start: (P,) starting vector, to which some noise is added; None for a random start. A start with large components
+            along some eigenvectors can converge to these before the extreme one is found; a random start cannot.
+        generator: generator of the starting vectors.
 
     Raises:
         NotFiniteError: a product is NaN or infinite.
@@ -274,10 +267,10 @@ def _lanczos(
     locked: Tensor | None = None,
     bars: tuple[float, float] | None = None,
 ) -> Eigenpairs:
-    """`eigenpairs` by one run of Lanczos, in the complement of `locked` (q, P); `start` is taken as it is.
+    """`eigenpairs` by one run of Lanczos from `start`, orthogonal to `locked` (q, P).
 
-    `scale` is the largest |eigenvalue| known before. With `bars` only pairs above the first and below the second are of
-    interest: one that falls short of its bar is done with a residual of a tenth of what it lacks.
+    `scale` is the largest |eigenvalue| known so far. With `bars`, only pairs above the first and below the second bar matter;
+    others converge at a residual of a tenth of their distance to the bar.
     """
     dimension = operator.size - (0 if locked is None else len(locked))
     wanted = min(upper + lower, dimension)
@@ -295,8 +288,8 @@ def _lanczos(
         values, coefficients, residuals = space.ritz()
         ends = np.r_[np.arange(len(values) - upper, len(values)), np.arange(lower)]
         scale = max(float(np.abs(values).max()), scale)
-        # A small residual makes an eigenvalue, not the extreme one: a start may lie near another eigenvector. So the values
-        # must also stand still while further directions come in.
+        # A small residual does not imply the extreme eigenvalue, since the start may be near another eigenvector. So the
+        # values must also be stable while the subspace grows.
         allowed = np.full(wanted, tolerance * scale)
         if bars is not None:
             short = np.r_[bars[0] - values[ends[:upper]], values[ends[upper:]] - bars[1]]
@@ -309,7 +302,7 @@ def _lanczos(
         if done or spent >= max_products or space.size == dimension:
             break
         if space.size == space.capacity:
-            # Keep about half, from both ends in proportion to what is wanted there.
+            # Keep about half, from both ends in proportion to the numbers requested.
             keep = min(space.capacity // 2 + wanted // 2, space.capacity - 2)
             high = max(upper, min(keep - lower, round(keep * upper / wanted)))
             space.compress(

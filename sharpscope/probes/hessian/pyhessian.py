@@ -1,10 +1,10 @@
-"""PyHessian behind our interface, for comparison: its eigenvalues and trace, with its traps fenced.
+"""PyHessian's eigenvalues and trace behind the interface of `curvature`, for comparison.
 
-Fenced here (PyHessian 0.1): a second `hessian()` on the same parameters doubles its numbers, because graph-carrying
-`.grad` is left over; it puts the model in eval mode for good; a parameter that the loss does not use, or uses linearly,
-raises; it draws from the global generator. Its `density()` calls `torch.eig`, which PyTorch has removed, so densities
-come from our own quadrature. Its trace prints no error: the standard error here is that of its own samples, which its
-stopping rule biases (it stops when the running mean happens to stand still).
+This works around defects of PyHessian 0.1: a second `hessian()` on the same parameters doubles its numbers because `.grad`
+keeps a graph; the model stays in eval mode; a parameter that is unused or enters linearly raises; random numbers come from
+the global generator. Its `density()` calls `torch.eig`, which PyTorch has removed, so densities come from our quadrature. It
+reports no standard error of the trace; the one here is that of its samples, which is biased by its stopping rule (it stops
+when the running mean changes little).
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ DENSITY_REASON = "density: ours, because PyHessian 0.1 calls torch.eig, which Py
 
 @dataclass(frozen=True)
 class PyHessianEstimate:
-    """What PyHessian returned.
+    """Results of PyHessian.
 
     Attributes:
-        values: (k,) eigenvalues by magnitude, as PyHessian orders them.
-        vectors: (k, P) its eigenvectors, zero at parameters without a second derivative.
-        eigenvalue_products: Hessian products of the power iterations.
-        trace_samples: vᵀHv of each Rademacher probe, in order; their mean is its trace.
+        values: (k,) eigenvalues in descending order of magnitude.
+        vectors: (k, P) eigenvectors, 0 at parameters without a second derivative.
+        eigenvalue_products: number of Hessian products of the power iterations.
+        trace_samples: vᵀHv of each Rademacher probe; their mean is the trace.
     """
 
     values: np.ndarray
@@ -57,7 +57,7 @@ class PyHessianEstimate:
 
 
 class _Shim:
-    """What `pyhessian.hessian` needs of a model, around a closure; nothing of the caller's model is ever passed in."""
+    """The part of a model's interface that `pyhessian.hessian` uses, around a closure."""
 
     def __init__(self, surface: Surface, parameters: Sequence[Tensor]) -> None:
         self._surface, self._parameters = surface, parameters
@@ -88,8 +88,8 @@ def pyhessian_estimate(
 ) -> PyHessianEstimate:
     """PyHessian's `eigenvalues(max_iterations, tolerance, top)` and `trace(max_iterations, tolerance)` of a closure.
 
-    Without `eigenvalues` there are none (k = 0), without `trace` it is NaN.
-    Must run inside `untouched` (or `guarded`), which puts `.grad` and the global random state back.
+    Without `eigenvalues` k = 0; without `trace` the trace is NaN. Call it inside `untouched` or `guarded`, which restore `.grad`
+    and the global random state.
     """
     library: Any = import_module("pyhessian.hessian")  # `pyhessian.hessian` the attribute is the class of that name
 
@@ -110,7 +110,7 @@ def pyhessian_estimate(
     torch.manual_seed(seed)
     library.hessian_vector_product = counting
     try:
-        # The constructor moves its data to CUDA when told so; the closure has its own, so it gets empty tensors.
+        # The constructor moves its data to CUDA; pass empty tensors, since the closure has its own data.
         nothing = (torch.zeros(0), torch.zeros(0))
         problem = library.hessian(shim, lambda loss, _: loss, data=nothing, cuda=device == "cuda")
         values, vectors = (
@@ -134,10 +134,10 @@ def pyhessian_estimate(
 def curvature_by_pyhessian(
     surface: Surface, settings: CurvatureSettings, seed: int, *, check: bool = True
 ) -> Curvature:
-    """`curvature` with PyHessian's eigenvalues and trace; residuals are measured by ours, one product each.
+    """`curvature` with PyHessian's eigenvalues and trace; residuals take one more product each.
 
-    PyHessian orders by magnitude: `largest` is NaN unless a positive one is among the `top` (+1 if the smallest is
-    wanted) that it finds, `smallest` unless a negative one is.
+    PyHessian finds eigenvalues by magnitude, so `largest` is NaN unless a positive one is among the `top` (+ 1 with `smallest`),
+    and `smallest` unless a negative one is.
     """
     began = time.perf_counter()
     loss, gradient = surface.gradient()
@@ -202,7 +202,7 @@ def curvature_by_pyhessian(
 
 
 def _curved(surface: Surface) -> list[Tensor]:
-    """The parameters that have a second derivative; PyHessian raises on all others, whose rows are zero anyway."""
+    """The parameters with a second derivative; PyHessian raises on the others, whose rows are 0."""
     gradients = torch.autograd.grad(surface.loss(), surface.parameters, create_graph=True, allow_unused=True)
     active = [g for g in gradients if g is not None and g.requires_grad]
     if not active:

@@ -1,4 +1,4 @@
-"""Second-order products of a causal language model that keep nothing between them and never hold its logits."""
+"""Second-order products of a causal language model that store no graph between products and no full logits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class StreamedHessian(Operator):
-    """Hessian or Gauss-Newton products that keep nothing: dual forward, closed-form head, one backward."""
+    """Hessian or Gauss-Newton products: a forward-mode pass, the output layer in closed form, and one backward pass."""
 
     def __init__(self, surface: LmSurface, *, checkpoint: bool, gauss_newton: bool) -> None:
         parameters = surface.parameters
@@ -52,7 +52,7 @@ class StreamedHessian(Operator):
             try:
                 self._body.product(ids, direction, back.out, back)
             except RuntimeError as problem:
-                # PyTorch has no type of its own for what an in-place operation destroyed (the router of DBRX).
+                # PyTorch has no exception type for values overwritten in place (the router of DBRX).
                 unknown = isinstance(problem, NotImplementedError)
                 if not (unknown or "inplace operation" in str(problem)):
                     raise
@@ -62,12 +62,12 @@ class StreamedHessian(Operator):
                     f"model, {type(surface.model).__name__}: no {missing} ({reason}); use mode='graph' with more memory "
                     "(graph_mb), or another attention implementation"
                 ) from problem
-        # With one dtype and device the parts are views of `total`; otherwise they are copies.
+        # The parts are views of `total` if dtype and device agree, else copies.
         return total if parts[0].data_ptr() == total.data_ptr() and _uniform(like) else flatten(parts, like)
 
 
 class _HeadBack:
-    """From h and ḣ to their cotangents, through the output layer and the objective."""
+    """Maps h and ḣ to their cotangents, through the output layer and the objective."""
 
     def __init__(
         self,
@@ -109,18 +109,18 @@ class _HeadBack:
         return self._spread(hidden, back), None if back_dot is None else self._spread(hidden, back_dot)
 
     def _objective(self, logp: Tensor, logp_dot: Tensor) -> tuple[Tensor, Tensor]:
-        """c = ∂φ/∂ℓ (M,) and its derivative along ℓ̇ (M,): the objective couples the tokens of a row."""
+        """c = ∂φ/∂ℓ (M,) and its derivative along ℓ̇ (M,); the objective couples the tokens of a row."""
         given = logp.requires_grad_()
         spread = scatter(given, self.place)
         share = self.surface.objective.share(self.index, spread, width=spread.shape[1])
         (first,) = torch.autograd.grad(share, given, create_graph=True)
-        if not first.requires_grad:  # linear in ℓ, as nll is
+        if not first.requires_grad:  # linear in ℓ, such as nll
             return first.detach(), torch.zeros_like(logp_dot)
         (second,) = torch.autograd.grad(first, given, logp_dot, allow_unused=True)
         return first.detach(), torch.zeros_like(logp_dot) if second is None else second
 
     def _spread(self, hidden: Tensor, rows: Tensor) -> Tensor:
-        """(n, width, d) with `rows` (M, d) at the positions that predict a scored token."""
+        """`rows` (M, d) placed at the positions that predict a scored token, (n, width, d)."""
         full = torch.zeros_like(hidden)
         full[:, :-1][self.place] = rows
         return full
@@ -131,7 +131,7 @@ class _HeadBack:
 
 
 def scatter(values: Tensor, place: Tensor) -> Tensor:
-    """(n, width) with `values` (M,) at the scored tokens: `place` (n, width − 1) is shifted by one."""
+    """`values` (M,) placed at the scored tokens, (n, width); `place` (n, width − 1) is shifted by one."""
     grid = torch.zeros(place.shape, dtype=values.dtype, device=values.device).masked_scatter(place, values)
     return torch.nn.functional.pad(grid, (1, 0))
 
