@@ -236,7 +236,7 @@ def test_probe_measures_the_functionals_that_are_given(tiny_policy: Path, texts:
         (["--model", "x", "--data", "y", "--set", "rho=1"], "did you mean 'rhos'"),
         (["--model", "/no/such", "--data", "none.jsonl"], "no such file"),
         (["--model", "x", "--data", "y", "--set", "functionals=[]"], "names nothing"),
-        ([GRPO, "--probes", "tokens"], "a run's token gradients stand in its tokens table"),
+        ([GRPO, "--probes", "tokens"], "a run's token gradients are in its tokens table"),
         ([GRPO, "--probes", "curvature,tokens"], "leave tokens out"),
         ([GRPO], "has no checkpoint to probe"),  # without --probes tokens are not asked for
     ],

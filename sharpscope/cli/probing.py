@@ -1,10 +1,10 @@
-"""`probe`: the loss surface and the tokens of anybody's model, or of a run's checkpoints."""
+"""`sharpscope probe`: probes of a causal language model on given texts, or of the checkpoints of a run."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from sharpscope.probes.standalone import DataRow
 
 PARTS = ("curvature", "perturbation", "tokens")
-FUNCTIONALS = ("nll", "surrogate", "expected_failure")
 
 
 def register(app: typer.Typer) -> None:
@@ -27,39 +26,37 @@ def register(app: typer.Typer) -> None:
 
 def probe(
     run: Annotated[
-        Path | None, typer.Argument(help="A run's folder, to probe its checkpoints on its own probe set.")
+        Path | None, typer.Argument(help="Folder of a run, to probe its checkpoints on its probe set.")
     ] = None,
     model: Annotated[str | None, typer.Option(help="embedded:NAME, a model folder, or a hub id.")] = None,
     data: Annotated[Path | None, typer.Option(help="JSONL or Parquet with prompt and completion (and reward).")] = None,
     probes: Annotated[
         str | None,
-        typer.Option(
-            help="Comma-separated: curvature, perturbation, tokens (of a model). Default: all that there are."
-        ),
+        typer.Option(help="Comma-separated: curvature, perturbation, tokens (only with --model). Default: all."),
     ] = None,
     functional: Annotated[
         list[str] | None,
         typer.Option(
-            help="nll (default for --model), surrogate, expected_failure (these need rewards); may be repeated."
+            help="Loss to probe: nll (default for --model), surrogate or expected_failure (these need rewards). Repeatable."
         ),
     ] = None,
     all_checkpoints: Annotated[
-        bool, typer.Option("--all-checkpoints", help="Every checkpoint of the run, not only the last.")
+        bool, typer.Option("--all-checkpoints", help="Probe every checkpoint of the run, not only the last.")
     ] = False,
     set_: Annotated[
         list[str] | None,
         typer.Option(
             "--set",
-            help="Any field of `probes`, as name=value: --set preset=full, --set check=off (compare nothing with autograd).",
+            help="Any field of `probes` as name=value, such as preset=full or check=off (no self-check). Repeatable.",
         ),
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of every random vector.")] = 0,
     threads: Annotated[
-        int | None, typer.Option(min=1, help="CPU threads; those of the run, or of the machine, where not given.")
+        int | None, typer.Option(min=1, help="CPU threads. Default: those of the run or the machine.")
     ] = None,
-    out: Annotated[Path, typer.Option(help="Folder of the table and the pictures.")] = Path("probe"),
+    out: Annotated[Path, typer.Option(help="Output folder for tables and figures.")] = Path("probe"),
 ) -> None:
-    """How sharp is the place: curvature, perturbation sharpness and token gradient norms of any causal language model.
+    """Probe a model: curvature, sharpness under perturbations and score norms of tokens.
 
     Examples:
 
@@ -67,19 +64,21 @@ def probe(
 
       sharpscope probe runs/first --all-checkpoints
     """
+    from sharpscope.config.probes import ObjectiveName
     from sharpscope.errors import UserError, nearest
 
+    objectives = get_args(ObjectiveName)
     parts = [part.strip() for part in (_parts(run) if probes is None else probes).split(",") if part.strip()]
     for part in parts:
         if part not in PARTS:
             raise UserError(f"--probes {part}: unknown{nearest(part, PARTS)}")
     if not parts:
-        raise UserError(f"--probes: names nothing; choose of {', '.join(PARTS)}")
+        raise UserError(f"--probes: names nothing; choose from {', '.join(PARTS)}")
     for name in functional or []:
-        if name not in FUNCTIONALS:
-            raise UserError(f"--functional {name}: unknown{nearest(name, FUNCTIONALS)}")
+        if name not in objectives:
+            raise UserError(f"--functional {name}: unknown{nearest(name, objectives)}")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"--out {out}: is not empty (or no folder), and nothing is overwritten; choose another")
+        raise UserError(f"--out {out}: is not empty, or not a folder; nothing is overwritten, choose another")
     if (run is None) == (model is None):
         raise UserError("probe: give a run's folder, or --model with --data")
     if run is not None and data is not None:
@@ -88,20 +87,20 @@ def probe(
         raise UserError("--all-checkpoints: goes with a run's folder, not with --model")
     if run is not None and "tokens" in parts:
         raise UserError(
-            f"--probes {probes}: a run's token gradients stand in its tokens table, see `sharpscope tokens {run} --step S`; "
+            f"--probes {probes}: a run's token gradients are in its tokens table, see `sharpscope tokens {run} --step S`; "
             "leave tokens out"
         )
     overrides = (set_ or []) + ([f"functionals=[{','.join(functional)}]"] if functional else [])
     spec = _spec(overrides)
     if not spec.functionals:
-        raise UserError(f"--set functionals=[]: names nothing; choose of {', '.join(FUNCTIONALS)}")
+        raise UserError(f"--set functionals=[]: names nothing; choose from {', '.join(objectives)}")
     found: pd.DataFrame | None
     if run is not None:
         found = _checkpoints(run, spec, seed, all_checkpoints, parts, threads)
     else:
         if data is None:
             raise UserError("probe --model: needs --data, a JSONL or Parquet file of prompts and completions")
-        # The spec's own default asks for rewards, which a file of texts need not have.
+        # The default of the spec needs rewards, which a file of texts need not have.
         functionals: list[str] = [*spec.functionals] if "functionals" in _given(overrides) else ["nll"]
         found = _model(str(model), data, spec, seed, functionals, parts, out, threads)
     out.mkdir(parents=True, exist_ok=True)
@@ -114,7 +113,7 @@ def probe(
 
 
 def _parts(run: Path | None) -> str:
-    """What is probed unless --probes says: of a run all but tokens, which it records itself."""
+    """Default of --probes; a run records its tokens itself."""
     return ",".join(part for part in PARTS if run is None or part != "tokens")
 
 
@@ -147,7 +146,7 @@ def _model(
     out: Path,
     threads: int | None,
 ) -> pd.DataFrame | None:
-    """The probes table, or None where only tokens were asked for."""
+    """The probes table; None if only tokens are requested."""
     from sharpscope.policy import PolicySpec, load_policy
     from sharpscope.probes import probe_policy, read_rows
     from sharpscope.recording.environment import set_threads
@@ -246,7 +245,7 @@ def _show(found: pd.DataFrame) -> None:
     derived = found["quantity"].eq("density") | found["quantity"].str.startswith("slice")
     shown = found[~derived & ~found["quantity"].str.endswith("_ratio") & (found["parameters"] == "all")]
     shown = shown.assign(split=shown["probe_set"].map(split_of))
-    # What rows belong to stands in lines of its own, so that the numbers fit a narrow terminal.
+    # Print labels on lines of their own, so that the numbers fit a narrow terminal.
     places = [name for name in ("step", "functional", "split") if shown[name].nunique() > 1] or ["split"]
     quantity = Column("quantity", no_wrap=True)
     table = Table(quantity, "rho", "value", "± s.e.", "residual", "converged", box=SIMPLE, padding=(0, 1, 0, 0))
@@ -270,7 +269,7 @@ def _show(found: pd.DataFrame) -> None:
 
 
 def _pictures(found: pd.DataFrame, out: Path) -> None:
-    """Rho curves with their first-order line, spectral densities and slices of the last step; sharpness by step."""
+    """Figures of the last step (rho curves, spectral densities, slices) and sharpness by step."""
     from sharpscope.analysis import figures, middle_radius, slices_of
     from sharpscope.analysis.figures import lines, save, styled
 

@@ -10,6 +10,9 @@ from pydantic import Field, field_validator, model_validator
 
 from sharpscope.config.base import Spec
 
+ObjectiveName = Literal["nll", "surrogate", "expected_failure"]
+SharpnessKind = Literal["sam", "asam", "average", "worst"]
+Backend = Literal["lanczos", "pyhessian"]
 Preset = Literal["off", "cheap", "standard", "full"]
 Check = Literal["off", "first", "always"]
 """When probes are compared with autograd on the model: never, at first use, or at every call."""
@@ -55,7 +58,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
 }
 
-KINDS: dict[str, tuple[Literal["sam", "asam", "average", "worst"], bool]] = {
+KINDS: dict[str, tuple[SharpnessKind, bool]] = {
     "sam": ("sam", False),
     "asam": ("asam", True),
     "average": ("average", False),
@@ -93,7 +96,7 @@ class ProbesSpec(Spec):
     )
     prompts: int = Field(12, ge=1, description="Training prompts in the probe set.")
     heldout_prompts: int = Field(8, ge=0, description="Held-out prompts in the probe set.")
-    functionals: tuple[Literal["nll", "surrogate", "expected_failure"], ...] = Field(
+    functionals: tuple[ObjectiveName, ...] = Field(
         ("nll", "expected_failure"),
         description="Objectives to probe: nll of stored solutions; surrogate and expected_failure on new rollouts.",
     )
@@ -109,9 +112,7 @@ class ProbesSpec(Spec):
         le=1,
         description="Minimum effective sample size, as a share of the samples, of a valid estimate on stale rollouts.",
     )
-    backend: Literal["lanczos", "pyhessian"] = Field(
-        "lanczos", description="Algorithm for eigenvalues and trace; pyhessian for comparison."
-    )
+    backend: Backend = Field("lanczos", description="Algorithm for eigenvalues and trace; pyhessian for comparison.")
     top: int = Field(
         2,
         ge=1,

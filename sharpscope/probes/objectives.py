@@ -10,18 +10,18 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, get_args
 
 import torch
 from torch import Tensor
 
+from sharpscope.config.probes import ObjectiveName
 from sharpscope.errors import UserError
 
 if TYPE_CHECKING:
     from sharpscope.policy.rollouts import Rollouts
 
-ObjectiveName = Literal["nll", "surrogate", "expected_failure"]
-OBJECTIVES: tuple[ObjectiveName, ...] = ("nll", "surrogate", "expected_failure")
+OBJECTIVES: tuple[ObjectiveName, ...] = get_args(ObjectiveName)
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,12 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import get_args
 
 import torch
 from torch import Tensor
 
-from sharpscope.config.probes import Check
+from sharpscope.config.probes import Check, SharpnessKind
 from sharpscope.errors import UserError, nearest
 from sharpscope.probes.estimate import Estimate
 from sharpscope.probes.fingerprint import remembered_closure
@@ -23,8 +23,7 @@ from sharpscope.probes.hessian.api import sub_generator
 from sharpscope.probes.hessian.check import check_gradient
 from sharpscope.probes.surface import ClosureSurface, LossFn, Surface, common_dtype, flatten, moved, size_of, untouched
 
-SharpnessKind = Literal["sam", "asam", "average", "worst"]
-KINDS: tuple[SharpnessKind, ...] = ("sam", "asam", "average", "worst")
+KINDS: tuple[SharpnessKind, ...] = get_args(SharpnessKind)
 
 
 @dataclass(frozen=True)

@@ -15,14 +15,14 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor, nn
 
-from sharpscope.config.probes import KINDS, Check, ProbesSpec
+from sharpscope.config.probes import KINDS, Check, ObjectiveName, ProbesSpec
 from sharpscope.errors import CheckError
 from sharpscope.probes.estimate import Estimate, labelled, problems
 from sharpscope.probes.gradient_norm import squared_gradient_norm
 from sharpscope.probes.hessian import Curvature, CurvatureSettings, Operator, adamw_preconditioner, curvature_of
 from sharpscope.probes.hessian.api import sub_generator
 from sharpscope.probes.hessian.causal_lm import LmSurface, lm_surface
-from sharpscope.probes.objectives import Objective, ObjectiveName, group_normalized, rollout_batch, staleness
+from sharpscope.probes.objectives import Objective, group_normalized, rollout_batch, staleness
 from sharpscope.probes.parameter_groups import parameter_groups
 from sharpscope.probes.perturbation import loss_slices, m_sharpness_of, sharpness_grid
 from sharpscope.probes.probe_set import Draw, Drawn, ProbeSet

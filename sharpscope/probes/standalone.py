@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sharpscope.config.probes import ProbesSpec
+from sharpscope.config.probes import ObjectiveName, ProbesSpec
 from sharpscope.errors import UserError
 from sharpscope.probes.estimate import Estimate, frame, problems
-from sharpscope.probes.objectives import Objective, ObjectiveName, TokenBatch, completion_batch
+from sharpscope.probes.objectives import Objective, TokenBatch, completion_batch
 from sharpscope.probes.runner import Measured, ProbeBatch, limited_surface, run
 from sharpscope.probes.token_gradients import score_norms
 

@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sharpscope.config.probes import Check
+from sharpscope.config.probes import Backend, Check
 from sharpscope.errors import UserError
 from sharpscope.probes.fingerprint import remembered_closure
 from sharpscope.probes.hessian.check import check_products
 from sharpscope.probes.hessian.krylov import NotFiniteError, eigenpairs
 from sharpscope.probes.hessian.operators import Operator, Scaled
-from sharpscope.probes.hessian.result import Backend, Curvature, CurvatureSettings, Parts
+from sharpscope.probes.hessian.result import Curvature, CurvatureSettings, Parts
 from sharpscope.probes.hessian.spectrum import hutchpp, spectral_density
 from sharpscope.probes.surface import ClosureSurface, LossFn, Surface, untouched
 
@@ -34,16 +34,16 @@ def curvature(
     parameters: Sequence[Tensor],
     seed: int = 0,
     *,
-    top: int = 1,
-    smallest: bool = True,
-    tolerance: float = 1e-3,
-    max_products: int = 200,
-    trace_probes: int = 16,
-    density_samples: int = 4,
-    density_steps: int = 20,
-    backend: Backend = "lanczos",
+    top: int = CurvatureSettings.top,
+    smallest: bool = CurvatureSettings.smallest,
+    tolerance: float = CurvatureSettings.tolerance,
+    max_products: int = CurvatureSettings.max_products,
+    trace_probes: int = CurvatureSettings.trace_probes,
+    density_samples: int = CurvatureSettings.density_samples,
+    density_steps: int = CurvatureSettings.density_steps,
+    backend: Backend = CurvatureSettings.backend,
     preconditioner: Sequence[Tensor] | None = None,
-    basis_mb: float = 2048.0,
+    basis_mb: float = CurvatureSettings.basis_mb,
     check: Check = "first",
 ) -> Curvature:
     """Curvature of any loss at the current parameters.

@@ -5,18 +5,17 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from sharpscope.config.probes import Backend
 from sharpscope.errors import UserError
 from sharpscope.probes.estimate import Estimate
 from sharpscope.probes.hessian.krylov import Krylov
 from sharpscope.probes.hessian.spectrum import Density, Trace, t_interval
-
-Backend = Literal["lanczos", "pyhessian"]
 
 
 @dataclass(frozen=True)
