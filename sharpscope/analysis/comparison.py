@@ -12,6 +12,7 @@ from rich.console import RenderableType
 from sharpscope.analysis.frames import with_pooled
 from sharpscope.analysis.statistics import accuracy_interval
 from sharpscope.analysis.study import flat, ground_of, last_step
+from sharpscope.analysis.text import sampling
 from sharpscope.traces import Run
 
 Z = 1.959964  # 97.5 % quantile of the normal distribution
@@ -142,7 +143,7 @@ def _eval_results(run_a: Run, run_b: Run, horizon: int) -> list[tuple[object, ..
     step = max(common)
     first, second = (_accuracies(rows[rows["step"] == step]) for rows in (a, b))
     return [
-        _row(f"accuracy {split}, {_temperature(t)}, step {step}", "share", *first[split, t], *second[split, t])
+        _row(f"accuracy {split}, {sampling(t)}, step {step}", "share", *first[split, t], *second[split, t])
         for split, t in sorted(first.keys() & second.keys())
     ]
 
@@ -167,7 +168,3 @@ def _accuracies(rows: pd.DataFrame) -> dict[tuple[str, float], tuple[float, floa
 
 def _row(name: str, unit: str, a: float, a_half: float, b: float, b_half: float) -> tuple[object, ...]:
     return (name, unit, a, a_half, b, b_half, b - a, math.hypot(a_half, b_half))
-
-
-def _temperature(value: float) -> str:
-    return "greedy" if value == 0 else f"T = {value:g}"

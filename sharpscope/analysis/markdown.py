@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 
 from sharpscope.analysis.claims import LIMITS
 from sharpscope.analysis.figures.style import Picture
-from sharpscope.analysis.report import Grid, Report, VerdictSection, number
+from sharpscope.analysis.report import Grid, Report, VerdictSection
 from sharpscope.analysis.spikes import Spike
-from sharpscope.analysis.text import shown
+from sharpscope.analysis.text import number, shown
 from sharpscope.analysis.token_text import piece_maker
 from sharpscope.traces import Run
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from sharpscope.analysis.tables.endpoints import endpoint_tables
 from sharpscope.analysis.tables.paper import Table, paper_tables
 from sharpscope.analysis.tables.summary import SUMMARY, interval_text, method_table, summary
 from sharpscope.analysis.terminal import peak_memory
+from sharpscope.analysis.text import number
 from sharpscope.traces import Run, Runs
 
 MOST_PAIRS = 12
@@ -421,15 +421,6 @@ def command_grid(runs: Runs, paths: Sequence[str | Path], source: str) -> Grid:
         command = f"{first}sharpscope run {folder}/config.yaml --out runs/again-{name}"
         found.append((f"the run {run.name}, again", command))
     return Grid("Commands", ("makes", "command"), tuple(found))
-
-
-def number(value: object) -> str:
-    """Three significant digits; – if there is no number."""
-    try:
-        found = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        return "–"
-    return "–" if math.isnan(found) else f"{found:.3g}"
 
 
 def _cell(value: object) -> str:

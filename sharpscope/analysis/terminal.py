@@ -25,7 +25,7 @@ from sharpscope.analysis.loading import quiet
 from sharpscope.analysis.spikes import Spike
 from sharpscope.analysis.statistics import accuracy_interval
 from sharpscope.analysis.study import last_step
-from sharpscope.analysis.text import printable
+from sharpscope.analysis.text import number, printable
 from sharpscope.analysis.token_text import Decode
 from sharpscope.analysis.weight_curve import weight_config
 from sharpscope.errors import UserError, nearest
@@ -113,9 +113,9 @@ def _curves(steps: pd.DataFrame) -> Table:
         if np.isfinite(values).any():
             table.add_row(
                 Text(name),
-                _plain_number(values[:third].mean()),
+                number(values[:third].mean(), "not a number"),
                 sparkline(values),
-                _plain_number(values[-third:].mean()),
+                number(values[-third:].mean(), "not a number"),
             )
     return table
 
@@ -192,10 +192,6 @@ def _events(run: Run, most: int = 6) -> list[RenderableType]:
         lines.append(Text(text, "red" if last["severity"] == "error" else "yellow"))
     hidden = len(lines) - most
     return [*lines[:most], Text(f"and {hidden} rules more")] if hidden > 0 else lines
-
-
-def _plain_number(value: float) -> str:
-    return "not a number" if math.isnan(value) else f"{value:.3g}"
 
 
 def render_comparison(comparison: Comparison) -> RenderableType:
@@ -289,7 +285,7 @@ def render_tokens(
     by_rollout = dict(tuple(everything.groupby("rollout")))
     for row in chosen.to_dict("records"):
         sentence = by_rollout[row["rollout"]].sort_values("position")
-        cells = [_norm(row) if name == "norm" else _number(row[name]) for name in columns]
+        cells = [_norm(row) if name == "norm" else number(row[name]) for name in columns]
         table.add_row(
             f"{row['rollout']}:{row['position']}", _sentence(sentence, int(row["position"]), row[by], decode), *cells
         )
@@ -300,8 +296,8 @@ def _norm(row: Mapping[Any, Any]) -> str:
     """‖∇ log π‖: the exact norm, or the local tier's marked by ~."""
     exact, local = row.get("score_norm", math.nan), row.get("score_norm_local", math.nan)
     if not math.isnan(exact):
-        return _number(exact)
-    return _number(local) if math.isnan(local) else f"~{_number(local)}"
+        return number(exact)
+    return number(local) if math.isnan(local) else f"~{number(local)}"
 
 
 def _sentence(sentence: pd.DataFrame, position: int, value: float, decode: Decode) -> Text:
@@ -360,10 +356,6 @@ def _told_apart(texts: list[str], width: int = 100) -> list[str]:
     if same > width // 4:
         texts = ["… " + text[same:] for text in texts]
     return [text if len(text) <= width else text[: width - 1] + "…" for text in texts]
-
-
-def _number(value: float) -> str:
-    return "–" if value is None or math.isnan(value) else f"{value:.3g}"
 
 
 def watch(

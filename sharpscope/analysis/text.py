@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import unicodedata
 
 import pandas as pd
@@ -38,6 +39,20 @@ def _harmless(char: str) -> bool:
 
 def _label(char: str) -> str:
     return f"⟦{NAMED.get(char, f'U+{ord(char):04X}')}⟧"
+
+
+def number(value: object, missing: str = "–") -> str:
+    """Three significant digits; `missing` if there is no number."""
+    try:
+        found = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return missing
+    return f"{found:.3g}" if math.isfinite(found) else missing
+
+
+def sampling(temperature: float, prefix: str = "T = ") -> str:
+    """How completions were sampled: `greedy`, or the temperature after `prefix`."""
+    return "greedy" if temperature == 0 else f"{prefix}{temperature:g}"
 
 
 def csv_text(frame: pd.DataFrame) -> str:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from pathlib import Path
 
 from sharpscope.analysis.claims.base import Estimate, Verdict
+from sharpscope.analysis.text import number
 from sharpscope.traces import output_folder, write_atomic
 
 LIMITS = (
@@ -33,10 +33,10 @@ def claims_markdown(verdicts: Sequence[Verdict]) -> str:
     lines += [f"Treatment `{_plain(pair[1])}`, baseline `{_plain(pair[0])}`.", ""] if verdicts else []
     lines += ["| | claim | verdict | effect | 95 % interval | p | n |", "|---|---|---|---|---|---|---|"]
     for v in verdicts:
-        effect = "–" if v.effect is None else _number(v.effect.value)
+        effect = "–" if v.effect is None else number(v.effect.value)
         interval = "–" if v.interval is None else str(v.interval)
         mark = " (primary)" if v.role == "primary" else ""
-        p = _number(v.p_adjusted)
+        p = number(v.p_adjusted)
         lines.append(f"| {v.claim} | {_plain(v.title)}{mark} | **{v.verdict}** | {effect} | {interval} | {p} | {v.n} |")
     for v in verdicts:
         lines += ["", f"## {v.claim}: {_plain(v.title)}", "", f"**{v.verdict}**: {_plain(v.reason)}.", ""]
@@ -69,8 +69,8 @@ def _details(v: Verdict) -> list[str]:
     if v.effect is not None:
         lines.append("effect: " + _estimate(v.effect))
     if v.p_value is not None:
-        corrected = "" if v.role == "exploratory" else f", after Holm {_number(v.p_adjusted)}"
-        lines.append(f"p = {_number(v.p_value)}{corrected}")
+        corrected = "" if v.role == "exploratory" else f", after Holm {number(v.p_adjusted)}"
+        lines.append(f"p = {number(v.p_value)}{corrected}")
     lines += ["also: " + _estimate(estimate) for estimate in v.others]
     lines += [f"confounder: {c.name}: {c.handling}" for c in v.confounders]
     lines += [f"note: {note}" for note in v.notes]
@@ -89,14 +89,10 @@ def _details(v: Verdict) -> list[str]:
 
 def _estimate(e: Estimate) -> str:
     interval = "" if e.interval is None else f" {e.interval} ({e.interval.level:.0%}, {e.interval.kind})"
-    p = "" if e.p_value is None else f", p = {_number(e.p_value)}"
+    p = "" if e.p_value is None else f", p = {number(e.p_value)}"
     n = "" if e.n is None else f", n = {e.n}"
     note = f" ({e.note})" if e.note else ""
-    return f"{e.name}: {_number(e.value)} {'' if e.unit == '1' else e.unit}".rstrip() + f"{interval}{p}{n}{note}"
-
-
-def _number(value: float | None) -> str:
-    return "–" if value is None or not math.isfinite(value) else f"{value:.3g}"
+    return f"{e.name}: {number(e.value)} {'' if e.unit == '1' else e.unit}".rstrip() + f"{interval}{p}{n}{note}"
 
 
 def _plain(text: str) -> str:

@@ -14,6 +14,7 @@ from matplotlib.ticker import MaxNLocator
 from sharpscope.analysis.figures.style import GRAY, Lines, finish, panels, plain, styled
 from sharpscope.analysis.frames import natural
 from sharpscope.analysis.statistics import FEWEST, band, mean_interval
+from sharpscope.analysis.text import sampling
 
 CROWDED = 3
 """With more settings than this, curves of single steps would hide one another."""
@@ -154,7 +155,7 @@ def evaluations(values: pd.DataFrame, lines: Lines, axis_label: str = "accuracy 
     pooled = values[values["level"] == "all"]
     places = sorted(set(map(tuple, pooled[["split", "temperature"]].to_numpy().tolist())))
     return _eval_panels(
-        [(f"{split}, {_temperature(t)}", _at(pooled, split=split, temperature=t)) for split, t in places],
+        [(f"{split}, {sampling(t, 'temperature ')}", _at(pooled, split=split, temperature=t)) for split, t in places],
         lines,
         axis_label,
     )
@@ -169,7 +170,10 @@ def evaluations_by_level(
     for split in sorted(chosen["split"].unique()):
         for level in natural(chosen.loc[chosen["split"] == split, "level"]):
             content.append(
-                (f"{split}, level {level}, {_temperature(temperature)}", _at(chosen, split=split, level=level))
+                (
+                    f"{split}, level {level}, {sampling(temperature, 'temperature ')}",
+                    _at(chosen, split=split, level=level),
+                )
             )
     return _eval_panels(content, lines, axis_label)
 
@@ -214,10 +218,6 @@ def _at(values: pd.DataFrame, **place: object) -> pd.DataFrame:
     for column, value in place.items():
         chosen = chosen[chosen[column] == value]
     return chosen
-
-
-def _temperature(value: float) -> str:
-    return "greedy" if value == 0 else f"temperature {value:g}"
 
 
 def _eval_panels(content: Sequence[tuple[str, pd.DataFrame]], lines: Lines, axis_label: str) -> Figure:

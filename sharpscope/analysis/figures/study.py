@@ -21,6 +21,7 @@ from sharpscope.analysis.frames import (
 )
 from sharpscope.analysis.statistics import FEWEST
 from sharpscope.analysis.study import Study
+from sharpscope.analysis.text import sampling
 from sharpscope.analysis.weight_curve import weight_config
 
 FIRST_ORDER = "_first_order"
@@ -71,7 +72,7 @@ def _evaluations(whole: Study, study: Study, styles: Lines) -> Iterator[Picture]
     levels = values[values["level"] != "all"]
     if levels["level"].nunique() > 1:
         for temperature in sorted(levels["temperature"].unique()):
-            name = "greedy" if temperature == 0 else f"temperature_{temperature:g}"
+            name = sampling(temperature, "temperature_")
             figure = steps.evaluations_by_level(values, styles, float(temperature))
             yield Picture(f"accuracy_by_level_{name}", f"The same by size, {name.replace('_', ' ')}. {BAND}.", figure)
     rewards = eval_values(study, "reward_mean")

@@ -20,8 +20,8 @@ from sharpscope.analysis.claims import LIMITS
 from sharpscope.analysis.completions import RULE, completions_dropped
 from sharpscope.analysis.figures.style import Picture, svg_text
 from sharpscope.analysis.html.tokens import token_view
-from sharpscope.analysis.report import Report, VerdictSection, number
-from sharpscope.analysis.text import shown
+from sharpscope.analysis.report import Report, VerdictSection
+from sharpscope.analysis.text import number, shown
 
 SIGNS = {"supported": "✓", "refuted": "✗", "inconclusive": "?", "untestable": "–"}
 

@@ -12,6 +12,7 @@ import pandas as pd
 from sharpscope.analysis.claims.c10_alignment import CONTROLS
 from sharpscope.analysis.claims.measures import TEMPERATURE, last_step
 from sharpscope.analysis.figures.style import plain
+from sharpscope.analysis.frames import natural
 from sharpscope.analysis.statistics import Interval, mean_interval
 from sharpscope.analysis.study import Study, most_common
 from sharpscope.analysis.text import csv_text
@@ -173,7 +174,7 @@ def by_level(run: Run) -> dict[str, tuple[float, int]]:
 
 def _table(name: str, title: str, methods: Mapping[str, Mapping[Any, Run]], task: str, scale: str) -> Table:
     measured = {m: [by_level(run) for run in runs.values()] for m, runs in methods.items()}
-    levels = sorted({level for runs in measured.values() for run in runs for level in run}, key=_natural)
+    levels = natural(level for runs in measured.values() for run in runs for level in run)
     published = PUBLISHED.get(task, {})
     paper = f"paper ({PAPER_SCALE})"
     rows: dict[str, dict[str, Cell | str]] = {}
@@ -212,10 +213,6 @@ def _scale(run: Run) -> str:
 
 def _ends(interval: Interval) -> tuple[float, float, str]:
     return interval.low, interval.high, interval.kind
-
-
-def _natural(level: str) -> tuple[bool, float, str]:
-    return (not level.isdigit(), float(level) if level.isdigit() else 0.0, level)
 
 
 def _cell_text(value: object) -> str:

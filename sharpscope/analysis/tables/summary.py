@@ -10,6 +10,7 @@ import pandas as pd
 from sharpscope.analysis.frames import with_pooled
 from sharpscope.analysis.statistics import mean_interval
 from sharpscope.analysis.study import Study
+from sharpscope.analysis.text import sampling
 from sharpscope.traces import Run
 
 SUMMARY = ["study", "setting", "method", "metric", "unit", "runs", "mean", "low", "high", "interval", "step"]
@@ -52,13 +53,9 @@ def _eval_metrics(run: Run, horizon: int) -> dict[tuple[str, str], float]:
     pooled = pooled[pooled["level"] == "all"].sort_values("step")
     last = pooled.groupby(["split", "temperature"], as_index=False).last()
     return {
-        (f"accuracy {split}, {_temperature(temperature)}", "share"): float(value)
+        (f"accuracy {split}, {sampling(temperature)}", "share"): float(value)
         for split, temperature, value in zip(last["split"], last["temperature"], last["value"], strict=True)
     }
-
-
-def _temperature(value: float) -> str:
-    return "greedy" if value == 0 else f"T = {value:g}"
 
 
 def _mean(values: pd.Series) -> float:
