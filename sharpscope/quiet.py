@@ -1,4 +1,4 @@
-"""Third-party warnings that users are not shown, each with the reason: none tells them what to do."""
+"""Suppressed third-party warnings, which users cannot act on."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 OTHERS = r"(?!sharpscope\b|__main__$)"
-"""Module names that are not ours, nor a user's script."""
+"""Pattern for modules other than sharpscope and the user's script."""
 
 SILENCED: tuple[tuple[type[Warning], str, str, str], ...] = (
     # category, start of the message, module, reason
@@ -16,19 +16,19 @@ SILENCED: tuple[tuple[type[Warning], str, str, str], ...] = (
         FutureWarning,
         "",
         OTHERS,
-        "tells a library's authors, not its users, what a dependency will change (peft, torch.jit.script)",
+        "addressed to the authors of a library, not to its users (peft, torch.jit.script)",
     ),
-    (DeprecationWarning, "", OTHERS, "the same, where Python shows these"),
+    (DeprecationWarning, "", OTHERS, "the same"),
 )
 VARIABLES: tuple[tuple[str, str, str], ...] = (
     # environment variable, value unless set, reason
-    ("TRANSFORMERS_VERBOSITY", "error", "we say in one line what is wrong with a model"),
-    ("TOKENIZERS_PARALLELISM", "false", "its threads would fight torch's for the cores, and it warns after each fork"),
+    ("TRANSFORMERS_VERBOSITY", "error", "sharpscope reports problems of a model itself"),
+    ("TOKENIZERS_PARALLELISM", "false", "its threads compete with those of torch, and it warns after each fork"),
 )
 
 
 def silence() -> None:
-    """Filter `SILENCED` and set `VARIABLES` for this process; for the command line, before anything heavy is imported."""
+    """Filter `SILENCED` and set `VARIABLES` for this process. The command line calls it before other imports."""
     for variable, value, _ in VARIABLES:
         os.environ.setdefault(variable, value)
     for category, message, module, _ in SILENCED:
@@ -37,7 +37,7 @@ def silence() -> None:
 
 @contextmanager
 def silenced() -> Iterator[None]:
-    """Within it `SILENCED` is filtered; for library functions, which leave a program's filters as they were."""
+    """Context manager that filters `SILENCED` and restores the warning filters at exit."""
     with warnings.catch_warnings():
         for category, message, module, _ in SILENCED:
             warnings.filterwarnings("ignore", message, category, module)

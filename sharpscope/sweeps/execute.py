@@ -158,9 +158,12 @@ def _processes(
                 log = configs / f"{run.config.run_name}.log"
                 with log.open("wb") as stream:
                     process = subprocess.Popen(
-                        run_command(run, configs, threads), stdout=stream, stderr=subprocess.STDOUT, env=environment,
+                        run_command(run, configs, threads),
+                        stdout=stream,
+                        stderr=subprocess.STDOUT,
+                        env=environment,
                         start_new_session=True,
-                    )  # fmt: skip
+                    )
                 active[run] = (process, log)
             if stopping():
                 waiting.clear()
@@ -272,11 +275,14 @@ def estimate_step_seconds(run: PlannedRun, threads: int, steps: int = 2) -> floa
         disabled = {"every": 0}
         config = run.config.model_copy(
             update={
-                "out": folder, "name": "estimate", "steps": steps + 1, "threads": threads,
+                "out": folder,
+                "name": "estimate",
+                "steps": steps + 1,
+                "threads": threads,
                 "evaluation": run.config.evaluation.model_copy(update=disabled),
                 "probes": run.config.probes.model_copy(update=disabled),
             }
-        )  # fmt: skip
+        )
         train(config)
         table = load_run(config.run_dir).steps.iloc[1:]
         shutil.rmtree(config.run_dir, ignore_errors=True)

@@ -22,12 +22,13 @@ ASIDE = ".tmp"
 STARTING = f".start{ASIDE}"
 """Marks a folder as a run's from its creation until run.json exists."""
 _START_FILES = (CONFIG_FILE, "tokenizer", "lock.json", TRACES)
-_INFO_TYPES: dict[str, tuple[type, ...]] = {
-    "name": (str,), "method": (str,), "task": (str,), "status": (str,), "started": (str,), "finished": (str,),
-    "seed": (int,), "steps_done": (int,), "config": (dict,), "calibration": (dict,), "versions": (dict,), "notes": (list,),
-    "probe_cost": (dict,),
-}  # fmt: skip
-"""Types of the values in run.json, which may also be absent or null."""
+_INFO_TYPES: dict[type, tuple[str, ...]] = {
+    str: ("name", "method", "task", "status", "started", "finished"),
+    int: ("seed", "steps_done"),
+    dict: ("config", "calibration", "versions", "probe_cost"),
+    list: ("notes",),
+}
+"""Type -> keys of run.json with this type. Their values may also be missing or null."""
 _NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._+=-]{0,118}[A-Za-z0-9_+=-])?")
 
 
@@ -231,9 +232,10 @@ def parse_run_info(content: str | bytes, path: Path) -> dict[str, Any]:
         raise UserError(f"run: {path} is damaged ({error}); restore it or exclude this run") from error
     if not isinstance(info, dict):
         raise UserError(f"run: {path} is damaged (not a JSON object); restore it or exclude this run")
-    for key, types in _INFO_TYPES.items():
-        if not isinstance(info.get(key), (*types, type(None))):
-            raise UserError(
-                f"run: {path} is damaged ({key} is a {type(info[key]).__name__}); restore it or exclude this run"
-            )
+    for type_, keys in _INFO_TYPES.items():
+        for key in keys:
+            if not isinstance(info.get(key), type_ | None):
+                raise UserError(
+                    f"run: {path} is damaged ({key} is a {type(info[key]).__name__}); restore it or exclude this run"
+                )
     return info

@@ -95,9 +95,6 @@ class RunLock:
     Attributes:
         path: the lock file.
         stale: the dead owner that this lock replaced, or None.
-
-    Raises:
-        UserError: another process holds the folder.
     """
 
     def __init__(self, run_dir: str | Path) -> None:
@@ -106,7 +103,11 @@ class RunLock:
         self._handle: int | None = None
 
     def acquire(self) -> RunLock:
-        """Acquire the lock."""
+        """Acquire the lock.
+
+        Raises:
+            UserError: another process holds the lock, or the folder is not writable.
+        """
         attempts = 0
         while True:
             try:
@@ -136,10 +137,10 @@ class RunLock:
             raise self._held(owner)
         self.stale = owner
         process = psutil.Process()
-        self_owner = Owner(process.pid, socket.gethostname(), now(), process.create_time())
+        owner = Owner(process.pid, socket.gethostname(), now(), process.create_time())
         try:
             os.ftruncate(handle, 0)
-            os.pwrite(handle, json.dumps(asdict(self_owner)).encode(), 0)
+            os.pwrite(handle, json.dumps(asdict(owner)).encode(), 0)
         except OSError as error:
             os.close(handle)
             raise UserError(f"run: {self.path} cannot be written ({error.strerror}); free some space") from error

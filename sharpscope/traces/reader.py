@@ -313,11 +313,14 @@ class Runs(Sequence[Run]):
     def table(self) -> pd.DataFrame:
         """One row per run: run, method, seed, task, status, steps_done, started, finished, damaged (number of parts)."""
         rows = [
-            {"run": name, "method": run.method, "seed": run.seed, "task": run.task, "status": run.status,
-             "steps_done": run.info.get("steps_done"), "started": run.info.get("started"),
-             "finished": run.info.get("finished"), "damaged": len(run.damaged)}
+            {
+                "run": name,
+                **{key: getattr(run, key) for key in ("method", "seed", "task", "status")},
+                **{key: run.info.get(key) for key in ("steps_done", "started", "finished")},
+                "damaged": len(run.damaged),
+            }
             for name, run in self.by_name.items()
-        ]  # fmt: skip
+        ]
         columns = ["run", "method", "seed", "task", "status", "steps_done", "started", "finished", "damaged"]
         return pd.DataFrame(rows, columns=columns)
 

@@ -80,11 +80,11 @@ class Table:
         raise KeyError(name)
 
 
-def _always(name: str, type_: str, unit: str, definition: str) -> Column:
+def _required(name: str, type_: str, unit: str, definition: str) -> Column:
     return Column(name, type_, unit, definition)
 
 
-def _maybe(name: str, type_: str, unit: str, definition: str) -> Column:
+def _nullable(name: str, type_: str, unit: str, definition: str) -> Column:
     return Column(name, type_, unit, definition, nullable=True)
 
 
@@ -96,7 +96,7 @@ def _timing(name: str, definition: str) -> Column:
     return Column(name, "float64", "seconds", definition, timing=True)
 
 
-_STEP = _always(
+_STEP = _required(
     "step", "int32", "steps", "training step (one round of rollouts and its updates), from 1; 0 is before training"
 )
 
@@ -106,75 +106,77 @@ STEPS = Table(
     ("step",),
     (
         _STEP,
-        _always("updates", "int32", "updates", "optimizer updates in this step"),
-        _always("reward_mean", "float64", "reward", "mean reward over the step's completions"),
-        _maybe(
+        _required("updates", "int32", "updates", "optimizer updates in this step"),
+        _required("reward_mean", "float64", "reward", "mean reward over the step's completions"),
+        _nullable(
             "reward_std", "float64", "reward", "standard deviation (n - 1) of the rewards over the step's completions"
         ),
-        _always("accuracy", "float64", ONE, "fraction of the step's completions that are correct"),
-        _maybe("loss", "float64", ONE, "mean over the updates of the minimized loss; null without an update"),
-        _maybe(
+        _required("accuracy", "float64", ONE, "fraction of the step's completions that are correct"),
+        _nullable("loss", "float64", ONE, "mean over the updates of the minimized loss; null without an update"),
+        _nullable(
             "kl",
             "float64",
             NATS,
             "mean k3 estimate per token use of KL(policy || reference); null without a reference or an update",
         ),
-        _maybe("entropy_mean", "float64", NATS, "mean over tokens of the policy's entropy at the start of the step"),
-        _maybe("grad_norm", "float64", NORM, "mean over the updates of the gradient norm before clipping"),
-        _maybe(
+        _nullable("entropy_mean", "float64", NATS, "mean over tokens of the policy's entropy at the start of the step"),
+        _nullable("grad_norm", "float64", NORM, "mean over the updates of the gradient norm before clipping"),
+        _nullable(
             "update_norm",
             "float64",
             NORM,
             "mean over the updates of the norm of the parameter change, including weight decay",
         ),
-        _maybe(
+        _nullable(
             "clip_fraction_low",
             "float64",
             ONE,
             "fraction of token uses, over all updates, clipped at the lower ratio bound; null without an update",
         ),
-        _maybe(
+        _nullable(
             "clip_fraction_high",
             "float64",
             ONE,
             "fraction of token uses, over all updates, clipped at the upper ratio bound; null without an update",
         ),
-        _maybe("weight_mean", "float64", ONE, "mean token weight"),
-        _maybe("weight_std", "float64", ONE, "standard deviation (n) of the token weights"),
-        _maybe("weight_min", "float64", ONE, "smallest token weight"),
-        _maybe("weight_max", "float64", ONE, "largest token weight"),
-        _maybe(
+        _nullable("weight_mean", "float64", ONE, "mean token weight"),
+        _nullable("weight_std", "float64", ONE, "standard deviation (n) of the token weights"),
+        _nullable("weight_min", "float64", ONE, "smallest token weight"),
+        _nullable("weight_max", "float64", ONE, "largest token weight"),
+        _nullable(
             "weight_saturation_low", "float64", ONE, "fraction of token weights at their lower bound; null if unbounded"
         ),
-        _maybe(
+        _nullable(
             "weight_saturation_high",
             "float64",
             ONE,
             "fraction of token weights at their upper bound; null if unbounded",
         ),
-        _maybe(
+        _nullable(
             "weight_ess",
             "float64",
             ONE,
             "relative effective sample size of the token weights, (sum w)^2 / (n * sum w^2), in (0, 1]",
         ),
-        _always(
+        _required(
             "zero_std_groups",
             "int32",
             "groups",
-            "groups with equal rewards, whose advantages are all zero",
+            "number of groups whose rewards are all equal, which give no learning signal",
         ),
-        _always("completion_length_mean", "float64", "tokens", "mean completion length"),
-        _always("truncated_fraction", "float64", ONE, "fraction of completions truncated at the length limit"),
-        _always("tokens", "int64", "tokens", "number of loss tokens in the step"),
-        _maybe("lr", "float64", "1 / update", "learning rate of the step's last update; null without an update"),
+        _required("completion_length_mean", "float64", "tokens", "mean completion length"),
+        _required("truncated_fraction", "float64", ONE, "fraction of completions truncated at the length limit"),
+        _required("tokens", "int64", "tokens", "number of loss tokens in the step"),
+        _nullable("lr", "float64", "1 / update", "learning rate of the step's last update; null without an update"),
         _timing("generation_s", "time spent generating and scoring"),
         _timing("training_s", "time spent in forward passes, backward passes and the optimizer"),
         _timing("recording_s", "time spent on probes and traces"),
     ),
 )
 
-_ROLLOUT = _always("rollout", "int32", ONE, "index of the completion in its step, from 0; rows of a group are adjacent")
+_ROLLOUT = _required(
+    "rollout", "int32", ONE, "index of the completion in its step, from 0; rows of a group are adjacent"
+)
 
 ROLLOUTS = Table(
     "rollouts",
@@ -183,22 +185,22 @@ ROLLOUTS = Table(
     (
         _STEP,
         _ROLLOUT,
-        _always(
+        _required(
             "group", "int32", ONE, "index of the prompt in its step, from 0; the completions of one prompt are a group"
         ),
-        _always("prompt", "string", "text", "the task's prompt, before the chat template"),
-        _always("completion", "string", "text", "generated text without special tokens"),
-        _always("reward", "float64", "reward", "total reward"),
-        _always(
+        _required("prompt", "string", "text", "the task's prompt, before the chat template"),
+        _required("completion", "string", "text", "generated text without special tokens"),
+        _required("reward", "float64", "reward", "total reward"),
+        _required(
             "reward_parts",
             "json",
             "reward",
             "components of the reward: a JSON object name -> number (null if not finite)",
         ),
-        _always("correct", "bool", "true / false", "whether the task scores the answer as correct"),
-        _always("advantage", "float64", ONE, "group-normalized advantage, before per-token factors"),
-        _always("length", "int32", "tokens", "number of completion tokens in the loss"),
-        _always("truncated", "bool", "true / false", "whether the completion was truncated at the length limit"),
+        _required("correct", "bool", "true / false", "whether the task scores the answer as correct"),
+        _required("advantage", "float64", ONE, "group-normalized advantage, before per-token factors"),
+        _required("length", "int32", "tokens", "number of completion tokens in the loss"),
+        _required("truncated", "bool", "true / false", "whether the completion was truncated at the length limit"),
     ),
 )
 
@@ -209,8 +211,8 @@ TOKENS = Table(
     (
         _STEP,
         _ROLLOUT,
-        _always("position", "int32", "tokens", "index of the token in its completion, from 0"),
-        _maybe(
+        _required("position", "int32", "tokens", "index of the token in its completion, from 0"),
+        _nullable(
             "update",
             "int32",
             ONE,
@@ -218,47 +220,49 @@ TOKENS = Table(
             "derived from them refer to it. If the updates were skipped (see steps.updates), the update that would "
             "have used it. Null if there is none",
         ),
-        _always("token_id", "int32", ONE, "token ID of the tokenizer"),
-        _always("logp", "float32", NATS, "log-probability ln pi under the policy at the start of the step"),
-        _maybe("behavior_logp", "float32", NATS, "log-probability under the sampling policy, before top-p and top-k"),
-        _maybe("logit", "float32", ONE, "logit z of the token, not divided by the temperature"),
-        _maybe("entropy", "float32", NATS, "entropy of the next-token distribution"),
-        _maybe("collision", "float32", ONE, "sum of squared probabilities of the next-token distribution"),
-        _maybe(
+        _required("token_id", "int32", ONE, "token ID of the tokenizer"),
+        _required("logp", "float32", NATS, "log-probability ln pi under the policy at the start of the step"),
+        _nullable(
+            "behavior_logp", "float32", NATS, "log-probability under the sampling policy, before top-p and top-k"
+        ),
+        _nullable("logit", "float32", ONE, "logit z of the token, not divided by the temperature"),
+        _nullable("entropy", "float32", NATS, "entropy of the next-token distribution"),
+        _nullable("collision", "float32", ONE, "sum of squared probabilities of the next-token distribution"),
+        _nullable(
             "polarity",
             "float32",
             NATS,
             "entropy polarity p(ln p + H) - sum_j p_j^2 (ln p_j + H); a gradient step of size eta on "
-            "this token's logits with advantage A changes the entropy by -eta * A * polarity",
+            "this token's logits with advantage A changes its entropy by -eta * A * polarity",
         ),
-        _maybe(
+        _nullable(
             "advantage",
             "float32",
             ONE,
             "advantage of the token's completion; per-token factors (AR, PAPO, covariance) are part of weight",
         ),
-        _maybe("ratio", "float32", ONE, "importance ratio pi / pi_old in that update, as defined by the method"),
-        _maybe("weight", "float32", ONE, "token weight w of the method, detached"),
-        _maybe(
+        _nullable("ratio", "float32", ONE, "importance ratio pi / pi_old in that update, as defined by the method"),
+        _nullable("weight", "float32", ONE, "token weight w of the method, detached"),
+        _nullable(
             "clipped",
             "int8",
             ONE,
             "ratio bound that is active: -1 lower, 1 upper, 0 none. A PPO clip gives such a token no gradient, CISPO a "
             "bounded one",
         ),
-        _maybe(
+        _nullable(
             "loss_coef",
             "float32",
             ONE,
             "c = dLoss / dln pi in that update; includes advantage, weight, clipping, KL and normalizer",
         ),
-        _maybe(
+        _nullable(
             "logit_grad_norm",
             "float32",
             LOGIT_NORM,
             "norm of the gradient of -ln pi with respect to the logits, ||p - e_y||",
         ),
-        _maybe(
+        _nullable(
             "head_grad_norm",
             "float32",
             "L2 norm over the output layer",
@@ -314,24 +318,28 @@ PROBES = Table(
     ("step", "probe", "probe_set", "functional", "parameters", "quantity", "rho", "seed"),
     (
         _STEP,
-        _always("probe", "string", "name", "probe that made the estimate"),
-        _always("probe_set", "string", "name", "fixed set of prompts the probe evaluates"),
-        _always("functional", "string", "name", "differentiated scalar: nll | surrogate | expected_failure | ..."),
-        _always("parameters", "string", "name", "parameter group"),
-        _always("quantity", "string", "name", "estimated quantity"),
-        _maybe("value", "float64", "the quantity's", "estimate; null if it could not be computed"),
-        _maybe("std_error", "float64", "the quantity's", "standard error of the estimate; null if the method has none"),
-        _maybe(
+        _required("probe", "string", "name", "probe that made the estimate"),
+        _required("probe_set", "string", "name", "fixed set of prompts the probe evaluates"),
+        _required("functional", "string", "name", "differentiated scalar: nll | surrogate | expected_failure | ..."),
+        _required("parameters", "string", "name", "parameter group"),
+        _required("quantity", "string", "name", "estimated quantity"),
+        _nullable("value", "float64", "the quantity's", "estimate; null if it could not be computed"),
+        _nullable(
+            "std_error", "float64", "the quantity's", "standard error of the estimate; null if the method has none"
+        ),
+        _nullable(
             "samples",
             "int64",
             ONE,
             "number of random vectors, perturbations or iterations; a trace's interval is Student's t with samples - 1 "
             "degrees of freedom",
         ),
-        _maybe("rho", "float64", NORM, "perturbation radius, or node of a spectral density; null otherwise"),
-        _maybe("converged", "bool", "true / false", "whether the iteration met its tolerance; null if not iterative"),
-        _maybe("residual", "float64", "the quantity's", "residual of the iteration; null if not iterative"),
-        _maybe("seed", "int64", ONE, "seed of the estimate's random generator"),
+        _nullable("rho", "float64", NORM, "perturbation radius, or node of a spectral density; null otherwise"),
+        _nullable(
+            "converged", "bool", "true / false", "whether the iteration met its tolerance; null if not iterative"
+        ),
+        _nullable("residual", "float64", "the quantity's", "residual of the iteration; null if not iterative"),
+        _nullable("seed", "int64", ONE, "seed of the estimate's random generator"),
         _timing("seconds", "time spent"),
     ),
 )
@@ -342,28 +350,28 @@ EVAL = Table(
     ("step", "task", "split", "level", "temperature", "k"),
     (
         _STEP,
-        _always("task", "string", "name", "task name"),
-        _always("split", "string", "name", "train | heldout | unseen | ..."),
-        _always(
+        _required("task", "string", "name", "task name"),
+        _required("split", "string", "name", "train | heldout | unseen | ..."),
+        _required(
             "level",
             "string",
             "name",
             "number of people, difficulty or number of hops, as text; 'all' pools the split's levels",
         ),
-        _always("n", "int32", "prompts", "prompts evaluated"),
-        _always("k", "int32", "completions", "completions sampled per prompt"),
-        _always("accuracy", "float64", ONE, "fraction of correct completions"),
-        _maybe("std_error", "float64", ONE, "standard error of the accuracy, clustered by prompt"),
-        _maybe("pass_at_k", "float64", ONE, "fraction of prompts with at least one correct completion among k"),
-        _maybe("reward_mean", "float64", "reward", "mean reward over the completions"),
-        _maybe(
+        _required("n", "int32", "prompts", "prompts evaluated"),
+        _required("k", "int32", "completions", "completions sampled per prompt"),
+        _required("accuracy", "float64", ONE, "fraction of correct completions"),
+        _nullable("std_error", "float64", ONE, "standard error of the accuracy, clustered by prompt"),
+        _nullable("pass_at_k", "float64", ONE, "fraction of prompts with at least one correct completion among k"),
+        _nullable("reward_mean", "float64", "reward", "mean reward over the completions"),
+        _nullable(
             "heldout_loss",
             "float64",
             "nats / token",
             "mean -ln pi at the training temperature of the correct answers for this split and level in the run's "
             "probe set; null if there are none",
         ),
-        _always("temperature", "float64", ONE, "sampling temperature; 0 is greedy decoding"),
+        _required("temperature", "float64", ONE, "sampling temperature; 0 is greedy decoding"),
     ),
 )
 
@@ -373,12 +381,12 @@ EVENTS = Table(
     ("step", "rule"),
     (
         _STEP,
-        _always("rule", "string", "name", "rule that raised the event"),
-        _always("severity", "string", "name", "info | warning | error"),
-        _maybe("value", "float64", "the rule's", "measured value"),
-        _maybe("threshold", "float64", "the rule's", "threshold of the rule"),
-        _always("action", "string", "name", "action taken: none | warn | left out | skip_step | stop | ..."),
-        _always("message", "string", "text", "one-line explanation"),
+        _required("rule", "string", "name", "rule that raised the event"),
+        _required("severity", "string", "name", "info | warning | error"),
+        _nullable("value", "float64", "the rule's", "measured value"),
+        _nullable("threshold", "float64", "the rule's", "threshold of the rule"),
+        _required("action", "string", "name", "action taken: none | warn | left out | skip_step | stop | ..."),
+        _required("message", "string", "text", "one-line explanation"),
     ),
 )
 

@@ -15,14 +15,16 @@ from sharpscope.integrations.loggers.sinks import Sink, TensorBoardSink, Trackio
 from sharpscope.traces import TABLES, Run, load_run
 
 LOGGERS: dict[str, Callable[..., Sink]] = {
-    "tensorboard": TensorBoardSink, "wandb": WandbSink, "trackio": TrackioSink,
-}  # fmt: skip
+    "tensorboard": TensorBoardSink,
+    "wandb": WandbSink,
+    "trackio": TrackioSink,
+}
 
 NUMBERS = ("int8", "int32", "int64", "float32", "float64")
 SCALARS = {
     table: tuple(c.name for c in TABLES[table].columns if c.type in NUMBERS and c.name not in TABLES[table].key)
     for table in ("steps", "eval")
-} | {"probes": ("value", "std_error")}  # fmt: skip
+} | {"probes": ("value", "std_error")}
 """Table -> exported columns. A scalar is named steps/<column>, eval/<split>/<level>/T<temperature>@<k>/<column>, or
 probes/<probe>/<probe set>/<functional>/<parameters>/<quantity>[/rho<rho>][/std_error]."""
 
@@ -31,9 +33,15 @@ Scalars = dict[int, dict[str, float]]
 
 
 def export(
-    run_dirs: Sequence[str | Path], to: str, out: str | Path, *, project: str = "sharpscope", online: bool = False,
-    follow: bool = False, interval_s: float = 2.0,
-) -> dict[str, int]:  # fmt: skip
+    run_dirs: Sequence[str | Path],
+    to: str,
+    out: str | Path,
+    *,
+    project: str = "sharpscope",
+    online: bool = False,
+    follow: bool = False,
+    interval_s: float = 2.0,
+) -> dict[str, int]:
     """Write the scalars of runs to a logger, each run under its own name.
 
     Args:

@@ -64,13 +64,22 @@ class WandbSink:
 
         out.mkdir(parents=True, exist_ok=True)
         quiet: dict[str, Any] = {
-            "x_disable_stats": True, "x_disable_meta": True, "disable_code": True, "disable_git": True, "console": "off",
+            "x_disable_stats": True,
+            "x_disable_meta": True,
+            "disable_code": True,
+            "disable_git": True,
+            "console": "off",
             "silent": not online,
-        }  # fmt: skip
+        }
         self._run = wandb.init(
-            project=project, name=name, config=dict(config), dir=str(out), mode="online" if online else "offline",
-            reinit="create_new", settings=wandb.Settings(**quiet),
-        )  # fmt: skip
+            project=project,
+            name=name,
+            config=dict(config),
+            dir=str(out),
+            mode="online" if online else "offline",
+            reinit="create_new",
+            settings=wandb.Settings(**quiet),
+        )
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """See Sink."""
@@ -99,9 +108,13 @@ class TrackioSink:
         environment |= {"TRACKIO_DIR": str(out.resolve()), "HF_HUB_OFFLINE": "1"}
         self._output = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
         self._child = subprocess.Popen(
-            [sys.executable, "-m", "sharpscope.integrations.loggers.trackio_child"], env=environment, text=True,
-            stdin=subprocess.PIPE, stdout=self._output, stderr=subprocess.STDOUT,
-        )  # fmt: skip
+            [sys.executable, "-m", "sharpscope.integrations.loggers.trackio_child"],
+            env=environment,
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
+        )
         self._send({"project": project, "name": name, "config": dict(config)})
 
     def write(self, step: int, values: Mapping[str, float]) -> None:

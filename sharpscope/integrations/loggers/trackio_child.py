@@ -13,9 +13,13 @@ def main() -> None:
 
     first = json.loads(sys.stdin.readline())
     trackio.init(
-        project=first["project"], name=first["name"], config=first["config"], embed=False, auto_log_gpu=False,
+        project=first["project"],
+        name=first["name"],
+        config=first["config"],
+        embed=False,
+        auto_log_gpu=False,
         auto_log_cpu=False,
-    )  # fmt: skip
+    )
     sent = 0
     for line in sys.stdin:
         message = json.loads(line)
