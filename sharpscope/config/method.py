@@ -415,6 +415,11 @@ class Method(Part):
         "tokens; constant: sum divided by completions × completion limit; sequence_sum: sum over a completion's tokens, "
         "mean over completions.",
     )
+    truncated: Literal["keep", "mask"] = Field(
+        default="keep",
+        description="mask: completions that the token limit ended have no loss tokens; they count in their group's "
+        "statistics and as completions, their tokens not in the token count (as TRL's mask_truncated_completions).",
+    )
     correction: Correction = Field(
         default_factory=NoCorrection,
         description="Factor of the surrogate for the difference between the sampler's policy and π_old.",

@@ -25,6 +25,7 @@ from sharpscope.recording.step import (
     StepTokens,
     UpdateResult,
     UpdateTokens,
+    loss_mask,
     step_tensors,
 )
 from sharpscope.recording.surface import SurfaceProbes
@@ -49,6 +50,7 @@ __all__ = [
     "clip_factor",
     "evaluation_row",
     "gradient_norm",
+    "loss_mask",
     "memory_share",
     "pass_at_k",
     "plain_norm",

@@ -18,7 +18,7 @@ from sharpscope.errors import CheckError, UserError
 from sharpscope.objective import Method
 from sharpscope.policy import TokenStats
 from sharpscope.recording.rows import clipped_weight_share, weight_columns
-from sharpscope.recording.step import RolloutBatch
+from sharpscope.recording.step import RolloutBatch, loss_mask
 
 CGROUP = Path("/sys/fs/cgroup")
 PREVENTS = ("skip_step", "stop")
@@ -210,11 +210,12 @@ class StepHealth:
         mask = rollouts.completion_mask.bool().cpu()
         gap = (stats.logp.cpu() - rollouts.behavior_logp.cpu())[mask].abs()
         entropy = stats.entropy.cpu()[mask]
-        columns = weight_columns(self.method, weight.cpu(), mask, self.progress)
+        learned = loss_mask(rollouts, self.method).bool().cpu()
+        columns = weight_columns(self.method, weight.cpu(), learned, self.progress)
         self.events += check_policy(
             self.spec, self.step, entropy_mean=float(entropy.double().mean()) if entropy.numel() else math.nan,
             saturation=max(columns["weight_saturation_low"] or 0.0, columns["weight_saturation_high"] or 0.0),
-            clipped_weights=clipped_weight_share(self.method, weight.cpu(), self.batch.advantage.cpu(), mask),
+            clipped_weights=clipped_weight_share(self.method, weight.cpu(), self.batch.advantage.cpu(), learned),
             logp_mismatch=float(gap.mean()) if gap.numel() else math.nan, memory=memory_share(self.device),
         )  # fmt: skip
         allowed = not any(

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from sharpscope.objective import StepTensors, informative_groups
+from sharpscope.objective import Method, StepTensors, informative_groups
 from sharpscope.policy import Rollouts, TokenStats
 from sharpscope.tasks import Example, Reward
 
@@ -139,12 +139,19 @@ class PendingUpdate:
     clip_factor: float  # what this gradient is multiplied by if the method does not reshape it
 
 
+def loss_mask(rollouts: Rollouts, method: Method) -> Tensor:
+    """(N, T) long, 1 on the tokens in the loss: the completions' own, without truncated completions if the method masks them."""
+    if method.truncated == "keep":
+        return rollouts.completion_mask
+    return rollouts.completion_mask * (~rollouts.truncated).long()[:, None]  # (N, T) * (N, 1)
+
+
 def step_tensors(
-    rollouts: Rollouts, advantage: Tensor, stats: TokenStats, old_logp: Tensor, progress: float
+    rollouts: Rollouts, advantage: Tensor, stats: TokenStats, old_logp: Tensor, progress: float, method: Method
 ) -> StepTensors:
     """What the objective needs of a step, from rollouts (N, T) and the statistics of the policy at its start."""
     return StepTensors(
-        mask=rollouts.completion_mask, group=rollouts.group, advantage=advantage.to(stats.logp), behavior_logp=old_logp,
+        mask=loss_mask(rollouts, method), group=rollouts.group, advantage=advantage.to(stats.logp), behavior_logp=old_logp,
         logp=stats.logp, logit=stats.logit, entropy=stats.entropy, collision=stats.collision, polarity=stats.polarity,
         progress=progress, sampler_logp=rollouts.behavior_logp,
     )  # fmt: skip

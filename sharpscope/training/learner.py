@@ -27,6 +27,7 @@ from sharpscope.recording import (
     UpdateTokens,
     clip_factor,
     gradient_norm,
+    loss_mask,
     step_tensors,
     update_norm,
 )
@@ -105,7 +106,7 @@ class Learner:
         updates: list[UpdateResult] = []
         try:
             if stats is not None:
-                tensors = step_tensors(rollouts, advantage, stats, stats.logp, progress)
+                tensors = step_tensors(rollouts, advantage, stats, stats.logp, progress, method)
                 plan = prepare(method, tensors, generator(self.seed, "plan", step))
             work = _Updates(self, rollouts, advantage, progress, method, plan, tokens)
             for index, (rows, pass_index) in enumerate(self._schedule(rollouts, step, method)):
@@ -227,7 +228,7 @@ class _Updates:
         learner, rollouts, scorer = self.learner, self.rollouts, self.learner.scorer
         learner.optimizer.zero_grad(set_to_none=True)
         dtype = self.tokens.stats.logp.dtype
-        mask = rollouts.completion_mask[rows]
+        mask = loss_mask(rollouts, self.method)[rows]
         normalizer = token_normalizer(self.method, mask, learner.max_new_tokens, dtype=dtype)  # (n, T)
         position = {int(row): place for place, row in enumerate(rows)}
         tokens = UpdateTokens.zeros(mask.shape, dtype)
@@ -264,7 +265,8 @@ class _Updates:
         else:
             # π_old is the present policy, so its statistics are those of this very pass and the ratio is exactly 1.
             old = logp.detach()
-            plan = prepare(self.method, step_tensors(rows, self.advantage[micro], scored.stats, old, self.progress))
+            tensors = step_tensors(rows, self.advantage[micro], scored.stats, old, self.progress, self.method)
+            plan = prepare(self.method, tensors)
         logp.retain_grad()
         out = policy_loss(
             self.method, plan, logp, normalizer, reference_logp=self._frozen_logp(learner.reference, rows),

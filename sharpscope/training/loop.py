@@ -291,7 +291,7 @@ class _Run:
     def _calibrate(self, batch: RolloutBatch, progress: float) -> None:
         """Fix the constants of a token weight that are to be calibrated, on the first rollouts; run.json keeps them."""
         stats = self.learner.scorer.statistics(batch.rollouts)
-        tensors = step_tensors(batch.rollouts, batch.advantage, stats, stats.logp, progress)
+        tensors = step_tensors(batch.rollouts, batch.advantage, stats, stats.logp, progress, self.method)
         self.method = self.method.model_copy(update={"weight": calibrate(self.method.weight, tensors)})
         run_folder.note(self.config.run_dir, calibration=self.method.weight.model_dump(mode="json"))
 

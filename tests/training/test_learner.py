@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
-from sharpscope.config.method import GradientNormPenalty, Kl, Sam
+from sharpscope.config.method import GradientNormPenalty, Kl, Sam, TruncatedCorrection
 from sharpscope.config.training import OptimizerSpec
 from sharpscope.objective import Method, named_method
 from sharpscope.policy import load_policy
@@ -188,6 +189,41 @@ def test_mini_batches_and_lopti_use_every_token_once(world):
     _, learned = gradient(policy, drawn, "lopti")
     rare = learned.tokens.stats.logp.exp() < named_method("lopti").passes.eta
     assert torch.equal(learned.tokens.update[mask] == 0, rare[mask])
+
+
+@pytest.mark.parametrize("name", ["grpo", "dapo"])
+@pytest.mark.parametrize("changes", [{}, {"mini_batches": 2}], ids=["fused", "two updates"])
+def test_truncated_completions_can_be_masked(world, name, changes):
+    """They have no gradient and keep their place in the groups: the others' gradient, over all completions or their tokens."""
+    policy, drawn = world
+    rows = torch.arange(len(drawn.rollouts))
+    cut = rows % 3 == 1
+    masked = replace(drawn, rollouts=replace(drawn.rollouts, truncated=cut))
+    method = named_method(name).model_copy(update={"truncated": "mask"})
+    found, learned = gradient(policy, masked, method, **changes)
+    if not changes:
+        rest = replace(drawn, rollouts=drawn.rollouts.rows(~cut), advantage=drawn.advantage[~cut])
+        alone, _ = gradient(policy, rest, name)
+        scale = float((~cut).double().mean()) if name == "grpo" else 1.0
+        torch.testing.assert_close(found[0], scale * alone[0], rtol=1e-4, atol=1e-6 * float(alone[0].abs().max()))
+    assert not learned.tokens.loss_coef[cut].any()
+    assert (learned.tokens.update[cut] == -1).all()
+    assert (learned.tokens.update[drawn.rollouts.completion_mask.bool() & ~cut[:, None]] >= 0).all()
+
+
+@pytest.mark.parametrize("mini_batches", [1, 2])
+def test_the_samplers_log_probabilities_enter_the_loss(world, mini_batches):
+    """A sampler whose log-probabilities are 0.5 lower, and one whose are 2 lower: factors e^0.5 and the bound 2."""
+    policy, drawn = world
+    shift = torch.tensor([0.5, 2.0]).repeat(len(drawn.rollouts))[: len(drawn.rollouts), None]
+    other = replace(drawn, rollouts=replace(drawn.rollouts, behavior_logp=drawn.rollouts.behavior_logp - shift))
+    method = named_method("grpo").model_copy(update={"correction": TruncatedCorrection()})
+    _, plain = gradient(policy, other, "grpo", mini_batches=mini_batches)
+    _, learned = gradient(policy, other, method, mini_batches=mini_batches)
+    first = plain.tokens.update == 0  # ratio 1; what comes after an update differs in more than the factor
+    wanted = plain.tokens.loss_coef * torch.where(shift < 1, math.exp(0.5), 2.0)
+    torch.testing.assert_close(learned.tokens.loss_coef[first], wanted[first], rtol=1e-5, atol=1e-12, check_dtype=False)
+    assert wanted[first].abs().max() > 0
 
 
 def test_inner_epochs_leave_the_policy_that_drew(world):

@@ -271,7 +271,7 @@ class Recorder:
     def _plan(self, batch: RolloutBatch, stats: Any) -> Any:
         """The weights of this batch, fixed for all its updates; the first batch calibrates their constants."""
         assert self.weights is not None
-        tensors = step_tensors(batch.rollouts, batch.advantage, stats, stats.logp, self.trace.progress)
+        tensors = step_tensors(batch.rollouts, batch.advantage, stats, stats.logp, self.trace.progress, self.weights)
         if self.weights.weight.needs_calibration:
             self.weights = self.weights.model_copy(update={"weight": calibrate(self.weights.weight, tensors)})
             self.trace.write_calibration(self.weights)
