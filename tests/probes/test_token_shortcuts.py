@@ -8,9 +8,9 @@ from torch.nn import functional as F
 
 from sharpscope.probes import score_norms
 from sharpscope.probes.token_gradients import batched, uses
+from sharpscope.probes.token_gradients.exact import in_threads
 from sharpscope.probes.token_gradients.shortcuts import Shortcuts
 from sharpscope.probes.token_gradients.structure import hidden_states
-from sharpscope.probes.token_gradients.threads import in_threads
 from tests.models import ARCHITECTURES, random_batch, tiny_model
 
 

@@ -1,8 +1,8 @@
-"""‖∇_θ log π_t‖₂ of every token of anyone's causal language model, in four tiers of price and exactness.
+"""Score norms ‖∇_θ log π_t‖₂ of the tokens of a causal language model, in four tiers of cost and accuracy.
 
-Guides: `rows` (what a caller gives, padding at the end), `structure` (what a model is made of), `uses` (where a
-forward pass uses each parameter, and norms from inputs and cotangents), `attention` (its derivatives), `head` (the
-output layer in closed form), then one module a tier.
+Modules: `rows` (batches of tokens), `structure` (properties of a model), `uses` (uses of parameters in a forward pass, and
+norms from their inputs and cotangents), `attention` (its derivatives), `head` (the output layer in closed form), and one
+module for each tier.
 """
 
 from __future__ import annotations
@@ -39,34 +39,37 @@ def score_norms(
     cotangent_bytes: int | None = None,
     check: Check = "first",
 ) -> ScoreNorms:
-    """‖∇_θ log π_θ(token | its prefix)‖₂ over all trainable parameters, for every token that `mask` marks.
+    """Score norms ‖∇_θ log π_θ(token | prefix)‖₂ over all trainable parameters, for the tokens of a mask.
 
-    Tiers (with T tokens): `head` is the output layer alone, in its use as output layer; `local` costs one forward
-    and one backward pass and leaves out credit that flows through other positions' keys and values, so it is a
-    lower-cost approximation that ranks tokens well and understates those that lean on other positions; `sketch` is
-    unbiased for the squared norm, at K forward-mode passes; `exact` makes every token's own backward pass, batched.
+    Tiers:
+
+    - `head`: only the output layer, in its use as output layer.
+    - `local`: one forward and one backward pass that neglects gradients through other positions' keys and values. It ranks
+      tokens well and understates those that depend on other positions.
+    - `sketch`: unbiased for the squared norm, with K forward-mode passes.
+    - `exact`: batched backward passes of single tokens.
 
     Args:
-        model: a causal LM of transformers, a PEFT adapter around one included; parameters without `requires_grad` do
-            not count. It is left bit for bit as it was, its mode, gradients, random state and attention kernel too.
-        input_ids: (N, S) long.
-        mask: (N, S) 0/1 of any dtype: the tokens whose log-probability given their prefix is meant.
-        tier: head, local, sketch or exact.
-        attention_mask: (N, S), 0 on padding; None = no padding. Positions are counted over real tokens only.
-        temperature: T > 0; log π belongs to softmax(z/T).
-        directions: sketch: K ≥ 2 random directions.
-        seed: sketch: of the directions.
-        cotangent_bytes: exact: memory for one activation's batch of cotangents; the peak is a small multiple of it
-            beyond a forward pass's activations. None = what suits the device.
-        check: compare the tier with plain autograd on two tokens of the first row: when the tier is first used with this
-            model (first), at every call (always) or never (off).
+        model: causal language model of transformers, with or without PEFT adapters. Parameters without `requires_grad` do not
+            count. Its state is restored bit for bit.
+        input_ids: (N, S) tokens.
+        mask: (N, S), 1 on the tokens of interest.
+        tier: `head`, `local`, `sketch` or `exact`.
+        attention_mask: (N, S), 0 on padding; None for no padding. Positions count real tokens only.
+        temperature: softmax temperature T > 0 of log π.
+        directions: number K ≥ 2 of random directions of `sketch`.
+        seed: seed of the directions of `sketch`.
+        cotangent_bytes: memory of `exact` for the cotangents of one activation; the peak is a small multiple of it beyond the
+            activations of a forward pass. None for a default of the device.
+        check: when to compare the tier with autograd on two tokens of the first row: the `first` time for this model, `always`
+            or `off`.
 
     Returns:
         Norms, squared norms and their standard errors, (N, S), 0 where the mask is 0.
 
     Raises:
-        UserError: the input does not fit together, or the model has a part that the tier cannot handle (named).
-        CheckError: the tier's norms differ from plain autograd's on this model.
+        UserError: shapes or options that do not fit together, or a part of the model that the tier does not support.
+        CheckError: the norms differ from autograd's on this model.
     """
     if tier not in TIERS:
         raise UserError(f"tier, '{tier}': unknown{nearest(str(tier), TIERS)}")

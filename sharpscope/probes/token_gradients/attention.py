@@ -1,9 +1,9 @@
-"""Causal attention with the derivatives that the tiers need, registered at transformers' `AttentionInterface`.
+"""Causal attention with the derivatives that the tiers need, for transformers' `AttentionInterface`.
 
-Fused kernels have neither forward-mode derivatives nor a batched backward, and no library's attention can be told to
-hold other positions' keys and values constant. The probabilities P are kept, in blocks of query rows, so that what a
-causal mask hides is not computed. Shapes: q (B, H, L, d), k and v (B, Hkv, L, d), H = groups·Hkv. Attention sinks, one
-logit per head that takes part in the softmax and has no value, are given per query, (B, L, H).
+Fused kernels have no forward-mode derivatives and no batched backward pass, and cannot treat other positions' keys and values
+as constants. The probabilities P are stored in blocks of query rows, so that masked parts are not computed. Shapes:
+q (B, H, L, d), k and v (B, Hkv, L, d), H = groups·Hkv. Attention sinks, one logit per head that enters the softmax without a
+value, are given per query, (B, L, H).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ QUERY_BLOCK, SHARED_BLOCK = 128, 64
 
 
 class Call(NamedTuple):
-    """The arguments of one attention call.
+    """Arguments of an attention call.
 
     Attributes:
         q: (B, H, L, d); k, v: (B, Hkv, keys, d), the last L keys are the queries' own.
@@ -52,7 +52,7 @@ class Call(NamedTuple):
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:
-        """What is differentiated: q, k, v and, where there are any, the sinks."""
+        """The differentiable inputs: q, k, v and the sinks, if there are any."""
         return (self.q, self.k, self.v) if self.sinks is None else (self.q, self.k, self.v, self.sinks)
 
 
@@ -74,7 +74,7 @@ class Block(NamedTuple):
 
 @dataclass
 class Scene:
-    """What one attention call computed: enough for every derivative of it.
+    """Results of an attention call that its derivatives need.
 
     Attributes:
         q: (B·Hkv, groups, L, d); k, v: (B·Hkv, before + L, d).
@@ -114,7 +114,7 @@ def _apply_mask(seen: Tensor, mask: Tensor, kv: int) -> None:
 
 
 def look(call: Call, size: int = QUERY_BLOCK) -> Scene:
-    """softmax([cap·tanh(s·q·kᵀ/cap) + mask, sink])·[v, 0], without any graph.
+    """softmax([cap·tanh(s·q·kᵀ/cap) + mask, sink])·[v, 0], without graph.
 
     Args:
         size: rows of a block.
@@ -347,7 +347,7 @@ def _pushed(call: Call) -> Tensor:
 
 
 class Stopped(Exception):  # noqa: N818 - not an error: the forward pass has given what was wanted
-    """Raised at the last attention call where that was asked for, with that call's arguments."""
+    """Raised at the last attention call on request, with its arguments."""
 
     def __init__(self, call: Call) -> None:
         super().__init__()
@@ -355,7 +355,7 @@ class Stopped(Exception):  # noqa: N818 - not an error: the forward pass has giv
 
 
 class LearnedMaskError(UserError):
-    """An attention mask depends on trainable parameters, which attention with a constant mask would not show."""
+    """An attention mask depends on trainable parameters, but attention treats it as a constant."""
 
 
 @dataclass
@@ -384,7 +384,7 @@ _active: list[Calls] = []
 
 @contextmanager
 def counting(split: int | None = None, *, stop: bool = False) -> Iterator[Calls]:
-    """Count the attention calls within the block; what they leave belongs to whoever keeps the `Calls`."""
+    """Count the attention calls within the block."""
     _active.append(Calls(split=split, stop=stop))
     try:
         yield _active[-1]
@@ -393,12 +393,12 @@ def counting(split: int | None = None, *, stop: bool = False) -> Iterator[Calls]
 
 
 def _depends(x: Tensor) -> bool:
-    """Whether `x` carries a derivative, reverse or forward."""
+    """Whether `x` requires grad or has a tangent."""
     return x.requires_grad or forward_ad.unpack_dual(x).tangent is not None
 
 
 def _selected(mask: Tensor, indices: Tensor) -> Tensor:
-    """`mask` (B, 1, L, keys) with every key hidden but those in `indices` (B, L, k), as sparse attention selects them."""
+    """`mask` (B, 1, L, keys) restricted to the keys `indices` (B, L, k) of sparse attention."""
     hidden = torch.ones_like(mask, dtype=torch.bool).expand(len(indices), -1, -1, -1)
     hidden = hidden.scatter(-1, indices.long()[:, None], False)
     return mask & ~hidden if mask.dtype == torch.bool else mask.masked_fill(hidden, torch.finfo(mask.dtype).min)

@@ -1,9 +1,8 @@
-"""Backward functions that see all cotangents of a `torch.func.vmap` at once.
+"""Backward functions that receive all cotangents of a `torch.func.vmap` at once.
 
-A `torch.autograd.Function` may state its own rule for `vmap`, which is public, but each call of such a rule costs about
-as much as thirty tensor operations, and a backward pass makes dozens of them. Unwrapping the batched tensor by the
-functions that `vmap` itself uses costs next to nothing. They are no public part of PyTorch, so they are tried once, and
-where they do not do what is needed the rule does: the same values, more slowly.
+The public way, a `vmap` rule of a `torch.autograd.Function`, costs about as much as thirty tensor operations per call, and a
+backward pass makes dozens of calls. Unwrapping the batched tensor by the functions that `vmap` itself uses costs very little.
+These are not public, so they are tested once, and if the test fails the public rule is used: the same values, more slowly.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _C: Any = getattr(torch._C, "_functorch", None)
 
 @cache
 def way() -> Literal["direct", "rule"]:
-    """How batched cotangents are reached here: by `vmap`'s own functions, or by its public rule for custom functions."""
+    """How batched cotangents are accessed: by the functions of `vmap` (`direct`) or by its public rule (`rule`)."""
     g = torch.arange(6.0).view(3, 2)
     seen: list[Tensor] = []
 
@@ -38,10 +37,11 @@ def way() -> Literal["direct", "rule"]:
 
 
 def each(g: Tensor, function: Function) -> tuple[Tensor, ...]:
-    """`function`, which maps (n, *shape) to tensors of n entries, of the cotangents behind `g`, batched again as `g` is.
+    """Apply `function` to all cotangents behind `g` at once.
 
     Args:
-        g: (*shape) as a backward function sees it; n is 1 outside `vmap`.
+        g: (*shape) cotangent, as seen by a backward function.
+        function: maps (n, *shape) to tensors with n entries; n is 1 outside `vmap`.
     """
     return _directly(g, function) if way() == "direct" else _Rule.apply(g, function)
 
@@ -55,7 +55,7 @@ def _directly(g: Tensor, function: Function) -> tuple[Tensor, ...]:
 
 
 class _Rule(torch.autograd.Function):
-    """`function` with a rule for `vmap`; nothing is differentiated through it."""
+    """`function` with a rule for `vmap`; it is not differentiated."""
 
     @staticmethod
     def forward(g: Tensor, function: Function) -> tuple[Tensor, ...]:

@@ -1,11 +1,11 @@
-"""Directional derivatives of all log-probabilities by central differences: two forward passes, plus a short trial.
+"""Directional derivatives of log-probabilities by central differences: two forward passes and a short trial.
 
-Where the model chooses among numbers (a mixture its experts), an unperturbed pass comes first, and the others choose alike.
+If the model makes discrete choices (experts of a mixture), an unperturbed pass comes first and the others repeat its choices.
 
-The step decides the error: what log π bends grows with its square, rounding with its inverse. Both are in balance where
-the step moves the log-probability that moves most by about 2·eps^(1/3), whatever the model and the direction; a step in
-proportion to the weights' norm alone is wrong by a factor of 16 either way. So a trial on a few tokens scales the step,
-and rows that turn out to move far more are differenced again with a smaller one.
+The truncation error grows with the square of the step, rounding with its inverse. They balance if the step changes the most
+sensitive log-probability by about 2·eps^(1/3), for any model and direction; a step proportional to the norm of the weights can
+be off by a factor of 16. So a trial on a few tokens scales the step, and rows that change far more are repeated with a smaller
+step.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def central_derivative(
 def _check_severed(
     model: nn.Module, structure: Structure, row: Rows, direction: Sequence[Tensor], temperature: float, values: Tensor
 ) -> None:
-    """Compare the differences of a row's tokens with autograd: a step also moves what the model keeps out of its graph."""
+    """Compare the differences of a row's tokens with autograd, since a step also changes parts outside of the graph."""
     with torch.enable_grad():
         z = structure.head.logits(hidden_states(model, row.ids)[row.predicts]) / temperature
         logp = torch.log_softmax(z, 1).gather(1, row.targets[:, None])[:, 0]
@@ -126,7 +126,7 @@ def _first_step(structure: Structure, direction: Sequence[Tensor]) -> float:
 
 
 def squared_length(parts: Sequence[Tensor]) -> float:
-    """Σ‖·‖² over the tensors, summed in float64."""
+    """Sum of the squared norms of the tensors, in float64."""
     return math.fsum(float(torch.linalg.vector_norm(part, dtype=torch.float64)) ** 2 for part in parts)
 
 
@@ -136,7 +136,7 @@ def _factor(target: float, moved: float) -> float:
 
 
 def _trial(rows: Rows) -> Rows:
-    """The row with the most chosen tokens, cut after the first `TRIAL` of them."""
+    """The row with the most chosen tokens, truncated after its first `TRIAL` chosen tokens."""
     row = rows.take(rows.chosen.sum(1).argmax()[None])
     end = int(row.chosen[0].nonzero()[:, 0][:TRIAL][-1]) + 1
     return replace(
@@ -149,7 +149,7 @@ def _trial(rows: Rows) -> Rows:
 
 
 def _per_row(rows: Rows, values: Tensor) -> Tensor:
-    """(R,) largest absolute value of each row's chosen tokens; 0 where there is none."""
+    """The largest absolute value over the chosen tokens of each row, (R,); 0 if there are none."""
     each = values[rows.source].gather(1, rows.place) * rows.chosen
     return each.abs().amax(1)
 
@@ -180,26 +180,26 @@ def _difference(
 
 
 def _attention(model: nn.Module, structure: Structure) -> AbstractContextManager[None]:
-    """The model's own attention where it is a fused one; an eager one may hide casts to float32."""
+    """Use the model's own attention if it is fused; eager attention may hide casts to float32."""
     if getattr(bare(model).config, "_attn_implementation", None) == "sdpa":
         return nullcontext()
     return forward_attention(model, structure)
 
 
 def _held(model: nn.Module, structure: Structure, chunk: Rows) -> Callable[[], Choices]:
-    """Makes contexts in which a pass over the chunk chooses as the unperturbed model does."""
+    """A function that returns contexts in which a pass over the chunk repeats the choices of the unperturbed model."""
     with Choices() as choices, _attention(model, structure):
         _hidden(model, chunk)
     return lambda: Choices(choices.made)
 
 
 def _hidden(model: nn.Module, chunk: Rows) -> Tensor:
-    """(M, d) hidden states that predict the chosen tokens."""
+    """Hidden states (M, d) that predict the chosen tokens."""
     return hidden_states(model, chunk.ids, read_before(model, chunk.before))[chunk.predicts]
 
 
 def _logp(structure: Structure, chunk: Rows, hidden: Tensor, temperature: float, values: Sequence[Tensor]) -> Tensor:
-    """log π (M,) of hidden states (M, d), the output layer's parameters replaced as well."""
+    """log π (M,) for hidden states (M, d) and other parameters of the output layer."""
     by_name = dict(zip(structure.named, values, strict=True))
     head = structure.head
     weight = by_name.get(structure.tied or structure.head_weight or "", head.weight)

@@ -1,7 +1,7 @@
-"""What a model chooses among numbers: a router its experts, an indexer its keys.
+"""Discrete choices of a model, such as a router's experts or an indexer's keys.
 
-A derivative at θ holds every choice as it is at θ. A finite step does not: where two candidates are close it takes
-another one, and the difference of two passes has nothing to do with the derivative.
+A derivative at θ keeps the choices at θ. A finite step may change a choice between close candidates, and then the difference
+of two passes does not approximate the derivative.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _COMPARISONS = {
 
 
 def chosen_by(func: Callable, args: tuple, out: Any) -> Tensor | None:
-    """The indices or truth values that `func` made of floating-point numbers, None where it chooses nothing."""
+    """The indices or booleans that `func` computed from floating-point numbers; None if it computes none."""
     if not args or not isinstance(args[0], Tensor) or not args[0].dtype.is_floating_point:
         return None
     if func in _SELECTIONS:
@@ -38,14 +38,14 @@ def chosen_by(func: Callable, args: tuple, out: Any) -> Tensor | None:
 
 
 class Choices(TorchFunctionMode):
-    """Within the block, choices are noted, or made as they were before.
+    """Context manager that records the choices of a pass, or repeats those of another.
 
     Attributes:
-        made: what was chosen, in order, where nothing was given.
+        made: recorded choices, in order.
     """
 
     def __init__(self, held: list[Tensor] | None = None) -> None:
-        """Note choices; with `held`, the `made` of another pass over the same rows, make these."""
+        """Record choices, or repeat `held`, the `made` of another pass over the same rows."""
         super().__init__()
         self.made: list[Tensor] = []
         self._held: Iterator[Tensor] | None = None if held is None else iter(held)
@@ -70,7 +70,7 @@ class Choices(TorchFunctionMode):
 
 
 def _taken(x: Tensor, index: Tensor, args: tuple, kwargs: dict, func: Callable) -> Tensor:
-    """The values of `x` at `index`, as a selection returns them."""
+    """The values of `x` at `index`, in the form in which `func` returns them."""
     topk = func in (torch.topk, Tensor.topk)
     position = 1 if topk else 0
     dim = kwargs.get("dim", args[position] if len(args) > position else -1)

@@ -1,17 +1,19 @@
-"""The exact tier: every token's own backward pass, many at a time, on no more than the token's prefix.
+"""The tier `exact`: batched backward passes of single tokens, each on the token's prefix.
 
-One forward pass over a batch of rows serves as many tokens as fit; cotangents are batched by `torch.func.vmap`, and
-a tap on every use of a parameter turns its cotangents into squared norms at once, so that nothing of a gradient's
-size is kept. Where the last layer allows it, what follows the last attention is told per position by one ordinary
-backward pass beforehand: no token's cotangent leaves its own position there.
+One forward pass over a batch of rows serves as many tokens as fit in memory. Cotangents are batched by `torch.func.vmap`, and
+a tap on each use of a parameter turns them into squared norms, so that no gradient is stored. If the last layer allows it, the
+part after the last attention is computed per position by one ordinary backward pass, since cotangents do not leave their
+position there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +27,6 @@ from sharpscope.probes.token_gradients.result import Collector, Ledger, ScoreNor
 from sharpscope.probes.token_gradients.rows import Rows, safe_width, widen
 from sharpscope.probes.token_gradients.shortcuts import Shortcuts
 from sharpscope.probes.token_gradients.structure import Structure, hidden_states, recording, split_forward
-from sharpscope.probes.token_gradients.threads import in_threads
 from sharpscope.probes.token_gradients.uses import Recorder, Use, exact_squares, local_squares, squares_of
 
 # Bytes that the widest activation's batch of cotangents may take, per thread: on a CPU it should stay in the cache.
@@ -60,7 +61,7 @@ class Tokens:
 def exact_norms(
     model: nn.Module, structure: Structure, rows: Rows, temperature: float, cotangent_bytes: int | None = None
 ) -> ScoreNorms:
-    """Every chosen token's norm, exact to rounding. The model must be in eval mode.
+    """Norms of all chosen tokens, exact up to rounding. The model must be in eval mode.
 
     Raises:
         UserError: the output layer's parameters are also used in the backbone, other than as tied input embedding.
@@ -81,7 +82,7 @@ def exact_norms(
 
 
 class _Learned(Exception):  # noqa: N818 - not an error: begin again with what is known now
-    """Raised when a forward pass uses a parameter in a way that was not met before."""
+    """A forward pass uses a parameter in a new way."""
 
 
 def _every_norm(
@@ -177,7 +178,7 @@ def _grid(entries: list[list[int]]) -> Tensor:
 def _batch(
     model: nn.Module, structure: Structure, chunk: Rows, tokens: Tokens, batch: Tensor, budget: int
 ) -> Callable[[], list[Found]]:
-    """Forward pass over the batch's rows; returns the backward passes of its tokens, which may run in another thread."""
+    """Forward pass over a batch of rows; returns the backward passes of its tokens, which may run in another thread."""
     batch = batch.to(chunk.ids.device)
     used = batch >= 0
     index = batch.clamp_min(0)  # (n, B)
@@ -288,7 +289,7 @@ def _pull(
 
 
 class _Taps:
-    """Puts a tap on the output of every use, which measures the cotangents that pass; `probes` make them pass."""
+    """Puts a tap on the output of each use that measures its cotangents; `probes` make the outputs require grad."""
 
     def __init__(self, size: tuple[int, int]) -> None:
         self.uses: list[Use] = []
@@ -310,20 +311,20 @@ class _Taps:
         return _Tap.apply(use.out, probe, measure)
 
     def release(self) -> None:
-        """Let go of the graph once it is pulled: it holds the taps as they hold it, a circle that no collector sees through."""
+        """Release the graph: it and the taps refer to each other, which the garbage collector does not detect."""
         for use in self.uses:
             use.tied = None
         self.uses, self.probes, self.squares = [], [], []
 
     def tie(self, name: str | None, hidden: Tensor, coupled: Tensor) -> None:
-        """Tell the tied embedding's use about the tokens that come next: hidden (m, B, d), coupled (m, B, L)."""
+        """Set the tokens of the next backward pass for the tied embedding: hidden (m, B, d), coupled (m, B, L)."""
         for use in self.uses:
             if use.kind == "embedding" and use.weight == name:
                 use.tied = (hidden, coupled)
 
 
 class _Tap(torch.autograd.Function):
-    """Identity whose backward also shows the cotangents that pass to `measure`, (n, *shape), which returns (n,)."""
+    """Identity whose backward pass also calls `measure`, which maps cotangents (n, *shape) to (n,)."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, probe: Tensor, measure: Callable[[Tensor], tuple[Tensor]]) -> Tensor:
@@ -333,3 +334,30 @@ class _Tap(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor, None]:
         return g, each(g, ctx.measure)[0], None
+
+
+T = TypeVar("T")
+
+
+def in_threads(jobs: Iterable[Callable[[], T]], threads: int) -> Iterator[T]:
+    """Run jobs in parallel threads and yield their results in order.
+
+    Small operations gain little from several threads each; whole backward passes in parallel use all of them. So operations use
+    one thread meanwhile, and `threads` again afterwards. The iterable is advanced in the calling thread, a few jobs ahead.
+    """
+    if threads == 1:
+        for job in jobs:
+            yield job()
+        return
+    torch.set_num_threads(1)
+    try:
+        with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            waiting: deque[Future[T]] = deque()
+            for job in jobs:
+                waiting.append(pool.submit(job))
+                if len(waiting) > threads:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+    finally:
+        torch.set_num_threads(threads)

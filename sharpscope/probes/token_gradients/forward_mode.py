@@ -1,4 +1,4 @@
-"""Directional derivatives of all log-probabilities at once: forward mode through the whole model."""
+"""Directional derivatives of log-probabilities by forward mode through the whole model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Watch = Callable[[dict[str, Tensor]], AbstractContextManager]
 
 @contextmanager
 def substituted(model: nn.Module, named: dict[str, nn.Parameter], values: Sequence[Tensor]) -> Iterator[None]:
-    """Run with other tensors in place of the trainable parameters, tied or not; the parameters stay untouched."""
+    """Call a module with other tensors in place of its trainable parameters, including tied ones."""
     replacement = {id(parameter): value for parameter, value in zip(named.values(), values, strict=True)}
     swapped: list[tuple[nn.Module, str, nn.Parameter]] = []
     try:
@@ -41,7 +41,7 @@ def substituted(model: nn.Module, named: dict[str, nn.Parameter], values: Sequen
 
 
 def input_direction(model: nn.Module, named: dict[str, nn.Parameter], direction: Sequence[Tensor]) -> list[Tensor]:
-    """`direction` as it moves the backbone: an embedding's padding row stands still, since reverse mode gives it no gradient."""
+    """`direction` with 0 in the padding row of an embedding, which has no gradient in reverse mode."""
     padding = {
         id(module.weight): module.padding_idx
         for module in bare(model).modules()
@@ -58,7 +58,7 @@ def input_direction(model: nn.Module, named: dict[str, nn.Parameter], direction:
 
 @contextmanager
 def forward_attention(model: nn.Module, structure: Structure) -> Iterator[None]:
-    """Attention that has a forward mode."""
+    """Use attention with forward-mode derivatives within the block."""
     with attn.counting(), attention_implementation(model, attn.FORWARD if structure.attention_calls else "math"):
         yield
 
@@ -68,7 +68,7 @@ class NoForwardModeError(UserError):
 
 
 class _AsAutograd(TorchFunctionMode):
-    """Where a model turns autograd off, forward mode is off too: it would go on by itself."""
+    """Switch forward mode off where a model switches autograd off."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if torch.is_grad_enabled():

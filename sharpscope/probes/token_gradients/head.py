@@ -1,4 +1,4 @@
-"""The output layer in closed form: what a token's log-probability asks of the hidden state and of the layer itself."""
+"""Gradients of log-probabilities at the output layer, in closed form."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class HeadChunk:
 
 @dataclass(frozen=True)
 class HeadGradients:
-    """The output layer's part of ∇ log π for M tokens.
+    """∇ log π at the output layer, for M tokens.
 
     Attributes:
         logp: (M,) [nats].
@@ -65,13 +65,13 @@ def head_chunks(hidden: Tensor, head: Head, targets: Tensor, temperature: float)
 
 @torch.no_grad()
 def head_logp(hidden: Tensor, head: Head, targets: Tensor, temperature: float) -> Tensor:
-    """ln p_y (M,) [nats] alone, as `head_chunks` finds it."""
+    """ln p_y (M,) [nats], as in `head_chunks`."""
     found = [_softmax(head.logits(hidden[rows]), targets[rows, None], temperature)[0] for rows in _blocks(hidden, head)]
     return torch.cat(found)
 
 
 def _blocks(hidden: Tensor, head: Head) -> Iterator[slice]:
-    """Rows whose logits are held at once."""
+    """Number of tokens whose logits are in memory at once."""
     budget = LOGIT_BYTES.get(hidden.device.type, LOGIT_BYTES["cuda"])
     size = max(1, budget // (head.weight.shape[0] * max(hidden.element_size(), 4)))
     for start in range(0, len(hidden), size):

@@ -1,4 +1,4 @@
-"""The head tier: the output layer alone, in closed form, from one forward pass."""
+"""The tier `head`: score norms of the output layer in closed form, from one forward pass."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from sharpscope.probes.token_gradients.structure import Structure, hidden_states
 
 @torch.no_grad()
 def head_norms(model: nn.Module, structure: Structure, rows: Rows, temperature: float) -> ScoreNorms:
-    """‖∂ log π/∂(W, b)‖ of z = W h + b, with W in its use as output layer only, also where it is frozen or tied.
+    """‖∂ log π/∂(W, b)‖ of the output layer z = W h + b, also if W is frozen or tied to the embedding.
 
-    It equals ‖p − e_y‖·sqrt(‖h‖² + 1 if there is a bias)/T, each logit's part times the slope of a soft cap.
+    It equals ‖p − e_y‖·sqrt(‖h‖² + 1 if there is a bias)/T, with each logit's part multiplied by the slope of the soft cap.
     """
     collector = Collector(rows.shape, torch.promote_types(structure.head.weight.dtype, torch.float32), rows.ids.device)
     for chunk in rows.chunks():

@@ -1,4 +1,4 @@
-"""The local tier: one forward and one backward pass in which position t's cotangents belong to token t alone."""
+"""The tier `local`: one forward and one backward pass in which the cotangents at position t are those of token t."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sharpscope.probes.token_gradients.uses import Use, local_squares
 
 @dataclass(frozen=True)
 class LocalPass:
-    """One chunk of rows after the cut backward pass.
+    """A chunk of rows after the local backward pass.
 
     Attributes:
         rows: the chunk; `hidden`: (M, d) hidden states that predict its M chosen tokens.
@@ -84,7 +84,7 @@ def add_head(ledger: Ledger, structure: Structure, output: HeadGradients) -> Non
 
 
 def tally(structure: Structure, found: LocalPass) -> Ledger:
-    """Squared local norms (M,) of the chunk's tokens, per group."""
+    """Squared local norms (M,) of the tokens of a chunk, by group."""
     ledger = Ledger(structure.groups, torch.zeros_like(found.output.logp))
     add_head(ledger, structure, found.output)
     b, j = found.where.unbind(1)
@@ -100,7 +100,7 @@ def tally(structure: Structure, found: LocalPass) -> Ledger:
 
 
 def local_norms(model: nn.Module, structure: Structure, rows: Rows, temperature: float) -> ScoreNorms:
-    """Every chosen token's local norm. The model must be in eval mode."""
+    """Local norms of all chosen tokens. The model must be in eval mode."""
     structure.require_local()
     collector = Collector(rows.shape, torch.promote_types(structure.head.weight.dtype, torch.float32), rows.ids.device)
     for found in local_passes(model, structure, rows, temperature, share=True):

@@ -1,4 +1,4 @@
-"""What `score_norms` returns, and the ledger in which the tiers add it up."""
+"""Result of `score_norms`, and the accumulators of the tiers."""
 
 from __future__ import annotations
 
@@ -17,17 +17,16 @@ TIERS: tuple[Tier, ...] = ("head", "local", "sketch", "exact")
 
 @dataclass(frozen=True)
 class ScoreNorms:
-    """‖∇_θ log π_t‖₂ of every token where the mask is 1; all tensors (N, S) and 0 where it is 0.
+    """Score norms ‖∇_θ log π_t‖₂; all tensors are (N, S) and 0 where the mask is 0.
 
     Attributes:
-        values: the norm, the root of `squared` (of its positive part).
-        squared: the squared norm as estimated; the sketch's may be negative.
-        std_error: standard error of `squared` (sketch), zeros (exact; head for its own definition), None where the
-            error is not known (local).
-        tier: how it was computed.
-        groups: norms by group of parameters, on two divisions of the same sum of squares: by kind (embedding,
-            attention, mlp, norm, head, other) and by layer (layers.0, …); empty for the sketch.
-        checked: largest relative error that the self-check found on this model; None = not checked.
+        values: norms, the square root of the positive part of `squared`.
+        squared: estimated squared norms; those of `sketch` may be negative.
+        std_error: standard error of `squared` for `sketch`, 0 for `exact` and `head`, None for `local`.
+        tier: tier that computed the norms.
+        groups: norms by kind of parameter (embedding, attention, mlp, norm, head, other) and by layer (layers.0, …), two
+            partitions of the same sum of squares; empty for `sketch`.
+        checked: largest relative error found by the self-check on this model; None if not checked.
     """
 
     values: Tensor
@@ -40,14 +39,14 @@ class ScoreNorms:
 
 @dataclass
 class Ledger:
-    """Sums of squared norms (M,) of a chunk's chosen tokens, per group of parameters."""
+    """Sums of squared norms (M,) of the chosen tokens of a chunk, by group of parameters."""
 
     groups_of: Mapping[str, tuple[str, ...]]
     total: Tensor
     groups: dict[str, Tensor] = field(default_factory=dict)
 
     def add(self, name: str, squares: Tensor, index: Tensor | None = None) -> None:
-        """Add parameter `name`'s part: (M,), or (m,) for the tokens `index`."""
+        """Add squared norms of parameter `name`: (M,), or (m,) for the tokens `index`."""
         squares = squares.to(self.total)
         for key in self.groups_of[name]:
             self.groups.setdefault(key, torch.zeros_like(self.total))
@@ -60,7 +59,7 @@ class Ledger:
 
 @dataclass
 class Collector:
-    """Lays the chunks' results out in the caller's shape."""
+    """Collects the results of chunks in the caller's shape."""
 
     shape: tuple[int, int]
     dtype: torch.dtype
@@ -75,12 +74,12 @@ class Collector:
         return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
 
     def write(self, rows: Rows, ledger: Ledger) -> None:
-        """Put a chunk's sums where its tokens belong."""
+        """Write the sums of a chunk to the positions of its tokens."""
         rows.write(self.squared, ledger.total)
         for name, squares in ledger.groups.items():
             rows.write(self.groups.setdefault(name, self._blank()), squares)
 
     def result(self, tier: Tier, std_error: Tensor | None) -> ScoreNorms:
-        """The finished result; group squares are non-negative but for rounding."""
+        """The result; squared norms of groups are clamped at 0, which only removes rounding."""
         groups = {name: squares.clamp_min(0).sqrt() for name, squares in sorted(self.groups.items())}
         return ScoreNorms(self.squared.clamp_min(0).sqrt(), self.squared, std_error, tier, groups)

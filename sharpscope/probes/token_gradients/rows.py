@@ -1,4 +1,4 @@
-"""Rows of tokens as the probes want them: padding at the end, where a causal model cannot see it."""
+"""Rows of tokens with padding at the end, which a causal model does not see."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ CHUNK_TOKENS = {"cpu": 2048, "cuda": 16384}
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows moved to the left edge; position j holds the token that is read there and predicts token j + 1.
+    """Left-aligned rows of tokens; position j reads token j and predicts token j + 1.
 
     Attributes:
-        ids: (R, L) long; what stands in the padding is never seen.
-        lengths: (R,) tokens in use.
-        chosen: (R, L) bool: the token at this position is meant; never the first of a row.
+        ids: (R, L) tokens.
+        lengths: (R,) tokens without padding.
+        chosen: (R, L) bool, the tokens of interest; never the first of a row.
         place: (R, L) column of each token in the caller's arrays.
         source: (R,) row in the caller's arrays.
-        shape: (N, S) of the caller's arrays.
-        before: (P,) a beginning that all these rows have, and that `ids` does not hold; None = none.
+        shape: shape (N, S) of the caller's arrays.
+        before: (P,) a common prefix of the rows that `ids` does not contain, or None.
     """
 
     ids: Tensor
@@ -45,16 +45,16 @@ class Rows:
 
     @property
     def predicts(self) -> Tensor:
-        """(R, L) bool: this position predicts a chosen token (`chosen` moved left by one)."""
+        """(R, L) bool, the positions that predict a chosen token: `chosen` shifted left by one."""
         return torch.nn.functional.pad(self.chosen[:, 1:], (0, 1))
 
     @property
     def targets(self) -> Tensor:
-        """(M,) the chosen tokens, row by row."""
+        """The chosen tokens (M,), row by row."""
         return self.ids[self.chosen]
 
     def take(self, index: Tensor) -> Rows:
-        """Some rows, cut to the longest among them."""
+        """The rows `index`, truncated to the longest of them."""
         width = int(self.lengths[index].max())
         return Rows(
             self.ids[index, :width], self.lengths[index], self.chosen[index, :width], self.place[index, :width],
@@ -62,16 +62,16 @@ class Rows:
         )  # fmt: skip
 
     def gathered(self, values: Tensor) -> Tensor:
-        """The chosen tokens' entries (M,) of the caller's array `values` (N, S)."""
+        """The entries (M,) of the caller's array `values` (N, S) at the chosen tokens."""
         return values[self.source].gather(1, self.place)[self.chosen]
 
     def write(self, target: Tensor, values: Tensor) -> None:
-        """Put `values` (M,) of the chosen tokens where they belong in `target` (N, S)."""
+        """Write `values` (M,) of the chosen tokens to their positions in `target` (N, S)."""
         row, column = self.chosen.nonzero(as_tuple=True)
         target[self.source[row], self.place[row, column]] = values.to(target)
 
     def _beginnings(self) -> tuple[Tensor, list[Tensor]]:
-        """Rows with a chosen token: those that share no beginning worth a pass of its own, and the others in groups."""
+        """Rows with a chosen token: those without a common prefix worth a pass of its own, and groups of the others."""
         groups: dict[tuple[int, ...], list[int]] = {}
         first = self.predicts.int().argmax(1).tolist()
         ids = self.ids.tolist()
@@ -83,12 +83,12 @@ class Rows:
         return torch.tensor(alone, dtype=torch.long, device=self.ids.device), together
 
     def chunks(self, tokens: int | None = None, *, share: bool = False) -> Iterator[Rows]:
-        """All rows that have a chosen token, rows of like length together, about `tokens` positions at a time.
+        """Chunks of the rows that have a chosen token, with rows of similar length together.
 
-        None = what suits the device.
-
-        With `share`, rows that are the same up to where their first chosen token is predicted, as the completions of a prompt
-        are, come together, without what they have in common but with it as `before`.
+        Args:
+            tokens: positions of a chunk; None for a default of the device.
+            share: group rows with equal tokens up to the position that predicts the first chosen one, such as completions of
+                a prompt; their common prefix is in `before`.
         """
         if tokens is None:
             tokens = CHUNK_TOKENS.get(self.ids.device.type, CHUNK_TOKENS["cuda"])
@@ -114,18 +114,18 @@ class Rows:
 def make_rows(
     model: nn.Module, input_ids: Tensor, mask: Tensor, attention_mask: Tensor | None, temperature: float
 ) -> Rows:
-    """Check what a caller gives and move its rows to the left edge.
+    """Check the arguments of a call and left-align its rows.
 
     Args:
-        model: gives the device and the size of the vocabulary.
-        input_ids: (N, S) long.
-        mask: (N, S) 0/1 of any dtype: tokens whose log-probability given their prefix is meant.
-        attention_mask: (N, S) 0/1, 0 on padding (anywhere in a row); None = no padding.
-        temperature: T > 0.
+        model: model to probe.
+        input_ids: (N, S) tokens.
+        mask: (N, S), 1 on the tokens of interest.
+        attention_mask: (N, S), 0 on padding anywhere in a row; None for no padding.
+        temperature: softmax temperature T > 0.
 
     Raises:
-        UserError: shapes differ, a value is out of range, a masked token is padding or the first of its row, the model
-            has no trainable parameter, or a row is so long that the model's rotary frequencies change with it.
+        UserError: shapes differ, a value is out of range, a token of the mask is padding or the first of its row, the model has
+            no trainable parameter, or a row is so long that the model's rotary frequencies change.
     """
     if not temperature > 0:
         raise UserError(f"temperature, {temperature}: must be positive")
@@ -177,7 +177,7 @@ def make_rows(
 
 
 def _check_length(model: nn.Module, width: int) -> None:
-    """Raise where rotary frequencies depend on the longest row of a pass: a token's log-probability would too."""
+    """Raise if rotary frequencies depend on the longest row of a pass, since log-probabilities would too."""
     for module in model.modules():
         types = getattr(module, "rope_type", None)
         for layer, rope_type in types.items() if isinstance(types, dict) else [(None, types)]:
@@ -211,7 +211,7 @@ def safe_width(model: nn.Module, width: int) -> int:
 
 
 def widen(ids: Tensor, width: int) -> Tensor:
-    """`ids` (R, L) with each row's first token repeated at its end up to `width` columns, which nothing sees."""
+    """`ids` (R, L) padded to `width` columns with the first token of each row."""
     if ids.shape[1] >= width:
         return ids
     return torch.cat([ids, ids[:, :1].expand(-1, width - ids.shape[1])], 1)

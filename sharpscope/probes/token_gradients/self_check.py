@@ -1,9 +1,9 @@
-"""Before a probe reports on a model it compares itself with plain autograd on that model.
+"""Self-check: compare the token probes with autograd on the model at hand.
 
-The comparison takes two tokens: beginnings of the call's own first row, each followed by the model's second most probable
-word, whose log-probability has a gradient far above rounding however sure the model is. Plain means
-`torch.autograd.grad` through the model's own forward pass with its own attention. Results are kept with the model's
-structure (see `fingerprint`), so that a probe is checked once a model, not once a call.
+Two tokens are compared: prefixes of the first row of the call, each followed by the model's second most probable word, whose
+log-probability has a gradient far above rounding. The reference is `torch.autograd.grad` through the model's own forward pass
+with its own attention. Results are cached with the model's structure (see `fingerprint`), so each probe is checked once per
+model.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from sharpscope.probes.token_gradients.rows import Rows, make_rows
 from sharpscope.probes.token_gradients.sketch import draw_direction
 from sharpscope.probes.token_gradients.structure import Structure, hidden_states, recording, structure_of
 
-LENGTH = 32  # tokens of the longer beginning
+LENGTH = 32  # tokens of the longer prefix
 FEW = 16  # tokens of the call that are compared with forward mode
 SKETCH_DIRECTIONS = 2
 INSTEAD = {
@@ -47,9 +47,7 @@ def check_norms(
     model: nn.Module, structure: Structure, rows: Rows, temperature: float, tier: Tier, check: Check,
     measure: Callable[[Rows], Tensor],
 ) -> float | None:  # fmt: skip
-    """The largest relative error of a tier of score norms on two tokens.
-
-    None where nothing is checked, NaN where the model's own numbers are not finite.
+    """The largest relative error of a tier of score norms on two tokens; None if not checked, NaN if not finite.
 
     Args:
         rows: of the call at hand; they give the beginning that is used.
@@ -119,7 +117,7 @@ def check_gradient(
 
 
 def check_shares(model: nn.Module, shares: Tensor, way: str, check: Check) -> None:
-    """Raise if shares of ‖∇L‖² do not sum to 1, which an error of the gradient or of the derivatives breaks."""
+    """Raise if shares of ‖∇L‖² do not sum to 1, because the gradient or the derivatives are wrong."""
     if check == "off":
         return
     total, size = float(shares.sum(dtype=torch.float64)), float(shares.abs().sum(dtype=torch.float64))
@@ -159,7 +157,7 @@ def check_difference(
 
 
 def _few(rows: Rows) -> Rows:
-    """The first row with a chosen token, cut after the first `FEW` of them."""
+    """The first row with a chosen token, truncated after its first `FEW` chosen tokens."""
     row = rows.take(rows.chosen.any(1).nonzero()[0])
     end = int(row.chosen[0].nonzero()[:, 0][:FEW][-1]) + 1
     return replace(
@@ -251,7 +249,7 @@ class _Sample:
     floor: float
 
     def gradient(self, i: int) -> list[Tensor]:
-        """∇ log π of word i by plain autograd, over the trainable parameters."""
+        """∇ log π of word i by autograd, over the trainable parameters."""
         with torch.enable_grad():
             logits = _own_logits(self.model, self.ids[i])
             return self._pulled(logits, i)
@@ -267,7 +265,7 @@ class _Sample:
         return _inner(g, g)
 
     def sketched(self, i: int) -> tuple[float, float]:
-        """The sketch's own formula on plain gradients g and l, and the size of its terms, ‖l‖² + mean ⟨g, v⟩² + ⟨l, v⟩²."""
+        """The sketch computed from autograd gradients g and l, and the size of its terms, ‖l‖² + mean ⟨g, v⟩² + ⟨l, v⟩²."""
         whole, local = self.gradient(i), self.local_gradient(i)
         value = size = _inner(local, local)
         generator = torch.Generator(device=self.mask.device).manual_seed(0)
@@ -310,7 +308,7 @@ class _Sample:
         return [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=True)]
 
     def head_squared(self, i: int) -> float:
-        """‖∂ log π/∂(W, b)‖² of the output layer, from the gradient in what the layer itself returns."""
+        """‖∂ log π/∂(W, b)‖² of the output layer, from the gradient with respect to its output."""
         kept: list[Tensor] = []
 
         def cut(_: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
@@ -353,7 +351,7 @@ class _Sample:
 
 
 def _sample(model: nn.Module, structure: Structure, rows: Rows, temperature: float) -> _Sample | None:
-    """Two tokens of the first row that has a chosen one; None where the weights have diverged: they say nothing."""
+    """Two tokens of the first row that has a chosen token; None if the weights have diverged."""
     row = int(rows.chosen.any(1).nonzero()[0])
     before = rows.ids.new_empty(0) if rows.before is None else rows.before
     whole = torch.cat([before, rows.ids[row, : int(rows.lengths[row])]])
@@ -390,7 +388,7 @@ def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
 
 
 def _largest_error(found: Sequence[float], expected: Sequence[float], sizes: Sequence[float], floor: float) -> float:
-    """max |found − expected|/size. NaN where plain autograd itself overflows (float16): then nothing can be said."""
+    """max |found − expected|/size; NaN if autograd itself overflows (float16)."""
     if not all(map(math.isfinite, expected)):
         return math.nan
     errors = [abs(f - e) / max(size, floor) for f, e, size in zip(found, expected, sizes, strict=True)]

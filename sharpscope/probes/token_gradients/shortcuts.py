@@ -1,9 +1,8 @@
-"""Cheaper backward passes for what every decoder does between its matrix products.
+"""Faster backward passes of the operations between matrix products.
 
-A batch of cotangents goes through each operation's derivative anew, and where models are small these passes over
-memory cost more than the matrix products. Three chains of operations are recognised by the very tensors that go from one
-to the next, so that nothing is guessed, and given one derivative each: root-mean-square normalisation, rotary positions
-and activation functions. Values are those of the model's own operations; what is not recognised stays as it is.
+For small models, the derivatives of elementwise operations on batched cotangents cost more than the matrix products. Three
+chains of operations are recognized, by following the tensors from one operation to the next, and get a single derivative each:
+root-mean-square normalization, rotary positions and activation functions. Values are those of the model's own operations.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ REACH = 32  # intermediate results remembered: a chain is a few operations long
 
 
 class Shortcuts(TorchFunctionMode):
-    """Within the block, a forward pass gets the cheaper derivatives.
+    """Use the faster derivatives for a forward pass within the block.
 
     Attributes:
         taken: how often each chain was recognised.
@@ -141,7 +140,7 @@ def _rotated(cos: Tensor, sin: Tensor) -> Pull:
 
 
 def _activated(x: Tensor, out: Tensor) -> Pull:
-    """An elementwise function: its slope is found once."""
+    """An elementwise function; its slope is computed once."""
     slope = torch.autograd.grad(out, x, torch.ones_like(out))[0]
     return lambda g: g * slope
 

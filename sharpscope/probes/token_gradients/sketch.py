@@ -1,8 +1,7 @@
-"""The sketch tier: random directional derivatives of all log-probabilities, with the local ones as control variate.
+"""The tier `sketch`: random directional derivatives of log-probabilities, with the local gradients as control variate.
 
-For v with independent entries of mean 0 and variance 1, ⟨g, v⟩² has mean ‖g‖². The local gradient l of the same
-token is close to g and its norm is known, so the mean over K directions of ⟨g, v⟩² − ⟨l, v⟩² + ‖l‖² is unbiased for
-‖g‖² too, and varies far less.
+For v with independent entries of mean 0 and variance 1, E⟨g, v⟩² = ‖g‖². The local gradient l of the token is close to g and
+its norm is known, so the mean of ⟨g, v⟩² − ⟨l, v⟩² + ‖l‖² over K directions is unbiased for ‖g‖² with a smaller variance.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from sharpscope.probes.token_gradients.uses import Recorder, Use
 def sketch_norms(
     model: nn.Module, structure: Structure, rows: Rows, temperature: float, directions: int, seed: int
 ) -> ScoreNorms:
-    """Unbiased estimates of every chosen token's squared norm, with standard errors. The model must be in eval mode.
+    """Unbiased estimates of squared norms with standard errors. The model must be in eval mode.
 
     Args:
         directions: K ≥ 2, shared by all tokens, whose errors are therefore correlated.
@@ -69,7 +68,7 @@ def sketch_norms(
 
 
 def draw_direction(structure: Structure, generator: torch.Generator) -> list[Tensor]:
-    """Random signs, one tensor per trainable parameter: of all such laws the one with the least variance."""
+    """Random signs like the trainable parameters, the distribution with the smallest variance of the estimate."""
     return [
         torch.randint(0, 2, p.shape, generator=generator, device=p.device, dtype=torch.int8).to(p.dtype).mul_(2).sub_(1)
         for p in structure.named.values()
@@ -103,7 +102,7 @@ def _gain(
 
 
 class _LocalDerivative(Recorder):
-    """Sums ⟨l_t, v⟩ over the backbone's uses, (B, L), while a forward-mode pass along v makes them again.
+    """Sums ⟨l_t, v⟩ over the uses in the backbone, (B, L), during a forward-mode pass along v.
 
     The local gradient is a product of cotangents, known from the local pass, and inputs, so its derivative along v
     needs no forward-mode pass of its own.
@@ -126,7 +125,7 @@ class _LocalDerivative(Recorder):
 
 
 def _rate(use: Use) -> Tensor:
-    """How a use's output moves along v through its own parameters alone; broadcasts to (B, L, heads, d), gathered (m, d)."""
+    """Tangent of a use's output along v through its own parameters; broadcasts to (B, L, heads, d), gathered (m, d)."""
     weight: Any = None if use.weight is None else forward_ad.unpack_dual(use.weight_value).tangent
     bias: Any = None if use.bias is None else forward_ad.unpack_dual(use.bias_value).tangent
     x: Any = None if use.x is None else forward_ad.unpack_dual(use.x).primal

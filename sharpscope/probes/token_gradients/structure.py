@@ -1,4 +1,4 @@
-"""What a model is made of, found once by watching a few tokens pass through it, and what each tier can do with it."""
+"""Properties of a model that the tiers need, found once by recording a forward pass of a few tokens."""
 
 from __future__ import annotations
 
@@ -40,25 +40,27 @@ ACCOUNT_BYTES = 2**30  # of whole gradients held at once while the uses are chec
 
 @dataclass
 class Structure:
-    """A model as the tiers see it.
+    """Properties of a model.
 
     Attributes:
         named: trainable parameters by name, in the model's order.
         head: the output layer.
-        tied: name of the parameter that is input embedding and output layer at once and trainable, or None.
-        head_weight, head_bias: names of the output layer's trainable parameters (None when tied or frozen).
-        unhandled: parameter -> why its per-token gradient cannot be told from uses; the exact tier forms it whole.
-        not_local: why positions mix outside attention, or None.
-        attention_calls: calls of the attention interface per forward pass; 0 where the model does not go through it.
-        last_layer: the decoder layer of the last attention call, where the exact tier may split the pass, or None.
-        groups: parameter -> the groups it belongs to.
-        unseen: a trainable parameter whose gradient comes on a path that only the model's own attention has, or None.
+        tied: name of the trainable parameter shared by input embedding and output layer, or None.
+        head_weight: name of the output layer's trainable weight; None if tied or frozen.
+        head_bias: name of the output layer's trainable bias; None if there is none.
+        unhandled: parameters whose per-token gradient does not follow from recorded uses, with the reason; `exact` forms their
+            gradient.
+        not_local: why positions interact outside attention, or None.
+        attention_calls: calls of the attention interface per forward pass; 0 if the model does not use it.
+        last_layer: decoder layer of the last attention call, at which `exact` may split the pass, or None.
+        groups: groups of each parameter.
+        unseen: a trainable parameter with a gradient only through the model's own attention, or None.
         in_place: whether the model writes to activations in place.
-        computes_in: the coarsest dtype of what depends on a trainable parameter.
-        shares: whether rows can go on from the keys and values of a beginning read before.
-        severed: the operation that hides something that depends on a parameter from autograd, or None.
-        chooses: whether the model chooses among numbers (experts, keys), which a finite step may change.
-        checked: probe -> largest relative error that its self-check found.
+        computes_in: coarsest dtype of tensors that depend on a trainable parameter.
+        shares: whether rows can continue from cached keys and values of a common prefix.
+        severed: an operation that hides a dependence on a parameter from autograd, or None.
+        chooses: whether the model makes discrete choices (experts, keys) that a finite step may change.
+        checked: largest relative error found by the self-check of each probe.
     """
 
     named: dict[str, nn.Parameter]
@@ -83,17 +85,17 @@ class Structure:
         """A recorder of one forward pass over (B, L) = `size`.
 
         Args:
-            whole: leave alone what is in `unhandled`.
-            wrap: replaces a use's output.
+            size: (B, L).
+            whole: do not record the parameters in `unhandled`.
+            wrap: replaces the output of a use.
         """
         native = frozenset(self.unhandled) if whole else frozenset()
         return Recorder(self.named, size, native=native, wrap=wrap, copy=self.in_place)
 
     def learn(self, recorder: Recorder) -> bool:
-        """Whether `recorder` met a use, not known here, of a parameter that was handled until now.
+        """Add parameters that `recorder` could not handle to `unhandled`; return whether there are any.
 
-        Such a parameter joins `unhandled`: a branch of the model that the first look did not take (an expert) may use
-        it in another way.
+        A branch of the model that was not recorded before (an expert) may use a parameter in another way.
         """
         found = {name: use for name, use in recorder.unhandled.items() if name not in self.unhandled}
         self.unhandled.update(found)
@@ -102,7 +104,7 @@ class Structure:
         return bool(found)
 
     def require_seen(self) -> None:
-        """Raise if a parameter's gradient takes a path that the tiers' attention does not have.
+        """Raise if a parameter has a gradient only through the model's own attention.
 
         Raises:
             UserError: names the parameter.
@@ -135,7 +137,7 @@ class Structure:
 
 
 def structure_of(model: nn.Module) -> Structure:
-    """Look at `model` once; looked at again only when something other than its weights' values changes.
+    """The structure of a model, cached until something other than the values of its weights changes.
 
     Raises:
         UserError: it is no causal language model with one linear output layer, or not causal.
@@ -159,7 +161,7 @@ def recording(
     *,
     stop: bool = False,
 ) -> Iterator[attn.Calls]:
-    """A forward pass within the block is watched, its attention of `kind` where the model lets us choose.
+    """Record the forward pass within the block, with attention of `kind` if the model allows a choice.
 
     Args:
         split, stop: see `attn.Calls`.
@@ -174,7 +176,7 @@ def recording(
 
 
 def hidden_states(model: nn.Module, ids: Tensor, before: PromptCache | None = None) -> Tensor:
-    """(B, L, d) after the final norm, for rows (B, L) without padding on their left, which go on from `before`."""
+    """Hidden states (B, L, d) after the final norm, for rows (B, L) without left padding that continue `before`."""
     body = backbone(model)
     start = 0 if before is None else before.get_seq_length()
     # Learned positions are looked up once per row, so that each row has a gradient of its own.
@@ -186,7 +188,7 @@ def hidden_states(model: nn.Module, ids: Tensor, before: PromptCache | None = No
 
 
 def read_before(model: nn.Module, before: Tensor | None) -> PromptCache | None:
-    """Keys and values of a beginning (P,) that rows share."""
+    """Keys and values of a common prefix (P,)."""
     if before is None:
         return None
     cache = PromptCache()
@@ -195,7 +197,7 @@ def read_before(model: nn.Module, before: Tensor | None) -> PromptCache | None:
 
 
 class _After(ContinuationLayer):
-    """Puts one beginning's keys and values before those of every row, in operations that have every derivative."""
+    """Prepends the keys and values of a prefix to those of each row, with differentiable operations."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """See transformers: adds the new states (n, H, t, d_head) and returns all that is attended to."""
@@ -239,14 +241,14 @@ def _examine(model: nn.Module, named: dict[str, nn.Parameter]) -> Structure:
 
 
 def _watched(model: nn.Module, structure: Structure, ids: Tensor) -> tuple[Tensor, Recorder, attn.Calls, _Watch]:
-    """A forward pass with its graph, and what was seen of it."""
+    """A forward pass with its graph and the recorder's findings."""
     recorder = Recorder(structure.named, (ids.shape[0], ids.shape[1]), copy=True)
     with torch.enable_grad(), recording(model, structure, recorder, attn.CUT) as counted, _Watch(counted) as watch:
         return hidden_states(model, ids), recorder, counted, watch
 
 
 class _Watch(TorchFunctionMode):
-    """Notes what may hide inside a forward pass: casts to another dtype, and computations that autograd does not see.
+    """Records casts to another dtype and computations that autograd does not see.
 
     Attributes:
         coarsest: dtype among results that depend on a trainable parameter.
@@ -281,14 +283,14 @@ class _Watch(TorchFunctionMode):
 
 
 def coarser(a: torch.dtype, b: torch.dtype) -> torch.dtype:
-    """The one of two floating-point types that rounds more."""
+    """The floating-point type with the larger rounding error."""
     return max(a, b, key=lambda dtype: torch.finfo(dtype).eps)
 
 
 def _unhandled(
     structure: Structure, recorder: Recorder, hidden: Tensor, start: Tensor, plain: dict[str, float]
 ) -> dict[str, str]:
-    """Parameters whose gradient the recorded uses do not give -> why."""
+    """Parameters whose gradient does not follow from the recorded uses, with the reason."""
     found = dict(recorder.unhandled)
     uses: dict[str, list[tuple[Use, tuple[int, ...]]]] = {}
     for use in recorder.uses:
@@ -309,7 +311,7 @@ def _unhandled(
 def _unaccounted(
     structure: Structure, uses: list[Use], hidden: Tensor, start: Tensor, plain: dict[str, float]
 ) -> dict[str, str]:
-    """Parameters whose plain gradient differs from what the recorded uses make of the same cotangents.
+    """Parameters whose autograd gradient differs from that of the recorded uses for the same cotangents.
 
     A recorder cannot see every use. Here autograd itself tells whether one was missed, or read wrongly: the cotangent
     `start` of the last row's hidden states is pulled back, and each parameter's squared gradient norm, `plain`, is
@@ -343,7 +345,7 @@ def _unaccounted(
 
 
 def _plain_squares(named: dict[str, nn.Parameter], hidden: Tensor, start: Tensor) -> dict[str, float]:
-    """Squared norm of each parameter's gradient of ⟨hidden, start⟩, by plain autograd."""
+    """Squared norm of the gradient of ⟨hidden, start⟩ for each parameter, by autograd."""
     found = dict.fromkeys(named, 0.0)
     if hidden.requires_grad:
         for names in _pieces(named, ACCOUNT_BYTES):
@@ -356,7 +358,7 @@ def _plain_squares(named: dict[str, nn.Parameter], hidden: Tensor, start: Tensor
 
 
 def _pieces(named: dict[str, nn.Parameter], budget: int) -> Iterator[list[str]]:
-    """Names in groups of at most `budget` bytes, or alone."""
+    """Names in groups of at most `budget` bytes; larger parameters are alone."""
     names: list[str] = []
     total = 0
     for name, parameter in named.items():
@@ -371,7 +373,7 @@ def _pieces(named: dict[str, nn.Parameter], budget: int) -> Iterator[list[str]]:
 
 
 def _reached(root: Tensor) -> Iterator[tuple[Any, Any]]:
-    """(function, leaf) for every use of a leaf tensor in the graph behind `root`, in autograd's own terms."""
+    """(function, leaf) for each use of a leaf tensor in the autograd graph of `root`."""
     waiting, seen = [root.grad_fn], {root.grad_fn}
     while waiting:
         node = waiting.pop()
@@ -385,7 +387,7 @@ def _reached(root: Tensor) -> Iterator[tuple[Any, Any]]:
 
 
 def _unseen(model: nn.Module, structure: Structure, ids: Tensor, start: Tensor, plain: dict[str, float]) -> str | None:
-    """A parameter that has a gradient through the model's own attention but none through ours; None if there is none."""
+    """A parameter with a gradient through the model's own attention but not through ours; None if there is none."""
     without = {name: structure.named[name] for name, square in plain.items() if square == 0}
     if not structure.attention_calls or not without:
         return None
@@ -395,7 +397,7 @@ def _unseen(model: nn.Module, structure: Structure, ids: Tensor, start: Tensor, 
 
 
 def _leak(uses: list[Use], hidden: Tensor) -> str | None:
-    """Where one position's hidden state depends on another's otherwise than through attention, or None."""
+    """A module through which positions interact other than by attention, or None."""
     if not hidden.requires_grad or not uses:
         return None
     probe = torch.zeros_like(hidden)
@@ -417,7 +419,7 @@ def _leak(uses: list[Use], hidden: Tensor) -> str | None:
 
 
 def _same(a: Tensor, b: Tensor, dtype: torch.dtype) -> bool:
-    """Whether two computations of the same in `dtype` agree to half its digits."""
+    """Whether two results agree to half the digits of `dtype`."""
     return torch.allclose(a, b, rtol=0, atol=float(a.abs().amax()) * torch.finfo(dtype).eps ** 0.5)
 
 
@@ -431,7 +433,7 @@ def _check_causal(model: nn.Module, ids: Tensor, dtype: torch.dtype) -> None:
 
 
 def _can_share(model: nn.Module, structure: Structure, ids: Tensor, dtype: torch.dtype) -> bool:
-    """Whether the hidden states are the same when the last tokens go on from the others' keys and values."""
+    """Whether the hidden states are equal if the last tokens continue from cached keys and values."""
     if not structure.attention_calls or "past_key_values" not in signature(backbone(model).forward).parameters:
         return False
     try:
@@ -448,7 +450,7 @@ def _can_share(model: nn.Module, structure: Structure, ids: Tensor, dtype: torch
 
 
 def _find_split(model: nn.Module, structure: Structure, module: nn.Module | None, ids: Tensor) -> None:
-    """Set `last_layer` if everything after the last attention can be told per position beforehand.
+    """Set `last_layer` if the part after the last attention can be computed per position.
 
     That needs the parameters used before the layer's attention and those used after it to be different ones. In a layer
     whose attention and MLP read the same normalised input they are not, nor in one with another input that depends on
@@ -479,7 +481,7 @@ def _find_split(model: nn.Module, structure: Structure, module: nn.Module | None
 
 
 def _decoder_layer(causal: nn.Module, module: nn.Module) -> nn.Module | None:
-    """The member of a ModuleList that holds `module`."""
+    """The member of a ModuleList that contains `module`."""
     for part in causal.modules():
         if isinstance(part, nn.ModuleList):
             for layer in part:
@@ -490,7 +492,7 @@ def _decoder_layer(causal: nn.Module, module: nn.Module) -> nn.Module | None:
 
 @dataclass(frozen=True)
 class Boundary:
-    """Where the last layer begins: its input x (B, L, d), and the number of uses recorded before it."""
+    """The input (B, L, d) of the last layer and the number of uses recorded before it."""
 
     x: Tensor
     uses: int

@@ -1,8 +1,7 @@
-"""Where a forward pass uses each trainable parameter, and the squared gradient norm that one use makes of a token.
+"""Uses of trainable parameters in a forward pass, and squared gradient norms from their inputs and cotangents.
 
-A gradient with respect to a weight is never formed: of a linear map's weight it is Σ_s b_s ⊗ a_s (inputs a,
-cotangents b of the outputs, s over positions), of a norm's gain Σ_s b_s ∘ x̂_s, of an embedding the b_s gathered by
-word.
+Gradients of weights are not formed. That of a linear map is Σ_s b_s ⊗ a_s (inputs a, cotangents b of the outputs, positions s),
+that of a gain Σ_s b_s ∘ x̂_s, that of an embedding the sum of b_s for each word.
 """
 
 from __future__ import annotations
@@ -103,7 +102,7 @@ def _canonical(g: Tensor, shape: torch.Size, layout: Layout, size: tuple[int, in
 
 
 def _wide(x: Tensor) -> Tensor:
-    """`x` in float32 at least: squares overflow float16 beyond 256."""
+    """`x` in at least float32, since squares above 256² overflow float16."""
     return x.float() if x.dtype in _HALVES else x
 
 
@@ -113,7 +112,7 @@ def squares_of(x: Tensor) -> Tensor:
 
 
 def _bmm(a: Tensor, b: Tensor) -> Tensor:
-    """Batched matrix product whose result is float32 at least."""
+    """Batched matrix product with a result of at least float32."""
     if a.dtype == b.dtype and a.dtype in _HALVES and a.is_cuda and _widens():
         return torch.bmm(a, b, out_dtype=torch.float32)
     wide = torch.promote_types(a.dtype, b.dtype)
@@ -123,7 +122,7 @@ def _bmm(a: Tensor, b: Tensor) -> Tensor:
 
 @cache
 def _widens() -> bool:
-    """Whether products of half precision can be had in float32 as the GPU makes them (PyTorch 2.8 and later)."""
+    """Whether half-precision products with float32 results are available (PyTorch 2.8 and later)."""
     a = torch.ones(1, 2, 2, dtype=torch.bfloat16, device="cuda")
     try:
         return torch.bmm(a, a, out_dtype=torch.float32).dtype == torch.float32
@@ -263,7 +262,7 @@ Wrap = Callable[[Use], Tensor]
 
 @dataclass(frozen=True)
 class _Source:
-    """The trainable parameter that a tensor consists of: whole or one slice, cast, rearranged or plus a constant."""
+    """The trainable parameter that a tensor is made of: whole or a slice, cast, rearranged or plus a constant."""
 
     name: str
     part: tuple[int, ...] = ()
@@ -271,7 +270,7 @@ class _Source:
 
 
 class Recorder(TorchFunctionMode):
-    """Watches a forward pass over B rows of L positions and notes every use of a trainable parameter.
+    """Records each use of a trainable parameter in a forward pass over B rows of L positions.
 
     A parameter, or a tensor that consists of its entries (`_Source`), is followed through every PyTorch function that
     takes it, also inside tuples, lists, dictionaries and keywords. Each such function either makes another tensor of
@@ -293,7 +292,7 @@ class Recorder(TorchFunctionMode):
         wrap: Wrap | None = None,
         copy: bool = False,
     ) -> None:
-        """Watch `named` over (B, L) = `size`, leaving `native` names alone.
+        """Record uses of `named` over (B, L) = `size`, except of the names in `native`.
 
         Args:
             wrap: replaces a use's output.
@@ -309,7 +308,7 @@ class Recorder(TorchFunctionMode):
 
     @contextmanager
     def gathered(self, index: Tensor) -> Iterator[None]:
-        """Within the block, two-dimensional inputs hold these flat positions (m,)."""
+        """Within the block, two-dimensional inputs are at these flat positions (m,)."""
         before, self._index = self._index, index
         try:
             yield
@@ -456,10 +455,10 @@ class Recorder(TorchFunctionMode):
 
 
 def _bound(names: tuple[str, ...], args: tuple, kwargs: dict) -> dict[str, Any]:
-    """Arguments by name, however they were given."""
+    """Positional and keyword arguments by name."""
     return dict(zip(names, args, strict=False)) | kwargs
 
 
 def _moves(value: Tensor) -> bool:
-    """Whether a change of some parameter reaches `value`, by autograd's graph or in forward mode."""
+    """Whether `value` depends on a parameter, in reverse or forward mode."""
     return value.requires_grad or (value.is_floating_point() and forward_ad.unpack_dual(value).tangent is not None)
