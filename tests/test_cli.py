@@ -66,6 +66,7 @@ def test_run_show_and_resume_from_an_empty_folder(tiny_policy: Path, tmp_path: P
         (["run", "--model", "/no/such/model"], "no such folder"),
         (["run", "--set", "stepps=3"], "did you mean 'steps'"),
         (["run", "--shaping", "papr", "--method", "grpo-sg"], "must be paper, calibrated"),
+        (["run", "--token-weights", "papr", "--method", "grpo-sg"], "--token-weights papr: must be paper, calibrated"),
         (["run", "--resume", "runs/none"], "--resume runs/none: does not exist; give the folder of a run"),
         (["eval", "runs/none"], "no such folder, and as a hub id it cannot be loaded"),
         (["run", "none.yaml"], "does not exist"),

@@ -92,32 +92,32 @@ def test_a_planted_spike_is_found_by_the_rule():
     )
 
 
-def test_shapings_says_what_the_run_saw(tmp_path: Path):
-    picture = tmp_path / "shapings.png"
-    output = invoke("shapings", "grpo-sg", "tr-grpo", "--run", GRPO, "--out", str(picture))
+def test_weights_on_the_tokens_of_a_run(tmp_path: Path):
+    picture = tmp_path / "weights.png"
+    output = invoke("weights", "grpo-sg", "tr-grpo", "--run", GRPO, "--out", str(picture))
     assert picture.stat().st_size > 10_000
     _, shares = observed([named_method("grpo-sg"), named_method("tr-grpo")], sharpscope.load_run(GRPO), 1)
     sg, tr = shares.to_dict("records")
     # calibrated: the 10th and 90th percentile land on the bounds
     assert sg["at L"] == pytest.approx(0.1, abs=0.01) and sg["at U"] == pytest.approx(0.1, abs=0.01)
     assert math.isnan(sg["killed"]) and f"{tr['killed']:.3f}" in output
-    # TR-GRPO's trap: at ratio 1 a positive token with w > 1.2 has no gradient
+    # TR-GRPO: at ratio 1 a positive token with w > 1.2 has no gradient
     data = step_of(sharpscope.load_run(GRPO), 1)
     tokens, _ = observed([named_method("tr-grpo")], sharpscope.load_run(GRPO), 1)
     positive = (data.advantage[:, None].expand(data.mask.shape)[data.mask] > 0).numpy()
     assert tr["killed"] == pytest.approx((positive & (tokens["weight"].to_numpy() > 1.2)).mean())
 
 
-def test_shapings_names_what_a_run_does_not_hold(tmp_path: Path):
-    out = ["--out", str(tmp_path / "shapings.png")]
+def test_weights_names_what_a_run_does_not_have(tmp_path: Path):
+    out = ["--out", str(tmp_path / "weights.png")]
     reduced = EXAMPLE.parent / "reference" / "grpo-s0"
-    with pytest.raises(UserError, match=r"is a reduced run, .* give the whole run"):
-        invoke("shapings", "--run", str(reduced), *out)
+    with pytest.raises(UserError, match=r"is a reduced run .* give the full run"):
+        invoke("weights", "--run", str(reduced), *out)
     shutil.copytree(GRPO, tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "traces" / "rollouts")
-    with pytest.raises(UserError, match=r"--step 4: .* but not its rollouts"):
+    with pytest.raises(UserError, match=r"--step 4: .* but no rollouts"):
         invoke("shapings", "--run", str(tmp_path / "run"), "--step", "4", *out)
-    assert not (tmp_path / "shapings.png").exists()
+    assert not (tmp_path / "weights.png").exists()
 
 
 def test_curves_are_the_published_function():

@@ -187,13 +187,13 @@ def test_the_reason_of_every_failure_is_printed(sweep_file, tmp_path: Path):
 @pytest.mark.parametrize(
     ("status", "code", "text", "counted", "reason"),
     [
-        (None, 2, "look: x\nerror: task.path: none.parquet\nand more", "failed", "task.path: none.parquet"),
+        (None, 2, "view: x\nerror: task.path: none.parquet\nand more", "failed", "task.path: none.parquet"),
         (None, 1, "a crash", "failed", "a crash"),
         (None, -9, "", "failed", "signal 9"),
         ("running", -9, "", "interrupted", "signal 9"),
         ("interrupted", 2, "error: another reference", "failed", "another reference"),
-        ("interrupted", 0, "look: sharpscope show", "interrupted", None),
-        ("failed", 1, "failed: 3 steps\nlook: sharpscope show", "failed", "a rule said so"),
+        ("interrupted", 0, "view: sharpscope show", "interrupted", None),
+        ("failed", 1, "failed: 3 steps\nview: sharpscope show", "failed", "a rule said so"),
         (None, 0, "", "interrupted", None),  # the user stopped the sweep before its turn
     ],
 )

@@ -1,7 +1,8 @@
-"""The `sharpscope` command line: one module per group of commands."""
+"""The `sharpscope` command line, with one module per group of commands."""
 
 from __future__ import annotations
 
-from sharpscope.cli.app import app, in_one_line, main, printable
+from sharpscope.cli.app import app, main
+from sharpscope.cli.console import printable
 
-__all__ = ["app", "in_one_line", "main", "printable"]
+__all__ = ["app", "main", "printable"]

@@ -1,4 +1,4 @@
-"""The `sharpscope` command: parse, build a configuration, call one function. Heavy imports wait inside the commands."""
+"""The `sharpscope` application. Commands import heavy libraries when called, so that --help is fast."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ import typer
 
 from sharpscope import __version__
 from sharpscope.cli import describe, exporting, inspecting, probing, reducing, reporting, sweeping, training
+from sharpscope.cli.console import printable
 from sharpscope.errors import UserError
 from sharpscope.quiet import silence
 
-# Before torch is imported: an idle OpenMP thread shall give its core away soon. Without a bound it spins for milliseconds,
-# and two runs on the same cores take several times as long.
+# Before torch is imported: limit how long idle OpenMP threads spin. By default they spin for milliseconds, and two runs on
+# the same cores take several times as long.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 app = typer.Typer(
     name="sharpscope",
-    help="Which tokens move a language model under RL, how sharp is the place they move it to, and does it matter?",
+    help="Sharpness diagnostics for RL fine-tuning of language models.",
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
@@ -30,7 +31,7 @@ app = typer.Typer(
 for module in (training, reporting, inspecting, sweeping, reducing, describe, exporting, probing):
     module.register(app)
 
-_shown = {"traceback": False}  # what --debug asks for
+_options = {"debug": False}
 
 
 def _version(value: bool) -> None:
@@ -42,44 +43,41 @@ def _version(value: bool) -> None:
 @app.callback()
 def _common(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and leave.")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of errors.")] = False,
 ) -> None:
     silence()
-    _shown["traceback"] = debug
+    _options["debug"] = debug
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line (default: sys.argv). An error is one line on stderr; --debug shows its traceback.
+    """Run the command line. Errors are one line on stderr, or a traceback with --debug.
 
-    Exit codes: 2 for a user's mistake and for a path that cannot be read or written, 1 for a run that failed and for an
-    error that nobody foresaw.
+    The exit code is 2 for user errors and for paths that cannot be read or written, and 1 for failed runs and unexpected
+    errors.
+
+    Args:
+        arguments: Command line arguments; None: `sys.argv[1:]`.
     """
-    _shown["traceback"] = False
+    _options["debug"] = False
     try:
         app(args=None if arguments is None else list(arguments))
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except Exception as error:
-        if _shown["traceback"]:
+        if _options["debug"]:
             raise
-        # No markup: the message may quote a file's or a model's text.
-        sys.stderr.write(f"error: {printable(in_one_line(error))}\n")
+        # Without markup: the message may contain text of a file or a model.
+        sys.stderr.write(f"error: {printable(_message(error))}\n")
         sys.exit(2 if isinstance(error, UserError | OSError) else 1)
 
 
-def in_one_line(error: Exception) -> str:
-    """What a person is told of an error; an unforeseen one says how to see where it happened."""
+def _message(error: Exception) -> str:
     if isinstance(error, UserError):
         return str(error)
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}; check the path, its permissions and the free space"
     text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:300]}; unforeseen, `sharpscope --debug …` shows where it happened"
-
-
-def printable(text: str) -> str:
-    """`text` on one line, without control characters that a terminal would obey."""
-    return "".join(c if c.isprintable() else (" " if c in "\n\t" else "�") for c in text)
+    return f"{type(error).__name__}: {text[:300]}; unexpected, run `sharpscope --debug …` for the traceback"

@@ -1,4 +1,4 @@
-"""`methods`, `shapings`, `tasks`, `config`, `schema`: what there is and what it means."""
+"""`methods`, `weights`, `tasks`, `config`, `schema`: list and explain what is available."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ import typer
 def register(app: typer.Typer) -> None:
     """Add the commands to the application."""
     app.command("methods")(methods)
-    app.command("shapings")(shapings)
+    app.command("weights")(weights)
+    app.command("shapings", hidden=True)(weights)  # the name in 0.1
     app.command("tasks")(tasks)
     app.command("config")(config)
     app.command("schema")(schema)
 
 
 def methods(
-    name: Annotated[str | None, typer.Argument(help="A method's name, for its equation, constants and source.")] = None,
+    name: Annotated[str | None, typer.Argument(help="Method to explain, with equation, constants and source.")] = None,
 ) -> None:
     """List the methods, or explain one.
 
@@ -42,44 +43,42 @@ def methods(
         for title, text in (("equation", note.equation), ("constants", note.constants), ("source", note.source)):
             console.print(f"[bold]{title}[/]  {escape(text)}", highlight=False)
         if note.ours:
-            console.print(f"[bold]our choices, where the text leaves one[/]  {escape(note.ours)}", highlight=False)
+            console.print(f"[bold]choices of this project[/]  {escape(note.ours)}", highlight=False)
         return
     table = Table("method", "what differs from GRPO", "source")
-    for known in method_names():
-        note = describe(known)
-        table.add_row(known, escape(note.differs), escape(note.source))
+    for method in method_names():
+        note = describe(method)
+        table.add_row(method, escape(note.differs), escape(note.source))
     console.print(table)
     console.print(
         "Controls: append -reverse, -shuffled, -constant, -mean-one or -entropy to a weighted method (grpo-sg-shuffled).\n"
-        "One in full: sharpscope methods NAME. Use: sharpscope run --method NAME",
+        "Details: sharpscope methods NAME. Usage: sharpscope run --method NAME",
         highlight=False,
     )
 
 
-def shapings(
-    names: Annotated[
-        list[str] | None, typer.Argument(help="Methods whose weights are drawn; default: the main ones.")
-    ] = None,
-    run: Annotated[Path | None, typer.Option(help="A run: also draw the weights on the tokens it saw.")] = None,
-    step: Annotated[int, typer.Option(help="The step of the run.")] = 1,
-    out: Annotated[Path, typer.Option(help="The picture, .png or .svg.")] = Path("shapings.png"),
+def weights(
+    names: Annotated[list[str] | None, typer.Argument(help="Methods to plot; default: the main ones.")] = None,
+    run: Annotated[Path | None, typer.Option(help="Folder of a run: also plot the weights of its tokens.")] = None,
+    step: Annotated[int, typer.Option(help="Step of the run.")] = 1,
+    out: Annotated[Path, typer.Option(help="Image file, .png or .svg.")] = Path("weights.png"),
 ) -> None:
-    """Draw token weights over logit and probability and, given a run, over what it really saw.
+    """Plot token weights as functions of logit and probability, and the weights of a run's tokens.
 
-    With a run it also prints the share of the weights at each bound and, where the weight multiplies the ratio inside the
-    clip, the share of tokens whose gradient the clip kills.
+    With a run, also print the share of weights at each bound and, if the weight multiplies the ratio inside the clip, the
+    share of tokens whose gradient the clip removes.
 
     Examples:
 
-      sharpscope shapings grpo-sg ar
+      sharpscope weights grpo-sg ar
 
-      sharpscope shapings grpo-sg tr-grpo --run runs/first --step 1
+      sharpscope weights grpo-sg tr-grpo --run runs/first --step 1
     """
     from rich.console import Console
     from rich.table import Table
 
     from sharpscope.analysis.figures import styled
-    from sharpscope.cli.weight_curves import DEFAULT, function_curves, observed, shaping_figure
+    from sharpscope.cli.weight_curves import DEFAULT, function_curves, observed, weight_figure
     from sharpscope.config import named_method
     from sharpscope.errors import UserError
     from sharpscope.traces import load_run
@@ -87,10 +86,10 @@ def shapings(
     if out.suffix not in (".png", ".svg"):
         raise UserError(f"--out {out}: must end in .png or .svg")
     methods = [named_method(name) for name in names or DEFAULT]
-    seen = None
+    on_tokens = None
     if run is not None:
-        seen, shares = observed(methods, load_run(run), step)
-        table = Table(*shares.columns, title=f"weights on step {step}, calibrated there")
+        on_tokens, shares = observed(methods, load_run(run), step)
+        table = Table(*shares.columns, title=f"weights of step {step}, calibrated on it")
         for row in shares.to_dict("records"):
             table.add_row(
                 row.pop("method"),
@@ -98,8 +97,8 @@ def shapings(
             )
         Console().print(table)
     with styled():
-        shaping_figure(function_curves(methods), seen).savefig(out)
-    typer.echo(f"written: {out}")
+        weight_figure(function_curves(methods), on_tokens).savefig(out)
+    typer.echo(f"Written: {out}")
 
 
 def tasks() -> None:
@@ -125,17 +124,19 @@ def tasks() -> None:
             value = "(required)" if info.is_required() else repr(info.get_default(call_default_factory=True))
             console.print(f"    task.{field} = {value}", markup=False, highlight=False)
             console.print(f"        {info.description}", markup=False, highlight=False, style="dim")
-    console.print("Use: sharpscope run --task KIND --set task.FIELD=VALUE", highlight=False)
+    console.print("Usage: sharpscope run --task KIND --set task.FIELD=VALUE", highlight=False)
 
 
 def config(
-    file: Annotated[Path | None, typer.Argument(help="A YAML file; default: the defaults.")] = None,
-    method: Annotated[str | None, typer.Option("--method", "-m", help="A method's name.")] = None,
-    task: Annotated[str | None, typer.Option(help="A task's kind.")] = None,
-    set_: Annotated[list[str] | None, typer.Option("--set", help="Any field, as path=value. Repeatable.")] = None,
-    explain: Annotated[bool, typer.Option("--explain", help="Every field with its range, unit and meaning.")] = False,
+    file: Annotated[Path | None, typer.Argument(help="YAML file; default: the default configuration.")] = None,
+    method: Annotated[str | None, typer.Option("--method", "-m", help="Name of a method.")] = None,
+    task: Annotated[str | None, typer.Option(help="Kind of a task.")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="Set a field, as path=value. Repeatable.")] = None,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="List all fields with range, unit and description.")
+    ] = False,
 ) -> None:
-    """Print a configuration as `run` would use it, or explain every field.
+    """Print the configuration that `run` would use, or explain all fields.
 
     Examples:
 
@@ -155,9 +156,9 @@ def config(
 
 
 def schema(
-    table: Annotated[list[str] | None, typer.Argument(help="Tables; default: all.")] = None,
+    table: Annotated[list[str] | None, typer.Argument(help="Tables to print; default: all.")] = None,
 ) -> None:
-    """Print every table and column of a trace, with type, unit and definition (Markdown).
+    """Print the tables and columns of traces with types, units and definitions, in Markdown.
 
     Example:
 

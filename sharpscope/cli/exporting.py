@@ -1,4 +1,4 @@
-"""`export`: a trace's scalar tables for the loggers that people use."""
+"""`export`: write traces to experiment loggers."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ def register(app: typer.Typer) -> None:
 
 def export(
     runs: Annotated[list[Path], typer.Argument(help="Run folders, or folders of runs.")],
-    to: Annotated[str, typer.Option(help="tensorboard | wandb | trackio; each is an extra.")],
-    out: Annotated[Path, typer.Option(help="Folder for what the logger writes.")] = Path("logs"),
-    project: Annotated[str, typer.Option(help="The logger's project; TensorBoard has none.")] = "sharpscope",
-    follow: Annotated[bool, typer.Option("--follow", help="Go on until the runs have ended.")] = False,
+    to: Annotated[str, typer.Option(help="tensorboard | wandb | trackio; each needs its extra.")],
+    out: Annotated[Path, typer.Option(help="Output folder of the logger.")] = Path("logs"),
+    project: Annotated[str, typer.Option(help="Project of the logger (not for TensorBoard).")] = "sharpscope",
+    follow: Annotated[bool, typer.Option("--follow", help="Continue until the runs end.")] = False,
     online: Annotated[
-        bool, typer.Option("--online", help="Let Weights & Biases upload; otherwise nothing leaves the machine.")
+        bool, typer.Option("--online", help="Upload to Weights & Biases. Default: write files only.")
     ] = False,
 ) -> None:
-    """The tables steps, eval and probes to TensorBoard, Weights & Biases (offline) or trackio.
+    """Export the tables steps, eval and probes to TensorBoard, Weights & Biases (offline) or trackio.
 
     Examples:
 
@@ -33,16 +33,17 @@ def export(
     """
     from sharpscope.analysis import load_several
     from sharpscope.errors import UserError
-    from sharpscope.integrations.loggers import export as send
+    from sharpscope.integrations import loggers
 
-    found = load_several(runs)
-    if not len(found):
-        raise UserError(f"runs: no run below {', '.join(map(str, runs))}; give the folder of one")
-    sent = send([run.path for run in found.by_name.values()], to, out, project=project, online=online, follow=follow)
-    for name, count in sent.items():
-        typer.echo(f"{name}: {count} numbers")
-    look = {
+    loaded = load_several(runs)
+    if not len(loaded):
+        raise UserError(f"runs: no run in {', '.join(map(str, runs))}; give the folder of a run")
+    paths = [run.path for run in loaded.by_name.values()]
+    counts = loggers.export(paths, to, out, project=project, online=online, follow=follow)
+    for name, count in counts.items():
+        typer.echo(f"{name}: {count} values")
+    view = {
         "tensorboard": f"tensorboard --logdir {out}", "wandb": f"wandb sync {out}/wandb/offline-run-*",
         "trackio": f"TRACKIO_DIR={out} trackio show --project {project}",
     }[to]  # fmt: skip
-    typer.echo(f"Written: {out}/. Look:  {look}" if not online else f"Uploaded to project {project}.")
+    typer.echo(f"Written: {out}/. View:  {view}" if not online else f"Uploaded to project {project}.")

@@ -1,13 +1,13 @@
-"""`show`, `compare`, `claims`, `figures`, `tokens`, `spikes`: commands that read traces and answer in the terminal."""
+"""`show`, `compare`, `claims`, `figures`, `tokens`, `spikes`: inspect traces."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from sharpscope.cli.console import printable
 
 
 def register(app: typer.Typer) -> None:
@@ -21,9 +21,9 @@ def register(app: typer.Typer) -> None:
 
 
 def show(
-    run: Annotated[Path, typer.Argument(help="A run's folder.")],
+    run: Annotated[Path, typer.Argument(help="Folder of a run.")],
 ) -> None:
-    """One run at a glance: setting, curves, last evaluation, events, weights, cost.
+    """Summarize a run: settings, curves, last evaluation, events, weights and cost.
 
     Example:
 
@@ -38,10 +38,10 @@ def show(
 
 
 def compare(
-    first: Annotated[Path, typer.Argument(help="A run's folder.")],
-    second: Annotated[Path, typer.Argument(help="Another run's folder.")],
+    first: Annotated[Path, typer.Argument(help="Folder of a run.")],
+    second: Annotated[Path, typer.Argument(help="Folder of another run.")],
 ) -> None:
-    """What differs between two runs: in their settings, and in their results with intervals.
+    """Compare the settings and the results of two runs, with intervals.
 
     Example:
 
@@ -58,21 +58,19 @@ def compare(
 def claims(
     runs: Annotated[list[Path], typer.Argument(help="Run folders, or folders of runs.")],
     claim: Annotated[
-        list[str] | None, typer.Option(help="A claim's name, such as C7; repeatable. Default: all.")
+        list[str] | None, typer.Option(help="Name of a claim, such as C7. Repeatable. Default: all.")
     ] = None,
     details: Annotated[
-        bool, typer.Option("--details", help="Statistic, interval, rule, confounders and rows of each.")
+        bool, typer.Option("--details", help="Print statistic, interval, rule, confounders and data of each claim.")
     ] = False,
-    baseline: Annotated[str, typer.Option(help="The method compared with.")] = "grpo",
-    treatment: Annotated[str, typer.Option(help="The method that the claims are about.")] = "grpo-sg",
+    baseline: Annotated[str, typer.Option(help="Baseline method.")] = "grpo",
+    treatment: Annotated[str, typer.Option(help="Method that the claims are tested for.")] = "grpo-sg",
     out: Annotated[
         Path | None,
-        typer.Option(
-            help="Also write claims.json, claims.md and tables of the paper's and of all settings into this folder."
-        ),
+        typer.Option(help="Folder for claims.json, claims.md and tables of the paper's settings and of all settings."),
     ] = None,
 ) -> None:
-    """Test the published claims on whatever runs there are: supported, refuted, inconclusive or untestable.
+    """Test the published claims on runs. Verdicts: supported, refuted, inconclusive or untestable.
 
     Examples:
 
@@ -92,19 +90,20 @@ def claims(
         raise UserError(nothing_found(runs, loaded))
     verdicts = test_claims(loaded, claim, baseline=baseline, treatment=treatment)
     for verdict in verdicts:
-        typer.echo(printable_lines(verdict_text(verdict) if details else verdict.line()))
+        text = verdict_text(verdict) if details else verdict.line()
+        typer.echo("\n".join(map(printable, text.split("\n"))))
     if out is not None:
         files = write_claims(verdicts, out)
         study = study_of(loaded, baseline, treatment)
         files += write_tables([*paper_tables(study), *endpoint_tables(study)], out)
-        typer.echo(f"{len(files)} files. Written: {out}/ (look: {files[1]})")
+        typer.echo(f"{len(files)} files. Written: {out}/ (open {files[1]})")
 
 
 def figures(
     source: Annotated[Path, typer.Option("--from", help="Run folders, or a folder of runs.")],
-    out: Annotated[Path, typer.Option(help="Where the pictures go.")] = Path("figures"),
+    out: Annotated[Path, typer.Option(help="Output folder.")] = Path("figures"),
 ) -> None:
-    """Every figure of the runs and of the claims, and nothing else.
+    """Plot all figures of runs and claims.
 
     Example:
 
@@ -125,20 +124,15 @@ def figures(
     typer.echo(f"{len(made)} figures (PNG and SVG). Written: {out}/")
 
 
-def printable_lines(text: str) -> str:
-    """Several lines without control characters."""
-    return "\n".join(printable_line(line) for line in text.split("\n"))
-
-
 def tokens(
-    run: Annotated[Path, typer.Argument(help="A run's folder.")],
-    step: Annotated[int, typer.Option(help="The step to look at.")],
+    run: Annotated[Path, typer.Argument(help="Folder of a run.")],
+    step: Annotated[int, typer.Option(help="Step of the run.")],
     by: Annotated[
-        str, typer.Option(help="A column of the tokens table; the largest by magnitude come first.")
+        str, typer.Option(help="Column of the tokens table to sort by, in descending magnitude.")
     ] = "attribution",
-    top: Annotated[int, typer.Option(min=1, help="How many tokens.")] = 20,
+    top: Annotated[int, typer.Option(min=1, help="Number of tokens.")] = 20,
 ) -> None:
-    """The tokens of a step that matter most, in their sentence, with their numbers.
+    """List the top tokens of a step with their context and numbers.
 
     Example:
 
@@ -150,18 +144,19 @@ def tokens(
     from sharpscope.traces import load_run
 
     loaded = load_run(run)
-    chosen, everything = top_tokens(loaded, step, by, top)
-    Console().print(render_tokens(chosen, everything, by, token_decoder(loaded), f"step {step}, by |{by}|"))
+    selected, all_tokens = top_tokens(loaded, step, by, top)
+    Console().print(render_tokens(selected, all_tokens, by, token_decoder(loaded), f"step {step}, by |{by}|"))
 
 
 def spikes(
-    run: Annotated[Path, typer.Argument(help="A run's folder.")],
+    run: Annotated[Path, typer.Argument(help="Folder of a run.")],
     z: Annotated[
-        float, typer.Option(help="Robust standard deviations of the log gradient norm above its running median.")
+        float,
+        typer.Option(help="Threshold: robust standard deviations of the log gradient norm above its running median."),
     ] = 4.0,
-    top: Annotated[int, typer.Option(min=1, help="Tokens shown for each spike.")] = 8,
+    top: Annotated[int, typer.Option(min=1, help="Number of tokens per spike.")] = 8,
 ) -> None:
-    """Gradient-norm spikes, and the tokens, prompts and probabilities that make them.
+    """List gradient-norm spikes with the tokens, prompts and probabilities that contribute most.
 
     Example:
 
@@ -173,31 +168,12 @@ def spikes(
     from sharpscope.traces import load_run
 
     loaded = load_run(run)
-    found = explain_spikes(loaded, z, top, largest=1)
-    if not found:
+    explained = explain_spikes(loaded, z, top, largest=1)
+    if not explained:
         typer.echo(
             f"no gradient norm is {z:g} robust standard deviations above its running median, and no attribution is recorded"
         )
         return
-    if all(spike.z != spike.z for spike in found):  # NaN: not a spike
-        typer.echo(f"no spike at z = {z:g}; the largest step with attribution instead:")
-    Console().print(render_spikes(found, lambda step: loaded.tokens(steps=[step]), token_decoder(loaded)))
-
-
-@contextmanager
-def telling(first: str) -> Iterator[Callable[[str], None]]:
-    """A function that says what is being done, `first` to begin with: one changing line on a terminal, else a line each."""
-    from rich.console import Console
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        typer.echo(f"  {first}", err=True)
-        yield lambda text: typer.echo(f"  {printable_line(text)}", err=True)
-        return
-    with console.status(first) as status:
-        yield lambda text: status.update(printable_line(text))
-
-
-def printable_line(text: str) -> str:
-    """One line without control characters; model text may be in it."""
-    return "".join(c if c.isprintable() else " " for c in text)
+    if all(spike.z != spike.z for spike in explained):  # NaN: not a spike
+        typer.echo(f"no spike at z = {z:g}; showing the step with the largest gradient norm and attribution:")
+    Console().print(render_spikes(explained, lambda step: loaded.tokens(steps=[step]), token_decoder(loaded)))

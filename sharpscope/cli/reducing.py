@@ -1,4 +1,4 @@
-"""`reduce`, `pack`, `unpack`: runs made small, and few files, to keep in a repository."""
+"""`reduce`, `pack`, `unpack`: store runs in less space and fewer files."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from sharpscope.cli.console import printable, progress
 
 
 def register(app: typer.Typer) -> None:
@@ -17,41 +19,36 @@ def register(app: typer.Typer) -> None:
 
 def reduce(
     runs: Annotated[list[Path], typer.Argument(help="Run folders, or folders of runs.")],
-    out: Annotated[Path, typer.Option(help="Folder that the reduced runs go to; those that are there stay.")],
-    tokens: Annotated[int, typer.Option(min=0, help="Sampled tokens kept of each run [tokens].")] = 1_500,
+    out: Annotated[Path, typer.Option(help="Output folder; runs already in it are kept.")],
+    tokens: Annotated[int, typer.Option(min=0, help="Number of sampled tokens to keep per run.")] = 1_500,
 ) -> None:
-    """Reduce finished runs to what the claims, tables and figures need: some hundred kilobytes each.
+    """Reduce finished runs to the data of claims, tables and figures, a few hundred kilobytes each.
 
-    Claims and tables come out as from the whole runs; figures of single tokens show a sample. Texts, checkpoints and
-    tokenizers are not kept. Runs that are in --out already are left as they are, so that it can be called again as runs finish;
-    reduced and damaged runs are left out.
+    Claims and tables are the same as those of the full runs; figures of single tokens show a sample. Texts, checkpoints and
+    tokenizers are not kept. Runs already in --out are not changed, so the command can be repeated as runs finish; reduced
+    and damaged runs are skipped.
 
     Example:
 
       sharpscope reduce runs/study --out runs/reduced
     """
     from sharpscope.analysis import reduce_runs
-    from sharpscope.cli.inspecting import printable_line, telling
     from sharpscope.traces import load_runs
 
-    with telling("reducing") as tell:
-        written, left_out = reduce_runs(
-            [named for path in runs for named in load_runs(path).by_name.items()],
-            out,
-            tokens,
-            lambda name: tell(f"reducing {name}"),
-        )
-    for line in left_out:
-        typer.echo(f"  left out: {printable_line(line)}")
+    with progress("reducing") as update:
+        named = [item for path in runs for item in load_runs(path).by_name.items()]
+        written, skipped = reduce_runs(named, out, tokens, lambda name: update(f"reducing {name}"))
+    for line in skipped:
+        typer.echo(f"  skipped: {printable(line)}")
     size = sum(file.stat().st_size for folder in written for file in folder.rglob("*") if file.is_file())
     typer.echo(f"{len(written)} runs reduced, {size / 1e6:.1f} MB. Written: {out}/ (try: sharpscope claims {out})")
 
 
 def pack(
     runs: Annotated[list[Path], typer.Argument(help="Run folders, or folders of runs.")],
-    out: Annotated[Path, typer.Option(help="Folder of the pack; it must be new or empty.")],
+    out: Annotated[Path, typer.Option(help="Folder of the pack; must be new or empty.")],
 ) -> None:
-    """Put many finished runs into few files: one Parquet file a table. Commands that read runs read packs.
+    """Pack finished runs into one Parquet file per table. Commands that read runs also read packs.
 
     Checkpoints and tokenizers are not packed.
 
@@ -68,10 +65,10 @@ def pack(
 
 
 def unpack(
-    packed: Annotated[Path, typer.Argument(metavar="PACK", help="A pack, or one of its runs as PACK/NAME.")],
-    out: Annotated[Path, typer.Option(help="Folder that the runs' folders go to; those that are there stay.")],
+    packed: Annotated[Path, typer.Argument(metavar="PACK", help="Folder of a pack, or one of its runs as PACK/NAME.")],
+    out: Annotated[Path, typer.Option(help="Parent folder of the runs; runs already in it are kept.")],
 ) -> None:
-    """Make ordinary run folders of the runs in a pack.
+    """Unpack runs into run folders.
 
     Examples:
 
@@ -82,9 +79,9 @@ def unpack(
     from sharpscope.traces import load_run, load_runs, unpack_run
 
     runs = load_runs(packed).by_name if packed.is_dir() else {packed.name: load_run(packed)}
-    there = [name for name in runs if (out / name).exists()]
+    existing = [name for name in runs if (out / name).exists()]
     for name, run in runs.items():
-        if name not in there:
+        if name not in existing:
             unpack_run(run, out / name)
-    kept = f"; {len(there)} were there already" if there else ""
-    typer.echo(f"{len(runs) - len(there)} runs unpacked{kept}. Written: {out}/")
+    kept = f"; {len(existing)} already exist" if existing else ""
+    typer.echo(f"{len(runs) - len(existing)} runs unpacked{kept}. Written: {out}/")

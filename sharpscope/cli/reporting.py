@@ -1,4 +1,4 @@
-"""`analyze`, `report`, `watch`: from traces to something that people open."""
+"""`analyze`, `report`, `watch`: figures, tables and reports of runs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from sharpscope.cli.console import printable, progress
 
 RUNS_HELP = "Run folders, or folders of runs."
 
@@ -19,9 +21,9 @@ def register(app: typer.Typer) -> None:
 
 def analyze(
     runs: Annotated[list[Path], typer.Argument(help=RUNS_HELP)],
-    out: Annotated[Path, typer.Option(help="Where figures, tables and the report go.")] = Path("report"),
+    out: Annotated[Path, typer.Option(help="Output folder.")] = Path("report"),
 ) -> None:
-    """Figures, tables and a report (HTML and Markdown) of whatever runs there are.
+    """Write figures, tables and a report (HTML and Markdown) of runs.
 
     Examples:
 
@@ -29,47 +31,45 @@ def analyze(
 
       sharpscope analyze runs/first runs/second --out report
     """
-    from sharpscope.analysis import analyze as write
-    from sharpscope.cli.inspecting import printable_line, telling
+    from sharpscope import analysis
 
-    with telling("reading traces") as tell:
-        made = write(runs, out, on_progress=tell)
-    for message in made.messages:
-        typer.echo(f"  {printable_line(message)}")
-    counts = f"{len(made.figures)} figures and {len(made.tables)} tables"
-    typer.echo(f"{counts}. Written: {out}/ (open {made.html}; {made.report} is the same)")
+    with progress("reading traces") as update:
+        written = analysis.analyze(runs, out, on_progress=update)
+    for message in written.messages:
+        typer.echo(f"  {printable(message)}")
+    counts = f"{len(written.figures)} figures and {len(written.tables)} tables"
+    typer.echo(f"{counts}. Written: {out}/ (open {written.html}, or {written.report} for Markdown)")
 
 
 def report(
     runs: Annotated[list[Path], typer.Argument(help=RUNS_HELP)],
-    out: Annotated[Path, typer.Option(help="The page's file.")] = Path("report.html"),
-    open_: Annotated[bool, typer.Option("--open", help="Open it in the browser.")] = False,
+    out: Annotated[Path, typer.Option(help="Output file.")] = Path("report.html"),
+    open_: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
 ) -> None:
-    """One self-contained HTML page: verdicts, runs side by side, figures, tokens, events, costs.
+    """Write a self-contained HTML page: verdicts, comparison of runs, figures, tokens, events and costs.
 
     Example:
 
       sharpscope report runs/ --open
     """
     from sharpscope.analysis import write_page
-    from sharpscope.cli.inspecting import telling
 
-    with telling("reading traces") as tell:
-        page = write_page(runs, out, on_progress=tell)
-    typer.echo(f"Written: {page} ({page.stat().st_size / 2**20:.1f} MiB; needs no network)")
+    with progress("reading traces") as update:
+        page = write_page(runs, out, on_progress=update)
+    typer.echo(f"Written: {page} ({page.stat().st_size / 2**20:.1f} MiB, works offline)")
     if open_:
         import webbrowser
 
         if not webbrowser.open(page.resolve().as_uri()):
-            typer.echo("no browser could be started; open the file yourself", err=True)
+            typer.echo(f"cannot start a browser; open {page} yourself", err=True)
 
 
 def watch(
-    run: Annotated[Path, typer.Argument(help="A run's folder.")],
-    every: Annotated[float, typer.Option(min=0.1, help="Time between two looks [s].")] = 2.0,
-    once: Annotated[bool, typer.Option("--once", help="Show what there is now, and leave.")] = False,
+    run: Annotated[Path, typer.Argument(help="Folder of a run.")],
+    every: Annotated[float, typer.Option(min=0.1, help="Refresh interval [s].")] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Show the current state and exit.")] = False,
 ) -> None:
-    """A run's view, refreshed while it trains; ends when the run ends.
+    """Show a run while it trains, until it ends.
 
     Example:
 
@@ -77,9 +77,9 @@ def watch(
     """
     from rich.console import Console
 
-    from sharpscope.analysis import watch as look
+    from sharpscope import analysis
 
     try:
-        look(run, Console(), every=every, once=once)
+        analysis.watch(run, Console(), every=every, once=once)
     except KeyboardInterrupt:
-        typer.echo("stopped watching; the run goes on")
+        typer.echo("stopped watching; the run continues")

@@ -1,4 +1,4 @@
-"""`sweep` and `demo`: several runs at once."""
+"""`sweep` and `demo`: train several runs."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def register(app: typer.Typer) -> None:
 
 
 def demo(
-    out: Annotated[Path, typer.Option(help="Folder of the demo's runs and report.")] = Path("demo"),
+    out: Annotated[Path, typer.Option(help="Folder of the runs and the report.")] = Path("demo"),
     seed: Annotated[int, typer.Option(help="Seed of both runs.")] = 0,
-    steps: Annotated[int, typer.Option(help="Steps of each run.")] = 24,
+    steps: Annotated[int, typer.Option(help="Steps per run.")] = 24,
 ) -> None:
-    """GRPO and GRPO-SG on real puzzles from the shipped policy, then the report. A few minutes on a laptop.
+    """Train the embedded policy on puzzles with GRPO and GRPO-SG and write a report, in a few minutes on a laptop.
 
     Example:
 
@@ -35,7 +35,7 @@ def demo(
     from sharpscope.training import RichDisplay, train
 
     if out.exists() and any(out.iterdir()):
-        raise UserError(f"--out {out}: is not empty and is not overwritten; remove it or choose another folder")
+        raise UserError(f"--out {out}: is not empty; remove it or choose another folder")
     evaluation = {"every": steps, "prompts": 100}
     for number, method in enumerate(("grpo", "grpo-sg"), 1):
         typer.echo(f"[{number}/2] {method}: {steps} steps on Knights-and-Knaves puzzles with three people")
@@ -43,13 +43,13 @@ def demo(
         config = build_config(values=values | {f"evaluation.{key}": value for key, value in evaluation.items()})
         outcome = train(config, RichDisplay())
         if outcome.status != "finished":
-            typer.echo(f"{outcome.status}: {outcome.reason}. Recorded so far: {outcome.run_dir}")
+            typer.echo(f"{outcome.status}: {outcome.reason}. Written: {outcome.run_dir}/")
             raise typer.Exit(1)
         typer.echo(f"      {reward_line(outcome.run_dir)}")
-    made = analyze([out / "runs"], out / "report")
-    typer.echo(f"{len(made.figures)} figures. Report: {made.html}")
+    written = analyze([out / "runs"], out / "report")
+    typer.echo(f"{len(written.figures)} figures. Report: {written.html}")
     typer.echo(
-        "A demo at toy scale: it shows that the tools work, not which method is better (that takes many seeds).\n"
+        "This demo is too small to compare the methods; that needs many seeds.\n"
         f"next:  sharpscope show {out}/runs/grpo-sg\n"
         f"       sharpscope compare {out}/runs/grpo {out}/runs/grpo-sg\n"
         "       sharpscope run --method grpo-sg --set method.weight.tau=4 --steps 100"
@@ -57,7 +57,7 @@ def demo(
 
 
 def reward_line(run_dir: Path) -> str:
-    """`mean reward of the first and the last third of the steps, with standard errors`."""
+    """Mean reward of the first and the last third of the steps, with standard errors."""
     import numpy as np
 
     from sharpscope.traces import load_run
@@ -72,26 +72,24 @@ def reward_line(run_dir: Path) -> str:
 
 
 def sweep(
-    file: Annotated[Path, typer.Argument(help="The sweep's YAML; see experiments/.")],
-    workers: Annotated[int, typer.Option(min=1, help="Runs at a time; the threads are divided among them.")] = 1,
+    file: Annotated[Path, typer.Argument(help="YAML file of the sweep; see experiments/.")],
+    workers: Annotated[int, typer.Option(min=1, help="Number of concurrent runs; they share the threads.")] = 1,
     threads: Annotated[
-        int | None, typer.Option(min=1, help="Threads of each run; default: all, divided by the workers.")
+        int | None, typer.Option(min=1, help="Threads per run; default: all, divided by the workers.")
     ] = None,
     ray: Annotated[
-        str | None, typer.Option(help="`local`, or the address of a Ray cluster that shares this disk.")
+        str | None, typer.Option(help="`local`, or the address of a Ray cluster with a shared disk.")
     ] = None,
     retry: Annotated[bool, typer.Option("--retry", help="Run failed runs again.")] = False,
     smoke: Annotated[
-        bool, typer.Option("--smoke", help="The sweep's tiny size, beside the real one, to see that it runs.")
+        bool, typer.Option("--smoke", help="Run the sweep's tiny version as a test, in a separate folder.")
     ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the runs and a time estimate from a measured step.")
+        bool, typer.Option("--dry-run", help="Print the runs and an estimate of the time, and exit.")
     ] = False,
-    part: Annotated[
-        list[str] | None, typer.Option(help="Only this part of a sweep that has parts; repeatable. Default: all.")
-    ] = None,
+    part: Annotated[list[str] | None, typer.Option(help="Part of the sweep to run. Repeatable. Default: all.")] = None,
 ) -> None:
-    """Run a grid methods × settings × seeds; call it again to go on where it stopped.
+    """Run a grid of methods, settings and seeds; repeat the command to resume.
 
     Examples:
 
@@ -116,22 +114,22 @@ def sweep(
     with _Bars(runs) as bars:
         outcome = execute(runs, workers=workers, threads=share, retry=retry, ray=ray, on_progress=bars.update)
     typer.echo(
-        f"{len(outcome.finished)} finished, {len(outcome.skipped)} finished before, {len(outcome.interrupted)} interrupted, "
+        f"{len(outcome.finished)} finished, {len(outcome.skipped)} already finished, {len(outcome.interrupted)} interrupted, "
         f"{len(outcome.failed)} failed{f', {len(outcome.held)} run by others' if outcome.held else ''}. "
         f"Written: {runs[0].config.out}/"
     )
-    began = {run.run_dir.name for run in runs if run.status == "failed"}
+    started = {run.run_dir.name for run in runs if run.status == "failed"}
     for name in outcome.failed:
-        again = "--retry" if name in began else "the same command, when that is mended"
-        typer.echo(f"failed: {name}: {outcome.errors[name]}  (again: {again})")
+        retry_with = "use --retry" if name in started else "fix this and repeat the command"
+        typer.echo(f"failed: {name}: {outcome.errors[name]}  (to run it again, {retry_with})")
     for name in outcome.interrupted:
         if name in outcome.errors:
             typer.echo(f"interrupted: {name}: {outcome.errors[name]}")
     for text in outcome.held.values():
         typer.echo(f"run by others: {text}")
     if outcome.interrupted:
-        typer.echo("go on with the same command")
-    typer.echo(f"look:   sharpscope analyze {runs[0].config.out}")
+        typer.echo("resume: repeat the command")
+    typer.echo(f"view:   sharpscope analyze {runs[0].config.out}")
     if len(outcome.finished) + len(outcome.skipped) < len(runs):
         raise typer.Exit(1)
 
@@ -139,23 +137,23 @@ def sweep(
 def _dry_run(runs: Sequence[PlannedRun], workers: int, threads: int) -> None:
     from sharpscope.sweeps.execute import estimate_step_seconds
 
-    left = [run for run in runs if run.status != "finished"]
+    remaining = [run for run in runs if run.status != "finished"]
     for run in runs:
         typer.echo(f"  {run.run_dir}  {run.config.steps} steps  {run.status}")
-    typer.echo(f"{len(runs)} runs, {len(left)} to do")
-    if left:
+    typer.echo(f"{len(runs)} runs, {len(remaining)} to do")
+    if remaining:
         typer.echo("measuring a step …", err=True)
-        seconds = estimate_step_seconds(left[0], threads)
-        steps = sum(run.config.steps - run.steps_done for run in left)
+        seconds = estimate_step_seconds(remaining[0], threads)
+        steps = sum(run.config.steps - run.steps_done for run in remaining)
         hours = seconds * steps / workers / 3600
         typer.echo(
-            f"about {hours:.2f} h: {steps} steps of {seconds:.2f} s ({threads} threads, the first run's settings, evaluation, "
-            f"probes and checkpoints left out) on {workers} workers"
+            f"about {hours:.2f} h: {steps} steps of {seconds:.2f} s ({threads} threads, settings of the first run, without "
+            f"evaluation, probes and checkpoints) on {workers} workers"
         )
 
 
 class _Bars:
-    """Progress over all runs and over each active one."""
+    """Progress bars of all runs and of each active run, or a line per minute without a terminal."""
 
     LINE_EVERY = 60.0  # [s]
 
@@ -173,11 +171,11 @@ class _Bars:
         )
 
         console = Console(stderr=True)
-        self.lines = not console.is_terminal
-        self.said = time.monotonic()
+        self.plain = not console.is_terminal
+        self.printed_at = time.monotonic()
         self.progress = Progress(
             TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-            TextColumn("left"), TimeRemainingColumn(), console=console, disable=self.lines,
+            TextColumn("left"), TimeRemainingColumn(), console=console, disable=self.plain,
         )  # fmt: skip
         self.total = self.progress.add_task("steps of all runs", total=sum(run.config.steps for run in runs))
         self.runs = list(runs)
@@ -190,15 +188,15 @@ class _Bars:
     def __exit__(self, *_: object) -> None:
         self.progress.stop()
 
-    def update(self, everything: Sequence[PlannedRun], active: Sequence[PlannedRun]) -> None:
-        """Move the bars to what the runs' folders say; without a terminal, print a line a minute."""
+    def update(self, _: Sequence[PlannedRun], active: Sequence[PlannedRun]) -> None:
+        """Show the steps done in the runs' folders."""
         import time
 
-        if self.lines and time.monotonic() - self.said >= self.LINE_EVERY:
-            self.said = time.monotonic()
+        if self.plain and time.monotonic() - self.printed_at >= self.LINE_EVERY:
+            self.printed_at = time.monotonic()
             done, total = sum(run.steps_done for run in self.runs), sum(run.config.steps for run in self.runs)
-            now = ", ".join(f"{run.run_dir.name} {run.steps_done} of {run.config.steps}" for run in active)
-            typer.echo(f"{done} of {total} steps of all runs; running: {now or 'none'}", err=True)
+            running = ", ".join(f"{run.run_dir.name} {run.steps_done} of {run.config.steps}" for run in active)
+            typer.echo(f"{done} of {total} steps of all runs; running: {running or 'none'}", err=True)
         names = {run.run_dir.name for run in active}
         for name in [name for name in self.bars if name not in names]:
             self.progress.remove_task(self.bars.pop(name))  # type: ignore[arg-type]

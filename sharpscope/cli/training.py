@@ -1,4 +1,4 @@
-"""`run`, `eval`, `warm-start`: commands that use the policy."""
+"""`run`, `eval`, `warm-start`: train and evaluate policies."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-SET_HELP = "Any field, as path=value: --set rollout.group_size=16. Repeatable. `sharpscope config` lists them."
-QUIET_HELP = "No live display."
+SET_HELP = "Set a field: --set rollout.group_size=16. Repeatable. `sharpscope config --explain` lists the fields."
+QUIET_HELP = "Disable the live display."
 
 
 def register(app: typer.Typer) -> None:
@@ -20,28 +20,32 @@ def register(app: typer.Typer) -> None:
 
 def run(
     config: Annotated[
-        Path | None, typer.Argument(help="A YAML file (see experiments/); fields left out have defaults.")
+        Path | None, typer.Argument(help="YAML file, see experiments/. Other fields have defaults.")
     ] = None,
-    method: Annotated[str | None, typer.Option("--method", "-m", help="A method's name: `sharpscope methods`.")] = None,
-    task: Annotated[str | None, typer.Option(help="A task's kind: `sharpscope tasks`.")] = None,
-    model: Annotated[str | None, typer.Option(help="embedded:NAME, a model folder, or a hub id.")] = None,
-    shaping: Annotated[
+    method: Annotated[
+        str | None, typer.Option("--method", "-m", help="Name of a method: `sharpscope methods`.")
+    ] = None,
+    task: Annotated[str | None, typer.Option(help="Kind of a task: `sharpscope tasks`.")] = None,
+    model: Annotated[str | None, typer.Option(help="embedded:NAME, a model folder, or a Hugging Face Hub id.")] = None,
+    token_weights: Annotated[
         str | None,
         typer.Option(
-            help="Preset of the sigmoid shaping (paper | calibrated), or your own as module:function. Controls are made of it."
+            "--token-weights",
+            "--shaping",
+            help="Token weights: paper | calibrated (presets of the sigmoid) or module:function. Controls apply to them.",
         ),
     ] = None,
-    steps: Annotated[int | None, typer.Option(help="Rounds of rollouts and learning [steps].")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of everything random in training.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Number of steps.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of training.")] = None,
     lr: Annotated[float | None, typer.Option(help="Peak learning rate.")] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="The run's folder, such as runs/first. Default: runs/<method>-<task>-s<seed>.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the run. Default: runs/<method>-<task>-s<seed>.")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help=SET_HELP)] = None,
-    resume: Annotated[Path | None, typer.Option(help="Go on with an interrupted run from its last checkpoint.")] = None,
+    resume: Annotated[
+        Path | None, typer.Option(help="Folder of an interrupted run to resume from its last checkpoint.")
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help=QUIET_HELP)] = False,
 ) -> None:
-    """Train a policy and record what every token does.
+    """Train a policy and record token-level traces.
 
     Examples:
 
@@ -63,17 +67,17 @@ def run(
     if resume is not None:
         from sharpscope.errors import UserError
 
-        given = [config, method, task, model, shaping, steps, seed, lr, out, set_]
+        given = [config, method, task, model, token_weights, steps, seed, lr, out, set_]
         if any(value is not None for value in given):
-            raise UserError("--resume goes on with the run's own settings: give no other setting beside it")
+            raise UserError("--resume uses the settings of the run; remove the other options")
         if not (resume / "config.yaml").is_file():
-            what = "holds no run (no config.yaml)" if resume.is_dir() else "does not exist"
-            raise UserError(f"--resume {resume}: {what}; give the folder of a run")
+            problem = "has no config.yaml" if resume.is_dir() else "does not exist"
+            raise UserError(f"--resume {resume}: {problem}; give the folder of a run")
         settings = build_config(resume / "config.yaml", values={"out": str(resume.parent), "name": resume.name})
         outcome = train(settings, display, resume=True)
     else:
         values = command_values(method=method, task=task, model=model, steps=steps, seed=seed, lr=lr, out=out)
-        outcome = train(build_config(config, set_ or (), values, shaping), display)
+        outcome = train(build_config(config, set_ or (), values, token_weights), display)
     if distributed.is_rank_zero():
         for text in outcome.notes:
             typer.echo(f"note:   {text}")
@@ -81,12 +85,9 @@ def run(
 
 
 def command_values(**options: Any) -> dict[str, Any]:
-    """The short options of `run` as configuration paths; what was not given is left out."""
-    places = {
-        "method": "method", "model": "policy.model", "steps": "steps", "seed": "seed",
-        "lr": "optimizer.lr",
-    }  # fmt: skip
-    values: dict[str, Any] = {place: options[name] for name, place in places.items() if options.get(name) is not None}
+    """Map the options of `run` to configuration paths; options that are None are omitted."""
+    paths = {"method": "method", "model": "policy.model", "steps": "steps", "seed": "seed", "lr": "optimizer.lr"}
+    values: dict[str, Any] = {path: options[name] for name, path in paths.items() if options.get(name) is not None}
     if options.get("task") is not None:
         from sharpscope.tasks import task_choice
 
@@ -97,11 +98,15 @@ def command_values(**options: Any) -> dict[str, Any]:
 
 
 def report(run_dir: Path, status: str, steps: int, reason: str) -> None:
-    """Say how a run ended, what was written and what to do next."""
+    """Print how a run ended, its files and the next commands.
+
+    Raises:
+        typer.Exit: The run failed; the exit code is 1.
+    """
     typer.echo(f"{status}: {steps} steps, {reason}. Written: {run_dir}/ (run.json, traces/, checkpoints/)")
     if status == "interrupted":
-        typer.echo(f"go on:  sharpscope run --resume {run_dir}")
-    typer.echo(f"look:   sharpscope show {run_dir}   |   sharpscope analyze {run_dir}")
+        typer.echo(f"resume: sharpscope run --resume {run_dir}")
+    typer.echo(f"view:   sharpscope show {run_dir}   |   sharpscope analyze {run_dir}")
     if status == "failed":
         raise typer.Exit(1)
 
@@ -109,40 +114,41 @@ def report(run_dir: Path, status: str, steps: int, reason: str) -> None:
 def evaluate(
     model: Annotated[
         Path,
-        typer.Argument(help="A run's folder (its last checkpoint), a checkpoint, a model folder, or embedded:NAME."),
+        typer.Argument(help="Folder of a run (its last checkpoint), of a checkpoint or of a model, or embedded:NAME."),
     ],
     task: Annotated[
-        str | None, typer.Option(help="A task's kind; default: that of the run or embedded policy, or knights_knaves.")
+        str | None,
+        typer.Option(help="Kind of a task. Default: that of the run or embedded policy, else knights_knaves."),
     ] = None,
     split: Annotated[
         list[str] | None,
         typer.Option(
-            help="Splits; default: heldout and unseen, as far as the task has them. Of task dataset, `all` is every row of "
-            "task.path; else only the rows that are held out (task.heldout_fraction) are evaluated."
+            help="Split. Repeatable. Default: heldout and unseen, if the task has them. For task dataset, `all` is all rows "
+            "of task.path, and heldout is the share task.heldout_fraction of them."
         ),
     ] = None,
     temperature: Annotated[
-        list[float] | None, typer.Option(help="Sampling temperatures; 0 is greedy. Default: 0 and 1.")
+        list[float] | None, typer.Option(help="Sampling temperature; 0 is greedy. Repeatable. Default: 0 and 1.")
     ] = None,
-    prompts: Annotated[int, typer.Option(min=1, help="Puzzles of each level.")] = 500,
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts per level.")] = 500,
     samples: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Completions per puzzle at temperatures above 0 (avg@n); default: the largest -k, or 1."
+            min=1, help="Completions per prompt at temperatures above 0 (n of avg@n). Default: the largest -k, or 1."
         ),
     ] = None,
-    k: Annotated[list[int] | None, typer.Option("-k", min=1, help="k of the unbiased pass@k; repeatable.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
+    k: Annotated[list[int] | None, typer.Option("-k", min=1, help="k of the unbiased pass@k. Repeatable.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
     set_: Annotated[list[str] | None, typer.Option("--set", help=SET_HELP)] = None,
-    out: Annotated[Path | None, typer.Option(help="Write the rows to this CSV or Parquet file too.")] = None,
-    keep: Annotated[
-        Path, typer.Option(help="Folder for the finished batches of an interrupted evaluation; removed at its end.")
-    ] = Path("evaluations"),
+    out: Annotated[Path | None, typer.Option(help="CSV or Parquet file for the results.")] = None,
+    keep: Annotated[Path, typer.Option(help="Folder for finished batches, used to resume; removed at the end.")] = Path(
+        "evaluations"
+    ),
 ) -> None:
-    """Accuracy of a policy on a task, by split, level and temperature, with 95 % intervals over prompts.
+    """Evaluate a policy on a task by split, level and temperature, with 95 % intervals over prompts.
 
-    avg@n is the share of correct completions among n per puzzle; pass@k the chance that k of them hold a right one. The same
-    command after an interruption goes on where it stopped.
+    avg@n is the share of correct completions among n per prompt; pass@k is the probability that at least one of k is
+    correct. Repeat the command to resume an interrupted evaluation.
 
     Examples:
 
@@ -164,27 +170,27 @@ def evaluate(
     )  # fmt: skip
     print_evaluation(rows)
     if out is not None:
-        typer.echo(f"written: {out}")
+        typer.echo(f"Written: {out}")
 
 
 def print_evaluation(rows: list[dict[str, Any]]) -> None:
-    """The eval rows as a table."""
+    """Print the eval rows as a table."""
     import re
 
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
-    passes = sorted(int(name.removeprefix("pass_at_")) for name in rows[0] if re.fullmatch(r"pass_at_\d+", name))
-    several = any(row["k"] > 1 for row in rows)
-    columns = ["split", "level", "T", "prompts", "n", "avg@n [95 %]", *(f"pass@{k} [95 %]" for k in passes)]
-    columns += (["pass@n"] if several else []) + ["reward"]
+    pass_at = sorted(int(name.removeprefix("pass_at_")) for name in rows[0] if re.fullmatch(r"pass_at_\d+", name))
+    repeated = any(row["k"] > 1 for row in rows)
+    columns = ["split", "level", "T", "prompts", "n", "avg@n [95 %]", *(f"pass@{k} [95 %]" for k in pass_at)]
+    columns += (["pass@n"] if repeated else []) + ["reward"]
     table = Table(*map(escape, columns), title=escape(str(rows[0]["task"])))
     for row in rows:
         cells = [row["split"], row["level"], f"{row['temperature']:g}", str(row["n"]), str(row["k"])]
         cells += [_with_interval(row, "accuracy")]
-        cells += [_with_interval(row, f"pass_at_{k}") if k <= row["k"] else "" for k in passes]
-        cells += [f"{row['pass_at_k']:.2%}"] if several else []
+        cells += [_with_interval(row, f"pass_at_{k}") if k <= row["k"] else "" for k in pass_at]
+        cells += [f"{row['pass_at_k']:.2%}"] if repeated else []
         table.add_row(*map(escape, cells), f"{row['reward_mean']:+.3f}")
     Console().print(table)
 
@@ -194,10 +200,10 @@ def _with_interval(row: dict[str, Any], name: str) -> str:
 
 
 def check_rows_file(path: Path) -> None:
-    """Make sure, before anything is measured, that `save_rows` can write the file; nothing is made.
+    """Check that `save_rows` can write the file, without creating anything.
 
     Raises:
-        UserError: its ending is unknown, it is a folder, or its own folder can be neither written nor made.
+        UserError: The suffix is unknown, the path is a folder, or its parent folder cannot be written or created.
     """
     import os
 
@@ -206,17 +212,17 @@ def check_rows_file(path: Path) -> None:
     if path.suffix not in (".csv", ".parquet"):
         raise UserError(f"--out {path}: must end in .csv or .parquet")
     if path.is_dir():
-        raise UserError(f"--out {path}: is a folder; give a file in it")
-    there = next(folder for folder in path.absolute().parents if folder.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        raise UserError(f"--out {path}: {there} is no folder that can be written; choose another")
+        raise UserError(f"--out {path}: is a folder; give a file")
+    parent = next(folder for folder in path.absolute().parents if folder.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        raise UserError(f"--out {path}: {parent} is not a writable folder; choose another")
 
 
 def save_rows(rows: list[dict[str, Any]], path: Path) -> None:
-    """Rows as CSV or Parquet, by the file's ending; its folder is made.
+    """Write rows as CSV or Parquet, depending on the suffix; the parent folder is created.
 
     Raises:
-        UserError: it cannot be written.
+        UserError: The file cannot be written.
     """
     import pandas as pd
 
@@ -232,23 +238,23 @@ def save_rows(rows: list[dict[str, Any]], path: Path) -> None:
             frame.to_parquet(path, index=False)
     except OSError as error:
         raise UserError(
-            f"--out {path}: cannot be written ({error.strerror or error}); what was measured is kept, so call again with "
-            "another --out"
+            f"--out {path}: cannot be written ({error.strerror or error}); repeat the command with another --out, which "
+            "reuses the results"
         ) from error
 
 
 def warm_start(
-    policy: Annotated[
-        str, typer.Argument(help="Which of the embedded policies: knights_knaves, math or tool_qa.")
-    ] = "knights_knaves",
-    out: Annotated[Path | None, typer.Option(help="Folder of the new policy. Default: policies/NAME.")] = None,
-    set_: Annotated[list[str] | None, typer.Option("--set", help="Any field of the warm start, as name=value.")] = None,
+    policy: Annotated[str, typer.Argument(help="Embedded policy: knights_knaves, math or tool_qa.")] = "knights_knaves",
+    out: Annotated[Path | None, typer.Option(help="Output folder. Default: policies/NAME.")] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="Set a field of the warm start: --set steps=2500. Repeatable.")
+    ] = None,
     threads: Annotated[
-        int | None, typer.Option(min=1, help="CPU threads; the same number gives the same weights. Default: all cores.")
+        int | None, typer.Option(min=1, help="CPU threads; the weights depend on it. Default: all cores.")
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help=QUIET_HELP)] = False,
 ) -> None:
-    """Train an embedded policy from nothing on generated demonstrations; the defaults recreate the shipped one.
+    """Train an embedded policy from scratch on generated demonstrations; the defaults recreate the shipped one.
 
     Examples:
 
@@ -256,6 +262,54 @@ def warm_start(
 
       sharpscope warm-start tool_qa --threads 1
     """
-    from sharpscope.cli.warm import run_warm_start
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
 
-    run_warm_start(policy, out, set_ or [], quiet, threads)
+    from sharpscope.config import WARM_STARTS, check_keys, merge, parse_override, validate
+    from sharpscope.errors import UserError, nearest
+    from sharpscope.recording.environment import set_threads
+    from sharpscope.training.display import minutes
+    from sharpscope.warm_start import Progress as Report
+    from sharpscope.warm_start import warm_start as pretrain
+
+    if policy not in WARM_STARTS:
+        raise UserError(f"warm-start {policy}: unknown{nearest(policy, WARM_STARTS)}")
+    kind, out = WARM_STARTS[policy], out or Path("policies") / policy
+    data: dict[str, Any] = {}
+    for override in set_ or []:
+        data = merge(data, parse_override(override))
+    check_keys(kind, data)
+    spec = validate(kind, data)
+    if out.exists() and any(out.iterdir()):
+        raise UserError(f"--out {out}: is not empty; choose another folder")
+    set_threads(threads)
+    columns = [TextColumn("warm-start"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left")]
+    columns += [TimeRemainingColumn(), TextColumn("{task.fields[note]}")]
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, disable=quiet or not console.is_terminal) as progress:
+        bar = progress.add_task("warm-start", total=spec.steps, note="")
+
+        def show(report: Report) -> None:
+            exact = ", ".join(f"{style} {share:.0%}" for style, share in (report.exact or {}).items())
+            note = f"loss {report.loss:.3f} nats/token" + (f", exact on held-out: {exact}" if exact else "")
+            progress.update(bar, completed=report.step, note=note)
+            if report.exact is not None and not quiet and not console.is_terminal:
+                left = report.seconds / report.step * (report.steps - report.step)
+                typer.echo(f"update {report.step} of {report.steps}: {note}; {minutes(left)} left", err=True)
+
+        summary = pretrain(spec, out, show)
+    exact = ", ".join(f"{style} {share:.0%}" for style, share in summary.exact.items())
+    typer.echo(
+        f"{summary.parameters:,} parameters, {summary.seconds:.0f} s; loss {summary.loss:.3f} nats/token; exact on held-out "
+        f"demonstrations: {exact or 'not measured'}"
+    )
+    typer.echo(
+        f"Written: {out}/\nuse:    sharpscope eval {out} --task {policy}   |   sharpscope run --task {policy} --model {out}"
+    )

@@ -1,4 +1,4 @@
-"""Token weights as functions, and as they would have been on the tokens that a run really saw."""
+"""Token weights as functions of logit or probability, and on the tokens of a recorded step."""
 
 from __future__ import annotations
 
@@ -32,14 +32,16 @@ PROBABILITIES = np.linspace(0.001, 0.999, 500)
 
 
 def published(method: Method) -> Method:
-    """The method with the preset `paper` where its weight leaves the choice open."""
+    """Return the method with preset `auto` replaced by `paper`."""
     return method.model_copy(update={"weight": choose_preset(method.weight, "paper")})
 
 
 def function_curves(methods: Sequence[Method]) -> pd.DataFrame:
-    """Columns method, axis (logit | probability), x, weight: each weight over the axes that determine it alone.
+    """Evaluate the weights of methods on grids of the logit and of the probability, with published constants.
 
-    With the published constants where a method leaves them open; a weight that depends on anything else has no row.
+    Returns:
+        Columns method, axis (logit | probability), x and weight. Methods whose weight also depends on other values have
+        no rows.
     """
     import torch
 
@@ -47,68 +49,76 @@ def function_curves(methods: Sequence[Method]) -> pd.DataFrame:
     for method in methods:
         for axis, x in (("logit", LOGITS), ("probability", PROBABILITIES)):
             values = torch.from_numpy(x)
-            probability = {} if axis == "logit" else {"logp": values.log()}
-            known = {"logit": values} if axis == "logit" else probability
-            step = StepTensors.from_columns(**known)  # type: ignore[arg-type]
+            step = (
+                StepTensors.from_columns(logit=values)
+                if axis == "logit"
+                else StepTensors.from_columns(logp=values.log())
+            )
             try:
                 shaping = (
                     calibrate(published(method).weight, step) if method.weight.needs_calibration else method.weight
                 )
                 weight = token_weights(shaping, step, torch.Generator().manual_seed(0))[:, 0].numpy()
             except (UserError, ValueError):
-                continue  # it needs more of a token than this axis
+                continue  # the weight depends on other values
             rows += [(method.name, axis, a, b) for a, b in zip(x, weight, strict=True)]
     return pd.DataFrame(rows, columns=["method", "axis", "x", "weight"])
 
 
 def step_of(run: Run, step: int) -> StepTensors:
-    """The loss tokens of a recorded step as the objective saw them, (N, T).
+    """Load the loss tokens of a recorded step as (N, T) tensors.
 
     Raises:
-        UserError: the step's tokens or rollouts were not recorded, or not kept because the run is a reduced one.
+        UserError: The step's tokens or rollouts were not recorded, or the run is a reduced one.
     """
     import torch
 
     if run.reduced is not None:
         raise UserError(
-            f"--run {run.path}: is a reduced run, which keeps neither a step's rollouts nor all of its tokens; give the whole "
-            "run that it was made from"
+            f"--run {run.path}: is a reduced run without rollouts and with a sample of the tokens; give the full run"
         )
     names = ["rollout", "position", "logp", "logit", "entropy", "collision", "polarity", "advantage"]
     tokens = run.tokens(steps=[step], columns=["step", *names])
     if tokens.empty:
-        raise UserError(f"--step {step}: run '{run.path}' holds no tokens of it")
+        raise UserError(f"--step {step}: run '{run.path}' has no tokens of this step; choose another step")
     rollouts, row = np.unique(tokens["rollout"], return_inverse=True)
-    place = tokens.groupby("rollout").cumcount().to_numpy().copy()  # pandas hands out its own array, read-only
-    shape = (len(rollouts), int(place.max()) + 1)
+    column = tokens.groupby("rollout").cumcount().to_numpy().copy()  # the array of pandas is read-only
+    shape = (len(rollouts), int(column.max()) + 1)
 
-    def laid_out(values: np.ndarray) -> torch.Tensor:
+    def to_matrix(values: np.ndarray) -> torch.Tensor:
         out = torch.zeros(shape, dtype=torch.float64)
-        out[row, place] = torch.tensor(values.tolist(), dtype=torch.float64)
+        out[row, column] = torch.tensor(values.tolist(), dtype=torch.float64)
         return out
 
-    filled = {name: laid_out(tokens[name].to_numpy()) for name in names[2:7]}
-    mask = laid_out(np.ones(len(tokens))).bool()
+    stats = {name: to_matrix(tokens[name].to_numpy()) for name in names[2:7]}
+    mask = to_matrix(np.ones(len(tokens))).bool()
     advantage = torch.tensor(
         tokens.groupby("rollout")["advantage"].first().fillna(0.0).to_numpy(dtype=np.float64).copy()
     )
     groups = run.rollouts.query("step == @step").set_index("rollout")["group"]
     if not set(rollouts) <= set(groups.index):
         raise UserError(
-            f"--step {step}: run '{run.path}' holds tokens of it but not its rollouts (recording.rollouts_every), which say "
-            "what belongs to one prompt; choose a step that has both"
+            f"--step {step}: run '{run.path}' has tokens but no rollouts of this step (recording.rollouts_every); choose a "
+            "step with both"
         )
     group = torch.from_numpy(groups.loc[rollouts].to_numpy().copy())
-    return StepTensors(mask=mask, group=group, advantage=advantage, behavior_logp=filled["logp"], **filled)  # type: ignore[arg-type]
+    return StepTensors(mask=mask, group=group, advantage=advantage, behavior_logp=stats["logp"], **stats)  # type: ignore[arg-type]
 
 
 def observed(
     methods: Sequence[Method], run: Run, step: int, preset: str = "calibrated"
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """(tokens with their weight under each method, one row of shares for each method) on a recorded step.
+    """Compute the weights of methods on a recorded step, calibrated on that step.
 
-    Open constants are filled in from this step (`preset`). `killed` is the share of tokens whose gradient the clip removes at
-    ratio 1, for methods whose weight multiplies the ratio inside a PPO clip.
+    Args:
+        methods: Methods to evaluate.
+        run: Run with tokens and rollouts of the step.
+        step: The step.
+        preset: Preset of weights that have none, `paper` or `calibrated`.
+
+    Returns:
+        A frame with the weight of each token under each method, and one with a row of statistics per method: `killed` is
+        the share of tokens whose gradient the clip removes at ratio 1, for weights inside a PPO clip.
     """
     import torch
 
@@ -120,8 +130,8 @@ def observed(
         summary = summarize_weights(shaping, weight, data.mask)
         killed = None
         if method.weight_on == "ratio" and isinstance(method.clip, PpoClip):
-            gone = gradient_killed(method.clip, weight, data.advantage[:, None].expand_as(weight))
-            killed = float((gone[data.mask] != 0).double().mean())
+            without_gradient = gradient_killed(method.clip, weight, data.advantage[:, None].expand_as(weight))
+            killed = float((without_gradient[data.mask] != 0).double().mean())
         shares.append(
             {
                 "method": method.name, "mean": summary.mean, "min": summary.minimum, "max": summary.maximum,
@@ -139,19 +149,19 @@ def observed(
     return pd.concat(tokens, ignore_index=True), pd.DataFrame(shares)
 
 
-def shaping_figure(curves: pd.DataFrame, seen: pd.DataFrame | None = None) -> Figure:
-    """Weights over logit and probability; below, where a run is given, the median weight of its tokens with 10–90 % bands."""
+def weight_figure(curves: pd.DataFrame, on_tokens: pd.DataFrame | None = None) -> Figure:
+    """Plot weights over logit and probability; below, the median weight of a run's tokens with 10–90 % bands."""
     axes_names = [("logit", "raw logit of the token"), ("probability", "probability π of the token")]
-    figure, axes = panels(4 if seen is not None else 2)
-    styles = lines(dict.fromkeys([*curves["method"], *(seen["method"] if seen is not None else [])]))
+    figure, axes = panels(4 if on_tokens is not None else 2)
+    styles = lines(dict.fromkeys([*curves["method"], *(on_tokens["method"] if on_tokens is not None else [])]))
     for axis, (name, label) in zip(axes, axes_names, strict=False):
         for method, part in curves[curves["axis"] == name].groupby("method", sort=False):
             axis.plot(part["x"], part["weight"], label=plain(method), **styles[str(method)].plot)
         axis.set(xlabel=label, ylabel="token weight w", title=plain("function, published constants"))
-    if seen is not None:
+    if on_tokens is not None:
         for axis, (name, label) in zip(axes[2:], axes_names, strict=True):
-            for method, part in seen.groupby("method", sort=False):
-                # equal counts along the logit; equal widths along the probability, which crowds at 1
+            for method, part in on_tokens.groupby("method", sort=False):
+                # equal counts for the logit; equal widths for the probability, which is concentrated near 1
                 bins = pd.qcut(part[name], 20, duplicates="drop") if name == "logit" else pd.cut(part[name], 20)
                 grouped = part.groupby(bins, observed=True)
                 x, weight = grouped[name].median(), grouped["weight"]

@@ -175,7 +175,7 @@ def test_a_reduced_run_among_others_is_left_out(folder, reduced, tmp_path):
     shutil.copytree(reduced / "grpo-s0", tmp_path / "some" / "small")
     shutil.copytree(folder / "grpo-s1", tmp_path / "some" / "whole")
     output = reduce(tmp_path / "some", "--out", tmp_path / "out")
-    assert "left out: small: is a reduction itself" in output and "1 runs reduced" in output
+    assert "skipped: small: is a reduction itself" in output and "1 runs reduced" in output
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["whole"]
 
 
@@ -189,7 +189,7 @@ def test_a_damaged_run_gets_no_copy_that_looks_whole(folder, tmp_path, table):
     with pytest.raises(UserError, match="has 1 damaged parts, traces/"):
         reduce_run(load_run(tmp_path / "some" / "grpo-s0"), tmp_path / "one")
     output = reduce(tmp_path / "some", "--out", tmp_path / "out")
-    assert "left out: grpo-s0: " in output and f"traces/{table}/" in output
+    assert "skipped: grpo-s0: " in output and f"traces/{table}/" in output
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["grpo-s1"] and not (tmp_path / "one").exists()
 
 

@@ -237,7 +237,7 @@ def test_a_run_folder_is_never_overwritten(tmp_path):
     (tmp_path / "a" / "config.yaml").touch()
     create_run_dir(tmp_path / "a")  # a run killed before its run.json left nothing that could be lost
     (tmp_path / "a" / "notes.txt").touch()
-    with pytest.raises(UserError, match="is not empty and is not overwritten"):
+    with pytest.raises(UserError, match="is not empty"):
         create_run_dir(tmp_path / "a")
     new_run(tmp_path / "b")
     with pytest.raises(UserError, match="contains a run and is not overwritten"):
@@ -256,7 +256,7 @@ def test_a_folder_of_ones_own_is_no_start_that_was_killed(tmp_path, name):
     path = tmp_path / "mine" / name
     path.parent.mkdir(parents=True)
     path.write_text("# my own")
-    with pytest.raises(UserError, match="is not empty and is not overwritten"):
+    with pytest.raises(UserError, match="is not empty"):
         create_run_dir(tmp_path / "mine")
     assert [p for p in (tmp_path / "mine").rglob("*") if p.is_file()] == [path] and path.read_text() == "# my own"
 

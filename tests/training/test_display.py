@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from sharpscope.cli.inspecting import telling
+from sharpscope.cli.console import progress
 from sharpscope.cli.sweeping import _Bars
 from sharpscope.training import display as shown
 from sharpscope.training.display import RichDisplay, minutes
@@ -51,6 +51,6 @@ def test_a_sweep_prints_its_steps(monkeypatch, capsys):
 
 
 def test_parts_of_a_report_are_printed_without_control_characters(capsys):
-    with telling("reading traces") as tell:
-        tell("figure\x1b[2J 1")
-    assert capsys.readouterr().err == "  reading traces\n  figure [2J 1\n"
+    with progress("reading traces") as update:
+        update("figure\x1b[2J 1")
+    assert capsys.readouterr().err == "  reading traces\n  figure�[2J 1\n"

@@ -53,7 +53,7 @@ def test_the_folder_of_out_is_made(place, tmp_path: Path):
 def test_an_out_that_cannot_be_is_said_before_anything_is_drawn(place, draws, tmp_path: Path):
     (tmp_path / "file").write_text("")
     (tmp_path / "folder.csv").mkdir()
-    for out, says in (("file/rows.csv", "is no folder that can be written"), ("folder.csv", "is a folder")):
+    for out, says in (("file/rows.csv", "is not a writable folder"), ("folder.csv", "is a folder")):
         error = invoke(*place, "--out", out).exception
         assert isinstance(error, UserError) and says in str(error)
     assert not draws

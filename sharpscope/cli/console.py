@@ -1,0 +1,27 @@
+"""Terminal output shared by the commands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import typer
+
+
+def printable(text: str) -> str:
+    """Return `text` on one line, with control characters replaced; text of a file or a model can contain them."""
+    return "".join(c if c.isprintable() else (" " if c in "\n\t" else "�") for c in text)
+
+
+@contextmanager
+def progress(message: str) -> Iterator[Callable[[str], None]]:
+    """Show `message`, and yield a function that shows the next one: in a status line, or as lines without a terminal."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        typer.echo(f"  {message}", err=True)
+        yield lambda text: typer.echo(f"  {printable(text)}", err=True)
+        return
+    with console.status(message) as status:
+        yield lambda text: status.update(printable(text))
