@@ -178,8 +178,8 @@ def test_the_reason_of_every_failure_is_printed(sweep_file, tmp_path: Path):
     done = CliRunner().invoke(app, ["sweep", str(file), "--workers", "2"])
     assert done.exit_code == 1 and "0 interrupted, 2 failed" in done.output, done.output
     mistake, stopped = sorted(line for line in done.output.splitlines() if line.startswith("failed: "))[::-1]
-    assert "no such folder" in mistake and "again: the same command" in mistake
-    assert "truncation: " in stopped and stopped.endswith("(again: --retry)")
+    assert "no such folder" in mistake and "fix this and repeat the command" in mistake
+    assert "truncation: " in stopped and stopped.endswith("(to run it again, use --retry)")
     # the next call leaves the second one, and still says why
     assert "truncation: " in execute(plan_sweep(read_sweep(file))[1:], workers=1, threads=1).errors.popitem()[1]
 
@@ -219,7 +219,7 @@ def test_a_run_that_another_machine_holds_is_named(sweep_file):
     (run.run_dir / "lock.json").write_text(json.dumps(owner))
     done = CliRunner().invoke(app, ["sweep", str(file)], terminal_width=500)
     assert done.exit_code == 1
-    assert "0 finished before, 0 interrupted, 0 failed, 1 run by others" in done.output
+    assert "0 already finished, 0 interrupted, 0 failed, 1 run by others" in done.output
     lock = run.run_dir / "lock.json"
     assert (
         f"is being written by process 1 on elsewhere since {owner['since']}; wait for it, or remove {lock}"

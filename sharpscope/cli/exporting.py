@@ -43,7 +43,8 @@ def export(
     for name, count in counts.items():
         typer.echo(f"{name}: {count} values")
     view = {
-        "tensorboard": f"tensorboard --logdir {out}", "wandb": f"wandb sync {out}/wandb/offline-run-*",
+        "tensorboard": f"tensorboard --logdir {out}",
+        "wandb": f"wandb sync {out}/wandb/offline-run-*",
         "trackio": f"TRACKIO_DIR={out} trackio show --project {project}",
-    }[to]  # fmt: skip
+    }[to]
     typer.echo(f"Written: {out}/. View:  {view}" if not online else f"Uploaded to project {project}.")

@@ -174,9 +174,15 @@ class _Bars:
         self.plain = not console.is_terminal
         self.printed_at = time.monotonic()
         self.progress = Progress(
-            TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-            TextColumn("left"), TimeRemainingColumn(), console=console, disable=self.plain,
-        )  # fmt: skip
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=console,
+            disable=self.plain,
+        )
         self.total = self.progress.add_task("steps of all runs", total=sum(run.config.steps for run in runs))
         self.runs = list(runs)
         self.bars: dict[str, int] = {}

@@ -163,11 +163,19 @@ def evaluate(
     if out is not None:
         check_rows_file(out)
     rows = evaluate_model(
-        str(model), task=task, splits=tuple(split) if split else None, temperatures=tuple(temperature or (0.0, 1.0)),
-        prompts=prompts, samples=samples or max(k or [1]), seed=seed, pass_at=sorted(set(k or [])), overrides=set_ or (),
-        on_progress=lambda text: typer.echo(f"  {text}", err=True), keep=keep,
+        str(model),
+        task=task,
+        splits=tuple(split) if split else None,
+        temperatures=tuple(temperature or (0.0, 1.0)),
+        prompts=prompts,
+        samples=samples or max(k or [1]),
+        seed=seed,
+        pass_at=sorted(set(k or [])),
+        overrides=set_ or (),
+        on_progress=lambda text: typer.echo(f"  {text}", err=True),
+        keep=keep,
         save=None if out is None else lambda rows: save_rows(rows, out),
-    )  # fmt: skip
+    )
     print_evaluation(rows)
     if out is not None:
         typer.echo(f"Written: {out}")

@@ -134,18 +134,25 @@ def observed(
             killed = float((without_gradient[data.mask] != 0).double().mean())
         shares.append(
             {
-                "method": method.name, "mean": summary.mean, "min": summary.minimum, "max": summary.maximum,
-                "at L": summary.saturation_low, "at U": summary.saturation_high, "killed": killed,
+                "method": method.name,
+                "mean": summary.mean,
+                "min": summary.minimum,
+                "max": summary.maximum,
+                "at L": summary.saturation_low,
+                "at U": summary.saturation_high,
+                "killed": killed,
             }
-        )  # fmt: skip
+        )
         tokens.append(
             pd.DataFrame(
                 {
-                    "method": method.name, "probability": data.logp[data.mask].exp().numpy(),
-                    "logit": data.logit[data.mask].numpy(), "weight": weight[data.mask].numpy(),
+                    "method": method.name,
+                    "probability": data.logp[data.mask].exp().numpy(),
+                    "logit": data.logit[data.mask].numpy(),
+                    "weight": weight[data.mask].numpy(),
                 }
             )
-        )  # fmt: skip
+        )
     return pd.concat(tokens, ignore_index=True), pd.DataFrame(shares)
 
 

@@ -1,6 +1,6 @@
-"""The policy: loading a model, prompts as tokens, completions, and what is known of every token.
+"""The policy: loading, prompts, generation, log-probabilities and token statistics.
 
-The function `token_stats` shares the name of its module and is imported from there.
+Import the function `token_stats` from its module, which has the same name.
 """
 
 from __future__ import annotations

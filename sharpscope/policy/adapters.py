@@ -1,4 +1,4 @@
-"""Low-rank adapters by peft: added to a model, saved without it, switched off to be the reference policy."""
+"""Low-rank adapters from peft: add, load, check and disable them."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Whether peft wraps the model."""
+    """Whether the model is a peft model."""
     return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
 
 
 def add_adapters(model: nn.Module, spec: LoraSpec, base: str) -> nn.Module:
-    """`model` with fresh float32 (float64 in a float64 model) adapters, the only trainable parameters.
+    """Add new adapters to a model; they are its only trainable parameters.
 
-    The adapted model starts as the model itself: B is zero. A is drawn from `spec.seed` as peft draws it, uniform with
-    variance 1/(3·inputs).
+    The adapters are float32, or float64 in a float64 model. B is zero, so the outputs do not change. A has peft's
+    distribution, uniform with variance 1/(3·inputs), seeded with `spec.seed`.
 
     Args:
-        model: a causal LM; its linear layers are changed in place.
-        spec: rank, scale and place.
-        base: the folder or hub id that the saved adapters will name as what they belong to.
+        model: A causal LM; its linear layers are replaced in place.
+        spec: Rank, scale and target modules.
+        base: Folder or hub id of the base model, stored with the adapters.
 
     Raises:
-        UserError: peft is missing, or no layer has one of the names.
+        UserError: peft is not installed, or no layer matches the target modules.
     """
     peft = _peft()
     names = spec.target_modules if isinstance(spec.target_modules, str) else list(spec.target_modules)
@@ -46,7 +46,7 @@ def add_adapters(model: nn.Module, spec: LoraSpec, base: str) -> nn.Module:
         task_type="CAUSAL_LM", r=spec.r, lora_alpha=spec.alpha, target_modules=names, lora_dropout=0.0, bias="none"
     )
     try:
-        with torch.random.fork_rng(devices=[]), silenced():  # peft draws A from the global generator; we draw it anew
+        with torch.random.fork_rng(devices=[]), silenced():  # peft initializes A from the global generator
             adapted = peft.get_peft_model(model, config)
     except ValueError as error:
         raise UserError(f"policy.lora.target_modules {names!r}: {str(error).splitlines()[0]}") from None
@@ -56,18 +56,18 @@ def add_adapters(model: nn.Module, spec: LoraSpec, base: str) -> nn.Module:
         for name, parameter in adapted.named_parameters():
             if ".lora_A." in name:
                 bound = 1 / math.sqrt(parameter[0].numel())
-                drawn = torch.rand(parameter.shape, generator=generator, dtype=torch.float64)
-                parameter.copy_((2 * drawn - 1) * bound)
+                uniform = torch.rand(parameter.shape, generator=generator, dtype=torch.float64)
+                parameter.copy_((2 * uniform - 1) * bound)
     return adapted.eval()
 
 
 def load_adapters(model: nn.Module, folder: Path) -> nn.Module:
-    """`model` with the adapters that `folder` holds, trainable; weights from safetensors only.
+    """Add the trainable adapters saved in `folder` to a model, from safetensors only.
 
     Raises:
-        UserError: peft or the adapters' weights are missing, or they do not fit the model.
+        UserError: peft or the weights are missing, or the adapters do not match the model.
     """
-    if not (folder / ADAPTER_WEIGHTS).is_file():  # peft would take a pickle, which can run code when it is read
+    if not (folder / ADAPTER_WEIGHTS).is_file():  # peft would load a pickle, which can run code
         raise UserError(
             f"policy.model '{folder}': no {ADAPTER_WEIGHTS} in that folder; save the adapters with save_pretrained (safetensors)"
         )
@@ -76,53 +76,57 @@ def load_adapters(model: nn.Module, folder: Path) -> nn.Module:
         with silenced():
             adapted = peft.PeftModel.from_pretrained(model, str(folder), is_trainable=True)
     except (OSError, ValueError, RuntimeError, KeyError) as error:
-        raise UserError(f"policy.model '{folder}': its adapters do not load: {str(error).splitlines()[0]}") from error
+        raise UserError(f"policy.model '{folder}': cannot load the adapters: {str(error).splitlines()[0]}") from error
     return adapted.eval()
 
 
 def check_agrees(model: nn.Module, spec: LoraSpec, folder: Path) -> None:
-    """Whether the adapters that `model` got from `folder` are those that `spec` asks for (but for the seed of new ones).
+    """Check that the adapters loaded from `folder` match `spec`, except for the seed.
 
     Raises:
-        UserError: they are not, so that a run's stored configuration would not say what was trained.
+        UserError: They differ, so the stored configuration would not describe the trained model.
     """
     saved = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-    wanted, there = _layers(model, spec.target_modules)
-    asked: dict[str, tuple[Any, Any]] = {"r": (spec.r, saved.get("r")), "alpha": (spec.alpha, saved.get("lora_alpha"))}
-    if wanted != there:
-        asked["target_modules"] = (spec.target_modules, sorted({name.rpartition(".")[2] for name in there}))
-    for name, (given, found) in asked.items():
-        if given != found:
+    targets, present = _layers(model, spec.target_modules)
+    values: dict[str, tuple[Any, Any]] = {"r": (spec.r, saved.get("r")), "alpha": (spec.alpha, saved.get("lora_alpha"))}
+    if targets != present:
+        values["target_modules"] = (spec.target_modules, sorted({name.rpartition(".")[2] for name in present}))
+    for name, (configured, actual) in values.items():
+        if configured != actual:
             raise UserError(
-                f"policy.lora.{name} = {given}: the adapters in '{folder}' have {found}; leave policy.lora out to go on with "
-                "them, or name their base model as policy.model to begin new ones"
+                f"policy.lora.{name} = {configured}: the adapters in '{folder}' have {actual}; remove policy.lora to use "
+                "them, or set policy.model to their base model for new ones"
             )
 
 
 def _layers(model: nn.Module, names: str | tuple[str, ...]) -> tuple[set[str], set[str]]:
-    """Linear layers that adapters of `names` would be on by peft's rules, and those that have one."""
+    """Linear layers that match `names` by peft's rules, and layers with an adapter."""
     adapted: Any = model
     modules: dict[str, nn.Module] = dict(adapted.named_modules())
     present = {name for name in modules if f"{name}.base_layer" in modules}
-    own = {
+    linear = {
         name
         for name, module in modules.items()
         if isinstance(module, nn.Linear | Conv1D) and ".lora_" not in name and not name.endswith(".base_layer")
     } | present
     if names == "all-linear":
         output = adapted.get_output_embeddings()
-        return {name for name in own if modules[name] is not output}, present
-    return {name for name in own if name.endswith(tuple(f".{ending}" for ending in names))}, present
+        return {name for name in linear if modules[name] is not output}, present
+    return {name for name in linear if name.endswith(tuple(f".{suffix}" for suffix in names))}, present
 
 
 def adapter_folder(model: str) -> Path | None:
-    """The folder that `policy.model` names, if it holds adapters and not a whole model."""
+    """The folder `model`, if it contains adapters without a full model, else None."""
     folder = Path(model).expanduser()
     return folder if (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file() else None
 
 
 def base_of(folder: Path) -> str:
-    """The model that saved adapters belong to."""
+    """Folder or hub id of the base model of saved adapters.
+
+    Raises:
+        UserError: The adapters do not name a base model.
+    """
     base = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
         raise UserError(f"policy.model '{folder}': {ADAPTER_CONFIG} names no base model; set base_model_name_or_path")
@@ -131,7 +135,7 @@ def base_of(folder: Path) -> str:
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[nn.Module]:
-    """The base model, with `model`'s adapters switched off."""
+    """Disable the adapters of `model` in this context."""
     adapted: Any = model
     with adapted.disable_adapter():
         yield model

@@ -1,7 +1,7 @@
-"""Key-value caches: one that decoding writes in place, one through which gradients reach a shared prompt.
+"""Key-value caches: one for decoding, written in place, and a differentiable one for shared prompts.
 
-Both keep every key of every layer, so positions in the cache equal positions in the row and transformers' own masks
-(full or sliding window) are right for them.
+Both keep the keys of all positions in every layer, so positions in the cache equal positions in the row, and the masks of
+transformers (full or sliding window) apply.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ CACHED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
 def check_cacheable(model: nn.Module) -> None:
-    """Make sure that keys and values are the model's only memory of earlier tokens.
+    """Check that keys and values are the model's only state.
 
     Raises:
-        UserError: it has layers of another kind (recurrent, chunked attention).
+        UserError: The model has other layers (recurrent, chunked attention).
     """
     config = bare(model).config
     other = set(getattr(config, "layer_types", None) or ()) - CACHED_LAYER_TYPES
@@ -37,7 +37,7 @@ def check_cacheable(model: nn.Module) -> None:
 
 
 class _Layer(CacheLayerMixin):
-    """What transformers asks of a cache layer, for layers that hold all their keys."""
+    """Interface of transformers' cache layers, for layers that keep all keys."""
 
     is_sliding = False
     past = 0
@@ -45,29 +45,31 @@ class _Layer(CacheLayerMixin):
     values: Tensor
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to prepare: the first update brings the tensors."""
+        """Do nothing: the first update sets the tensors."""
 
     def get_seq_length(self) -> int:
-        """Positions held."""
+        """Number of positions in the cache."""
         return self.past
 
     def get_mask_sizes(self, query: int | Tensor) -> tuple[int, int]:
-        """Number of keys that a query of this length will see, and the position of the first."""
-        # transformers gives the number of new positions, below 5.5 the positions themselves
+        """Number of keys for a query of this length, and the position of the first key."""
+        # transformers passes the number of new positions; before 5.5, the positions
         return self.past + (query if isinstance(query, int) else len(query)), 0
 
     def get_max_length(self) -> int:
-        """No limit."""
+        """No maximum length."""
         return -1
 
     def get_max_cache_shape(self) -> int:
-        """No limit; the name of `get_max_length` in earlier versions of transformers 5."""
+        """No maximum length; the name of `get_max_length` in earlier versions of transformers 5."""
         return -1
 
 
 class _TakeRows(torch.autograd.Function):
-    """Rows of a tensor, whose gradient is summed by a matrix product: several times as fast as index_select's, which adds
-    element by element, and in the same order every time on every device."""
+    """Index rows, with a matrix product in the backward pass.
+
+    It is several times as fast as the backward pass of index_select, and deterministic on all devices.
+    """
 
     @staticmethod
     def forward(ctx: Any, states: Tensor, rows: Tensor) -> Tensor:
@@ -78,49 +80,49 @@ class _TakeRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         (rows,), gradient = ctx.saved_tensors, gradients[0]  # (n, …)
-        chosen = torch.arange(ctx.count, device=rows.device)[:, None] == rows  # (B, n)
-        total = chosen.to(gradient.dtype) @ gradient.reshape(len(rows), -1)
+        selected = torch.arange(ctx.count, device=rows.device)[:, None] == rows  # (B, n)
+        total = selected.to(gradient.dtype) @ gradient.reshape(len(rows), -1)
         return total.view(ctx.count, *gradient.shape[1:]), None
 
 
 def take_rows(states: Tensor, rows: Tensor) -> Tensor:
-    """`states[rows]`, (B, …) -> (n, …), for `rows` (n,) that repeat many times."""
+    """Return `states[rows]`, (B, …) -> (n, …); efficient if `rows` (n,) has many repetitions."""
     return _TakeRows.apply(states, rows)
 
 
 class PromptLayer(_Layer):
-    """Keeps the prompts' keys and values (B, H, P, d_head), with their graph."""
+    """Keys and values (B, H, P, d_head) of prompts, with their autograd graph."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """See transformers: adds the new states (n, H, t, d_head) and returns all that is attended to."""
+        """Add states (n, H, t, d_head) and return all keys and values to attend to; see transformers."""
         self.keys, self.values = key_states, value_states
         self.past = key_states.shape[2]
         return key_states, value_states
 
 
 class ContinuationLayer(_Layer):
-    """Puts the keys and values of each row's prompt before those of its completion, and keeps nothing itself."""
+    """Prepends the keys and values of each row's prompt; stores nothing itself."""
 
     def __init__(self, prompt: PromptLayer, row_prompt: Tensor) -> None:
         super().__init__()
         self.prompt, self.row_prompt, self.past = prompt, row_prompt, prompt.past
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """See transformers: adds the new states (n, H, t, d_head) and returns all that is attended to."""
+        """Add states (n, H, t, d_head) and return all keys and values to attend to; see transformers."""
         keys = take_rows(self.prompt.keys, self.row_prompt)  # (B, H, P, d) -> (n, H, P, d)
         values = take_rows(self.prompt.values, self.row_prompt)
         return torch.cat([keys, key_states], 2), torch.cat([values, value_states], 2)  # (n, H, P+T, d)
 
 
 class AppendLayer(_Layer):
-    """Keeps given keys and values (n, H, L, d_head) and those of what is read after them."""
+    """Keys and values (n, H, L, d_head) to which updates are appended."""
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         super().__init__()
         self.keys, self.values, self.past = keys, values, keys.shape[2]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """See transformers: adds the new states (n, H, t, d_head) and returns all that is held."""
+        """Add states (n, H, t, d_head) and return all keys and values; see transformers."""
         self.keys = torch.cat([self.keys, key_states], 2)
         self.values = torch.cat([self.values, value_states], 2)
         self.past = self.keys.shape[2]
@@ -128,14 +130,14 @@ class AppendLayer(_Layer):
 
 
 class PromptCache(Cache):
-    """Differentiable cache of B prompts; `continuation(row_prompt)` continues them in n rows."""
+    """Differentiable cache of B prompts; `continuation(row_prompt)` is a cache of n rows that continue them."""
 
     def __init__(self) -> None:
         super().__init__(layer_class_to_replicate=PromptLayer)
 
     @classmethod
     def of(cls, states: Iterable[tuple[Tensor, Tensor]]) -> PromptCache:
-        """A cache that holds these keys and values, (B, H, P, d_head) both, layer by layer."""
+        """Create a cache from keys and values, (B, H, P, d_head) each, per layer."""
         cache = cls()
         for keys, values in states:
             layer = PromptLayer()
@@ -148,81 +150,83 @@ class PromptCache(Cache):
         """Keys and values of each layer, both (B, H, P, d_head)."""
         return [(layer.keys, layer.values) for layer in self.layers]  # type: ignore[misc, union-attr]
 
-    def move_right(self, behind: Tensor) -> None:
-        """Turn right padding into left padding: what stands before the last `behind` (B,) positions goes to the end."""
-        if not bool(behind.any()):
+    def pad_left(self, padding: Tensor) -> None:
+        """Turn right padding into left padding: shift each text right by `padding` (B,) positions."""
+        if not bool(padding.any()):
             return
         width = self.states[0][0].shape[2]
-        place = torch.arange(width, device=behind.device)[None] - behind[:, None]  # (B, P)
-        place = place.clamp_min(0)[:, None, :, None]  # what padding holds does not matter, as long as it is finite
+        index = torch.arange(width, device=padding.device)[None] - padding[:, None]  # (B, P)
+        index = index.clamp_min(0)[:, None, :, None]  # padding can have any finite values
         for layer in self.layers:
             for name in ("keys", "values"):
                 states = getattr(layer, name)  # (B, H, P, d)
-                setattr(layer, name, states.gather(2, place.expand(-1, states.shape[1], -1, states.shape[3])))
+                setattr(layer, name, states.gather(2, index.expand(-1, states.shape[1], -1, states.shape[3])))
 
     def rows(self, index: Tensor) -> PromptCache:
-        """The texts `index` (m,) long."""
+        """Select the texts `index` (m,) long."""
         return PromptCache.of((keys[index], values[index]) for keys, values in self.states)
 
     def continuation(self, row_prompt: Tensor) -> Cache:
-        """A cache for rows whose prompts are `row_prompt` (n,) long, for one forward pass."""
+        """Cache for one forward pass of n rows with the prompts `row_prompt` (n,) long."""
         return Cache(layers=[ContinuationLayer(layer, row_prompt) for layer in self.layers])  # type: ignore[arg-type]
 
 
 def read_prompts(body: nn.Module, ids: Tensor, lengths: Tensor) -> tuple[Tensor, PromptCache]:
-    """Run B prompts, once each.
+    """Run B prompts once.
 
     Args:
-        body: the model without its output layer.
-        ids: (B, P) token ids, padded on the right: causal attention then needs no mask.
-        lengths: (B,) tokens of each prompt.
+        body: The model without its output layer.
+        ids: (B, P) token ids, padded on the right, so that causal attention needs no mask.
+        lengths: (B,) length of each prompt [tokens].
 
     Returns:
-        The hidden state (B, d) of each prompt's last token; and the cache, padded on the *left*, so that what follows
-        is adjacent to every prompt and distances in the cache are distances in the text.
+        The hidden state (B, d) of each prompt's last token, and the cache, padded on the *left*, so that completions are
+        adjacent to their prompts and distances in the cache are distances in the text.
     """
     cache = PromptCache()
-    # The mask of ones says that padding is meant to be seen by what is padding itself; nothing earlier looks at it.
-    everything = torch.ones_like(ids)
+    # A mask of ones: only padding attends to padding.
+    mask = torch.ones_like(ids)
     hidden = body(
-        input_ids=ids, attention_mask=everything, past_key_values=cache, use_cache=True
+        input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True
     ).last_hidden_state  # (B, P, d)
-    cache.move_right(ids.shape[1] - lengths)
+    cache.pad_left(ids.shape[1] - lengths)
     return hidden[torch.arange(len(ids), device=ids.device), lengths - 1], cache
 
 
-def read_on(
+def extend(
     body: nn.Module, before: PromptCache, lengths: Tensor, ids: Tensor, new: Tensor
 ) -> tuple[Tensor, PromptCache, Tensor]:
-    """Read more of n texts whose beginnings a cache holds.
+    """Append tokens to n cached texts.
 
     Args:
-        body: the model without its output layer.
-        before: what was read so far, (n, H, W, d_head) per layer, padded on the left.
-        lengths: (n,) tokens of each text so far.
-        ids: (n, K) tokens to read, padded on the right.
-        new: (n,) of them that are no padding, at least 1.
+        body: The model without its output layer.
+        before: Cache of the texts, (n, H, W, d_head) per layer, padded on the left.
+        lengths: (n,) length of each text [tokens].
+        ids: (n, K) tokens to append, padded on the right.
+        new: (n,) number of tokens to append, at least 1.
 
     Returns:
-        The hidden state (n, d) of each text's last token; the cache of all of it, padded on the left; and (n,) the
-        tokens of each text now.
+        The hidden state (n, d) of each text's last token, the cache of the extended texts, padded on the left, and their
+        lengths (n,).
     """
-    width, here = before.states[0][0].shape[2], torch.arange(ids.shape[1], device=ids.device)
-    seen = torch.arange(width, device=ids.device) >= width - lengths[:, None]  # (n, W)
+    width, column = before.states[0][0].shape[2], torch.arange(ids.shape[1], device=ids.device)
+    mask = torch.arange(width, device=ids.device) >= width - lengths[:, None]  # (n, W)
     cache = Cache(layers=[AppendLayer(keys, values) for keys, values in before.states])
     hidden = body(
-        input_ids=ids, attention_mask=torch.cat([seen.long(), torch.ones_like(ids)], 1),
-        # Padding gets the last token's position: one of its own might lie outside the context.
-        position_ids=lengths[:, None] + torch.minimum(here, new[:, None] - 1),
-        past_key_values=cache, use_cache=True,
-    ).last_hidden_state  # (n, K, d)  # fmt: skip
+        input_ids=ids,
+        attention_mask=torch.cat([mask.long(), torch.ones_like(ids)], 1),
+        # Padding has the position of the last token, which is inside the context.
+        position_ids=lengths[:, None] + torch.minimum(column, new[:, None] - 1),
+        past_key_values=cache,
+        use_cache=True,
+    ).last_hidden_state  # (n, K, d)
     after = PromptCache.of((layer.keys, layer.values) for layer in cache.layers)  # type: ignore[union-attr, misc]
-    after.move_right(ids.shape[1] - new)
+    after.pad_left(ids.shape[1] - new)
     return hidden[torch.arange(len(ids), device=ids.device), new - 1], after, lengths + new
 
 
 def stack(parts: Sequence[PromptCache]) -> PromptCache:
-    """The texts of several caches, padded on the left, one after the other in one cache as wide as the widest."""
+    """Concatenate the texts of several caches, padded on the left to the widest."""
     width = max(part.states[0][0].shape[2] for part in parts)
     layers = zip(*(part.states for part in parts), strict=True)
     return PromptCache.of(
@@ -235,34 +239,32 @@ def _stack(parts: Sequence[Tensor], width: int) -> Tensor:
 
 
 class GrowingLayer(_Layer):
-    """Keys and values of n rows, written in place one position a forward pass.
+    """Keys and values of n rows, written in place; the capacity doubles when it is exceeded.
 
     Args:
-        keys: (n, H, L, d_head), what the rows start with; L may be 0.
-        values: (n, H, L, d_head).
-        room: positions to make room for; the room doubles when it is full.
-        before: positions that precede these ones and are kept elsewhere.
+        keys: (n, H, L, d_head), initial keys; L can be 0.
+        values: (n, H, L, d_head), initial values.
+        capacity: Number of positions to reserve.
+        before: Number of earlier positions, stored elsewhere.
     """
 
-    def __init__(self, keys: Tensor, values: Tensor, room: int, before: int = 0) -> None:
+    def __init__(self, keys: Tensor, values: Tensor, capacity: int, before: int = 0) -> None:
         super().__init__()
         self.used, self.before = keys.shape[2], before
-        self.keys, self.values = _with_room(keys, room), _with_room(values, room)
+        self.keys, self.values = _reserve(keys, capacity), _reserve(values, capacity)
 
     @property
     def past(self) -> int:  # type: ignore[override]
-        """Positions so far."""
+        """Number of positions in the cache."""
         return self.before + self.used
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """See transformers: adds the new states (n, H, t, d_head) and returns all that is held."""
+        """Add states (n, H, t, d_head) and return all keys and values; see transformers."""
         start, self.used = self.used, self.used + key_states.shape[2]
         if self.used > self.keys.shape[2]:
-            room = max(self.used, 2 * self.keys.shape[2]) - start
-            self.keys, self.values = (
-                _with_room(self.keys[:, :, :start], room),
-                _with_room(self.values[:, :, :start], room),
-            )
+            capacity = max(self.used, 2 * self.keys.shape[2]) - start
+            self.keys = _reserve(self.keys[:, :, :start], capacity)
+            self.values = _reserve(self.values[:, :, :start], capacity)
         self.keys[:, :, start : self.used] = key_states
         self.values[:, :, start : self.used] = value_states
         return self.keys[:, :, : self.used], self.values[:, :, : self.used]
@@ -272,54 +274,54 @@ class GrowingLayer(_Layer):
         return self.keys[rows, :, : self.used], self.values[rows, :, : self.used]
 
     def keep(self, rows: Tensor, skip: int = 0) -> None:
-        """Keep only `rows` (long), without their first `skip` positions."""
-        room = self.keys.shape[2] - self.used
-        self.keys = _with_room(self.keys[:, :, skip : self.used], room, rows)
-        self.values = _with_room(self.values[:, :, skip : self.used], room, rows)
+        """Keep only `rows` (long), and remove their first `skip` positions."""
+        capacity = self.keys.shape[2] - self.used
+        self.keys = _reserve(self.keys[:, :, skip : self.used], capacity, rows)
+        self.values = _reserve(self.values[:, :, skip : self.used], capacity, rows)
         self.used -= skip
 
 
-def _with_room(states: Tensor, room: int, rows: Tensor | None = None) -> Tensor:
-    """`states` (n, H, L, d), or `rows` of it, in a new tensor with `room` positions behind them."""
+def _reserve(states: Tensor, capacity: int, rows: Tensor | None = None) -> Tensor:
+    """Copy `states` (n, H, L, d), or its `rows`, to a tensor with `capacity` more positions."""
     count, heads, used, width = states.shape
-    grown = states.new_empty(count if rows is None else len(rows), heads, used + room, width)
+    grown = states.new_empty(count if rows is None else len(rows), heads, used + capacity, width)
     grown[:, :, :used] = states if rows is None else states.index_select(0, rows)
     return grown
 
 
 class DecodeCache(Cache):
-    """The cache of n rows being decoded, each with a copy of its prompt's keys and values.
+    """Decoding cache of n rows, each with a copy of its prompt's keys and values.
 
-    For models whose attention cannot be replaced; `SharedDecodeCache` needs no copies.
+    It is used for models whose attention cannot be replaced; `SharedDecodeCache` needs no copies.
 
     Args:
-        prompts: the B prompts' cache.
-        lengths: (B,) tokens of each prompt.
+        prompts: Cache of B prompts.
+        lengths: (B,) length of each prompt [tokens].
         row_prompt: (n,) prompt of each row.
-        room: positions behind the prompts to start with.
+        capacity: Initial number of positions after the prompts.
     """
 
-    def __init__(self, prompts: PromptCache, lengths: Tensor, row_prompt: Tensor, room: int) -> None:
-        layers = [GrowingLayer(keys[row_prompt], values[row_prompt], room) for keys, values in prompts.states]
+    def __init__(self, prompts: PromptCache, lengths: Tensor, row_prompt: Tensor, capacity: int) -> None:
+        layers = [GrowingLayer(keys[row_prompt], values[row_prompt], capacity) for keys, values in prompts.states]
         super().__init__(layers=layers)  # type: ignore[arg-type]
-        self.padding = (layers[0].used - lengths)[row_prompt]  # (n,) columns of padding on the left
-        self.tokens = lengths[row_prompt]  # (n,) tokens so far
+        self.padding = (layers[0].used - lengths)[row_prompt]  # (n,) padding on the left
+        self.tokens = lengths[row_prompt]  # (n,) length
 
     def keep(self, rows: Tensor) -> None:
-        """Keep only `rows` (long), without the columns that are padding in all of them."""
+        """Keep only `rows` (long), and remove columns that are padding in all of them."""
         self.padding, self.tokens = self.padding[rows], self.tokens[rows]
         skip = int(self.padding.min())
         self.padding = self.padding - skip
         for layer in self.layers:
             layer.keep(rows, skip)  # type: ignore[union-attr]
 
-    def texts(self, rows: Tensor, behind: Tensor) -> PromptCache:
-        """All that `rows` (m,) hold but their last `behind` (m,) positions, in a cache of its own."""
-        found = PromptCache.of(cast(GrowingLayer, layer).of(rows) for layer in self.layers)
-        found.move_right(behind)
-        return found
+    def texts(self, rows: Tensor, drop: Tensor) -> PromptCache:
+        """Copy `rows` (m,) without their last `drop` (m,) positions to a new cache."""
+        cache = PromptCache.of(cast(GrowingLayer, layer).of(rows) for layer in self.layers)
+        cache.pad_left(drop)
+        return cache
 
     def mask(self) -> Tensor:
-        """(n, L+1) attention mask of the next forward pass, of one token a row."""
+        """(n, L+1) attention mask of the next forward pass, of one token per row."""
         width = self.get_seq_length() + 1
         return (torch.arange(width, device=self.padding.device) >= self.padding[:, None]).long()

@@ -1,4 +1,4 @@
-"""Differentiable log-probabilities of chosen tokens that never hold all logits of a large vocabulary."""
+"""Differentiable log-probabilities of tokens without storing all logits of a large vocabulary."""
 
 from __future__ import annotations
 
@@ -11,24 +11,27 @@ from torch.autograd.function import once_differentiable
 from sharpscope.policy.head import Head, widened
 from sharpscope.policy.token_stats import LOGIT_BYTES, STAT_NAMES, cache_budget, chunks, flat_stats, logit_stats
 
-# Logits kept for the backward pass where they are no larger than this; beyond it they are computed twice.
+# Maximum size of logits stored for the backward pass; larger ones are recomputed.
 KEEP_BYTES = {"cpu": 256 * 2**20, "cuda": 1024 * 2**20}
 
 
 def flat_logp(
     hidden: Tensor, head: Head, targets: Tensor, temperature: float, *, stats: bool, keep_logits: bool | None = None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Log-probabilities (M,) of `targets` (M,) given `hidden` (M, d), differentiable in hidden and the head.
+    """Compute log-probabilities of tokens, differentiable in `hidden` and the head.
 
     Args:
-        hidden: (M, d), at least float32.
-        head: the output layer.
+        hidden: (M, d) hidden states, at least float32.
+        head: The output layer.
         targets: (M,) long.
         temperature: T > 0.
-        stats: also return the tokens' statistics, name -> (M,), from the same logits, without gradient.
-        keep_logits: True = keep all (M, V) logits for the backward pass; False = compute them again there, in chunks
-            (first derivatives only); None = keep them if they are small and the layer is not held in half precision,
-            whose float32 copy would be kept with them.
+        stats: Whether to also return the tokens' statistics from the same logits, without gradient.
+        keep_logits: True: store all (M, V) logits for the backward pass; False: recompute them in chunks (first
+            derivatives only); None: store them if they are small and the layer is not in half precision, since its
+            float32 copy would be stored too.
+
+    Returns:
+        Log-probabilities (M,) [nats], and the statistics by name, (M,) each, or an empty dict.
     """
     bytes_per_row = head.weight.shape[0] * max(4, hidden.element_size())
     if keep_logits is None:
@@ -37,8 +40,8 @@ def flat_logp(
     if not keep_logits:
         logp, *others = _ChunkedLogp.apply(hidden, head.weight, head.bias, head, targets, temperature, stats)
         names = [name for name in STAT_NAMES if name != "logp"]
-        found = dict(zip(names, others, strict=True)) | {"logp": logp.detach()} if stats else {}
-        return logp, found
+        values = dict(zip(names, others, strict=True)) | {"logp": logp.detach()} if stats else {}
+        return logp, values
     z = head.logits(hidden)  # (M, V)
     all_logp = torch.log_softmax(z if temperature == 1.0 else z / temperature, -1)
     logp = all_logp.gather(1, targets[:, None])[:, 0]
@@ -53,19 +56,25 @@ def flat_logp(
 
 
 class _ChunkedLogp(torch.autograd.Function):
-    """logp, then the other statistics if asked for; the backward pass computes the logits of a chunk again."""
+    """logp and optionally the other statistics; the backward pass recomputes the logits in chunks."""
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head, targets: Tensor, temperature: float,
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        head: Head,
+        targets: Tensor,
+        temperature: float,
         stats: bool,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
+    ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(hidden, weight, targets)
         ctx.head, ctx.temperature = head, temperature
-        found = flat_stats(hidden, head, targets, temperature)
-        others = tuple(found[name] for name in STAT_NAMES if name != "logp") if stats else ()
+        values = flat_stats(hidden, head, targets, temperature)
+        others = tuple(values[name] for name in STAT_NAMES if name != "logp") if stats else ()
         ctx.mark_non_differentiable(*others)
-        return found["logp"], *others
+        return values["logp"], *others
 
     @staticmethod
     @once_differentiable
@@ -73,7 +82,7 @@ class _ChunkedLogp(torch.autograd.Function):
         hidden, weight, targets = ctx.saved_tensors
         head: Head = ctx.head
         g = gradients[0]  # (M,)
-        wide = torch.promote_types(weight.dtype, torch.float32)  # sums over chunks are not rounded to half precision
+        wide = torch.promote_types(weight.dtype, torch.float32)  # accumulate in at least float32
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
         grad_bias = torch.zeros(len(weight), dtype=wide, device=weight.device) if ctx.needs_input_grad[2] else None
@@ -95,6 +104,11 @@ class _ChunkedLogp(torch.autograd.Function):
             if grad_bias is not None:
                 grad_bias += grad_z.sum(0, dtype=wide)
         return (
-            grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype),
-            None if grad_bias is None else grad_bias.to(weight.dtype), None, None, None, None,
-        )  # fmt: skip
+            grad_hidden,
+            None if grad_weight is None else grad_weight.to(weight.dtype),
+            None if grad_bias is None else grad_bias.to(weight.dtype),
+            None,
+            None,
+            None,
+            None,
+        )

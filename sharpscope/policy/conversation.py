@@ -1,4 +1,4 @@
-"""Conversations: when a turn of the policy has ended, and what the environment says to it."""
+"""Multi-turn conversations: the environment's replies and the end of the policy's turns."""
 
 from __future__ import annotations
 
@@ -16,68 +16,82 @@ _closing: WeakKeyDictionary[PreTrainedTokenizerBase, dict[tuple[str, ...], list[
 
 @dataclass(frozen=True)
 class Environment:
-    """A task that speaks in the middle of completions; `examples` has one entry a prompt."""
+    """An interactive task, which replies within completions.
+
+    Attributes:
+        task: The task.
+        examples: One example per prompt.
+    """
 
     task: InteractiveTask
     examples: Sequence[Example]
 
     @property
     def stop(self) -> tuple[str, ...]:
-        """Texts that end a turn of the policy."""
+        """Strings that end a turn of the policy."""
         return tuple(self.task.stop)
 
     def replies(self, prompts: Sequence[int], completions: Sequence[str]) -> list[str | None]:
-        """What it says to conversations about `prompts`, given everything after the prompt; None ends one."""
+        """Replies to conversations.
+
+        Args:
+            prompts: Index of each conversation's prompt.
+            completions: Text of each conversation after the prompt.
+
+        Returns:
+            The replies; None ends a conversation.
+        """
         return respond_all(self.task, [self.examples[i] for i in prompts], completions)
 
 
 class Turns:
-    """Listens to `count` rows while they write one turn each.
+    """Tokens of `count` rows in one turn; a turn ends when its text contains one of `stop`.
 
-    A turn has ended when its text contains one of `stop`. Text is only made where the new token can be the end of such
-    a text, which is known of every token of the vocabulary beforehand.
+    Text is decoded only after tokens that can complete a stop string, which is precomputed for the vocabulary.
     """
 
     def __init__(self, policy: Policy, stop: tuple[str, ...], count: int) -> None:
         self.tokens: list[list[int]] = [[] for _ in range(count)]
         self._policy, self._stop = policy, stop
-        self._may_end = closing_tokens(policy.tokenizer, stop)
+        self._can_end = closing_tokens(policy.tokenizer, stop)
 
-    def hear(self, members: Sequence[int], tokens: Sequence[int]) -> list[bool]:
-        """Add a token to each of the rows `members`; whether it completes a stop text."""
+    def add(self, members: Sequence[int], tokens: Sequence[int]) -> list[bool]:
+        """Append a token to each of the rows `members`; return whether each completes a stop string."""
         ended = []
         for member, token in zip(members, tokens, strict=True):
-            spoken = self.tokens[member]
-            spoken.append(token)
-            may = token < len(self._may_end) and self._may_end[token]
-            ended.append(may and any(stop in self.text(member) for stop in self._stop))
+            self.tokens[member].append(token)
+            can_end = token < len(self._can_end) and self._can_end[token]
+            ended.append(can_end and any(stop in self.text(member) for stop in self._stop))
         return ended
 
     def text(self, member: int) -> str:
-        """What a row wrote in this turn, without a final end-of-text token."""
+        """Text of a row's turn, without a final end-of-text token."""
         tokens = self.tokens[member]
-        spoken = tokens[:-1] if tokens and tokens[-1] in self._policy.eos_ids else tokens
-        return as_text(self._policy.tokenizer, spoken)
+        ended = bool(tokens) and tokens[-1] in self._policy.eos_ids
+        return as_text(self._policy.tokenizer, tokens[:-1] if ended else tokens)
 
 
 def as_text(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
-    """Tokens as text, special ones included."""
+    """Decode tokens, including special tokens."""
     return str(tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 def closing_tokens(tokenizer: PreTrainedTokenizerBase, stop: tuple[str, ...]) -> list[bool]:
-    """For each token of the vocabulary whether it could complete one of the texts `stop`.
+    """Return for each token of the vocabulary whether it can complete one of the strings `stop`.
 
-    It could if it contains one, or begins with the end of one, or is part of a character.
+    It can if it contains one, starts with the end of one, or is part of a character.
     """
-    known = _closing.setdefault(tokenizer, {})
-    if stop not in known:
-        ends = tuple({text[i:] for text in stop for i in range(len(text))})
+    cached = _closing.setdefault(tokenizer, {})
+    if stop not in cached:
+        suffixes = tuple({text[i:] for text in stop for i in range(len(text))})
         texts = tokenizer.batch_decode(
             [[i] for i in range(len(tokenizer))], skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
-        known[stop] = [
-            "\ufffd" in text or text.startswith(ends) or text.lstrip().startswith(ends) or any(s in text for s in stop)
+        cached[stop] = [
+            "\ufffd" in text
+            or text.startswith(suffixes)
+            or text.lstrip().startswith(suffixes)
+            or any(s in text for s in stop)
             for text in texts
         ]
-    return known[stop]
+    return cached[stop]

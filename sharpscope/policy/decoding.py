@@ -1,4 +1,4 @@
-"""One turn of many completions: key-value cached decoding, from which rows leave as they end."""
+"""Batched decoding of one turn with a key-value cache; finished rows are removed from the batch."""
 
 from __future__ import annotations
 
@@ -16,16 +16,22 @@ from sharpscope.policy.loading import Policy
 from sharpscope.policy.sampling import draw
 from sharpscope.policy.shared_decoding import SharedDecodeCache, can_share_decoding, shared_attention
 
-# Rows that are done stay until they are this share of the batch: leaving copies the cache of those who go on.
-LEAVE_SHARE = 0.125
-FIRST_ROOM = 64  # positions behind the prompt that the cache starts with; it doubles when it is full
+# Finished rows are removed when they are this share of the batch, since removal copies the cache of the others.
+REMOVE_SHARE = 0.125
+INITIAL_CAPACITY = 64  # positions of the cache after the prompt; doubles when exceeded
 
 
 @dataclass(frozen=True)
 class Output:
-    """Tensors on the CPU that decoding fills in place: (N, max_new_tokens), or (N,) for length and truncated.
+    """Tensors on the CPU that decoding fills in place.
 
-    `own` is where the policy chose the token; `length` counts positions in use, an environment's text included.
+    Attributes:
+        ids: (N, max_new_tokens) tokens.
+        own: (N, max_new_tokens) bool, True for tokens that the policy sampled.
+        logp: (N, max_new_tokens) log-probabilities before top-p and top-k [nats].
+        sampler_logp: (N, max_new_tokens) log-probabilities after top-p and top-k [nats].
+        length: (N,) positions in use, including the environment's text.
+        truncated: (N,) bool, True for rows that reached the limit.
     """
 
     ids: Tensor
@@ -37,24 +43,27 @@ class Output:
 
     @classmethod
     def blank(cls, count: int, width: int, pad_id: int) -> Output:
-        """N = `count` empty rows, truncated until they end."""
+        """Create N = `count` empty rows, marked as truncated."""
         return cls(
-            ids=torch.full((count, width), pad_id), own=torch.zeros(count, width, dtype=torch.bool),
-            logp=torch.zeros(count, width), sampler_logp=torch.zeros(count, width),
-            length=torch.zeros(count, dtype=torch.long), truncated=torch.ones(count, dtype=torch.bool),
-        )  # fmt: skip
+            ids=torch.full((count, width), pad_id),
+            own=torch.zeros(count, width, dtype=torch.bool),
+            logp=torch.zeros(count, width),
+            sampler_logp=torch.zeros(count, width),
+            length=torch.zeros(count, dtype=torch.long),
+            truncated=torch.ones(count, dtype=torch.bool),
+        )
 
 
 @dataclass(frozen=True)
 class Start:
-    """What n rows stand at when a turn begins.
+    """State of n rows at the start of a turn.
 
     Attributes:
-        rows: (n,) long on the CPU, which completions they are.
-        cache: keys and values of B texts, padded on the left.
-        lengths: (B,) tokens of each text.
+        rows: (n,) long on the CPU, index of each completion.
+        cache: Keys and values of B texts, padded on the left.
+        lengths: (B,) length of each text [tokens].
         row_text: (n,) text of each row, ascending.
-        hidden: (n, d) hidden states that the first tokens are drawn from.
+        hidden: (n, d) hidden states from which the first tokens are sampled.
     """
 
     rows: Tensor
@@ -66,12 +75,12 @@ class Start:
 
 @dataclass(frozen=True)
 class Ended:
-    """Rows whose turn ended by itself, not by the limit: their keys and values but those of the turn's last token.
+    """Rows whose turn ended before the limit, with keys and values except for the turn's last token.
 
     Attributes:
-        members: (m,) long on the CPU, places in the turn's `Start.rows`.
-        cache: m texts, padded on the left.
-        lengths: (m,) tokens that the cache holds of each.
+        members: (m,) long on the CPU, indices into the turn's `Start.rows`.
+        cache: Cache of m texts, padded on the left.
+        lengths: (m,) length of each text in the cache [tokens].
     """
 
     members: Tensor
@@ -82,59 +91,59 @@ class Ended:
 def decode_turn(
     policy: Policy, start: Start, uniforms: Tensor, spec: SamplingSpec, out: Output, turns: Turns | None = None
 ) -> Ended | None:
-    """Decode one turn of all rows together and write it into `out`, behind what they hold already.
+    """Decode one turn of all rows in a batch and append it to `out`.
 
     Args:
-        policy: model and tokenizer.
-        start: the rows; those of one text adjacent.
-        uniforms: (n, max_new_tokens) on the model's device, one for each position of a completion.
-        spec: how tokens are drawn, and the limit of positions.
-        out: what was written so far.
-        turns: listens for texts that end a turn; None: only the end-of-text token and the limit do, and nothing follows.
+        policy: Model and tokenizer.
+        start: The rows; rows of one text are adjacent.
+        uniforms: (n, max_new_tokens) on the model's device, one per position of a completion.
+        spec: Sampling parameters and maximum length.
+        out: The completions so far.
+        turns: Detects stop strings; None: only the end-of-text token and the limit end a turn, and no turn follows.
 
     Returns:
-        With `turns`, the rows that could go on; None if there are none.
+        With `turns`, the rows that can continue; None if there are none.
     """
     device, body, head = policy.device, backbone(policy.model), policy.head
     rows, hidden, ends = start.rows.to(device), start.hidden, torch.tensor(policy.eos_ids, device=device)
     used = out.length[start.rows].to(device)  # (n,) positions before this turn
-    room = min(FIRST_ROOM, spec.max_new_tokens)
-    kind = SharedDecodeCache if can_share_decoding(policy.model) else DecodeCache
-    cache = kind(start.cache, start.lengths, start.row_text, room)
+    cache_class = SharedDecodeCache if can_share_decoding(policy.model) else DecodeCache
+    capacity = min(INITIAL_CAPACITY, spec.max_new_tokens)
+    cache = cache_class(start.cache, start.lengths, start.row_text, capacity)
     member = torch.arange(len(rows), device=device)
-    position, going = start.lengths[start.row_text], torch.ones_like(member, dtype=torch.bool)
-    ended_at = torch.full_like(member, -1)  # (n,) step of a turn's last token, −1 where the limit cut it
+    position, running = start.lengths[start.row_text], torch.ones_like(member, dtype=torch.bool)
+    ended_at = torch.full_like(member, -1)  # (n,) step of a turn's last token, −1 if truncated
     record: list[tuple[Tensor, ...]] = []
     parts: list[Ended] = []
 
-    def leave(gone: Tensor, step: int) -> None:
-        """Keep what the rows in places `gone` of the batch know, if their conversation could go on."""
-        gone = gone[ended_at[member[gone]] >= 0] if turns is not None else gone[:0]
-        if len(gone):
-            at = ended_at[member[gone]]
-            lengths = start.lengths[start.row_text[member[gone]]] + at
-            parts.append(Ended(member[gone].cpu(), cache.texts(gone, step - at), lengths))
+    def collect(finished: Tensor, step: int) -> None:
+        """Add the batch rows `finished` to `parts` if their conversation can continue."""
+        finished = finished[ended_at[member[finished]] >= 0] if turns is not None else finished[:0]
+        if len(finished):
+            at = ended_at[member[finished]]
+            lengths = start.lengths[start.row_text[member[finished]]] + at
+            parts.append(Ended(member[finished].cpu(), cache.texts(finished, step - at), lengths))
 
     with shared_attention(policy.model, cache) if isinstance(cache, SharedDecodeCache) else nullcontext():
         for step in range(spec.max_new_tokens):
             column = used[member] + step
             u = uniforms[member, column.clamp_max(spec.max_new_tokens - 1)]
             token, logp, sampler_logp = draw(head.logits(hidden), u, spec)
-            record.append((rows[member], going, column, token, logp, logp if sampler_logp is None else sampler_logp))
+            record.append((rows[member], running, column, token, logp, logp if sampler_logp is None else sampler_logp))
             stops = torch.isin(token, ends)
             if turns is not None:
-                listening = going.nonzero()[:, 0]
-                heard = turns.hear(member[listening].tolist(), token[listening].tolist())
-                stops = stops.index_put((listening,), stops[listening] | torch.tensor(heard, device=device))
-            ended_at[member[going & stops]] = step
-            going = going & ~stops & (column + 1 < spec.max_new_tokens)
-            done = int((~going).sum())
-            if done == len(going):
+                active = running.nonzero()[:, 0]
+                stopped = turns.add(member[active].tolist(), token[active].tolist())
+                stops = stops.index_put((active,), stops[active] | torch.tensor(stopped, device=device))
+            ended_at[member[running & stops]] = step
+            running = running & ~stops & (column + 1 < spec.max_new_tokens)
+            done = int((~running).sum())
+            if done == len(running):
                 break
-            if done > LEAVE_SHARE * len(going):
-                leave((~going).nonzero()[:, 0], step)
-                keep = going.nonzero()[:, 0]
-                member, token, position, going = member[keep], token[keep], position[keep], going[keep]
+            if done > REMOVE_SHARE * len(running):
+                collect((~running).nonzero()[:, 0], step)
+                keep = running.nonzero()[:, 0]
+                member, token, position, running = member[keep], token[keep], position[keep], running[keep]
                 cache.keep(keep)
             hidden = body(
                 input_ids=token[:, None],
@@ -144,23 +153,23 @@ def decode_turn(
                 use_cache=True,
             ).last_hidden_state[:, 0]  # (n, d)
             position = position + 1
-        leave(torch.arange(len(member), device=device), step)
+        collect(torch.arange(len(member), device=device), step)
     _write(record, out)
     out.truncated[start.rows] = (ended_at < 0).cpu()
     if not parts:
         return None
     order = torch.cat([part.members for part in parts]).argsort()
-    together = stack([part.cache for part in parts]).rows(order.to(device))
+    cache_of_all = stack([part.cache for part in parts]).rows(order.to(device))
     lengths = torch.cat([part.lengths for part in parts])[order.to(device)]
-    return Ended(torch.cat([part.members for part in parts])[order], together, lengths)
+    return Ended(torch.cat([part.members for part in parts])[order], cache_of_all, lengths)
 
 
 def _write(record: list[tuple[Tensor, ...]], out: Output) -> None:
-    """Move what each decoding step recorded into `out`, in one transfer a column kind."""
-    for rows, going, column, token, logp, sampler_logp in record:
-        place = (rows[going].cpu(), column[going].cpu())
-        out.ids[place] = token[going].cpu()
-        out.own[place] = True
-        out.logp[place] = logp[going].float().cpu()
-        out.sampler_logp[place] = sampler_logp[going].float().cpu()
-        out.length[place[0]] = place[1] + 1
+    """Write the recorded decoding steps to `out`."""
+    for rows, running, column, token, logp, sampler_logp in record:
+        index = (rows[running].cpu(), column[running].cpu())
+        out.ids[index] = token[running].cpu()
+        out.own[index] = True
+        out.logp[index] = logp[running].float().cpu()
+        out.sampler_logp[index] = sampler_logp[running].float().cpu()
+        out.length[index[0]] = index[1] + 1

@@ -1,4 +1,4 @@
-"""Completions of prompts, drawn by one or several processes, and their rewards."""
+"""Generate completions in one or several processes, and score them."""
 
 from __future__ import annotations
 
@@ -27,40 +27,40 @@ def draw_completions(
     seed: int,
     first: int = 0,
 ) -> Completions:
-    """`group_size` completions of each example's prompt; N = examples × group_size rows, seeded.
+    """Generate `group_size` completions per example; N = examples × group_size rows.
 
-    An interactive task answers within the completions, for all rows together. Each process draws for a part of the prompts,
-    and all get all completions, the same as one process would draw.
+    An interactive task replies within completions. With several processes, each generates a part, and all return the same
+    rows as a single process.
 
     Args:
-        policy: draws them.
-        task: answers within them if it is interactive.
-        examples: as `with_openings` returns them.
-        group_size: completions of each prompt.
-        spec: temperature, top-p, top-k, length and backend.
-        seed: of the draws.
-        first: index of the first example in the list that `examples` is a part of, so that the draws are those of the list.
+        policy: The policy.
+        task: The task; only interactive tasks are used.
+        examples: Examples returned by `with_openings`.
+        group_size: Completions per example, G.
+        spec: Sampling parameters.
+        seed: Seed of sampling.
+        first: Index of the first example if `examples` is a part of a longer list; the samples are those of the list.
     """
     part = distributed.local_slice(len(examples))
-    if not isinstance(spec.backend, LocalBackend):  # the first process requests all of them
+    if not isinstance(spec.backend, LocalBackend):  # process 0 sends all requests to the server
         part = slice(0, len(examples) if distributed.is_rank_zero() else 0)
-    mine, own = examples[part], None
+    own_examples, own = examples[part], None
     with unsharded(policy.model):
-        if mine:
-            prompts = render_prompts(mine, policy)
-            environment = Environment(task, mine) if isinstance(task, InteractiveTask) else None
-            seeded = torch.Generator().manual_seed(seed)
-            own = generate(policy, prompts, group_size, spec, seeded, environment, first + part.start)
+        if own_examples:
+            prompts = render_prompts(own_examples, policy)
+            environment = Environment(task, own_examples) if isinstance(task, InteractiveTask) else None
+            generator = torch.Generator().manual_seed(seed)
+            own = generate(policy, prompts, group_size, spec, generator, environment, first + part.start)
     if distributed.world_size() == 1 and own is not None:
         return own
     if own is not None:
         own = replace(own, group=own.group + part.start).to(torch.device("cpu"))
-    drawn = [completions for completions in distributed.gather(own) if completions is not None]
-    return join_rollouts(*drawn).to(policy.device)
+    parts = [completions for completions in distributed.gather(own) if completions is not None]
+    return join_rollouts(*parts).to(policy.device)
 
 
 def score_texts(task: Task, examples: Sequence[Example], texts: Sequence[str]) -> list[Reward]:
-    """Rewards of completions, equally many for each example and adjacent; each process scores a part."""
+    """Score completions, an equal number per example, adjacent; each process scores a part."""
     size, part = len(texts) // len(examples), distributed.local_slice(len(texts))
     own = [task.score(examples[row // size], texts[row]) for row in range(len(texts))[part]]
     return [reward for rewards in distributed.gather(own) for reward in rewards]
@@ -75,7 +75,7 @@ def draw_scored(
     seed: int,
     first: int = 0,
 ) -> tuple[Completions, list[Reward]]:
-    """Completions of `draw_completions` and their rewards."""
+    """Generate completions with `draw_completions` and score them."""
     opened = with_openings(examples, policy)
     completions = draw_completions(policy, task, opened, group_size, spec, seed, first)
     return completions, score_texts(task, opened, completions.texts)

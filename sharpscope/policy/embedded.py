@@ -1,11 +1,11 @@
-"""The embedded policies: causal language models small enough to ship, to train on two cores and to read in one sitting.
+"""The embedded policies: causal language models that ship with the package and train on two CPU cores.
 
-The tokenizer is byte-level BPE behind a list of phrases, so any text encodes and comes back unchanged, and what puzzles
-are made of (a name, " is a knight", " if and only if ") is one token each, the same wherever it stands. A puzzle for
-three people is then about 45 tokens long, and a policy of under a million parameters learns to reason within minutes.
+The tokenizer is byte-level BPE with added phrases: it encodes any text without loss, and each part of a puzzle (a name,
+" is a knight", " if and only if ") is one token in any position. A puzzle for three people has about 45 tokens, and a
+policy with less than a million parameters learns to reason within minutes.
 
-The phrases are added tokens, not merges behind a cut of our own, because transformers' AutoTokenizer gives every model
-of the type qwen2 the cut of Qwen2 whatever the file says (and normalises text to NFC, which `load_tokenizer` does not).
+The phrases are added tokens, because transformers' AutoTokenizer uses Qwen2's pre-tokenizer for all models of the type
+qwen2, whatever tokenizer.json contains (and normalizes text to NFC, which `load_tokenizer` does not).
 """
 
 from __future__ import annotations
@@ -26,13 +26,21 @@ from sharpscope.packaged import data_path
 
 PAD, END = "<|pad|>", "<|endoftext|>"
 MARKS = (
-    "<think>", "</think>", "<answer>", "</answer>", "<search>", "</search>", "<information>", "</information>",
-    "<|im_start|>", "<|im_end|>",
-)  # fmt: skip
-"""One token each, but not special: they stay in decoded text, where the scorers look for them."""
+    "<think>",
+    "</think>",
+    "<answer>",
+    "</answer>",
+    "<search>",
+    "</search>",
+    "<information>",
+    "</information>",
+    "<|im_start|>",
+    "<|im_end|>",
+)
+"""Tags with one token each. They are not special tokens, so that decoded text contains them for the scorers."""
 
 CONTEXT = 2048
-"""Longest sequence that the policies declare [tokens]; they were trained on shorter ones."""
+"""Context length of the policies [tokens]; they were trained on shorter sequences."""
 
 PIECES = "|".join(
     (
@@ -40,21 +48,27 @@ PIECES = "|".join(
         r" if and only if ",
         r" (?:and|or|then) (?=\p{Lu})",
         r"[Ii]f (?=\p{Lu})",
-        r"\p{Lu}\p{Ll}*",  # a name, or any other capitalised word
-        r"(?:(?! is a kn| is not a kn|if \p{Lu})[^\p{Lu}\n\d])+",  # what stands between
+        r"\p{Lu}\p{Ll}*",  # a name or other capitalized word
+        r"(?:(?! is a kn| is not a kn|if \p{Lu})[^\p{Lu}\n\d])+",  # other text
     )
 )
-"""Cuts a puzzle into the candidates for phrases."""
+"""Pattern that splits a puzzle into candidate phrases."""
 
-QWEN2_CUT = (
+QWEN2_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""Where Qwen2 cuts text before BPE; the same here, so that every loader gives the same tokens."""
+"""Qwen2's pre-tokenizer, so that all loaders give the same tokens."""
 
 
 @dataclass(frozen=True)
 class EmbeddedPolicy:
-    """A shipped policy: its name, the kind of task it was warm-started on, and one line about it."""
+    """A policy that ships with the package.
+
+    Attributes:
+        name: Name after `embedded:`.
+        task: Kind of the task of its warm start.
+        about: One-line description.
+    """
 
     name: str
     task: str
@@ -72,28 +86,28 @@ EMBEDDED: dict[str, EmbeddedPolicy] = {
         EmbeddedPolicy(
             "knights_knaves",
             "knights_knaves",
-            "Qwen2 architecture, 0.9 M parameters; tries assignments in order or guesses, half the time each",
+            "Qwen2 architecture, 0.9 M parameters; tries assignments in order or guesses, half of the time each",
         ),
         EmbeddedPolicy(
             "math",
             "math",
-            "Qwen2 architecture, 0.18 M parameters; works operation by operation or answers at once, half the time each",
+            "Qwen2 architecture, 0.18 M parameters; works step by step or answers directly, half of the time each",
         ),
         EmbeddedPolicy(
             "tool_qa",
             "tool_qa",
-            "Qwen2 architecture, 0.38 M parameters; searches and reads, or in three of ten cases answers without searching",
+            "Qwen2 architecture, 0.38 M parameters; searches, or answers without searching in 30 % of the cases",
         ),
     )
 }
-"""Every policy that ships with the package, by name."""
+"""The policies that ship with the package, by name."""
 
 
 def embedded_policy(name: str) -> EmbeddedPolicy:
-    """The shipped policy of that name.
+    """Return the embedded policy called `name`.
 
     Raises:
-        UserError: there is none.
+        UserError: The name is unknown.
     """
     if name not in EMBEDDED:
         raise UserError(f"embedded policy '{name}': unknown{nearest(name, EMBEDDED)}")
@@ -101,31 +115,31 @@ def embedded_policy(name: str) -> EmbeddedPolicy:
 
 
 def common_phrases(texts: Iterable[str], share: float = 0.002) -> list[str]:
-    """The pieces of `texts` (`PIECES`) of two characters or more that occur `share` times a text or oftener, sorted."""
-    cut = pre_tokenizers.Split(Regex(PIECES), behavior="isolated")
+    """Pieces of `texts` (`PIECES`) with at least 2 characters and at least `share` occurrences per text, sorted."""
+    splitter = pre_tokenizers.Split(Regex(PIECES), behavior="isolated")
     texts = list(texts)
-    counts = Counter(piece for text in texts for piece, _ in cut.pre_tokenize_str(text))
+    counts = Counter(piece for text in texts for piece, _ in splitter.pre_tokenize_str(text))
     return sorted(piece for piece, count in counts.items() if len(piece) > 1 and count >= share * len(texts))
 
 
 def build_tokenizer(texts: Iterable[str], phrases: Sequence[str], vocabulary: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer with at most `vocabulary` tokens, fitted to `texts`; seedless: same in, same out.
+    """Train a byte-level BPE tokenizer with at most `vocabulary` tokens on `texts`; deterministic.
 
-    Padding is token 0, end of text token 1; `MARKS` and `phrases` come last, one token each, the longest match first.
+    Padding is token 0 and end of text is token 1; `MARKS` and `phrases` are the last tokens, matched longest first.
 
     Raises:
-        UserError: the vocabulary cannot hold the 256 bytes, the special tokens, the marks and the phrases.
+        UserError: The vocabulary is smaller than the 256 bytes, special tokens, marks and phrases.
     """
     added = [*MARKS, *phrases]
     smallest = 256 + 2 + len(added)
     if vocabulary < smallest:
         raise UserError(
-            f"vocabulary = {vocabulary}: at least {smallest} tokens are needed here (bytes, special, marks, phrases)"
+            f"vocabulary = {vocabulary}: must be at least {smallest} (bytes, special tokens, marks, phrases)"
         )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(QWEN2_CUT), behavior="isolated"),
+            pre_tokenizers.Split(Regex(QWEN2_SPLIT), behavior="isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
@@ -136,8 +150,8 @@ def build_tokenizer(texts: Iterable[str], phrases: Sequence[str], vocabulary: in
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    between = re.compile("|".join(re.escape(token) for token in sorted(added, key=len, reverse=True)))
-    tokenizer.train_from_iterator((part for text in texts for part in between.split(text) if part), trainer)
+    separator = re.compile("|".join(re.escape(token) for token in sorted(added, key=len, reverse=True)))
+    tokenizer.train_from_iterator((part for text in texts for part in separator.split(text) if part), trainer)
     tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in added])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -150,7 +164,7 @@ def build_tokenizer(texts: Iterable[str], phrases: Sequence[str], vocabulary: in
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Write tokenizer.json and tokenizer_config.json, naming the class as every version of transformers knows it."""
+    """Write tokenizer.json and tokenizer_config.json, with a class name that all versions of transformers support."""
     tokenizer.save_pretrained(folder)
     file = folder / "tokenizer_config.json"
     settings = json.loads(file.read_text(encoding="utf-8")) | {"tokenizer_class": "PreTrainedTokenizerFast"}
@@ -158,19 +172,19 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
 
 
 def load_tokenizer(folder: Path | str) -> PreTrainedTokenizerFast:
-    """The tokenizer of a shipped policy, or of a folder written by `save_tokenizer`, exactly as its file says."""
+    """Load the tokenizer of an embedded policy or of a folder written by `save_tokenizer`."""
     return PreTrainedTokenizerFast.from_pretrained(folder)
 
 
 def build_model(
     tokenizer: PreTrainedTokenizerBase, *, layers: int, width: int, feed_forward: int, heads: int, seed: int
 ) -> Qwen2ForCausalLM:
-    """A randomly initialised Qwen2 model for `tokenizer`, float32, input and output embeddings tied.
+    """Create a randomly initialized float32 Qwen2 model for `tokenizer` with tied embeddings.
 
-    Matrices are N(0, 0.02²) drawn from a generator of `seed`, biases 0, norm gains 1.
+    Matrices are N(0, 0.02²) from a generator with `seed`, biases are 0, norm gains are 1.
 
     Raises:
-        UserError: `heads` does not divide `width` into heads of even size, which rotary positions need.
+        UserError: `width` is not a multiple of 2 × `heads`, as rotary position embeddings require.
     """
     if width % (2 * heads):
         raise UserError(f"width = {width}: must be a multiple of 2 × heads = {2 * heads}")
@@ -187,7 +201,7 @@ def build_model(
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
     )
-    with torch.random.fork_rng(devices=[]):  # construction draws from the global generator, whose state stays as it was
+    with torch.random.fork_rng(devices=[]):  # construction uses the global generator
         model = Qwen2ForCausalLM._from_config(config, attn_implementation="sdpa", dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Log-probabilities and statistics of completions that are already there: what training differentiates."""
+"""Differentiable log-probabilities and statistics of given completions."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from sharpscope.policy.cache import read_prompts, take_rows
 from sharpscope.policy.chunked_logp import flat_logp
+from sharpscope.policy.gradient_checkpointing import recompute_layers
 from sharpscope.policy.head import backbone, computing, output_head
-from sharpscope.policy.recompute import recomputed
 from sharpscope.policy.rollouts import Completions
 from sharpscope.policy.token_stats import TokenStats, flat_stats, spread
 
-# What starting one more forward and backward pass costs, in tokens of work: padding below this is not worth a bucket.
+# Overhead of a forward and backward pass, in tokens; less padding than this is cheaper than another bucket.
 BUCKET_TOKENS = {"cpu": 64, "cuda": 4096}
 
 
@@ -27,8 +27,8 @@ class Scored:
     """Log-probabilities of rows.
 
     Attributes:
-        logp: (n, T) [nats], 0 off the mask; differentiable if that was asked for.
-        stats: statistics of the same tokens, or None.
+        logp: (n, T) [nats], 0 outside the mask; differentiable with `with_grad`.
+        stats: Statistics of the same tokens, or None.
     """
 
     logp: Tensor
@@ -36,84 +36,97 @@ class Scored:
 
 
 def score_completions(
-    model: nn.Module, rows: Completions, temperature: float, *, share_prompt: bool, with_grad: bool, stats: bool = False,
-    compute: torch.dtype | None = None, recompute: bool = False, one_pass: bool = False,
-) -> Scored:  # fmt: skip
-    """Log-probabilities of the completions' tokens (mask 1) under softmax(z/T) of `model`, before top-p and top-k.
+    model: nn.Module,
+    rows: Completions,
+    temperature: float,
+    *,
+    share_prompt: bool,
+    with_grad: bool,
+    stats: bool = False,
+    compute: torch.dtype | None = None,
+    gradient_checkpointing: bool = False,
+    one_pass: bool = False,
+) -> Scored:
+    """Compute log-probabilities of completion tokens (mask 1) under softmax(z/T), before top-p and top-k.
 
-    Padding costs little: rows run in buckets of like length, and only tokens of the mask reach the output layer.
+    Rows run in buckets of similar length, and only tokens of the mask reach the output layer.
 
     Args:
-        model: a causal LM, the policy or a reference model.
-        rows: n rows; rows of one `group` must have the same prompt if it is shared.
+        model: A causal LM, the policy or a reference model.
+        rows: n rows; with `share_prompt`, rows of a `group` must have the same prompt.
         temperature: T > 0.
-        share_prompt: run each group's prompt once and let its completions attend to it through a differentiable cache.
-            The result equals the plain one to rounding.
-        with_grad: keep the graph, so that `logp` can be differentiated.
-        stats: also return `TokenStats`, from the same pass over the logits, without gradient.
-        compute: type of the layers' matrix products (autocast); norms, the output layer and what follows keep the weights'
-            own type, at least float32. None: the weights' type everywhere.
-        recompute: keep only each layer's input for the backward pass and compute the layer again there (gradient
-            checkpointing): less memory, a third more time, the same gradient.
-        one_pass: run every row in a single forward pass of the model, padding and all. Where weights are sharded over
-            processes, all of them must run the same number of passes. Not with `share_prompt`.
+        share_prompt: Whether to run each group's prompt once; completions attend to it through a differentiable cache.
+            The result is the same up to rounding.
+        with_grad: Whether to keep the graph, so that `logp` is differentiable.
+        stats: Whether to also return `TokenStats` from the same logits, without gradient.
+        compute: Type of the layers' matrix products (autocast); norms, the output layer and later operations use the type
+            of the weights, at least float32. None: the type of the weights.
+        gradient_checkpointing: Whether to recompute layers in the backward pass: less memory, a third more time, the same
+            gradient.
+        one_pass: Whether to run all rows in one forward pass, with padding. If weights are sharded, all processes must run
+            the same number of passes. Not with `share_prompt`.
 
     Raises:
-        ValueError: the temperature is not positive, rows of one group have different prompts, or `one_pass` with
-            `share_prompt`.
+        ValueError: The temperature is not positive, rows of a group have different prompts, or both `one_pass` and
+            `share_prompt` are set.
     """
     if not temperature > 0:
         raise ValueError(f"temperature {temperature}: must be positive")
     if one_pass and share_prompt:
-        raise ValueError("one_pass: shared prompts take a pass of their own")
+        raise ValueError("one_pass: not available with share_prompt")
     head, mask = output_head(model), rows.completion_mask.bool()
     with torch.set_grad_enabled(with_grad):
-        # Each bucket's hidden states of its rows' masked tokens, row by row; put back into the order of `rows`.
-        hidden_parts, place_parts = [], []
-        place = torch.arange(mask.numel(), device=mask.device).view(mask.shape)  # (n, T)
+        # Hidden states of each bucket's masked tokens, row by row, later sorted into the order of `rows`.
+        hidden_parts, index_parts = [], []
+        index = torch.arange(mask.numel(), device=mask.device).view(mask.shape)  # (n, T)
         states = _shared_hidden(model, rows) if share_prompt else _plain_hidden(model, rows, one_pass)
-        with computing(model, compute), recomputed(model) if recompute and with_grad else nullcontext():
+        with (
+            computing(model, compute),
+            recompute_layers(model) if gradient_checkpointing and with_grad else nullcontext(),
+        ):
             for bucket, hidden in states:  # (b,), (b, T_b, d)
                 keep = mask[bucket, : hidden.shape[1]]
                 hidden_parts.append(hidden[keep])
-                place_parts.append(place[bucket, : hidden.shape[1]][keep])
-        hidden, places = torch.cat(hidden_parts), torch.cat(place_parts)  # (M, d), (M,)
-        hidden = hidden[places.argsort()].to(torch.promote_types(head.weight.dtype, torch.float32))
+                index_parts.append(index[bucket, : hidden.shape[1]][keep])
+        hidden, order = torch.cat(hidden_parts), torch.cat(index_parts)  # (M, d), (M,)
+        hidden = hidden[order.argsort()].to(torch.promote_types(head.weight.dtype, torch.float32))
         targets = rows.completion_ids[mask]
         if with_grad:
-            logp, found = flat_logp(hidden, head, targets, temperature, stats=stats)
+            logp, values = flat_logp(hidden, head, targets, temperature, stats=stats)
         else:
-            found = flat_stats(hidden, head, targets, temperature)
-            logp = found["logp"]
-        laid_out = TokenStats(**{name: spread(value, mask) for name, value in found.items()}) if stats else None
-        return Scored(spread(logp, mask), laid_out)
+            values = flat_stats(hidden, head, targets, temperature)
+            logp = values["logp"]
+        token_stats = TokenStats(**{name: spread(value, mask) for name, value in values.items()}) if stats else None
+        return Scored(spread(logp, mask), token_stats)
 
 
 def _plain_hidden(model: nn.Module, rows: Completions, one_pass: bool = False) -> Iterator[tuple[Tensor, Tensor]]:
-    """Buckets (rows (b,), hidden (b, T_b, d)), hidden[:, t] predicting completion token t; each row runs its prompt."""
+    """Yield buckets (rows (b,), hidden (b, T_b, d)), where hidden[:, t] predicts completion token t; prompts are not shared."""
     P, prompt, length = rows.prompt_width, rows.prompt_lengths, rows.lengths
-    everything = [torch.arange(len(rows), device=length.device)]
-    buckets = everything if one_pass else length_buckets((prompt + length).cpu().numpy(), rows.input_ids.device)
+    if one_pass:
+        buckets = [torch.arange(len(rows), device=length.device)]
+    else:
+        buckets = length_buckets((prompt + length).cpu().numpy(), rows.input_ids.device)
     for bucket in buckets:
-        # Moved to the left edge, rows have padding on their right only, which causal attention needs no mask for.
+        # Without left padding, causal attention needs no mask.
         p, n = prompt[bucket, None], length[bucket, None]
-        width = int((p + n).max()) - 1  # the last token predicts nothing
-        ids = _to_left_edge(rows.input_ids[bucket], p[:, 0], P, width)
+        width = int((p + n).max()) - 1  # without the last token
+        ids = _align_left(rows.input_ids[bucket], p[:, 0], P, width)
         out = backbone(model)(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
         hidden = out.last_hidden_state  # (b, width, d)
         step = torch.arange(int(n.max()), device=p.device)[None]
-        where = (p - 1 + step).clamp_max(width - 1)  # (b, T_b)
-        yield bucket, hidden.gather(1, where[:, :, None].expand(-1, -1, hidden.shape[2]))
+        index = (p - 1 + step).clamp_max(width - 1)  # (b, T_b)
+        yield bucket, hidden.gather(1, index[:, :, None].expand(-1, -1, hidden.shape[2]))
 
 
-def _to_left_edge(ids: Tensor, lengths: Tensor, prompt_width: int, width: int) -> Tensor:
-    """`ids` (b, L) without the left padding of prompts of `lengths` (b,) in `prompt_width` columns, cut to `width`."""
+def _align_left(ids: Tensor, lengths: Tensor, prompt_width: int, width: int) -> Tensor:
+    """Remove the left padding of `ids` (b, L) with prompts of `lengths` (b,) in `prompt_width` columns; keep `width`."""
     column = torch.arange(width, device=ids.device)[None] + (prompt_width - lengths)[:, None]
     return ids.gather(1, column.clamp_max(ids.shape[1] - 1))  # (b, width)
 
 
 def _shared_hidden(model: nn.Module, rows: Completions) -> Iterator[tuple[Tensor, Tensor]]:
-    """As `_plain_hidden`, with the prompts of all groups run once before."""
+    """As `_plain_hidden`, but run the prompts of all groups once first."""
     body, P = backbone(model), rows.prompt_width
     _, row_prompt = rows.group.unique(return_inverse=True)  # (n,) -> 0..B-1
     first = torch.full((int(row_prompt.max()) + 1,), len(rows), device=row_prompt.device)
@@ -123,40 +136,43 @@ def _shared_hidden(model: nn.Module, rows: Completions) -> Iterator[tuple[Tensor
     if not torch.equal(ids * attention, (ids * attention)[first[row_prompt]]):
         raise ValueError("share_prompt: rows of one group have different prompts")
     lengths = rows.prompt_lengths[first]
-    last, cache = read_prompts(body, _to_left_edge(ids[first], lengths, ids.shape[1], ids.shape[1]), lengths)  # (B, d)
+    last, cache = read_prompts(body, _align_left(ids[first], lengths, ids.shape[1], ids.shape[1]), lengths)  # (B, d)
     for bucket in length_buckets(rows.lengths.cpu().numpy(), ids.device):
-        opening = take_rows(last, row_prompt[bucket])[:, None]  # (b, 1, d)
+        start = take_rows(last, row_prompt[bucket])[:, None]  # (b, 1, d)
         width = int(rows.lengths[bucket].max()) - 1
         if width <= 0:
-            yield bucket, opening
+            yield bucket, start
             continue
-        before = attention[bucket]
-        position = before.sum(1, keepdim=True) + torch.arange(width, device=ids.device)
-        mask = torch.cat([before, before.new_ones(len(bucket), width)], 1)  # (b, P+width)
+        prompt_mask = attention[bucket]
+        position = prompt_mask.sum(1, keepdim=True) + torch.arange(width, device=ids.device)
+        mask = torch.cat([prompt_mask, prompt_mask.new_ones(len(bucket), width)], 1)  # (b, P+width)
         hidden = body(
-            input_ids=rows.completion_ids[bucket, :width], attention_mask=mask, position_ids=position,
-            past_key_values=cache.continuation(row_prompt[bucket]), use_cache=True,
-        ).last_hidden_state  # (b, width, d)  # fmt: skip
-        yield bucket, torch.cat([opening, hidden], 1)
+            input_ids=rows.completion_ids[bucket, :width],
+            attention_mask=mask,
+            position_ids=position,
+            past_key_values=cache.continuation(row_prompt[bucket]),
+            use_cache=True,
+        ).last_hidden_state  # (b, width, d)
+        yield bucket, torch.cat([start, hidden], 1)
 
 
 def length_buckets(lengths: np.ndarray, device: torch.device) -> list[Tensor]:
-    """Split rows into buckets of like length so that padded tokens + a fixed cost per bucket are fewest.
+    """Split rows into buckets that minimize the padded tokens plus a fixed cost per bucket.
 
     Args:
         lengths: (n,) tokens per row.
-        device: of the returned indices; its kind sets the cost of a bucket.
+        device: Device of the returned indices; its type determines the cost of a bucket.
 
     Returns:
-        Index tensors that together hold every row once, longest rows first.
+        Index tensors that contain each row once, longest rows first.
     """
     cost = BUCKET_TOKENS.get(device.type, BUCKET_TOKENS["cuda"])
     order = np.argsort(-lengths, kind="stable")
     descending = lengths[order].astype(np.float64)
-    best = np.zeros(len(order) + 1)  # best[j]: least cost of the first j rows
+    best = np.zeros(len(order) + 1)  # best[j]: minimum cost of the first j rows
     cut = np.zeros(len(order) + 1, dtype=np.int64)
     for j in range(1, len(order) + 1):
-        # The last bucket is rows i..j-1, as wide as row i.
+        # The last bucket is rows i..j-1, with the width of row i.
         total = best[:j] + cost + descending[:j] * (j - np.arange(j))
         cut[j] = total.argmin()
         best[j] = total[cut[j]]
@@ -170,17 +186,17 @@ def length_buckets(lengths: np.ndarray, device: torch.device) -> list[Tensor]:
 def microbatches(
     lengths: Tensor, token_budget: int, *, prompt_lengths: Tensor, group: Tensor | None = None
 ) -> list[Tensor]:
-    """Split rows into microbatches of at most `token_budget` tokens of work each, rows of like length together.
+    """Split rows into microbatches of at most `token_budget` tokens, with rows of similar length together.
 
     Args:
         lengths: (N,) completion tokens per row.
-        token_budget: tokens per microbatch, prompts included; a row that alone exceeds it is a microbatch of its own.
+        token_budget: Maximum tokens per microbatch, including prompts; a longer row is a microbatch by itself.
         prompt_lengths: (N,) prompt tokens per row.
-        group: (N,) if prompts are shared: the rows of a group then stay together, and their prompt counts once; a group
-            that alone exceeds the budget is cut into parts that read the prompt each. None = rows are units.
+        group: (N,) group of each row if prompts are shared: the rows of a group stay together and count their prompt
+            once; a group that exceeds the budget is split, and each part counts the prompt. None: rows are independent.
 
     Returns:
-        Long index tensors on the CPU that together hold every row once, each ascending.
+        Long index tensors on the CPU that contain each row once, each ascending.
     """
     unit = torch.arange(len(lengths)) if group is None else group.cpu().unique(return_inverse=True)[1]
     lengths, prompt_lengths = lengths.cpu(), prompt_lengths.cpu()
@@ -202,14 +218,14 @@ def microbatches(
 
 
 def _within_budget(unit: Tensor, lengths: Tensor, prompt_lengths: Tensor, budget: int) -> Tensor:
-    """Units (N,) of which none exceeds `budget` unless it is a single row: larger groups are cut, rows of like length together."""
+    """Split groups (N,) that exceed `budget` into parts of rows of similar length."""
     parts = torch.zeros_like(unit)
     count = 0
     for label in range(int(unit.max()) + 1 if len(unit) else 0):
         rows = (unit == label).nonzero()[:, 0]
         filled = prompt = int(prompt_lengths[rows].max())
-        for place, row in enumerate(rows[lengths[rows].argsort(descending=True, stable=True)].tolist()):
-            if place and filled + int(lengths[row]) > budget:
+        for index, row in enumerate(rows[lengths[rows].argsort(descending=True, stable=True)].tolist()):
+            if index and filled + int(lengths[row]) > budget:
                 count, filled = count + 1, prompt
             parts[row] = count
             filled += int(lengths[row])

@@ -1,4 +1,4 @@
-"""From hidden states to logits: the part of a causal language model after its last normalisation."""
+"""The output layer of a causal language model, from the final norm's output to logits."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from transformers import PreTrainedModel
 
 from sharpscope.errors import UserError
 
-# Half-precision weights that are made float32 at once.
+# Maximum size of the float32 copy of half-precision weights.
 BLOCK_BYTES = {"cpu": 16 * 2**20, "cuda": 256 * 2**20}
 
 
 @dataclass(frozen=True)
 class Head:
-    """z = cap·tanh(scale·(W h + b)/cap), without the cap where `soft_cap` is None.
+    """Output layer: z = cap·tanh(scale·(W h + b)/cap), or z = scale·(W h + b) if `soft_cap` is None.
 
     Attributes:
-        weight: W (V, d), the model's own parameter (the input embedding's too, where they are tied).
+        weight: W (V, d), the model's parameter (shared with the input embedding if they are tied).
         bias: b (V,) or None.
-        soft_cap: bound of the logits (Gemma 2's final_logit_softcapping) or None.
-        scale: factor on the logits (1 for most models).
+        soft_cap: Bound of the logits (Gemma 2's final_logit_softcapping) or None.
+        scale: Factor on the logits (1 for most models).
     """
 
     weight: Tensor
@@ -35,10 +35,10 @@ class Head:
     scale: float = 1.0
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits z (..., V) before any temperature of `hidden` (..., d); at least float32. Differentiable.
+        """Compute logits z (..., V) of `hidden` (..., d), before division by the temperature. Differentiable.
 
-        Computed in the weight's own type, at least float32, also where autocast is on. Of a half-precision weight only a
-        block of rows is float32 at a time, but a graph keeps them all.
+        The compute type is that of the weight, at least float32, also with autocast. A half-precision weight is cast in
+        blocks of rows, but the autograd graph stores all of them.
         """
         autocast = torch.is_autocast_enabled(hidden.device.type)
         with torch.autocast(hidden.device.type, enabled=False) if autocast else nullcontext():
@@ -55,7 +55,7 @@ class Head:
 
 
 def widened(weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """A matrix (V, d) in at least float32: itself, or of a half-precision one consecutive blocks of rows, copied."""
+    """Yield a matrix (V, d) in at least float32: unchanged, or consecutive blocks of rows cast from half precision."""
     dtype = torch.promote_types(weight.dtype, torch.float32)
     count = len(weight)
     if weight.dtype == dtype:
@@ -69,37 +69,37 @@ def widened(weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
 
 
 def computing(model: nn.Module, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
-    """Within it, matrix products of `model` are computed in `dtype` (autocast); None: in the weights' own type."""
+    """Context in which matrix products of `model` use `dtype` (autocast); None: the type of the weights."""
     if dtype is None:
         return nullcontext()
     return torch.autocast(next(model.parameters()).device.type, dtype=dtype)
 
 
 def bare(model: nn.Module) -> PreTrainedModel:
-    """The causal LM itself where adapters (PEFT) wrap it; the adapters stay inside its layers."""
+    """Return the causal LM inside a PEFT model, or the model itself; adapters in its layers remain."""
     unwrap = getattr(model, "get_base_model", None)
     return unwrap() if unwrap is not None else model  # type: ignore[return-value]
 
 
 def backbone(model: nn.Module) -> nn.Module:
-    """The model without its output layer: its `last_hidden_state` (after the final norm) is what `Head` reads."""
+    """Return the model without its output layer; its `last_hidden_state` (after the final norm) is the input of `Head`."""
     causal = bare(model)
-    # `base_model` is the causal model itself where its prefix names nothing (Llama 4's text model).
+    # `base_model` is the causal model itself if its prefix is not an attribute (Llama 4's text model).
     return causal.base_model if causal.base_model is not causal else getattr(causal, "model", causal)
 
 
 def output_head(model: nn.Module) -> Head:
-    """The output layer of a Hugging Face causal LM.
+    """Return the output layer of a Hugging Face causal LM.
 
     Raises:
-        UserError: the output layer is not one linear map.
+        UserError: The output layer is not a linear layer.
     """
     causal = bare(model)
     layer, config = causal.get_output_embeddings(), causal.config
     if not isinstance(layer, nn.Linear):
         raise UserError(
-            f"policy.model, {type(causal).__name__}: its output layer is {type(layer).__name__}, not one linear map; "
-            "choose another architecture, or leave the output layer out of the adapters"
+            f"policy.model, {type(causal).__name__}: its output layer is {type(layer).__name__}, not linear; choose another "
+            "architecture, or exclude the output layer from the adapters"
         )
     scale = float(getattr(config, "logit_scale", None) or 1.0)
     scale /= float(getattr(config, "logits_scaling", None) or 1.0)
@@ -108,28 +108,31 @@ def output_head(model: nn.Module) -> Head:
 
 @torch.no_grad()
 def check_head(model: nn.Module, head: Head) -> None:
-    """Check on two short rows that `head` of the backbone's hidden states gives the model's own logits, and that these
-    do not depend on later tokens.
+    """Check on two short rows that `head` reproduces the model's logits, and that the model is causal.
 
     Raises:
-        UserError: the logits are another function of the hidden states than `Head` knows, or the model is not causal.
+        UserError: `Head` does not describe the output layer, or the logits depend on later tokens.
     """
     causal = bare(model)
     name = f"policy.model, {type(causal).__name__}"
     ids = (torch.arange(14, device=head.weight.device).view(2, 7) * 5 + 1) % head.weight.shape[0]
-    own = causal(input_ids=ids, use_cache=False).logits.float()
-    if not bool(own.isfinite().all()):
-        return  # weights that have diverged say nothing about the architecture
+    expected = causal(input_ids=ids, use_cache=False).logits.float()
+    if not bool(expected.isfinite().all()):
+        return  # diverged weights; the check needs finite logits
     hidden = backbone(model)(input_ids=ids, use_cache=False).last_hidden_state
-    ours = head.logits(hidden).float() if hidden.shape[-1] == head.weight.shape[1] else None
+    actual = head.logits(hidden).float() if hidden.shape[-1] == head.weight.shape[1] else None
     tolerance = 1e-3 if head.weight.dtype in (torch.float32, torch.float64) else 5e-2
-    slack = tolerance * (1 + float(own.abs().max()))
-    if ours is None or own.shape != ours.shape or not torch.allclose(own, ours, rtol=tolerance, atol=slack):
+    atol = tolerance * (1 + float(expected.abs().max()))
+    if (
+        actual is None
+        or expected.shape != actual.shape
+        or not torch.allclose(expected, actual, rtol=tolerance, atol=atol)
+    ):
         raise UserError(
-            f"{name}: its logits are not a linear map (with soft cap or scale) of its last hidden state; choose another "
-            "architecture"
+            f"{name}: its logits are not a linear function (with soft cap or scale) of its last hidden state; choose "
+            "another architecture"
         )
     part = causal(input_ids=ids[:, :-2], use_cache=False).logits.float()
-    # The median, since rounding may send single tokens of a mixture to other experts.
-    if float((own[:, :-2] - part).abs().amax(-1).median()) > slack:
+    # The median, since rounding can route single tokens of a mixture to other experts.
+    if float((expected[:, :-2] - part).abs().amax(-1).median()) > atol:
         raise UserError(f"{name}: its logits depend on later tokens; choose a causal language model")

@@ -1,4 +1,4 @@
-"""Models and tokenizers from the package, a folder or the hub."""
+"""Load models and tokenizers from the package, a folder or the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 @dataclass(frozen=True)
 class Policy:
-    """A causal language model that can speak.
+    """A causal language model with its tokenizer.
 
     Attributes:
-        model: the model, in eval mode.
-        tokenizer: its tokenizer.
-        source: where it came from, as the configuration names it.
-        eos_ids: tokens that end a completion.
-        pad_id: token that fills padding; masks hide it everywhere.
-        context: longest sequence [tokens], or None where the model has no limit.
-        chat: whether prompts are wrapped in the tokenizer's chat template.
-        attention: the attention kernel in use.
-        compute: type in which matrix products are computed (autocast), or None: that of the weights.
+        model: The model, in eval mode.
+        tokenizer: Its tokenizer.
+        source: Its name in the configuration.
+        eos_ids: Tokens that end a completion.
+        pad_id: Padding token; always masked.
+        context: Maximum sequence length [tokens], or None if the model has no limit.
+        chat: Whether prompts use the tokenizer's chat template.
+        attention: Attention implementation.
+        compute: Type of matrix products (autocast), or None for the type of the weights.
     """
 
     model: nn.Module
@@ -59,34 +59,35 @@ class Policy:
 
     @property
     def device(self) -> torch.device:
-        """Where the model's parameters are."""
+        """Device of the model's parameters."""
         return next(self.model.parameters()).device
 
     @property
     def head(self) -> Head:
-        """The output layer; it shares the model's parameters."""
+        """The output layer, with the model's parameters."""
         return output_head(self.model)
 
     @property
     def parameters(self) -> int:
-        """Number of parameters, tied ones counted once."""
+        """Number of parameters; tied parameters count once."""
         return sum(p.numel() for p in self.model.parameters())
 
 
 def load_policy(spec: PolicySpec, base: str | None = None) -> Policy:
-    """Load what `spec.model` names: `embedded:NAME`, a local folder or a hub id; weights from safetensors only.
+    """Load a policy from `embedded:NAME`, a local folder or a hub id; weights from safetensors only.
 
-    A folder of saved adapters brings the base model that it names; `base` replaces that: the model, as `spec.model` names
-    one, that a run began with whose checkpoint `spec.model` is. Where it is no such checkpoint, `spec.lora` must be what
-    the folder holds.
+    Args:
+        spec: The policy's configuration. A folder of adapters names its base model, and `spec.lora` must match the
+            adapters unless the folder is a checkpoint of a run.
+        base: For a checkpoint of a run, the model with which the run started; replaces the base model of the adapters.
 
     Raises:
-        UserError: the model, its weights or its tokenizer are missing, incomplete or of a kind that is not supported, or
-            `spec.lora` asks for other adapters than the folder holds.
+        UserError: The model, its weights or its tokenizer are missing, incomplete or not supported, or `spec.lora` differs
+            from the saved adapters.
     """
     adapters, continued = adapter_folder(spec.model), base is not None and base != spec.model
     if adapters is not None:
-        spec = spec.model_copy(update={"model": _beneath(adapters, base)})
+        spec = spec.model_copy(update={"model": _base_model(adapters, base)})
     model, tokenizer, location = _load(spec, frozen=adapters is not None or spec.lora is not None)
     if adapters is not None:
         model = load_adapters(model, adapters)
@@ -99,28 +100,30 @@ def load_policy(spec: PolicySpec, base: str | None = None) -> Policy:
 
 
 def check_revision(spec: PolicySpec) -> None:
-    """A folder has no revisions. Not for the checkpoint of a run, whose revision is that of the model it began with.
+    """Check that `spec.revision` is set for hub ids only.
+
+    Do not call it for a checkpoint of a run, whose revision is that of the initial model.
 
     Raises:
-        UserError: `spec` names a folder with a whole model, or an embedded policy, and a revision.
+        UserError: `spec` has a revision, and its model is an embedded policy or a folder with a full model.
     """
     local = spec.model.startswith(EMBEDDED_PREFIX) or Path(spec.model).expanduser().is_dir()
     if spec.revision is not None and local and adapter_folder(spec.model) is None:
         raise UserError(
-            f"policy.revision = {spec.revision!r}: policy.model {spec.model!r} is on this disk and has no revisions; leave "
-            "policy.revision out, or give a hub id"
+            f"policy.revision = {spec.revision!r}: policy.model {spec.model!r} is local and has no revisions; remove "
+            "policy.revision, or give a hub id"
         )
 
 
-def _beneath(adapters: Path, base: str | None) -> str:
-    """The whole model under saved adapters; `base` may itself be a folder of adapters that a run began with."""
+def _base_model(adapters: Path, base: str | None) -> str:
+    """The base model of saved adapters; `base` can itself be a folder of adapters with which a run started."""
     named = base or base_of(adapters)
     inner = adapter_folder(named)
     return named if inner is None else base_of(inner)
 
 
 def _load(spec: PolicySpec, frozen: bool) -> tuple[nn.Module, PreTrainedTokenizerBase, str]:
-    """The model on its device, its tokenizer, and where they came from (a folder or hub id)."""
+    """Load the model on its device and its tokenizer; also return their folder or hub id."""
     location = _locate(spec.model)
     options: dict[str, Any] = {"trust_remote_code": spec.trust_remote_code}
     if spec.revision is not None and not Path(location).is_dir():
@@ -132,7 +135,7 @@ def _load(spec: PolicySpec, frozen: bool) -> tuple[nn.Module, PreTrainedTokenize
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 location,
                 config=config,
-                dtype=_held(spec, frozen),
+                dtype=_weight_dtype(spec, frozen),
                 attn_implementation=_attention(spec, config),
                 use_safetensors=True,
                 **_experts(config),
@@ -141,35 +144,38 @@ def _load(spec: PolicySpec, frozen: bool) -> tuple[nn.Module, PreTrainedTokenize
             )
     except UserError:
         raise
-    except Exception as error:  # broken files make transformers raise whatever its code runs into
-        how = "" if Path(location).is_dir() else "no such folder, and as a hub id it "
-        raise UserError(f"policy.model {spec.model!r}: {how}cannot be loaded: {_first_line(error)}") from error
+    except Exception as error:  # broken files can raise any exception in transformers
+        problem = "" if Path(location).is_dir() else "no such folder, and as a hub id it "
+        raise UserError(f"policy.model {spec.model!r}: {problem}cannot be loaded: {_first_line(error)}") from error
     model, info = loaded
     missing = sorted(info["missing_keys"]) + sorted(str(key) for key in info.get("mismatched_keys", ()))
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise UserError(
-            f"policy.model {spec.model!r}: the checkpoint has no weights for {missing[0]}{more}; save the whole model "
+            f"policy.model {spec.model!r}: the checkpoint has no weights for {missing[0]}{more}; save the full model "
             "with save_pretrained"
         )
     return model.to(_device(spec.device)).eval(), tokenizer, location
 
 
-def _held(spec: PolicySpec, frozen: bool) -> torch.dtype:
-    """Type of the model's own weights: at least float32, unless they are frozen, which needs no more than what is computed with."""
+def _weight_dtype(spec: PolicySpec, frozen: bool) -> torch.dtype:
+    """Type of the model's weights: at least float32 if they are trained, else the compute type."""
     if spec.dtype == "bfloat16":
         return torch.bfloat16 if frozen else torch.float32
     return torch.float64 if spec.dtype == "float64" else torch.float32
 
 
 def make_policy(
-    model: nn.Module, tokenizer: PreTrainedTokenizerBase, source: str, prompt_format: str = "auto",
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    source: str,
+    prompt_format: str = "auto",
     compute: torch.dtype | None = None,
-) -> Policy:  # fmt: skip
-    """A Policy of a model and tokenizer in hand; checks that they fit together and can be generated from.
+) -> Policy:
+    """Create a Policy from a model and a tokenizer.
 
     Raises:
-        UserError: they do not.
+        UserError: The architecture is not supported, or the tokenizer does not match the model.
     """
     config = bare(model).config
     check_cacheable(model)
@@ -177,28 +183,31 @@ def make_policy(
     check_head(model, head)
     if len(tokenizer) > head.weight.shape[0]:
         raise UserError(
-            f"policy.model {source!r}: the tokenizer has {len(tokenizer)} tokens, the model only "
-            f"{head.weight.shape[0]}; use the tokenizer that belongs to the model"
+            f"policy.model {source!r}: the tokenizer has {len(tokenizer)} tokens, the model "
+            f"{head.weight.shape[0]}; use the model's tokenizer"
         )
     if tokenizer.eos_token_id is None:
         raise UserError(
-            f"policy.model {source!r}: the tokenizer has no end-of-text token, so completions could not end; set "
-            "eos_token in tokenizer_config.json"
+            f"policy.model {source!r}: the tokenizer has no end-of-text token; set eos_token in tokenizer_config.json"
         )
     if prompt_format == "chat" and not tokenizer.chat_template:
         raise UserError(f"policy.prompt_format 'chat': the tokenizer of {source!r} has no chat template; use 'plain'")
     return Policy(
-        model=model, tokenizer=tokenizer, source=source, eos_ids=_eos_ids(model, tokenizer),
-        # Any token will do for padding, since masks hide it; many tokenizers have none.
+        model=model,
+        tokenizer=tokenizer,
+        source=source,
+        eos_ids=_eos_ids(model, tokenizer),
+        # Many tokenizers have no padding token; any token works, since padding is masked.
         pad_id=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
         context=getattr(config, "max_position_embeddings", None),
         chat=bool(tokenizer.chat_template) and prompt_format != "plain",
-        attention=config._attn_implementation, compute=compute,
-    )  # fmt: skip
+        attention=config._attn_implementation,
+        compute=compute,
+    )
 
 
 def _locate(model: str) -> str:
-    """The folder or hub id that `policy.model` means."""
+    """Resolve `policy.model` to a folder or hub id."""
     if model.startswith(EMBEDDED_PREFIX):
         return str(embedded_policy(model.removeprefix(EMBEDDED_PREFIX)).path)
     folder = Path(model).expanduser()
@@ -206,7 +215,7 @@ def _locate(model: str) -> str:
         _check_folder(folder, model)
         return str(folder)
     if folder.is_file():
-        raise UserError(f"policy.model {model!r}: is a file; give the folder that holds config.json and *.safetensors")
+        raise UserError(f"policy.model {model!r}: is a file; give the folder with config.json and *.safetensors")
     if model.count("/") > 1 or model[0] in "./~" or "\\" in model:
         raise UserError(f"policy.model {model!r}: no such folder; give an existing folder, a hub id or embedded:NAME")
     return model
@@ -219,8 +228,8 @@ def _check_folder(folder: Path, model: str) -> None:
         return
     if any(path for pattern in PICKLES for path in folder.glob(pattern)):
         raise UserError(
-            f"policy.model {model!r}: only a pickled checkpoint, which can run code when it is read; convert it with "
-            "save_pretrained (safetensors)"
+            f"policy.model {model!r}: has a pickled checkpoint only, which can run code; convert it with save_pretrained "
+            "(safetensors)"
         )
     raise UserError(
         f"policy.model {model!r}: no weights (*.safetensors) in that folder; save the model with save_pretrained"
@@ -229,22 +238,22 @@ def _check_folder(folder: Path, model: str) -> None:
 
 @contextmanager
 def _progress_bar(shown: bool) -> Iterator[None]:
-    """Without transformers' progress bar unless `shown`: a model that is there in a moment needs none."""
-    before = logging.is_progress_bar_enabled()
+    """Disable transformers' progress bar unless `shown`."""
+    enabled = logging.is_progress_bar_enabled()
     if not shown:
         logging.disable_progress_bar()
     try:
         yield
     finally:
-        if before:
+        if enabled:
             logging.enable_progress_bar()
 
 
 def _tokenizer(location: str, options: dict[str, Any]) -> PreTrainedTokenizerBase:
-    """The tokenizer as its own files describe it.
+    """Load the tokenizer described by its files.
 
-    For some model types (Qwen2 among them) AutoTokenizer disregards a generic class in tokenizer_config.json and takes
-    that of the original models, with their way of cutting text: another tokenizer than the one that was saved.
+    For some model types, such as Qwen2, AutoTokenizer ignores a generic class in tokenizer_config.json and uses the original
+    models' class with its pre-tokenizer, which can differ from the saved one.
     """
     declared = get_tokenizer_config(location, **options).get("tokenizer_class")
     generic = declared in ("PreTrainedTokenizerFast", "TokenizersBackend")
@@ -256,12 +265,14 @@ def _attention(spec: PolicySpec, config: Any) -> str:
     if spec.attention == "auto":
         return "eager" if capped else "sdpa"
     if spec.attention == "sdpa" and capped:
-        raise UserError("policy.attention 'sdpa': this model caps its attention logits, which sdpa cannot; use 'auto'")
+        raise UserError(
+            "policy.attention 'sdpa': this model caps its attention logits, which sdpa does not support; use 'auto'"
+        )
     return spec.attention
 
 
 def _experts(config: Any) -> dict[str, str]:
-    """How a mixture's experts are computed: one after the other, the only way that has a forward-mode derivative."""
+    """Run the experts of a mixture sequentially, the only implementation with forward-mode derivatives."""
     mixture = any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
     return {"experts_implementation": "eager"} if mixture else {}
 
@@ -274,18 +285,16 @@ def _device(name: str) -> torch.device:
         device = torch.device(name)
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise UserError(
-            f"policy.device {name!r}: cannot be used here ({_first_line(error)}); use 'auto' or 'cpu'"
-        ) from error
+        raise UserError(f"policy.device {name!r}: not available ({_first_line(error)}); use 'auto' or 'cpu'") from error
     return device
 
 
 def _eos_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """The tokenizer's end-of-text token and those of the generation config (chat models often have two)."""
+    """End-of-text tokens of the tokenizer and of the generation config (chat models often have two)."""
     generation = getattr(bare(model), "generation_config", None)
     listed = getattr(generation, "eos_token_id", None)
-    several = listed if isinstance(listed, list | tuple) else [] if listed is None else [listed]
-    return tuple(dict.fromkeys([int(tokenizer.eos_token_id), *map(int, several)]))
+    extra = listed if isinstance(listed, list | tuple) else [] if listed is None else [listed]
+    return tuple(dict.fromkeys([int(tokenizer.eos_token_id), *map(int, extra)]))
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""Prompts as token ids, as the model sees them."""
+"""Render prompts as token ids."""
 
 from __future__ import annotations
 
@@ -13,49 +13,49 @@ THINK = "<think>"
 
 
 def render_prompts(examples: Sequence[Example], policy: Policy) -> list[list[int]]:
-    """Token ids of the examples' prompts.
+    """Tokenize the examples' prompts.
 
-    Where `policy.chat` is set and the example is not `templated`, the prompt (or its `messages`) is wrapped in the chat
-    template. The prefill stands once, at the very end; a prefill that begins with `<think>` replaces the template's own.
+    With `policy.chat`, the chat template is applied to the prompt (or its `messages`) unless the example is `templated`.
+    The prefill is appended at the end; a prefill that starts with `<think>` replaces that of the template.
 
     Raises:
-        UserError: the chat template rejects the messages of an example.
+        UserError: The chat template rejects the messages of an example.
     """
     tokenizer, rendered = policy.tokenizer, []
     for example in examples:
-        if _is_wrapped(example, policy):
-            text = _wrapped(example, policy)
+        if _uses_template(example, policy):
+            text = _apply_template(example, policy)
             if example.prefill.lstrip().startswith(THINK):
                 text = text.removesuffix(_opening(text))
         else:
             text = example.prompt.removesuffix(example.prefill)
         text += example.prefill
-        # Markup contains its own special tokens; a plain prompt gets those that the tokenizer adds.
+        # Chat markup contains the special tokens; for plain prompts the tokenizer adds them.
         markup = policy.chat or example.templated
         ids = list(tokenizer(text, add_special_tokens=not markup)["input_ids"])
         if not markup and ids and ids[-1] in policy.eos_ids and not text.endswith(tokenizer.eos_token):
-            ids.pop()  # after an end-of-text token the model would not answer
+            ids.pop()  # the prompt must not end with an end-of-text token
         rendered.append(ids)
     return rendered
 
 
 def with_openings(examples: Sequence[Example], policy: Policy) -> list[Example]:
-    """The examples as tasks score them: a `<think>` at the end of the chat template becomes part of the prefill.
+    """Move a `<think>` at the end of the chat template to the prefill of each example.
 
-    Templates of reasoning models end with `<think>`, so the policy never writes it, and a scorer that requires it has to
-    be told. `render_prompts` gives the same tokens for these examples as for the given ones.
+    Templates of reasoning models end with `<think>`, so completions do not contain it, and scorers that require it read the
+    prefill. `render_prompts` returns the same tokens for these examples.
 
     Raises:
-        UserError: the chat template rejects the messages of an example.
+        UserError: The chat template rejects the messages of an example.
     """
-    return [_with_opening(example, policy) if _is_wrapped(example, policy) else example for example in examples]
+    return [_with_opening(example, policy) if _uses_template(example, policy) else example for example in examples]
 
 
 def _with_opening(example: Example, policy: Policy) -> Example:
-    opening = _opening(_wrapped(example, policy))
+    opening = _opening(_apply_template(example, policy))
     if not opening or example.prefill.lstrip().startswith(THINK):
         return example
-    # The longer prefill no longer ends the prompt, so the shorter one is removed there.
+    # The prompt does not end with the new prefill, so remove the old one here.
     return replace(
         example,
         prompt=example.prompt.removesuffix(example.prefill),
@@ -64,22 +64,21 @@ def _with_opening(example: Example, policy: Policy) -> Example:
     )
 
 
-def _is_wrapped(example: Example, policy: Policy) -> bool:
+def _uses_template(example: Example, policy: Policy) -> bool:
     return policy.chat and not example.templated
 
 
 def _messages(example: Example) -> list[dict[str, str]]:
-    """The chat turns of the prompt, without a prefill at the end of the last one."""
+    """Chat messages of the prompt, without the prefill at the end of the last one."""
     turns = example.messages or [{"role": "user", "content": example.prompt}]
     return [*map(dict, turns[:-1]), {**turns[-1], "content": turns[-1]["content"].removesuffix(example.prefill)}]
 
 
-def _wrapped(example: Example, policy: Policy) -> str:
-    """The prompt in the chat template, up to where the completion begins.
+def _apply_template(example: Example, policy: Policy) -> str:
+    """Apply the chat template to the prompt, up to the start of the completion.
 
     Raises:
-        UserError: the template rejects the messages (some take no system turn, others require user and assistant to
-            alternate).
+        UserError: The template rejects the messages (some have no system role, others require alternating roles).
     """
     from jinja2 import TemplateError
 
@@ -95,5 +94,5 @@ def _wrapped(example: Example, policy: Policy) -> str:
 
 
 def _opening(text: str) -> str:
-    """The `<think>` that ends a text, with the white space after it; empty where there is none."""
+    """The `<think>` at the end of a text, with trailing white space, or an empty string."""
     return text[text.rfind(THINK) :] if text.rstrip().endswith(THINK) else ""

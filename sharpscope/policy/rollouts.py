@@ -1,4 +1,4 @@
-"""The values that leave the policy: completions, and completions with their rewards."""
+"""Completions, and completions with rewards."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Completions:
-    """What the policy wrote. N = prompts × G rows, the rows of a group adjacent; P prompt and T completion positions.
+    """Completions of a policy: N = prompts × G rows, the rows of a group adjacent; P prompt and T completion positions.
 
     Attributes:
         input_ids: (N, P+T) long, left-padded prompts followed by right-padded completions.
         attention_mask: (N, P+T) long, 0 on padding.
         completion_ids: (N, T) long, the last T columns of `input_ids`.
-        completion_mask: (N, T) long, 1 where the policy chose the token and it counts in the loss (its end-of-text
-            token included), 0 on padding and on text that an environment returned.
-        behavior_logp: (N, T) float32 [nats], log-probability under softmax(z/T) before top-p and top-k; 0 off the mask.
-            Greedy completions (temperature 0) have it at temperature 1.
-        sampler_logp: (N, T) float32 [nats], the same under the distribution that was drawn from, after top-p and top-k;
-            None where neither is on (it would equal `behavior_logp`).
+        completion_mask: (N, T) long, 1 for tokens sampled by the policy, which are in the loss (including the end-of-text
+            token), 0 for padding and text from an environment.
+        behavior_logp: (N, T) float32 [nats], log-probability under softmax(z/T) before top-p and top-k; 0 outside the
+            mask. Greedy completions (temperature 0) have it at temperature 1.
+        sampler_logp: (N, T) float32 [nats], log-probability after top-p and top-k; None if neither is used (it would equal
+            `behavior_logp`).
         group: (N,) long, index of the prompt.
-        truncated: (N,) bool, ended by the token limit and not by an end-of-text token.
+        truncated: (N,) bool, ended by the token limit instead of an end-of-text token.
         texts: N completions as text, without the end-of-text token.
     """
 
@@ -43,12 +43,12 @@ class Completions:
 
     @property
     def prompt_width(self) -> int:
-        """P: columns of `input_ids` before the completions."""
+        """P, the number of prompt columns of `input_ids`."""
         return self.input_ids.shape[1] - self.completion_ids.shape[1]
 
     @property
     def lengths(self) -> Tensor:
-        """(N,) completion positions [tokens] in use, environment text and end-of-text token included."""
+        """(N,) completion lengths [tokens], including environment text and end-of-text token."""
         return self.attention_mask[:, self.prompt_width :].sum(1)
 
     @property
@@ -57,30 +57,34 @@ class Completions:
         return self.attention_mask[:, : self.prompt_width].sum(1)
 
     def rows(self, index: Tensor) -> Self:
-        """The rows `index` (long or bool), unchanged in width."""
+        """Select the rows `index` (long or bool), without changing the width."""
         order = index.nonzero()[:, 0] if index.dtype == torch.bool else index
-        chosen: dict[str, Any] = {}
+        selected: dict[str, Any] = {}
         for field in fields(self):
             value = getattr(self, field.name)
-            chosen[field.name] = value[order.to(value.device)] if isinstance(value, Tensor) else value
-        chosen["texts"] = [self.texts[i] for i in order.tolist()]
-        return replace(self, **chosen)
+            selected[field.name] = value[order.to(value.device)] if isinstance(value, Tensor) else value
+        selected["texts"] = [self.texts[i] for i in order.tolist()]
+        return replace(self, **selected)
 
     def to(self, device: torch.device) -> Self:
-        """The same rows with their tensors on `device`."""
+        """Move the tensors to `device`."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         tensors: dict[str, Any] = {name: v.to(device) for name, v in values.items() if isinstance(v, Tensor)}
         return replace(self, **tensors)
 
     def with_reward(self, reward: Tensor) -> Rollouts:
-        """These completions with `reward` (N,), which becomes float32 on their device."""
+        """Add rewards (N,), converted to float32 on the completions' device."""
         values = {field.name: getattr(self, field.name) for field in fields(Completions)}
         return Rollouts(**values, reward=reward.to(self.input_ids.device, torch.float32))
 
 
 @dataclass(frozen=True)
 class Rollouts(Completions):
-    """Completions and what they earned: `reward` (N,) float32."""
+    """Completions with rewards.
+
+    Attributes:
+        reward: (N,) float32.
+    """
 
     reward: Tensor
 
@@ -89,7 +93,7 @@ C = TypeVar("C", bound=Completions)
 
 
 def join_rollouts(*parts: C) -> C:
-    """The rows of all, one below the other: prompts padded on the left and completions on the right to the widest."""
+    """Concatenate rows; prompts are padded on the left and completions on the right to the widest."""
     prompt = max(part.prompt_width for part in parts)
     width = max(part.completion_ids.shape[1] for part in parts)
 
@@ -102,6 +106,6 @@ def join_rollouts(*parts: C) -> C:
 
     joined: dict[str, Any] = {"texts": [text for part in parts for text in part.texts]}
     for name in (field.name for field in fields(parts[0]) if field.name != "texts"):
-        known = all(getattr(part, name) is not None for part in parts)
-        joined[name] = torch.cat([padded(part, name) for part in parts]) if known else None
+        present = all(getattr(part, name) is not None for part in parts)
+        joined[name] = torch.cat([padded(part, name) for part in parts]) if present else None
     return replace(parts[0], **joined)

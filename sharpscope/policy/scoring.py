@@ -1,4 +1,4 @@
-"""Statistics of a policy over rollouts, in microbatches that the processes of a run divide among themselves."""
+"""Log-probabilities and statistics of rollouts, in microbatches distributed over processes."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class Scorer:
     """Forward passes of a policy over rollouts.
 
     Attributes:
-        model: the policy.
+        model: The policy.
         temperature: T > 0 of the softmax.
-        microbatch_tokens: tokens of one forward pass, prompts included.
-        share_prompt: run the prompt of a group once for all its rows. A sharded model never does: every process must run
-            the layers equally often, so each microbatch is one pass, prompts included.
-        compute: dtype of the matrix products; None for that of the weights.
-        gradient_checkpointing: recompute activations in the backward pass.
+        microbatch_tokens: Maximum tokens of a forward pass, including prompts.
+        share_prompt: Whether to run a group's prompt once for all its rows. It has no effect for sharded models: all
+            processes must run the layers equally often, so each microbatch is one pass.
+        compute: Type of matrix products; None for the type of the weights.
+        gradient_checkpointing: Whether to recompute layers in the backward pass.
     """
 
     model: nn.Module
@@ -38,7 +38,7 @@ class Scorer:
 
     @cached_property
     def sharded(self) -> bool:
-        """Whether the model's parameters are divided over processes."""
+        """Whether the model's parameters are sharded over processes."""
         return is_sharded(self.model)
 
     @property
@@ -48,28 +48,34 @@ class Scorer:
     def score(
         self, rows: Rollouts, *, model: nn.Module | None = None, with_grad: bool = False, stats: bool = False
     ) -> Scored:
-        """Log-probabilities (n, T) of some rows, in one microbatch; by `model` instead of the policy if one is given."""
+        """Compute log-probabilities (n, T) of rows in one microbatch, with `model` instead of the policy if given."""
         return score_completions(
-            self.model if model is None else model, rows, self.temperature, share_prompt=self._shares,
-            with_grad=with_grad, stats=stats, compute=self.compute, recompute=self.gradient_checkpointing,
+            self.model if model is None else model,
+            rows,
+            self.temperature,
+            share_prompt=self._shares,
+            with_grad=with_grad,
+            stats=stats,
+            compute=self.compute,
             one_pass=self.sharded,
-        )  # fmt: skip
+            gradient_checkpointing=self.gradient_checkpointing,
+        )
 
     @torch.no_grad()
     def statistics(self, rollouts: Rollouts) -> TokenStats:
-        """TokenStats (N, T) of the present policy over all rows. Every process must call it."""
-        found = self.zeros(rollouts)
-        own, batches = self.split(rollouts, torch.arange(len(rollouts)))
+        """Compute TokenStats (N, T) of all rows under the current policy. All processes must call it."""
+        result = self.zeros(rollouts)
+        own_rows, batches = self.split(rollouts, torch.arange(len(rollouts)))
         idle = self.idle_passes(batches)
         for rows in batches:
-            write_stats(found, rows, self.score(rollouts.rows(rows), stats=True).stats)
+            write_stats(result, rows, self.score(rollouts.rows(rows), stats=True).stats)
         for _ in range(idle):
             self.score(shortest_row(rollouts), stats=True)
-        distributed.exchange_rows(own, [getattr(found, stat.name) for stat in fields(TokenStats)])
-        return found
+        distributed.exchange_rows(own_rows, [getattr(result, stat.name) for stat in fields(TokenStats)])
+        return result
 
     def zeros(self, rollouts: Rollouts) -> TokenStats:
-        """TokenStats (N, T) of zeros on the rollouts' device, in the dtype that the model's statistics have."""
+        """TokenStats (N, T) of zeros, with the rollouts' device and the dtype of the model's statistics."""
         mask = rollouts.completion_mask
         dtype = torch.float64 if next(self.model.parameters()).dtype == torch.float64 else torch.float32
         return TokenStats(
@@ -77,9 +83,9 @@ class Scorer:
         )
 
     def split(self, rollouts: Rollouts, rows: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """The part of `rows` (n,) that this process computes, and its microbatches.
+        """Return the part of `rows` (n,) of this process and its microbatches.
 
-        Processes get whole groups of about the same work.
+        Groups are not split, and processes have about the same number of tokens.
         """
         part = rollouts.rows(rows)
         labels, member = part.group.cpu().unique(return_inverse=True)
@@ -95,9 +101,9 @@ class Scorer:
         return rows, [rows[batch] for batch in batches]
 
     def idle_passes(self, batches: list[Tensor]) -> int:
-        """How many passes this process adds because others have more microbatches of a sharded model.
+        """Number of additional passes of this process if other processes of a sharded model have more microbatches.
 
-        Call it before the first pass: in between, its message would mix with those of the layers.
+        Call it before the first pass, so that its collective does not interleave with those of the layers.
         """
         return max(distributed.gather(len(batches))) - len(batches) if self.sharded else 0
 
@@ -108,7 +114,7 @@ def shortest_row(rollouts: Rollouts) -> Rollouts:
 
 
 def write_stats(target: TokenStats, rows: Tensor, values: TokenStats | None) -> None:
-    """Put `values` (n, T) into the rows `rows` of `target` (N, T)."""
+    """Write `values` (n, T) to the rows `rows` of `target` (N, T)."""
     assert values is not None
     for name in (stat.name for stat in fields(TokenStats)):
         getattr(target, name)[rows] = getattr(values, name).to(getattr(target, name).dtype)

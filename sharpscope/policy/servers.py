@@ -1,4 +1,4 @@
-"""A client of OpenAI's completions protocol as `vllm serve` speaks it: prompts and answers as token ids."""
+"""Client for OpenAI's completions API with token ids, as in `vllm serve`."""
 
 from __future__ import annotations
 
@@ -20,21 +20,27 @@ from sharpscope.config.policy import SamplingSpec, ServerBackend
 from sharpscope.errors import UserError
 
 FIELD = "rollout.backend"
-PAUSE_S = (0.25, 8.0)  # before the first repetition, and at most
-TOKEN_ID = "token_id:"  # how vLLM writes a token's number where it stands for its text
+PAUSE_S = (0.25, 8.0)  # before the first retry, and maximum
+TOKEN_ID = "token_id:"  # prefix of vLLM's token strings with return_tokens_as_token_ids
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One completion: token ids, the sampler's log-probability of each [nats, NaN where unknown], and how it ended."""
+    """A completion.
+
+    Attributes:
+        ids: Token ids.
+        logp: The sampler's log-probabilities [nats], NaN if unknown.
+        stopped: True if an end-of-text token ended it, False if the limit did.
+    """
 
     ids: list[int]
     logp: list[float]
-    stopped: bool  # by an end-of-text token, not by the limit
+    stopped: bool
 
 
 class Server:
-    """Draws completions from a server. Safe to call from several threads."""
+    """A server that generates completions. Thread-safe."""
 
     def __init__(self, spec: ServerBackend) -> None:
         self.spec = spec
@@ -44,57 +50,63 @@ class Server:
             key = os.environ.get(spec.api_key_variable)
             if not key:
                 raise UserError(
-                    f"{FIELD}.api_key_variable = {spec.api_key_variable}: that environment variable is not set"
+                    f"{FIELD}.api_key_variable = {spec.api_key_variable}: this environment variable is not set"
                 )
             self._headers["Authorization"] = f"Bearer {key}"
-        # A proxy of the environment is for other machines.
+        # Do not use the environment's proxy for this machine.
         local = urlsplit(self._url).hostname in ("localhost", "127.0.0.1", "::1")
         handlers = [urllib.request.ProxyHandler({})] if local else []
         self._opener = urllib.request.build_opener(*handlers)
         self._model = spec.model
 
     def draw(
-        self, prompts: Sequence[Sequence[int]], group_size: int, spec: SamplingSpec, seeds: Sequence[int],
+        self,
+        prompts: Sequence[Sequence[int]],
+        group_size: int,
+        spec: SamplingSpec,
+        seeds: Sequence[int],
         eos_ids: Sequence[int],
-    ) -> list[list[Answer]]:  # fmt: skip
-        """`group_size` completions of each prompt, one request a prompt, each with its seed.
+    ) -> list[list[Answer]]:
+        """Generate `group_size` completions per prompt, with one seeded request per prompt.
 
         Raises:
-            UserError: no answer after all repetitions, or an answer that is not what was asked for.
+            UserError: No answer after all retries, or an invalid answer.
         """
         model = self._model = self._model or self._only_model()
         with ThreadPoolExecutor(min(self.spec.concurrency, max(len(prompts), 1))) as pool:
-            asked = [
-                pool.submit(self._one, _request(model, prompt, group_size, spec, seed, eos_ids), group_size, spec, eos_ids)
+            futures = [
+                pool.submit(
+                    self._complete, _request(model, prompt, group_size, spec, seed, eos_ids), group_size, spec, eos_ids
+                )
                 for prompt, seed in zip(prompts, seeds, strict=True)
-            ]  # fmt: skip
+            ]
             try:
-                return [one.result() for one in asked]
+                return [future.result() for future in futures]
             except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)  # the first failure ends the round
+                pool.shutdown(wait=False, cancel_futures=True)  # the first failure cancels the others
                 raise
 
     def read_weights(self, folder: Path) -> None:
-        """Tell the server to load the safetensors checkpoint in `folder`, and to forget what it computed with the old one.
+        """Load the safetensors checkpoint in `folder` on the server, and clear its prefix cache.
 
         Raises:
-            UserError: it cannot, or does not say that it has.
+            UserError: The server does not confirm that the checkpoint is loaded.
         """
         root = self._url.removesuffix("/v1")
         if self.spec.sync == "sglang":
             answer = self._post(f"{root}/update_weights_from_disk", {"model_path": str(folder)})
             if not (isinstance(answer, dict) and answer.get("success")):
                 raise UserError(
-                    f"{FIELD}.sync = sglang: the server did not load {folder}: {_short(answer)}; is the folder visible to it?"
+                    f"{FIELD}.sync = sglang: the server did not load {folder}: {_short(answer)}; check that it can read the folder"
                 )
             return
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
         self._post(f"{root}/collective_rpc", body, empty=True)
         self._post(f"{root}/reset_prefix_cache", {}, empty=True)
 
-    # -- one request -------------------------------------------------------------------------------------------------
-
-    def _one(self, body: dict[str, Any], group_size: int, spec: SamplingSpec, eos_ids: Sequence[int]) -> list[Answer]:
+    def _complete(
+        self, body: dict[str, Any], group_size: int, spec: SamplingSpec, eos_ids: Sequence[int]
+    ) -> list[Answer]:
         answer = self._post(f"{self._url}/completions", body)
         try:
             choices = sorted(answer["choices"], key=lambda choice: choice["index"])
@@ -102,10 +114,9 @@ class Server:
                 raise ValueError(f"{len(choices)} choices instead of {group_size}")
             return [_answer(choice, spec.max_new_tokens, eos_ids) for choice in choices]
         except (KeyError, TypeError, ValueError) as error:
-            what = f"no field {error}" if isinstance(error, KeyError) else str(error)
+            problem = f"no field {error}" if isinstance(error, KeyError) else str(error)
             raise UserError(
-                f"{FIELD}.url = {self.spec.url}: an answer that is not of the completions protocol with token ids ({what}); "
-                "use a recent vllm serve"
+                f"{FIELD}.url = {self.spec.url}: invalid answer ({problem}); use a server with token ids, such as a recent vllm serve"
             ) from error
 
     def _only_model(self) -> str:
@@ -114,17 +125,17 @@ class Server:
             names = [str(model["id"]) for model in answer["data"]]
         except (KeyError, TypeError) as error:
             raise UserError(
-                f"{FIELD}.url = {self.spec.url}: no list of models there; is it the address with /v1?"
+                f"{FIELD}.url = {self.spec.url}: returns no list of models; include /v1 in the URL"
             ) from error
         if len(names) != 1:
-            raise UserError(f"{FIELD}.model: the server has {', '.join(names[:5]) or 'none'}; name one")
+            raise UserError(f"{FIELD}.model: the server has {', '.join(names[:5]) or 'no models'}; set one of them")
         return names[0]
 
     def _post(self, url: str, body: dict[str, Any], empty: bool = False) -> Any:
         return self._send(url, json.dumps(body).encode(), empty)
 
     def _send(self, url: str, data: bytes | None, empty: bool = False) -> Any:
-        """The JSON answer; `empty` answers count as None. What may pass by itself is tried again."""
+        """Return the JSON answer, or None for an empty one if `empty`. Temporary errors are retried."""
         problem = ""
         for attempt in range(self.spec.retries + 1):
             if attempt:
@@ -136,54 +147,65 @@ class Server:
                 return None if empty and not content.strip() else json.loads(content)
             except urllib.error.HTTPError as error:
                 problem = f"status {error.code}: {_short(error.read(2000).decode('utf-8', 'replace'))}"
-                if error.code < 500 and error.code not in (408, 425, 429):  # a request that is wrong stays wrong
-                    raise UserError(
-                        f"{FIELD}.url = {url}: refused with {problem}; {_advice(url, error.code)}"
-                    ) from error
+                if error.code < 500 and error.code not in (408, 425, 429):  # invalid requests are not retried
+                    raise UserError(f"{FIELD}.url = {url}: {problem}; {_advice(url, error.code)}") from error
             except json.JSONDecodeError as error:
                 raise UserError(
-                    f"{FIELD}.url = {url}: the answer is not JSON; is there another service at this address?"
+                    f"{FIELD}.url = {url}: the answer is not JSON; check that the URL is that of the server"
                 ) from error
             except TimeoutError:
                 problem = f"no answer within {self.spec.timeout_s:g} s"
             except OSError as error:
                 reason = getattr(error, "reason", error)
-                late = isinstance(reason, TimeoutError)
-                problem = f"no answer within {self.spec.timeout_s:g} s" if late else _short(reason)
-            except HTTPException as error:  # the connection ended in the middle of an answer
+                timeout = isinstance(reason, TimeoutError)
+                problem = f"no answer within {self.spec.timeout_s:g} s" if timeout else _short(reason)
+            except HTTPException as error:  # the connection closed during an answer
                 problem = _short(error)
         tries = self.spec.retries + 1
         raise UserError(
-            f"{FIELD}.url = {url}: {problem} ({tries} {'try' if tries == 1 else 'tries'}); is the server running, and "
-            "timeout_s long enough?"
+            f"{FIELD}.url = {url}: {problem} ({tries} {'try' if tries == 1 else 'tries'}); check that the server is running, or "
+            "raise timeout_s"
         )
 
 
 def _request(
     model: str, prompt: Sequence[int], group_size: int, spec: SamplingSpec, seed: int, eos_ids: Sequence[int]
 ) -> dict[str, Any]:
-    """Everything that bears on sampling is said: a server's defaults may come from the model's generation config."""
+    """A request with all sampling parameters, since a server's defaults can come from the model's generation config."""
     return {
-        "model": model, "prompt": list(prompt), "n": group_size, "max_tokens": spec.max_new_tokens, "seed": seed,
-        "temperature": spec.temperature, "top_p": spec.top_p, "top_k": spec.top_k or -1, "min_p": 0.0,
-        "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "stop_token_ids": list(eos_ids),
-        "logprobs": 1, "return_token_ids": True, "return_tokens_as_token_ids": True, "skip_special_tokens": False,
+        "model": model,
+        "prompt": list(prompt),
+        "n": group_size,
+        "max_tokens": spec.max_new_tokens,
+        "seed": seed,
+        "temperature": spec.temperature,
+        "top_p": spec.top_p,
+        "top_k": spec.top_k or -1,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "stop_token_ids": list(eos_ids),
+        "logprobs": 1,
+        "return_token_ids": True,
+        "return_tokens_as_token_ids": True,
+        "skip_special_tokens": False,
         "stream": False,
-    }  # fmt: skip
+    }
 
 
 def _answer(choice: dict[str, Any], limit: int, eos_ids: Sequence[int]) -> Answer:
-    """One choice as ids and log-probabilities.
+    """Parse a choice into ids and log-probabilities.
 
     Raises:
-        KeyError, TypeError, ValueError: it has not both, or they do not fit together.
+        KeyError, TypeError, ValueError: One of them is missing, or they are inconsistent.
     """
     scores = choice["logprobs"]
     if scores is None:
         raise ValueError("logprobs is null")
     logp = [math.nan if value is None else float(value) for value in scores["token_logprobs"]]
     ids = choice.get("token_ids")
-    if ids is None:  # older servers, and others than vLLM: numbers stand in the tokens' texts
+    if ids is None:  # older servers and other engines: ids are in the token strings
         if not all(str(token).startswith(TOKEN_ID) for token in scores["tokens"]):
             raise ValueError("neither token_ids nor tokens of the form token_id:N")
         ids = [int(str(token).removeprefix(TOKEN_ID)) for token in scores["tokens"]]

@@ -1,7 +1,7 @@
-"""Weights sharded over processes (FSDP2), and gathered again for drawing, probing and saving.
+"""Shard weights over processes (FSDP2), and gather them for generation, probes and saving.
 
-The repeated layers are sharded. Embeddings, the last norm and the output layer stay whole on every process, because the
-output layer is used outside the model's forward pass (log-probabilities are computed in chunks).
+The repeated layers are sharded. Embeddings, the final norm and the output layer are replicated, because the output layer
+is used outside the model's forward pass (log-probabilities are computed in chunks).
 """
 
 from __future__ import annotations
@@ -18,17 +18,21 @@ from torch import Tensor, nn
 
 from sharpscope.errors import UserError
 from sharpscope.policy.adapters import has_adapters
+from sharpscope.policy.gradient_checkpointing import layers_of
 from sharpscope.policy.head import backbone
-from sharpscope.policy.recompute import layers_of
 
-_reshard: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()  # the argument of `shard`
+_reshard: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()  # the option of `shard`
 
 
 def shard(model: nn.Module, reshard: bool = True) -> None:
     """Shard the layers' parameters over all processes, in place. Gradients are summed over processes, not averaged.
 
+    Args:
+        model: The model.
+        reshard: Whether to free the gathered parameters after each forward pass.
+
     Raises:
-        UserError: the model has adapters, or an architecture that does not mark its layers.
+        UserError: The model has adapters, or its architecture does not mark the layers.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -45,22 +49,22 @@ def shard(model: nn.Module, reshard: bool = True) -> None:
     fully_shard(backbone(model), mesh=mesh, reshard_after_forward=reshard, ignored_params=outside)
     for module in _sharded_modules(model):
         module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
+        module.set_force_sum_reduction_for_comms(True)  # gloo does not support scaled sums
     _reshard[model] = reshard
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether some parameter is sharded."""
+    """Whether any parameter is sharded over processes."""
     return any(is_shard(parameter) for parameter in model.parameters())
 
 
 def is_shard(tensor: Tensor) -> bool:
-    """Whether this process holds only a part of the tensor (FSDP2)."""
+    """Whether the tensor is sharded over processes (FSDP2)."""
     return hasattr(tensor, "to_local")
 
 
 def full_tensor(tensor: Any) -> Any:
-    """A sharded tensor gathered, for which every process must call this; anything else unchanged."""
+    """Gather a sharded tensor (all processes must call it); return other values unchanged."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
@@ -70,7 +74,7 @@ def _sharded_modules(model: nn.Module) -> list[Any]:
 
 @contextmanager
 def unsharded(model: nn.Module) -> Iterator[None]:
-    """Within it every process holds all weights, so that each can run any number of forward passes on its own."""
+    """Gather all weights on every process, so that each can run any number of forward passes."""
     modules = _sharded_modules(model)
     for module in modules:
         module.set_reshard_after_forward(False, recurse=False)
@@ -85,7 +89,7 @@ def unsharded(model: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class ModelView:
-    """A model as probes see it: unsharded, with gradients in `.grad`, its trainable parameters and their optimizer."""
+    """The input of a probe: an unsharded model with gradients in `.grad`, its trainable parameters and their optimizer."""
 
     model: nn.Module
     parameters: list[nn.Parameter]
@@ -95,48 +99,46 @@ class ModelView:
 def gathered_copy(
     model: nn.Module, optimizer: torch.optim.AdamW, device: torch.device, *, keep: bool = True
 ) -> ModelView:
-    """An unsharded copy of a sharded model with weights, gradients and optimizer state. Every process must call it.
+    """Copy a sharded model with all weights, gradients and optimizer state. All processes must call it.
 
     Args:
-        model: sharded.
-        optimizer: over its trainable parameters.
-        device: of the copy.
-        keep: False if this process does not need the copy and only takes part in the communication.
+        model: The sharded model.
+        optimizer: Optimizer of its trainable parameters.
+        device: Device of the copy.
+        keep: False on processes that do not need the copy and only take part in the collectives.
     """
     for module in _sharded_modules(model):
-        module.reshard()  # a forward pass without a backward pass may have left it unsharded
+        module.reshard()  # it can be unsharded after a forward pass without a backward pass
     with torch.device("meta"):
         plain: Any = type(model)(copy.deepcopy(model.config))
-    kind = next(model.parameters()).dtype
-    plain = plain.to(kind).eval()
+    plain = plain.to(next(model.parameters()).dtype).eval()
     plain = plain.to_empty(device=device if keep else "meta")
     plain.tie_weights()
-    twins: dict[Tensor, nn.Parameter] = {}
+    copies: dict[Tensor, nn.Parameter] = {}
     named: dict[str, nn.Parameter] = dict(plain.named_parameters())
     with torch.no_grad():
-        for name, divided in model.named_parameters():
-            twin = named[name]
-            twins[divided] = twin
-            _fill(twin, full_tensor(divided.detach()), keep)
-            twin.requires_grad_(divided.requires_grad)
-            gradient = None if divided.grad is None else full_tensor(divided.grad)
+        for name, parameter in model.named_parameters():
+            copied = copies[parameter] = named[name]
+            _fill(copied, full_tensor(parameter.detach()), keep)
+            copied.requires_grad_(parameter.requires_grad)
+            gradient = None if parameter.grad is None else full_tensor(parameter.grad)
             if gradient is not None and keep:
-                twin.grad = gradient.to(device)
-        held = dict(plain.named_buffers())
+                copied.grad = gradient.to(device)
+        buffers = dict(plain.named_buffers())
         for name, buffer in model.named_buffers():
-            _fill(held[name], buffer, keep)
+            _fill(buffers[name], buffer, keep)
     groups = [
         {name: value for name, value in group.items() if name != "params"}
-        | {"params": [twins[p] for p in group["params"]]}
+        | {"params": [copies[p] for p in group["params"]]}
         for group in optimizer.param_groups
     ]
-    copied = torch.optim.AdamW(groups)
-    for parameter, state in optimizer.state.items():
+    copied_optimizer = torch.optim.AdamW(groups)
+    for tensor, state in optimizer.state.items():
         for name, value in state.items():
             entry = full_tensor(value)
             if keep:
-                copied.state[twins[parameter]][name] = entry if name == "step" else entry.to(device)
-    return ModelView(plain, [p for p in plain.parameters() if p.requires_grad], copied)
+                copied_optimizer.state[copies[tensor]][name] = entry if name == "step" else entry.to(device)
+    return ModelView(plain, [p for p in plain.parameters() if p.requires_grad], copied_optimizer)
 
 
 def _fill(target: Tensor, value: Tensor, keep: bool) -> None:
@@ -145,13 +147,13 @@ def _fill(target: Tensor, value: Tensor, keep: bool) -> None:
 
 
 def shard_state(whole: ModelView, model: nn.Module, optimizer: torch.optim.AdamW) -> None:
-    """Give a sharded model's optimizer its part of the state in `whole`."""
+    """Shard the optimizer state of `whole` into the optimizer of a sharded model."""
     from torch.distributed.tensor import distribute_tensor
 
     names = dict(model.named_parameters())
-    for name, twin in whole.model.named_parameters():
+    for name, full_parameter in whole.model.named_parameters():
         parameter: Any = names[name]
-        for entry, value in whole.optimizer.state.get(twin, {}).items():
+        for entry, value in whole.optimizer.state.get(full_parameter, {}).items():
             part = value
             if entry != "step" and is_shard(parameter):
                 part = distribute_tensor(value.to(parameter.device), parameter.device_mesh, parameter.placements)

@@ -1,8 +1,8 @@
-"""Decoding in which the rows of a group read their prompt's keys and values where they lie, instead of a copy each.
+"""Decoding in which the rows of a group share their prompt's keys and values.
 
-A decoding step is bound by the memory it reads, and with G completions per prompt most of that would be G copies of the
-prompt. Scores against the prompt are one matrix product per group here, scores against a row's own tokens one per row;
-a softmax over both joins them. transformers calls it through its attention interface, so no model code is touched.
+Decoding is limited by memory bandwidth, and with G completions per prompt most of the memory would be G copies of the
+prompt. Here, attention scores of the prompt are one matrix product per group and those of a row's own tokens one per row,
+followed by a joint softmax. transformers calls it through its attention interface, without changes to the model.
 """
 
 from __future__ import annotations
@@ -31,65 +31,65 @@ def can_share_decoding(model: nn.Module) -> bool:
 
 
 class SharedDecodeCache(Cache):
-    """Own keys and values of n rows, and their B prompts' ones, left-padded and not copied.
+    """Keys and values of n rows, and those of their B prompts, left-padded and shared.
 
     Args:
-        prompts: the prompts' cache.
-        lengths: (B,) tokens of each prompt.
+        prompts: Cache of the prompts.
+        lengths: (B,) length of each prompt [tokens].
         row_prompt: (n,) prompt of each row, ascending.
-        room: own positions to start with.
+        capacity: Initial number of positions after the prompts.
     """
 
-    def __init__(self, prompts: PromptCache, lengths: Tensor, row_prompt: Tensor, room: int) -> None:
-        # Keys (B, H, d_head, P), as the products need them, and values (B, H, P, d_head).
+    def __init__(self, prompts: PromptCache, lengths: Tensor, row_prompt: Tensor, capacity: int) -> None:
+        # Keys are stored as (B, H, d_head, P) for the matrix products, values as (B, H, P, d_head).
         self.prompts = [(keys.transpose(2, 3).contiguous(), values) for keys, values in prompts.states]
         self.width = self.prompts[0][1].shape[2]  # P
-        nothing = [(keys[row_prompt, :, :0], values[row_prompt, :, :0]) for keys, values in prompts.states]
-        super().__init__(layers=[GrowingLayer(*pair, room, before=self.width) for pair in nothing])
+        empty = [(keys[row_prompt, :, :0], values[row_prompt, :, :0]) for keys, values in prompts.states]
+        super().__init__(layers=[GrowingLayer(*pair, capacity, before=self.width) for pair in empty])
         padding = torch.arange(self.width, device=lengths.device) < self.width - lengths[:, None]  # (B, P)
         self._padding = padding if bool(padding.any()) else None
-        self._arrange(row_prompt)
+        self._assign_slots(row_prompt)
 
     def keep(self, rows: Tensor) -> None:
-        """Keep only `rows` (long, ascending), and the prompts that one of them has."""
+        """Keep only `rows` (long, ascending) and their prompts."""
         for layer in self.layers:
             layer.keep(rows)  # type: ignore[union-attr]
         used, row_prompt = self._row_prompt[rows].unique(return_inverse=True)
         if len(used) < self._prompt_count:
             self.prompts = [(keys[used], values[used]) for keys, values in self.prompts]
             self._padding = None if self._padding is None else self._padding[used]
-        self._arrange(row_prompt)
+        self._assign_slots(row_prompt)
 
-    def texts(self, rows: Tensor, behind: Tensor) -> PromptCache:
-        """All that `rows` (m,) and their prompts hold but their last `behind` (m,) positions, in a cache of its own."""
+    def texts(self, rows: Tensor, drop: Tensor) -> PromptCache:
+        """Copy `rows` (m,) with their prompts, without their last `drop` (m,) positions, to a new cache."""
         prompt = self._row_prompt[rows]
         own = [cast(GrowingLayer, layer).of(rows) for layer in self.layers]
-        found = PromptCache.of(
+        cache = PromptCache.of(
             (torch.cat([keys[prompt].transpose(2, 3), own_keys], 2), torch.cat([values[prompt], own_values], 2))
             for (keys, values), (own_keys, own_values) in zip(self.prompts, own, strict=True)
         )
-        found.move_right(behind)
-        return found
+        cache.pad_left(drop)
+        return cache
 
     def mask(self) -> Tensor:
-        """(n, L+1) ones: padding is hidden by the attention itself."""
+        """(n, L+1) ones; the attention function masks padding."""
         return torch.ones(
             len(self._row_prompt), self.get_seq_length() + 1, dtype=torch.long, device=self._row_prompt.device
         )
 
-    def _arrange(self, row_prompt: Tensor) -> None:
-        """Give every row a slot (prompt, place in its group), so that groups of any size make one batched product."""
+    def _assign_slots(self, row_prompt: Tensor) -> None:
+        """Assign a slot (prompt, index in the group) to each row, so that groups of any size use one batched product."""
         n, self._row_prompt, self._prompt_count = len(row_prompt), row_prompt, len(self.prompts[0][0])
         sizes = torch.bincount(row_prompt, minlength=self._prompt_count)
         self._group = int(sizes.max())  # G: slots per prompt
-        place = torch.arange(n, device=row_prompt.device) - (sizes.cumsum(0) - sizes)[row_prompt]
+        index = torch.arange(n, device=row_prompt.device) - (sizes.cumsum(0) - sizes)[row_prompt]
         full = self._prompt_count * self._group == n
-        self._slot = None if full else row_prompt * self._group + place  # (n,); None: slot i is row i
+        self._slot = None if full else row_prompt * self._group + index  # (n,); None: slot i is row i
         self.row_padding = None if self._padding is None else self._padding[row_prompt][:, None, None]  # (n, 1, 1, P)
 
     def by_prompt(self, x: Tensor) -> Tensor:
-        """(n, H, R, e) of rows -> (B, H, G·R, e) of prompts; slots without a row are zero."""
-        if self._group == 1:  # every row alone with its prompt
+        """Reshape rows (n, H, R, e) to prompts (B, H, G·R, e); slots without a row are zero."""
+        if self._group == 1:  # one row per prompt
             return x
         _, heads, repeat, width = x.shape
         prompts, group = self._prompt_count, self._group
@@ -100,7 +100,7 @@ class SharedDecodeCache(Cache):
         return x.reshape(prompts, heads, group * repeat, width)
 
     def by_row(self, x: Tensor, repeat: int) -> Tensor:
-        """The inverse of `by_prompt`: (B, H, G·R, e) -> (n, H, R, e)."""
+        """Inverse of `by_prompt`: (B, H, G·R, e) -> (n, H, R, e)."""
         if self._group == 1:
             return x
         (prompts, heads, _, width), group = x.shape, self._group
@@ -111,7 +111,7 @@ class SharedDecodeCache(Cache):
 
 @contextmanager
 def shared_attention(model: nn.Module, cache: SharedDecodeCache) -> Iterator[None]:
-    """Within it `model` decodes a token a forward pass against `cache`; its attention kernel is put back afterwards."""
+    """Context in which `model` decodes one token per forward pass with `cache`; restores its attention at the end."""
     config = bare(model).config
     before, token = config._attn_implementation, _running.set(cache)
     config._attn_implementation = ATTENTION
@@ -133,19 +133,18 @@ def _attend(
     sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of one query per row, (n, H·R, 1, d), to its prompt and to its own keys and values (n, H, t, d)."""
-    extra = [name for name, other in others.items() if isinstance(other, Tensor) and name not in _HARMLESS]
+    """Attention of one query per row, (n, H·R, 1, d), to its prompt and its keys and values (n, H, t, d)."""
+    extra = [name for name, other in others.items() if isinstance(other, Tensor) and name not in _IGNORED_ARGUMENTS]
     if extra:
         raise UserError(
-            f"policy.model: its attention takes {', '.join(extra)}, which decoding does not know; choose another "
-            "architecture"
+            f"policy.model: decoding does not support the attention arguments {', '.join(extra)}; choose another architecture"
         )
     cache, index = _running.get(), int(module.layer_idx)  # type: ignore[arg-type]
     prompt_key, prompt_value = cache.prompts[index]
     n, heads, _, d = query.shape
     kv_heads, width, t = key.shape[1], cache.width, key.shape[2]
     repeat = heads // kv_heads
-    # A sliding window lets the query, the last of P+t positions, see the last `sliding_window` of them.
+    # The query is the last of P+t positions; a sliding window contains the last `sliding_window` of them.
     first = max(0, width + t - sliding_window) if sliding_window else 0
     first_own, first = max(0, first - width), min(first, width)
     if first:
@@ -166,5 +165,5 @@ def _attend(
     return out.reshape(n, 1, heads, -1), None
 
 
-_HARMLESS = {"position_ids", "cache_position"}
+_IGNORED_ARGUMENTS = {"position_ids", "cache_position"}
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _attend)

@@ -123,14 +123,14 @@ def test_following_a_run_gives_each_number_once(run_dir, tmp_path):
 
 def test_command_and_mistakes(run_dir, tmp_path, monkeypatch):
     result = CliRunner().invoke(app, ["export", str(run_dir), "--to", "tensorboard", "--out", str(tmp_path / "logs")])
-    assert result.exit_code == 0 and "numbers" in result.output and "tensorboard --logdir" in result.output
+    assert result.exit_code == 0 and "values" in result.output and "tensorboard --logdir" in result.output
     for arguments, message in (
         (["--to", "tensorbord"], "did you mean 'tensorboard'"),
         (["--to", "trackio", "--online"], "not supported by trackio"),
     ):
         with pytest.raises(UserError, match=message):
             CliRunner().invoke(app, ["export", str(run_dir), *arguments], catch_exceptions=False)
-    with pytest.raises(UserError, match="no run below"):
+    with pytest.raises(UserError, match="no run in"):
         CliRunner().invoke(app, ["export", str(tmp_path), "--to", "wandb"], catch_exceptions=False)
     with pytest.raises(UserError, match="have this name"):
         export([run_dir, run_dir], "tensorboard", tmp_path / "twice")

@@ -84,7 +84,7 @@ def assert_matches_oracle(policy, task, out, spec, tolerance=1e-6, prompts=PROMP
 @pytest.mark.parametrize("copied", [False, True])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_equals_one_conversation_at_a_time(architecture, copied, monkeypatch):
-    monkeypatch.setattr(decoding, "FIRST_ROOM", 2)
+    monkeypatch.setattr(decoding, "INITIAL_CAPACITY", 2)
     if copied:
         monkeypatch.setattr(decoding, "can_share_decoding", lambda model: False)
     policy, task = tiny_policy(architecture), Parrot()
@@ -95,10 +95,10 @@ def test_equals_one_conversation_at_a_time(architecture, copied, monkeypatch):
     assert int(heard.any(1).sum()) >= 4  # otherwise nothing was tested
 
 
-@pytest.mark.parametrize("leave_share", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("remove_share", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("decode_batch", [1, 4, 100])
-def test_what_is_played_together_changes_no_conversation(decode_batch, leave_share, monkeypatch):
-    monkeypatch.setattr(decoding, "LEAVE_SHARE", leave_share)
+def test_what_is_played_together_changes_no_conversation(decode_batch, remove_share, monkeypatch):
+    monkeypatch.setattr(decoding, "REMOVE_SHARE", remove_share)
     policy, task = tiny_policy("llama", scale=0.2), Parrot()
     object.__setattr__(policy, "eos_ids", (1, 8, 9))
     spec = SamplingSpec(temperature=1.4, max_new_tokens=30, decode_batch=decode_batch)
@@ -180,9 +180,9 @@ def test_a_reply_that_leaves_no_room_ends_the_row_as_truncated():
 def test_a_stop_text_may_lie_across_tokens_and_inside_one():
     policy = tiny_policy()
     turns = Turns(policy, ("t20 t5", "t3"), 2)
-    assert turns.hear([0, 1], [20, 5]) == [False, False]
-    assert turns.hear([0, 1], [5, 20]) == [True, False]
-    assert turns.hear([1], [1]) == [False]  # the end-of-text token is no text
+    assert turns.add([0, 1], [20, 5]) == [False, False]
+    assert turns.add([0, 1], [5, 20]) == [True, False]
+    assert turns.add([1], [1]) == [False]  # the end-of-text token is no text
     assert turns.text(1) == "t5 t20"
     may = closing_tokens(policy.tokenizer, ("t20 t5", "t3"))
     assert [i for i, end in enumerate(may) if end] == [3, 5, *range(30, 37)]  # t3, t5 and t30 to t36
@@ -194,6 +194,6 @@ def test_stop_texts_in_pieces_of_bytes_are_heard():
     for stop, text in (("</stop>", "so</stop>!"), ("é", "naïve café"), ("。", "好。"), ("🙂", "a🙂b")):
         ids = tokenizer(text)["input_ids"]
         turns = Turns(policy, (stop,), 1)
-        heard = [turns.hear([0], [token])[0] for token in ids]
+        heard = [turns.add([0], [token])[0] for token in ids]
         first = next(i for i in range(1, len(ids) + 1) if stop in as_text(tokenizer, ids[:i]))
         assert heard.index(True) == first - 1

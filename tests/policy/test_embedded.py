@@ -122,7 +122,7 @@ def test_phrases_win_over_bpe_the_longest_first(tmp_path):
 
 
 def test_a_vocabulary_too_small_for_the_bytes_is_refused():
-    with pytest.raises(UserError, match="vocabulary = 200: at least 269"):
+    with pytest.raises(UserError, match="vocabulary = 200: must be at least 269"):
         build_tokenizer(["a"], ["Ava"], 200)
 
 

@@ -62,7 +62,7 @@ def assert_matches_oracle(policy: Policy, out: Completions, spec: SamplingSpec, 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_equals_slow_generation(architecture, copied, monkeypatch):
     # A capacity of 2 makes the caches grow; the one sliding window, of 8, moves over prompt and completion.
-    monkeypatch.setattr(decoding, "FIRST_ROOM", 2)
+    monkeypatch.setattr(decoding, "INITIAL_CAPACITY", 2)
     if copied:
         monkeypatch.setattr(decoding, "can_share_decoding", lambda model: False)
     policy = tiny_policy(architecture)
@@ -86,10 +86,10 @@ def test_truncated_and_greedy_sampling_equal_slow_generation(sampling):
     assert_matches_oracle(policy, generate(policy, PROMPTS, GROUP, spec, generator()), spec)
 
 
-@pytest.mark.parametrize("leave_share", [0.0, 1.0])
+@pytest.mark.parametrize("remove_share", [0.0, 1.0])
 @pytest.mark.parametrize("decode_batch", [1, 2, 4, 100])
-def test_what_is_decoded_together_changes_no_sample(decode_batch, leave_share, monkeypatch):
-    monkeypatch.setattr(decoding, "LEAVE_SHARE", leave_share)
+def test_what_is_decoded_together_changes_no_sample(decode_batch, remove_share, monkeypatch):
+    monkeypatch.setattr(decoding, "REMOVE_SHARE", remove_share)
     policy = tiny_policy("llama", scale=0.2)
     object.__setattr__(policy, "eos_ids", (1, 7, 8, 9, 10))  # many ends: rows leave at every step
     spec = SamplingSpec(temperature=1.4, max_new_tokens=14, decode_batch=decode_batch)
@@ -154,7 +154,7 @@ def test_prompts_that_cannot_be_continued_are_named():
     with pytest.raises(UserError, match=r"prompt 1 \('.*'…\): 120 tokens and max_new_tokens 9 exceed .* 128 tokens"):
         generate(policy, [PROMPTS[0], long], 2, SamplingSpec(max_new_tokens=9), generator())
     generate(policy, [long], 1, SamplingSpec(max_new_tokens=8), generator())
-    with pytest.raises(UserError, match="prompt 0: it has no tokens"):
+    with pytest.raises(UserError, match="prompt 0: has no tokens"):
         generate(policy, [[]], 2, SamplingSpec(max_new_tokens=9), generator())
 
 

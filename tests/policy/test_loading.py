@@ -145,7 +145,7 @@ def refusal_device(folder: Path, device: str) -> str:
 
 
 def test_tokenizers_that_do_not_fit():
-    with pytest.raises(UserError, match="has 50 tokens, the model only 37"):
+    with pytest.raises(UserError, match="has 50 tokens, the model 37"):
         make_policy(tiny_model(), word_tokenizer(50), "x")
     with pytest.raises(UserError, match="no end-of-text token"):
         make_policy(tiny_model(), word_tokenizer(eos_token=None), "x")
@@ -172,7 +172,7 @@ def test_the_head_gives_the_models_own_logits(architecture, tie):
 def test_a_head_that_is_something_else_is_refused():
     model = tiny_model()
     model.lm_head.register_forward_hook(lambda module, inputs, out: out * 2)
-    with pytest.raises(UserError, match="not a linear map"):
+    with pytest.raises(UserError, match="not a linear function"):
         check_head(model, output_head(model))
     model.lm_head = nn.Sequential(nn.Linear(16, 37))
     with pytest.raises(UserError, match="its output layer is Sequential"):
@@ -184,7 +184,7 @@ def test_hidden_states_of_another_width_are_refused():
                                   num_attention_heads=2, input_embedding_size=8, output_embedding_size=24,
                                   is_decoder=True, pad_token_id=0)  # fmt: skip
     model = AutoModelForCausalLM.from_config(config).eval()
-    with pytest.raises(UserError, match="RemBertForCausalLM: its logits are not a linear map"):
+    with pytest.raises(UserError, match="RemBertForCausalLM: its logits are not a linear function"):
         check_head(model, output_head(model))
 
 

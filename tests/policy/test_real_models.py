@@ -21,7 +21,7 @@ from sharpscope.policy import (
 )
 from sharpscope.policy.adapters import has_adapters, without_adapters
 from sharpscope.policy.chunked_logp import flat_logp
-from sharpscope.policy.recompute import layers_of
+from sharpscope.policy.gradient_checkpointing import layers_of
 from tests.models import ARCHITECTURES, tiny_model
 from tests.policy.helpers import word_tokenizer
 from tests.policy.test_forward import rows
@@ -51,7 +51,7 @@ def gradients(model, **options) -> list[torch.Tensor]:
 def test_layers_computed_again_give_the_same_gradient(architecture, share):
     model = tiny_model(architecture)
     kept = gradients(model, share_prompt=share)
-    again = gradients(model, share_prompt=share, recompute=True)
+    again = gradients(model, share_prompt=share, gradient_checkpointing=True)
     for one, other in zip(kept, again, strict=True):
         assert (one is None) == (other is None)
         assert one is None or torch.allclose(one, other, rtol=1e-9, atol=1e-12)
@@ -72,7 +72,7 @@ def test_recomputing_keeps_fewer_activations():
             score_completions(model, rows(), 1.0, share_prompt=False, with_grad=True, **options)
         return total
 
-    assert kept(recompute=True) < 0.4 * kept()
+    assert kept(gradient_checkpointing=True) < 0.4 * kept()
 
 
 def test_one_pass_gives_what_buckets_give():
@@ -210,7 +210,7 @@ def test_frozen_weights_under_bfloat16_are_held_in_it(saved):
     kinds = {(p.requires_grad, p.dtype) for p in policy.model.parameters()}
     assert kinds == {(True, torch.float32), (False, torch.bfloat16)}
     stir(policy)
-    found = gradients(policy.model, share_prompt=True, compute=policy.compute, recompute=True)
+    found = gradients(policy.model, share_prompt=True, compute=policy.compute, gradient_checkpointing=True)
     assert {g.dtype for g in found} == {torch.float32}
     exact = adapted(saved)
     stir(exact)

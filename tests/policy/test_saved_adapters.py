@@ -43,7 +43,7 @@ SOME = ("q_proj", "v_proj")
 @pytest.mark.parametrize(
     ("held", "asked", "says"),
     [
-        ({}, {"r": 8}, r"policy.lora.r = 8: the adapters in '.*' have 2; leave policy.lora out"),
+        ({}, {"r": 8}, r"policy.lora.r = 8: the adapters in '.*' have 2; remove policy.lora"),
         ({}, {"alpha": 8.0}, r"policy.lora.alpha = 8.0: .* have 4.0"),
         (
             {},
@@ -81,7 +81,7 @@ def test_the_weights_beneath_saved_adapters_are_held_in_bfloat16(base, tmp_path,
 
 
 def test_a_revision_of_a_folder_is_refused(base, tmp_path, toy_config):
-    with pytest.raises(UserError, match=r"policy.revision = 'main': policy.model '.*' is on this disk .* hub id"):
+    with pytest.raises(UserError, match=r"policy.revision = 'main': policy.model '.*' is local .* hub id"):
         check_revision(spec(base, revision="main"))
     with pytest.raises(UserError, match=r"policy.revision = 'main'"):
         check_revision(spec("embedded:math", revision="main"))

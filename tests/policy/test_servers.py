@@ -205,13 +205,13 @@ def replace(name: str, value: Any) -> Any:
         (text(b"<html>hello</html>"), "not JSON"),
         (text(b"{}"), "no field 'choices'"),
         (text(b'{"choices": []}'), "0 choices instead of 4"),
-        (text(b"[1, 2]"), "not of the completions protocol"),
+        (text(b"[1, 2]"), "invalid answer"),
         (drop("logprobs"), "no field 'logprobs'"),
         (replace("logprobs", None), "logprobs is null"),
         (replace("token_ids", [3, 4]), "2 token ids and"),
         (replace("token_ids", ["a"]), "not whole numbers"),
         (changed(lambda c: c["logprobs"]["token_logprobs"].__setitem__(0, 0.5)), "above 0"),
-        (changed(lambda c: c.update(token_ids=[999, *c["token_ids"][1:]])), "wrote token 999"),
+        (changed(lambda c: c.update(token_ids=[999, *c["token_ids"][1:]])), "returned token 999"),
         (changed(lambda c: (c.update(token_ids=[5]), c["logprobs"].update(token_logprobs=[-1.0]))), "without the policy's end"),
         (changed(lambda c: c.update(token_ids=[5] * 9) or c["logprobs"].update(token_logprobs=[-1.0] * 9)), "at most 6"),
         (changed(lambda c: c.pop("token_ids") and c["logprobs"].update(tokens=["a"])), "neither token_ids"),
@@ -237,23 +237,23 @@ def test_no_answer_after_all_tries(policy, monkeypatch):
         with pytest.raises(UserError, match=r"no answer within 0.2 s \(1 try\)"):
             draw(policy, spec(stub, {"retries": 0, "timeout_s": 0.2, "concurrency": 1}))
         gone = spec(stub, {"retries": 0})
-    with pytest.raises(UserError, match=r"refused.*is the server running"):
+    with pytest.raises(UserError, match=r"refused.*check that the server is running"):
         draw(policy, gone)
 
 
 def test_models_keys_and_environments(policy, monkeypatch):
     with StubServer(copy.deepcopy(policy.model)) as stub:
-        with pytest.raises(UserError, match="MY_KEY: that environment variable is not set"):
+        with pytest.raises(UserError, match="MY_KEY: this environment variable is not set"):
             draw(policy, spec(stub, {"api_key_variable": "MY_KEY"}))
         monkeypatch.setenv("MY_KEY", "secret")
         draw(policy, spec(stub, {"api_key_variable": "MY_KEY", "model": "mine"}))
         assert stub.headers[-1]["Authorization"] == "Bearer secret"
         assert stub.requests["/v1/completions"][-1]["model"] == "mine"
-        with pytest.raises(UserError, match="needs backend local"):
+        with pytest.raises(UserError, match="need backend local"):
             draw(policy, spec(stub), environment=Environment(None, []))  # type: ignore[arg-type]
         stub_models = {"data": [{"id": "a"}, {"id": "b"}]}
         monkeypatch.setattr("tests.policy.stub_server._Handler.do_GET", lambda handler: handler.answer(stub_models))
-        with pytest.raises(UserError, match="the server has a, b; name one"):
+        with pytest.raises(UserError, match="the server has a, b; set one of them"):
             draw(tiny_policy(dtype=torch.float32), spec(stub))
         with monkeypatch.context() as several:
             several.setattr("torch.distributed.is_initialized", lambda: True)

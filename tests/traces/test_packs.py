@@ -81,7 +81,7 @@ def test_a_pack_gives_the_runs_that_went_in(packed):
 def test_unpacked_runs_are_those_that_were_packed(packed, tmp_path):
     command = ["unpack", str(packed / "pack"), "--out", str(tmp_path)]
     assert "2 runs unpacked." in CliRunner().invoke(app, command).output
-    assert "0 runs unpacked; 2 were there already" in CliRunner().invoke(app, command).output
+    assert "0 runs unpacked; 2 already exist" in CliRunner().invoke(app, command).output
     assert all(same(run, load_run(tmp_path / name)) for name, run in load_runs(packed / "runs").by_name.items())
     assert unpack_run(load_run(packed / "pack" / "grpo-s0"), tmp_path / "one").is_dir()
     with pytest.raises(UserError, match="exists and is not overwritten"):
