@@ -13,7 +13,7 @@ import sharpscope
 from sharpscope.cli import app
 from sharpscope.errors import UserError
 from sharpscope.sweeps import SweepOutcome, execute, plan_sweep, read_sweep
-from sharpscope.sweeps.execute import _count, to_do
+from sharpscope.sweeps.execute import _add_run, to_do
 from sharpscope.traces import update_run_info
 from tests.conftest import TOY
 
@@ -204,7 +204,7 @@ def test_how_a_run_is_counted(sweep_file, status, code, text, counted, reason):
         info = {"status": status, "steps_done": 1, "end": "a rule said so" if status == "failed" else None}
         (run.run_dir / "run.json").write_text(json.dumps(info))
     outcome = SweepOutcome()
-    _count(outcome, run, True, code, text)
+    _add_run(outcome, run, True, code, text)
     assert getattr(outcome, counted) == [run.run_dir.name]
     assert reason in outcome.errors[run.run_dir.name] if reason else not outcome.errors
 

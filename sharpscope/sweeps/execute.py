@@ -105,11 +105,11 @@ def execute(
         )
     outcome = SweepOutcome()
     for run in runs:
-        _count(outcome, run, run in pending, *ended.get(run, (0, "")))
+        _add_run(outcome, run, run in pending, *ended.get(run, (0, "")))
     return outcome
 
 
-def _count(outcome: SweepOutcome, run: PlannedRun, executed: bool, code: int, text: str) -> None:
+def _add_run(outcome: SweepOutcome, run: PlannedRun, executed: bool, code: int, text: str) -> None:
     """Add a run to `outcome`, given the exit code and the output of its worker (0 and empty if it had none)."""
     name, status = run.run_dir.name, run.status
     if status == "finished":
