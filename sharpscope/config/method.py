@@ -227,6 +227,27 @@ class Kl(Part):
     weighted: bool = Field(default=False, description="Whether to multiply the term by the token's weight (TR-GRPO).")
 
 
+class NoEntropyBonus(Part):
+    """No entropy bonus."""
+
+    kind: Literal["none"] = "none"
+
+
+class FixedEntropyBonus(Part):
+    """Subtract coef·(mean entropy of the update's loss tokens) from the loss.
+
+    Its gradient acts on all logits of a position: it is no part of `loss_coef`, but of what attribution leaves over.
+    """
+
+    kind: Literal["fixed"] = "fixed"
+    coef: NonNegative = Field(
+        default=0.001, description="Weight of the mean entropy, ≥ 0 [loss per nat]; ours, tune it."
+    )
+
+
+EntropyBonus = Annotated[NoEntropyBonus | FixedEntropyBonus, Field(discriminator="kind")]
+
+
 class AllTokens(Part):
     """All loss tokens are in the surrogate."""
 
@@ -428,6 +449,9 @@ class Method(Part):
         default=None, description="Mask of completions that the policy has moved away from; empty: none."
     )
     kl: Kl = Field(default_factory=Kl, description="Divergence from the reference policy.")
+    entropy: EntropyBonus = Field(
+        default_factory=NoEntropyBonus, description="Bonus for the policy's entropy, a term of its own in the loss."
+    )
     tokens: Tokens = Field(default_factory=AllTokens, description="Loss tokens in the surrogate.")
     penalty: Penalty = Field(default_factory=NoPenalty, description="Additional loss term on selected tokens.")
     proximal: Proximal = Field(default_factory=BehaviorProximal, description="Policy on which the clip is centered.")
@@ -472,6 +496,11 @@ class Method(Part):
     def needs_reference(self) -> bool:
         """Whether the loss uses log-probabilities of a reference policy."""
         return self.kl.coef > 0
+
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether the loss has a term in the policy's entropy."""
+        return isinstance(self.entropy, FixedEntropyBonus)
 
     @property
     def needs_proximal(self) -> bool:

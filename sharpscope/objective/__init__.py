@@ -15,7 +15,7 @@ from sharpscope.objective.aggregate import token_normalizer
 from sharpscope.objective.calibration import calibrate, choose_preset
 from sharpscope.objective.plan import prepare
 from sharpscope.objective.statistics import WeightSummary, summarize_weights
-from sharpscope.objective.surrogates import gradient_killed, k3, policy_loss
+from sharpscope.objective.surrogates import entropy_bonus, gradient_killed, k3, policy_loss
 from sharpscope.objective.token_weights import token_weights
 from sharpscope.objective.values import LossOutput, Plan, StepTensors
 
@@ -31,6 +31,7 @@ __all__ = [
     "choose_preset",
     "control_names",
     "describe",
+    "entropy_bonus",
     "gradient_killed",
     "group_advantages",
     "informative_groups",

@@ -13,6 +13,7 @@ from sharpscope.config.method import (
     DppoMask,
     DualClip,
     EwmaProximal,
+    FixedEntropyBonus,
     GmpoClip,
     Kl,
     KlCovPenalty,
@@ -112,6 +113,25 @@ def policy_loss(
             loss = loss + method.kl.coef * (term * active).sum()
     clipped = torch.where(keep, clipped, 0).to(torch.int8)
     return LossOutput(loss, surrogate.detach(), torch.where(mask, ratio, 1.0).detach(), clipped, kl.detach())
+
+
+def entropy_bonus(method: Method, plan: Plan, entropy: Tensor, tokens: int, *, pass_index: int = 0) -> Tensor:
+    """This microbatch's share of coef·(mean entropy of an update's loss tokens), to be subtracted from the loss.
+
+    The mean is over tokens whatever `aggregate` is, as in TRL.
+
+    Args:
+        method: its `entropy` has the coefficient; a schedule is read at `plan.progress`.
+        plan: the rows of the plan that belong to this microbatch.
+        entropy: (n, T) [nats] of the current policy, with gradient.
+        tokens: loss tokens of all completions of the update, of all passes.
+        pass_index: which optimizer pass this update is.
+    """
+    spec = method.at(plan.progress).entropy
+    if not isinstance(spec, FixedEntropyBonus):
+        raise ValueError("this method has no entropy bonus")
+    assert isinstance(spec.coef, float)  # a schedule is resolved
+    return spec.coef * torch.where(plan.pass_mask(pass_index), entropy, 0.0).sum() / max(tokens, 1)
 
 
 def clipped_objective(clip: Clip, ratio: Tensor, advantage: Tensor, logp: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
 from sharpscope.policy.head import Head, widened
 from sharpscope.policy.token_stats import LOGIT_BYTES, STAT_NAMES, cache_budget, chunks, flat_stats, logit_stats
@@ -112,3 +113,21 @@ class _ChunkedLogp(torch.autograd.Function):
             None,
             None,
         )
+
+
+def flat_entropy(hidden: Tensor, head: Head, temperature: float) -> Tensor:
+    """Entropy (M,) [nats] of softmax(z/T) given `hidden` (M, d), differentiable in hidden and the head.
+
+    Logits are computed in chunks, and again in the backward pass.
+    """
+    bytes_per_row = head.weight.shape[0] * max(4, hidden.element_size())
+    parts = [
+        checkpoint(_entropy, hidden[start:stop], head, temperature, use_reentrant=False, preserve_rng_state=False)
+        for start, stop in chunks(len(hidden), bytes_per_row, hidden.device, LOGIT_BYTES)
+    ]
+    return torch.cat(parts)
+
+
+def _entropy(hidden: Tensor, head: Head, temperature: float) -> Tensor:
+    log_p = torch.log_softmax(head.logits(hidden) / temperature, -1)  # (C, V)
+    return -(log_p.exp() * log_p).sum(-1)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from sharpscope.policy.cache import read_prompts, take_rows
-from sharpscope.policy.chunked_logp import flat_logp
+from sharpscope.policy.chunked_logp import flat_entropy, flat_logp
 from sharpscope.policy.gradient_checkpointing import recompute_layers
 from sharpscope.policy.head import backbone, computing, output_head
 from sharpscope.policy.rollouts import Completions
@@ -29,10 +29,12 @@ class Scored:
     Attributes:
         logp: (n, T) [nats], 0 outside the mask; differentiable with `with_grad`.
         stats: Statistics of the same tokens, or None.
+        entropy: (n, T) [nats], 0 outside the mask, differentiable; None if not requested.
     """
 
     logp: Tensor
     stats: TokenStats | None
+    entropy: Tensor | None = None
 
 
 def score_completions(
@@ -46,6 +48,7 @@ def score_completions(
     compute: torch.dtype | None = None,
     gradient_checkpointing: bool = False,
     one_pass: bool = False,
+    entropy: bool = False,
 ) -> Scored:
     """Compute log-probabilities of completion tokens (mask 1) under softmax(z/T), before top-p and top-k.
 
@@ -65,6 +68,7 @@ def score_completions(
             gradient.
         one_pass: Whether to run all rows in one forward pass, with padding. If weights are sharded, all processes must run
             the same number of passes. Not with `share_prompt`.
+        entropy: Whether to also return the entropy with its graph, at the cost of another pass over the logits.
 
     Raises:
         ValueError: The temperature is not positive, rows of a group have different prompts, or both `one_pass` and
@@ -97,7 +101,8 @@ def score_completions(
             values = flat_stats(hidden, head, targets, temperature)
             logp = values["logp"]
         token_stats = TokenStats(**{name: spread(value, mask) for name, value in values.items()}) if stats else None
-        return Scored(spread(logp, mask), token_stats)
+        entropies = spread(flat_entropy(hidden, head, temperature), mask) if entropy else None
+        return Scored(spread(logp, mask), token_stats, entropies)
 
 
 def _plain_hidden(model: nn.Module, rows: Completions, one_pass: bool = False) -> Iterator[tuple[Tensor, Tensor]]:

@@ -46,7 +46,13 @@ class Scorer:
         return self.share_prompt and not self.sharded
 
     def score(
-        self, rows: Rollouts, *, model: nn.Module | None = None, with_grad: bool = False, stats: bool = False
+        self,
+        rows: Rollouts,
+        *,
+        model: nn.Module | None = None,
+        with_grad: bool = False,
+        stats: bool = False,
+        entropy: bool = False,
     ) -> Scored:
         """Compute log-probabilities (n, T) of rows in one microbatch, with `model` instead of the policy if given."""
         return score_completions(
@@ -59,6 +65,7 @@ class Scorer:
             compute=self.compute,
             one_pass=self.sharded,
             gradient_checkpointing=self.gradient_checkpointing,
+            entropy=entropy,
         )
 
     @torch.no_grad()

@@ -14,7 +14,16 @@ from torch import Tensor, nn
 from sharpscope import distributed
 from sharpscope.config.method import EwmaProximal, GradientNormPenalty, Sam
 from sharpscope.errors import NonFiniteError
-from sharpscope.objective import LossOutput, Method, Plan, passes_of, policy_loss, prepare, token_normalizer
+from sharpscope.objective import (
+    LossOutput,
+    Method,
+    Plan,
+    entropy_bonus,
+    passes_of,
+    policy_loss,
+    prepare,
+    token_normalizer,
+)
 from sharpscope.policy import Rollouts, TokenStats
 from sharpscope.policy.adapters import without_adapters
 from sharpscope.policy.scoring import Scorer, shortest_row, write_stats
@@ -238,7 +247,9 @@ class _Updates:
         try:
             for micro in batches:
                 local = torch.tensor([position[int(row)] for row in micro])
-                total += self._microbatch(micro, local, normalizer[local], pass_index, index, tokens)
+                total += self._microbatch(
+                    micro, local, normalizer[local], pass_index, index, tokens, loss_tokens=int(mask.sum())
+                )
         except NonFiniteError as error:  # a token weight, which every process must hear of
             problem = str(error)
         for _ in range(idle):
@@ -254,10 +265,11 @@ class _Updates:
         return distributed.sum_values(total), tokens
 
     def _microbatch(
-        self, micro: Tensor, local: Tensor, normalizer: Tensor, pass_index: int, index: int | None, tokens: UpdateTokens
-    ) -> float:
+        self, micro: Tensor, local: Tensor, normalizer: Tensor, pass_index: int, index: int | None, tokens: UpdateTokens,
+        loss_tokens: int,
+    ) -> float:  # fmt: skip
         learner, rows = self.learner, self.rollouts.rows(micro)
-        scored = learner.scorer.score(rows, with_grad=True, stats=self.plan is None)
+        scored = learner.scorer.score(rows, with_grad=True, stats=self.plan is None, entropy=self.method.needs_entropy)
         logp = scored.logp  # (n, T)
         if scored.stats is None:
             assert self.plan is not None
@@ -272,7 +284,10 @@ class _Updates:
             self.method, plan, logp, normalizer, reference_logp=self._frozen_logp(learner.reference, rows),
             proximal_logp=self._frozen_logp(learner.proximal, rows), pass_index=pass_index,
         )  # fmt: skip
-        out.loss.backward()
+        loss = out.loss
+        if scored.entropy is not None:  # a term of its own: `logp.grad`, the coefficients, does not have it
+            loss = loss - entropy_bonus(self.method, plan, scored.entropy, loss_tokens, pass_index=pass_index)
+        loss.backward()
         if index is not None:
             coef = torch.zeros_like(logp) if logp.grad is None else logp.grad
             tokens.coef[local] = coef.detach().to("cpu", tokens.coef.dtype)
@@ -280,7 +295,7 @@ class _Updates:
             if scored.stats is not None:
                 write_stats(self.tokens.stats, micro, scored.stats)
             self._record(index, micro, plan, out, coef, pass_index)
-        return float(out.loss.detach())
+        return float(loss.detach())
 
     def _idle_microbatch(self) -> None:
         """All passes of a microbatch in their order, adding nothing to the gradient."""

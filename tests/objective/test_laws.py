@@ -15,6 +15,7 @@ from sharpscope.config.method import (
     AllTokens,
     CispoClip,
     DppoMask,
+    FixedEntropyBonus,
     HolderRatio,
     NoClip,
     SapoClip,
@@ -25,6 +26,7 @@ from sharpscope.config.token_weights import LinearWeight, PowerWeight, UniformWe
 from sharpscope.objective import (
     Method,
     calibrate,
+    entropy_bonus,
     named_method,
     passes_of,
     policy_loss,
@@ -297,14 +299,17 @@ def test_loss_coef_times_score_plus_remainder_is_the_gradient(name: str):
     policy = policy_loss(
         method, plan, logp, normalizer, reference_logp=case.reference, proximal_logp=case.proximal
     ).loss
-    remainder = -0.03 * (entropy * normalizer).sum()
+    tokens = int(case.mask.sum())
+    bonus = method.model_copy(update={"entropy": FixedEntropyBonus(coef=0.03)})
+    remainder = -entropy_bonus(bonus, plan, entropy, tokens)
     (policy + remainder).backward()
     coef = logp.grad
     logp, entropy = bigram(case, table)
     scores = torch.stack(
         [torch.autograd.grad(value, table, retain_graph=True)[0] for value in logp.flatten()]
     )  # (N·T, 11, V)
-    rest = torch.autograd.grad(-0.03 * (entropy * normalizer).sum(), table)[0]
+    part = case.mask & (plan.pass_index == 0)
+    rest = torch.autograd.grad(-0.03 * entropy[part].sum() / tokens, table)[0]
     torch.testing.assert_close((coef.flatten()[:, None, None] * scores).sum(0) + rest, table.grad, rtol=0, atol=1e-12)
     partial = torch.autograd.grad(
         policy_loss(

@@ -9,10 +9,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from sharpscope.config.method import DualClip, Kl, MaskedCorrection, NoCorrection, OffPolicyMask, TruncatedCorrection
+from sharpscope.config.method import (
+    DualClip,
+    FixedEntropyBonus,
+    Kl,
+    MaskedCorrection,
+    NoCorrection,
+    OffPolicyMask,
+    TruncatedCorrection,
+)
 from sharpscope.objective import (
     Method,
     StepTensors,
+    entropy_bonus,
     group_advantages,
     named_method,
     policy_loss,
@@ -52,6 +61,9 @@ PARTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "bias-corrected": ("grpo", {"estimator": "k3_corrected"}, {"loss_type": "grpo", "use_bias_correction_kl": True}),
     "bias-corrected-gspo": (
         "gspo", {"estimator": "k3_corrected"}, SETTINGS["gspo"] | {"use_bias_correction_kl": True},
+    ),
+    "entropy": (
+        "dr-grpo", {"entropy": FixedEntropyBonus(coef=0.1)}, SETTINGS["dr-grpo"] | {"entropy_coef": 0.1},
     ),
     "off-policy": (
         "dapo", {"off_policy": OffPolicyMask(threshold=0.0)}, SETTINGS["dapo"] | {"off_policy_mask_threshold": 0.0},
@@ -98,12 +110,13 @@ def batch() -> dict[str, Tensor]:
     }  # fmt: skip
 
 
-def logps(model: torch.nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """(N, T) ln π of the completion tokens, our own forward pass."""
+def logps(model: torch.nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """(N, T) ln π of the completion tokens and the entropy, our own forward pass."""
     ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
     mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
     logits = model(input_ids=ids, attention_mask=mask).logits[:, PROMPT - 1 : -1]
-    return logits.log_softmax(-1).gather(-1, batch["completion_ids"][..., None])[..., 0]
+    log_p = logits.log_softmax(-1)
+    return log_p.gather(-1, batch["completion_ids"][..., None])[..., 0], -(log_p.exp() * log_p).sum(-1)
 
 
 @pytest.mark.parametrize("name", sorted(SETTINGS))
@@ -142,7 +155,7 @@ def trls_ratio(method: Method, old: Tensor, sampler: Tensor, mask: Tensor) -> Te
 
 def our_loss(method: Method, model: torch.nn.Module, batch: dict[str, Tensor], sampler: bool) -> tuple[Tensor, Inputs]:
     """Our loss with its graph, and what TRL's loss gets for the same batch."""
-    now, mask = logps(model, batch), batch["completion_mask"]
+    (now, entropy), mask = logps(model, batch), batch["completion_mask"]
     behavior, reference = (now + batch["noise"]).detach(), (now + batch["drift"]).detach()
     advantage = group_advantages(batch["reward"], batch["group"], method.advantage)
     unused = torch.full(mask.shape, torch.nan)
@@ -151,7 +164,10 @@ def our_loss(method: Method, model: torch.nn.Module, batch: dict[str, Tensor], s
         entropy=unused, collision=unused, polarity=unused, sampler_logp=behavior + batch["sampler"] if sampler else None,
     )  # fmt: skip
     normalizer = token_normalizer(method, mask, COMPLETION)
-    loss = policy_loss(method, prepare(method, step), now, normalizer, reference_logp=reference).loss
+    plan = prepare(method, step)
+    loss = policy_loss(method, plan, now, normalizer, reference_logp=reference).loss
+    if method.needs_entropy:
+        loss = loss - entropy_bonus(method, plan, entropy, int(mask.sum()))
     inputs = {k: batch[k] for k in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")} | {
         "advantages": advantage, "old_per_token_logps": behavior, "ref_per_token_logps": reference,
         "num_items_in_batch": mask.sum(),

@@ -83,6 +83,25 @@ def test_padding_order_and_buckets_change_nothing(architecture, share, monkeypat
 
 
 @pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize("architecture", ["qwen2", "gemma2"])
+def test_the_differentiable_entropy(architecture, share, monkeypatch):
+    """Values and gradients of Σ a_t·H_t against a plain forward pass; with a soft cap (gemma2) and in several chunks."""
+    model, batch, temperature = tiny_model(architecture), rows(), 1.3
+    monkeypatch.setattr(chunked_logp, "LOGIT_BYTES", {"cpu": 4096, "cuda": 4096})
+    scored = score_completions(model, batch, temperature, share_prompt=share, with_grad=True, stats=True, entropy=True)
+    slow = torch.zeros(batch.completion_ids.shape, dtype=torch.float64)
+    flat = [(p, c) for p, group in zip(PROMPTS, COMPLETIONS, strict=True) for c in group]
+    for n, (prompt, completion) in enumerate(flat):
+        z = model(input_ids=torch.tensor([[*prompt, *completion]])).logits[0, len(prompt) - 1 : -1] / temperature
+        p = z.softmax(-1)
+        slow[n, : len(completion)] = -(p * p.log()).sum(-1)
+    tolerance = TOLERANCE.get(architecture, 1e-9)
+    assert float((scored.entropy - slow).detach().abs().max()) < tolerance
+    assert float((scored.entropy - scored.stats.entropy).detach().abs().max()) < tolerance
+    assert_gradients_equal(model, weighted(scored.entropy), weighted(slow), tolerance)
+
+
+@pytest.mark.parametrize("share", [False, True])
 def test_text_of_the_environment_is_read_but_not_scored(share):
     model, batch = tiny_model(), rows()
     whole = score_completions(model, batch, 1.0, share_prompt=share, with_grad=False).logp

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sharpscope.config.method import GradientNormPenalty, Kl, Sam, TruncatedCorrection
+from sharpscope.config.method import FixedEntropyBonus, GradientNormPenalty, Kl, Sam, TruncatedCorrection
 from sharpscope.config.training import OptimizerSpec
 from sharpscope.objective import Method, named_method
 from sharpscope.policy import load_policy
@@ -224,6 +224,42 @@ def test_the_samplers_log_probabilities_enter_the_loss(world, mini_batches):
     wanted = plain.tokens.loss_coef * torch.where(shift < 1, math.exp(0.5), 2.0)
     torch.testing.assert_close(learned.tokens.loss_coef[first], wanted[first], rtol=1e-5, atol=1e-12, check_dtype=False)
     assert wanted[first].abs().max() > 0
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"microbatch_tokens": 64}, {"inner_epochs": 2}], ids=["fused", "micro", "epochs"]
+)
+def test_the_entropy_bonus_is_the_remainder(world, changes):
+    """∇L = Σ_t c_t ∇log π_t − coef·∇(mean entropy): the coefficients are plain GRPO's, the remainder is the bonus's own."""
+    policy, drawn = world
+    method = named_method("grpo").model_copy(update={"entropy": FixedEntropyBonus(coef=0.3)})
+    plain, before = gradient(policy, drawn, "grpo", **changes)
+    found, learned = gradient(policy, drawn, method, **changes)
+    torch.testing.assert_close(learned.tokens.loss_coef, before.tokens.loss_coef, rtol=0, atol=0)
+    rollouts, model = drawn.rollouts, policy.model
+    entropies = []
+    for row in range(len(rollouts)):
+        ids = rollouts.input_ids[row][rollouts.attention_mask[row].bool()]
+        first = int(rollouts.prompt_lengths[row])
+        p = model(input_ids=ids[None]).logits[0, first - 1 : -1].softmax(-1)
+        entropies.append(-(p * p.log()).sum(-1)[rollouts.completion_mask[row, : int(rollouts.lengths[row])].bool()])
+    mean = torch.cat(entropies).mean()
+    bonus = torch.cat([g.flatten() for g in torch.autograd.grad(mean, list(model.parameters()))])
+    scale = float(bonus.abs().max())
+    torch.testing.assert_close(found[0] - plain[0], -0.3 * bonus, rtol=1e-3, atol=1e-5 * scale)
+    assert learned.updates[0].loss == pytest.approx(before.updates[0].loss - 0.3 * float(mean.detach()), abs=1e-5)
+
+
+def test_lopti_adds_the_entropy_bonus_once(world):
+    """Each pass adds its own tokens' part of the mean."""
+    policy, drawn = world
+    method = named_method("lopti").model_copy(update={"entropy": FixedEntropyBonus(coef=0.3)})
+    observed = learner_of(policy)
+    for group in observed.optimizer.param_groups:
+        group["lr"] = 0.0
+    losses = [sum(u.loss for u in learn(observed, drawn, m).updates) for m in ("lopti", method)]
+    entropy = learn(observed, drawn, "lopti").tokens.stats.entropy[drawn.rollouts.completion_mask.bool()].mean()
+    assert losses[0] - losses[1] == pytest.approx(0.3 * float(entropy), abs=1e-5)
 
 
 def test_inner_epochs_leave_the_policy_that_drew(world):
