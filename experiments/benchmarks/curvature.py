@@ -271,8 +271,8 @@ def _in_float64(surface: LmSurface, vector: Tensor) -> dict[str, Tensor]:
     """The same three products of a float64 copy of the model, whose norms compute in float64 too."""
     model = copy.deepcopy(surface.model).double()
     with (
-        ExitStack() as stack,
         lm_surface(model, surface.objective, mode="graph", microbatch_tokens=10**9) as exact,
+        ExitStack() as stack,  # inside: the guard puts back what it found in the modules
     ):
         for module in model.modules():
             if type(module).__name__.endswith("RMSNorm"):

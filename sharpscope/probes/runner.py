@@ -85,7 +85,7 @@ def run(
     """Probe a model's loss surface on each batch.
 
     Results are yielded one at a time, so that eigenvectors need not be held for all of them and rows measured before an
-    error are not lost. Between results the model is as it was. Memory limits and the self-check are those of `spec`. Where
+    error are not lost. The model is restored after each result. Memory limits and the self-check are those of `spec`. Where
     Hessian products fail the self-check, one row says so in place of the curvature.
 
     Args:
