@@ -104,7 +104,7 @@ def test_weights_on_the_tokens_of_a_run(tmp_path: Path):
     # TR-GRPO: at ratio 1 a positive token with w > 1.2 has no gradient
     data = step_of(sharpscope.load_run(GRPO), 1)
     tokens, _ = observed([named_method("tr-grpo")], sharpscope.load_run(GRPO), 1)
-    positive = (data.advantage[:, None].expand(data.mask.shape)[data.mask] > 0).numpy()
+    positive = (data.token_advantage[data.mask] > 0).numpy()
     assert tr["killed"] == pytest.approx((positive & (tokens["weight"].to_numpy() > 1.2)).mean())
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from sharpscope.tasks import Example, Reward
 from tests.faults.setting import vowels
 
-__all__ = ["always_nan", "always_wrong", "half_flat", "only_train", "sometimes_nan", "vowels"]
+__all__ = ["always_nan", "always_wrong", "equally_rewarded", "half_flat", "only_train", "sometimes_nan", "two_parts", "vowels",
+           "wrong_but_rewarded"]  # fmt: skip
 
 
 def sometimes_nan():
@@ -45,3 +46,31 @@ def always_wrong():
     """As `vowels`, but no completion is worth anything."""
     splits, _ = vowels()
     return splits, lambda example, completion: Reward(0.0, {"vowels": 0.0}, False)
+
+
+def wrong_but_rewarded():
+    """As `vowels`, but every completion is wrong."""
+    splits, score = vowels()
+
+    def wrong(example: Example, completion: str) -> Reward:
+        reward = score(example, completion)
+        return Reward(reward.total, reward.parts, False)
+
+    return splits, wrong
+
+
+def equally_rewarded():
+    """Every completion is worth 1; those with a vowel are correct."""
+    splits, score = vowels()
+    return splits, lambda example, completion: Reward(1.0, {}, score(example, completion).total > 0)
+
+
+def two_parts():
+    """Vowels, and half a point for an even number of characters, a part that is left out where it is 0."""
+    splits, score = vowels()
+
+    def scored(example: Example, completion: str) -> Reward:
+        answer, even = score(example, completion).total, len(completion) % 2 == 0
+        return Reward(answer + 0.5 * even, {"answer": answer} | ({"format": 0.5} if even else {}), answer >= 2)
+
+    return splits, scored

@@ -92,9 +92,9 @@ def step_of(run: Run, step: int) -> StepTensors:
 
     stats = {name: to_matrix(tokens[name].to_numpy()) for name in names[2:7]}
     mask = to_matrix(np.ones(len(tokens))).bool()
-    advantage = torch.tensor(
-        tokens.groupby("rollout")["advantage"].first().fillna(0.0).to_numpy(dtype=np.float64).copy()
-    )
+    # Null where no update used the token: there it has the value of its completion's other tokens.
+    given = tokens["advantage"].fillna(tokens.groupby("rollout")["advantage"].transform("first")).fillna(0.0)
+    advantage = to_matrix(given.to_numpy())  # (N, T)
     groups = run.rollouts.query("step == @step").set_index("rollout")["group"]
     if not set(rollouts) <= set(groups.index):
         raise UserError(
@@ -130,7 +130,7 @@ def observed(
         summary = summarize_weights(shaping, weight, data.mask)
         killed = None
         if method.weight_on == "ratio" and isinstance(method.clip, PpoClip):
-            without_gradient = gradient_killed(method.clip, weight, data.advantage[:, None].expand_as(weight))
+            without_gradient = gradient_killed(method.clip, weight, data.token_advantage)
             killed = float((without_gradient[data.mask] != 0).double().mean())
         shares.append(
             {

@@ -170,11 +170,11 @@ _NOTES = (
         equation="L = −(1/Σ|o_i|) Σ_i Σ_t min(r_t·A_i, clip(r_t, 1 − ε_low, 1 + ε_high)·A_i)",
         constants="ε 0.2 / 0.28; overlong penalty over the last 20 % of the completion limit, up to −1",
         source="arXiv 2503.14476",
-        differs="Higher upper bound, mean over tokens, no KL, groups with equal rewards resampled, overlong penalty.",
+        differs="Higher upper bound, mean over tokens, no KL, groups all correct or all wrong resampled, overlong penalty.",
         ours="At most 10 resampling rounds per step. The buffer is a share of the limit (published: 4096 of 20480).",
     ),
     MethodNote(
-        method=Method(name="dr-grpo", advantage=spec.Advantage(scale="none"), aggregate="constant"),
+        method=Method(name="dr-grpo", advantage=spec.GroupAdvantage(scale="none"), aggregate="constant"),
         title="GRPO done right",
         equation="L = −(1/(N·limit)) Σ_i Σ_t min(r_t·A_i, clip(r_t)·A_i), A_i = R_i − mean R",
         constants="ε 0.2; limit = the completion limit in tokens",
@@ -323,6 +323,108 @@ _NOTES = (
         source="arXiv 2202.03599 on arXiv 2402.03300",
         differs="Penalizes sharpness directly, with a second forward and backward pass.",
         ours="The combination and the default constants.",
+    ),
+    MethodNote(
+        method=Method(name="lite-ppo", advantage=spec.GroupAdvantage(scale="batch"), aggregate="token_mean"),
+        title="Lite PPO",
+        equation="L = −(1/Σ|o_i|) Σ_i Σ_t min(r_t·A_i, clip(r_t)·A_i), A_i = (R_i − mean R of the group)/(std of all R + 1e-4)",
+        constants="ε 0.2",
+        source="arXiv 2508.08221",
+        differs="Divided by the std of all rewards of the step instead of the group's; mean over tokens.",
+        ours="The std is that of the rewards with n − 1 plus 1e-4, as in TRL (scale_rewards=batch).",
+    ),
+    MethodNote(
+        method=Method(name="rloo", advantage=spec.LeaveOneOutAdvantage(), aggregate="sequence_sum"),
+        title="REINFORCE leave-one-out",
+        equation="L = −(1/N) Σ_i Σ_t min(r_t·A_i, clip(r_t)·A_i), A_i = R_i − mean of the group's other rewards",
+        constants="ε 0.2",
+        source="arXiv 2402.14740",
+        differs="The baseline leaves the completion's own reward out; no division by std or length.",
+        ours=(
+            "PPO's clip on tokens for several updates per step (TRL clips the ratio of the completion); at ratio 1 the gradient "
+            "is the source's. No KL in the reward. A group of one has advantage 0 (verl: R)."
+        ),
+    ),
+    MethodNote(
+        method=Method(name="reinforce-pp", advantage=spec.WhitenedAdvantage(), aggregate="token_mean"),
+        title="REINFORCE++",
+        equation=(
+            "L = −(1/Σ|o_i|) Σ_i Σ_t min(r_t·A_t, clip(r_t)·A_t), A_t = (G_t − mean G)/√(var G + 1e-8) over all loss tokens of "
+            "the step, G_t = gamma^(tokens after t)·R_i"
+        ),
+        constants="ε 0.2; gamma 1",
+        source="arXiv 2501.03262",
+        differs=(
+            "Normalized over the step instead of the group, each completion counted by its length. Groups with equal rewards "
+            "have a gradient. Mean over tokens."
+        ),
+        ours="No KL in the reward; variance with n − 1 as in verl (OpenRLHF: n). Text of the environment does not discount.",
+    ),
+    MethodNote(
+        method=Method(
+            name="reinforce-pp-baseline", advantage=spec.WhitenedAdvantage(baseline="group"), aggregate="token_mean"
+        ),
+        title="REINFORCE++ with the group's mean as baseline",
+        equation="reinforce-pp with R_i − mean R of the group in place of R_i",
+        constants="ε 0.2; gamma 1",
+        source="arXiv 2501.03262",
+        differs=(
+            "Divided by the std over all loss tokens of the step. The mean over tokens is not 0 where lengths differ, so groups "
+            "with equal rewards have a small gradient."
+        ),
+        ours="No KL term unless set; variance with n − 1 as in verl. A group of one has baseline R (verl: 0).",
+    ),
+    MethodNote(
+        method=Method(name="opo", advantage=spec.LengthBaselineAdvantage(), aggregate="token_mean"),
+        title="On-policy RL with optimal reward baseline",
+        equation="L = −(1/Σ|o_i|) Σ_i Σ_t min(r_t·A_i, clip(r_t)·A_i), A_i = R_i − Σ_j |o_j|·R_j / Σ_j |o_j| over the group",
+        constants="ε 0.2, without effect in exact on-policy training (update.mini_batches=1, update.inner_epochs=1)",
+        source="arXiv 2505.23585",
+        differs="The baseline weights rewards by length; no division by std; mean over tokens.",
+        ours="The mean over tokens is verl's default. A group of one has advantage 0 (verl: R).",
+    ),
+    MethodNote(
+        method=Method(name="otb", advantage=spec.TokenBaselineAdvantage(), aggregate="token_mean"),
+        title="Optimal token baseline",
+        equation=(
+            "L = −(1/Σ|o_i|) Σ_i Σ_t min(r_t·A_t, clip(r_t)·A_t), A_t = R_i − Σ_j R_j·V_jt/(Σ_j V_jt + 1e-8) over the group, "
+            "V_jt = Σ_{s ≤ t} (1 − 2π_s + Σ_v π_v²)"
+        ),
+        constants="ε 0.2",
+        source="arXiv 2602.07078; implementation in verl",
+        differs=(
+            "Each token has its own baseline, weighted by the squared norm of the logit gradient so far; no division by std; "
+            "mean over tokens. Tokens beyond the group's second longest completion have A = R, also in groups with equal "
+            "rewards."
+        ),
+        ours=(
+            "Probabilities are those at the temperature of sampling, under the policy at the start of the step. The t-th token "
+            "is the t-th loss token, as in verl's variant for tools. Aggregation is verl's default."
+        ),
+    ),
+    MethodNote(
+        method=Method(name="gdpo", advantage=spec.DecoupledAdvantage()),
+        title="Group reward-decoupled normalization policy optimization",
+        equation=(
+            "GRPO with S_i = Σ_k weight_k·(R_ik − mean R_k)/(std R_k + 1e-4) within the group, "
+            "A_i = (S_i − mean S)/(std S + 1e-4) over the step"
+        ),
+        constants="weights 1 for the parts answer and format of the reward",
+        source="arXiv 2601.05242",
+        differs="The parts of the reward are normalized one by one, then summed; the sum is normalized over the step.",
+        ours=(
+            "Completions count once in the second normalization, as in TRL (normalize_then_sum); verl weights them by length. A "
+            "task must have the weighted parts."
+        ),
+    ),
+    MethodNote(
+        method=Method(name="maxrl", advantage=spec.MeanScaledAdvantage(), aggregate="token_mean"),
+        title="Maximum likelihood reinforcement learning",
+        equation="L = −(1/Σ|o_i|) Σ_i Σ_t min(r_t·A_i, clip(r_t)·A_i), A_i = (R_i − mean R)/mean R, 0 if mean R ≤ 0",
+        constants="ε 0.2",
+        source="arXiv 2602.02710; ε and aggregation (verl's default) from the authors' script",
+        differs="Divided by the group's mean reward instead of its std: prompts that are rarely solved weigh more.",
+        ours="Meant for rewards of 0 and 1. Nothing is added to the mean (SkyRL: 1e-6).",
     ),
 )
 NOTES: dict[str, MethodNote] = {note.method.name: note for note in _NOTES}

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from sharpscope.config.token_weights import NonNegative, Part, Real, TokenWeight, UniformWeight
 
 
-class Advantage(Part):
-    """A_i = (r_i − mean r)/(std r + epsilon) within the group of one prompt; 0 if all rewards of the group are equal."""
+class GroupAdvantage(Part):
+    """A_i = (R_i − mean R)/(std + epsilon), the mean within the group of one prompt; 0 if all rewards of the group are equal."""
 
-    scale: Literal["group", "none"] = Field(
-        default="group", description="group: divide by the group's std; none: no division (Dr. GRPO, arXiv 2503.20783)."
+    kind: Literal["group"] = "group"
+    scale: Literal["group", "batch", "none"] = Field(
+        default="group",
+        description="group: divide by the std of the group's rewards; batch: by that of all rewards of the step "
+        "(arXiv 2508.08221); none: no division (Dr. GRPO, arXiv 2503.20783).",
     )
     ddof: Literal[0, 1] = Field(
         default=1, description="The std divides by n − ddof; 1 as in TRL, 0 for the population std."
@@ -21,6 +25,98 @@ class Advantage(Part):
     epsilon: Annotated[float, Field(ge=0)] = Field(
         default=1e-4, description="Added to the std, in units of reward; published 1e-4."
     )
+
+
+class LeaveOneOutAdvantage(Part):
+    """A_i = R_i − mean of the other rewards of the group = G/(G − 1)·(R_i − mean R) (RLOO, arXiv 2402.14740)."""
+
+    kind: Literal["leave_one_out"] = "leave_one_out"
+
+
+class WhitenedAdvantage(Part):
+    """Returns minus their mean, divided by their std over all loss tokens of the step (REINFORCE++, arXiv 2501.03262).
+
+    A_t = (G_t − mean G)/√(var G + epsilon), G_t = gamma^n·R_i, n the number of loss tokens after t. Long completions count
+    more often in mean and var (divided by n − 1, as in verl). With `baseline=group`, R_i − mean R replaces R_i.
+    """
+
+    kind: Literal["whitened"] = "whitened"
+    baseline: Literal["none", "group"] = Field(
+        default="none",
+        description="none: REINFORCE++; group: subtract the group's mean reward first (its baseline form).",
+    )
+    gamma: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=1.0, description="Discount per loss token, in (0, 1]; 1 as in verl and OpenRLHF."
+    )
+    epsilon: Annotated[float, Field(ge=0)] = Field(
+        default=1e-8, description="Added to the variance, in squared units of reward; 1e-8 as in verl."
+    )
+
+
+class LengthBaselineAdvantage(Part):
+    """A_i = R_i − Σ_j n_j·R_j / Σ_j n_j over the group, n_j the number of loss tokens (OPO, arXiv 2505.23585)."""
+
+    kind: Literal["length_baseline"] = "length_baseline"
+
+
+class TokenBaselineAdvantage(Part):
+    """Optimal token baseline: A_t = R_i − Σ_j R_j·V_jt / (Σ_j V_jt + epsilon) over the group (arXiv 2602.07078).
+
+    V_jt = Σ_{s ≤ t} ‖p_s − e_y‖² = Σ_{s ≤ t} (1 − 2·π_s + Σ_v π_v²), under the policy at the start of the step. The sum over
+    j has the completions with a t-th loss token; text of the environment does not count as a place.
+    """
+
+    kind: Literal["token_baseline"] = "token_baseline"
+    tail: Literal["reward", "zero"] = Field(
+        default="reward",
+        description="Tokens where one completion of the group is left: reward: A_t = R_i, as in verl; zero: A_t = 0, the "
+        "formula's value.",
+    )
+    epsilon: Annotated[float, Field(ge=0)] = Field(default=1e-8, description="Added to Σ V; 1e-8 as in verl.")
+
+
+class DecoupledAdvantage(Part):
+    """Each part of the reward normalized within its group, then the weighted sum over the step (GDPO, arXiv 2601.05242).
+
+    S_i = Σ_k weight_k·(R_ik − mean R_k)/(std R_k + epsilon) within the group, A_i = (S_i − mean S)/(std S + epsilon) over all
+    completions of the step; 0 if all weighted parts are equal within the group.
+    """
+
+    kind: Literal["decoupled"] = "decoupled"
+    weights: dict[str, float] = Field(
+        default={"answer": 1.0, "format": 1.0},
+        description="Weight of each part of the reward by its name in the task; a part that is not named or has weight 0 "
+        "does not count.",
+    )
+    ddof: Literal[0, 1] = Field(default=1, description="Both stds divide by n − ddof; 1 as in TRL.")
+    epsilon: Annotated[float, Field(ge=0)] = Field(default=1e-4, description="Added to both stds; 1e-4 as in TRL.")
+
+    @model_validator(mode="after")
+    def _has_a_part(self) -> Self:
+        if not any(self.weights.values()):
+            raise ValueError("weights must name at least one part of the reward with a weight other than 0")
+        return self
+
+
+class MeanScaledAdvantage(Part):
+    """A_i = (R_i − mean R)/mean R within the group; 0 if the mean is not positive (MaxRL, arXiv 2602.02710).
+
+    For rewards of 0 and 1 it estimates the gradient of the log of the success rate, truncated at order G.
+    """
+
+    kind: Literal["mean_scaled"] = "mean_scaled"
+
+
+Advantage = Annotated[
+    GroupAdvantage
+    | LeaveOneOutAdvantage
+    | WhitenedAdvantage
+    | LengthBaselineAdvantage
+    | TokenBaselineAdvantage
+    | DecoupledAdvantage
+    | MeanScaledAdvantage,
+    Field(discriminator="kind"),
+]
 
 
 class TokenRatio(Part):
@@ -404,7 +500,7 @@ class Sampling(Part):
 
     dynamic: bool = Field(
         default=False,
-        description="Whether to replace groups whose rewards are all equal by groups of new prompts (DAPO).",
+        description="Whether to replace groups whose answers are all correct or all wrong by groups of new prompts (DAPO).",
     )
     max_redraws: Annotated[int, Field(ge=1, le=1000)] = Field(
         default=10,
@@ -417,7 +513,9 @@ class Method(Part):
     """An objective as data: a named method is a value of this type, an ablation is the same value with one field replaced."""
 
     name: str = Field(description="Name of the method in runs, traces and plots.")
-    advantage: Advantage = Field(default_factory=Advantage, description="How advantages are computed from rewards.")
+    advantage: Advantage = Field(
+        default_factory=GroupAdvantage, description="How advantages are computed from rewards."
+    )
     ratio: Ratio = Field(
         default_factory=TokenRatio,
         description="Importance ratio that is clipped: per token, per sequence, or a power mean.",
@@ -463,6 +561,15 @@ class Method(Part):
         default_factory=Sampling, description="Resampling and reward shaping before the advantages."
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _advantage_has_a_kind(cls, data: Any) -> Any:
+        """Version 0.1 wrote advantages without a `kind`."""
+        given = data.get("advantage") if isinstance(data, Mapping) else None
+        if isinstance(given, Mapping) and "kind" not in given:
+            return {**data, "advantage": {"kind": "group", **given}}
+        return data
+
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if isinstance(self.passes, LoptiPasses) and not isinstance(self.ratio, TokenRatio):
@@ -501,6 +608,11 @@ class Method(Part):
     def needs_entropy(self) -> bool:
         """Whether the loss has a term in the policy's entropy."""
         return isinstance(self.entropy, FixedEntropyBonus)
+
+    @property
+    def needs_statistics(self) -> bool:
+        """Whether the advantages depend on token statistics of the policy at the start of the step."""
+        return isinstance(self.advantage, TokenBaselineAdvantage)
 
     @property
     def needs_proximal(self) -> bool:

@@ -1,6 +1,6 @@
 """The objective: rewards to advantages, tokens to weights, log-probabilities to a loss.
 
-Order of use, once a step: `group_advantages`, `prepare`; once an update: `token_normalizer`; once a microbatch:
+Order of use, once a step: `estimate_advantages`, `prepare`; once an update: `token_normalizer`; once a microbatch:
 `policy_loss`.
 """
 
@@ -10,14 +10,14 @@ from sharpscope.config.custom_weights import register_shaping, register_token_we
 from sharpscope.config.method import Method, passes_of
 from sharpscope.config.named_methods import control_names, describe, method_label, method_names, named_method
 from sharpscope.config.token_weights import Schedule, TokenWeight, token_weight_kinds
-from sharpscope.objective.advantages import group_advantages, informative_groups, overlong_penalty
+from sharpscope.objective.advantages import estimate_advantages, group_advantages, informative_groups, overlong_penalty
 from sharpscope.objective.aggregate import token_normalizer
 from sharpscope.objective.calibration import calibrate, choose_preset
 from sharpscope.objective.plan import prepare
 from sharpscope.objective.statistics import WeightSummary, summarize_weights
 from sharpscope.objective.surrogates import entropy_bonus, gradient_killed, k3, policy_loss
 from sharpscope.objective.token_weights import token_weights
-from sharpscope.objective.values import LossOutput, Plan, StepTensors
+from sharpscope.objective.values import LossOutput, Plan, StepTensors, per_token
 
 __all__ = [
     "LossOutput",
@@ -32,6 +32,7 @@ __all__ = [
     "control_names",
     "describe",
     "entropy_bonus",
+    "estimate_advantages",
     "gradient_killed",
     "group_advantages",
     "informative_groups",
@@ -41,6 +42,7 @@ __all__ = [
     "named_method",
     "overlong_penalty",
     "passes_of",
+    "per_token",
     "policy_loss",
     "prepare",
     "register_shaping",

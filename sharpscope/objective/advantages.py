@@ -2,17 +2,75 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
-from sharpscope.config.method import Advantage, Sampling
+from sharpscope.config.method import (
+    Advantage,
+    DecoupledAdvantage,
+    GroupAdvantage,
+    LeaveOneOutAdvantage,
+    LengthBaselineAdvantage,
+    MeanScaledAdvantage,
+    Sampling,
+    TokenBaselineAdvantage,
+    WhitenedAdvantage,
+)
+from sharpscope.errors import UserError
 
 
-def group_advantages(reward: Tensor, group: Tensor, spec: Advantage | None = None) -> Tensor:
-    """A_i = (r_i − mean r)/(std r + epsilon) within each group (GRPO, arXiv 2402.03300; std with n − 1 as in TRL).
+def estimate_advantages(
+    spec: Advantage, reward: Tensor, group: Tensor, mask: Tensor, *, parts: Mapping[str, Tensor] | None = None,
+    logp: Tensor | None = None, collision: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Advantages of all completions of a step by the estimator `spec`, whose class has the equation. Computed in float64.
 
-    With `scale="none"`, A_i = r_i − mean r (Dr. GRPO, arXiv 2503.20783). A group whose rewards are all equal, or that
-    has one member, gives exactly 0. Computed in float64.
+    Args:
+        spec: the estimator.
+        reward: (N,) finite.
+        group: (N,) integer labels, in any order.
+        mask: (N, T) loss tokens, bool or 0/1.
+        parts: (N,) finite by name, the reward's parts; for `decoupled`.
+        logp: (N, T) [nats] of the sampled tokens at the start of the step, anything outside the mask; for
+            `token_baseline`.
+        collision: (N, T) Σ_v π_v² at the same places.
+
+    Returns:
+        In the dtype of `reward`: (N, T) and 0 outside the mask for `whitened` and `token_baseline`, else (N,).
+
+    Raises:
+        ValueError: a reward is not finite, shapes differ, or the statistics are missing.
+        UserError: no completion has a part of the reward that `decoupled` weights.
+    """
+    if mask.shape[:1] != reward.shape:
+        raise ValueError(f"mask {tuple(mask.shape)} must have a row for each reward {tuple(reward.shape)}")
+    match spec:
+        case GroupAdvantage():
+            return group_advantages(reward, group, spec)
+        case LeaveOneOutAdvantage():
+            return _leave_one_out(reward, group)
+        case WhitenedAdvantage():
+            return _whitened(spec, reward, group, mask.bool())
+        case LengthBaselineAdvantage():
+            return _length_baseline(reward, group, mask.bool())
+        case TokenBaselineAdvantage():
+            if logp is None or collision is None:
+                raise ValueError("advantage.kind=token_baseline needs logp and collision")
+            return _token_baseline(spec, reward, group, mask.bool(), logp, collision)
+        case DecoupledAdvantage():
+            return _decoupled(spec, group, parts or {}).to(reward.dtype)
+        case MeanScaledAdvantage():
+            return _mean_scaled(reward, group)
+
+
+def group_advantages(reward: Tensor, group: Tensor, spec: GroupAdvantage | None = None) -> Tensor:
+    """A_i = (R_i − mean R)/(std R + epsilon) within each group (GRPO, arXiv 2402.03300; std with n − 1 as in TRL).
+
+    With `scale="batch"` the std is that of all N rewards (arXiv 2508.08221); with `scale="none"`, A_i = R_i − mean R
+    (Dr. GRPO, arXiv 2503.20783). A group whose rewards are all equal, or that has one member, gives exactly 0. Computed in
+    float64.
 
     Args:
         reward: (N,) finite.
@@ -25,15 +83,8 @@ def group_advantages(reward: Tensor, group: Tensor, spec: Advantage | None = Non
     Raises:
         ValueError: a reward is not finite, or the shapes differ.
     """
-    spec = spec or Advantage()
-    if reward.shape != group.shape or reward.dim() != 1:
-        raise ValueError(f"reward {tuple(reward.shape)} and group {tuple(group.shape)} must both be (N,)")
-    if not bool(torch.isfinite(reward).all()):
-        raise ValueError("a reward is not finite")
-    value = reward.double()
-    member, count, informative = _groups(reward, group)
-    mean = torch.zeros_like(count).index_add_(0, member, value) / count
-    centered = value - mean[member]
+    spec = spec or GroupAdvantage()
+    centered, member, count, informative = _centered(reward, group)
     if spec.scale == "group":
         square = torch.zeros_like(count).index_add_(0, member, centered**2)
         std = (square / (count - spec.ddof).clamp(min=1)).sqrt()
@@ -41,11 +92,119 @@ def group_advantages(reward: Tensor, group: Tensor, spec: Advantage | None = Non
         scale = std + spec.epsilon
         informative = informative & (scale > 0)
         centered = centered / torch.where(scale > 0, scale, 1.0)[member]
+    if spec.scale == "batch":
+        centered = _divided(centered, reward.double(), spec.ddof, spec.epsilon)
     return torch.where(informative[member], centered, 0.0).to(reward.dtype)
 
 
+def _leave_one_out(reward: Tensor, group: Tensor) -> Tensor:
+    centered, member, count, informative = _centered(reward, group)
+    factor = count / (count - 1).clamp(min=1)
+    return torch.where(informative[member], centered * factor[member], 0.0).to(reward.dtype)
+
+
+def _whitened(spec: WhitenedAdvantage, reward: Tensor, group: Tensor, mask: Tensor) -> Tensor:
+    value = reward.double()
+    if spec.baseline == "group":
+        centered, member, _, informative = _centered(reward, group)
+        value = torch.where(informative[member], centered, 0.0)
+    counts = mask.double()
+    after = counts.flip(1).cumsum(1).flip(1) - counts  # (N, T) loss tokens after this one
+    returns = value[:, None] * spec.gamma**after  # (N, T)
+    inside = returns[mask]
+    if inside.numel() == 0 or not bool(inside.max() > inside.min()):
+        return torch.zeros_like(returns).to(reward.dtype)
+    white = (returns - inside.mean()) / (inside.var(correction=1) + spec.epsilon).sqrt()
+    return torch.where(mask, white, 0.0).to(reward.dtype)
+
+
+def _length_baseline(reward: Tensor, group: Tensor, mask: Tensor) -> Tensor:
+    _check(reward, group)
+    member, count, informative = _groups(reward, group)
+    length = mask.sum(1).double()
+    total = torch.zeros_like(count).index_add_(0, member, length)
+    weighted = torch.zeros_like(count).index_add_(0, member, length * reward.double())
+    advantage = reward.double() - (weighted / total.clamp(min=1))[member]
+    return torch.where((informative & (total > 0))[member], advantage, 0.0).to(reward.dtype)
+
+
+def _token_baseline(
+    spec: TokenBaselineAdvantage, reward: Tensor, group: Tensor, mask: Tensor, logp: Tensor, collision: Tensor
+) -> Tensor:
+    _check(reward, group)
+    if not logp.shape == collision.shape == mask.shape:
+        raise ValueError(f"logp {tuple(logp.shape)}, collision {tuple(collision.shape)} and mask must agree")
+    member, count, informative = _groups(reward, group)
+    # ‖p − e_y‖² is not negative; rounding of its summands is
+    energy = torch.where(mask, 1 - 2 * logp.double().exp() + collision.double(), 0.0).clamp(min=0)
+    energy = energy.cumsum(1)  # (N, T): V up to each token
+    value = reward.double()[:, None].expand(mask.shape)
+    width = mask.shape[1]
+    place = member[:, None] * width + (mask.cumsum(1) - 1).clamp(min=0)  # (N, T) -> index into (groups · T)
+
+    def summed(values: Tensor) -> Tensor:
+        total = torch.zeros(len(count) * width, dtype=torch.float64, device=reward.device)
+        return total.index_add_(0, place[mask], values[mask])[place]  # back to (N, T)
+
+    advantage = value - summed(value * energy) / (summed(energy) + spec.epsilon)
+    advantage = torch.where(informative[member][:, None], advantage, 0.0)
+    alone = summed(torch.ones_like(energy)) == 1
+    advantage = torch.where(alone, value if spec.tail == "reward" else 0.0, advantage)
+    return torch.where(mask, advantage, 0.0).to(reward.dtype)
+
+
+def _decoupled(spec: DecoupledAdvantage, group: Tensor, parts: Mapping[str, Tensor]) -> Tensor:
+    total = torch.zeros(group.shape, dtype=torch.float64, device=group.device)
+    informative = torch.zeros_like(group, dtype=torch.bool)
+    each = GroupAdvantage(ddof=spec.ddof, epsilon=spec.epsilon)
+    for name, weight in spec.weights.items():
+        if weight == 0:
+            continue
+        if name not in parts:
+            raise UserError(
+                f"method.advantage.weights.{name} = {weight:g}: the task's reward has no part of this name; "
+                f"its parts: {', '.join(parts) or 'none'}; set the weight to 0 and give weights to those"
+            )
+        value = parts[name].double()
+        total = total + weight * group_advantages(value, group, each)
+        informative = informative | informative_groups(value, group)
+    normalized = _divided(total - total.mean(), total, spec.ddof, spec.epsilon)
+    return torch.where(informative, normalized, 0.0)
+
+
+def _mean_scaled(reward: Tensor, group: Tensor) -> Tensor:
+    centered, member, count, informative = _centered(reward, group)
+    mean = torch.zeros_like(count).index_add_(0, member, reward.double()) / count
+    informative = informative & (mean > 0)
+    scaled = centered / torch.where(informative, mean, 1.0)[member]
+    return torch.where(informative[member], scaled, 0.0).to(reward.dtype)
+
+
+def _divided(centered: Tensor, value: Tensor, ddof: int, epsilon: float) -> Tensor:
+    """`centered` (N,) divided by the std of `value` (N,) plus epsilon; 0 if that is 0."""
+    std = value.var(correction=ddof).sqrt() if len(value) > ddof else torch.zeros_like(value[:1].sum())
+    scale = std + epsilon
+    return torch.where(scale > 0, centered / torch.where(scale > 0, scale, 1.0), 0.0)
+
+
+def _centered(reward: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """R − mean R of the group (N,) in float64, and what `_groups` gives; not exactly 0 where rewards are equal."""
+    _check(reward, group)
+    value = reward.double()
+    member, count, informative = _groups(reward, group)
+    mean = torch.zeros_like(count).index_add_(0, member, value) / count
+    return value - mean[member], member, count, informative
+
+
+def _check(reward: Tensor, group: Tensor) -> None:
+    if reward.shape != group.shape or reward.dim() != 1:
+        raise ValueError(f"reward {tuple(reward.shape)} and group {tuple(group.shape)} must both be (N,)")
+    if not bool(torch.isfinite(reward).all()):
+        raise ValueError("a reward is not finite")
+
+
 def informative_groups(reward: Tensor, group: Tensor) -> Tensor:
-    """(N,) bool: whether a completion's group has rewards that differ; DAPO's dynamic sampling redraws the others."""
+    """(N,) bool: whether a completion's group has values that differ. Of `reward` (N,) that are not finite, none does."""
     member, _, informative = _groups(reward, group)
     return informative[member]
 

@@ -56,7 +56,7 @@ def prepare(method: Method, step: StepTensors, generator: torch.Generator | None
     sampler = step.behavior_logp if step.sampler_logp is None else step.sampler_logp
     return Plan(
         mask=mask,
-        advantage=torch.where(mask, step.advantage.to(dtype)[:, None], 0.0),  # (N, 1) -> (N, T)
+        advantage=torch.where(mask, step.token_advantage.to(dtype), 0.0),
         weight=token_weights(method.weight, step, generator),
         keep=_kept(method, step, mask, generator, warnings),
         pass_index=_passes(method, step, mask),

@@ -28,7 +28,7 @@ def token_covariance(step: StepTensors) -> Tensor:
     Its mean is the covariance that drives the entropy (arXiv 2505.22617). [nats × advantage]
     """
     mask = step.mask.bool()
-    advantage = step.advantage.double()[:, None].expand(mask.shape)  # (N,) -> (N, T)
+    advantage = step.token_advantage.double()
     logp = step.logp.double()
     product = (logp - logp[mask].mean()) * (advantage - advantage[mask].mean())
     return torch.where(mask, product, 0.0)

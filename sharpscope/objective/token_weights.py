@@ -93,7 +93,7 @@ def polarity_weights(spec: kinds.PolarityWeight, step: StepTensors) -> Tensor:
         raise ValueError("the polarity target is still empty: call calibrate() first")
     alpha, target = float(spec.alpha), float(spec.target)  # type: ignore[arg-type]  # schedules are resolved
     phase = max(-1.0, min(1.0, (target - masked_mean(step.entropy, step.mask.bool())) / target))
-    return 1 + alpha * phase * torch.sign(-step.advantage[:, None] * step.polarity)  # (N, 1) * (N, T)
+    return 1 + alpha * phase * torch.sign(-step.token_advantage * step.polarity)
 
 
 def shuffled(weight: Tensor, mask: Tensor, generator: torch.Generator) -> Tensor:

@@ -24,7 +24,7 @@ class StepTensors:
     Attributes:
         mask: (N, T) bool or 0/1, true where the policy chose the token and it counts in the loss.
         group: (N,) integer, the prompt that a completion answers.
-        advantage: (N,) from `group_advantages`.
+        advantage: from `estimate_advantages`: (N,) one for each completion, or (N, T) one for each token.
         behavior_logp: (N, T) [nats] the denominator of the ratio: under π_old, or as sampled where nothing else is known.
         logp: (N, T) [nats] under π_old.
         logit: (N, T) undivided logit of the sampled token under π_old.
@@ -55,11 +55,17 @@ class StepTensors:
         rows = self.mask.shape[0]
         for field in fields(self):
             value = getattr(self, field.name)
-            wanted = (rows,) if field.name in ("group", "advantage") else tuple(self.mask.shape)
+            each = field.name == "group" or (field.name == "advantage" and self.advantage.dim() == 1)
+            wanted = (rows,) if each else tuple(self.mask.shape)
             if isinstance(value, Tensor) and tuple(value.shape) != wanted:
                 raise ValueError(f"{field.name} must be {wanted}, is {tuple(value.shape)}")
         if not 0.0 <= self.progress <= 1.0:
             raise ValueError(f"progress must be in [0, 1], is {self.progress}")
+
+    @property
+    def token_advantage(self) -> Tensor:
+        """(N, T) advantage of each token; outside the mask it may be anything."""
+        return per_token(self.advantage, self.mask)
 
     def rows(self, index: Tensor | slice) -> StepTensors:
         """The same for the completions `index` (any index of a tensor's first dimension)."""
@@ -93,7 +99,7 @@ class Plan:
 
     Attributes:
         mask: bool, loss tokens.
-        advantage: group advantage of each token's completion.
+        advantage: of each token, before weights; 0 outside the mask.
         weight: token weight w ≥ 0; 0 outside the mask.
         keep: bool, tokens that take part in the surrogate (all loss tokens, or those that a token selection leaves).
         pass_index: int8, the optimizer pass a token belongs to; −1 outside the mask.
@@ -151,6 +157,11 @@ class LossOutput:
     ratio: Tensor
     clipped: Tensor
     kl: Tensor
+
+
+def per_token(advantage: Tensor, like: Tensor) -> Tensor:
+    """Advantages (N,) or (N, T) in the shape (N, T) of `like`, without a copy."""
+    return (advantage[:, None] if advantage.dim() == 1 else advantage).expand(like.shape)  # (N,) -> (N, 1) -> (N, T)
 
 
 def _rows(value: Any, index: Tensor | slice) -> Any:

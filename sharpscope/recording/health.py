@@ -194,9 +194,7 @@ class StepHealth:
         self.spec, self.step, self.batch, self.method, self.progress = spec, step, batch, method, progress
         self.device = device
         reward, truncated = batch.rollouts.reward, float(batch.rollouts.truncated.double().mean())
-        self.events = check_rollouts(
-            spec, step, zero_variance_share=batch.zero_variance_share, truncated_share=truncated
-        )
+        self.events = check_rollouts(spec, step, zero_variance_share=batch.idle_share, truncated_share=truncated)
         bad = reward[~torch.isfinite(reward)]
         if len(bad):
             self.events += check_finite(spec, step, [("a reward is not finite", float(bad[0]))], False)

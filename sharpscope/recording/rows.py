@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sharpscope.config.method import PpoClip
-from sharpscope.objective import Method, gradient_killed, summarize_weights
+from sharpscope.objective import Method, gradient_killed, per_token, summarize_weights
 from sharpscope.policy import Head, TokenStats
 from sharpscope.recording.step import RolloutBatch, StepResult
 
@@ -63,13 +63,13 @@ def weight_columns(method: Method, weight: Tensor, used: Tensor, progress: float
 
 
 def clipped_weight_share(method: Method, weight: Tensor, advantage: Tensor, mask: Tensor) -> float:
-    """Share of the loss tokens whose weight (N, T) alone puts them beyond PPO's clip, by their advantage (N,).
+    """Share of the loss tokens whose weight (N, T) alone puts them beyond PPO's clip, by their advantage (N,) or (N, T).
 
     They have no gradient at ratio 1. NaN without tokens, and for methods whose weight is not inside such a clip.
     """
     if method.weight_on != "ratio" or not isinstance(method.clip, PpoClip):
         return math.nan
-    killed = gradient_killed(method.clip, weight, advantage[:, None].to(weight).expand_as(weight))
+    killed = gradient_killed(method.clip, weight, per_token(advantage, weight).to(weight))
     return float((killed[mask] != 0).double().mean())
 
 
@@ -86,10 +86,18 @@ def rollout_columns(step: int, batch: RolloutBatch) -> dict[str, Any]:
         "reward": rollouts.reward.cpu(),
         "reward_parts": [dict(reward.parts) for reward in batch.rewards],
         "correct": np.array([reward.correct for reward in batch.rewards]),
-        "advantage": batch.advantage.cpu(),
+        "advantage": completion_advantage(batch.advantage, rollouts.completion_mask).cpu(),
         "length": rollouts.completion_mask.sum(dim=1).int().cpu(),
         "truncated": rollouts.truncated.cpu(),
     }
+
+
+def completion_advantage(advantage: Tensor, mask: Tensor) -> Tensor:
+    """(N,) one advantage for each completion: of those for each token (N, T), the mean over the loss tokens `mask` (N, T)."""
+    if advantage.dim() == 1:
+        return advantage
+    inside = mask.bool().to(advantage.device)
+    return torch.where(inside, advantage, 0.0).sum(1) / inside.sum(1).clamp(min=1)
 
 
 def head_grad_norm(stats: TokenStats, head: Head, temperature: float) -> Tensor | None:

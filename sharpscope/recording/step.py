@@ -22,8 +22,15 @@ class RolloutBatch:
     examples: list[Example]
     rollouts: Rollouts
     rewards: list[Reward]
-    advantage: Tensor  # (N,), float64
+    advantage: Tensor  # (N,), or (N, T) where each token has its own; float64
     redrawn_groups: int
+    stats: TokenStats | None = None  # of the policy at the start of the step, where the advantages needed them
+
+    @property
+    def idle_share(self) -> float:
+        """Share of groups whose advantages are all 0, so that they have no gradient."""
+        active = (self.advantage != 0).reshape(len(self.advantage), -1).any(1)
+        return 1 - len(torch.unique(self.rollouts.group.to(active.device)[active])) / len(self.examples)
 
     @property
     def zero_variance_share(self) -> float:
@@ -149,7 +156,10 @@ def loss_mask(rollouts: Rollouts, method: Method) -> Tensor:
 def step_tensors(
     rollouts: Rollouts, advantage: Tensor, stats: TokenStats, old_logp: Tensor, progress: float, method: Method
 ) -> StepTensors:
-    """What the objective needs of a step, from rollouts (N, T) and the statistics of the policy at its start."""
+    """What the objective needs of a step, from rollouts (N, T) and the statistics of the policy at its start.
+
+    `advantage` is (N,) or (N, T).
+    """
     return StepTensors(
         mask=loss_mask(rollouts, method), group=rollouts.group, advantage=advantage.to(stats.logp), behavior_logp=old_logp,
         logp=stats.logp, logit=stats.logit, entropy=stats.entropy, collision=stats.collision, polarity=stats.polarity,

@@ -95,21 +95,24 @@ class Learner:
 
     def learn(
         self, rollouts: Rollouts, advantage: Tensor, step: int, progress: float, *, method: Method,
-        before_first_update: BeforeFirstUpdate | None = None, before_step: BeforeStep | None = None,
+        stats: TokenStats | None = None, before_first_update: BeforeFirstUpdate | None = None,
+        before_step: BeforeStep | None = None,
     ) -> StepResult:  # fmt: skip
         """Make all updates of one step.
 
         Args:
             rollouts: N rows.
-            advantage: (N,) group advantages.
+            advantage: (N,) one for each completion, or (N, T) one for each token.
             step: number of the step, which seeds its random choices.
             progress: share of the run done, in [0, 1], for schedules.
             method: the objective, its constants calibrated.
+            stats: of the present policy on `rollouts`, where they are known already.
             before_first_update: asked once, after the first gradient. If it returns False, the tokens of that gradient are
                 recorded, and weights and optimizer stay as they are.
             before_step: observes each update whose loss and gradient are finite.
         """
-        stats = None if self.fused(method) else self.scorer.statistics(rollouts)
+        if stats is None and not self.fused(method):
+            stats = self.scorer.statistics(rollouts)
         tokens = StepTokens.unused(self.scorer.zeros(rollouts) if stats is None else stats)
         plan: Plan | None = None
         updates: list[UpdateResult] = []
@@ -171,7 +174,7 @@ class _Updates:
 
     learner: Learner
     rollouts: Rollouts
-    advantage: Tensor
+    advantage: Tensor  # (N,) or (N, T)
     progress: float
     method: Method
     plan: Plan | None  # None: each microbatch makes its own

@@ -249,7 +249,10 @@ class _Run:
         set_learning_rate(self.optimizer, lr)
         self.display.status(f"step {step}: drawing completions")
         clock = Clock()
-        batch = draw_rollouts(self.policy, self.task, self.order, self.method, config.rollout, config.seed, step)
+        batch = draw_rollouts(
+            self.policy, self.task, self.order, self.method, config.rollout, config.seed, step,
+            self.learner.scorer.statistics,
+        )  # fmt: skip
         clock.lap("generation_s")
         if self.method.weight.needs_calibration:
             self._calibrate(batch, progress)
@@ -257,8 +260,8 @@ class _Run:
         health = StepHealth(config.health, step, batch, self.method, progress, self.device)
         observer = self.observers.for_step(step, batch.rollouts, self.recent)
         result = self.learner.learn(
-            batch.rollouts, batch.advantage, step, progress, method=self.method, before_first_update=health.allows_updates,
-            before_step=observer,
+            batch.rollouts, batch.advantage, step, progress, method=self.method, stats=batch.stats,
+            before_first_update=health.allows_updates, before_step=observer,
         )  # fmt: skip
         observed = observer.result()
         clock.lap("training_s", minus=observed.seconds)

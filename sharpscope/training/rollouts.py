@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
-from sharpscope.config.method import Sampling
-from sharpscope.objective import Method, group_advantages, informative_groups, overlong_penalty
-from sharpscope.policy import Policy, Rollouts, RolloutSpec
+from sharpscope.config.method import DecoupledAdvantage, Sampling
+from sharpscope.objective import Method, estimate_advantages, overlong_penalty
+from sharpscope.policy import Policy, Rollouts, RolloutSpec, TokenStats
 from sharpscope.policy.drawing import draw_scored
 from sharpscope.policy.rollouts import join_rollouts
 from sharpscope.recording import RolloutBatch
@@ -18,12 +21,16 @@ from sharpscope.training.data_order import DataOrder
 
 
 def draw_rollouts(
-    policy: Policy, task: Task, order: DataOrder, method: Method, spec: RolloutSpec, seed: int, step: int
-) -> RolloutBatch:
-    """The rollouts of one step; with dynamic sampling (DAPO), further prompts replace groups without reward variance.
+    policy: Policy, task: Task, order: DataOrder, method: Method, spec: RolloutSpec, seed: int, step: int,
+    statistics: Callable[[Rollouts], TokenStats] | None = None,
+) -> RolloutBatch:  # fmt: skip
+    """The rollouts of one step.
 
-    The variance is that of the task's rewards, without the penalty on overlong completions: otherwise a group of wrong
-    answers of different lengths would count as informative and teach lengths only.
+    With dynamic sampling (DAPO), further prompts replace groups whose answers are all correct or all wrong, whatever their
+    rewards: a group of wrong answers of different lengths would teach lengths only.
+
+    Args:
+        statistics: gives π_old's token statistics; called once, for methods whose advantages need them.
     """
     examples = order.take(spec.prompts_per_step)
     rollouts, rewards = _draw(policy, task, examples, spec, derive(seed, "rollouts", step))
@@ -31,8 +38,7 @@ def draw_rollouts(
     sampling = method.sampling
     if sampling.dynamic:
         for attempt in range(1, sampling.max_redraws + 1):
-            informative = informative_groups(rollouts.reward, rollouts.group).reshape(len(examples), -1)[:, 0]
-            flat = torch.nonzero(~informative).flatten().tolist()
+            flat = _undecided(rewards, len(examples))
             if not flat:
                 break
             redrawn += len(flat)
@@ -41,11 +47,51 @@ def draw_rollouts(
             rollouts, rewards, examples = _replace_groups(rollouts, rewards, examples, flat, new, new_rewards, fresh)
     if sampling.overlong is not None:
         rollouts, rewards = _penalized(rollouts, rewards, sampling, spec.max_new_tokens)
-    # A group with a reward that is not finite gets equal rewards, so that its advantages are 0. A health rule reports it.
-    finite = torch.isfinite(rollouts.reward).reshape(len(examples), -1).all(dim=1)[rollouts.group]
-    reward = torch.where(finite, rollouts.reward, 0.0)
-    advantage = group_advantages(reward.double(), rollouts.group, method.advantage)
-    return RolloutBatch(examples, rollouts, rewards, advantage, redrawn)
+    stats = None
+    if method.needs_statistics:
+        if statistics is None:
+            raise ValueError(f"method.advantage.kind={method.advantage.kind} needs the statistics of the tokens")
+        stats = statistics(rollouts)
+    advantage = _advantages(method, rollouts, rewards, stats)
+    return RolloutBatch(examples, rollouts, rewards, advantage, redrawn, stats)
+
+
+def _advantages(method: Method, rollouts: Rollouts, rewards: list[Reward], stats: TokenStats | None) -> Tensor:
+    """(N,) or (N, T) float64. Groups with a reward that is not finite have 0 and are left out of the statistics of the
+    step; a health rule reports them.
+    """
+    spec = method.advantage
+    values = [rollouts.reward.double()]  # (N,) each
+    parts: dict[str, Tensor] = {}
+    if isinstance(spec, DecoupledAdvantage):
+        names = dict.fromkeys(name for reward in rewards for name in reward.parts)
+        for name in names:
+            column = [reward.parts.get(name, 0.0) for reward in rewards]
+            parts[name] = torch.tensor(column, dtype=torch.float64, device=rollouts.reward.device)
+        values += [parts[name] for name in names if spec.weights.get(name, 0.0) != 0]
+    broken = ~torch.isfinite(torch.stack(values)).all(0)  # (N,)
+    rows = torch.nonzero(~torch.isin(rollouts.group, rollouts.group[broken])).flatten()
+    found = estimate_advantages(
+        spec, values[0][rows], rollouts.group[rows], rollouts.completion_mask[rows],
+        parts={name: part[rows] for name, part in parts.items()},
+        logp=None if stats is None else stats.logp.to(rows.device)[rows],
+        collision=None if stats is None else stats.collision.to(rows.device)[rows],
+    )  # fmt: skip
+    advantage = found.new_zeros(len(rewards), *found.shape[1:])
+    advantage[rows] = found
+    return advantage
+
+
+def _undecided(rewards: list[Reward], groups: int) -> list[int]:
+    """Indices of the groups whose answers are all correct or all wrong, or that have a reward that is not finite."""
+    size = len(rewards) // groups
+    found = []
+    for group in range(groups):
+        members = rewards[group * size : (group + 1) * size]
+        correct = sum(reward.correct for reward in members)
+        if correct in (0, size) or not all(math.isfinite(reward.total) for reward in members):
+            found.append(group)
+    return found
 
 
 def _draw(

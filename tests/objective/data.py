@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from sharpscope.objective import Method, StepTensors, group_advantages
+from sharpscope.config.method import MeanScaledAdvantage
+from sharpscope.objective import Method, StepTensors, estimate_advantages
 from tests.oracles.objective import Batch, Dual
 
 LIMIT = 9
@@ -22,6 +23,7 @@ class Case:
     now: Tensor
     reference: Tensor
     proximal: Tensor
+    parts: dict[str, Tensor] = field(default_factory=dict)  # of the reward
 
     @property
     def mask(self) -> Tensor:
@@ -40,6 +42,8 @@ def make_case(
 
     group = torch.tensor([0, 0, 0, 5, 5, 5, 2, 2])[:rows]
     reward = normal(rows)
+    if isinstance(method.advantage, MeanScaledAdvantage):
+        reward = reward.abs()  # it leaves groups with a negative mean out
     reward[group == 2] = 0.1  # no variance; 0.1 is not exact in binary
     lengths = torch.randint(1, places + 1, (rows,), generator=g)
     lengths[0] = places
@@ -56,7 +60,8 @@ def make_case(
         "logp": old,
         "logit": 14 + 6 * normal(rows, places),
         "entropy": 2 * torch.rand(rows, places, generator=g, dtype=torch.float64),
-        "collision": torch.rand(rows, places, generator=g, dtype=torch.float64),
+        # from π² (the rest spread thin) to π² + (1 − π)² (the rest on one token)
+        "collision": old.exp() ** 2 + (1 - old.exp()) ** 2 * torch.rand(rows, places, generator=g, dtype=torch.float64),
         "polarity": normal(rows, places),
     }
     reference, proximal = old + 0.3 * normal(rows, places), old + 0.2 * normal(rows, places)
@@ -68,12 +73,17 @@ def make_case(
             value[~mask] = torch.tensor([torch.nan, torch.inf, -torch.inf], dtype=torch.float64)[
                 torch.randint(0, 3, (int((~mask).sum()),), generator=g)
             ]
+    form = torch.randint(0, 2, (rows,), generator=g).double() - 0.3
+    parts = {"answer": reward - form, "format": form}
+    advantage = estimate_advantages(
+        method.advantage, reward, group, mask, parts=parts, logp=old, collision=tensors["collision"]
+    )
     step = StepTensors(
-        mask=mask, group=group, advantage=group_advantages(reward, group, method.advantage).to(dtype),
+        mask=mask, group=group, advantage=advantage.to(dtype),
         progress=progress,
         **{name: value.to(dtype) for name, value in tensors.items()},
     )  # fmt: skip
-    return Case(reward, step, now.to(dtype), reference.to(dtype), proximal.to(dtype))
+    return Case(reward, step, now.to(dtype), reference.to(dtype), proximal.to(dtype), parts)
 
 
 def as_batch(case: Case, *, beta: float = 0.0, choose=None) -> Batch:
@@ -85,5 +95,6 @@ def as_batch(case: Case, *, beta: float = 0.0, choose=None) -> Batch:
         behavior=step.behavior_logp.tolist(),
         sampler=(step.behavior_logp if step.sampler_logp is None else step.sampler_logp).tolist(), old=step.logp.tolist(), logit=step.logit.tolist(),
         entropy=step.entropy.tolist(), polarity=step.polarity.tolist(), now=now, reference=case.reference.tolist(),
-        proximal=case.proximal.tolist(), limit=LIMIT, beta=beta, progress=step.progress, choose=choose,
+        proximal=case.proximal.tolist(), parts={name: part.tolist() for name, part in case.parts.items()},
+        collision=step.collision.tolist(), limit=LIMIT, beta=beta, progress=step.progress, choose=choose,
     )  # fmt: skip

@@ -82,6 +82,8 @@ def test_the_smoke_size_trains(config: RunConfig, tiny_policy: Path, tmp_path: P
     data = config.model_dump(mode="json")
     data |= {"task": {"kind": "custom", "factory": "tests.toy_task:vowels"}, "out": str(tmp_path), "threads": 1}
     data["policy"]["model"] = str(tiny_policy)
+    if data["method"]["advantage"]["kind"] == "decoupled":
+        data["method"]["advantage"]["weights"] = {"vowels": 1.0}
     outcome = train(RunConfig.model_validate(data))
     assert outcome.status == "finished"
     run = load_run(outcome.run_dir)

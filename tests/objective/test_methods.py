@@ -34,7 +34,8 @@ from sharpscope.objective import (
 NAMES = [
     "grpo", "grpo-sg", "tr-grpo", "ar", "lopti", "ar-lopti", "cov-grpo", "clip-cov", "kl-cov",
     "gspo", "holder", "dapo", "dr-grpo", "cispo", "bnpo", "dual-clip", "sapo", "gmpo", "dppo", "dppo-kl", "luspo", "vespo", "papo", "ppo-ewma", "high-entropy", "grpo-sam",
-    "grpo-gnp",
+    "grpo-gnp", "lite-ppo", "rloo", "reinforce-pp", "reinforce-pp-baseline", "opo", "otb",
+    "gdpo", "maxrl",
 ]  # fmt: skip
 
 
@@ -89,6 +90,9 @@ def test_an_ablation_is_the_named_method_with_one_part_replaced():
         "dppo-kl": {"clip"}, "luspo": {"ratio", "clip", "aggregate"}, "vespo": {"clip", "aggregate"},
         "dr-grpo": {"advantage", "aggregate"}, "cispo": {"clip", "aggregate"}, "papo": {"weight"}, "ppo-ewma":
         {"proximal"}, "high-entropy": {"tokens"}, "grpo-sam": {"sharpness"}, "grpo-gnp": {"sharpness"}, "grpo": set(),
+        "lite-ppo": {"advantage", "aggregate"}, "rloo": {"advantage", "aggregate"}, "reinforce-pp": {"advantage", "aggregate"},
+        "reinforce-pp-baseline": {"advantage", "aggregate"}, "opo": {"advantage", "aggregate"}, "otb": {"advantage", "aggregate"},
+        "gdpo": {"advantage"}, "maxrl": {"advantage", "aggregate"},
     }  # fmt: skip
     for name in NAMES:
         value = named_method(name).model_dump()

@@ -71,6 +71,14 @@ ORACLES: dict[str, list[Callable[[oracle.Batch], oracle.Dual]]] = {
     "high-entropy": [oracle.high_entropy],
     "grpo-sam": [oracle.grpo],
     "grpo-gnp": [oracle.grpo],
+    "lite-ppo": [oracle.lite_ppo],
+    "rloo": [oracle.rloo],
+    "reinforce-pp": [oracle.reinforce_pp],
+    "reinforce-pp-baseline": [lambda b: oracle.reinforce_pp(b, baseline=True)],
+    "opo": [oracle.opo],
+    "otb": [oracle.otb],
+    "gdpo": [oracle.gdpo],
+    "maxrl": [oracle.maxrl],
 }
 
 

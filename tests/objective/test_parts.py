@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from sharpscope.config.method import (
-    Advantage,
     CispoClip,
     ClipCovTokens,
+    GroupAdvantage,
     HighEntropyTokens,
     HolderRatio,
     KlCovPenalty,
@@ -49,12 +49,12 @@ def test_advantages_equal_the_oracle(seed: int):
     batch = as_batch(case)
     group = case.step.group
     assert group_advantages(case.reward, group).tolist() == pytest.approx(oracle.advantages(batch), abs=1e-12)
-    plain = group_advantages(case.reward, group, Advantage(scale="none"))
+    plain = group_advantages(case.reward, group, GroupAdvantage(scale="none"))
     assert plain.tolist() == pytest.approx(oracle.advantages(batch, divide=False), abs=1e-12)
 
 
 def test_population_std():
-    got = group_advantages(torch.tensor([0.0, 2.0]), torch.tensor([1, 1]), Advantage(ddof=0, epsilon=0.0))
+    got = group_advantages(torch.tensor([0.0, 2.0]), torch.tensor([1, 1]), GroupAdvantage(ddof=0, epsilon=0.0))
     assert got.tolist() == [-1.0, 1.0]
 
 

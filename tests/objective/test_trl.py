@@ -10,24 +10,33 @@ import torch
 from torch import Tensor
 
 from sharpscope.config.method import (
+    Advantage,
+    DecoupledAdvantage,
     DualClip,
     FixedEntropyBonus,
+    GroupAdvantage,
     Kl,
+    LeaveOneOutAdvantage,
     MaskedCorrection,
     NoCorrection,
     OffPolicyMask,
     TruncatedCorrection,
 )
+from sharpscope.integrations.trl.arguments import trl_method
 from sharpscope.objective import (
     Method,
     StepTensors,
     entropy_bonus,
+    estimate_advantages,
     group_advantages,
     named_method,
     policy_loss,
     prepare,
     token_normalizer,
 )
+from tests.integrations.trainers import PROMPTS, VOCABULARY, evens, shortness
+from tests.integrations.trainers import tokenizer as word_tokenizer
+from tests.integrations.trainers import trainer as grpo_trainer
 from tests.models import tiny_model
 
 trl = pytest.importorskip("trl", reason="TRL is not installed (test extra)")
@@ -228,10 +237,76 @@ def agrees(
     assert max(float(g.abs().max()) for g in mine.values()) > 1e-2
 
 
-def test_advantages_equal_trl(batch: dict[str, Tensor]):
-    """TRL: (r − group mean)/(group std with n − 1 + 1e-4), here on groups of 4."""
-    grouped = batch["reward"].view(2, 4)
-    theirs = (grouped - grouped.mean(1, keepdim=True)) / (grouped.std(1, keepdim=True) + 1e-4)
-    torch.testing.assert_close(
-        group_advantages(batch["reward"], batch["group"]), theirs.flatten(), rtol=1e-6, atol=1e-6
-    )
+@pytest.mark.parametrize(
+    ("arguments", "spec"),
+    [
+        ({"scale_rewards": "group"}, GroupAdvantage()),
+        ({"scale_rewards": "batch"}, GroupAdvantage(scale="batch")),
+        ({"scale_rewards": "none"}, GroupAdvantage(scale="none")),
+        (
+            {"multi_objective_aggregation": "normalize_then_sum", "reward_weights": [1.0, 3.0]},
+            DecoupledAdvantage(weights={"evens": 1.0, "shortness": 3.0}),
+        ),
+        (None, LeaveOneOutAdvantage()),
+    ],
+    ids=["group", "batch", "none", "normalize_then_sum", "rloo"],
+)
+def test_advantages_equal_trl(arguments: dict[str, Any] | None, spec: Advantage, tmp_path: Path):
+    """TRL's trainers draw and score 16 completions of 4 prompts; their rewards give our advantages."""
+    made = rloo_trainer(tmp_path) if arguments is None else grpo_trainer(tmp_path, **arguments)
+    seen: list[Tensor] = []
+    score = made._calculate_rewards
+
+    def scored(*args: Any) -> Tensor:
+        seen.append(score(*args))
+        seen[0][8:12] = 0.1  # equal rewards, whose float32 mean is not 0.1
+        return seen[0]
+
+    made._calculate_rewards = scored
+    made.model.train()
+    theirs = made._generate_and_score_completions([{"prompt": p} for p in PROMPTS for _ in range(4)])["advantages"]
+    parts = dict(zip(("evens", "shortness"), seen[0].double().T, strict=True))
+    group = torch.arange(16) // 4
+    reward = parts["evens"] + parts["shortness"]
+    ours = estimate_advantages(spec, reward, group, torch.ones(16, 1), parts=parts)
+    torch.testing.assert_close(ours.float(), theirs, rtol=1e-5, atol=1e-5)
+    assert theirs.abs().max() > 0.05
+    if arguments is not None:  # a recorded run's configuration names the same estimator
+        assert trl_method(made, None)[0].advantage == spec
+
+
+def rloo_trainer(folder: Path) -> Any:
+    from datasets import Dataset
+    from trl import RLOOConfig, RLOOTrainer
+
+    arguments = RLOOConfig(
+        output_dir=str(folder), report_to=[], use_cpu=True, bf16=False, per_device_train_batch_size=16,
+        num_generations=4, max_completion_length=COMPLETION, beta=0.0, disable_dropout=True,
+    )  # fmt: skip
+    return RLOOTrainer(
+        model=tiny_model("qwen2", vocab=VOCABULARY, dtype=torch.float32, scale=0.3), reward_funcs=[evens, shortness],
+        args=arguments, train_dataset=Dataset.from_dict({"prompt": PROMPTS * 4}), processing_class=word_tokenizer(),
+    )  # fmt: skip
+
+
+def test_the_first_gradient_of_rloo_is_trls(batch: dict[str, Tensor], tmp_path: Path):
+    """Later ones differ: TRL clips the ratio of the completion."""
+    made = rloo_trainer(tmp_path)
+    model, mask = made.model, batch["completion_mask"]
+    method = named_method("rloo")
+    advantage = estimate_advantages(method.advantage, batch["reward"], batch["group"], mask)
+    now = logps(model, batch)
+    unused = torch.full(mask.shape, torch.nan)
+    step = StepTensors(
+        mask=mask, group=batch["group"], advantage=advantage, behavior_logp=now.detach(), logp=now.detach(), logit=unused,
+        entropy=unused, collision=unused, polarity=unused,
+    )  # fmt: skip
+    policy_loss(method, prepare(method, step), now, token_normalizer(method, mask, COMPLETION)).loss.backward()
+    mine = {n: p.grad.clone() for n, p in model.named_parameters()}
+    model.train()
+    model.zero_grad()
+    inputs = {k: batch[k] for k in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")}
+    made._compute_loss(model, inputs | {"advantages": advantage, "old_logps": (now.detach() * mask).sum(1)}).backward()
+    for key, parameter in model.named_parameters():
+        torch.testing.assert_close(mine[key], parameter.grad, rtol=1e-4, atol=1e-5, msg=key)
+    assert max(float(p.grad.abs().max()) for p in model.parameters()) > 1e-2

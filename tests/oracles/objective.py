@@ -90,6 +90,8 @@ class Batch:
     limit: int
     beta: float = 0.0
     progress: float = 0.0
+    parts: dict[str, list[float]] = field(default_factory=dict)  # of the reward
+    collision: list[list[float]] = field(default_factory=list)
     choose: Callable[[int, int], list[int]] | None = None  # which of n candidates Clip-Cov draws, at most k
     _cache: dict = field(default_factory=dict)
 
@@ -404,3 +406,128 @@ def high_entropy(b: Batch) -> Dual:
     ordered = sorted((b.entropy[i][t] for i, t in b.tokens()), reverse=True)
     last = ordered[math.ceil(0.2 * len(ordered)) - 1]
     return total(b, lambda i, t: ppo(ratio(b, i, t), adv[i]) if b.entropy[i][t] >= last else 0.0)
+
+
+def outcomes(reward, group, mask, *, old=(), collision=(), parts=None) -> Batch:
+    """A step with what advantages depend on, and nothing else."""
+    return Batch(
+        reward=reward, group=group, mask=mask, behavior=[], old=old, logit=[], entropy=[], polarity=[], now=[],
+        sampler=[], reference=[], proximal=[], limit=0, collision=collision, parts=parts or {},
+    )  # fmt: skip
+
+
+def members(b: Batch, i: int) -> list[int]:
+    return [j for j, g in enumerate(b.group) if g == b.group[i]]
+
+
+def equal_rewards(b: Batch, i: int, reward: list[float] | None = None) -> bool:
+    values = b.reward if reward is None else reward
+    return len({values[j] for j in members(b, i)}) == 1
+
+
+def deviation(values: list[float]) -> float:
+    mean = sum(values) / len(values)
+    return math.sqrt(sum((x - mean) ** 2 for x in values) / (len(values) - 1))
+
+
+def batch_scaled(b: Batch) -> list[float]:
+    return [a / (deviation(b.reward) + 1e-4) for a in advantages(b, divide=False)]
+
+
+def leave_one_out(b: Batch) -> list[float]:
+    out = []
+    for i in range(len(b.reward)):
+        others = [b.reward[j] for j in members(b, i) if j != i]
+        out.append(b.reward[i] - sum(others) / len(others) if others and not equal_rewards(b, i) else 0.0)
+    return out
+
+
+def whitened(b: Batch, baseline: bool, gamma: float = 1.0) -> dict:
+    start = advantages(b, divide=False) if baseline else b.reward
+    returns = {(i, t): start[i] * gamma ** sum(s > t for s in b.row(i)) for i, t in b.tokens()}
+    mean = sum(returns.values()) / len(returns)
+    variance = sum((x - mean) ** 2 for x in returns.values()) / (len(returns) - 1)
+    return {k: (x - mean) / math.sqrt(variance + 1e-8) for k, x in returns.items()}
+
+
+def length_baseline(b: Batch) -> list[float]:
+    out = []
+    for i in range(len(b.reward)):
+        tokens = [(b.reward[j], len(b.row(j))) for j in members(b, i)]
+        baseline = sum(r * n for r, n in tokens) / sum(n for _, n in tokens)
+        out.append(0.0 if equal_rewards(b, i) else b.reward[i] - baseline)
+    return out
+
+
+def token_baseline(b: Batch, tail: str = "reward") -> dict:
+    def energy(j: int, k: int) -> float:
+        """Of the first k + 1 loss tokens of completion j."""
+        return sum(1 - 2 * math.exp(b.old[j][t]) + b.collision[j][t] for t in b.row(j)[: k + 1])
+
+    out = {}
+    for i in range(len(b.reward)):
+        for k, t in enumerate(b.row(i)):
+            present = [j for j in members(b, i) if len(b.row(j)) > k]
+            if present == [i]:
+                out[i, t] = b.reward[i] if tail == "reward" else 0.0
+            elif equal_rewards(b, i):
+                out[i, t] = 0.0
+            else:
+                top = sum(b.reward[j] * energy(j, k) for j in present)
+                out[i, t] = b.reward[i] - top / (sum(energy(j, k) for j in present) + 1e-8)
+    return out
+
+
+def decoupled(b: Batch, weights: dict[str, float]) -> list[float]:
+    total = []
+    for i in range(len(b.reward)):
+        total.append(0.0)
+        for name, weight in weights.items():
+            mine = [b.parts[name][j] for j in members(b, i)]
+            if len(set(mine)) > 1:
+                total[i] += weight * (b.parts[name][i] - sum(mine) / len(mine)) / (deviation(mine) + 1e-4)
+    mean, std = sum(total) / len(total), deviation(total)
+    flat = [all(equal_rewards(b, i, b.parts[name]) for name in weights) for i in range(len(total))]
+    return [0.0 if f else (x - mean) / (std + 1e-4) for x, f in zip(total, flat, strict=True)]
+
+
+def mean_scaled(b: Batch) -> list[float]:
+    out = []
+    for i in range(len(b.reward)):
+        mine = [b.reward[j] for j in members(b, i)]
+        mean = sum(mine) / len(mine)
+        out.append((b.reward[i] - mean) / mean if mean > 0 and not equal_rewards(b, i) else 0.0)
+    return out
+
+
+def with_advantages(b: Batch, adv, how: str) -> Dual:
+    """GRPO's clipped objective with one advantage for each completion (list) or for each token (dict)."""
+    return total(b, lambda i, t: ppo(ratio(b, i, t), adv[i, t] if isinstance(adv, dict) else adv[i]), how=how)
+
+
+def lite_ppo(b: Batch) -> Dual:
+    return with_advantages(b, batch_scaled(b), "token")
+
+
+def rloo(b: Batch) -> Dual:
+    return with_advantages(b, leave_one_out(b), "sequence_sum")
+
+
+def reinforce_pp(b: Batch, baseline: bool = False) -> Dual:
+    return with_advantages(b, whitened(b, baseline), "token")
+
+
+def opo(b: Batch) -> Dual:
+    return with_advantages(b, length_baseline(b), "token")
+
+
+def otb(b: Batch) -> Dual:
+    return with_advantages(b, token_baseline(b), "token")
+
+
+def gdpo(b: Batch) -> Dual:
+    return with_advantages(b, decoupled(b, {"answer": 1.0, "format": 1.0}), "sequence")
+
+
+def maxrl(b: Batch) -> Dual:
+    return with_advantages(b, mean_scaled(b), "token")

@@ -28,8 +28,11 @@ BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, BLACK = (
 """Okabe and Ito's palette, without its yellow, which is lost on white."""
 
 COLORS = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, BLACK)
-DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1, 2)), (0, (3, 1, 1, 1, 1, 1)))
-MARKERS = ("o", "s", "^", "D", "v")
+DASHES: tuple[Any, ...] = (
+    "-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1, 2)), (0, (3, 1, 1, 1, 1, 1)), (0, (9, 2)), (0, (2, 4)),
+    (0, (9, 2, 3, 2)),
+)  # fmt: skip
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "p")
 GRAY = "#777777"
 
 # method -> (color, dash): families share a color
@@ -39,6 +42,9 @@ _FIXED = {
     "dr-grpo": (6, 1), "cispo": (6, 2), "papo": (6, 3), "ppo-ewma": (0, 3), "high-entropy": (5, 2), "grpo-sam": (0, 1),
     "grpo-gnp": (0, 2), "grpo-sg-shuffled": (2, 3), "grpo-sg-reverse": (3, 3), "grpo-sg-constant": (4, 1),
     "grpo-sg-entropy": (5, 3), "grpo-sg-mean-one": (6, 4),
+    "lite-ppo": (0, 5), "rloo": (1, 5), "reinforce-pp": (2, 5), "reinforce-pp-baseline": (2, 6), "opo": (3, 5),
+    "otb": (3, 6), "gdpo": (4, 5), "maxrl": (5, 5), "bnpo": (6, 5), "dual-clip": (0, 6), "sapo": (0, 7), "gmpo": (1, 6),
+    "dppo": (4, 6), "dppo-kl": (4, 7), "luspo": (5, 6), "vespo": (6, 6),
 }  # fmt: skip
 _CONTROLS = {"shuffled": 1, "reverse": 2, "constant": 3, "mean-one": 4, "entropy": 3}
 

@@ -23,7 +23,8 @@ PUBLISHED: dict[str, dict[str, float]] = {"knights_knaves": {"grpo": 0.39, "grpo
 """Task → method → average accuracy as arXiv 2511.00066 gives it (K&K, 3 to 7 people, PAPER_SCALE)."""
 NEIGHBORS = (
     "tr-grpo", "ar", "lopti", "ar-lopti", "cov-grpo", "clip-cov", "kl-cov", "gspo", "holder", "dapo", "dr-grpo",
-    "cispo", "papo", "ppo-ewma", "high-entropy", "grpo-sam", "grpo-gnp",
+    "cispo", "papo", "ppo-ewma", "high-entropy", "grpo-sam", "grpo-gnp", "lite-ppo", "rloo", "reinforce-pp",
+    "reinforce-pp-baseline", "opo", "otb", "gdpo", "maxrl",
 )  # fmt: skip
 
 

@@ -13,6 +13,8 @@ from sharpscope.config.method import (
     Advantage,
     AllTokens,
     CispoClip,
+    DecoupledAdvantage,
+    GroupAdvantage,
     HighEntropyTokens,
     Kl,
     NoClip,
@@ -135,9 +137,6 @@ def trl_method(trainer: Any, weights: Method | None) -> tuple[Method, list[str]]
         notes.append(f"the loss is TRL's loss_type '{loss_type}', which config.method does not describe")
     if args.delta is not None:
         notes.append(f"two-sided clipping with delta = {args.delta:g}")
-    scale = str(trainer.scale_rewards)
-    if scale not in ("group", "none"):
-        notes.append(f"advantages are scaled by TRL's scale_rewards = '{scale}'")
     sequence = trainer.importance_sampling_level == "sequence"
     share = float(trainer.top_entropy_quantile)
     tokens: Any = HighEntropyTokens(share=share) if share < 1 else AllTokens()
@@ -145,7 +144,7 @@ def trl_method(trainer: Any, weights: Method | None) -> tuple[Method, list[str]]
         tokens = weights.tokens
     method = Method(
         name=weights.name if weights is not None else "gspo" if sequence and name == "grpo" else name,
-        advantage=Advantage(scale="none" if scale == "none" else "group"),
+        advantage=_advantage(trainer),
         ratio=SequenceRatio() if sequence else TokenRatio(),
         weight=weights.weight if weights is not None else UniformWeight(),
         clip=clip,
@@ -154,6 +153,14 @@ def trl_method(trainer: Any, weights: Method | None) -> tuple[Method, list[str]]
         tokens=tokens,
     )
     return method, notes
+
+
+def _advantage(trainer: Any) -> Advantage:
+    """TRL's advantages."""
+    if getattr(trainer, "multi_objective_aggregation", "sum_then_normalize") == "normalize_then_sum":
+        names, weights = trainer.reward_func_names, trainer.reward_weights.tolist()
+        return DecoupledAdvantage(weights=dict(zip(names, weights, strict=True)))
+    return GroupAdvantage(scale=str(trainer.scale_rewards))
 
 
 def run_config(

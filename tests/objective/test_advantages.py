@@ -1,0 +1,274 @@
+"""Advantage estimators against loops in Python floats, their laws, and the configurations that choose them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+from torch import Tensor
+
+from sharpscope.config import build_config, method_label
+from sharpscope.config.method import (
+    Advantage,
+    DecoupledAdvantage,
+    GroupAdvantage,
+    LeaveOneOutAdvantage,
+    LengthBaselineAdvantage,
+    MeanScaledAdvantage,
+    Method,
+    TokenBaselineAdvantage,
+    WhitenedAdvantage,
+)
+from sharpscope.errors import UserError
+from sharpscope.objective import StepTensors, estimate_advantages, group_advantages, named_method, prepare
+from tests.oracles import objective as oracle
+
+laws = settings(max_examples=12, deadline=None, derandomize=True)
+seeds = st.integers(0, 10_000)
+GROUP = torch.tensor([4, 0, 7, 4, 0, 4, 2, 0, 2, 4])  # sizes 4, 3, 2, 1 in mixed order; group 2 has equal rewards
+FLAT, SINGLE = GROUP == 2, GROUP == 7
+
+
+class Outcomes:
+    """Rewards, masks with holes and padding, and statistics of 10 completions of at most 6 tokens."""
+
+    def __init__(self, seed: int) -> None:
+        g = torch.Generator().manual_seed(seed)
+        self.reward = torch.randn(10, generator=g, dtype=torch.float64)
+        self.reward[FLAT] = 0.1  # the mean of two 0.1 may round
+        self.form = torch.randint(0, 2, (10,), generator=g).double() * 0.7
+        self.form[FLAT] = 0.7
+        lengths = torch.randint(1, 7, (10,), generator=g)
+        lengths[0] = 6
+        self.mask = torch.arange(6) < lengths[:, None]
+        self.mask[0, 1] = False  # text that a tool returned
+        self.logp = -3 * torch.rand(10, 6, generator=g, dtype=torch.float64) - 1e-3
+        pi = self.logp.exp()
+        self.collision = pi**2 + (1 - pi) ** 2 * torch.rand(10, 6, generator=g, dtype=torch.float64)
+        self.logp[~self.mask] = torch.nan
+        self.collision[~self.mask] = torch.inf
+
+    def estimate(self, spec: Advantage, reward: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        given = self.reward if reward is None else reward
+        return estimate_advantages(
+            spec, given, GROUP, self.mask if mask is None else mask, parts={"answer": given, "format": self.form},
+            logp=self.logp, collision=self.collision,
+        )  # fmt: skip
+
+    def batch(self) -> oracle.Batch:
+        return oracle.outcomes(
+            self.reward.tolist(), GROUP.tolist(), self.mask.tolist(), old=self.logp.tolist(),
+            collision=self.collision.tolist(), parts={"answer": self.reward.tolist(), "format": self.form.tolist()},
+        )  # fmt: skip
+
+
+ESTIMATORS = {
+    "batch": (GroupAdvantage(scale="batch"), oracle.batch_scaled),
+    "rloo": (LeaveOneOutAdvantage(), oracle.leave_one_out),
+    "whitened": (WhitenedAdvantage(), lambda b: oracle.whitened(b, baseline=False)),
+    "whitened, discounted": (WhitenedAdvantage(gamma=0.8), lambda b: oracle.whitened(b, False, 0.8)),
+    "whitened, baseline": (WhitenedAdvantage(baseline="group"), lambda b: oracle.whitened(b, baseline=True)),
+    "length baseline": (LengthBaselineAdvantage(), oracle.length_baseline),
+    "token baseline": (TokenBaselineAdvantage(), oracle.token_baseline),
+    "token baseline, zero tail": (TokenBaselineAdvantage(tail="zero"), lambda b: oracle.token_baseline(b, "zero")),
+    "decoupled": (
+        DecoupledAdvantage(weights={"answer": 2.0, "format": -0.5, "absent": 0.0}),
+        lambda b: oracle.decoupled(b, {"answer": 2.0, "format": -0.5}),
+    ),
+    "mean scaled": (MeanScaledAdvantage(), oracle.mean_scaled),
+}
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+@pytest.mark.parametrize("seed", range(4))
+def test_estimators_equal_their_equations(name: str, seed: int):
+    spec, equation = ESTIMATORS[name]
+    case = Outcomes(seed)
+    found, wanted = case.estimate(spec), equation(case.batch())
+    if isinstance(wanted, dict):
+        assert found.shape == case.mask.shape and not found[~case.mask].any()
+        wanted = [wanted[i, t] for i, t in torch.nonzero(case.mask).tolist()]
+        found = found[case.mask]
+    assert found.tolist() == pytest.approx(wanted, abs=1e-9)
+    assert found.dtype == torch.float64 and float(found.abs().max()) > 0.1
+
+
+@pytest.mark.parametrize("name", [name for name in ESTIMATORS if not name.startswith("whitened")])
+def test_groups_of_one_or_with_equal_rewards_have_exactly_zero(name: str):
+    """But for the optimal token baseline where one completion of the group is left, which has its reward as in verl."""
+    for seed in range(4):
+        case = Outcomes(seed)
+        found = case.estimate(ESTIMATORS[name][0])
+        if name != "token baseline":
+            assert not found[FLAT | SINGLE].any()
+            continue
+        lengths = case.mask.sum(1)
+        shared = int(lengths[FLAT].min())
+        assert not found[FLAT, :shared].any()
+        beyond = case.mask & SINGLE[:, None] | case.mask & FLAT[:, None] & (torch.arange(6) >= shared)
+        assert torch.equal(found[beyond], case.reward[:, None].expand(10, 6)[beyond])
+
+
+@pytest.mark.parametrize("spec", [WhitenedAdvantage(), WhitenedAdvantage(baseline="group"), DecoupledAdvantage(epsilon=0),
+                                  GroupAdvantage(scale="batch", epsilon=0)])  # fmt: skip
+def test_a_step_without_variance_has_exactly_zero(spec: Advantage):
+    case = Outcomes(0)
+    case.form = torch.full_like(case.form, 0.3)
+    for reward in (torch.full_like(case.reward, 0.1), torch.zeros_like(case.reward)):
+        assert not case.estimate(spec, reward).any()
+    assert not case.estimate(spec, torch.full_like(case.reward, 0.1), torch.zeros_like(case.mask)).any()
+
+
+def by_group(values: Tensor) -> Tensor:
+    return torch.stack([values[label == GROUP].sum(0) for label in GROUP.unique()])
+
+
+@laws
+@given(seeds)
+def test_leave_one_out_is_the_centered_reward_times_g_over_g_minus_one(seed: int):
+    case = Outcomes(seed)
+    centered = case.estimate(GroupAdvantage(scale="none"))
+    size = (GROUP[:, None] == GROUP).sum(1).double()
+    torch.testing.assert_close(
+        case.estimate(LeaveOneOutAdvantage()), centered * size / (size - 1).clamp(min=1), rtol=0, atol=1e-14
+    )
+
+
+@laws
+@given(seeds)
+def test_weighted_sums_within_a_group_are_zero(seed: int):
+    """Plain sums, sums over tokens for OPO, and sums weighted by V at each place for the optimal token baseline."""
+    case = Outcomes(seed)
+    zero = torch.zeros(4, dtype=torch.float64)
+    for spec in (GroupAdvantage(scale="batch"), LeaveOneOutAdvantage(), MeanScaledAdvantage(), DecoupledAdvantage()):
+        torch.testing.assert_close(by_group(case.estimate(spec)), zero, rtol=0, atol=1e-12)
+    opo = case.estimate(LengthBaselineAdvantage()) * case.mask.sum(1)
+    torch.testing.assert_close(by_group(opo), zero, rtol=0, atol=1e-12)
+    case.mask[0, 1] = True
+    case.logp[0, 1], case.collision[0, 1] = -1.0, 0.4
+    energy = torch.where(case.mask, 1 - 2 * case.logp.exp() + case.collision, 0.0).cumsum(1)
+    token = case.estimate(TokenBaselineAdvantage(tail="zero", epsilon=0)) * energy
+    torch.testing.assert_close(by_group(token), zero[:, None].expand(4, 6), rtol=0, atol=1e-12)
+
+
+@laws
+@given(seeds, st.sampled_from(["none", "group"]))
+def test_whitened_advantages_have_mean_zero_and_variance_one_over_the_tokens(seed: int, baseline: str):
+    case = Outcomes(seed)
+    inside = case.estimate(WhitenedAdvantage(baseline=baseline, gamma=0.9, epsilon=0))[case.mask]
+    assert float(inside.mean()) == pytest.approx(0.0, abs=1e-12)
+    assert float(inside.var()) == pytest.approx(1.0, abs=1e-12)
+
+
+@laws
+@given(seeds, st.floats(-3, 3), st.floats(0.1, 10))
+def test_shifts_cancel_and_scales_cancel_or_carry_over(seed: int, shift: float, scale: float):
+    case = Outcomes(seed)
+    other = case.reward * scale + shift
+    for spec, factor in (
+        (LeaveOneOutAdvantage(), scale),
+        (LengthBaselineAdvantage(), scale),
+        (TokenBaselineAdvantage(tail="zero", epsilon=0), scale),
+        (GroupAdvantage(scale="batch", epsilon=0), 1.0),
+        (WhitenedAdvantage(epsilon=0), 1.0),
+        (WhitenedAdvantage(baseline="group", epsilon=0), 1.0),
+        (DecoupledAdvantage(epsilon=0), 1.0),
+    ):
+        torch.testing.assert_close(case.estimate(spec, other), factor * case.estimate(spec), rtol=1e-9, atol=1e-9)
+    positive = case.reward.exp()
+    torch.testing.assert_close(
+        case.estimate(MeanScaledAdvantage(), scale * positive), case.estimate(MeanScaledAdvantage(), positive)
+    )
+
+
+@laws
+@given(seeds)
+def test_maxrl_of_successes(seed: int):
+    """With success rate p: (1 − p)/p for a success, −1 for a failure; 0 where all or none succeed."""
+    case = Outcomes(seed)
+    success = (case.reward > 0).double()
+    for advantage, right, label in zip(case.estimate(MeanScaledAdvantage(), success), success, GROUP, strict=True):
+        p = float(success[label == GROUP].mean())
+        wanted = 0.0 if p in (0, 1) else (1 - p) / p if right else -1.0
+        assert float(advantage) == pytest.approx(wanted, abs=1e-12)
+    assert not case.estimate(MeanScaledAdvantage(), -success).any()  # a mean that is not positive
+
+
+def test_equal_lengths_make_opo_grpo_without_std_and_one_token_makes_the_token_baseline_like_it():
+    """V is the same for all completions if their probabilities are."""
+    case = Outcomes(1)
+    case.mask = torch.ones_like(case.mask)
+    centered = case.estimate(GroupAdvantage(scale="none"))
+    torch.testing.assert_close(case.estimate(LengthBaselineAdvantage()), centered, rtol=0, atol=1e-12)
+    case.logp, case.collision = torch.full_like(case.logp, -0.7), torch.full_like(case.logp, 0.4)
+    found = case.estimate(TokenBaselineAdvantage(tail="zero", epsilon=0))
+    torch.testing.assert_close(found, centered[:, None].expand(10, 6), rtol=0, atol=1e-12)
+
+
+def test_one_advantage_a_completion_and_one_a_token_agree():
+    """Every use of the advantages of a step: plan, covariance and polarity."""
+    case = Outcomes(2)
+    unused = torch.full(case.mask.shape, torch.nan, dtype=torch.float64)
+    logp = torch.where(case.mask, case.logp, 0.0)
+    plans = []
+    for method in (named_method("cov-grpo"), Method(name="x", weight={"kind": "polarity", "target": 1.0})):
+        advantage = case.estimate(method.advantage)
+        for given_as in (advantage, torch.where(case.mask, advantage[:, None], torch.nan)):
+            step = StepTensors(
+                mask=case.mask, group=GROUP, advantage=given_as, behavior_logp=logp, logp=logp, logit=unused,
+                entropy=-logp, collision=unused, polarity=logp + 1,
+            )  # fmt: skip
+            plans.append(prepare(method, step))
+    for one, two in (plans[:2], plans[2:]):
+        assert torch.equal(one.advantage, two.advantage) and torch.equal(one.weight, two.weight)
+        assert one.weight[case.mask].unique().numel() > 1
+    with pytest.raises(ValueError, match=r"advantage must be \(10, 6\)"):
+        StepTensors(
+            mask=case.mask, group=GROUP, advantage=unused[:, :2], behavior_logp=logp, logp=logp, logit=unused,
+            entropy=unused, collision=unused, polarity=unused,
+        )  # fmt: skip
+
+
+def test_mistakes():
+    case = Outcomes(0)
+    with pytest.raises(UserError, match=r"weights\.style = 1.*its parts: answer, format; set"):
+        case.estimate(DecoupledAdvantage(weights={"style": 1.0}))
+    with pytest.raises(ValidationError, match="at least one part"):
+        DecoupledAdvantage(weights={"answer": 0.0})
+    with pytest.raises(ValueError, match="needs logp and collision"):
+        estimate_advantages(TokenBaselineAdvantage(), case.reward, GROUP, case.mask)
+    with pytest.raises(ValueError, match="a row for each reward"):
+        case.estimate(LeaveOneOutAdvantage(), mask=case.mask[:3])
+    for spec in (LeaveOneOutAdvantage(), TokenBaselineAdvantage(), MeanScaledAdvantage(), LengthBaselineAdvantage()):
+        with pytest.raises(ValueError, match="not finite"):
+            case.estimate(spec, torch.where(SINGLE, torch.nan, case.reward))
+
+
+def test_old_configurations_without_a_kind():
+    """As version 0.1 wrote them, in configurations and checkpoints."""
+    old = {"scale": "none", "ddof": 1, "epsilon": 1e-4}
+    assert Method.model_validate({"name": "x", "advantage": old}).advantage == GroupAdvantage(scale="none")
+    found = build_config(values={"method": {"name": "grpo", "advantage": old}}).method
+    assert found.advantage == GroupAdvantage(scale="none") and method_label(found) == "grpo+advantage.scale=none"
+    found = build_config(overrides=["method.advantage.scale=none"]).method
+    assert found.advantage == GroupAdvantage(scale="none")
+
+
+def test_choosing_an_estimator():
+    found = build_config(overrides=["method.advantage.kind=whitened", "method.advantage.gamma=0.9"]).method
+    assert found.advantage == WhitenedAdvantage(gamma=0.9)
+    assert method_label(found) == "grpo+advantage=whitened"
+    found = build_config(overrides=["method=gdpo", "method.advantage.weights.format=0"]).method
+    assert found.advantage == DecoupledAdvantage(weights={"answer": 1.0, "format": 0.0})
+    assert method_label(found) == "gdpo+advantage.weights.format=0"
+    with pytest.raises(UserError, match=r"method\.advantage\.kind = 'whitend': unknown; did you mean 'whitened'"):
+        build_config(overrides=["method.advantage.kind=whitend"])
+    with pytest.raises(UserError, match=r"method\.advantage\.gamma: unknown field"):
+        build_config(overrides=["method.advantage.gamma=0.9"])
+
+
+def test_group_advantages_default_to_grpo():
+    case = Outcomes(3)
+    assert torch.equal(group_advantages(case.reward, GROUP), case.estimate(named_method("grpo").advantage))

@@ -1,0 +1,124 @@
+"""The advantages of a drawn step by value, and which groups dynamic sampling keeps."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import sharpscope
+from sharpscope.cli.weight_curves import step_of
+from sharpscope.policy import load_policy
+from sharpscope.policy.scoring import Scorer
+from sharpscope.recording.rows import clipped_weight_share, completion_advantage
+from sharpscope.tasks import make_task
+from sharpscope.training import train
+from sharpscope.training.data_order import DataOrder
+from sharpscope.training.rollouts import draw_rollouts
+from tests.oracles import objective as oracle
+
+
+def drawn(config, **changes):
+    task = make_task(config.task)
+    order = DataOrder(task.splits()["train"], 0)
+    return draw_rollouts(
+        load_policy(config.policy), task, order, config.method, config.rollout, seed=0, step=1, **changes
+    )
+
+
+def as_oracle(batch, keep=None) -> oracle.Batch:
+    """The completions `keep` of a step, with what advantages depend on."""
+    rollouts = batch.rollouts
+    keep = range(len(rollouts)) if keep is None else keep
+    parts = {name: [batch.rewards[i].parts.get(name, 0.0) for i in keep] for name in ("answer", "format")}
+    masks = rollouts.completion_mask.bool().tolist()
+    return oracle.outcomes(
+        [float(rollouts.reward[i]) for i in keep], [int(rollouts.group[i]) for i in keep], [masks[i] for i in keep],
+        parts=parts,
+    )  # fmt: skip
+
+
+def test_dynamic_sampling_goes_by_accuracy_not_by_reward(toy_config):
+    """DAPO: 0 < correct < G."""
+    dapo = {"method": "dapo", "method__sampling__max_redraws": 2}
+    wrong = drawn(toy_config(**dapo, task__factory="tests.toy_task:wrong_but_rewarded"))
+    assert wrong.redrawn_groups == 2 * 4 and wrong.zero_variance_share < 1
+    equal = drawn(toy_config(**dapo, task__factory="tests.toy_task:equally_rewarded", rollout__group_size=8))
+    correct = np.array([reward.correct for reward in equal.rewards]).reshape(4, 8).sum(1)
+    assert equal.redrawn_groups == 0 and ((correct > 0) & (correct < 8)).all()
+
+
+def test_dynamic_sampling_replaces_groups_with_a_reward_that_is_not_finite(toy_config):
+    config = toy_config(method="dapo", method__sampling__max_redraws=2, task__factory="tests.toy_task:always_nan")
+    assert drawn(config).redrawn_groups == 2 * 4
+
+
+@pytest.mark.parametrize("name", ["reinforce-pp", "lite-ppo"])
+def test_groups_with_a_reward_that_is_not_finite_are_left_out_of_the_steps_statistics(toy_config, name: str):
+    batch = drawn(toy_config(method=name, task__factory="tests.toy_task:sometimes_nan", rollout__prompts_per_step=6))
+    group = batch.rollouts.group
+    broken = torch.isin(group, group[~torch.isfinite(batch.rollouts.reward)])
+    keep = torch.nonzero(~broken).flatten().tolist()
+    assert 0 < len(keep) < len(group)
+    assert not batch.advantage[broken].any()
+    found = batch.advantage[~broken]
+    if name == "lite-ppo":
+        wanted = oracle.batch_scaled(as_oracle(batch, keep))
+    else:
+        rows = oracle.whitened(as_oracle(batch, keep), baseline=False)
+        found, wanted = torch.stack([found[k] for k in rows]), list(rows.values())
+    assert found.tolist() == pytest.approx(wanted, abs=1e-9) and np.std(wanted) > 0.1
+
+
+def test_the_parts_of_the_reward_reach_gdpo(toy_config):
+    batch = drawn(toy_config(method="gdpo", task__factory="tests.toy_task:two_parts"))
+    assert {len(reward.parts) for reward in batch.rewards} == {1, 2}
+    wanted = oracle.decoupled(as_oracle(batch), {"answer": 1.0, "format": 1.0})
+    assert batch.advantage.tolist() == pytest.approx(wanted, abs=1e-9) and np.std(wanted) > 0.1
+
+
+def test_groups_without_a_gradient_are_those_whose_advantages_are_zero(toy_config):
+    """Not those with equal rewards: REINFORCE++ compares with the whole step."""
+    half = {"task__factory": "tests.toy_task:half_flat"}
+    relative, whitened = drawn(toy_config(**half)), drawn(toy_config(**half, method="reinforce-pp"))
+    assert relative.idle_share == relative.zero_variance_share == whitened.zero_variance_share > 0
+    assert whitened.idle_share == 0
+
+
+def test_advantages_of_tokens_in_summaries(toy_config):
+    advantage = torch.tensor([[1.0, -2.0, torch.nan], [3.0, 5.0, -1.0], [0.0, 0.0, 0.0]])
+    mask = torch.tensor([[1, 1, 0], [1, 0, 1], [0, 0, 0]])
+    assert completion_advantage(advantage, mask).tolist() == [-0.5, 1.0, 0.0]
+    method = toy_config(method="tr-grpo").method  # ε = 0.2
+    weight = torch.full((3, 3), 1.3)
+    assert clipped_weight_share(method, weight, advantage, mask.bool()) == 2 / 4
+
+
+def test_a_run_with_a_baseline_for_each_token(toy_config, monkeypatch):
+    calls, statistics = [], Scorer.statistics
+    monkeypatch.setattr(Scorer, "statistics", lambda *a: calls.append(1) or statistics(*a))
+    config = toy_config(method="otb", steps=2)
+    assert train(config).status == "finished"
+    assert len(calls) == 2  # once a step, for advantages and plan
+    run = sharpscope.load_run(config.run_dir)
+    tokens, rollouts = run.tokens(), run.rollouts
+    places = tokens["position"].max() + 1
+    for step, part in tokens.groupby("step"):
+        rows = rollouts[rollouts["step"] == step].sort_values("rollout")
+        grid = {name: np.zeros((len(rows), places)) for name in ("logp", "collision", "advantage")}
+        mask = np.zeros((len(rows), places), dtype=bool)
+        mask[part["rollout"], part["position"]] = True
+        for name, values in grid.items():
+            values[part["rollout"], part["position"]] = part[name]
+        batch = oracle.outcomes(
+            rows["reward"].tolist(), rows["group"].tolist(), mask.tolist(), old=grid["logp"].tolist(),
+            collision=grid["collision"].tolist(),
+        )  # fmt: skip
+        wanted = oracle.token_baseline(batch)
+        found = {key: grid["advantage"][key] for key in wanted}
+        np.testing.assert_allclose(list(found.values()), list(wanted.values()), atol=1e-5)
+        assert any(grid["advantage"][row][mask[row]].std() > 1e-3 for row in range(len(rows)))
+        means = [grid["advantage"][row][mask[row]].mean() for row in range(len(rows))]
+        np.testing.assert_allclose(rows["advantage"], means, atol=1e-5)
+        np.testing.assert_allclose(part["loss_coef"], -part["advantage"] / len(part), rtol=1e-5, atol=1e-9)
+        assert np.array_equal(step_of(run, step).advantage[torch.from_numpy(mask)].numpy(), grid["advantage"][mask])
