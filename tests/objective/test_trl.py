@@ -295,7 +295,7 @@ def test_the_first_gradient_of_rloo_is_trls(batch: dict[str, Tensor], tmp_path: 
     model, mask = made.model, batch["completion_mask"]
     method = named_method("rloo")
     advantage = estimate_advantages(method.advantage, batch["reward"], batch["group"], mask)
-    now = logps(model, batch)
+    now, _ = logps(model, batch)
     unused = torch.full(mask.shape, torch.nan)
     step = StepTensors(
         mask=mask, group=batch["group"], advantage=advantage, behavior_logp=now.detach(), logp=now.detach(), logit=unused,
