@@ -22,6 +22,7 @@ import torch
 import transformers
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerBase, Qwen2ForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from sharpscope.config.warm_start import KnightsKnavesWarmStart, MathWarmStart, ToolQaWarmStart, WarmStartSpec
 from sharpscope.errors import UserError
@@ -125,6 +126,7 @@ def warm_start(
     out = Path(out_dir)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"out = '{out}': exists and is not an empty folder; choose another")
+    disable_progress_bar()  # transformers' own bars; `on_progress` reports progress
     start = time.monotonic()
     dataset = _dataset(spec)
     corpus = list(islice(dataset.train, spec.corpus))
