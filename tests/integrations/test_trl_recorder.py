@@ -20,7 +20,9 @@ pytest.importorskip("trl", reason="TRL is not installed (test extra)")
 
 from sharpscope.integrations.trl import record
 from sharpscope.integrations.trl import step as recorded_step
+from sharpscope.integrations.trl.arguments import trl_method
 from sharpscope.integrations.trl.recorder import _WRAPPED, ROW
+from sharpscope.objective import method_label
 from tests.integrations.trainers import PROMPTS, VOCABULARY, evens, tokenizer, trainer
 
 ALL = {"token_gradients_every": 1, "exact_top": 2, "exact_random": 2}
@@ -219,11 +221,43 @@ def test_statistics_are_those_of_the_policy_at_the_steps_start(watched):
 def test_run_json_says_what_trained(watched):
     info = watched["run"].info
     assert (info["status"], info["steps_done"], info["task"]) == ("finished", 2, "trl")
-    assert info["method"] == "grpo+clip.low=0.02+clip.high=0.02+aggregate=token_mean+kl.coef=0.1"
+    corrected = getattr(watched["trainer"].args, "use_bias_correction_kl", False)  # the default of recent versions
+    label = "grpo+clip.low=0.02+clip.high=0.02+aggregate=token_mean+kl.coef=0.1"
+    assert info["method"] == label + ("+kl.estimator=k3_corrected" if corrected else "")
     assert info["versions"]["trl"] == importlib.metadata.version("trl")
     assert info["vocabulary"] == VOCABULARY
     config = sharpscope.load_run(watched["run"].path).config
     assert (config["rollout"]["group_size"], config["rollout"]["prompts_per_step"], config["steps"]) == (4, 4, 2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "label", "notes"),
+    [
+        ({"loss_type": "grpo", "delta": 4.0}, "grpo+clip=dual", 0),
+        ({"loss_type": "grpo", "delta": 1.1}, "grpo", 1),  # below 1 + epsilon it is another clip
+        ({"loss_type": "sapo", "sapo_temperature_neg": 1.2}, "sapo+clip.tau_negative=1.2", 0),
+        ({"loss_type": "vespo", "vespo_k_pos": 1.5}, "vespo+clip.k_positive=1.5", 0),
+        (
+            {"loss_type": "luspo", "importance_sampling_level": "sequence", "epsilon": 2e-3, "epsilon_high": 2.5e-3},
+            "luspo",
+            0,
+        ),
+        (
+            {
+                "loss_type": "grpo",
+                "off_policy_mask_threshold": 0.5,
+                "entropy_coef": 0.01,
+                "mask_truncated_completions": True,
+            },
+            "grpo+truncated=mask+off_policy={'threshold': 0.5}+entropy=fixed",
+            0,
+        ),
+        ({"loss_type": "grpo", "use_adaptive_entropy": True}, "grpo", 1),
+    ],
+)
+def test_trls_options_as_a_method(tmp_path: Path, settings: dict[str, Any], label: str, notes: int):
+    method, said = trl_method(trainer(tmp_path, **settings), None)
+    assert method_label(method) == label and len(said) == notes
 
 
 def test_an_update_over_several_generation_batches_is_one_step(tmp_path: Path):
