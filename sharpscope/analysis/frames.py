@@ -30,10 +30,17 @@ def step_values(study: Study, columns: Sequence[str]) -> pd.DataFrame:
             steps = run.steps[run.steps["step"].isin(common)].sort_values("step")
             for column in columns:
                 values = pd.to_numeric(steps[column], errors="coerce").to_numpy(dtype=float)
-                pieces.append(pd.DataFrame({
-                    "setting": setting.label, "seed": seed, "step": steps["step"].to_numpy(), "quantity": column,
-                    "value": values,
-                }))  # fmt: skip
+                pieces.append(
+                    pd.DataFrame(
+                        {
+                            "setting": setting.label,
+                            "seed": seed,
+                            "step": steps["step"].to_numpy(),
+                            "quantity": column,
+                            "value": values,
+                        }
+                    )
+                )
     return _recorded(_join(pieces, [*KEYS, "step", "quantity", "value"]), ["quantity"])
 
 

@@ -225,10 +225,18 @@ def _messages(runs: Runs, every: Sequence[Study]) -> list[str]:
 def run_grid(runs: Runs) -> Grid:
     """One row per run; runs that cannot be read come last."""
     rows = [
-        (name, run.method, str(run.seed), run.task, _status(run), str(len(run.steps)), str(run.info.get("started") or "–"),
-         str(run.info.get("commit") or "–")[:12])
+        (
+            name,
+            run.method,
+            str(run.seed),
+            run.task,
+            _status(run),
+            str(len(run.steps)),
+            str(run.info.get("started") or "–"),
+            str(run.info.get("commit") or "–")[:12],
+        )
         for name, run in runs.by_name.items()
-    ]  # fmt: skip
+    ]
     rows += [(name, "–", "–", "–", f"cannot be read: {why}", "–", "–", "–") for name, why in runs.skipped.items()]
     return Grid("Runs", ("run", "method", "seed", "task", "status", "steps", "started", "commit"), tuple(rows))
 
@@ -308,10 +316,18 @@ def event_grid(runs: Runs) -> Grid | None:
     if not len(loud):
         return None
     rows = [
-        (row["run"], str(row["step"]), row["severity"], row["rule"], number(row["value"]), number(row["threshold"]),
-         row["action"], row["message"])
+        (
+            row["run"],
+            str(row["step"]),
+            row["severity"],
+            row["rule"],
+            number(row["value"]),
+            number(row["threshold"]),
+            row["action"],
+            row["message"],
+        )
         for row in loud.head(MOST_EVENTS).to_dict("records")
-    ]  # fmt: skip
+    ]
     note = f"The first {MOST_EVENTS} of {len(loud)}." if len(loud) > MOST_EVENTS else ""
     return Grid(
         "Events", ("run", "step", "severity", "rule", "value", "threshold", "action", "message"), tuple(rows), note

@@ -1,6 +1,4 @@
-"""Which runs belong together: studies (one task, one initial policy), settings (equal but for the seed), pairs (equal but
-for the method).
-"""
+"""Groups of runs: studies (one task and initial policy), settings (equal but for the seed), pairs (but for the method)."""
 
 from __future__ import annotations
 
@@ -21,8 +19,18 @@ if TYPE_CHECKING:
     from sharpscope.traces import Run, Runs
 
 NOT_A_SETTING = (
-    "seed", "name", "out", "threads", "device", "recording", "checkpoint", "health", "probes", "evaluation", "method.name",
-)  # fmt: skip
+    "seed",
+    "name",
+    "out",
+    "threads",
+    "device",
+    "recording",
+    "checkpoint",
+    "health",
+    "probes",
+    "evaluation",
+    "method.name",
+)
 """Configuration in which two runs of one setting may differ: the seed, and what changes nothing of what is learned."""
 
 GRID = {

@@ -44,9 +44,13 @@ CURVES = {
 }
 SHOWN = ("probability", "advantage", "weight", "norm", "attribution")
 HEADINGS = {
-    "probability": "π", "advantage": "adv.", "attribution": "share", "update_attribution": "share of\nupdate",
-    "heldout_influence": "held-out\ninfluence", "loss_coef": "coef.",
-}  # fmt: skip
+    "probability": "π",
+    "advantage": "adv.",
+    "attribution": "share",
+    "update_attribution": "share of\nupdate",
+    "heldout_influence": "held-out\ninfluence",
+    "loss_coef": "coef.",
+}
 CONTEXT = 7  # tokens on either side
 GOING_ON = "running"
 
@@ -243,9 +247,22 @@ def top_tokens(run: Run, step: int, by: str, top: int) -> tuple[pd.DataFrame, pd
     Raises:
         UserError: no such step, no such column, or nothing recorded in it at that step.
     """
-    numeric = ("probability", "logp", "entropy", "advantage", "weight", "loss_coef", "logit_grad_norm", "head_grad_norm",
-               "score_norm", "score_norm_local", "attribution", "update_attribution", "heldout_influence",
-               "sharp_alignment")  # fmt: skip
+    numeric = (
+        "probability",
+        "logp",
+        "entropy",
+        "advantage",
+        "weight",
+        "loss_coef",
+        "logit_grad_norm",
+        "head_grad_norm",
+        "score_norm",
+        "score_norm_local",
+        "attribution",
+        "update_attribution",
+        "heldout_influence",
+        "sharp_alignment",
+    )
     if by not in numeric:
         raise UserError(f"--by {by}: no such column{nearest(by, numeric)}")
     steps = run.steps["step"].tolist()

@@ -38,7 +38,7 @@ def weight_input(config: Mapping[str, Any]) -> str | None:
 
 
 def weight_at(config: Mapping[str, Any], u: np.ndarray) -> np.ndarray | None:
-    """w at the values `u` of its input; None if a constant is annealed or was never calibrated."""
+    """W at the values `u` of its input; None if a constant is annealed or was never calibrated."""
     weight = _parsed(config)
     if weight is None:
         return None

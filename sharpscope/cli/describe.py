@@ -25,7 +25,6 @@ def methods(
     """List the methods, or explain one.
 
     Examples:
-
       sharpscope methods
 
       sharpscope methods grpo-sg
@@ -69,7 +68,6 @@ def weights(
     share of tokens whose gradient the clip removes.
 
     Examples:
-
       sharpscope weights grpo-sg ar
 
       sharpscope weights grpo-sg tr-grpo --run runs/first --step 1
@@ -105,7 +103,6 @@ def tasks() -> None:
     """List the tasks and their fields.
 
     Example:
-
       sharpscope tasks
     """
     from rich.console import Console
@@ -139,7 +136,6 @@ def config(
     """Print the configuration that `run` would use, or explain all fields.
 
     Examples:
-
       sharpscope config --method grpo-sg > mine.yaml
 
       sharpscope config --explain
@@ -161,7 +157,6 @@ def schema(
     """Print the tables and columns of traces with types, units and definitions, in Markdown.
 
     Example:
-
       sharpscope schema steps tokens
     """
     from sharpscope.errors import UserError, nearest

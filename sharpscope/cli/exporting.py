@@ -26,7 +26,6 @@ def export(
     """Export the tables steps, eval and probes to TensorBoard, Weights & Biases (offline) or trackio.
 
     Examples:
-
       sharpscope export runs/first --to tensorboard --out logs
 
       sharpscope export runs/first --to wandb --out logs --follow

@@ -26,7 +26,6 @@ def show(
     """Summarize a run: settings, curves, last evaluation, events, weights and cost.
 
     Example:
-
       sharpscope show runs/first
     """
     from rich.console import Console
@@ -44,7 +43,6 @@ def compare(
     """Compare the settings and the results of two runs, with intervals.
 
     Example:
-
       sharpscope compare runs/grpo-knights_knaves-s0 runs/grpo-sg-knights_knaves-s0
     """
     from rich.console import Console
@@ -73,7 +71,6 @@ def claims(
     """Test the published claims on runs. Verdicts: supported, refuted, inconclusive or untestable.
 
     Examples:
-
       sharpscope claims runs/
 
       sharpscope claims runs/ --claim C7 --details --treatment gspo
@@ -106,7 +103,6 @@ def figures(
     """Plot all figures of runs and claims.
 
     Example:
-
       sharpscope figures --from data/reference --out figures
     """
     from sharpscope.analysis import figures_of
@@ -135,7 +131,6 @@ def tokens(
     """List the top tokens of a step with their context and numbers.
 
     Example:
-
       sharpscope tokens runs/first --step 10 --by attribution --top 20
     """
     from rich.console import Console
@@ -159,7 +154,6 @@ def spikes(
     """List gradient-norm spikes with the tokens, prompts and probabilities that contribute most.
 
     Example:
-
       sharpscope spikes runs/first
     """
     from rich.console import Console

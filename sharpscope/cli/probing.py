@@ -59,7 +59,6 @@ def probe(
     """Probe a model: curvature, sharpness under perturbations and score norms of tokens.
 
     Examples:
-
       sharpscope probe --model embedded:knights_knaves --data completions.jsonl --out probe
 
       sharpscope probe runs/first --all-checkpoints
@@ -158,9 +157,15 @@ def _model(
         _write_tokens(policy, rows, spec, out)
         return None
     report = probe_policy(
-        policy, rows, spec, functionals=functionals, seed=seed, label=data.stem,  # type: ignore[arg-type]
-        curvature="curvature" in parts, perturbation="perturbation" in parts,
-    )  # fmt: skip
+        policy,
+        rows,
+        spec,
+        functionals=functionals,  # type: ignore[arg-type]
+        seed=seed,
+        label=data.stem,
+        curvature="curvature" in parts,
+        perturbation="perturbation" in parts,
+    )
     for problem in report.problems:
         typer.echo(f"  not reliable: {problem}", err=True)
     if "tokens" in parts:

@@ -29,7 +29,6 @@ def reduce(
     and damaged runs are skipped.
 
     Example:
-
       sharpscope reduce runs/study --out runs/reduced
     """
     from sharpscope.analysis import reduce_runs
@@ -53,7 +52,6 @@ def pack(
     Checkpoints and tokenizers are not packed.
 
     Example:
-
       sharpscope pack runs/reduced --out data/reference
     """
     from sharpscope.analysis import load_several
@@ -71,7 +69,6 @@ def unpack(
     """Unpack runs into run folders.
 
     Examples:
-
       sharpscope unpack data/reference --out runs/study
 
       sharpscope unpack data/reference/grpo-s0 --out runs

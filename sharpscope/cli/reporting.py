@@ -26,7 +26,6 @@ def analyze(
     """Write figures, tables and a report (HTML and Markdown) of runs.
 
     Examples:
-
       sharpscope analyze runs/
 
       sharpscope analyze runs/first runs/second --out report
@@ -49,7 +48,6 @@ def report(
     """Write a self-contained HTML page: verdicts, comparison of runs, figures, tokens, events and costs.
 
     Example:
-
       sharpscope report runs/ --open
     """
     from sharpscope.analysis import write_page
@@ -72,7 +70,6 @@ def watch(
     """Show a run while it trains, until it ends.
 
     Example:
-
       sharpscope watch runs/first
     """
     from rich.console import Console

@@ -26,7 +26,6 @@ def demo(
     """Train the embedded policy on puzzles with GRPO and GRPO-SG and write a report, in a few minutes on a laptop.
 
     Example:
-
       sharpscope demo
     """
     from sharpscope.analysis import analyze
@@ -92,7 +91,6 @@ def sweep(
     """Run a grid of methods, settings and seeds; repeat the command to resume.
 
     Examples:
-
       sharpscope sweep experiments/pair.yaml --dry-run
 
       sharpscope sweep experiments/pair.yaml --workers 2

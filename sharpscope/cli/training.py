@@ -48,7 +48,6 @@ def run(
     """Train a policy and record token-level traces.
 
     Examples:
-
       sharpscope run --method grpo-sg --steps 20
 
       sharpscope run -m grpo-sg --set method.weight.tau=4 --set method.weight_on=ratio --out runs/ablation
@@ -151,7 +150,6 @@ def evaluate(
     correct. Repeat the command to resume an interrupted evaluation.
 
     Examples:
-
       sharpscope eval embedded:knights_knaves --prompts 500
 
       sharpscope eval path/or/hub-id --task dataset --set task.path=test.parquet --split all
@@ -265,7 +263,6 @@ def warm_start(
     """Train an embedded policy from scratch on generated demonstrations; the defaults recreate the shipped one.
 
     Examples:
-
       sharpscope warm-start --out policies/mine --set steps=2500
 
       sharpscope warm-start tool_qa --threads 1

@@ -76,7 +76,7 @@ class Statistics(Protocol):
 
     @property
     def logp(self) -> Any:
-        """ln π of the token [nats]."""
+        """Ln π of the token [nats]."""
 
     @property
     def logit(self) -> Any:
@@ -236,10 +236,9 @@ class SigmoidWeight(Weighting):
 
 
 class EntropyWeight(Weighting):
-    """The same curve on the entropy H of the position instead of the sampled token: u = −H (`low`) or H (`high`), in
-    nats.
+    """The sigmoid of the entropy H at the position instead of the sampled token: u = −H (`low`) or H (`high`) [nats].
 
-    The control for "is it the token's probability, or just how sure the policy is there?". The form is ours; tau and u0
+    The control that separates the token's probability from the certainty of the policy at that position. The form is ours; tau and u0
     are calibrated on the first step as in `SigmoidWeight` unless given.
     """
 
@@ -309,8 +308,9 @@ class LinearWeight(Weighting):
 
 
 class PowerWeight(Weighting):
-    """w = clip(π^gamma, L, U). Form ours; gamma > 0 favors likely tokens, < 0 unlikely ones, 0 is GRPO (if L ≤ 1 ≤
-    U).
+    """w = clip(π^gamma, L, U).
+
+    The form is ours; gamma > 0 favors likely tokens, < 0 unlikely ones, 0 is GRPO (if L ≤ 1 ≤ U).
     """
 
     kind: Literal["power"] = "power"
@@ -329,8 +329,9 @@ class PowerWeight(Weighting):
 
 
 class CovarianceGaussianWeight(Weighting):
-    """w = exp(−(c − mean c)²/(2 std(c)²)), c_t = (ln π_t − mean ln π)(A_t − mean A); covariance-aware GRPO (arXiv
-    2605.11538).
+    """w = exp(−(c − mean c)²/(2 std(c)²)), c_t = (ln π_t − mean ln π)(A_t − mean A).
+
+    Covariance-aware GRPO (arXiv 2605.11538).
 
     Means and the population std run over all loss tokens of the step. The kernel on the per-token covariance is
     published, this normalization is our reading. w = 1 where std(c) = 0.
@@ -340,8 +341,7 @@ class CovarianceGaussianWeight(Weighting):
 
 
 class PolarityWeight(Weighting):
-    """w = 1 + alpha·phase·sign(ΔH_t), the predicted entropy change ΔH_t = −A_t·polarity_t; phase = clip((H* − H̄)/H*,
-    −1, 1).
+    """w = 1 + alpha·phase·sign(ΔH_t) with ΔH_t = −A_t·polarity_t and phase = clip((H* − H̄)/H*, −1, 1).
 
     Polarity-aware policy optimization (arXiv 2605.11775) reweights advantages by polarity with the entropy trajectory
     as the phase signal; this formula is ours. H̄ is the mean entropy of the step's loss tokens, H* `target`. Below the

@@ -65,7 +65,7 @@ def calibrate(weighting: TokenWeight, step: StepTensors) -> TokenWeight:
 def _location(
     weighting: SigmoidWeight | EntropyWeight, known: dict[str, float | Schedule], step: StepTensors
 ) -> dict[str, float | Schedule]:
-    """tau and u0 from the step's percentiles; a tau that is given is kept for u0."""
+    """Tau and u0 from the step's percentiles; a tau that is given is kept for u0."""
     mask = step.mask.bool()
     if not bool(mask.any()):
         raise UserError("method.weight: the first step has no loss tokens to calibrate on; set tau and u0")

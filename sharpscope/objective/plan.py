@@ -105,9 +105,7 @@ def _kept(
 
 
 def _passes(method: Method, step: StepTensors, mask: Tensor) -> Tensor:
-    """(N, T) int8: the pass a loss token belongs to, −1 outside the mask. Lopti: π_old < |eta| first, reversed for eta
-    < 0.
-    """
+    """(N, T) int8: the pass of each loss token, −1 outside the mask. Lopti: π_old < |eta| first, reversed for eta < 0."""
     index = torch.zeros(mask.shape, dtype=torch.int8, device=mask.device)
     if isinstance(method.passes, LoptiPasses):
         rare = step.logp.exp() < abs(method.passes.eta)
@@ -116,9 +114,7 @@ def _passes(method: Method, step: StepTensors, mask: Tensor) -> Tensor:
 
 
 def top_tokens(value: Tensor, mask: Tensor, *, count: int) -> Tensor:
-    """(N, T) bool: the `count` loss tokens with the largest value and all that tie with the last, so that row order is
-    irrelevant.
-    """
+    """(N, T) bool: the `count` loss tokens with the largest value, and all that tie with the last of them."""
     inside = value[mask]
     if inside.numel() == 0:
         return mask

@@ -22,8 +22,7 @@ def masked_mean(value: Tensor, mask: Tensor) -> float:
 
 
 def token_covariance(step: StepTensors) -> Tensor:
-    """c_t = (ln π_t − mean ln π)·(A_t − mean A) with means over the step's loss tokens, (N, T) float64, 0 outside the
-    mask.
+    """c_t = (ln π_t − mean ln π)·(A_t − mean A) over the step's loss tokens, (N, T) float64, 0 outside the mask.
 
     Its mean is the covariance that drives the entropy (arXiv 2505.22617). [nats × advantage]
     """

@@ -1,6 +1,4 @@
-"""What goes into an objective and what comes out: `StepTensors`, `Plan`, `LossOutput`. N completions, T token places
-each.
-"""
+"""Inputs and outputs of an objective: `StepTensors`, `Plan`, `LossOutput`. N completions of up to T tokens."""
 
 from __future__ import annotations
 
@@ -73,8 +71,7 @@ class StepTensors:
 
     @classmethod
     def from_columns(cls, *, advantage: Tensor | None = None, progress: float = 0.0, **columns: Tensor) -> StepTensors:
-        """One token a row from 1-D columns, as the `tokens` table holds them or as a curve is drawn over; lengths
-        equal.
+        """One token per row, from 1-D columns of equal length such as those of the `tokens` table.
 
         A column that is missing is NaN, so that a weighting that needs it raises; a missing advantage is 1.
         """

@@ -152,20 +152,34 @@ def directional_derivative(
         _check_direction(structure, direction)
         if method == "central":
             checked = check_derivative(
-                model, structure, rows, temperature, "central", check,
+                model,
+                structure,
+                rows,
+                temperature,
+                "central",
+                check,
                 lambda some, along: _central(model, structure, some, along, temperature, False)[0],
-            )  # fmt: skip
+            )
             values, error = _central(model, structure, rows, direction, temperature, with_error)
             apart = check_difference(
-                model, structure, rows, values, check,
+                model,
+                structure,
+                rows,
+                values,
+                check,
                 lambda some: _forward(model, structure, some, direction, temperature),
-            )  # fmt: skip
+            )
             return Derivatives(values, error, "central", checked if apart is None else max(apart, checked or 0.0))
         structure.require_seen()
         checked = check_derivative(
-            model, structure, rows, temperature, "forward", check,
+            model,
+            structure,
+            rows,
+            temperature,
+            "forward",
+            check,
             lambda some, along: _forward(model, structure, some, along, temperature),
-        )  # fmt: skip
+        )
         return Derivatives(_forward(model, structure, rows, direction, temperature), None, "forward", checked)
 
 
@@ -243,9 +257,13 @@ def logp_gradient(
         rows = make_rows(model, input_ids, mask, attention_mask, temperature)
         structure = structure_of(model)
         check_gradient(
-            model, structure, rows, temperature, check,
+            model,
+            structure,
+            rows,
+            temperature,
+            check,
             lambda some, each: _gradient(model, structure, some, each, temperature),
-        )  # fmt: skip
+        )
         return _gradient(model, structure, rows, coef, temperature)
 
 

@@ -91,14 +91,19 @@ def squared_gradient_norm(
         finite = math.isfinite(value)
         rows += [
             Estimate(
-                "gradient", "squared_gradient_norm", value, std_error, len(batch), seconds=seconds,
-                converged=None if finite else False, why="" if finite else "the gradient is not finite",
-                functional=name, seed=seed,
+                "gradient",
+                "squared_gradient_norm",
+                value,
+                std_error,
+                len(batch),
+                seconds=seconds,
+                converged=None if finite else False,
+                why="" if finite else "the gradient is not finite",
+                functional=name,
+                seed=seed,
             ),
-            Estimate(
-                "gradient", "squared_gradient_norm_naive", naive, samples=len(batch), functional=name, seed=seed
-            ),
-        ]  # fmt: skip
+            Estimate("gradient", "squared_gradient_norm_naive", naive, samples=len(batch), functional=name, seed=seed),
+        ]
     return rows
 
 
@@ -119,7 +124,7 @@ def _halves(group: Tensor) -> Tensor:
 
 
 def _coefficients(name: GradientOf, success: Tensor, scored: Tensor, halves: Tensor) -> Tensor:
-    """c (N, S) such that a half's gradient is Σ_it c_it ∇log π_it over its rows."""
+    """C (N, S) such that a half's gradient is Σ_it c_it ∇log π_it over its rows."""
     within = success[halves]  # (prompts, 2, n/2)
     n = halves.shape[2]
     if name == "expected_failure":

@@ -110,10 +110,15 @@ def run(
             )
         if batch.drawn is not None:
             rows = squared_gradient_norm(
-                model, batch.drawn, temperature=batch.temperature, seed=batch.seed,
-                microbatch_tokens=spec.microbatch_tokens, head_mb=spec.head_mb, memory_mb=spec.basis_mb,
+                model,
+                batch.drawn,
+                temperature=batch.temperature,
+                seed=batch.seed,
+                microbatch_tokens=spec.microbatch_tokens,
+                head_mb=spec.head_mb,
+                memory_mb=spec.basis_mb,
                 check=spec.check,
-            )  # fmt: skip
+            )
             yield Measured(batch, tuple(labelled(rows, probe_set=batch.name)))
 
 
@@ -360,8 +365,10 @@ def _groups(surface: LmSurface, spec: ProbesSpec, seed: int) -> list[Estimate]:
 
 
 def _perturbations(surface: LmSurface, spec: ProbesSpec, seed: int, at: tuple[float, Tensor]) -> list[Estimate]:
-    """Sharpness at every radius. The standard error of m-sharpness is over prompts where each group lies within one, and over
-    groups where one spans several: then groups that share a prompt are taken as independent too.
+    """Sharpness at every radius.
+
+    The standard error of m-sharpness is over prompts where each group lies within one prompt, and else over groups, which
+    counts groups that share a prompt as independent.
     """
     kinds = [KINDS[kind] for kind in spec.kinds]
     grid = sharpness_grid(

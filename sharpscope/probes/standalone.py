@@ -199,9 +199,12 @@ def token_norms(policy: Policy, rows: Sequence[DataRow], spec: ProbesSpec) -> pd
     )
     row, column = mask.nonzero(as_tuple=True)
     columns = {
-        "row": row, "position": mask.long().cumsum(1)[row, column] - 1, "token_id": batch.input_ids[row, column],
-        "logp": logp[row, column], "score_norm_local": norms.values[row, column],
-    }  # fmt: skip
+        "row": row,
+        "position": mask.long().cumsum(1)[row, column] - 1,
+        "token_id": batch.input_ids[row, column],
+        "logp": logp[row, column],
+        "score_norm_local": norms.values[row, column],
+    }
     return pd.DataFrame({name: values.cpu().numpy() for name, values in columns.items()})
 
 

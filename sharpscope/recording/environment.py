@@ -18,8 +18,16 @@ from sharpscope.config.policy import EMBEDDED_PREFIX
 
 OPTIONAL = ("accelerate", "peft", "reasoning-gym")
 PACKAGES = (
-    "sharpscope", "torch", "transformers", "tokenizers", "numpy", "scipy", "pandas", "pyarrow", *OPTIONAL,
-)  # fmt: skip
+    "sharpscope",
+    "torch",
+    "transformers",
+    "tokenizers",
+    "numpy",
+    "scipy",
+    "pandas",
+    "pyarrow",
+    *OPTIONAL,
+)
 
 
 TINY = 20 * 2**20
@@ -28,8 +36,9 @@ thousands of small operations, which on a shared machine costs more than it gain
 
 
 def default_threads(model: str | None = None) -> int:
-    """CPU threads where none are asked for: one for a tiny model, else the physical cores that this process may use,
-    divided by the processes of the run on this machine.
+    """Default number of CPU threads.
+
+    One for a tiny model, else the physical cores of this process divided by the run's processes on this machine.
 
     Args:
         model: as `policy.model` names it; a model on the hub is taken to be large.

@@ -211,11 +211,14 @@ class StepHealth:
         learned = loss_mask(rollouts, self.method).bool().cpu()
         columns = weight_columns(self.method, weight.cpu(), learned, self.progress)
         self.events += check_policy(
-            self.spec, self.step, entropy_mean=float(entropy.double().mean()) if entropy.numel() else math.nan,
+            self.spec,
+            self.step,
+            entropy_mean=float(entropy.double().mean()) if entropy.numel() else math.nan,
             saturation=max(columns["weight_saturation_low"] or 0.0, columns["weight_saturation_high"] or 0.0),
             clipped_weights=clipped_weight_share(self.method, weight.cpu(), self.batch.advantage.cpu(), learned),
-            logp_mismatch=float(gap.mean()) if gap.numel() else math.nan, memory=memory_share(self.device),
-        )  # fmt: skip
+            logp_mismatch=float(gap.mean()) if gap.numel() else math.nan,
+            memory=memory_share(self.device),
+        )
         allowed = not any(
             event.action in PREVENTS and (event.rule, event.action) != ("non_finite", "skip_step")
             for event in self.events

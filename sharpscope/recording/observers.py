@@ -109,11 +109,21 @@ class StepObserver:
             return {}
         blank = [None] * len(self._parts)
         return {
-            "step": self.step, "probe": "update", "probe_set": "", "functional": "surrogate", "parameters": "all",
-            "quantity": [name for name, _ in self._parts], "value": [value for _, value in self._parts],
-            "std_error": blank, "samples": blank, "rho": blank, "converged": blank, "residual": blank, "seed": blank,
+            "step": self.step,
+            "probe": "update",
+            "probe_set": "",
+            "functional": "surrogate",
+            "parameters": "all",
+            "quantity": [name for name, _ in self._parts],
+            "value": [value for _, value in self._parts],
+            "std_error": blank,
+            "samples": blank,
+            "rho": blank,
+            "converged": blank,
+            "residual": blank,
+            "seed": blank,
             "seconds": self._seconds,
-        }  # fmt: skip
+        }
 
     def __call__(self, update: PendingUpdate) -> None:
         """Run the probes that are due."""
@@ -159,9 +169,10 @@ class StepObserver:
     def add_parts(self, split: UpdateSplit) -> None:
         """Keep the parts of ‖Δθ‖² of an update."""
         self._parts += [
-            ("update_share_gradient", split.gradient), ("update_share_momentum", split.momentum),
+            ("update_share_gradient", split.gradient),
+            ("update_share_momentum", split.momentum),
             ("update_share_weight_decay", split.weight_decay),
-        ]  # fmt: skip
+        ]
 
 
 class _UpdateProbes:
@@ -202,9 +213,14 @@ class _UpdateProbes:
 
         def norms(some: Tensor) -> Tensor:
             return score_norms(
-                self.view.model, part.input_ids[some], mask[some], tier=tier, attention_mask=part.attention_mask[some],
-                temperature=self.temperature, check=check,
-            ).values  # fmt: skip
+                self.view.model,
+                part.input_ids[some],
+                mask[some],
+                tier=tier,
+                attention_mask=part.attention_mask[some],
+                temperature=self.temperature,
+                check=check,
+            ).values
 
         return _map_rows(rows, norms, mask)
 
@@ -216,9 +232,16 @@ class _UpdateProbes:
 
         def along(some: Tensor) -> Tensor:
             return attribute(
-                self.view.model, part.input_ids[some], mask[some], coef[some], direction, part.attention_mask[some],
-                self.temperature, self.spec.derivative, check=check,
-            )  # fmt: skip
+                self.view.model,
+                part.input_ids[some],
+                mask[some],
+                coef[some],
+                direction,
+                part.attention_mask[some],
+                self.temperature,
+                self.spec.derivative,
+                check=check,
+            )
 
         if len(live):
             out[live] = _map_rows(live, along, mask).to(out)
@@ -232,9 +255,16 @@ class _UpdateProbes:
         def shares_of(some: Tensor) -> Tensor:
             # D⁻¹ stretches the direction over many orders of magnitude, where a difference of float32 values is too coarse.
             return update_attribution(
-                view.model, part.input_ids[some], mask[some], self.coef[some], split, method="forward",
-                attention_mask=part.attention_mask[some], temperature=self.temperature, check=check,
-            )  # fmt: skip
+                view.model,
+                part.input_ids[some],
+                mask[some],
+                self.coef[some],
+                split,
+                method="forward",
+                attention_mask=part.attention_mask[some],
+                temperature=self.temperature,
+                check=check,
+            )
 
         self.put("update_attribution", _map_rows(torch.arange(len(mask), device=mask.device), shares_of, mask))
         if self.update.index == 0:
@@ -287,9 +317,15 @@ class _UpdateProbes:
             for vector in vectors:
                 direction = [v.view_as(p) for v, p in zip(vector.split(sizes), view.parameters, strict=True)]
                 found = directional_derivative(
-                    view.model, part.input_ids[some], mask[some], direction, method=self.spec.derivative,
-                    attention_mask=part.attention_mask[some], temperature=self.temperature, check=check,
-                )  # fmt: skip
+                    view.model,
+                    part.input_ids[some],
+                    mask[some],
+                    direction,
+                    method=self.spec.derivative,
+                    attention_mask=part.attention_mask[some],
+                    temperature=self.temperature,
+                    check=check,
+                )
                 total += found.values.to(total) ** 2
             return total
 

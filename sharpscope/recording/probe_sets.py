@@ -88,10 +88,15 @@ def run_probe_set(config: RunConfig, task: Task) -> ProbeSet:
         initial = load_policy(config.policy)
         spec = config.probes
         found = build_probe_set(
-            task, Drawer(config, initial, task), lambda examples: render_prompts(examples, initial),
-            policy=config.policy.model, seed=spec.probe_set_seed, train=spec.prompts, heldout=spec.heldout_prompts,
+            task,
+            Drawer(config, initial, task),
+            lambda examples: render_prompts(examples, initial),
+            policy=config.policy.model,
+            seed=spec.probe_set_seed,
+            train=spec.prompts,
+            heldout=spec.heldout_prompts,
             task_name=task_key(config),
-        )  # fmt: skip
+        )
     distributed.rank_zero_call(lambda: found.save(path) and None)
     return found
 
@@ -138,10 +143,16 @@ def _solution_rows(items: Sequence[ProbeItem]) -> Completions:
         ids[row, columns], present[row, columns] = torch.tensor([*item.prompt_ids, *item.solution]), 1
     blank = torch.zeros(len(items), ids.shape[1] - before)
     return Completions(
-        input_ids=ids, attention_mask=present, completion_ids=ids[:, before:], completion_mask=present[:, before:],
-        behavior_logp=blank, sampler_logp=None, group=torch.arange(len(items)),
-        truncated=torch.zeros(len(items), dtype=torch.bool), texts=[""] * len(items),
-    )  # fmt: skip
+        input_ids=ids,
+        attention_mask=present,
+        completion_ids=ids[:, before:],
+        completion_mask=present[:, before:],
+        behavior_logp=blank,
+        sampler_logp=None,
+        group=torch.arange(len(items)),
+        truncated=torch.zeros(len(items), dtype=torch.bool),
+        texts=[""] * len(items),
+    )
 
 
 def task_key(config: RunConfig) -> str:

@@ -152,13 +152,19 @@ def evaluation_row(
     """A row of the eval table from `correct` (prompts, k) and the completions' total rewards."""
     share, k = correct.mean(axis=1), correct.shape[1]
     return {
-        "step": step, "task": task, "split": split, "level": level, "n": len(share), "k": k,
+        "step": step,
+        "task": task,
+        "split": split,
+        "level": level,
+        "n": len(share),
+        "k": k,
         "accuracy": float(share.mean()),
         "std_error": standard_error(share),
         "pass_at_k": pass_at_k(correct, k),
         "reward_mean": float(np.mean(rewards)),
-        "heldout_loss": None, "temperature": temperature,
-    }  # fmt: skip
+        "heldout_loss": None,
+        "temperature": temperature,
+    }
 
 
 def pass_at_k(correct: np.ndarray, k: int) -> float:

@@ -93,10 +93,18 @@ class StepTokens:
             return torch.zeros(shape, dtype=kind)
 
         return cls(
-            stats=stats, weight=zeros(real), advantage=zeros(real), loss_coef=zeros(real),
-            ratio=zeros(real), clipped=zeros(torch.int8), update=torch.full(shape, -1, dtype=torch.int32),
-            uses=zeros(torch.int32), uses_low=zeros(torch.int32), uses_high=zeros(torch.int32), kl=zeros(torch.float64),
-        )  # fmt: skip
+            stats=stats,
+            weight=zeros(real),
+            advantage=zeros(real),
+            loss_coef=zeros(real),
+            ratio=zeros(real),
+            clipped=zeros(torch.int8),
+            update=torch.full(shape, -1, dtype=torch.int32),
+            uses=zeros(torch.int32),
+            uses_low=zeros(torch.int32),
+            uses_high=zeros(torch.int32),
+            kl=zeros(torch.float64),
+        )
 
     def tensors(self, *, stats: bool) -> list[Tensor]:
         """The fields that a gradient fills in row by row, with the statistics if `stats`; not the counts over updates."""
@@ -161,7 +169,15 @@ def step_tensors(
     `advantage` is (N,) or (N, T).
     """
     return StepTensors(
-        mask=loss_mask(rollouts, method), group=rollouts.group, advantage=advantage.to(stats.logp), behavior_logp=old_logp,
-        logp=stats.logp, logit=stats.logit, entropy=stats.entropy, collision=stats.collision, polarity=stats.polarity,
-        progress=progress, sampler_logp=rollouts.behavior_logp,
-    )  # fmt: skip
+        mask=loss_mask(rollouts, method),
+        group=rollouts.group,
+        advantage=advantage.to(stats.logp),
+        behavior_logp=old_logp,
+        logp=stats.logp,
+        logit=stats.logit,
+        entropy=stats.entropy,
+        collision=stats.collision,
+        polarity=stats.polarity,
+        progress=progress,
+        sampler_logp=rollouts.behavior_logp,
+    )

@@ -74,9 +74,12 @@ class SurfaceProbes:
         events: list[Event] = []
         view = self.view()
         batches = probe_set_batches(
-            self.probe_set, self.spec, self.drawer, temperature=self.config.rollout.temperature,
+            self.probe_set,
+            self.spec,
+            self.drawer,
+            temperature=self.config.rollout.temperature,
             seed=lambda part: derive(self.spec.probe_set_seed, f"surface:{part}", step) % 2**31,
-        )  # fmt: skip
+        )
         optimizer = view.optimizer if view.optimizer.state else None
         try:
             for measured in run(view.model, () if self.refused else batches, self.spec, optimizer=optimizer):

@@ -113,7 +113,7 @@ class PlannedRun:
 
     @property
     def status(self) -> str:
-        """planned | running | finished | interrupted | failed, from run.json.
+        """Planned | running | finished | interrupted | failed, from run.json.
 
         A run with status `running` whose process has ended counts as interrupted.
         """

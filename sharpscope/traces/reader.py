@@ -75,7 +75,7 @@ class Run:
 
     @property
     def status(self) -> str:
-        """running | finished | interrupted | failed | died (run.json has "running", but its process has ended)."""
+        """Running | finished | interrupted | failed | died (run.json has "running", but its process has ended)."""
         status = str(self.info.get("status", "failed"))
         return "died" if status == "running" and not has_writer(self.path) else status
 

@@ -93,22 +93,37 @@ def evaluate_model(
         check_revision(config.policy)
     policy = load_policy(config.policy)
     progress = EvaluationProgress(
-        Path(keep), re.sub(r"[^A-Za-z0-9._-]+", "-", Path(model).name).strip("-.") or "model",
+        Path(keep),
+        re.sub(r"[^A-Za-z0-9._-]+", "-", Path(model).name).strip("-.") or "model",
         {
-            "version": __version__, "batch": BATCH_COMPLETIONS, "model": _fingerprint(model), "seed": seed,
-            "prompts": prompts, "samples": samples,
+            "version": __version__,
+            "batch": BATCH_COMPLETIONS,
+            "model": _fingerprint(model),
+            "seed": seed,
+            "prompts": prompts,
+            "samples": samples,
             **config.model_dump(mode="json", include={"task", "policy", "rollout"}),
         },
-    )  # fmt: skip
+    )
     if progress and on_progress is not None:
         on_progress(f"going on with an interrupted evaluation: {len(progress)} batches are in {progress.path}")
     if isinstance(made, DatasetTask) and on_progress is not None:
         for split in present:
             on_progress(_rows_used(made, split))
     rows = evaluate(
-        policy, made, step=step, splits=present, prompts=prompts, temperatures=temperatures, samples=samples,
-        spec=config.rollout, seed=seed, on_progress=on_progress, progress=progress, pass_at=pass_at,
-    )  # fmt: skip
+        policy,
+        made,
+        step=step,
+        splits=present,
+        prompts=prompts,
+        temperatures=temperatures,
+        samples=samples,
+        spec=config.rollout,
+        seed=seed,
+        on_progress=on_progress,
+        progress=progress,
+        pass_at=pass_at,
+    )
     rows = [row | _intervals(row, pass_at) for row in rows]
     if save is not None:
         save(rows)

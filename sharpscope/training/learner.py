@@ -94,10 +94,17 @@ class Learner:
         )
 
     def learn(
-        self, rollouts: Rollouts, advantage: Tensor, step: int, progress: float, *, method: Method,
-        stats: TokenStats | None = None, before_first_update: BeforeFirstUpdate | None = None,
+        self,
+        rollouts: Rollouts,
+        advantage: Tensor,
+        step: int,
+        progress: float,
+        *,
+        method: Method,
+        stats: TokenStats | None = None,
+        before_first_update: BeforeFirstUpdate | None = None,
         before_step: BeforeStep | None = None,
-    ) -> StepResult:  # fmt: skip
+    ) -> StepResult:
         """Make all updates of one step.
 
         Args:
@@ -268,9 +275,15 @@ class _Updates:
         return distributed.sum_values(total), tokens
 
     def _microbatch(
-        self, micro: Tensor, local: Tensor, normalizer: Tensor, pass_index: int, index: int | None, tokens: UpdateTokens,
+        self,
+        micro: Tensor,
+        local: Tensor,
+        normalizer: Tensor,
+        pass_index: int,
+        index: int | None,
+        tokens: UpdateTokens,
         loss_tokens: int,
-    ) -> float:  # fmt: skip
+    ) -> float:
         learner, rows = self.learner, self.rollouts.rows(micro)
         scored = learner.scorer.score(rows, with_grad=True, stats=self.plan is None, entropy=self.method.needs_entropy)
         logp = scored.logp  # (n, T)
@@ -284,9 +297,14 @@ class _Updates:
             plan = prepare(self.method, tensors)
         logp.retain_grad()
         out = policy_loss(
-            self.method, plan, logp, normalizer, reference_logp=self._frozen_logp(learner.reference, rows),
-            proximal_logp=self._frozen_logp(learner.proximal, rows), pass_index=pass_index,
-        )  # fmt: skip
+            self.method,
+            plan,
+            logp,
+            normalizer,
+            reference_logp=self._frozen_logp(learner.reference, rows),
+            proximal_logp=self._frozen_logp(learner.proximal, rows),
+            pass_index=pass_index,
+        )
         loss = out.loss
         if scored.entropy is not None:  # a term of its own: `logp.grad`, the coefficients, does not have it
             loss = loss - entropy_bonus(self.method, plan, scored.entropy, loss_tokens, pass_index=pass_index)
@@ -320,9 +338,12 @@ class _Updates:
         tokens = self.tokens
         first = plan.pass_mask(pass_index).cpu() & (tokens.update[micro] < 0)
         for target, value in (
-            (tokens.weight, plan.weight), (tokens.advantage, plan.advantage), (tokens.loss_coef, coef),
-            (tokens.ratio, out.ratio), (tokens.clipped, out.clipped),
-        ):  # fmt: skip
+            (tokens.weight, plan.weight),
+            (tokens.advantage, plan.advantage),
+            (tokens.loss_coef, coef),
+            (tokens.ratio, out.ratio),
+            (tokens.clipped, out.clipped),
+        ):
             target[micro] = torch.where(first, value.detach().cpu().to(target.dtype), target[micro])
         tokens.update[micro] = torch.where(first, index, tokens.update[micro])
 

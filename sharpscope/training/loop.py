@@ -159,14 +159,24 @@ class _Run:
         self.shown: set[str] = set()  # warnings of the method that were reported
         self.scores: dict[int, float] = {}  # held-out accuracy by step
         scorer = Scorer(
-            policy.model, config.rollout.temperature, config.update.microbatch_tokens, config.update.share_prompt,
-            policy.compute, config.update.gradient_checkpointing,
-        )  # fmt: skip
+            policy.model,
+            config.rollout.temperature,
+            config.update.microbatch_tokens,
+            config.update.share_prompt,
+            policy.compute,
+            config.update.gradient_checkpointing,
+        )
         self.learner = Learner(
-            scorer, self.optimizer, max_new_tokens=config.rollout.max_new_tokens, mini_batches=config.update.mini_batches,
-            inner_epochs=config.update.inner_epochs, max_grad_norm=config.optimizer.max_grad_norm, seed=config.seed,
-            reference=self.reference, proximal=self.proximal,
-        )  # fmt: skip
+            scorer,
+            self.optimizer,
+            max_new_tokens=config.rollout.max_new_tokens,
+            mini_batches=config.update.mini_batches,
+            inner_epochs=config.update.inner_epochs,
+            max_grad_norm=config.optimizer.max_grad_norm,
+            seed=config.seed,
+            reference=self.reference,
+            proximal=self.proximal,
+        )
         self.observers = Observers(config, policy, self.learner.view, Drawer(config, policy, task))
 
     def _shard(self, reshard: bool) -> None:
@@ -236,9 +246,13 @@ class _Run:
         finally:
             self.display.stop()
             run_folder.end_run(
-                run_dir, status=status, steps_done=done, end=reason, seconds=round(time.perf_counter() - started, 3),
+                run_dir,
+                status=status,
+                steps_done=done,
+                end=reason,
+                seconds=round(time.perf_counter() - started, 3),
                 peak_memory_bytes=environment.peak_memory_bytes(self.device),
-            )  # fmt: skip
+            )
         return Outcome(run_dir, status, done, reason, tuple(notes))
 
     def _step(self, step: int) -> str:
@@ -250,9 +264,15 @@ class _Run:
         self.display.status(f"step {step}: drawing completions")
         clock = Clock()
         batch = draw_rollouts(
-            self.policy, self.task, self.order, self.method, config.rollout, config.seed, step,
+            self.policy,
+            self.task,
+            self.order,
+            self.method,
+            config.rollout,
+            config.seed,
+            step,
             self.learner.scorer.statistics,
-        )  # fmt: skip
+        )
         clock.lap("generation_s")
         if self.method.weight.needs_calibration:
             self._calibrate(batch, progress)
@@ -260,9 +280,15 @@ class _Run:
         health = StepHealth(config.health, step, batch, self.method, progress, self.device)
         observer = self.observers.for_step(step, batch.rollouts, self.recent)
         result = self.learner.learn(
-            batch.rollouts, batch.advantage, step, progress, method=self.method, stats=batch.stats,
-            before_first_update=health.allows_updates, before_step=observer,
-        )  # fmt: skip
+            batch.rollouts,
+            batch.advantage,
+            step,
+            progress,
+            method=self.method,
+            stats=batch.stats,
+            before_first_update=health.allows_updates,
+            before_step=observer,
+        )
         observed = observer.result()
         clock.lap("training_s", minus=observed.seconds)
         events = health.events + observed.events
@@ -346,16 +372,26 @@ class _Run:
         if not spec.every:
             return
         rows = evaluate(
-            self.policy, self.task, step=step, splits=spec.splits, prompts=spec.prompts, temperatures=spec.temperatures,
-            samples=spec.samples, spec=self.config.rollout, seed=self.config.seed,
+            self.policy,
+            self.task,
+            step=step,
+            splits=spec.splits,
+            prompts=spec.prompts,
+            temperatures=spec.temperatures,
+            samples=spec.samples,
+            spec=self.config.rollout,
+            seed=self.config.seed,
             on_progress=lambda text: self.display.status(f"step {step}: evaluating {text}"),
-        )  # fmt: skip
+        )
         if rows:
             self.scores[step] = heldout_score(rows)
             losses = solution_losses(
-                self.policy, self.observers.probe_set, spec.splits, self.config.rollout.temperature,
+                self.policy,
+                self.observers.probe_set,
+                spec.splits,
+                self.config.rollout.temperature,
                 self.config.update.microbatch_tokens,
-            )  # fmt: skip
+            )
             rows = [row | {"heldout_loss": losses.get((row["split"], row["level"]))} for row in rows]
             self.writer.append("eval", {name: [row[name] for row in rows] for name in rows[0]})
             self.writer.flush()
@@ -366,9 +402,13 @@ class _Run:
     def _save(self, step: int) -> None:
         self.display.status(f"step {step}: saving a checkpoint")
         progress = Progress(
-            step, self.order.cursor, self.recent, self.method.model_dump(mode="json"), sorted(self.shown),
+            step,
+            self.order.cursor,
+            self.recent,
+            self.method.model_dump(mode="json"),
+            sorted(self.shown),
             self.scores.get(step),
-        )  # fmt: skip
+        )
         saving.save(self.config, self.policy, self.optimizer, progress, self.proximal, self.observers.surface.vectors)
 
     def _restore(self, checkpoint: Path) -> int:

@@ -21,9 +21,15 @@ from sharpscope.training.data_order import DataOrder
 
 
 def draw_rollouts(
-    policy: Policy, task: Task, order: DataOrder, method: Method, spec: RolloutSpec, seed: int, step: int,
+    policy: Policy,
+    task: Task,
+    order: DataOrder,
+    method: Method,
+    spec: RolloutSpec,
+    seed: int,
+    step: int,
     statistics: Callable[[Rollouts], TokenStats] | None = None,
-) -> RolloutBatch:  # fmt: skip
+) -> RolloutBatch:
     """The rollouts of one step.
 
     With dynamic sampling (DAPO), further prompts replace groups whose answers are all correct or all wrong, whatever their
@@ -57,8 +63,10 @@ def draw_rollouts(
 
 
 def _advantages(method: Method, rollouts: Rollouts, rewards: list[Reward], stats: TokenStats | None) -> Tensor:
-    """(N,) or (N, T) float64. Groups with a reward that is not finite have 0 and are left out of the statistics of the
-    step; a health rule reports them.
+    """(N,) or (N, T) float64.
+
+    Groups with a reward that is not finite have advantage 0 and are left out of the statistics of the step; a health rule
+    reports them.
     """
     spec = method.advantage
     values = [rollouts.reward.double()]  # (N,) each
@@ -72,11 +80,14 @@ def _advantages(method: Method, rollouts: Rollouts, rewards: list[Reward], stats
     broken = ~torch.isfinite(torch.stack(values)).all(0)  # (N,)
     rows = torch.nonzero(~torch.isin(rollouts.group, rollouts.group[broken])).flatten()
     found = estimate_advantages(
-        spec, values[0][rows], rollouts.group[rows], rollouts.completion_mask[rows],
+        spec,
+        values[0][rows],
+        rollouts.group[rows],
+        rollouts.completion_mask[rows],
         parts={name: part[rows] for name, part in parts.items()},
         logp=None if stats is None else stats.logp.to(rows.device)[rows],
         collision=None if stats is None else stats.collision.to(rows.device)[rows],
-    )  # fmt: skip
+    )
     advantage = found.new_zeros(len(rewards), *found.shape[1:])
     advantage[rows] = found
     return advantage
@@ -115,9 +126,14 @@ def _penalized(
 
 
 def _replace_groups(
-    old: Rollouts, old_rewards: list[Reward], old_examples: list[Example], flat: list[int],
-    new: Rollouts, new_rewards: list[Reward], new_examples: list[Example],
-) -> tuple[Rollouts, list[Reward], list[Example]]:  # fmt: skip
+    old: Rollouts,
+    old_rewards: list[Reward],
+    old_examples: list[Example],
+    flat: list[int],
+    new: Rollouts,
+    new_rewards: list[Reward],
+    new_examples: list[Example],
+) -> tuple[Rollouts, list[Reward], list[Example]]:
     """`old` with the groups `flat` replaced by the groups of `new`, in order."""
     groups, size = len(old_examples), len(old_rewards) // len(old_examples)
     source = list(range(groups))

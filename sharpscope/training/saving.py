@@ -18,9 +18,13 @@ if TYPE_CHECKING:
 
 
 def save(
-    config: RunConfig, policy: Policy, optimizer: torch.optim.AdamW, progress: Progress, proximal: nn.Module | None,
+    config: RunConfig,
+    policy: Policy,
+    optimizer: torch.optim.AdamW,
+    progress: Progress,
+    proximal: nn.Module | None,
     vectors: Tensor | None,
-) -> None:  # fmt: skip
+) -> None:
     """Write a checkpoint with unsharded weights and optimizer state, and remove those that are not kept.
 
     Every process must call it.

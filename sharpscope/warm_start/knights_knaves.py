@@ -96,7 +96,9 @@ def _claim(statement: Sequence[Any]) -> tuple[int, bool] | None:
 
 
 def trials(names: Sequence[str], statements: Sequence[Sequence[Any]]) -> str:
-    """The `reason` style: "Ava knight, Leo knight: Ava says Leo knave no, no. Ava knight, Leo knave: … yes."
+    """Text of the `reason` style.
+
+    Example: "Ava knight, Leo knight: Ava says Leo knave no, no. Ava knight, Leo knave: … yes."
 
     A trial lists the roles and then evaluates each person's statement, up to the first false statement of a knight or true
     statement of a knave ("no."). The first consistent trial is the last one ("yes.").

@@ -124,9 +124,14 @@ def figure(study: Study, lines: Lines) -> Picture:
             lowest = min(lowest, float(rest[rest > SMALLEST].min(initial=1.0)))
             shown = (norm > 0) & (rest > SMALLEST)
             axes[0].plot(
-                rest[shown][:4000], norm[shown][:4000], ".", color=lines[label].color, markersize=1.2, alpha=0.35,
+                rest[shown][:4000],
+                norm[shown][:4000],
+                ".",
+                color=lines[label].color,
+                markersize=1.2,
+                alpha=0.35,
                 rasterized=True,
-            )  # fmt: skip
+            )
             clear = rest > 1e-5  # below, rounding decides the ratio
             draw_quantiles(axes[1], rest[clear], norm[clear] / rest[clear], lines[label], label)
         grid = np.geomspace(lowest, 1, 50)
@@ -141,6 +146,7 @@ def figure(study: Study, lines: Lines) -> Picture:
         "Norm of a token's gradient with respect to the logits against its probability, with the bounds "
         "√(V/(V−1))·(1 − π) ≤ ‖p − e_y‖ ≤ √2·(1 − π), checked on every recorded token: "
         + "; ".join(f"{label}: {below + above} of {of:,} outside" for label, (of, below, above) in counts.items())
-        + "." + ("" if vocabulary else " The vocabulary's size is not recorded, so the lower bound is 1 − π.")
-    )  # fmt: skip
+        + "."
+        + ("" if vocabulary else " The vocabulary's size is not recorded, so the lower bound is 1 − π.")
+    )
     return Picture("logit_gradient", caption, figure, claim=NAME)

@@ -118,7 +118,7 @@ def _shares(means: pd.DataFrame, excess: NDArray[np.float64]) -> tuple[Estimate,
 
 
 def mean_curves(results: Sequence[Reduced]) -> pd.DataFrame:
-    """tokens (share, smallest first), lorenz, lorenz_null: means of the steps' Lorenz curves (101 points)."""
+    """Tokens (share, smallest first), lorenz, lorenz_null: means of the steps' Lorenz curves (101 points)."""
     curves = {name: np.mean([r.values[name] for r in results], axis=0) for name in ("lorenz", "lorenz_null")}
     return pd.DataFrame({"tokens": np.linspace(0, 1, 101), **curves})
 

@@ -1,6 +1,4 @@
-"""C4: the treatment lowers sharpness, plain and adaptive, at matched step; also at matched reward and informative
-groups.
-"""
+"""C4: the treatment lowers sharpness, plain and adaptive, at matched step, reward and informative groups."""
 
 from __future__ import annotations
 

@@ -58,19 +58,39 @@ def bound_frame(study: Study) -> pd.DataFrame:
                 continue
             for (at, rho), value in quantities[SHARPNESS].items():
                 if at == step:
-                    rows.append({
-                        "run": name, "seed": run.seed, "method": run.method, "step": step, "rho": rho,
-                        "train": 1 - inside[0], "heldout": 1 - outside[0], "n": outside[1], "sharpness": value,
-                        "first_order": quantities[FIRST_ORDER].get((step, rho), math.nan),
-                        "average": quantities[AVERAGE].get((step, rho), math.nan),
-                        "bound": 1 - inside[0] + value,
-                    })  # fmt: skip
+                    rows.append(
+                        {
+                            "run": name,
+                            "seed": run.seed,
+                            "method": run.method,
+                            "step": step,
+                            "rho": rho,
+                            "train": 1 - inside[0],
+                            "heldout": 1 - outside[0],
+                            "n": outside[1],
+                            "sharpness": value,
+                            "first_order": quantities[FIRST_ORDER].get((step, rho), math.nan),
+                            "average": quantities[AVERAGE].get((step, rho), math.nan),
+                            "bound": 1 - inside[0] + value,
+                        }
+                    )
     return pd.DataFrame(rows, columns=COLUMNS)
 
 
 COLUMNS = [
-    "run", "seed", "method", "step", "rho", "train", "heldout", "n", "sharpness", "first_order", "average", "bound",
-]  # fmt: skip
+    "run",
+    "seed",
+    "method",
+    "step",
+    "rho",
+    "train",
+    "heldout",
+    "n",
+    "sharpness",
+    "first_order",
+    "average",
+    "bound",
+]
 
 
 def _by_step_and_radius(run: Run, quantity: str) -> dict[tuple[int, float], float]:

@@ -165,8 +165,9 @@ def _estimate(name: str, found: Granulated, note: str) -> Estimate:
 
 
 def gap_against_sharpness(grid: pd.DataFrame, quantity: str = "asam") -> Figure:
-    """Generalization gap against sharpness; color: learning rate, marker: group size, hollow: with more than the least
-    decay, line: same grid but for decay (C6).
+    """Generalization gap against sharpness (C6).
+
+    Color: learning rate; marker: group size; hollow: more than the least decay; lines join cells that differ in decay only.
 
     `grid`: gap, the sharpness `quantity`, method, seed, and the grid's settings.
     """

@@ -47,9 +47,7 @@ def roughness(norms: np.ndarray) -> float | None:
 
 
 def spike_rate(norms: np.ndarray) -> float | None:
-    """Share of steps whose log norm lies SPIKE_Z robust deviations (1.4826·MAD) above the median of the WINDOW
-    before.
-    """
+    """Share of steps whose log norm is SPIKE_Z robust deviations (1.4826·MAD) above the median of the last WINDOW steps."""
     logs = np.log(norms[np.isfinite(norms) & (norms > 0)])
     if len(logs) < FEWEST:
         return None

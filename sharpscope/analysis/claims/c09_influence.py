@@ -1,6 +1,4 @@
-"""C9: low-probability tokens hurt held-out performance: first-order influence by probability decile and advantage
-sign.
-"""
+"""C9: low-probability tokens hurt held-out performance: influence by probability decile and sign of the advantage."""
 
 from __future__ import annotations
 
@@ -68,7 +66,7 @@ _SCALARS = ("low", "rest", "low_positive", "low_negative")
 
 
 def cells_frame(results: Sequence[Reduced]) -> pd.DataFrame:
-    """advantage (positive | negative), decile (1 = least likely), influence [step's mean |influence|], pi, seed, step."""
+    """Advantage (positive | negative), decile (1 = least likely), influence [step's mean |influence|], pi, seed, step."""
     parts = [pd.DataFrame(r.values["cells"]).assign(seed=r.seed, step=r.step) for r in results]
     return pd.concat(parts, ignore_index=True)
 

@@ -75,12 +75,20 @@ def _row(name: str, run: Run) -> dict[str, Any] | None:
     plain, corrected = explained(fit, reward)
     omega, zeta = predicted(run)
     return {
-        "run": name, "method": run.method, "seed": run.seed, **grid_settings(run),
+        "run": name,
+        "method": run.method,
+        "seed": run.seed,
+        **grid_settings(run),
         "gain": math.log(rival / ours) if ours > 0 and rival > 0 else 0.0,
-        "omega": fit.parameters[0], "zeta": fit.parameters[1], "r2": plain, "r2_corrected": corrected,
-        "omega_predicted": omega, "zeta_predicted": zeta, "noise": noise_variance(reward),
-        "final": float(reward[-max(5, len(reward) // 10):].mean()),
-    }  # fmt: skip
+        "omega": fit.parameters[0],
+        "zeta": fit.parameters[1],
+        "r2": plain,
+        "r2_corrected": corrected,
+        "omega_predicted": omega,
+        "zeta_predicted": zeta,
+        "noise": noise_variance(reward),
+        "final": float(reward[-max(5, len(reward) // 10) :].mean()),
+    }
 
 
 def predicted(run: Run) -> tuple[float, float]:
@@ -103,9 +111,7 @@ def predicted(run: Run) -> tuple[float, float]:
 
 
 def _group_size(frame: pd.DataFrame) -> tuple[Estimate, ...]:
-    """What group size does to the final reward and to its noise, runs alike in method, seed, learning rate and
-    decay.
-    """
+    """Effect of the group size on the final reward and its noise, other settings equal."""
     if "group size" not in frame or frame["group size"].nunique() < 2:
         return ()
     held = [c for c in ("method", "seed", "learning rate", "weight decay") if c in frame]
@@ -186,10 +192,14 @@ def fitted_curves(run: Run) -> pd.DataFrame:
     steps = run.steps.sort_values("step")
     steps = steps[np.isfinite(steps["reward_mean"].to_numpy(dtype=float))]
     t, reward = steps["step"].to_numpy(dtype=float), steps["reward_mean"].to_numpy(dtype=float)
-    return pd.DataFrame({
-        "step": t, "reward": reward, "oscillator": fit_oscillator(t, reward).curve,
-        "exponential": fit_exponential(t, reward).curve,
-    })  # fmt: skip
+    return pd.DataFrame(
+        {
+            "step": t,
+            "reward": reward,
+            "oscillator": fit_oscillator(t, reward).curve,
+            "exponential": fit_exponential(t, reward).curve,
+        }
+    )
 
 
 def reward_fit(curves: Mapping[str, pd.DataFrame]) -> Figure:
@@ -242,7 +252,7 @@ class Fit:
 
 
 def oscillator_shapes(t: Array, omega: Array, zeta: Array) -> Array:
-    """g (M, T) of a unit oscillator released at rest; omega, zeta (M,). Near ζ = 1 the critical form is taken."""
+    """G (M, T) of a unit oscillator released at rest; omega, zeta (M,). Near ζ = 1 the critical form is taken."""
     w, z = omega[:, None], zeta[:, None]
     x = w * t  # (M, T)
     under = np.sqrt(np.maximum(1 - z**2, 1e-12))

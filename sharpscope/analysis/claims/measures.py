@@ -197,7 +197,7 @@ def relative_difference(baseline: float, treatment: float) -> float:
 
 
 def log_steps(values: NDArray[np.floating]) -> NDArray[np.float64]:
-    """ln v_{t+1} − ln v_t of the positive, finite ones among `values` (T,), gaps skipped."""
+    """Ln v_{t+1} − ln v_t of the positive, finite ones among `values` (T,), gaps skipped."""
     data = np.asarray(values, dtype=np.float64)
     good = np.isfinite(data) & (data > 0)
     logs = np.log(np.where(good, data, 1.0))

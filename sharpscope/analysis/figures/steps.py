@@ -50,9 +50,14 @@ def draw_bands(axis: Axes, values: pd.DataFrame, lines: Lines, *, x: str = "step
         axis.plot(rows[x].astype(float), rows["mean"], label=plain(label), marker=marker, **line.plot)
         if (rows["n"] >= FEWEST).any():
             axis.fill_between(
-                rows[x].astype(float), rows["low"], rows["high"], where=rows["n"] >= FEWEST, color=line.color,
-                alpha=0.16, linewidth=0,
-            )  # fmt: skip
+                rows[x].astype(float),
+                rows["low"],
+                rows["high"],
+                where=rows["n"] >= FEWEST,
+                color=line.color,
+                alpha=0.16,
+                linewidth=0,
+            )
         elif (rows["n"] > 1).any():
             for _, one in here.groupby("seed"):
                 axis.plot(one[x].astype(float), one["value"], color=line.color, alpha=0.35, linewidth=0.6)
@@ -197,13 +202,24 @@ def every_setting(values: pd.DataFrame, lines: Lines) -> Figure:
             color = lines[label].color
             named = label == labels[-1]  # the legend's entries, once
             axis.plot(
-                seen, [place] * len(seen), "o", color=color, alpha=0.3, markersize=3, markeredgewidth=0,
+                seen,
+                [place] * len(seen),
+                "o",
+                color=color,
+                alpha=0.3,
+                markersize=3,
+                markeredgewidth=0,
                 label="a seed" if named else None,
-            )  # fmt: skip
+            )
             axis.errorbar(
-                seen.mean(), place, xerr=None if interval is None else (interval.high - interval.low) / 2, fmt="D", color=color, capsize=2,
+                seen.mean(),
+                place,
+                xerr=None if interval is None else (interval.high - interval.low) / 2,
+                fmt="D",
+                color=color,
+                capsize=2,
                 label="mean over seeds, 95 % t-interval" if named else None,
-            )  # fmt: skip
+            )
         middle = float(values.loc[values["setting"] == against, "value"].mean())
         axis.axvline(middle, color=GRAY, linestyle=":", linewidth=1, label=f"mean of {plain(against)}")
         axis.set_yticks(places, texts)

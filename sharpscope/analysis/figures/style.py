@@ -23,38 +23,97 @@ from matplotlib.ticker import MaxNLocator, NullLocator, ScalarFormatter
 from sharpscope.analysis.text import printable
 
 BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, BLACK = (
-    "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000",
-)  # fmt: skip
+    "#0072B2",
+    "#D55E00",
+    "#009E73",
+    "#CC79A7",
+    "#E69F00",
+    "#56B4E9",
+    "#000000",
+)
 """Okabe and Ito's palette, without its yellow, which is lost on white."""
 
 COLORS = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, BLACK)
 DASHES: tuple[Any, ...] = (
-    "-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1, 2)), (0, (3, 1, 1, 1, 1, 1)), (0, (9, 2)), (0, (2, 4)),
+    "-",
+    (0, (5, 2)),
+    (0, (1.5, 1.5)),
+    (0, (6, 2, 1, 2)),
+    (0, (3, 1, 1, 1, 1, 1)),
+    (0, (9, 2)),
+    (0, (2, 4)),
     (0, (9, 2, 3, 2)),
-)  # fmt: skip
+)
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "p")
 GRAY = "#777777"
 
 # method -> (color, dash): families share a color
 _FIXED = {
-    "grpo": (0, 0), "grpo-sg": (1, 0), "tr-grpo": (4, 0), "ar": (2, 0), "lopti": (2, 1), "ar-lopti": (2, 2),
-    "cov-grpo": (3, 0), "clip-cov": (3, 1), "kl-cov": (3, 2), "gspo": (5, 0), "holder": (5, 1), "dapo": (6, 0),
-    "dr-grpo": (6, 1), "cispo": (6, 2), "papo": (6, 3), "ppo-ewma": (0, 3), "high-entropy": (5, 2), "grpo-sam": (0, 1),
-    "grpo-gnp": (0, 2), "grpo-sg-shuffled": (2, 3), "grpo-sg-reverse": (3, 3), "grpo-sg-constant": (4, 1),
-    "grpo-sg-entropy": (5, 3), "grpo-sg-mean-one": (6, 4),
-    "lite-ppo": (0, 5), "rloo": (1, 5), "reinforce-pp": (2, 5), "reinforce-pp-baseline": (2, 6), "opo": (3, 5),
-    "otb": (3, 6), "gdpo": (4, 5), "maxrl": (5, 5), "bnpo": (6, 5), "dual-clip": (0, 6), "sapo": (0, 7), "gmpo": (1, 6),
-    "dppo": (4, 6), "dppo-kl": (4, 7), "luspo": (5, 6), "vespo": (6, 6),
-}  # fmt: skip
+    "grpo": (0, 0),
+    "grpo-sg": (1, 0),
+    "tr-grpo": (4, 0),
+    "ar": (2, 0),
+    "lopti": (2, 1),
+    "ar-lopti": (2, 2),
+    "cov-grpo": (3, 0),
+    "clip-cov": (3, 1),
+    "kl-cov": (3, 2),
+    "gspo": (5, 0),
+    "holder": (5, 1),
+    "dapo": (6, 0),
+    "dr-grpo": (6, 1),
+    "cispo": (6, 2),
+    "papo": (6, 3),
+    "ppo-ewma": (0, 3),
+    "high-entropy": (5, 2),
+    "grpo-sam": (0, 1),
+    "grpo-gnp": (0, 2),
+    "grpo-sg-shuffled": (2, 3),
+    "grpo-sg-reverse": (3, 3),
+    "grpo-sg-constant": (4, 1),
+    "grpo-sg-entropy": (5, 3),
+    "grpo-sg-mean-one": (6, 4),
+    "lite-ppo": (0, 5),
+    "rloo": (1, 5),
+    "reinforce-pp": (2, 5),
+    "reinforce-pp-baseline": (2, 6),
+    "opo": (3, 5),
+    "otb": (3, 6),
+    "gdpo": (4, 5),
+    "maxrl": (5, 5),
+    "bnpo": (6, 5),
+    "dual-clip": (0, 6),
+    "sapo": (0, 7),
+    "gmpo": (1, 6),
+    "dppo": (4, 6),
+    "dppo-kl": (4, 7),
+    "luspo": (5, 6),
+    "vespo": (6, 6),
+}
 _CONTROLS = {"shuffled": 1, "reverse": 2, "constant": 3, "mean-one": 4, "entropy": 3}
 
 _RC: Any = {
-    "font.size": 9, "axes.titlesize": 9, "axes.labelsize": 9, "legend.fontsize": 8, "xtick.labelsize": 8,
-    "ytick.labelsize": 8, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
-    "grid.color": "#E5E5E5", "grid.linewidth": 0.6, "axes.axisbelow": True, "lines.linewidth": 1.6,
-    "lines.markersize": 4, "legend.frameon": False,
-    "figure.dpi": 100, "savefig.dpi": 160, "svg.hashsalt": "sharpscope", "svg.fonttype": "none", "text.usetex": False,
-}  # fmt: skip
+    "font.size": 9,
+    "axes.titlesize": 9,
+    "axes.labelsize": 9,
+    "legend.fontsize": 8,
+    "xtick.labelsize": 8,
+    "ytick.labelsize": 8,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#E5E5E5",
+    "grid.linewidth": 0.6,
+    "axes.axisbelow": True,
+    "lines.linewidth": 1.6,
+    "lines.markersize": 4,
+    "legend.frameon": False,
+    "figure.dpi": 100,
+    "savefig.dpi": 160,
+    "svg.hashsalt": "sharpscope",
+    "svg.fonttype": "none",
+    "text.usetex": False,
+}
 
 
 _CURVE = re.compile(r"[CQSTAHV]")  # what an SVG's path holds beside lines

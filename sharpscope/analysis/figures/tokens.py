@@ -24,8 +24,7 @@ SMALLEST = 1e-8  # where 1 − π is 0 in float32, it is drawn here
 def weights(
     samples: Samples, shapings: Mapping[str, Mapping[str, Any]], lines: Lines, carried: pd.DataFrame | None = None
 ) -> Figure:
-    """Token weights: as functions of their input (a panel per kind of input), as observed against π, and where along π the
-    gradient is.
+    """Token weights as functions of their input, as observed against π, and the share of the gradient along π.
 
     `samples`: setting -> tokens with logp, logit, entropy, weight. `shapings`: setting -> resolved shaping. `carried`: tokens with
     logp, loss_coef, weight and score_norm_local, of all settings together; None leaves the last panel out.
@@ -128,9 +127,15 @@ def draw_deciles(content: Mapping[str, pd.DataFrame], lines: Lines, axis_label: 
                 rows = band(frame[frame["setting"] == label], ["decile"])
                 shift = 0.16 * (number - (len(labels) - 1) / 2)
                 axis.errorbar(
-                    rows["decile"] + shift, rows["mean"], yerr=half_widths(rows), fmt=lines[label].marker,
-                    color=lines[label].color, capsize=2, linewidth=1, label=plain(label),
-                )  # fmt: skip
+                    rows["decile"] + shift,
+                    rows["mean"],
+                    yerr=half_widths(rows),
+                    fmt=lines[label].marker,
+                    color=lines[label].color,
+                    capsize=2,
+                    linewidth=1,
+                    label=plain(label),
+                )
             axis.axhline(0, color=GRAY, linewidth=0.8)
             axis.set(xlabel="decile of π, 1 = least likely", ylabel=axis_label, title=title, xticks=range(1, 11))
         finish(figure, axes)
@@ -138,7 +143,7 @@ def draw_deciles(content: Mapping[str, pd.DataFrame], lines: Lines, axis_label: 
 
 
 def quantile_bins(x: np.ndarray, y: np.ndarray, bins: int = 24, log: bool = True) -> pd.DataFrame:
-    """y's 10, 50 and 90 % quantiles in `bins` equal bins of x (of ln x if `log`): x (mean), q10, q50, q90, n.
+    """Y's 10, 50 and 90 % quantiles in `bins` equal bins of x (of ln x if `log`): x (mean), q10, q50, q90, n.
 
     Bins of fewer than 5 points are left out.
     """

@@ -43,15 +43,31 @@ def report_html(report: Report, pictures: Mapping[str, str] | None = None) -> st
     methods = report.verdicts[0].verdict.methods if report.verdicts else ("–", "–")
     counts = Counter(str(section.verdict.verdict) for section in report.verdicts)
     names = list(report.runs.by_name)
-    return _environment().get_template("report.html.j2").render(
-        version=__version__, report=report, policy=policy(scripts, [css]), css=Markup(css), scripts=list(map(Markup, scripts)),
-        data=list(data.items()), figure=lambda name, picture: _figure(name, picture, images[name]), p_text=_p_text,
-        title=f"{len(names)} run{'s' if len(names) != 1 else ''}: {', '.join(names[:4])}{' …' if len(names) > 4 else ''}",
-        baseline=methods[0], treatment=methods[1], signs=SIGNS, limits=LIMITS,
-        tally=[(outcome, counts[outcome]) for outcome in SIGNS if counts[outcome]],
-        token_count=len(view["completions"]), token_rule=RULE, token_notes=view["notes"], spike_count=len(view["spikes"]),
-        all_dropped=all(map(completions_dropped, report.runs)),
-    )  # fmt: skip
+    return (
+        _environment()
+        .get_template("report.html.j2")
+        .render(
+            version=__version__,
+            report=report,
+            policy=policy(scripts, [css]),
+            css=Markup(css),
+            scripts=list(map(Markup, scripts)),
+            data=list(data.items()),
+            figure=lambda name, picture: _figure(name, picture, images[name]),
+            p_text=_p_text,
+            title=f"{len(names)} run{'s' if len(names) != 1 else ''}: {', '.join(names[:4])}{' …' if len(names) > 4 else ''}",
+            baseline=methods[0],
+            treatment=methods[1],
+            signs=SIGNS,
+            limits=LIMITS,
+            tally=[(outcome, counts[outcome]) for outcome in SIGNS if counts[outcome]],
+            token_count=len(view["completions"]),
+            token_rule=RULE,
+            token_notes=view["notes"],
+            spike_count=len(view["spikes"]),
+            all_dropped=all(map(completions_dropped, report.runs)),
+        )
+    )
 
 
 def policy(scripts: Sequence[str], styles: Sequence[str]) -> str:
@@ -110,9 +126,12 @@ def _environment() -> Environment:
     """Every expression is escaped, and every control and bidirectional mark in it made visible."""
     return Environment(
         loader=PackageLoader("sharpscope.analysis.html", "templates"),
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
         finalize=lambda value: shown(value) if isinstance(value, str) and not isinstance(value, Markup) else value,
-    )  # fmt: skip
+    )
 
 
 @cache

@@ -90,10 +90,14 @@ def token_view(
         else:
             notes.append(f"{name}: no completions were recorded (recording.rollouts_every).")
     return {
-        "runs": [shown(name) for name in choices], "methods": [shown(c.run.method) for c in choices.values()],
-        "prompts": [shown(text) for text in prompts.texts], "pieces": pieces.texts, "completions": completions,
-        "spikes": spikes, "notes": [shown(note) for note in notes],
-    }  # fmt: skip
+        "runs": [shown(name) for name in choices],
+        "methods": [shown(c.run.method) for c in choices.values()],
+        "prompts": [shown(text) for text in prompts.texts],
+        "pieces": pieces.texts,
+        "completions": completions,
+        "spikes": spikes,
+        "notes": [shown(note) for note in notes],
+    }
 
 
 def _completions(
@@ -127,10 +131,19 @@ def _completions(
 
 def _head(row: Any, number: int, step: int, rollout: int, why: str, prompts: Pool) -> dict[str, Any]:
     return {
-        "r": number, "s": step, "n": rollout, "g": int(row["group"]), "p": prompts(_cut(str(row["prompt"]))),
-        "reward": _short(row["reward"]), "parts": shown(row["reward_parts"])[:300], "ok": bool(row["correct"]),
-        "adv": _short(row["advantage"]), "len": int(row["length"]), "cut": bool(row["truncated"]), "why": shown(why),
-    }  # fmt: skip
+        "r": number,
+        "s": step,
+        "n": rollout,
+        "g": int(row["group"]),
+        "p": prompts(_cut(str(row["prompt"]))),
+        "reward": _short(row["reward"]),
+        "parts": shown(row["reward_parts"])[:300],
+        "ok": bool(row["correct"]),
+        "adv": _short(row["advantage"]),
+        "len": int(row["length"]),
+        "cut": bool(row["truncated"]),
+        "why": shown(why),
+    }
 
 
 def _body(row: Any, tokens: pd.DataFrame, maker: Pieces | None, pieces: Pool) -> dict[str, Any]:
@@ -159,15 +172,23 @@ def _spikes(choice: Choice, number: int, there: set[tuple[int, int]], prompts: P
     found = []
     for spike in choice.spikes:
         entry: dict[str, Any] = {
-            "r": number, "s": spike.step, "norm": _short(spike.grad_norm), "typical": _short(spike.typical),
+            "r": number,
+            "s": spike.step,
+            "norm": _short(spike.grad_norm),
+            "typical": _short(spike.typical),
             "z": _short(spike.z),
-        }  # fmt: skip
+        }
         if spike.tokens is not None and spike.prompts is not None and spike.probabilities is not None:
             entry["spots"] = [
-                {"n": int(t["rollout"]), "i": int(t["position"]), "share": _short(t["attribution"]), "p": _short(t["probability"]),
-                 "here": (spike.step, int(t["rollout"])) in there}
+                {
+                    "n": int(t["rollout"]),
+                    "i": int(t["position"]),
+                    "share": _short(t["attribution"]),
+                    "p": _short(t["probability"]),
+                    "here": (spike.step, int(t["rollout"])) in there,
+                }
                 for t in spike.tokens.to_dict("records")
-            ]  # fmt: skip
+            ]
             entry["prompts"] = [
                 {"p": prompts(_cut(str(row["prompt"]))), "share": _short(row["attribution"])}
                 for row in spike.prompts.head(4).to_dict("records")

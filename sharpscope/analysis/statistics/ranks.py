@@ -1,6 +1,4 @@
-"""Rank correlation: Kendall's τ, its granulated form over a grid of settings with a permutation test, weighted
-ranks.
-"""
+"""Rank correlation: Kendall's τ, granulated over a grid with a permutation test, and weighted ranks."""
 
 from __future__ import annotations
 
@@ -22,9 +20,7 @@ def kendall(x: NDArray[np.floating], y: NDArray[np.floating]) -> float:
 
 
 def weighted_ranks(values: NDArray[np.floating], weight: NDArray[np.floating]) -> NDArray[np.float64]:
-    """(n,) mid-ranks in (0, 1): the share of weight below, plus half of what ties; with unit weights ordinary
-    mid-ranks.
-    """
+    """(n,) mid-ranks in (0, 1): the share of weight below plus half of the weight that ties."""
     data, w = np.asarray(values, dtype=np.float64), np.asarray(weight, dtype=np.float64)
     levels, place = np.unique(data, return_inverse=True)
     mass = np.bincount(place, weights=w, minlength=len(levels))

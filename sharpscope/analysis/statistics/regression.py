@@ -22,8 +22,7 @@ def cluster_moments(
     controls: Sequence[NDArray[np.floating]],
     weight: NDArray[np.floating] | None = None,
 ) -> NDArray[np.float64] | None:
-    """Moments of one cluster about its own means: (p, p) with order x, controls…, y; its means are free (fixed
-    effects).
+    """Moments of one cluster about its own means (fixed effects): (p, p), in the order x, controls, y.
 
     Args:
         y, x: (n,) rows of the cluster.
@@ -67,9 +66,7 @@ class ClusterSlope:
         return sign_flip_p(cross - slope * square, alternative, seed=seed)
 
     def interval(self, level: float = 0.95, seed: int = 0) -> Interval | None:
-        """BCa over clusters; below 15 the slopes that the sign-flip test does not reject (None where it can
-        reject none).
-        """
+        """BCa over clusters; below 15 clusters the slopes that the sign-flip test does not reject, None if it cannot reject."""
         if self.clusters >= BCA_FROM:
             shape = self.moments.shape[1:]
             flat = self.moments.reshape(self.clusters, -1)

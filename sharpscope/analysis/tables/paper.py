@@ -22,10 +22,32 @@ PAPER_SCALE = "Qwen2.5-3B"
 PUBLISHED: dict[str, dict[str, float]] = {"knights_knaves": {"grpo": 0.39, "grpo-sg": 0.63}}
 """Task → method → average accuracy as arXiv 2511.00066 gives it (K&K, 3 to 7 people, PAPER_SCALE)."""
 NEIGHBORS = (
-    "tr-grpo", "ar", "lopti", "ar-lopti", "cov-grpo", "clip-cov", "kl-cov", "gspo", "holder", "dapo", "dr-grpo",
-    "cispo", "papo", "ppo-ewma", "high-entropy", "grpo-sam", "grpo-gnp", "lite-ppo", "rloo", "reinforce-pp",
-    "reinforce-pp-baseline", "opo", "otb", "gdpo", "maxrl",
-)  # fmt: skip
+    "tr-grpo",
+    "ar",
+    "lopti",
+    "ar-lopti",
+    "cov-grpo",
+    "clip-cov",
+    "kl-cov",
+    "gspo",
+    "holder",
+    "dapo",
+    "dr-grpo",
+    "cispo",
+    "papo",
+    "ppo-ewma",
+    "high-entropy",
+    "grpo-sam",
+    "grpo-gnp",
+    "lite-ppo",
+    "rloo",
+    "reinforce-pp",
+    "reinforce-pp-baseline",
+    "opo",
+    "otb",
+    "gdpo",
+    "maxrl",
+)
 
 
 @dataclass(frozen=True)
@@ -153,9 +175,7 @@ def write_tables(tables: Sequence[Table], out: str | Path) -> list[Path]:
 
 
 def by_level(run: Run) -> dict[str, tuple[float, int]]:
-    """Level → (accuracy, prompts) over held-out and unseen rows at TEMPERATURE (else the highest) at the last
-    evaluation.
-    """
+    """Level → (accuracy, prompts) of the last evaluation on held-out and unseen rows, at TEMPERATURE or else the highest."""
     rows = run.eval[run.eval["split"].isin(["heldout", "unseen"]) & (run.eval["level"] != "all")]
     rows = rows[rows["step"] == last_step(run)]
     if not len(rows):

@@ -39,9 +39,15 @@ OLDEST = (1, 0)
 EXCLUDED = ("1.15.0",)
 #: TRL's losses that equal one of our aggregations; a note names the others.
 AGGREGATES = {
-    "grpo": "sequence_mean", "bnpo": "token_mean", "dapo": "token_mean", "cispo": "token_mean", "dr_grpo": "constant",
-    "luspo": "sequence_sum", "sapo": "sequence_mean", "vespo": "token_mean",
-}  # fmt: skip
+    "grpo": "sequence_mean",
+    "bnpo": "token_mean",
+    "dapo": "token_mean",
+    "cispo": "token_mean",
+    "dr_grpo": "constant",
+    "luspo": "sequence_sum",
+    "sapo": "sequence_mean",
+    "vespo": "token_mean",
+}
 #: Losses in which a non-negative factor on a token's advantage multiplies that token's surrogate and nothing else.
 WEIGHTABLE = ("grpo", "bnpo", "dapo", "dr_grpo", "cispo", "sapo", "vespo")
 
@@ -189,9 +195,11 @@ def _clip(trainer: Any, notes: list[str]) -> Any:
         return SapoClip(tau_positive=args.sapo_temperature_pos, tau_negative=args.sapo_temperature_neg)
     if loss_type == "vespo":
         return VespoGate(
-            k_positive=args.vespo_k_pos, lambda_positive=args.vespo_lambda_pos,
-            k_negative=args.vespo_k_neg, lambda_negative=args.vespo_lambda_neg,
-        )  # fmt: skip
+            k_positive=args.vespo_k_pos,
+            lambda_positive=args.vespo_lambda_pos,
+            k_negative=args.vespo_k_neg,
+            lambda_negative=args.vespo_lambda_neg,
+        )
     if loss_type == "cispo":
         if high > 1:
             return CispoClip(high=high - 1)
@@ -241,22 +249,31 @@ def run_config(
     model = trainer.accelerator.unwrap_model(trainer.model)
     schedule = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
     data: dict[str, Any] = {
-        "name": out.name, "out": str(out.parent), "seed": int(args.seed),
+        "name": out.name,
+        "out": str(out.parent),
+        "seed": int(args.seed),
         "steps": max(1, math.ceil(updates * args.gradient_accumulation_steps / per_step)),
         "task": {"kind": "custom", "factory": task},
         "policy": {
             "model": str(getattr(model.config, "_name_or_path", "") or type(model).__name__),
-            "dtype": str(model.dtype).removeprefix("torch."), "device": str(model.device),
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "device": str(model.device),
         },
         "rollout": {
-            "temperature": float(trainer.temperature), "top_p": float(args.top_p), "top_k": max(0, int(args.top_k or 0)),
-            "max_new_tokens": int(trainer.max_completion_length), "prompts_per_step": prompts,
+            "temperature": float(trainer.temperature),
+            "top_p": float(args.top_p),
+            "top_k": max(0, int(args.top_k or 0)),
+            "max_new_tokens": int(trainer.max_completion_length),
+            "prompts_per_step": prompts,
             "group_size": int(trainer.num_generations),
         },
         "method": method.model_dump(mode="json"),
         "optimizer": {
-            "lr": float(args.learning_rate), "beta1": float(args.adam_beta1), "beta2": float(args.adam_beta2),
-            "eps": float(args.adam_epsilon), "weight_decay": float(args.weight_decay),
+            "lr": float(args.learning_rate),
+            "beta1": float(args.adam_beta1),
+            "beta2": float(args.adam_beta2),
+            "eps": float(args.adam_epsilon),
+            "weight_decay": float(args.weight_decay),
             "max_grad_norm": float(args.max_grad_norm) or None,
             "schedule": schedule if schedule in ("constant", "linear", "cosine") else "constant",
         },
@@ -264,9 +281,11 @@ def run_config(
             "mini_batches": min(prompts, max(1, args.steps_per_generation // args.gradient_accumulation_steps)),
             "inner_epochs": int(trainer.num_iterations),
         },
-        "evaluation": {"every": 0}, "checkpoint": {"every": 0}, "probes": {"every": 0},
+        "evaluation": {"every": 0},
+        "checkpoint": {"every": 0},
+        "probes": {"every": 0},
         "recording": {"heldout_influence_every": 0, **(recording or {})},
-    }  # fmt: skip
+    }
     check_keys(RunConfig, data)
     config: RunConfig = resolve_method(validate(RunConfig, data))
     if config.recording.heldout_influence_every:

@@ -129,9 +129,12 @@ def _joined(one: RolloutBatch, two: RolloutBatch) -> RolloutBatch:
     rollouts = join_rollouts(one.rollouts, two.rollouts)
     groups = torch.cat([one.rollouts.group, two.rollouts.group + len(one.examples)])
     return RolloutBatch(
-        [*one.examples, *two.examples], Rollouts(**{**vars(rollouts), "group": groups}), [*one.rewards, *two.rewards],
-        torch.cat([one.advantage, two.advantage]), 0,
-    )  # fmt: skip
+        [*one.examples, *two.examples],
+        Rollouts(**{**vars(rollouts), "group": groups}),
+        [*one.rewards, *two.rewards],
+        torch.cat([one.advantage, two.advantage]),
+        0,
+    )
 
 
 def _joined_tokens(one: StepTokens, two: StepTokens) -> StepTokens:

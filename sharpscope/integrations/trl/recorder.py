@@ -54,9 +54,13 @@ from sharpscope.seeds import generator
 
 ROW = "sharpscope_row"  # (n, 2): serial number of the batch, row in it
 _WRAPPED = (
-    "train", "training_step", "_generate_and_score_completions", "_calculate_rewards", "_compute_loss",
+    "train",
+    "training_step",
+    "_generate_and_score_completions",
+    "_calculate_rewards",
+    "_compute_loss",
     "_get_per_token_logps_and_entropies",
-)  # fmt: skip
+)
 
 
 def positive(total: float) -> bool:
@@ -65,9 +69,15 @@ def positive(total: float) -> bool:
 
 
 def record(
-    trainer: Any, out: str | Path = "runs/trl", *, weights: str | Method | None = None, shaping: str | None = None,
-    task: str = "trl", correct: Callable[[float], bool] = positive, recording: Mapping[str, Any] | None = None,
-) -> Recorder:  # fmt: skip
+    trainer: Any,
+    out: str | Path = "runs/trl",
+    *,
+    weights: str | Method | None = None,
+    shaping: str | None = None,
+    task: str = "trl",
+    correct: Callable[[float], bool] = positive,
+    recording: Mapping[str, Any] | None = None,
+) -> Recorder:
     """Record a TRL GRPOTrainer; call it once, before `trainer.train()`.
 
     Every token's coefficient in the loss comes from a hook on the log-probabilities inside TRL's own loss, its statistics
@@ -120,9 +130,14 @@ class Recorder:
     """What `record` returns. `run_dir` is the run's folder."""
 
     def __init__(
-        self, trainer: Any, out: Path, weights: Method | None, task: str, correct: Callable[[float], bool],
+        self,
+        trainer: Any,
+        out: Path,
+        weights: Method | None,
+        task: str,
+        correct: Callable[[float], bool],
         recording: Mapping[str, Any] | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.trainer, self.run_dir, self.weights, self.correct = trainer, out, weights, correct
         self.model = trainer.accelerator.unwrap_model(trainer.model)
         tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
@@ -365,9 +380,15 @@ class Recorder:
         batch, tokens = step.joined()
         self.trace.warn_mismatch(float(torch.cat(step.gaps).mean()))
         self.trace.write(
-            batch, StepResult(step.updates, tokens), self._observer.result(), self._lr, self.weights,
-            all(batch.sampled for batch in step.batches), step.seconds, started,
-        )  # fmt: skip
+            batch,
+            StepResult(step.updates, tokens),
+            self._observer.result(),
+            self._lr,
+            self.weights,
+            all(batch.sampled for batch in step.batches),
+            step.seconds,
+            started,
+        )
         self._step = Step()
 
 

@@ -47,9 +47,14 @@ class Trace:
     """Writes the tables of one recorded training, step by step. `step` is the one in progress, from 1."""
 
     def __init__(
-        self, config: RunConfig, method: Method, notes: Sequence[str], policy: Policy, trainer: Any,
+        self,
+        config: RunConfig,
+        method: Method,
+        notes: Sequence[str],
+        policy: Policy,
+        trainer: Any,
         correct: Callable[[float], bool],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.config, self.method, self.policy, self.trainer, self.correct = config, method, policy, trainer, correct
         self.run_dir = config.run_dir
         self.step, self.recent = 1, list[float]()
@@ -62,10 +67,11 @@ class Trace:
         info = run_info(config, policy, torch.get_num_threads(), Launch())
         info["versions"] |= {name: version(name) for name in ("trl", "accelerate")}
         info |= {
-            "method": method_label(method), "task": config.task.factory,  # type: ignore[union-attr]
+            "method": method_label(method),
+            "task": config.task.factory,  # type: ignore[union-attr]
             "notes": [f"recorded from {type(trainer).__name__} of TRL {version('trl')}", *notes],
             "trainer": {"name": type(trainer).__name__, "loss_type": trainer.loss_type},
-        }  # fmt: skip
+        }
         create_run_info(self.run_dir, info)
 
     @property
@@ -94,10 +100,14 @@ class Trace:
             self._stack.close()  # flushes and unlocks
         finally:
             update_run_info(
-                self.run_dir, status=status, steps_done=self.step - 1, finished=now(), end=reason,
+                self.run_dir,
+                status=status,
+                steps_done=self.step - 1,
+                finished=now(),
+                end=reason,
                 seconds=round(time.perf_counter() - self._started, 3),
                 peak_memory_bytes=environment.peak_memory_bytes(self.policy.device),
-            )  # fmt: skip
+            )
 
     # -- events ------------------------------------------------------------------------------------------------------
 
@@ -135,9 +145,16 @@ class Trace:
     # -- a step ------------------------------------------------------------------------------------------------------
 
     def write(
-        self, batch: RolloutBatch, result: StepResult, observed: Observations, lr: float,
-        weights: Method | None, sampled: bool, seconds: dict[str, float], started: float,
-    ) -> None:  # fmt: skip
+        self,
+        batch: RolloutBatch,
+        result: StepResult,
+        observed: Observations,
+        lr: float,
+        weights: Method | None,
+        sampled: bool,
+        seconds: dict[str, float],
+        started: float,
+    ) -> None:
         """Write one step to the tables; the last part of its recording began at `started` [s, perf_counter]."""
         step, spec = self.step, self.config.recording
         method = self.method if weights is None else self.method.model_copy(update={"weight": weights.weight})
@@ -176,10 +193,14 @@ class Trace:
             spec, self.step, zero_variance_share=batch.zero_variance_share, truncated_share=row["truncated_fraction"]
         )
         self._events += check_policy(
-            spec, self.step, entropy_mean=math.nan if entropy is None else entropy, saturation=saturation,
+            spec,
+            self.step,
+            entropy_mean=math.nan if entropy is None else entropy,
+            saturation=saturation,
             clipped_weights=math.nan,  # TRL's clip acts on the ratio without the weight
-            logp_mismatch=float(gap.nanmean()) if sampled else math.nan, memory=memory_share(self.policy.device),
-        )  # fmt: skip
+            logp_mismatch=float(gap.nanmean()) if sampled else math.nan,
+            memory=memory_share(self.policy.device),
+        )
 
     # -- TRL's own evaluations ---------------------------------------------------------------------------------------
 
@@ -199,7 +220,12 @@ class Trace:
             return
         correct = np.array([self.correct(value) for value in total.tolist()], dtype=bool).reshape(-1, k)
         row = evaluation_row(
-            self.step - 1, str(self.config.task.factory), "heldout", "all", correct, total.tolist(),  # type: ignore[union-attr]
+            self.step - 1,
+            str(self.config.task.factory),  # type: ignore[union-attr]
+            "heldout",
+            "all",
+            correct,
+            total.tolist(),
             self.config.rollout.temperature,
-        )  # fmt: skip
+        )
         self.writer.append("eval", {name: [value] for name, value in row.items()})

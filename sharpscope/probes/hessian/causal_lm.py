@@ -353,8 +353,10 @@ def _check_logits(surface: LmSurface, ids: Tensor, own: Tensor, tolerance: float
             f"{type(bare(surface.model)).__name__}, loss surface: logits under MATH attention differ from the model's own: "
             f"relative error {error:.2g}, where the precision of the model allows {tolerance:.2g}; use sharpscope.curvature "
             "on a loss of your own, or take the numbers unchecked with check='off'",
-            "surface", error, tolerance,
-        )  # fmt: skip
+            "surface",
+            error,
+            tolerance,
+        )
     return error
 
 

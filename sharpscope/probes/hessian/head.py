@@ -97,7 +97,7 @@ def _minus_probability(p: Tensor, target: Tensor, cut: slice) -> Tensor:
 def _log_normaliser(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, form: Squash, cuts: list[slice]
 ) -> tuple[Tensor, Tensor]:
-    """logsumexp z (M,) and z_y (M,), one pass over the blocks."""
+    """Logsumexp z (M,) and z_y (M,), one pass over the blocks."""
     lse = torch.full_like(hidden[:, 0], -torch.inf)
     picked = torch.zeros_like(lse)
     for cut in cuts:

@@ -109,7 +109,7 @@ class _HeadBack:
         return self._spread(hidden, back), None if back_dot is None else self._spread(hidden, back_dot)
 
     def _objective(self, logp: Tensor, logp_dot: Tensor) -> tuple[Tensor, Tensor]:
-        """c = ∂φ/∂ℓ (M,) and its derivative along ℓ̇ (M,); the objective couples the tokens of a row."""
+        """C = ∂φ/∂ℓ (M,) and its derivative along ℓ̇ (M,); the objective couples the tokens of a row."""
         given = logp.requires_grad_()
         spread = scatter(given, self.place)
         share = self.surface.objective.share(self.index, spread, width=spread.shape[1])

@@ -87,7 +87,12 @@ def score_norms(
             return exact_norms(model, structure, some, temperature, cotangent_bytes)
 
         checked = check_norms(
-            model, structure, rows, temperature, tier, check,
+            model,
+            structure,
+            rows,
+            temperature,
+            tier,
+            check,
             lambda some: measure(some, SKETCH_DIRECTIONS, 0).squared,
-        )  # fmt: skip
+        )
         return replace(measure(rows, directions, seed), checked=checked)

@@ -155,8 +155,9 @@ def look(call: Call, size: int = QUERY_BLOCK) -> Scene:
 
 
 def pull_back(scene: Scene, g: Tensor) -> tuple[Tensor, ...]:
-    """Vector-Jacobian products of n cotangents: g (n, B, H, L, d) -> dq (n, B, H, L, d), dk, dv (n, B, Hkv, L, d), and
-    with sinks theirs, (n, B, L, H).
+    """Vector-Jacobian products of n cotangents.
+
+    g (n, B, H, L, d) -> dq (n, B, H, L, d), dk and dv (n, B, Hkv, L, d), and with sinks theirs, (n, B, L, H).
 
     Cotangents stand beside each other, behind positions and the heads that share a key: (B·kv, L, groups, n, ·). So
     each product is one matrix product per key head, whatever n.
@@ -199,9 +200,7 @@ def pull_back(scene: Scene, g: Tensor) -> tuple[Tensor, ...]:
 
 
 def pull_back_cut(scene: Scene, g: Tensor) -> tuple[Tensor, ...]:
-    """`pull_back` of one cotangent (B, H, L, d) with other positions' keys and values constant: position t's cotangent
-    reaches k_t, v_t only.
-    """
+    """`pull_back` of one cotangent (B, H, L, d), where position t's cotangent reaches only its own key and value."""
     B, H, L, _ = scene.shape
     q, k = scene.q, scene.k
     g = g.reshape(scene.out.shape)
@@ -406,9 +405,16 @@ def _selected(mask: Tensor, indices: Tensor) -> Tensor:
 
 def _entry(kind: str) -> Any:
     def attention(
-        module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-        scaling: float | None = None, softcap: float | None = None, s_aux: Tensor | None = None, **rest: Any,
-    ) -> tuple[Tensor, None]:  # fmt: skip
+        module: torch.nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
+        **rest: Any,
+    ) -> tuple[Tensor, None]:
         if rest.get("position_bias") is not None:
             raise UserError(f"{type(module).__name__}: attention with `position_bias` is not known to token gradients")
         if rest.get("indices") is not None and attention_mask is not None:

@@ -119,7 +119,7 @@ def _target(structure: Structure) -> float:
 
 
 def _first_step(structure: Structure, direction: Sequence[Tensor]) -> float:
-    """h such that ‖h·u‖ is a fixed small part of ‖θ‖; 0 if u = 0."""
+    """H such that ‖h·u‖ is a fixed small part of ‖θ‖; 0 if u = 0."""
     length = math.sqrt(squared_length(direction))
     weights = math.sqrt(squared_length([parameter.detach() for parameter in structure.named.values()]))
     return FIRST / MOVE * _target(structure) * weights / length if length > 0 else 0.0
@@ -155,9 +155,14 @@ def _per_row(rows: Rows, values: Tensor) -> Tensor:
 
 
 def _difference(
-    model: nn.Module, structure: Structure, rows: Rows, direction: Sequence[Tensor], temperature: float, step: float,
+    model: nn.Module,
+    structure: Structure,
+    rows: Rows,
+    direction: Sequence[Tensor],
+    temperature: float,
+    step: float,
     out: Tensor,
-) -> None:  # fmt: skip
+) -> None:
     chunks = list(rows.chunks(share=structure.shares))
     modes: list[Callable[[], AbstractContextManager]] = [nullcontext] * len(chunks)
     if structure.chooses:
@@ -199,7 +204,7 @@ def _hidden(model: nn.Module, chunk: Rows) -> Tensor:
 
 
 def _logp(structure: Structure, chunk: Rows, hidden: Tensor, temperature: float, values: Sequence[Tensor]) -> Tensor:
-    """log π (M,) for hidden states (M, d) and other parameters of the output layer."""
+    """Log π (M,) for hidden states (M, d) and other parameters of the output layer."""
     by_name = dict(zip(structure.named, values, strict=True))
     head = structure.head
     weight = by_name.get(structure.tied or structure.head_weight or "", head.weight)

@@ -264,7 +264,7 @@ def _forward(
 
 
 def _at(values: Tensor, where: Tensor, size: tuple[int, int]) -> Tensor:
-    """values (m, B, d) put at positions `where` (m, B) of zeros (m, B, L, d)."""
+    """Values (m, B, d) put at positions `where` (m, B) of zeros (m, B, L, d)."""
     out = values.new_zeros(*where.shape, size[1], values.shape[-1])
     return out.scatter_(2, where[..., None, None].expand(*where.shape, 1, values.shape[-1]), values[:, :, None])
 
@@ -272,8 +272,10 @@ def _at(values: Tensor, where: Tensor, size: tuple[int, int]) -> Tensor:
 def _pull(
     outputs: list[Tensor], given: list[Tensor], taps: _Taps, whole: list[nn.Parameter]
 ) -> tuple[list[Tensor | None], list[Tensor]]:
-    """Batched vector-Jacobian products: squared norms (m, B, k) at each use, None where no cotangent comes, and whole
-    gradients (m, *shape).
+    """Batched vector-Jacobian products.
+
+    Returns:
+        Squared norms (m, B, k) at each use, None where no cotangent arrives, and whole gradients (m, *shape).
     """
     pairs = [(tensor, g) for tensor, g in zip(outputs, given, strict=True) if tensor.requires_grad]
     roots = [tensor for tensor, _ in pairs]

@@ -86,8 +86,7 @@ def pushed_hidden(
     before: Tensor | None = None,
     watch: Watch | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Hidden states (B, L, d) of rows `ids` (B, L), and their derivative along `direction` (like the trainable
-    parameters).
+    """Hidden states (B, L, d) of rows `ids` (B, L) and their derivative along `direction`.
 
     Args:
         before: (P,) a beginning that the rows share and `ids` does not hold.

@@ -69,9 +69,15 @@ def local_passes(
                 (i, use, g) for i, (use, g) in enumerate(zip(recorder.uses, gradients, strict=True)) if g is not None
             ]
         yield LocalPass(
-            chunk, states, where, output, None if coupled is None else coupled[:, 0],
-            [use for _, use, _ in found], [g for _, _, g in found], [i for i, _, _ in found],
-        )  # fmt: skip
+            chunk,
+            states,
+            where,
+            output,
+            None if coupled is None else coupled[:, 0],
+            [use for _, use, _ in found],
+            [g for _, _, g in found],
+            [i for i, _, _ in found],
+        )
 
 
 def add_head(ledger: Ledger, structure: Structure, output: HeadGradients) -> None:

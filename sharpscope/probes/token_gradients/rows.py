@@ -57,9 +57,13 @@ class Rows:
         """The rows `index`, truncated to the longest of them."""
         width = int(self.lengths[index].max())
         return Rows(
-            self.ids[index, :width], self.lengths[index], self.chosen[index, :width], self.place[index, :width],
-            self.source[index], self.shape,
-        )  # fmt: skip
+            self.ids[index, :width],
+            self.lengths[index],
+            self.chosen[index, :width],
+            self.place[index, :width],
+            self.source[index],
+            self.shape,
+        )
 
     def gathered(self, values: Tensor) -> Tensor:
         """The entries (M,) of the caller's array `values` (N, S) at the chosen tokens."""
@@ -96,8 +100,15 @@ class Rows:
             alone, together = self._beginnings()
             for index in together:
                 some, first = self.take(index), int(self.predicts[index[0]].int().argmax())
-                rest = Rows(some.ids[:, first:], some.lengths - first, some.chosen[:, first:], some.place[:, first:],
-                            some.source, some.shape, some.ids[0, :first])  # fmt: skip
+                rest = Rows(
+                    some.ids[:, first:],
+                    some.lengths - first,
+                    some.chosen[:, first:],
+                    some.place[:, first:],
+                    some.source,
+                    some.shape,
+                    some.ids[0, :first],
+                )
                 yield from (replace(chunk, before=rest.before) for chunk in rest.chunks(tokens))
             if len(alone):
                 yield from self.take(alone).chunks(tokens)

@@ -44,9 +44,14 @@ INSTEAD = {
 
 
 def check_norms(
-    model: nn.Module, structure: Structure, rows: Rows, temperature: float, tier: Tier, check: Check,
+    model: nn.Module,
+    structure: Structure,
+    rows: Rows,
+    temperature: float,
+    tier: Tier,
+    check: Check,
     measure: Callable[[Rows], Tensor],
-) -> float | None:  # fmt: skip
+) -> float | None:
     """The largest relative error of a tier of score norms on two tokens; None if not checked, NaN if not finite.
 
     Args:
@@ -72,9 +77,14 @@ def check_norms(
 
 
 def check_derivative(
-    model: nn.Module, structure: Structure, rows: Rows, temperature: float, way: str, check: Check,
+    model: nn.Module,
+    structure: Structure,
+    rows: Rows,
+    temperature: float,
+    way: str,
+    check: Check,
     measure: Callable[[Rows, Sequence[Tensor]], Tensor],
-) -> float | None:  # fmt: skip
+) -> float | None:
     """The error of a directional derivative along one token's gradient, of two tokens, relative to the norms' product.
 
     Args:
@@ -96,9 +106,13 @@ def check_derivative(
 
 
 def check_gradient(
-    model: nn.Module, structure: Structure, rows: Rows, temperature: float, check: Check,
+    model: nn.Module,
+    structure: Structure,
+    rows: Rows,
+    temperature: float,
+    check: Check,
     measure: Callable[[Rows, Tensor], list[Tensor]],
-) -> float | None:  # fmt: skip
+) -> float | None:
     """The relative error of a weighted sum of two tokens' gradients.
 
     Args:
@@ -128,9 +142,13 @@ def check_shares(model: nn.Module, shares: Tensor, way: str, check: Check) -> No
 
 
 def check_difference(
-    model: nn.Module, structure: Structure, rows: Rows, values: Tensor, check: Check,
+    model: nn.Module,
+    structure: Structure,
+    rows: Rows,
+    values: Tensor,
+    check: Check,
     forward: Callable[[Rows], Tensor],
-) -> float | None:  # fmt: skip
+) -> float | None:
     """The error of central differences against forward mode on a few of the call's own tokens and along its direction.
 
     Args:
@@ -188,9 +206,14 @@ def tolerance(model: nn.Module, structure: Structure, probe: str) -> float:
 
 
 def _once(
-    model: nn.Module, structure: Structure, rows: Rows, temperature: float, probe: str, check: Check,
+    model: nn.Module,
+    structure: Structure,
+    rows: Rows,
+    temperature: float,
+    probe: str,
+    check: Check,
     run: Callable[[_Sample], float],
-) -> float | None:  # fmt: skip
+) -> float | None:
     if check not in ("off", "first", "always"):
         raise UserError(f"check, '{check}': use off, first or always")
     if check == "off":
@@ -222,8 +245,10 @@ def _judge(model: nn.Module, structure: Structure, probe: str, error: float, way
     raise CheckError(
         f"{type(bare(model)).__name__}, {kind} {way}: {what}: relative error {error:.2g}, where the precision of the model "
         f"allows {limit:.2g}; {INSTEAD[probe]}, or take the numbers unchecked with check='off'",
-        probe, error, limit,
-    )  # fmt: skip
+        probe,
+        error,
+        limit,
+    )
 
 
 @dataclass
@@ -296,8 +321,10 @@ class _Sample:
             raise CheckError(
                 f"{type(bare(self.model)).__name__}, tier local: cannot be compared with a step from the model's key-value "
                 f"cache ({problem}); use tier='exact', or take the numbers unchecked with check='off'",
-                "local", math.nan, math.nan,
-            ) from problem  # fmt: skip
+                "local",
+                math.nan,
+                math.nan,
+            ) from problem
 
     def _pulled(self, logits: Tensor, i: int) -> list[Tensor]:
         logp = _log_softmax(logits[0, -1], self.temperature)[self.words[i]]
@@ -373,9 +400,17 @@ def _sample(model: nn.Module, structure: Structure, rows: Rows, temperature: flo
         table[i, length], mask[i, length] = words[i], True
     present = torch.arange(n + 1, device=whole.device) <= torch.tensor(lengths, device=whole.device)[:, None]
     return _Sample(
-        model, structure, ids, words, make_rows(model, table, mask, present, temperature), mask, hidden, logits,
-        temperature, 10 * torch.finfo(structure.head.weight.dtype).eps,
-    )  # fmt: skip
+        model,
+        structure,
+        ids,
+        words,
+        make_rows(model, table, mask, present, temperature),
+        mask,
+        hidden,
+        logits,
+        temperature,
+        10 * torch.finfo(structure.head.weight.dtype).eps,
+    )
 
 
 def _own_logits(model: nn.Module, ids: Tensor) -> Tensor:
@@ -388,7 +423,7 @@ def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
 
 
 def _largest_error(found: Sequence[float], expected: Sequence[float], sizes: Sequence[float], floor: float) -> float:
-    """max |found − expected|/size; NaN if autograd itself overflows (float16)."""
+    """Max |found − expected|/size; NaN if autograd itself overflows (float16)."""
     if not all(map(math.isfinite, expected)):
         return math.nan
     errors = [abs(f - e) / max(size, floor) for f, e, size in zip(found, expected, sizes, strict=True)]

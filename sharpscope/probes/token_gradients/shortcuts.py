@@ -118,7 +118,7 @@ Pull = Callable[[Tensor], Tensor]
 
 
 def _normed(y: Tensor, root: Tensor) -> Pull:
-    """y = x·root with root = (mean x² + ε)^(−1/2): dx = root·(g − y·mean(g·y))."""
+    """Y = x·root with root = (mean x² + ε)^(−1/2): dx = root·(g − y·mean(g·y))."""
 
     def pull(g: Tensor) -> Tensor:
         return torch.addcmul(g, y, (g * y).mean(-1, keepdim=True), value=-1).mul_(root)
@@ -127,7 +127,7 @@ def _normed(y: Tensor, root: Tensor) -> Pull:
 
 
 def _rotated(cos: Tensor, sin: Tensor) -> Pull:
-    """y = (x₁, x₂)·cos + (−x₂, x₁)·sin: dx = g·cos + ((g·sin)₂, −(g·sin)₁)."""
+    """Y = (x₁, x₂)·cos + (−x₂, x₁)·sin: dx = g·cos + ((g·sin)₂, −(g·sin)₁)."""
     half = cos.shape[-1] // 2
 
     def pull(g: Tensor) -> Tensor:

@@ -29,10 +29,27 @@ _CASTS = {Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.to, 
 _MATMULS = {torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__}
 # What returns every entry of its input once: the squared norm of a gradient does not depend on their order.
 _REARRANGEMENTS: set[Any] = {
-    Tensor.T.__get__, Tensor.mT.__get__, Tensor.t, torch.t, Tensor.transpose, torch.transpose, Tensor.permute,  # type: ignore[attr-defined]
-    torch.permute, Tensor.view, Tensor.reshape, torch.reshape, Tensor.contiguous, Tensor.clone, torch.clone,
-    Tensor.flatten, torch.flatten, Tensor.squeeze, torch.squeeze, Tensor.unsqueeze, torch.unsqueeze,
-}  # fmt: skip
+    Tensor.T.__get__,  # type: ignore[attr-defined]
+    Tensor.mT.__get__,  # type: ignore[attr-defined]
+    Tensor.t,
+    torch.t,
+    Tensor.transpose,
+    torch.transpose,
+    Tensor.permute,
+    torch.permute,
+    Tensor.view,
+    Tensor.reshape,
+    torch.reshape,
+    Tensor.contiguous,
+    Tensor.clone,
+    torch.clone,
+    Tensor.flatten,
+    torch.flatten,
+    Tensor.squeeze,
+    torch.squeeze,
+    Tensor.unsqueeze,
+    torch.unsqueeze,
+}
 DETACHMENTS: set[Any] = {Tensor.detach, torch.detach, Tensor.data.__get__}  # type: ignore[attr-defined]
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -345,7 +362,7 @@ class Recorder(TorchFunctionMode):
         return returned.clone() if self._copy else returned
 
     def _derive(self, func: Any, args: tuple, kwargs: dict, out: Any) -> _Source | None:
-        """What `out` is if it consists of the entries of the parameter `args[0]`: cast, plus a constant, …"""
+        """The source of `out` if it consists of the entries of the parameter `args[0]` (cast, plus a constant, and so on)."""
         source = self._source(args[0]) if args else None
         if source is None or not isinstance(out, Tensor):
             return None
@@ -403,7 +420,7 @@ class Recorder(TorchFunctionMode):
         return None
 
     def _linear(self, x: Any, weight: Any, bias: Any, out: Tensor, *, transposed: bool = False) -> Use | None:
-        """out = x·weightᵀ + bias, or x·weight + bias where `transposed`."""
+        """Out = x·weightᵀ + bias, or x·weight + bias where `transposed`."""
         if not isinstance(x, Tensor) or not isinstance(weight, Tensor) or weight.ndim != 2:
             return None
         if isinstance(bias, Tensor) and (bias.ndim != 1 or bias.shape[0] != out.shape[-1]):
@@ -413,9 +430,18 @@ class Recorder(TorchFunctionMode):
             return None
         inputs = x.detach() if layout == "gathered" else x.detach().reshape(*self._size, x.shape[-1])
         return Use(
-            "linear", self._name(weight), self._name(bias), inputs, out, layout, self._size, self._index,
-            weight_value=weight, bias_value=bias, transposed=transposed,
-        )  # fmt: skip
+            "linear",
+            self._name(weight),
+            self._name(bias),
+            inputs,
+            out,
+            layout,
+            self._size,
+            self._index,
+            weight_value=weight,
+            bias_value=bias,
+            transposed=transposed,
+        )
 
     def _embedding(self, given: dict[str, Any], out: Tensor) -> Use | None:
         ids, weight, ignored = given["input"], given["weight"], given.get("padding_idx")
@@ -437,9 +463,16 @@ class Recorder(TorchFunctionMode):
         plain = F.layer_norm(x.detach(), shape, eps=given.get("eps", 1e-5))
         normed = _canonical(plain, x.shape, layout, self._size)
         return Use(
-            "gain", self._name(weight), self._name(bias), normed, out, layout, self._size,
-            weight_value=weight, bias_value=bias,
-        )  # fmt: skip
+            "gain",
+            self._name(weight),
+            self._name(bias),
+            normed,
+            out,
+            layout,
+            self._size,
+            weight_value=weight,
+            bias_value=bias,
+        )
 
     def _elementwise(self, parameter: Tensor, x: Tensor | None, out: Tensor) -> Use | None:
         """parameter∘x (a gain) or parameter + … (a bias, x None), the parameter along the last dimension."""
