@@ -301,7 +301,7 @@ Clip = Annotated[
 
 
 class OffPolicyMask(Part):
-    """Leave a completion with A < 0 out of the surrogate where mean_t (ln μ − ln π) > threshold (arXiv 2512.02556, eq. 9).
+    """Leave tokens with A < 0 out of the surrogate where their completion's mean ln μ − ln π > threshold (arXiv 2512.02556, eq. 9).
 
     μ is the sampler's policy, or π_old where the sampler's log-probabilities are not known, as in TRL.
     """

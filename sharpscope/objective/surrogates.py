@@ -98,7 +98,7 @@ def policy_loss(
         objective = plan.correction * objective
     keep = plan.keep
     if method.off_policy is not None:
-        keep = keep & on_policy_rows(method.off_policy, logp.detach(), plan)
+        keep = keep & on_policy_tokens(method.off_policy, logp.detach(), plan)
     surrogate = -(torch.where(keep, objective, 0.0) * active).sum()
     loss = surrogate
     if isinstance(method.penalty, KlCovPenalty):
@@ -211,11 +211,11 @@ def dppo_masked(clip: DppoMask, ratio: Tensor, advantage: Tensor, logp: Tensor) 
     return above.int() - below.int()
 
 
-def on_policy_rows(spec: OffPolicyMask, logp: Tensor, plan: Plan) -> Tensor:
-    """(n, 1) bool: completions that the off-policy mask keeps, A ≥ 0 or mean_t (ln μ − ln π) ≤ threshold."""
+def on_policy_tokens(spec: OffPolicyMask, logp: Tensor, plan: Plan) -> Tensor:
+    """(n, T) bool: tokens that the off-policy mask keeps, A ≥ 0 or mean_t (ln μ − ln π) of the completion ≤ threshold."""
     count = plan.mask.sum(-1, keepdim=True).clamp(min=1)
     gap = torch.where(plan.mask, plan.sampler_logp - logp, 0.0).sum(-1, keepdim=True) / count
-    return (gap <= spec.threshold) | (plan.advantage >= 0).all(-1, keepdim=True)
+    return (gap <= spec.threshold) | (plan.advantage >= 0)  # (n, 1) | (n, T)
 
 
 def gradient_killed(clip: PpoClip, ratio: Tensor, advantage: Tensor) -> Tensor:

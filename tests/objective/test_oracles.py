@@ -318,3 +318,19 @@ def test_off_policy_completions_are_masked(known: bool):
         )
         compare(method, case, wanted, 0, seed)
     assert outcomes == {(True, True), (True, False), (False, False)}
+
+
+def test_off_policy_mask_of_advantages_per_token():
+    """In a completion that the policy has moved away from, tokens with A < 0 are masked and the others stay."""
+    minus = torch.tensor([[-1.0, -1.0], [-1.0, -1.0]], dtype=torch.float64)
+    zero = torch.zeros_like(minus)
+    step = StepTensors(
+        mask=torch.ones(2, 2), group=torch.zeros(2), advantage=torch.tensor([[1.0, -1.0], [1.0, -1.0]], dtype=torch.float64),
+        behavior_logp=minus, logp=minus, logit=zero, entropy=zero, collision=zero, polarity=zero,
+    )  # fmt: skip
+    method = named_method("grpo").model_copy(update={"off_policy": OffPolicyMask(threshold=0.1)})
+    logp = torch.tensor([[-1.3, -1.1], [-1.1, -1.05]], dtype=torch.float64).requires_grad_()  # mean gaps 0.2 and 0.075
+    out = policy_loss(method, prepare(method, step), logp, torch.ones(2, 2, dtype=torch.float64))
+    (coefficient,) = torch.autograd.grad(out.loss, logp)
+    wanted = -step.advantage * (logp.detach() + 1).exp() * torch.tensor([[1, 0], [1, 1]])
+    torch.testing.assert_close(coefficient, wanted, rtol=0, atol=1e-12)
