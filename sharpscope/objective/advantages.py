@@ -44,6 +44,7 @@ def estimate_advantages(
         ValueError: a reward is not finite, shapes differ, or the statistics are missing.
         UserError: no completion has a part of the reward that `decoupled` weights.
     """
+    _check(reward, group)
     if mask.shape[:1] != reward.shape:
         raise ValueError(f"mask {tuple(mask.shape)} must have a row for each reward {tuple(reward.shape)}")
     match spec:
@@ -119,7 +120,6 @@ def _whitened(spec: WhitenedAdvantage, reward: Tensor, group: Tensor, mask: Tens
 
 
 def _length_baseline(reward: Tensor, group: Tensor, mask: Tensor) -> Tensor:
-    _check(reward, group)
     member, count, informative = _groups(reward, group)
     length = mask.sum(1).double()
     total = torch.zeros_like(count).index_add_(0, member, length)
@@ -131,7 +131,6 @@ def _length_baseline(reward: Tensor, group: Tensor, mask: Tensor) -> Tensor:
 def _token_baseline(
     spec: TokenBaselineAdvantage, reward: Tensor, group: Tensor, mask: Tensor, logp: Tensor, collision: Tensor
 ) -> Tensor:
-    _check(reward, group)
     if not logp.shape == collision.shape == mask.shape:
         raise ValueError(f"logp {tuple(logp.shape)}, collision {tuple(collision.shape)} and mask must agree")
     member, count, informative = _groups(reward, group)
