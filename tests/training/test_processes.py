@@ -32,6 +32,7 @@ CASES = {
     "covariance": {"method": "clip-cov", "method.tokens.share": 0.1},
     "dynamic": {"method": "dapo", "task.factory": "tests.toy_task:half_flat"},
     "sam": {"method": "grpo-sam", "recording.update_attribution": False},
+    "token_baseline": {"method": "otb", "update.mini_batches": 2},
     "probed": {"probes.preset": "cheap", "probes.every": 1, "probes.functionals": ["surrogate", "expected_failure"]},
 }  # fmt: skip
 
@@ -133,7 +134,7 @@ def test_two_processes_do_what_one_does(toy_config, folder):
 @pytest.mark.slow
 @pytest.mark.parametrize("sharded", [False, True])
 def test_every_case_is_the_same_in_two_processes(toy_config, folder, sharded):
-    names = ["plain", "shuffled", "covariance", "sam", *(["dynamic"] if sharded else [])]
+    names = ["plain", "shuffled", "covariance", "sam", "token_baseline", *(["dynamic"] if sharded else [])]
     check(toy_config, folder, [(name, sharded) for name in names])
 
 
