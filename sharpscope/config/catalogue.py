@@ -420,11 +420,13 @@ _NOTES = (
     MethodNote(
         method=Method(name="maxrl", advantage=spec.MeanScaledAdvantage(), aggregate="token_mean"),
         title="Maximum likelihood reinforcement learning",
-        equation="L = −(1/Σ|o_i|) Σ_i Σ_t min(r_t·A_i, clip(r_t)·A_i), A_i = (R_i − mean R)/mean R, 0 if mean R ≤ 0",
+        equation="L = −(1/Σ|o_i|) Σ_i Σ_t min(r_t·A_i, clip(r_t)·A_i), A_i = (R_i − mean R)/mean R, 0 if mean R = 0; "
+        "R_i = 1 for a correct answer, else 0",
         constants="ε 0.2",
         source="arXiv 2602.02710; ε and aggregation (verl's default) from the authors' script",
-        differs="Divided by the group's mean reward instead of its std: prompts that are rarely solved weigh more.",
-        ours="Meant for rewards of 0 and 1. Nothing is added to the mean (SkyRL: 1e-6).",
+        differs="Correctness instead of the reward, divided by the group's success rate instead of a std: prompts that are rarely solved "
+        "weigh more.",
+        ours="Nothing is added to the mean (SkyRL: 1e-6). advantage.of=reward takes the reward, as prime-rl and SkyRL.",
     ),
 )
 NOTES: dict[str, MethodNote] = {note.method.name: note for note in _NOTES}

@@ -101,10 +101,15 @@ class DecoupledAdvantage(Part):
 class MeanScaledAdvantage(Part):
     """A_i = (R_i − mean R)/mean R within the group; 0 if the mean is not positive (MaxRL, arXiv 2602.02710).
 
-    For rewards of 0 and 1 it estimates the gradient of the log of the success rate, truncated at order G.
+    For R of 0 and 1 it estimates the gradient of the log of the success rate, truncated at order G.
     """
 
     kind: Literal["mean_scaled"] = "mean_scaled"
+    of: Literal["correct", "reward"] = Field(
+        default="correct",
+        description="correct: R is 1 for a correct answer, else 0, as in the paper; reward: R is the reward, which should not "
+        "be negative.",
+    )
 
 
 Advantage = Annotated[

@@ -23,7 +23,7 @@ from sharpscope.errors import UserError
 
 def estimate_advantages(
     spec: Advantage, reward: Tensor, group: Tensor, mask: Tensor, *, parts: Mapping[str, Tensor] | None = None,
-    logp: Tensor | None = None, collision: Tensor | None = None,
+    correct: Tensor | None = None, logp: Tensor | None = None, collision: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Advantages of all completions of a step by the estimator `spec`, whose class has the equation. Computed in float64.
 
@@ -33,6 +33,7 @@ def estimate_advantages(
         group: (N,) integer labels, in any order.
         mask: (N, T) loss tokens, bool or 0/1.
         parts: (N,) finite by name, the reward's parts; for `decoupled`.
+        correct: (N,) whether each answer is correct; for `mean_scaled` with `of="correct"`.
         logp: (N, T) [nats] of the sampled tokens at the start of the step, anything outside the mask; for
             `token_baseline`.
         collision: (N, T) Σ_v π_v² at the same places.
@@ -41,7 +42,7 @@ def estimate_advantages(
         In the dtype of `reward`: (N, T) and 0 outside the mask for `whitened` and `token_baseline`, else (N,).
 
     Raises:
-        ValueError: a reward is not finite, shapes differ, or the statistics are missing.
+        ValueError: a reward is not finite, shapes differ, or a value that the estimator needs is missing.
         UserError: no completion has a part of the reward that `decoupled` weights.
     """
     _check(reward, group)
@@ -63,7 +64,11 @@ def estimate_advantages(
         case DecoupledAdvantage():
             return _decoupled(spec, group, parts or {}).to(reward.dtype)
         case MeanScaledAdvantage():
-            return _mean_scaled(reward, group)
+            if spec.of == "reward":
+                return _mean_scaled(reward, group)
+            if correct is None:
+                raise ValueError("advantage.kind=mean_scaled with of=correct needs correct")
+            return _mean_scaled(correct.to(reward), group)
 
 
 def group_advantages(reward: Tensor, group: Tensor, spec: GroupAdvantage | None = None) -> Tensor:

@@ -77,6 +77,7 @@ def _advantages(method: Method, rollouts: Rollouts, rewards: list[Reward], stats
             column = [reward.parts.get(name, 0.0) for reward in rewards]
             parts[name] = torch.tensor(column, dtype=torch.float64, device=rollouts.reward.device)
         values += [parts[name] for name in names if spec.weights.get(name, 0.0) != 0]
+    correct = torch.tensor([reward.correct for reward in rewards])
     broken = ~torch.isfinite(torch.stack(values)).all(0)  # (N,)
     rows = torch.nonzero(~torch.isin(rollouts.group, rollouts.group[broken])).flatten()
     found = estimate_advantages(
@@ -85,6 +86,7 @@ def _advantages(method: Method, rollouts: Rollouts, rewards: list[Reward], stats
         rollouts.group[rows],
         rollouts.completion_mask[rows],
         parts={name: part[rows] for name, part in parts.items()},
+        correct=correct.to(rows.device)[rows],
         logp=None if stats is None else stats.logp.to(rows.device)[rows],
         collision=None if stats is None else stats.collision.to(rows.device)[rows],
     )

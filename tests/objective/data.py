@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from sharpscope.config.method import MeanScaledAdvantage
 from sharpscope.objective import Method, StepTensors, estimate_advantages
 from tests.oracles.objective import Batch, Dual
 
@@ -42,8 +41,6 @@ def make_case(
 
     group = torch.tensor([0, 0, 0, 5, 5, 5, 2, 2])[:rows]
     reward = normal(rows)
-    if isinstance(method.advantage, MeanScaledAdvantage):
-        reward = reward.abs()  # it leaves groups with a negative mean out
     reward[group == 2] = 0.1  # no variance; 0.1 is not exact in binary
     lengths = torch.randint(1, places + 1, (rows,), generator=g)
     lengths[0] = places
@@ -76,7 +73,14 @@ def make_case(
     form = torch.randint(0, 2, (rows,), generator=g).double() - 0.3
     parts = {"answer": reward - form, "format": form}
     advantage = estimate_advantages(
-        method.advantage, reward, group, mask, parts=parts, logp=old, collision=tensors["collision"]
+        method.advantage,
+        reward,
+        group,
+        mask,
+        parts=parts,
+        correct=reward > reward.median(),
+        logp=old,
+        collision=tensors["collision"],
     )
     step = StepTensors(
         mask=mask, group=group, advantage=advantage.to(dtype),

@@ -77,7 +77,7 @@ ESTIMATORS = {
         DecoupledAdvantage(weights={"answer": 2.0, "format": -0.5, "absent": 0.0}),
         lambda b: oracle.decoupled(b, {"answer": 2.0, "format": -0.5}),
     ),
-    "mean scaled": (MeanScaledAdvantage(), oracle.mean_scaled),
+    "mean scaled": (MeanScaledAdvantage(of="reward"), oracle.mean_scaled),
 }
 
 
@@ -142,7 +142,12 @@ def test_weighted_sums_within_a_group_are_zero(seed: int):
     """Plain sums, sums over tokens for OPO, and sums weighted by V at each place for the optimal token baseline."""
     case = Outcomes(seed)
     zero = torch.zeros(4, dtype=torch.float64)
-    for spec in (GroupAdvantage(scale="batch"), LeaveOneOutAdvantage(), MeanScaledAdvantage(), DecoupledAdvantage()):
+    for spec in (
+        GroupAdvantage(scale="batch"),
+        LeaveOneOutAdvantage(),
+        MeanScaledAdvantage(of="reward"),
+        DecoupledAdvantage(),
+    ):
         torch.testing.assert_close(by_group(case.estimate(spec)), zero, rtol=0, atol=1e-12)
     opo = case.estimate(LengthBaselineAdvantage()) * case.mask.sum(1)
     torch.testing.assert_close(by_group(opo), zero, rtol=0, atol=1e-12)
@@ -179,7 +184,8 @@ def test_shifts_cancel_and_scales_cancel_or_carry_over(seed: int, shift: float, 
         torch.testing.assert_close(case.estimate(spec, other), factor * case.estimate(spec), rtol=1e-9, atol=1e-9)
     positive = case.reward.exp()
     torch.testing.assert_close(
-        case.estimate(MeanScaledAdvantage(), scale * positive), case.estimate(MeanScaledAdvantage(), positive)
+        case.estimate(MeanScaledAdvantage(of="reward"), scale * positive),
+        case.estimate(MeanScaledAdvantage(of="reward"), positive),
     )
 
 
@@ -189,11 +195,15 @@ def test_maxrl_of_successes(seed: int):
     """With success rate p: (1 − p)/p for a success, −1 for a failure; 0 where all or none succeed."""
     case = Outcomes(seed)
     success = (case.reward > 0).double()
-    for advantage, right, label in zip(case.estimate(MeanScaledAdvantage(), success), success, GROUP, strict=True):
+    for advantage, right, label in zip(
+        case.estimate(MeanScaledAdvantage(of="reward"), success), success, GROUP, strict=True
+    ):
         p = float(success[label == GROUP].mean())
         wanted = 0.0 if p in (0, 1) else (1 - p) / p if right else -1.0
         assert float(advantage) == pytest.approx(wanted, abs=1e-12)
-    assert not case.estimate(MeanScaledAdvantage(), -success).any()  # a mean that is not positive
+    by_correctness = estimate_advantages(MeanScaledAdvantage(), case.reward, GROUP, case.mask, correct=success.bool())
+    assert torch.equal(by_correctness, case.estimate(MeanScaledAdvantage(of="reward"), success))
+    assert not case.estimate(MeanScaledAdvantage(of="reward"), -success).any()  # a mean that is not positive
 
 
 def test_equal_lengths_make_opo_grpo_without_std_and_one_token_makes_the_token_baseline_like_it():
@@ -239,6 +249,8 @@ def test_mistakes():
         DecoupledAdvantage(weights={"answer": 0.0})
     with pytest.raises(ValueError, match="needs logp and collision"):
         estimate_advantages(TokenBaselineAdvantage(), case.reward, GROUP, case.mask)
+    with pytest.raises(ValueError, match="needs correct"):
+        estimate_advantages(MeanScaledAdvantage(), case.reward, GROUP, case.mask)
     with pytest.raises(ValueError, match="a row for each reward"):
         case.estimate(LeaveOneOutAdvantage(), mask=case.mask[:3])
     for spec, _ in ESTIMATORS.values():

@@ -491,12 +491,12 @@ def decoupled(b: Batch, weights: dict[str, float]) -> list[float]:
     return [0.0 if f else (x - mean) / (std + 1e-4) for x, f in zip(total, flat, strict=True)]
 
 
-def mean_scaled(b: Batch) -> list[float]:
-    out = []
-    for i in range(len(b.reward)):
-        mine = [b.reward[j] for j in members(b, i)]
+def mean_scaled(b: Batch, values: list[float] | None = None) -> list[float]:
+    values, out = b.reward if values is None else values, []
+    for i in range(len(values)):
+        mine = [values[j] for j in members(b, i)]
         mean = sum(mine) / len(mine)
-        out.append((b.reward[i] - mean) / mean if mean > 0 and not equal_rewards(b, i) else 0.0)
+        out.append((values[i] - mean) / mean if mean > 0 and not equal_rewards(b, i, values) else 0.0)
     return out
 
 
@@ -530,4 +530,6 @@ def gdpo(b: Batch) -> Dual:
 
 
 def maxrl(b: Batch) -> Dual:
-    return with_advantages(b, mean_scaled(b), "token")
+    """Answers with a reward above the lower median are correct."""
+    middle = sorted(b.reward)[(len(b.reward) - 1) // 2]
+    return with_advantages(b, mean_scaled(b, [float(r > middle) for r in b.reward]), "token")

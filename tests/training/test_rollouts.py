@@ -77,6 +77,12 @@ def test_the_parts_of_the_reward_reach_gdpo(toy_config):
     assert batch.advantage.tolist() == pytest.approx(wanted, abs=1e-9) and np.std(wanted) > 0.1
 
 
+def test_maxrl_goes_by_correctness(toy_config):
+    batch = drawn(toy_config(method="maxrl"))
+    wanted = oracle.mean_scaled(as_oracle(batch), [float(reward.correct) for reward in batch.rewards])
+    assert batch.advantage.tolist() == pytest.approx(wanted, abs=1e-9) and np.std(wanted) > 0.1
+
+
 def test_groups_without_a_gradient_are_those_whose_advantages_are_zero(toy_config):
     """Not those with equal rewards: REINFORCE++ compares with the whole step."""
     half = {"task__factory": "tests.toy_task:half_flat"}
