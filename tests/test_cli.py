@@ -50,7 +50,7 @@ def test_run_show_and_resume_from_an_empty_folder(tiny_policy: Path, tmp_path: P
     again = sharpscope("run", "--model", str(tiny_policy), *TINY, *SETS, "--out", "runs/first", cwd=tmp_path)
     assert again.returncode == 2 and "not overwritten" in again.stderr and "Traceback" not in again.stderr
     resumed = sharpscope("run", "--resume", "runs/first", cwd=tmp_path)
-    assert resumed.returncode == 2 and "steps = 2 are all done" in resumed.stderr
+    assert resumed.returncode == 2 and "all of its steps are done (steps = 2)" in resumed.stderr
     update_run_info(tmp_path / "runs/first", status="interrupted")
     shutil.rmtree(tmp_path / "runs/first/checkpoints")
     resumed = sharpscope("run", "--resume", "runs/first", cwd=tmp_path)

@@ -181,10 +181,20 @@ def test_every_field_is_explained():
     assert list(undocumented(RunConfig, "")) == []
     lines = explain_fields(build_config())
     assert any(line.startswith("optimizer.lr = 0.0001") for line in lines)
+    unreadable = [line for line in lines if "Annotated" in line or "FieldInfo" in line or "<function" in line]
+    assert unreadable == []
+    assert any(
+        line.startswith("task.people = 3  [int, >= 2, <= 7 | list of (int, >= 2, <= 7), length >= 1]") for line in lines
+    )
+    assert any(line.startswith("name = null  [str | null]") for line in lines)
+    assert any(line.startswith("health.truncation: Applies above") for line in lines)
+    (task,) = (line for line in lines if line.startswith("task.kind = "))
+    assert '"math"' in task and '"knights_knaves"' in task
 
 
 def test_a_bare_off_is_no_truth_value():
     """YAML reads `off` as false; who turns the probes off on the command line means the word."""
     assert build_config(None, ["probes.preset=off"]).probes == build_config(None, ['probes.preset="off"']).probes
+    assert build_config(None, ["health.memory.action=off"]).health.memory.action == "off"
     with pytest.raises(UserError, match=r"probes\.preset"):
         build_config(None, ["probes.preset=true"])

@@ -64,7 +64,7 @@ def report(
 
 def watch(
     run: Annotated[Path, typer.Argument(help="Folder of a run.")],
-    every: Annotated[float, typer.Option(min=0.1, help="Refresh interval [s].")] = 2.0,
+    every: Annotated[float, typer.Option(min=0.1, help="Refresh interval in seconds.")] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Show the current state and exit.")] = False,
 ) -> None:
     """Show a run while it trains, until it ends.

@@ -102,7 +102,9 @@ def report(run_dir: Path, status: str, steps: int, reason: str) -> None:
     Raises:
         typer.Exit: The run failed; the exit code is 1.
     """
-    typer.echo(f"{status}: {steps} steps, {reason}. Written: {run_dir}/ (run.json, traces/, checkpoints/)")
+    typer.echo(
+        f"{status}: {steps} step{'' if steps == 1 else 's'}, {reason}. Written: {run_dir}/ (run.json, traces/, checkpoints/)"
+    )
     if status == "interrupted":
         typer.echo(f"resume: sharpscope run --resume {run_dir}")
     typer.echo(f"view:   sharpscope show {run_dir}   |   sharpscope analyze {run_dir}")

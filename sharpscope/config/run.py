@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import reprlib
 import types
@@ -241,23 +242,53 @@ def _default_as_auto(shaping: Any, default: str) -> Any:
 
 
 def explain_fields(config: RunConfig) -> list[str]:
-    """One line per field: path, current value, allowed values and description."""
-    return list(_explain(config, ""))
+    """One line per field: path, current value, allowed values and description; parts with a description have a line, too."""
+    return list(_explain(config, "", ()))
 
 
-def _explain(part: BaseModel, prefix: str) -> typing.Iterator[str]:
+def _explain(part: BaseModel, prefix: str, kinds: typing.Collection[Any]) -> typing.Iterator[str]:
     for name, info in type(part).model_fields.items():
-        value = getattr(part, name)
+        value, path = getattr(part, name), f"{prefix}{name}"
         if isinstance(value, BaseModel):
-            yield from _explain(value, f"{prefix}{name}.")
+            if info.description:
+                yield f"{path}: {info.description}"
+            yield from _explain(value, f"{path}.", _kinds(info.annotation))
             continue
-        limits = ", ".join(str(limit) for limit in info.metadata)
-        kind = (
-            str(info.annotation).replace("typing.", "")
-            if not isinstance(info.annotation, type)
-            else info.annotation.__name__
-        )
-        yield f"{prefix}{name} = {value!r}  [{kind}{'; ' + limits if limits else ''}]  {info.description or ''}"
+        shown = json.dumps(value, ensure_ascii=False, default=lambda part: part.model_dump())  # also valid YAML
+        allowed, description = _type_text(info.annotation, info.metadata), info.description
+        if name == "kind" and kinds:
+            allowed, description = _type_text(Literal[tuple(kinds)]), "Fields below are those of the current kind."
+        yield f"{path} = {shown}  [{allowed}]  {description or ''}"
+
+
+def _type_text(annotation: Any, metadata: Sequence[Any] = ()) -> str:
+    """A type and its limits for users, such as `int, >= 2, <= 7 | null`."""
+    arguments = typing.get_args(annotation)
+    match typing.get_origin(annotation):
+        case typing.Annotated:
+            return _type_text(arguments[0], (*arguments[1:], *metadata))
+        case typing.Literal:
+            text = " | ".join(json.dumps(value) for value in arguments)
+        case typing.Union | types.UnionType:
+            text = " | ".join(_type_text(member) for member in arguments)
+        case builtin if builtin in (tuple, list):
+            member = _type_text(arguments[0])
+            text = f"list of {f'({member})' if ' ' in member else member}"
+        case builtin if builtin in (dict, Mapping):
+            text = "mapping"
+        case _:
+            text = "null" if annotation is type(None) else getattr(annotation, "__name__", str(annotation))
+    return ", ".join([text, *_limits(metadata)])
+
+
+def _limits(metadata: Sequence[Any]) -> typing.Iterator[str]:
+    """The numeric and length limits among the metadata of a type; validators are functions and are left out."""
+    for limit in metadata:
+        yield from _limits(getattr(limit, "metadata", ()))
+        for name, sign in (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<"), ("min_length", "length >=")):
+            bound = getattr(limit, name, None)
+            if bound is not None:
+                yield f"{sign} {bound}"
 
 
 def _fill_kinds(model: type[BaseModel], data: Mapping[str, Any]) -> dict[str, Any]:

@@ -145,6 +145,11 @@ class Rule(Spec):
         "stop: also end the run, with a checkpoint. Each time is recorded as an event."
     )
 
+    @field_validator("action", mode="before")
+    @classmethod
+    def _bare_off(cls, value: Any) -> Any:
+        return "off" if value is False else value  # YAML reads a bare `off` as false
+
 
 class HealthSpec(Spec):
     """Rules that detect failing runs; each time a rule applies, it adds a row to the events table."""

@@ -51,7 +51,7 @@ class Estimate:
 ESTIMATE_COLUMNS = tuple(field.name for field in fields(Estimate))
 
 
-def labelled(estimates: Iterable[Estimate], **labels: str) -> list[Estimate]:
+def labeled(estimates: Iterable[Estimate], **labels: str) -> list[Estimate]:
     """Copies of the estimates with `functional`, `probe_set` or `parameters` set."""
     return [replace(estimate, **labels) for estimate in estimates]  # type: ignore[arg-type]
 

@@ -352,7 +352,7 @@ def _worst(
                 break
     converged = residual <= tolerance
     why = "" if converged else f"after {used} steps the ascent still moves by {residual:.0%} of rho"
-    if best < loss and converged:  # a stationary point below the start: the ball's centre is higher
+    if best < loss and converged:  # a stationary point below the start: the ball's center is higher
         return _Found(0.0, 1 + used, converged=False, why="the ascent ended below its start", residual=residual)
     return _Found(best - loss, 1 + used, converged=converged, why=why, residual=residual)
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from sharpscope.config.probes import KINDS, Check, ObjectiveName, ProbesSpec
 from sharpscope.errors import CheckError
-from sharpscope.probes.estimate import Estimate, labelled, problems
+from sharpscope.probes.estimate import Estimate, labeled, problems
 from sharpscope.probes.gradient_norm import squared_gradient_norm
 from sharpscope.probes.hessian import Curvature, CurvatureSettings, Operator, adamw_preconditioner, curvature_of
 from sharpscope.probes.hessian.api import sub_generator
@@ -119,7 +119,7 @@ def run(
                 memory_mb=spec.basis_mb,
                 check=spec.check,
             )
-            yield Measured(batch, tuple(labelled(rows, probe_set=batch.name)))
+            yield Measured(batch, tuple(labeled(rows, probe_set=batch.name)))
 
 
 def measure(
@@ -274,7 +274,7 @@ def _measure(
             top = result.vectors[0] if result is not None and result.converged else None
             points = [max(spec.rhos) * point for point in SLICE_POINTS]
             rows += loss_slices(surface, points, top=top, seed=seed, at=at)
-        named = labelled(rows, functional=objective.name, probe_set=batch.name)
+        named = labeled(rows, functional=objective.name, probe_set=batch.name)
         return Measured(batch, tuple(named), surface.objective, result)
 
 
@@ -360,7 +360,7 @@ def _groups(surface: LmSurface, spec: ProbesSpec, seed: int) -> list[Estimate]:
             found = curvature_of(
                 surface.restricted(tensors), _ends(spec, smallest=True), seed=seed, check=spec.check != "off"
             )
-            rows += labelled(found.estimates(), parameters=name)
+            rows += labeled(found.estimates(), parameters=name)
     return rows
 
 

@@ -107,18 +107,17 @@ def check_resume(config: RunConfig) -> None:
     folder = config.run_dir
     if not (folder / RUN_FILE).exists():
         if not never_began(folder):
-            raise UserError(f"run '{folder}': has no {RUN_FILE}; give the folder of a run")
+            raise UserError(f"run '{folder}' has no {RUN_FILE}; give the folder of a run")
         return
     info = read_run_info(folder)
     if info.get("reduced") is not None:
         raise UserError(
-            f"run '{folder}': was made smaller by `sharpscope reduce`, and nothing goes on from what is left; resume the run "
-            "that it was made of"
+            f"run '{folder}' was reduced by `sharpscope reduce` and cannot be resumed; resume the run that it was made from"
         )
     done = info.get("steps_done") or 0
     if info.get("status") == "finished" and done >= config.steps:
         raise UserError(
-            f"run '{folder}': is finished, steps = {config.steps} are all done; start a new run with another --out"
+            f"run '{folder}' is finished: all of its steps are done (steps = {config.steps}); start a new run with another --out"
         )
 
 

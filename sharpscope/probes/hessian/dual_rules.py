@@ -81,8 +81,8 @@ def _layer_norm(
 ) -> Tensor:
     """Layer norm composed of operations whose tangents can be differentiated."""
     axes = tuple(range(-len(normalized_shape), 0))
-    centred = input - input.mean(axes, keepdim=True)
-    normed = centred * torch.rsqrt(centred.square().mean(axes, keepdim=True) + eps)
+    centered = input - input.mean(axes, keepdim=True)
+    normed = centered * torch.rsqrt(centered.square().mean(axes, keepdim=True) + eps)
     normed = normed if weight is None else normed * weight
     return normed if bias is None else normed + bias
 

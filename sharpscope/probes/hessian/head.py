@@ -55,7 +55,7 @@ class SelectedLogp(torch.autograd.Function):
     ) -> Tensor:
         """ℓ (M,), one pass over the vocabulary's blocks."""
         cuts = blocks(len(weight), len(hidden), hidden.element_size(), budget_mb)
-        lse, picked = _log_normaliser(hidden, weight, bias, target, form, cuts)
+        lse, picked = _log_normalizer(hidden, weight, bias, target, form, cuts)
         ctx.save_for_backward(hidden, weight, bias, target, lse)
         ctx.form, ctx.cuts = form, cuts
         return picked - lse
@@ -94,7 +94,7 @@ def _minus_probability(p: Tensor, target: Tensor, cut: slice) -> Tensor:
     return p
 
 
-def _log_normaliser(
+def _log_normalizer(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, form: Squash, cuts: list[slice]
 ) -> tuple[Tensor, Tensor]:
     """Logsumexp z (M,) and z_y (M,), one pass over the blocks."""

@@ -33,7 +33,7 @@ class Shortcuts(TorchFunctionMode):
     """Use the faster derivatives for a forward pass within the block.
 
     Attributes:
-        taken: how often each chain was recognised.
+        taken: how often each chain was recognized.
     """
 
     def __init__(self) -> None:

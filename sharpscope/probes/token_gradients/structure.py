@@ -453,7 +453,7 @@ def _find_split(model: nn.Module, structure: Structure, module: nn.Module | None
     """Set `last_layer` if the part after the last attention can be computed per position.
 
     That needs the parameters used before the layer's attention and those used after it to be different ones. In a layer
-    whose attention and MLP read the same normalised input they are not, nor in one with another input that depends on
+    whose attention and MLP read the same normalized input they are not, nor in one with another input that depends on
     parameters than the hidden states (Gemma 4's per-layer embeddings).
     """
     if module is None or structure.unhandled or structure.not_local:
