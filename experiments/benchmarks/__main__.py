@@ -145,7 +145,7 @@ def token_stats(
 def analyze(
     rows: Annotated[int, typer.Option(min=1000, help="Token rows of the synthetic run.")] = 10_000_000,
 ) -> None:
-    """Analyse a synthetic run of millions of token rows: time, memory, bytes on disk.
+    """Analyze a synthetic run of millions of token rows: time, memory, bytes on disk.
 
     Example:
 

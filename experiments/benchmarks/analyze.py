@@ -36,7 +36,7 @@ class AnalyzeBench:
         rows: token rows of the run.
         write_s: seconds to make and write the run.
         analyze_s: seconds of figures, tables and report; `claims_s` of the claims and their figures.
-        peak_bytes: peak resident memory of the analysing process, its libraries included.
+        peak_bytes: peak resident memory of the analyzing process, its libraries included.
         bytes_per_row: size of the tokens table on disk, for each row.
         met: whether all three requirements hold.
     """
@@ -61,7 +61,7 @@ def bench_analyze(
     folder: str | Path | None = None,
     on_progress: Callable[[str], None] | None = None,
 ) -> AnalyzeBench:
-    """Write a run of about `rows` token rows and analyse it in a process of its own.
+    """Write a run of about `rows` token rows and analyze it in a process of its own.
 
     Args:
         rows: token rows, rounded up to whole groups of completions.
@@ -77,7 +77,7 @@ def bench_analyze(
         run = write_big_run(place / "runs" / "big", rows, steps)
         written = time.perf_counter() - start
         parts = list((run / "traces" / "tokens").glob("*.parquet"))
-        tell("analysing")
+        tell("analyzing")
         found = _in_own_process(place / "runs", place / "report")
         size = sum(part.stat().st_size for part in parts) / found["rows"]
     met = (
@@ -202,7 +202,7 @@ def _in_own_process(runs: Path, out: Path) -> dict[str, Any]:
         found: dict[str, Any] = receiver.recv()
     except EOFError:
         process.join()
-        raise RuntimeError(f"the analysing process ended with code {process.exitcode}") from None
+        raise RuntimeError(f"the analyzing process ended with code {process.exitcode}") from None
     process.join()
     return found
 

@@ -28,7 +28,7 @@ class Memory:
     Attributes:
         steps: steps of the run.
         slope: bytes a step, by least squares.
-        std_error: of the slope, from the means of 20 blocks of steps: neighbouring steps' residuals are not independent.
+        std_error: of the slope, from the means of 20 blocks of steps: neighboring steps' residuals are not independent.
         growth: bytes that the slope adds over the measured steps.
         spread: standard deviation of the residuals [bytes].
         peak: largest resident memory of the process [bytes], as run.json states it.

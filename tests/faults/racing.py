@@ -55,7 +55,7 @@ def _one_wins(both: list[Ended]) -> str:
 
 def stale_locks(policy: Path, whole: list[Whole], folder: Path) -> Tried:
     """Locks of dead processes, with reused numbers, empty, unreadable: taken over. Of another machine: respected."""
-    tried = Tried("a lock left behind", "recognised as stale and replaced; one of another machine is respected")
+    tried = Tried("a lock left behind", "recognized as stale and replaced; one of another machine is respected")
     started = time.monotonic()
     one = whole[0]
     here, born = socket.gethostname(), psutil.Process().create_time()
