@@ -10,7 +10,6 @@ from html.parser import HTMLParser
 import pandas as pd
 import pytest
 
-from sharpscope.analysis import token_text
 from sharpscope.config import build_config
 from sharpscope.errors import UserError
 from sharpscope.sweeps.plan import run_name
@@ -72,7 +71,7 @@ def harmless(text: str) -> None:
     ],
 )
 def test_a_terminal_shows_it_and_obeys_nothing(hostile_run, monkeypatch, arguments, shown):
-    monkeypatch.setattr(token_text, "token_decoder", lambda run: lambda token: HOSTILE)
+    monkeypatch.setattr("sharpscope.analysis.token_decoder", lambda run: lambda token: HOSTILE)
     monkeypatch.setenv("COLUMNS", "4000")
     before = contents(hostile_run.parent)
     called = call(arguments, hostile_run.parent)
