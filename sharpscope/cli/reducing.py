@@ -31,16 +31,19 @@ def reduce(
     Example:
       sharpscope reduce runs/study --out runs/reduced
     """
-    from sharpscope.analysis import reduce_runs
+    from sharpscope.analysis import load_several, nothing_found, reduce_runs
+    from sharpscope.errors import UserError
     from sharpscope.traces import load_runs
 
+    named = [item for path in runs for item in load_runs(path).by_name.items()]
+    if not named:
+        raise UserError(nothing_found(runs, load_several(runs)))
     with progress("reducing") as update:
-        named = [item for path in runs for item in load_runs(path).by_name.items()]
         written, skipped = reduce_runs(named, out, tokens, lambda name: update(f"reducing {name}"))
     for line in skipped:
         typer.echo(f"  skipped: {printable(line)}")
     size = sum(file.stat().st_size for folder in written for file in folder.rglob("*") if file.is_file())
-    typer.echo(f"{len(written)} runs reduced, {size / 1e6:.1f} MB. Written: {out}/ (try: sharpscope claims {out})")
+    typer.echo(f"{_count(len(written))} reduced, {size / 1e6:.1f} MB. Written: {out}/ (try: sharpscope claims {out})")
 
 
 def pack(
@@ -54,10 +57,14 @@ def pack(
     Example:
       sharpscope pack runs/reduced --out data/reference
     """
-    from sharpscope.analysis import load_several
+    from sharpscope.analysis import load_several, nothing_found
+    from sharpscope.errors import UserError
     from sharpscope.traces import pack_runs
 
-    files = pack_runs(load_several(runs).by_name, out)
+    loaded = load_several(runs)
+    if not len(loaded):
+        raise UserError(nothing_found(runs, loaded))
+    files = pack_runs(loaded.by_name, out)
     size = sum(file.stat().st_size for file in files)
     typer.echo(f"{len(files)} files, {size / 1e6:.1f} MB. Written: {out}/")
 
@@ -73,12 +80,19 @@ def unpack(
 
       sharpscope unpack data/reference/grpo-s0 --out runs
     """
+    from sharpscope.errors import UserError
     from sharpscope.traces import load_run, load_runs, unpack_run
 
     runs = load_runs(packed).by_name if packed.is_dir() else {packed.name: load_run(packed)}
+    if not runs:
+        raise UserError(f"unpack {packed}: no run found; give the folder of a pack, or one of its runs as PACK/NAME")
     existing = [name for name in runs if (out / name).exists()]
     for name, run in runs.items():
         if name not in existing:
             unpack_run(run, out / name)
     kept = f"; {len(existing)} already exist" if existing else ""
-    typer.echo(f"{len(runs) - len(existing)} runs unpacked{kept}. Written: {out}/")
+    typer.echo(f"{_count(len(runs) - len(existing))} unpacked{kept}. Written: {out}/")
+
+
+def _count(runs: int) -> str:
+    return "1 run" if runs == 1 else f"{runs} runs"

@@ -338,7 +338,7 @@ def read_yaml(file: Path) -> dict[str, Any]:
             raise UserError(f"config file '{file}': is larger than {YAML_LIMIT:,} bytes; give a configuration file")
         data = load_yaml(content.decode("utf-8"))
     except FileNotFoundError:
-        raise UserError(f"config file '{file}' does not exist; give the path of a YAML file, or omit it") from None
+        raise UserError(f"config file '{file}' does not exist; give the path of a YAML file") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"config file '{file}' cannot be read: {error}") from None
     except YAML_ERRORS as error:

@@ -158,7 +158,7 @@ def test_two_runs_of_one_name_are_refused_and_nothing_is_written(folder, tmp_pat
     with pytest.raises(UserError, match="'grpo-s0' names both"):
         reduce(*given, "--out", "ref")
     assert everything(tmp_path) == before
-    assert "1 runs reduced" in reduce(given[0], f"{given[0]}/grpo-s0", "--out", "ref")  # one run, given twice
+    assert "1 run reduced" in reduce(given[0], f"{given[0]}/grpo-s0", "--out", "ref")  # one run, given twice
 
 
 def test_a_copy_lies_below_out_and_is_not_the_run_itself(folder, tmp_path):
@@ -175,7 +175,7 @@ def test_a_reduced_run_among_others_is_left_out(folder, reduced, tmp_path):
     shutil.copytree(reduced / "grpo-s0", tmp_path / "some" / "small")
     shutil.copytree(folder / "grpo-s1", tmp_path / "some" / "whole")
     output = reduce(tmp_path / "some", "--out", tmp_path / "out")
-    assert "skipped: small: is a reduction itself" in output and "1 runs reduced" in output
+    assert "skipped: small: is a reduction itself" in output and "1 run reduced" in output
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["whole"]
 
 

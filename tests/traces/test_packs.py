@@ -94,6 +94,11 @@ def test_commands_read_a_packed_run(packed):
 
 
 def test_mistakes_are_named(packed, tmp_path):
+    (tmp_path / "empty").mkdir()
+    for command, found in (("reduce", "no run below"), ("pack", "no run below"), ("unpack", "no run found")):
+        result = CliRunner().invoke(app, [command, str(tmp_path / "empty"), "--out", str(tmp_path / "out")])
+        assert isinstance(result.exception, UserError) and found in str(result.exception)
+        assert not (tmp_path / "out").exists()
     with pytest.raises(UserError, match=r"has no run 'grpo-s1'; did you mean 'grpo-s0'"):
         sharpscope.load_run(packed / "pack" / "grpo-s1")
     runs = load_runs(packed / "runs").by_name

@@ -114,7 +114,7 @@ def study_of(runs: Runs, baseline: str = "grpo", treatment: str = "grpo-sg", ign
         UserError: a method compared with itself.
     """
     if baseline == treatment:
-        raise UserError(f"treatment, {treatment}: the same as the baseline; give another method")
+        raise UserError(f"treatment {treatment}: the same as the baseline; give another method")
     return Study(runs.by_name, baseline, treatment, tuple(ignore))
 
 
@@ -124,7 +124,7 @@ def _names(claims: Sequence[str] | None) -> list[str]:
     asked = [claims] if isinstance(claims, str) else list(claims)
     for name in asked:
         if name.upper() not in CLAIMS:
-            raise UserError(f"claim, {name}: no such claim{nearest(name.upper(), CLAIMS)}")
+            raise UserError(f"claim {name}: no such claim{nearest(name.upper(), CLAIMS)}")
     wanted = {name.upper() for name in asked}
     return [name for name in CLAIMS if name in wanted]
 

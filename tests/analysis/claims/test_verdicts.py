@@ -75,7 +75,7 @@ def test_another_pair_of_methods():
     runs = paired_study(12, 0.1, treatment="gspo")
     found = verdict(runs, "C7", treatment="gspo")
     assert found.verdict == "supported" and found.methods == ("grpo", "gspo")
-    with pytest.raises(UserError, match="treatment, grpo"):
+    with pytest.raises(UserError, match="treatment grpo"):
         claims.test_claims(runs, treatment="grpo")
     with pytest.raises(UserError, match="no such claim; did you mean 'C"):
         claims.test_claims(runs, ["C14"])
