@@ -145,8 +145,8 @@ def _dry_run(runs: Sequence[PlannedRun], workers: int, threads: int) -> None:
         steps = sum(run.config.steps - run.steps_done for run in remaining)
         hours = seconds * steps / workers / 3600
         typer.echo(
-            f"about {hours:.2f} h: {steps} steps of {seconds:.2f} s ({threads} threads, settings of the first run, without "
-            f"evaluation, probes and checkpoints) on {workers} workers"
+            f"about {hours:.2f} h: {steps} steps of {seconds:.2f} s (threads per run: {threads}; settings of the first run, without "
+            f"evaluation, probes and checkpoints), workers: {workers}"
         )
 
 
