@@ -134,9 +134,12 @@ def test_streamed_products_follow_what_layers_get_besides_the_hidden_states(arch
 
     CTRL scales its embeddings in place, and BART's decoder does not say which module they are.
     """
+    import transformers
     from transformers import AutoModelForCausalLM
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+    if architecture not in CONFIG_MAPPING or (architecture == "zamba2" and transformers.__version__.startswith("5.3.")):
+        pytest.skip(f"transformers {transformers.__version__} has no {architecture} that runs")
     torch.manual_seed(0)
     config = CONFIG_MAPPING[architecture](**SIDE_ARCHITECTURES[architecture])
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").double().eval()
