@@ -28,7 +28,7 @@ from sharpscope.traces.reductions import (
     reductions_table,
     write_reductions,
 )
-from sharpscope.traces.schema import SCHEMA_VERSION, TABLES, VERSION_KEY, arrow_schema
+from sharpscope.traces.schema import READABLE_VERSIONS, TABLES, VERSION_KEY, arrow_schema
 from sharpscope.traces.writer import TraceWriter, parquet_encoding
 
 if TYPE_CHECKING:
@@ -84,8 +84,9 @@ class Pack:
         except (pa.ArrowException, OSError) as error:
             raise UserError(f"{path}: cannot be read ({error}); restore it") from error
         schema = metadata.schema.to_arrow_schema()
-        if (schema.metadata or {}).get(VERSION_KEY) != str(SCHEMA_VERSION).encode():
-            raise UserError(f"{path}: schema version is not {SCHEMA_VERSION}; pack the runs again")
+        version = (schema.metadata or {}).get(VERSION_KEY, b"?").decode()
+        if version not in map(str, READABLE_VERSIONS):
+            raise UserError(f"{path}: has schema version {version}, this version reads {READABLE_VERSIONS}")
         run, step = schema.names.index("run"), schema.names.index("step")
         groups: dict[str, list[RowGroup]] = {}
         rows: dict[str, int] = {}

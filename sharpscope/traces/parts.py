@@ -6,13 +6,14 @@ import re
 import zlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from sharpscope.traces.schema import SCHEMA_VERSION, VERSION_KEY
+from sharpscope.traces.schema import READABLE_VERSIONS, VERSION_KEY
 
 PART = re.compile(r"part-(\d{6,})-([0-9a-f]{8})\.parquet")
 FOUND_DAMAGED = "damaged-"
@@ -65,6 +66,11 @@ class Part:
     groups: tuple[RowGroup, ...]
     metadata: pq.FileMetaData
 
+    @cached_property
+    def names(self) -> list[str]:
+        """Columns of the file, in order. Each has one leaf: no column is a struct."""
+        return list(self.metadata.schema.to_arrow_schema().names)
+
     @property
     def first_step(self) -> int:
         """Lowest step with rows in this part."""
@@ -86,7 +92,7 @@ class Part:
         """Read rows of some steps. Other columns and row groups are not read from the disk.
 
         Args:
-            columns: columns to return, in this order.
+            columns: columns to return, in this order. A column that the file lacks (an older schema) is null.
             steps: steps to return; None returns all.
             required: skip row groups in which one of these columns is all null.
 
@@ -95,7 +101,10 @@ class Part:
         """
         groups = self.select(steps, required)
         mixed = steps is not None and any(g.first_step != g.last_step for g in groups)
-        loaded = [*columns, "step"] if mixed and "step" not in columns else list(columns)
+        stored = set(self.names)
+        loaded = [name for name in columns if name in stored]
+        if (mixed or not loaded) and "step" not in loaded:
+            loaded.append("step")
         try:
             with pq.ParquetFile(self.path, metadata=self.metadata, page_checksum_verification=True) as file:
                 table = file.read_row_groups([g.index for g in groups], columns=loaded, use_threads=False)
@@ -109,11 +118,16 @@ class Part:
             raise DamagedPartError(f"its pages cannot be read ({_one_line(error)})") from error
         if mixed:
             table = table.filter(pc.is_in(table["step"], pa.array(list(steps or ()), pa.int32())))
+        for name in columns:
+            if name not in stored:
+                table = table.append_column(name, pa.nulls(table.num_rows))
         return table.select(list(columns))
 
     def _all_null(self, group: RowGroup, column: str) -> bool:
+        if column not in self.names:
+            return True
         rows = self.metadata.row_group(group.index)
-        statistics = rows.column(self.metadata.schema.names.index(column)).statistics
+        statistics = rows.column(self.names.index(column)).statistics
         return statistics is not None and statistics.has_null_count and statistics.null_count == rows.num_rows
 
 
@@ -140,8 +154,8 @@ def open_part(path: Path) -> Part:
     except (pa.ArrowException, OSError) as error:
         raise DamagedPartError(f"its footer cannot be read ({_one_line(error)})") from error
     version = metadata.schema.to_arrow_schema().metadata.get(VERSION_KEY, b"?").decode()
-    if version != str(SCHEMA_VERSION):
-        raise DamagedPartError(f"it has schema version {version}, this version reads {SCHEMA_VERSION}")
+    if version not in map(str, READABLE_VERSIONS):
+        raise DamagedPartError(f"it has schema version {version}, this version reads {READABLE_VERSIONS}")
     groups = []
     for index in range(metadata.num_row_groups):
         statistics = metadata.row_group(index).column(metadata.schema.names.index("step")).statistics

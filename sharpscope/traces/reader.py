@@ -18,7 +18,7 @@ from sharpscope.traces.lock import has_writer
 from sharpscope.traces.packs import Pack, is_pack, open_pack
 from sharpscope.traces.parts import DamagedPartError, Part, names, open_part
 from sharpscope.traces.reductions import Reduction, read_reductions
-from sharpscope.traces.schema import SCHEMA_VERSION, TABLES, arrow_schema
+from sharpscope.traces.schema import READABLE_VERSIONS, TABLES, arrow_schema
 
 _DEPTH = 4
 MISSING = "it was listed but could not be opened, twice"
@@ -47,9 +47,9 @@ class Run:
         self._key = "" if pack is None else self.path.relative_to(pack.folder).as_posix()
         self.info = read_run_info(self.path) if pack is None else pack.info(self._key)
         version = self.info.get("schema_version")
-        if version != SCHEMA_VERSION:
+        if version not in READABLE_VERSIONS:
             raise UserError(
-                f"run: {self.path} has schema version {version}, this version reads {SCHEMA_VERSION}; "
+                f"run: {self.path} has schema version {version}, this version reads {READABLE_VERSIONS}; "
                 "use the sharpscope version in its run.json under versions"
             )
         self.damaged: dict[str, str] = {}

@@ -12,8 +12,15 @@ from functools import cache
 
 import pyarrow as pa
 
-SCHEMA_VERSION = 1
-"""Increases when a column is renamed, removed or changes its meaning. Readers reject other versions."""
+SCHEMA_VERSION = 2
+"""Increases when tables or columns are added, renamed, removed or change their meaning.
+
+- 1: sharpscope 0.1.
+- 2: sharpscope 0.2. New tables and new columns; a column that version 1 lacks is null (not recorded).
+"""
+
+READABLE_VERSIONS = (1, 2)
+"""Versions that readers accept."""
 
 VERSION_KEY = b"sharpscope.schema_version"
 

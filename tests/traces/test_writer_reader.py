@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -26,6 +28,8 @@ from sharpscope.traces import (
     timing_columns,
     update_run_info,
 )
+from sharpscope.traces.schema import VERSION_KEY
+from sharpscope.traces.writer import write_part
 from tests.traces.rows import INFO, new_run, rows
 
 
@@ -286,6 +290,35 @@ def test_runs_are_found_below_a_folder_and_joined(tmp_path):
     assert runs.table["status"].tolist() == ["died"] * 3
     assert list(load_runs([tmp_path / "a"]).by_name) == ["a"]
     assert list(load_runs(tmp_path / "a").by_name) == ["a"]
+
+
+def test_a_column_that_an_older_schema_lacks_is_null(tmp_path):
+    run = new_run(tmp_path / "a")
+    old = pa.Table.from_pydict(
+        {"step": [1, 1, 2], "index": [0, 1, 0], "logp": [-1.0, -2.0, -3.0]},
+        pa.schema([("step", pa.int32()), ("index", pa.int32()), ("logp", pa.float32())], {VERSION_KEY: b"1"}),
+    )
+    (run / "traces" / "tokens").mkdir(parents=True, exist_ok=True)
+    write_part(old, run / "traces" / "tokens", 1)
+    update_run_info(run, schema_version=1)
+    with TraceWriter(run) as writer:  # a run that version 1 began and this version resumed
+        writer.append("tokens", _tokens(step=3))
+    read = load_run(run)
+    assert read.tokens(columns=["logp"])["logp"].tolist()[:3] == [-1.0, -2.0, -3.0]
+    mixed = read.tokens(columns=["entropy", "logp"], steps=[2, 3])
+    assert mixed["entropy"].isna().tolist() == [True] + [False] * 4 and mixed["logp"].iloc[0] == -3.0
+    assert [len(part) for part in read.iter_tokens(columns=["logp"], required=["entropy"])] == [4]
+    assert len(read.tokens(columns=["entropy"])) == 7
+    assert read.damaged == {}
+
+
+def test_columns_that_version_1_lacks_may_be_null():
+    tuning = Path(__file__).parents[2] / "data" / "tuning"
+    for table in TABLES.values():
+        file = tuning / f"{table.name}.parquet"
+        if file.exists():
+            missing = [column for column in table.columns if column.name not in pq.read_schema(file).names]
+            assert all(column.nullable for column in missing), table.name
 
 
 def test_other_schema_versions_and_broken_run_files_are_left_out_with_a_word(tmp_path):
