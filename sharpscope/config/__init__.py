@@ -8,6 +8,7 @@ from sharpscope.config.method import Method, passes_of
 from sharpscope.config.named_methods import control_names, describe, method_label, method_names, named_method
 from sharpscope.config.policy import PolicySpec, RolloutSpec, SamplingSpec
 from sharpscope.config.probes import ProbesSpec
+from sharpscope.config.reference import reference_method, rotation_bound, weight_rotation_bound
 from sharpscope.config.run import (
     RunConfig,
     build_config,
@@ -52,10 +53,13 @@ __all__ = [
     "parse_override",
     "passes_of",
     "read_yaml",
+    "reference_method",
     "register_shaping",
     "register_token_weight",
     "resolve_method",
+    "rotation_bound",
     "to_yaml",
     "token_weight_kinds",
     "validate",
+    "weight_rotation_bound",
 ]

@@ -10,6 +10,7 @@ from sharpscope.config.probes import ProbesSpec
 from sharpscope.probes.attribution import (
     UpdateSplit,
     attribute,
+    coming_step,
     coming_update,
     directional_derivative,
     failure_coefficients,
@@ -18,6 +19,7 @@ from sharpscope.probes.attribution import (
     nll_coefficients,
     update_attribution,
 )
+from sharpscope.probes.directions import Rotation, noise_rotation, rotation
 from sharpscope.probes.estimate import Estimate, columns, frame, problems
 from sharpscope.probes.gradient_norm import squared_gradient_norm
 from sharpscope.probes.guard import guarded
@@ -52,6 +54,7 @@ __all__ = [
     "ProbeReport",
     "ProbeSet",
     "ProbesSpec",
+    "Rotation",
     "ScoreNorms",
     "Sharpness",
     "UpdateSplit",
@@ -60,6 +63,7 @@ __all__ = [
     "attribute",
     "build_probe_set",
     "columns",
+    "coming_step",
     "coming_update",
     "curvature",
     "directional_derivative",
@@ -73,6 +77,7 @@ __all__ = [
     "measure",
     "measured_cost",
     "nll_coefficients",
+    "noise_rotation",
     "probe_functionals",
     "probe_policy",
     "probe_set_batches",
@@ -80,6 +85,7 @@ __all__ = [
     "problems",
     "read_rows",
     "rollout_objective",
+    "rotation",
     "run",
     "score_norms",
     "sharpness",

@@ -10,9 +10,9 @@ a held-out gradient. Other terms of the loss (an entropy bonus, a penalty on the
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -399,13 +399,70 @@ def coming_update(
     Raises:
         UserError: another optimizer, or an option that changes the step.
     """
-    settings = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    gradients = [p.grad for p in parameters]
     direction = []
     squared = from_gradient = from_momentum = from_decay = 0.0
-    for parameter in parameters:
-        group = settings.get(id(parameter))
-        if group is None or parameter.grad is None:
+    for parameter, part in zip(parameters, _coming_parts(optimizer, parameters, gradients, clip_factor), strict=True):
+        if part is None:
             direction.append(torch.zeros_like(parameter))
+            continue
+        step = part.kept + part.fresh + part.shrunk
+        squared += _inner(step, step)
+        from_gradient += _inner(part.fresh, step)
+        from_momentum += _inner(part.kept, step)
+        from_decay += _inner(part.shrunk, step)
+        direction.append(step.mul_(part.rate).mul_(-(1 - part.beta1) * clip_factor))
+    if squared == 0.0:
+        return UpdateSplit(direction, 0.0, math.nan, math.nan, math.nan)
+    return UpdateSplit(direction, squared, from_gradient / squared, from_momentum / squared, from_decay / squared)
+
+
+@torch.no_grad()
+def coming_step(
+    optimizer: torch.optim.Optimizer,
+    parameters: Sequence[nn.Parameter],
+    gradients: Sequence[Tensor | None],
+    clip_factor: float = 1.0,
+) -> Iterator[Tensor | None]:
+    """Δθ that `optimizer.step()` would make with these gradients, one parameter after the other; its state is not changed.
+
+    Sharded parameters give sharded steps.
+
+    Args:
+        optimizer: AdamW, or Adam without weight decay.
+        parameters: trainable parameters in the model's order.
+        gradients: one for each parameter, unclipped; None: the parameter does not move, and None is yielded.
+        clip_factor: κ, which clipping multiplies the gradients by.
+
+    Raises:
+        UserError: another optimizer, or an option that changes the step.
+    """
+    for part in _coming_parts(optimizer, parameters, gradients, clip_factor):
+        yield None if part is None else part.kept + part.fresh + part.shrunk
+
+
+class _Parts(NamedTuple):
+    """AdamW's next step of one parameter: Δθ = kept + fresh + shrunk."""
+
+    kept: Tensor  # from momentum
+    fresh: Tensor  # from the gradient
+    shrunk: Tensor  # from weight decay
+    rate: Tensor  # lr/b₁·D⁻¹
+    beta1: float
+
+
+def _coming_parts(
+    optimizer: torch.optim.Optimizer,
+    parameters: Sequence[nn.Parameter],
+    gradients: Sequence[Tensor | None],
+    clip_factor: float,
+) -> Iterator[_Parts | None]:
+    """The parts of the coming step, one parameter after the other; None for parameters that do not move."""
+    settings = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        group = settings.get(id(parameter))
+        if group is None or gradient is None:
+            yield None
             continue
         _check_optimizer(optimizer, group)
         beta1, beta2 = group["betas"]
@@ -414,19 +471,10 @@ def coming_update(
         k = float(state.get("step", 0)) + 1
         m = state.get("exp_avg", torch.zeros_like(parameter))
         v = state.get("exp_avg_sq", torch.zeros_like(parameter))
-        g = parameter.grad * clip_factor
+        g = gradient * clip_factor
         root = (v * beta2).addcmul_(g, g, value=1 - beta2).div_(1 - beta2**k).sqrt_().add_(group["eps"])
         rate = lr / (1 - beta1**k) / root
-        kept, fresh, shrunk = -beta1 * rate * m, -(1 - beta1) * rate * g, -lr * decay * parameter
-        step = kept + fresh + shrunk
-        squared += _inner(step, step)
-        from_gradient += _inner(fresh, step)
-        from_momentum += _inner(kept, step)
-        from_decay += _inner(shrunk, step)
-        direction.append(step.mul_(rate).mul_(-(1 - beta1) * clip_factor))
-    if squared == 0.0:
-        return UpdateSplit(direction, 0.0, math.nan, math.nan, math.nan)
-    return UpdateSplit(direction, squared, from_gradient / squared, from_momentum / squared, from_decay / squared)
+        yield _Parts(-beta1 * rate * m, -(1 - beta1) * rate * g, -lr * decay * parameter, rate, beta1)
 
 
 def update_attribution(

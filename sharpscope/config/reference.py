@@ -1,0 +1,101 @@
+"""What a method's gradient is compared with, and how far bounded token weights can turn a gradient."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from sharpscope.config.method import (
+    AllTokens,
+    Method,
+    NoCorrection,
+    NoEntropyBonus,
+    NoPenalty,
+    NoSharpness,
+    SinglePass,
+)
+from sharpscope.config.named_methods import named_method
+from sharpscope.config.token_weights import (
+    ConstantWeight,
+    Control,
+    MeanOneWeight,
+    PolarityWeight,
+    UniformWeight,
+    Weighting,
+)
+
+
+def reference_method(method: Method) -> Method:
+    """The objective that a method's gradient is compared with.
+
+    It is the method with all weights 1 and without masks, sampler correction, penalty, entropy bonus, separate passes and
+    sharpness control; advantages, ratio, clip, aggregation and KL coefficient stay. Where that changes nothing, the
+    method differs from GRPO by its advantages, ratio, clip or aggregation: then it is plain GRPO with the method's KL
+    term.
+    """
+    kl = method.kl.model_copy(update={"weighted": False})
+    removed: dict[str, Any] = {
+        "weight": UniformWeight(),
+        "weight_on": "surrogate",
+        "tokens": AllTokens(),
+        "truncated": "keep",
+        "correction": NoCorrection(),
+        "off_policy": None,
+        "penalty": NoPenalty(),
+        "entropy": NoEntropyBonus(),
+        "passes": SinglePass(),
+        "sharpness": NoSharpness(),
+        "kl": kl,
+    }
+    unweighted = method.model_copy(update=removed)
+    if unweighted != method:
+        return unweighted
+    return named_method("grpo").model_copy(update={"kl": kl})
+
+
+def rotation_bound(low: float, high: float) -> float:
+    """Largest rotation of a gradient by token weights in [low, high], if token gradients are orthogonal [degrees].
+
+    The angle between Σ g_t and Σ w_t·g_t is at most arctan((U − L)/(2·√(L·U))), since its cosine is at least
+    2·√(L·U)/(L + U) (Cassels' inequality). It is reached where all weights are L or U and the tokens at L carry U/(L + U)
+    of Σ ‖g_t‖². Gradients of correlated tokens can turn further.
+
+    Args:
+        low: L ≥ 0.
+        high: U ≥ L, may be infinite.
+
+    Returns:
+        Degrees in [0, 90]; 90 if L = 0 < U or U is infinite, 0 if L = U.
+
+    Raises:
+        ValueError: not 0 ≤ L ≤ U.
+    """
+    if not 0 <= low <= high or math.isinf(low):
+        raise ValueError(f"weights in [{low}, {high}]: needs 0 ≤ L ≤ U, L finite")
+    if low == high:
+        return 0.0
+    if math.isinf(high) or low == 0:
+        return 90.0
+    return math.degrees(math.atan((high - low) / (2 * math.sqrt(low * high))))
+
+
+def weight_rotation_bound(weight: Weighting) -> float | None:
+    """`rotation_bound` of a weighting's range [degrees]; None if its weights have no positive lower or no upper bound.
+
+    Schedules must be resolved (`at`).
+    """
+    match weight:
+        case UniformWeight() | ConstantWeight():
+            return 0.0
+        case MeanOneWeight():
+            return weight_rotation_bound(weight.inner)  # the common factor cancels
+        case PolarityWeight():
+            alpha = weight.alpha
+            assert isinstance(alpha, float | int)
+            return rotation_bound(1 - alpha, 1 + alpha)
+        case Control() if not weight.bounded:
+            return weight_rotation_bound(weight.inner)
+    bounds = weight.bounds
+    if bounds is None or bounds[0] <= 0 or math.isinf(bounds[1]):
+        return None
+    return rotation_bound(*bounds)

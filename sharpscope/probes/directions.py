@@ -1,0 +1,108 @@
+"""How far one gradient points from another: rotation, scale, and the rotation that the batch's noise alone makes.
+
+Gradients are lists of tensors like the trainable parameters; None counts as zeros. Parts of sharded tensors (FSDP2) are
+summed over the processes, so every process must call these functions; other tensors are the same in every process.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sharpscope import distributed
+from sharpscope.policy.sharding import is_shard
+
+Gradient = Iterable[Tensor | None]
+"""Tensors like the trainable parameters, in their order."""
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """A vector compared with a reference.
+
+    Attributes:
+        angle: between the two, in [0, 180] [degrees]; NaN if one is zero or not finite.
+        scale: norm of the vector over that of the reference; NaN if the reference is zero.
+    """
+
+    angle: float
+    scale: float
+
+
+@torch.no_grad()
+def rotation(vector: Gradient, reference: Gradient) -> Rotation:
+    """Angle and norm ratio between two gradients or two updates, over all parameters in float64.
+
+    The angle is 2·atan2(‖â − b̂‖, ‖â + b̂‖) of the unit vectors, which is exact for equal vectors, where arccos has errors
+    of 1e-6 degrees. The arguments may be generators: one tensor of each is read at a time.
+
+    Raises:
+        ValueError: different numbers of tensors.
+    """
+    aa, bb, minus, plus = _sums(
+        vector, reference, lambda a, b: (a @ a, b @ b, (a - b) @ (a - b), (a + b) @ (a + b)), count=4
+    )
+    a, b = math.sqrt(aa), math.sqrt(bb)
+    if not (0 < a < math.inf and 0 < b < math.inf):
+        return Rotation(math.nan, a / b if b > 0 else math.nan)
+    gap = (a - b) ** 2  # ‖â ∓ b̂‖²·‖a‖‖b‖ = ‖a ∓ b‖² − (‖a‖ − ‖b‖)²
+    angle = 2 * math.atan2(math.sqrt(max(minus - gap, 0.0)), math.sqrt(max(plus - gap, 0.0)))
+    return Rotation(math.degrees(angle), a / b)
+
+
+@torch.no_grad()
+def noise_rotation(first: Gradient, second: Gradient, share: float = 0.5) -> float:
+    """Estimated angle between a batch's gradient and the expected gradient, from the gradients of two halves [degrees].
+
+    g = g_A + g_B is the gradient of the whole batch, g_A and g_B are the sums over two parts with independent prompts that
+    hold the shares f and 1 − f of the prompts. Then E⟨g_A, g_B⟩ = f·(1 − f)·‖E g‖², free of the noise's bias, and
+
+        noise_rotation = arccos √( max(0, ⟨g_A, g_B⟩) / (f·(1 − f)·‖g_A + g_B‖²) ),
+
+    the angle whose squared cosine is ‖E g‖²/E‖g‖². With f = 1/2 its tangent is ‖g_A − g_B‖/(2·√⟨g_A, g_B⟩).
+
+    Args:
+        first: g_A.
+        second: g_B.
+        share: f in (0, 1).
+
+    Returns:
+        Degrees in [0, 90]; 90 if ⟨g_A, g_B⟩ ≤ 0: no common direction can be seen. NaN if g is zero or not finite.
+
+    Raises:
+        ValueError: different numbers of tensors, or a share outside (0, 1).
+    """
+    if not 0 < share < 1:
+        raise ValueError(f"share = {share}: must be in (0, 1)")
+    product, whole = _sums(first, second, lambda a, b: (a @ b, (a + b) @ (a + b)), count=2)
+    if not (0 < whole < math.inf):
+        return math.nan
+    return math.degrees(math.acos(math.sqrt(min(max(product, 0.0) / (share * (1 - share) * whole), 1.0))))
+
+
+def _sums(first: Gradient, second: Gradient, terms: Any, *, count: int) -> list[float]:
+    """Sums over all parameters of `terms` of two flat float64 tensors; parts of shards are summed over the processes."""
+    whole, own, divided = [0.0] * count, [0.0] * count, False
+    for a, b in zip(first, second, strict=True):
+        like = b if a is None else a
+        if like is None:
+            continue
+        shard = is_shard(like)
+        values = terms(*(_flat(torch.zeros_like(like) if x is None else x) for x in (a, b)))
+        target = own if shard else whole
+        for place, value in enumerate(values):
+            target[place] += float(value)
+        divided = divided or shard
+    if divided:
+        own = [distributed.sum_values(value) for value in own]
+    return [x + y for x, y in zip(whole, own, strict=True)]
+
+
+def _flat(tensor: Any) -> Tensor:
+    local: Tensor = tensor.to_local() if is_shard(tensor) else tensor
+    return local.detach().flatten().double()
