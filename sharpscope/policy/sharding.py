@@ -24,12 +24,12 @@ from sharpscope.policy.head import backbone
 _reshard: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()  # the option of `shard`
 
 
-def shard(model: nn.Module, reshard: bool = True) -> None:
+def shard(model: nn.Module, reshard_after_forward: bool = True) -> None:
     """Shard the layers' parameters over all processes, in place. Gradients are summed over processes, not averaged.
 
     Args:
         model: The model.
-        reshard: Whether to free the gathered parameters after each forward pass.
+        reshard_after_forward: Whether to free the gathered parameters after each forward pass.
 
     Raises:
         UserError: The model has adapters, or its architecture does not mark the layers.
@@ -45,12 +45,12 @@ def shard(model: nn.Module, reshard: bool = True) -> None:
     device = next(model.parameters()).device.type
     mesh = init_device_mesh(device, (torch.distributed.get_world_size(),))
     for layer in layers:
-        fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
-    fully_shard(backbone(model), mesh=mesh, reshard_after_forward=reshard, ignored_params=outside)
+        fully_shard(layer, mesh=mesh, reshard_after_forward=reshard_after_forward)
+    fully_shard(backbone(model), mesh=mesh, reshard_after_forward=reshard_after_forward, ignored_params=outside)
     for module in _sharded_modules(model):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # gloo does not support scaled sums
-    _reshard[model] = reshard
+    _reshard[model] = reshard_after_forward
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -70,6 +70,15 @@ def full_tensor(tensor: Any) -> Any:
 
 def _sharded_modules(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if hasattr(module, "set_gradient_divide_factor")]
+
+
+def reshard(model: nn.Module) -> None:
+    """Free gathered weights, so that the parameters are the shards; nothing for a model that is not sharded.
+
+    A forward pass without a backward pass can leave them gathered.
+    """
+    for module in _sharded_modules(model):
+        module.reshard()
 
 
 @contextmanager
@@ -107,8 +116,7 @@ def gathered_copy(
         device: Device of the copy.
         keep: False on processes that do not need the copy and only take part in the collectives.
     """
-    for module in _sharded_modules(model):
-        module.reshard()  # it can be unsharded after a forward pass without a backward pass
+    reshard(model)
     with torch.device("meta"):
         plain: Any = type(model)(copy.deepcopy(model.config))
     plain = plain.to(next(model.parameters()).dtype).eval()

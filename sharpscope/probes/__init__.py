@@ -1,7 +1,7 @@
 """Probes measure a model on fixed batches and leave it unchanged; each estimate has its error.
 
 Score norms and attributions of tokens: `score_norms`, `attribute`. The loss surface: `curvature` and `sharpness` of any
-loss, `run` for the probes of a `ProbesSpec`, `probe_policy` for a model on given texts.
+loss, `critical_sharpness` along an update, `run` for the probes of a `ProbesSpec`, `probe_policy` for a model on given texts.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from sharpscope.probes.attribution import (
     nll_coefficients,
     update_attribution,
 )
+from sharpscope.probes.critical import CriticalSharpness, critical_sharpness, update_direction, update_slope
 from sharpscope.probes.directions import Rotation, noise_rotation, rotation
 from sharpscope.probes.estimate import Estimate, columns, frame, problems
 from sharpscope.probes.gradient_norm import squared_gradient_norm
@@ -44,6 +45,7 @@ from sharpscope.probes.token_gradients import ScoreNorms, score_norms
 Functional, drawn_functional, probe_functionals = Objective, rollout_objective, probe_set_objectives
 
 __all__ = [
+    "CriticalSharpness",
     "Curvature",
     "Drawn",
     "Estimate",
@@ -65,6 +67,7 @@ __all__ = [
     "columns",
     "coming_step",
     "coming_update",
+    "critical_sharpness",
     "curvature",
     "directional_derivative",
     "drawn_functional",
@@ -92,4 +95,6 @@ __all__ = [
     "squared_gradient_norm",
     "token_norms",
     "update_attribution",
+    "update_direction",
+    "update_slope",
 ]

@@ -1,0 +1,445 @@
+"""Critical sharpness: the learning rate at which a step along the optimizer's update stops lowering the loss.
+
+For an update θ ← θ − η·Δ, the critical learning rate η_c is the smallest η > 0 with L(θ − η·Δ) > L(θ), and the critical
+sharpness is λ_c = 2/η_c (Kalra et al., arXiv 2601.16979). On a quadratic loss λ_c = ΔᵀHΔ/Δᵀg, at most the largest eigenvalue
+of the (preconditioned) Hessian. It needs forward passes only.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from sharpscope import distributed
+from sharpscope.errors import UserError
+from sharpscope.policy.sharding import is_shard, reshard
+from sharpscope.probes.estimate import Estimate
+
+Outcome = Literal["found", "not descent", "no crossing", "flat", "not finite", "unresolved"]
+EXPAND = 4.0  # largest factor between two step sizes while no crossing is bracketed
+RANGE = 2.0**20  # largest and smallest step size tried, relative to the guess
+ROUNDING = 0.05  # relative error of the step, from rounding to the parameters' dtype, above which a result is not reliable
+
+
+@dataclass(frozen=True)
+class CriticalSharpness:
+    """What `critical_sharpness` found.
+
+    Attributes:
+        value: λ_c = 2/η_c; NaN unless `outcome` is `found`.
+        lr: η_c, interpolated within the bracket [learning rate].
+        lower: largest η seen whose loss is not above L(θ), below the crossing; 0 if there is none.
+        upper: smallest η seen whose loss is above L(θ); infinite if there is none.
+        outcome: `found`; `not descent`: the loss rises at once (Δᵀg ≤ 0), so η_c = 0; `no crossing`: no η up to `lower` raises
+            the loss; `flat`: the loss does not change by more than rounding, as where a clipped surrogate has no gradient;
+            `not finite`: L(θ) is not finite; `unresolved`: the evaluations were used up before the bracket was narrow enough.
+        slope: Δᵀg, the decrease of the loss per unit of η at θ; as given, else of the smallest η seen.
+        loss: L(θ).
+        depth: largest decrease of the loss seen along the direction.
+        evaluations: number of losses computed.
+        rounding: relative error of the step θ − η_c·Δ from rounding to the parameters' dtype; NaN if not found.
+        converged: whether `value` is reliable.
+        why: reason for `converged = False`.
+        seconds: wall-clock time.
+    """
+
+    value: float
+    lr: float
+    lower: float
+    upper: float
+    outcome: Outcome
+    slope: float
+    loss: float
+    depth: float
+    evaluations: int
+    rounding: float
+    converged: bool
+    why: str
+    seconds: float
+
+    def estimates(self, probe: str = "critical") -> list[Estimate]:
+        """Rows `critical_sharpness` (residual: half the width of its bracket), `critical_lr` and `update_slope`."""
+        bracketed = self.lower > 0 and math.isfinite(self.upper) and math.isfinite(self.value)
+        residual = 1 / self.lower - 1 / self.upper if bracketed else math.nan
+        common: dict[str, Any] = {"converged": self.converged, "why": self.why}
+        half = (self.upper - self.lower) / 2 if bracketed else math.nan
+        undefined = "" if math.isfinite(self.slope) else self.why or "no loss below the smallest step"
+        return [
+            Estimate(
+                probe,
+                "critical_sharpness",
+                self.value,
+                samples=self.evaluations,
+                residual=residual,
+                seconds=self.seconds,
+                **common,
+            ),
+            Estimate(probe, "critical_lr", self.lr, samples=self.evaluations, residual=half, **common),
+            Estimate(probe, "update_slope", self.slope, why=undefined),
+        ]
+
+
+def critical_sharpness(
+    loss_fn: Callable[[], Tensor | float],
+    parameters: nn.Module | Sequence[Tensor],
+    direction: Sequence[Tensor | None],
+    *,
+    guess: float,
+    slope: float | None = None,
+    noise: float | None = None,
+    tolerance: float = 1 / 16,
+    max_evaluations: int = 40,
+) -> CriticalSharpness:
+    """The critical sharpness of a loss along an update, by a line search of about six forward passes.
+
+    L(θ − η·Δ) is computed at the guess, then at growing or shrinking η until one loss is above L(θ) and one is not, then inside
+    this bracket until 1 − lower/upper ≤ `tolerance`. The quotient (L(θ − η·Δ) − L(θ))/η is linear in η for a quadratic loss, so
+    its secants choose the next η; bisection takes over where they do not halve the bracket. A loss that crosses L(θ) several
+    times can have an earlier crossing between two steps tried.
+
+    The weights are moved in place in their own dtype and restored bitwise, also if this raises. Every evaluation starts from
+    the same random state, which is restored. Nothing else is changed: choose eval mode, and keep what the loss treats as
+    constants (old log-probabilities, advantages, masks, the batch) fixed in the closure. If a trainer's loss takes the present
+    log-probabilities as the old ones, it is constant, and the result is `flat`.
+
+    With several processes each must call this, with a `loss_fn` that returns the loss over all of them; the value of rank 0 is
+    used. For parameters sharded by FSDP2 pass the model, whose gathered weights must be freed after each move.
+
+    Args:
+        loss_fn: zero-argument closure that returns the scalar loss; called without gradients.
+        parameters: a model, for all of its trainable parameters, or the tensors to move.
+        direction: Δ, one tensor (or None: not moved) for each parameter, local shards or whole DTensors for sharded ones; see
+            `update_direction`. The update is θ ← θ − η·Δ.
+        guess: first η to try, such as the learning rate or the last `lr` found.
+        slope: Δᵀg if the gradient is known, which saves about one evaluation and detects Δᵀg ≤ 0 without any.
+        noise: differences of the loss up to this are treated as rounding; None: relative to L(θ), 4 times the resolution of the
+            loss's dtype, or an eighth of that of the parameters' if this is larger. Give it for losses near 0 and for autocast.
+        tolerance: relative width of the bracket.
+        max_evaluations: largest number of losses computed, at least 4.
+
+    Raises:
+        UserError: a wrong argument, or a loss that is not one number.
+    """
+    if not (guess > 0 and math.isfinite(guess)):
+        raise UserError(f"guess, {guess}: must be positive and finite; use the learning rate")
+    if not 0 < tolerance < 1 or max_evaluations < 4:
+        raise UserError(
+            f"tolerance, {tolerance}, max_evaluations, {max_evaluations}: in (0, 1), and at least 4 evaluations"
+        )
+    began = time.perf_counter()
+    with _Line(loss_fn, parameters, direction) as line:
+        start = line.loss(0.0)
+        if noise is None:
+            noise = max(4 * line.loss_resolution, line.resolution / 8) * abs(start)
+        search = _Search(lambda eta: line.loss(eta) - start, noise, slope, tolerance, max_evaluations - 1)
+        if not math.isfinite(start):
+            outcome: Outcome = "not finite"
+        elif slope is not None and slope <= 0:
+            outcome = "not descent"
+        else:
+            outcome = search.run(guess)
+        rounding = line.rounding(search.root) if outcome == "found" else math.nan
+        evaluations = line.evaluations
+    why = _reason(outcome, start, search, noise)
+    if outcome == "found" and rounding > ROUNDING:
+        why = f"rounding to the parameters' dtype changes the step by {rounding:.0%}; measure in float32"
+    lr = search.root if outcome == "found" else math.nan
+    return CriticalSharpness(
+        value=2 / lr,
+        lr=lr,
+        lower=search.lower,
+        upper=search.upper,
+        outcome=outcome,
+        slope=search.first_slope if slope is None else slope,
+        loss=start,
+        depth=search.depth,
+        evaluations=evaluations,
+        rounding=rounding,
+        converged=not why,
+        why=why,
+        seconds=time.perf_counter() - began,
+    )
+
+
+def _reason(outcome: Outcome, loss: float, search: _Search, noise: float) -> str:
+    """Why there is no reliable value; empty if there is one."""
+    slope = search.slope if search.slope is not None else search.first_slope
+    return {
+        "found": "",
+        "not finite": f"the loss is {loss}",
+        "not descent": f"the update raises the loss at once: slope Δᵀg = {slope:.2g} is not positive",
+        "no crossing": f"no bracket: the loss is not above its start for learning rates up to {search.lower:.2g}",
+        "flat": f"flat: the loss changes by at most {noise:.1g} along the update (rounding), as a clipped surrogate does",
+        "unresolved": f"the bracket {search.lower:.3g} to {search.upper:.3g} was not narrowed within the evaluations allowed",
+    }[outcome]
+
+
+class _Search:
+    """Root of f(η)/η for f(η) = L(θ − η·Δ) − L(θ), from f alone."""
+
+    def __init__(
+        self, f: Callable[[float], float], noise: float, slope: float | None, tolerance: float, budget: int
+    ) -> None:
+        self.f, self.noise, self.slope, self.tolerance, self.left = f, noise, slope, tolerance, budget
+        self.lower, self.upper = 0.0, math.inf
+        self.depth = 0.0
+        self.root = math.nan
+        self.quotient: dict[float, float] = {}  # f(η)/η of each η tried
+
+    @property
+    def first_slope(self) -> float:
+        """−f(η)/η at the smallest η tried; NaN without one."""
+        return -self.quotient[min(self.quotient)] if self.quotient else math.nan
+
+    def run(self, guess: float) -> Outcome:
+        """Bracket the crossing, narrow the bracket, and set `root`."""
+        eta = guess
+        while not self._bracketed:
+            if not self.left or not guess / RANGE <= eta <= guess * RANGE:
+                return self._without_bracket()
+            self._try(eta)
+            eta = self._outside()
+        width = math.inf
+        while 1 - self.lower / self.upper > self.tolerance:
+            if not self.left:
+                return "unresolved"
+            stalled = (narrow := math.log(self.upper / self.lower)) > width / 2
+            width = narrow
+            self._try(math.sqrt(self.lower * self.upper) if stalled else self._inside())
+        if self.depth <= self.noise:
+            return self._without_bracket()
+        root = self._secant()
+        self.root = (self.lower + self.upper) / 2 if root is None else min(max(root, self.lower), self.upper)
+        return "found"
+
+    @property
+    def _bracketed(self) -> bool:
+        return self.lower > 0 and math.isfinite(self.upper)
+
+    def _try(self, eta: float) -> None:
+        self.left -= 1
+        rise = self.f(eta)
+        above = not rise <= self.noise  # a loss that is not finite is above
+        self.quotient[eta] = rise / eta if math.isfinite(rise) else math.inf
+        self.depth = max(self.depth, -rise) if math.isfinite(rise) else self.depth
+        if above:
+            self.upper = min(self.upper, eta)
+        elif eta < self.upper:
+            self.lower = max(self.lower, eta)
+
+    def _without_bracket(self) -> Outcome:
+        """Why no crossing was found among the η tried."""
+        values = [abs(quotient * eta) for eta, quotient in self.quotient.items()]
+        if self.depth > self.noise:
+            return "no crossing" if math.isinf(self.upper) else "unresolved"
+        return "flat" if all(value <= self.noise for value in values) else "not descent"
+
+    def _secant(self) -> float | None:
+        """Zero of the line through the quotients next to the crossing, or through the two nearest to it; None if undefined."""
+        known = sorted(([] if self.slope is None else [(0.0, -self.slope)]) + list(self.quotient.items()))
+        known = [(eta, value) for eta, value in known if math.isfinite(value)]
+        below = [point for point in known if point[0] <= self.lower]
+        above = [point for point in known if point[0] >= self.upper]
+        pair = (below[-1:] + above[:1]) if below and above else (below[-2:] or above[:2])
+        if len(pair) < 2:
+            return None
+        (a, at_a), (b, at_b) = pair
+        if at_b <= at_a:
+            return None
+        return a - at_a * (b - a) / (at_b - at_a)
+
+    def _outside(self) -> float:
+        """The next η while all losses are on one side of L(θ)."""
+        margin, root = self.tolerance / 3, self._secant()
+        if math.isinf(self.upper):
+            if root is None:
+                return 2 * self.lower
+            return min(max(root * (1 + margin), self.lower * (1 + self.tolerance)), EXPAND * self.lower)
+        if root is None or root <= 0:
+            return self.upper / 2
+        return max(min(root * (1 - margin), self.upper * (1 - self.tolerance)), self.upper / EXPAND**2)
+
+    def _inside(self) -> float:
+        """The next η in the bracket: next to the secant's zero, on the side of the farther end."""
+        margin, root = self.tolerance / 3, self._secant()
+        middle = math.sqrt(self.lower * self.upper)
+        if root is None or not self.lower < root < self.upper:
+            return middle
+        eta = root * (1 + margin) if self.upper / root > root / self.lower else root * (1 - margin)
+        return eta if self.lower < eta < self.upper else middle
+
+
+class _Line:
+    """Evaluates the loss at θ − η·Δ; a context manager that restores the weights."""
+
+    def __init__(
+        self,
+        loss_fn: Callable[[], Tensor | float],
+        parameters: nn.Module | Sequence[Tensor],
+        direction: Sequence[Tensor | None],
+    ) -> None:
+        self.loss_fn, self.evaluations = loss_fn, 0
+        self.model = parameters if isinstance(parameters, nn.Module) else None
+        if self.model is not None:
+            reshard(self.model)
+        tensors = trainable(parameters)
+        if self.model is None and any(is_shard(tensor) for tensor in tensors):
+            raise UserError("parameters: some are sharded (FSDP2); pass the model in place of its parameters")
+        if len(tensors) != len(direction):
+            raise UserError(f"direction, {len(direction)} tensors: one for each of the {len(tensors)} parameters")
+        self.moves: list[tuple[Tensor, Tensor, Tensor]] = []  # weights, their copy, Δ
+        for tensor, part in zip(tensors, direction, strict=True):
+            if part is None:
+                continue
+            weights, along = _local(tensor), _local(part)
+            if weights.shape != along.shape:
+                raise UserError(
+                    f"direction, a tensor of shape {tuple(part.shape)}: its parameter's is {tuple(tensor.shape)}"
+                )
+            self.moves.append((weights, weights.clone(), along.detach()))
+        self.resolution = max((torch.finfo(w.dtype).eps for w, _, _ in self.moves), default=0.0)
+        self.loss_resolution = torch.finfo(torch.float64).eps
+
+    def __enter__(self) -> _Line:
+        self._cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+        self._random = torch.get_rng_state(), torch.cuda.get_rng_state_all() if self._cuda else []
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._place(0.0)
+        self._rewind()
+
+    def loss(self, eta: float) -> float:
+        """L(θ − η·Δ), the same in every process."""
+        self._place(eta)
+        self._rewind()
+        self.evaluations += 1
+        with torch.no_grad():
+            value = self.loss_fn()
+        if isinstance(value, Tensor):
+            if value.numel() != 1 or not value.is_floating_point():
+                raise UserError(f"loss_fn, a tensor of shape {tuple(value.shape)}: must return one floating-point number")
+            self.loss_resolution = torch.finfo(value.dtype).eps
+        return distributed.broadcast(float(value))
+
+    def rounding(self, eta: float) -> float:
+        """‖round(θ − η·Δ) − (θ − η·Δ)‖ / ‖η·Δ‖ over all processes."""
+        lost = length = 0.0
+        for _, start, along in self.moves:
+            exact = start.double() - eta * along.double()
+            lost += float((exact.to(start.dtype).double() - exact).square().sum())
+            length += float((eta * along.double()).square().sum())
+        lost, length = distributed.sum_values(lost), distributed.sum_values(length)
+        return math.sqrt(lost / length) if length > 0 else 0.0
+
+    @torch.no_grad()
+    def _place(self, eta: float) -> None:
+        if self.model is not None:
+            reshard(self.model)  # a forward pass without a backward pass leaves gathered weights, which would be stale
+        for weights, start, along in self.moves:
+            wide = torch.promote_types(start.dtype, torch.float32)
+            weights.data.copy_(start if eta == 0 else start.to(wide) - eta * along.to(wide))
+
+    def _rewind(self) -> None:
+        torch.set_rng_state(self._random[0])
+        if self._cuda:
+            torch.cuda.set_rng_state_all(self._random[1])
+
+
+def trainable(parameters: nn.Module | Sequence[Tensor]) -> list[Tensor]:
+    """The trainable parameters of a model in its order, or the tensors as given."""
+    if isinstance(parameters, nn.Module):
+        return [parameter for parameter in parameters.parameters() if parameter.requires_grad]
+    return list(parameters)
+
+
+@torch.no_grad()
+def _local(tensor: Any) -> Tensor:
+    """The part of a tensor that this process holds."""
+    found: Tensor = tensor.to_local() if is_shard(tensor) else tensor
+    return found.detach()
+
+
+@torch.no_grad()
+def update_direction(
+    optimizer: torch.optim.Optimizer, parameters: nn.Module | Sequence[Tensor], clip_factor: float = 1.0
+) -> list[Tensor | None]:
+    """Δ of the step θ ← θ − lr·Δ that `optimizer.step()` will take, from `.grad` and the optimizer's state.
+
+    Call it after the backward pass and before the step, whose state is not changed. Momentum, bias correction and decoupled
+    weight decay are part of Δ; where groups have different learning rates, lr is the largest of them. For another optimizer
+    take Δ = (θ_before − θ_after)/lr from a copy of the weights.
+
+    Args:
+        optimizer: `torch.optim.AdamW`, or `Adam`.
+        parameters: a model, for all of its trainable parameters, or parameters of the optimizer.
+        clip_factor: factor by which clipping will multiply the gradients; 1 if `.grad` is clipped already.
+
+    Returns:
+        A tensor for each parameter in at least float32, the local shard for a sharded one; None where `.grad` is None, which
+        the optimizer does not move.
+
+    Raises:
+        UserError: another optimizer, or an option that changes the step.
+    """
+    if not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
+        raise UserError(
+            f"optimizer, {type(optimizer).__name__}: its step is known for Adam and AdamW only; take the difference of the "
+            "weights before and after a step"
+        )
+    groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    highest = max(float(group["lr"]) for group in optimizer.param_groups)
+    found: list[Tensor | None] = []
+    for parameter in trainable(parameters):
+        group = groups.get(id(parameter))
+        if group is None or parameter.grad is None:
+            found.append(None)
+            continue
+        for option in ("amsgrad", "maximize"):
+            if group.get(option):
+                raise UserError(f"optimizer, {option}: not supported by update_direction; switch it off")
+        weights = _local(parameter)
+        wide = torch.promote_types(weights.dtype, torch.float32)
+        beta1, beta2 = group["betas"]
+        state = optimizer.state.get(parameter, {})
+        step = float(state.get("step", 0)) + 1
+        gradient = _local(parameter.grad).to(wide) * clip_factor
+        decoupled = group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW))
+        decay = float(group["weight_decay"])
+        if decay and not decoupled:
+            gradient = gradient + decay * weights.to(wide)
+        first, second = (
+            _local(state[name]).to(wide) if name in state else torch.zeros_like(gradient)
+            for name in ("exp_avg", "exp_avg_sq")
+        )
+        first = (beta1 * first + (1 - beta1) * gradient) / (1 - beta1**step)
+        root = (beta2 * second + (1 - beta2) * gradient.square()).div_(1 - beta2**step).sqrt_().add_(group["eps"])
+        delta = first / root
+        if decay and decoupled:
+            delta = delta + decay * weights.to(wide)
+        found.append(delta * (float(group["lr"]) / highest) if highest > 0 else delta)
+    return found
+
+
+@torch.no_grad()
+def update_slope(
+    parameters: nn.Module | Sequence[Tensor], direction: Sequence[Tensor | None], factor: float = 1.0
+) -> float:
+    """Δᵀg with g = `.grad`/factor, summed in float64 over all processes that hold shards; positive for a descent direction."""
+    whole = own = 0.0
+    divided = False
+    for parameter, along in zip(trainable(parameters), direction, strict=True):
+        if along is None or parameter.grad is None:
+            continue
+        product = float((_local(parameter.grad).double() * _local(along).double()).sum()) / factor
+        if is_shard(parameter):
+            own, divided = own + product, True
+        else:
+            whole += product
+    return whole + (distributed.sum_values(own) if divided else 0.0)

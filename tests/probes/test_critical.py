@@ -1,0 +1,235 @@
+"""Critical sharpness against closed forms and a dense line search, its failures, and that it changes nothing."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from sharpscope.errors import UserError
+from sharpscope.probes import critical_sharpness, update_direction, update_slope
+from tests.models import tiny_model
+
+
+def quadratic(seed=0, size=7, dtype=torch.float64):
+    """θ, L(θ) = 2 + gᵀ(θ − θ₀) + ½(θ − θ₀)ᵀH(θ − θ₀), g, H, and a Δ with Δᵀg > 0 and ΔᵀHΔ > 0."""
+    generator = torch.Generator().manual_seed(seed)
+    root = torch.randn(size, size, generator=generator, dtype=dtype)
+    matrix, slope = root @ root.T / size, torch.randn(size, generator=generator, dtype=dtype)
+    start = torch.randn(size, generator=generator, dtype=dtype)
+    theta = start.clone().requires_grad_()
+    direction = slope * (0.5 + torch.rand(size, generator=generator, dtype=dtype))
+
+    def loss():
+        move = theta - start
+        return 2 + slope @ move + 0.5 * move @ matrix @ move
+
+    return theta, loss, slope, matrix, direction
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("guess", [1e-4, 1.0, 300.0])
+@pytest.mark.parametrize("known", [True, False])
+def test_on_a_quadratic_it_is_the_directional_curvature(seed, guess, known):
+    theta, loss, slope, matrix, direction = quadratic(seed)
+    exact = float(direction @ matrix @ direction) / float(direction @ slope)
+    before = theta.detach().clone()
+    given = float(direction @ slope) if known else None
+    found = critical_sharpness(loss, [theta], [direction], guess=guess, slope=given)
+    assert found.outcome == "found" and found.converged and not found.why
+    assert found.value == pytest.approx(exact, rel=1e-6) and found.lr == pytest.approx(2 / exact, rel=1e-6)
+    assert found.lower < found.lr <= found.upper and 1 - found.lower / found.upper <= 1 / 16
+    assert found.evaluations <= (6 if known and guess == 1.0 else 14), found
+    assert torch.equal(theta, before) and found.loss == 2.0
+    top = float(torch.linalg.eigvalsh(matrix)[-1])
+    assert critical_sharpness(loss, [theta], [slope], guess=guess).value <= top * (1 + 1e-9)
+
+
+def dense_crossing(f, largest, points=20001):
+    """The smallest of many η at which f rises above f(0)."""
+    start = f(0.0)
+    for i in range(1, points):
+        eta = largest * i / (points - 1)
+        if f(eta) > start:
+            return eta
+    return math.nan
+
+
+@pytest.mark.parametrize("shape", ["quartic", "softplus", "steep"])
+def test_on_curved_losses_it_is_the_crossing_of_a_dense_line_search(shape):
+    x = torch.tensor([1.3], dtype=torch.float64, requires_grad=True)
+    forms = {
+        "quartic": lambda t: (t**4 + 0.2 * t**3 + 0.1 * t).sum(),
+        "softplus": lambda t: (torch.nn.functional.softplus(6 * t) - 2 * t).sum(),
+        "steep": lambda t: (t.square() + torch.exp(-8 * t)).sum(),
+    }
+    form = forms[shape]
+    gradient = torch.autograd.grad(form(x), x)[0]
+    exact = dense_crossing(lambda eta: float(form(x.detach() - eta * gradient)), 10.0 / float(gradient.abs()))
+    found = critical_sharpness(lambda: form(x), [x], [gradient], guess=0.01 / float(gradient.abs()))
+    assert found.outcome == "found"
+    assert found.lower <= exact * (1 + 1e-3) and exact <= found.upper * (1 + 1e-3)
+    assert found.lr == pytest.approx(exact, rel=0.04)
+    narrow = critical_sharpness(lambda: form(x), [x], [gradient], guess=1.0, tolerance=1e-4)
+    assert narrow.lr == pytest.approx(exact, rel=2e-3) and narrow.evaluations <= 20
+
+
+def test_it_says_why_there_is_no_crossing():
+    x = torch.tensor([2.0, -1.0], dtype=torch.float64, requires_grad=True)
+    up = torch.tensor([-1.0, 0.5], dtype=torch.float64)
+
+    def square():
+        return x.square().sum()
+
+    for slope in (None, float(2 * x.detach() @ up)):
+        found = critical_sharpness(square, [x], [up], guess=0.1, slope=slope)
+        assert found.outcome == "not descent" and math.isnan(found.value) and found.converged is False
+        assert found.slope == pytest.approx(-5.0, rel=1e-3) and "raises the loss" in found.why
+        assert found.evaluations == (1 if slope is not None else found.evaluations)
+    line = critical_sharpness(lambda: x.sum(), [x], [torch.ones_like(x)], guess=0.1)
+    assert line.outcome == "no crossing" and "no bracket" in line.why and math.isinf(line.upper)
+    assert line.depth > 0 and line.slope == pytest.approx(2.0)
+    # A clipped surrogate outside its range: no gradient, and no change of the loss until the step leaves the range.
+    short = critical_sharpness(lambda: x.clamp(-0.5, 0.5).sum() + 1, [x], [torch.tensor([-1e-9, 0.0])], guess=0.1)
+    assert short.outcome == "flat" and short.depth == 0
+    constant = critical_sharpness(lambda: (x * 0).sum() + 1.7, [x], [up], guess=0.1)
+    assert constant.outcome == "flat" and "clipped" in constant.why
+    broken = critical_sharpness(lambda: x.sum() * math.nan, [x], [up], guess=0.1)
+    assert broken.outcome == "not finite" and broken.evaluations == 1
+    few = critical_sharpness(square, [x], [-up], guess=1e-9, max_evaluations=4)
+    assert few.outcome in ("unresolved", "no crossing") and few.evaluations == 4
+    rows = line.estimates()
+    assert [row.quantity for row in rows] == ["critical_sharpness", "critical_lr", "update_slope"]
+    assert rows[0].converged is False and rows[0].why == line.why and math.isnan(rows[0].value)
+
+
+def test_a_surrogate_that_goes_flat_after_a_fall_has_no_bracket():
+    x = torch.zeros(1, dtype=torch.float64, requires_grad=True)
+
+    def surrogate():  # A = 1, ratio exp(x), clipped at 1.2
+        ratio = x.exp()
+        return -torch.minimum(ratio, ratio.clamp(0.8, 1.2)).sum()
+
+    found = critical_sharpness(surrogate, [x], [torch.tensor([-1.0], dtype=torch.float64)], guess=0.01)
+    assert found.outcome == "no crossing" and found.depth == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "adam", "plain"])
+def test_direction_and_slope_are_those_of_the_next_step(kind):
+    torch.manual_seed(0)
+    parameters = [torch.nn.Parameter(torch.randn(3, 2)), torch.nn.Parameter(torch.randn(4))]
+    unused = torch.nn.Parameter(torch.randn(2))
+    groups = [{"params": parameters[:1], "lr": 0.02, "weight_decay": 0.3}, {"params": [parameters[1], unused]}]
+    make = torch.optim.Adam if kind == "adam" else torch.optim.AdamW
+    optimizer = make(groups, lr=0.05, betas=(0.8, 0.95), weight_decay=0.0 if kind == "plain" else 0.1)
+    for _ in range(3):
+        for parameter in parameters:
+            parameter.grad = torch.randn_like(parameter)
+        direction = update_direction(optimizer, [*parameters, unused], clip_factor=0.5)
+        slope = update_slope(parameters, direction[:2])
+        by_hand = sum(float((p.grad.double() * d.double()).sum()) for p, d in zip(parameters, direction, strict=False))
+        assert direction[2] is None and slope == pytest.approx(by_hand)
+        before = [parameter.detach().clone() for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad.mul_(0.5)
+        optimizer.step()
+        for old, new, along in zip(before, parameters, direction, strict=False):
+            torch.testing.assert_close(old - 0.05 * along, new.detach(), rtol=1e-5, atol=1e-6)
+    with pytest.raises(UserError, match="SGD"):
+        update_direction(torch.optim.SGD(parameters, lr=0.1), parameters)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_is_restored_bitwise_also_if_the_loss_raises(dtype):
+    model = tiny_model("qwen2", vocab=13).to(dtype)
+    ids = torch.arange(12).view(2, 6) % 13
+    model.train()  # dropout: each evaluation starts from the same random state
+
+    def loss():
+        logits = torch.nn.functional.dropout(model(input_ids=ids).logits, 0.3)
+        return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
+
+    torch.manual_seed(3)
+    state = torch.get_rng_state()
+    loss().backward()
+    torch.set_rng_state(state)
+    direction = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    found = critical_sharpness(loss, model, direction, guess=0.1)
+    assert found.outcome == "found" and found.rounding < (1e-3 if dtype == torch.float32 else 0.5)
+    assert found.converged == (found.rounding <= 0.05)
+    again = critical_sharpness(loss, list(model.parameters()), direction, guess=0.1)
+    assert again.value == found.value and torch.equal(torch.get_rng_state(), state)
+    calls = []
+
+    def raising():
+        calls.append(0)
+        if len(calls) == 3:
+            raise RuntimeError("out of memory")
+        return loss()
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        critical_sharpness(raising, model, direction, guess=0.1)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+    assert all(p.grad is not None for p in model.parameters()) and torch.equal(torch.get_rng_state(), state)
+
+
+def test_bfloat16_weights_that_round_the_step_away_are_reported():
+    x = torch.full((64,), 100.0, dtype=torch.bfloat16, requires_grad=True)
+    found = critical_sharpness(
+        lambda: (x.float() - 99.5).square().sum(), [x], [torch.linspace(0.5, 1.5, 64)], guess=0.2, noise=0.0
+    )
+    assert found.outcome == "found" and not found.converged and "float32" in found.why
+
+
+def test_a_sharded_model_gives_the_value_of_the_plain_one(tmp_path):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = tiny_model("qwen2", vocab=13)
+    ids = torch.arange(12).view(2, 6) % 13
+
+    def loss():
+        return torch.nn.functional.cross_entropy(
+            model(input_ids=ids).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
+        )
+
+    def measured():
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        loss().backward()
+        direction = update_direction(optimizer, model)
+        slope = update_slope(model, direction)
+        return critical_sharpness(loss, model, direction, guess=0.01, slope=slope), slope
+
+    plain, plain_slope = measured()
+    model.zero_grad()
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh, reshard_after_forward=False)
+        fully_shard(model, mesh=mesh, reshard_after_forward=False)
+        before = [p.full_tensor().clone() for p in model.parameters()]
+        found, slope = measured()
+        assert found.outcome == "found" and found.value == pytest.approx(plain.value, rel=1e-5)
+        assert slope == pytest.approx(plain_slope, rel=1e-5)
+        with pytest.raises(UserError, match="pass the model"):
+            critical_sharpness(loss, list(model.parameters()), [None] * len(before), guess=0.1)
+        assert all(torch.equal(p.full_tensor(), old) for p, old in zip(model.parameters(), before, strict=True))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_wrong_arguments_are_named():
+    x = torch.ones(2, requires_grad=True)
+    with pytest.raises(UserError, match="guess"):
+        critical_sharpness(lambda: x.sum(), [x], [x.detach()], guess=0.0)
+    with pytest.raises(UserError, match="direction, 2 tensors"):
+        critical_sharpness(lambda: x.sum(), [x], [x.detach()] * 2, guess=0.1)
+    with pytest.raises(UserError, match="shape"):
+        critical_sharpness(lambda: x.sum(), [x], [torch.ones(3)], guess=0.1)
+    with pytest.raises(UserError, match="one floating-point number"):
+        critical_sharpness(lambda: x, [x], [x.detach()], guess=0.1)
