@@ -24,7 +24,9 @@ from sharpscope.probes.estimate import Estimate
 Outcome = Literal["found", "not descent", "no crossing", "flat", "not finite", "unresolved"]
 EXPAND = 4.0  # largest factor between two step sizes while no crossing is bracketed
 RANGE = 2.0**20  # largest and smallest step size tried, relative to the guess
-ROUNDING = 0.05  # relative error of the step, from rounding to the parameters' dtype, above which a result is not reliable
+ROUNDING = (
+    0.05  # relative error of the step, from rounding to the parameters' dtype, above which a result is not reliable
+)
 
 
 @dataclass(frozen=True)
@@ -324,7 +326,9 @@ class _Line:
             value = self.loss_fn()
         if isinstance(value, Tensor):
             if value.numel() != 1 or not value.is_floating_point():
-                raise UserError(f"loss_fn, a tensor of shape {tuple(value.shape)}: must return one floating-point number")
+                raise UserError(
+                    f"loss_fn, a tensor of shape {tuple(value.shape)}: must return one floating-point number"
+                )
             self.loss_resolution = torch.finfo(value.dtype).eps
         return distributed.broadcast(float(value))
 
