@@ -42,6 +42,16 @@ def register_token_weight(
 
     Raises:
         UserError: the name holds a colon or is taken by another function, or the bounds are not 0 ≤ L < U.
+
+    Examples:
+        >>> import torch
+        >>> import sharpscope
+        >>> @sharpscope.register_token_weight("one_minus_p", pointwise=True)
+        ... def one_minus_p(step):
+        ...     return 1 - step.logp.exp()
+        >>> from types import SimpleNamespace
+        >>> one_minus_p(SimpleNamespace(logp=torch.tensor([[0.5, 0.25]]).log()))
+        tensor([[0.5000, 0.7500]])
     """
     if ":" in name:
         raise UserError(f"register_token_weight name {name!r}: leave out the colon, it marks an import path")

@@ -88,6 +88,19 @@ def attribute(
     Raises:
         UserError: shapes or options that do not fit together.
         CheckError: the derivatives differ from autograd's on this model, or the shares do not sum to 1.
+
+    Examples:
+        >>> import torch
+        >>> from transformers import Qwen2Config, Qwen2ForCausalLM
+        >>> import sharpscope
+        >>> sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+        >>> model = Qwen2ForCausalLM(Qwen2Config(vocab_size=16, num_key_value_heads=2, **sizes)).eval()
+        >>> input_ids = torch.tensor([[3, 1, 4, 1, 5]])
+        >>> mask = torch.tensor([[0, 0, 1, 1, 1]])  # the completion
+        >>> coef = -1.0 * mask  # L = -Σ log π, the loss of fine-tuning on this completion
+        >>> shares = sharpscope.attribute(model, input_ids, mask, coef)
+        >>> shares.shape, round(shares.sum().item(), 3)
+        (torch.Size([1, 5]), 1.0)
     """
     if coef.shape != input_ids.shape:
         raise UserError(f"coef, shape {tuple(coef.shape)}: must be that of input_ids, {tuple(input_ids.shape)}")

@@ -154,6 +154,16 @@ def sharpness(
     Raises:
         UserError: unknown kind, rho ≤ 0, a step below the resolution of the parameters, or a loss that is not deterministic.
         CheckError: the gradient differs from the finite difference.
+
+    Examples:
+        SAM sharpness of ‖θ‖² at θ = (3, 4): ‖θ‖ = 5, so L(θ + ε) = (5 + 0.1)².
+
+        >>> import torch
+        >>> import sharpscope
+        >>> theta = torch.tensor([3.0, 4.0], dtype=torch.float64, requires_grad=True)
+        >>> rise = sharpscope.sharpness(lambda: theta.square().sum(), [theta], rho=0.1, kind="sam")
+        >>> round(rise.value, 6), round(rise.first_order, 6)
+        (1.01, 1.0)
     """
     surface = ClosureSurface(loss_fn, parameters)
     known = remembered_closure(loss_fn, surface.parameters) if check == "first" else {}

@@ -30,6 +30,17 @@ def register_task(name: str) -> Callable[[Factory], Factory]:
 
     Raises:
         UserError: the name is already registered, or is not an identifier.
+
+    Examples:
+        >>> import sharpscope
+        >>> from sharpscope.tasks import Example
+        >>> @sharpscope.register_task("parity")
+        ... def parity(size: int = 4):
+        ...     examples = [Example(str(n), f"Is {n} even or odd?", {"answer": ("even", "odd")[n % 2]}) for n in range(size)]
+        ...     return {"train": examples}, lambda example, text: example.meta["answer"] in text
+        >>> splits, score = parity(size=2)
+        >>> score(splits["train"][1], "It is odd.")
+        True
     """
 
     def add(factory: Factory) -> Factory:

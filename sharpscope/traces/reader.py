@@ -354,6 +354,14 @@ def load_run(path: str | Path) -> Run:
 
     Raises:
         UserError: run.json is missing, unreadable or has another schema version.
+
+    Examples:
+        >>> import sharpscope
+        >>> run = sharpscope.load_run("data/example/grpo-s0")
+        >>> run.method, run.status
+        ('grpo', 'finished')
+        >>> list(run.tokens(steps=[1], columns=["logp", "advantage"]))
+        ['logp', 'advantage']
     """
     folder = Path(path)
     if not folder.exists():
@@ -375,6 +383,14 @@ def load_runs(path: str | Path | Iterable[str | Path]) -> Runs:
 
     Raises:
         UserError: the folder does not exist.
+
+    Examples:
+        >>> import sharpscope
+        >>> runs = sharpscope.load_runs("data/example")
+        >>> [run.name for run in runs]
+        ['grpo-s0', 'grpo-sg-s0']
+        >>> list(runs.steps)[:3]  # one row per run and step
+        ['run', 'method', 'seed']
     """
     if isinstance(path, str | Path):
         root = Path(path)

@@ -73,6 +73,17 @@ def curvature(
     Raises:
         UserError: the closure does not return one number or is not deterministic, or the parameters cannot be perturbed.
         CheckError: a Hessian product is wrong, as for an `autograd.Function` without second derivatives.
+
+    Examples:
+        The Hessian of θ₁²/2 + 2θ₂² has eigenvalues 1 and 4.
+
+        >>> import torch
+        >>> import sharpscope
+        >>> theta = torch.ones(2, dtype=torch.float64, requires_grad=True)
+        >>> loss = lambda: theta[0] ** 2 / 2 + 2 * theta[1] ** 2
+        >>> found = sharpscope.curvature(loss, [theta], seed=0)
+        >>> round(found.largest, 6), round(found.trace, 6), found.converged
+        (4.0, 5.0, True)
     """
     settings = CurvatureSettings(
         top, smallest, tolerance, max_products, trace_probes, density_samples, density_steps, backend, basis_mb

@@ -70,6 +70,18 @@ def score_norms(
     Raises:
         UserError: shapes or options that do not fit together, or a part of the model that the tier does not support.
         CheckError: the norms differ from autograd's on this model.
+
+    Examples:
+        >>> import torch
+        >>> from transformers import Qwen2Config, Qwen2ForCausalLM
+        >>> import sharpscope
+        >>> sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+        >>> model = Qwen2ForCausalLM(Qwen2Config(vocab_size=16, num_key_value_heads=2, **sizes)).eval()
+        >>> input_ids = torch.tensor([[3, 1, 4, 1, 5]])
+        >>> mask = torch.tensor([[0, 0, 1, 1, 1]])  # the completion
+        >>> norms = sharpscope.score_norms(model, input_ids, mask, tier="exact")
+        >>> norms.values.shape, (norms.values > 0).int().tolist()
+        (torch.Size([1, 5]), [[0, 0, 1, 1, 1]])
     """
     if tier not in TIERS:
         raise UserError(f"tier, '{tier}': unknown{nearest(str(tier), TIERS)}")
