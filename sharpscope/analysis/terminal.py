@@ -77,7 +77,7 @@ def show(run: Run) -> RenderableType:
     if run.steps.empty:
         parts.append(Text("No step is recorded yet."))
     else:
-        parts += [_curves(run.steps.sort_values("step")), *_weights(run), _cost(run)]
+        parts += [_curves(run.steps.sort_values("step")), *_weights(run), *_updates(run), _cost(run)]
     if len(run.eval):
         parts.append(_evaluation(run))
     parts += _events(run)
@@ -140,6 +140,21 @@ def _weights(run: Run) -> list[RenderableType]:
                 Text(line),
                 Text("almost every weight sits on one bound: this is GRPO up to the gradient's scale", "yellow"),
             ]
+    return [Text(line)]
+
+
+def _updates(run: Run) -> list[RenderableType]:
+    """How far the last step's updates moved the policy; nothing for one update a step, whose ratios are all 1."""
+    if run.updates.empty:
+        return []
+    last = run.updates[run.updates["step"] == run.updates["step"].max()]
+    if len(last) < 2 or last["ratio_max"].isna().all():
+        return []
+    line = f"updates of step {last['step'].iloc[0]}: {len(last)}, ratio {number(last['ratio_min'].min())} to "
+    line += f"{number(last['ratio_max'].max())}, KL(π_old‖π) up to {number(last['kl_old_k3'].max())} nats, "
+    line += (
+        f"clipped {last['clip_fraction_low'].max():.1%} below and {last['clip_fraction_high'].max():.1%} above at most"
+    )
     return [Text(line)]
 
 

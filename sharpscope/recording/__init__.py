@@ -17,6 +17,7 @@ from sharpscope.recording.rows import (
     standard_error,
     steps_row,
     token_columns,
+    update_columns,
 )
 from sharpscope.recording.step import (
     PendingUpdate,
@@ -24,6 +25,7 @@ from sharpscope.recording.step import (
     StepResult,
     StepTokens,
     UpdateResult,
+    UpdateSummary,
     UpdateTokens,
     loss_mask,
     step_tensors,
@@ -42,6 +44,7 @@ __all__ = [
     "StepTokens",
     "SurfaceProbes",
     "UpdateResult",
+    "UpdateSummary",
     "UpdateTokens",
     "check_finite",
     "check_policy",
@@ -62,5 +65,6 @@ __all__ = [
     "step_tensors",
     "steps_row",
     "token_columns",
+    "update_columns",
     "update_norm",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch import Tensor
 from sharpscope.config.method import PpoClip
 from sharpscope.objective import Method, gradient_killed, per_token, summarize_weights
 from sharpscope.policy import Head, TokenStats
-from sharpscope.recording.step import RolloutBatch, StepResult
+from sharpscope.recording.step import RolloutBatch, StepResult, UpdateSummary
 
 
 def steps_row(
@@ -45,8 +46,27 @@ def steps_row(
         "completion_length_mean": float(rollouts.completion_mask.sum(dim=1).double().mean()),
         "truncated_fraction": float(rollouts.truncated.double().mean()),
         "tokens": int(mask.sum()),
+        "generated_tokens": batch.generated_tokens,
+        "redrawn_groups": batch.redrawn_groups,
         "lr": lr if done else None,
     }
+
+
+def update_columns(step: int, result: StepResult) -> dict[str, Any]:
+    """Columns of the updates table, a row for each update of the step; NaN becomes null except in loss and norms."""
+    updates = result.updates
+    columns: dict[str, Any] = {
+        "step": step,
+        "update": np.arange(len(updates)),
+        "skipped": np.array([u.skipped for u in updates], dtype=bool),
+    }
+    for name in ("loss", "grad_norm", "clip_factor", "update_norm"):
+        columns[name] = np.array([getattr(u, name) for u in updates], dtype=float)
+    for name in ("lr", "entropy", "entropy_coef"):
+        columns[name] = [_finite(getattr(u, name)) for u in updates]
+    for name in (field.name for field in fields(UpdateSummary)):
+        columns[name] = [None if u.summary is None else _finite(getattr(u.summary, name)) for u in updates]
+    return columns
 
 
 def plain_norm(result: StepResult) -> float | None:
@@ -131,12 +151,14 @@ def token_columns(
         "update": np.ma.masked_array(flat(tokens.update), mask=~used),
         "token_id": flat(rollouts.completion_ids),
         "behavior_logp": flat(rollouts.behavior_logp),
+        "sampler_logp": None if rollouts.sampler_logp is None else flat(rollouts.sampler_logp),
     }
     for name in ("logp", "logit", "entropy", "collision", "polarity", "logit_grad_norm"):
         columns[name] = flat(getattr(stats, name))
     head_norm = head_grad_norm(stats, head, temperature)
     columns["head_grad_norm"] = None if head_norm is None else flat(head_norm)
-    for name in ("advantage", "ratio", "weight", "clipped", "loss_coef"):
+    recorded = ("advantage", "ratio", "weight", "clipped", "loss_coef")
+    for name in (*recorded, "correction") if result.corrected else recorded:
         columns[name] = np.ma.masked_array(flat(getattr(tokens, name)), mask=~used)
     for name, values in probed.items():
         column = flat(values)

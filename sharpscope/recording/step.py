@@ -5,8 +5,10 @@ A step is one batch of rollouts and what is learned from it; an update is one op
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,8 +25,9 @@ class RolloutBatch:
     rollouts: Rollouts
     rewards: list[Reward]
     advantage: Tensor  # (N,), or (N, T) where each token has its own; float64
-    redrawn_groups: int
+    redrawn_groups: int | None  # by dynamic sampling; None: not known
     stats: TokenStats | None = None  # of the policy at the start of the step, where the advantages needed them
+    generated_tokens: int | None = None  # by the policy, those of redrawn groups included; None: not known
 
     @property
     def idle_share(self) -> float:
@@ -38,6 +41,22 @@ class RolloutBatch:
         return 1 - float(informative_groups(self.rollouts.reward, self.rollouts.group).double().mean())
 
 
+@dataclass(frozen=True)
+class UpdateSummary:
+    """Statistics of an update over the tokens that it uses; the columns of the table `updates` define them. NaN without a token."""
+
+    tokens: int
+    kl_old_k1: float = math.nan
+    kl_old_k3: float = math.nan
+    ratio_mean: float = math.nan
+    ratio_min: float = math.nan
+    ratio_p01: float = math.nan
+    ratio_p99: float = math.nan
+    ratio_max: float = math.nan
+    clip_fraction_low: float = math.nan
+    clip_fraction_high: float = math.nan
+
+
 @dataclass
 class UpdateTokens:
     """What the tokens of one update do in it, whether or not an earlier update has used them; (n, T), on the CPU."""
@@ -46,19 +65,44 @@ class UpdateTokens:
     used: Tensor  # bool: loss tokens that take part
     clipped: Tensor  # int8: −1 clipped low, 0 not, 1 clipped high
     kl: Tensor  # float64, k3 [nats]
+    ratio: Tensor  # float64, as defined by the method
+    log_ratio: Tensor  # float64, ln π − ln π_old of the token [nats]
 
     @classmethod
     def zeros(cls, shape: torch.Size, dtype: torch.dtype) -> UpdateTokens:
         """No token of `shape` (n, T) takes part; `dtype` is that of the coefficients."""
         kinds = {"coef": dtype, "used": torch.bool, "clipped": torch.int8, "kl": torch.float64}
+        kinds |= {"ratio": torch.float64, "log_ratio": torch.float64}
         return cls(**{name: torch.zeros(shape, dtype=kind) for name, kind in kinds.items()})
 
-    def write(self, rows: Tensor, used: Tensor, clipped: Tensor, kl: Tensor) -> None:
+    def write(
+        self, rows: Tensor, used: Tensor, *, clipped: Tensor, kl: Tensor, ratio: Tensor, log_ratio: Tensor
+    ) -> None:
         """Fill in the rows `rows` (m,), all but the coefficients, which the backward pass gives."""
         used = used.cpu()
         self.used[rows] = used
-        self.clipped[rows] = torch.where(used, clipped.detach().cpu().to(self.clipped.dtype), 0)
-        self.kl[rows] = torch.where(used, kl.detach().cpu().to(self.kl.dtype), 0.0)
+        for target, value in ((self.clipped, clipped), (self.kl, kl), (self.ratio, ratio), (self.log_ratio, log_ratio)):
+            target[rows] = torch.where(used, value.detach().cpu().to(target.dtype), 0)
+
+    def summary(self) -> UpdateSummary:
+        """What the tokens that take part say of the update."""
+        count = int(self.used.sum())
+        if count == 0:
+            return UpdateSummary(0)
+        ratio, x = self.ratio[self.used], self.log_ratio[self.used]  # (tokens,)
+        low, p01, p99, high = np.percentile(ratio.numpy(), [0, 1, 99, 100]).tolist()
+        return UpdateSummary(
+            tokens=count,
+            kl_old_k1=float(-x.mean()),
+            kl_old_k3=float((torch.expm1(x) - x).mean()),
+            ratio_mean=float(ratio.mean()),
+            ratio_min=low,
+            ratio_p01=p01,
+            ratio_p99=p99,
+            ratio_max=high,
+            clip_fraction_low=int((self.clipped < 0).sum()) / count,
+            clip_fraction_high=int((self.clipped > 0).sum()) / count,
+        )
 
     def tensors(self) -> list[Tensor]:
         """All fields in their order."""
@@ -74,6 +118,7 @@ class StepTokens:
 
     stats: TokenStats  # of the policy at the start of the step
     weight: Tensor
+    correction: Tensor  # factor for the difference between the sampler's policy and π_old; 1 without one
     advantage: Tensor
     loss_coef: Tensor  # ∂L/∂log π_t of that update
     ratio: Tensor
@@ -95,6 +140,7 @@ class StepTokens:
         return cls(
             stats=stats,
             weight=zeros(real),
+            correction=torch.ones(shape, dtype=real),
             advantage=zeros(real),
             loss_coef=zeros(real),
             ratio=zeros(real),
@@ -108,7 +154,7 @@ class StepTokens:
 
     def tensors(self, *, stats: bool) -> list[Tensor]:
         """The fields that a gradient fills in row by row, with the statistics if `stats`; not the counts over updates."""
-        own = [self.weight, self.advantage, self.loss_coef, self.ratio, self.clipped, self.update]
+        own = [self.weight, self.correction, self.advantage, self.loss_coef, self.ratio, self.clipped, self.update]
         return own + ([getattr(self.stats, part.name) for part in fields(TokenStats)] if stats else [])
 
     def count(self, rows: Tensor, tokens: UpdateTokens) -> None:
@@ -131,6 +177,10 @@ class UpdateResult:
     skipped: bool
     problem: str = ""  # what is not finite; empty if all is
     broken: bool = False  # the model's weights are not finite
+    lr: float = math.nan
+    summary: UpdateSummary | None = None  # of its tokens; None if its gradient could not be computed
+    entropy: float | None = None  # mean over its tokens [nats]; None without an entropy bonus
+    entropy_coef: float | None = None  # of the bonus; None without one
 
 
 @dataclass(frozen=True)
@@ -140,6 +190,7 @@ class StepResult:
     updates: list[UpdateResult]
     tokens: StepTokens
     warnings: tuple[str, ...] = ()  # of the method
+    corrected: bool = False  # whether the tokens have a factor for the sampler's policy
 
 
 @dataclass(frozen=True)

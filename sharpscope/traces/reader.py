@@ -85,6 +85,11 @@ class Run:
         return self._frame("steps")
 
     @cached_property
+    def updates(self) -> pd.DataFrame:
+        """Table `updates`, in order of steps; empty for runs of version 0.1."""
+        return self._frame("updates")
+
+    @cached_property
     def eval(self) -> pd.DataFrame:
         """Table `eval`."""
         return self._frame("eval")
@@ -299,6 +304,7 @@ class Runs(Sequence[Run]):
         return len(self.by_name)
 
     steps = property(lambda self: self._joined("steps"), doc="Table `steps` of all runs.")
+    updates = property(lambda self: self._joined("updates"), doc="Table `updates` of all runs.")
     eval = property(lambda self: self._joined("eval"), doc="Table `eval` of all runs.")
     rollouts = property(lambda self: self._joined("rollouts"), doc="Table `rollouts` of all runs.")
     probes = property(lambda self: self._joined("probes"), doc="Table `probes` of all runs.")

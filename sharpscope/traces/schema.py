@@ -174,10 +174,81 @@ STEPS = Table(
         _required("completion_length_mean", "float64", "tokens", "mean completion length"),
         _required("truncated_fraction", "float64", ONE, "fraction of completions truncated at the length limit"),
         _required("tokens", "int64", "tokens", "number of loss tokens in the step"),
+        _nullable(
+            "generated_tokens",
+            "int64",
+            "tokens",
+            "tokens that the policy generated for the step, those of redrawn groups included; null in version 1",
+        ),
+        _nullable(
+            "redrawn_groups",
+            "int32",
+            "groups",
+            "groups that dynamic sampling replaced because all answers were correct or all wrong, over all attempts; 0 "
+            "without dynamic sampling; null in version 1 and where another trainer drew the completions",
+        ),
         _nullable("lr", "float64", "1 / update", "learning rate of the step's last update; null without an update"),
         _timing("generation_s", "time spent generating and scoring"),
         _timing("training_s", "time spent in forward passes, backward passes and the optimizer"),
         _timing("recording_s", "time spent on probes and traces"),
+    ),
+)
+
+UPDATES = Table(
+    "updates",
+    "an optimizer step",
+    ("step", "update"),
+    (
+        _STEP,
+        _required("update", "int32", ONE, "index of the update in its step, from 0"),
+        _required(
+            "skipped",
+            "bool",
+            "true / false",
+            "whether the gradient was computed but not applied (a health rule, or a value that is not finite)",
+        ),
+        _nullable("loss", "float64", ONE, "the minimized loss before the update"),
+        _nullable("grad_norm", "float64", NORM, "norm of the gradient that the optimizer gets, before clipping"),
+        _nullable(
+            "clip_factor",
+            "float64",
+            ONE,
+            "factor in (0, 1] by which gradient clipping scaled the gradient; 0 if skipped",
+        ),
+        _nullable("update_norm", "float64", NORM, "norm of the parameter change, including weight decay; 0 if skipped"),
+        _nullable("lr", "float64", "1 / update", "learning rate"),
+        _nullable("tokens", "int64", "tokens", "loss tokens that the update uses"),
+        _nullable(
+            "kl_old_k1",
+            "float64",
+            NATS,
+            "estimate k1 of KL(pi_old || pi) before the update: mean over its tokens of -ln r, r = pi / pi_old of the token, "
+            "pi_old the policy at the start of the step",
+        ),
+        _nullable(
+            "kl_old_k3", "float64", NATS, "estimate k3 of the same: mean over its tokens of r - 1 - ln r, not negative"
+        ),
+        _nullable(
+            "ratio_mean", "float64", ONE, "mean over its tokens of the importance ratio, as defined by the method"
+        ),
+        _nullable("ratio_min", "float64", ONE, "smallest importance ratio"),
+        _nullable("ratio_p01", "float64", ONE, "1st percentile of the importance ratio, linearly interpolated"),
+        _nullable("ratio_p99", "float64", ONE, "99th percentile of the importance ratio, linearly interpolated"),
+        _nullable("ratio_max", "float64", ONE, "largest importance ratio"),
+        _nullable("clip_fraction_low", "float64", ONE, "fraction of its tokens clipped at the lower ratio bound"),
+        _nullable("clip_fraction_high", "float64", ONE, "fraction of its tokens clipped at the upper ratio bound"),
+        _nullable(
+            "entropy",
+            "float64",
+            NATS,
+            "mean over its tokens of the policy's entropy before the update; null without an entropy bonus",
+        ),
+        _nullable(
+            "entropy_coef",
+            "float64",
+            ONE,
+            "coefficient of the entropy bonus in this update, 0 while an adaptive one is off; null without a bonus",
+        ),
     ),
 )
 
@@ -237,6 +308,12 @@ TOKENS = Table(
         _nullable(
             "behavior_logp", "float32", NATS, "log-probability under the sampling policy, before top-p and top-k"
         ),
+        _probe(
+            "sampler_logp",
+            "float32",
+            NATS,
+            "log-probability under the sampling policy, after top-p and top-k; null if neither is used",
+        ),
         _nullable("logit", "float32", ONE, "logit z of the token, not divided by the temperature"),
         _nullable("entropy", "float32", NATS, "entropy of the next-token distribution"),
         _nullable("collision", "float32", ONE, "sum of squared probabilities of the next-token distribution"),
@@ -255,6 +332,12 @@ TOKENS = Table(
         ),
         _nullable("ratio", "float32", ONE, "importance ratio pi / pi_old in that update, as defined by the method"),
         _nullable("weight", "float32", ONE, "token weight w of the method, detached"),
+        _probe(
+            "correction",
+            "float32",
+            ONE,
+            "factor of the surrogate for the difference between the sampler's policy and pi_old; null without a correction",
+        ),
         _nullable(
             "clipped",
             "int8",
@@ -402,7 +485,7 @@ EVENTS = Table(
     ),
 )
 
-TABLES: dict[str, Table] = {table.name: table for table in (STEPS, ROLLOUTS, TOKENS, PROBES, EVAL, EVENTS)}
+TABLES: dict[str, Table] = {table.name: table for table in (STEPS, UPDATES, ROLLOUTS, TOKENS, PROBES, EVAL, EVENTS)}
 
 
 @cache

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -144,7 +144,8 @@ class Learner:
         except NonFiniteError as error:  # a token weight
             self.optimizer.zero_grad(set_to_none=True)
             updates.append(UpdateResult(math.nan, math.nan, math.nan, 0.0, 0.0, skipped=True, problem=str(error)))
-        return StepResult(updates, tokens, () if plan is None else plan.warnings)
+        corrected = method.correction.kind != "none"
+        return StepResult(updates, tokens, () if plan is None else plan.warnings, corrected)
 
     def _schedule(self, rollouts: Rollouts, step: int, method: Method) -> Iterator[tuple[Tensor, int]]:
         """Rows and pass of each update: groups stay whole and are assigned to mini-batches in a seeded order."""
@@ -196,7 +197,13 @@ class _Updates:
         """Leave the update out."""
         self.learner.optimizer.zero_grad(set_to_none=True)
         problem = _problem(gradient.loss, norm)
-        return UpdateResult(gradient.loss, norm, gradient.norm, 0.0, 0.0, skipped=True, problem=problem)
+        made = UpdateResult(gradient.loss, norm, gradient.norm, 0.0, 0.0, skipped=True, problem=problem)
+        return self._described(made, gradient)
+
+    def _described(self, made: UpdateResult, gradient: _Gradient) -> UpdateResult:
+        """`made` with its learning rate and what its tokens say."""
+        lr = float(self.learner.optimizer.param_groups[0]["lr"])
+        return replace(made, lr=lr, summary=gradient.tokens.summary())
 
     def apply(self, gradient: _Gradient) -> UpdateResult:
         """Let the method reshape the gradient, clip it, and make the optimizer's step."""
@@ -214,7 +221,7 @@ class _Updates:
         self.tokens.count(gradient.rows, gradient.tokens)
         learner.optimizer.zero_grad(set_to_none=True)
         broken = not math.isfinite(size)
-        return UpdateResult(
+        made = UpdateResult(
             gradient.loss,
             norm,
             gradient.norm,
@@ -224,6 +231,7 @@ class _Updates:
             problem=BROKEN if broken else "",
             broken=broken,
         )
+        return self._described(made, gradient)
 
     def _move_proximal(self) -> None:
         """EWMA of the weights after each update: the proximal policy of the decoupled objective.
@@ -312,7 +320,14 @@ class _Updates:
         if index is not None:
             coef = torch.zeros_like(logp) if logp.grad is None else logp.grad
             tokens.coef[local] = coef.detach().to("cpu", tokens.coef.dtype)
-            tokens.write(local, plan.pass_mask(pass_index), out.clipped, out.kl)
+            tokens.write(
+                local,
+                plan.pass_mask(pass_index),
+                clipped=out.clipped,
+                kl=out.kl,
+                ratio=out.ratio,
+                log_ratio=logp.detach() - plan.behavior_logp,
+            )
             if scored.stats is not None:
                 write_stats(self.tokens.stats, micro, scored.stats)
             self._record(index, micro, plan, out, coef, pass_index)
@@ -339,6 +354,7 @@ class _Updates:
         first = plan.pass_mask(pass_index).cpu() & (tokens.update[micro] < 0)
         for target, value in (
             (tokens.weight, plan.weight),
+            (tokens.correction, plan.correction),
             (tokens.advantage, plan.advantage),
             (tokens.loss_coef, coef),
             (tokens.ratio, out.ratio),

@@ -41,6 +41,7 @@ from sharpscope.recording import (
     step_tensors,
     steps_row,
     token_columns,
+    update_columns,
 )
 from sharpscope.tasks import Task, make_task
 from sharpscope.traces import RunLock, create_run_dir, read_run_info
@@ -299,6 +300,7 @@ class _Run:
             self.recent = [*self.recent[-49:], math.log(norm)]
         self._record(step, batch, result, observed)
         clock.lap("recording_s", plus=observed.seconds)
+        self.writer.append("updates", update_columns(step, result))
         self.writer.append("steps", row | clock.laps)
         if step % config.recording.flush_every == 0:
             self.writer.flush()

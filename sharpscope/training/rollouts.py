@@ -40,7 +40,7 @@ def draw_rollouts(
     """
     examples = order.take(spec.prompts_per_step)
     rollouts, rewards = _draw(policy, task, examples, spec, derive(seed, "rollouts", step))
-    redrawn = 0
+    redrawn, generated = 0, int(rollouts.completion_mask.sum())
     sampling = method.sampling
     if sampling.dynamic:
         for attempt in range(1, sampling.max_redraws + 1):
@@ -50,6 +50,7 @@ def draw_rollouts(
             redrawn += len(flat)
             fresh = order.take(len(flat))
             new, new_rewards = _draw(policy, task, fresh, spec, derive(seed, "rollouts", step, attempt))
+            generated += int(new.completion_mask.sum())
             rollouts, rewards, examples = _replace_groups(rollouts, rewards, examples, flat, new, new_rewards, fresh)
     if sampling.overlong is not None:
         rollouts, rewards = _penalized(rollouts, rewards, sampling, spec.max_new_tokens)
@@ -59,7 +60,7 @@ def draw_rollouts(
             raise ValueError(f"method.advantage.kind={method.advantage.kind} needs the statistics of the tokens")
         stats = statistics(rollouts)
     advantage = _advantages(method, rollouts, rewards, stats)
-    return RolloutBatch(examples, rollouts, rewards, advantage, redrawn, stats)
+    return RolloutBatch(examples, rollouts, rewards, advantage, redrawn, stats, generated)
 
 
 def _advantages(method: Method, rollouts: Rollouts, rewards: list[Reward], stats: TokenStats | None) -> Tensor:

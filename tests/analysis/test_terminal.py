@@ -78,6 +78,25 @@ def test_no_accuracy_is_certain(tmp_path):
     assert row["difference_half"] == pytest.approx(math.sqrt(2) * upper)
 
 
+def test_show_says_how_far_updates_went(tmp_path):
+    """Of the last step's updates the farthest; nothing with one update a step, whose ratios are 1."""
+    for count, said in ((2, True), (1, False)):
+        run = new_run(tmp_path / f"{count}")
+        values = {
+            "ratio_min": 0.7,
+            "ratio_max": 1.25,
+            "kl_old_k3": 0.002,
+            "clip_fraction_low": 0.01,
+            "clip_fraction_high": 0.02,
+        }
+        with TraceWriter(run) as writer:
+            writer.append("steps", rows("steps", 1, 1))
+            writer.append("updates", rows("updates", 1, count) | values)
+        text = _printed(show(load_run(run)))
+        line = f"updates of step 1: {count}, ratio 0.7 to 1.25, KL(π_old‖π) up to 0.002 nats, clipped 1.0% below and 2.0% above"
+        assert (line in " ".join(text.split())) == said
+
+
 def test_show_says_when_a_method_is_grpo_in_disguise(tmp_path):
     run = new_run(tmp_path / "a", calibration={"kind": "sigmoid"})
     with TraceWriter(run) as writer:

@@ -31,6 +31,8 @@ def expected(run_dir: Path) -> dict[str, dict[int, float]]:
     run, found = load_run(run_dir), {}
     for column in ("reward_mean", "grad_norm", "tokens", "generation_s"):
         found[f"steps/{column}"] = dict(zip(run.steps["step"], run.steps[column].astype(float), strict=True))
+    for row in run.updates.itertuples():
+        found.setdefault(f"updates/{row.update}/ratio_max", {})[row.step] = row.ratio_max
     for row in run.eval.itertuples():
         name = f"eval/{row.split}/{row.level}/T{row.temperature:g}@{row.k}/accuracy"
         found.setdefault(name, {})[row.step] = row.accuracy

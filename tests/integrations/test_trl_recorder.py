@@ -140,6 +140,37 @@ def test_clip_fractions_and_kl_count_every_use_of_a_token(watched):
     assert steps["clip_fraction_low"].iloc[0] + steps["clip_fraction_high"].iloc[0] > 0
 
 
+def test_each_update_has_its_own_ratios_and_divergence(watched):
+    """Of every micro-batch of an update, whichever batch of completions it saw."""
+    run = watched["run"]
+    table = run.updates.set_index(["step", "update"])
+    assert len(table) == 6 and not table["skipped"].any()
+    for update in range(6):
+        parts = [(mask, found) for number, mask, found in watched["uses"] if number == update]
+        ratio, change, clipped = (
+            torch.cat([getattr(found, n)[mask].double() for mask, found in parts])
+            for n in ("ratio", "log_ratio", "clipped")
+        )
+        row = table.loc[(update // 4 + 1, update % 4)]
+        wanted = {
+            "tokens": len(ratio),
+            "kl_old_k1": -float(change.mean()),
+            "kl_old_k3": float((change.exp() - 1 - change).mean()),
+            "ratio_mean": float(ratio.mean()),
+            "ratio_min": float(ratio.min()),
+            "ratio_p99": float(ratio.quantile(0.99)),
+            "ratio_max": float(ratio.max()),
+            "clip_fraction_low": float((clipped < 0).double().mean()),
+            "clip_fraction_high": float((clipped > 0).double().mean()),
+        }
+        assert dict(row[list(wanted)]) == pytest.approx(wanted, abs=1e-9)
+    assert table["kl_old_k3"].max() > 1e-4 and (table["lr"] == 0.02).all()
+    steps = run.steps.set_index("step")
+    assert steps["update_norm"].tolist() == pytest.approx(table.groupby("step")["update_norm"].mean().tolist())
+    assert steps["redrawn_groups"].isna().all()  # TRL draws no group again, and does not say so
+    assert (steps["generated_tokens"] >= steps["tokens"]).all()
+
+
 def test_coefficients_times_score_gradients_are_the_trainers_gradient(watched):
     run, watch, one = watched["run"], watched["watch"], watched["trainer"]
     tokens, rollouts = run.tokens(), run.rollouts

@@ -237,6 +237,31 @@ def _step(writer: TraceWriter, world: World, step: int, record_tokens: bool, pro
         writer.append("tokens", rows | (_probed_tokens(world, rows) if probed else {}))
     bounded = "sg" in world.method
     writer.append(
+        "updates",
+        {
+            "step": step,
+            "update": [0, 1],
+            "skipped": [False, False],
+            "loss": [-0.01, -0.01],
+            "grad_norm": [norm, norm],
+            "clip_factor": [1.0, 1.0],
+            "update_norm": [0.01, 0.01],
+            "lr": [1e-4, 1e-4],
+            "tokens": [n * length // 2, n * length - n * length // 2],
+            "kl_old_k1": [0.0, 0.001],
+            "kl_old_k3": [0.0, 0.002],
+            "ratio_mean": [1.0, 1.01],
+            "ratio_min": [1.0, 0.7],
+            "ratio_p01": [1.0, 0.9],
+            "ratio_p99": [1.0, 1.1],
+            "ratio_max": [1.0, 1.5],
+            "clip_fraction_low": [0.0, 0.01],
+            "clip_fraction_high": [0.0, 0.02],
+            "entropy": None,
+            "entropy_coef": None,
+        },
+    )
+    writer.append(
         "steps",
         {
             "step": step,
@@ -262,6 +287,8 @@ def _step(writer: TraceWriter, world: World, step: int, record_tokens: bool, pro
             "completion_length_mean": float(length),
             "truncated_fraction": 0.0,
             "tokens": n * length,
+            "generated_tokens": n * length,
+            "redrawn_groups": 0,
             "lr": 1e-4,
             "generation_s": 0.5,
             "training_s": 0.4,

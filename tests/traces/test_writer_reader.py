@@ -321,6 +321,13 @@ def test_columns_that_version_1_lacks_may_be_null():
             assert all(column.nullable for column in missing), table.name
 
 
+def test_runs_of_version_1_have_no_updates():
+    run = load_runs(Path(__file__).parents[2] / "data" / "reference")[0]
+    assert run.updates.empty and list(run.updates) == TABLES["updates"].names
+    assert run.steps[["generated_tokens", "redrawn_groups"]].isna().all().all() and len(run.steps) > 0
+    assert run.tokens(columns=["sampler_logp", "correction"]).isna().all().all()
+
+
 def test_other_schema_versions_and_broken_run_files_are_left_out_with_a_word(tmp_path):
     new_run(tmp_path / "good")
     update_run_info(new_run(tmp_path / "old"), schema_version=SCHEMA_VERSION + 1)

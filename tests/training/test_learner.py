@@ -6,22 +6,25 @@ import copy
 import math
 from dataclasses import replace
 
+import numpy as np
+import pandas as pd
 import pytest
 import torch
 
 from sharpscope.config.method import FixedEntropyBonus, GradientNormPenalty, Kl, Sam, TruncatedCorrection
 from sharpscope.config.training import OptimizerSpec
-from sharpscope.objective import Method, named_method
+from sharpscope.objective import Method, named_method, policy_loss
 from sharpscope.policy import load_policy
 from sharpscope.policy.rollouts import join_rollouts
 from sharpscope.policy.scoring import Scorer
-from sharpscope.recording.rows import steps_row
+from sharpscope.recording.rows import steps_row, token_columns, update_columns
 from sharpscope.tasks import make_task
 from sharpscope.training import learner
 from sharpscope.training.data_order import DataOrder
 from sharpscope.training.learner import Learner
 from sharpscope.training.optimizer import build_optimizer
 from sharpscope.training.rollouts import draw_rollouts
+from tests.oracles.objective import percentile
 
 
 @pytest.fixture
@@ -403,3 +406,80 @@ def test_clipping_scales_the_step_and_a_bad_loss_is_left_out(world):
     _, learned = gradient(policy, spoilt, "grpo")
     assert learned.updates[0].skipped
     assert all(torch.equal(a, b) for a, b in zip(before, policy.model.parameters(), strict=True))
+
+
+# -- the table of updates ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["grpo", "gspo", "lopti"])
+def test_every_update_is_described_by_its_own_tokens(world, monkeypatch, name):
+    """Ratios, divergence from π_old and clipped shares, from the log-probabilities of each update in Python floats."""
+    policy, drawn = world
+    seen: list[list[tuple[float, float, int]]] = []  # by update: (ln r of the token, the method's ratio, clipped)
+
+    def watched(method, plan, logp, normalizer, *, pass_index=0, **others):
+        out = policy_loss(method, plan, logp, normalizer, pass_index=pass_index, **others)
+        for place in (plan.mask & (plan.pass_index == pass_index)).nonzero().tolist():
+            own = [t for t, on in enumerate(plan.mask[place[0]].tolist()) if on]
+            change = {t: float(logp[place[0], t].detach() - plan.behavior_logp[place[0], t]) for t in own}
+            ratio = math.exp(sum(change.values()) / len(own) if name == "gspo" else change[place[1]])
+            seen[-1].append((change[place[1]], ratio, int(out.clipped[tuple(place)])))
+        return out
+
+    monkeypatch.setattr(learner, "policy_loss", watched)
+    backward = learner._Updates.gradient
+    monkeypatch.setattr(learner._Updates, "gradient", lambda *args: (seen.append([]), backward(*args))[1])
+    observed = learner_of(policy, mini_batches=2, inner_epochs=2, microbatch_tokens=64)
+    for group in observed.optimizer.param_groups:
+        group["lr"] = 0.03  # far enough that clips act
+    learned = learn(observed, drawn, name)
+    table = pd.DataFrame(update_columns(7, learned))
+    assert len(table) == len(seen) == (8 if name == "lopti" else 4)
+    for row, tokens in zip(table.to_dict("records"), seen, strict=True):
+        if not tokens:  # no token of this policy is likely enough for Lopti's second pass
+            assert row["tokens"] == 0 and math.isnan(row["ratio_mean"]) and math.isnan(row["kl_old_k1"])
+            continue
+        changes, ratios, flags = zip(*tokens, strict=True)
+        assert (row["step"], row["tokens"], row["lr"], row["skipped"]) == (7, len(tokens), 0.03, False)
+        wanted = {
+            "kl_old_k1": -math.fsum(changes) / len(tokens),
+            "kl_old_k3": math.fsum(math.exp(x) - 1 - x for x in changes) / len(tokens),
+            "ratio_mean": math.fsum(ratios) / len(tokens),
+            "ratio_min": min(ratios),
+            "ratio_p01": percentile(list(ratios), 0.01),
+            "ratio_p99": percentile(list(ratios), 0.99),
+            "ratio_max": max(ratios),
+            "clip_fraction_low": sum(f < 0 for f in flags) / len(tokens),
+            "clip_fraction_high": sum(f > 0 for f in flags) / len(tokens),
+        }
+        assert {key: row[key] for key in wanted} == pytest.approx(wanted, abs=1e-12)
+    assert table["update"].tolist() == list(range(len(seen)))
+    assert table["ratio_max"][0] == pytest.approx(1, abs=1e-12) and table["kl_old_k3"].max() > 1e-3
+    assert table["clip_fraction_high"].max() > 0 and table["clip_fraction_low"].max() > 0
+    for name_, values in (("loss", "loss"), ("grad_norm", "grad_norm"), ("update_norm", "update_norm")):
+        assert table[name_].tolist() == [getattr(u, values) for u in learned.updates]
+
+
+def test_an_update_that_is_left_out_is_in_the_table(world):
+    policy, drawn = world
+    learned = learn(learner_of(policy, mini_batches=2), drawn, before_first_update=lambda *_: False)
+    (row,) = pd.DataFrame(update_columns(1, learned)).to_dict("records")
+    assert row["skipped"] and row["update_norm"] == row["clip_factor"] == 0.0
+    assert row["grad_norm"] > 0 and row["ratio_mean"] == 1.0 and row["entropy_coef"] is None
+
+
+def test_the_samplers_correction_is_recorded(world):
+    """exp(ln π_old − ln μ), bounded; the column is left out without a correction."""
+    policy, drawn = world
+    noise = 0.3 * torch.randn(drawn.rollouts.behavior_logp.shape, generator=torch.Generator().manual_seed(0))
+    moved = replace(drawn.rollouts, behavior_logp=drawn.rollouts.behavior_logp + noise)
+    drawn = replace(drawn, rollouts=moved)
+    method = named_method("grpo").model_copy(update={"correction": TruncatedCorrection(high=1.2)})
+    for several in (1, 2):  # with one update the statistics are of the same pass
+        learned = learn(learner_of(policy, mini_batches=several, microbatch_tokens=64), drawn, method)
+        columns = token_columns(1, drawn, learned, {}, policy.head, 1.0)
+        logp, behavior = (np.asarray(columns[name], dtype=float) for name in ("logp", "behavior_logp"))
+        np.testing.assert_allclose(columns["correction"], np.minimum(np.exp(logp - behavior), 1.2), rtol=1e-6)
+        assert 0 < (np.asarray(columns["correction"]) == 1.2).mean() < 1
+    plain = learn(learner_of(policy), drawn)
+    assert "correction" not in token_columns(1, drawn, plain, {}, policy.head, 1.0)

@@ -38,6 +38,9 @@ def run_metrics(run: Run, horizon: int) -> dict[tuple[str, str], float]:
         (f"mean weight, {_LAST_THIRD}", "1"): late["weight_mean"],
         ("time of a step", "seconds"): seconds,
     }
+    updates = run.updates[(run.updates["step"] > 2 * horizon / 3) & (run.updates["step"] <= horizon)]
+    if (updates["update"] > 0).any():  # with one update a step it is 0
+        optional[f"KL of an update to the step's first policy, {_LAST_THIRD}", "nats"] = updates["kl_old_k3"]
     norms = pd.to_numeric(steps["grad_norm"], errors="coerce").dropna()
     if len(norms):
         found["median gradient norm", "L2, parameters"] = float(norms.median())

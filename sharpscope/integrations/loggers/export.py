@@ -23,9 +23,10 @@ LOGGERS: dict[str, Callable[..., Sink]] = {
 NUMBERS = ("int8", "int32", "int64", "float32", "float64")
 SCALARS = {
     table: tuple(c.name for c in TABLES[table].columns if c.type in NUMBERS and c.name not in TABLES[table].key)
-    for table in ("steps", "eval")
+    for table in ("steps", "updates", "eval")
 } | {"probes": ("value", "std_error")}
-"""Table -> exported columns. A scalar is named steps/<column>, eval/<split>/<level>/T<temperature>@<k>/<column>, or
+"""Table -> exported columns. A scalar is named steps/<column>, updates/<index in the step>/<column>,
+eval/<split>/<level>/T<temperature>@<k>/<column>, or
 probes/<probe>/<probe set>/<functional>/<parameters>/<quantity>[/rho<rho>][/std_error]."""
 
 Scalars = dict[int, dict[str, float]]
@@ -123,7 +124,7 @@ class ScalarReader:
 
 
 def scalars(run: Run) -> Scalars:
-    """Scalars of the tables steps, eval and probes: step -> name -> value.
+    """Scalars of the tables steps, updates, eval and probes: step -> name -> value.
 
     Values that are missing or not finite and spectral densities are excluded. If estimates differ only in their seed, the
     last one is used.
@@ -158,4 +159,9 @@ def _probe_prefix(row: Mapping[str, Any]) -> str | None:
     return "/".join(parts)
 
 
-_PREFIX = {"steps": lambda row: "steps", "eval": _eval_prefix, "probes": _probe_prefix}
+_PREFIX = {
+    "steps": lambda row: "steps",
+    "updates": lambda row: f"updates/{row['update']}",
+    "eval": _eval_prefix,
+    "probes": _probe_prefix,
+}

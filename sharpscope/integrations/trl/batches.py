@@ -13,7 +13,7 @@ from sharpscope.objective import Plan
 from sharpscope.policy import Completions, Rollouts
 from sharpscope.policy.rollouts import join_rollouts
 from sharpscope.policy.token_stats import TokenStats
-from sharpscope.recording import RolloutBatch, StepTokens
+from sharpscope.recording import RolloutBatch, StepTokens, UpdateTokens
 from sharpscope.tasks import Example, Reward
 
 
@@ -133,7 +133,7 @@ def _joined(one: RolloutBatch, two: RolloutBatch) -> RolloutBatch:
         Rollouts(**{**vars(rollouts), "group": groups}),
         [*one.rewards, *two.rewards],
         torch.cat([one.advantage, two.advantage]),
-        0,
+        None,
     )
 
 
@@ -147,6 +147,13 @@ def _joined_tokens(one: StepTokens, two: StepTokens) -> StepTokens:
     rest = {f.name: cat(getattr(one, f.name), getattr(two, f.name)) for f in fields(StepTokens) if f.name != "stats"}
     rest["update"] = cat(one.update, two.update, -1)
     return StepTokens(stats=TokenStats(**stats), **rest)
+
+
+def joined_updates(parts: Sequence[UpdateTokens]) -> UpdateTokens:
+    """The tokens of an update's micro-batches as one."""
+    width = max(part.used.shape[1] for part in parts)
+    columns = zip(*(part.tensors() for part in parts), strict=True)
+    return UpdateTokens(*(torch.cat([widened(value, width) for value in column]) for column in columns))
 
 
 def widened(values: Tensor, width: int, fill: int = 0) -> Tensor:

@@ -17,6 +17,7 @@ class TokenLoss:
     """(n, T) values of the tokens of one micro-batch under the policy of its update."""
 
     ratio: Tensor
+    log_ratio: Tensor  # ln π − ln π_old of the token [nats], 0 outside the mask
     clipped: Tensor  # −1 lower bound acts, 1 upper, 0 none
     kl: Tensor  # k3 [nats], 0 without a reference
 
@@ -35,7 +36,7 @@ def token_loss(trainer: Any, inputs: dict[str, Any], logp: Tensor) -> TokenLoss:
         mask = mask * inputs["tool_mask"]
     logp = logp.detach()
     old = inputs.get("old_per_token_logps")
-    change = torch.zeros_like(logp) if old is None else (logp - old) * mask
+    change = own = torch.zeros_like(logp) if old is None else torch.where(mask.bool(), logp - old, 0.0)
     if trainer.importance_sampling_level == "sequence":
         change = (change.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)).expand(logp.shape)
     ratio = change.exp()
@@ -43,7 +44,8 @@ def token_loss(trainer: Any, inputs: dict[str, Any], logp: Tensor) -> TokenLoss:
     advantage = (advantage if advantage.dim() == 2 else advantage[:, None]).expand(logp.shape)
     reference = inputs.get("ref_per_token_logps")
     kl = torch.zeros_like(logp) if reference is None else torch.where(mask.bool(), k3(logp, reference), 0.0)
-    return TokenLoss(torch.where(mask.bool(), ratio, 1.0), _clipped(trainer, ratio, advantage) * mask.int(), kl)
+    clipped = _clipped(trainer, ratio, advantage) * mask.int()
+    return TokenLoss(torch.where(mask.bool(), ratio, 1.0), own, clipped, kl)
 
 
 def _clipped(trainer: Any, ratio: Tensor, advantage: Tensor) -> Tensor:

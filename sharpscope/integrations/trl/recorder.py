@@ -269,7 +269,7 @@ class Recorder:
         rollouts = rollouts_of(output, scored, total, self.group_size, tokenizer, eos_ids)
         rewards = rewards_of(scored, self.trainer.reward_func_names, total, self.correct)
         examples = examples_of(rollouts, self.group_size, tokenizer)
-        batch = RolloutBatch(examples, rollouts, rewards, advantage.detach().clone(), 0)
+        batch = RolloutBatch(examples, rollouts, rewards, advantage.detach().clone(), None)
         scorer = replace(self.scorer, share_prompt=same_prompts(rollouts, self.group_size))
         with guarded(self.model, weights=False):
             stats = scorer.statistics(rollouts)
@@ -367,7 +367,7 @@ class Recorder:
         else:
             moved = [p.detach() - kept for p, kept in zip(self.parameters, self._weights_before, strict=True)]
             size = math.sqrt(sum(float(torch.linalg.vector_norm(m, dtype=torch.float64)) ** 2 for m in moved))
-        self._step.record_update(size, bool(self.trainer.accelerator.optimizer_step_was_skipped))
+        self._step.record_update(size, bool(self.trainer.accelerator.optimizer_step_was_skipped), self._lr)
         self._step.seconds["recording_s"] += time.perf_counter() - done
 
     def step_done(self) -> None:
@@ -381,7 +381,7 @@ class Recorder:
         self.trace.warn_mismatch(float(torch.cat(step.gaps).mean()))
         self.trace.write(
             batch,
-            StepResult(step.updates, tokens),
+            StepResult(step.updates, tokens, corrected=step.corrected),
             self._observer.result(),
             self._lr,
             self.weights,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sharpscope.integrations.trl.batches import Batch, join, widened
+from sharpscope.integrations.trl.batches import Batch, join, joined_updates, widened
 from sharpscope.integrations.trl.loss import token_loss
 from sharpscope.recording import PendingUpdate, RolloutBatch, StepTokens, UpdateResult, UpdateTokens
 
@@ -25,6 +25,7 @@ class Step:
         default_factory=lambda: {"generation_s": 0.0, "training_s": 0.0, "recording_s": 0.0}
     )
     gradient: tuple[float, float, float] = (math.nan, math.nan, 1.0)  # loss, norm, clip factor of the present update
+    corrected: bool = False  # whether TRL multiplies the loss by a factor for the sampler's policy
     losses: list[Tensor] = field(default_factory=list)  # of the present update's micro-batches
     gaps: list[Tensor] = field(
         default_factory=list
@@ -56,12 +57,22 @@ class Step:
             ours = tokens.stats.logp[rows.to(tokens.stats.logp.device)].cpu()
             self.gaps.append((logp.detach().cpu() - ours).abs()[mask])
         found = token_loss(trainer, inputs, logp)
-        for name in ("ratio", "clipped"):
-            target, value = getattr(tokens, name), getattr(found, name)
+        values = [(tokens.ratio, found.ratio), (tokens.clipped, found.clipped)]
+        if inputs.get("importance_sampling_ratio") is not None:  # (n, 1) for a whole completion, else (n, T)
+            self.corrected = True
+            values.append((tokens.correction, inputs["importance_sampling_ratio"].expand(logp.shape)))
+        for target, value in values:
             target[rows] = torch.where(first, value.detach().cpu().to(target.dtype), target[rows])
         tokens.update[rows] = torch.where(first, index, tokens.update[rows])
         update_tokens = UpdateTokens.zeros(mask.shape, tokens.loss_coef.dtype)
-        update_tokens.write(torch.arange(len(rows)), mask, found.clipped, found.kl)
+        update_tokens.write(
+            torch.arange(len(rows)),
+            mask,
+            clipped=found.clipped,
+            kl=found.kl,
+            ratio=found.ratio,
+            log_ratio=found.log_ratio,
+        )
 
         def keep(gradient: Tensor) -> None:
             update_tokens.coef = torch.where(mask, gradient.detach().to("cpu", update_tokens.coef.dtype), 0.0)
@@ -84,10 +95,11 @@ class Step:
         _, norm, factor = self.gradient
         return PendingUpdate(index, rows, tokens.update[rows] == index, coef, norm, factor)
 
-    def record_update(self, size: float, skipped: bool) -> None:
-        """Record that the present update was made; `size` is ‖Δθ‖₂."""
+    def record_update(self, size: float, skipped: bool, lr: float) -> None:
+        """Record that the present update was made; `size` is ‖Δθ‖₂, `lr` its learning rate."""
         loss, norm, factor = self.gradient
-        self.updates.append(UpdateResult(loss, norm, norm, size, factor, skipped))
+        summary = joined_updates([tokens for _, _, tokens in self.pending]).summary()
+        self.updates.append(UpdateResult(loss, norm, norm, size, factor, skipped, lr=lr, summary=summary))
         if not skipped:
             tokens = {batch.serial: batch.tokens for batch in self.batches}
             for serial, rows, update_tokens in self.pending:

@@ -31,6 +31,7 @@ from sharpscope.recording import (
     rollout_columns,
     steps_row,
     token_columns,
+    update_columns,
 )
 from sharpscope.recording.run_folder import run_info
 from sharpscope.traces import (
@@ -159,7 +160,8 @@ class Trace:
         step, spec = self.step, self.config.recording
         method = self.method if weights is None else self.method.model_copy(update={"weight": weights.weight})
         row = steps_row(step, batch, result, method, self.progress, lr)
-        row["completion_length_mean"] = float(generated_lengths(batch.rollouts).double().mean())
+        lengths = generated_lengths(batch.rollouts)
+        row |= {"completion_length_mean": float(lengths.double().mean()), "generated_tokens": int(lengths.sum())}
         self._events += observed.events
         self._judge(batch, result, row, sampled)
         if row["grad_norm"]:
@@ -176,6 +178,7 @@ class Trace:
             self.writer.append("probes", observed.rows)
         self._write_events()
         seconds["recording_s"] += time.perf_counter() - started
+        self.writer.append("updates", update_columns(step, result))
         self.writer.append("steps", row | seconds)
         if step % spec.flush_every == 0:
             self.writer.flush()
