@@ -17,6 +17,7 @@ TOY = {
     "rollout.prompts_per_step": 4,
     "rollout.group_size": 4,
     "rollout.max_new_tokens": 8,
+    "update.mini_batches": 1,
     "evaluation.prompts": 4,
     "evaluation.every": 2,
     "optimizer.lr": 0.01,

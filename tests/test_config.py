@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import BaseModel
+from pydantic import BaseModel, TypeAdapter
 
-from sharpscope.config import RunConfig, build_config, explain_fields, merge, parse_override, to_yaml
+from sharpscope.config import RunConfig, TokenWeight, build_config, explain_fields, merge, parse_override, to_yaml
 from sharpscope.errors import UserError
 
 
@@ -93,6 +94,32 @@ def test_ablations_get_names_of_their_own():
     assert named.run_name == plain.run_name
     other = build_config(None, ["method=grpo-sg", "method.weight.preset=paper"])
     assert other.run_name != plain.run_name
+
+
+def test_weights_of_version_01_count_tokens_as_they_did(tmp_path):
+    """It wrote every field of a weight; the named methods have counted tokens by their gradient since."""
+    sigmoid = {
+        "kind": "sigmoid",
+        "preset": "auto",
+        "input": "logit",
+        **dict.fromkeys(["alpha", "tau", "mu", "L", "U", "u0"]),
+    }
+    file = tmp_path / "config.yaml"
+    for name, weight in (
+        ("grpo-sg", sigmoid),
+        ("grpo-sg-shuffled", {"kind": "shuffled", "of": sigmoid}),
+        ("grpo-sg-reverse", {"kind": "reverse", "of": sigmoid}),
+        ("ar-constant", {"kind": "constant", "of": {"kind": "linear", "alpha": 0.2}}),
+    ):
+        file.write_text(json.dumps({"method": {"name": name, "weight": weight}}))
+        old, new = build_config(file).method.weight, build_config(None, [f"method={name}"]).method.weight
+        assert old == TypeAdapter(TokenWeight).validate_python(weight)  # the class's own defaults
+        assert old != new
+    file.write_text("method: {name: grpo-sg, weight: {kind: sigmoid, tau: 3.0}}")  # an ablation: only what it changes
+    assert build_config(file).method.weight.percentiles == "gradient"
+    again = tmp_path / "again.yaml"
+    again.write_text(to_yaml(build_config(None, ["method=grpo-sg-shuffled"])))
+    assert build_config(again).method == build_config(None, ["method=grpo-sg-shuffled"]).method
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ import yaml
 
 from sharpscope.config import build_config
 from sharpscope.config.token_weights import SigmoidWeight
-from sharpscope.objective import choose_preset
 from sharpscope.tasks import Example, make_task
 
 PAPER = sorted((Path(__file__).resolve().parents[1] / "experiments" / "paper").glob("*.yaml"))
@@ -24,7 +23,7 @@ def test_a_preset_is_a_valid_configuration_that_says_what_is_ours(path):
     text = path.read_text()
     config = build_config(path)
     assert "Ours" in text and "From the paper" in text
-    weight = choose_preset(config.method.weight, "paper")  # what any model but the embedded ones gets
+    weight = config.method.weight.with_preset("auto", "paper")  # what any model but the embedded ones gets
     assert isinstance(weight, SigmoidWeight)
     assert weight.constants() == {"alpha": 2.0, "tau": 9.0, "mu": 0.25, "L": 1.0, "U": 1.4, "u0": 0.0}
     assert config.policy.dtype == "bfloat16" and config.update.gradient_checkpointing

@@ -19,27 +19,31 @@ def weight_of(method: str, shaping: str, *overrides: str):
     return build_config(None, overrides, {"method": method}, shaping).method.weight
 
 
-def weights(method: str):
-    """Mask, the shaping's own weights and those of the method made of it."""
+def weights(method: str, *overrides: str):
+    """The step, the shaping's own weights and those of the method made of it."""
     step = make_case(named_method("grpo-sg"), garbage=False).step
     plain = token_weights(weight_of("grpo-sg", OWN), step)
-    return step.mask, plain, token_weights(weight_of(method, OWN), step, torch.Generator().manual_seed(0))
+    return step, plain, token_weights(weight_of(method, OWN, *overrides), step, torch.Generator().manual_seed(0))
 
 
 def test_a_shuffled_control_has_ones_own_weights_in_another_order():
-    mask, plain, shuffled = weights("grpo-sg-shuffled")
+    step, plain, shuffled = weights("grpo-sg-shuffled", "method.weight.matched=tokens")
     assert not torch.equal(shuffled, plain)
     for row, (own, other) in enumerate(zip(plain, shuffled, strict=True)):
-        assert torch.equal(own[mask[row]].sort().values, other[mask[row]].sort().values)
+        assert torch.equal(own[step.mask[row]].sort().values, other[step.mask[row]].sort().values)
 
 
 def test_the_other_controls_are_made_of_ones_own_weights():
-    mask, plain, reverse = weights("grpo-sg-reverse")
+    step, plain, reverse = weights("grpo-sg-reverse")
+    mask = step.mask
     torch.testing.assert_close(reverse[mask], 2.0 - plain[mask])
+    mean = (step.gradient_mass * plain)[mask].sum() / step.gradient_mass[mask].sum()
     _, _, constant = weights("grpo-sg-constant")
-    torch.testing.assert_close(constant[mask], plain[mask].mean().expand(int(mask.sum())))
+    torch.testing.assert_close(constant[mask], mean.expand(int(mask.sum())))
     _, _, mean_one = weights("grpo-sg-mean-one")
-    torch.testing.assert_close(mean_one[mask], plain[mask] / plain[mask].mean())
+    torch.testing.assert_close(mean_one[mask], plain[mask] / mean)
+    _, _, drawn = weights("grpo-sg-shuffled")
+    torch.testing.assert_close((step.gradient_mass * drawn)[mask].sum() / step.gradient_mass[mask].sum(), mean)
     inner = weight_of("grpo-sg-shuffled-mean-one", OWN)
     assert (inner.kind, inner.of.kind, inner.of.of.function) == ("mean_one", "shuffled", OWN)
 

@@ -15,8 +15,9 @@ from sharpscope.objective import (
     Method,
     StepTensors,
     calibrate,
-    choose_preset,
     gradient_killed,
+    gradient_mass,
+    named_method,
     summarize_weights,
     token_weights,
 )
@@ -33,7 +34,7 @@ PROBABILITIES = np.linspace(0.001, 0.999, 500)
 
 def published(method: Method) -> Method:
     """Return the method with preset `auto` replaced by `paper`."""
-    return method.model_copy(update={"weight": choose_preset(method.weight, "paper")})
+    return method.with_preset("auto", "paper")
 
 
 def function_curves(methods: Sequence[Method]) -> pd.DataFrame:
@@ -66,7 +67,7 @@ def function_curves(methods: Sequence[Method]) -> pd.DataFrame:
 
 
 def step_of(run: Run, step: int) -> StepTensors:
-    """Load the loss tokens of a recorded step as (N, T) tensors.
+    """Load the loss tokens of a recorded step as (N, T) tensors; `gradient_mass` has the run's aggregation.
 
     Raises:
         UserError: The step's tokens or rollouts were not recorded, or the run is a reduced one.
@@ -77,7 +78,7 @@ def step_of(run: Run, step: int) -> StepTensors:
         raise UserError(
             f"--run {run.path}: is a reduced run without rollouts and with a sample of the tokens; give the full run"
         )
-    names = ["rollout", "position", "logp", "logit", "entropy", "collision", "polarity", "advantage"]
+    names = ["rollout", "position", "logp", "logit", "entropy", "collision", "polarity", "logit_grad_norm", "advantage"]
     tokens = run.tokens(steps=[step], columns=["step", *names])
     if tokens.empty:
         raise UserError(f"--step {step}: run '{run.path}' has no tokens of this step; choose another step")
@@ -91,6 +92,7 @@ def step_of(run: Run, step: int) -> StepTensors:
         return out
 
     stats = {name: to_matrix(tokens[name].to_numpy()) for name in names[2:7]}
+    norm = to_matrix(tokens["logit_grad_norm"].to_numpy())
     mask = to_matrix(np.ones(len(tokens))).bool()
     # Null where no update used the token: there it has the value of its completion's other tokens.
     given = tokens["advantage"].fillna(tokens.groupby("rollout")["advantage"].transform("first")).fillna(0.0)
@@ -102,7 +104,17 @@ def step_of(run: Run, step: int) -> StepTensors:
             "step with both"
         )
     group = torch.from_numpy(groups.loc[rollouts].to_numpy().copy())
-    return StepTensors(mask=mask, group=group, advantage=advantage, behavior_logp=stats["logp"], **stats)  # type: ignore[arg-type]
+    configured = (run.info.get("config") or {}).get("method") or {}
+    aggregate = configured.get("aggregate", "sequence_mean")
+    mass = gradient_mass(named_method("grpo").model_copy(update={"aggregate": aggregate}), mask, advantage, norm)
+    return StepTensors(
+        mask=mask,
+        group=group,
+        advantage=advantage,
+        behavior_logp=stats["logp"],
+        gradient_mass=mass,
+        **stats,  # type: ignore[arg-type]
+    )
 
 
 def observed(
@@ -125,7 +137,7 @@ def observed(
     data = step_of(run, step)
     tokens, shares = [], []
     for method in methods:
-        shaping = calibrate(choose_preset(method.weight, preset), data)
+        shaping = calibrate(method.weight.with_preset("auto", preset), data)
         weight = token_weights(shaping, data, torch.Generator().manual_seed(0))
         summary = summarize_weights(shaping, weight, data.mask)
         killed = None

@@ -38,10 +38,12 @@ class MethodNote:
     ours: str
 
 
+_SG_WEIGHT = SigmoidWeight(percentiles="gradient")
 _SG_CONSTANTS = "alpha 2, mu 0.25, L 1, U 1.4; tau 9, u0 0 (preset paper) or from the first step (preset calibrated)"
 _SG_OURS = (
     "u is the sampled token's logit before division by the temperature: with u = π every weight would be L. The location u0 and the preset "
-    "calibrated. w is computed from the policy at the start of the step and stays fixed over its updates."
+    "calibrated, whose percentiles count tokens by the gradient they carry: counted alike, the 10th to 90th percentile of u spans "
+    "tokens that carry almost none (README). w is computed from the policy at the start of the step and stays fixed over its updates."
 )
 _STATISTICS_OURS = "Statistics are over all loss tokens of the step, under the policy at its start."
 
@@ -59,7 +61,7 @@ _NOTES = (
         ours="The std divides by n − 1 as in TRL; groups whose rewards are all equal have advantage 0. β is 0 unless set.",
     ),
     MethodNote(
-        method=Method(name="grpo-sg", weight=SigmoidWeight()),
+        method=Method(name="grpo-sg", weight=_SG_WEIGHT),
         title="Sharpness-guided GRPO",
         equation="GRPO with w_t·min(r_t·A, clip(r_t)·A), w = clip(alpha·[sigmoid((u − u0)/tau) − mu], L, U)",
         constants=_SG_CONSTANTS,
@@ -68,7 +70,7 @@ _NOTES = (
         ours=_SG_OURS,
     ),
     MethodNote(
-        method=Method(name="tr-grpo", weight=SigmoidWeight(), weight_on="ratio", kl=spec.Kl(weighted=True)),
+        method=Method(name="tr-grpo", weight=_SG_WEIGHT, weight_on="ratio", kl=spec.Kl(weighted=True)),
         title="Token-regulated GRPO",
         equation="GRPO with min(w_t·r_t·A, clip(w_t·r_t, 1 − ε, 1 + ε)·A) + β·w_t·k3_t, w as in grpo-sg",
         constants=_SG_CONSTANTS + "; ε 0.2",

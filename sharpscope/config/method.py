@@ -629,6 +629,10 @@ class Method(Part):
         """Whether `prepare` gives the same rows for any subset of the batch: no batch statistics, no randomness."""
         return self.weight.pointwise and isinstance(self.tokens, AllTokens) and isinstance(self.penalty, NoPenalty)
 
+    def with_preset(self, old: str, new: str) -> Self:
+        """The same method with preset `new` of the token weight, also inside controls, where it has preset `old`."""
+        return self.model_copy(update={"weight": self.weight.with_preset(old, new)})
+
 
 def passes_of(method: Method) -> int:
     """Number of optimizer passes over each mini-batch."""

@@ -19,10 +19,10 @@ from sharpscope.config.token_weights import (
 from sharpscope.errors import UserError, nearest
 
 SUFFIXES: dict[str, str] = {
-    "shuffled": "the same weights, permuted over the loss tokens of each completion",
+    "shuffled": "each token's weight is drawn from its completion's by the gradient they carry (matched: tokens permutes)",
     "reverse": "w ← L + U − w",
-    "constant": "every weight is the step's mean",
-    "mean-one": "weights divided by the step's mean",
+    "constant": "every weight is the step's mean, weighted by the gradient",
+    "mean-one": "weights divided by the step's mean, weighted by the gradient",
     "entropy": "the weight depends on the position's entropy instead of the token's probability",
 }
 """Suffixes of the controls: `<method>-<suffix>` replaces the method's weight."""
@@ -71,14 +71,14 @@ def named_method(name: str) -> Method:
 def _wrapped(weight: Any, suffix: str) -> Weighting:
     match suffix:
         case "shuffled":
-            return ShuffledWeight(of=weight)
+            return ShuffledWeight(of=weight, matched="gradient")
         case "reverse":
             return ReverseWeight(of=weight)
         case "constant":
-            return ConstantWeight(of=weight)
+            return ConstantWeight(of=weight, matched="gradient")
         case "mean-one":
-            return MeanOneWeight(of=weight)
-    return EntropyWeight()
+            return MeanOneWeight(of=weight, matched="gradient")
+    return EntropyWeight(percentiles="gradient")
 
 
 def describe(name: str) -> MethodNote:

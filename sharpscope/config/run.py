@@ -230,15 +230,7 @@ def default_preset(config: RunConfig) -> Literal["paper", "calibrated"]:
 
 def resolve_method(config: RunConfig) -> RunConfig:
     """Replace a preset equal to the default by `auto`, so that equal methods have the same label."""
-    weight = _default_as_auto(config.method.weight, default_preset(config))
-    return config.model_copy(update={"method": config.method.model_copy(update={"weight": weight})})
-
-
-def _default_as_auto(shaping: Any, default: str) -> Any:
-    inner = getattr(shaping, "of", None)
-    if inner is not None:
-        return shaping.model_copy(update={"of": _default_as_auto(inner, default)})
-    return shaping.model_copy(update={"preset": "auto"}) if getattr(shaping, "preset", None) == default else shaping
+    return config.model_copy(update={"method": config.method.with_preset(default_preset(config), "auto")})
 
 
 def explain_fields(config: RunConfig) -> list[str]:
@@ -439,7 +431,26 @@ def _expand_method(data: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(given, Mapping):
         raise UserError(f"method = {_short(given)}: must be a method's name or a mapping with a name")
     base = named_method(str(given.get("name", "grpo"))).model_dump(mode="json")
+    if isinstance(given.get("weight"), Mapping):
+        given = {**given, "weight": _counting_tokens(given["weight"])}
     return {**data, "method": merge(base, given)}
+
+
+def _counting_tokens(weight: Mapping[str, Any]) -> dict[str, Any]:
+    """A weight as version 0.1 wrote it, with all fields but those of 0.2: then it means their class defaults.
+
+    Without this, the named method would fill in its own: `grpo-sg` has counted tokens by their gradient since 0.2.
+    """
+    data = dict(weight)
+    kind = data.get("kind")
+    model = token_weight_kinds().get(kind) if isinstance(kind, str) else None
+    if isinstance(data.get("of"), Mapping):
+        data["of"] = _counting_tokens(data["of"])
+    if model is not None:
+        missing = set(model.model_fields) - set(data)
+        if missing and missing <= {"percentiles", "matched"}:
+            data |= {name: model.model_fields[name].default for name in missing}
+    return data
 
 
 def _nested(path: str, value: Any) -> dict[str, Any]:

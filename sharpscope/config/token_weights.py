@@ -66,9 +66,13 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)] | Schedule
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)] | Schedule
 Real = Annotated[float, Field(allow_inf_nan=False)] | Schedule
 Share = Annotated[float, Field(ge=0, le=1)] | Schedule
+Offset = Annotated[float, Field(le=1, allow_inf_nan=False)] | Schedule
 
 #: Constants published for GRPO-SG (arXiv 2511.00066): w = clip(alpha·[sigmoid(u/tau) − mu], L, U).
 PAPER_SIGMOID: dict[str, float] = {"alpha": 2.0, "tau": 9.0, "mu": 0.25, "L": 1.0, "U": 1.4, "u0": 0.0}
+
+Counted = Literal["tokens", "gradient"]
+COUNTED = "tokens: every loss token counts once; gradient: by the gradient it carries, |A|·(its coefficient in the mean)·‖p − e_y‖"
 
 
 class Statistics(Protocol):
@@ -122,6 +126,15 @@ class Weighting(Part):
         """Whether a constant is empty that a preset or the first step fills in."""
         return False
 
+    @property
+    def needs_gradient(self) -> bool:
+        """Whether the calibration needs a step in which some token carries a gradient."""
+        return False
+
+    def with_preset(self, old: str, new: str) -> Self:
+        """The same weighting, also inside controls, with preset `new` where it has preset `old`."""
+        return self
+
     def at_statistic(self, u: Any, xp: Any) -> Any:
         """Weights at values `u` of the statistic, in its shape.
 
@@ -170,6 +183,15 @@ def _number(value: object) -> float:
     return float(value)
 
 
+def fitted_gain(low: float, high: float) -> tuple[float, float]:
+    """Alpha and mu with which the sigmoid's values 0.75 and 0.95, as published for [1, 1.4], land on `low` and `high`.
+
+    alpha = (U − L)/0.2 and mu = 0.75 − L/alpha: 2 and 0.25 for the published bounds.
+    """
+    alpha = PAPER_SIGMOID["alpha"] * (high - low) / (PAPER_SIGMOID["U"] - PAPER_SIGMOID["L"])
+    return alpha, PAPER_SIGMOID["L"] / PAPER_SIGMOID["alpha"] + PAPER_SIGMOID["mu"] - low / alpha
+
+
 def _sigmoid(constants: dict[str, Any], u: Any, xp: Any) -> Any:
     alpha, tau, mu, low, high, u0 = (_number(constants.get(name)) for name in ("alpha", "tau", "mu", "L", "U", "u0"))
     return (alpha * (xp.sigmoid((u - u0) / tau) - mu)).clip(low, high)
@@ -190,9 +212,9 @@ class SigmoidWeight(Weighting):
     """w = clip(alpha·[sigmoid((u − u0)/tau) − mu], L, U), GRPO-SG's shape (arXiv 2511.00066).
 
     A constant left empty is the preset's; one that is given overrides it. Preset `paper`: alpha 2, tau 9, mu 0.25, L 1,
-    U 1.4, u0 0. Preset `calibrated`: alpha, mu, L, U as published, tau and u0 such that the 10th and the 90th
-    percentile of u in the first step land on L and U (with the published constants tau = (u90 − u10)/1.846, u0 = u10 −
-    1.099·tau).
+    U 1.4, u0 0. Preset `calibrated`: L and U as published, tau and u0 such that the 10th and the 90th percentile of u in
+    the first step land on L and U (tau = (u90 − u10)/1.846, u0 = u10 − 1.099·tau). With other bounds, alpha and mu that
+    are left empty follow them (`fitted_gain`), so that the percentiles still land on L and U.
     """
 
     kind: Literal["sigmoid"] = "sigmoid"
@@ -200,25 +222,39 @@ class SigmoidWeight(Weighting):
         default="auto",
         description="auto: calibrated, or paper where the policy is not an embedded one (the configuration decides).",
     )
+    percentiles: Counted = Field(default="tokens", description=f"What the calibration's percentiles count. {COUNTED}.")
     input: Literal["logit", "log_odds", "logp", "prob"] = Field(
         default="logit",
         description="u, of the sampled token: logit (undivided, no shift invariance), log_odds ln π/(1 − π) [nats], "
         "logp ln π [nats], prob π. The published constants only do something with the logit (our reading).",
     )
-    alpha: Positive | None = Field(default=None, description="Gain, > 0; published 2.0.")
+    alpha: Positive | None = Field(
+        default=None, description="Gain, > 0; published 2.0. Empty: (U − L)/0.2, unless mu is given."
+    )
     tau: Positive | None = Field(default=None, description="Width of the sigmoid, > 0, unit of u; published 9.0.")
-    mu: Share | None = Field(default=None, description="Offset subtracted from the sigmoid, in [0, 1]; published 0.25.")
+    mu: Offset | None = Field(
+        default=None,
+        description="Offset subtracted from the sigmoid, ≤ 1; published 0.25. Empty: 0.75 − L/alpha, unless alpha is given.",
+    )
     L: NonNegative | None = Field(default=None, description="Smallest weight, ≥ 0; published 1.0.")
     U: Positive | None = Field(default=None, description="Largest weight, > L; published 1.4.")
     u0: Real | None = Field(default=None, description="Location of the sigmoid, unit of u; published 0.")
+
+    @model_validator(mode="after")
+    def _bounds_have_a_gain(self) -> Self:
+        if self.alpha is None and self.mu is None and (isinstance(self.L, Schedule) or isinstance(self.U, Schedule)):
+            raise ValueError("a schedule of L or U needs alpha or mu, which follow fixed bounds only; set alpha")
+        return self
 
     def constants(self) -> dict[str, float | Schedule]:
         """alpha, tau, mu, L, U, u0 as far as they are known before a calibration: given ones, else the preset's."""
         known: dict[str, float | Schedule] = dict(PAPER_SIGMOID)
         if self.preset != "paper":
             del known["tau"], known["u0"]
-        given = {name: getattr(self, name) for name in PAPER_SIGMOID}
-        return known | {name: value for name, value in given.items() if value is not None}
+        known |= {name: value for name in PAPER_SIGMOID if (value := getattr(self, name)) is not None}
+        if self.alpha is None and self.mu is None:
+            known["alpha"], known["mu"] = fitted_gain(_number(known["L"]), _number(known["U"]))
+        return known
 
     @property
     def statistic(self) -> str:
@@ -229,6 +265,15 @@ class SigmoidWeight(Weighting):
     def needs_calibration(self) -> bool:
         """See `Weighting`."""
         return any(getattr(self, name) is None for name in PAPER_SIGMOID)
+
+    @property
+    def needs_gradient(self) -> bool:
+        """See `Weighting`."""
+        return self.percentiles == "gradient" and not {"tau", "u0"} <= set(self.constants())
+
+    def with_preset(self, old: str, new: str) -> Self:
+        """See `Weighting`."""
+        return type(self).model_validate(dict(self) | {"preset": new}) if self.preset == old else self
 
     def at_statistic(self, u: Any, xp: Any) -> Any:
         """clip(alpha·[sigmoid((u − u0)/tau) − mu], L, U)."""
@@ -244,8 +289,9 @@ class EntropyWeight(Weighting):
 
     kind: Literal["entropy"] = "entropy"
     direction: Literal["low", "high"] = Field(default="low", description="Which entropy is weighted most.")
+    percentiles: Counted = Field(default="tokens", description=f"What the calibration's percentiles count. {COUNTED}.")
     alpha: Positive = Field(default=2.0, description="Gain, > 0.")
-    mu: Share = Field(default=0.25, description="Offset subtracted from the sigmoid, in [0, 1].")
+    mu: Offset = Field(default=0.25, description="Offset subtracted from the sigmoid, ≤ 1.")
     L: NonNegative = Field(default=1.0, description="Smallest weight, ≥ 0.")
     U: Positive = Field(default=1.4, description="Largest weight, > L.")
     tau: Positive | None = Field(
@@ -269,6 +315,11 @@ class EntropyWeight(Weighting):
     def needs_calibration(self) -> bool:
         """See `Weighting`."""
         return self.tau is None or self.u0 is None
+
+    @property
+    def needs_gradient(self) -> bool:
+        """See `Weighting`."""
+        return self.percentiles == "gradient" and self.needs_calibration
 
     def signed(self, u: Any) -> Any:
         """−u where low entropy has the largest weight, else u."""
@@ -404,25 +455,38 @@ class Control(Weighting):
         """See `Weighting`."""
         return self.inner.needs_calibration
 
+    @property
+    def needs_gradient(self) -> bool:
+        """See `Weighting`."""
+        return self.inner.needs_gradient
+
+    def with_preset(self, old: str, new: str) -> Self:
+        """See `Weighting`."""
+        return self.model_copy(update={"of": self.inner.with_preset(old, new)})
+
 
 class _SameBounds(Control):
-    """A control whose weights have the bounds of the inner ones."""
+    """A control whose weights have the bounds of the inner ones, unless they are rescaled to match the gradient."""
 
     @property
     def bounded(self) -> bool:
         """See `Weighting`."""
-        return self.inner.bounded
+        return self.inner.bounded and self.matched != "gradient"  # type: ignore[attr-defined]  # a field of both
 
     @property
     def bounds(self) -> tuple[float, float] | None:
         """Those of the inner weighting."""
-        return self.inner.bounds
+        return self.inner.bounds if self.bounded else None
 
 
 class ReverseWeight(_SameBounds):
     """w ← L + U − w, for weightings with bounds: the ablation that the paper reports as worse."""
 
     kind: Literal["reverse"] = "reverse"
+    matched: Literal["none", "gradient"] = Field(
+        default="none",
+        description="gradient: multiply the reversed weights so that their mean over the gradient is that of `of`.",
+    )
     of: TokenWeight = Field(description="The weighting that is reversed; it must have bounds.")
 
     @model_validator(mode="after")
@@ -434,48 +498,65 @@ class ReverseWeight(_SameBounds):
     @property
     def statistic(self) -> str | None:
         """See `Weighting`."""
-        return self.of.statistic
+        return self.of.statistic if self.matched == "none" else None
 
     @property
     def pointwise(self) -> bool:
         """See `Weighting`."""
-        return self.of.pointwise
+        return self.of.pointwise and self.matched == "none"
 
     def at_statistic(self, u: Any, xp: Any) -> Any:
         """L + U − w."""
-        assert self.bounds is not None
-        return self.bounds[0] + self.bounds[1] - self.of.at_statistic(u, xp)
+        bounds = self.bounds
+        if bounds is None:
+            return super().at_statistic(u, xp)
+        return bounds[0] + bounds[1] - self.of.at_statistic(u, xp)
 
 
 class ShuffledWeight(_SameBounds):
-    """The same weights, permuted over the loss tokens of each completion.
-
-    The distribution of the weights stays; their alignment with the tokens is lost.
-    """
+    """The same weights on other tokens of the same completion: their distribution stays, their alignment is lost."""
 
     kind: Literal["shuffled"] = "shuffled"
-    of: TokenWeight = Field(description="The weighting whose weights are permuted.")
+    matched: Counted = Field(
+        default="tokens",
+        description="tokens: permute the weights over the completion's loss tokens; gradient: draw each token's weight from "
+        "them with probability proportional to the gradient that they carry, then multiply all so that the mean over the "
+        "gradient is that of `of`.",
+    )
+    of: TokenWeight = Field(description="The weighting whose weights are moved.")
 
 
 class ConstantWeight(Control):
-    """Every weight is the step's mean: only the effect on the learning rate is left."""
+    """Every weight is the step's mean: with the mean over the gradient, only the effect on the learning rate is left."""
 
     kind: Literal["constant"] = "constant"
+    matched: Counted = Field(default="tokens", description=f"What the mean counts. {COUNTED}.")
     of: TokenWeight = Field(description="The weighting whose mean is taken.")
 
 
 class MeanOneWeight(Control):
-    """w ← w/mean w over the step's loss tokens: no effect on the learning rate."""
+    """w ← w/mean w over the step's loss tokens: no effect on the learning rate, with the mean over the gradient."""
 
     kind: Literal["mean_one"] = "mean_one"
+    matched: Counted = Field(default="tokens", description=f"What the mean counts. {COUNTED}.")
     of: TokenWeight = Field(description="The weighting that is rescaled.")
 
 
 TokenWeight = Annotated[
-    UniformWeight | SigmoidWeight | EntropyWeight | LinearWeight | PowerWeight | CovarianceGaussianWeight |
-    PolarityWeight | CustomWeight | ReverseWeight | ShuffledWeight | ConstantWeight | MeanOneWeight,
+    UniformWeight
+    | SigmoidWeight
+    | EntropyWeight
+    | LinearWeight
+    | PowerWeight
+    | CovarianceGaussianWeight
+    | PolarityWeight
+    | CustomWeight
+    | ReverseWeight
+    | ShuffledWeight
+    | ConstantWeight
+    | MeanOneWeight,
     Field(discriminator="kind"),
-]  # fmt: skip
+]
 for _control in (ReverseWeight, ShuffledWeight, ConstantWeight, MeanOneWeight):
     _control.model_rebuild()
 

@@ -12,8 +12,8 @@ from sharpscope.config.named_methods import control_names, describe, method_labe
 from sharpscope.config.reference import reference_method
 from sharpscope.config.token_weights import Schedule, TokenWeight, token_weight_kinds
 from sharpscope.objective.advantages import estimate_advantages, group_advantages, informative_groups, overlong_penalty
-from sharpscope.objective.aggregate import token_normalizer
-from sharpscope.objective.calibration import calibrate, choose_preset
+from sharpscope.objective.aggregate import gradient_mass, token_normalizer
+from sharpscope.objective.calibration import calibrate
 from sharpscope.objective.plan import prepare
 from sharpscope.objective.statistics import WeightSummary, summarize_weights
 from sharpscope.objective.surrogates import entropy_bonus, gradient_killed, k3, policy_loss
@@ -29,12 +29,12 @@ __all__ = [
     "TokenWeight",
     "WeightSummary",
     "calibrate",
-    "choose_preset",
     "control_names",
     "describe",
     "entropy_bonus",
     "estimate_advantages",
     "gradient_killed",
+    "gradient_mass",
     "group_advantages",
     "informative_groups",
     "k3",

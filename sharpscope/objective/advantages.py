@@ -22,9 +22,16 @@ from sharpscope.errors import UserError
 
 
 def estimate_advantages(
-    spec: Advantage, reward: Tensor, group: Tensor, mask: Tensor, *, parts: Mapping[str, Tensor] | None = None,
-    correct: Tensor | None = None, logp: Tensor | None = None, collision: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    spec: Advantage,
+    reward: Tensor,
+    group: Tensor,
+    mask: Tensor,
+    *,
+    parts: Mapping[str, Tensor] | None = None,
+    correct: Tensor | None = None,
+    logp: Tensor | None = None,
+    collision: Tensor | None = None,
+) -> Tensor:
     """Advantages of all completions of a step by the estimator `spec`, whose class has the equation. Computed in float64.
 
     Args:

@@ -1,4 +1,4 @@
-"""How token losses become one number: the per-token coefficient, fixed for all microbatches of an update."""
+"""How token losses become one number: the per-token coefficient, and the size of the gradient that a token gets by it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from sharpscope.config.method import Method
+from sharpscope.objective.values import per_token
 
 
 def token_normalizer(
@@ -35,3 +36,22 @@ def token_normalizer(
     if method.aggregate == "sequence_sum":
         return counts / rows
     return counts / (rows * max_completion_length)
+
+
+def gradient_mass(method: Method, mask: Tensor, advantage: Tensor, logit_grad_norm: Tensor) -> Tensor:
+    """|A_t|·coefficient_t·‖p_t − e_y‖₂, what each token gives to the gradient by its logits at weight 1 and ratio 1.
+
+    It equals |c_t|·‖p_t − e_y‖ for c_t = ∂L/∂ln π_t of an update over all rows, up to a factor common to all tokens.
+
+    Args:
+        method: its `aggregate` decides.
+        mask: (N, T) loss tokens of the step.
+        advantage: (N,) or (N, T).
+        logit_grad_norm: (N, T) ‖p − e_y‖₂.
+
+    Returns:
+        (N, T) in the dtype of `logit_grad_norm`, 0 outside the mask.
+    """
+    coefficient = token_normalizer(method, mask, 1, dtype=logit_grad_norm.dtype)
+    size = per_token(advantage, logit_grad_norm).to(logit_grad_norm).abs() * logit_grad_norm
+    return torch.where(mask.bool(), coefficient * size, 0.0)

@@ -18,30 +18,24 @@ from sharpscope.config.token_weights import (
     statistic_values,
 )
 from sharpscope.errors import UserError
-from sharpscope.objective.statistics import masked_mean, percentile
+from sharpscope.objective.statistics import masked_mean, percentile, weighted_percentile
 from sharpscope.objective.values import StepTensors
-
-
-def choose_preset(weighting: TokenWeight, preset: str) -> TokenWeight:
-    """Replace the preset `auto`, also inside wrappers, by `paper` or `calibrated`."""
-    if isinstance(weighting, Control):
-        return weighting.model_copy(update={"of": choose_preset(weighting.of, preset)})
-    if isinstance(weighting, SigmoidWeight) and weighting.preset == "auto":
-        return _filled(weighting, {"preset": preset})
-    return weighting
 
 
 def calibrate(weighting: TokenWeight, step: StepTensors) -> TokenWeight:
     """The weighting with every constant filled in, as run.json stores it; constants that are given are kept.
 
-    sigmoid, preset `paper`: the published numbers. sigmoid, preset `calibrated` (or `auto`, which becomes it), and
-    entropy: with u10, u90 the 10th and 90th percentile of u over the step's loss tokens, a = logit(L/alpha + mu) and b
-    = logit(U/alpha + mu), tau = (u90 − u10)/(b − a) and u0 = u10 − a·tau, so that u10 and u90 land on L and U
-    (published constants: b − a = 1.846, a = 1.099). polarity: target = mean entropy. Other weightings have nothing to
-    fill in. Schedules are read at `step.progress`. Idempotent.
+    sigmoid, preset `paper`: the published numbers; alpha and mu follow other bounds. sigmoid, preset `calibrated` (or
+    `auto`, which becomes it), and entropy: with u10, u90 the 10th and 90th percentile of u, a = logit(L/alpha + mu) and
+    b = logit(U/alpha + mu), tau = (u90 − u10)/(b − a) and u0 = u10 − a·tau, so that u10 and u90 land on L and U
+    (published constants: b − a = 1.846, a = 1.099). The percentiles are over the step's loss tokens; with
+    `percentiles=gradient` a token counts by `step.gradient_mass`. polarity: target = mean entropy. Other weightings have
+    nothing to fill in. Schedules are read at `step.progress`. Idempotent.
 
     Raises:
-        UserError: u90 equals u10, the bounds lie outside the sigmoid's reach, or a polarity target would be 0.
+        UserError: u90 equals u10, the bounds lie outside the sigmoid's reach, no token carries a gradient, or a polarity
+            target would be 0.
+        ValueError: percentiles over the gradient are asked for, and `step.gradient_mass` is None.
     """
     if isinstance(weighting, Control):
         return weighting.model_copy(update={"of": calibrate(weighting.of, step)})
@@ -72,7 +66,16 @@ def _location(
     u = statistic_values(weighting, step, torch)
     if isinstance(weighting, EntropyWeight):
         u = weighting.signed(u)
-    u10, u90 = percentile(u, mask, 10), percentile(u, mask, 90)
+    if weighting.percentiles == "gradient":
+        mass = step.mass
+        if not bool(mask.any() and (mass[mask] > 0).any()):
+            raise UserError(
+                "method.weight.percentiles = gradient: no token of the first step carries a gradient; set tau and u0, or "
+                "percentiles to tokens"
+            )
+        u10, u90 = weighted_percentile(u, mask, mass, 10), weighted_percentile(u, mask, mass, 90)
+    else:
+        u10, u90 = percentile(u, mask, 10), percentile(u, mask, 90)
     now = {name: value.value(step.progress) if isinstance(value, Schedule) else value for name, value in known.items()}
     a = _logit(now["L"] / now["alpha"] + now["mu"], "L", now["L"])
     b = _logit(now["U"] / now["alpha"] + now["mu"], "U", now["U"])

@@ -38,6 +38,17 @@ def percentile(value: Tensor, mask: Tensor, q: float) -> float:
     return float(np.percentile(value[mask].detach().double().cpu().numpy(), q))
 
 
+def weighted_percentile(value: Tensor, mask: Tensor, mass: Tensor, q: float) -> float:
+    """The `q`-th percentile (0..100) of `value` over the mask where a token counts `mass` ≥ 0.
+
+    It is the smallest value whose tokens, with those below it, have at least q % of the mass.
+    """
+    values, order = value[mask].detach().double().sort()
+    below = mass[mask].detach().double()[order].cumsum(0)
+    place = int(torch.searchsorted(below, below[-1] * (q / 100)))
+    return float(values[min(place, len(values) - 1)])
+
+
 @dataclass(frozen=True)
 class WeightSummary:
     """Token weights of one step over its loss tokens, all dimensionless.

@@ -53,19 +53,24 @@ def _weights(spec: kinds.Weighting, step: StepTensors, mask: Tensor, generator: 
         case kinds.CustomWeight():
             return _custom(spec, step, mask)
         case kinds.ReverseWeight():
-            bounds = spec.bounds
+            bounds = spec.of.bounds
             assert bounds is not None  # validated by the configuration
-            return bounds[0] + bounds[1] - token_weights(spec.of, step, generator)
+            weight = token_weights(spec.of, step, generator)
+            reversed_ = bounds[0] + bounds[1] - weight
+            return reversed_ if spec.matched == "none" else _matched(reversed_, weight, step)
         case kinds.ShuffledWeight():
             if generator is None:
                 raise ValueError("shuffled weights need a generator")
-            return shuffled(token_weights(spec.of, step, generator), mask, generator)
+            weight = token_weights(spec.of, step, generator)
+            if spec.matched == "tokens":
+                return shuffled(weight, mask, generator)
+            return _matched(drawn(weight, mask, step.mass, generator), weight, step)
         case kinds.ConstantWeight():
             weight = token_weights(spec.of, step, generator)
-            return _mean(weight, mask).expand_as(weight)
+            return _mean(weight, step, spec.matched).to(weight.dtype).expand_as(weight)
         case kinds.MeanOneWeight():
             weight = token_weights(spec.of, step, generator)
-            mean = _mean(weight, mask)
+            mean = _mean(weight, step, spec.matched).to(weight.dtype)
             if not bool(mean > 0):
                 raise UserError("method.weight: mean_one around weights that are all 0; choose another weighting")
             return weight / mean
@@ -113,9 +118,51 @@ def shuffled(weight: Tensor, mask: Tensor, generator: torch.Generator) -> Tensor
     return torch.empty_like(weight).scatter_(-1, in_order, weight.gather(-1, random_order))
 
 
-def _mean(weight: Tensor, mask: Tensor) -> Tensor:
-    """Mean over the step's loss tokens, a scalar of the weights' dtype."""
-    return weight[mask].double().mean().to(weight.dtype)
+def drawn(weight: Tensor, mask: Tensor, mass: Tensor, generator: torch.Generator) -> Tensor:
+    """Each loss token's weight drawn, with replacement, from those of its completion with probability ∝ `mass`.
+
+    The weights thus have, over the gradient, the distribution that the given ones have. A permutation does not: where few
+    tokens carry most of the gradient, it gives them the weights of the many others.
+
+    Args:
+        weight: (N, T).
+        mask: (N, T) bool, the loss tokens.
+        mass: (N, T) ≥ 0 on the mask; a completion where it is 0 draws from all its loss tokens alike.
+        generator: of the draws; used on its own device.
+
+    Returns:
+        (N, T), on the mask values of the same row's weights.
+    """
+    share = torch.where(mask, mass.double(), 0.0)
+    share = torch.where((share.sum(-1, keepdim=True) > 0), share, mask.double())  # (N, T)
+    below = share.cumsum(-1)
+    key = torch.rand(mask.shape, generator=generator, device=generator.device, dtype=torch.float64).to(weight.device)
+    # right: a token of mass 0 is never drawn. The product may round up to the total, hence the clamp to the last of mass.
+    place = torch.searchsorted(below, key * below[:, -1:], right=True)
+    last = torch.searchsorted(below, below[:, -1:].contiguous())  # (N, 1)
+    return weight.gather(-1, torch.minimum(place, last))
+
+
+def _matched(weight: Tensor, like: Tensor, step: StepTensors) -> Tensor:
+    """Weights (N, T) multiplied so that their mean over the gradient is that of `like` (N, T)."""
+    mean = _mean(weight, step, "gradient")
+    if not bool(mean > 0):
+        raise UserError("method.weight: matched = gradient around weights that are all 0; choose another weighting")
+    return weight * (_mean(like, step, "gradient") / mean).to(weight.dtype)
+
+
+def _mean(weight: Tensor, step: StepTensors, counted: kinds.Counted) -> Tensor:
+    """Mean over the step's loss tokens, a float64 scalar; over the gradient each counts by `step.gradient_mass`.
+
+    Where no token carries a gradient, weights change nothing but a weighted KL term, and the tokens count alike.
+    """
+    mask = step.mask.bool()
+    inside = weight[mask].double()
+    if counted == "gradient":
+        mass = step.mass[mask].double()
+        if bool((mass > 0).any()):
+            return (mass * inside).sum() / mass.sum()
+    return inside.mean()
 
 
 def _custom(spec: kinds.CustomWeight, step: StepTensors, mask: Tensor) -> Tensor:

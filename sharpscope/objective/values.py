@@ -31,6 +31,8 @@ class StepTensors:
         polarity: (N, T) the bracket of the entropy-change formula, ΔH = −η·A·polarity.
         progress: share of the training done, in [0, 1], for schedules.
         sampler_logp: (N, T) [nats] as the sampler drew the tokens, before top-p and top-k; None: not known.
+        gradient_mass: (N, T) from `gradient_mass`: the size of each token's gradient by its logits at weight 1, up to a
+            common factor; None: not known.
 
     Values at masked-out places are never read, so they may be anything.
     """
@@ -46,6 +48,7 @@ class StepTensors:
     polarity: Tensor
     progress: float = 0.0
     sampler_logp: Tensor | None = None
+    gradient_mass: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.mask.dim() != 2:
@@ -64,6 +67,17 @@ class StepTensors:
     def token_advantage(self) -> Tensor:
         """(N, T) advantage of each token; outside the mask it may be anything."""
         return per_token(self.advantage, self.mask)
+
+    @property
+    def mass(self) -> Tensor:
+        """`gradient_mass` (N, T).
+
+        Raises:
+            ValueError: it is not known.
+        """
+        if self.gradient_mass is None:
+            raise ValueError("a weighting counts tokens by their gradient: StepTensors needs gradient_mass")
+        return self.gradient_mass
 
     def rows(self, index: Tensor | slice) -> StepTensors:
         """The same for the completions `index` (any index of a tensor's first dimension)."""

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sharpscope.objective import Method, StepTensors, informative_groups
+from sharpscope.objective import Method, StepTensors, gradient_mass, informative_groups
 from sharpscope.policy import Rollouts, TokenStats
 from sharpscope.tasks import Example, Reward
 
@@ -219,8 +219,9 @@ def step_tensors(
 
     `advantage` is (N,) or (N, T).
     """
+    mask = loss_mask(rollouts, method)
     return StepTensors(
-        mask=loss_mask(rollouts, method),
+        mask=mask,
         group=rollouts.group,
         advantage=advantage.to(stats.logp),
         behavior_logp=old_logp,
@@ -231,4 +232,5 @@ def step_tensors(
         polarity=stats.polarity,
         progress=progress,
         sampler_logp=rollouts.behavior_logp,
+        gradient_mass=gradient_mass(method, mask, advantage, stats.logit_grad_norm),
     )

@@ -15,9 +15,10 @@ from transformers.utils.logging import disable_progress_bar
 
 from sharpscope import distributed
 from sharpscope.config.policy import LocalBackend
+from sharpscope.config.token_weights import UniformWeight
 from sharpscope.distributed import Launch
 from sharpscope.errors import UserError
-from sharpscope.objective import calibrate, choose_preset, method_label
+from sharpscope.objective import Method, calibrate, method_label
 from sharpscope.policy import Policy, check_lengths, load_policy, render_prompts
 from sharpscope.policy.adapters import has_adapters
 from sharpscope.policy.loading import check_revision
@@ -144,8 +145,7 @@ class _Run:
 
         self.config, self.policy, self.task, self.display = config, policy, task, display
         self.device = policy.device
-        preset = default_preset(config)
-        self.method = config.method.model_copy(update={"weight": choose_preset(config.method.weight, preset)})
+        self.method = config.method.with_preset("auto", default_preset(config))
         self.reference = _reference(config, policy) if self.method.needs_reference else None
         self.reference_mark = None if self.reference is None else fingerprint(self.reference)
         self.proximal = copy.deepcopy(policy.model).eval() if self.method.needs_proximal else None
@@ -275,17 +275,16 @@ class _Run:
             self.learner.scorer.statistics,
         )
         clock.lap("generation_s")
-        if self.method.weight.needs_calibration:
-            self._calibrate(batch, progress)
+        method = self._calibrated(batch, progress)
         self.display.status(f"step {step}: learning")
-        health = StepHealth(config.health, step, batch, self.method, progress, self.device)
+        health = StepHealth(config.health, step, batch, method, progress, self.device)
         observer = self.observers.for_step(step, batch.rollouts, self.recent)
         result = self.learner.learn(
             batch.rollouts,
             batch.advantage,
             step,
             progress,
-            method=self.method,
+            method=method,
             stats=batch.stats,
             before_first_update=health.allows_updates,
             before_step=observer,
@@ -293,7 +292,7 @@ class _Run:
         observed = observer.result()
         clock.lap("training_s", minus=observed.seconds)
         events = health.events + observed.events
-        row = steps_row(step, batch, result, self.method, progress, lr)
+        row = steps_row(step, batch, result, method, progress, lr)
         stop = self._judge(step, result, events)
         norm = plain_norm(result)
         if norm:
@@ -319,12 +318,20 @@ class _Run:
 
     # -- parts of a step ---------------------------------------------------------------------------------------------
 
-    def _calibrate(self, batch: RolloutBatch, progress: float) -> None:
-        """Fix the constants of a token weight that are to be calibrated, on the first rollouts; run.json keeps them."""
+    def _calibrated(self, batch: RolloutBatch, progress: float) -> Method:
+        """The method of a step: constants of its token weight are fixed on the first rollouts, and run.json keeps them.
+
+        Percentiles over the gradient wait for a step that has one. Until then the weights are 1: they would multiply 0.
+        """
+        if not self.method.weight.needs_calibration:
+            return self.method
         stats = self.learner.scorer.statistics(batch.rollouts)
         tensors = step_tensors(batch.rollouts, batch.advantage, stats, stats.logp, progress, self.method)
+        if self.method.weight.needs_gradient and not bool(tensors.mass.any()):
+            return self.method.model_copy(update={"weight": UniformWeight()})
         self.method = self.method.model_copy(update={"weight": calibrate(self.method.weight, tensors)})
         run_folder.note(self.config.run_dir, calibration=self.method.weight.model_dump(mode="json"))
+        return self.method
 
     def _judge(self, step: int, result: StepResult, events: list[Event]) -> str:
         """Report a step's events; returns why the run must stop, or an empty string."""

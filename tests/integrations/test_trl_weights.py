@@ -11,7 +11,7 @@ import torch
 
 import sharpscope
 from sharpscope.errors import UserError
-from sharpscope.objective import StepTensors, calibrate, choose_preset, named_method, prepare
+from sharpscope.objective import StepTensors, calibrate, gradient_mass, named_method, prepare
 from sharpscope.seeds import generator
 from tests.oracles.trl import loss_coefficients
 
@@ -63,12 +63,15 @@ def test_weights_are_those_that_the_objective_prepares(name, shaping, tmp_path: 
     mask[tokens["rollout"].to_numpy(), tokens["position"].to_numpy()] = True
     rollouts = run.rollouts.sort_values("rollout")
     columns = {column: laid_out(column) for column in ("logp", "logit", "entropy", "collision", "polarity")}
-    step = StepTensors(
-        mask=mask, group=torch.tensor(rollouts["group"].to_numpy()), behavior_logp=columns["logp"],
-        advantage=torch.tensor(rollouts["advantage"].to_numpy(), dtype=torch.float32), **columns,
-    )  # fmt: skip
     method = named_method(name)
-    method = method.model_copy(update={"weight": calibrate(choose_preset(method.weight, shaping or "paper"), step)})
+    advantage = torch.tensor(rollouts["advantage"].to_numpy(), dtype=torch.float32)
+    step = StepTensors(
+        mask=mask, group=torch.tensor(rollouts["group"].to_numpy()), behavior_logp=columns["logp"], advantage=advantage,
+        gradient_mass=gradient_mass(method, mask, advantage, laid_out("logit_grad_norm").float()), **columns,
+    )  # fmt: skip
+    method = method.model_copy(
+        update={"weight": calibrate(method.weight.with_preset("auto", shaping or "paper"), step)}
+    )
     plan = prepare(method, step, generator(3, "plan", 1))  # 3: the trainer's seed
     np.testing.assert_allclose(tokens["weight"], plan.weight[mask], rtol=1e-6)
     dropped = ~plan.keep[mask].numpy()

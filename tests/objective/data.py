@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from sharpscope.objective import Method, StepTensors, estimate_advantages
+from sharpscope.objective import Method, StepTensors, estimate_advantages, gradient_mass
 from tests.oracles.objective import Batch, Dual
 
 LIMIT = 9
@@ -82,9 +82,10 @@ def make_case(
         logp=old,
         collision=tensors["collision"],
     )
+    squared = (1 - old.exp()) ** 2 + tensors["collision"] - old.exp() ** 2  # ‖p − e_y‖²
     step = StepTensors(
         mask=mask, group=group, advantage=advantage.to(dtype),
-        progress=progress,
+        progress=progress, gradient_mass=gradient_mass(method, mask, advantage, squared.sqrt()).to(dtype),
         **{name: value.to(dtype) for name, value in tensors.items()},
     )  # fmt: skip
     return Case(reward, step, now.to(dtype), reference.to(dtype), proximal.to(dtype), parts)

@@ -22,7 +22,7 @@ from sharpscope.config.method import (
     SequenceRatio,
     VespoGate,
 )
-from sharpscope.config.token_weights import LinearWeight, PowerWeight, UniformWeight
+from sharpscope.config.token_weights import ConstantWeight, LinearWeight, PowerWeight, ShuffledWeight, UniformWeight
 from sharpscope.objective import (
     Method,
     calibrate,
@@ -116,15 +116,21 @@ def weights(name: str, case: Case, seed: int = 0) -> Tensor:
 def test_controls_keep_what_they_promise(seed: int, base: str):
     case = make_case(named_method(base), seed)
     plain, mask = weights(base, case), case.mask
-    shuffled = weights(f"{base}-shuffled", case, seed)
+    inner = ready(base, case).weight
+    permuted = ShuffledWeight(of=inner, matched="tokens")
+    shuffled = token_weights(permuted, case.step, torch.Generator().manual_seed(seed))
     for row in range(len(plain)):
         assert torch.equal(shuffled[row][mask[row]].sort().values, plain[row][mask[row]].sort().values)
     assert not shuffled[~mask].any()
     constant = weights(f"{base}-constant", case)[mask]
     assert constant.unique().numel() == 1
-    torch.testing.assert_close(constant.mean(), plain[mask].mean(), rtol=1e-14, atol=0)
+    mass = case.step.gradient_mass[mask]
+    mean = (mass * plain[mask]).sum() / mass.sum()
+    torch.testing.assert_close(constant[0], mean, rtol=1e-14, atol=0)
+    by_tokens = token_weights(ConstantWeight(of=inner, matched="tokens"), case.step)[mask]
+    torch.testing.assert_close(by_tokens[0], plain[mask].mean(), rtol=1e-14, atol=0)
     one = weights(f"{base}-mean-one", case)[mask]
-    torch.testing.assert_close(one.mean(), torch.ones((), dtype=torch.float64), rtol=1e-14, atol=0)
+    torch.testing.assert_close((mass * one).sum() / mass.sum(), torch.ones((), dtype=torch.float64), rtol=1e-14, atol=0)
     torch.testing.assert_close(one / one[0], plain[mask] / plain[mask][0])
     if base != "cov-grpo":
         low, high = ready(base, case).weight.bounds
@@ -137,7 +143,7 @@ def test_shuffling_moves_every_weight_everywhere_equally_often():
     places = case.mask[row].nonzero().flatten()
     counts = torch.zeros(len(places))
     generator = torch.Generator().manual_seed(1)
-    shaping = ready("ar-shuffled", case).weight  # five different weights: the largest can be followed
+    shaping = ShuffledWeight(of=LinearWeight(alpha=0.2))  # five different weights: the largest can be followed
     draws = 2000
     for _ in range(draws):
         counts[token_weights(shaping, case.step, generator)[row][places].argmax()] += 1
@@ -339,7 +345,7 @@ def test_adamw_is_unmoved_by_constant_weights_and_sgd_is_not():
     plain = named_method("grpo").model_copy(update={"clip": NoClip()})
     weight = ready("grpo-sg-constant", case).weight
     scaled = plain.model_copy(update={"weight": weight})
-    assert 1.05 < float(token_weights(weight, case.step)[case.mask].mean()) < 1.35
+    assert 1.05 < float(token_weights(weight, case.step)[case.mask].mean()) < 1.4
 
     def adamw(parameters: list[Tensor]) -> torch.optim.Optimizer:
         return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1, eps=1e-30)

@@ -31,6 +31,7 @@ from sharpscope.objective import (
     passes_of,
 )
 
+SG = SigmoidWeight(percentiles="gradient")
 NAMES = [
     "grpo", "grpo-sg", "tr-grpo", "ar", "lopti", "ar-lopti", "cov-grpo", "clip-cov", "kl-cov",
     "gspo", "holder", "dapo", "dr-grpo", "cispo", "bnpo", "dual-clip", "sapo", "gmpo", "dppo", "dppo-kl", "luspo", "vespo", "papo", "ppo-ewma", "high-entropy", "grpo-sam",
@@ -75,7 +76,7 @@ def test_published_constants():
     assert named_method("high-entropy").tokens.share == 0.2
     assert named_method("ppo-ewma").proximal.decay == 0.889
     tr = named_method("tr-grpo")
-    assert (tr.weight_on, tr.kl.weighted, tr.weight) == ("ratio", True, SigmoidWeight())
+    assert (tr.weight_on, tr.kl.weighted, tr.weight) == ("ratio", True, SG)
     assert (named_method("grpo-sg").weight_on, named_method("grpo-sg").kl.weighted) == ("surrogate", False)
 
 
@@ -102,14 +103,14 @@ def test_an_ablation_is_the_named_method_with_one_part_replaced():
 @pytest.mark.parametrize(
     ("name", "weight"),
     [
-        ("grpo-sg-shuffled", ShuffledWeight(of=SigmoidWeight())),
-        ("grpo-sg-reverse", ReverseWeight(of=SigmoidWeight())),
-        ("grpo-sg-constant", ConstantWeight(of=SigmoidWeight())),
-        ("grpo-sg-mean-one", MeanOneWeight(of=SigmoidWeight())),
-        ("grpo-sg-entropy", EntropyWeight()),
-        ("ar-shuffled", ShuffledWeight(of=LinearWeight(alpha=0.2))),
-        ("grpo-sg-reverse-shuffled", ShuffledWeight(of=ReverseWeight(of=SigmoidWeight()))),
-        ("grpo-sg-entropy-mean-one", MeanOneWeight(of=EntropyWeight())),
+        ("grpo-sg-shuffled", ShuffledWeight(of=SG, matched="gradient")),
+        ("grpo-sg-reverse", ReverseWeight(of=SG)),
+        ("grpo-sg-constant", ConstantWeight(of=SG, matched="gradient")),
+        ("grpo-sg-mean-one", MeanOneWeight(of=SG, matched="gradient")),
+        ("grpo-sg-entropy", EntropyWeight(percentiles="gradient")),
+        ("ar-shuffled", ShuffledWeight(of=LinearWeight(alpha=0.2), matched="gradient")),
+        ("grpo-sg-reverse-shuffled", ShuffledWeight(of=ReverseWeight(of=SG), matched="gradient")),
+        ("grpo-sg-entropy-mean-one", MeanOneWeight(of=EntropyWeight(percentiles="gradient"), matched="gradient")),
     ],
 )
 def test_controls_by_short_name(name: str, weight: object):
@@ -155,7 +156,7 @@ def test_methods_survive_json(name: str):
 
 def test_a_label_names_what_was_changed():
     method = named_method("grpo-sg")
-    tau = method.model_copy(update={"weight": SigmoidWeight(tau=4.0), "weight_on": "ratio"})
+    tau = method.model_copy(update={"weight": SG.model_copy(update={"tau": 4.0}), "weight_on": "ratio"})
     assert method_label(tau) == "grpo-sg+weight.tau=4+weight_on=ratio"
     wrapped = method.model_copy(update={"weight": ShuffledWeight(of=ReverseWeight(of=SigmoidWeight()))})
     assert method_label(wrapped) == "grpo-sg+weight=shuffled(reverse(sigmoid))"
@@ -172,7 +173,7 @@ def test_schedules_are_resolved_everywhere_and_checked_at_both_ends():
         with pytest.raises(ValidationError):
             Method(name="x", weight=LinearWeight(alpha=Schedule(start=ends[0], end=ends[1])))
     with pytest.raises(ValidationError, match="below"):
-        Method(name="x", weight=SigmoidWeight(L=Schedule(start=0.5, end=2.0)))
+        Method(name="x", weight=SigmoidWeight(alpha=2.0, L=Schedule(start=0.5, end=2.0)))
 
 
 def test_lopti_needs_token_ratios():

@@ -25,7 +25,6 @@ from sharpscope.objective import (
     Method,
     StepTensors,
     calibrate,
-    choose_preset,
     method_names,
     named_method,
     passes_of,
@@ -128,7 +127,7 @@ def test_loss_and_gradient_equal_the_equation(name: str, seed: int, beta: float)
 @pytest.mark.parametrize("name", ["grpo-sg", "tr-grpo"])
 def test_published_constants(name: str):
     method = named_method(name)
-    method = method.model_copy(update={"weight": choose_preset(method.weight, "paper")})
+    method = method.with_preset("auto", "paper")
     case = make_case(method, 5)
     equation = {"grpo-sg": oracle.grpo_sg, "tr-grpo": oracle.tr_grpo}[name]
     compare(method, case, equation(as_batch(case), "paper"), 0, 0)
@@ -203,7 +202,7 @@ def test_estimators_of_the_divergence(name: str, estimator: str):
 
 
 def choose_paper(method: Method) -> Method:
-    return method.model_copy(update={"weight": choose_preset(method.weight, "paper")})
+    return method.with_preset("auto", "paper")
 
 
 def test_the_corrected_estimator_has_the_gradient_of_the_divergence():

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from pydantic import TypeAdapter, ValidationError
@@ -31,14 +33,20 @@ from sharpscope.objective import (
     StepTensors,
     TokenWeight,
     calibrate,
-    choose_preset,
+    gradient_mass,
     named_method,
+    policy_loss,
+    prepare,
     register_shaping,
     summarize_weights,
+    token_normalizer,
     token_weight_kinds,
     token_weights,
 )
-from tests.objective.data import make_case
+from sharpscope.objective.statistics import weighted_percentile
+from sharpscope.objective.token_weights import drawn
+from tests.objective.data import Case, make_case
+from tests.oracles import objective as oracle
 
 
 def step_of(progress: float = 0.0, **columns: list[float]) -> StepTensors:
@@ -138,12 +146,142 @@ def test_calibration_with_other_bounds_still_lands_on_them():
     assert raw.tolist() == pytest.approx([0.5, 1.2], abs=1e-12)
 
 
+@pytest.mark.parametrize("percentiles", ["tokens", "gradient"])
+@pytest.mark.parametrize(("low", "high"), [(1.0, 4.0), (0.0, 1.0), (1.0, 1.01), (1.0, 1.4)])
+def test_alpha_and_mu_follow_the_range(percentiles: str, low: float, high: float):
+    case = make_case(named_method("grpo-sg"), 2)
+    found = calibrate(SigmoidWeight(percentiles=percentiles, L=low, U=high), case.step)
+    inside = case.step.logit[case.mask].tolist()
+    mass = case.step.gradient_mass[case.mask].tolist()
+    if percentiles == "tokens":
+        ends = torch.quantile(torch.tensor(inside, dtype=torch.float64), torch.tensor([0.1, 0.9], dtype=torch.float64))
+    else:
+        ends = torch.tensor([oracle.mass_percentile(inside, mass, q) for q in (0.1, 0.9)], dtype=torch.float64)
+    raw = found.alpha * (torch.sigmoid((ends - found.u0) / found.tau) - found.mu)
+    assert raw.tolist() == pytest.approx([low, high], abs=1e-12)
+    # the same part of the sigmoid as published, from 0.75 to 0.95
+    assert [low / found.alpha + found.mu, high / found.alpha + found.mu] == pytest.approx([0.75, 0.95], abs=1e-12)
+    if (low, high) == (1.0, 1.4):
+        assert (found.alpha, found.mu) == (2.0, 0.25)
+    weight = token_weights(found, case.step)[case.mask]
+    assert float(weight.min()) >= low
+    assert float(weight.max()) <= high
+
+
+def test_a_schedule_of_a_bound_needs_alpha():
+    with pytest.raises(ValidationError, match="set alpha"):
+        SigmoidWeight(U=Schedule(start=1.4, end=4.0))
+    assert SigmoidWeight(U=Schedule(start=1.4, end=4.0), alpha=8.0).constants()["mu"] == 0.25
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_weighted_percentiles_against_brute_force(seed: int):
+    """The smallest value with at least q % of the mass at or below it; with equal masses, of the sorted values."""
+    g = torch.Generator().manual_seed(seed)
+    value = torch.randint(0, 12, (4, 9), generator=g).double()  # ties
+    mass = torch.rand(4, 9, generator=g, dtype=torch.float64) * (torch.rand(4, 9, generator=g) < 0.7)
+    mask = torch.rand(4, 9, generator=g) < 0.8
+    value[~mask] = torch.nan
+    inside, masses = value[mask].tolist(), mass[mask].tolist()
+    for q in (0.5, 10, 37, 50, 90, 100):
+        assert weighted_percentile(value, mask, mass, q) == oracle.mass_percentile(inside, masses, q / 100)
+        repeated = np.percentile(inside, q, method="inverted_cdf")
+        assert weighted_percentile(value, mask, torch.full_like(mass, 0.25), q) == repeated
+
+
+def test_calibration_over_the_gradient_needs_one():
+    step = step_of(logit=[1.0, 2.0])
+    with pytest.raises(ValueError, match="needs gradient_mass"):
+        calibrate(SigmoidWeight(percentiles="gradient"), step)
+    weight = ReverseWeight(of=SigmoidWeight(percentiles="gradient"))
+    assert weight.needs_gradient
+    with pytest.raises(UserError, match="no token of the first step carries a gradient"):
+        calibrate(weight, replace(step, gradient_mass=torch.zeros(2, 1)))
+    assert not SigmoidWeight(percentiles="gradient", preset="paper").needs_gradient
+    assert not ConstantWeight(of=SigmoidWeight(), matched="gradient").needs_gradient
+
+
+CONTROLS = [
+    ReverseWeight(of=LinearWeight(alpha=0.9), matched="gradient"),
+    ShuffledWeight(of=LinearWeight(alpha=0.9), matched="gradient"),
+    ConstantWeight(of=LinearWeight(alpha=0.9), matched="gradient"),
+    ShuffledWeight(of=ReverseWeight(of=LinearWeight(alpha=0.9)), matched="gradient"),
+]
+
+
+def gradient_mean(weight: torch.Tensor, case: Case) -> float:
+    """Mean of the weights over the gradient, by a loop."""
+    cells = torch.nonzero(case.mask).tolist()
+    total = sum(float(case.step.gradient_mass[i, t]) for i, t in cells)
+    return sum(float(case.step.gradient_mass[i, t]) * float(weight[i, t]) for i, t in cells) / total
+
+
+@pytest.mark.parametrize("control", CONTROLS, ids=lambda c: f"{c.kind}({c.of.kind})")
+def test_controls_match_the_mean_over_the_gradient(control: TokenWeight):
+    for seed in range(3):
+        case = make_case(named_method("grpo"), seed)
+        inner = token_weights(control.of, case.step, torch.Generator().manual_seed(seed))
+        weight = token_weights(control, case.step, torch.Generator().manual_seed(seed))
+        assert gradient_mean(weight, case) == pytest.approx(gradient_mean(inner, case), rel=1e-12)
+        other = token_weights(control.model_copy(update={"matched": "tokens"}), case.step, torch.Generator())
+        if control.kind == "constant":
+            assert float(weight[case.mask].std(correction=0)) < 1e-15
+            assert abs(gradient_mean(other, case) - gradient_mean(inner, case)) > 1e-3
+    assert control.bounds is None
+    one = MeanOneWeight(of=control.of, matched="gradient")
+    assert gradient_mean(token_weights(one, case.step, torch.Generator()), case) == pytest.approx(1, rel=1e-12)
+
+
+def test_without_a_gradient_all_tokens_count_alike():
+    case = make_case(named_method("grpo"), 0)
+    flat = replace(case.step, gradient_mass=torch.zeros_like(case.step.gradient_mass))
+    inner = LinearWeight(alpha=0.9)
+    constant = token_weights(ConstantWeight(of=inner, matched="gradient"), flat)[case.mask]
+    assert constant.tolist() == pytest.approx([float(token_weights(inner, flat)[case.mask].mean())] * len(constant))
+    moved = token_weights(ShuffledWeight(of=inner, matched="gradient"), flat, torch.Generator().manual_seed(0))
+    assert bool(torch.isfinite(moved[case.mask]).all())
+
+
+def test_drawn_weights_have_the_distribution_that_the_gradient_has():
+    """A row of three tokens with shares 0.2, 0, 0.8, one loss token apart from it, and a row without gradient."""
+    n = 20_000
+    weight = torch.tensor([[1.0, 2.0, 3.0, 9.0]]).repeat(n, 1)
+    mask = torch.tensor([[True, True, True, False]]).repeat(n, 1)
+    mass = torch.tensor([[0.5, 0.0, 2.0, 7.0]]).repeat(n, 1)
+    mass[n // 2 :] = 0.0
+    got = drawn(weight, mask, mass, torch.Generator().manual_seed(0))[mask].reshape(n, 3)
+    share = [float((got[: n // 2] == value).double().mean()) for value in (1.0, 2.0, 3.0, 9.0)]
+    assert share == pytest.approx([0.2, 0.0, 0.8, 0.0], abs=0.01)  # standard error 0.0023
+    alike = [float((got[n // 2 :] == value).double().mean()) for value in (1.0, 2.0, 3.0, 9.0)]
+    assert alike == pytest.approx([1 / 3, 1 / 3, 1 / 3, 0.0], abs=0.012)
+
+
+@pytest.mark.parametrize("aggregate", ["sequence_mean", "token_mean", "constant", "sequence_sum"])
+def test_gradient_mass_is_the_coefficient_times_the_logit_gradient(aggregate: str):
+    """Against ∂L/∂z by autograd through a softmax, for GRPO's loss at ratio 1; up to one factor for all tokens."""
+    method = named_method("grpo").model_copy(update={"aggregate": aggregate})
+    case = make_case(method, 4, garbage=False)
+    g = torch.Generator().manual_seed(4)
+    z = torch.randn(*case.mask.shape, 7, generator=g, dtype=torch.float64, requires_grad=True)
+    y = torch.randint(0, 7, (*case.mask.shape, 1), generator=g)
+    logp = z.log_softmax(-1).gather(-1, y)[..., 0]
+    plan = replace(prepare(method, case.step), behavior_logp=logp.detach())
+    loss = policy_loss(method, plan, logp, token_normalizer(method, case.mask, 9, dtype=torch.float64)).loss
+    (slope,) = torch.autograd.grad(loss, z)
+    wanted = slope.norm(dim=-1)[case.mask]
+    p = z.detach().softmax(-1)
+    norm = (p - torch.nn.functional.one_hot(y[..., 0], 7)).norm(dim=-1)
+    found = gradient_mass(method, case.step.mask, case.step.advantage, norm)
+    assert not found[~case.mask].any()
+    torch.testing.assert_close(found[case.mask] / found.sum(), wanted / wanted.sum(), rtol=1e-10, atol=1e-15)
+
+
 def test_explicit_constants_override_the_preset_and_presets_fill_the_rest():
     case = make_case(named_method("grpo-sg"), 3)
     paper = calibrate(SigmoidWeight(preset="paper", tau=4.0), case.step)
     assert paper.model_dump() == {
-        "kind": "sigmoid", "preset": "paper", "input": "logit", "alpha": 2.0, "tau": 4.0, "mu": 0.25, "L": 1.0, "U":
-        1.4, "u0": 0.0,
+        "kind": "sigmoid", "preset": "paper", "percentiles": "tokens", "input": "logit", "alpha": 2.0, "tau": 4.0,
+        "mu": 0.25, "L": 1.0, "U": 1.4, "u0": 0.0,
     }  # fmt: skip
     kept = calibrate(SigmoidWeight(tau=3.0), case.step)
     assert kept.tau == 3.0
@@ -168,10 +306,12 @@ def test_only_unfilled_constants_need_a_calibration():
     assert not method.model_copy(update={"weight": filled}).weight.needs_calibration
 
 
-def test_choose_preset_changes_only_auto():
-    assert choose_preset(ReverseWeight(of=SigmoidWeight()), "paper").of.preset == "paper"
-    assert choose_preset(SigmoidWeight(preset="calibrated"), "paper").preset == "calibrated"
-    assert choose_preset(LinearWeight(), "paper") == LinearWeight()
+def test_a_preset_is_replaced_inside_controls_and_only_where_it_stands():
+    assert ReverseWeight(of=SigmoidWeight()).with_preset("auto", "paper") == ReverseWeight(of=PAPER)
+    assert SigmoidWeight(preset="calibrated").with_preset("auto", "paper").preset == "calibrated"
+    assert LinearWeight().with_preset("auto", "paper") == LinearWeight()
+    with pytest.raises(ValidationError, match="preset"):
+        SigmoidWeight().with_preset("auto", "published")
 
 
 @pytest.mark.parametrize(

@@ -115,21 +115,32 @@ def advantages(b: Batch, divide: bool = True) -> list[float]:
     return out
 
 
-def percentile(values: list[float], q: float) -> float:
-    ordered = sorted(values)
-    place = (len(ordered) - 1) * q
-    low = math.floor(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+def mass_percentile(values: list[float], mass: list[float], q: float) -> float:
+    """The smallest value that, with all not above it, has at least the share q of the mass."""
+    for value in sorted(values):
+        if sum(m for v, m in zip(values, mass, strict=True) if v <= value) >= q * sum(mass):
+            return value
+    raise AssertionError("no mass")
+
+
+def gradient_masses(b: Batch) -> dict:
+    """|A|·coefficient·‖p − e_y‖ of each token, for GRPO's mean over a completion's tokens."""
+    adv = advantages(b)
+    return {
+        (i, t): abs(adv[i])
+        * coefficient(b, "sequence", i)
+        * math.sqrt(1 - 2 * math.exp(b.old[i][t]) + b.collision[i][t])
+        for i, t in b.tokens()
+    }
 
 
 def sg_weight(u: float, tau: float, u0: float) -> float:
     return min(1.4, max(1.0, 2.0 * (1 / (1 + math.exp(-(u - u0) / tau)) - 0.25)))
 
 
-def calibrated(us: list[float]) -> tuple[float, float]:
-    """tau and u0 that put the 10th and 90th percentile on L = 1 and U = 1.4."""
-    low, high = percentile(us, 0.1), percentile(us, 0.9)
+def calibrated(us: list[float], mass: list[float]) -> tuple[float, float]:
+    """tau and u0 that put the 10th and 90th percentile over the gradient on L = 1 and U = 1.4."""
+    low, high = mass_percentile(us, mass, 0.1), mass_percentile(us, mass, 0.9)
     a, b = math.log(0.75 / 0.25), math.log(0.95 / 0.05)
     tau = (high - low) / (b - a)
     return tau, low - a * tau
@@ -200,7 +211,10 @@ def grpo(b: Batch) -> Dual:
 
 
 def sg_weights(b: Batch, preset: str) -> dict:
-    tau, u0 = (9.0, 0.0) if preset == "paper" else calibrated([b.logit[i][t] for i, t in b.tokens()])
+    mass = gradient_masses(b)
+    tau, u0 = (9.0, 0.0)
+    if preset != "paper":
+        tau, u0 = calibrated([b.logit[i][t] for i, t in b.tokens()], [mass[k] for k in b.tokens()])
     return {(i, t): sg_weight(b.logit[i][t], tau, u0) for i, t in b.tokens()}
 
 

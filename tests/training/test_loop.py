@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -23,6 +24,7 @@ from sharpscope.training import QuietDisplay, loop, train
 from sharpscope.training.checkpoint import checkpoints
 from sharpscope.training.data_order import DataOrder
 from sharpscope.training.rollouts import draw_rollouts
+from tests.oracles.objective import mass_percentile
 
 
 def tables(run_dir) -> dict[str, pd.DataFrame]:
@@ -88,9 +90,31 @@ def test_the_tables_say_what_happened(toy_config):
             part["weight"].sum() ** 2 / (len(part) * (part["weight"] ** 2).sum()), rel=1e-5
         )
     first = tokens[tokens["step"] == 1]
-    low, high = np.percentile(first["logit"], [10, 90])
+    # one update: a token's share of the gradient by its logits is |c|/w·‖p − e_y‖
+    mass = first["loss_coef"].abs() / first["weight"] * first["logit_grad_norm"]
+    low, high = (mass_percentile(first["logit"].tolist(), mass.tolist(), q) for q in (0.1, 0.9))
     assert shaping["tau"] == pytest.approx((high - low) / 1.846, rel=1e-3)
     assert shaping["u0"] == pytest.approx(low - 1.099 * shaping["tau"], abs=2e-3 * shaping["tau"])
+
+
+def test_calibration_over_the_gradient_waits_for_one(toy_config, monkeypatch):
+    """All rewards of the first step are equal, so that its weights would multiply 0: they are 1."""
+
+    def equal_at_first(*arguments, **options):
+        batch = draw_rollouts(*arguments, **options)
+        step = arguments[6]
+        return replace(batch, advantage=torch.zeros_like(batch.advantage)) if step == 1 else batch
+
+    monkeypatch.setattr(loop, "draw_rollouts", equal_at_first)
+    config = toy_config(method="grpo-sg", method__weight__preset="calibrated", evaluation__every=0)
+    run = sharpscope.load_run(train(config).run_dir)
+    tokens, constants = run.tokens(), run.info["calibration"]
+    assert tokens["weight"][tokens["step"] == 1].unique().tolist() == [1.0]
+    second = tokens[tokens["step"] == 2]
+    mass = second["loss_coef"].abs() / second["weight"] * second["logit_grad_norm"]
+    low, high = (mass_percentile(second["logit"].tolist(), mass.tolist(), q) for q in (0.1, 0.9))
+    assert constants["tau"] == pytest.approx((high - low) / 1.846, rel=1e-3)
+    assert constants["u0"] == pytest.approx(low - 1.099 * constants["tau"], abs=2e-3 * constants["tau"])
 
 
 def test_learning_raises_the_reward(toy_config):

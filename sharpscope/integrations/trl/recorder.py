@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback
 
+from sharpscope.config.token_weights import UniformWeight
 from sharpscope.errors import UserError
 from sharpscope.integrations.trl import arguments
 from sharpscope.integrations.trl.batches import (
@@ -34,7 +35,6 @@ from sharpscope.integrations.trl.trace import Trace
 from sharpscope.objective import (
     Method,
     calibrate,
-    choose_preset,
     prepare,
 )
 from sharpscope.policy import make_policy
@@ -107,7 +107,7 @@ def record(
     if weights is not None:
         arguments.check_weightable(trainer)
         method = arguments.token_weights_of(weights)
-        method = method.model_copy(update={"weight": choose_preset(method.weight, shaping or "paper")})
+        method = method.with_preset("auto", shaping or "paper")
     elif shaping is not None:
         raise UserError(f"shaping = {shaping!r}: belongs to weights, which are not given; add weights='grpo-sg'")
     return Recorder(trainer, Path(out), method, task, correct, recording)
@@ -287,11 +287,14 @@ class Recorder:
         """The weights of this batch, fixed for all its updates; the first batch calibrates their constants."""
         assert self.weights is not None
         tensors = step_tensors(batch.rollouts, batch.advantage, stats, stats.logp, self.trace.progress, self.weights)
-        if self.weights.weight.needs_calibration:
-            self.weights = self.weights.model_copy(update={"weight": calibrate(self.weights.weight, tensors)})
-            self.trace.write_calibration(self.weights)
+        method = self.weights
+        if method.weight.needs_gradient and not bool(tensors.mass.any()):
+            method = method.model_copy(update={"weight": UniformWeight()})  # they would multiply 0
+        elif method.weight.needs_calibration:
+            method = self.weights = method.model_copy(update={"weight": calibrate(method.weight, tensors)})
+            self.trace.write_calibration(method)
         seed = generator(self.trace.config.seed, "plan", self._serial)
-        plan = prepare(self.weights, tensors, seed)
+        plan = prepare(method, tensors, seed)
         self.trace.warn(plan.warnings)
         return plan
 
