@@ -244,27 +244,27 @@ def _explain(part: BaseModel, prefix: str, kinds: typing.Collection[Any]) -> typ
         if isinstance(value, BaseModel):
             if info.description:
                 yield f"{path}: {info.description}"
-            yield from _explain(value, f"{path}.", _kinds(info.annotation))
+            yield from _explain(value, f"{path}.", kinds_of(info.annotation))
             continue
         shown = json.dumps(value, ensure_ascii=False, default=lambda part: part.model_dump())  # also valid YAML
-        allowed, description = _type_text(info.annotation, info.metadata), info.description
+        allowed, description = type_text(info.annotation, info.metadata), info.description
         if name == "kind" and kinds:
-            allowed, description = _type_text(Literal[tuple(kinds)]), "Fields below are those of the current kind."
+            allowed, description = type_text(Literal[tuple(kinds)]), "Fields below are those of the current kind."
         yield f"{path} = {shown}  [{allowed}]  {description or ''}"
 
 
-def _type_text(annotation: Any, metadata: Sequence[Any] = ()) -> str:
+def type_text(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     """A type and its limits for users, such as `int, >= 2, <= 7 | null`."""
     arguments = typing.get_args(annotation)
     match typing.get_origin(annotation):
         case typing.Annotated:
-            return _type_text(arguments[0], (*arguments[1:], *metadata))
+            return type_text(arguments[0], (*arguments[1:], *metadata))
         case typing.Literal:
             text = " | ".join(json.dumps(value) for value in arguments)
         case typing.Union | types.UnionType:
-            text = " | ".join(_type_text(member) for member in arguments)
+            text = " | ".join(type_text(member) for member in arguments)
         case builtin if builtin in (tuple, list):
-            member = _type_text(arguments[0])
+            member = type_text(arguments[0])
             text = f"list of {f'({member})' if ' ' in member else member}"
         case builtin if builtin in (dict, Mapping):
             text = "mapping"
@@ -397,7 +397,7 @@ def check_keys(model: type[BaseModel], data: Mapping[str, Any], prefix: str = ""
             part = part_model(fields[key].annotation, value)
             if part is not None:
                 check_keys(part, value, path)
-            elif "kind" in value and (kinds := _kinds(fields[key].annotation)):
+            elif "kind" in value and (kinds := kinds_of(fields[key].annotation)):
                 raise UserError(
                     f"{path}.kind = {_short(value['kind'])}: unknown{nearest(str(value['kind']), map(str, kinds))}"
                 )
@@ -405,14 +405,15 @@ def check_keys(model: type[BaseModel], data: Mapping[str, Any], prefix: str = ""
 
 def part_model(annotation: Any, value: Mapping[str, Any]) -> type[BaseModel] | None:
     """The model in a union that `value` selects by its `kind`, or the only model."""
-    kinds, members = _kinds(annotation), list(_models(annotation))
+    kinds, members = kinds_of(annotation), list(_models(annotation))
     kind = value.get("kind")
     if isinstance(kind, str) and kind in kinds:
         return kinds[kind]
     return members[0] if len(members) == 1 else None
 
 
-def _kinds(annotation: Any) -> dict[Any, type[BaseModel]]:
+def kinds_of(annotation: Any) -> dict[Any, type[BaseModel]]:
+    """The models of a union by `kind`; empty for other types."""
     return {kind: part for part in _models(annotation) if "kind" in part.model_fields for kind in _literals(part)}
 
 

@@ -1,0 +1,126 @@
+"""Hooks of mkdocs: reference pages generated from the code, and formulas as MathML, which needs no script."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import latex2mathml.converter
+import typer.main
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from pydantic import BaseModel
+from typer.cli import get_docs_for_click
+from typer.core import TyperGroup
+
+from sharpscope.cli import app
+from sharpscope.config import RunConfig, describe, kinds_of, method_names, part_model, type_text
+from sharpscope.traces import schema_markdown
+
+ROOT = Path(__file__).parents[1]
+_FORMULA = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.DOTALL)
+_EXAMPLES = re.compile(r"Examples:\n((?:  ?\S.*\n|\s*\n(?=  ))+)")
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the generated pages."""
+    pages = {
+        "changelog.md": (ROOT / "CHANGELOG.md").read_text("utf-8"),
+        "contributing.md": (ROOT / "CONTRIBUTING.md").read_text("utf-8"),
+        "reference/commands.md": _commands(),
+        "reference/configuration.md": _configuration(),
+        "reference/methods.md": _methods(),
+        "reference/trace.md": schema_markdown(),
+    }
+    for path, text in pages.items():
+        files.append(File.generated(config, path, content=text))
+    return files
+
+
+def on_page_content(content: str, **_: Any) -> str:
+    r"""Replace \(…\) and \[…\] by MathML."""
+
+    def formula(match: re.Match[str]) -> str:
+        display = "block" if match[2] == "[" else "inline"
+        return latex2mathml.converter.convert(html.unescape(match[3]), display=display)
+
+    return _FORMULA.sub(formula, content)
+
+
+def _commands() -> str:
+    group = typer.main.get_command(app)
+    assert isinstance(group, TyperGroup)
+    context = typer.Context(group, info_name="sharpscope")
+    pages = []
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        if command is not None and not command.hidden:
+            pages.append(get_docs_for_click(obj=command, ctx=context, indent=1, call_prefix="sharpscope"))
+    text = _EXAMPLES.sub(lambda found: "Examples:\n\n```bash\n" + _unindent(found[1]) + "```\n", "\n".join(pages))
+    return "# Commands\n\n`sharpscope COMMAND --help` prints the same in a terminal.\n\n" + text
+
+
+def _unindent(lines: str) -> str:
+    return "".join(f"{line.strip()}\n" for line in lines.splitlines() if line.strip())
+
+
+def _configuration() -> str:
+    """A section for each model of the configuration; fields that hold a model link to its section."""
+    lines = [
+        "# Configuration",
+        "",
+        "The fields of a run, for YAML files and `--set path=value`. `sharpscope config --explain` prints those of one configuration.",
+    ]
+    titles: dict[type[BaseModel], str] = {RunConfig: "Run"}
+    pending: list[type[BaseModel]] = [RunConfig]
+    while pending:
+        model = pending.pop(0)
+        summary = (model.__doc__ or "").strip().split("\n\n")[0].replace("\n", " ")
+        lines += ["", f"## {titles[model]} {{ #{model.__name__} }}", "", summary, ""]
+        lines += ["| field | values | default | description |", "|---|---|---|---|"]
+        for name, field in model.model_fields.items():
+            parts = kinds_of(field.annotation) or {None: part_model(field.annotation, {})}
+            links = []
+            for kind, part in parts.items():
+                if part is None:
+                    continue
+                if part not in titles:
+                    titles[part] = name.replace("_", " ") + (f": {kind}" if kind else "")
+                    pending.append(part)
+                links.append(f"[{kind or titles[part]}](#{part.__name__})")
+            values = f"`{type_text(field.annotation, field.metadata)}`"
+            if links:
+                values = ("number, or " if "float" in values else "") + ", ".join(links)
+            default = "required" if field.is_required() else _default(field.get_default(call_default_factory=True))
+            cells = (f"`{name}`", values, default, html.escape(field.description or ""))
+            lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _default(value: Any) -> str:
+    if isinstance(value, BaseModel):
+        return f"`{value.kind}`" if hasattr(value, "kind") else ""
+    return f"`{json.dumps(value, ensure_ascii=False)}`"
+
+
+def _methods() -> str:
+    lines = [
+        "# Methods",
+        "",
+        "Each name is a value of the configuration's part `method`. `sharpscope methods NAME` prints an entry.",
+        "Append `-reverse`, `-shuffled`, `-constant`, `-mean-one` or `-entropy` to a method with token weights for a control.",
+    ]
+    for name in method_names():
+        note = describe(name)
+        lines += ["", f"## {name}", "", f"**{note.title}.** {note.differs}", ""]
+        rows = {
+            "loss": note.equation,
+            "constants": note.constants,
+            "source": note.source,
+            "choices of this project": note.ours,
+        }
+        lines += [f"- *{title}*: {text}" for title, text in rows.items() if text]
+    return "\n".join(lines) + "\n"
