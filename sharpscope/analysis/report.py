@@ -209,7 +209,7 @@ def _messages(runs: Runs, every: Sequence[Study]) -> list[str]:
         messages += study.notes
         for _, _, run in study.each():
             bad = run.steps.loc[run.steps["reward_mean"].isna(), "step"].tolist()
-            if bad:
+            if 0 < len(bad) < len(run.steps):  # of a run without any reward, none was recorded
                 messages.append(
                     f"{run.name}: the reward is not a number in {len(bad)} of {len(run.steps)} steps (first: {bad[0]}); "
                     "curves have gaps there and means over them are not numbers."

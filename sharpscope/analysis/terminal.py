@@ -112,7 +112,8 @@ def _head(run: Run) -> RenderableType:
 def _curves(steps: pd.DataFrame) -> Table:
     table = Table("by step", "first third", "", "last third", box=None, pad_edge=False)
     third = max(1, len(steps) // 3)
-    for column, name in CURVES.items():
+    unrewarded = steps["reward_mean"].isna().all()  # the loss of a method with advantages says little
+    for column, name in (({"loss": "loss"} if unrewarded else {}) | CURVES).items():
         values = pd.to_numeric(steps[column], errors="coerce").to_numpy(dtype=float)
         if np.isfinite(values).any():
             table.add_row(
@@ -441,5 +442,11 @@ def _tell(run: Run, done: int, console: Console) -> int:
     last = last_step(run)
     if last > done and len(run.steps):
         row = run.steps.sort_values("step").iloc[-1]
-        console.print(Text(f"step {last}: reward {row['reward_mean']:+.3f}, accuracy {row['accuracy']:.1%}"))
+        rewarded = pd.notna(row["reward_mean"]) and pd.notna(row["accuracy"])
+        said = (
+            f"reward {row['reward_mean']:+.3f}, accuracy {row['accuracy']:.1%}"
+            if rewarded
+            else f"loss {row['loss']:.4g}"
+        )
+        console.print(Text(f"step {last}: {said}"))
     return last

@@ -273,8 +273,9 @@ class Run:
         }
         if len(self.steps):
             tail = self.steps.tail(max(1, len(self.steps) // 3))
-            rows["reward, last third"] = f"{tail['reward_mean'].mean():.3f}"
-            rows["accuracy, last third"] = f"{tail['accuracy'].mean():.1%}"
+            if tail["reward_mean"].notna().any():
+                rows["reward, last third"] = f"{tail['reward_mean'].mean():.3f}"
+                rows["accuracy, last third"] = f"{tail['accuracy'].mean():.1%}"
         rows |= {f"set aside: {part}": reason for part, reason in self.damaged.items()}
         body = "".join(
             f"<tr><th>{escape(str(key))}</th><td>{escape(str(cell))}</td></tr>" for key, cell in rows.items()

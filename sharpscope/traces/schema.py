@@ -100,7 +100,7 @@ def _probe(name: str, type_: str, unit: str, definition: str) -> Column:
 
 
 def _timing(name: str, definition: str) -> Column:
-    return Column(name, "float64", "seconds", definition, timing=True)
+    return Column(name, "float64", "seconds", definition, nullable=True, timing=True)
 
 
 _STEP = _required(
@@ -114,11 +114,11 @@ STEPS = Table(
     (
         _STEP,
         _required("updates", "int32", "updates", "optimizer updates in this step"),
-        _required("reward_mean", "float64", "reward", "mean reward over the step's completions"),
+        _nullable("reward_mean", "float64", "reward", "mean reward over the step's completions; null without rewards"),
         _nullable(
             "reward_std", "float64", "reward", "standard deviation (n - 1) of the rewards over the step's completions"
         ),
-        _required("accuracy", "float64", ONE, "fraction of the step's completions that are correct"),
+        _nullable("accuracy", "float64", ONE, "fraction of the step's completions that are correct"),
         _nullable("loss", "float64", ONE, "mean over the updates of the minimized loss; null without an update"),
         _nullable(
             "kl",
@@ -165,14 +165,14 @@ STEPS = Table(
             ONE,
             "relative effective sample size of the token weights, (sum w)^2 / (n * sum w^2), in (0, 1]",
         ),
-        _required(
+        _nullable(
             "zero_std_groups",
             "int32",
             "groups",
             "number of groups whose rewards are all equal; advantages relative to the group are zero in them",
         ),
-        _required("completion_length_mean", "float64", "tokens", "mean completion length"),
-        _required("truncated_fraction", "float64", ONE, "fraction of completions truncated at the length limit"),
+        _nullable("completion_length_mean", "float64", "tokens", "mean completion length"),
+        _nullable("truncated_fraction", "float64", ONE, "fraction of completions truncated at the length limit"),
         _required("tokens", "int64", "tokens", "number of loss tokens in the step"),
         _nullable(
             "generated_tokens",
@@ -263,27 +263,27 @@ ROLLOUTS = Table(
     (
         _STEP,
         _ROLLOUT,
-        _required(
+        _nullable(
             "group", "int32", ONE, "index of the prompt in its step, from 0; the completions of one prompt are a group"
         ),
-        _required("prompt", "string", "text", "the task's prompt, before the chat template"),
-        _required("completion", "string", "text", "generated text without special tokens"),
-        _required("reward", "float64", "reward", "total reward"),
-        _required(
+        _nullable("prompt", "string", "text", "the task's prompt, before the chat template"),
+        _nullable("completion", "string", "text", "generated text without special tokens"),
+        _nullable("reward", "float64", "reward", "total reward"),
+        _nullable(
             "reward_parts",
             "json",
             "reward",
             "components of the reward: a JSON object name -> number (null if not finite)",
         ),
-        _required("correct", "bool", "true / false", "whether the task scores the answer as correct"),
-        _required(
+        _nullable("correct", "bool", "true / false", "whether the task scores the answer as correct"),
+        _nullable(
             "advantage",
             "float64",
             ONE,
             "advantage before per-token factors; the mean over the tokens if each has its own",
         ),
         _required("length", "int32", "tokens", "number of completion tokens in the loss"),
-        _required("truncated", "bool", "true / false", "whether the completion was truncated at the length limit"),
+        _nullable("truncated", "bool", "true / false", "whether the completion was truncated at the length limit"),
     ),
 )
 

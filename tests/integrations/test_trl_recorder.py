@@ -19,9 +19,9 @@ from tests.oracles.trl import loss_coefficients
 pytest.importorskip("trl", reason="TRL is not installed (test extra)")
 
 from sharpscope.integrations.trl import record
-from sharpscope.integrations.trl import step as recorded_step
+from sharpscope.integrations.trl import recorder as recorded_step
 from sharpscope.integrations.trl.arguments import trl_method
-from sharpscope.integrations.trl.recorder import _WRAPPED, ROW
+from sharpscope.integrations.trl.recorder import ROW, Recorder
 from sharpscope.objective import method_label
 from tests.integrations.trainers import PROMPTS, VOCABULARY, evens, tokenizer, trainer
 
@@ -353,15 +353,15 @@ def test_evaluations_of_trl_are_rows_of_the_eval_table(tmp_path: Path):
 
 def test_detach_gives_the_trainer_back(tmp_path: Path):
     one = trainer(tmp_path / "t")
-    before = {name: getattr(one, name) for name in _WRAPPED}
+    before = {name: getattr(one, name) for name in Recorder.wrapped}
     callbacks = list(one.callback_handler.callbacks)
     recorder = record(one, tmp_path / "run")
-    assert all(getattr(one, name) != before[name] for name in _WRAPPED)
+    assert all(getattr(one, name) != before[name] for name in Recorder.wrapped)
     with pytest.raises(UserError, match="recorded already"):
         record(one, tmp_path / "other")
     recorder.detach()
     recorder.detach()  # a second time does nothing
-    assert all(getattr(one, name) == before[name] and name not in vars(one) for name in _WRAPPED)
+    assert all(getattr(one, name) == before[name] and name not in vars(one) for name in Recorder.wrapped)
     assert one.callback_handler.callbacks == callbacks
     one.train()
     assert sharpscope.load_run(tmp_path / "run").steps.empty

@@ -56,3 +56,81 @@ def trainer(
     if beta:  # TRL would load the reference by the model's name, and this model has none
         made.beta, made.ref_model = beta, copy.deepcopy(made.model).eval().requires_grad_(False)
     return made
+
+
+PAIRS = [
+    ("w2 w3", "w4 w6 w8", "w5 w7"),
+    ("w4", "w6 w6", "w9 w3 w5 w7"),
+    ("w5 w6 w7", "w8", "w11"),
+    ("w8 w9", "w2 w4 w10 w12 w6", "w13"),
+]
+"""Prompt, chosen and rejected completion."""
+
+
+def supervised_settings(folder: Path, **arguments: Any) -> dict[str, Any]:
+    """Arguments of a Trainer: 4 sequences in 2 micro-batches an update, unless `arguments` say otherwise."""
+    return dict(
+        output_dir=str(folder), report_to=[], use_cpu=True, bf16=False, per_device_train_batch_size=2,
+        gradient_accumulation_steps=2, max_steps=3, learning_rate=0.01, save_strategy="no", logging_steps=1, disable_tqdm=True,
+        dataloader_pin_memory=False, gradient_checkpointing=False, lr_scheduler_type="constant", seed=3,
+    ) | arguments  # fmt: skip
+
+
+def small_model(architecture: str = "qwen2", model: dict[str, Any] | None = None) -> Any:
+    return tiny_model(architecture, vocab=VOCABULARY, dtype=torch.float32, scale=0.3, **(model or {}))
+
+
+def sft_trainer(
+    folder: Path, *, architecture: str = "qwen2", model: dict[str, Any] | None = None, **arguments: Any
+) -> Any:
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    rows = {"prompt": [p for p, _, _ in PAIRS] * 4, "completion": [f" {c}" for _, c, _ in PAIRS] * 4}
+    return SFTTrainer(
+        model=small_model(architecture, model), args=SFTConfig(**supervised_settings(folder, **arguments)),
+        processing_class=tokenizer(), train_dataset=Dataset.from_dict(rows),
+    )  # fmt: skip
+
+
+def dpo_trainer(
+    folder: Path, *, architecture: str = "qwen2", model: dict[str, Any] | None = None, **arguments: Any
+) -> Any:
+    from datasets import Dataset
+    from trl import DPOConfig, DPOTrainer
+
+    rows = {"prompt": [p for p, _, _ in PAIRS] * 4}
+    rows |= {name: [f" {pair[i]}" for pair in PAIRS] * 4 for i, name in enumerate(("chosen", "rejected"), 1)}
+    first = small_model(architecture, model)
+    return DPOTrainer(
+        model=first, ref_model=copy.deepcopy(first), args=DPOConfig(**supervised_settings(folder, **arguments)),
+        processing_class=tokenizer(), train_dataset=Dataset.from_dict(rows),
+    )  # fmt: skip
+
+
+def plain_trainer(
+    folder: Path,
+    *,
+    kind: Any = None,
+    architecture: str = "qwen2",
+    model: dict[str, Any] | None = None,
+    **arguments: Any,
+) -> Any:
+    """A transformers Trainer whose labels leave out prompts, on the right-padded rows of `PAIRS`."""
+    from transformers import Trainer, TrainingArguments
+
+    words = tokenizer()
+
+    def collate(rows: list[tuple[str, str, str]]) -> dict[str, torch.Tensor]:
+        prompts = [words(p)["input_ids"] for p, _, _ in rows]
+        ids = [[*p, *words(c)["input_ids"], 1] for p, (_, c, _) in zip(prompts, rows, strict=True)]
+        width = max(map(len, ids))
+        there = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in ids])
+        padded = torch.tensor([row + [0] * (width - len(row)) for row in ids])
+        counted = there * torch.tensor([[0] * len(p) + [1] * (width - len(p)) for p in prompts])
+        return {"input_ids": padded, "attention_mask": there, "labels": padded.masked_fill(counted == 0, -100)}
+
+    return (kind or Trainer)(
+        model=small_model(architecture, model), processing_class=words, train_dataset=PAIRS * 4, data_collator=collate,
+        args=TrainingArguments(**supervised_settings(folder, remove_unused_columns=False, **arguments)),
+    )  # fmt: skip

@@ -23,6 +23,8 @@ POINTS = 40
 
 BAND = f"line: mean over seeds; band: 95 % t-interval (below {FEWEST} seeds: a thin line each)"
 
+CLIPPING = ("clip_fraction_low", "clip_fraction_high", "truncated_fraction", "zero_std_groups")
+
 AXES = {
     "reward_mean": "mean reward of a completion [reward]",
     "accuracy": "accuracy on the step's completions [share]",
@@ -145,9 +147,7 @@ def entropy(values: pd.DataFrame, lines: Lines) -> Figure:
 
 def clipping(values: pd.DataFrame, lines: Lines) -> Figure:
     """Shares of clipped tokens and truncated completions, and groups without a signal, by step."""
-    return trajectories(
-        values, lines, ["clip_fraction_low", "clip_fraction_high", "truncated_fraction", "zero_std_groups"]
-    )
+    return trajectories(values, lines, list(CLIPPING))
 
 
 def weight_statistics(values: pd.DataFrame, lines: Lines) -> Figure:

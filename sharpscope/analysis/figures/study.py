@@ -47,7 +47,10 @@ def study_pictures(whole: Study) -> Iterator[Picture]:
 
 def _steps(values: pd.DataFrame, styles: Lines) -> Iterator[Picture]:
     recorded = set(values["quantity"])
-    yield Picture("reward", f"Reward and accuracy on the training prompts. {BAND}.", steps.reward(values, styles))
+    if recorded & {"reward_mean", "accuracy"}:
+        yield Picture("reward", f"Reward and accuracy on the training prompts. {BAND}.", steps.reward(values, styles))
+    else:
+        yield Picture("reward", "", missing="reward: none is recorded in these runs")
     if recorded & {"grad_norm", "update_norm"}:
         caption = f"Gradient norm before clipping and size of the update (geometric mean over seeds). {BAND}."
         yield Picture("gradient_norm", caption, steps.gradient_norm(values, styles))
@@ -55,8 +58,11 @@ def _steps(values: pd.DataFrame, styles: Lines) -> Iterator[Picture]:
         yield Picture("gradient_norm", "", missing="gradient norm: no update has been made yet")
     if "entropy_mean" in recorded:
         yield Picture("entropy", f"Entropy of the policy. {BAND}.", steps.entropy(values, styles))
-    caption = f"Clipped tokens, truncated completions, groups that teach nothing. {BAND}."
-    yield Picture("clipping", caption, steps.clipping(values, styles))
+    if recorded & set(steps.CLIPPING):
+        caption = f"Clipped tokens, truncated completions, groups that teach nothing. {BAND}."
+        yield Picture("clipping", caption, steps.clipping(values, styles))
+    else:
+        yield Picture("clipping", "", missing="clipping: no ratio, truncation or group is recorded in these runs")
 
 
 def _evaluations(whole: Study, study: Study, styles: Lines) -> Iterator[Picture]:

@@ -26,10 +26,10 @@ def run_metrics(run: Run, horizon: int) -> dict[tuple[str, str], float]:
     late = steps[steps["step"] > 2 * horizon / 3]
     seconds = steps[["generation_s", "training_s", "recording_s"]].sum(axis=1)
     clipped = late["clip_fraction_low"] + late["clip_fraction_high"]
-    found: dict[tuple[str, str], float] = {
-        (f"reward, {_LAST_THIRD}", "reward"): _mean(late["reward_mean"]),
-        (f"training accuracy, {_LAST_THIRD}", "share"): _mean(late["accuracy"]),
-    }
+    found: dict[tuple[str, str], float] = {}
+    if run.steps["reward_mean"].notna().any():
+        found[f"reward, {_LAST_THIRD}", "reward"] = _mean(late["reward_mean"])
+        found[f"training accuracy, {_LAST_THIRD}", "share"] = _mean(late["accuracy"])
     found |= _eval_metrics(run, horizon)
     optional = {
         (f"entropy, {_LAST_THIRD}", "nats"): late["entropy_mean"],

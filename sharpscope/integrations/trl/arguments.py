@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from sharpscope.config import RunConfig, check_keys, resolve_method, validate
+from sharpscope.config import RunConfig
 from sharpscope.config.method import (
     Advantage,
     AllTokens,
@@ -33,6 +33,7 @@ from sharpscope.config.method import (
 )
 from sharpscope.config.token_weights import UniformWeight
 from sharpscope.errors import UserError
+from sharpscope.integrations.hf_trainer import check_setup, checked_config, common_settings, schedule_notes
 from sharpscope.objective import Method, named_method
 
 OLDEST = (1, 0)
@@ -52,11 +53,11 @@ AGGREGATES = {
 WEIGHTABLE = ("grpo", "bnpo", "dapo", "dr_grpo", "cispo", "sapo", "vespo")
 
 
-def check_trainer(trainer: Any) -> None:
-    """Check that the trainer can be recorded, before anything is written.
+def check_version() -> None:
+    """Check the installed TRL.
 
     Raises:
-        UserError: TRL's version, an option or a setup is not supported; the message names it.
+        UserError: it is missing or its version is not supported.
     """
     try:
         found = version("trl")
@@ -65,27 +66,27 @@ def check_trainer(trainer: Any) -> None:
     numbers = tuple(int(part) for part in found.split(".")[:2] if part.isdigit())
     if found in EXCLUDED or numbers < OLDEST:
         raise UserError(f"record: TRL {found} is not supported; pip install 'trl>=1.0,!=1.15.0'")
+
+
+def is_supervised(trainer: Any) -> bool:
+    """Whether it is a trainer of given completions."""
+    from trl import DPOTrainer, SFTTrainer
+
+    return isinstance(trainer, SFTTrainer | DPOTrainer)
+
+
+def check_trainer(trainer: Any) -> None:
+    """Check that the trainer can be recorded, before anything is written.
+
+    Raises:
+        UserError: an option or a setup is not supported; the message names it.
+    """
     from trl import GRPOTrainer
 
     if not isinstance(trainer, GRPOTrainer):
         raise UserError(f"record: {type(trainer).__name__} is no GRPOTrainer; give a trl.GRPOTrainer")
-    args, accelerator = trainer.args, trainer.accelerator
-    if getattr(trainer, "use_liger_kernel", False) or getattr(args, "use_liger_kernel", False):
-        raise UserError(
-            "record: use_liger_kernel = True computes the loss without per-token log-probabilities; set it to False"
-        )
-    if accelerator.num_processes > 1 or args.n_gpu > 1:
-        raise UserError(
-            f"record: {max(accelerator.num_processes, args.n_gpu)} processes or GPUs; recording works in one process on one "
-            "device, so start the trainer with one"
-        )
-    if accelerator.distributed_type.value not in ("NO", "no"):
-        raise UserError(
-            f"record: distributed_type {accelerator.distributed_type.value} keeps gradients and weights elsewhere; start the "
-            "trainer without it"
-        )
-    if args.fp16:
-        raise UserError("record: fp16 = True scales the loss by a changing factor; use bf16 or float32")
+    check_setup(trainer)
+    args = trainer.args
     round_, update = generate_every(trainer), args.gradient_accumulation_steps
     if round_ % update and update % round_:
         raise UserError(
@@ -246,19 +247,8 @@ def run_config(
     rows = args.per_device_train_batch_size * args.steps_per_generation
     per_round, per_step = generate_every(trainer), step_length(trainer)
     prompts = max(1, rows * (per_step // per_round) // trainer.num_generations)
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    schedule = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
     data: dict[str, Any] = {
-        "name": out.name,
-        "out": str(out.parent),
-        "seed": int(args.seed),
-        "steps": max(1, math.ceil(updates * args.gradient_accumulation_steps / per_step)),
-        "task": {"kind": "custom", "factory": task},
-        "policy": {
-            "model": str(getattr(model.config, "_name_or_path", "") or type(model).__name__),
-            "dtype": str(model.dtype).removeprefix("torch."),
-            "device": str(model.device),
-        },
+        **common_settings(trainer, out, task, math.ceil(updates * args.gradient_accumulation_steps / per_step)),
         "rollout": {
             "temperature": float(trainer.temperature),
             "top_p": float(args.top_p),
@@ -268,31 +258,13 @@ def run_config(
             "group_size": int(trainer.num_generations),
         },
         "method": method.model_dump(mode="json"),
-        "optimizer": {
-            "lr": float(args.learning_rate),
-            "beta1": float(args.adam_beta1),
-            "beta2": float(args.adam_beta2),
-            "eps": float(args.adam_epsilon),
-            "weight_decay": float(args.weight_decay),
-            "max_grad_norm": float(args.max_grad_norm) or None,
-            "schedule": schedule if schedule in ("constant", "linear", "cosine") else "constant",
-        },
         "update": {
             "mini_batches": min(prompts, max(1, args.steps_per_generation // args.gradient_accumulation_steps)),
             "inner_epochs": int(trainer.num_iterations),
         },
-        "evaluation": {"every": 0},
-        "checkpoint": {"every": 0},
-        "probes": {"every": 0},
         "recording": {"heldout_influence_every": 0, **(recording or {})},
     }
-    check_keys(RunConfig, data)
-    config: RunConfig = resolve_method(validate(RunConfig, data))
-    if config.recording.heldout_influence_every:
-        raise UserError(
-            "recording.heldout_influence_every: a TRL run has no probe set of held-out prompts; set it to 0"
-        )
-    return config
+    return checked_config(data)
 
 
 def sampler_notes(trainer: Any) -> list[str]:
@@ -302,7 +274,4 @@ def sampler_notes(trainer: Any) -> list[str]:
         value = getattr(args, name, off)
         if value not in (off, None):
             notes.append(f"completions were drawn with {name} = {value:g}, which log-probabilities do not show")
-    schedule = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
-    if schedule not in ("constant", "linear", "cosine"):
-        notes.append(f"the learning rate follows TRL's schedule '{schedule}'")
-    return notes
+    return notes + schedule_notes(trainer)

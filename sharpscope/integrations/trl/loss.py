@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sharpscope.config.method import PpoClip
+from sharpscope.integrations.hf_trainer import TokenLoss
 from sharpscope.objective import gradient_killed, k3
-
-
-@dataclass(frozen=True)
-class TokenLoss:
-    """(n, T) values of the tokens of one micro-batch under the policy of its update."""
-
-    ratio: Tensor
-    log_ratio: Tensor  # ln π − ln π_old of the token [nats], 0 outside the mask
-    clipped: Tensor  # −1 lower bound acts, 1 upper, 0 none
-    kl: Tensor  # k3 [nats], 0 without a reference
 
 
 @torch.no_grad()
@@ -45,7 +35,8 @@ def token_loss(trainer: Any, inputs: dict[str, Any], logp: Tensor) -> TokenLoss:
     reference = inputs.get("ref_per_token_logps")
     kl = torch.zeros_like(logp) if reference is None else torch.where(mask.bool(), k3(logp, reference), 0.0)
     clipped = _clipped(trainer, ratio, advantage) * mask.int()
-    return TokenLoss(torch.where(mask.bool(), ratio, 1.0), own, clipped, kl)
+    correction = inputs.get("importance_sampling_ratio")
+    return TokenLoss(torch.where(mask.bool(), ratio, 1.0), own, clipped, kl, correction)
 
 
 def _clipped(trainer: Any, ratio: Tensor, advantage: Tensor) -> Tensor:

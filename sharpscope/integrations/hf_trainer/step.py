@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from sharpscope.integrations.trl.batches import Batch, join, joined_updates, widened
-from sharpscope.integrations.trl.loss import token_loss
+from sharpscope.integrations.hf_trainer.batches import Batch, join, joined_updates, widened
 from sharpscope.recording import PendingUpdate, RolloutBatch, StepTokens, UpdateResult, UpdateTokens
+
+
+@dataclass(frozen=True)
+class TokenLoss:
+    """(n, T) values of the tokens of one micro-batch under the policy of its update."""
+
+    ratio: Tensor
+    log_ratio: Tensor  # ln π − ln π_old of the token [nats], 0 outside the mask
+    clipped: Tensor  # −1 lower bound acts, 1 upper, 0 none
+    kl: Tensor  # k3 [nats], 0 without a reference
+    correction: Tensor | None = (
+        None  # factor of the loss for the sampler's policy, (n, 1) for whole completions or (n, T)
+    )
 
 
 @dataclass
@@ -25,11 +37,11 @@ class Step:
         default_factory=lambda: {"generation_s": 0.0, "training_s": 0.0, "recording_s": 0.0}
     )
     gradient: tuple[float, float, float] = (math.nan, math.nan, 1.0)  # loss, norm, clip factor of the present update
-    corrected: bool = False  # whether TRL multiplies the loss by a factor for the sampler's policy
+    corrected: bool = False  # whether the trainer multiplies the loss by a factor for the sampler's policy
     losses: list[Tensor] = field(default_factory=list)  # of the present update's micro-batches
     gaps: list[Tensor] = field(
         default_factory=list
-    )  # |ln π of TRL − ln π of our forward pass| before the first update [nats]
+    )  # |ln π of the trainer − ln π of our forward pass| before the first update [nats]
     pending: list[tuple[int, Tensor, UpdateTokens]] = field(
         default_factory=list
     )  # serial, rows (n,), what they do in the present update
@@ -39,28 +51,27 @@ class Step:
         """Seconds of generation and recording."""
         return self.seconds["generation_s"] + self.seconds["recording_s"]
 
-    def hook(self, trainer: Any, logp: Tensor, inputs: dict[str, Any], numbers: Tensor) -> None:
-        """Record what a micro-batch's tokens do in the loss and, in the backward pass, ∂L/∂log π of each.
+    def use(self, serial: int, rows: Tensor, known: TokenLoss | None = None) -> Callable[[Tensor], None]:
+        """Record that a micro-batch of the present update uses some rows of a batch.
 
         Args:
-            trainer: whose options apply.
-            logp: (n, T) [nats], what TRL's loss differentiates.
-            inputs: TRL's micro-batch.
-            numbers: (n, 2), serial number of the batch and row in it.
+            serial: of the batch.
+            rows: (n,) in the batch, on the CPU.
+            known: what the loss does with their tokens, if it has a ratio; None: the ratio is 1 and nothing is clipped.
+
+        Returns:
+            A function to call in the backward pass with ∂L/∂log π (n, T) of the rows' tokens.
         """
-        serial, rows = int(numbers[0, 0]), numbers[:, 1].cpu()
-        batch = next(b for b in self.batches if b.serial == serial)
+        batch = self.batch(serial)
         tokens, index = batch.tokens, len(self.updates)
-        mask = batch.rollout_batch.rollouts.completion_mask[rows.to(logp.device)].bool().cpu()
+        mask = batch.rollout_batch.rollouts.completion_mask[rows.to(batch.device)].bool().cpu()
         first = mask & (tokens.update[rows] < 0)  # (n, T): a token's columns are those of its first update
-        if index == 0:
-            ours = tokens.stats.logp[rows.to(tokens.stats.logp.device)].cpu()
-            self.gaps.append((logp.detach().cpu() - ours).abs()[mask])
-        found = token_loss(trainer, inputs, logp)
-        values = [(tokens.ratio, found.ratio), (tokens.clipped, found.clipped)]
-        if inputs.get("importance_sampling_ratio") is not None:  # (n, 1) for a whole completion, else (n, T)
+        if known is None:
+            known = TokenLoss(*(torch.full(mask.shape, value) for value in (1.0, 0.0, 0, 0.0)))
+        values = [(tokens.ratio, known.ratio), (tokens.clipped, known.clipped)]
+        if known.correction is not None:
             self.corrected = True
-            values.append((tokens.correction, inputs["importance_sampling_ratio"].expand(logp.shape)))
+            values.append((tokens.correction, known.correction.expand(mask.shape)))
         for target, value in values:
             target[rows] = torch.where(first, value.detach().cpu().to(target.dtype), target[rows])
         tokens.update[rows] = torch.where(first, index, tokens.update[rows])
@@ -68,10 +79,10 @@ class Step:
         update_tokens.write(
             torch.arange(len(rows)),
             mask,
-            clipped=found.clipped,
-            kl=found.kl,
-            ratio=found.ratio,
-            log_ratio=found.log_ratio,
+            clipped=known.clipped,
+            kl=known.kl,
+            ratio=known.ratio,
+            log_ratio=known.log_ratio,
         )
 
         def keep(gradient: Tensor) -> None:
@@ -79,7 +90,20 @@ class Step:
             tokens.loss_coef[rows] = torch.where(first, update_tokens.coef, tokens.loss_coef[rows])
             self.pending.append((serial, rows, update_tokens))
 
-        logp.register_hook(keep)
+        return keep
+
+    def compare(self, serial: int, rows: Tensor, logp: Tensor) -> None:
+        """Keep the gaps between the trainer's log-probabilities (n, T) and our forward pass's, before the first update."""
+        if self.updates:
+            return
+        batch = self.batch(serial)
+        mask = batch.rollout_batch.rollouts.completion_mask[rows.to(batch.device)].bool().cpu()
+        ours = batch.tokens.stats.logp[rows.to(batch.device)].cpu()
+        self.gaps.append((logp.detach().cpu() - ours).abs()[mask])
+
+    def batch(self, serial: int) -> Batch:
+        """The batch with this serial number."""
+        return next(batch for batch in self.batches if batch.serial == serial)
 
     def joined(self) -> tuple[RolloutBatch, StepTokens]:
         """All batches so far as one, and its tokens."""

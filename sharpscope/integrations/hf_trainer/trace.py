@@ -1,4 +1,4 @@
-"""The folder of a recorded TRL run: run.json, the tokenizer and the tables."""
+"""The folder of a recorded training: run.json, the tokenizer and the tables."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Sequence
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import numpy as np
@@ -15,19 +15,17 @@ from torch import Tensor
 
 from sharpscope.config import RunConfig
 from sharpscope.distributed import Launch
-from sharpscope.integrations.trl.batches import generated_lengths
+from sharpscope.integrations.hf_trainer.batches import generated_lengths
 from sharpscope.objective import Method, method_label
 from sharpscope.policy import Policy
 from sharpscope.recording import (
     Event,
     Observations,
     RolloutBatch,
+    StepHealth,
     StepResult,
-    check_policy,
-    check_rollouts,
     environment,
     evaluation_row,
-    memory_share,
     rollout_columns,
     steps_row,
     token_columns,
@@ -43,9 +41,43 @@ from sharpscope.traces import (
 )
 from sharpscope.traces.files import now
 
+ATTRIBUTION_GAP = 0.05
+"""How far the sum of the tokens' shares may be from 1 before an event reports it."""
+_WEIGHTS = ("mean", "std", "min", "max", "saturation_low", "saturation_high", "ess")
+UNREWARDED = {
+    "steps": (
+        *("reward_mean", "reward_std", "accuracy", "zero_std_groups", "truncated_fraction"),
+        *(
+            "generated_tokens",
+            "kl",
+            "clip_fraction_low",
+            "clip_fraction_high",
+            *(f"weight_{name}" for name in _WEIGHTS),
+        ),
+    ),
+    "updates": (
+        *("kl_old_k1", "kl_old_k3", "ratio_mean", "ratio_min", "ratio_p01", "ratio_p99", "ratio_max"),
+        *("clip_fraction_low", "clip_fraction_high"),
+    ),
+    "rollouts": ("reward", "correct", "advantage", "truncated"),
+    "tokens": ("advantage", "ratio", "weight", "clipped"),
+}
+"""Columns that a training without rewards leaves null."""
+#: Sections of the configuration that say how completions are drawn, rewarded and learned from.
+_REINFORCEMENT = ("task", "rollout", "method", "update", "evaluation", "checkpoint", "probes", "health")
+
 
 class Trace:
-    """Writes the tables of one recorded training, step by step. `step` is the one in progress, from 1."""
+    """Writes the tables of one recorded training, step by step. `step` is the one in progress, from 1.
+
+    Args:
+        config: of the run.
+        method: what the trainer minimizes, as far as a Method says it.
+        notes: for run.json.
+        policy: in training.
+        trainer: that is recorded.
+        correct: which total rewards count as correct; None: the training has no rewards.
+    """
 
     def __init__(
         self,
@@ -54,7 +86,7 @@ class Trace:
         notes: Sequence[str],
         policy: Policy,
         trainer: Any,
-        correct: Callable[[float], bool],
+        correct: Callable[[float], bool] | None,
     ) -> None:
         self.config, self.method, self.policy, self.trainer, self.correct = config, method, policy, trainer, correct
         self.run_dir = config.run_dir
@@ -66,14 +98,24 @@ class Trace:
         create_run_dir(self.run_dir)
         policy.tokenizer.save_pretrained(self.run_dir / "tokenizer")
         info = run_info(config, policy, torch.get_num_threads(), Launch())
-        info["versions"] |= {name: version(name) for name in ("trl", "accelerate")}
+        versions = {name: found for name in ("transformers", "trl", "accelerate") if (found := _version(name))}
+        info["versions"] |= versions
+        package = type(trainer).__module__.partition(".")[0]
+        of = f" of {package} {versions[package]}" if package in versions else ""
+        loss_type = getattr(trainer, "loss_type", getattr(trainer.args, "loss_type", None))
         info |= {
             "method": method_label(method),
             "task": config.task.factory,  # type: ignore[union-attr]
-            "notes": [f"recorded from {type(trainer).__name__} of TRL {version('trl')}", *notes],
-            "trainer": {"name": type(trainer).__name__, "loss_type": trainer.loss_type},
+            "config": self._settings(),
+            "notes": [f"recorded from {type(trainer).__name__}{of}", *notes],
+            "trainer": {"name": type(trainer).__name__, "loss_type": loss_type},
         }
         create_run_info(self.run_dir, info)
+
+    def _settings(self) -> dict[str, Any]:
+        """The configuration for run.json, without the sections that do not apply."""
+        found = self.config.model_dump(mode="json")
+        return found if self.correct is not None else {k: v for k, v in found.items() if k not in _REINFORCEMENT}
 
     @property
     def progress(self) -> float:
@@ -92,7 +134,7 @@ class Trace:
     def begin(self, config: RunConfig) -> None:
         """Save the configuration once the length of the training is known; no config.yaml, which nothing could run."""
         self.config = config
-        update_run_info(self.run_dir, config=config.model_dump(mode="json"))
+        update_run_info(self.run_dir, config=self._settings())
 
     def close(self, status: str, reason: str) -> None:
         """Write the remaining rows and how the training ended."""
@@ -129,14 +171,24 @@ class Trace:
         self._events.append(Event(self.step, "non_finite", "error", value, math.nan, "none", text))
 
     def warn_mismatch(self, gap: float) -> None:
-        """Report `gap`, the mean |ln π of TRL − ln π of the recorder| before the first update [nats], if it is large."""
+        """Report `gap`, the mean |ln π of the trainer − ln π of the recorder| before the first update [nats], if it is large."""
         limit = self.config.health.logp_mismatch.threshold
         if gap > limit:
             text = (
-                "TRL's log-probabilities are not those of the recorder's forward pass (dropout, positions of padded prompts, kernels): "
-                "loss_coef and ratio are TRL's, statistics, weights and attribution the recorder's"
+                "the trainer's log-probabilities are not those of the recorder's forward pass (dropout, positions of padded "
+                "prompts, kernels, another loss): loss_coef and ratio are the trainer's, statistics, weights and attribution "
+                "the recorder's"
             )
             self._events.append(Event(self.step, "trl_statistics", "warning", gap, limit, "warn", text))
+
+    def warn_attribution(self, total: float) -> None:
+        """Report `total`, the sum of the tokens' shares of ‖∇L‖² in an update, if it is not 1."""
+        if abs(total - 1) > ATTRIBUTION_GAP:
+            text = (
+                f"the tokens' shares of the squared gradient norm sum to {total:.3g}, not 1: the loss has terms that no token's "
+                "log-probability carries (an auxiliary loss, a penalty), or dropout is on"
+            )
+            self._events.append(Event(self.step, "attribution_sum", "warning", total, ATTRIBUTION_GAP, "warn", text))
 
     def _write_events(self) -> None:
         for event in self._events:
@@ -163,47 +215,34 @@ class Trace:
         lengths = generated_lengths(batch.rollouts)
         row |= {"completion_length_mean": float(lengths.double().mean()), "generated_tokens": int(lengths.sum())}
         self._events += observed.events
-        self._judge(batch, result, row, sampled)
+        health = StepHealth(self.config.health, step, batch, method, self.progress, self.policy.device)
+        health.allows_updates(result.tokens.stats, result.tokens.weight)
+        self._events += health.events  # the rules only report here: a recorded training is never stopped
         if row["grad_norm"]:
             self.recent = [*self.recent[-49:], math.log(row["grad_norm"])]
         if spec.rollouts_every and step % spec.rollouts_every == 0:
-            self.writer.append("rollouts", rollout_columns(step, batch))
+            self._append("rollouts", rollout_columns(step, batch))
         if observed.columns or (spec.tokens_every and step % spec.tokens_every == 0):
             temperature = self.config.rollout.temperature
             columns = token_columns(step, batch, result, observed.columns, self.policy.head, temperature)
             if not sampled:
                 columns["behavior_logp"] = None
-            self.writer.append("tokens", columns)
+            self._append("tokens", columns)
         if observed.rows:
             self.writer.append("probes", observed.rows)
         self._write_events()
         seconds["recording_s"] += time.perf_counter() - started
-        self.writer.append("updates", update_columns(step, result))
-        self.writer.append("steps", row | seconds)
+        self._append("updates", update_columns(step, result))
+        self._append("steps", row | seconds)
         if step % spec.flush_every == 0:
             self.writer.flush()
             update_run_info(self.run_dir, steps_done=step)
         self.step += 1
 
-    def _judge(self, batch: RolloutBatch, result: StepResult, row: dict[str, Any], sampled: bool) -> None:
-        """Check the health rules, which only report here: a recorded training is never stopped."""
-        spec, rollouts = self.config.health, batch.rollouts
-        mask = rollouts.completion_mask.bool().cpu()
-        gap = (result.tokens.stats.logp.cpu() - rollouts.behavior_logp.cpu())[mask].abs()
-        saturation = max(row["weight_saturation_low"] or 0.0, row["weight_saturation_high"] or 0.0)
-        entropy = row["entropy_mean"]
-        self._events += check_rollouts(
-            spec, self.step, zero_variance_share=batch.zero_variance_share, truncated_share=row["truncated_fraction"]
-        )
-        self._events += check_policy(
-            spec,
-            self.step,
-            entropy_mean=math.nan if entropy is None else entropy,
-            saturation=saturation,
-            clipped_weights=math.nan,  # TRL's clip acts on the ratio without the weight
-            logp_mismatch=float(gap.nanmean()) if sampled else math.nan,
-            memory=memory_share(self.policy.device),
-        )
+    def _append(self, table: str, columns: dict[str, Any]) -> None:
+        """Write rows; without rewards, what depends on them is null."""
+        absent = UNREWARDED[table] if self.correct is None else ()
+        self.writer.append(table, columns | dict.fromkeys(absent))
 
     # -- TRL's own evaluations ---------------------------------------------------------------------------------------
 
@@ -213,7 +252,7 @@ class Trace:
 
     def write_evaluation(self) -> None:
         """Write the evaluation that has just ended as one row over all its prompts."""
-        if not self._evaluated:
+        if not self._evaluated or self.correct is None:
             return
         total = torch.cat(self._evaluated)
         self._evaluated = []
@@ -232,3 +271,11 @@ class Trace:
             self.config.rollout.temperature,
         )
         self.writer.append("eval", {name: [value] for name, value in row.items()})
+
+
+def _version(package: str) -> str | None:
+    """Of an installed package; None if it is not there."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

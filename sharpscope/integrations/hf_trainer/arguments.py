@@ -1,0 +1,96 @@
+"""A trainer's arguments as the configuration of a run, and checks for what cannot be recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from sharpscope.config import RunConfig, check_keys, resolve_method, validate
+from sharpscope.errors import UserError
+
+_SCHEDULES = ("constant", "linear", "cosine")
+
+
+def check_setup(trainer: Any) -> None:
+    """Check that the trainer runs in one process, without a loss that hides its log-probabilities.
+
+    Raises:
+        UserError: an option or a setup is not supported; the message names it.
+    """
+    args, accelerator = trainer.args, trainer.accelerator
+    if getattr(trainer, "use_liger_kernel", False) or getattr(args, "use_liger_kernel", False):
+        raise UserError(
+            "record: use_liger_kernel = True computes the loss without per-token log-probabilities; set it to False"
+        )
+    if accelerator.distributed_type.value.lower() == "deepspeed":
+        raise UserError("record: DeepSpeed is not supported; start the trainer without it")
+    if accelerator.num_processes > 1 or args.n_gpu > 1:
+        raise UserError(
+            f"record: {max(accelerator.num_processes, args.n_gpu)} processes or GPUs; recording works in one process on one "
+            "device, so start the trainer with one"
+        )
+    if accelerator.distributed_type.value not in ("NO", "no"):
+        raise UserError(
+            f"record: distributed_type {accelerator.distributed_type.value} keeps gradients and weights elsewhere; start the "
+            "trainer without it"
+        )
+    if args.fp16:
+        raise UserError("record: fp16 = True scales the loss by a changing factor; use bf16 or float32")
+
+
+def common_settings(trainer: Any, out: Path, task: str, steps: int) -> dict[str, Any]:
+    """The parts of a run's configuration that every trainer has."""
+    args = trainer.args
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    schedule = _schedule(trainer)
+    return {
+        "name": out.name,
+        "out": str(out.parent),
+        "seed": int(args.seed),
+        "steps": max(1, steps),
+        "task": {"kind": "custom", "factory": task},
+        "policy": {
+            "model": str(getattr(model.config, "_name_or_path", "") or type(model).__name__),
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "device": str(model.device),
+        },
+        "optimizer": {
+            "lr": float(args.learning_rate),
+            "beta1": float(args.adam_beta1),
+            "beta2": float(args.adam_beta2),
+            "eps": float(args.adam_epsilon),
+            "weight_decay": float(args.weight_decay),
+            "max_grad_norm": float(args.max_grad_norm) or None,
+            "schedule": schedule if schedule in _SCHEDULES else "constant",
+        },
+        "evaluation": {"every": 0},
+        "checkpoint": {"every": 0},
+        "probes": {"every": 0},
+    }
+
+
+def checked_config(data: Mapping[str, Any]) -> RunConfig:
+    """The configuration.
+
+    Raises:
+        UserError: an option is wrong or not available for the run of another trainer.
+    """
+    check_keys(RunConfig, data)
+    config: RunConfig = resolve_method(validate(RunConfig, data))
+    if config.recording.heldout_influence_every:
+        raise UserError(
+            "recording.heldout_influence_every: a recorded trainer has no probe set of held-out prompts; set it to 0"
+        )
+    return config
+
+
+def schedule_notes(trainer: Any) -> list[str]:
+    """A note on a learning-rate schedule that the configuration cannot express."""
+    schedule = _schedule(trainer)
+    return [] if schedule in _SCHEDULES else [f"the learning rate follows the trainer's schedule '{schedule}'"]
+
+
+def _schedule(trainer: Any) -> str:
+    kind = trainer.args.lr_scheduler_type
+    return str(getattr(kind, "value", kind))

@@ -1,0 +1,255 @@
+"""Recording transformers' Trainer and TRL's SFTTrainer and DPOTrainer: nothing changes, and every number is the loss's own."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import sharpscope
+from sharpscope.cli import app
+from sharpscope.errors import UserError
+from tests.oracles import supervised as oracle
+
+pytest.importorskip("trl", reason="TRL is not installed (test extra)")
+
+from transformers import Trainer, TrainerCallback
+
+from sharpscope.integrations import trl as trl_integration
+from sharpscope.integrations.hf_trainer import record
+from tests.integrations.trainers import dpo_trainer, plain_trainer, sft_trainer, small_model, tokenizer
+
+ALL = {"token_gradients_every": 1, "exact_top": 2, "exact_random": 2}
+DROPOUT = {"architecture": "gpt2", "model": {"resid_pdrop": 0.2, "attn_pdrop": 0.2}}
+
+
+class Weights(TrainerCallback):
+    """Keeps the weights before each update."""
+
+    def __init__(self) -> None:
+        self.before: list[dict[str, torch.Tensor]] = []
+
+    def on_step_begin(self, *_: Any, model: Any, **__: Any) -> None:
+        self.before.append({name: value.detach().clone() for name, value in model.state_dict().items()})
+
+
+class Halved(Trainer):
+    """Half of the model's loss."""
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return super().compute_loss(*args, **kwargs) / 2
+
+
+class Decayed(Trainer):
+    """The model's loss and a penalty on the weights, which no token carries."""
+
+    def compute_loss(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        return super().compute_loss(model, *args, **kwargs) + 0.1 * sum(p.square().sum() for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments"),
+    [
+        (plain_trainer, {}),
+        (plain_trainer, {"bf16": True}),
+        (sft_trainer, DROPOUT),
+        (sft_trainer, {"optim": "adafactor"}),
+        (dpo_trainer, {}),
+    ],
+)
+def test_the_same_weights_with_and_without_the_recorder(make, arguments, tmp_path: Path):
+    plain = make(tmp_path / "a", **arguments)
+    plain.train()
+    recorded = make(tmp_path / "b", **arguments)
+    record(recorded, tmp_path / "run", recording=ALL)
+    recorded.train()
+    pairs = list(zip(plain.model.parameters(), recorded.model.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in pairs)
+    assert any(not torch.equal(a, b) for a, b in zip(small_model(arguments.get("architecture", "qwen2"), arguments.get("model")).parameters(),
+                                                     recorded.model.parameters(), strict=True))  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments", "loss"),
+    [
+        (plain_trainer, {}, oracle.nll),
+        (plain_trainer, {"kind": Halved}, lambda logp: oracle.nll(logp) / 2),
+        (sft_trainer, {}, oracle.nll),
+        (sft_trainer, {"loss_type": "dft"}, oracle.dft),
+        (dpo_trainer, {"beta": 0.4}, None),
+    ],
+)
+def test_every_number_of_a_token_is_autograds_in_float64(make, arguments, loss, tmp_path: Path):
+    one = make(tmp_path / "t", max_grad_norm=0.0, **arguments)
+    if one.compute_loss_func is not None:
+        pytest.skip("this TRL computes dft's loss by a function of its own, which is refused")
+    keep = Weights()
+    one.add_callback(keep)
+    record(one, tmp_path / "run", recording={"token_gradients_every": 1, "exact_top": 100})
+    one.train()
+    run = sharpscope.load_run(tmp_path / "run")
+    assert run.events.empty
+    reference, model, words = small_model().double(), small_model().double(), tokenizer()
+    for step, weights in enumerate(keep.before, 1):
+        model.load_state_dict({name: value.double() for name, value in weights.items()})
+        tokens = run.tokens(steps=[step])
+        rollouts = run.rollouts[run.rollouts["step"] == step].sort_values("rollout")
+        rows = [
+            (words(row.prompt)["input_ids"], tokens[tokens["rollout"] == row.rollout]["token_id"].tolist())
+            for row in rollouts.itertuples()
+        ]
+        found = oracle.tokens_of(model, rows, loss or oracle.dpo(reference, rows, 0.4))
+        np.testing.assert_allclose(tokens["logp"], found.logp, atol=1e-5)
+        np.testing.assert_allclose(tokens["loss_coef"], found.coef, rtol=1e-5, atol=1e-8)
+        np.testing.assert_allclose(tokens["score_norm"], found.score_norm, rtol=1e-5)
+        np.testing.assert_allclose(tokens["attribution"], found.attribution, atol=1e-5)
+        assert run.steps["grad_norm"].iloc[step - 1] == pytest.approx(found.gradient_norm, rel=1e-5)
+
+
+def test_pairs_of_dpo_are_groups(tmp_path: Path):
+    one = dpo_trainer(tmp_path / "t", max_steps=1)
+    trl_integration.record(one, tmp_path / "run")
+    one.train()
+    run = sharpscope.load_run(tmp_path / "run")
+    assert run.method == run.task == "dpo" and any("beta = 0.1" in note for note in run.info["notes"])
+    rollouts = run.rollouts
+    assert rollouts["reward_parts"].tolist() == ['{"chosen": 1.0}', '{"chosen": 0.0}'] * 4
+    assert rollouts["group"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert (rollouts.groupby("group")["prompt"].nunique() == 1).all()
+    assert rollouts["reward"].isna().all() and run.steps["reward_mean"].isna().all()
+    sums = run.tokens().groupby("rollout")["loss_coef"].sum()
+    assert (sums[::2] < 0).all() and (sums[1::2] > 0).all()  # the chosen are raised
+
+
+def test_a_penalty_that_no_token_carries_is_reported(tmp_path: Path):
+    one = plain_trainer(tmp_path / "t", kind=Decayed, max_steps=1)
+    record(one, tmp_path / "run", recording=ALL)
+    one.train()
+    run = sharpscope.load_run(tmp_path / "run")
+    (event,) = run.events.itertuples()
+    assert event.rule == "attribution_sum" and event.value == pytest.approx(run.tokens()["attribution"].sum())
+
+
+def test_dropout_is_reported(tmp_path: Path):
+    one = sft_trainer(tmp_path / "t", max_steps=1, **DROPOUT)
+    record(one, tmp_path / "run")
+    one.train()
+    assert "trl_statistics" in set(sharpscope.load_run(tmp_path / "run").events["rule"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor = 0.1"),
+        ({"packing": True}, "packing = True"),
+        ({"padding_free": True}, "padding_free = True"),
+        ({"fp16": True}, "fp16"),
+        ({"use_liger_kernel": True}, "use_liger_kernel"),
+    ],
+)
+def test_what_cannot_be_recorded_is_refused_before_anything_is_written(arguments, message, tmp_path: Path, monkeypatch):
+    one = sft_trainer(tmp_path / "t")
+    for name, value in arguments.items():
+        monkeypatch.setitem(vars(one.args), name, value)
+    with pytest.raises(UserError, match=message):
+        record(one, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_other_trainers_and_mistakes_are_refused(tmp_path: Path):
+    from tests.integrations.trainers import trainer as grpo_trainer
+
+    with pytest.raises(UserError, match=r"no transformers\.Trainer"):
+        record(object(), tmp_path / "run")
+    with pytest.raises(UserError, match=r"GRPOTrainer is not recorded here; use sharpscope\.integrations\.trl\.record"):
+        record(grpo_trainer(tmp_path / "g"), tmp_path / "run")
+    one = sft_trainer(tmp_path / "t")
+    with pytest.raises(UserError, match="weights: SFTTrainer has no surrogate"):
+        trl_integration.record(one, tmp_path / "run", weights="grpo-sg")
+    with pytest.raises(UserError, match="heldout_influence_every"):
+        record(one, tmp_path / "run", recording={"heldout_influence_every": 5})
+    one.compute_loss_func = lambda *_: None
+    with pytest.raises(UserError, match="compute_loss_func"):
+        record(one, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda batch: batch | {"position_ids": batch["input_ids"]}, "the input 'position_ids'"),
+        (lambda batch: batch | {"labels": batch["input_ids"] + 1}, "labels differ"),
+        (lambda batch: {k: torch.nn.functional.pad(v, (1, 0)) for k, v in (batch | {"labels": batch["input_ids"]}).items()}, "left-padded"),
+    ],
+)  # fmt: skip
+def test_batches_that_cannot_be_recorded_are_refused(change, message, tmp_path: Path):
+    one = plain_trainer(tmp_path / "t")
+    collate = one.data_collator
+
+    def changed(rows: Any) -> Any:
+        found = change(collate(rows))
+        return found | {"labels": found["labels"].masked_fill(found["attention_mask"] == 0, -100)}
+
+    one.data_collator = changed
+    record(one, tmp_path / "run")
+    with pytest.raises(UserError, match=message):
+        one.train()
+    run = sharpscope.load_run(tmp_path / "run")
+    assert run.status == "failed" and message in run.info["end"]
+
+
+def test_several_turns_count_their_own_tokens_only(tmp_path: Path):
+    """A conversation: two answers are in the loss, the question between them is context."""
+    one = plain_trainer(tmp_path / "t", max_steps=1, per_device_train_batch_size=1, gradient_accumulation_steps=1)
+    ids = torch.tensor([[2, 3, 4, 5, 6, 7, 8, 0]])
+    counted = torch.tensor([[0, 0, 1, 1, 0, 1, 0, 0]])
+    batch = {"input_ids": ids, "attention_mask": (ids > 0).long(), "labels": ids.masked_fill(counted == 0, -100)}
+    one.data_collator = lambda _: batch
+    reference = copy.deepcopy(one.model).double().eval()
+    record(one, tmp_path / "run", recording=ALL)
+    one.train()
+    tokens = sharpscope.load_run(tmp_path / "run").tokens()
+    assert tokens["token_id"].tolist() == [4, 5, 7] and tokens["position"].tolist() == [0, 1, 3]
+    logp = oracle.row_logp(reference, ([2, 3], [4, 5, 6, 7]))[[0, 1, 3]]
+    np.testing.assert_allclose(tokens["logp"], logp.detach(), atol=1e-5)
+    np.testing.assert_allclose(tokens["loss_coef"], -1 / 3, rtol=1e-6)
+
+
+def test_detach_gives_the_trainer_back(tmp_path: Path):
+    one = sft_trainer(tmp_path / "t", max_steps=1)
+    recorder = record(one, tmp_path / "run")
+    with pytest.raises(UserError, match="recorded already"):
+        record(one, tmp_path / "other")
+    recorder.detach()
+    assert not any(name in vars(one) for name in recorder.wrapped)
+    one.train()
+    assert sharpscope.load_run(tmp_path / "run").steps.empty
+
+
+@pytest.mark.parametrize("make", [sft_trainer, dpo_trainer])
+def test_commands_read_it(make, tmp_path: Path):
+    one = make(tmp_path / "t", max_steps=10)
+    run = tmp_path / "run"
+    record(one, run, recording={"token_gradients_every": 5})
+    one.train()
+
+    def said(*arguments: str) -> str:
+        result = CliRunner().invoke(app, list(arguments))
+        assert result.exit_code == 0, (result.output, result.exception)
+        return result.output
+
+    shown = said("show", str(run))
+    assert "10 of 10" in shown and "loss " in shown and "reward" not in shown
+    assert "▸<eos>◂" in said("tokens", str(run), "--step", "5")
+    assert "tokens by share" in said("spikes", str(run))
+    said("compare", str(run), str(run))
+    assert "reward" not in said("claims", str(run), "--claim", "C1")
+    said("analyze", str(run), "--out", str(tmp_path / "report"))
+    text = (tmp_path / "report" / "report.md").read_text("utf-8")
+    assert "not a number" not in text and "median gradient norm" in text
+    assert "eos" in (tmp_path / "report" / "report.html").read_text("utf-8")
