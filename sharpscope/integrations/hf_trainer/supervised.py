@@ -331,10 +331,11 @@ def _softmax_seen(pairs: bool, seen: list[str], tokens: _Tokens) -> Iterator[Non
 
     def watched(*args: Any, **kwargs: Any) -> Tensor:
         logp: Tensor = original(*args, **kwargs)
-        if not seen and logp.requires_grad:
-            seen.append("log_probs")
-            tokens.of_logp(logp)
-        return logp
+        if seen or not logp.requires_grad:
+            return logp
+        seen.append("log_probs")
+        tokens.of_logp(logp)
+        return logp.clone()  # TRL sets prompts to 0 in place, and a view that is written to loses its hook
 
     dpo_trainer.selective_log_softmax = watched
     try:
