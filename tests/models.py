@@ -57,11 +57,11 @@ def tiny_model(
             norm_gain = parameter.ndim == 1 and "bias" not in name
             parameter.copy_(1 + 0.1 * noise if norm_gain and architecture != "gemma2" else scale * noise)
     if dtype == torch.float64:
-        _keep_double_precision(model)
+        keep_double_precision(model)
     return model.eval()
 
 
-def _keep_double_precision(model: torch.nn.Module) -> None:
+def keep_double_precision(model: torch.nn.Module) -> None:
     """Make RMS norms compute in their input's dtype: transformers casts them to float32, which hides errors below 1e-7."""
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm"):

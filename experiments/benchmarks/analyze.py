@@ -138,8 +138,10 @@ def _write_step(writer: TraceWriter, rng: np.random.Generator, step: int, steps:
         "weight_max": weight.max(), "weight_saturation_low": float((weight <= 1.0).mean()),
         "weight_saturation_high": float((weight >= 1.4).mean()),
         "weight_ess": weight.sum() ** 2 / (weight.size * (weight**2).sum()),
+        **{f"weight_{name}_gradient": 1.0 for name in ("mean", "std", "saturation_low", "saturation_high", "ess")},
         "zero_std_groups": int((spread == 0).sum()), "completion_length_mean": float(LENGTH), "truncated_fraction": 0.0,
-        "tokens": len(weight), "lr": 1e-4, "generation_s": 1.0, "training_s": 1.0, "recording_s": 0.1,
+        "tokens": len(weight), "generated_tokens": len(weight), "redrawn_groups": 0, "lr": 1e-4, "generation_s": 1.0, "training_s": 1.0,
+        "recording_s": 0.1,
     })  # fmt: skip
     if step % 25 == 0:
         for split in ("heldout", "unseen"):

@@ -99,6 +99,12 @@ class RecordingSpec(Spec):
         description="Whether to attribute the squared update norm to tokens, momentum and weight decay, at the same steps (the cost of "
         "attribution again). Not with method.sharpness, which uses the gradient at another point.",
     )
+    rotation_every: int = Field(
+        10,
+        ge=0,
+        description="Interval of the rotation of gradients and updates against the reference objective, also at step 1; every update of "
+        "such a step costs another forward and backward pass; 0: never [steps].",
+    )
     derivative: Literal["forward", "central"] = Field(
         "forward",
         description="Derivatives of attribution, influence and alignment: forward mode (exact up to rounding) or central difference (about "

@@ -78,7 +78,9 @@ class WeightSummary:
         return None
 
 
-def summarize_weights(weighting: Weighting, weight: Tensor, mask: Tensor, *, progress: float = 0.0) -> WeightSummary:
+def summarize_weights(
+    weighting: Weighting, weight: Tensor, mask: Tensor, *, progress: float = 0.0, mass: Tensor | None = None
+) -> WeightSummary:
     """Mean, population std, extremes, saturation and effective sample size of `weight` over the loss tokens.
 
     Args:
@@ -86,21 +88,26 @@ def summarize_weights(weighting: Weighting, weight: Tensor, mask: Tensor, *, pro
         weight: (N, T).
         mask: (N, T) loss tokens, bool or 0/1.
         progress: in [0, 1], at which schedules are evaluated.
+        mass: (N, T) how much each token counts, ≥ 0; None: all the same. With masses m the mean is Σmw/Σm, and so on; `ess`
+            is (Σmw)²/(Σm·Σmw²).
 
     Returns:
-        The summary; NaN everywhere (None for the saturation) without a loss token.
+        The summary; NaN everywhere (None for the saturation) without a loss token or without mass.
     """
-    w = weight[mask.bool()].detach().double()
-    if w.numel() == 0:
+    inside = mask.bool()
+    w = weight[inside].detach().double()
+    share = torch.ones_like(w) if mass is None else mass[inside].detach().double()
+    if not float(share.sum()) > 0:
         return WeightSummary(math.nan, math.nan, math.nan, math.nan, None, None, math.nan)
-    total, square = float(w.sum()), float((w**2).sum())
+    share = share / share.sum()
+    mean, square = float((share * w).sum()), float((share * w**2).sum())
     bounds = weighting.at(progress).bounds
     return WeightSummary(
-        mean=float(w.mean()),
-        std=float(w.std(correction=0)),
+        mean=mean,
+        std=math.sqrt(float((share * (w - mean) ** 2).sum())),
         minimum=float(w.min()),
         maximum=float(w.max()),
-        saturation_low=None if bounds is None else float((w <= bounds[0] + 1e-6).double().mean()),
-        saturation_high=None if bounds is None else float((w >= bounds[1] - 1e-6).double().mean()),
-        ess=total**2 / (w.numel() * square) if square > 0 else 0.0,
+        saturation_low=None if bounds is None else float(share[w <= bounds[0] + 1e-6].sum()),
+        saturation_high=None if bounds is None else float(share[w >= bounds[1] - 1e-6].sum()),
+        ess=mean**2 / square if square > 0 else 0.0,
     )

@@ -4,8 +4,16 @@ The training loop and the recorders in `sharpscope.integrations` share it. The m
 imported as such.
 """
 
-from sharpscope.recording.health import Event, StepHealth, check_finite, check_policy, check_rollouts, memory_share
-from sharpscope.recording.norms import clip_factor, gradient_norm, update_norm
+from sharpscope.recording.health import (
+    Event,
+    StepHealth,
+    check_finite,
+    check_policy,
+    check_rollouts,
+    memory_share,
+    rotation_event,
+)
+from sharpscope.recording.norms import clip_factor, gradient_norm, total_norm, update_norm
 from sharpscope.recording.observers import Observations, Observers
 from sharpscope.recording.probe_sets import Drawer, check_probe_set, run_probe_set, solution_losses
 from sharpscope.recording.rows import (
@@ -25,6 +33,7 @@ from sharpscope.recording.step import (
     StepResult,
     StepTokens,
     UpdateResult,
+    UpdateRotation,
     UpdateSummary,
     UpdateTokens,
     loss_mask,
@@ -44,6 +53,7 @@ __all__ = [
     "StepTokens",
     "SurfaceProbes",
     "UpdateResult",
+    "UpdateRotation",
     "UpdateSummary",
     "UpdateTokens",
     "check_finite",
@@ -59,12 +69,14 @@ __all__ = [
     "plain_norm",
     "prompt_pass_at_k",
     "rollout_columns",
+    "rotation_event",
     "run_probe_set",
     "solution_losses",
     "standard_error",
     "step_tensors",
     "steps_row",
     "token_columns",
+    "total_norm",
     "update_columns",
     "update_norm",
 ]

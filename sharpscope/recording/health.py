@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from sharpscope import distributed
+from sharpscope.config.reference import reference_method, weight_rotation_bound
+from sharpscope.config.token_weights import UniformWeight
 from sharpscope.config.training import HealthSpec, Rule
 from sharpscope.errors import CheckError, UserError
 from sharpscope.objective import Method
@@ -46,6 +48,31 @@ def refusal(step: int, what: str, problem: UserError) -> Event:
     """The event that says why `what` is not measured for the rest of a run."""
     error, limit = (problem.error, problem.tolerance) if isinstance(problem, CheckError) else (math.nan, math.nan)
     return Event(step, "self_check", "warning", error, limit, "left out", f"{what} is left out from here on: {problem}")
+
+
+def rotation_event(step: int, row: Mapping[str, Any], method: Method, progress: float) -> Event | None:
+    """How far the method turns the gradient and the optimizer's step, and how far it can, from a row of the steps table.
+
+    None where the rotation was not measured, and for a method that is its own reference.
+    """
+    reference, turned = reference_method(method), row["gradient_rotation"]
+    if turned is None or reference == method.model_copy(update={"name": reference.name}):
+        return None
+    text, bound = f"the gradient is turned by {turned:.2g}°", math.nan
+    if reference == method.model_copy(update={"weight": UniformWeight()}):  # the weights alone are compared
+        weight = method.weight.at(progress)
+        bound = weight_rotation_bound(weight) or math.nan
+        if not math.isnan(bound):
+            span = "their range" if weight.bounds is None else "[{:g}, {:g}]".format(*weight.bounds)
+            text += (
+                f", {turned / bound:.0%} of the most that weights in {span} can do to orthogonal token gradients, "
+                f"{bound:.1f}°"
+            )
+    if row["update_rotation"] is not None:
+        text += f"; the optimizer's step by {row['update_rotation']:.2g}°"
+    if row["noise_rotation"] is not None:
+        text += f"; the noise of one batch turns the gradient by about {row['noise_rotation']:.0f}°"
+    return Event(step, "rotation", "info", turned, bound, "none", text)
 
 
 def _fires(rule: Rule, value: float, below: bool = False) -> bool:

@@ -13,11 +13,13 @@ from sharpscope import distributed
 from sharpscope.policy.sharding import is_shard
 
 
-def _norm(parts: Iterable[Tensor]) -> float:
-    """Global L2 norm, summed in float64; of a sharded tensor each process contributes its part."""
+def total_norm(parts: Iterable[Tensor | None]) -> float:
+    """Global L2 norm, summed in float64; None counts 0, of a sharded tensor each process contributes its part."""
     whole = own = 0.0
     divided = False
     for part in parts:
+        if part is None:
+            continue
         local: Any = part
         square = float(torch.linalg.vector_norm(local.to_local() if is_shard(part) else part, dtype=torch.float64)) ** 2
         if is_shard(part):
@@ -29,7 +31,7 @@ def _norm(parts: Iterable[Tensor]) -> float:
 
 def gradient_norm(parameters: Iterable[Tensor]) -> float:
     """Global L2 norm of `.grad` over the parameters, summed in float64; parameters without a gradient count 0."""
-    return _norm(p.grad for p in parameters if p.grad is not None)
+    return total_norm(p.grad for p in parameters)
 
 
 @torch.no_grad()
@@ -39,7 +41,7 @@ def update_norm(optimizer: torch.optim.AdamW) -> float:
     Computed from AdamW's state, one parameter at a time, so that no copy of the weights is needed:
     Δθ = −lr·m̂/(√v̂ + ε) − lr·λ·θ_before with θ_before = (θ_after + lr·m̂/(√v̂ + ε)) / (1 − lr·λ).
     """
-    return _norm(_steps_taken(optimizer))
+    return total_norm(_steps_taken(optimizer))
 
 
 def _steps_taken(optimizer: torch.optim.AdamW) -> Iterator[Tensor]:

@@ -14,13 +14,22 @@ from torch import Tensor
 from sharpscope.config.method import PpoClip
 from sharpscope.objective import Method, gradient_killed, per_token, summarize_weights
 from sharpscope.policy import Head, TokenStats
-from sharpscope.recording.step import RolloutBatch, StepResult, UpdateSummary
+from sharpscope.recording.step import RolloutBatch, StepResult, StepTokens, UpdateResult, UpdateSummary
+
+ROTATION = ("gradient_rotation", "gradient_scale", "update_rotation", "update_scale", "noise_rotation")
+"""Columns of the steps and updates tables that compare updates with the reference objective's."""
 
 
 def steps_row(
-    step: int, batch: RolloutBatch, result: StepResult, method: Method, progress: float, lr: float
+    step: int,
+    batch: RolloutBatch,
+    result: StepResult,
+    method: Method,
+    progress: float,
+    lr: float,
+    score_norm: Tensor | None = None,
 ) -> dict[str, Any]:
-    """The row of the steps table without its timing columns."""
+    """The row of the steps table without its timing columns; `score_norm` (N, T) is of the local tier, NaN where not measured."""
     rollouts, tokens = batch.rollouts, result.tokens
     mask = rollouts.completion_mask.bool().cpu()
     used = mask & (tokens.update >= 0)
@@ -42,6 +51,8 @@ def steps_row(
         "clip_fraction_low": _each(int(tokens.uses_low.sum()), uses),
         "clip_fraction_high": _each(int(tokens.uses_high.sum()), uses),
         **weight_columns(method, tokens.weight, used, progress),
+        **_carried_columns(method, tokens, used, progress, score_norm),
+        **_rotation_columns(result),
         "zero_std_groups": round(batch.zero_variance_share * len(batch.examples)),
         "completion_length_mean": float(rollouts.completion_mask.sum(dim=1).double().mean()),
         "truncated_fraction": float(rollouts.truncated.double().mean()),
@@ -64,6 +75,8 @@ def update_columns(step: int, result: StepResult) -> dict[str, Any]:
         columns[name] = np.array([getattr(u, name) for u in updates], dtype=float)
     for name in ("lr", "entropy", "entropy_coef"):
         columns[name] = [_finite(getattr(u, name)) for u in updates]
+    rotations = [_rotation_values(u) for u in updates]
+    columns |= {name: [row[name] for row in rotations] for name in ROTATION}
     for name in (field.name for field in fields(UpdateSummary)):
         columns[name] = [None if u.summary is None else _finite(getattr(u.summary, name)) for u in updates]
     return columns
@@ -80,6 +93,52 @@ def weight_columns(method: Method, weight: Tensor, used: Tensor, progress: float
     names = {"min": "minimum", "max": "maximum"}
     columns = ("mean", "std", "min", "max", "saturation_low", "saturation_high", "ess")
     return {f"weight_{name}": _finite(getattr(summary, names.get(name, name))) for name in columns}
+
+
+def carried_gradient(tokens: StepTokens, used: Tensor) -> Tensor:
+    """(N, T) |c|/w: how strongly the loss pulls a token before its weight; 0 outside `used` (N, T).
+
+    Where w = 0, |A|·r times the completion's mean of |c|/(w·|A|·r), which is the loss's normalizer.
+    """
+    coef, weight = tokens.loss_coef.double().abs(), tokens.weight.double()
+    plain = (tokens.advantage.double() * tokens.ratio.double()).abs()
+    known = used & (weight > 0)
+    acting = known & (coef > 0) & (plain > 0)
+    scale = torch.where(acting, coef / (weight * plain), 0.0).sum(1) / acting.sum(1).clamp(min=1)  # (N,)
+    carried = torch.where(known, coef / torch.where(known, weight, 1.0), plain * scale[:, None])
+    return torch.where(used, carried, 0.0)
+
+
+def _carried_columns(
+    method: Method, tokens: StepTokens, used: Tensor, progress: float, score_norm: Tensor | None
+) -> dict[str, float | None]:
+    """Weight statistics in which a token counts with the gradient that it carries before its weight."""
+    carried = carried_gradient(tokens, used)
+    lengths = {"gradient": tokens.stats.logit_grad_norm.cpu().double()}
+    if score_norm is not None and bool(torch.isfinite(score_norm[used]).all()):
+        lengths["local"] = score_norm.double()
+    columns: dict[str, float | None] = {}
+    for kind, length in lengths.items():
+        mass = torch.where(used, carried * length, 0.0)
+        summary = summarize_weights(method.weight, tokens.weight, used, progress=progress, mass=mass)
+        for name in ("mean", "std", "saturation_low", "saturation_high", "ess"):
+            columns[f"weight_{name}_{kind}"] = _finite(getattr(summary, name))
+    return columns
+
+
+def _rotation_values(update: UpdateResult) -> dict[str, float | None]:
+    """The rotation columns of one update; null where it was not measured, or undefined."""
+    found = update.rotation
+    if found is None:
+        return dict.fromkeys(ROTATION)
+    values = (found.gradient.angle, found.gradient.scale, found.update.angle, found.update.scale, found.noise)
+    return {name: _finite(value) for name, value in zip(ROTATION, values, strict=True)}
+
+
+def _rotation_columns(result: StepResult) -> dict[str, float | None]:
+    """Means over the updates where they are known."""
+    rows = [_rotation_values(update) for update in result.updates]
+    return {name: _mean([value for row in rows if (value := row[name]) is not None]) for name in ROTATION}
 
 
 def clipped_weight_share(method: Method, weight: Tensor, advantage: Tensor, mask: Tensor) -> float:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from sharpscope.objective import Method, StepTensors, gradient_mass, informative_groups
 from sharpscope.policy import Rollouts, TokenStats
+from sharpscope.probes import Rotation
 from sharpscope.tasks import Example, Reward
 
 
@@ -166,6 +167,23 @@ class StepTokens:
 
 
 @dataclass(frozen=True)
+class UpdateRotation:
+    """An update compared with the update of the reference objective (`reference_method`) from the same state.
+
+    Attributes:
+        gradient: of the gradient that the optimizer gets, before clipping.
+        update: of the optimizer's step, momentum, clipping and weight decay included.
+        noise: `noise_rotation` of the reference gradient, from two halves of the prompts [degrees]; NaN for one prompt.
+        seconds: time spent.
+    """
+
+    gradient: Rotation
+    update: Rotation
+    noise: float
+    seconds: float
+
+
+@dataclass(frozen=True)
 class UpdateResult:
     """One optimizer step; norms are L2 over all trainable parameters, before clipping."""
 
@@ -181,6 +199,7 @@ class UpdateResult:
     summary: UpdateSummary | None = None  # of its tokens; None if its gradient could not be computed
     entropy: float | None = None  # mean over its tokens [nats]; None without an entropy bonus
     entropy_coef: float | None = None  # of the bonus; None without one
+    rotation: UpdateRotation | None = None  # where it was measured
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ top-k.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
@@ -40,6 +41,7 @@ ONE = "1"  # dimensionless
 NATS = "nats"
 NORM = "L2 norm over the trainable parameters"
 LOGIT_NORM = "L2 norm over logits"
+DEGREES = "degrees"
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,51 @@ def _probe(name: str, type_: str, unit: str, definition: str) -> Column:
 
 def _timing(name: str, definition: str) -> Column:
     return Column(name, "float64", "seconds", definition, nullable=True, timing=True)
+
+
+def _carried(suffix: str, mass: str, kind: Callable[[str, str, str, str], Column]) -> tuple[Column, ...]:
+    """Weight statistics in which a token counts with the gradient that it carries before its weight, `mass`."""
+    return tuple(
+        kind(f"weight_{name}_{suffix}", "float64", ONE, f"{meaning}, tokens counted with m = {mass}")
+        for name, meaning in (
+            ("mean", "mean token weight"),
+            ("std", "standard deviation of the token weights"),
+            ("saturation_low", "fraction of the gradient at the weights' lower bound; null if unbounded"),
+            ("saturation_high", "fraction of the gradient at the weights' upper bound; null if unbounded"),
+            ("ess", "(sum m w)^2 / (sum m * sum m w^2), in (0, 1]"),
+        )
+    )
+
+
+def _rotations(prefix: str = "") -> tuple[Column, ...]:
+    """An update compared with that of the reference objective."""
+    return tuple(
+        _probe(name, "float64", unit, prefix + meaning)
+        for name, unit, meaning in (
+            (
+                "gradient_rotation",
+                DEGREES,
+                "the angle between the gradient that the optimizer gets, before clipping, and that of the reference objective "
+                "on the same rollouts and weights: all token weights 1 and no mask; plain GRPO for methods that differ from "
+                "it by advantages, ratio, clip or aggregation",
+            ),
+            ("gradient_scale", ONE, "the ratio of these gradients' norms"),
+            (
+                "update_rotation",
+                DEGREES,
+                "the angle between the optimizer's step and the step that it would make from the same state with the "
+                "reference objective's gradient",
+            ),
+            ("update_scale", ONE, "the ratio of these steps' norms"),
+            (
+                "noise_rotation",
+                DEGREES,
+                "the estimated angle between the reference gradient g and its expectation, "
+                "arccos(sqrt(max(0, <g_A, g_B>) / (f (1 - f) ||g||^2))) with g = g_A + g_B over two parts of the prompts, "
+                "shares f and 1 - f; 90 if <g_A, g_B> <= 0, null for one prompt",
+            ),
+        )
+    )
 
 
 _STEP = _required(
@@ -165,6 +212,9 @@ STEPS = Table(
             ONE,
             "relative effective sample size of the token weights, (sum w)^2 / (n * sum w^2), in (0, 1]",
         ),
+        *_carried("gradient", "|c| / w * ||p - e_y||", _nullable),
+        *_carried("local", "|c| / w * score_norm_local", _probe),
+        *_rotations("mean over the updates of "),
         _nullable(
             "zero_std_groups",
             "int32",
@@ -249,6 +299,7 @@ UPDATES = Table(
             ONE,
             "coefficient of the entropy bonus in this update, 0 while an adaptive one is off; null without a bonus",
         ),
+        *_rotations(),
     ),
 )
 

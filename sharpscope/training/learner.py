@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -19,25 +20,30 @@ from sharpscope.objective import (
     Method,
     Plan,
     entropy_bonus,
+    group_advantages,
     passes_of,
     policy_loss,
     prepare,
+    reference_method,
     token_normalizer,
 )
 from sharpscope.policy import Rollouts, TokenStats
 from sharpscope.policy.adapters import without_adapters
 from sharpscope.policy.scoring import Scorer, shortest_row, write_stats
 from sharpscope.policy.sharding import ModelView, gathered_copy
+from sharpscope.probes import coming_step, noise_rotation, rotation
 from sharpscope.recording import (
     PendingUpdate,
     StepResult,
     StepTokens,
     UpdateResult,
+    UpdateRotation,
     UpdateTokens,
     clip_factor,
     gradient_norm,
     loss_mask,
     step_tensors,
+    total_norm,
     update_norm,
 )
 from sharpscope.seeds import generator
@@ -104,6 +110,7 @@ class Learner:
         stats: TokenStats | None = None,
         before_first_update: BeforeFirstUpdate | None = None,
         before_step: BeforeStep | None = None,
+        rotations: bool = False,
     ) -> StepResult:
         """Make all updates of one step.
 
@@ -117,6 +124,7 @@ class Learner:
             before_first_update: asked once, after the first gradient. If it returns False, the tokens of that gradient are
                 recorded, and weights and optimizer stay as they are.
             before_step: observes each update whose loss and gradient are finite.
+            rotations: whether to compare each update with the reference objective's; costs a forward and a backward pass each.
         """
         if stats is None and not self.fused(method):
             stats = self.scorer.statistics(rollouts)
@@ -127,7 +135,7 @@ class Learner:
             if stats is not None:
                 tensors = step_tensors(rollouts, advantage, stats, stats.logp, progress, method)
                 plan = prepare(method, tensors, generator(self.seed, "plan", step))
-            work = _Updates(self, rollouts, advantage, progress, method, plan, tokens)
+            work = _Updates(self, rollouts, advantage, progress, method, plan, tokens, rotations)
             for index, (rows, pass_index) in enumerate(self._schedule(rollouts, step, method)):
                 gradient = work.gradient(index, rows, pass_index)
                 if index == 0 and before_first_update is not None:
@@ -187,6 +195,7 @@ class _Updates:
     method: Method
     plan: Plan | None  # None: each microbatch makes its own
     tokens: StepTokens
+    rotations: bool = False
 
     def gradient(self, index: int, rows: Tensor, pass_index: int) -> _Gradient:
         """Compute the gradient of update `index` and record what its tokens do."""
@@ -214,6 +223,7 @@ class _Updates:
         if not (math.isfinite(gradient.loss) and math.isfinite(norm)):
             return self.skip(gradient, norm)
         factor = clip_factor(norm, learner.max_grad_norm)
+        rotation = self._rotation(gradient.rows, norm) if self.rotations else None
         scale_gradients(learner.parameters, factor)
         learner.optimizer.step()
         size = update_norm(learner.optimizer)
@@ -230,6 +240,7 @@ class _Updates:
             skipped=False,
             problem=BROKEN if broken else "",
             broken=broken,
+            rotation=rotation,
         )
         return self._described(made, gradient)
 
@@ -247,10 +258,13 @@ class _Updates:
 
     # -- gradients ---------------------------------------------------------------------------------------------------
 
-    def _backward(self, rows: Tensor, pass_index: int, index: int | None) -> tuple[float, UpdateTokens]:
+    def _backward(
+        self, rows: Tensor, pass_index: int, index: int | None, part: Tensor | None = None
+    ) -> tuple[float, UpdateTokens]:
         """∇L of some rows into `.grad`, summed over microbatches and processes.
 
         Returns L and what the rows' tokens do. They are recorded as those of update `index`; with None, nothing is.
+        With `part`, some of the rows, only their terms of L are computed.
         """
         learner, rollouts, scorer = self.learner, self.rollouts, self.learner.scorer
         learner.optimizer.zero_grad(set_to_none=True)
@@ -260,7 +274,7 @@ class _Updates:
         position = {int(row): place for place, row in enumerate(rows)}
         tokens = UpdateTokens.zeros(mask.shape, dtype)
         total, problem = 0.0, None
-        own, batches = scorer.split(rollouts, rows)
+        own, batches = scorer.split(rollouts, rows if part is None else part)
         idle = scorer.idle_passes(batches)
         try:
             for micro in batches:
@@ -363,6 +377,45 @@ class _Updates:
             target[micro] = torch.where(first, value.detach().cpu().to(target.dtype), target[micro])
         tokens.update[micro] = torch.where(first, index, tokens.update[micro])
 
+    # -- rotation ----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _reference(self) -> _Updates:
+        """The updates of the reference objective on the same rollouts."""
+        method = reference_method(self.method)
+        advantage, stats = self.advantage, self.tokens.stats
+        if method.advantage != self.method.advantage:
+            advantage = _finite_group_advantages(self.rollouts)
+        tensors = step_tensors(self.rollouts, advantage, stats, stats.logp, self.progress, method)
+        return replace(self, advantage=advantage, method=method, plan=prepare(method, tensors))
+
+    def _rotation(self, rows: Tensor, norm: float) -> UpdateRotation:
+        """Compare the unclipped gradient in `.grad`, of length `norm`, and the step that it makes with the reference's.
+
+        The reference's gradient is the sum over two halves of the prompts, which also give the noise.
+        """
+        started = time.perf_counter()
+        learner, parameters = self.learner, self.learner.parameters
+        own = [p.grad for p in parameters]
+        groups = self.rollouts.group.cpu()[rows]
+        halves = [rows[torch.isin(groups, half)] for half in (groups.unique()[::2], groups.unique()[1::2]) if len(half)]
+        sums: list[list[Tensor | None]] = []
+        try:
+            for half in halves:
+                self._reference._backward(rows, 0, None, half)
+                sums.append([p.grad for p in parameters])
+        finally:
+            for parameter, value in zip(parameters, own, strict=True):
+                parameter.grad = value
+        share = float(len(groups.unique()[::2])) / len(groups.unique())
+        noise = noise_rotation(sums[0], sums[1], share) if len(sums) == 2 else math.nan
+        reference = [_added(*parts) for parts in zip(*sums, strict=True)]
+        steps = [
+            coming_step(learner.optimizer, parameters, gradient, clip_factor(length, learner.max_grad_norm))
+            for gradient, length in ((own, norm), (reference, total_norm(reference)))
+        ]
+        return UpdateRotation(rotation(own, reference), rotation(*steps), noise, time.perf_counter() - started)
+
     # -- direct sharpness control ------------------------------------------------------------------------------------
 
     def _sharpen(self, spec: Sam | GradientNormPenalty, gradient: _Gradient) -> None:
@@ -390,6 +443,23 @@ class _Updates:
             for parameter, value in zip(parameters, first, strict=True):
                 if value is not None and parameter.grad is not None:
                     parameter.grad.sub_(value).mul_(share).add_(value)
+
+
+def _added(*parts: Tensor | None) -> Tensor | None:
+    """The sum of gradients; the first is overwritten. None counts as zeros."""
+    total: Tensor | None = None
+    for part in parts:
+        total = part if total is None else total if part is None else total.add_(part)
+    return total
+
+
+def _finite_group_advantages(rollouts: Rollouts) -> Tensor:
+    """(N,) GRPO's advantages, float64; 0 in groups with a reward that is not finite."""
+    reward = rollouts.reward.double()
+    rows = ~torch.isin(rollouts.group, rollouts.group[~torch.isfinite(reward)])
+    advantage = torch.zeros_like(reward)
+    advantage[rows] = group_advantages(reward[rows], rollouts.group[rows])
+    return advantage
 
 
 def _problem(loss: float, norm: float) -> str:

@@ -37,6 +37,7 @@ from sharpscope.recording import (
     environment,
     plain_norm,
     rollout_columns,
+    rotation_event,
     run_folder,
     solution_losses,
     step_tensors,
@@ -288,17 +289,23 @@ class _Run:
             stats=batch.stats,
             before_first_update=health.allows_updates,
             before_step=observer,
+            rotations=_due(config.recording.rotation_every, step),
         )
         observed = observer.result()
-        clock.lap("training_s", minus=observed.seconds)
+        probing = observed.seconds + sum(u.rotation.seconds for u in result.updates if u.rotation is not None)
+        clock.lap("training_s", minus=probing)
         events = health.events + observed.events
-        row = steps_row(step, batch, result, method, progress, lr)
+        row = steps_row(step, batch, result, method, progress, lr, score_norm=observed.columns.get("score_norm_local"))
+        turned = rotation_event(step, row, method, progress)
+        if turned is not None and turned.rule not in self.shown:
+            self.shown.add(turned.rule)
+            events.append(turned)
         stop = self._judge(step, result, events)
         norm = plain_norm(result)
         if norm:
             self.recent = [*self.recent[-49:], math.log(norm)]
         self._record(step, batch, result, observed)
-        clock.lap("recording_s", plus=observed.seconds)
+        clock.lap("recording_s", plus=probing)
         self.writer.append("updates", update_columns(step, result))
         self.writer.append("steps", row | clock.laps)
         if step % config.recording.flush_every == 0:
@@ -428,6 +435,11 @@ class _Run:
         self.shown = set(progress.said)
         self.method = type(self.method).model_validate(progress.method)
         return progress.step
+
+
+def _due(every: int, step: int) -> bool:
+    """Whether a schedule with this interval has the step; the first step counts."""
+    return every > 0 and (step == 1 or step % every == 0)
 
 
 def _reference(config: RunConfig, policy: Policy) -> torch.nn.Module:

@@ -283,6 +283,7 @@ def _step(writer: TraceWriter, world: World, step: int, record_tokens: bool, pro
             "weight_saturation_low": np.mean(weight <= 1.0) if bounded else None,
             "weight_saturation_high": np.mean(weight >= 1.4) if bounded else None,
             "weight_ess": weight.sum() ** 2 / (weight.size * (weight**2).sum()),
+            **{f"weight_{name}_gradient": None for name in ("mean", "std", "saturation_low", "saturation_high", "ess")},
             "zero_std_groups": int((spread == 0).sum()),
             "completion_length_mean": float(length),
             "truncated_fraction": 0.0,
