@@ -115,6 +115,14 @@ def advantages(b: Batch, divide: bool = True) -> list[float]:
     return out
 
 
+def percentile(values: list[float], q: float) -> float:
+    ordered = sorted(values)
+    place = (len(ordered) - 1) * q
+    low = math.floor(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
 def mass_percentile(values: list[float], mass: list[float], q: float) -> float:
     """The smallest value that, with all not above it, has at least the share q of the mass."""
     for value in sorted(values):
