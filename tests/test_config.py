@@ -137,7 +137,11 @@ def test_weights_of_version_01_count_tokens_as_they_did(tmp_path):
         (["name=../escape"], "name = '../escape'"),
         (["name=.hidden"], "name"),
         (["task.people=9"], "task.people"),
-        (["update.mini_batches=25"], "update.mini_batches = 25 must be at most rollout.prompts_per_step = 24"),
+        (
+            ["update.mini_batches=25"],
+            "update.mini_batches = 25 must be at most rollout.prompts_per_step = 24, since groups are not split",
+        ),
+        (["rollout.prompts_per_step=1"], "set update.mini_batches to 1"),
         (["steps"], "--set steps: must have the form"),
         (["steps=[1"], "not valid YAML"),
         (["method=[1]"], "method = [1]"),

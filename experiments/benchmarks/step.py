@@ -48,6 +48,7 @@ def compare_with_trl(steps: int = 6, threads: int | None = None, overrides: Sequ
     if found == "1.15.0":
         raise UserError("step: TRL 1.15.0 is not supported; pip install 'trl!=1.15.0'")
     values = {"evaluation.every": 0, "checkpoint.every": 0, "recording.token_gradients_every": 0, "steps": steps + 1}
+    values["update.mini_batches"] = 1  # as in TRL's setting
     config = build_config(None, [f"{path}={value}" for path, value in values.items()] + list(overrides))
     used = environment.set_threads(threads)
     with tempfile.TemporaryDirectory(prefix="sharpscope-bench-") as folder:

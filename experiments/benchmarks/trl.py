@@ -94,6 +94,7 @@ def measure(steps: int = 10, threads: int | None = None, overrides: Sequence[str
         UserError: TRL is not installed or not supported, or the two trainings were not the same.
     """
     values = {"evaluation.every": 0, "checkpoint.every": 0, "rollout.prompts_per_step": 12, "steps": steps + 1}
+    values["update.mini_batches"] = 1  # as in TRL's setting
     config = build_config(None, [f"{path}={value}" for path, value in values.items()] + list(overrides))
     used = environment.set_threads(threads)
     with tempfile.TemporaryDirectory(prefix="sharpscope-bench-") as folder:

@@ -33,23 +33,30 @@ def methods(
     from rich.markup import escape
     from rich.table import Table
 
-    from sharpscope.config import describe, method_names
+    from sharpscope.config import describe, method_names, same_at_one_update
 
     console = Console()
     if name is not None:
         note = describe(name)
+        same = same_at_one_update(note.method)
         console.print(f"[bold]{escape(name)}[/]  {escape(note.differs)}", highlight=False)
         for title, text in (("equation", note.equation), ("constants", note.constants), ("source", note.source)):
             console.print(f"[bold]{title}[/]  {escape(text)}", highlight=False)
         if note.ours:
             console.print(f"[bold]choices of this project[/]  {escape(note.ours)}", highlight=False)
+        if same is not None:
+            console.print(
+                f"[bold]with one update per step[/]  the gradient of {same}: every ratio is 1", highlight=False
+            )
         return
-    table = Table("method", "what differs from GRPO", "source")
+    table = Table("method", "what differs from GRPO", "at one update", "source")
     for method in method_names():
         note = describe(method)
-        table.add_row(method, escape(note.differs), escape(note.source))
+        same = same_at_one_update(note.method)
+        table.add_row(method, escape(note.differs), "" if same is None else f"as {same}", escape(note.source))
     console.print(table)
     console.print(
+        "at one update: the method with the same gradient if a step makes one update (update.mini_batches=1); the default is two.\n"
         "Controls: append -reverse, -shuffled, -constant, -mean-one or -entropy to a weighted method (grpo-sg-shuffled).\n"
         "Details: sharpscope methods NAME. Usage: sharpscope run --method NAME",
         highlight=False,

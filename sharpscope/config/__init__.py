@@ -8,7 +8,7 @@ from sharpscope.config.method import Method, passes_of
 from sharpscope.config.named_methods import control_names, describe, method_label, method_names, named_method
 from sharpscope.config.policy import PolicySpec, RolloutSpec, SamplingSpec
 from sharpscope.config.probes import ProbesSpec
-from sharpscope.config.reference import reference_method, rotation_bound, weight_rotation_bound
+from sharpscope.config.reference import reference_method, rotation_bound, same_at_one_update, weight_rotation_bound
 from sharpscope.config.run import (
     RunConfig,
     build_config,
@@ -63,6 +63,7 @@ __all__ = [
     "register_token_weight",
     "resolve_method",
     "rotation_bound",
+    "same_at_one_update",
     "to_yaml",
     "token_weight_kinds",
     "type_text",

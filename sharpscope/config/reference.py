@@ -7,14 +7,21 @@ from typing import Any
 
 from sharpscope.config.method import (
     AllTokens,
+    BehaviorProximal,
     Method,
     NoCorrection,
     NoEntropyBonus,
     NoPenalty,
     NoSharpness,
+    PpoClip,
     SinglePass,
+    TokenBaselineAdvantage,
+    TokenRatio,
+    VespoGate,
+    WhitenedAdvantage,
+    passes_of,
 )
-from sharpscope.config.named_methods import named_method
+from sharpscope.config.named_methods import method_names, named_method
 from sharpscope.config.token_weights import (
     ConstantWeight,
     Control,
@@ -51,6 +58,44 @@ def reference_method(method: Method) -> Method:
     if unweighted != method:
         return unweighted
     return named_method("grpo").model_copy(update={"kl": kl})
+
+
+def same_at_one_update(method: Method) -> str | None:
+    """Name of a simpler method that has the same gradient where a step makes a single update; None if there is none.
+
+    There π is π_old, so every ratio is 1: no clip acts, a sequence's ratio has the gradient of its tokens' mean ln π, and
+    KL-Cov's divergence has none. What is left of the method is compared with the named methods, with its own KL term. With
+    `proximal.kind=ewma` this holds of the tokens that the clip around the average policy does not stop.
+    """
+    plain = _at_ratio_one(method)
+    if plain == method or passes_of(method) > 1:
+        return None
+    for name in method_names():
+        other = named_method(name)
+        if _at_ratio_one(other) == other and other.model_copy(update={"name": method.name, "kl": method.kl}) == plain:
+            return name
+    return None
+
+
+def _at_ratio_one(method: Method) -> Method:
+    """The method with GRPO's ratio, clip and penalty where its own have the same gradient at ratio 1."""
+    uniform = isinstance(method.weight, UniformWeight)
+    in_ratio = method.weight_on == "ratio" and not uniform  # weights move the clipped ratio away from 1
+    corrected = isinstance(method.clip, VespoGate) and not isinstance(method.correction, NoCorrection)
+    # A sequence's ratio gives each of its tokens the mean of all their terms, which differ by weight, mask and advantage.
+    alike = uniform and isinstance(method.tokens, AllTokens)
+    alike = alike and not isinstance(method.advantage, TokenBaselineAdvantage | WhitenedAdvantage)
+    alike = alike and not (method.kl.coef > 0 and method.kl.estimator == "k3_corrected")  # r·k3
+    if in_ratio or corrected or not (alike or isinstance(method.ratio, TokenRatio)):
+        return method
+    changed: dict[str, Any] = {"ratio": TokenRatio(), "clip": PpoClip(), "weight_on": "surrogate"}
+    if not method.needs_proximal:
+        changed["penalty"] = NoPenalty()
+    elif isinstance(method.ratio, TokenRatio) and isinstance(method.penalty, NoPenalty):
+        changed["proximal"] = BehaviorProximal()
+    else:
+        return method
+    return method.model_copy(update=changed)
 
 
 def rotation_bound(low: float, high: float) -> float:

@@ -86,7 +86,7 @@ class RunConfig(Spec):
         if self.update.mini_batches > self.rollout.prompts_per_step:
             raise ValueError(
                 f"update.mini_batches = {self.update.mini_batches} must be at most rollout.prompts_per_step = "
-                f"{self.rollout.prompts_per_step}: groups are not split"
+                f"{self.rollout.prompts_per_step}, since groups are not split; set update.mini_batches to 1 or more prompts"
             )
         return self
 

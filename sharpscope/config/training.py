@@ -34,7 +34,10 @@ class UpdateSpec(Spec):
     """How the rollouts of a step are divided into optimizer updates."""
 
     mini_batches: int = Field(
-        1, ge=1, description="Updates per inner epoch; groups are assigned to them in a seeded order."
+        2,
+        ge=1,
+        description="Updates per inner epoch; groups are assigned to them in a seeded order. With 1 (and one inner epoch) every "
+        "ratio is 1, so that clips do nothing and several methods equal GRPO.",
     )
     inner_epochs: int = Field(1, ge=1, description="Passes over the completions of a step.")
     microbatch_tokens: int = Field(

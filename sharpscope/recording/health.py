@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sharpscope import distributed
-from sharpscope.config.reference import reference_method, weight_rotation_bound
+from sharpscope.config.reference import reference_method, same_at_one_update, weight_rotation_bound
 from sharpscope.config.token_weights import UniformWeight
 from sharpscope.config.training import HealthSpec, Rule
 from sharpscope.errors import CheckError, UserError
@@ -98,6 +98,19 @@ def container_share(folder: Path) -> float:
         return (used - int(counts.get("inactive_file", 0))) / int(limit) if limit != "max" else 0.0
     except (OSError, ValueError):
         return 0.0
+
+
+def check_method(method: Method, updates: int) -> list[Event]:
+    """An event if steps of `updates` optimizer updates give the method the gradient of a simpler one."""
+    same = same_at_one_update(method) if updates == 1 else None
+    if same is None:
+        return []
+    but = ", but for tokens that the clip around the average policy stops" if method.needs_proximal else ""
+    message = (
+        f"with one update per step every ratio is 1, so that {method.name} has the gradient of {same}{but}; set "
+        "update.mini_batches or update.inner_epochs above 1 to see its own"
+    )
+    return [Event(0, "same_gradient", "warning", 1.0, 1.0, "warn", message)]
 
 
 def check_rollouts(spec: HealthSpec, step: int, *, zero_variance_share: float, truncated_share: float) -> list[Event]:

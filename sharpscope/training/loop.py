@@ -33,6 +33,7 @@ from sharpscope.recording import (
     StepHealth,
     StepResult,
     check_finite,
+    check_method,
     check_probe_set,
     environment,
     plain_norm,
@@ -221,7 +222,8 @@ class _Run:
                 self.display.status("choosing the probe set")
                 events = self.observers.start(self.task, info)
                 if checkpoint is None:
-                    self._report(events)  # a resumed run has reported them
+                    updates = config.update.mini_batches * config.update.inner_epochs
+                    self._report(check_method(config.method, updates) + events)  # a resumed run has reported them
                     self._evaluate(0)
                     self._probe(0)
                 for step in range(done + 1, config.steps + 1):

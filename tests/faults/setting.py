@@ -20,6 +20,7 @@ _COMMON: dict[str, Any] = {
     "rollout.prompts_per_step": 2,
     "rollout.group_size": 3,
     "rollout.max_new_tokens": 6,
+    "update.mini_batches": 1,
     "evaluation.every": 2,
     "evaluation.prompts": 2,
     "optimizer.lr": 0.01,

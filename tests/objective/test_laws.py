@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -11,12 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from sharpscope.config import method_names, same_at_one_update
 from sharpscope.config.method import (
     AllTokens,
     CispoClip,
     DppoMask,
     FixedEntropyBonus,
     HolderRatio,
+    Kl,
     NoClip,
     SapoClip,
     SequenceRatio,
@@ -355,3 +358,61 @@ def test_adamw_is_unmoved_by_constant_weights_and_sgd_is_not():
 
     torch.testing.assert_close(train(plain, case, adamw, 8), train(scaled, case, adamw, 8), rtol=0, atol=1e-10)
     assert (train(plain, case, sgd, 8) - train(scaled, case, sgd, 8)).abs().max() > 1e-4
+
+
+# -- one update per step -----------------------------------------------------------------------------------------------
+
+
+def on_policy(name: str, seed: int, kl: Kl | None = None) -> tuple[Method, Case]:
+    """The named method, calibrated, and a step in which the policy is still the one that drew it."""
+    method = named_method(name)
+    method = method.model_copy(update=TOY.get(name, {}) | ({} if kl is None else {"kl": kl}))
+    case = make_case(method, seed)
+    old = case.step.logp
+    same = {"behavior_logp": old, "sampler_logp": old}
+    case = replace(case, step=replace(case.step, **same), now=old.clone(), proximal=old.clone())
+    return method.model_copy(update={"weight": calibrate(method.weight, case.step)}), case
+
+
+@pytest.mark.parametrize(
+    "kl", [None, Kl(coef=0.1), Kl(coef=0.1, estimator="k3_corrected")], ids=["no KL", "k3", "r·k3"]
+)
+@pytest.mark.parametrize("name", method_names())
+def test_methods_that_equal_another_at_one_update_are_known(name: str, kl: Kl | None):
+    """Their gradient is that of the method named, bit for bit but rounding; no other method's gradient is GRPO's or BNPO's."""
+    if kl is not None and named_method(name).kl.weighted:
+        kl = kl.model_copy(update={"weighted": True})
+    method, case = on_policy(name, 3, kl)
+    named = same_at_one_update(method)
+    gradient = loss_and_gradient(method, case)[1]
+    assert gradient.abs().max() > 1e-3
+    equal = set()
+    for other in ("grpo", "bnpo"):
+        plain, same_case = on_policy(other, 3, method.kl)
+        difference = float((gradient - loss_and_gradient(plain, same_case)[1]).abs().max())
+        if difference < 1e-12:
+            equal.add(other)
+        else:
+            assert difference > 1e-6
+    # These differ outside the loss: in where the gradient is taken, in the number of updates, in the completions drawn.
+    elsewhere = {
+        "grpo-sam": {"grpo"}, "grpo-gnp": {"grpo"}, "lopti": {"grpo"}, "dapo": {"bnpo"}, "grpo": {"grpo"}, "bnpo": {"bnpo"},
+    }  # fmt: skip
+    assert equal == elsewhere.get(name, set() if named is None else {named})
+
+
+def test_what_one_update_leaves_of_a_method_is_compared():
+    grpo, gspo = named_method("grpo"), named_method("gspo")
+    assert same_at_one_update(grpo.model_copy(update={"clip": DppoMask()})) == "grpo"
+    assert (
+        same_at_one_update(grpo.model_copy(update={"ratio": HolderRatio(p=2.0), "aggregate": "token_mean"})) == "bnpo"
+    )
+    assert same_at_one_update(named_method("grpo-sg").model_copy(update={"clip": SapoClip()})) == "grpo-sg"
+    for changes in (
+        {"weight": LinearWeight()},  # inside a sequence's mean
+        {"sampling": named_method("dapo").sampling},
+        {"entropy": FixedEntropyBonus()},
+        {"passes": named_method("lopti").passes, "ratio": grpo.ratio},
+    ):
+        assert same_at_one_update(gspo.model_copy(update=changes)) is None
+    assert same_at_one_update(named_method("tr-grpo").model_copy(update={"clip": CispoClip()})) is None

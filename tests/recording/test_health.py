@@ -268,3 +268,24 @@ def test_broken_weights_are_neither_measured_nor_saved_over_good_ones(toy_config
     assert train(broken, resume=True).status == "finished"
     one, two = (weights(checkpoints(config.run_dir)[-1]) for config in (whole, broken))
     assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+
+
+@pytest.mark.parametrize(("name", "same"), [("gspo", "grpo"), ("cispo", "bnpo"), ("grpo-sg", None)])
+def test_a_method_that_equals_another_at_one_update_says_so_before_training(toy_config, name, same):
+    """An event at step 0; with two updates there is none, and the runs differ from one another."""
+    settings = QUIET | ({"method__weight__preset": "calibrated"} if name == "grpo-sg" else {})
+    runs = {}
+    for updates in (1, 2):
+        for method, options in ((name, settings), (same or "grpo", QUIET)):
+            config = toy_config(method=method, name=f"{method}-{updates}", update__mini_batches=updates, **options)
+            runs[method, updates] = sharpscope.load_run(train(config).run_dir)
+    for updates in (1, 2):
+        mine, other = runs[name, updates], runs[same or "grpo", updates]
+        events = mine.events[mine.events["rule"] == "same_gradient"]
+        assert len(events) == (1 if same and updates == 1 else 0)
+        gap = np.abs(mine.steps["update_norm"] / other.steps["update_norm"] - 1).max()
+        if len(events):
+            assert events["step"].tolist() == [0] and f"{name} has the gradient of {same}" in events["message"].iloc[0]
+            np.testing.assert_allclose(mine.steps["grad_norm"], other.steps["grad_norm"], rtol=1e-4)
+        else:
+            assert gap > 1e-3
