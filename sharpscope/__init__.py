@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from sharpscope.config import register_shaping as register_shaping
     from sharpscope.config import register_token_weight as register_token_weight
+    from sharpscope.forks import fork as fork
     from sharpscope.probes import attribute as attribute
     from sharpscope.probes import curvature as curvature
     from sharpscope.probes import score_norms as score_norms
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "load_run": "sharpscope.traces",
     "load_runs": "sharpscope.traces",
+    "fork": "sharpscope.forks",
     "score_norms": "sharpscope.probes",
     "attribute": "sharpscope.probes",
     "curvature": "sharpscope.probes",

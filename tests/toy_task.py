@@ -5,7 +5,7 @@ from __future__ import annotations
 from sharpscope.tasks import Example, Reward
 from tests.faults.setting import vowels
 
-__all__ = ["always_nan", "always_wrong", "equally_rewarded", "half_flat", "only_train", "sometimes_nan", "two_parts", "vowels",
+__all__ = ["always_nan", "always_wrong", "equally_rewarded", "even_start", "half_flat", "only_train", "sometimes_nan", "two_parts", "vowels",
            "wrong_but_rewarded"]  # fmt: skip
 
 
@@ -72,5 +72,16 @@ def two_parts():
     def scored(example: Example, completion: str) -> Reward:
         answer, even = score(example, completion).total, len(completion) % 2 == 0
         return Reward(answer + 0.5 * even, {"answer": answer} | ({"format": 0.5} if even else {}), answer >= 2)
+
+    return splits, scored
+
+
+def even_start():
+    """Correct is a completion whose first character has an even code, about half of them, also of one token."""
+    splits, _ = vowels()
+
+    def scored(example: Example, completion: str) -> Reward:
+        even = ord((completion or " ")[0]) % 2 == 0
+        return Reward(float(even), {"even": float(even)}, even)
 
     return splits, scored

@@ -1,6 +1,6 @@
 """Traces made small enough for a repository; every claim and table stays equal, bit for bit.
 
-Kept whole: `steps`, `updates`, `eval`, `probes`, `events`, run.json, config.yaml. The token table is replaced by what the claims and
+Kept whole: `steps`, `updates`, `eval`, `probes`, `events`, `forks`, run.json, config.yaml. The token table is replaced by what the claims and
 figures make of each step (`reductions.parquet`) and by a uniform sample of tokens for the figures that show single ones.
 Rollouts' texts and checkpoints are not kept.
 """
@@ -22,7 +22,7 @@ from sharpscope.traces.files import TRACES
 
 TOKENS = 1_500
 """Tokens kept of a run unless asked otherwise."""
-KEPT = ("steps", "updates", "eval", "probes", "events")
+KEPT = ("steps", "updates", "eval", "probes", "events", "forks")
 
 
 class DamagedRunError(UserError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from sharpscope.config.base import Spec
 from sharpscope.config.custom_weights import register_shaping, register_token_weight
+from sharpscope.config.forks import ForkSpec, arm_method, arm_name
 from sharpscope.config.method import Method, passes_of
 from sharpscope.config.named_methods import control_names, describe, method_label, method_names, named_method
 from sharpscope.config.policy import PolicySpec, RolloutSpec, SamplingSpec
@@ -15,6 +16,7 @@ from sharpscope.config.run import (
     check_keys,
     default_preset,
     explain_fields,
+    explain_part,
     kinds_of,
     merge,
     parse_override,
@@ -31,6 +33,7 @@ from sharpscope.config.warm_start import WARM_STARTS, WarmStartSpec
 
 __all__ = [
     "WARM_STARTS",
+    "ForkSpec",
     "KnightsKnavesSpec",
     "Method",
     "PolicySpec",
@@ -43,12 +46,15 @@ __all__ = [
     "TaskSpec",
     "TokenWeight",
     "WarmStartSpec",
+    "arm_method",
+    "arm_name",
     "build_config",
     "check_keys",
     "control_names",
     "default_preset",
     "describe",
     "explain_fields",
+    "explain_part",
     "kinds_of",
     "merge",
     "method_label",

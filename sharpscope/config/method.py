@@ -382,7 +382,29 @@ class ClipCovTokens(Part):
         return self
 
 
-Tokens = Annotated[AllTokens | HighEntropyTokens | ClipCovTokens, Field(discriminator="kind")]
+class ProbabilityTokens(Part):
+    """Only tokens with π_old < threshold (`low`) or π_old ≥ threshold (`high`) are in the surrogate.
+
+    Both divide by the full token count, so that the two gradients add up to that of all tokens.
+    """
+
+    kind: Literal["probability"] = "probability"
+    side: Literal["low", "high"] = Field(default="low", description="Which tokens are kept.")
+    threshold: Annotated[float, Field(gt=0, lt=1)] = Field(
+        default=0.5, description="Probability that separates both sides, in (0, 1); ours."
+    )
+
+
+class AdvantageTokens(Part):
+    """Only tokens with a positive or only those with a negative advantage are in the surrogate; both divide by the full count."""
+
+    kind: Literal["advantage"] = "advantage"
+    sign: Literal["positive", "negative"] = Field(default="positive", description="Which tokens are kept.")
+
+
+Tokens = Annotated[
+    AllTokens | HighEntropyTokens | ClipCovTokens | ProbabilityTokens | AdvantageTokens, Field(discriminator="kind")
+]
 
 
 class NoPenalty(Part):

@@ -157,9 +157,9 @@ def build_config(
     if shaping is not None:
         # After the last layer that names the method (it resets the method), before overrides of single constants.
         naming = [index for index, layer in enumerate(layers, 1) if _names_method(layer)]
-        method = _expand_method({"method": {}, **_merge_all(layers)})["method"]
+        method = expand_method({"method": {}, **_merge_all(layers)})["method"]
         layers.insert(max([before_overrides, *naming]), _weight_layer(shaping, method))
-    data = _default_policy(_fill_kinds(RunConfig, _expand_method(_merge_all(layers))))
+    data = _default_policy(_fill_kinds(RunConfig, expand_method(_merge_all(layers))))
     check_keys(RunConfig, data)
     return resolve_method(validate(RunConfig, data))
 
@@ -235,7 +235,12 @@ def resolve_method(config: RunConfig) -> RunConfig:
 
 def explain_fields(config: RunConfig) -> list[str]:
     """One line per field: path, current value, allowed values and description; parts with a description have a line, too."""
-    return list(_explain(config, "", ()))
+    return explain_part(config, "")
+
+
+def explain_part(part: BaseModel, prefix: str) -> list[str]:
+    """`explain_fields` of any configuration model; `prefix` comes before each path."""
+    return list(_explain(part, prefix, ()))
 
 
 def _explain(part: BaseModel, prefix: str, kinds: typing.Collection[Any]) -> typing.Iterator[str]:
@@ -422,7 +427,7 @@ def to_yaml(config: BaseModel) -> str:
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
-def _expand_method(data: Mapping[str, Any]) -> dict[str, Any]:
+def expand_method(data: Mapping[str, Any]) -> dict[str, Any]:
     """Merge `method: {name: grpo-sg, weight: {...}}` into the named method, so that an ablation lists only its changes."""
     given = data.get("method")
     if given is None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from sharpscope.config.method import (
+    AdvantageTokens,
     ClipCovTokens,
     Correction,
     GeometricCorrection,
@@ -16,6 +17,7 @@ from sharpscope.config.method import (
     LoptiPasses,
     Method,
     NoCorrection,
+    ProbabilityTokens,
     TruncatedCorrection,
 )
 from sharpscope.objective.statistics import token_covariance
@@ -88,6 +90,11 @@ def _kept(
 ) -> Tensor:
     """(N, T) bool: loss tokens that take part in the surrogate."""
     tokens = method.tokens
+    if isinstance(tokens, ProbabilityTokens):
+        low = step.logp.exp() < tokens.threshold
+        return mask & (low if tokens.side == "low" else ~low)
+    if isinstance(tokens, AdvantageTokens):
+        return mask & (step.token_advantage > 0 if tokens.sign == "positive" else step.token_advantage < 0)
     if isinstance(tokens, HighEntropyTokens):
         return top_tokens(step.entropy, mask, count=math.ceil(tokens.share * int(mask.sum()) - 1e-9))
     if isinstance(tokens, ClipCovTokens):

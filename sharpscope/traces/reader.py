@@ -109,6 +109,11 @@ class Run:
         """Table `events`."""
         return self._frame("events")
 
+    @cached_property
+    def forks(self) -> pd.DataFrame:
+        """Table `forks`."""
+        return self._frame("forks")
+
     def tokens(self, steps: Iterable[int] | int | None = None, columns: Sequence[str] | None = None) -> pd.DataFrame:
         """Table `tokens`. Other steps and columns are not read from the disk.
 
@@ -310,6 +315,7 @@ class Runs(Sequence[Run]):
     rollouts = property(lambda self: self._joined("rollouts"), doc="Table `rollouts` of all runs.")
     probes = property(lambda self: self._joined("probes"), doc="Table `probes` of all runs.")
     events = property(lambda self: self._joined("events"), doc="Table `events` of all runs.")
+    forks = property(lambda self: self._joined("forks"), doc="Table `forks` of all runs.")
 
     def tokens(self, steps: Iterable[int] | int | None = None, columns: Sequence[str] | None = None) -> pd.DataFrame:
         """Table `tokens` of all runs; see `Run.tokens`."""

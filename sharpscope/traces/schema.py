@@ -536,7 +536,60 @@ EVENTS = Table(
     ),
 )
 
-TABLES: dict[str, Table] = {table.name: table for table in (STEPS, UPDATES, ROLLOUTS, TOKENS, PROBES, EVAL, EVENTS)}
+FORKS = Table(
+    "forks",
+    "one outcome of one arm of a counterfactual update",
+    ("fork", "step", "batch", "arm", "comparison", "outcome"),
+    (
+        _required("step", "int32", "steps", "step of the state that all arms start from; 0 is before training"),
+        _required("fork", "string", "name", "hash of the settings, which run.json lists under this name"),
+        _required("batch", "int32", ONE, "index of the batch of rollouts, from 0; all arms learn from the same batch"),
+        _required("arm", "string", "name", "method that made the update, with its changed fields"),
+        _required("reference", "string", "name", "arm that differences and matched comparisons refer to"),
+        _required("updates", "int32", "steps", "steps that the arm made from the state, each with its own rollouts"),
+        _required(
+            "comparison",
+            "string",
+            "name",
+            "step: the optimizer's step as it is; norm: scaled to the reference's norm; kl: scaled to the reference's KL",
+        ),
+        _required("outcome", "string", "name", "measured quantity"),
+        _nullable("value", "float64", "the outcome's", "value after the update; null if it could not be measured"),
+        _nullable("start", "float64", "the outcome's", "value before the update; null for quantities of the update"),
+        _nullable(
+            "predicted",
+            "float64",
+            "the outcome's",
+            "first-order prediction of value - start: the outcome's gradient times the change of the weights",
+        ),
+        _nullable(
+            "std_error",
+            "float64",
+            "the outcome's",
+            "standard error of value - start over the prompts of this batch's fixed rollouts; null if not estimated",
+        ),
+        _nullable(
+            "effective_share",
+            "float64",
+            ONE,
+            "effective sample size of the importance weights, (sum w)^2 / sum w^2, as a share of the samples; null if "
+            "the outcome uses none",
+        ),
+        _nullable(
+            "valid",
+            "bool",
+            "true / false",
+            "whether the effective share reaches its threshold and a matched comparison found its scale; an analysis "
+            "leaves out other rows",
+        ),
+        _required("scale", "float64", ONE, "factor by which the arm's change of the weights was multiplied"),
+        _timing("seconds", "time spent on this arm, batch and comparison; the same in all of their outcomes"),
+    ),
+)
+
+TABLES: dict[str, Table] = {
+    table.name: table for table in (STEPS, UPDATES, ROLLOUTS, TOKENS, PROBES, EVAL, EVENTS, FORKS)
+}
 
 
 @cache

@@ -19,6 +19,9 @@ from sharpscope.seeds import derive
 from sharpscope.tasks import Example, Reward, Task
 from sharpscope.training.data_order import DataOrder
 
+Draw = Callable[[Policy, Task, list[Example], RolloutSpec, int], tuple[Rollouts, list[Reward]]]
+"""(policy, task, examples, spec, seed) -> completions and their rewards."""
+
 
 def draw_rollouts(
     policy: Policy,
@@ -29,6 +32,7 @@ def draw_rollouts(
     seed: int,
     step: int,
     statistics: Callable[[Rollouts], TokenStats] | None = None,
+    draw: Draw | None = None,
 ) -> RolloutBatch:
     """The rollouts of one step.
 
@@ -37,9 +41,11 @@ def draw_rollouts(
 
     Args:
         statistics: gives π_old's token statistics; called once, for methods whose advantages need them.
+        draw: draws and scores the completions of some examples; None for `draw_group`.
     """
+    draw = draw or draw_group
     examples = order.take(spec.prompts_per_step)
-    rollouts, rewards = _draw(policy, task, examples, spec, derive(seed, "rollouts", step))
+    rollouts, rewards = draw(policy, task, examples, spec, derive(seed, "rollouts", step))
     redrawn, generated = 0, int(rollouts.completion_mask.sum())
     sampling = method.sampling
     if sampling.dynamic:
@@ -49,7 +55,7 @@ def draw_rollouts(
                 break
             redrawn += len(flat)
             fresh = order.take(len(flat))
-            new, new_rewards = _draw(policy, task, fresh, spec, derive(seed, "rollouts", step, attempt))
+            new, new_rewards = draw(policy, task, fresh, spec, derive(seed, "rollouts", step, attempt))
             generated += int(new.completion_mask.sum())
             rollouts, rewards, examples = _replace_groups(rollouts, rewards, examples, flat, new, new_rewards, fresh)
     if sampling.overlong is not None:
@@ -108,9 +114,10 @@ def _undecided(rewards: list[Reward], groups: int) -> list[int]:
     return found
 
 
-def _draw(
+def draw_group(
     policy: Policy, task: Task, examples: list[Example], spec: RolloutSpec, seed: int
 ) -> tuple[Rollouts, list[Reward]]:
+    """`spec.group_size` completions per example with their rewards, before any penalty."""
     completions, rewards = draw_scored(policy, task, examples, spec.group_size, spec, seed)
     total = torch.tensor([reward.total for reward in rewards], dtype=torch.float32)
     return completions.with_reward(total), rewards

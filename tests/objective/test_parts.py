@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from sharpscope.config.method import (
+    AdvantageTokens,
     CispoClip,
     ClipCovTokens,
     GroupAdvantage,
@@ -18,6 +19,7 @@ from sharpscope.config.method import (
     KlCovPenalty,
     Overlong,
     PpoClip,
+    ProbabilityTokens,
     Sampling,
 )
 from sharpscope.config.token_weights import LinearWeight, SigmoidWeight
@@ -263,6 +265,20 @@ def test_high_entropy_keeps_the_share_and_ties():
     for share, expected in ((0.2, "00100"), (0.4, "01110"), (0.6, "01110"), (0.61, "01111"), (1.0, "11111")):
         chosen = method.model_copy(update={"tokens": HighEntropyTokens(share=share)})
         assert kept(chosen, step) == [c == "1" for c in expected], share
+
+
+def test_probability_and_advantage_split_the_tokens_in_two():
+    step = tokens_step([0.0] * 5, [math.log(p) for p in (0.1, 0.49, 0.5, 0.9, 0.2)], [1.0, -1.0, 1.0, -1.0, 0.0])
+    method = named_method("grpo")
+    for tokens, expected in (
+        (ProbabilityTokens(), "11001"),
+        (ProbabilityTokens(side="high"), "00110"),
+        (ProbabilityTokens(threshold=0.15), "10000"),
+        (AdvantageTokens(), "10100"),
+        (AdvantageTokens(sign="negative"), "01010"),
+    ):
+        chosen = method.model_copy(update={"tokens": tokens})
+        assert kept(chosen, step) == [c == "1" for c in expected], tokens
 
 
 def test_clip_cov_draws_the_share_inside_the_band_and_says_when_that_is_less_than_one_token():

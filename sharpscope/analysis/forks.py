@@ -1,0 +1,256 @@
+"""Counterfactual updates compared: differences between arms, paired by batch, with states as clusters.
+
+A batch is one set of rollouts from which all arms learn, with its own completions for the outcomes; batches of one state are
+independent given that state. A state is a checkpoint of a run. Within a state the sample of an interval is its batches; over
+several states it is the states' means, since batches share what is special about a state.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+from scipy.special import stdtr, stdtrit
+
+from sharpscope.analysis.statistics import mean_interval
+from sharpscope.analysis.text import number
+from sharpscope.errors import UserError
+
+COMPARISONS = ("step", "norm", "kl")
+ALL_STATES = "all states"
+MARGIN = 0.01
+"""Difference of an expected failure that a study should detect: one percentage point."""
+POWER, LEVEL = 0.8, 0.95
+MOST_BATCHES = 1_000_000
+
+UNITS: dict[str, tuple[str, float]] = {
+    "heldout_failure": ("points", 100.0),
+    "train_failure": ("points", 100.0),
+    "heldout_failure_fresh": ("points", 100.0),
+    "heldout_nll": ("millinats / token", 1000.0),
+    "train_nll": ("millinats / token", 1000.0),
+    "entropy": ("millinats", 1000.0),
+    "kl": ("millinats / token", 1000.0),
+    "gradient_rotation": ("degrees", 1.0),
+    "update_rotation": ("degrees", 1.0),
+}
+"""Outcome -> unit in tables and figures, and the factor that gives it."""
+
+NAMES: dict[str, str] = {
+    "heldout_failure": "held-out failure",
+    "train_failure": "training failure",
+    "heldout_failure_fresh": "held-out failure, new completions",
+    "heldout_nll": "nll of correct held-out completions",
+    "train_nll": "nll of correct training completions",
+    "entropy": "entropy at fixed tokens",
+    "kl": "KL to the start",
+    "sam_sharpness": "SAM sharpness",
+    "critical_sharpness": "critical sharpness",
+    "gradient_norm": "gradient norm of the expected failure",
+}
+"""Outcome -> its name in tables and figures, in their order."""
+
+_KEY = ["run", "fork", "step", "batch", "comparison", "outcome"]
+_SERIES = ["fork", "comparison", "outcome", "arm", "reference"]
+
+
+def fork_differences(forks: pd.DataFrame, margin: float = MARGIN) -> pd.DataFrame:
+    """Each arm's change and its difference from the reference's, by state and over all states.
+
+    A row is an arm, comparison and outcome of one fork in one state, or in `all states`. Forks are pooled over runs that
+    differ in their seed or method only, which gives them the same name. Only batches whose rows are valid for both arms
+    count. The change is value − start, or the value where there is no start.
+
+    Args:
+        forks: table `forks` of a run or of several, see `Run.forks`.
+        margin: smallest difference of interest of an expected failure [fraction], for `needed`.
+
+    Returns:
+        Columns `state`, `fork`, `comparison`, `outcome`, `arm`, `reference`; `states` and `batches` used and `invalid` batches left out;
+        `change` (mean) with `change_low`, `change_high`; `predicted`, the mean first-order prediction of the change;
+        `difference` with `low`, `high` (95 % t-interval) and `p`; `sd` of the difference over batches of one state;
+        `detectable`, the smallest difference that these batches or states detect with 80 % power at 5 %; and, for expected
+        failures, `needed`, the batches of one state that detect `margin` so.
+
+    Raises:
+        UserError: the margin is not positive.
+    """
+    if not margin > 0:
+        raise UserError(f"margin {margin}: must be positive")
+    rows = forks if "run" in forks else forks.assign(run="")
+    pairs = _paired(rows)
+    found = []
+    for key, group in pairs.groupby(_SERIES, sort=False):
+        several = group["run"].nunique() > 1
+        common = dict(zip(_SERIES, key, strict=True))
+        outcome = str(common["outcome"])
+        states = []
+        for (run, step), own in group.groupby(["run", "step"], sort=True):
+            used = own[own["both"]]
+            label = f"{run}, step {step}" if several else f"step {step}"
+            states.append(used)
+            found.append({"state": label, **common, **_summary([used], len(own) - len(used), margin, outcome)})
+        if len(states) > 1:
+            invalid = int((~group["both"]).sum())
+            found.append({"state": ALL_STATES, **common, **_summary(states, invalid, margin, outcome)})
+    return pd.DataFrame(found)
+
+
+def batches_needed(sd: float, margin: float, power: float = POWER, level: float = LEVEL) -> int | None:
+    """Fewest batches with which a paired two-sided t-test at 1 − `level` detects `margin` with `power`; None if too many.
+
+    The smallest n ≥ 2 with (t_{n−1, (1+level)/2} + t_{n−1, power})·sd/√n ≤ margin.
+
+    Args:
+        sd: standard deviation of the difference over batches.
+        margin: difference to detect, > 0.
+        power: probability of detecting it.
+        level: confidence.
+    """
+    if not math.isfinite(sd):
+        return None
+    low, high = 2, 2
+    while detectable(sd, high, power, level) > margin:
+        low, high = high, 2 * high
+        if high > MOST_BATCHES:
+            return None
+    while low < high:
+        middle = (low + high) // 2
+        if detectable(sd, middle, power, level) <= margin:
+            high = middle
+        else:
+            low = middle + 1
+    return high
+
+
+def detectable(sd: float, n: int, power: float = POWER, level: float = LEVEL) -> float:
+    """Smallest mean difference that n pairs with this standard deviation detect, see `batches_needed`; NaN below 2."""
+    if n < 2:
+        return math.nan
+    return float(stdtrit(n - 1, (1 + level) / 2) + stdtrit(n - 1, power)) * sd / math.sqrt(n)
+
+
+def _paired(rows: pd.DataFrame) -> pd.DataFrame:
+    """Every row with the change of the reference arm on the same batch; `both`: valid and finite for both."""
+    start = rows["start"].astype(float)
+    changed = rows.assign(change=rows["value"].astype(float) - start.fillna(0.0))
+    changed["valid"] = rows["valid"].fillna(False).astype(bool) & changed["change"].notna()
+    keep = [*_KEY, "change", "predicted", "valid"]
+    of_reference = changed.loc[changed["arm"] == changed["reference"], keep]
+    joined = changed[[*keep, "arm", "reference"]].merge(
+        of_reference, on=_KEY, how="left", suffixes=("", "_of_reference")
+    )
+    joined["both"] = joined["valid"] & joined["valid_of_reference"].fillna(False).astype(bool)
+    joined["difference"] = joined["change"] - joined["change_of_reference"]
+    return joined
+
+
+def _summary(
+    states: Sequence[pd.DataFrame], invalid: int, margin: float, outcome: str
+) -> dict[str, float | int | None]:
+    """Means and intervals over the batches of one state, or over the means of several."""
+    states = [state for state in states if len(state)]
+    one = len(states) == 1
+
+    def sample(name: str) -> np.ndarray:
+        values = [state[name].to_numpy(dtype=float) for state in states]
+        return values[0] if one else np.array([own.mean() for own in values])
+
+    def ends(values: np.ndarray) -> tuple[float, float]:
+        found = mean_interval(values, "t")
+        return (math.nan, math.nan) if found is None else (found.low, found.high)
+
+    if not states:
+        nothing = dict.fromkeys(
+            ("change", "change_low", "change_high", "predicted", "difference", "low", "high", "p", "sd")
+        )
+        return {"states": 0, "batches": 0, "invalid": invalid, **nothing, "detectable": math.nan, "needed": None}
+    change, difference, predicted = sample("change"), sample("difference"), sample("predicted")
+    within = [state["difference"].var() for state in states if len(state) > 1]
+    sd = math.sqrt(float(np.mean(within))) if within else math.nan
+    spread = float(difference.std(ddof=1)) if len(difference) > 1 else math.nan
+    (change_low, change_high), (low, high) = ends(change), ends(difference)
+    of_failure = "failure" in outcome
+    return {
+        "states": len(states),
+        "batches": sum(map(len, states)),
+        "invalid": invalid,
+        "change": float(change.mean()),
+        "change_low": change_low,
+        "change_high": change_high,
+        "predicted": float(predicted.mean()),
+        "difference": float(difference.mean()),
+        "low": low,
+        "high": high,
+        "p": _p_value(difference),
+        "sd": sd,
+        "detectable": detectable(spread, len(difference)),
+        "needed": batches_needed(sd, margin) if of_failure and sd > 0 else None,
+    }
+
+
+def _p_value(values: np.ndarray) -> float:
+    """Two-sided p of Student's t-test that the mean is 0; NaN for fewer than two values, 1 if all are 0."""
+    if len(values) < 2:
+        return math.nan
+    error = float(values.std(ddof=1)) / math.sqrt(len(values))
+    mean = abs(float(values.mean()))
+    if error == 0:
+        return 1.0 if mean == 0 else 0.0
+    return float(2 * stdtr(len(values) - 1, -mean / error))
+
+
+def fork_table(differences: pd.DataFrame, state: str, comparison: str) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Columns and rows of text: one row per arm, differences to the reference with intervals; the reference shows its change.
+
+    Args:
+        differences: from `fork_differences`.
+        state: value of its column `state`.
+        comparison: `step`, `norm` or `kl`.
+    """
+    here = differences[differences["state"] == state]
+    chosen = here[here["comparison"] == comparison]
+    rotations = here[here["outcome"].isin(["gradient_rotation", "update_rotation"])]
+    outcomes = [name for name in NAMES if name in set(chosen["outcome"])]
+    columns = ["arm", "rotation gradient / update [°]"]
+    columns += [f"{NAMES[name]} [{UNITS[name][0]}]" if name in UNITS else NAMES[name] for name in outcomes]
+    columns += ["p", "predicted", "batches", "left out", f"batches for {100 * MARGIN:g} point"]
+    rows = []
+    for arm in dict.fromkeys(chosen["arm"]):
+        own = chosen[chosen["arm"] == arm].set_index("outcome")
+        turned = rotations[rotations["arm"] == arm].set_index("outcome")["change"]
+        angles = " / ".join(number(turned.get(name)) for name in ("gradient_rotation", "update_rotation"))
+        reference = arm == own["reference"].iloc[0]
+        cells = [f"{arm} (reference: its change)" if reference else arm, angles]
+        cells += [_cell(own.loc[name], name, reference) for name in outcomes]
+        main = own.loc["heldout_failure"] if "heldout_failure" in own.index else own.iloc[0]
+        cells.append("–" if reference else number(main["p"]))
+        cells.append(_predicted(main, own, chosen, reference))
+        needed = main["needed"]
+        cells += [str(int(main["batches"])), str(int(main["invalid"]))]
+        cells.append("–" if reference or pd.isna(needed) else str(int(needed)))
+        rows.append(tuple(cells))
+    return tuple(columns), rows
+
+
+def _cell(row: pd.Series, outcome: str, reference: bool) -> str:
+    factor = UNITS.get(outcome, ("", 1.0))[1]
+    names = ("change", "change_low", "change_high") if reference else ("difference", "low", "high")
+    mean, low, high = (row[name] for name in names)
+    if pd.isna(mean):
+        return "–"
+    text = f"{factor * mean:+.3g}"
+    return text if pd.isna(low) else f"{text} [{factor * low:+.3g}, {factor * high:+.3g}]"
+
+
+def _predicted(main: pd.Series, own: pd.DataFrame, chosen: pd.DataFrame, reference: bool) -> str:
+    """The first-order prediction of what the main column shows."""
+    value = main["predicted"]
+    if pd.isna(value):
+        return "–"
+    if not reference:
+        other = chosen[(chosen["arm"] == main["reference"]) & (chosen["outcome"] == main.name)]["predicted"]
+        value = value - float(other.iloc[0]) if len(other) else math.nan
+    return f"{UNITS.get(str(main.name), ('', 1.0))[1] * value:+.3g}"

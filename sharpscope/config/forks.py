@@ -1,0 +1,110 @@
+"""Configuration of counterfactual updates: arms, comparisons, outcomes and sample sizes."""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+from pydantic import Field, field_validator
+
+from sharpscope.config.base import Spec
+from sharpscope.config.method import Method
+from sharpscope.config.run import RunConfig, check_keys, expand_method, merge, parse_override, resolve_method, validate
+from sharpscope.errors import UserError
+
+Comparison = Literal["step", "norm", "kl"]
+OutcomeGroup = Literal["failure", "nll", "entropy", "sharpness", "fresh"]
+
+
+class ForkSpec(Spec):
+    """Counterfactual updates: what each arm does from one state, and what is measured."""
+
+    methods: tuple[str, ...] = Field(
+        ("grpo", "grpo-sg", "grpo-sg-reverse", "grpo-sg-shuffled"),
+        min_length=1,
+        description="Arms: [name=]method[+field=value…], such as grpo or strong=grpo-sg+weight.U=4. The first is the reference.",
+    )
+    batches: int = Field(30, ge=1, le=100_000, description="Batches of rollouts per state; every arm learns from each.")
+    updates: int = Field(1, ge=1, le=10_000, description="Steps of an arm from the state, each with its own rollouts.")
+    comparisons: tuple[Comparison, ...] = Field(
+        ("step", "norm", "kl"),
+        min_length=1,
+        description="step: the optimizer's step as it is; norm: scaled to the norm of the reference's; kl: scaled to its KL.",
+    )
+    outcomes: tuple[OutcomeGroup, ...] = Field(
+        ("failure", "nll", "entropy"),
+        min_length=1,
+        description="failure: expected failure on held-out and training prompts; nll: of the correct completions among them; "
+        "entropy: on their tokens; sharpness: SAM and critical sharpness and the gradient's norm on training prompts; fresh: "
+        "failure of new held-out completions.",
+    )
+    prompts: int = Field(64, ge=2, le=100_000, description="Held-out prompts per batch for the outcomes.")
+    samples: int = Field(
+        2, ge=1, le=10_000, description="Completions per held-out prompt; the training prompts get as many in total."
+    )
+    effective_share: float = Field(
+        0.5,
+        gt=0,
+        le=1,
+        description="Smallest valid effective sample size of importance weights, as a share of the samples.",
+    )
+    kl_tolerance: float = Field(1e-3, gt=0, lt=1, description="Relative tolerance of the matched KL.")
+    rho: float = Field(0.05, gt=0, description="Radius of SAM sharpness [parameters' L2 norm].")
+    offload: bool = Field(False, description="Whether the copies of weights and optimizer state are kept on the CPU.")
+
+    @field_validator("comparisons")
+    @classmethod
+    def _step_is_measured(cls, value: tuple[Comparison, ...]) -> tuple[Comparison, ...]:
+        if len(set(value)) < len(value) or "step" not in value:
+            raise ValueError("must name step, which the matched comparisons refer to, and each comparison at most once")
+        return value
+
+    @field_validator("methods")
+    @classmethod
+    def _distinct(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        names = [arm_name(text) for text in value]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise ValueError(f"two arms are called {twice!r}; give one a name: name=method")
+        return value
+
+
+_CHANGE = re.compile(r"\+(?=[A-Za-z_][A-Za-z0-9_.]*=)")
+
+
+def arm_name(text: str) -> str:
+    """The name of an arm written as in `ForkSpec.methods`: the given one, else the text itself."""
+    head, _, _ = _parts(text)
+    return head
+
+
+def arm_method(text: str, config: RunConfig) -> Method:
+    """The method of an arm; fields are those of a run's `method`.
+
+    Args:
+        text: `[name=]method[+field=value…]`.
+        config: of the run, which decides what the preset `auto` of a token weight is.
+
+    Raises:
+        UserError: the method or a field is unknown, or a value is invalid.
+    """
+    _, base, changes = _parts(text)
+    data: dict[str, object] = {"method": {"name": base}}
+    for change in changes:
+        data = merge(data, parse_override(f"method.{change}"))
+    try:
+        data = expand_method(data)
+        check_keys(RunConfig, data)
+        method = validate(RunConfig, data).method
+    except UserError as error:
+        raise UserError(f"--methods {text}: {error}") from None
+    return resolve_method(config.model_copy(update={"method": method})).method
+
+
+def _parts(text: str) -> tuple[str, str, list[str]]:
+    """Name, method and changes of an arm."""
+    head, *changes = _CHANGE.split(text.strip())
+    name, sign, method = head.rpartition("=")
+    if not method or (sign and not name):
+        raise UserError(f"--methods {text!r}: must have the form [name=]method[+field=value…]")
+    return (name or text.strip()), method, changes

@@ -1,0 +1,5 @@
+"""Counterfactual updates: what one update of each method changes, from the same state and on the same rollouts."""
+
+from sharpscope.forks.experiment import fork
+
+__all__ = ["fork"]

@@ -1,0 +1,439 @@
+"""Counterfactual updates: every arm's update from the same state on the same rollouts, measured on the same completions."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import Tensor
+
+from sharpscope import distributed
+from sharpscope.config import ForkSpec, RunConfig, arm_method, arm_name, build_config, method_label, validate
+from sharpscope.config.policy import EMBEDDED_PREFIX
+from sharpscope.errors import UserError, nearest
+from sharpscope.forks.outcomes import Reading, coefficient_gradient, matching_scale
+from sharpscope.forks.start import ArmUpdate, SharedDraws, Start
+from sharpscope.forks.state import inner
+from sharpscope.forks.surface import sharpness_readings
+from sharpscope.policy import TokenStats, embedded_policy
+from sharpscope.probes import rotation
+from sharpscope.recording import run_folder
+from sharpscope.recording.environment import set_threads
+from sharpscope.tasks import make_task, task_choice
+from sharpscope.traces import Run, RunLock, TraceWriter, create_run_dir, load_run, read_run_info, update_run_info
+from sharpscope.traces.files import RUN_FILE
+from sharpscope.training.checkpoint import checkpoints, damage, step_of
+
+Tell = Callable[[str], None]
+SPLITS = ("heldout", "train")
+
+
+def fork(
+    run: Path | str | None = None,
+    *,
+    model: str | None = None,
+    task: str | None = None,
+    checkpoint: Sequence[str | int] = (),
+    methods: Sequence[str] | None = None,
+    overrides: Sequence[str] = (),
+    out: Path | str | None = None,
+    threads: int | None = None,
+    on_progress: Tell | None = None,
+    **settings: Any,
+) -> Run:
+    """Make one update per method from the same state and measure what each changes.
+
+    For every state and batch, rollouts are drawn once; every arm restores weights, optimizer state and random state exactly,
+    makes its update, and is measured on completions that the starting policy drew. Rows are written to the table `forks`
+    batch by batch, and a repeated call adds only the batches that are missing.
+
+    Args:
+        run: folder of a run, whose checkpoints are the states.
+        model: in place of `run`: `embedded:NAME`, a model folder or a hub id, with new optimizer state.
+        task: task of `model`; None: that of an embedded policy, else knights_knaves.
+        checkpoint: `step-000050` or 50; 0 is the initial policy. None given: the run's last checkpoint.
+        methods: arms, see `ForkSpec.methods`; the first is the reference.
+        overrides: changes of the run's configuration, `field.subfield=value`.
+        out: folder of a run for the rows; None: `run` itself, or `forks/<model>`.
+        threads: CPU threads; None: as configured.
+        on_progress: called with a line of text on what is done.
+        **settings: fields of `ForkSpec`: batches, updates, comparisons, outcomes, prompts, samples, …
+
+    Returns:
+        The run with the rows, see `Run.forks`. `sharpscope.analysis.fork_differences` compares the arms.
+
+    Raises:
+        UserError: the input is wrong, or another process writes to the folder.
+    """
+    tell = on_progress or (lambda text: None)
+    if distributed.start().processes > 1:
+        raise UserError("fork: runs in one process; start it without accelerate launch or torchrun")
+    given: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()
+    }
+    if methods is not None:
+        given["methods"] = tuple(methods)
+    unknown = next((name for name in given if name not in ForkSpec.model_fields), None)
+    if unknown is not None:
+        raise UserError(f"fork, {unknown}: no such setting{nearest(unknown, ForkSpec.model_fields)}")
+    spec: ForkSpec = validate(ForkSpec, given)
+    config = _config(run, model, task, overrides)
+    arms = {arm_name(text): arm_method(text, config) for text in spec.methods}
+    states = _states(None if run is None else Path(run), checkpoint)
+    folder = _folder(run, model, out)
+    set_threads(config.threads if threads is None else threads, config.policy.model)
+    made = make_task(config.task)
+    if not made.splits().get("train"):
+        raise UserError(f"task.kind = '{config.task.kind}': has no split 'train' to learn from")
+    name = _identity(config, spec)
+    first: Start | None = None
+    if not (folder / RUN_FILE).exists():
+        first = Start(config, spec, arms, states[0], made)
+        _begin(folder, config, first)
+    with RunLock(folder):
+        _describe(folder, name, config, spec, run, model)
+        done = _done(folder, name)
+        with TraceWriter(folder) as writer:
+            for checkpoint_folder in states:
+                step = 0 if checkpoint_folder is None else step_of(checkpoint_folder)
+                missing = [batch for batch in range(spec.batches) if (step, batch) not in done]
+                if not missing:
+                    tell(f"step {step}: all {spec.batches} batches are there")
+                    continue
+                start = first or Start(config, spec, arms, checkpoint_folder, made)
+                first = None
+                _note_methods(folder, name, start)
+                began = time.perf_counter()
+                for count, batch in enumerate(missing, 1):
+                    for row in _batch_rows(start, name, batch):
+                        writer.append("forks", row)
+                    writer.flush()
+                    left = (time.perf_counter() - began) / count * (len(missing) - count)
+                    tell(
+                        f"step {step}: batch {batch + 1} of {spec.batches}, {len(arms)} arms; {left / 60:.1f} min left"
+                    )
+                start.snapshot.restore()
+    return load_run(folder)
+
+
+# -- one batch -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Point:
+    """Measurements at some weights: outcomes by name."""
+
+    readings: dict[str, Reading]
+    scale: float
+    matched: bool = True
+
+
+def _batch_rows(start: Start, name: str, batch: int) -> Iterator[dict[str, Any]]:
+    """Rows of the table `forks` of all arms on one batch."""
+    measured = _Measured(start, batch)
+    arms = list(start.methods)
+    common = {"step": start.step, "fork": name, "batch": batch, "reference": arms[0], "updates": start.spec.updates}
+    reference: tuple[ArmUpdate, float, float] | None = None  # update, its norm and its KL
+    for arm in arms:
+        began = time.perf_counter()
+        update = start.update(arm, batch, measured.shared)
+        at_step = measured.read(update, 1.0)
+        norm = math.sqrt(inner(update.displacement, update.displacement))
+        if reference is None:
+            reference = (update, norm, at_step.readings["kl"].value)
+        own = {"arm": arm, **common}
+        effects = measured.effects(update, reference[0], norm)
+        for comparison in start.spec.comparisons:
+            point = (
+                at_step if comparison == "step" else measured.matched(comparison, update, norm, at_step, reference[1:])
+            )
+            seconds = time.perf_counter() - began
+            began = time.perf_counter()
+            yield {**own, "comparison": comparison, **measured.columns(update, point, norm, seconds)}
+            if comparison == "step":
+                yield {**own, "comparison": comparison, **_effect_columns(effects, update.sound, seconds)}
+
+
+class _Measured:
+    """The fixed completions of one batch, the outcomes of the starting policy on them, and those of an arm.
+
+    Attributes:
+        shared: draws of the starting policy that the arms share.
+        sets: fixed completions by split.
+        start: outcomes before the update.
+        gradients: of the expected failures at the starting weights, by outcome.
+    """
+
+    def __init__(self, origin: Start, batch: int) -> None:
+        self.origin, self.batch, self.spec = origin, batch, origin.spec
+        self.shared = SharedDraws()
+        origin.snapshot.restore()
+        self.sets = {split: origin.fixed(split, batch) for split in SPLITS}
+        self._fresh_seed = origin.draw_seed("heldout", batch)
+        self.start = self._readings({split: fixed.start for split, fixed in self.sets.items()}, None)
+        self.gradients = {
+            f"{split}_failure": origin.snapshot.collect(
+                coefficient_gradient(origin.scorer, fixed.rollouts, fixed.failure_coefficients())
+            )
+            for split, fixed in self.sets.items()
+            if "failure" in self.spec.outcomes
+        }
+
+    def read(self, update: ArmUpdate, scale: float, *, matched: bool = True) -> _Point:
+        """Outcomes at the present weights, which are those of `update` times `scale`."""
+        stats = {split: self.origin.scorer.statistics(fixed.rollouts) for split, fixed in self.sets.items()}
+        return _Point(self._readings(stats, update), scale, matched)
+
+    def matched(
+        self,
+        comparison: Literal["norm", "kl"] | str,
+        update: ArmUpdate,
+        norm: float,
+        step: _Point,
+        target: tuple[float, float],
+    ) -> _Point:
+        """Outcomes at the scale at which the update has the norm or the KL of the reference's.
+
+        Args:
+            comparison: `norm` or `kl`.
+            update: of the arm.
+            norm: of its displacement.
+            step: outcomes of the update as it is.
+            target: norm and KL of the reference's update.
+        """
+        origin, (wanted_norm, wanted_kl) = self.origin, target
+        by_norm = wanted_norm / norm if norm > 0 else math.nan
+        if comparison == "norm":
+            if by_norm == 1.0 or not math.isfinite(by_norm):
+                return replace(step, matched=math.isfinite(by_norm))
+            origin.snapshot.place(update.displacement, by_norm)
+            return self.read(update, by_norm)
+        present = step.readings["kl"].value
+        if present == wanted_kl and present > 0:
+            return step
+        if not (math.isfinite(by_norm) and wanted_kl > 0 and present > 0):
+            return replace(step, matched=False)
+        heldout = self.sets["heldout"]
+        found: dict[float, TokenStats] = {}
+
+        def divergence(scale: float) -> float:
+            origin.snapshot.place(update.displacement, scale)
+            found.clear()
+            found[scale] = origin.scorer.statistics(heldout.rollouts)
+            return heldout.kl(found[scale].logp)
+
+        scale, reached = matching_scale(divergence, wanted_kl, math.sqrt(wanted_kl / present), self.spec.kl_tolerance)
+        stats = {"heldout": found[scale], "train": origin.scorer.statistics(self.sets["train"].rollouts)}
+        return _Point(self._readings(stats, update), scale, reached)
+
+    def _readings(self, stats: Mapping[str, TokenStats], update: ArmUpdate | None) -> dict[str, Reading]:
+        """Outcomes by name from the statistics of the fixed completions; `update` is None at the starting weights."""
+        wanted, found = self.spec.outcomes, {}
+        for split, fixed in self.sets.items():
+            present = stats[split]
+            if "failure" in wanted:
+                found[f"{split}_failure"] = fixed.failure(present.logp)
+            if "nll" in wanted:
+                found[f"{split}_nll"] = Reading(fixed.nll(present.logp))
+        heldout = self.sets["heldout"]
+        if "entropy" in wanted:
+            found["entropy"] = Reading(heldout.entropy(stats["heldout"]))
+        found["kl"] = Reading(heldout.kl(stats["heldout"].logp))
+        if "fresh" in wanted:
+            found["heldout_failure_fresh"] = self._fresh(update)
+        if "sharpness" in wanted:
+            found |= sharpness_readings(self.origin, self.sets["train"], stats["train"], update)
+        return found
+
+    def _fresh(self, update: ArmUpdate | None) -> Reading:
+        """Failure of new completions of the present policy with the random numbers of the fixed ones."""
+        heldout = self.sets["heldout"]
+        if update is None:
+            return Reading(1 - float(heldout.success.double().mean()))
+        examples = self.origin.heldout_examples(self.batch)
+        drawn = self.origin.drawer(examples, self.spec.samples, self._fresh_seed)
+        before, after = heldout.success.double(), drawn.correct.double()
+        change = (before - after).reshape(len(examples), -1).mean(1)  # of the failure, by prompt
+        return Reading(1 - float(after.mean()), float(change.std()) / math.sqrt(len(change)))
+
+    def effects(self, update: ArmUpdate, reference: ArmUpdate, norm: float) -> dict[str, float]:
+        """Quantities of the update itself: norms, rotations from the reference, and influences on the failures."""
+        turned = rotation(update.displacement, reference.displacement)
+        found = {"update_norm": norm, "update_rotation": turned.angle, "update_scale": turned.scale}
+        gradient, other = update.gradient, reference.gradient
+        if gradient is not None:
+            found["batch_gradient_norm"] = math.sqrt(inner(gradient, gradient))
+            if other is not None:
+                turned = rotation(gradient, other)
+                found |= {"gradient_rotation": turned.angle, "gradient_scale": turned.scale}
+            for outcome, slope in self.gradients.items():
+                found[outcome.replace("failure", "influence")] = inner(gradient, slope)
+        return found
+
+    def columns(self, update: ArmUpdate, point: _Point, norm: float, seconds: float) -> dict[str, Any]:
+        """Columns of the outcomes at a point."""
+        names = list(point.readings)
+        share = [point.readings[name].effective_share for name in names]
+        finite = [math.isfinite(point.readings[name].value) for name in names]
+        enough = [not one < self.spec.effective_share for one in share]  # NaN: no importance weights
+        return {
+            "outcome": names,
+            "value": [_null(point.readings[name].value) for name in names],
+            "start": [_null(self.start[name].value) if name in self.start else None for name in names],
+            "predicted": [self._predicted(name, update.displacement, point.scale) for name in names],
+            "std_error": [_null(point.readings[name].std_error) for name in names],
+            "effective_share": [_null(one) for one in share],
+            "valid": [a and b and point.matched and update.sound for a, b in zip(finite, enough, strict=True)],
+            "scale": point.scale,
+            "seconds": seconds,
+        }
+
+    def _predicted(self, name: str, displacement: list[Tensor], scale: float) -> float | None:
+        slope = self.gradients.get(name)
+        return None if slope is None else _null(scale * inner(slope, displacement))
+
+
+def _effect_columns(effects: Mapping[str, float], sound: bool, seconds: float) -> dict[str, Any]:
+    """Columns of quantities of the update itself."""
+    return {
+        "outcome": list(effects),
+        "value": [_null(value) for value in effects.values()],
+        "start": None,
+        "predicted": None,
+        "std_error": None,
+        "effective_share": None,
+        "valid": [sound and math.isfinite(value) for value in effects.values()],
+        "scale": 1.0,
+        "seconds": seconds,
+    }
+
+
+def _null(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+# -- what is forked, and where its rows go ---------------------------------------------------------------------------
+
+
+def _config(run: Path | str | None, model: str | None, task: str | None, overrides: Sequence[str]) -> RunConfig:
+    if (run is None) == (model is None):
+        raise UserError("fork: give a run's folder, or --model with --task")
+    if run is not None:
+        folder = Path(run)
+        if task is not None:
+            raise UserError("--task: goes with --model; a run has its own task")
+        if not (folder / "config.yaml").is_file():
+            raise UserError(f"run '{folder}': has no config.yaml; give the folder of a run")
+        return build_config(folder / "config.yaml", overrides, {"out": str(folder.parent), "name": folder.name})
+    assert model is not None
+    if task is None and model.startswith(EMBEDDED_PREFIX):
+        task = embedded_policy(model.removeprefix(EMBEDDED_PREFIX)).task
+    values: dict[str, Any] = {"policy.model": model}
+    if task is not None:
+        values["task"] = dict(task_choice(task))
+    return build_config(None, overrides, values)
+
+
+def _states(run: Path | None, wanted: Sequence[str | int]) -> list[Path | None]:
+    """Checkpoint folders to fork from; None is the initial policy."""
+    if run is None:
+        if any(str(one) != "0" for one in wanted):
+            raise UserError(f"--checkpoint {wanted[0]}: goes with a run's folder; --model names the weights itself")
+        return [None]
+    saved = {step_of(folder): folder for folder in checkpoints(run)}
+    listed = ", ".join(map(str, [0, *saved]))
+    steps = []
+    for one in wanted or [max(saved, default=-1)]:
+        text = str(one).removeprefix("step-")
+        if not text.lstrip("-").isdigit() or int(text) not in {0, *saved}:
+            if not wanted:
+                raise UserError(f"run '{run}': has no checkpoint to fork from; --checkpoint 0 is its initial policy")
+            raise UserError(f"--checkpoint {one}: the run has {listed} (0: the initial policy)")
+        if int(text) not in steps:
+            steps.append(int(text))
+    for step in steps:
+        problem = damage(saved[step]) if step in saved else None
+        if problem is not None:
+            raise UserError(f"--checkpoint {step}: is damaged ({problem}); choose another of {listed}")
+    return [saved.get(step) for step in steps]
+
+
+def _folder(run: Path | str | None, model: str | None, out: Path | str | None) -> Path:
+    if out is not None:
+        return Path(out)
+    if run is not None:
+        return Path(run)
+    assert model is not None
+    return Path("forks") / (Path(model.removeprefix(EMBEDDED_PREFIX)).name or "model")
+
+
+def _begin(folder: Path, config: RunConfig, start: Start) -> None:
+    """Create the folder of a run without steps, for the rows."""
+    own = config.model_copy(update={"out": str(folder.parent), "name": folder.name})
+    create_run_dir(folder)
+    info = run_folder.run_info(own, start.policy, 1, distributed.Launch())
+    run_folder.begin_run_dir(own, start.policy, info)
+    update_run_info(folder, status="finished", end="a fork: counterfactual updates, no training")
+
+
+def _identity(config: RunConfig, spec: ForkSpec) -> str:
+    """First 8 hex digits of a hash of the settings, equal for runs that differ in seed and method only.
+
+    More batches continue the same fork.
+    """
+    parts = config.model_dump(
+        mode="json", include={"task", "policy", "rollout", "optimizer", "update", "seed", "steps"}
+    )
+    own = spec.model_dump(mode="json", exclude={"batches", "offload"})
+    text = json.dumps(
+        [parts, own, [arm_method(text, config).model_dump(mode="json") for text in spec.methods]], sort_keys=True
+    )
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def _describe(
+    folder: Path, name: str, config: RunConfig, spec: ForkSpec, run: Path | str | None, model: str | None
+) -> None:
+    """List the fork's settings in run.json.
+
+    Raises:
+        UserError: the folder has this fork from another run or seed.
+    """
+    info = read_run_info(folder)
+    forks = dict(info.get("forks") or {})
+    known = forks.get(name, {})
+    own = {
+        "source": str(model) if run is None else Path(run).resolve().name,
+        "seed": config.seed,
+        "method": method_label(config.method),
+    }
+    other = next((f"{key} {known[key]}" for key in own if key in known and known[key] != own[key]), None)
+    if other is not None:
+        raise UserError(f"--out {folder}: holds a fork with these settings from {other}; choose another --out")
+    settings = spec.model_dump(mode="json") | own
+    forks[name] = {**known, **settings, "batches": max(spec.batches, known.get("batches", 0))}
+    update_run_info(folder, forks=forks)
+
+
+def _note_methods(folder: Path, name: str, start: Start) -> None:
+    """Keep each arm's method with its calibrated constants at this state in run.json."""
+    forks = dict(read_run_info(folder)["forks"])
+    own = dict(forks[name].get("arms", {}))
+    own[str(start.step)] = {arm: method.model_dump(mode="json") for arm, method in start.methods.items()}
+    forks[name] = {**forks[name], "arms": own}
+    update_run_info(folder, forks=forks)
+
+
+def _done(folder: Path, name: str) -> set[tuple[int, int]]:
+    """(step, batch) of the fork that are recorded already."""
+    rows = load_run(folder).forks
+    rows = rows[rows["fork"] == name]
+    return {
+        (int(step), int(batch)) for step, batch in rows[["step", "batch"]].drop_duplicates().itertuples(index=False)
+    }

@@ -1,0 +1,156 @@
+"""Outcomes of an update on completions that the starting policy drew, and the scale that matches a divergence.
+
+Fixed completions y_i of the starting policy π₀ serve every arm. With w_i = Π_t π(y_it)/π₀(y_it), the expected failure of π is
+estimated by Σ_i w_i·F_i / Σ_i w_i (self-normalized importance weighting), F_i = 1 − success of y_i.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sharpscope.objective import k3
+from sharpscope.policy import Rollouts, TokenStats
+from sharpscope.policy.scoring import Scorer
+
+
+@dataclass(frozen=True)
+class Reading:
+    """An outcome at some weights.
+
+    Attributes:
+        value: of the outcome.
+        std_error: of the change since the starting weights, over prompts; NaN if not estimated.
+        effective_share: effective sample size as a share of the samples; NaN without importance weights.
+    """
+
+    value: float
+    std_error: float = math.nan
+    effective_share: float = math.nan
+
+
+@dataclass(frozen=True)
+class FixedRollouts:
+    """Completions of the starting policy with their success and its statistics of their tokens.
+
+    Attributes:
+        rollouts: N rows; `group` is the prompt.
+        success: (N,) in [0, 1].
+        start: statistics (N, T) under the starting policy.
+    """
+
+    rollouts: Rollouts
+    success: Tensor
+    start: TokenStats
+
+    @property
+    def mask(self) -> Tensor:
+        """(N, T) bool, tokens that the policy chose."""
+        return self.rollouts.completion_mask.bool()
+
+    def failure(self, logp: Tensor) -> Reading:
+        """Expected failure of the policy with log-probabilities `logp` (N, T), and the standard error of its change."""
+        failed = 1 - self.success.double().to(logp.device)
+        weight, share = self.weights(logp)
+        value, before = float((weight * failed).sum()), float(failed.mean())
+        # Linearization of both ratios: row i contributes w_i(F_i − F) − (F_i − mean F)/N.
+        part = weight * (failed - value) - (failed - before) / len(failed)
+        _, prompt = self.rollouts.group.to(part.device).unique(return_inverse=True)
+        prompts = int(prompt.max()) + 1
+        by_prompt = torch.zeros(prompts, dtype=torch.float64, device=part.device).index_add_(0, prompt, part)
+        error = math.sqrt(float(by_prompt.square().sum()) * prompts / (prompts - 1)) if prompts > 1 else math.nan
+        return Reading(value, error, share)
+
+    def weights(self, logp: Tensor) -> tuple[Tensor, float]:
+        """Normalized importance weights (N,), which sum to 1, and their effective sample size as a share of N."""
+        change = torch.where(self.mask, logp.double() - self.start.logp.double(), 0.0).sum(1)  # (N,)
+        weight = torch.softmax(change, 0)
+        share = float(1 / (weight.square().sum() * len(weight)))
+        return weight, share if math.isfinite(share) else 0.0
+
+    def kl(self, logp: Tensor) -> float:
+        """KL(π₀ ‖ π) [nats / token]: the mean over tokens drawn from π₀ of π/π₀ − 1 − ln(π/π₀), an unbiased estimate."""
+        each = k3(self.start.logp.double(), logp.double())
+        return float(each[self.mask].mean())
+
+    def entropy(self, stats: TokenStats) -> float:
+        """Mean entropy at the fixed tokens [nats]."""
+        return float(stats.entropy.double()[self.mask].mean())
+
+    def nll(self, logp: Tensor) -> float:
+        """Mean −ln π over the tokens of the correct completions [nats / token]; NaN if there are none."""
+        chosen = self.mask & (self.success == 1).to(logp.device)[:, None]
+        return -float(logp.double()[chosen].mean()) if bool(chosen.any()) else math.nan
+
+    def failure_coefficients(self) -> Tensor:
+        """C (N, T) such that Σ c·∇log π is the gradient of `failure` at the starting weights: (F_i − mean F)/N."""
+        failed = 1 - self.success.double()
+        each = (failed - failed.mean()) / len(failed)
+        return torch.where(self.mask, each.to(self.mask.device)[:, None], 0.0)
+
+
+def coefficient_gradient(scorer: Scorer, rollouts: Rollouts, coefficients: Tensor) -> list[Tensor | None]:
+    """Σ c_it·∇log π_it for each trainable parameter, in microbatches; `.grad` is left empty.
+
+    Args:
+        scorer: of the policy.
+        rollouts: N rows.
+        coefficients: (N, T).
+    """
+    parameters = [p for p in scorer.model.parameters() if p.requires_grad]
+    for parameter in parameters:
+        parameter.grad = None
+    _, batches = scorer.split(rollouts, torch.arange(len(rollouts)))
+    for rows in batches:
+        logp = scorer.score(rollouts.rows(rows), with_grad=True).logp
+        (logp * coefficients[rows.to(coefficients.device)].to(logp)).sum().backward()
+    found = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    return found
+
+
+def matching_scale(
+    divergence: Callable[[float], float], target: float, start: float, tolerance: float = 1e-3, evaluations: int = 12
+) -> tuple[float, bool]:
+    """The scale s > 0 with divergence(s) = target, and whether the tolerance was reached.
+
+    A divergence grows as s² near 0, so the first step assumes this power; later steps interpolate ln divergence linearly in
+    ln s, within the bracket found so far. The last call of `divergence` is at the returned scale.
+
+    Args:
+        divergence: of the displacement times s.
+        target: wanted value, > 0.
+        start: first scale tried, > 0.
+        tolerance: relative, of the divergence.
+        evaluations: most calls of `divergence`.
+    """
+    low: tuple[float, float] | None = None  # (scale, divergence) below the target
+    high: tuple[float, float] | None = None
+    scale, slope = start, 2.0
+    previous: tuple[float, float] | None = None
+    for _ in range(evaluations):
+        found = divergence(scale)
+        if math.isfinite(found) and abs(found - target) <= tolerance * target:
+            return scale, True
+        if not math.isfinite(found) or found > target:
+            high = (scale, found)
+        else:
+            low = (scale, found)
+        if not math.isfinite(found) or found <= 0:
+            proposal = scale / 2 if high == (scale, found) else scale * 4
+        else:
+            if previous is not None and previous[1] > 0 and math.isfinite(previous[1]) and previous[0] != scale:
+                local = math.log(found / previous[1]) / math.log(scale / previous[0])
+                slope = local if 0.25 <= local <= 16 else slope
+            proposal = scale * (target / found) ** (1 / slope)
+        if low is not None and high is not None and not low[0] < proposal < high[0]:
+            proposal = math.sqrt(low[0] * high[0])
+        previous, scale = (scale, found), proposal
+        if not (0 < scale < math.inf):
+            break
+    return previous[0] if previous else start, False

@@ -1,0 +1,308 @@
+"""One state of a run from which arms make their updates: policy, optimizer, data order and calibrated methods."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from sharpscope.config import ForkSpec, Method, RunConfig, default_preset
+from sharpscope.config.token_weights import UniformWeight
+from sharpscope.errors import UserError
+from sharpscope.forks.outcomes import FixedRollouts
+from sharpscope.forks.state import Snapshot
+from sharpscope.objective import calibrate
+from sharpscope.policy import Policy, Rollouts, RolloutSpec, TokenStats, load_policy
+from sharpscope.policy.adapters import has_adapters
+from sharpscope.policy.scoring import Scorer
+from sharpscope.recording import Drawer, PendingUpdate, RolloutBatch, StepHealth, StepResult, step_tensors
+from sharpscope.seeds import derive
+from sharpscope.tasks import Example, Reward, Task
+from sharpscope.training import saving
+from sharpscope.training.checkpoint import PROXIMAL, Progress
+from sharpscope.training.data_order import DataOrder
+from sharpscope.training.learner import Learner
+from sharpscope.training.optimizer import build_optimizer, learning_rate, set_learning_rate
+from sharpscope.training.rollouts import draw_group, draw_rollouts
+
+
+@dataclass
+class SharedDraws:
+    """Completions and statistics of the starting policy, computed once and shared by all arms of a batch."""
+
+    rollouts: dict[tuple[int, ...], tuple[Rollouts, list[Reward]]] = field(default_factory=dict)
+    stats: dict[int, tuple[Tensor, TokenStats]] = field(default_factory=dict)  # by the identity of the tensor
+
+    def draw(
+        self, policy: Policy, task: Task, examples: list[Example], spec: RolloutSpec, seed: int
+    ) -> tuple[Rollouts, list[Reward]]:
+        """As `draw_group`; the same examples and seed are drawn once."""
+        key = (seed, *map(id, examples))
+        if key not in self.rollouts:
+            self.rollouts[key] = draw_group(policy, task, examples, spec, seed)
+        return self.rollouts[key]
+
+    def statistics(self, scorer: Scorer, rollouts: Rollouts) -> TokenStats:
+        """As `Scorer.statistics`; the same rollouts are scored once."""
+        ids = rollouts.input_ids
+        if id(ids) not in self.stats:
+            self.stats[id(ids)] = (ids, scorer.statistics(rollouts))
+        return self.stats[id(ids)][1]
+
+
+@dataclass(frozen=True)
+class ArmUpdate:
+    """What an arm did: its first gradient, the change of the weights, and the results of its steps."""
+
+    gradient: list[Tensor] | None  # ∇L of the first update; None if it was not finite
+    displacement: list[Tensor]  # θ − θ₀
+    results: tuple[StepResult, ...]
+
+    @property
+    def sound(self) -> bool:
+        """Whether every gradient and all weights were finite."""
+        return not any(update.problem for result in self.results for update in result.updates)
+
+
+class Start:
+    """A state of a run that is restored before every arm.
+
+    Attributes:
+        config: of the run.
+        step: of the state; 0 is before training.
+        policy, task: of the run.
+        scorer: of the policy.
+        snapshot: the state.
+        methods: calibrated method of each arm.
+
+    Args:
+        config: of the run.
+        spec: of the fork.
+        arms: method of each arm, as configured.
+        checkpoint: folder of a checkpoint of the run; None for its initial policy.
+        task: of the run.
+    """
+
+    def __init__(
+        self, config: RunConfig, spec: ForkSpec, arms: Mapping[str, Method], checkpoint: Path | None, task: Task
+    ) -> None:
+        self.config, self.spec, self.task = config, spec, task
+        source = config.policy if checkpoint is None else config.policy.model_copy(update={"model": str(checkpoint)})
+        self.policy = load_policy(source, base=config.policy.model)
+        model = self.policy.model
+        preset = default_preset(config)
+        self.methods = {name: method.with_preset("auto", preset) for name, method in arms.items()}
+        self.reference = self._reference() if any(m.needs_reference for m in arms.values()) else None
+        self.proximal = self._proximal(arms, checkpoint)
+        self.optimizer = build_optimizer(model, config.optimizer)
+        examples = task.splits()["train"]
+        self.step, self._cursor = 0, 0
+        if checkpoint is not None:
+            kept = self.proximal if (checkpoint / PROXIMAL).exists() else None
+            progress = saving.restore(checkpoint, self.policy, self.optimizer, kept)
+            self.step, self._cursor = progress.step, progress.cursor
+            self._keep_calibration(arms, progress)
+        lr = learning_rate(config.optimizer, min(self.step + 1, config.steps), config.steps)
+        if not lr > 0:
+            raise UserError(
+                f"optimizer.schedule = {config.optimizer.schedule}: the learning rate is 0 at step {self.step + 1}; choose an "
+                "earlier checkpoint, or --set optimizer.schedule=constant"
+            )
+        self._order = DataOrder(examples, config.seed)
+        self._heldout = DataOrder(self._all_heldout(), derive(config.seed, "fork held-out"))
+        self.scorer = Scorer(
+            model,
+            config.rollout.temperature,
+            config.update.microbatch_tokens,
+            config.update.share_prompt,
+            self.policy.compute,
+            config.update.gradient_checkpointing,
+        )
+        self.drawer = Drawer(config, self.policy, task)
+        device = torch.device("cpu") if spec.offload else None
+        self.snapshot = Snapshot(model, self.optimizer, self.proximal, device)
+        self._calibrate()
+
+    # -- loading -----------------------------------------------------------------------------------------------------
+
+    def _reference(self) -> nn.Module:
+        """The reference of the KL term: the initial policy, or the policy itself if its adapters can be switched off."""
+        if has_adapters(self.policy.model):
+            return self.policy.model
+        return load_policy(self.config.policy).model.eval().requires_grad_(False)
+
+    def _proximal(self, arms: Mapping[str, Method], checkpoint: Path | None) -> nn.Module | None:
+        needing = [name for name, method in arms.items() if method.needs_proximal]
+        if not needing:
+            return None
+        if checkpoint is not None and not (checkpoint / PROXIMAL).exists():
+            raise UserError(
+                f"--methods {needing[0]}: its average of past weights is not in the checkpoint {checkpoint.name}, whose run "
+                "used another method; fork this method from --checkpoint 0 or from a run of its own"
+            )
+        return copy.deepcopy(self.policy.model).eval()
+
+    def _keep_calibration(self, arms: Mapping[str, Method], progress: Progress) -> None:
+        """Give the run's own method the constants that the run has calibrated."""
+        for name, method in arms.items():
+            if method == self.config.method:
+                self.methods[name] = Method.model_validate(progress.method)
+
+    def _all_heldout(self) -> list[Example]:
+        found = self.task.splits().get("heldout", [])
+        if not found:
+            raise UserError(f"task.kind = '{self.config.task.kind}': has no split 'heldout' to measure outcomes on")
+        return found
+
+    def _calibrate(self) -> None:
+        """Fill the constants of token weights that are to be calibrated, on the first batch of this state.
+
+        As in a run, weights that wait for a gradient are 1 on a batch without one.
+        """
+        shared = SharedDraws()
+        for name, method in self.methods.items():
+            if not method.weight.needs_calibration:
+                continue
+            batch = self.rollouts(method, 0, shared=shared)
+            stats = shared.statistics(self.scorer, batch.rollouts)
+            tensors = step_tensors(batch.rollouts, batch.advantage, stats, stats.logp, self.progress(0), method)
+            idle = method.weight.needs_gradient and not bool(tensors.mass.any())
+            weight = UniformWeight() if idle else calibrate(method.weight, tensors)
+            self.methods[name] = method.model_copy(update={"weight": weight})
+        self.snapshot.restore()
+
+    # -- positions in the run ----------------------------------------------------------------------------------------
+
+    def progress(self, number: int) -> float:
+        """Share of the run done at the step `number` of an arm, from 0; a run's last value after its end."""
+        return (min(self.step + 1 + number, self.config.steps) - 1) / max(self.config.steps - 1, 1)
+
+    def _seed_step(self, batch: int, number: int) -> int:
+        """The step whose seeds are used; those of batch 0 are the run's own."""
+        return self.step + 1 + batch * self.spec.updates + number
+
+    def order(self, batch: int) -> DataOrder:
+        """The data order at the first prompt of a batch; that of batch 0 is the run's own."""
+        taken = self.spec.updates * self.config.rollout.prompts_per_step
+        return replace(self._order, cursor=self._cursor + batch * taken)
+
+    # -- updates -----------------------------------------------------------------------------------------------------
+
+    def rollouts(
+        self,
+        method: Method,
+        batch: int,
+        number: int = 0,
+        *,
+        order: DataOrder | None = None,
+        shared: SharedDraws | None = None,
+    ) -> RolloutBatch:
+        """The rollouts of step `number` of an arm."""
+        shared_statistics: Callable[[Rollouts], TokenStats] = self.scorer.statistics
+        if shared is not None:
+            known = shared
+            shared_statistics = lambda rollouts: known.statistics(self.scorer, rollouts)  # noqa: E731
+        return draw_rollouts(
+            self.policy,
+            self.task,
+            self.order(batch) if order is None else order,
+            method,
+            self.config.rollout,
+            self.config.seed,
+            self._seed_step(batch, number),
+            shared_statistics,
+            draw_group if shared is None else shared.draw,
+        )
+
+    def update(self, name: str, batch: int, shared: SharedDraws | None = None) -> ArmUpdate:
+        """Restore the state, and make the steps of an arm. The model keeps the arm's weights.
+
+        Args:
+            name: of the arm.
+            batch: index of the batch, from 0.
+            shared: draws of the starting policy; every step after the first is drawn from the arm's own policy.
+        """
+        self.snapshot.restore()
+        method, order = self.methods[name], self.order(batch)
+        learner = self.learner(method)
+        first: list[list[Tensor]] = []
+        results = []
+
+        def keep(pending: PendingUpdate) -> None:
+            if not first:
+                first.append(self.snapshot.collect([p.grad for p in learner.parameters]))
+
+        for number in range(self.spec.updates):
+            step = min(self.step + 1 + number, self.config.steps)
+            lr = learning_rate(self.config.optimizer, step, self.config.steps)
+            set_learning_rate(self.optimizer, lr)
+            common = shared if number == 0 else None
+            drawn = self.rollouts(method, batch, number, order=order, shared=common)
+            stats = drawn.stats
+            if stats is None and common is not None and not learner.fused(method):
+                stats = common.statistics(self.scorer, drawn.rollouts)
+            seed_step, progress = self._seed_step(batch, number), self.progress(number)
+            health = StepHealth(self.config.health, seed_step, drawn, method, progress, self.policy.device)
+            result = learner.learn(
+                drawn.rollouts,
+                drawn.advantage,
+                seed_step,
+                progress,
+                method=method,
+                stats=stats,
+                before_first_update=health.allows_updates,
+                before_step=keep,
+            )
+            results.append(result)
+            if any(update.broken for update in result.updates):
+                break
+        return ArmUpdate(first[0] if first else None, self.snapshot.displacement(), tuple(results))
+
+    def learner(self, method: Method) -> Learner:
+        """A learner with what this method needs."""
+        config = self.config
+        return Learner(
+            self.scorer,
+            self.optimizer,
+            max_new_tokens=config.rollout.max_new_tokens,
+            mini_batches=config.update.mini_batches,
+            inner_epochs=config.update.inner_epochs,
+            max_grad_norm=config.optimizer.max_grad_norm,
+            seed=config.seed,
+            reference=self.reference if method.needs_reference else None,
+            proximal=self.proximal if method.needs_proximal else None,
+        )
+
+    # -- fixed completions -------------------------------------------------------------------------------------------
+
+    def fixed(self, split: str, batch: int) -> FixedRollouts:
+        """New completions of the starting policy, the same for all arms of a batch. The state must be restored.
+
+        Held-out prompts are the next of a seeded order. Training prompts are those that the batch learns from, with as many
+        completions in total.
+        """
+        spec = self.spec
+        if split == "heldout":
+            examples, samples = self.heldout_examples(batch), spec.samples
+        else:
+            examples = self.order(batch).take(spec.updates * self.config.rollout.prompts_per_step)
+            samples = max(1, math.ceil(spec.prompts * spec.samples / len(examples)))
+        return self.drawn(examples, samples, self.draw_seed(split, batch))
+
+    def heldout_examples(self, batch: int) -> list[Example]:
+        """The held-out prompts of a batch."""
+        return replace(self._heldout, cursor=batch * self.spec.prompts).take(self.spec.prompts)
+
+    def draw_seed(self, split: str, batch: int) -> int:
+        """Seed of the completions of `fixed`."""
+        return derive(self.config.seed, f"fork {split}", self.step, batch)
+
+    def drawn(self, examples: Sequence[Example], samples: int, seed: int) -> FixedRollouts:
+        """New completions of the present policy with its statistics."""
+        found = self.drawer(list(examples), samples, seed)
+        return FixedRollouts(found.rollouts, found.correct, self.scorer.statistics(found.rollouts))

@@ -1,0 +1,121 @@
+"""Differences between arms: pairing, intervals, what is left out, and the number of batches."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pandas as pd
+import pytest
+from scipy import stats
+
+from sharpscope.analysis.forks import batches_needed, detectable, fork_differences, fork_table
+from sharpscope.errors import UserError
+
+
+def rows(steps=(0,), batches=6, seed=0, run="r", noise=0.001, **arms) -> pd.DataFrame:
+    """A table `forks`: arm -> its change of the failure; batches share a large effect that pairing must remove."""
+    random, found = np.random.default_rng(seed), []
+    for step in steps:
+        for batch in range(batches):
+            start, shared = 0.5 + random.normal() / 10, random.normal()
+            for arm, change in arms.items():
+                own = change + shared + noise * random.normal() * (arm != "grpo")
+                found.append(
+                    {
+                        "run": run, "step": step, "fork": "f", "batch": batch, "arm": arm, "reference": "grpo", "updates": 1,
+                        "comparison": "step", "outcome": "heldout_failure", "value": start + own, "start": start,
+                        "predicted": 2 * change, "valid": True, "scale": 1.0,
+                    }
+                )  # fmt: skip
+    return pd.DataFrame(found)
+
+
+def one(frame, arm="ar", state="step 0", **where) -> pd.Series:
+    chosen = frame[(frame["arm"] == arm) & (frame["state"] == state)]
+    assert len(chosen) == 1
+    return chosen.iloc[0]
+
+
+def test_within_a_state_the_batches_are_the_sample():
+    table = rows(grpo=-0.02, ar=-0.01)
+    found = one(fork_differences(table))
+    change = (table["value"] - table["start"]).to_numpy().reshape(-1, 2)
+    difference = change[:, 1] - change[:, 0]
+    test = stats.ttest_1samp(difference, 0)
+    interval = test.confidence_interval()
+    assert found["difference"] == pytest.approx(difference.mean()) and found["change"] == pytest.approx(
+        change[:, 1].mean()
+    )
+    assert (found["low"], found["high"]) == pytest.approx((interval.low, interval.high))
+    assert found["p"] == pytest.approx(test.pvalue) and found["sd"] == pytest.approx(difference.std(ddof=1))
+    assert found["predicted"] == pytest.approx(-0.02) and (found["batches"], found["states"], found["invalid"]) == (
+        6,
+        1,
+        0,
+    )
+    reference = one(fork_differences(table), "grpo")
+    assert reference["difference"] == reference["low"] == reference["high"] == 0 and reference["p"] == 1
+
+
+def test_over_states_the_sample_is_their_means():
+    table = pd.concat([rows((0, 50), grpo=0.0, ar=0.01), rows((0,), 4, seed=1, run="s", grpo=0.0, ar=0.03)])
+    found = fork_differences(table)
+    assert set(found["state"]) == {"r, step 0", "r, step 50", "s, step 0", "all states"}
+    means = [one(found, state=state)["difference"] for state in ("r, step 0", "r, step 50", "s, step 0")]
+    pooled = one(found, state="all states")
+    interval = stats.ttest_1samp(means, 0).confidence_interval()
+    assert pooled["difference"] == pytest.approx(np.mean(means)) and (pooled["states"], pooled["batches"]) == (3, 16)
+    assert (pooled["low"], pooled["high"]) == pytest.approx((interval.low, interval.high))
+
+
+def test_forks_with_other_settings_are_not_pooled():
+    table = pd.concat([rows(grpo=0.0, ar=0.01), rows(seed=1, grpo=0.0, ar=0.02).assign(fork="g")])
+    assert fork_differences(table).groupby("fork")["batches"].max().to_dict() == {"f": 6, "g": 6}
+
+
+@pytest.mark.parametrize("arm", ["grpo", "ar"])
+def test_a_batch_that_is_not_valid_for_both_is_left_out_and_counted(arm):
+    table = rows(grpo=0.0, ar=0.01)
+    bad = (table["arm"] == arm) & (table["batch"] == 2)
+    table.loc[bad, "valid"] = False
+    table.loc[bad, "value"] = 99.0
+    found = one(fork_differences(table))
+    assert (found["batches"], found["invalid"]) == (5, 1) and found["difference"] == pytest.approx(0.01, abs=0.003)
+    table["valid"] = False
+    nothing = one(fork_differences(table))
+    assert nothing["batches"] == 0 and nothing["invalid"] == 6 and pd.isna(nothing["difference"])
+
+
+def test_without_a_start_the_value_is_compared():
+    table = rows(grpo=0.0, ar=0.01).assign(outcome="gradient_rotation", start=None, predicted=None)
+    table["value"] = np.where(table["arm"] == "ar", 20.0, 0.0)
+    found = one(fork_differences(table))
+    assert found["change"] == found["difference"] == 20 and pd.isna(found["needed"])
+
+
+def test_the_number_of_batches_has_the_power_it_promises():
+    sd, margin = 0.02, 0.01
+    n = batches_needed(sd, margin)
+    assert detectable(sd, n) <= margin < detectable(sd, n - 1)
+    random = np.random.default_rng(0)
+    samples = random.normal(margin, sd, (20_000, n))
+    share = float((stats.ttest_1samp(samples, 0, axis=1).pvalue < 0.05).mean())
+    assert share == pytest.approx(0.8, abs=0.02)
+    assert (
+        batches_needed(0.0, margin) == 2
+        and batches_needed(math.nan, margin) is None
+        and batches_needed(1e9, 1e-9) is None
+    )
+
+
+def test_the_table_shows_the_reference_and_each_difference():
+    columns, cells = fork_table(fork_differences(rows(grpo=-0.02, ar=-0.01)), "step 0", "step")
+    assert columns[2] == "held-out failure [points]" and len(cells) == 2
+    assert cells[0][0] == "grpo (reference: its change)" and cells[1][0] == "ar"
+    assert all(len(row) == len(columns) for row in cells) and cells[1][2].startswith("+")
+
+
+def test_a_margin_must_be_positive():
+    with pytest.raises(UserError, match="margin 0"):
+        fork_differences(rows(grpo=0.0), margin=0)

@@ -1,0 +1,188 @@
+"""Forks: exact restoration, the run's own steps, equal arms, and what a repeated or a wrong call does."""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import sharpscope
+from sharpscope.config import ForkSpec, arm_method, arm_name
+from sharpscope.errors import UserError
+from sharpscope.forks import experiment
+from sharpscope.forks.start import SharedDraws, Start
+from sharpscope.forks.state import Snapshot
+from sharpscope.tasks import make_task
+from sharpscope.traces import RunLock
+from sharpscope.training import train
+from sharpscope.training.checkpoint import OPTIMIZER, checkpoint_dir
+
+SMALL = {"prompts": 3, "batches": 2}
+
+
+@pytest.fixture(scope="module")
+def trained(tiny_policy, tmp_path_factory):
+    """Configuration of a run of six steps with all of its checkpoints."""
+    from sharpscope.config import build_config
+    from tests.conftest import TOY
+
+    values = {**TOY, "policy.model": str(tiny_policy), "out": str(tmp_path_factory.mktemp("runs")), "name": "run"}
+    changes = {"steps": 6, "checkpoint.every": 1, "checkpoint.keep_last": 9, "evaluation.every": 0, "seed": 3}
+    changes |= {
+        "method": "grpo-sg",
+        "method.weight.preset": "calibrated",
+        "method.kl.coef": 0.01,
+        "update.mini_batches": 2,
+    }
+    changes |= {"optimizer.schedule": "cosine", "optimizer.weight_decay": 0.1}
+    config = build_config(values=values | changes)
+    assert train(config).status == "finished"
+    return config
+
+
+def start_of(config, spec=None, step=0, **arms) -> Start:
+    spec = spec or ForkSpec(**SMALL)
+    folder = checkpoint_dir(config.run_dir, step) if step else None
+    return Start(config, spec, arms or {"own": config.method}, folder, make_task(config.task))
+
+
+def state_of(start: Start) -> list[torch.Tensor]:
+    """Everything that a snapshot must restore, as tensors."""
+    found = [*start.policy.model.state_dict().values()]
+    for parameter in start.snapshot.parameters:
+        found += [torch.as_tensor(value) for value in start.optimizer.state.get(parameter, {}).values()]
+    return copy.deepcopy(found)
+
+
+def equal(one, two) -> bool:
+    return len(one) == len(two) and all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+
+
+@pytest.mark.parametrize("step", [0, 3])
+@pytest.mark.parametrize("offload", [False, True])
+def test_restoring_is_bitwise(trained, step, offload):
+    start = start_of(trained, ForkSpec(**SMALL, offload=offload, updates=2), step)
+    before, lr = state_of(start), [group["lr"] for group in start.optimizer.param_groups]
+    draws = torch.rand(3), np.random.rand(3), random.random()
+    start.snapshot = Snapshot(start.policy.model, start.optimizer, device=torch.device("cpu") if offload else None)
+    expected = torch.rand(3), np.random.rand(3), random.random()
+    del draws
+    start.update("own", 0)
+    start.policy.model.train()
+    assert not equal(state_of(start), before)
+    start.snapshot.restore()
+    assert equal(state_of(start), before)
+    assert [group["lr"] for group in start.optimizer.param_groups] == lr
+    assert not start.policy.model.training and all(p.grad is None for p in start.policy.model.parameters())
+    again = torch.rand(3), np.random.rand(3), random.random()
+    assert torch.equal(again[0], expected[0]) and (again[1] == expected[1]).all() and again[2] == expected[2]
+
+
+@pytest.mark.parametrize(("step", "updates"), [(0, 1), (0, 3), (2, 1), (2, 3), (4, 2)])
+def test_one_arm_equals_the_run_to_the_last_bit(trained, step, updates):
+    start = start_of(trained, ForkSpec(**SMALL, updates=updates), step)
+    shared = SharedDraws()
+    start.fixed("heldout", 0)  # measuring must not change what the arm does
+    start.update("own", 0, shared)
+    folder = checkpoint_dir(trained.run_dir, step + updates)
+    saved, moments = load_file(folder / "model.safetensors"), load_file(folder / OPTIMIZER)
+    named = dict(start.policy.model.named_parameters())
+    assert all(torch.equal(named[name], value) for name, value in saved.items() if name in named)
+    for key, value in moments.items():
+        name, entry = key.rsplit("::", 1)
+        assert torch.equal(torch.as_tensor(start.optimizer.state[named[name]][entry]), value), key
+
+
+def test_equal_arms_differ_by_exactly_zero_and_their_order_does_not_matter(trained):
+    spec = ForkSpec(**SMALL, outcomes=("failure", "nll", "entropy", "fresh", "sharpness"))
+    arms = {"a": "grpo", "b": "ar", "c": "grpo", "d": "grpo-sg-shuffled+weight.of.preset=calibrated"}
+    start = start_of(trained, spec, 2, **{name: arm_method(text, trained) for name, text in arms.items()})
+    found = {}
+    for row in experiment._batch_rows(start, "x", 1):
+        found[row["arm"], row["comparison"], tuple(row["outcome"])] = row["value"]
+    names = {key[1:] for key in found}
+    assert len(names) == 4
+    for key in names:
+        assert found[("a", *key)] == found[("c", *key)]
+        assert found[("a", *key)] != found[("b", *key)]
+    other = start_of(trained, spec, 2, **{name: arm_method(arms[name], trained) for name in "adbc"})
+    again = {}
+    for row in experiment._batch_rows(other, "x", 1):
+        again[row["arm"], row["comparison"], tuple(row["outcome"])] = row["value"]
+    assert again == found
+
+
+def test_matched_comparisons_match(trained):
+    arms = {name: arm_method(name, trained) for name in ("grpo", "ar", "lopti", "high-entropy")}
+    start = start_of(trained, ForkSpec(**SMALL, kl_tolerance=0.01), 2, **arms)
+    rows = list(experiment._batch_rows(start, "x", 0))
+    value = {(r["arm"], r["comparison"], o): v for r in rows for o, v in zip(r["outcome"], r["value"], strict=True)}
+    norm = {r["arm"]: value[r["arm"], "step", "update_norm"] for r in rows}
+    for row in rows:
+        assert row["scale"] == 1.0 or row["comparison"] != "step"
+        if row["comparison"] == "norm":
+            assert row["scale"] * norm[row["arm"]] == pytest.approx(norm["grpo"], rel=1e-12)
+        if row["comparison"] == "kl":
+            assert value[row["arm"], "kl", "kl"] == pytest.approx(value["grpo", "step", "kl"], rel=0.01)
+
+
+def test_a_repeated_call_adds_what_is_missing_and_reads_the_same(trained):
+    options = {"checkpoint": [2], "methods": ["grpo", "ar"], "prompts": 3, "comparisons": ("step",)}
+    once = sharpscope.fork(trained.run_dir, batches=1, **options).forks
+    more = sharpscope.fork(trained.run_dir, batches=2, **options).forks
+    assert len(more) == 2 * len(once)
+    kept = more.iloc[: len(once)].reset_index(drop=True)
+    assert kept.equals(once)
+    run = sharpscope.fork(trained.run_dir, batches=2, **options)
+    assert len(run.forks) == len(more)
+    ((name, settings),) = run.info["forks"].items()
+    assert set(run.forks["fork"]) == {name} and settings["batches"] == 2
+    assert list(settings["arms"]["2"]) == ["grpo", "ar"]
+    other = sharpscope.fork(trained.run_dir, batches=1, **options | {"prompts": 4}).forks
+    assert other["fork"].nunique() == 2
+
+
+def test_a_model_without_a_run_gets_a_folder_of_its_own(tiny_policy, tmp_path):
+    options = {"methods": ["grpo"], "prompts": 2, "batches": 1, "comparisons": ("step",)}
+    small = ["rollout.prompts_per_step=2", "rollout.group_size=2", "rollout.max_new_tokens=6"]
+    run = sharpscope.fork(
+        model=str(tiny_policy), task="tests.toy_task:vowels", overrides=small, out=tmp_path / "forks", **options
+    )
+    assert run.status == "finished" and len(run.steps) == 0 and set(run.forks["step"]) == {0}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"methods": ["grpo", "grpo"]}, "two arms are called 'grpo'"),
+        ({"methods": ["nope"]}, "nope"),
+        ({"methods": ["grpo+optimizer.lr=1"]}, "unknown field"),
+        ({"checkpoint": [77]}, "the run has 0, 1"),
+        ({"checkpoint": [6], "overrides": ["optimizer.schedule=linear"]}, "learning rate is 0"),
+        ({"methods": ["ppo-ewma"]}, "average of past weights"),
+        ({"comparisons": ("norm",)}, "must name step"),
+        ({"batch": 3}, "batches"),
+        ({"task": "math"}, "--task"),
+        ({"model": "embedded:math"}, "a run's folder, or --model"),
+    ],
+)
+def test_a_mistake_is_one_line(trained, change, words):
+    with pytest.raises(UserError, match=words) as error:
+        sharpscope.fork(trained.run_dir, **{"prompts": 2, "batches": 1, "checkpoint": [2]} | change)
+    assert "\n" not in str(error.value)
+
+
+def test_a_run_that_is_written_is_refused(trained):
+    with RunLock(trained.run_dir), pytest.raises(UserError, match="process"):
+        sharpscope.fork(trained.run_dir, checkpoint=[2], methods=["grpo"], prompts=2, batches=1)
+
+
+def test_arms_are_read_as_labels_are_written(trained):
+    assert arm_name("strong=grpo-sg+weight.U=4") == "strong" and arm_name("grpo-sg+weight.U=4") == "grpo-sg+weight.U=4"
+    assert arm_method("strong=grpo-sg+weight.U=4", trained).weight.U == 4
+    low = arm_method("grpo+tokens.kind=probability+tokens.side=high+tokens.threshold=1e-1", trained)
+    assert (low.tokens.side, low.tokens.threshold) == ("high", 0.1)
