@@ -105,6 +105,7 @@ def test_weights_on_the_tokens_of_a_run(tmp_path: Path):
         on = np.isclose(weight, bound, atol=1e-6)
         assert sg[at] == pytest.approx(on.mean())
         share = float(mass[on].sum() / mass.sum())
+        assert sg[f"gradient {at}"] == pytest.approx(share)
         assert 0.1 <= share <= 0.1 + float(mass.max() / mass.sum())
     assert math.isnan(sg["killed"]) and f"{tr['killed']:.3f}" in output
     # TR-GRPO: at ratio 1 a positive token with w > 1.2 has no gradient

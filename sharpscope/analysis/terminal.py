@@ -133,14 +133,16 @@ def _weights(run: Run) -> list[RenderableType]:
         return []
     line = f"weights ({printable(kind)}): mean {last['weight_mean']:.3f}, "
     line += f"{last['weight_min']:.3f} to {last['weight_max']:.3f}"
-    low, high = last["weight_saturation_low"], last["weight_saturation_high"]
-    if pd.notna(low) and pd.notna(high):
-        line += f"; on the lower bound {low:.0%}, on the upper {high:.0%}"
-        if max(low, high) > SATURATED:
-            return [
-                Text(line),
-                Text("almost every weight sits on one bound: this is GRPO up to the gradient's scale", "yellow"),
-            ]
+    saturated = ""
+    for what, suffix in (("tokens", ""), ("gradient", "_gradient")):
+        # Traces of version 1 have the shares of tokens only.
+        low, high = (last.get(f"weight_saturation_{bound}{suffix}") for bound in ("low", "high"))
+        if pd.notna(low) and pd.notna(high):
+            line += f"; of the {what} {low:.0%} on the lower bound, {high:.0%} on the upper"
+            saturated = what if max(low, high) > SATURATED else ""
+    if saturated:
+        text = f"almost all of the {saturated} has its weight on one bound: this is GRPO up to the gradient's scale"
+        return [Text(line), Text(text, "yellow")]
     return [Text(line)]
 
 

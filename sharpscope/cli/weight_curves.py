@@ -129,7 +129,8 @@ def observed(
         preset: Preset of weights that have none, `paper` or `calibrated`.
 
     Returns:
-        A frame with the weight of each token under each method, and one with a row of statistics per method: `killed` is
+        A frame with the weight of each token under each method, and one with a row of statistics per method: `at L` and
+        `at U` are shares of the tokens, the next two those of the gradient (`gradient_mass`); `killed` is
         the share of tokens whose gradient the clip removes at ratio 1, for weights inside a PPO clip.
     """
     import torch
@@ -140,6 +141,7 @@ def observed(
         shaping = calibrate(method.weight.with_preset("auto", preset), data)
         weight = token_weights(shaping, data, torch.Generator().manual_seed(0))
         summary = summarize_weights(shaping, weight, data.mask)
+        carried = summarize_weights(shaping, weight, data.mask, mass=data.mass)
         killed = None
         if method.weight_on == "ratio" and isinstance(method.clip, PpoClip):
             without_gradient = gradient_killed(method.clip, weight, data.token_advantage)
@@ -152,6 +154,8 @@ def observed(
                 "max": summary.maximum,
                 "at L": summary.saturation_low,
                 "at U": summary.saturation_high,
+                "gradient at L": carried.saturation_low,
+                "gradient at U": carried.saturation_high,
                 "killed": killed,
             }
         )

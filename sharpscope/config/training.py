@@ -192,7 +192,8 @@ class HealthSpec(Spec):
         Rule(threshold=0.01, action="warn"), description="Applies below this mean token entropy [nats]."
     )
     weight_saturation: Rule = Field(
-        Rule(threshold=0.95, action="warn"), description="Applies above this share of token weights at one bound."
+        Rule(threshold=0.95, action="warn"),
+        description="Applies above this share of the gradient |c|/w·‖p − e_y‖ at weights on one bound.",
     )
     clipped_weights: Rule = Field(
         Rule(threshold=0.1, action="warn"),

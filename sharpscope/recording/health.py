@@ -17,9 +17,9 @@ from sharpscope.config.reference import reference_method, same_at_one_update, we
 from sharpscope.config.token_weights import UniformWeight
 from sharpscope.config.training import HealthSpec, Rule
 from sharpscope.errors import CheckError, UserError
-from sharpscope.objective import Method
+from sharpscope.objective import Method, gradient_mass, summarize_weights
 from sharpscope.policy import TokenStats
-from sharpscope.recording.rows import clipped_weight_share, weight_columns
+from sharpscope.recording.rows import clipped_weight_share
 from sharpscope.recording.step import RolloutBatch, loss_mask
 
 CGROUP = Path("/sys/fs/cgroup")
@@ -171,8 +171,8 @@ def check_policy(
                 "weight_saturation",
                 spec.weight_saturation,
                 saturation,
-                "this share of the token weights sits on one bound: the method is plain GRPO up to the gradient's scale; "
-                "use the calibrated preset or other constants",
+                "this share of the gradient has token weights on one bound: the method is plain GRPO up to the gradient's "
+                "scale; calibrate over the gradient (method.weight.percentiles=gradient) or set other constants",
             )
         )
     if _fires(spec.clipped_weights, clipped_weights):
@@ -249,12 +249,13 @@ class StepHealth:
         gap = (stats.logp.cpu() - rollouts.behavior_logp.cpu())[mask].abs()
         entropy = stats.entropy.cpu()[mask]
         learned = loss_mask(rollouts, self.method).bool().cpu()
-        columns = weight_columns(self.method, weight.cpu(), learned, self.progress)
+        mass = gradient_mass(self.method, learned, self.batch.advantage.cpu(), stats.logit_grad_norm.cpu())
+        weights = summarize_weights(self.method.weight, weight.cpu(), learned, progress=self.progress, mass=mass)
         self.events += check_policy(
             self.spec,
             self.step,
             entropy_mean=float(entropy.double().mean()) if entropy.numel() else math.nan,
-            saturation=max(columns["weight_saturation_low"] or 0.0, columns["weight_saturation_high"] or 0.0),
+            saturation=max(weights.saturation_low or 0.0, weights.saturation_high or 0.0),
             clipped_weights=clipped_weight_share(self.method, weight.cpu(), self.batch.advantage.cpu(), learned),
             logp_mismatch=float(gap.mean()) if gap.numel() else math.nan,
             memory=memory_share(self.device),

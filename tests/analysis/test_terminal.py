@@ -97,11 +97,16 @@ def test_show_says_how_far_updates_went(tmp_path):
         assert (line in " ".join(text.split())) == said
 
 
-def test_show_says_when_a_method_is_grpo_in_disguise(tmp_path):
+@pytest.mark.parametrize(("tokens", "gradient", "said"), [(0.96, None, True), (0.1, 0.96, True), (0.96, 0.5, False)])
+def test_show_says_when_a_method_is_grpo_in_disguise(tmp_path, tokens, gradient, said):
+    """By the share of the gradient, and of the tokens where a trace has no more."""
     run = new_run(tmp_path / "a", calibration={"kind": "sigmoid"})
+    shares = {"": tokens, "_gradient": gradient}
+    columns = {f"weight_saturation_low{suffix}": share for suffix, share in shares.items()}
+    columns |= {f"weight_saturation_high{suffix}": None if share is None else 0.0 for suffix, share in shares.items()}
     with TraceWriter(run) as writer:
-        writer.append("steps", rows("steps", 1, 1) | {"weight_saturation_low": 0.96, "weight_saturation_high": 0.0})
-    assert "this is GRPO up to the gradient's scale" in _printed(show(load_run(run)))
+        writer.append("steps", rows("steps", 1, 1) | columns)
+    assert ("this is GRPO up to the gradient's scale" in _printed(show(load_run(run)))) is said
 
 
 def test_show_of_a_run_without_steps_and_with_hostile_text(tmp_path):

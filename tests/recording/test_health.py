@@ -218,11 +218,11 @@ def test_a_sampler_that_disagrees_with_the_trainer_is_noticed(toy_config, monkey
     np.testing.assert_allclose(events["value"], gap, rtol=1e-4)
 
 
-def test_saturation_is_that_of_the_steps_table(toy_config):
+def test_saturation_is_that_of_the_gradient_in_the_steps_table(toy_config):
     run = sharpscope.load_run(train(toy_config(method="grpo-sg", method__weight__preset="paper", **QUIET)).run_dir)
     events = run.events[run.events["rule"] == "weight_saturation"].set_index("step")["value"]
     steps = run.steps.set_index("step")
-    expected = steps[["weight_saturation_low", "weight_saturation_high"]].max(axis=1)
+    expected = steps[["weight_saturation_low_gradient", "weight_saturation_high_gradient"]].max(axis=1)
     np.testing.assert_allclose(events, expected[events.index], rtol=1e-6)
     assert len(events)
 
