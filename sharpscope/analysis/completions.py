@@ -117,8 +117,10 @@ def _ends(steps: Sequence[int]) -> list[int]:
 
 def _add_step(choice: Choice, step: int) -> None:
     rows = _at(choice.run, step)
-    first = sorted(rows["group"].unique())[:PROMPTS]
+    first = sorted(rows["group"].dropna().unique())[:PROMPTS]
     choice.add(step, _largest(choice.run, step), "largest tokens")
+    if not first:  # an imported run does not know its groups
+        choice.add(step, rows["rollout"].head(PROMPTS * PER_PROMPT), "first completions")
     for group in first:
         choice.add(step, rows.loc[rows["group"] == group, "rollout"].head(PER_PROMPT), "first prompts")
 
@@ -138,4 +140,4 @@ def _at(run: Run, step: int) -> pd.DataFrame:
 
 def _prompts(run: Run, step: int, rollouts: Sequence[int]) -> list[str]:
     rows = _at(run, step)
-    return list(dict.fromkeys(rows.loc[rows["rollout"].isin(rollouts), "prompt"]))
+    return list(dict.fromkeys(rows.loc[rows["rollout"].isin(rollouts), "prompt"].dropna()))

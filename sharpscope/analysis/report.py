@@ -339,6 +339,9 @@ def cost_grid(runs: Runs) -> Grid:
     rows = []
     for name, run in runs.by_name.items():
         parts = [float(run.steps[f"{kind}_s"].sum()) for kind in ("generation", "training", "recording")]
+        if len(run.steps) and run.steps["training_s"].isna().all():  # imported
+            rows.append((name, *["–"] * 7))
+            continue
         probes = float(pd.to_numeric(run.probes["seconds"], errors="coerce").sum())
         count = max(1, len(run.steps))
         cells = (*(f"{seconds:,.1f}" for seconds in (*parts, probes)), f"{sum(parts) / count:.2f}")

@@ -14,6 +14,9 @@ from sharpscope.traces.spike_rule import robust_z
 PROBABILITY_EDGES = (0.0, 0.01, 0.1, 0.3, 0.5, 0.8, 0.95, 0.99, 1.0)
 """Ranges of π in which a spike's shares are summed."""
 
+NOT_RECORDED = "(not recorded)"
+"""Stands for a prompt that an imported run does not have."""
+
 
 @dataclass(frozen=True)
 class Spike:
@@ -74,6 +77,7 @@ def _explain(run: Run, row: object, top: int) -> Spike:
     biggest = tokens.reindex(tokens["attribution"].abs().sort_values(ascending=False).index).head(top)
     rollouts = run.rollouts[run.rollouts["step"] == step][["rollout", "group", "prompt", "reward"]]
     joined = tokens.merge(rollouts, on="rollout")
+    joined = joined.assign(group=joined["group"].fillna(-1).astype(int), prompt=joined["prompt"].fillna(NOT_RECORDED))
     prompts = pd.DataFrame(joined.groupby(["group", "prompt"])["attribution"].sum()).reset_index()
     prompts = prompts.loc[prompts["attribution"].abs().nlargest(top).index]
     ranges = pd.cut(tokens["probability"], list(PROBABILITY_EDGES), include_lowest=True)

@@ -77,7 +77,8 @@ def show(run: Run) -> RenderableType:
     if run.steps.empty:
         parts.append(Text("No step is recorded yet."))
     else:
-        parts += [_curves(run.steps.sort_values("step")), *_weights(run), *_updates(run), _cost(run)]
+        parts += [_curves(run.steps.sort_values("step")), *_weights(run), *_updates(run)]
+        parts += [_cost(run)] if run.steps["training_s"].notna().any() else []
     if len(run.eval):
         parts.append(_evaluation(run))
     parts += _events(run)
@@ -99,14 +100,33 @@ def _head(run: Run) -> RenderableType:
         "group size": rollout.get("group_size"),
         "device": run.info.get("device"),
         "started": run.info.get("started"),
+        "imported": imported_note(run),
     }
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim")
     for key, value in facts.items():
         if value is not None:
-            shown = f"{value:,}" if isinstance(value, int) and key == "parameters" else printable(value)
+            shown = (
+                f"{value:,}"
+                if isinstance(value, int) and key == "parameters"
+                else printable(value, 1000 if key == "imported" else 160)
+            )
             grid.add_row(key, Text(shown))
     return Panel(grid, title=Text(f"{printable(run.name)} · {run.status}"), expand=False)
+
+
+def imported_note(run: Run) -> str | None:
+    """What an imported run was made from, and what its tables lack; None for other runs."""
+    imported = run.info.get("imported")
+    if not isinstance(imported, dict):
+        return None
+    lacks = []
+    for table, names in (imported.get("not_recorded") or {}).items():
+        if not run.rows(table):
+            lacks.append(f"{table}: all")
+        elif few := [name for name in names if not name.startswith(("weight_", "redrawn", "generated"))]:
+            lacks.append(f"{table}: {', '.join(few)}")
+    return f"from {imported.get('from')}; not recorded: {'; '.join(lacks) or 'nothing is missing'}"
 
 
 def _curves(steps: pd.DataFrame) -> Table:

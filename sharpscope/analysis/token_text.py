@@ -17,11 +17,13 @@ Decode = Callable[[int], str]
 
 
 def token_decoder(run: Run) -> Decode:
-    """A function from token id to text, from the tokenizer that the run saved.
+    """A function from token id to text, from the tokenizer that the run saved; of an imported run without one, the id itself.
 
     Raises:
         UserError: the run has no readable tokenizer.
     """
+    if run.info.get("imported") is not None and not (Path(run.path) / "tokenizer").is_dir():
+        return lambda token: f"⟨{token}⟩"
     join = _joiner(run)
     return lambda token: join([token])
 

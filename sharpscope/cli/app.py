@@ -10,7 +10,18 @@ from typing import Annotated
 import typer
 
 from sharpscope import __version__
-from sharpscope.cli import describe, exporting, forking, inspecting, probing, reducing, reporting, sweeping, training
+from sharpscope.cli import (
+    describe,
+    exporting,
+    forking,
+    importing,
+    inspecting,
+    probing,
+    reducing,
+    reporting,
+    sweeping,
+    training,
+)
 from sharpscope.cli.console import printable
 from sharpscope.errors import UserError
 from sharpscope.quiet import silence
@@ -28,7 +39,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for module in (training, reporting, inspecting, sweeping, reducing, describe, exporting, probing, forking):
+for module in (training, reporting, inspecting, sweeping, reducing, describe, exporting, importing, probing, forking):
     module.register(app)
 
 _options = {"debug": False}

@@ -30,6 +30,11 @@ def probe(
     ] = None,
     model: Annotated[str | None, typer.Option(help="embedded:NAME, a model folder, or a hub id.")] = None,
     data: Annotated[Path | None, typer.Option(help="JSONL or Parquet with prompt and completion (and reward).")] = None,
+    tokens: Annotated[
+        Path | None,
+        typer.Option(help="Folder of an imported run: measure its tokens' score norms and attribution at --model."),
+    ] = None,
+    steps: Annotated[str | None, typer.Option(help="Comma-separated steps of --tokens. Default: all.")] = None,
     probes: Annotated[
         str | None,
         typer.Option(help="Comma-separated: curvature, perturbation, tokens (only with --model). Default: all."),
@@ -62,6 +67,8 @@ def probe(
       sharpscope probe --model embedded:knights_knaves --data completions.jsonl --out probe
 
       sharpscope probe runs/first --all-checkpoints
+
+      sharpscope probe --tokens runs/imported --model checkpoints/step-100 --steps 100 --out runs/probed
     """
     from sharpscope.config.probes import ObjectiveName
     from sharpscope.errors import UserError, nearest
@@ -78,6 +85,13 @@ def probe(
             raise UserError(f"--functional {name}: unknown{nearest(name, objectives)}")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"--out {out}: is not empty, or not a folder; nothing is overwritten, choose another")
+    if tokens is not None:
+        if run is not None or model is None or data is not None or functional or probes or all_checkpoints:
+            raise UserError("--tokens: goes with --model, --steps, --set, --threads and --out alone")
+        _trace(tokens, model, steps, _spec(set_ or []), threads, out)
+        return
+    if steps is not None:
+        raise UserError("--steps: goes with --tokens")
     if (run is None) == (model is None):
         raise UserError("probe: give a run's folder, or --model with --data")
     if run is not None and data is not None:
@@ -171,6 +185,29 @@ def _model(
     if "tokens" in parts:
         _write_tokens(policy, rows, spec, out)
     return report.frame()
+
+
+def _trace(tokens: Path, model: str, steps: str | None, spec: ProbesSpec, threads: int | None, out: Path) -> None:
+    """Copy an imported run with score norms and attribution at the weights of `model`."""
+    from sharpscope.errors import UserError
+    from sharpscope.policy import PolicySpec, load_policy
+    from sharpscope.recording.environment import set_threads
+    from sharpscope.recording.from_checkpoint import Probed, probe_trace
+    from sharpscope.traces import load_run
+
+    try:
+        chosen = None if steps is None else [int(step) for step in steps.split(",")]
+    except ValueError:
+        raise UserError(f"--steps {steps}: not whole numbers, comma-separated; write for example 10,20") from None
+    run = load_run(tokens)
+    set_threads(threads, model)
+
+    def tell(found: Probed) -> None:
+        shares = "norms and shares" if found.attributed else "norms (no loss_coef, so no shares)"
+        typer.echo(f"step {found.step}: {shares} of {found.tokens} tokens; |ln π − recorded| {found.logp_gap:.2g} nats")
+
+    probe_trace(run, load_policy(PolicySpec(model=model)), out, steps=chosen, check=spec.check, on_step=tell)
+    typer.echo(f"Written: {out}/ (try: sharpscope spikes {out})")
 
 
 def _write_tokens(policy: Policy, rows: Sequence[DataRow], spec: ProbesSpec, out: Path) -> None:

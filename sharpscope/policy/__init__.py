@@ -14,7 +14,7 @@ from sharpscope.policy.generation import check_lengths, generate
 from sharpscope.policy.head import Head, backbone, output_head
 from sharpscope.policy.loading import Policy, load_policy, make_policy
 from sharpscope.policy.prompts import render_prompts, with_openings
-from sharpscope.policy.rollouts import Completions, Rollouts
+from sharpscope.policy.rollouts import Completions, Rollouts, completions_of
 from sharpscope.policy.token_stats import TokenStats
 
 __all__ = [
@@ -34,6 +34,7 @@ __all__ = [
     "WarmStartSpec",
     "backbone",
     "check_lengths",
+    "completions_of",
     "embedded_policy",
     "generate",
     "load_policy",

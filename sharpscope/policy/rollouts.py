@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self, TypeVar
 
@@ -87,6 +88,45 @@ class Rollouts(Completions):
     """
 
     reward: Tensor
+
+
+def completions_of(
+    prompts: Sequence[Sequence[int]],
+    completions: Sequence[Sequence[int]],
+    counted: Sequence[Sequence[bool]] | None = None,
+    device: torch.device | str = "cpu",
+) -> Completions:
+    """Given token IDs as completions without a sampler: `behavior_logp` is NaN, each row is a group, texts are empty.
+
+    Args:
+        prompts: N prompts.
+        completions: N completions.
+        counted: for each completion's tokens, whether they are in the loss; None: all are.
+        device: of the tensors.
+    """
+    mask = [[1] * len(row) for row in completions] if counted is None else counted
+    ids = torch.cat([_padded(prompts, left=True), _padded(completions, left=False)], 1).to(device)
+    present = [_padded([[1] * len(row) for row in part], left=i == 0) for i, part in enumerate((prompts, completions))]
+    width = ids.shape[1] - present[0].shape[1]
+    return Completions(
+        input_ids=ids,
+        attention_mask=torch.cat(present, 1).to(device),
+        completion_ids=ids[:, ids.shape[1] - width :],
+        completion_mask=_padded(mask, left=False).to(device),
+        behavior_logp=torch.full((len(ids), width), torch.nan, device=device),
+        sampler_logp=None,
+        group=torch.arange(len(ids), device=device),
+        truncated=torch.zeros(len(ids), dtype=torch.bool, device=device),
+        texts=[""] * len(ids),
+    )
+
+
+def _padded(rows: Sequence[Sequence[int]], left: bool) -> Tensor:
+    """(n, width) long: the rows with zeros before or behind them."""
+    width = max(map(len, rows))
+    zeros = [[0] * (width - len(row)) for row in rows]
+    padded = [[*zero, *row] if left else [*row, *zero] for row, zero in zip(rows, zeros, strict=True)]
+    return torch.tensor(padded, dtype=torch.long).view(len(rows), width)
 
 
 C = TypeVar("C", bound=Completions)

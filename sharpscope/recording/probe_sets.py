@@ -16,6 +16,7 @@ from sharpscope.errors import UserError
 from sharpscope.policy import (
     Completions,
     Policy,
+    completions_of,
     load_policy,
     microbatches,
     render_prompts,
@@ -135,24 +136,7 @@ def solution_losses(
 
 def _solution_rows(items: Sequence[ProbeItem]) -> Completions:
     """The stored solutions as completions of their prompts."""
-    before = max(len(item.prompt_ids) for item in items)
-    ids = torch.zeros(len(items), before + max(len(item.solution) for item in items), dtype=torch.long)
-    present = torch.zeros_like(ids)
-    for row, item in enumerate(items):
-        columns = slice(before - len(item.prompt_ids), before + len(item.solution))
-        ids[row, columns], present[row, columns] = torch.tensor([*item.prompt_ids, *item.solution]), 1
-    blank = torch.zeros(len(items), ids.shape[1] - before)
-    return Completions(
-        input_ids=ids,
-        attention_mask=present,
-        completion_ids=ids[:, before:],
-        completion_mask=present[:, before:],
-        behavior_logp=blank,
-        sampler_logp=None,
-        group=torch.arange(len(items)),
-        truncated=torch.zeros(len(items), dtype=torch.bool),
-        texts=[""] * len(items),
-    )
+    return completions_of([item.prompt_ids for item in items], [item.solution for item in items])
 
 
 def task_key(config: RunConfig) -> str:

@@ -160,7 +160,7 @@ STEPS = Table(
     ("step",),
     (
         _STEP,
-        _required("updates", "int32", "updates", "optimizer updates in this step"),
+        _nullable("updates", "int32", "updates", "optimizer updates in this step"),
         _nullable("reward_mean", "float64", "reward", "mean reward over the step's completions; null without rewards"),
         _nullable(
             "reward_std", "float64", "reward", "standard deviation (n - 1) of the rewards over the step's completions"
@@ -223,7 +223,7 @@ STEPS = Table(
         ),
         _nullable("completion_length_mean", "float64", "tokens", "mean completion length"),
         _nullable("truncated_fraction", "float64", ONE, "fraction of completions truncated at the length limit"),
-        _required("tokens", "int64", "tokens", "number of loss tokens in the step"),
+        _nullable("tokens", "int64", "tokens", "number of loss tokens in the step"),
         _nullable(
             "generated_tokens",
             "int64",
@@ -333,8 +333,15 @@ ROLLOUTS = Table(
             ONE,
             "advantage before per-token factors; the mean over the tokens if each has its own",
         ),
-        _required("length", "int32", "tokens", "number of completion tokens in the loss"),
+        _nullable("length", "int32", "tokens", "number of completion tokens in the loss"),
         _nullable("truncated", "bool", "true / false", "whether the completion was truncated at the length limit"),
+        _probe(
+            "token_ids",
+            "string",
+            ONE,
+            "token IDs of prompt and completion, those outside the loss included, as a JSON list; recorded by importers",
+        ),
+        _probe("prompt_tokens", "int32", "tokens", "how many of token_ids are the prompt"),
     ),
 )
 

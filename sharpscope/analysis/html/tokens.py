@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 
 from sharpscope.analysis.completions import Choice, choose, completions_dropped
+from sharpscope.analysis.spikes import NOT_RECORDED
 from sharpscope.analysis.text import shown
 from sharpscope.analysis.token_text import Pieces, piece_maker
 from sharpscope.traces import Run
@@ -134,21 +135,21 @@ def _head(row: Any, number: int, step: int, rollout: int, why: str, prompts: Poo
         "r": number,
         "s": step,
         "n": rollout,
-        "g": int(row["group"]),
-        "p": prompts(_cut(str(row["prompt"]))),
+        "g": _short(row["group"]),
+        "p": prompts(_cut(NOT_RECORDED if row["prompt"] is None else str(row["prompt"]))),
         "reward": _short(row["reward"]),
         "parts": shown(row["reward_parts"])[:300],
-        "ok": bool(row["correct"]),
+        "ok": None if pd.isna(row["correct"]) else bool(row["correct"]),
         "adv": _short(row["advantage"]),
-        "len": int(row["length"]),
-        "cut": bool(row["truncated"]),
+        "len": _short(row["length"]),
+        "cut": not pd.isna(row["truncated"]) and bool(row["truncated"]),
         "why": shown(why),
     }
 
 
 def _body(row: Any, tokens: pd.DataFrame, maker: Pieces | None, pieces: Pool) -> dict[str, Any]:
     if tokens.empty:
-        return {"text": shown(_cut(str(row["completion"])))}
+        return {"text": shown(_cut(NOT_RECORDED if row["completion"] is None else str(row["completion"])))}
     ids = [int(token) for token in tokens["token_id"]]
     texts = [f"⟨{token}⟩" for token in ids] if maker is None else maker(ids)
     kept = tokens.head(MOST_TOKENS)

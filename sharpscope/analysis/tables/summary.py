@@ -24,12 +24,12 @@ def run_metrics(run: Run, horizon: int) -> dict[tuple[str, str], float]:
     """
     steps = run.steps[run.steps["step"] <= horizon]
     late = steps[steps["step"] > 2 * horizon / 3]
-    seconds = steps[["generation_s", "training_s", "recording_s"]].sum(axis=1)
+    seconds = steps[["generation_s", "training_s", "recording_s"]].sum(axis=1, min_count=1)
     clipped = late["clip_fraction_low"] + late["clip_fraction_high"]
     found: dict[tuple[str, str], float] = {}
-    if run.steps["reward_mean"].notna().any():
-        found[f"reward, {_LAST_THIRD}", "reward"] = _mean(late["reward_mean"])
-        found[f"training accuracy, {_LAST_THIRD}", "share"] = _mean(late["accuracy"])
+    for column, name in (("reward_mean", ("reward", "reward")), ("accuracy", ("training accuracy", "share"))):
+        if run.steps[column].notna().any():
+            found[f"{name[0]}, {_LAST_THIRD}", name[1]] = _mean(late[column])
     found |= _eval_metrics(run, horizon)
     optional = {
         (f"entropy, {_LAST_THIRD}", "nats"): late["entropy_mean"],

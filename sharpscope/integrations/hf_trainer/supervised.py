@@ -11,7 +11,7 @@ trainer's loss by the model's, which a hook gives (it holds the division by the 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -30,7 +30,7 @@ from sharpscope.integrations.hf_trainer.base import TrainerRecorder
 from sharpscope.integrations.hf_trainer.batches import Batch, same_prompts, unused_tokens
 from sharpscope.integrations.hf_trainer.trace import Trace
 from sharpscope.objective import Method
-from sharpscope.policy import Completions, Rollouts
+from sharpscope.policy import Rollouts, completions_of
 from sharpscope.policy.scoring import Scorer
 from sharpscope.probes.guard import guarded
 from sharpscope.recording import RolloutBatch, StepTokens
@@ -155,37 +155,18 @@ def sequences_of(inputs: Mapping[str, Any], pairs: bool, tokenizer: Any) -> Sequ
         prompts.append(kept[:first])
         completions.append(kept[first : last + 1])
         flags.append(loss[first : last + 1])
-    columns = _padded(completions, left=False).to(ids.device)
-    before = _padded(prompts, left=True).to(ids.device)
-    mask = _padded(flags, left=False).to(ids.device).long()
-    there = torch.cat(
-        [_padded([[1] * len(row) for row in part], left) for part, left in ((prompts, True), (completions, False))], 1
+    own = [ids[row].tolist() for row in order.tolist()]
+    before, after = (
+        [[tokens[i] for i in row] for row, tokens in zip(part, own, strict=True)] for part in (prompts, completions)
     )
-    own = ids[order.to(ids.device)]
-    there = there.to(ids.device)
-    whole = own.gather(1, torch.cat([before, columns], 1)) * there
-    texts = [own[i, row].tolist() for i, row in enumerate(completions)]
-    rollouts = Completions(
-        input_ids=whole,
-        attention_mask=there,
-        completion_ids=whole[:, before.shape[1] :],
-        completion_mask=mask,
-        behavior_logp=torch.full(mask.shape, torch.nan, device=ids.device),
-        sampler_logp=None,
-        group=torch.arange(n, device=ids.device) // (2 if pairs else 1),
-        truncated=torch.zeros(n, dtype=torch.bool, device=ids.device),
-        texts=tokenizer.batch_decode(texts, clean_up_tokenization_spaces=False),
+    made = completions_of(before, after, flags, ids.device)
+    rollouts = replace(
+        made,
+        group=made.group // (2 if pairs else 1),
+        texts=tokenizer.batch_decode(after, clean_up_tokenization_spaces=False),
     ).with_reward(torch.zeros(n))
+    columns = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in completions], batch_first=True)
     return Sequences(rollouts, columns, order)
-
-
-def _padded(rows: Sequence[Sequence[int]], left: bool) -> Tensor:
-    """(n, width) long: the rows with zeros before or behind them."""
-    width = max(map(len, rows))
-    zeros = [[0] * (width - len(row)) for row in rows]
-    return torch.tensor(
-        [[*zero, *row] if left else [*row, *zero] for row, zero in zip(rows, zeros, strict=True)]
-    ).long()
 
 
 class SupervisedRecorder(TrainerRecorder):

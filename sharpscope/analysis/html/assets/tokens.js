@@ -41,10 +41,12 @@ const Tokens = (() => {
   }
 
   function facts(completion) {
-    const parts = [
-      `reward ${Colors.format(completion.reward)}`, completion.ok ? "correct" : "wrong",
-      `advantage ${Colors.format(completion.adv)}`, `${completion.len.toLocaleString("en")} tokens`,
-    ];
+    /* What is null was not recorded. */
+    const parts = [];
+    if (completion.reward !== null) parts.push(`reward ${Colors.format(completion.reward)}`);
+    if (completion.ok !== null) parts.push(completion.ok ? "correct" : "wrong");
+    if (completion.adv !== null) parts.push(`advantage ${Colors.format(completion.adv)}`);
+    if (completion.len !== null) parts.push(`${completion.len.toLocaleString("en")} tokens`);
     if (completion.cut) parts.push("cut at the length limit");
     return parts.join(" · ");
   }
@@ -176,7 +178,7 @@ const Tokens = (() => {
       const values = completion.c[key];
       if (values && values[index] !== null) rows.push([label, Colors.format(values[index])]);
     }
-    rows.push(["advantage", Colors.format(completion.adv)]);
+    if (completion.adv !== null) rows.push(["advantage", Colors.format(completion.adv)]);
     const table = make("dl");
     for (const [label, value] of rows) {
       const text = String(value);

@@ -1,0 +1,246 @@
+"""Sequences of another trainer as the tables of a trace."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sharpscope.errors import UserError
+from sharpscope.traces import RunLock, TraceWriter, create_run_dir, create_run_info, update_run_info
+from sharpscope.traces.files import now
+from sharpscope.traces.schema import TABLES
+
+
+@dataclass(frozen=True)
+class Labels:
+    """What a user says of an imported run.
+
+    Attributes:
+        method: name of the training method.
+        task: name of the task; None: what the files say, or the importer's name.
+        seed: of the run, if known.
+        tokenizer: folder or hub id of the tokenizer, for texts; None: tokens are shown as their numbers.
+    """
+
+    method: str = "unknown"
+    task: str | None = None
+    seed: int | None = None
+    tokenizer: str | None = None
+
+
+@dataclass
+class Completion:
+    """One completion.
+
+    Attributes:
+        ids: token IDs of prompt and completion; None: not known.
+        prompt_length: how many of `ids` are the prompt.
+        tokens: column of the tokens table -> (n,) values of its n loss tokens, `position` and `logp` among them; empty: not
+            known. None in a float column is null.
+        group: what the completions of one prompt share; None: not known.
+        parts: components of the reward.
+    """
+
+    ids: Sequence[int] | None = None
+    prompt_length: int = 0
+    tokens: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    group: str | None = None
+    prompt: str | None = None
+    completion: str | None = None
+    reward: float | None = None
+    parts: Mapping[str, float] = field(default_factory=dict)
+    correct: bool | None = None
+    length: int | None = None
+
+
+def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(line number, object) of a file with a JSON object on each line.
+
+    Raises:
+        UserError: a line is something else, or the file cannot be read.
+    """
+    try:
+        with path.open(encoding="utf-8") as lines:  # str.splitlines would also split at U+2028
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    yield number, _object(line, path, number)
+    except (OSError, UnicodeDecodeError) as problem:
+        raise UserError(f"{path}: cannot be read ({problem}); give a text file in UTF-8") from problem
+
+
+def _object(line: str, path: Path, number: int) -> dict[str, Any]:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError) as problem:
+        raise UserError(f"{path} line {number}: not JSON ({problem}); remove the line") from problem
+    if not isinstance(found, dict):
+        raise UserError(f"{path} line {number}: a {type(found).__name__}, not a JSON object; write one object a line")
+    return found
+
+
+def number(value: Any, name: str, where: str) -> float | None:
+    """A number or null.
+
+    Raises:
+        UserError: it is something else.
+    """
+    if value is None or isinstance(value, int | float):
+        return None if value is None or math.isnan(value) else float(value)
+    raise UserError(f"{where}: {name} = {str(value)[:40]!r} is not a number; write a number or null")
+
+
+def write(
+    out: Path,
+    kind: str,
+    source: Path,
+    steps: Iterable[tuple[int, list[Completion]]],
+    labels: Labels,
+    notes: Sequence[str],
+) -> dict[str, int]:
+    """Write a trace of the sequences of each step; returns the number of steps, rollouts and tokens.
+
+    Raises:
+        UserError: `out` is not empty, the tokenizer cannot be loaded, or there is no sequence.
+    """
+    tokenizer = None if labels.tokenizer is None else _tokenizer(labels.tokenizer)
+    made = create_run_dir(out)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(made / "tokenizer")
+    info: dict[str, Any] = {
+        "method": labels.method,
+        "task": labels.task or kind,
+        "seed": labels.seed,
+        "config": {},
+        "notes": list(notes),
+    }
+    create_run_info(made, info)
+    decode = None if tokenizer is None else lambda ids: str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+    counts = {"steps": 0, "rollouts": 0, "tokens": 0}
+    known: dict[str, set[str]] = {table: set() for table in counts}
+    try:
+        with RunLock(made), TraceWriter(made) as writer:
+            for step, given in steps:
+                for table, columns in _tables(step, _grouped(given), decode).items():
+                    if columns:
+                        known[table] |= {name for name, values in columns.items() if not _nothing(values)}
+                        counts[table] += writer.append(table, columns)
+                writer.flush()
+        if not counts["rollouts"]:
+            raise UserError(f"{source}: holds no sequence with a token in the loss")
+    except BaseException:
+        shutil.rmtree(made)  # it was new or empty
+        raise
+    missing = {
+        table: [c.name for c in TABLES[table].columns if c.name not in known[table] and not c.probe and not c.timing]
+        for table in counts
+    }
+    imported = {"from": kind, "source": source.name, "not_recorded": missing}
+    update_run_info(made, status="finished", steps_done=counts["steps"], finished=now(), imported=imported)
+    return counts
+
+
+def _tokenizer(name: str) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    except (OSError, ValueError) as problem:
+        text = " ".join(str(problem).split())[:200]
+        raise UserError(
+            f"--tokenizer {name}: cannot be loaded ({text}); give the model's folder or hub id"
+        ) from problem
+
+
+def _grouped(given: Sequence[Completion]) -> list[Completion]:
+    """The sequences with those of a group adjacent, groups in the order of their first sequence."""
+    first: dict[str | None, int] = {}
+    for place, one in enumerate(given):
+        first.setdefault(one.group, place)
+    return sorted(given, key=lambda one: first[one.group])
+
+
+def _nothing(values: Any) -> bool:
+    if values is None:
+        return True
+    return not isinstance(values, int | float) and all(value is None for value in values)
+
+
+def _tables(
+    step: int, rows: list[Completion], decode: Callable[[Sequence[int]], str] | None
+) -> dict[str, dict[str, Any]]:
+    """Columns of the tables of one step."""
+    groups = {name: index for index, name in enumerate(dict.fromkeys(one.group for one in rows))}
+    grouped = None not in groups
+    rollouts: dict[str, list[Any]] = {column.name: [] for column in TABLES["rollouts"].columns}
+    tokens: dict[str, list[Any]] = {column.name: [] for column in TABLES["tokens"].columns}
+    for index, one in enumerate(rows):
+        count = len(one.tokens["position"]) if one.tokens else 0
+        values = [value for value in one.tokens.get("advantage", ()) if value is not None]
+        prompt, completion = one.prompt, one.completion
+        if one.ids is not None and decode is not None:
+            prompt = decode(one.ids[: one.prompt_length]) if prompt is None else prompt
+            completion = decode(one.ids[one.prompt_length :]) if completion is None else completion
+        rollout = {
+            "rollout": index,
+            "group": groups[one.group] if grouped else None,
+            "prompt": prompt,
+            "completion": completion,
+            "reward": one.reward,
+            "reward_parts": dict(one.parts),
+            "correct": one.correct,
+            "advantage": float(np.mean(values)) if values else None,
+            "length": count if one.tokens else one.length,
+            "token_ids": None if one.ids is None else json.dumps(list(one.ids)),
+            "prompt_tokens": None if one.ids is None else one.prompt_length,
+        }
+        for name, column in rollouts.items():
+            column.append(rollout.get(name))
+        for name, into in tokens.items():
+            into.extend([index] * count if name == "rollout" else one.tokens.get(name, [None] * count))
+    row = _step_row(rows, rollouts, tokens, grouped)
+    return {
+        "rollouts": {name: _column(v) for name, v in rollouts.items()} | {"step": step},
+        "tokens": {name: _column(v) for name, v in tokens.items()} | {"step": step} if tokens["position"] else {},
+        "steps": row | {"step": step},
+    }
+
+
+def _column(values: list[Any]) -> list[Any] | None:
+    return None if all(value is None for value in values) else values
+
+
+def _step_row(
+    rows: list[Completion], rollouts: Mapping[str, list[Any]], tokens: Mapping[str, list[Any]], grouped: bool
+) -> dict[str, Any]:
+    """The row of the steps table, without `step`."""
+    row: dict[str, Any] = {column.name: None for column in TABLES["steps"].columns}
+    rewards = [one.reward for one in rows if one.reward is not None]
+    if len(rewards) == len(rows):
+        row["reward_mean"] = float(np.mean(rewards))
+        row["reward_std"] = float(np.std(rewards, ddof=1)) if len(rewards) > 1 else None
+        by_group: dict[str | None, set[float]] = {}
+        for one in rows:
+            by_group.setdefault(one.group, set()).add(float(one.reward or 0.0))
+        row["zero_std_groups"] = sum(len(values) == 1 for values in by_group.values()) if grouped else None
+    row["accuracy"] = _mean(rollouts["correct"])
+    row["completion_length_mean"] = _mean(rollouts["length"])
+    clipped = [value for value in tokens["clipped"] if value is not None]
+    if tokens["position"]:
+        row |= {"entropy_mean": _mean(tokens["entropy"]), "tokens": len(tokens["position"]), "updates": 1}
+        row["weight_mean"] = _mean(tokens["weight"])
+    if clipped and len(clipped) == len(tokens["position"]):
+        row["clip_fraction_low"] = sum(value < 0 for value in clipped) / len(clipped)
+        row["clip_fraction_high"] = sum(value > 0 for value in clipped) / len(clipped)
+    return row
+
+
+def _mean(values: Sequence[Any]) -> float | None:
+    """Mean of values that are all known; None otherwise."""
+    return float(np.mean(values)) if values and all(value is not None for value in values) else None

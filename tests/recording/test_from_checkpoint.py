@@ -1,0 +1,93 @@
+"""Score norms and attribution of an imported trace at a checkpoint, against autograd in float64."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import sharpscope
+from sharpscope.errors import UserError
+from sharpscope.integrations.importers import Labels, import_jsonl
+from sharpscope.policy import PolicySpec, load_policy
+from sharpscope.recording.from_checkpoint import probe_trace
+from tests.integrations.trainers import small_model, tokenizer
+from tests.oracles.supervised import row_logp, tokens_of
+
+ROWS = [([2, 3], [4, 5, 6]), ([7], [8, 9]), ([2, 3, 4], [10])]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    small_model().save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
+def trace(folder: Path, coef: list[list[float]] | None, shift: float = 0.0) -> Path:
+    model = small_model().double()
+    with torch.no_grad():
+        logp = [(row_logp(model, row) + shift).tolist() for row in ROWS]
+    lines = [
+        {"step": step, "prompt_ids": prompt, "token_id": ids, "logp": logp[i]}
+        | ({"loss_coef": coef[i]} if coef else {})
+        for step in (1, 2)
+        for i, (prompt, ids) in enumerate(ROWS)
+    ]
+    file = folder / "t.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
+    import_jsonl(file, folder / "imported", Labels())
+    return folder / "imported"
+
+
+def test_norms_and_shares_are_autograds(checkpoint: Path, tmp_path: Path):
+    rng = np.random.default_rng(0)
+    coef = [rng.normal(size=len(ids)).tolist() for _, ids in ROWS]
+    source = sharpscope.load_run(trace(tmp_path, coef))
+    found = probe_trace(source, load_policy(PolicySpec(model=str(checkpoint))), tmp_path / "out", steps=[2])
+    assert [(one.step, one.tokens, one.attributed) for one in found] == [(2, 6, True)] and found[0].logp_gap < 1e-5
+    run = sharpscope.load_run(tmp_path / "out")
+    tokens, model = run.tokens(steps=[2]), small_model().double()
+    given = [torch.tensor(row, dtype=torch.float64) for row in coef]
+    expected = tokens_of(model, ROWS, lambda logp: sum((c * one).sum() for c, one in zip(given, logp, strict=True)))
+    np.testing.assert_allclose(tokens["attribution"], expected.attribution, atol=1e-5)
+    assert tokens["attribution"].sum() == pytest.approx(1, abs=1e-5)
+    assert run.steps["grad_norm"][1] == pytest.approx(expected.gradient_norm, rel=1e-5)
+    # The last token of a row has no later position that attends to it, and of a first token nothing is left out: exact.
+    local, exact = tokens["score_norm_local"].to_numpy(), expected.score_norm.numpy()
+    assert (local <= exact * (1 + 1e-5)).all() and (local > 0.3 * exact).all()
+    assert run.tokens(steps=[1])["attribution"].isna().all() and np.isnan(run.steps["grad_norm"][0])
+    assert run.events.empty and "measured afterwards" in run.info["notes"][-1]
+    old, new = source.tokens(), run.tokens()
+    columns = [name for name in old.columns if name not in ("attribution", "score_norm_local")]
+    assert old[columns].equals(new[columns]) and source.rollouts.equals(run.rollouts)
+
+
+def test_another_checkpoint_is_reported_and_shares_need_coefficients(checkpoint: Path, tmp_path: Path):
+    source = sharpscope.load_run(trace(tmp_path, None, shift=-0.5))
+    found = probe_trace(source, load_policy(PolicySpec(model=str(checkpoint))), tmp_path / "out")
+    run = sharpscope.load_run(tmp_path / "out")
+    assert run.events["rule"].tolist() == ["checkpoint_mismatch"] * 2
+    np.testing.assert_allclose(run.events["value"], 0.5, atol=1e-5)
+    assert not found[0].attributed and run.tokens()["attribution"].isna().all()
+    assert run.tokens()["score_norm_local"].notna().all()
+
+
+def test_what_cannot_be_probed_is_refused(checkpoint: Path, tmp_path: Path):
+    policy = load_policy(PolicySpec(model=str(checkpoint)))
+    run = sharpscope.load_run(trace(tmp_path, None))
+    with pytest.raises(UserError, match="--steps 5: the trace has tokens at steps 1, 2"):
+        probe_trace(run, policy, tmp_path / "out", steps=[5])
+    run.rollouts["token_ids"] = None
+    with pytest.raises(UserError, match="no token IDs of prompts and completions"):
+        probe_trace(run, policy, tmp_path / "out")
+    line = {"prompt_ids": [2], "token_id": [99], "logp": [-1.0]}
+    (tmp_path / "u.jsonl").write_text(json.dumps(line))
+    import_jsonl(tmp_path / "u.jsonl", tmp_path / "unknown", Labels())
+    with pytest.raises(UserError, match="token ID 99 of step 1 is not among its 37"):
+        probe_trace(sharpscope.load_run(tmp_path / "unknown"), policy, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
