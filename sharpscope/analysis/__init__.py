@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from sharpscope.analysis.comparison import Comparison, compare
+from sharpscope.analysis.forks import batches_needed, fork_differences
 from sharpscope.analysis.frames import middle_radius, slices_of
 from sharpscope.analysis.loading import load_several, nothing_found
 from sharpscope.analysis.spikes import explain_spikes, find_spikes
@@ -21,11 +22,13 @@ __all__ = [
     "Comparison",
     "Report",
     "analyze",
+    "batches_needed",
     "build",
     "compare",
     "explain_spikes",
     "figures_of",
     "find_spikes",
+    "fork_differences",
     "load_several",
     "middle_radius",
     "nothing_found",

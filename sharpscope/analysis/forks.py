@@ -223,7 +223,7 @@ def fork_table(differences: pd.DataFrame, state: str, comparison: str) -> tuple[
         turned = rotations[rotations["arm"] == arm].set_index("outcome")["change"]
         angles = " / ".join(number(turned.get(name)) for name in ("gradient_rotation", "update_rotation"))
         reference = arm == own["reference"].iloc[0]
-        cells = [f"{arm} (reference: its change)" if reference else arm, angles]
+        cells = [f"{arm} (reference)" if reference else arm, angles]
         cells += [_cell(own.loc[name], name, reference) for name in outcomes]
         main = own.loc["heldout_failure"] if "heldout_failure" in own.index else own.iloc[0]
         cells.append("–" if reference else number(main["p"]))

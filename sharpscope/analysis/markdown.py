@@ -36,6 +36,11 @@ def report_markdown(report: Report) -> str:
     for section in report.studies:
         lines += _images(section.figures)
         lines += ["Not shown:", "", *(f"- {escape(text)}" for text in section.missing), ""] if section.missing else []
+    lines += ["## Counterfactual updates", ""] if report.forks else []
+    for fork in report.forks:
+        lines += [f"### {escape(fork.name)}", ""] if len(report.forks) > 1 else []
+        lines += _images({fork.picture.name: fork.picture}) if fork.picture.figure is not None else []
+        lines += [line for table in fork.grids for line in _grid(table, 4)]
     lines += _spikes(report)
     events = report.event_grid
     lines += ["## Events", "", "No rule warned in these runs.", ""] if events is None else _grid(events, 2)

@@ -54,17 +54,18 @@ class AnalysisResult:
 def analyze(paths: Paths, out: str | Path = "report", *, on_progress: Progress | None = None) -> AnalysisResult:
     """Analyze the runs below `paths` (one folder or several) and write everything into `out`.
 
-    Written are report.html, report.md, claims.json and claims.md, every figure as PNG and SVG, summary.csv, runs.csv and the
-    tables as CSV, Markdown and LaTeX. Runs of different tasks, task settings or initial policies are never compared; runs
-    that cannot be read and data that were not recorded are named in `messages` and in the report.
+    Written are report.html, report.md, claims.json and claims.md, every figure as PNG and SVG, summary.csv, runs.csv,
+    forks.csv if there are counterfactual updates, and the tables as CSV, Markdown and LaTeX. Runs of different tasks, task
+    settings or initial policies are never compared; runs that cannot be read and data that were not recorded are named in
+    `messages` and in the report.
 
     Raises:
-        UserError: if no run has a step, or `out` cannot be written.
+        UserError: if no run has a step or a counterfactual update, or `out` cannot be written.
     """
     given = [paths] if isinstance(paths, str | Path) else list(paths)
     with quiet():
         runs = load_several(given)
-        if not any(last_step(run) for run in runs):
+        if not any(last_step(run) or run.rows("forks") for run in runs):
             raise UserError(nothing_found(given, runs))
     folder = output_folder(out)
     report = build(runs, given, on_progress=on_progress)
@@ -76,6 +77,9 @@ def analyze(paths: Paths, out: str | Path = "report", *, on_progress: Progress |
     tables = {"summary": folder / "summary.csv", "runs": folder / "runs.csv"}
     write_atomic(tables["summary"], csv_text(report.summary))
     write_atomic(tables["runs"], csv_text(runs.table))
+    if report.forks:
+        tables["forks"] = folder / "forks.csv"
+        write_atomic(tables["forks"], csv_text(pd.concat([section.differences for section in report.forks])))
     tables |= {path.stem: path for path in write_tables(report.tables, folder) if path.suffix == ".csv"}
     write_claims([section.verdict for section in report.verdicts], folder)
     page, text = folder / "report.html", folder / "report.md"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,8 +13,10 @@ from matplotlib.figure import Figure
 from sharpscope.analysis.claims import REDUCERS, Estimate, Verdict, claim_pictures, study_of, verdicts_of
 from sharpscope.analysis.comparison import INTERVALS, compare, facts_of
 from sharpscope.analysis.completions import Choice, choose, completions_dropped
+from sharpscope.analysis.figures.forks import fork_effects
 from sharpscope.analysis.figures.study import study_pictures
 from sharpscope.analysis.figures.style import Picture
+from sharpscope.analysis.forks import COMPARISONS, fork_differences, fork_table
 from sharpscope.analysis.loading import Paths, quiet
 from sharpscope.analysis.spikes import find_spikes
 from sharpscope.analysis.study import Study, studies
@@ -25,6 +27,17 @@ from sharpscope.analysis.terminal import peak_memory
 from sharpscope.analysis.text import number
 from sharpscope.traces import Run, Runs
 
+FORK_NOTE = (
+    "One update of each method from the same state on the same rollouts, measured on the same completions by importance "
+    "weighting. Cells: difference to the reference with 95 % t-interval; of the reference itself, its change. A negative "
+    "difference of a failure means that the arm improves more than the reference. The prediction is to first order, of the "
+    "first outcome."
+)
+COMPARISON_TEXT = {
+    "step": "the optimizer's step as it is",
+    "norm": "scaled to the norm of the reference's step",
+    "kl": "scaled to the KL of the reference's step",
+}
 MOST_PAIRS = 12
 MOST_EVENTS = 200
 MOST_ROWS = 100
@@ -70,6 +83,16 @@ class VerdictSection:
 
 
 @dataclass(frozen=True)
+class ForkSection:
+    """Counterfactual updates with one set of settings: differences by arm, tables of text, and the figure."""
+
+    name: str
+    differences: pd.DataFrame
+    grids: tuple[Grid, ...]
+    picture: Picture
+
+
+@dataclass(frozen=True)
 class Report:
     """Everything a report says.
 
@@ -84,6 +107,7 @@ class Report:
         spike_notes: the text if no spike or no completion can be shown.
         commands: what each command makes.
         choices: completions that are shown, by run.
+        forks: counterfactual updates, one section for each set of settings.
     """
 
     runs: Runs
@@ -100,12 +124,15 @@ class Report:
     not_kept: str
     commands: Grid
     choices: dict[str, Choice]
+    forks: tuple[ForkSection, ...] = ()
 
     @property
     def figures(self) -> dict[str, Figure]:
-        """Every figure by file name: the studies', then the claims'."""
+        """Every figure by file name: the studies', then the claims', then those of counterfactual updates."""
         sections: list[StudySection | VerdictSection] = [*self.studies, *self.verdicts]
-        return {name: p.figure for section in sections for name, p in section.figures.items() if p.figure is not None}
+        found = {name: picture for section in sections for name, picture in section.figures.items()}
+        found |= {section.picture.name: section.picture for section in self.forks}
+        return {name: picture.figure for name, picture in found.items() if picture.figure is not None}
 
     @property
     def summary(self) -> pd.DataFrame:
@@ -172,7 +199,30 @@ def build(
             not_kept=not_kept(runs),
             commands=command_grid(runs, given, source),
             choices=choose(runs.by_name),
+            forks=tuple(fork_sections(runs)),
         )
+
+
+def fork_sections(runs: Runs) -> Iterator[ForkSection]:
+    """A section for each set of settings with which counterfactual updates were made."""
+    recorded = [run for run in runs if run.rows("forks")]
+    if not recorded:
+        return
+    differences = fork_differences(runs.forks)
+    for place, (name, own) in enumerate(differences.groupby("fork", sort=False), 1):
+        settings = next(run.info.get("forks", {}).get(name, {}) for run in recorded if name in set(run.forks["fork"]))
+        states = list(dict.fromkeys(own["state"]))
+        grids = []
+        for state in states:
+            # Of several states, the matched comparisons are shown for all of them together; the table has the rest.
+            for comparison in COMPARISONS if state == states[-1] else COMPARISONS[:1]:
+                columns, rows = fork_table(own, state, comparison)
+                if rows:
+                    grids.append(Grid(f"{state}, {COMPARISON_TEXT[comparison]}", columns, tuple(rows)))
+        updates, batches = settings.get("updates", 1), settings.get("batches", "–")
+        text = f"{FORK_NOTE} {batches} batches of each state, {updates} step{'' if updates == 1 else 's'} per arm."
+        label = f"fork_{name}" if differences["fork"].nunique() > 1 else "forks"
+        yield ForkSection(f"Fork {place}", own, tuple(grids), Picture(label, text, fork_effects(own)))
 
 
 def _study_section(study: Study, pictures: Sequence[tuple[str, Picture]]) -> StudySection:

@@ -383,7 +383,8 @@ def _differing(mine: Mapping[str, Any], rivals: Iterable[Mapping[str, Any]]) -> 
 def _one_per_seed(own: Mapping[str, Run], notes: list[str]) -> dict[Any, Run]:
     """One run per seed: finished ones if there are any, the longer of two with one seed; adds to `notes` what is left out."""
     with_steps = {name: run for name, run in own.items() if last_step(run)}
-    notes += [f"{name} has no steps yet and is left out." for name in own if name not in with_steps]
+    without = [name for name, run in own.items() if name not in with_steps and not run.rows("forks")]
+    notes += [f"{name} has no steps yet and is left out." for name in without]
     finished = {name: run for name, run in with_steps.items() if run.status == "finished"}
     if finished:
         notes += [

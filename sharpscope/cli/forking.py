@@ -10,6 +10,8 @@ import typer
 if TYPE_CHECKING:
     from sharpscope.traces import Run
 
+CAPTION = "Difference to the reference with 95 % interval; of the reference, its change. Predicted: to first order."
+
 
 def register(app: typer.Typer) -> None:
     """Add the command to the application."""
@@ -106,12 +108,11 @@ def fork(
 
 
 def _show(run: Run) -> None:
-    """Print the differences of the newest fork, a table for each state and comparison."""
+    """Print the differences in the first outcome of the newest fork, a table for each state and comparison."""
     from rich.box import SIMPLE
     from rich.console import Console
     from rich.markup import escape
-    from rich.table import Table
-    from rich.text import Text
+    from rich.table import Column, Table
 
     from sharpscope.analysis.forks import COMPARISONS, fork_differences, fork_table
 
@@ -122,10 +123,10 @@ def _show(run: Run) -> None:
             columns, cells = fork_table(differences, state, comparison)
             if not cells:
                 continue
-            # Arms across, so that the numbers fit a narrow terminal.
-            table = Table(
-                "", *(escape(row[0]) for row in cells), title=f"{state}, comparison: {comparison}", box=SIMPLE
-            )
-            for place, name in enumerate(columns[1:], 1):
-                table.add_row(Text(name), *(Text(row[place]) for row in cells))
+            # The first outcome only, so that the table fits a terminal; the report has all of them.
+            places = [0, 1, 2, *(columns.index(name) for name in ("p", "predicted", "batches"))]
+            headers = [Column(escape(columns[place]), no_wrap=place == 0) for place in places]
+            table = Table(*headers, title=f"{state}, comparison: {comparison}", box=SIMPLE, caption=CAPTION)
+            for row in cells:
+                table.add_row(*(escape(row[place]) for place in places))
             Console().print(table)

@@ -387,9 +387,7 @@ def _identity(config: RunConfig, spec: ForkSpec) -> str:
 
     More batches continue the same fork.
     """
-    parts = config.model_dump(
-        mode="json", include={"task", "policy", "rollout", "optimizer", "update", "seed", "steps"}
-    )
+    parts = config.model_dump(mode="json", include={"task", "policy", "rollout", "optimizer", "update", "steps"})
     own = spec.model_dump(mode="json", exclude={"batches", "offload"})
     text = json.dumps(
         [parts, own, [arm_method(text, config).model_dump(mode="json") for text in spec.methods]], sort_keys=True

@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 from scipy import stats
 
+from sharpscope.analysis.figures.forks import fork_effects
 from sharpscope.analysis.forks import batches_needed, detectable, fork_differences, fork_table
 from sharpscope.errors import UserError
 
@@ -112,8 +113,27 @@ def test_the_number_of_batches_has_the_power_it_promises():
 def test_the_table_shows_the_reference_and_each_difference():
     columns, cells = fork_table(fork_differences(rows(grpo=-0.02, ar=-0.01)), "step 0", "step")
     assert columns[2] == "held-out failure [points]" and len(cells) == 2
-    assert cells[0][0] == "grpo (reference: its change)" and cells[1][0] == "ar"
+    assert cells[0][0] == "grpo (reference)" and cells[1][0] == "ar"
     assert all(len(row) == len(columns) for row in cells) and cells[1][2].startswith("+")
+
+
+def test_the_figure_draws_every_difference_and_not_the_reference():
+    table = pd.concat(
+        [rows((0, 50), grpo=0.0, ar=0.01, sapo=-0.01), rows((0, 50), grpo=0.0, ar=0.02).assign(comparison="kl")]
+    )
+    differences = fork_differences(table)
+    figure = fork_effects(differences)
+    assert [axis.get_title() for axis in figure.axes] == ["held-out failure", "", ""]
+    assert [axis.get_ylabel() for axis in figure.axes] == ["step 0", "step 50", "all states"]
+    drawn = [
+        line.get_xdata() for line in figure.axes[0].lines if len(line.get_xdata()) == 2 and line.get_marker() != "None"
+    ]
+    expected = [
+        100 * one(differences[differences["comparison"] == "step"], arm)["difference"] for arm in ("sapo", "ar")
+    ]
+    assert tuple(drawn[0]) == pytest.approx(tuple(expected))
+    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["sapo", "ar"]
+    assert fork_effects(fork_differences(rows(grpo=0.0))) is None
 
 
 def test_a_margin_must_be_positive():

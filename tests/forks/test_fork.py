@@ -6,11 +6,14 @@ import copy
 import random
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from safetensors.torch import load_file
 
 import sharpscope
+from sharpscope.analysis import analyze
+from sharpscope.cli import main
 from sharpscope.config import ForkSpec, arm_method, arm_name
 from sharpscope.errors import UserError
 from sharpscope.forks import experiment
@@ -42,6 +45,12 @@ def trained(tiny_policy, tmp_path_factory):
     config = build_config(values=values | changes)
     assert train(config).status == "finished"
     return config
+
+
+def call(arguments, code=0) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == code
 
 
 def start_of(config, spec=None, step=0, **arms) -> Start:
@@ -98,8 +107,8 @@ def test_one_arm_equals_the_run_to_the_last_bit(trained, step, updates):
 
 
 def test_equal_arms_differ_by_exactly_zero_and_their_order_does_not_matter(trained):
-    spec = ForkSpec(**SMALL, outcomes=("failure", "nll", "entropy", "fresh", "sharpness"))
-    arms = {"a": "grpo", "b": "ar", "c": "grpo", "d": "grpo-sg-shuffled+weight.of.preset=calibrated"}
+    spec = ForkSpec(prompts=2, samples=1, outcomes=("failure", "nll", "entropy", "fresh", "sharpness"))
+    arms = {"a": "grpo", "b": "ar", "c": "grpo"}
     start = start_of(trained, spec, 2, **{name: arm_method(text, trained) for name, text in arms.items()})
     found = {}
     for row in experiment._batch_rows(start, "x", 1):
@@ -109,7 +118,7 @@ def test_equal_arms_differ_by_exactly_zero_and_their_order_does_not_matter(train
     for key in names:
         assert found[("a", *key)] == found[("c", *key)]
         assert found[("a", *key)] != found[("b", *key)]
-    other = start_of(trained, spec, 2, **{name: arm_method(arms[name], trained) for name in "adbc"})
+    other = start_of(trained, spec, 2, **{name: arm_method(arms[name], trained) for name in "acb"})
     again = {}
     for row in experiment._batch_rows(other, "x", 1):
         again[row["arm"], row["comparison"], tuple(row["outcome"])] = row["value"]
@@ -153,6 +162,60 @@ def test_a_model_without_a_run_gets_a_folder_of_its_own(tiny_policy, tmp_path):
         model=str(tiny_policy), task="tests.toy_task:vowels", overrides=small, out=tmp_path / "forks", **options
     )
     assert run.status == "finished" and len(run.steps) == 0 and set(run.forks["step"]) == {0}
+    with pytest.raises(UserError, match="seed 0"):
+        sharpscope.fork(
+            model=str(tiny_policy),
+            task="tests.toy_task:vowels",
+            overrides=[*small, "seed=1"],
+            out=tmp_path / "forks",
+            **options,
+        )
+
+
+def test_the_report_has_a_section_with_the_figure_the_tables_and_a_csv(trained, tmp_path):
+    folder = tmp_path / "forks"
+    options = {"methods": ["grpo", "<b>=ar"], "prompts": 3, "batches": 2, "checkpoint": [0, 2]}
+    sharpscope.fork(trained.run_dir, out=folder, **options)
+    result = analyze(folder, tmp_path / "report")
+    assert set(result.figures) == {"forks"} and not any("no steps" in text for text in result.messages)
+    page, text = result.html.read_text(), result.report.read_text()
+    assert 'id="forks"' in page and "&lt;b&gt;" in page and "<b>" not in page
+    assert "## Counterfactual updates" in text and text.count("scaled to the KL") == 1
+    table = pd.read_csv(result.tables["forks"])
+    assert {"step 0", "step 2", "all states"} == set(table["state"]) and {"grpo", "<b>"} == set(table["arm"])
+
+
+def test_the_command_writes_shows_and_continues(trained, tmp_path, capsys):
+    command = ["fork", str(trained.run_dir), "--checkpoint", "2", "--methods", "grpo,ar", "--set", "fork.prompts=3"]
+    command += ["--set", "optimizer.lr=0.001", "--outcomes", "failure", "--out", str(tmp_path / "forks")]
+    call([*command, "--batches", "2"])
+    shown = capsys.readouterr()
+    assert "grpo (reference)" in shown.out and "comparison: kl" in shown.out and "batch 2 of 2" in shown.err
+    call([*command, "--batches", "2"])
+    assert "all 2 batches are there" in capsys.readouterr().err
+    assert set(sharpscope.load_run(tmp_path / "forks").forks["outcome"]) >= {"heldout_failure", "kl", "update_norm"}
+    call(["fork", "--explain"])
+    assert "fork.prompts = 64" in capsys.readouterr().out
+
+
+def test_what_a_stopped_fork_has_measured_is_kept(trained, tmp_path, monkeypatch, capsys):
+    options = ["fork", str(trained.run_dir), "--checkpoint", "2", "--methods", "grpo,ar", "--batches", "3"]
+    options += ["--set", "fork.prompts=3", "--set", "fork.comparisons=[step]"]
+    call([*options, "--out", str(tmp_path / "whole")])
+    whole, rows = experiment._batch_rows, iter(range(99))
+
+    def stopping(start, name, batch):
+        if next(rows) == 1:
+            raise KeyboardInterrupt
+        yield from whole(start, name, batch)
+
+    monkeypatch.setattr(experiment, "_batch_rows", stopping)
+    call([*options, "--out", str(tmp_path / "stopped")], code=2)
+    assert "repeat the command" in capsys.readouterr().err
+    assert set(sharpscope.load_run(tmp_path / "stopped").forks["batch"]) == {0}
+    call([*options, "--out", str(tmp_path / "stopped")])
+    one, two = (sharpscope.load_run(tmp_path / name).forks.drop(columns="seconds") for name in ("whole", "stopped"))
+    pd.testing.assert_frame_equal(one, two, check_exact=True)
 
 
 @pytest.mark.parametrize(
