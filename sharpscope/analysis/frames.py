@@ -28,7 +28,7 @@ def step_values(study: Study, columns: Sequence[str]) -> pd.DataFrame:
         common = _common([run.steps["step"] for run in setting.runs.values()])
         for seed, run in setting.runs.items():
             steps = run.steps[run.steps["step"].isin(common)].sort_values("step")
-            for column in columns:
+            for column in [name for name in columns if name in steps]:
                 values = pd.to_numeric(steps[column], errors="coerce").to_numpy(dtype=float)
                 pieces.append(
                     pd.DataFrame(
@@ -143,29 +143,27 @@ def slices_of(probes: pd.DataFrame) -> pd.DataFrame:
 
 
 def stability_values(study: Study) -> pd.DataFrame:
-    """setting, seed, step, functional, probe_set, value, threshold: the largest eigenvalue of the preconditioned Hessian.
+    """setting, seed, step, quantity, functional, probe_set, value, threshold: sharpness as the optimizer sees it.
 
-    The threshold is AdamW's, (2 + 2β₁)/((1 − β₁)·lr) (Cohen et al., arXiv 2207.14484), with the step's learning rate; NaN
-    where lr = 0. Gradient descent's is 2/lr.
+    Quantities: `preconditioned_largest`, the largest eigenvalue of the preconditioned Hessian, with AdamW's threshold
+    (2 + 2β₁)/((1 − β₁)·lr) (Cohen et al., arXiv 2207.14484); `critical_sharpness`, 2/η_c along the optimizer's update,
+    with 2/lr (arXiv 2601.16979). lr is the step's learning rate; the threshold is NaN where it is 0.
     """
     return _of_every_run(study, _stability)
 
 
 def _stability(run: Run) -> pd.DataFrame:
     probes = run.probes
-    rows = probes[
-        (probes["quantity"] == "preconditioned_largest")
-        & probes["value"].notna()
-        & ~probes["converged"].isin([False])
-        & (probes["parameters"] == "all")
-    ]
+    good = probes["value"].notna() & ~probes["converged"].isin([False]) & (probes["parameters"] == "all")
+    rows = probes[probes["quantity"].isin(["preconditioned_largest", "critical_sharpness"]) & good]
     beta = float((run.config.get("optimizer") or {}).get("beta1", 0.9))
     # Before the first step, the rate of the first.
     rates = run.steps.drop_duplicates("step").set_index("step")["lr"].astype(float).sort_index()
     lr = rates.reindex(rows["step"], method="nearest").to_numpy(dtype=float) if len(rates) else np.full(len(rows), 0.0)
+    factor = np.where(rows["quantity"] == "critical_sharpness", 2.0, (2 + 2 * beta) / (1 - beta))
     threshold = np.full(len(rows), np.nan)
-    np.divide((2 + 2 * beta) / (1 - beta), lr, out=threshold, where=lr > 0)
-    return rows[["step", "functional", "probe_set", "value"]].assign(threshold=threshold)
+    np.divide(factor, lr, out=threshold, where=lr > 0)
+    return rows[["step", "quantity", "functional", "probe_set", "value"]].assign(threshold=threshold)
 
 
 def _of_every_run(study: Study, frame_of: Callable[[Run], pd.DataFrame]) -> pd.DataFrame:

@@ -132,13 +132,10 @@ class Study:
         """(setting's label, seed, run) of every run of the settings."""
         return [(setting.label, seed, run) for setting in self.settings for seed, run in setting.runs.items()]
 
-    def largest(self, count: int) -> Study:
-        """The study with only its `count` settings of the most seeds; of equally many, the first by label."""
-        if len(self.settings) <= count:
-            return self
-        most = sorted(self.settings, key=lambda setting: (-len(setting.runs), setting.label))[:count]
+    def only(self, labels: Collection[str]) -> Study:
+        """The study with only the settings of these labels."""
         part = replace(self)
-        part.settings = tuple(setting for setting in self.settings if setting in most)
+        part.settings = tuple(setting for setting in self.settings if setting.label in labels)
         return part
 
     @property

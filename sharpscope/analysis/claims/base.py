@@ -12,8 +12,9 @@ import pandas as pd
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
+from sharpscope.analysis.figures.draw import draw_points
 from sharpscope.analysis.figures.style import BLUE, GRAY, Picture, finish, panels, plain, styled
-from sharpscope.analysis.statistics import Interval, contrast_interval, mean_interval, sign_flip_p, smallest_sign_flip_p
+from sharpscope.analysis.statistics import Interval, contrast_interval, sign_flip_p, smallest_sign_flip_p
 from sharpscope.analysis.study import Pairing, Study
 from sharpscope.analysis.tokens import Reducer
 
@@ -401,14 +402,17 @@ def unfinished(study: Study) -> tuple[str, ...]:
     return (f"{len(study.unfinished)} unfinished runs are left out: {names}",)
 
 
-def paired_pictures(verdict: Verdict, keys: Mapping[str, str], unit: str) -> Iterator[Picture]:
+def paired_pictures(verdict: Verdict, keys: Mapping[str, str], unit: str, *, log: bool = False) -> Iterator[Picture]:
     """Baseline and treatment of every seed, joined, with the mean of each: a panel for each frame of the verdict.
 
     Args:
         verdict: its frames have columns seed, baseline, treatment.
         keys: frame → title of its panel.
         unit: label of the ordinate.
+        log: logarithmic ordinate where all values are positive; the mean is then the geometric one.
     """
+    import seaborn as sns
+
     frames = {title: verdict.frames[key] for key, title in keys.items() if len(verdict.frames.get(key, ()))}
     name = f"pairs_{verdict.claim.lower()}"
     if not frames:
@@ -417,17 +421,18 @@ def paired_pictures(verdict: Verdict, keys: Mapping[str, str], unit: str) -> Ite
     with styled():
         figure, axes = panels(len(frames))
         for axis, (title, frame) in zip(axes, frames.items(), strict=True):
-            ends = frame[["baseline", "treatment"]].to_numpy(dtype=float)  # (seeds, 2)
-            for row in ends:
-                axis.plot([0, 1], row, "-", color=GRAY, linewidth=0.8, alpha=0.7)
-            intervals = [mean_interval(column, "t") for column in ends.T]
-            half = [0.0 if i is None else (i.high - i.low) / 2 for i in intervals]
-            label = "mean over seeds, 95 % t-interval"
-            axis.errorbar([0, 1], ends.mean(axis=0), yerr=half, fmt="o", color=BLUE, capsize=3, label=label)
+            long = frame.melt("seed", ["baseline", "treatment"])
+            axis.set_yscale("log" if log and (long["value"] > 0).all() else "linear")
+            thin: dict[str, Any] = {"units": "seed", "estimator": None, "color": GRAY, "linewidth": 0.8, "alpha": 0.7}
+            sns.lineplot(long, x="variable", y="value", ax=axis, legend=False, **thin)
+            draw_points(axis, long, BLUE, x="variable", y="value", order=["baseline", "treatment"], markersize=5)
             axis.set_xticks([0, 1], [plain(name) for name in verdict.methods])
-            axis.set(xlim=(-0.3, 1.3), ylabel=unit, title=plain(title))
+            axis.set(xlim=(-0.3, 1.3), xlabel="", ylabel=unit, title=plain(title))
         finish(figure, axes)
-    caption = f"Baseline and treatment, paired by seed ({verdict.claim}): {verdict.verdict}."
+    caption = (
+        f"Baseline and treatment, paired by seed, with the {'geometric ' if log else ''}mean over seeds and its 95 % "
+        f"t-interval ({verdict.claim}): {verdict.verdict}."
+    )
     yield Picture(name, caption, figure, claim=verdict.claim)
 
 

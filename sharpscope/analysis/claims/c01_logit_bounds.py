@@ -138,9 +138,9 @@ def figure(study: Study, lines: Lines) -> Picture:
         for factor, dash, name in ((lower_factor(vocabulary), ":", "lower bound"), (np.sqrt(2), "--", "upper bound")):
             axes[0].plot(grid, factor * grid, color=BLACK, linestyle=dash, linewidth=1, label=name)
             axes[1].axhline(factor, color=BLACK, linestyle=dash, linewidth=1, label=name)
-        title = f"{tokens:,} tokens checked, {broken:,} outside beyond rounding"
+        title = f"{tokens:,} tokens checked,\n{broken:,} outside beyond rounding"
         axes[0].set(xscale="log", yscale="log", xlabel=REST, ylabel="‖p − e_y‖ [L2, logits]", title=title)
-        axes[1].set(xscale="log", xlabel=REST, ylabel="‖p − e_y‖ / (1 − π)", title="median, 10 to 90 %")
+        axes[1].set(xscale="log", xlabel=REST, ylabel="‖p − e_y‖ / (1 − π) [1]", title="median, 10 to 90 %")
         finish(figure, axes)
     caption = (
         "Norm of a token's gradient with respect to the logits against its probability, with the bounds "

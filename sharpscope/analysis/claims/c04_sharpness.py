@@ -179,7 +179,8 @@ def draw(verdict: Verdict, study: Study) -> Iterator[Picture]:
     return paired_pictures(
         verdict,
         {"sharpness_sam": "plain (sam)", "sharpness_asam": "adaptive (asam)"},
-        "sharpness at the last probed step",
+        "sharpness at the last probed step [rise of the loss]",
+        log=True,
     )
 
 

@@ -27,8 +27,8 @@ from sharpscope.analysis.claims.base import (
     unfinished,
 )
 from sharpscope.analysis.claims.measures import accuracy, evaluations, probe_rows, train_accuracy
-from sharpscope.analysis.figures.steps import draw_curve
-from sharpscope.analysis.figures.style import BLUE, GRAY, VERMILLION, Picture, finish, panels, styled
+from sharpscope.analysis.figures.draw import draw_curves, regular_steps
+from sharpscope.analysis.figures.style import BLUE, DASHES, GRAY, VERMILLION, Line, Picture, finish, panels, styled
 from sharpscope.analysis.statistics import sign_flip_p, smallest_sign_flip_p
 from sharpscope.analysis.study import Study
 from sharpscope.traces import Run
@@ -237,25 +237,27 @@ def bound_tightness(bound: pd.DataFrame) -> Figure:
     rows = rows.assign(
         first_bound=rows["train"] + rows["first_order"], tightness=rows["first_order"] / rows["sharpness"]
     )
-    curves = (
-        ("heldout", "held-out failure", BLUE, "-"),
-        ("train", "training failure", GRAY, "-"),
-        ("bound", "training failure + sharpness", VERMILLION, "-"),
-        ("first_bound", "training failure + rho·‖∇L‖", VERMILLION, "--"),
-    )
+    curves = {
+        "heldout": ("held-out failure", Line(BLUE, "-", "o")),
+        "train": ("training failure", Line(GRAY, "-", "o")),
+        "bound": ("training failure + sharpness", Line(VERMILLION, "-", "o")),
+        "first_bound": ("training failure + rho·‖∇L‖", Line(VERMILLION, DASHES[1], "s")),
+        "tightness": ("rho·‖∇L‖ / sharpness", Line(BLUE, "-", "o")),
+    }
+    rho = float(bound["fixed_rho"].iloc[0])
     with styled():
         figure, axes = panels(2)
-        for column, label, color, dash in curves:
-            draw_curve(axes[0], rows, column, label, color, dash)
-        rho = float(bound["fixed_rho"].iloc[0])
-        axes[0].set(
-            xlabel="step",
-            ylabel="failure [share of completions]",
-            title=f"rho = {rho:g}, fixed on seeds that are not drawn",
-        )
-        draw_curve(axes[1], rows, "tightness", "", BLUE, "-")
+        for column, (label, line) in curves.items():
+            draw_curves(axes[column == "tightness"], regular_steps(rows, column, label), {label: line})
+        title = f"rho = {rho:g}, fixed on\nseeds that are not drawn"
+        axes[0].set(xlabel="step", ylabel="failure [share of completions]", yscale="log", title=title)
         axes[1].axhline(1, color=GRAY, linewidth=0.8)
-        axes[1].set(xlabel="step", ylabel="rho·‖∇L‖ / sharpness", title="1: first order is all of it")
+        axes[1].set(
+            xlabel="step",
+            ylabel="rho·‖∇L‖ / sharpness [1]",
+            yscale="log",
+            title="1: the first-order term\nis all of it",
+        )
         finish(figure, axes)
     return figure
 

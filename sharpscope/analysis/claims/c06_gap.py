@@ -8,7 +8,6 @@ from typing import Any, Literal
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullFormatter
 
 from sharpscope.analysis.claims.base import (
     Claim,
@@ -175,7 +174,7 @@ def gap_against_sharpness(grid: pd.DataFrame, quantity: str = "asam") -> Figure:
     named = {axis: short for axis, short in shorts if axis in grid}
     places = {axis: sorted(grid[axis].unique()) for axis in named}
     with styled():
-        figure, axes = panels(1, width=5.0, height=3.4)
+        figure, axes = panels(1, height=3.2)
         for values, rows in grid.groupby(list(named)) if named else [((), grid)]:
             at = dict(zip(named, values, strict=True))
             color, marker = (
@@ -198,9 +197,6 @@ def gap_against_sharpness(grid: pd.DataFrame, quantity: str = "asam") -> Figure:
                 axes[0].plot(ordered[quantity], ordered["gap"], color=color, linewidth=0.6, alpha=0.6)
         if (grid[quantity] > 0).all():
             axes[0].set_xscale("log")
-            axes[0].xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-            axes[0].xaxis.set_major_formatter("{x:g}")
-            axes[0].xaxis.set_minor_formatter(NullFormatter())
         axes[0].set(xlabel=f"sharpness ({quantity}) [nats]", ylabel="training − held-out accuracy [share]")
         finish(figure, axes)
     return figure

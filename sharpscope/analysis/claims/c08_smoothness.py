@@ -142,7 +142,7 @@ def test(study: Study) -> Finding:
 
 def draw(verdict: Verdict, study: Study) -> Iterator[Picture]:
     """Baseline and treatment, paired by seed."""
-    return paired_pictures(verdict, {"roughness": "gradient norm"}, "median |ln g(t+1) − ln g(t)|")
+    return paired_pictures(verdict, {"roughness": "gradient norm"}, "median |ln g(t+1) − ln g(t)| [1]", log=True)
 
 
 CLAIM = Claim(

@@ -30,8 +30,9 @@ from sharpscope.analysis.claims.base import (
 )
 from sharpscope.analysis.claims.c07_generalization import at_last_step, held_out
 from sharpscope.analysis.claims.measures import last_step
-from sharpscope.analysis.figures.style import BLUE, GRAY, Picture, finish, half_widths, panels, plain, styled
-from sharpscope.analysis.statistics import band, contrast_interval
+from sharpscope.analysis.figures.draw import draw_points, t_interval
+from sharpscope.analysis.figures.style import BLUE, GRAY, WIDTH, Picture, finish, panels, plain, styled
+from sharpscope.analysis.statistics import contrast_interval
 from sharpscope.analysis.study import GRID, Pair, Pairing, Study, grid_settings, most_common
 from sharpscope.config.token_weights import PAPER_SIGMOID
 
@@ -156,22 +157,21 @@ def shaping_ablation(comparisons: pd.DataFrame) -> Figure:
 
     `comparisons`: rival, seed, difference.
     """
+    names = list(dict.fromkeys(comparisons["rival"]))
     with styled():
-        names = list(dict.fromkeys(comparisons["rival"]))
-        figure, axes = panels(1, width=5.4, height=0.6 + 0.32 * len(names))
-        axes[0].axvline(0, color=GRAY, linewidth=0.8)
-        for place, name in enumerate(names):
-            values = comparisons.loc[comparisons["rival"] == name, "difference"].to_numpy(dtype=float)
-            axes[0].plot(values, np.full(len(values), place), "|", color=GRAY, markersize=7)
-            interval = contrast_interval(values)
-            if interval is not None:
-                axes[0].plot([interval.low, interval.high], [place, place], color=BLUE, linewidth=2)
-            axes[0].plot([values.mean()], [place], "o", color=BLUE)
-        axes[0].set_yticks(range(len(names)), [plain(name) for name in names])
-        axes[0].invert_yaxis()
-        axes[0].set(xlabel="held-out accuracy, treatment − rival [share]; ticks: seeds")
-        finish(figure, axes)
+        figure, (axis,) = panels(1, height=0.4 + 0.25 * len(names))
+        figure.set_figwidth(WIDTH)
+        axis.axvline(0, color=GRAY, linewidth=0.8)
+        draw_points(axis, comparisons, BLUE, x="difference", y="rival", order=names, interval=_contrast)
+        axis.set_yticks(range(len(names)), [plain(name) for name in names])
+        axis.set(xlabel="held-out accuracy, treatment − rival [share of completions]", ylabel="")
+        finish(figure, [axis])
     return figure
+
+
+def _contrast(values: Any) -> tuple[float, float]:
+    interval = contrast_interval(np.asarray(values, dtype=float))
+    return (np.nan, np.nan) if interval is None else (interval.low, interval.high)
 
 
 def constants_sensitivity(values: pd.DataFrame) -> Figure:
@@ -179,13 +179,15 @@ def constants_sensitivity(values: pd.DataFrame) -> Figure:
 
     `values`: constant, setting (a number), seed, accuracy; the method's own setting is marked by `default` = True.
     """
+    import seaborn as sns
+
     names = sorted(values["constant"].unique())
     with styled():
         figure, axes = panels(len(names), columns=3)
         for axis, name in zip(axes, names, strict=True):
             rows = values[values["constant"] == name]
-            points = band(rows, ["setting"], "accuracy")
-            axis.errorbar(points["setting"], points["mean"], yerr=half_widths(points), fmt="o-", color=BLUE, capsize=2)
+            look = {"color": BLUE, "markersize": 4, "capsize": 0.1, "native_scale": True}
+            sns.pointplot(rows, x="setting", y="accuracy", ax=axis, errorbar=t_interval, **look)
             for own in rows.loc[rows["default"], "setting"].unique():
                 axis.axvline(own, color=GRAY, linewidth=0.8, linestyle="--")
             axis.set(xlabel=plain(name), ylabel="held-out accuracy [share]")

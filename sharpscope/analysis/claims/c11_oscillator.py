@@ -213,7 +213,7 @@ def reward_fit(curves: Mapping[str, pd.DataFrame]) -> Figure:
             axis.plot(rows["step"], rows["reward"], ".", color=GRAY, markersize=3, label="reward")
             axis.plot(rows["step"], rows["oscillator"], color=VERMILLION, label="damped oscillator")
             axis.plot(rows["step"], rows["exponential"], color=BLUE, linestyle="--", label="single exponential")
-            axis.set(xlabel="step", ylabel="mean reward", title=plain(title))
+            axis.set(xlabel="step", ylabel="mean reward [reward]", title=plain(title))
         finish(figure, axes)
     return figure
 

@@ -162,7 +162,7 @@ def entropy_prediction(prediction: pd.DataFrame, lines: Lines) -> Figure:
     `prediction`: run, method, predicted, measured.
     """
     with styled():
-        figure, axes = panels(1, width=4.2, height=3.4)
+        figure, axes = panels(1, height=3.0)
         axes[0].axhline(0, color=GRAY, linewidth=0.8)
         axes[0].axvline(0, color=GRAY, linewidth=0.8)
         for method, rows in prediction.groupby("method"):

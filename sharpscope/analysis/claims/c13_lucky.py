@@ -28,9 +28,9 @@ from sharpscope.analysis.claims.base import (
     rows_of,
 )
 from sharpscope.analysis.claims.measures import relative_difference
-from sharpscope.analysis.figures.steps import draw_curve, regular_steps
+from sharpscope.analysis.figures.draw import draw_curves, draw_medians, regular_steps
 from sharpscope.analysis.figures.style import Lines, Picture, finish, lines, panels, plain, styled
-from sharpscope.analysis.statistics import band, sign_flip_p
+from sharpscope.analysis.statistics import sign_flip_p
 from sharpscope.analysis.study import Pairing, Study
 from sharpscope.analysis.tokens import Columns, Reduced, Reducer
 from sharpscope.traces import Run
@@ -139,7 +139,7 @@ WITHIN = "relative difference, with − without weights"
 def lucky_spikes(shares: pd.DataFrame, lines: Lines) -> Figure:
     """Gradient share of lucky and of confident tokens by step and method, with the weights and without (C13).
 
-    Steps that most seeds recorded, see `_regular`; the claim itself compares the steps that both runs of a pair have.
+    Steps that most seeds recorded, see `regular_steps`; the claim itself compares the steps that both runs of a pair have.
 
     `shares`: method, seed, step, lucky, confident, lucky_unweighted, confident_unweighted.
     """
@@ -147,12 +147,11 @@ def lucky_spikes(shares: pd.DataFrame, lines: Lines) -> Figure:
         figure, axes = panels(2)
         for axis, column, title in zip(axes, ("lucky", "confident"), ("unlikely, A > 0", "confident"), strict=True):
             for method, rows in shares.groupby("method"):
-                line = lines[str(method)]
-                draw_curve(axis, rows, column, plain(method), line.color, line.dash)
-                if not np.allclose(rows[column], rows[f"{column}_unweighted"]):
-                    without = band(regular_steps(rows, f"{column}_unweighted"), ["step"], f"{column}_unweighted")
-                    label = plain(f"{method}, weights taken out")
-                    axis.plot(without["step"], without["mean"], color=line.color, linestyle=":", label=label)
+                draw_curves(axis, regular_steps(rows, column, str(method)), lines)
+                without = f"{column}_unweighted"
+                if not np.allclose(rows[column], rows[without]):
+                    label, color = plain(f"{method}, weights taken out"), lines[str(method)].color
+                    draw_medians(axis, regular_steps(rows, without, label), color=color, linestyle=":", label=label)
             axis.set(xlabel="step", ylabel="share of Σ|c|·‖∇ log π‖", title=title)
         finish(figure, axes)
     return figure

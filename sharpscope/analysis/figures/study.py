@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 import pandas as pd
 
 from sharpscope.analysis.claims import c01_logit_bounds, c02_score_norm, c03_dominance, c09_influence
 from sharpscope.analysis.figures import steps, surface, tokens
-from sharpscope.analysis.figures.style import Lines, Picture, lines
+from sharpscope.analysis.figures.draw import BAND, with_groups
+from sharpscope.analysis.figures.style import Lines, Picture, is_control, lines
 from sharpscope.analysis.frames import (
     density_nodes,
     eval_values,
@@ -25,65 +26,104 @@ from sharpscope.analysis.text import sampling
 from sharpscope.analysis.weight_curve import weight_config
 
 FIRST_ORDER = "_first_order"
-MOST = 8
-"""Settings that a figure can tell apart; of more, those with the most seeds are drawn, and one figure has them all."""
+PER_PANEL = 4
+"""Settings in a panel, at most: those with the most seeds. The figure `settings` has all of them."""
+COLUMNS = 3
+"""Columns of panels, at most."""
+Groups = Mapping[str, Sequence[str]]
 CARRIED = ["logp", "loss_coef", "weight", "score_norm_local"]
-BAND = f"Line: mean over seeds; band: 95 % t-interval, below {FEWEST} seeds a thin line each"
+PAPER = (
+    "accuracy",
+    "pairs_c7",
+    "shaping_ablation",
+    "weights",
+    "rotation",
+    "sharpness_overview",
+    "stability",
+    "lorenz",
+    "gap_against_sharpness",
+    "spectrum",
+)
+"""Figures of a paper about a study, by importance; `main_figures` takes the first eight that there are."""
+
+
+def setting_groups(study: Study) -> dict[str, list[str]]:
+    """Title of a column of panels → labels of its settings: methods, the same with other settings, and controls.
+
+    A column has at most PER_PANEL settings, those with the most seeds (of equally many the compared methods first), and
+    there are at most COLUMNS columns; further columns of a kind come after the first of each kind.
+    """
+    first = (study.baseline, study.treatment)
+    kinds: dict[str, list[str]] = {"methods": [], "other settings": [], "controls": []}
+    for setting in sorted(study.settings, key=lambda s: (-len(s.runs), s.label not in first, s.label)):
+        variant = "other settings" if set(setting.label) & set(" +") else "methods"
+        kinds["controls" if is_control(setting.label) else variant].append(setting.label)
+    chunks = [
+        (start, f"{kind} ({start // PER_PANEL + 1})" if start else kind, labels[start : start + PER_PANEL])
+        for kind, labels in kinds.items()
+        for start in range(0, len(labels), PER_PANEL)
+    ]
+    chosen = {name for _, name, _ in sorted(chunks, key=lambda chunk: chunk[0])[:COLUMNS]}
+    return {name: labels for _, name, labels in chunks if name in chosen}
 
 
 def study_pictures(whole: Study) -> Iterator[Picture]:
     """Every figure of one study. `whole.reduced` has the results of the claims' reducers."""
-    study = whole.largest(MOST)
-    styles = lines(study.labels)
-    values = step_values(study, list(steps.AXES))
-    yield from _steps(values, styles)
-    yield from _evaluations(whole, study, styles)
-    yield from _weights(study, values, styles)
+    groups = setting_groups(whole)
+    study = whole.only([label for labels in groups.values() for label in labels])
+    main = whole.only(next(iter(groups.values())))
+    styles = lines(whole.labels)
+    values = with_groups(step_values(study, list(steps.AXES)), groups)
+    yield from _steps(values, styles, study.baseline)
+    yield from _evaluations(whole, study, groups, styles)
+    yield from _weights(whole, groups, styles)
     for claim in (c01_logit_bounds, c02_score_norm, c03_dominance, c09_influence):
-        yield claim.figure(study, styles)
-    yield _attribution(study, styles)
-    yield from _surface(study, styles)
+        yield claim.figure(main, styles)
+    yield _attribution(main, styles)
+    yield from _surface(study, main, groups, styles)
 
 
-def _steps(values: pd.DataFrame, styles: Lines) -> Iterator[Picture]:
+def main_figures(pictures: Mapping[str, Picture]) -> dict[str, Picture]:
+    """The main figures among those of a report, at most eight, in the order of `PAPER`."""
+    present = [name for name in PAPER if name in pictures and pictures[name].figure is not None]
+    return {name: pictures[name] for name in present[:8]}
+
+
+def _steps(values: pd.DataFrame, styles: Lines, reference: str) -> Iterator[Picture]:
     recorded = set(values["quantity"])
-    if recorded & {"reward_mean", "accuracy"}:
-        yield Picture("reward", f"Reward and accuracy on the training prompts. {BAND}.", steps.reward(values, styles))
-    else:
-        yield Picture("reward", "", missing="reward: none is recorded in these runs")
-    if recorded & {"grad_norm", "update_norm"}:
-        caption = f"Gradient norm before clipping and size of the update (geometric mean over seeds). {BAND}."
-        yield Picture("gradient_norm", caption, steps.gradient_norm(values, styles))
-    else:
-        yield Picture("gradient_norm", "", missing="gradient norm: no update has been made yet")
-    if "entropy_mean" in recorded:
-        yield Picture("entropy", f"Entropy of the policy. {BAND}.", steps.entropy(values, styles))
-    if recorded & set(steps.CLIPPING):
-        caption = f"Clipped tokens, truncated completions, groups that teach nothing. {BAND}."
-        yield Picture("clipping", caption, steps.clipping(values, styles))
-    else:
-        yield Picture("clipping", "", missing="clipping: no ratio, truncation or group is recorded in these runs")
+    missing = {
+        "gradient_norm": "gradient norm: no update has been made yet",
+        "rotation": "rotation of the gradient: not recorded",
+    }
+    for name, (caption, quantities) in steps.FIGURES.items():
+        if name == "weight_statistics":
+            continue
+        if recorded & set(quantities):
+            figure = steps.trajectories(values, styles, quantities, reference)
+            yield Picture(name, f"{caption}. {BAND}.", figure)
+        elif name in missing:
+            yield Picture(name, "", missing=missing[name])
 
 
-def _evaluations(whole: Study, study: Study, styles: Lines) -> Iterator[Picture]:
-    values = eval_values(study)
+def _evaluations(whole: Study, study: Study, groups: Groups, styles: Lines) -> Iterator[Picture]:
+    values = with_groups(eval_values(study), groups)
     if values.empty:
         why = "held-out accuracy: no evaluation was recorded (evaluation.every is 0, or the runs have only begun)"
         yield Picture("accuracy", "", missing=why)
         return
     caption = f"Accuracy at each evaluation, by split (`train` is trained on), pooled over sizes. {BAND}."
-    yield Picture("accuracy", caption, steps.evaluations(values, styles))
+    yield Picture("accuracy", caption, steps.evaluations(values, styles, reference=study.baseline))
     if len(whole.settings) >= 3:
         yield from _every_setting(whole, len(whole.settings) - len(study.settings))
     levels = values[values["level"] != "all"]
     if levels["level"].nunique() > 1:
-        for temperature in sorted(levels["temperature"].unique()):
-            name = sampling(temperature, "temperature_")
-            figure = steps.evaluations_by_level(values, styles, float(temperature))
+        for temperature, own in levels.groupby("temperature"):
+            name = sampling(float(temperature), "temperature_")
+            figure = steps.evaluations_by_level(own, styles, reference=study.baseline)
             yield Picture(f"accuracy_by_level_{name}", f"The same by size, {name.replace('_', ' ')}. {BAND}.", figure)
-    rewards = eval_values(study, "reward_mean")
+    rewards = with_groups(eval_values(study, "reward_mean"), groups)
     if len(rewards):
-        figure = steps.evaluations(rewards, styles, "mean reward of a completion [reward]")
+        figure = steps.evaluations(rewards, styles, "mean reward of a completion [reward]", study.baseline)
         yield Picture("heldout_reward", f"Reward at each evaluation, by split (`train` is trained on). {BAND}.", figure)
 
 
@@ -95,7 +135,7 @@ def _every_setting(whole: Study, spare: int) -> Iterator[Picture]:
     values = values[values["step"] == values.groupby("setting")["step"].transform("max")]
     if values.empty:
         return
-    rest = f" The other figures show the {MOST} settings with the most seeds, {spare} are here alone." if spare else ""
+    rest = f" {spare} settings are in no other figure of curves." if spare else ""
     caption = (
         f"Held-out accuracy of every setting at its last evaluation, temperature {values['temperature'].iloc[0]:g}; pale "
         f"dots: seeds; diamond: mean; bar: 95 % t-interval, from {FEWEST} seeds on.{rest}"
@@ -103,28 +143,38 @@ def _every_setting(whole: Study, spare: int) -> Iterator[Picture]:
     yield Picture("settings", caption, steps.every_setting(values, lines(whole.labels)))
 
 
-def _weights(study: Study, values: pd.DataFrame, styles: Lines) -> Iterator[Picture]:
+def _weights(study: Study, groups: Groups, styles: Lines) -> Iterator[Picture]:
+    """A figure for each group of settings with weights: the first is `weights`."""
     shapings = {s.label: [weight_config(run.info) for run in s.runs.values()] for s in study.settings}
-    weighted = [label for label, own in shapings.items() if any(w.get("kind", "uniform") != "uniform" for w in own)]
+    weighted = {label for label, own in shapings.items() if any(w.get("kind", "uniform") != "uniform" for w in own)}
     if not weighted:
         yield Picture("weights", "", missing="token weights: every method here has w = 1 (try grpo-sg)")
         return
-    found = study.samples(["logp", "logit", "entropy", "weight"])
-    samples = {label: found[label] for label in weighted if label in found}
-    if samples:
-        parts = [part[part["loss_coef"] != 0] for part in study.samples(CARRIED).values()]
+    drawn = []
+    for name, labels in groups.items():
+        samples = study.only([label for label in labels if label in weighted]).samples(
+            ["logp", "logit", "entropy", "weight"]
+        )
+        if not samples:
+            continue
+        parts = [part[part["loss_coef"] != 0] for part in study.only(labels).samples(CARRIED).values()]
         carried = pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
         caption = (
-            "Token weights: as a function, as observed against the probability of the token, and where along it the gradient "
-            "is that they multiply (|c|·‖∇ ln π‖/w with the local norm; tokens of all settings that have a loss coefficient)."
+            f"Token weights ({name}): as a function, as observed against the probability of the token, and where along it the "
+            "gradient is that they multiply (|c|·‖∇ ln π‖/w with the local norm; tokens of these settings that have a loss "
+            "coefficient)."
         )
         functions = {label: shapings[label][0] for label in samples}
         figure = tokens.weights(samples, functions, styles, carried if len(carried) else None)
-        yield Picture("weights", caption, figure)
-    else:
-        yield Picture("weights", "", missing="observed weights: no token rows (recording.tokens_every is 0)")
-    caption = f"Token weights by step: mean, effective sample size, share on a bound. {BAND}."
-    yield Picture("weight_statistics", caption, steps.weight_statistics(values, styles))
+        drawn.append(Picture("weights" + (f"_{_word(name)}" if drawn else ""), caption, figure))
+    yield from drawn or [
+        Picture("weights", "", missing="observed weights: no token rows (recording.tokens_every is 0)")
+    ]
+    own = {name: [label for label in labels if label in weighted] for name, labels in groups.items()}
+    caption, quantities = steps.FIGURES["weight_statistics"]
+    values = with_groups(step_values(study.only(weighted), quantities), own)
+    if len(values):
+        yield Picture("weight_statistics", f"{caption}. {BAND}.", steps.trajectories(values, styles, quantities))
 
 
 def _attribution(study: Study, styles: Lines) -> Picture:
@@ -149,22 +199,35 @@ def _attribution(study: Study, styles: Lines) -> Picture:
     return Picture("attribution", caption, figure)
 
 
-def _surface(study: Study, styles: Lines) -> Iterator[Picture]:
+def _surface(study: Study, main: Study, groups: Groups, styles: Lines) -> Iterator[Picture]:
     values, unconverged = probe_values(study, list(surface.CURVATURE))
-    values = middle_radius(values[values["parameters"] == "all"])
+    values = with_groups(middle_radius(values[values["parameters"] == "all"]), groups)
     if values.empty:
         why = "sharpness, spectrum, rho curves, slices: no probe was run (see the config's probes)"
         yield Picture("sharpness", "", missing=why)
     else:
+        kept = values[
+            values["quantity"].isin(["sam", "largest"]) & (values["probe_set"].map(surface.split_of) == "train")
+        ]
+        if len(kept):
+            caption = (
+                "Sharpness along training, on the training prompts of the probe set: SAM sharpness and the largest Hessian "
+                f"eigenvalue of each objective.{_left_out(unconverged)} {BAND}."
+            )
+            yield Picture("sharpness_overview", caption, surface.sharpness(kept, styles, study.baseline))
         caption = f"Curvature of the loss surface along training.{_left_out(unconverged)} {BAND}."
         for ending, frame in _by_functional(values):
-            yield Picture(f"sharpness{ending}", caption, surface.sharpness(frame, styles))
-    nodes = density_nodes(study)
+            yield Picture(f"sharpness{ending}", caption, surface.sharpness(frame, styles, study.baseline))
+    nodes = density_nodes(main)
     if len(nodes):
-        caption = "Spectral density of the Hessian at the last probed step, mean over seeds."
+        caption = (
+            "Spectral density of the Hessian at the last probed step: Ritz values and weights of the Lanczos runs, all seeds, "
+            f"on a symmetric-logarithmic axis. Outliers: Ritz values farther from 0 than {surface.OUTLIER:g} times the root "
+            "mean square of the spectrum; median number of a seed."
+        )
         yield Picture("spectrum", caption, surface.spectrum(nodes, styles))
-    yield from _rho_curves(study, styles)
-    values = slice_values(study)
+    yield from _rho_curves(main, styles)
+    values = slice_values(main)
     if len(values):
         caption = (
             f"Loss along lines through the parameters at step {values['step'].max()}: the gradient, the top eigenvector "
@@ -174,10 +237,11 @@ def _surface(study: Study, styles: Lines) -> Iterator[Picture]:
     values = stability_values(study)
     if len(values):
         caption = (
-            "Largest eigenvalue of the AdamW-preconditioned Hessian; dotted: AdamW's stability threshold (2 + 2β₁)/((1 − "
-            f"β₁)·lr), 38/lr at β₁ = 0.9 (arXiv 2207.14484). {BAND}."
+            "Edge of stability: sharpness against the optimizer's stability threshold (dotted). AdamW-preconditioned Hessian: "
+            "largest eigenvalue, threshold (2 + 2β₁)/((1 − β₁)·lr), 38/lr at β₁ = 0.9 (arXiv 2207.14484). Critical sharpness: "
+            f"2/η_c along the optimizer's update, threshold 2/lr (arXiv 2601.16979). {BAND}."
         )
-        yield Picture("stability", caption, surface.stability(values, styles))
+        yield Picture("stability", caption, surface.stability(with_groups(values, groups), styles, study.baseline))
 
 
 def _rho_curves(study: Study, styles: Lines) -> Iterator[Picture]:
@@ -206,8 +270,19 @@ def _left_out(unconverged: int) -> str:
 
 
 def _by_functional(values: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
-    """(suffix of a file name, rows) of each functional; no suffix if there is only one."""
+    """(suffix of a file name, rows) of each functional and split; neither is in the suffix if there is only one.
+
+    The split `train` is not named either, so that a figure of 0.1 keeps its name.
+    """
     names = sorted(values["functional"].unique())
     for number, name in enumerate(names, 1):
-        ending = re.sub(r"[^A-Za-z0-9]+", "_", name).strip("_")[:40] or str(number)
-        yield ("" if len(names) == 1 else f"_{ending}"), values[values["functional"] == name]
+        own = values[values["functional"] == name]
+        ending = "" if len(names) == 1 else f"_{_word(name) or number}"
+        splits = own["probe_set"].map(surface.split_of)
+        for split in sorted(splits.unique(), key=lambda split: (split != "train", split)):
+            unnamed = split == "train" or splits.nunique() == 1
+            yield ending + ("" if unnamed else f"_{_word(split)}"), own[splits == split]
+
+
+def _word(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9]+", "_", name).strip("_")[:40]

@@ -13,25 +13,26 @@ from typing import Any
 
 import matplotlib as mpl
 import numpy as np
-import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, NullLocator, ScalarFormatter
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, NullLocator, ScalarFormatter
 
 from sharpscope.analysis.text import printable
 
-BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, BLACK = (
-    "#0072B2",
-    "#D55E00",
-    "#009E73",
-    "#CC79A7",
-    "#E69F00",
-    "#56B4E9",
+BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, BLACK, GRAY = (
+    "#0173b2",
+    "#d55e00",
+    "#029e73",
+    "#cc78bc",
+    "#de8f05",
+    "#56b4e9",
     "#000000",
+    "#777777",
 )
-"""Okabe and Ito's palette, without its yellow, which is lost on white."""
+"""Black, gray, and six of seaborn's `colorblind` palette: the others are too close to these or too pale for a line."""
 
 COLORS = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, BLACK)
 DASHES: tuple[Any, ...] = (
@@ -45,77 +46,50 @@ DASHES: tuple[Any, ...] = (
     (0, (9, 2, 3, 2)),
 )
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "p")
-GRAY = "#777777"
 
-# method -> (color, dash): families share a color
-_FIXED = {
-    "grpo": (0, 0),
-    "grpo-sg": (1, 0),
-    "tr-grpo": (4, 0),
-    "ar": (2, 0),
-    "lopti": (2, 1),
-    "ar-lopti": (2, 2),
-    "cov-grpo": (3, 0),
-    "clip-cov": (3, 1),
-    "kl-cov": (3, 2),
-    "gspo": (5, 0),
-    "holder": (5, 1),
-    "dapo": (6, 0),
-    "dr-grpo": (6, 1),
-    "cispo": (6, 2),
-    "papo": (6, 3),
-    "ppo-ewma": (0, 3),
-    "high-entropy": (5, 2),
-    "grpo-sam": (0, 1),
-    "grpo-gnp": (0, 2),
-    "grpo-sg-shuffled": (2, 3),
-    "grpo-sg-reverse": (3, 3),
-    "grpo-sg-constant": (4, 1),
-    "grpo-sg-entropy": (5, 3),
-    "grpo-sg-mean-one": (6, 4),
-    "lite-ppo": (0, 5),
-    "rloo": (1, 5),
-    "reinforce-pp": (2, 5),
-    "reinforce-pp-baseline": (2, 6),
-    "opo": (3, 5),
-    "otb": (3, 6),
-    "gdpo": (4, 5),
-    "maxrl": (5, 5),
-    "bnpo": (6, 5),
-    "dual-clip": (0, 6),
-    "sapo": (0, 7),
-    "gmpo": (1, 6),
-    "dppo": (4, 6),
-    "dppo-kl": (4, 7),
-    "luspo": (5, 6),
-    "vespo": (6, 6),
-}
-_CONTROLS = {"shuffled": 1, "reverse": 2, "constant": 3, "mean-one": 4, "entropy": 3}
+# A method's column is its color and its row its dash pattern. Related methods share a color where that is possible.
+_METHODS = (
+    ("grpo", "grpo-sg", "ar", "cov-grpo", "tr-grpo", "gspo", "dapo"),
+    ("grpo-sam", "rloo", "grpo-sg-shuffled", "grpo-sg-reverse", "grpo-sg-constant", "grpo-sg-entropy", "dr-grpo"),
+    ("grpo-gnp", "gmpo", "lopti", "clip-cov", "gdpo", "holder", "cispo"),
+    ("ppo-ewma", "", "ar-lopti", "kl-cov", "dppo", "high-entropy", "papo"),
+    ("lite-ppo", "", "reinforce-pp", "opo", "dppo-kl", "maxrl", "grpo-sg-mean-one"),
+    ("dual-clip", "", "reinforce-pp-baseline", "otb", "", "luspo", "bnpo"),
+    ("sapo", "", "", "", "", "vespo", ""),
+)
+_FIXED = {name: (color, dash) for dash, row in enumerate(_METHODS) for color, name in enumerate(row) if name}
+_CONTROLS = ("shuffled", "reverse", "constant", "entropy", "mean-one")
+
+WIDTH, ONE_COLUMN = 5.5, 3.5
+"""Width of a figure [inches]: the text column of an ICLR or NeurIPS paper; with a single panel, that of a two-column paper."""
 
 _RC: Any = {
-    "font.size": 9,
-    "axes.titlesize": 9,
-    "axes.labelsize": 9,
-    "legend.fontsize": 8,
-    "xtick.labelsize": 8,
-    "ytick.labelsize": 8,
+    "font.size": 8,
+    "axes.titlesize": 8,
+    "axes.labelsize": 8,
+    "legend.fontsize": 7,
+    "legend.title_fontsize": 7,
+    "legend.borderaxespad": 0.2,
+    "xtick.labelsize": 7,
+    "ytick.labelsize": 7,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
     "grid.color": "#E5E5E5",
     "grid.linewidth": 0.6,
     "axes.axisbelow": True,
-    "lines.linewidth": 1.6,
-    "lines.markersize": 4,
+    "lines.linewidth": 1.4,
+    "lines.markersize": 3.5,
     "legend.frameon": False,
     "figure.dpi": 100,
-    "savefig.dpi": 160,
+    "savefig.dpi": 200,
     "svg.hashsalt": "sharpscope",
     "svg.fonttype": "none",
     "text.usetex": False,
 }
 
 
+_SECTION = re.compile(r"\b(?:\w+\.)+(?=\w+=)")
 _CURVE = re.compile(r"[CQSTAHV]")  # what an SVG's path holds beside lines
 _PATH, _LONG = (
     re.compile(r'\bd="[^"]*"'),
@@ -156,32 +130,42 @@ def lines(labels: Iterable[str]) -> dict[str, Line]:
 
     A label is a method's name, or begins with it (`grpo-sg weight.tau=4`, `grpo-sg-shuffled`).
     """
-    taken: set[tuple[int, int]] = set()
     result: dict[str, Line] = {}
-    # labels that are a method's very name come first, so that a variant never takes its line
+    # Labels that are a method's name come first, so that a variant never takes its line.
     for label in sorted(set(labels), key=lambda text: (text not in _FIXED, text)):
-        place = _first_free(_preferred(label), taken)
-        taken.add(place)
-        result[label] = Line(COLORS[place[0]], DASHES[place[1]], MARKERS[place[1]])
+        taken = {(line.color, line.dash) for line in result.values()}
+        free = [look for look in _looks(label) if look[:2] not in taken] or _looks(label)
+        result[label] = Line(*free[0])
     return result
 
 
-def _preferred(label: str) -> tuple[int, int] | None:
+def _looks(label: str) -> list[tuple[str, Any, str]]:
+    """(color, dash, marker) that a label may have, by preference: variants of a method have shades of its color."""
+    fixed = _FIXED.get(_method(label))
+    every = list(zip(DASHES, MARKERS, strict=True))
+    if label in _FIXED:
+        colors, looks = [COLORS[_FIXED[label][0]]], every[_FIXED[label][1] :]
+    elif fixed is not None:
+        colors, looks = _shades(COLORS[fixed[0]]), every[fixed[1] :] + every[: fixed[1]]
+    else:
+        colors, looks = list(COLORS), every
+    return [(color, *look) for look in looks for color in colors]
+
+
+def _shades(color: str) -> list[str]:
+    """The color darker and lighter; of black, two grays."""
+    rgb = np.array(to_rgb(color))
+    return [to_hex(0.55 * rgb + 0.1), to_hex(1 - 0.5 * (1 - rgb))]
+
+
+def is_control(label: str) -> bool:
+    """Whether a setting's method is a control: the weights of another method, misplaced (`grpo-sg-shuffled`)."""
+    return label.partition(" ")[0].endswith(tuple(f"-{name}" for name in _CONTROLS))
+
+
+def _method(label: str) -> str:
     names = [name for name in _FIXED if label == name or label.startswith((f"{name}-", f"{name} ", f"{name}+"))]
-    if not names:
-        return None
-    name = max(names, key=len)
-    rest = label[len(name) :].lstrip("-")
-    control = next((dash for suffix, dash in _CONTROLS.items() if rest.startswith(suffix)), None)
-    color, dash = _FIXED[name]
-    return (color, dash if control is None else control)
-
-
-def _first_free(preferred: tuple[int, int] | None, taken: set[tuple[int, int]]) -> tuple[int, int]:
-    start = preferred or (0, 0)
-    same_color = [(start[0], (start[1] + i) % len(DASHES)) for i in range(len(DASHES))] if preferred else []
-    every = [(color, dash) for dash in range(len(DASHES)) for color in range(len(COLORS))]
-    return next((place for place in [*same_color, *every] if place not in taken), start)
+    return max(names, key=len, default="")
 
 
 def styled() -> AbstractContextManager[None]:
@@ -189,21 +173,23 @@ def styled() -> AbstractContextManager[None]:
     return mpl.rc_context(_RC)
 
 
-def panels(count: int, *, columns: int = 2, width: float = 3.6, height: float = 2.7) -> tuple[Figure, list[Axes]]:
-    """A figure with `count` equal axes in rows of `columns`; made without pyplot, so no global state."""
+def panels(count: int, *, columns: int = 2, height: float = 2.0, **shared: Any) -> tuple[Figure, list[Axes]]:
+    """A figure with `count` equal axes in rows of `columns`; made without pyplot, so no global state.
+
+    Args:
+        count: number of axes.
+        columns: axes in a row, at most.
+        height: of a row [inches].
+        shared: `sharex`, `sharey` of `Figure.subplots`.
+    """
     columns = min(count, columns)
     rows = -(-count // columns)
-    figure = Figure(figsize=(width * columns + 0.4, height * rows + 0.5), layout="constrained")
+    figure = Figure(figsize=(WIDTH if columns > 1 else ONE_COLUMN, height * rows + 0.4), layout="constrained")
     FigureCanvasAgg(figure)
-    grid = figure.subplots(rows, columns, squeeze=False).ravel()
+    grid = figure.subplots(rows, columns, squeeze=False, **shared).ravel()
     for spare in grid[count:]:
         spare.remove()
     return figure, list(grid[:count])
-
-
-def half_widths(points: pd.DataFrame) -> np.ndarray:
-    """Half-widths of the intervals of `band`, 0 where one seed gives none."""
-    return np.nan_to_num((points["high"] - points["mean"]).to_numpy(dtype=float))
 
 
 def plain(text: object, limit: int = 60) -> str:
@@ -212,30 +198,71 @@ def plain(text: object, limit: int = 60) -> str:
     return ("\u200b" + clean if clean.startswith("_") else clean).replace("$", r"\$")
 
 
-def finish(figure: Figure, axes: Sequence[Axes]) -> None:
-    """Fold long axis labels, keep ticks apart, and one legend above all panels with each label once."""
-    found: dict[str, Any] = {}
+def setting_text(label: object) -> str:
+    """A setting's label for a legend: `grpo (lr=0.0002)` of `grpo (optimizer.lr=0.0002)`."""
+    return plain(_SECTION.sub("", str(label)), 100)
+
+
+def finish(
+    figure: Figure, axes: Sequence[Axes], columns: Mapping[str, Sequence[Axes]] | None = None, fold: int = 30
+) -> None:
+    """Fold long axis labels, keep ticks apart, and add legends that name each label once.
+
+    Args:
+        figure: of the axes.
+        axes: all of them.
+        columns: title → axes of a column from the top: a legend above each column. None: one above the figure.
+        fold: length of a line of an ordinate's label [characters].
+    """
     for axis in axes:
         for ticked in (axis.xaxis, axis.yaxis):
             _few_ticks(ticked)
-        axis.set_ylabel(fill(axis.get_ylabel(), 30))
+        axis.set_ylabel(fill(axis.get_ylabel(), fold))
+    for title, column in (columns or {}).items():
+        handles = _handles(column)
+        texts = [fill(label, 72 // len(columns or ()), break_on_hyphens=False) for label in handles]
+        column[0].legend(
+            handles.values(), texts, title=title or None, loc="lower left", bbox_to_anchor=(0, 1.0), alignment="left"
+        )
+    handles = {} if columns else _handles(axes)
+    if handles:
+        # 0.06 inch a letter and 0.5 inch for the line: a legend wider than its figure would be cut off.
+        fitting = int(figure.get_figwidth() / (0.5 + 0.06 * max(map(len, handles))))
+        across = max(1, min(len(handles), 3, fitting))
+        figure.set_figheight(figure.get_figheight() + 0.15 * max(0, -(-len(handles) // across) - 1))
+        figure.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=across)
+    elif columns:
+        most = max(sum(text.count("\n") + 1 for text in _legend_texts(column[0])) for column in columns.values())
+        figure.set_figheight(figure.get_figheight() + 0.14 * most)
+
+
+def _handles(axes: Iterable[Axes]) -> dict[str, Any]:
+    """Label → its first artist."""
+    handles: dict[str, Any] = {}
+    for axis in axes:
         for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
-            found.setdefault(label, handle)
-    if found:
-        # 0.065 inch a letter and 0.55 inch for the line: a legend wider than its figure would be cut off.
-        fitting = int(figure.get_figwidth() / (0.55 + 0.065 * max(map(len, found))))
-        columns = max(1, min(len(found), 3, fitting))
-        figure.set_figheight(figure.get_figheight() + 0.17 * max(0, -(-len(found) // columns) - 2))
-        figure.legend(found.values(), found.keys(), loc="outside upper center", ncols=columns)
+            handles.setdefault(label, handle)
+    return handles
+
+
+def _legend_texts(axis: Axes) -> list[str]:
+    legend = axis.get_legend()
+    return [] if legend is None else [text.get_text() for text in legend.get_texts()]
 
 
 def _few_ticks(axis: Axis) -> None:
-    """On a logarithmic axis of less than a decade matplotlib labels every minor tick, one over the other."""
+    """On a logarithmic axis of few decades matplotlib labels minor ticks, one over the other."""
     low, high = sorted(axis.get_view_interval())  # an inverted axis gives the larger end first
-    if axis.get_scale() == "log" and low > 0 and high < 10 * low:
+    if axis.get_scale() != "log" or low <= 0:
+        return
+    axis.set_minor_formatter(NullFormatter())
+    if high < 10 * low:
         axis.set_major_locator(MaxNLocator(4))
         axis.set_major_formatter(ScalarFormatter())
         axis.set_minor_locator(NullLocator())
+    elif high < 100 * low:
+        axis.set_major_locator(LogLocator(subs=(1.0, 3.0)))
+        axis.set_major_formatter("{x:g}")
 
 
 def save(figure: Figure, folder: Path, name: str) -> list[Path]:

@@ -2,38 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from sharpscope.analysis.figures.steps import draw_bands
-from sharpscope.analysis.figures.style import GRAY, Lines, finish, panels, plain, styled
-from sharpscope.analysis.statistics import band
-
-PLACE = ["quantity", "functional", "probe_set"]
+from sharpscope.analysis.figures.draw import Row, draw_curves, facets, symlog
+from sharpscope.analysis.figures.style import GRAY, Lines, finish, panels, plain, setting_text, styled
 
 CURVATURE = {
-    "largest": "largest Hessian eigenvalue",
-    "smallest": "smallest Hessian eigenvalue",
-    "trace": "trace of the Hessian",
-    "gradient_norm": "gradient norm of the functional [L2, parameters]",
-    "squared_gradient_norm": "squared gradient norm, two independent batches",
-    "sam": "SAM sharpness, middle radius",
-    "asam": "adaptive SAM sharpness, middle radius",
+    "sam": "SAM sharpness [rise of the loss]",
+    "asam": "adaptive SAM sharpness [rise of the loss]",
+    "largest": "largest Hessian eigenvalue [loss / L2²]",
+    "smallest": "smallest Hessian eigenvalue [loss / L2²]",
+    "trace": "trace of the Hessian [loss / L2²]",
+    "gradient_norm": "gradient norm [loss / L2]",
+    "squared_gradient_norm": "squared gradient norm, two batches [loss² / L2²]",
 }
+"""Quantity → label of its axis. L2 is the norm of the parameters; sharpness is at the middle radius of the grid."""
 
+STABILITY = {
+    "critical_sharpness": "critical sharpness [1 / learning rate]",
+    "preconditioned_largest": "preconditioned λ_max [1 / learning rate]",
+}
 DIRECTIONS = {
     "gradient": "along the gradient",
     "eigenvector": "along the top eigenvector",
     "random": "random, filter-normalized",
 }
-
-
-def places(values: pd.DataFrame) -> list[tuple[str, str, str]]:
-    """(quantity, functional, probe set) of a frame, in order: one panel each."""
-    return sorted(set(map(tuple, values[PLACE].to_numpy().tolist())))
+OUTLIER = 10.0
+"""A Ritz value is an outlier if its size is more than this times the root mean square of the spectrum."""
 
 
 def split_of(probe_set: str) -> str:
@@ -46,156 +45,123 @@ def title(functional: str, probe_set: str) -> str:
     return plain(f"{functional}, {split_of(probe_set)}")
 
 
-def _at(values: pd.DataFrame, place: tuple[str, str, str]) -> pd.DataFrame:
-    return values[(values[PLACE] == list(place)).all(axis=1)]
+def sharpness(values: pd.DataFrame, lines: Lines, reference: str = "") -> Figure:
+    """Curvature along training: a row of panels for each quantity, functional and probe set.
 
-
-def sharpness(values: pd.DataFrame, lines: Lines) -> Figure:
-    """Curvature along training: a panel for each quantity, functional and probe set."""
-    content = places(values)
-    with styled():
-        figure, axes = panels(len(content))
-        for axis, place in zip(axes, content, strict=True):
-            quantity, functional, probe_set = place
-            draw_bands(axis, _at(values, place), lines)
-            label = CURVATURE.get(quantity, plain(quantity))
-            axis.set(xlabel="step", ylabel=label, title=title(functional, probe_set))
-        finish(figure, axes)
-    return figure
+    `values`: see `frames.probe_values`. Positive quantities are on a logarithmic axis, signed ones on a symmetric one.
+    """
+    rows = [
+        Row(CURVATURE.get(quantity, plain(quantity)), own, "auto", title=title(functional, probe_set))
+        for (quantity, functional, probe_set), own in _in_order(values, list(CURVATURE))
+    ]
+    return facets(rows, lines, reference=reference)
 
 
 def rho_curves(values: pd.DataFrame, first_order: pd.DataFrame, lines: Lines) -> Figure:
     """Rise of the functional within a radius rho at the last probed step, and beside it rho·‖∇L‖ (dotted).
 
     Both frames: setting, seed, quantity, functional, probe_set, rho, value; the first-order term stands under
-    the name of the quantity that it belongs to. A panel for each quantity, functional and probe set.
+    the name of the quantity that it belongs to. A row of panels for each quantity, functional and probe set.
     """
-    content = places(values)
-    with styled():
-        figure, axes = panels(len(content))
-        for axis, place in zip(axes, content, strict=True):
-            quantity, functional, probe_set = place
-            chosen, beside = _at(values, place), _at(first_order, place)
-            draw_bands(axis, chosen, lines, x="rho")
-            for label in sorted(set(chosen["setting"]) & set(beside["setting"])):
-                rows = band(beside[beside["setting"] == label], ["rho"])
-                # Bars wider than the values' markers: a line of one point, or one under the values, would not be seen.
-                thin: dict[str, Any] = {"color": lines[label].color, "linewidth": 0.9, "linestyle": ":"}
-                thin |= {"marker": "_", "markersize": 14}
-                axis.plot(rows["rho"], rows["mean"], label="first order, rho·‖∇L‖", **thin)
-            scale = "log" if (chosen["value"] > 0).all() else "linear"
-            axis.set(
-                xscale="log",
-                yscale=scale,
-                xlabel="rho [L2, parameters]",
-                ylabel=f"{plain(quantity)}: rise of the loss",
-                title=title(functional, probe_set),
-            )
-        finish(figure, axes)
-    return figure
+    rows = []
+    for (quantity, functional, probe_set), own in _in_order(values):
+        same = first_order[["quantity", "functional", "probe_set"]] == [quantity, functional, probe_set]
+        beside = first_order[same.all(axis=1) & first_order["setting"].isin(own["setting"])]
+        label = f"{plain(quantity)}: rise of the loss [loss]"
+        rows.append(Row(label, own, "auto", beside, "first order, rho·‖∇L‖", title(functional, probe_set)))
+    return facets(rows, lines, x="rho", xlabel="rho [L2, parameters]", xscale="log")
 
 
-def density_curve(nodes: np.ndarray, weights: np.ndarray, grid: np.ndarray, width: float) -> np.ndarray:
-    """Σ_i w_i N(grid; node_i, width²): the spectral measure smoothed, per unit of eigenvalue."""
-    kernel = np.exp(-0.5 * ((grid[:, None] - nodes) / width) ** 2) / (width * np.sqrt(2 * np.pi))
-    return np.asarray(kernel @ weights)
+def outliers(nodes: pd.DataFrame) -> pd.DataFrame:
+    """Ritz values that lie far outside the bulk of a spectrum: setting, seed, negative, positive (numbers of them), ritz.
+
+    An outlier is more than OUTLIER times √Σ w λ² away from 0, the root mean square of all eigenvalues by the estimated
+    density. `ritz` is the number of Ritz values.
+    """
+    rms = np.sqrt((nodes["weight"] * nodes["node"] ** 2).groupby([nodes["setting"], nodes["seed"]]).transform("sum"))
+    marked = nodes.assign(negative=nodes["node"] < -OUTLIER * rms, positive=nodes["node"] > OUTLIER * rms, ritz=1)
+    return marked.groupby(["setting", "seed"], as_index=False)[["negative", "positive", "ritz"]].sum()
 
 
 def spectrum(nodes: pd.DataFrame, lines: Lines) -> Figure:
-    """Spectral density of the Hessian at the last probed step, mean over seeds: a panel for each functional and set.
+    """Ritz values of the Hessian and their weights at the last probed step: a panel for each functional and probe set.
 
-    `nodes`: setting, seed, functional, probe_set, node, weight; each seed's weights sum to 1.
+    `nodes`: setting, seed, functional, probe_set, node, weight; each seed's weights sum to 1. All seeds are drawn. Text:
+    median number of outliers of a seed below and above the bulk, see `outliers`.
     """
-    content = sorted(set(map(tuple, nodes[["functional", "probe_set"]].to_numpy().tolist())))
+    import seaborn as sns
+
+    groups = sorted(nodes.groupby(["functional", "probe_set"]), key=lambda g: (g[0][0], split_of(g[0][1]) != "train"))
     with styled():
-        figure, axes = panels(len(content), width=4.4)
-        for axis, (functional, probe_set) in zip(axes, content, strict=True):
-            chosen = nodes[(nodes["functional"] == functional) & (nodes["probe_set"] == probe_set)]
-            low, high = float(chosen["node"].min()), float(chosen["node"].max())
-            width = 0.01 * (high - low) or 1.0
-            highest = 1e-4 / width
-            grid = np.linspace(low - 4 * width, high + 4 * width, 600)
-            for label in sorted(chosen["setting"].unique()):
-                curves = [
-                    density_curve(one["node"].to_numpy(), one["weight"].to_numpy(), grid, width)
-                    for _, one in chosen[chosen["setting"] == label].groupby("seed")
-                ]
-                axis.plot(grid, np.mean(curves, axis=0), label=plain(label), **lines[label].plot)
-                highest = max(highest, float(np.max(curves)))
-            axis.axvline(0, color=GRAY, linewidth=0.8)
-            axis.set(
-                yscale="log",
-                ylim=(1e-5 / width, 2 * highest),
-                xlabel="Hessian eigenvalue",
-                ylabel="density [1 / eigenvalue]",
-                title=f"{title(functional, probe_set)}; smoothed by {width:.2g}",
+        figure, axes = panels(len(groups), height=2.3)
+        for axis, ((functional, probe_set), own) in zip(axes, groups, strict=True):
+            labels = sorted(own["setting"].unique())
+            look = {"palette": {name: lines[name].color for name in labels}, "hue_order": labels, "style_order": labels}
+            marks = {name: lines[name].marker for name in labels}
+            shared = {"hue": "setting", "style": "setting", "markers": marks, "legend": False, "rasterized": True}
+            sns.scatterplot(own, x="node", y="weight", ax=axis, s=9, alpha=0.5, linewidth=0, **look, **shared)
+            counts = outliers(own).groupby("setting")[["negative", "positive", "ritz"]].median()
+            for name in labels:
+                axis.plot(
+                    [], [], linestyle="none", marker=marks[name], color=lines[name].color, label=setting_text(name)
+                )
+            text = "\n".join(
+                f"{setting_text(name)}: {count['negative']:g} / {count['positive']:g}"
+                for name, count in counts.iterrows()
             )
+            axis.text(0.02, 0.98, "outliers < 0 / > 0\n" + text, transform=axis.transAxes, va="top", fontsize=6)
+            symlog(axis.xaxis, own["node"])
+            axis.axvline(0, color=GRAY, linewidth=0.8)
+            axis.set(yscale="log", ylim=(own["weight"].min() / 3, 300), xlabel="Ritz value [loss / L2²]")
+            axis.set(ylabel="weight [share of the spectrum]", title=title(str(functional), str(probe_set)))
         finish(figure, axes)
     return figure
 
 
 def slices(values: pd.DataFrame, lines: Lines) -> Figure:
-    """Loss along a direction through the parameters, as its difference from L(θ): a panel for each direction and place.
+    """Loss along a direction through the parameters, as its difference from L(θ): a panel for each direction and probe set.
 
-    `values`: see `probe_frames.slice_values`; random directions share a panel.
+    `values`: see `frames.slice_values`; random directions share a panel. The abscissa is the mean distance over seeds.
     """
-    kind = values["direction"].str.replace(r"_\d+$", "", regex=True)
-    values = values.assign(kind=kind)
-    content = sorted(
-        set(map(tuple, values[["functional", "probe_set", "kind"]].to_numpy().tolist())),
-        key=lambda place: (place[0], place[1], list(DIRECTIONS).index(place[2]) if place[2] in DIRECTIONS else 9),
+    values = values.assign(kind=values["direction"].str.replace(r"_\d+$", "", regex=True))
+    order = [*DIRECTIONS, *sorted(set(values["kind"]) - set(DIRECTIONS))]
+    groups = sorted(
+        values.groupby(["functional", "probe_set", "kind"]), key=lambda g: (*g[0][:2], order.index(g[0][2]))
     )
+    kinds = values["kind"].nunique()
     with styled():
-        figure, axes = panels(len(content), columns=3, width=4.2)
-        for axis, (functional, probe_set, direction) in zip(axes, content, strict=True):
-            here = values[
-                (values[["functional", "probe_set", "kind"]] == [functional, probe_set, direction]).all(axis=1)
-            ]
-            for (label, _), one in here.groupby(["setting", "direction"]):
-                rows = band(one, ["point"])
-                distance = one.groupby("point")["distance"].mean()
-                axis.plot(distance, rows["mean"], label=plain(label), **lines[str(label)].plot)
-                if (rows["n"] > 1).any():
-                    axis.fill_between(
-                        distance, rows["low"], rows["high"], color=lines[str(label)].color, alpha=0.16, linewidth=0
-                    )
+        figure, axes = panels(len(groups), columns=kinds, height=1.8)
+        for number, (axis, ((functional, probe_set, kind), own)) in enumerate(zip(axes, groups, strict=True)):
+            distance = own.groupby(["setting", "point"])["distance"].transform("mean")
+            seed = own["seed"].astype(str) + " " + own["direction"]
+            draw_curves(axis, own.assign(distance=distance, seed=seed), lines, x="distance")
             axis.axvline(0, color=GRAY, linewidth=0.8)
-            if functional == "expected_failure" and here["value"].abs().max() > 1:
+            if functional == "expected_failure" and own["value"].abs().max() > 1:
                 axis.set_ylim(-1.05, 1.05)  # a failure rate moves by 1 at most; beyond, a few importance weights speak
-            axis.set(
-                xlabel="distance [L2, parameters]",
-                ylabel="loss − loss at 0",
-                title=f"{DIRECTIONS.get(direction, direction)}: {title(functional, probe_set)}",
-            )
+            label = "loss − loss at 0 [loss]" if number % kinds == 0 else ""
+            axis.set(xlabel="distance [L2 norm]", ylabel=label)
+            axis.set_title(f"{DIRECTIONS.get(kind, kind)}\n{title(functional, probe_set)}")
         finish(figure, axes)
     return figure
 
 
-def stability(values: pd.DataFrame, lines: Lines) -> Figure:
-    """Largest eigenvalue of the AdamW-preconditioned Hessian by step, and AdamW's stability threshold (dotted).
+def stability(values: pd.DataFrame, lines: Lines, reference: str = "") -> Figure:
+    """Sharpness by step against the optimizer's stability threshold (dotted): a row for each quantity, functional and set.
 
-    `values`: see `probe_frames.stability_values`; a panel for each functional and probe set.
+    `values`: see `frames.stability_values`.
     """
-    content = sorted(set(map(tuple, values[["functional", "probe_set"]].to_numpy().tolist())))
-    with styled():
-        figure, axes = panels(len(content))
-        for axis, (functional, probe_set) in zip(axes, content, strict=True):
-            here = values[(values["functional"] == functional) & (values["probe_set"] == probe_set)]
-            draw_bands(axis, here, lines)
-            for label in sorted(here["setting"].unique()):
-                bound = here[here["setting"] == label].groupby("step")["threshold"].mean().dropna()
-                thin: dict[str, Any] = {"color": lines[label].color, "linewidth": 1.0, "linestyle": ":"}
-                thin["label"] = "AdamW's threshold, (2 + 2β₁)/((1 − β₁)·lr)"
-                if len(bound) == 1:  # a line of one point would not be seen
-                    axis.axhline(float(bound.iloc[0]), **thin)
-                else:
-                    axis.plot(bound.index.astype(float), bound, **thin)
-            if (here["value"] > 0).all():
-                axis.set_yscale("log")
-            axis.set(
-                xlabel="step",
-                ylabel="largest eigenvalue, preconditioned Hessian",
-                title=title(functional, probe_set),
-            )
-        finish(figure, axes)
-    return figure
+    rows = []
+    for (quantity, functional, probe_set), own in _in_order(values, list(STABILITY)):
+        threshold = own.drop(columns="value").rename(columns={"threshold": "value"}).dropna(subset=["value"])
+        label = STABILITY.get(quantity, plain(quantity))
+        rows.append(Row(label, own, "auto", threshold, "stability threshold", title(functional, probe_set)))
+    return facets(rows, lines, reference=reference, height=1.5)
+
+
+def _in_order(values: pd.DataFrame, quantities: Sequence[str] = ()) -> list[tuple[tuple[str, str, str], pd.DataFrame]]:
+    """(quantity, functional, probe set) and its rows, training sets before others."""
+    groups = values.groupby(["quantity", "functional", "probe_set"], observed=True)
+    order = {name: number for number, name in enumerate(quantities)}
+    return sorted(
+        groups, key=lambda item: (item[0][1], split_of(item[0][2]) != "train", order.get(item[0][0], 99), item[0])
+    )

@@ -10,14 +10,14 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from sharpscope.analysis.figures.style import BLACK, BLUE, GRAY, Line, Lines, finish, half_widths, panels, plain, styled
-from sharpscope.analysis.statistics import band
+from sharpscope.analysis.figures.draw import draw_points
+from sharpscope.analysis.figures.style import BLACK, BLUE, GRAY, Line, Lines, finish, panels, setting_text, styled
 from sharpscope.analysis.tokens import complement
 from sharpscope.analysis.weight_curve import INPUTS, weight_at, weight_input, weight_inputs
 
 Samples = Mapping[str, pd.DataFrame]
 
-REST = "1 − π, one minus the token's probability"
+REST = "1 − π of the token"
 SMALLEST = 1e-8  # where 1 − π is 0 in float32, it is drawn here
 
 
@@ -31,20 +31,21 @@ def weights(
     """
     inputs = sorted({name for name in map(weight_input, shapings.values()) if name is not None})
     with styled():
-        figure, axes = panels(len(inputs) + 1 + (carried is not None))
+        figure, axes = panels(len(inputs) + 1 + (carried is not None), columns=2 if len(inputs) > 1 else 3, height=2.1)
+        drawn = list(axes)
         if carried is not None:
-            _carried(axes.pop(), carried)
-        for axis, name in zip(axes, inputs, strict=False):
+            _carried(drawn.pop(), carried)
+        for axis, name in zip(drawn, inputs, strict=False):
             for label, shaping in shapings.items():
                 if weight_input(shaping) == name:
                     _function(axis, samples[label], shaping, lines[label], label)
-            axis.set(xlabel=INPUTS[name], ylabel="weight w", title="function; gray: 10 to 90 % of the tokens")
+            axis.set(xlabel=INPUTS[name], ylabel="weight w", title="function\n(gray: 80 % of tokens)")
         for label, tokens in samples.items():
             rest = np.maximum(complement(tokens["logp"].to_numpy()), SMALLEST)
-            draw_quantiles(axes[-1], rest, tokens["weight"].to_numpy(dtype=float), lines[label], label)
-        axes[-1].set(xscale="log", xlabel=REST, ylabel="weight w", title="observed: median, 10 to 90 %")
-        axes[-1].invert_xaxis()
-        finish(figure, list(figure.axes))
+            draw_quantiles(drawn[-1], rest, tokens["weight"].to_numpy(dtype=float), lines[label], label)
+        drawn[-1].set(xscale="log", xlabel=REST, ylabel="weight w", title="observed\n(median, 10 to 90 %)")
+        drawn[-1].invert_xaxis()
+        finish(figure, axes)
     return figure
 
 
@@ -61,7 +62,7 @@ def _carried(axis: Axes, tokens: pd.DataFrame) -> None:
     ):
         share = np.cumsum(values[order]) / values.sum()
         axis.plot(rest[order], share, color=color, linestyle=dash, label=label)
-    axis.set(xscale="log", xlabel=REST, ylabel="share at this 1 − π or above", title="where the gradient is")
+    axis.set(xscale="log", xlabel=REST, ylabel="share at this 1 − π or above", title="where the\ngradient is")
     axis.invert_xaxis()
 
 
@@ -71,15 +72,18 @@ def _function(axis: Axes, tokens: pd.DataFrame, shaping: Mapping[str, Any], line
     weight = weight_at(shaping, grid)
     if weight is not None:
         axis.axvspan(*np.quantile(u, [0.1, 0.9]), color=GRAY, alpha=0.08, linewidth=0)
-        axis.plot(grid, weight, label=plain(label), **line.plot)
+        axis.plot(grid, weight, label=setting_text(label), **line.plot)
 
 
 def draw_quantiles(axis: Axes, x: np.ndarray, y: np.ndarray, line: Line, label: str) -> None:
-    """Median and 10 to 90 % band of y in bins of ln x."""
-    rows = quantile_bins(x, y)
-    marker = line.marker if len(rows) <= 12 else ""
-    axis.plot(rows["x"], rows["q50"], label=plain(label), marker=marker, **line.plot)
-    axis.fill_between(rows["x"], rows["q10"], rows["q90"], color=line.color, alpha=0.16, linewidth=0)
+    """Median and 10 to 90 % band of y in bins of ln x; see `log_bins`."""
+    import seaborn as sns
+
+    points = log_bins(x, y)
+    marker = line.marker if points["x"].nunique() <= 12 else ""
+    look: dict[str, Any] = {"color": line.color, "linestyle": line.dash, "marker": marker, "legend": False}
+    look |= {"estimator": "median", "errorbar": ("pi", 80), "err_kws": {"linewidth": 0, "alpha": 0.16}}
+    sns.lineplot(points, x="x", y="y", ax=axis, label=setting_text(label), **look)
 
 
 def score_norms(samples: Samples, lines: Lines, exact: np.ndarray | None = None) -> Figure:
@@ -91,7 +95,7 @@ def score_norms(samples: Samples, lines: Lines, exact: np.ndarray | None = None)
         exact: (n, 2) 1 − π and exact norm of tokens of all settings together, in a panel of their own.
     """
     with styled():
-        figure, axes = panels(bool(samples) + (exact is not None), width=4.2)
+        figure, axes = panels(bool(samples) + (exact is not None), height=2.4)
         for label, sample in samples.items():
             rest = np.maximum(complement(sample["logp"].to_numpy()), SMALLEST)
             norm = sample["score_norm_local"].to_numpy(dtype=float)
@@ -120,42 +124,29 @@ def draw_deciles(content: Mapping[str, pd.DataFrame], lines: Lines, axis_label: 
     `content`: title of a panel → setting, seed, decile (1 = least likely), value.
     """
     labels = sorted({label for frame in content.values() for label in frame["setting"]})
+    palette = {label: lines[label].color for label in labels}
+    look: dict[str, Any] = {"hue": "setting", "hue_order": labels, "markersize": 2.5}
+    look |= {"dodge": 0.2 * (len(labels) - 1), "markers": [lines[label].marker for label in labels]}
     with styled():
-        figure, axes = panels(len(content))
-        for axis, (title, frame) in zip(axes, content.items(), strict=True):
-            for number, label in enumerate(labels):
-                rows = band(frame[frame["setting"] == label], ["decile"])
-                shift = 0.16 * (number - (len(labels) - 1) / 2)
-                axis.errorbar(
-                    rows["decile"] + shift,
-                    rows["mean"],
-                    yerr=half_widths(rows),
-                    fmt=lines[label].marker,
-                    color=lines[label].color,
-                    capsize=2,
-                    linewidth=1,
-                    label=plain(label),
-                )
+        figure, axes = panels(len(content), sharey=True, height=2.4)
+        for number, (axis, (title, frame)) in enumerate(zip(axes, content.items(), strict=True)):
+            draw_points(axis, frame, palette, x="decile", y="value", order=range(1, 11), **look)
             axis.axhline(0, color=GRAY, linewidth=0.8)
-            axis.set(xlabel="decile of π, 1 = least likely", ylabel=axis_label, title=title, xticks=range(1, 11))
+            axis.set(xlabel="decile of π, 1 = least likely", ylabel="" if number else axis_label, title=title)
+        for label in labels:
+            axes[0].plot(
+                [], [], linestyle="none", marker=lines[label].marker, color=palette[label], label=setting_text(label)
+            )
         finish(figure, axes)
     return figure
 
 
-def quantile_bins(x: np.ndarray, y: np.ndarray, bins: int = 24, log: bool = True) -> pd.DataFrame:
-    """Y's 10, 50 and 90 % quantiles in `bins` equal bins of x (of ln x if `log`): x (mean), q10, q50, q90, n.
+def log_bins(x: np.ndarray, y: np.ndarray, bins: int = 24) -> pd.DataFrame:
+    """The points with x replaced by the geometric mean of its bin, of `bins` equal ones in ln x: x, y.
 
     Bins of fewer than 5 points are left out.
     """
-    scale = np.log(x) if log else x
-    edges = np.linspace(scale.min(), scale.max(), bins + 1) if len(x) else np.zeros(bins + 1)
-    index = np.clip(np.digitize(scale, edges[1:-1]), 0, bins - 1)
-    rows = []
-    for number in range(bins):
-        inside = index == number
-        if inside.sum() >= 5:
-            center = float(scale[inside].mean())
-            rows.append(
-                (float(np.exp(center)) if log else center, *np.quantile(y[inside], [0.1, 0.5, 0.9]), int(inside.sum()))
-            )
-    return pd.DataFrame(rows, columns=["x", "q10", "q50", "q90", "n"]).astype(float)
+    scale = np.log(x)
+    points = pd.DataFrame({"scale": scale, "y": y, "bin": pd.cut(scale, bins, labels=False) if len(x) else []})
+    groups = points.groupby("bin")["scale"]
+    return points.assign(x=np.exp(groups.transform("mean")))[groups.transform("size") >= 5][["x", "y"]]
