@@ -15,7 +15,7 @@ METHODS = {"grpo": Effects(), "grpo-sg": Effects(accuracy_gain=0.4, sharpness=14
 
 @pytest.fixture(scope="session")
 def study_folder(tmp_path_factory):
-    return write_study(tmp_path_factory.mktemp("study") / "runs", METHODS, seeds=4, shape=SHAPE)
+    return write_study(tmp_path_factory.mktemp("study") / "runs", METHODS, seeds=6, shape=SHAPE)
 
 
 @pytest.fixture(scope="session")

@@ -52,7 +52,7 @@ def test_a_study_gives_every_figure_table_and_a_report(study_folder, tmp_path, q
     assert {"report.md", "report.html", "claims.json", "summary.csv", "runs.csv", "reward.png", "reward.svg"} <= files
     text = result.report.read_text()
     assert all(f"]({name}.png)" in text for name in result.figures)
-    assert "grpo: 0 of 2,304 outside" in text  # C1, on every token of each method
+    assert "grpo: 0 of 3,456 outside" in text  # C1, on every token of each method
     with result.tables["summary"].open() as file:
         assert len(list(csv.DictReader(file))) == len(result.summary)
     assert all("weight_saturation" in m or "held-out influence: not recorded" in m for m in result.messages)
@@ -65,7 +65,7 @@ def test_summary_is_mean_and_interval_over_seeds(study):
     row = table.loc[("grpo", "reward, last third")]
     mean, half = mean_and_half(late)
     assert [row["mean"], row["low"], row["high"]] == pytest.approx([mean, mean - half, mean + half], rel=1e-5)
-    assert row["runs"] == 4 and row["step"] == 6 and row["unit"] == "reward"
+    assert row["runs"] == 6 and row["step"] == 6 and row["unit"] == "reward"
     hits = []
     for run in setting.runs.values():
         last = run.eval[(run.eval["step"] == 6) & (run.eval["split"] == "heldout") & (run.eval["temperature"] == 1.0)]

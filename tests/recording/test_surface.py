@@ -93,10 +93,9 @@ def test_every_figure_of_the_surface_is_drawn_with_its_values(study):
     )
     values = stability_values(study)
     for axis in pictures["stability"].figure.axes:
-        drawn = [line for line in axis.lines if line.get_linestyle() == ":"]
-        assert len(drawn) == 1 and "threshold" in str(drawn[0].get_label())
-        functional, split = axis.get_title().split(", ")
-        place = values[(values["functional"] == functional) & values["probe_set"].str.contains(f"/{split}@")]
-        np.testing.assert_allclose(sorted(set(drawn[0].get_ydata())), sorted(set(place["threshold"].dropna())))
+        drawn = {y for line in axis.lines if line.get_linestyle() == ":" for y in line.get_ydata()}
+        functional, split = axis.get_title("left").split(", ")
+        rows = values[(values["functional"] == functional) & values["probe_set"].str.contains(f"/{split}@")]
+        np.testing.assert_allclose(sorted(drawn), sorted(set(rows["threshold"].dropna())))
     titles = [axis.get_title() for axis in pictures["slices"].figure.axes]
     assert len(titles) == len(set(titles)) and any(figures_probes.DIRECTIONS["random"] in title for title in titles)

@@ -38,7 +38,7 @@ def test_bounds_are_drawn_with_the_counts_of_every_token(study):
     picture = c01_logit_bounds.figure(study, lines(study.labels))
     axis, ratio = picture.figure.axes
     tokens = sum(run.rows("tokens") for _, _, run in study.each())
-    assert axis.get_title() == f"{tokens:,} tokens checked, 0 outside beyond rounding" and picture.claim == "C1"
+    assert axis.get_title() == f"{tokens:,} tokens checked,\n0 outside beyond rounding" and picture.claim == "C1"
     vocabulary = study.settings[0].runs[0].info["vocabulary"]
     for label, factor in (("lower bound", math.sqrt(vocabulary / (vocabulary - 1))), ("upper bound", math.sqrt(2))):
         x, y = line(axis, label)

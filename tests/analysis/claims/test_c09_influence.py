@@ -20,5 +20,5 @@ def test_influence_is_drawn_as_the_claim_reads_it():
     cells = c09_influence.cells_frame(study.results_of("C9", setting))
     for axis, sign in ((up, "positive"), (down, "negative")):
         per_seed = cells[cells["advantage"] == sign].groupby(["decile", "seed"])["influence"].mean().unstack()
-        data = axis.containers[0].lines[0]
-        np.testing.assert_allclose(np.asarray(data.get_ydata(), dtype=float), per_seed.mean(axis=1), rtol=1e-9)
+        (points,) = [line for line in axis.lines if line.get_marker() == "o" and len(line.get_xdata())]
+        np.testing.assert_allclose(points.get_ydata(), per_seed.mean(axis=1), rtol=1e-9)

@@ -6,11 +6,12 @@ import itertools
 
 import numpy as np
 import pandas as pd
+import seaborn
 from matplotlib.ticker import LogLocator
 
 from sharpscope.analysis.figures import steps as figures_steps
 from sharpscope.analysis.figures import tokens as figures_tokens
-from sharpscope.analysis.figures.style import DASHES, finish, lines, panels, plain, save, styled
+from sharpscope.analysis.figures.style import COLORS, DASHES, finish, lines, panels, plain, save, setting_text, styled
 from sharpscope.objective import method_names
 
 
@@ -50,17 +51,21 @@ def test_every_method_has_its_own_line_in_every_company():
     assert (
         len({line.color for line in lines(compared).values()}) == 6
     )  # curves that cross: dashes alone do not tell them
-    assert lines(["ar", "ar-shuffled"])["ar-shuffled"].color == lines(["ar"])["ar"].color
+    assert set(COLORS[:6]) < set(seaborn.color_palette("colorblind").as_hex())
+    variants = lines(["grpo", *(f"grpo (lr={i})" for i in range(16))])
+    assert len({(line.color, line.dash) for line in variants.values()}) == 17
+    assert len({line.color for line in variants.values()}) == 3  # the method's own and two shades
     assert len({str(dash) for dash in DASHES}) == len(DASHES)
 
 
 def test_hostile_labels_are_text_and_equal_figures_give_equal_files(tmp_path):
     assert plain("_hidden") == "\u200b_hidden" and plain("a\x1b[31m\n") == "a?[31m?" and plain("$x$") == r"\$x\$"
+    assert setting_text("grpo (optimizer.lr=1e-4, rollout.group_size=4)") == "grpo (lr=1e-4, group_size=4)"
     name = "$\\frac{ <script> \x1b_a"
     values = pd.DataFrame({"setting": name, "seed": 0, "step": [1, 2], "quantity": "reward_mean", "value": [1.0, 2.0]})
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
-        paths = save(figures_steps.reward(values, lines([name])), tmp_path / folder, "figure")
+        paths = save(figures_steps.trajectories(values, lines([name]), ["reward_mean"]), tmp_path / folder, "figure")
     assert [p.name for p in paths] == ["figure.png", "figure.svg"]
     for path in paths:
         assert path.read_bytes() == (tmp_path / "a" / path.name).read_bytes()

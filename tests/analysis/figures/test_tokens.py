@@ -9,7 +9,7 @@ import torch
 
 from sharpscope.analysis.figures import tokens as figures_tokens
 from sharpscope.analysis.figures.style import lines
-from sharpscope.analysis.figures.tokens import quantile_bins
+from sharpscope.analysis.figures.tokens import log_bins
 from sharpscope.analysis.tokens import sample_tokens
 from sharpscope.analysis.weight_curve import weight_at, weight_input, weight_inputs
 from tests.analysis.drawn import line
@@ -108,7 +108,8 @@ def test_a_weight_that_is_annealed_or_of_another_kind_has_no_curve():
     assert weight_input({"kind": "polarity"}) is None and weight_at({"kind": "polarity"}, np.ones(3)) is None
 
 
-def test_quantile_bins_leave_thin_bins_out():
+def test_logarithmic_bins_leave_thin_bins_out():
     x = np.concatenate([np.full(20, 1.0), np.full(3, 10.0), np.full(20, 100.0)])
-    found = quantile_bins(x, np.arange(43.0), bins=3)
-    assert found["n"].tolist() == [20, 20] and found["q50"].tolist() == [9.5, 32.5]
+    binned = log_bins(x, np.arange(43.0), bins=3)
+    assert binned["x"].round(9).value_counts().to_dict() == {1.0: 20, 100.0: 20}
+    assert binned["y"].tolist() == [*range(20), *range(23, 43)]
