@@ -11,8 +11,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
-from matplotlib.scale import SymmetricalLogScale
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import MaxNLocator, SymmetricalLogLocator
 
 from sharpscope.analysis.figures.style import BLACK, GRAY, Lines, finish, panels, setting_text, styled
 from sharpscope.analysis.statistics import FEWEST, mean_interval
@@ -206,8 +205,11 @@ def symlog(axis: Axis, values: pd.Series) -> None:
     size = size[np.isfinite(size) & (size > 0)]
     if len(size):
         smallest = 10 ** np.floor(np.log10(np.quantile(size, 0.1)))
-        axis.axes.set(**{f"{axis.axis_name}scale": SymmetricalLogScale(axis, linthresh=smallest)})
-        axis.get_major_locator().set_params(numticks=5)
+        set_one = axis.axes.set_xscale if axis is axis.axes.xaxis else axis.axes.set_yscale
+        set_one("symlog", linthresh=smallest)
+        locator = SymmetricalLogLocator(base=10, linthresh=smallest)
+        locator.set_params(numticks=5)
+        axis.set_major_locator(locator)
 
 
 def in_blocks(values: pd.DataFrame) -> tuple[pd.DataFrame, int]:

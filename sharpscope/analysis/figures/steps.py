@@ -65,7 +65,7 @@ def evaluations(values: pd.DataFrame, lines: Lines, label: str = "accuracy [shar
     """An evaluation's quantity pooled over levels, by step: a row for each split and temperature."""
     pooled = values[values["level"] == "all"]
     rows = [
-        Row(label, own, title=plain(f"{split}, {sampling(float(heat), 'temperature ')}"))
+        Row(label, own, title=plain(f"{split}, {sampling(float(str(heat)), 'temperature ')}"))
         for (split, heat), own in pooled.groupby(["split", "temperature"])
     ]
     return facets(rows, lines, reference=reference, height=1.5)

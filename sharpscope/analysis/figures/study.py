@@ -118,7 +118,7 @@ def _evaluations(whole: Study, study: Study, groups: Groups, styles: Lines) -> I
     levels = values[values["level"] != "all"]
     if levels["level"].nunique() > 1:
         for temperature, own in levels.groupby("temperature"):
-            name = sampling(float(temperature), "temperature_")
+            name = sampling(float(str(temperature)), "temperature_")
             figure = steps.evaluations_by_level(own, styles, reference=study.baseline)
             yield Picture(f"accuracy_by_level_{name}", f"The same by size, {name.replace('_', ' ')}. {BAND}.", figure)
     rewards = with_groups(eval_values(study, "reward_mean"), groups)
@@ -150,7 +150,7 @@ def _weights(study: Study, groups: Groups, styles: Lines) -> Iterator[Picture]:
     if not weighted:
         yield Picture("weights", "", missing="token weights: every method here has w = 1 (try grpo-sg)")
         return
-    drawn = []
+    drawn: list[Picture] = []
     for name, labels in groups.items():
         samples = study.only([label for label in labels if label in weighted]).samples(
             ["logp", "logit", "entropy", "weight"]

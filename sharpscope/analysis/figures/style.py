@@ -12,7 +12,6 @@ from textwrap import fill
 from typing import Any
 
 import matplotlib as mpl
-import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -154,8 +153,9 @@ def _looks(label: str) -> list[tuple[str, Any, str]]:
 
 def _shades(color: str) -> list[str]:
     """The color darker and lighter; of black, two grays."""
-    rgb = np.array(to_rgb(color))
-    return [to_hex(0.55 * rgb + 0.1), to_hex(1 - 0.5 * (1 - rgb))]
+    rgb = to_rgb(color)
+    mixed = ([0.55 * part + 0.1 for part in rgb], [0.5 + 0.5 * part for part in rgb])
+    return [to_hex((red, green, blue)) for red, green, blue in mixed]
 
 
 def is_control(label: str) -> bool:

@@ -91,7 +91,7 @@ def spectrum(nodes: pd.DataFrame, lines: Lines) -> Figure:
     """
     import seaborn as sns
 
-    groups = sorted(nodes.groupby(["functional", "probe_set"]), key=lambda g: (g[0][0], split_of(g[0][1]) != "train"))
+    groups = _groups(nodes, "functional", "probe_set")
     with styled():
         figure, axes = panels(len(groups), height=2.3)
         for axis, ((functional, probe_set), own) in zip(axes, groups, strict=True):
@@ -113,7 +113,7 @@ def spectrum(nodes: pd.DataFrame, lines: Lines) -> Figure:
             symlog(axis.xaxis, own["node"])
             axis.axvline(0, color=GRAY, linewidth=0.8)
             axis.set(yscale="log", ylim=(own["weight"].min() / 3, 300), xlabel="Ritz value [loss / L2²]")
-            axis.set(ylabel="weight [share of the spectrum]", title=title(str(functional), str(probe_set)))
+            axis.set(ylabel="weight [share of the spectrum]", title=title(functional, probe_set))
         finish(figure, axes)
     return figure
 
@@ -125,9 +125,7 @@ def slices(values: pd.DataFrame, lines: Lines) -> Figure:
     """
     values = values.assign(kind=values["direction"].str.replace(r"_\d+$", "", regex=True))
     order = [*DIRECTIONS, *sorted(set(values["kind"]) - set(DIRECTIONS))]
-    groups = sorted(
-        values.groupby(["functional", "probe_set", "kind"]), key=lambda g: (*g[0][:2], order.index(g[0][2]))
-    )
+    groups = sorted(_groups(values, "functional", "probe_set", "kind"), key=lambda g: (*g[0][:2], order.index(g[0][2])))
     kinds = values["kind"].nunique()
     with styled():
         figure, axes = panels(len(groups), columns=kinds, height=1.8)
@@ -158,10 +156,17 @@ def stability(values: pd.DataFrame, lines: Lines, reference: str = "") -> Figure
     return facets(rows, lines, reference=reference, height=1.5)
 
 
+def _groups(values: pd.DataFrame, *columns: str) -> list[tuple[tuple[str, ...], pd.DataFrame]]:
+    """(values of the columns, rows with them); of a functional, the training set comes before others."""
+    groups = [(tuple(map(str, key)), own) for key, own in values.groupby(list(columns), observed=True)]
+    functional, probe_set = columns.index("functional"), columns.index("probe_set")
+    return sorted(groups, key=lambda item: (item[0][functional], split_of(item[0][probe_set]) != "train"))
+
+
 def _in_order(values: pd.DataFrame, quantities: Sequence[str] = ()) -> list[tuple[tuple[str, str, str], pd.DataFrame]]:
-    """(quantity, functional, probe set) and its rows, training sets before others."""
-    groups = values.groupby(["quantity", "functional", "probe_set"], observed=True)
-    order = {name: number for number, name in enumerate(quantities)}
-    return sorted(
-        groups, key=lambda item: (item[0][1], split_of(item[0][2]) != "train", order.get(item[0][0], 99), item[0])
+    """(quantity, functional, probe set) and its rows; of a functional and set, the quantities in their order."""
+    rank = {name: number for number, name in enumerate(quantities)}
+    groups = _groups(
+        values.assign(rank=values["quantity"].map(rank).fillna(99)), "functional", "probe_set", "rank", "quantity"
     )
+    return [((quantity, functional, probe_set), own) for (functional, probe_set, _, quantity), own in groups]

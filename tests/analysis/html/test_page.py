@@ -181,19 +181,27 @@ def test_figures_of_claims_stand_with_their_verdict_and_are_the_files_beside_the
 
 @pytest.mark.parametrize(("claim", "key"), [("C4", "sharpness_asam"), ("C7", "heldout"), ("C8", "roughness")])
 def test_pairs_are_drawn_as_they_stand_in_the_verdict(made, claim, key):
-    frame = pd.DataFrame({"seed": [0, 1, 2], "baseline": [0.1, 0.25, 0.4], "treatment": [0.3, 0.2, 0.7]})
+    frame = pd.DataFrame({"seed": range(4), "baseline": [0.1, 0.25, 0.4, 0.3], "treatment": [0.3, 0.2, 0.7, 0.4]})
     runs = load_runs(made.runs)
     (verdict,) = verdicts_of(runs, [claim])
     verdict = dataclasses.replace(verdict, frames={key: frame})
     (picture,) = claim_pictures([verdict], study_of(runs))
     (axis,) = picture.figure.axes
-    *joined, mean, lower, upper = axis.get_lines()
-    assert [list(each.get_ydata()) for each in joined] == frame[["baseline", "treatment"]].to_numpy().tolist()
-    mean, lower, upper = (np.asarray(each.get_ydata(), dtype=float) for each in (mean, lower, upper))
-    np.testing.assert_allclose(mean, [0.25, 0.4])
-    half = 4.30265272991 * frame[["baseline", "treatment"]].std(ddof=1) / np.sqrt(3)  # t with two degrees of freedom
-    np.testing.assert_allclose(upper - mean, half, rtol=1e-6)
-    np.testing.assert_allclose(mean - lower, half, rtol=1e-6)
+    assert axis.get_yscale() == ("linear" if claim == "C7" else "log")
+    joined, (points,) = axis.lines[:4], [each for each in axis.lines if each.get_marker() == "o"]
+    ends = frame[["baseline", "treatment"]].to_numpy()
+    np.testing.assert_allclose([each.get_ydata() for each in joined], ends)
+    into, back = (np.array, np.array) if claim == "C7" else (np.log, np.exp)
+    mean, half = (
+        into(ends).mean(axis=0),
+        3.18244630528 * into(ends).std(axis=0, ddof=1) / 2,
+    )  # t, three degrees of freedom
+    np.testing.assert_allclose(points.get_ydata(), back(mean))
+    for at in (0, 1):
+        bar = next(each for each in axis.lines[4:] if each is not points and np.isclose(each.get_xdata(), at).any())
+        heights = np.asarray(bar.get_ydata())
+        wanted = back([mean[at] - half[at], mean[at] + half[at]])
+        np.testing.assert_allclose([np.nanmin(heights), np.nanmax(heights)], wanted, rtol=1e-6)
     assert [label.get_text() for label in axis.get_xticklabels()] == ["grpo", "grpo-sg"]
 
 
