@@ -92,6 +92,8 @@ def main_figures(pictures: Mapping[str, Picture]) -> dict[str, Picture]:
 def _steps(values: pd.DataFrame, styles: Lines, reference: str) -> Iterator[Picture]:
     recorded = set(values["quantity"])
     missing = {
+        "reward": "reward: none is recorded in these runs",
+        "clipping": "clipping: no ratio, truncation or group is recorded in these runs",
         "gradient_norm": "gradient norm: no update has been made yet",
         "rotation": "rotation of the gradient: not recorded",
     }
