@@ -44,6 +44,7 @@ def report_markdown(report: Report) -> str:
     lines += _spikes(report)
     events = report.event_grid
     lines += ["## Events", "", "No rule warned in these runs.", ""] if events is None else _grid(events, 2)
+    lines += _grid(report.sampler_grid, 3) if report.sampler_grid else []
     lines += _grid(report.cost_grid, 2)
     lines += ["## Make it again", "", *(f"- {escape(makes)}: {_code(text)}" for makes, text in report.commands.rows)]
     return "\n".join([*lines, ""])

@@ -18,6 +18,7 @@ from sharpscope.analysis.figures.study import study_pictures
 from sharpscope.analysis.figures.style import Picture
 from sharpscope.analysis.forks import COMPARISONS, fork_differences, fork_table
 from sharpscope.analysis.loading import Paths, quiet
+from sharpscope.analysis.mismatch import mismatch_table
 from sharpscope.analysis.spikes import find_spikes
 from sharpscope.analysis.study import Study, studies
 from sharpscope.analysis.tables.endpoints import endpoint_tables
@@ -42,6 +43,7 @@ MOST_PAIRS = 12
 MOST_EVENTS = 200
 MOST_ROWS = 100
 _TOLD_APART = 3
+_ESTIMATES = ("k1", "k2", "k3")
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,7 @@ class Report:
         verdicts: of every claim, in their order.
         tables: the paper's tables and those of where training ended.
         run_grid, event_grid, spike_grid, cost_grid: one row per run, event, spike, run.
+        sampler_grid: how far the sampler's log-probabilities are from the trainer's, rows by run and range.
         spike_notes: the text if no spike or no completion can be shown.
         commands: what each command makes.
         choices: completions that are shown, by run.
@@ -120,6 +123,7 @@ class Report:
     event_grid: Grid | None
     spike_grid: Grid | None
     cost_grid: Grid
+    sampler_grid: Grid | None
     no_spikes: str
     not_kept: str
     commands: Grid
@@ -195,6 +199,7 @@ def build(
             event_grid=event_grid(runs),
             spike_grid=spike_grid(runs),
             cost_grid=cost_grid(runs),
+            sampler_grid=sampler_grid(runs),
             no_spikes=no_spikes(runs),
             not_kept=not_kept(runs),
             commands=command_grid(runs, given, source),
@@ -400,6 +405,30 @@ def cost_grid(runs: Runs) -> Grid:
     columns = ("run", *seconds, "peak memory", "device")
     note = "Sums over the recorded steps; evaluation and loading are not in them. Recording holds the probes of a step."
     return Grid("Costs", columns, tuple(rows), note)
+
+
+def sampler_grid(runs: Runs) -> Grid | None:
+    """Sampler against trainer: all tokens of each run, then by position and by the sampler's probability."""
+    rows = [
+        (
+            name,
+            row["part"],
+            row["range"],
+            f"{row['tokens']:,}",
+            f"{row['outside']:.2%}",
+            *(number(row[k]) for k in _ESTIMATES),
+        )
+        for name, run in runs.by_name.items()
+        for row in mismatch_table(run).to_dict("records")
+    ]
+    if not rows:
+        return None
+    note = (
+        "Ratio r = π/μ of the trainer's policy at the start of the step to the sampler's; KL(μ‖π) estimated by k1 = −ln r, "
+        "k2 = (ln r)²/2, k3 = r − 1 − ln r. Probability: μ. A mean hides a few tokens that differ much."
+    )
+    columns = ("run", "by", "range", "tokens", "r outside [0.9, 1.1]", "k1 [nats]", "k2 [nats]", "k3 [nats]")
+    return Grid("Sampler against trainer", columns, tuple(rows), note)
 
 
 def spike_grid(runs: Runs) -> Grid | None:

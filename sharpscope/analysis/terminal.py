@@ -22,6 +22,7 @@ from rich.text import Text
 from sharpscope.analysis.comparison import Comparison
 from sharpscope.analysis.frames import natural, with_pooled
 from sharpscope.analysis.loading import quiet
+from sharpscope.analysis.mismatch import mismatch_line
 from sharpscope.analysis.spikes import Spike
 from sharpscope.analysis.statistics import accuracy_interval
 from sharpscope.analysis.study import last_step
@@ -77,7 +78,7 @@ def show(run: Run) -> RenderableType:
     if run.steps.empty:
         parts.append(Text("No step is recorded yet."))
     else:
-        parts += [_curves(run.steps.sort_values("step")), *_weights(run), *_updates(run)]
+        parts += [_curves(run.steps.sort_values("step")), *_weights(run), *_updates(run), *_sampler(run)]
         parts += [_cost(run)] if run.steps["training_s"].notna().any() else []
     if len(run.eval):
         parts.append(_evaluation(run))
@@ -179,6 +180,11 @@ def _updates(run: Run) -> list[RenderableType]:
         f"clipped {last['clip_fraction_low'].max():.1%} below and {last['clip_fraction_high'].max():.1%} above at most"
     )
     return [Text(line)]
+
+
+def _sampler(run: Run) -> list[RenderableType]:
+    line = mismatch_line(run)
+    return [] if line is None else [Text(line)]
 
 
 def _cost(run: Run) -> RenderableType:

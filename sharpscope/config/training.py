@@ -204,6 +204,16 @@ class HealthSpec(Spec):
         Rule(threshold=0.05, action="warn"),
         description="Applies above this mean |ln π of the trainer − ln π of the sampler| over loss tokens before the first update [nats].",
     )
+    sampler_ratio: Rule = Field(
+        Rule(threshold=0.02, action="warn"),
+        description="Applies above this share of loss tokens whose ratio π/μ of trainer to sampler is outside [0.9, 1.1] before the "
+        "first update; a mean hides a few such tokens.",
+    )
+    sampler_logp: Rule = Field(
+        Rule(threshold=0.0, action="warn"),
+        description="Applies above this share of loss tokens whose sampler log-probability cannot be right: above 0, exactly 0 where "
+        "the trainer's is below -0.1, or one value for all tokens.",
+    )
     memory: Rule = Field(
         Rule(threshold=0.92, action="warn"),
         description="Applies above this share of the machine's (or GPU's) memory in use.",

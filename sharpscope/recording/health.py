@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from sharpscope.objective import Method, gradient_mass, summarize_weights
 from sharpscope.policy import TokenStats
 from sharpscope.recording.rows import clipped_weight_share
 from sharpscope.recording.step import RolloutBatch, loss_mask
+from sharpscope.traces.sampler_rule import IMPOSSIBLE, impossible, mismatch
 
 CGROUP = Path("/sys/fs/cgroup")
 PREVENTS = ("skip_step", "stop")
@@ -209,6 +211,30 @@ def check_policy(
     return events
 
 
+def check_sampler(spec: HealthSpec, step: int, logp: np.ndarray, sampler: np.ndarray) -> list[Event]:
+    """Rules on the sampler's log-probabilities (n,) against the trainer's [nats]; tokens where either is NaN are left out."""
+    known = np.isfinite(logp) & ~np.isnan(sampler)
+    if not known.any():
+        return []
+    events = []
+    share, why = impossible(logp[known], sampler[known])
+    if _fires(spec.sampler_logp, share):
+        events.append(_event(step, "sampler_logp", spec.sampler_logp, share, f"{IMPOSSIBLE}: {why}"))
+    outside = float(mismatch(logp[known], sampler[known])["outside"].mean())
+    if _fires(spec.sampler_ratio, outside):
+        events.append(
+            _event(
+                step,
+                "sampler_ratio",
+                spec.sampler_ratio,
+                outside,
+                "this share of the ratios of trainer to sampler is outside [0.9, 1.1]; check dtypes, the rollout backend and "
+                "its temperature, or set method.correction",
+            )
+        )
+    return events
+
+
 def check_finite(spec: HealthSpec, step: int, problems: Sequence[tuple[str, float]], broken: bool) -> list[Event]:
     """An event for each of `problems`, pairs of what is not finite and its value.
 
@@ -251,6 +277,9 @@ class StepHealth:
         learned = loss_mask(rollouts, self.method).bool().cpu()
         mass = gradient_mass(self.method, learned, self.batch.advantage.cpu(), stats.logit_grad_norm.cpu())
         weights = summarize_weights(self.method.weight, weight.cpu(), learned, progress=self.progress, mass=mass)
+        self.events += check_sampler(
+            self.spec, self.step, stats.logp.cpu()[mask].numpy(), rollouts.behavior_logp.cpu()[mask].numpy()
+        )
         self.events += check_policy(
             self.spec,
             self.step,

@@ -15,12 +15,33 @@ import sharpscope
 from sharpscope.analysis import show
 from sharpscope.config.training import HealthSpec
 from sharpscope.recording import health
-from sharpscope.recording.health import check_finite, check_policy, check_rollouts, container_share
+from sharpscope.recording.health import check_finite, check_policy, check_rollouts, check_sampler, container_share
 from sharpscope.training import train
 from sharpscope.training.checkpoint import checkpoints
 
 QUIET = {"evaluation__every": 0, "steps": 2}
 FINE = {"entropy_mean": 1.0, "saturation": 0.5, "clipped_weights": math.nan, "logp_mismatch": 0.0, "memory": 0.1}
+
+
+@pytest.mark.parametrize("action", ["off", "warn", "stop"])
+def test_rules_on_the_sampler(action):
+    spec = HealthSpec.model_validate({rule: {"action": action} for rule in ("sampler_ratio", "sampler_logp")})
+    logp = -np.linspace(0.5, 3, 100)
+    few, many = logp.copy(), logp.copy()
+    few[:2] += 0.2  # 2 %, at the threshold
+    many[:3] += 0.2
+    assert check_sampler(spec, 7, logp, logp) == check_sampler(spec, 7, logp, few) == []
+    assert check_sampler(spec, 7, logp, np.full(100, np.nan)) == []
+    found = check_sampler(spec, 7, logp, many)
+    if action == "off":
+        assert found == []
+        return
+    (event,) = found
+    assert (event.rule, event.step, event.action, event.value) == ("sampler_ratio", 7, action, 0.03)
+    both = check_sampler(spec, 7, logp, np.zeros(100))
+    assert [(one.rule, one.value) for one in both] == [("sampler_logp", 1.0), ("sampler_ratio", 1.0)]
+    missing = np.where(np.arange(100) < 50, logp, np.nan)  # the server gave half of them
+    assert check_sampler(spec, 7, logp, missing) == []
 
 
 def weights(folder):

@@ -15,6 +15,7 @@ import numpy as np
 from sharpscope.errors import UserError
 from sharpscope.traces import RunLock, TraceWriter, create_run_dir, create_run_info, update_run_info
 from sharpscope.traces.files import now
+from sharpscope.traces.sampler_rule import IMPOSSIBLE, impossible
 from sharpscope.traces.schema import TABLES
 
 
@@ -131,6 +132,8 @@ def write(
                     if columns:
                         known[table] |= {name for name, values in columns.items() if not _nothing(values)}
                         counts[table] += writer.append(table, columns)
+                for event in _sampler_events(step, given):
+                    writer.append("events", {name: [value] for name, value in event.items()})
                 writer.flush()
         if not counts["rollouts"]:
             raise UserError(f"{source}: holds no sequence with a token in the loss")
@@ -210,6 +213,30 @@ def _tables(
         "tokens": {name: _column(v) for name, v in tokens.items()} | {"step": step} if tokens["position"] else {},
         "steps": row | {"step": step},
     }
+
+
+def _sampler_events(step: int, rows: Sequence[Completion]) -> list[dict[str, Any]]:
+    """An event if sampler log-probabilities of a step cannot be right."""
+    pairs = [
+        (logp, sampler)
+        for one in rows
+        for logp, sampler in zip(one.tokens.get("logp", ()), one.tokens.get("behavior_logp", ()), strict=False)
+        if logp is not None and sampler is not None
+    ]
+    if not pairs:
+        return []
+    share, why = impossible(*np.array(pairs).T)
+    if not why:
+        return []
+    row = {
+        "step": step,
+        "rule": "sampler_logp",
+        "severity": "warning",
+        "value": share,
+        "threshold": 0.0,
+        "action": "warn",
+    }
+    return [row | {"message": f"{IMPOSSIBLE}: {why}"}]
 
 
 def _column(values: list[Any]) -> list[Any] | None:

@@ -1,0 +1,83 @@
+"""How far the sampler's log-probabilities are from the trainer's: over all tokens, by position and by probability."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import numpy as np
+import pandas as pd
+
+from sharpscope.traces import Run
+from sharpscope.traces.sampler_rule import QUANTITIES, mismatch
+
+POSITIONS = (0, 16, 64, 256, 1024, 4096, 16384)
+"""First positions of the ranges by position."""
+PROBABILITIES = (0.0, 0.01, 0.1, 0.5, 0.9, 0.99)
+"""Lower ends of the ranges by the sampler's probability μ."""
+COLUMNS = ["part", "range", "tokens", *QUANTITIES]
+
+
+def mismatch_table(run: Run, steps: Collection[int] | None = None) -> pd.DataFrame:
+    """COLUMNS: a row for all tokens (part `all`), for each range of positions and of probabilities that has tokens.
+
+    `outside` is the share of ratios π/μ outside [0.9, 1.1], k1 to k3 are means [nats]; see `traces.sampler_rule`. Ranges are of
+    μ, not π, so that tokens in a range are draws from μ given the range. Empty without sampler log-probabilities.
+
+    Args:
+        run: whose tokens are read, one part at a time.
+        steps: to read; None: all.
+    """
+    sums: dict[tuple[str, int], np.ndarray] = {}
+    wanted = None if steps is None else list(steps)
+    for frame in run.iter_tokens(wanted, ["position", "logp", "behavior_logp"], required=["behavior_logp"]):
+        rows = frame.dropna()
+        if rows.empty:
+            continue
+        values = mismatch(rows["logp"].to_numpy(), rows["behavior_logp"].to_numpy())
+        table = np.column_stack([np.ones(len(rows)), *(values[name] for name in QUANTITIES)])
+        probability = np.exp(rows["behavior_logp"].to_numpy(dtype=np.float64))
+        bins = {
+            "all": np.zeros(len(rows), dtype=int),
+            "position": np.searchsorted(POSITIONS, rows["position"].to_numpy(), side="right") - 1,
+            "probability": np.searchsorted(PROBABILITIES, probability, side="right") - 1,
+        }
+        for part, index in bins.items():
+            for place in np.unique(index):
+                total = table[index == place].sum(axis=0)
+                sums[part, int(place)] = sums.get((part, int(place)), 0.0) + total
+    made = [
+        [part, _range(part, place), int(total[0]), *(total[1:] / total[0])]
+        for (part, place), total in sorted(sums.items())
+    ]
+    return pd.DataFrame(made, columns=COLUMNS)
+
+
+def _range(part: str, place: int) -> str:
+    if part == "all":
+        return "all"
+    edges = POSITIONS if part == "position" else PROBABILITIES
+    if place + 1 == len(edges):
+        return f"from {edges[place]:g}"
+    return (
+        f"{edges[place]:g} to {edges[place + 1] - 1:g}"
+        if part == "position"
+        else f"{edges[place]:g} to {edges[place + 1]:g}"
+    )
+
+
+def mismatch_line(run: Run) -> str | None:
+    """The table of the last third of the steps with tokens in one line; None without sampler log-probabilities."""
+    steps = run.token_steps
+    table = mismatch_table(run, steps[-max(1, len(steps) // 3) :]) if steps else pd.DataFrame(columns=COLUMNS)
+    if table.empty:
+        return None
+    whole = table.iloc[0]
+    text = (
+        f"sampler against trainer, last third: {whole['outside']:.2%} of ratios π/μ outside [0.9, 1.1]; KL(μ‖π) "
+        f"k1 {whole['k1']:.2g}, k2 {whole['k2']:.2g}, k3 {whole['k3']:.2g} nats"
+    )
+    worst = table[table["part"] != "all"].sort_values("outside", ascending=False, kind="stable")
+    named = [
+        f"{row.part} {row.range} ({row.outside:.1%})" for row in worst.groupby("part", sort=False).head(1).itertuples()
+    ]
+    return text + (f"; most at {' and '.join(named)}" if whole["outside"] > 0 else "")

@@ -1,0 +1,52 @@
+"""Rules on the sampler's log-probabilities, shared by the recorders, the importers and the analysis.
+
+With tokens drawn from the sampler's policy μ and r = π/μ, π the trainer's policy, KL(μ‖π) is estimated by k1 = −ln r,
+k2 = (ln r)²/2 and k3 = r − 1 − ln r. A mean hides a few tokens that differ much, so the share of ratios outside a band is
+given as well.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+BAND = (0.9, 1.1)
+"""Ratios π/μ outside are counted."""
+QUANTITIES = ("outside", "k1", "k2", "k3")
+POSITIVE = 1e-4
+"""Rounding that a log-probability of 0 may have [nats]."""
+CERTAIN = -0.1
+"""Where the trainer's log-probability is below this, a sampler's of exactly 0 is wrong [nats]."""
+FEWEST = 16
+"""Tokens from which on equal log-probabilities are no coincidence."""
+
+IMPOSSIBLE = (
+    "the sampler's log-probabilities of these tokens cannot be right, and ratios made of them are not; check what the server "
+    "returns (log-probabilities of the drawn tokens, not 0 or a placeholder)"
+)
+
+
+def mismatch(logp: NDArray[np.floating], sampler: NDArray[np.floating]) -> dict[str, NDArray[np.float64]]:
+    """QUANTITIES of each token (n,): `outside` (0 or 1), k1, k2, k3 [nats]."""
+    x = np.asarray(logp, dtype=np.float64) - np.asarray(sampler, dtype=np.float64)
+    ratio = np.exp(x)
+    outside = (ratio < BAND[0]) | (ratio > BAND[1])
+    return {"outside": outside.astype(float), "k1": -x, "k2": x * x / 2, "k3": np.expm1(x) - x}
+
+
+def impossible(logp: NDArray[np.floating], sampler: NDArray[np.floating]) -> tuple[float, str]:
+    """The share of a step's tokens whose sampler log-probability cannot be right, and why; (0, "") if all may be.
+
+    It cannot be above 0, exactly 0 where the trainer's is below CERTAIN, or the same for all tokens while the trainer's
+    differ.
+
+    Args:
+        logp: (n,) ln π of the trainer [nats].
+        sampler: (n,) ln μ of the sampler [nats].
+    """
+    theirs, ours = np.asarray(sampler, dtype=np.float64), np.asarray(logp, dtype=np.float64)
+    if len(theirs) >= FEWEST and np.ptp(theirs) == 0 and np.ptp(ours) > 0:
+        return 1.0, f"all are {theirs[0]:g}"
+    positive, zero = theirs > POSITIVE, (theirs == 0) & (ours < CERTAIN)
+    reasons = [text for bad, text in ((positive, "above 0"), (zero, "exactly 0")) if bad.any()]
+    return float((positive | zero).mean()) if len(theirs) else 0.0, ", ".join(reasons)

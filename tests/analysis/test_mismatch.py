@@ -1,0 +1,106 @@
+"""The sampler against the trainer: every number of the table, and where a person sees it."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+import sharpscope
+from sharpscope.analysis import load_several, show
+from sharpscope.analysis.mismatch import mismatch_table
+from sharpscope.analysis.report import sampler_grid
+from sharpscope.integrations.importers import Labels, import_jsonl
+
+
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict]]:
+    """Three steps of sequences of 40 tokens whose rare tokens the sampler gets wrong."""
+    folder, rng = tmp_path_factory.mktemp("mismatch"), np.random.default_rng(0)
+    rows = []
+    for step in (1, 2, 3):
+        for _ in range(4):
+            sampler = -rng.exponential(1.5, 40)
+            noise = rng.normal(0, np.where(sampler < math.log(0.1), 0.3, 0.01))
+            rows.append(
+                {
+                    "step": step,
+                    "token_id": [5] * 40,
+                    "logp": (sampler + noise).tolist(),
+                    "behavior_logp": sampler.tolist(),
+                }
+            )
+    file = folder / "t.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    import_jsonl(file, folder / "run", Labels())
+    return folder / "run", rows
+
+
+def test_the_table_is_a_loop_over_the_tokens(imported):
+    path, rows = imported
+    found = mismatch_table(sharpscope.load_run(path)).set_index(["part", "range"])
+    assert list(found.loc["position"].index) == ["0 to 15", "16 to 63"]
+    expected: dict[tuple[str, str], list[tuple[float, ...]]] = {}
+    for row in rows:
+        for position, (p, q) in enumerate(
+            zip(np.float32(row["logp"]).tolist(), np.float32(row["behavior_logp"]).tolist(), strict=True)
+        ):
+            r, mu = math.exp(p - q), math.exp(q)
+            values = (float(not 0.9 <= r <= 1.1), q - p, (p - q) ** 2 / 2, r - 1 - (p - q))
+            low = max(edge for edge in (0.0, 0.01, 0.1, 0.5, 0.9, 0.99) if edge <= mu)
+            name = {
+                0.0: "0 to 0.01",
+                0.01: "0.01 to 0.1",
+                0.1: "0.1 to 0.5",
+                0.5: "0.5 to 0.9",
+                0.9: "0.9 to 0.99",
+                0.99: "from 0.99",
+            }[low]
+            for key in (
+                ("all", "all"),
+                ("position", "0 to 15" if position < 16 else "16 to 63"),
+                ("probability", name),
+            ):
+                expected.setdefault(key, []).append(values)
+    assert set(found.index) == set(expected)
+    for key, values in expected.items():
+        assert found.loc[key, "tokens"] == len(values)
+        for name, value in zip(("outside", "k1", "k2", "k3"), np.mean(values, axis=0), strict=True):
+            assert found.loc[key, name] == pytest.approx(value, rel=1e-6, abs=1e-9), (key, name)
+    rare, common = (
+        found.loc[("probability", "0.01 to 0.1"), "outside"],
+        found.loc[("probability", "0.5 to 0.9"), "outside"],
+    )
+    assert rare > 0.5 and common == 0
+
+
+def test_show_and_report_say_it(imported):
+    path, _ = imported
+    run = sharpscope.load_run(path)
+    console = Console(width=400, record=True, file=open("/dev/null", "w"))  # noqa: SIM115, PTH123
+    console.print(show(run))
+    text = console.export_text()
+    last = mismatch_table(run, [3]).iloc[0]
+    assert f"last third: {last['outside']:.2%} of ratios" in text and "most at probability 0" in text
+    grid = sampler_grid(load_several([path]))
+    assert grid is not None and grid.rows[0][:4] == ("run", "all", "all", "480")
+    assert {row[1] for row in grid.rows} == {"all", "position", "probability"}
+
+
+def test_without_a_samplers_numbers_there_is_nothing(tmp_path: Path):
+    (tmp_path / "t.jsonl").write_text(json.dumps({"token_id": [1], "logp": [-1.0]}))
+    import_jsonl(tmp_path / "t.jsonl", tmp_path / "run", Labels())
+    assert mismatch_table(sharpscope.load_run(tmp_path / "run")).empty
+    assert sampler_grid(load_several([tmp_path / "run"])) is None
+
+
+def test_an_import_with_impossible_numbers_says_so(tmp_path: Path):
+    row = {"token_id": [1] * 20, "logp": (-np.linspace(1, 2, 20)).tolist(), "behavior_logp": [0.0] * 20}
+    (tmp_path / "t.jsonl").write_text(json.dumps(row))
+    import_jsonl(tmp_path / "t.jsonl", tmp_path / "run", Labels())
+    (event,) = sharpscope.load_run(tmp_path / "run").events.itertuples()
+    assert (event.rule, event.value, event.step) == ("sampler_logp", 1.0, 1) and "all are 0" in event.message
