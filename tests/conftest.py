@@ -22,6 +22,7 @@ TOY = {
     "evaluation.every": 2,
     "optimizer.lr": 0.01,
     "recording.heldout_influence_every": 0,
+    "probes.preset": "off",
 }
 
 

@@ -19,7 +19,7 @@ from sharpscope.recording.surface import SurfaceProbes
 from sharpscope.tasks import make_task
 from sharpscope.training.optimizer import build_optimizer
 
-RUN = ("cheap", "standard")  # `full` is estimated: it is meant for a GPU
+RUN = ("light", "cheap", "standard")  # `full` is estimated: it is meant for a GPU
 
 
 def probe_rounds(task: str = "knights_knaves", overrides: tuple[str, ...] = ()) -> dict[str, dict[str, Any]]:
@@ -54,7 +54,7 @@ def _round(config: RunConfig) -> dict[str, Any]:
     return _described(config) | {
         "seconds": time.perf_counter() - began[0],
         "processor_seconds": time.process_time() - began[1],
-        "estimates": len(rows["quantity"]),
+        "estimates": len(rows["probes"]["quantity"]),
         "not_converged": len(events),
     }
 

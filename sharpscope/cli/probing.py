@@ -143,7 +143,7 @@ def _spec(overrides: list[str]) -> ProbesSpec:
     from sharpscope.config import check_keys, validate
     from sharpscope.config.probes import ProbesSpec
 
-    values = {"preset": "standard"} | _given(overrides)
+    values = {"preset": "standard", "curvature_prompts": 0} | _given(overrides)
     check_keys(ProbesSpec, values)
     spec: ProbesSpec = validate(ProbesSpec, values)
     return spec

@@ -13,14 +13,28 @@ from sharpscope.config.base import Spec
 ObjectiveName = Literal["nll", "surrogate", "expected_failure"]
 SharpnessKind = Literal["sam", "asam", "average", "worst"]
 Backend = Literal["lanczos", "pyhessian"]
-Preset = Literal["off", "cheap", "standard", "full"]
+Preset = Literal["off", "light", "cheap", "standard", "full"]
+Split = Literal["train", "heldout"]
 Check = Literal["off", "first", "always"]
 """When probes are compared with autograd on the model: never, at first use, or at every call."""
 
 # Defaults of each preset; fields set by the user take precedence.
 PRESETS: dict[str, dict[str, Any]] = {
     "off": {"every": 0, "prompts": 32, "heldout_prompts": 32},
+    # Ten rounds cost at most 5 % of a default run (experiments/benchmarks/reliability.md).
+    "light": {
+        "functionals": ("nll",),
+        "prompts": 24,
+        "heldout_prompts": 32,
+        "splits": ("train",),
+        "curvature": False,
+        "gradient_samples": 0,
+        "rhos": (0.05,),
+        "kinds": ("sam", "asam", "average"),
+        "slices": False,
+    },
     "cheap": {
+        "every": 25,
         "functionals": ("nll",),
         "prompts": 8,
         "heldout_prompts": 8,
@@ -34,7 +48,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "kinds": ("sam", "asam"),
         "slices": False,
     },
-    "standard": {},
+    "standard": {"every": 25, "prompts": 128, "heldout_prompts": 128, "curvature_prompts": 12},
     "full": {
         "every": 25,
         "functionals": ("nll", "surrogate", "expected_failure"),
@@ -71,17 +85,23 @@ KINDS: dict[str, tuple[SharpnessKind, bool]] = {
 class ProbesSpec(Spec):
     """Curvature and perturbation probes on fixed prompts, shared by all methods of a study."""
 
-    preset: Preset = Field("off", description="Defaults of the fields below: off | cheap | standard | full.")
+    preset: Preset = Field(
+        "light",
+        description="Defaults of the fields below: off; light: sharpness by perturbation and critical sharpness; cheap; standard: also "
+        "curvature, on more prompts; full.",
+    )
     check: Check = Field(
         "first",
         description="When to compare score norms, attribution and curvature with autograd on the policy: at first use (first), at "
         "every use (always), never (off). Numbers that differ are not recorded, with an event.",
     )
-    every: int = Field(
-        25,
+    every: int | None = Field(
+        None,
         ge=0,
-        description="Interval between probes, also before the first and after the last step; 0: never [steps].",
+        description="Interval between probes, also before the first and after the last step; null: `rounds` of them, evenly spread; "
+        "0: never [steps].",
     )
+    rounds: int = Field(10, ge=1, description="Number of probes over the run where `every` is null.")
     budget: float | None = Field(
         None,
         gt=0,
@@ -96,6 +116,9 @@ class ProbesSpec(Spec):
     )
     prompts: int = Field(12, ge=1, description="Training prompts in the probe set.")
     heldout_prompts: int = Field(8, ge=0, description="Held-out prompts in the probe set.")
+    splits: tuple[Split, ...] = Field(
+        ("train", "heldout"), min_length=1, description="Parts of the probe set whose loss surface is probed."
+    )
     functionals: tuple[ObjectiveName, ...] = Field(
         ("nll", "expected_failure"),
         description="Objectives to probe: nll of stored solutions; surrogate and expected_failure on new rollouts.",
@@ -111,6 +134,18 @@ class ProbesSpec(Spec):
         gt=0,
         le=1,
         description="Minimum effective sample size, as a share of the samples, of a valid estimate on stale rollouts.",
+    )
+    critical_sharpness: bool = Field(
+        True,
+        description="Whether to compute the critical sharpness of the first update of a probed step, by a few forward passes over the "
+        "step's completions (at most `critical_rows` of them).",
+    )
+    critical_rows: int = Field(
+        64, ge=1, description="Maximum number of completions for the critical sharpness, whole groups [completions]."
+    )
+    curvature: bool = Field(True, description="Whether to compute eigenvalues, trace and density of the Hessian.")
+    curvature_prompts: int = Field(
+        0, ge=0, description="Prompts of each split on which curvature is computed, the first ones; 0: all."
     )
     backend: Backend = Field("lanczos", description="Algorithm for eigenvalues and trace; pyhessian for comparison.")
     top: int = Field(
@@ -169,14 +204,14 @@ class ProbesSpec(Spec):
         for name in ("preset", "check"):
             if given.get(name) is False:  # YAML reads a bare `off` as false
                 given[name] = "off"
-        return PRESETS.get(str(given.get("preset", "off")), {}) | given
+        return PRESETS.get(str(given.get("preset", "light")), {}) | given
 
     @model_validator(mode="after")
     def _off_has_no_interval(self) -> ProbesSpec:
         """`preset: off` in a sweep must not be combined with `every: 75` of its base."""
-        if self.preset == "off" and self.every > 0:
+        if self.preset == "off" and self.every != 0:
             raise ValueError(
-                f"every = {self.every}: preset off probes nothing; set preset to cheap, standard or full, or every to 0"
+                f"every = {self.every}: preset off probes nothing; set preset to light, standard or full, or every to 0"
             )
         return self
 
@@ -222,19 +257,21 @@ class ProbesSpec(Spec):
             "worst": gradient * (1 + self.worst_steps),
             "adaptive_worst": gradient * (1 + self.worst_steps),
         }
-        perturbation = gradient + len(self.rhos) * sum(each[kind] for kind in self.kinds)
+        perturbation = gradient + value + len(self.rhos) * sum(each[kind] for kind in self.kinds)
         perturbation += len(self.rhos) * (gradient + value) * int(self.m > 0)
         slices = 4 * 10 * value * int(self.slices)
         # Two gradients per sample, relative to the rows of the functional with which the costs were measured.
         two_batches = 2 * gradient * self.gradient_samples
-        sets = 1 + int(self.heldout_prompts > 0)
-        return len(self.functionals) * (sets * (curvature + perturbation) + slices) + two_batches
+        share = min(1.0, (self.curvature_prompts or self.prompts) / self.prompts) if self.curvature else 0.0
+        sets = len(self.splits) if self.heldout_prompts else 1
+        return len(self.functionals) * (sets * (share * curvature + perturbation) + slices) + two_batches
 
-    def interval(self, cost: float) -> int:
-        """Smallest interval [steps] that keeps `cost` [products per round] within the budget; 0: never.
+    def interval(self, steps: int, cost: float = 0.0) -> int:
+        """Interval between probes in a run of `steps` steps [steps]; 0: never.
 
-        It is a multiple of `every`, so the probed steps are a subset of the configured ones.
+        Within the budget it is the smallest multiple of the configured interval that keeps `cost` [products per round] to it.
         """
-        if self.every == 0 or self.budget is None:
-            return self.every
-        return self.every * max(1, math.ceil(cost / self.budget / self.every))
+        every = math.ceil(steps / self.rounds) if self.every is None else self.every
+        if every == 0 or self.budget is None:
+            return every
+        return every * max(1, math.ceil(cost / self.budget / every))

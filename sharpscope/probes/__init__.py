@@ -21,7 +21,7 @@ from sharpscope.probes.attribution import (
 )
 from sharpscope.probes.critical import CriticalSharpness, critical_sharpness, update_direction, update_slope
 from sharpscope.probes.directions import Rotation, noise_rotation, rotation
-from sharpscope.probes.estimate import Estimate, columns, frame, problems
+from sharpscope.probes.estimate import Estimate, columns, frame, problems, prompt_columns
 from sharpscope.probes.gradient_norm import squared_gradient_norm
 from sharpscope.probes.guard import guarded
 from sharpscope.probes.hessian import Curvature, adamw_preconditioner, adamw_threshold, curvature
@@ -86,6 +86,7 @@ __all__ = [
     "probe_set_batches",
     "probe_set_objectives",
     "problems",
+    "prompt_columns",
     "read_rows",
     "rollout_objective",
     "rotation",

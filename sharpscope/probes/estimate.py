@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import pandas as pd
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,10 @@ class Estimate:
         functional: name of the probed loss.
         probe_set: name of the prompts.
         parameters: group of parameters, or `all`.
+        prompts: number of prompts in the probed loss; None if not known.
+        prompt_std_error: standard error over prompts, as if the prompts were a random sample and all else fixed; NaN if not known.
+        prompt_values: one value for each prompt, with mean `value` and standard error of the mean `prompt_std_error`; rows of the
+            `probe_prompts` table.
         why: reason for `converged = False` or a NaN value; empty otherwise.
     """
 
@@ -45,14 +50,27 @@ class Estimate:
     functional: str = ""
     probe_set: str = ""
     parameters: str = "all"
+    prompts: int | None = None
+    prompt_std_error: float = math.nan
     why: str = ""
+    prompt_values: tuple[float, ...] = ()
 
 
-ESTIMATE_COLUMNS = tuple(field.name for field in fields(Estimate))
+ESTIMATE_COLUMNS = tuple(field.name for field in fields(Estimate) if field.name != "prompt_values")
+_LABELS = ("probe_set", "functional", "parameters", "quantity", "rho", "seed")
 
 
-def labeled(estimates: Iterable[Estimate], **labels: str) -> list[Estimate]:
-    """Copies of the estimates with `functional`, `probe_set` or `parameters` set."""
+def with_prompts(estimate: Estimate, values: Tensor | None) -> Estimate:
+    """The estimate with one value for each prompt, (k,), and their standard error; unchanged for None."""
+    if values is None:
+        return estimate
+    count = len(values)
+    error = float(values.std()) / math.sqrt(count) if count > 1 else math.nan
+    return replace(estimate, prompts=count, prompt_std_error=error, prompt_values=tuple(values.tolist()))
+
+
+def labeled(estimates: Iterable[Estimate], **labels: str | int) -> list[Estimate]:
+    """Copies of the estimates with `functional`, `probe_set`, `parameters` or `prompts` set."""
     return [replace(estimate, **labels) for estimate in estimates]  # type: ignore[arg-type]
 
 
@@ -82,10 +100,25 @@ def columns(estimates: Iterable[Estimate], *, why: bool = False) -> dict[str, li
     return {name: [cell(getattr(row, name)) for row in rows] for name in names}
 
 
+def prompt_columns(estimates: Iterable[Estimate]) -> dict[str, list[Any]]:
+    """The values by prompt as columns of the `probe_prompts` table, without `step`; empty lists if there are none."""
+    found: dict[str, list[Any]] = {name: [] for name in (*_LABELS, "prompt", "value")}
+    for estimate in estimates:
+        count = len(estimate.prompt_values)
+        for name in _LABELS:
+            cell = getattr(estimate, name)
+            found[name] += [None if isinstance(cell, float) and math.isnan(cell) else cell] * count
+        found["prompt"] += range(count)
+        found["value"] += estimate.prompt_values
+    return found
+
+
 def frame(estimates: Iterable[Estimate], step: int = 0) -> pd.DataFrame:
     """The `probes` table of one step as a data frame, with the reasons in the column `why`."""
     import pandas as pd
 
     table = pd.DataFrame(columns(estimates, why=True))
     table.insert(0, "step", step)
-    return table.astype(dict.fromkeys(("value", "std_error", "rho", "residual", "seconds"), "float64"))
+    return table.astype(
+        dict.fromkeys(("value", "std_error", "rho", "residual", "seconds", "prompt_std_error"), "float64")
+    )

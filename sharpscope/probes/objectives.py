@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, get_args
 
@@ -59,7 +59,7 @@ class TokenBatch:
             self.advantage[index, :width],
         )
 
-    @property
+    @cached_property
     def prompts(self) -> list[int]:
         """Prompt index of each row, from 0; rows with equal tokens before the first scored token share a prompt."""
         known: dict[tuple[int, ...], int] = {}
@@ -70,7 +70,7 @@ class TokenBatch:
 
     def to(self, device: torch.device | str) -> TokenBatch:
         """The batch on another device."""
-        return TokenBatch(**{name: value.to(device) for name, value in vars(self).items()})
+        return TokenBatch(**{part.name: getattr(self, part.name).to(device) for part in fields(self)})
 
 
 def token_batch(
@@ -237,8 +237,35 @@ class Objective:
         )
         return each
 
+    @cached_property
+    def prompt_weight(self) -> Tensor:
+        """(k,) share of each prompt in the mean over the batch, of scored tokens for `nll`, of rows for the others; sums to 1."""
+        batch = self.batch
+        each = batch.scored.sum(1).double() if self.name == "nll" else torch.ones(len(batch)).double()
+        prompt = torch.tensor(batch.prompts)
+        total = torch.zeros(int(prompt.max()) + 1, dtype=torch.float64).index_add_(0, prompt, each.cpu())
+        return total / total.sum()
+
+    def by_prompt(self, shares: Tensor) -> Tensor:
+        """One value for each prompt, whose mean is L and whose standard error of the mean is that of L over prompts, (k,).
+
+        The values are L + k·(s_i − w_i·L), s_i the prompt's part of L and w_i its `prompt_weight`: those of the linearized
+        ratio estimator Σ s_i/Σ w_i, so that prompts with more tokens or rows weigh more. They are linear in the shares.
+
+        Args:
+            shares: (N,) parts of L by row, see `row_shares`.
+        """
+        weight = self.prompt_weight
+        prompt = torch.tensor(self.batch.prompts)
+        parts = torch.zeros_like(weight).index_add_(0, prompt, shares.detach().double().cpu())
+        return parts.sum() + len(weight) * (parts - weight * parts.sum())
+
     def share(self, index: Tensor, logp: Tensor, *, width: int) -> Tensor:
-        """The part of L that the rows `index` contribute; the parts of any partition of the rows sum to L.
+        """The part of L that the rows `index` contribute; the parts of any partition of the rows sum to L."""
+        return self.row_shares(index, logp, width=width).sum()
+
+    def row_shares(self, index: Tensor, logp: Tensor, *, width: int) -> Tensor:
+        """The part of L that each of the rows `index` contributes, (n,).
 
         Args:
             index: (n,) rows.
@@ -249,11 +276,11 @@ class Objective:
         scored = batch.scored[index, :width]
         logp = torch.where(scored, logp, 0.0)
         if self.name == "nll":
-            return -(self.token_coefficient[index, :width].to(logp.dtype) * logp).sum()
+            return -(self.token_coefficient[index, :width].to(logp.dtype) * logp).sum(1)
         log_ratio = logp - batch.anchor_logp[index, :width].to(logp.dtype)  # both 0 off the scored tokens
         if self.name == "expected_failure":
             success = batch.reward[index].to(logp.dtype) * log_ratio.sum(1).exp()  # (n,)
-            return (1 - success).sum() / len(batch)
+            return (1 - success) / len(batch)
         advantage = batch.advantage[index, :width].to(logp.dtype)
         ratio = log_ratio.exp()
         gained = ratio * advantage
@@ -261,7 +288,7 @@ class Objective:
             low = -math.inf if self.clip_low is None else 1 - self.clip_low
             high = math.inf if self.clip_high is None else 1 + self.clip_high
             gained = torch.minimum(gained, ratio.clamp(low, high) * advantage)
-        return -(self.token_coefficient[index, :width].to(logp.dtype) * gained).sum()
+        return -(self.token_coefficient[index, :width].to(logp.dtype) * gained).sum(1)
 
     def anchored(self, logp: Tensor) -> Objective:
         """The objective with log-probabilities (N, S) as anchors; a stale objective keeps its own."""

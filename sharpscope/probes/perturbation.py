@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sharpscope.config.probes import Check, SharpnessKind
 from sharpscope.errors import UserError, nearest
-from sharpscope.probes.estimate import Estimate
+from sharpscope.probes.estimate import Estimate, with_prompts
 from sharpscope.probes.fingerprint import remembered_closure
 from sharpscope.probes.hessian.api import sub_generator
 from sharpscope.probes.hessian.check import check_gradient
@@ -50,6 +50,8 @@ class Sharpness:
         seed: seed of the random directions.
         seconds: wall-clock time.
         checked: relative error of the gradient found by `check_gradient`; None if not checked, NaN if inconclusive.
+        by_prompt: (k,) one value for each prompt, with mean `value` (see `Objective.by_prompt`); None if prompts are not known. Their
+            standard error treats the perturbation as fixed, which neglects terms of second order in rho.
     """
 
     value: float
@@ -68,6 +70,7 @@ class Sharpness:
     seed: int
     seconds: float
     checked: float | None = None
+    by_prompt: Tensor | None = None
 
     @property
     def quantity(self) -> str:
@@ -92,7 +95,7 @@ class Sharpness:
         )
         undefined = "" if math.isfinite(self.ratio) else "the first-order term is zero or not finite"
         return [
-            whole,
+            with_prompts(whole, self.by_prompt),
             Estimate(
                 probe,
                 f"{name}_first_order",
@@ -190,8 +193,12 @@ def sharpness_of(
     samples: int = 16,
     tolerance: float = 1e-2,
     at: tuple[float, Tensor] | None = None,
+    base: Tensor | None = None,
 ) -> Sharpness:
-    """`sharpness` of a surface that is already guarded; `at` is (L(θ), ∇L(θ)) if already computed."""
+    """`sharpness` of a surface that is already guarded.
+
+    `at` is (L(θ), ∇L(θ)) if already computed; `base` is `surface.by_prompt()` at θ, None for no values by prompt.
+    """
     if kind not in KINDS:
         raise UserError(f"kind, '{kind}'{nearest(kind, KINDS)}")
     if not (rho > 0 and math.isfinite(rho)):
@@ -208,7 +215,7 @@ def sharpness_of(
     if not (math.isfinite(loss) and math.isfinite(length)):
         found = _Found(math.nan, samples=1, converged=False, why=f"the loss is {loss} and its gradient's norm {length}")
     elif kind == "average":
-        found = _average(surface, rho, scale, samples, sub_generator(seed, "average"), loss)
+        found = _average(surface, rho, scale, samples, sub_generator(seed, "average"), loss, base)
     elif kind == "worst":
         found = _worst(surface, rho, scale, steps, tolerance, sub_generator(seed, "worst"), loss, scaled)
     elif length == 0:
@@ -217,7 +224,8 @@ def sharpness_of(
         )
     else:
         with moved(surface.parameters, _step(scaled * (rho / length), scale)):
-            found = _Found(surface.value() - loss, samples=1)
+            rise, by_prompt = _rise(surface, loss, base)
+            found = _Found(rise, samples=1, by_prompt=by_prompt)
     found = found.checked(loss, surface)
     first_order = rho * length
     return Sharpness(
@@ -236,6 +244,7 @@ def sharpness_of(
         residual=found.residual,
         seed=seed,
         seconds=time.perf_counter() - began,
+        by_prompt=found.by_prompt,
     )
 
 
@@ -253,11 +262,12 @@ def sharpness_grid(
     samples: int = 16,
     seed: int = 0,
     at: tuple[float, Tensor] | None = None,
+    base: Tensor | None = None,
 ) -> list[Sharpness]:
     """`sharpness_of` for each (kind, adaptive) and radius; all share one gradient at θ, `at` if given."""
     at = surface.gradient() if at is None else at
     return [
-        sharpness_of(surface, rho, kind, adaptive=adaptive, steps=steps, samples=samples, seed=seed, at=at)
+        sharpness_of(surface, rho, kind, adaptive=adaptive, steps=steps, samples=samples, seed=seed, at=at, base=base)
         for kind, adaptive in kinds
         for rho in rhos
     ]
@@ -271,6 +281,7 @@ class _Found:
     converged: bool | None = None
     why: str = ""
     residual: float = math.nan
+    by_prompt: Tensor | None = None
 
     def checked(self, loss: float, surface: Surface) -> _Found:
         """Not converged if the value is not finite or is within rounding of the loss."""
@@ -283,8 +294,49 @@ class _Found:
             )
         if abs(self.value) <= rounding and rounding > 0:
             why = f"{self.value:.1e} is within rounding of the loss {loss:.3g}; use a larger rho or float64"
-            return _Found(self.value, self.samples, self.std_error, False, why, self.residual)
+            return replace(self, converged=False, why=why)
         return self
+
+
+def _rise(surface: Surface, loss: float, base: Tensor | None) -> tuple[float, Tensor | None]:
+    """L − L(θ) at the parameters' present values, and by prompt (k,) if `base` is given."""
+    if base is None:
+        return surface.value() - loss, None
+    values = surface.by_prompt()
+    assert values is not None
+    return float((values - base).mean()), values - base
+
+
+def gradient_norm(
+    surface: Surface, at: tuple[float, Tensor], base: Tensor, rho: float, rise: Tensor | None = None
+) -> Estimate:
+    """‖∇L‖₂ with its standard error over prompts: row `gradient_norm` of the `probes` table.
+
+    The values by prompt are ⟨∇L_i, ∇L⟩/‖∇L‖, from a central difference of the losses at θ ± rho·∇L/‖∇L‖.
+
+    Args:
+        surface: surface, already guarded.
+        at: L(θ) and ∇L(θ).
+        base: `surface.by_prompt()` at θ.
+        rho: distance of the difference [parameters' L2 norm].
+        rise: the rise by prompt at θ + rho·∇L/‖∇L‖, if already computed.
+    """
+    began = time.perf_counter()
+    norm = float(at[1].double().norm())
+    found = Estimate("perturbation", "gradient_norm", norm)
+    if not (norm > 0 and math.isfinite(norm)):
+        return replace(found, why="" if norm == 0 else "the gradient is not finite", prompts=len(base))
+    step = at[1] * (rho / norm)
+    sides = []
+    for sign, known in ((1.0, rise), (-1.0, None)):
+        side = known
+        if side is None:
+            with moved(surface.parameters, step * sign):
+                side = _rise(surface, at[0], base)[1]
+            assert side is not None
+        sides.append(side)
+    values = (sides[0] - sides[1]) / (2 * rho)
+    return replace(with_prompts(found, values - values.mean() + norm), seconds=time.perf_counter() - began)
 
 
 def _scale(surface: Surface) -> Tensor:
@@ -306,18 +358,27 @@ def _directions(surface: Surface, generator: torch.Generator) -> Iterator[Tensor
 
 
 def _average(
-    surface: Surface, rho: float, scale: Tensor | None, samples: int, generator: torch.Generator, loss: float
+    surface: Surface,
+    rho: float,
+    scale: Tensor | None,
+    samples: int,
+    generator: torch.Generator,
+    loss: float,
+    base: Tensor | None,
 ) -> _Found:
-    rises = []
+    rises, by_prompt = [], None if base is None else torch.zeros_like(base)
     for _, z in zip(range(samples), _directions(surface, generator), strict=False):
         step = _step(z.mul_(rho / math.sqrt(z.numel())), scale)
         pair = []
         for sign in (1.0, -1.0):
             with moved(surface.parameters, step * sign):
-                pair.append(surface.value() - loss)
+                rise, values = _rise(surface, loss, base)
+            pair.append(rise)
+            if by_prompt is not None and values is not None:
+                by_prompt += values / (2 * samples)
         rises.append(sum(pair) / 2)
-    values = torch.tensor(rises, dtype=torch.float64)
-    return _Found(float(values.mean()), samples, float(values.std()) / math.sqrt(samples))
+    found = torch.tensor(rises, dtype=torch.float64)
+    return _Found(float(found.mean()), samples, float(found.std()) / math.sqrt(samples), by_prompt=by_prompt)
 
 
 def _worst(

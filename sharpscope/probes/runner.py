@@ -24,7 +24,7 @@ from sharpscope.probes.hessian.api import sub_generator
 from sharpscope.probes.hessian.causal_lm import LmSurface, lm_surface
 from sharpscope.probes.objectives import Objective, group_normalized, rollout_batch, staleness
 from sharpscope.probes.parameter_groups import parameter_groups
-from sharpscope.probes.perturbation import loss_slices, m_sharpness_of, sharpness_grid
+from sharpscope.probes.perturbation import gradient_norm, loss_slices, m_sharpness_of, sharpness_grid
 from sharpscope.probes.probe_set import Draw, Drawn, ProbeSet
 
 SLICE_POINTS = tuple(i / 5 for i in range(-5, 6))  # of the largest radius
@@ -149,20 +149,22 @@ def probe_set_batches(
     seed: Callable[[str], int] = lambda part: 0,
     slices: Collection[str] = ("train",),
 ) -> Iterator[ProbeBatch]:
-    """Batches of a probe set: one for each split, then the training prompts again for `squared_gradient_norm`.
+    """Batches of a probe set: one for each split that the spec names, then the training prompts again for `squared_gradient_norm`.
 
     Completions are drawn from the probed model when a batch is requested. Those for the gradient norm are drawn anew, so that
     it is independent of the other estimates.
 
     Args:
         probe_set: fixed prompts.
-        spec: names the losses and the numbers of completions.
+        spec: names the losses, the splits and the numbers of completions.
         draw: draws completions of the probed model.
         temperature: softmax temperature of the completions and the losses.
         seed: seed of a part: `train`, `heldout` or `two batches`.
         slices: splits on which loss slices may be taken.
     """
     for split in probe_set.splits:
+        if split not in spec.splits:
+            continue
         own = seed(split)
         objectives = probe_set_objectives(probe_set, split, spec, draw, temperature=temperature, seed=own)
         yield ProbeBatch(probe_set.name(split), tuple(objectives.values()), own, split in slices)
@@ -251,23 +253,29 @@ def _measure(
         if objective.stale:
             rows.append(_stale_row(surface, spec))
         began = time.perf_counter()
-        at = surface.gradient()
-        if curvature:
-            whole = _Curvatures(surface, spec, seed, at)
+        loss, gradient, base = surface.gradient_by_prompt()
+        at = loss, gradient
+        if curvature and spec.curvature:
+            part = _first_prompts(surface, spec.curvature_prompts)
+            whole = _Curvatures(part, spec, seed, at if part is surface else part.gradient())
+            before = len(rows)
             try:
                 result = whole.plain(time.perf_counter() - began)
                 rows += [*result.estimates(), *whole.preconditioned(optimizer)]
                 rows += whole.gauss_newton()
                 del whole  # frees the graph that the products share
-                rows += _groups(surface, spec, seed)
+                rows += _groups(part, spec, seed)
             except CheckError as problem:
                 # Keep what was measured with products that had passed the check.
                 quantity = "largest" if result is None else "gauss_newton_largest"
                 rows.append(
                     Estimate("curvature", quantity, math.nan, converged=False, seed=seed, why=f"left out: {problem}")
                 )
+            rows[before:] = labeled(rows[before:], prompts=len(part.objective.prompt_weight))
         if perturbation:
-            rows += _perturbations(surface, spec, seed, at)
+            # The gradient's norm is of all prompts, with its standard error; that of curvature's prompts alone is left out.
+            rows = [row for row in rows if row.quantity != "gradient_norm"]
+            rows += _perturbations(surface, spec, seed, at, base)
         # At a loss that is not finite there is nothing to draw; the rows of the other probes say why.
         finite = math.isfinite(at[0]) and bool(at[1].isfinite().all())
         if perturbation and spec.slices and batch.slices and finite:
@@ -364,17 +372,30 @@ def _groups(surface: LmSurface, spec: ProbesSpec, seed: int) -> list[Estimate]:
     return rows
 
 
-def _perturbations(surface: LmSurface, spec: ProbesSpec, seed: int, at: tuple[float, Tensor]) -> list[Estimate]:
-    """Sharpness at every radius.
+def _first_prompts(surface: LmSurface, count: int) -> LmSurface:
+    """The surface over the rows of the first `count` prompts; the surface itself for 0 or if there are no more."""
+    objective = surface.objective
+    if not count or count >= len(objective.prompt_weight):
+        return surface
+    rows = [row for row, prompt in enumerate(objective.batch.prompts) if prompt < count]
+    return surface.over(objective.rows(torch.tensor(rows, device=objective.batch.lengths.device)))
+
+
+def _perturbations(
+    surface: LmSurface, spec: ProbesSpec, seed: int, at: tuple[float, Tensor], base: Tensor
+) -> list[Estimate]:
+    """Sharpness at every radius and the gradient's norm, from one gradient.
 
     The standard error of m-sharpness is over prompts where each group lies within one prompt, and else over groups, which
     counts groups that share a prompt as independent.
     """
     kinds = [KINDS[kind] for kind in spec.kinds]
     grid = sharpness_grid(
-        surface, spec.rhos, kinds, steps=spec.worst_steps, samples=spec.average_samples, seed=seed, at=at
+        surface, spec.rhos, kinds, steps=spec.worst_steps, samples=spec.average_samples, seed=seed, at=at, base=base
     )
-    rows = [row for point in grid for row in point.estimates()]
+    first = next((point.by_prompt for point in grid if point.kind == "sam" and point.rho == spec.rhos[0]), None)
+    rows = [replace(gradient_norm(surface, at, base, spec.rhos[0], first), seed=seed)]
+    rows += [row for point in grid for row in point.estimates()]
     if spec.m:
         count = len(surface.objective.batch)
         cuts = [torch.arange(start, min(start + spec.m, count)) for start in range(0, count, spec.m)]

@@ -34,6 +34,10 @@ class Surface(Protocol):
         """L(θ) at the parameters' present values."""
         ...
 
+    def by_prompt(self) -> Tensor | None:
+        """One value for each prompt, (k,) float64, with mean L(θ) (see `Objective.by_prompt`); None if prompts are not known."""
+        ...
+
     def gradient(self) -> tuple[float, Tensor]:
         """L(θ) and ∇L(θ) (P,)."""
         ...
@@ -189,6 +193,9 @@ class ClosureSurface:
         """L(θ)."""
         with torch.no_grad():
             return float(self.loss().double())
+
+    def by_prompt(self) -> None:
+        """None: the prompts of a closure are not known."""
 
     def gradient(self) -> tuple[float, Tensor]:
         """L(θ) and ∇L(θ) (P,); parameters that the loss does not use have gradient 0."""

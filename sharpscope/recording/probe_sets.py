@@ -54,7 +54,7 @@ class Drawer:
 
 def needs_probe_set(config: RunConfig) -> bool:
     """Whether any schedule of the run uses the probe set."""
-    return 0 < config.recording.heldout_influence_every <= config.steps or config.probes.every > 0
+    return 0 < config.recording.heldout_influence_every <= config.steps or config.probes.every != 0
 
 
 def check_probe_set(config: RunConfig, task: Task) -> None:

@@ -6,12 +6,22 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from sharpscope import distributed
 from sharpscope.errors import CheckError
 from sharpscope.policy.sharding import ModelView
-from sharpscope.probes import Estimate, ProbeSet, columns, measured_cost, probe_set_batches, problems, run
+from sharpscope.probes import (
+    Estimate,
+    ProbeSet,
+    columns,
+    measured_cost,
+    probe_set_batches,
+    problems,
+    prompt_columns,
+    run,
+)
 from sharpscope.recording.health import Event, refusal
 from sharpscope.recording.probe_sets import Drawer
 from sharpscope.recording.run_folder import note
@@ -32,7 +42,7 @@ class SurfaceProbes:
     def __init__(self, config: RunConfig, view: Callable[[], ModelView], drawer: Drawer | None) -> None:
         self.config, self.view, self.drawer = config, view, drawer
         self.spec = config.probes
-        self.every = self.spec.every
+        self.every = self.spec.interval(config.steps)
         self.vectors: Tensor | None = None
         self.probe_set: ProbeSet | None = None
         self.refused = False
@@ -40,8 +50,11 @@ class SurfaceProbes:
     def start(self, probe_set: ProbeSet, info: dict[str, Any]) -> list[Event]:
         """Fix the schedule. The cost is measured once per run and saved, so that a resumed run probes the same steps."""
         self.probe_set = probe_set
-        if not self.spec.every:
+        if not self.every:
             return []
+        events = self._without_solutions(probe_set)
+        if not self.every or self.spec.budget is None:
+            return events
         assert self.drawer is not None
         cost = info.get("probe_cost")
         if cost is None:
@@ -51,21 +64,40 @@ class SurfaceProbes:
             note(self.config.run_dir, probe_cost=cost)
         product = max(cost["product_s"], 1e-9)
         products = self.spec.cost(gradient=cost["gradient_s"] / product, value=cost["value_s"] / product)
-        self.every = self.spec.interval(products)
-        if self.every == self.spec.every:
-            return []
+        planned, self.every = self.every, self.spec.interval(self.config.steps, products)
+        if self.every == planned:
+            return events
         text = (
             f"a round of probes may cost {products:.0f} vector products; within {self.spec.budget:g} a step they run every "
-            f"{self.every} steps instead of {self.spec.every}"
+            f"{self.every} steps instead of {planned}"
         )
-        return [Event(0, "probe_budget", "info", products, float(self.spec.budget or 0), "thinned", text)]
+        return [*events, Event(0, "probe_budget", "info", products, float(self.spec.budget), "thinned", text)]
+
+    def _without_solutions(self, probe_set: ProbeSet) -> list[Event]:
+        """Leave `nll` out of the run if a probed split has no verified solution; an event says so."""
+        bare = [
+            split
+            for split in probe_set.splits
+            if split in self.spec.splits and not any(item.solution for item in probe_set.split(split))
+        ]
+        if "nll" not in self.spec.functionals or not bare:
+            return []
+        left = tuple(name for name in self.spec.functionals if name != "nll")
+        self.spec = self.spec.model_copy(update={"functionals": left})
+        if not left:
+            self.every = 0
+        text = (
+            f"no prompt of the probe set's {' and '.join(bare)} prompts has a verified solution of the initial policy, so its nll is "
+            "not probed; probes.functionals=[expected_failure] needs none"
+        )
+        return [Event(0, "probe", "warning", math.nan, math.nan, "left out", text)]
 
     def due(self, step: int) -> bool:
         """Whether the surface is probed after `step` (0: before training)."""
         return bool(self.every) and (step % self.every == 0 or step == self.config.steps)
 
-    def rows(self, step: int) -> tuple[dict[str, Any], list[Event]]:
-        """Columns of the probes table, and an event for each estimate that is not reliable.
+    def rows(self, step: int) -> tuple[dict[str, dict[str, Any]], list[Event]]:
+        """Columns of the tables `probes` and `probe_prompts`, and an event for each estimate that is not reliable.
 
         If the probed loss differs from the policy's own, the loss surface is left out for the rest of the run.
         """
@@ -90,5 +122,10 @@ class SurfaceProbes:
         except CheckError as problem:
             self.refused = True
             events.append(refusal(step, "the loss surface", problem))
+        except torch.OutOfMemoryError as problem:
+            self.refused = True
+            text = f"the loss surface is left out of the run: {str(problem).splitlines()[0]}; lower probes.microbatch_tokens"
+            events.append(Event(step, "probe", "warning", math.nan, math.nan, "left out", text))
         events += [Event(step, "probe", "warning", math.nan, math.nan, "warn", text) for text in problems(found)]
-        return {"step": step, **columns(found)}, events
+        tables = {"probes": columns(found), "probe_prompts": prompt_columns(found)}
+        return {name: {"step": step, **values} for name, values in tables.items()}, events

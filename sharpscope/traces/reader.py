@@ -105,6 +105,11 @@ class Run:
         return self._frame("probes")
 
     @cached_property
+    def probe_prompts(self) -> pd.DataFrame:
+        """Table `probe_prompts`."""
+        return self._frame("probe_prompts")
+
+    @cached_property
     def events(self) -> pd.DataFrame:
         """Table `events`."""
         return self._frame("events")
@@ -314,6 +319,7 @@ class Runs(Sequence[Run]):
     eval = property(lambda self: self._joined("eval"), doc="Table `eval` of all runs.")
     rollouts = property(lambda self: self._joined("rollouts"), doc="Table `rollouts` of all runs.")
     probes = property(lambda self: self._joined("probes"), doc="Table `probes` of all runs.")
+    probe_prompts = property(lambda self: self._joined("probe_prompts"), doc="Table `probe_prompts` of all runs.")
     events = property(lambda self: self._joined("events"), doc="Table `events` of all runs.")
     forks = property(lambda self: self._joined("forks"), doc="Table `forks` of all runs.")
 

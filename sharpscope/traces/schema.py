@@ -494,6 +494,42 @@ PROBES = Table(
         _nullable("residual", "float64", "the quantity's", "residual of the iteration; null if not iterative"),
         _nullable("seed", "int64", ONE, "seed of the estimate's random generator"),
         _timing("seconds", "time spent"),
+        _probe("prompts", "int32", "prompts", "number of prompts in the probed loss"),
+        _probe(
+            "prompt_std_error",
+            "float64",
+            "the quantity's",
+            "standard error over prompts, as if they were a random sample and perturbations and completions were fixed; that of "
+            "the values in probe_prompts",
+        ),
+    ),
+)
+
+PROBE_PROMPTS = Table(
+    "probe_prompts",
+    "one prompt's part of an estimate in probes",
+    ("step", "probe_set", "functional", "parameters", "quantity", "rho", "seed", "prompt"),
+    (
+        _STEP,
+        _required("probe_set", "string", "name", "fixed set of prompts the probe evaluates"),
+        _required("functional", "string", "name", "differentiated scalar: nll | surrogate | expected_failure | ..."),
+        _required("parameters", "string", "name", "parameter group"),
+        _required("quantity", "string", "name", "estimated quantity"),
+        _nullable("rho", "float64", NORM, "perturbation radius; null otherwise"),
+        _nullable("seed", "int64", ONE, "seed of the estimate's random generator"),
+        _required(
+            "prompt",
+            "int32",
+            ONE,
+            "index of the prompt in the probed loss, from 0; the same prompt in every step and run",
+        ),
+        _required(
+            "value",
+            "float64",
+            "the quantity's",
+            "value whose mean over the prompts is the estimate; prompts with more tokens or completions weigh more: "
+            "V + k (s_i - w_i V) for the estimate V, the prompt's part s_i of it and its weight w_i",
+        ),
     ),
 )
 
@@ -595,7 +631,7 @@ FORKS = Table(
 )
 
 TABLES: dict[str, Table] = {
-    table.name: table for table in (STEPS, UPDATES, ROLLOUTS, TOKENS, PROBES, EVAL, EVENTS, FORKS)
+    table.name: table for table in (STEPS, UPDATES, ROLLOUTS, TOKENS, PROBES, PROBE_PROMPTS, EVAL, EVENTS, FORKS)
 }
 
 

@@ -368,8 +368,9 @@ class _Run:
         """Measure the loss surface at scheduled steps."""
         if self.observers.surface.due(step):
             self.display.status(f"step {step}: probing the loss surface")
-            rows, events = self.observers.surface.rows(step)
-            self.writer.append("probes", rows)
+            tables, events = self.observers.surface.rows(step)
+            for name, rows in tables.items():
+                self.writer.append(name, rows)
             self._report(events)
 
     def _record(self, step: int, batch: RolloutBatch, result: StepResult, observed: Observations) -> None:

@@ -223,19 +223,23 @@ def test_surrogate_advantage_is_normalised_within_prompts():
 
 
 def test_presets_give_way_to_what_is_set_and_budgets_thin_to_multiples():
-    assert ProbesSpec().every == 0 and ProbesSpec(preset="cheap").rhos == (0.05,)
+    assert ProbesSpec(preset="off").every == 0 and ProbesSpec(preset="cheap").rhos == (0.05,)
+    light = ProbesSpec()
+    assert light.preset == "light" and light.every is None and not light.curvature and light.critical_sharpness
+    assert [light.interval(steps) for steps in (1, 7, 10, 100, 101, 400)] == [1, 1, 1, 10, 11, 40]
     spec = ProbesSpec(preset="full", top=2, every=10)
     assert (spec.top, spec.every, spec.slices) == (2, 10, True)
     assert ProbesSpec.model_validate(spec.model_dump()) == spec  # a resolved configuration says the same again
     costs = [ProbesSpec(preset=name).cost() for name in ("cheap", "standard", "full")]
     assert costs == sorted(costs) and costs[0] < costs[1] < costs[2]
-    assert ProbesSpec(preset="cheap", every=50, budget=1.0).interval(120.0) == 150
-    assert ProbesSpec(preset="cheap", every=50, budget=100.0).interval(120.0) == 50
-    assert ProbesSpec(preset="cheap", every=50).interval(1e9) == 50 and ProbesSpec().interval(5.0) == 0
+    assert ProbesSpec(preset="cheap", every=50, budget=1.0).interval(200, 120.0) == 150
+    assert ProbesSpec(preset="cheap", every=50, budget=100.0).interval(200, 120.0) == 50
+    assert ProbesSpec(preset="cheap", every=50).interval(200, 1e9) == 50
+    assert ProbesSpec(preset="off").interval(200, 5.0) == 0
     for wrong in ({"rhos": (0.2, 0.1)}, {"rhos": ()}, {"trace_probes": 1}, {"preset": "cheapest"}, {"unknown": 1}):
         with pytest.raises(ValidationError):
             ProbesSpec(**wrong)
-    for off in ({"every": 25}, {"every": 25, "preset": "off"}, {"every": 25, "preset": False}):
+    for off in ({"every": 25, "preset": "off"}, {"every": 25, "preset": False}):
         with pytest.raises(ValidationError, match="preset off probes nothing"):
             ProbesSpec(**off)
 

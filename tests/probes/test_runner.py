@@ -137,7 +137,7 @@ def test_variants_share_one_gradient_and_one_graph(monkeypatch):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model(input_ids=batch["input_ids"], labels=batch["input_ids"]).loss.backward()
     optimizer.step()
-    counts = {"gradient": 0, "hessian": 0}
+    counts = {"gradient_by_prompt": 0, "hessian": 0}
     for name in counts:
         inner = getattr(LmSurface, name)
 
@@ -148,7 +148,7 @@ def test_variants_share_one_gradient_and_one_graph(monkeypatch):
         monkeypatch.setattr(LmSurface, name, counted)
     spec = ProbesSpec(preset="standard", max_products=12, rhos=(0.05, 0.5), density_steps=4)
     found = measure(model, objective(batch, "nll"), spec, optimizer=optimizer)
-    assert counts == {"gradient": 1, "hessian": 1}
+    assert counts == {"gradient_by_prompt": 1, "hessian": 1}
     assert {"preconditioned_largest", "slice_gradient", "sam", "density"} <= {e.quantity for e in found.estimates}
 
 

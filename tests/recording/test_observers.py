@@ -130,7 +130,6 @@ def test_the_surface_is_probed_on_schedule_and_tokens_are_projected(recorded):
     surface = run.probes[run.probes["probe"].isin(["curvature", "perturbation"])]
     assert sorted(surface["step"].unique()) == [0, 2, 4]
     assert len(surface["probe_set"].unique()) == 2  # train and held-out
-    assert "probe_cost" in run.info
     aligned = run.tokens().dropna(subset=["sharp_alignment"])
     if run.probes[run.probes["quantity"] == "largest"]["converged"].any():
         assert len(aligned) and aligned["sharp_alignment"].between(0, 1 + 1e-3).all()

@@ -49,7 +49,8 @@ def test_every_estimate_that_is_not_to_be_believed_has_its_event(toy_config, bro
     if broken:
         with torch.no_grad():
             next(p for name, p in model.named_parameters() if "down_proj" in name)[0, 0] = math.nan
-    rows, events = probes.rows(2)
+    tables, events = probes.rows(2)
+    rows = tables["probes"]
     named = list(zip(rows["quantity"], rows["value"], rows["converged"], strict=True))
     bad = [
         q for q, value, ok in named if not q.endswith("_ratio") and (ok is False or value is None or math.isnan(value))

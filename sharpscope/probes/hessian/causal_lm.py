@@ -99,24 +99,43 @@ class LmSurface:
         with torch.no_grad():
             return sum(float(self._share(index)) for index in self.microbatches)
 
+    def by_prompt(self) -> Tensor:
+        """One value for each prompt, (k,) float64, with mean L(θ); see `Objective.by_prompt`."""
+        shares = torch.zeros(len(self.objective.batch), dtype=torch.float64)
+        with torch.no_grad():
+            for index in self.microbatches:
+                logp = self._logp(index)
+                own = self.objective.row_shares(index, logp, width=logp.shape[1])
+                shares[index.cpu()] = own.double().cpu()
+        return self.objective.by_prompt(shares)
+
     def loss(self) -> Tensor:
         """L(θ) with one graph over all rows, for PyHessian; memory is not bounded."""
         return torch.stack([self._share(index, plain=True) for index in self.microbatches]).sum()
 
     def gradient(self) -> tuple[float, Tensor]:
         """L(θ) and ∇L(θ) (P,)."""
+        value, total, _ = self.gradient_by_prompt()
+        return value, total
+
+    def gradient_by_prompt(self) -> tuple[float, Tensor, Tensor]:
+        """L(θ), ∇L(θ) (P,) and `by_prompt` (k,), from one pass."""
         total, value = (
             torch.zeros(
                 size_of(self.parameters), dtype=common_dtype(self.parameters), device=self.parameters[0].device
             ),
             0.0,
         )
+        shares = torch.zeros(len(self.objective.batch), dtype=torch.float64)
         for index in self.microbatches:
-            share = self._share(index)
+            logp = self._logp(index)
+            own = self.objective.row_shares(index, logp, width=logp.shape[1])
+            shares[index.cpu()] = own.detach().double().cpu()
+            share = own.sum()
             value += float(share.detach())
             if share.requires_grad:
                 total += flatten(torch.autograd.grad(share, self.parameters, allow_unused=True), self.parameters)
-        return value, total
+        return value, total, self.objective.by_prompt(shares)
 
     def start(self, generator: torch.Generator) -> Tensor:
         """A starting vector for Lanczos with large components along sharp directions, which saves products.
