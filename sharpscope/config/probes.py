@@ -257,7 +257,7 @@ class ProbesSpec(Spec):
             "worst": gradient * (1 + self.worst_steps),
             "adaptive_worst": gradient * (1 + self.worst_steps),
         }
-        perturbation = gradient + value + len(self.rhos) * sum(each[kind] for kind in self.kinds)
+        perturbation = gradient + 2 * value + len(self.rhos) * sum(each[kind] for kind in self.kinds)
         perturbation += len(self.rhos) * (gradient + value) * int(self.m > 0)
         slices = 4 * 10 * value * int(self.slices)
         # Two gradients per sample, relative to the rows of the functional with which the costs were measured.

@@ -85,7 +85,9 @@ class RecordingSpec(Spec):
     tokens_every: int = Field(1, ge=0, description="Interval of the tokens table; 0: never [steps].")
     flush_every: int = Field(1, ge=1, description="Interval between flushes; a crash loses at most this much [steps].")
     token_gradients_every: int = Field(
-        10, ge=0, description="Interval of score norms (local tier) and attribution; 0: never [steps]."
+        10,
+        ge=0,
+        description="Interval of score norms (local tier) and attribution, also at the first and the last step; 0: never [steps].",
     )
     spike_z: float | None = Field(
         4.0,

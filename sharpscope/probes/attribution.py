@@ -436,6 +436,8 @@ def coming_step(
     parameters: Sequence[nn.Parameter],
     gradients: Sequence[Tensor | None],
     clip_factor: float = 1.0,
+    *,
+    per_lr: bool = False,
 ) -> Iterator[Tensor | None]:
     """Δθ that `optimizer.step()` would make with these gradients, one parameter after the other; its state is not changed.
 
@@ -446,11 +448,12 @@ def coming_step(
         parameters: trainable parameters in the model's order.
         gradients: one for each parameter, unclipped; None: the parameter does not move, and None is yielded.
         clip_factor: κ, which clipping multiplies the gradients by.
+        per_lr: give the step divided by the largest learning rate of the groups, also where that is 0.
 
     Raises:
         UserError: another optimizer, or an option that changes the step.
     """
-    for part in _coming_parts(optimizer, parameters, gradients, clip_factor):
+    for part in _coming_parts(optimizer, parameters, gradients, clip_factor, per_lr=per_lr):
         yield None if part is None else part.kept + part.fresh + part.shrunk
 
 
@@ -469,9 +472,12 @@ def _coming_parts(
     parameters: Sequence[nn.Parameter],
     gradients: Sequence[Tensor | None],
     clip_factor: float,
+    *,
+    per_lr: bool = False,
 ) -> Iterator[_Parts | None]:
     """The parts of the coming step, one parameter after the other; None for parameters that do not move."""
     settings = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    largest = max(float(group["lr"]) for group in optimizer.param_groups)
     for parameter, gradient in zip(parameters, gradients, strict=True):
         group = settings.get(id(parameter))
         if group is None or gradient is None:
@@ -480,6 +486,8 @@ def _coming_parts(
         _check_optimizer(optimizer, group)
         beta1, beta2 = group["betas"]
         lr, decay = float(group["lr"]), group["weight_decay"]
+        if per_lr:
+            lr = lr / largest if largest > 0 else 1.0
         state = optimizer.state.get(parameter, {})
         k = float(state.get("step", 0)) + 1
         m = state.get("exp_avg", torch.zeros_like(parameter))

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from sharpscope import distributed
 from sharpscope.errors import UserError
 from sharpscope.policy.sharding import is_shard, reshard
+from sharpscope.probes.attribution import coming_step
 from sharpscope.probes.estimate import Estimate
 
 Outcome = Literal["found", "not descent", "no crossing", "flat", "not finite", "unresolved"]
@@ -94,6 +95,7 @@ def critical_sharpness(
     *,
     guess: float,
     slope: float | None = None,
+    start: float | None = None,
     noise: float | None = None,
     tolerance: float = 1 / 16,
     max_evaluations: int = 40,
@@ -120,6 +122,7 @@ def critical_sharpness(
             `update_direction`. The update is θ ← θ − η·Δ.
         guess: first η to try, such as the learning rate or the last `lr` found.
         slope: Δᵀg if the gradient is known, which saves about one evaluation and detects Δᵀg ≤ 0 without any.
+        start: L(θ) if already computed in the same way, which saves an evaluation.
         noise: differences of the loss up to this are treated as rounding; None: relative to L(θ), 4 times the resolution of the
             loss's dtype, or an eighth of that of the parameters' if this is larger. Give it for losses near 0 and for autocast.
         tolerance: relative width of the bracket.
@@ -136,7 +139,7 @@ def critical_sharpness(
         )
     began = time.perf_counter()
     with _Line(loss_fn, parameters, direction) as line:
-        start = line.loss(0.0)
+        start = line.loss(0.0) if start is None else start
         if noise is None:
             noise = max(4 * line.loss_resolution, line.resolution / 8) * abs(start)
         search = _Search(lambda eta: line.loss(eta) - start, noise, slope, tolerance, max_evaluations - 1)
@@ -370,9 +373,8 @@ def _local(tensor: Any) -> Tensor:
     return found.detach()
 
 
-@torch.no_grad()
 def update_direction(
-    optimizer: torch.optim.Optimizer, parameters: nn.Module | Sequence[Tensor], clip_factor: float = 1.0
+    optimizer: torch.optim.Optimizer, parameters: nn.Module | Sequence[nn.Parameter], clip_factor: float = 1.0
 ) -> list[Tensor | None]:
     """Δ of the step θ ← θ − lr·Δ that `optimizer.step()` will take, from `.grad` and the optimizer's state.
 
@@ -381,54 +383,19 @@ def update_direction(
     take Δ = (θ_before − θ_after)/lr from a copy of the weights.
 
     Args:
-        optimizer: `torch.optim.AdamW`, or `Adam`.
+        optimizer: `torch.optim.AdamW`, or `Adam` without weight decay.
         parameters: a model, for all of its trainable parameters, or parameters of the optimizer.
         clip_factor: factor by which clipping will multiply the gradients; 1 if `.grad` is clipped already.
 
     Returns:
-        A tensor for each parameter in at least float32, the local shard for a sharded one; None where `.grad` is None, which
-        the optimizer does not move.
+        A tensor for each parameter, sharded for sharded ones; None where `.grad` is None, which the optimizer does not move.
 
     Raises:
         UserError: another optimizer, or an option that changes the step.
     """
-    if not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
-        raise UserError(
-            f"optimizer, {type(optimizer).__name__}: its step is known for Adam and AdamW only; take the difference of the "
-            "weights before and after a step"
-        )
-    groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-    highest = max(float(group["lr"]) for group in optimizer.param_groups)
-    found: list[Tensor | None] = []
-    for parameter in trainable(parameters):
-        group = groups.get(id(parameter))
-        if group is None or parameter.grad is None:
-            found.append(None)
-            continue
-        for option in ("amsgrad", "maximize"):
-            if group.get(option):
-                raise UserError(f"optimizer, {option}: not supported by update_direction; switch it off")
-        weights = _local(parameter)
-        wide = torch.promote_types(weights.dtype, torch.float32)
-        beta1, beta2 = group["betas"]
-        state = optimizer.state.get(parameter, {})
-        step = float(state.get("step", 0)) + 1
-        gradient = _local(parameter.grad).to(wide) * clip_factor
-        decoupled = group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW))
-        decay = float(group["weight_decay"])
-        if decay and not decoupled:
-            gradient = gradient + decay * weights.to(wide)
-        first, second = (
-            _local(state[name]).to(wide) if name in state else torch.zeros_like(gradient)
-            for name in ("exp_avg", "exp_avg_sq")
-        )
-        first = (beta1 * first + (1 - beta1) * gradient) / (1 - beta1**step)
-        root = (beta2 * second + (1 - beta2) * gradient.square()).div_(1 - beta2**step).sqrt_().add_(group["eps"])
-        delta = first / root
-        if decay and decoupled:
-            delta = delta + decay * weights.to(wide)
-        found.append(delta * (float(group["lr"]) / highest) if highest > 0 else delta)
-    return found
+    tensors: list[Any] = trainable(parameters)
+    steps = coming_step(optimizer, tensors, [p.grad for p in tensors], clip_factor, per_lr=True)
+    return [None if step is None else -step for step in steps]
 
 
 @torch.no_grad()

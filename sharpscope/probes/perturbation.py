@@ -307,35 +307,29 @@ def _rise(surface: Surface, loss: float, base: Tensor | None) -> tuple[float, Te
     return float((values - base).mean()), values - base
 
 
-def gradient_norm(
-    surface: Surface, at: tuple[float, Tensor], base: Tensor, rho: float, rise: Tensor | None = None
-) -> Estimate:
+def gradient_norm(surface: Surface, at: tuple[float, Tensor], base: Tensor, rho: float) -> Estimate:
     """‖∇L‖₂ with its standard error over prompts: row `gradient_norm` of the `probes` table.
 
-    The values by prompt are ⟨∇L_i, ∇L⟩/‖∇L‖, from a central difference of the losses at θ ± rho·∇L/‖∇L‖.
+    The values by prompt are ⟨∇L_i, ∇L⟩/‖∇L‖, from a central difference of the losses at θ ± (rho/4)·∇L/‖∇L‖.
 
     Args:
         surface: surface, already guarded.
         at: L(θ) and ∇L(θ).
         base: `surface.by_prompt()` at θ.
-        rho: distance of the difference [parameters' L2 norm].
-        rise: the rise by prompt at θ + rho·∇L/‖∇L‖, if already computed.
+        rho: radius that the loss's resolution suits [parameters' L2 norm].
     """
     began = time.perf_counter()
     norm = float(at[1].double().norm())
     found = Estimate("perturbation", "gradient_norm", norm)
     if not (norm > 0 and math.isfinite(norm)):
         return replace(found, why="" if norm == 0 else "the gradient is not finite", prompts=len(base))
-    step = at[1] * (rho / norm)
-    sides = []
-    for sign, known in ((1.0, rise), (-1.0, None)):
-        side = known
-        if side is None:
-            with moved(surface.parameters, step * sign):
-                side = _rise(surface, at[0], base)[1]
-            assert side is not None
-        sides.append(side)
-    values = (sides[0] - sides[1]) / (2 * rho)
+    reach, sides = rho / 4, []
+    for sign in (1.0, -1.0):
+        with moved(surface.parameters, at[1] * (sign * reach / norm)):
+            rise = _rise(surface, at[0], base)[1]
+        assert rise is not None
+        sides.append(rise)
+    values = (sides[0] - sides[1]) / (2 * reach)
     return replace(with_prompts(found, values - values.mean() + norm), seconds=time.perf_counter() - began)
 
 

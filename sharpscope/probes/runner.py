@@ -19,7 +19,14 @@ from sharpscope.config.probes import KINDS, Check, ObjectiveName, ProbesSpec
 from sharpscope.errors import CheckError
 from sharpscope.probes.estimate import Estimate, labeled, problems
 from sharpscope.probes.gradient_norm import squared_gradient_norm
-from sharpscope.probes.hessian import Curvature, CurvatureSettings, Operator, adamw_preconditioner, curvature_of
+from sharpscope.probes.hessian import (
+    Curvature,
+    CurvatureSettings,
+    Operator,
+    adamw_preconditioner,
+    adamw_threshold,
+    curvature_of,
+)
 from sharpscope.probes.hessian.api import sub_generator
 from sharpscope.probes.hessian.causal_lm import LmSurface, lm_surface
 from sharpscope.probes.objectives import Objective, group_normalized, rollout_batch, staleness
@@ -330,7 +337,7 @@ class _Curvatures:
         return [e for e in found.estimates(prefix="gauss_newton_") if not e.quantity.endswith("gradient_norm")]
 
     def preconditioned(self, optimizer: torch.optim.Optimizer | None) -> list[Estimate]:
-        """The largest eigenvalue of D^(−1/2) H D^(−1/2), D of AdamW."""
+        """The largest eigenvalue of D^(−1/2) H D^(−1/2), D of AdamW, and the one above which AdamW is not stable at its lr."""
         if not self.spec.preconditioned or optimizer is None:
             return []
         diagonal = adamw_preconditioner(optimizer, self.surface.parameters)
@@ -344,7 +351,12 @@ class _Curvatures:
             start=self._start,
             check=self.spec.check != "off",
         )
-        return [e for e in found.estimates(prefix="preconditioned_") if not e.quantity.endswith("gradient_norm")]
+        rows = [e for e in found.estimates(prefix="preconditioned_") if not e.quantity.endswith("gradient_norm")]
+        group = optimizer.param_groups[0]
+        if group["lr"] > 0:
+            limit = adamw_threshold(float(group["lr"]), float(group["betas"][0]))
+            rows.append(Estimate("curvature", "preconditioned_threshold", limit))
+        return rows
 
 
 def _ends(spec: ProbesSpec, *, smallest: bool) -> CurvatureSettings:
@@ -393,8 +405,7 @@ def _perturbations(
     grid = sharpness_grid(
         surface, spec.rhos, kinds, steps=spec.worst_steps, samples=spec.average_samples, seed=seed, at=at, base=base
     )
-    first = next((point.by_prompt for point in grid if point.kind == "sam" and point.rho == spec.rhos[0]), None)
-    rows = [replace(gradient_norm(surface, at, base, spec.rhos[0], first), seed=seed)]
+    rows = [replace(gradient_norm(surface, at, base, spec.rhos[0]), seed=seed)]
     rows += [row for point in grid for row in point.estimates()]
     if spec.m:
         count = len(surface.objective.batch)

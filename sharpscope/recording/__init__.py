@@ -15,7 +15,7 @@ from sharpscope.recording.health import (
     rotation_event,
 )
 from sharpscope.recording.norms import clip_factor, gradient_norm, total_norm, update_norm
-from sharpscope.recording.observers import Observations, Observers
+from sharpscope.recording.observers import Observations, Observers, StepObserver
 from sharpscope.recording.probe_sets import Drawer, check_probe_set, run_probe_set, solution_losses
 from sharpscope.recording.rows import (
     evaluation_row,
@@ -50,6 +50,7 @@ __all__ = [
     "PendingUpdate",
     "RolloutBatch",
     "StepHealth",
+    "StepObserver",
     "StepResult",
     "StepTokens",
     "SurfaceProbes",

@@ -1,9 +1,10 @@
 """Probes of an update, between its gradient and the optimizer's step. They change nothing that training sees.
 
-Token gradients: at every k-th step, and at any step whose gradient norm is a spike, all tokens get the local score norm and
-their attribution. The tokens with the largest local norm and a random sample also get the exact norm, so that the error of
-the local tier is known in each run. Held-out influence and the loss surface have their own schedules. A probe that refuses
-the policy, or differs from plain autograd on it, is left out for the rest of the run, and an event reports it.
+Token gradients: at every k-th step, at the first and the last one, and at any step whose gradient norm is a spike, all tokens
+get the local score norm and their attribution. The tokens with the largest local norm and a random sample also get the exact
+norm, so that the error of the local tier is known in each run. Critical sharpness, held-out influence and the loss surface have
+their own schedules. A probe that refuses the policy, or differs from plain autograd on it, is left out for the rest of the run,
+and an event reports it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sharpscope import distributed
 from sharpscope.config.probes import Check
@@ -23,17 +24,23 @@ from sharpscope.errors import UserError
 from sharpscope.policy import Policy, Rollouts
 from sharpscope.policy.sharding import ModelView, is_sharded
 from sharpscope.probes import (
+    Estimate,
     ProbeSet,
     attribute,
+    columns,
     coming_update,
+    critical_sharpness,
     directional_derivative,
     failure_coefficients,
     logp_gradient,
     nll_coefficients,
     score_norms,
     update_attribution,
+    update_direction,
+    update_slope,
 )
 from sharpscope.probes.attribution import UpdateSplit
+from sharpscope.probes.estimate import labeled
 from sharpscope.recording.health import Event, refusal
 from sharpscope.recording.probe_sets import Drawer, needs_probe_set, run_probe_set
 from sharpscope.recording.step import PendingUpdate
@@ -44,6 +51,9 @@ from sharpscope.traces.spike_rule import robust_z
 
 if TYPE_CHECKING:
     from sharpscope.config import RunConfig
+
+
+GUESS = 16.0  # first step size of the line search for the critical sharpness, in learning rates
 
 
 @dataclass(frozen=True)
@@ -96,7 +106,8 @@ class StepObserver:
     def __init__(self, run: Observers, step: int, rollouts: Rollouts, recent: Sequence[float]) -> None:
         self.run, self.step, self.rollouts, self.recent = run, step, rollouts, recent
         self._columns: dict[str, Tensor] = {}
-        self._parts: list[tuple[str, float]] = []
+        self._found: list[Estimate] = []
+        self._scale = math.nan  # Σ_t |∂L/∂log π_t| of the first update
         self._events: list[Event] = []
         self._seconds = 0.0
 
@@ -105,33 +116,18 @@ class StepObserver:
         return Observations(self._columns, self._rows(), self._events, self._seconds)
 
     def _rows(self) -> dict[str, Any]:
-        if not self._parts:
-            return {}
-        blank = [None] * len(self._parts)
-        return {
-            "step": self.step,
-            "probe": "update",
-            "probe_set": "",
-            "functional": "surrogate",
-            "parameters": "all",
-            "quantity": [name for name, _ in self._parts],
-            "value": [value for _, value in self._parts],
-            "std_error": blank,
-            "samples": blank,
-            "rho": blank,
-            "converged": blank,
-            "residual": blank,
-            "seed": blank,
-            "seconds": self._seconds,
-        }
+        return {"step": self.step, **columns(self._found)} if self._found else {}
 
     def __call__(self, update: PendingUpdate) -> None:
         """Run the probes that are due."""
+        if update.index == 0:
+            self._scale = float(update.loss_coef.abs().sum())
         if not bool(update.first_use.any()):
             return  # a row of the tokens table belongs to the first update that used its token
         started = time.perf_counter()
         spec, step = self.run.config.recording, self.step
-        gradients_due = bool(spec.token_gradients_every) and step % spec.token_gradients_every == 0
+        ends = (1, self.run.config.steps)
+        gradients_due = bool(spec.token_gradients_every) and (step % spec.token_gradients_every == 0 or step in ends)
         if not gradients_due and spec.spike_z is not None and update.grad_norm > 0:
             gradients_due = robust_z(self.recent, math.log(update.grad_norm)) >= spec.spike_z
         influence_due = bool(spec.heldout_influence_every) and step % spec.heldout_influence_every == 0
@@ -168,11 +164,72 @@ class StepObserver:
 
     def add_parts(self, split: UpdateSplit) -> None:
         """Keep the parts of ‖Δθ‖² of an update."""
-        self._parts += [
-            ("update_share_gradient", split.gradient),
-            ("update_share_momentum", split.momentum),
-            ("update_share_weight_decay", split.weight_decay),
-        ]
+        parts = {
+            "update_share_gradient": split.gradient,
+            "update_share_momentum": split.momentum,
+            "update_share_weight_decay": split.weight_decay,
+        }
+        self._found += [Estimate("update", name, value, functional="surrogate") for name, value in parts.items()]
+
+    @property
+    def critical_due(self) -> bool:
+        """Whether `critical` measures this step's first update."""
+        return self.run.surface.update_due(self.step) and "critical_sharpness" not in self.run.refused
+
+    def critical(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loss_fn: Callable[[], float],
+        *,
+        loss: float | None = None,
+        clip_factor: float | None,
+    ) -> None:
+        """Measure the critical sharpness of the first update, if it is due.
+
+        Call it between clipping and the optimizer's step. Every process must call it.
+
+        Args:
+            model: in training, as the optimizer has it; its `.grad` is what the optimizer gets.
+            optimizer: about to make the step.
+            loss_fn: the update's loss at the present weights, everything else as it was at the start of the step.
+            loss: its value, if already computed.
+            clip_factor: what clipping has multiplied the gradient by; None if `.grad` is not the gradient of the loss (SAM).
+        """
+        if self.critical_due:
+            started = time.perf_counter()
+            self.fill("critical_sharpness", lambda _: self._critical(model, optimizer, loss_fn, loss, clip_factor))
+            self._seconds += time.perf_counter() - started
+
+    def _critical(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loss_fn: Callable[[], float],
+        loss: float | None,
+        clip_factor: float | None,
+    ) -> None:
+        direction = update_direction(optimizer, model)
+        lr = max(float(group["lr"]) for group in optimizer.param_groups)
+        compute = self.run.policy.compute or next(model.parameters()).dtype
+        resolution = torch.finfo(compute).eps
+        found = critical_sharpness(
+            loss_fn,
+            model,
+            direction,
+            guess=GUESS * (lr or self.run.config.optimizer.lr),
+            slope=None if clip_factor is None else update_slope(model, direction, clip_factor),
+            # The loss is near 0 and its terms are not; low precision averages out over tokens.
+            noise=self._scale * (resolution / 8 if compute in (torch.bfloat16, torch.float16) else 4 * resolution),
+            start=loss,
+        )
+        rows = found.estimates()
+        if lr > 0:
+            rows.append(Estimate("critical", "critical_threshold", 2 / lr))
+        self._found += labeled(rows, functional="surrogate")
+        if not found.converged:
+            text = f"critical sharpness: {found.why}"
+            self._events.append(Event(self.step, "probe", "info", math.nan, math.nan, "none", text))
 
 
 class _UpdateProbes:

@@ -53,7 +53,7 @@ class SurfaceProbes:
         if not self.every:
             return []
         events = self._without_solutions(probe_set)
-        if not self.every or self.spec.budget is None:
+        if self.spec.budget is None or not self.spec.functionals:
             return events
         assert self.drawer is not None
         cost = info.get("probe_cost")
@@ -84,8 +84,6 @@ class SurfaceProbes:
             return []
         left = tuple(name for name in self.spec.functionals if name != "nll")
         self.spec = self.spec.model_copy(update={"functionals": left})
-        if not left:
-            self.every = 0
         text = (
             f"no prompt of the probe set's {' and '.join(bare)} prompts has a verified solution of the initial policy, so its nll is "
             "not probed; probes.functionals=[expected_failure] needs none"
@@ -95,6 +93,10 @@ class SurfaceProbes:
     def due(self, step: int) -> bool:
         """Whether the surface is probed after `step` (0: before training)."""
         return bool(self.every) and (step % self.every == 0 or step == self.config.steps)
+
+    def update_due(self, step: int) -> bool:
+        """Whether the critical sharpness is measured in `step`: where the surface is probed after it, and in step 1."""
+        return self.spec.critical_sharpness and (self.due(step) or (step == 1 and bool(self.every)))
 
     def rows(self, step: int) -> tuple[dict[str, dict[str, Any]], list[Event]]:
         """Columns of the tables `probes` and `probe_prompts`, and an event for each estimate that is not reliable.

@@ -55,6 +55,23 @@ BeforeStep = Callable[[PendingUpdate], None]
 """Sees an update between its gradient and the optimizer's step; changes nothing."""
 
 
+@dataclass(frozen=True)
+class AppliedUpdate:
+    """An update between clipping and the optimizer's step."""
+
+    index: int  # within the step, from 0
+    loss: float
+    clip_factor: (
+        float | None
+    )  # what clipping has multiplied the gradient by; None if a sharpness method has reshaped it
+    loss_fn: Callable[
+        [], Callable[[], float]
+    ]  # makes its loss as a function of the weights; every process must call that
+
+
+BeforeOptimizer = Callable[[AppliedUpdate], None]
+"""Sees an update that the optimizer is about to make; changes nothing."""
+
 NO_GRADIENT = "the gradient is not finite"
 BROKEN = "an update made model weights that are not finite, and no later update can repair them"
 
@@ -110,6 +127,7 @@ class Learner:
         stats: TokenStats | None = None,
         before_first_update: BeforeFirstUpdate | None = None,
         before_step: BeforeStep | None = None,
+        before_optimizer: BeforeOptimizer | None = None,
         rotations: bool = False,
     ) -> StepResult:
         """Make all updates of one step.
@@ -124,6 +142,7 @@ class Learner:
             before_first_update: asked once, after the first gradient. If it returns False, the tokens of that gradient are
                 recorded, and weights and optimizer stay as they are.
             before_step: observes each update whose loss and gradient are finite.
+            before_optimizer: observes each update between clipping and the optimizer's step.
             rotations: whether to compare each update with the reference objective's; costs a forward and a backward pass each.
         """
         if stats is None and not self.fused(method):
@@ -135,7 +154,7 @@ class Learner:
             if stats is not None:
                 tensors = step_tensors(rollouts, advantage, stats, stats.logp, progress, method)
                 plan = prepare(method, tensors, generator(self.seed, "plan", step))
-            work = _Updates(self, rollouts, advantage, progress, method, plan, tokens, rotations)
+            work = _Updates(self, rollouts, advantage, progress, method, plan, tokens, rotations, before_optimizer)
             for index, (rows, pass_index) in enumerate(self._schedule(rollouts, step, method)):
                 gradient = work.gradient(index, rows, pass_index)
                 if index == 0 and before_first_update is not None:
@@ -196,6 +215,7 @@ class _Updates:
     plan: Plan | None  # None: each microbatch makes its own
     tokens: StepTokens
     rotations: bool = False
+    before_optimizer: BeforeOptimizer | None = None
 
     def gradient(self, index: int, rows: Tensor, pass_index: int) -> _Gradient:
         """Compute the gradient of update `index` and record what its tokens do."""
@@ -225,6 +245,9 @@ class _Updates:
         factor = clip_factor(norm, learner.max_grad_norm)
         rotation = self._rotation(gradient.rows, norm) if self.rotations else None
         scale_gradients(learner.parameters, factor)
+        if self.before_optimizer is not None:
+            plain = factor if sharpness.kind == "none" else None
+            self.before_optimizer(AppliedUpdate(gradient.index, gradient.loss, plain, lambda: self._loss_fn(gradient)))
         learner.optimizer.step()
         size = update_norm(learner.optimizer)
         self._move_proximal()
@@ -243,6 +266,48 @@ class _Updates:
             rotation=rotation,
         )
         return self._described(made, gradient)
+
+    def _loss_fn(self, gradient: _Gradient) -> Callable[[], float]:
+        """The loss of an update as a function of the weights: π_old, advantages and token weights stay as they are."""
+        plan = self.plan
+        if plan is None:  # of the pass that computed the gradient
+            stats = self.tokens.stats
+            tensors = step_tensors(self.rollouts, self.advantage, stats, stats.logp, self.progress, self.method)
+            plan = prepare(self.method, tensors)
+        return lambda: self._loss(plan, gradient.rows, gradient.pass_index)
+
+    @torch.no_grad()
+    def _loss(self, plan: Plan, rows: Tensor, pass_index: int) -> float:
+        """L of some rows at the present weights, summed over microbatches and processes."""
+        learner, rollouts, scorer = self.learner, self.rollouts, self.learner.scorer
+        mask = loss_mask(rollouts, self.method)[rows]
+        normalizer = token_normalizer(self.method, mask, learner.max_new_tokens, dtype=self.tokens.stats.logp.dtype)
+        position = {int(row): place for place, row in enumerate(rows)}
+        total = 0.0
+        _, batches = scorer.split(rollouts, rows)
+        idle = scorer.idle_passes(batches)
+        for micro in batches:
+            local = torch.tensor([position[int(row)] for row in micro])
+            part = rollouts.rows(micro)
+            scored = scorer.score(part, entropy=self.method.needs_entropy)
+            own = plan.rows(micro)
+            loss = policy_loss(
+                self.method,
+                own,
+                scored.logp,
+                normalizer[local],
+                reference_logp=self._frozen_logp(learner.reference, part),
+                proximal_logp=self._frozen_logp(learner.proximal, part),
+                pass_index=pass_index,
+            ).loss
+            if scored.entropy is not None:
+                loss = loss - entropy_bonus(self.method, own, scored.entropy, int(mask.sum()), pass_index=pass_index)
+            total += float(loss)
+        for _ in range(idle):
+            part = shortest_row(rollouts)
+            scorer.score(part)
+            self._frozen_logp(learner.reference, part)
+        return distributed.sum_values(total)
 
     def _move_proximal(self) -> None:
         """EWMA of the weights after each update: the proximal policy of the decoupled objective.

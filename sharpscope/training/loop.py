@@ -31,6 +31,7 @@ from sharpscope.recording import (
     Observers,
     RolloutBatch,
     StepHealth,
+    StepObserver,
     StepResult,
     check_finite,
     check_method,
@@ -55,7 +56,7 @@ from sharpscope.training.clock import Clock, stop_after_step
 from sharpscope.training.data_order import DataOrder
 from sharpscope.training.display import Display, QuietDisplay
 from sharpscope.training.evaluate import check_splits, evaluate, heldout_score
-from sharpscope.training.learner import Learner
+from sharpscope.training.learner import AppliedUpdate, Learner
 from sharpscope.training.optimizer import build_optimizer, learning_rate, set_learning_rate
 from sharpscope.training.rollouts import draw_rollouts
 
@@ -291,6 +292,7 @@ class _Run:
             stats=batch.stats,
             before_first_update=health.allows_updates,
             before_step=observer,
+            before_optimizer=lambda update: self._before_optimizer(observer, update),
             rotations=_due(config.recording.rotation_every, step),
         )
         observed = observer.result()
@@ -326,6 +328,17 @@ class _Run:
         return stop
 
     # -- parts of a step ---------------------------------------------------------------------------------------------
+
+    def _before_optimizer(self, observer: StepObserver, update: AppliedUpdate) -> None:
+        """Measure the critical sharpness of a step's first update."""
+        if update.index == 0 and observer.critical_due:
+            observer.critical(
+                self.policy.model,
+                self.optimizer,
+                update.loss_fn(),
+                loss=update.loss,
+                clip_factor=update.clip_factor,
+            )
 
     def _calibrated(self, batch: RolloutBatch, progress: float) -> Method:
         """The method of a step: constants of its token weight are fixed on the first rollouts, and run.json keeps them.

@@ -122,8 +122,10 @@ def test_direction_and_slope_are_those_of_the_next_step(kind):
     parameters = [torch.nn.Parameter(torch.randn(3, 2)), torch.nn.Parameter(torch.randn(4))]
     unused = torch.nn.Parameter(torch.randn(2))
     groups = [{"params": parameters[:1], "lr": 0.02, "weight_decay": 0.3}, {"params": [parameters[1], unused]}]
+    if kind == "adam":
+        groups[0]["weight_decay"] = 0.0
     make = torch.optim.Adam if kind == "adam" else torch.optim.AdamW
-    optimizer = make(groups, lr=0.05, betas=(0.8, 0.95), weight_decay=0.0 if kind == "plain" else 0.1)
+    optimizer = make(groups, lr=0.05, betas=(0.8, 0.95), weight_decay=0.1 if kind == "adamw" else 0.0)
     for _ in range(3):
         for parameter in parameters:
             parameter.grad = torch.randn_like(parameter)
