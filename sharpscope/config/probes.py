@@ -29,7 +29,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "splits": ("train",),
         "curvature": False,
         "gradient_samples": 0,
-        "rhos": (0.05,),
+        "rhos": (0.5,),
         "kinds": ("sam", "asam", "average"),
         "slices": False,
     },

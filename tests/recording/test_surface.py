@@ -41,7 +41,9 @@ def probes_of(study):
 
 def test_slices_the_preconditioned_eigenvalue_and_the_two_batch_norm_are_recorded(study):
     for probes in probes_of(study):
-        assert sorted(probes["step"].unique()) == [0, 2]
+        surface = probes[~probes["probe"].isin(["critical"])]
+        assert sorted(surface["step"].unique()) == [0, 2]
+        assert {1, 2} == set(probes.loc[probes["quantity"] == "critical_sharpness", "step"])
         slices = probes[probes["probe"] == "slice"]
         assert slices["probe_set"].str.contains("train").all() and set(slices["functional"]) == {"surrogate"}
         assert {"slice_gradient", "slice_random_0", "slice_random_1"} <= set(slices["quantity"])
