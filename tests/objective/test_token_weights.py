@@ -168,6 +168,14 @@ def test_alpha_and_mu_follow_the_range(percentiles: str, low: float, high: float
     assert float(weight.max()) <= high
 
 
+def test_the_published_location_takes_another_range_too():
+    wide = calibrate(SigmoidWeight(preset="paper", U=4.0), make_case(named_method("grpo-sg"), 2).step)
+    assert (wide.tau, wide.u0, wide.alpha, wide.mu) == (9.0, 0.0, pytest.approx(15.0), pytest.approx(0.75 - 1 / 15))
+    ends = step_of(logit=[9 * math.log(3), 9 * math.log(19)])  # sigmoid 0.75 and 0.95
+    assert values(wide, ends) == pytest.approx([1.0, 4.0])
+    assert values(ReverseWeight(of=wide), ends) == pytest.approx([4.0, 1.0])
+
+
 def test_a_schedule_of_a_bound_needs_alpha():
     with pytest.raises(ValidationError, match="set alpha"):
         SigmoidWeight(U=Schedule(start=1.4, end=4.0))
