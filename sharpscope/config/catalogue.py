@@ -47,6 +47,12 @@ _SG_OURS = (
 )
 _STATISTICS_OURS = "Statistics are over all loss tokens of the step, under the policy at its start."
 
+_AR_CLIP = spec.DualClip(low=0.2, high=0.24, bound=10.0)
+_AR_OURS = (
+    "The mean is over the mini-batch of an update (the authors': over a micro-batch). β is 0 unless set (the authors': 0.001 with "
+    "k3). method.aggregate=sequence_mean with PPO's clip of 0.2 gives the method on plain GRPO, as in version 0.1."
+)
+
 _NOTES = (
     MethodNote(
         method=Method(name="grpo"),
@@ -82,40 +88,73 @@ _NOTES = (
         ours=_SG_OURS,
     ),
     MethodNote(
-        method=Method(name="ar", weight=LinearWeight(alpha=0.2)),
+        method=Method(name="ar", weight=LinearWeight(alpha=0.2), clip=_AR_CLIP, aggregate="token_mean"),
         title="Advantage reweighting",
-        equation="GRPO with A_t ← (alpha·π_old(y_t) + 1 − alpha)·A_i",
-        constants="alpha 0.2",
-        source="arXiv 2505.12929",
-        differs="Advantages of unlikely tokens are reduced by up to alpha; the factor is recorded as the token's weight.",
-        ours="Clip 0.2 on both sides (published runs: 0.2/0.24).",
+        equation="L = −(1/Σ|o_i|) Σ_i Σ_t S(r_t, A_t), A_t = (alpha·π_old(y_t) + 1 − alpha)·A_i, S as in dual-clip",
+        constants="alpha 0.2; ε 0.2 below, 0.24 above, bound 10",
+        source="arXiv 2505.12929; clip and aggregation from the authors' scripts",
+        differs=(
+            "Advantages of unlikely tokens are reduced by up to alpha; the factor is recorded as the token's weight. Mean over "
+            "tokens, dual clip."
+        ),
+        ours=_AR_OURS,
     ),
     MethodNote(
-        method=Method(name="lopti", passes=spec.LoptiPasses(eta=0.4)),
+        method=Method(name="lopti", passes=spec.LoptiPasses(eta=0.4), clip=_AR_CLIP, aggregate="token_mean"),
         title="Low-probability token isolation",
-        equation="GRPO in two optimizer passes: tokens with π_old < eta first, the rest after",
-        constants="eta 0.4; negative reverses the order",
-        source="arXiv 2505.12929",
-        differs="Two updates instead of one; both divide by the full token count, π_old is not recomputed.",
-        ours="Clip 0.2 on both sides (published runs: 0.2/0.24). A token's KL term is in the same pass as the token.",
+        equation=(
+            "L = −(1/Σ|o_i|) Σ_i Σ_t S(r_t, A_i), S as in dual-clip, in two optimizer passes: tokens with π_old < eta first, the "
+            "rest after"
+        ),
+        constants="eta 0.4; negative reverses the order; ε 0.2 below, 0.24 above, bound 10",
+        source="arXiv 2505.12929; clip and aggregation from the authors' scripts",
+        differs=(
+            "Two updates instead of one; both divide by the full token count, π_old is not recomputed. Mean over tokens, dual "
+            "clip."
+        ),
+        ours=_AR_OURS + " A token's KL term is in the same pass as the token.",
     ),
     MethodNote(
-        method=Method(name="ar-lopti", weight=LinearWeight(alpha=0.3), passes=spec.LoptiPasses(eta=0.5)),
+        method=Method(
+            name="ar-lopti",
+            weight=LinearWeight(alpha=0.3),
+            passes=spec.LoptiPasses(eta=0.5),
+            clip=_AR_CLIP,
+            aggregate="token_mean",
+        ),
         title="Advantage reweighting with Lopti",
         equation="ar and lopti together",
-        constants="alpha 0.3, eta 0.5",
-        source="arXiv 2505.12929",
+        constants="alpha 0.3, eta 0.5; ε 0.2 below, 0.24 above, bound 10",
+        source="arXiv 2505.12929; clip and aggregation from the authors' scripts",
         differs="See ar and lopti.",
         ours="See ar and lopti.",
     ),
     MethodNote(
         method=Method(name="cov-grpo", weight=CovarianceGaussianWeight()),
-        title="Covariance-aware GRPO",
+        title="Covariance-aware GRPO, normalized over the step",
         equation="GRPO with A_t ← A_i·exp(−(c_t − mean c)²/(2·std(c)²)), c_t = (ln π_t − mean ln π)·(A_t − mean A)",
         constants="none",
         source="arXiv 2605.11538",
         differs="Tokens with an extreme covariance of log-probability and advantage have less weight.",
-        ours="The kernel is published; its normalization is our interpretation. " + _STATISTICS_OURS,
+        ours=(
+            "The kernel is published, the tokens over which c is normalized are not: this is one of two readings, the other is "
+            "cov-grpo-completion. " + _STATISTICS_OURS
+        ),
+    ),
+    MethodNote(
+        method=Method(name="cov-grpo-completion", weight=CovarianceGaussianWeight(over="completion")),
+        title="Covariance-aware GRPO, normalized over the completion",
+        equation=(
+            "cov-grpo with mean c and std c over the tokens of each completion; as A_i is the same for all of them, the weight is "
+            "exp(−z_t²/2), z_t the standardized ln π_t of the completion"
+        ),
+        constants="none",
+        source="arXiv 2605.11538",
+        differs="Tokens that are much less or more likely than the completion's others have less weight, whatever the advantage.",
+        ours=(
+            "The second reading of the kernel's normalization (see cov-grpo). The mean weight of a completion is about 0.7 where "
+            "its ln π_t are normally distributed. Statistics are under the policy at the start of the step."
+        ),
     ),
     MethodNote(
         method=Method(name="clip-cov", clip=spec.PpoClip(low=1.0, high=1.0), tokens=spec.ClipCovTokens()),
@@ -307,6 +346,41 @@ _NOTES = (
         source="arXiv 2506.01939",
         differs="The other tokens have no surrogate (but keep the KL term); the normalizer counts all tokens.",
         ours="On GRPO instead of DAPO. Tokens tied with the last one are kept. " + _STATISTICS_OURS,
+    ),
+    MethodNote(
+        method=Method(
+            name="stapo", clip=spec.PpoClip(low=0.2, high=0.28), tokens=spec.SpuriousTokens(), aggregate="kept_mean"
+        ),
+        title="Spurious-token-aware policy optimization",
+        equation=(
+            "L = −(1/Σ I_t) Σ_i Σ_t I_t·min(r_t·A_i, clip(r_t, 1 − ε_low, 1 + ε_high)·A_i), I_t = 0 where A_i > 0, π_t < p and "
+            "H_t < h, else 1; h the q-quantile of H over the tokens with A_i > 0 and π_t < p"
+        ),
+        constants="p 0.002, q 0.75; ε 0.2 / 0.28",
+        source="arXiv 2602.15620 as several readers quote it (no public code); the clip is DAPO's",
+        differs="Rare tokens in good completions, drawn where the policy was rather certain, are left out; mean over the other tokens.",
+        ours=(
+            "tokens.over=all with quantile=0.8 is the paper's first version. The quantile is over the step (published: over a "
+            "mini-batch). The KL term, if any, is divided by Σ I_t too. " + _STATISTICS_OURS
+        ),
+    ),
+    MethodNote(
+        method=Method(
+            name="lp-reg", clip=spec.PpoClip(low=1.0, high=9.0), penalty=spec.LpRegPenalty(), aggregate="token_mean"
+        ),
+        title="Low-probability regularization",
+        equation=(
+            "L = −(1/Σ|o_i|) Σ_i Σ_t [min(r_t·A_i, clip(r_t, 0, 10)·A_i) − coef·1[t chosen, π_t < q_t]·k3_t], k3_t = q_t/π_t − 1 − "
+            "ln(q_t/π_t), q = π_old without tokens below κ·max_j π_old(j), renormalized"
+        ),
+        constants="coef 1, share 0.01 of the tokens with A < 0, κ 0.02; r clipped to [0, 10]",
+        source="arXiv 2510.03222; constants, k3 and aggregation from the authors' code",
+        differs="The least likely tokens of bad completions are pulled towards a policy without its noise; the ratio's clip is wide.",
+        ours=(
+            "k3 on the sampled token as in the authors' code (the paper: KL(q‖π) over the vocabulary). Tokens are chosen once a "
+            "step by π_old (the code: in each micro-batch by π). No clip acts where A < 0, as in the code. One more forward pass a "
+            "step. " + _STATISTICS_OURS
+        ),
     ),
     MethodNote(
         method=Method(name="grpo-sam", sharpness=spec.Sam()),

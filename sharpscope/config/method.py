@@ -36,7 +36,8 @@ class LeaveOneOutAdvantage(Part):
 class WhitenedAdvantage(Part):
     """Returns minus their mean, divided by their std over all loss tokens of the step (REINFORCE++, arXiv 2501.03262).
 
-    A_t = (G_t − mean G)/√(var G + epsilon), G_t = gamma^n·R_i, n the number of loss tokens after t. Long completions count
+    A_t = (G_t − mean G)/√(var G + epsilon), G_t = gamma^n·R_i, n the number of loss tokens after t; with `kl.place=reward` the
+    divergence at and after t, discounted to t, is subtracted from G_t (without a baseline; otherwise from R_i). Long completions count
     more often in mean and var (divided by n − 1, as in verl). With `baseline=group`, R_i − mean R replaces R_i.
     """
 
@@ -63,7 +64,8 @@ class TokenBaselineAdvantage(Part):
     """Optimal token baseline: A_t = R_i − Σ_j R_j·V_jt / (Σ_j V_jt + epsilon) over the group (arXiv 2602.07078).
 
     V_jt = Σ_{s ≤ t} ‖p_s − e_y‖² = Σ_{s ≤ t} (1 − 2·π_s + Σ_v π_v²), under the policy at the start of the step. The sum over
-    j has the completions with a t-th loss token; text of the environment does not count as a place.
+    j has the completions with a t-th loss token; text of the environment does not count as a place. With `kl.place=reward`,
+    R is R less the divergence at and after t.
     """
 
     kind: Literal["token_baseline"] = "token_baseline"
@@ -317,7 +319,7 @@ class OffPolicyMask(Part):
 
 
 class Kl(Part):
-    """β·k per token, added to the loss; k estimates KL(π‖π_ref), with d = ln π − ln π_ref."""
+    """β·k per token, in the loss or in the reward; k estimates KL(π‖π_ref), with d = ln π − ln π_ref."""
 
     coef: Annotated[float, Field(ge=0)] = Field(default=0.0, description="β, ≥ 0; 0 needs no reference model.")
     estimator: Literal["k1", "k2", "k3", "k3_corrected"] = Field(
@@ -326,6 +328,17 @@ class Kl(Part):
         "with gradient r·d, unbiased off policy (arXiv 2512.02556; r as in `ratio`).",
     )
     weighted: bool = Field(default=False, description="Whether to multiply the term by the token's weight (TR-GRPO).")
+    place: Literal["loss", "reward"] = Field(
+        default="loss",
+        description="loss: added to the loss; reward: subtracted from the token's reward, with π_old in place of π, before "
+        "the advantages. Estimators of an advantage for each completion take the sum over the completion.",
+    )
+
+    @model_validator(mode="after")
+    def _of_the_reward(self) -> Self:
+        if self.place == "reward" and (self.weighted or self.estimator == "k3_corrected"):
+            raise ValueError("kl.place=reward needs kl.estimator k1, k2 or k3 and kl.weighted=false")
+        return self
 
 
 class NoEntropyBonus(Part):
@@ -346,7 +359,32 @@ class FixedEntropyBonus(Part):
     )
 
 
-EntropyBonus = Annotated[NoEntropyBonus | FixedEntropyBonus, Field(discriminator="kind")]
+class AdaptiveEntropyBonus(Part):
+    """A bonus as in `fixed` whose coefficient holds the entropy at a target (Skywork-OR1, arXiv 2505.22312).
+
+    After an update whose tokens had mean entropy H, coef ← min(coef + step, high) if H ≤ target, else max(coef − step, low).
+    An update has the bonus if H of the update before was ≤ target; the first one has none.
+    """
+
+    kind: Literal["adaptive"] = "adaptive"
+    target: Annotated[float, Field(gt=0)] = Field(default=0.2, description="Target of H, > 0 [nats]; 0.2 as in TRL.")
+    initial: Annotated[float, Field(ge=0)] = Field(
+        default=0.0, description="First coefficient, ≥ 0 [loss per nat]; 0 as in TRL."
+    )
+    step: Annotated[float, Field(gt=0)] = Field(
+        default=0.005, description="Change of the coefficient per update, > 0 [loss per nat]; 0.005 as in TRL."
+    )
+    low: Annotated[float, Field(ge=0)] = Field(default=0.0, description="Smallest coefficient, ≥ 0; 0 as in TRL.")
+    high: Annotated[float, Field(gt=0)] = Field(default=1.0, description="Largest coefficient, > low; 1 as in TRL.")
+
+    @model_validator(mode="after")
+    def _range(self) -> Self:
+        if self.low >= self.high:
+            raise ValueError(f"entropy low = {self.low} must be below high = {self.high}")
+        return self
+
+
+EntropyBonus = Annotated[NoEntropyBonus | FixedEntropyBonus | AdaptiveEntropyBonus, Field(discriminator="kind")]
 
 
 class AllTokens(Part):
@@ -402,8 +440,30 @@ class AdvantageTokens(Part):
     sign: Literal["positive", "negative"] = Field(default="positive", description="Which tokens are kept.")
 
 
+class SpuriousTokens(Part):
+    """Leave tokens with A > 0, π < probability and H < h out of the surrogate (STAPO, arXiv 2602.15620).
+
+    h is the `quantile` (linearly interpolated) of the entropy over tokens of the step, all under the policy at its start.
+    """
+
+    kind: Literal["stapo"] = "stapo"
+    probability: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=0.002, description="Probability below which a token is rare, in (0, 1]; published 0.002."
+    )
+    quantile: Annotated[float, Field(ge=0, le=1)] = Field(
+        default=0.75,
+        description="Quantile of the entropy, in [0, 1]; published 0.75 over rare, 0.8 over all (earlier version).",
+    )
+    over: Literal["rare", "all"] = Field(
+        default="rare",
+        description="Tokens of the quantile. rare: loss tokens with A > 0 and π < probability (the paper's later version); "
+        "all: all loss tokens (its first version).",
+    )
+
+
 Tokens = Annotated[
-    AllTokens | HighEntropyTokens | ClipCovTokens | ProbabilityTokens | AdvantageTokens, Field(discriminator="kind")
+    AllTokens | HighEntropyTokens | ClipCovTokens | ProbabilityTokens | AdvantageTokens | SpuriousTokens,
+    Field(discriminator="kind"),
 ]
 
 
@@ -428,7 +488,28 @@ class KlCovPenalty(Part):
     )
 
 
-Penalty = Annotated[NoPenalty | KlCovPenalty, Field(discriminator="kind")]
+class LpRegPenalty(Part):
+    """Add coef·k3(π, q) where π < q, on the `share` of the tokens with A < 0 that are least likely (Lp-Reg, arXiv 2510.03222).
+
+    k3 = q/π − 1 − ln(q/π). q is π_old without tokens below min_p·max_j π_old(j), renormalized: it protects rare tokens that
+    are not noise. A sampled token that q leaves out has no penalty. The tokens are chosen by π_old once a step, π < q is
+    tested in every update.
+    """
+
+    kind: Literal["lp_reg"] = "lp_reg"
+    share: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=0.01,
+        description="Share of the step's loss tokens with A < 0, in (0, 1], at least one token; published 0.01 (32 B model: "
+        "0.005).",
+    )
+    coef: NonNegative = Field(default=1.0, description="Weight of the term, ≥ 0; 1 as in the authors' scripts.")
+    min_p: Annotated[float, Field(gt=0, lt=1)] = Field(
+        default=0.02,
+        description="Smallest probability that q keeps, in units of the largest at the position, in (0, 1); published 0.02.",
+    )
+
+
+Penalty = Annotated[NoPenalty | KlCovPenalty | LpRegPenalty, Field(discriminator="kind")]
 
 
 class BehaviorProximal(Part):
@@ -555,11 +636,11 @@ class Method(Part):
         description="surrogate: w·(clipped objective); ratio: w multiplies the ratio inside the clip (TR-GRPO).",
     )
     clip: Clip = Field(default_factory=PpoClip, description="Clip of the ratio in the surrogate.")
-    aggregate: Literal["sequence_mean", "token_mean", "constant", "sequence_sum"] = Field(
+    aggregate: Literal["sequence_mean", "token_mean", "constant", "sequence_sum", "kept_mean"] = Field(
         default="sequence_mean",
         description="sequence_mean: mean over a completion's tokens, then over completions; token_mean: mean over all "
         "tokens; constant: sum divided by completions × completion limit; sequence_sum: sum over a completion's tokens, "
-        "mean over completions.",
+        "mean over completions; kept_mean: sum divided by the tokens that `tokens` leaves in the surrogate.",
     )
     truncated: Literal["keep", "mask"] = Field(
         default="keep",
@@ -620,6 +701,15 @@ class Method(Part):
             )
         if self.kl.coef > 0 and self.kl.estimator == "k3_corrected" and self.needs_proximal:
             raise ValueError("kl.estimator=k3_corrected needs proximal.kind=behavior: its ratio is π/π_old")
+        advantage = self.advantage
+        if self.kl_in_reward and (
+            isinstance(advantage, DecoupledAdvantage)
+            or (isinstance(advantage, MeanScaledAdvantage) and advantage.of == "correct")
+        ):
+            raise ValueError(
+                f"kl.place=reward has no effect with advantage.kind={advantage.kind}, which does not see the total reward; "
+                "set kl.place=loss"
+            )
         if self.needs_proximal and not (plain or isinstance(clip, DualClip)):
             raise ValueError(f"proximal.kind=ewma needs clip.kind none, ppo, cispo or dual, not {clip.kind}")
         if self.at(0.0) is not self:
@@ -628,18 +718,28 @@ class Method(Part):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the loss uses log-probabilities of a reference policy."""
+        """Whether the loss or the reward uses log-probabilities of a reference policy."""
         return self.kl.coef > 0
+
+    @property
+    def kl_in_reward(self) -> bool:
+        """Whether the divergence from the reference is subtracted from the reward."""
+        return self.kl.coef > 0 and self.kl.place == "reward"
+
+    @property
+    def proxy_min_p(self) -> float | None:
+        """Threshold of the filtered policy that the loss compares with, None without one."""
+        return self.penalty.min_p if isinstance(self.penalty, LpRegPenalty) else None
 
     @property
     def needs_entropy(self) -> bool:
         """Whether the loss has a term in the policy's entropy."""
-        return isinstance(self.entropy, FixedEntropyBonus)
+        return not isinstance(self.entropy, NoEntropyBonus)
 
     @property
     def needs_statistics(self) -> bool:
         """Whether the advantages depend on token statistics of the policy at the start of the step."""
-        return isinstance(self.advantage, TokenBaselineAdvantage)
+        return isinstance(self.advantage, TokenBaselineAdvantage) or self.kl_in_reward
 
     @property
     def needs_proximal(self) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 from sharpscope.config.method import (
     AllTokens,
     BehaviorProximal,
+    LpRegPenalty,
     Method,
     NoCorrection,
     NoEntropyBonus,
@@ -90,7 +91,8 @@ def _at_ratio_one(method: Method) -> Method:
         return method
     changed: dict[str, Any] = {"ratio": TokenRatio(), "clip": PpoClip(), "weight_on": "surrogate"}
     if not method.needs_proximal:
-        changed["penalty"] = NoPenalty()
+        if not isinstance(method.penalty, LpRegPenalty):  # its divergence is from another policy than π_old
+            changed["penalty"] = NoPenalty()
     elif isinstance(method.ratio, TokenRatio) and isinstance(method.penalty, NoPenalty):
         changed["proximal"] = BehaviorProximal()
     else:

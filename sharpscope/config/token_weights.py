@@ -384,11 +384,17 @@ class CovarianceGaussianWeight(Weighting):
 
     Covariance-aware GRPO (arXiv 2605.11538).
 
-    Means and the population std run over all loss tokens of the step. The kernel on the per-token covariance is
-    published, this normalization is our reading. w = 1 where std(c) = 0.
+    The means in c_t run over all loss tokens of the step. The kernel on the per-token covariance is published; the tokens
+    over which it is normalized are not, so there are two readings (`over`). w = 1 where std(c) = 0 (population std).
     """
 
     kind: Literal["covariance_gaussian"] = "covariance_gaussian"
+    over: Literal["step", "completion"] = Field(
+        default="step",
+        description="Tokens of the mean and std of c. step: all loss tokens of the step; completion: those of the token's "
+        "completion. With one advantage for each completion the latter is exp(−z²/2), z the standardized ln π of the "
+        "completion: the advantage cancels.",
+    )
 
 
 class PolarityWeight(Weighting):

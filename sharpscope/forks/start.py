@@ -16,7 +16,7 @@ from sharpscope.config.token_weights import UniformWeight
 from sharpscope.errors import UserError
 from sharpscope.forks.outcomes import FixedRollouts
 from sharpscope.forks.state import Snapshot
-from sharpscope.objective import calibrate
+from sharpscope.objective import EntropyControl, calibrate
 from sharpscope.policy import Policy, Rollouts, RolloutSpec, TokenStats, load_policy
 from sharpscope.policy.adapters import has_adapters
 from sharpscope.policy.scoring import Scorer
@@ -102,10 +102,12 @@ class Start:
         self.optimizer = build_optimizer(model, config.optimizer)
         examples = task.splits()["train"]
         self.step, self._cursor = 0, 0
+        self._entropy: dict[str, float | None] = {}  # state of the run's entropy bonus
         if checkpoint is not None:
             kept = self.proximal if (checkpoint / PROXIMAL).exists() else None
             progress = saving.restore(checkpoint, self.policy, self.optimizer, kept)
             self.step, self._cursor = progress.step, progress.cursor
+            self._entropy = dict(progress.entropy_control)
             self._keep_calibration(arms, progress)
         lr = learning_rate(config.optimizer, min(self.step + 1, config.steps), config.steps)
         if not lr > 0:
@@ -217,6 +219,7 @@ class Start:
             self._seed_step(batch, number),
             shared_statistics,
             draw_group if shared is None else shared.draw,
+            self.learner(method).reference_logp if method.kl_in_reward else None,
         )
 
     def update(self, name: str, batch: int, shared: SharedDraws | None = None) -> ArmUpdate:
@@ -276,6 +279,7 @@ class Start:
             seed=config.seed,
             reference=self.reference if method.needs_reference else None,
             proximal=self.proximal if method.needs_proximal else None,
+            entropy_control=EntropyControl(**self._entropy),
         )
 
     # -- fixed completions -------------------------------------------------------------------------------------------

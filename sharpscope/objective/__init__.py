@@ -16,11 +16,12 @@ from sharpscope.objective.aggregate import gradient_mass, token_normalizer
 from sharpscope.objective.calibration import calibrate
 from sharpscope.objective.plan import prepare
 from sharpscope.objective.statistics import WeightSummary, summarize_weights
-from sharpscope.objective.surrogates import entropy_bonus, gradient_killed, k3, policy_loss
+from sharpscope.objective.surrogates import EntropyControl, entropy_bonus, gradient_killed, k3, kl_reward, policy_loss
 from sharpscope.objective.token_weights import token_weights
 from sharpscope.objective.values import LossOutput, Plan, StepTensors, per_token
 
 __all__ = [
+    "EntropyControl",
     "LossOutput",
     "Method",
     "Plan",
@@ -38,6 +39,7 @@ __all__ = [
     "group_advantages",
     "informative_groups",
     "k3",
+    "kl_reward",
     "method_label",
     "method_names",
     "named_method",

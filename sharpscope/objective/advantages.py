@@ -31,6 +31,7 @@ def estimate_advantages(
     correct: Tensor | None = None,
     logp: Tensor | None = None,
     collision: Tensor | None = None,
+    token_reward: Tensor | None = None,
 ) -> Tensor:
     """Advantages of all completions of a step by the estimator `spec`, whose class has the equation. Computed in float64.
 
@@ -44,6 +45,9 @@ def estimate_advantages(
         logp: (N, T) [nats] of the sampled tokens at the start of the step, anything outside the mask; for
             `token_baseline`.
         collision: (N, T) Σ_v π_v² at the same places.
+        token_reward: (N, T) part of `reward` that single tokens got (a divergence), anything outside the mask; None: the whole
+            reward is for the completion. `whitened` without a baseline and `token_baseline` give a token only what comes at
+            it or after it; the others see `reward` alone.
 
     Returns:
         In the dtype of `reward`: (N, T) and 0 outside the mask for `whitened` and `token_baseline`, else (N,).
@@ -61,13 +65,13 @@ def estimate_advantages(
         case LeaveOneOutAdvantage():
             return _leave_one_out(reward, group)
         case WhitenedAdvantage():
-            return _whitened(spec, reward, group, mask.bool())
+            return _whitened(spec, reward, group, mask.bool(), token_reward)
         case LengthBaselineAdvantage():
             return _length_baseline(reward, group, mask.bool())
         case TokenBaselineAdvantage():
             if logp is None or collision is None:
                 raise ValueError("advantage.kind=token_baseline needs logp and collision")
-            return _token_baseline(spec, reward, group, mask.bool(), logp, collision)
+            return _token_baseline(spec, reward, group, mask.bool(), logp, collision, token_reward)
         case DecoupledAdvantage():
             return _decoupled(spec, group, parts or {}).to(reward.dtype)
         case MeanScaledAdvantage():
@@ -116,19 +120,35 @@ def _leave_one_out(reward: Tensor, group: Tensor) -> Tensor:
     return torch.where(informative[member], centered * factor[member], 0.0).to(reward.dtype)
 
 
-def _whitened(spec: WhitenedAdvantage, reward: Tensor, group: Tensor, mask: Tensor) -> Tensor:
+def _whitened(
+    spec: WhitenedAdvantage, reward: Tensor, group: Tensor, mask: Tensor, token_reward: Tensor | None
+) -> Tensor:
     value = reward.double()
+    counts = mask.double()
+    after = counts.flip(1).cumsum(1).flip(1) - counts  # (N, T) loss tokens after this one
     if spec.baseline == "group":
         centered, member, _, informative = _centered(reward, group)
         value = torch.where(informative[member], centered, 0.0)
-    counts = mask.double()
-    after = counts.flip(1).cumsum(1).flip(1) - counts  # (N, T) loss tokens after this one
+    elif token_reward is not None:
+        own = torch.where(mask, token_reward.double(), 0.0)
+        value = value - own.sum(1)
     returns = value[:, None] * spec.gamma**after  # (N, T)
+    if spec.baseline == "none" and token_reward is not None:
+        returns = returns + _discounted(own, mask, spec.gamma)
     inside = returns[mask]
     if inside.numel() == 0 or not bool(inside.max() > inside.min()):
         return torch.zeros_like(returns).to(reward.dtype)
     white = (returns - inside.mean()) / (inside.var(correction=1) + spec.epsilon).sqrt()
     return torch.where(mask, white, 0.0).to(reward.dtype)
+
+
+def _discounted(own: Tensor, mask: Tensor, gamma: float) -> Tensor:
+    """(N, T) Σ_{s ≥ t} gamma^(loss tokens from t to before s)·own_s, own 0 outside the mask."""
+    found, later = torch.zeros_like(own), torch.zeros_like(own[:, 0])
+    for place in reversed(range(own.shape[1])):
+        later = torch.where(mask[:, place], own[:, place] + gamma * later, later)
+        found[:, place] = later
+    return found
 
 
 def _length_baseline(reward: Tensor, group: Tensor, mask: Tensor) -> Tensor:
@@ -141,7 +161,13 @@ def _length_baseline(reward: Tensor, group: Tensor, mask: Tensor) -> Tensor:
 
 
 def _token_baseline(
-    spec: TokenBaselineAdvantage, reward: Tensor, group: Tensor, mask: Tensor, logp: Tensor, collision: Tensor
+    spec: TokenBaselineAdvantage,
+    reward: Tensor,
+    group: Tensor,
+    mask: Tensor,
+    logp: Tensor,
+    collision: Tensor,
+    token_reward: Tensor | None,
 ) -> Tensor:
     if not logp.shape == collision.shape == mask.shape:
         raise ValueError(f"logp {tuple(logp.shape)}, collision {tuple(collision.shape)} and mask must agree")
@@ -150,6 +176,9 @@ def _token_baseline(
     energy = torch.where(mask, 1 - 2 * logp.double().exp() + collision.double(), 0.0).clamp(min=0)
     energy = energy.cumsum(1)  # (N, T): V up to each token
     value = reward.double()[:, None].expand(mask.shape)
+    if token_reward is not None:  # without what came before the token
+        own = torch.where(mask, token_reward.double(), 0.0)
+        value = value - (own.cumsum(1) - own)
     width = mask.shape[1]
     place = member[:, None] * width + (mask.cumsum(1) - 1).clamp(min=0)  # (N, T) -> index into (groups · T)
 

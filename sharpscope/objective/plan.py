@@ -15,12 +15,14 @@ from sharpscope.config.method import (
     HighEntropyTokens,
     KlCovPenalty,
     LoptiPasses,
+    LpRegPenalty,
     Method,
     NoCorrection,
     ProbabilityTokens,
+    SpuriousTokens,
     TruncatedCorrection,
 )
-from sharpscope.objective.statistics import token_covariance
+from sharpscope.objective.statistics import percentile, token_covariance
 from sharpscope.objective.token_weights import token_weights
 from sharpscope.objective.values import Plan, StepTensors
 
@@ -53,6 +55,11 @@ def prepare(method: Method, step: StepTensors, generator: torch.Generator | None
             token_covariance(step), mask, count=_share_count("kl_cov", method.penalty.share, mask, warnings)
         )
         penalty = torch.where(chosen, float(method.penalty.coef), penalty)  # type: ignore[arg-type]
+    proxy = torch.zeros_like(penalty)
+    if isinstance(method.penalty, LpRegPenalty):
+        chosen = _protected(method.penalty, step, mask, warnings)
+        penalty = torch.where(chosen, float(method.penalty.coef), penalty)  # type: ignore[arg-type]
+        proxy = torch.where(chosen, step.proxy_logp, 0.0).to(dtype)  # type: ignore[arg-type]
     if step.sampler_logp is None and not isinstance(method.correction, NoCorrection):
         raise ValueError("method.correction needs the sampler's log-probabilities")
     sampler = step.behavior_logp if step.sampler_logp is None else step.sampler_logp
@@ -63,12 +70,24 @@ def prepare(method: Method, step: StepTensors, generator: torch.Generator | None
         keep=_kept(method, step, mask, generator, warnings),
         pass_index=_passes(method, step, mask),
         penalty=penalty,
+        proxy_logp=proxy,
         behavior_logp=torch.where(mask, step.behavior_logp, 0.0).to(dtype),
         sampler_logp=torch.where(mask, sampler, 0.0).to(dtype),
         correction=_correction(method.correction, torch.where(mask, step.behavior_logp - sampler, 0.0).to(dtype), mask),
         progress=step.progress,
         warnings=tuple(warnings),
     )
+
+
+def _protected(spec: LpRegPenalty, step: StepTensors, mask: Tensor, warnings: list[str]) -> Tensor:
+    """(N, T) bool: the least likely loss tokens with A < 0, without those that the filtered policy leaves out."""
+    if step.proxy_logp is None:
+        raise ValueError("method.penalty.kind=lp_reg needs proxy_logp")
+    negative = mask & (step.token_advantage < 0)
+    if not bool(negative.any()):
+        return negative
+    count = _share_count("lp_reg", spec.share, negative, warnings)
+    return top_tokens(-step.logp, negative, count=count) & torch.isfinite(step.proxy_logp)
 
 
 def _correction(spec: Correction, log_ratio: Tensor, mask: Tensor) -> Tensor:
@@ -108,6 +127,12 @@ def _kept(
         keep = mask.clone()
         keep[tuple(places[order].T)] = False
         return keep
+    if isinstance(tokens, SpuriousTokens):
+        rare = mask & (step.token_advantage > 0) & (step.logp < math.log(tokens.probability))
+        if not bool(rare.any()):
+            return mask
+        pool = rare if tokens.over == "rare" else mask
+        return mask & ~(rare & (step.entropy < percentile(step.entropy, pool, 100 * tokens.quantile)))
     return mask
 
 

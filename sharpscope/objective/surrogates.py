@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from sharpscope.config.method import (
+    AdaptiveEntropyBonus,
     CispoClip,
     Clip,
     DppoMask,
     DualClip,
+    EntropyBonus,
     EwmaProximal,
     FixedEntropyBonus,
     GmpoClip,
     Kl,
     KlCovPenalty,
+    LpRegPenalty,
     Method,
     NoCorrection,
     OffPolicyMask,
@@ -46,9 +50,9 @@ def policy_loss(
 
     With x_t = w_t·r_t (`weight_on=ratio`) or r_t, S(x, A) the clipped objective, c_t the normalizer and P the tokens of
     this pass: loss = Σ_{t ∈ P} c_t·{ −keep_t·[w_t]·b_t·S(x_t, A_t) + penalty_t·D_t + β·[w_t]·k_t }, where [w_t] is the
-    weight where it belongs and 1 elsewhere, D_t the KL-Cov divergence, k_t the estimator `kl.estimator` and b_t the
-    sampler correction, times π_prox/π_behavior for a decoupled objective. No gradient flows through w, b, the masks or
-    the bounds.
+    weight where it belongs and 1 elsewhere, D_t the divergence of KL-Cov or Lp-Reg, k_t the estimator `kl.estimator` (0
+    for `kl.place=reward`) and b_t the sampler correction, times π_prox/π_behavior for a decoupled objective. No gradient
+    flows through w, b, the masks or the bounds.
 
     Args:
         method: the objective; its schedules are read at `plan.progress`.
@@ -103,10 +107,13 @@ def policy_loss(
     loss = surrogate
     if isinstance(method.penalty, KlCovPenalty):
         loss = loss + (plan.penalty * _drift(method.penalty, log_ratio) * active).sum()
+    elif isinstance(method.penalty, LpRegPenalty):
+        below = logp.detach() < plan.proxy_logp  # only raises π
+        loss = loss + (torch.where(below, plan.penalty * k3(logp, plan.proxy_logp), 0.0) * active).sum()
     kl = torch.zeros_like(logp)
     if reference_logp is not None:
         kl = k3(logp, torch.where(mask, reference_logp.detach(), 0.0))
-        if method.kl.coef > 0:
+        if method.kl.coef > 0 and not method.kl_in_reward:
             term = kl_term(method.kl, kl, torch.where(mask, logp - reference_logp.detach(), 0.0), ratio)
             if method.kl.weighted:
                 term = weight * term
@@ -115,23 +122,44 @@ def policy_loss(
     return LossOutput(loss, surrogate.detach(), torch.where(mask, ratio, 1.0).detach(), clipped, kl.detach())
 
 
-def entropy_bonus(method: Method, plan: Plan, entropy: Tensor, tokens: int, *, pass_index: int = 0) -> Tensor:
+@dataclass
+class EntropyControl:
+    """State of an entropy bonus between updates: its coefficient, and the mean entropy of the last update's tokens [nats].
+
+    `coef` is None before the first use of an adaptive bonus, `last` before the first update.
+    """
+
+    coef: float | None = None
+    last: float | None = None
+
+    def applied(self, spec: EntropyBonus) -> float:
+        """The coefficient in the next update's loss; schedules of a fixed bonus must be resolved (`at`)."""
+        if isinstance(spec, AdaptiveEntropyBonus):
+            coef = spec.initial if self.coef is None else self.coef
+            return coef if self.last is not None and self.last <= spec.target else 0.0
+        return float(spec.coef) if isinstance(spec, FixedEntropyBonus) else 0.0  # type: ignore[arg-type]
+
+    def count(self, spec: EntropyBonus, entropy: float) -> None:
+        """Change the coefficient after an update whose tokens had this mean entropy [nats]."""
+        if isinstance(spec, AdaptiveEntropyBonus):
+            coef = spec.initial if self.coef is None else self.coef
+            self.coef = min(coef + spec.step, spec.high) if entropy <= spec.target else max(coef - spec.step, spec.low)
+        self.last = entropy
+
+
+def entropy_bonus(coef: float, plan: Plan, entropy: Tensor, tokens: int, *, pass_index: int = 0) -> Tensor:
     """This microbatch's share of coef·(mean entropy of an update's loss tokens), to be subtracted from the loss.
 
     The mean is over tokens whatever `aggregate` is, as in TRL.
 
     Args:
-        method: its `entropy` has the coefficient; a schedule is read at `plan.progress`.
+        coef: as `EntropyControl.applied` gives it.
         plan: the rows of the plan that belong to this microbatch.
         entropy: (n, T) [nats] of the current policy, with gradient.
         tokens: loss tokens of all completions of the update, of all passes.
         pass_index: which optimizer pass this update is.
     """
-    spec = method.at(plan.progress).entropy
-    if not isinstance(spec, FixedEntropyBonus):
-        raise ValueError("this method has no entropy bonus")
-    assert isinstance(spec.coef, float)  # a schedule is resolved
-    return spec.coef * torch.where(plan.pass_mask(pass_index), entropy, 0.0).sum() / max(tokens, 1)
+    return coef * torch.where(plan.pass_mask(pass_index), entropy, 0.0).sum() / max(tokens, 1)
 
 
 def clipped_objective(clip: Clip, ratio: Tensor, advantage: Tensor, logp: Tensor) -> tuple[Tensor, Tensor]:
@@ -245,6 +273,19 @@ def kl_term(spec: Kl, k3_value: Tensor, difference: Tensor, ratio: Tensor) -> Te
         case "k3_corrected":
             return ratio * k3_value
     return k3_value
+
+
+def kl_reward(method: Method, logp: Tensor, reference_logp: Tensor, mask: Tensor) -> Tensor:
+    """−β·k of each token (N, T), float64, for `kl.place=reward`: k by `kl.estimator` with π_old in place of π; 0 outside the mask.
+
+    Args:
+        method: its `kl` decides.
+        logp: (N, T) [nats] under π_old.
+        reference_logp: (N, T) [nats] under the reference policy.
+        mask: (N, T) bool, tokens that the policy sampled.
+    """
+    old, reference = (torch.where(mask, x, 0.0).double() for x in (logp, reference_logp))
+    return -method.kl.coef * kl_term(method.kl, k3(old, reference), old - reference, torch.ones_like(old))
 
 
 def _choose(condition: Tensor, yes: float, no: float, like: Tensor) -> Tensor:

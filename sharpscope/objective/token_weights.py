@@ -47,7 +47,7 @@ def _weights(spec: kinds.Weighting, step: StepTensors, mask: Tensor, generator: 
         case kinds.UniformWeight():
             return torch.ones_like(step.logp)
         case kinds.CovarianceGaussianWeight():
-            return covariance_gaussian_weights(step)
+            return covariance_gaussian_weights(spec, step)
         case kinds.PolarityWeight():
             return polarity_weights(spec, step)
         case kinds.CustomWeight():
@@ -79,17 +79,23 @@ def _weights(spec: kinds.Weighting, step: StepTensors, mask: Tensor, generator: 
     return weight
 
 
-def covariance_gaussian_weights(step: StepTensors) -> Tensor:
-    """exp(−(c − mean c)²/(2 std(c)²)) (N, T) over the step's loss tokens; 1 where std(c) = 0.
+def covariance_gaussian_weights(spec: kinds.CovarianceGaussianWeight, step: StepTensors) -> Tensor:
+    """exp(−(c − mean c)²/(2 std(c)²)) (N, T), mean and std over the step or over each completion; 1 where std(c) = 0.
 
-    arXiv 2605.11538; the normalization over the step is our reading.
+    arXiv 2605.11538; both normalizations are our readings.
     """
-    covariance = token_covariance(step)
-    inside = covariance[step.mask.bool()]
-    std = inside.std(correction=0)
-    if not bool(std > 0):
-        return torch.ones_like(step.logp)
-    return torch.exp(-(((covariance - inside.mean()) / std) ** 2) / 2).to(step.logp.dtype)
+    mask, covariance = step.mask.bool(), token_covariance(step)
+    if spec.over == "completion":
+        count = mask.sum(1, keepdim=True).clamp(min=1)  # (N, 1)
+        mean = covariance.sum(1, keepdim=True) / count  # c is 0 outside the mask
+        std = (torch.where(mask, covariance - mean, 0.0).square().sum(1, keepdim=True) / count).sqrt()
+        varies = std > 1e-12 * covariance.abs().amax(1, keepdim=True)  # equal values differ from their mean by rounding
+    else:
+        inside = covariance[mask]
+        mean, std = inside.mean(), inside.std(correction=0)
+        varies = std > 0
+    scaled = (covariance - mean) / torch.where(varies, std, 1.0)
+    return torch.where(varies, torch.exp(-(scaled**2) / 2), 1.0).to(step.logp.dtype)
 
 
 def polarity_weights(spec: kinds.PolarityWeight, step: StepTensors) -> Tensor:

@@ -33,6 +33,8 @@ class StepTensors:
         sampler_logp: (N, T) [nats] as the sampler drew the tokens, before top-p and top-k; None: not known.
         gradient_mass: (N, T) from `gradient_mass`: the size of each token's gradient by its logits at weight 1, up to a
             common factor; None: not known.
+        proxy_logp: (N, T) [nats] under π_old without tokens below `Method.proxy_min_p`, renormalized; −inf for a token that
+            is left out; None: not computed.
 
     Values at masked-out places are never read, so they may be anything.
     """
@@ -49,6 +51,7 @@ class StepTensors:
     progress: float = 0.0
     sampler_logp: Tensor | None = None
     gradient_mass: Tensor | None = None
+    proxy_logp: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.mask.dim() != 2:
@@ -114,7 +117,8 @@ class Plan:
         weight: token weight w ≥ 0; 0 outside the mask.
         keep: bool, tokens that take part in the surrogate (all loss tokens, or those that a token selection leaves).
         pass_index: int8, the optimizer pass a token belongs to; −1 outside the mask.
-        penalty: coefficient of the extra divergence D(π_old‖π) of a token (KL-Cov), else 0.
+        penalty: coefficient of the extra divergence of a token (KL-Cov, Lp-Reg), else 0.
+        proxy_logp: log-probability under the filtered policy that Lp-Reg compares with [nats]; 0 where it has no penalty.
         behavior_logp: denominator of the ratio [nats].
         sampler_logp: log-probability under the policy that drew the token [nats]; `behavior_logp` where it is not known.
         correction: factor of the surrogate for the difference between those two; 1 without a correction.
@@ -129,6 +133,7 @@ class Plan:
     keep: Tensor
     pass_index: Tensor
     penalty: Tensor
+    proxy_logp: Tensor
     behavior_logp: Tensor
     sampler_logp: Tensor
     correction: Tensor

@@ -16,7 +16,7 @@ from sharpscope.policy.chunked_logp import flat_entropy, flat_logp
 from sharpscope.policy.gradient_checkpointing import recompute_layers
 from sharpscope.policy.head import backbone, computing, output_head
 from sharpscope.policy.rollouts import Completions
-from sharpscope.policy.token_stats import TokenStats, flat_stats, spread
+from sharpscope.policy.token_stats import TokenStats, flat_proxy, flat_stats, spread
 
 # Overhead of a forward and backward pass, in tokens; less padding than this is cheaper than another bucket.
 BUCKET_TOKENS = {"cpu": 64, "cuda": 4096}
@@ -30,11 +30,14 @@ class Scored:
         logp: (n, T) [nats], 0 outside the mask; differentiable with `with_grad`.
         stats: Statistics of the same tokens, or None.
         entropy: (n, T) [nats], 0 outside the mask, differentiable; None if not requested.
+        proxy_logp: (n, T) [nats] under the filtered policy, 0 outside the mask, −inf for a token that it leaves out; None if
+            not requested.
     """
 
     logp: Tensor
     stats: TokenStats | None
     entropy: Tensor | None = None
+    proxy_logp: Tensor | None = None
 
 
 def score_completions(
@@ -49,6 +52,7 @@ def score_completions(
     gradient_checkpointing: bool = False,
     one_pass: bool = False,
     entropy: bool = False,
+    proxy_min_p: float | None = None,
 ) -> Scored:
     """Compute log-probabilities of completion tokens (mask 1) under softmax(z/T), before top-p and top-k.
 
@@ -69,6 +73,8 @@ def score_completions(
         one_pass: Whether to run all rows in one forward pass, with padding. If weights are sharded, all processes must run
             the same number of passes. Not with `share_prompt`.
         entropy: Whether to also return the entropy with its graph, at the cost of another pass over the logits.
+        proxy_min_p: If given, also return log-probabilities under the policy without tokens below this share of the largest
+            probability, renormalized (`token_stats.flat_proxy`).
 
     Raises:
         ValueError: The temperature is not positive, rows of a group have different prompts, or both `one_pass` and
@@ -102,7 +108,10 @@ def score_completions(
             logp = values["logp"]
         token_stats = TokenStats(**{name: spread(value, mask) for name, value in values.items()}) if stats else None
         entropies = spread(flat_entropy(hidden, head, temperature), mask) if entropy else None
-        return Scored(spread(logp, mask), token_stats, entropies)
+        proxy = None
+        if proxy_min_p is not None:
+            proxy = spread(flat_proxy(hidden, head, targets, temperature, proxy_min_p), mask)
+        return Scored(spread(logp, mask), token_stats, entropies, proxy)
 
 
 def _plain_hidden(model: nn.Module, rows: Completions, one_pass: bool = False) -> Iterator[tuple[Tensor, Tensor]]:

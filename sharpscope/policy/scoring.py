@@ -53,6 +53,7 @@ class Scorer:
         with_grad: bool = False,
         stats: bool = False,
         entropy: bool = False,
+        proxy_min_p: float | None = None,
     ) -> Scored:
         """Compute log-probabilities (n, T) of rows in one microbatch, with `model` instead of the policy if given."""
         return score_completions(
@@ -66,6 +67,7 @@ class Scorer:
             one_pass=self.sharded,
             gradient_checkpointing=self.gradient_checkpointing,
             entropy=entropy,
+            proxy_min_p=proxy_min_p,
         )
 
     @torch.no_grad()
@@ -79,6 +81,26 @@ class Scorer:
         for _ in range(idle):
             self.score(shortest_row(rollouts), stats=True)
         distributed.exchange_rows(own_rows, [getattr(result, stat.name) for stat in fields(TokenStats)])
+        return result
+
+    @torch.no_grad()
+    def log_probabilities(
+        self, rollouts: Rollouts, *, model: nn.Module | None = None, proxy_min_p: float | None = None
+    ) -> Tensor:
+        """Compute log-probabilities (N, T) [nats] of all rows under the policy, or under `model`. All processes must call it.
+
+        With `proxy_min_p`, those of the filtered policy (`score_completions`).
+        """
+        result = self.zeros(rollouts).logp
+        own_rows, batches = self.split(rollouts, torch.arange(len(rollouts)))
+        idle = self.idle_passes(batches)
+        for rows in batches:
+            found = self.score(rollouts.rows(rows), model=model, proxy_min_p=proxy_min_p)
+            values = found.logp if found.proxy_logp is None else found.proxy_logp
+            result[rows] = values.to(result.dtype)
+        for _ in range(idle):
+            self.score(shortest_row(rollouts), model=model)
+        distributed.exchange_rows(own_rows, [result])
         return result
 
     def zeros(self, rollouts: Rollouts) -> TokenStats:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 
 import torch
@@ -85,6 +86,22 @@ def flat_stats(hidden: Tensor, head: Head, targets: Tensor, temperature: float) 
         z = head.logits(hidden[start:stop])  # (C, V)
         logit_stats(z, targets[start:stop], temperature, {k: v[start:stop] for k, v in out.items()})
     return out
+
+
+@torch.no_grad()
+def flat_proxy(hidden: Tensor, head: Head, targets: Tensor, temperature: float, min_p: float) -> Tensor:
+    """Log-probabilities (M,) [nats] under p = softmax(z/T) without tokens below min_p·max_j p_j, renormalized.
+
+    −inf for a target that is left out. `hidden` is (M, d), `targets` (M,) long.
+    """
+    parts = []
+    dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    for start, stop in chunks(len(hidden), head.weight.shape[0] * dtype.itemsize, hidden.device, LOGIT_BYTES):
+        z = head.logits(hidden[start:stop]) / temperature  # (C, V)
+        floor = z.amax(1, keepdim=True) + math.log(min_p)
+        kept = torch.where(z >= floor, z, -torch.inf)
+        parts.append((kept.gather(1, targets[start:stop, None]) - kept.logsumexp(1, keepdim=True))[:, 0])
+    return torch.cat(parts) if parts else hidden.new_zeros(0, dtype=dtype)
 
 
 def logit_stats(z: Tensor, targets: Tensor, temperature: float, out: dict[str, Tensor]) -> None:

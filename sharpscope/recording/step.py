@@ -232,11 +232,17 @@ def loss_mask(rollouts: Rollouts, method: Method) -> Tensor:
 
 
 def step_tensors(
-    rollouts: Rollouts, advantage: Tensor, stats: TokenStats, old_logp: Tensor, progress: float, method: Method
+    rollouts: Rollouts,
+    advantage: Tensor,
+    stats: TokenStats,
+    old_logp: Tensor,
+    progress: float,
+    method: Method,
+    proxy_logp: Tensor | None = None,
 ) -> StepTensors:
     """What the objective needs of a step, from rollouts (N, T) and the statistics of the policy at its start.
 
-    `advantage` is (N,) or (N, T).
+    `advantage` is (N,) or (N, T); `proxy_logp` is needed where `method.proxy_min_p` is not None.
     """
     mask = loss_mask(rollouts, method)
     return StepTensors(
@@ -252,4 +258,5 @@ def step_tensors(
         progress=progress,
         sampler_logp=rollouts.behavior_logp,
         gradient_mass=gradient_mass(method, mask, advantage, stats.logit_grad_norm),
+        proxy_logp=proxy_logp,
     )

@@ -10,8 +10,8 @@ import hashlib
 import json
 import shutil
 import zlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ class Progress:
     method: dict[str, Any]  # the method with calibrated constants filled in
     said: Sequence[str] = ()  # warnings of the method that were reported, which a resumed run does not repeat
     score: float | None = None  # held-out accuracy at this step; None if it was not evaluated
+    entropy_control: Mapping[str, float | None] = field(default_factory=dict)  # of an adaptive entropy bonus
 
 
 def checkpoint_dir(run_dir: Path, step: int) -> Path:

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -16,6 +16,7 @@ from sharpscope import distributed
 from sharpscope.config.method import EwmaProximal, GradientNormPenalty, Sam
 from sharpscope.errors import NonFiniteError
 from sharpscope.objective import (
+    EntropyControl,
     LossOutput,
     Method,
     Plan,
@@ -89,6 +90,7 @@ class Learner:
     seed: int
     reference: nn.Module | None = None  # the policy itself, if its adapters can be switched off
     proximal: nn.Module | None = None
+    entropy_control: EntropyControl = field(default_factory=EntropyControl)
 
     @cached_property
     def parameters(self) -> list[nn.Parameter]:
@@ -104,6 +106,14 @@ class Learner:
         if not self.scorer.sharded:
             return ModelView(model, self.parameters, self.optimizer)
         return gathered_copy(model, self.optimizer, next(model.parameters()).device)
+
+    def reference_logp(self, rollouts: Rollouts) -> Tensor:
+        """(N, T) log-probabilities [nats] under the reference policy, without gradient. Every process must call it."""
+        model = self.reference
+        if model is None:
+            raise ValueError("this run has no reference policy")
+        with without_adapters(model) if model is self.scorer.model else nullcontext():
+            return self.scorer.log_probabilities(rollouts, model=model)
 
     def fused(self, method: Method) -> bool:
         """Whether the first backward pass can compute π_old's statistics as well: the same numbers, one pass less."""
@@ -152,7 +162,10 @@ class Learner:
         updates: list[UpdateResult] = []
         try:
             if stats is not None:
-                tensors = step_tensors(rollouts, advantage, stats, stats.logp, progress, method)
+                proxy = None
+                if method.proxy_min_p is not None:
+                    proxy = self.scorer.log_probabilities(rollouts, proxy_min_p=method.proxy_min_p)
+                tensors = step_tensors(rollouts, advantage, stats, stats.logp, progress, method, proxy)
                 plan = prepare(method, tensors, generator(self.seed, "plan", step))
             work = _Updates(self, rollouts, advantage, progress, method, plan, tokens, rotations, before_optimizer)
             for index, (rows, pass_index) in enumerate(self._schedule(rollouts, step, method)):
@@ -197,6 +210,7 @@ class _Gradient:
     loss: float
     norm: float
     tokens: UpdateTokens
+    entropy: float | None  # mean over its tokens [nats]; None without a bonus
 
     @property
     def finite(self) -> bool:
@@ -219,8 +233,14 @@ class _Updates:
 
     def gradient(self, index: int, rows: Tensor, pass_index: int) -> _Gradient:
         """Compute the gradient of update `index` and record what its tokens do."""
-        loss, tokens = self._backward(rows, pass_index, index)
-        return _Gradient(index, rows, pass_index, loss, gradient_norm(self.learner.parameters), tokens)
+        loss, tokens, entropy = self._backward(rows, pass_index, index)
+        norm = gradient_norm(self.learner.parameters)
+        return _Gradient(index, rows, pass_index, loss, norm, tokens, entropy)
+
+    @property
+    def _entropy_coef(self) -> float:
+        """Coefficient of the entropy bonus in the present update."""
+        return self.learner.entropy_control.applied(self.method.at(self.progress).entropy)
 
     def skip(self, gradient: _Gradient, norm: float) -> UpdateResult:
         """Leave the update out."""
@@ -232,7 +252,8 @@ class _Updates:
     def _described(self, made: UpdateResult, gradient: _Gradient) -> UpdateResult:
         """`made` with its learning rate and what its tokens say."""
         lr = float(self.learner.optimizer.param_groups[0]["lr"])
-        return replace(made, lr=lr, summary=gradient.tokens.summary())
+        coef = self._entropy_coef if self.method.needs_entropy else None
+        return replace(made, lr=lr, summary=gradient.tokens.summary(), entropy=gradient.entropy, entropy_coef=coef)
 
     def apply(self, gradient: _Gradient) -> UpdateResult:
         """Let the method reshape the gradient, clip it, and make the optimizer's step."""
@@ -265,7 +286,10 @@ class _Updates:
             broken=broken,
             rotation=rotation,
         )
-        return self._described(made, gradient)
+        described = self._described(made, gradient)
+        if gradient.entropy is not None:
+            learner.entropy_control.count(self.method.entropy, gradient.entropy)
+        return described
 
     def _loss_fn(self, gradient: _Gradient) -> Callable[[], float]:
         """The loss of an update as a function of the weights: π_old, advantages and token weights stay as they are."""
@@ -325,28 +349,31 @@ class _Updates:
 
     def _backward(
         self, rows: Tensor, pass_index: int, index: int | None, part: Tensor | None = None
-    ) -> tuple[float, UpdateTokens]:
+    ) -> tuple[float, UpdateTokens, float | None]:
         """∇L of some rows into `.grad`, summed over microbatches and processes.
 
-        Returns L and what the rows' tokens do. They are recorded as those of update `index`; with None, nothing is.
-        With `part`, some of the rows, only their terms of L are computed.
+        Returns L, what the rows' tokens do and the mean entropy of those that take part (None without a bonus or tokens).
+        They are recorded as those of update `index`; with None, nothing is. With `part`, some of the rows, only their terms
+        of L are computed.
         """
         learner, rollouts, scorer = self.learner, self.rollouts, self.learner.scorer
         learner.optimizer.zero_grad(set_to_none=True)
         dtype = self.tokens.stats.logp.dtype
         mask = loss_mask(rollouts, self.method)[rows]
-        normalizer = token_normalizer(self.method, mask, learner.max_new_tokens, dtype=dtype)  # (n, T)
+        keep = None if self.plan is None else self.plan.keep[rows]
+        normalizer = token_normalizer(self.method, mask, learner.max_new_tokens, keep=keep, dtype=dtype)  # (n, T)
         position = {int(row): place for place, row in enumerate(rows)}
         tokens = UpdateTokens.zeros(mask.shape, dtype)
-        total, problem = 0.0, None
+        total, entropy, problem = 0.0, 0.0, None
         own, batches = scorer.split(rollouts, rows if part is None else part)
         idle = scorer.idle_passes(batches)
         try:
             for micro in batches:
                 local = torch.tensor([position[int(row)] for row in micro])
-                total += self._microbatch(
+                loss, nats = self._microbatch(
                     micro, local, normalizer[local], pass_index, index, tokens, loss_tokens=int(mask.sum())
                 )
+                total, entropy = total + loss, entropy + nats
         except NonFiniteError as error:  # a token weight, which every process must hear of
             problem = str(error)
         for _ in range(idle):
@@ -359,7 +386,9 @@ class _Updates:
             local = torch.tensor([position[int(row)] for row in own], dtype=torch.long)
             distributed.exchange_rows(local, tokens.tensors())
             distributed.exchange_rows(own, self.tokens.tensors(stats=self.plan is None))
-        return distributed.sum_values(total), tokens
+        used = int(tokens.used.sum())
+        mean = distributed.sum_values(entropy) / used if self.method.needs_entropy and used else None
+        return distributed.sum_values(total), tokens, mean
 
     def _microbatch(
         self,
@@ -370,7 +399,8 @@ class _Updates:
         index: int | None,
         tokens: UpdateTokens,
         loss_tokens: int,
-    ) -> float:
+    ) -> tuple[float, float]:
+        """Its share of the loss, whose gradient is added to `.grad`, and the sum of its tokens' entropy if the loss needs it."""
         learner, rows = self.learner, self.rollouts.rows(micro)
         scored = learner.scorer.score(rows, with_grad=True, stats=self.plan is None, entropy=self.method.needs_entropy)
         logp = scored.logp  # (n, T)
@@ -392,9 +422,11 @@ class _Updates:
             proximal_logp=self._frozen_logp(learner.proximal, rows),
             pass_index=pass_index,
         )
-        loss = out.loss
+        loss, nats = out.loss, 0.0
         if scored.entropy is not None:  # a term of its own: `logp.grad`, the coefficients, does not have it
-            loss = loss - entropy_bonus(self.method, plan, scored.entropy, loss_tokens, pass_index=pass_index)
+            bonus = entropy_bonus(self._entropy_coef, plan, scored.entropy, loss_tokens, pass_index=pass_index)
+            loss = loss - bonus
+            nats = float(torch.where(plan.pass_mask(pass_index), scored.entropy.detach(), 0.0).sum(dtype=torch.float64))
         loss.backward()
         if index is not None:
             coef = torch.zeros_like(logp) if logp.grad is None else logp.grad
@@ -410,7 +442,7 @@ class _Updates:
             if scored.stats is not None:
                 write_stats(self.tokens.stats, micro, scored.stats)
             self._record(index, micro, plan, out, coef, pass_index)
-        return float(loss.detach())
+        return float(loss.detach()), nats
 
     def _idle_microbatch(self) -> None:
         """All passes of a microbatch in their order, adding nothing to the gradient."""

@@ -277,6 +277,7 @@ class _Run:
             config.seed,
             step,
             self.learner.scorer.statistics,
+            reference_logp=None if self.reference is None else self.learner.reference_logp,
         )
         clock.lap("generation_s")
         method = self._calibrated(batch, progress)
@@ -440,6 +441,7 @@ class _Run:
             self.method.model_dump(mode="json"),
             sorted(self.shown),
             self.scores.get(step),
+            vars(self.learner.entropy_control),
         )
         saving.save(self.config, self.policy, self.optimizer, progress, self.proximal, self.observers.surface.vectors)
 
@@ -450,6 +452,8 @@ class _Run:
         self.recent = progress.recent_log_grad_norms
         self.shown = set(progress.said)
         self.method = type(self.method).model_validate(progress.method)
+        control = self.learner.entropy_control
+        control.coef, control.last = (progress.entropy_control.get(name) for name in ("coef", "last"))
         return progress.step
 
 

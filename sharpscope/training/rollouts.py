@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sharpscope.config.method import DecoupledAdvantage, Sampling
-from sharpscope.objective import Method, estimate_advantages, overlong_penalty
+from sharpscope.objective import Method, estimate_advantages, kl_reward, overlong_penalty
 from sharpscope.policy import Policy, Rollouts, RolloutSpec, TokenStats
 from sharpscope.policy.drawing import draw_scored
 from sharpscope.policy.rollouts import join_rollouts
@@ -33,6 +33,7 @@ def draw_rollouts(
     step: int,
     statistics: Callable[[Rollouts], TokenStats] | None = None,
     draw: Draw | None = None,
+    reference_logp: Callable[[Rollouts], Tensor] | None = None,
 ) -> RolloutBatch:
     """The rollouts of one step.
 
@@ -42,6 +43,8 @@ def draw_rollouts(
     Args:
         statistics: gives π_old's token statistics; called once, for methods whose advantages need them.
         draw: draws and scores the completions of some examples; None for `draw_group`.
+        reference_logp: gives log-probabilities (N, T) [nats] under the reference policy; called once, for methods with a
+            divergence in the reward.
     """
     draw = draw or draw_group
     examples = order.take(spec.prompts_per_step)
@@ -65,11 +68,23 @@ def draw_rollouts(
         if statistics is None:
             raise ValueError(f"method.advantage.kind={method.advantage.kind} needs the statistics of the tokens")
         stats = statistics(rollouts)
-    advantage = _advantages(method, rollouts, rewards, stats)
+    token_reward = None
+    if method.kl_in_reward:
+        if reference_logp is None or stats is None:
+            raise ValueError("method.kl.place=reward needs the log-probabilities of the reference policy")
+        token_reward = kl_reward(method, stats.logp, reference_logp(rollouts), rollouts.completion_mask.bool())
+        rollouts, rewards = _with_part(rollouts, rewards, "kl", token_reward.sum(1).cpu())
+    advantage = _advantages(method, rollouts, rewards, stats, token_reward)
     return RolloutBatch(examples, rollouts, rewards, advantage, redrawn, stats, generated)
 
 
-def _advantages(method: Method, rollouts: Rollouts, rewards: list[Reward], stats: TokenStats | None) -> Tensor:
+def _advantages(
+    method: Method,
+    rollouts: Rollouts,
+    rewards: list[Reward],
+    stats: TokenStats | None,
+    token_reward: Tensor | None,
+) -> Tensor:
     """(N,) or (N, T) float64.
 
     Groups with a reward that is not finite have advantage 0 and are left out of the statistics of the step; a health rule
@@ -96,6 +111,7 @@ def _advantages(method: Method, rollouts: Rollouts, rewards: list[Reward], stats
         correct=correct.to(rows.device)[rows],
         logp=None if stats is None else stats.logp.to(rows.device)[rows],
         collision=None if stats is None else stats.collision.to(rows.device)[rows],
+        token_reward=None if token_reward is None else token_reward.to(rows.device)[rows],
     )
     advantage = found.new_zeros(len(rewards), *found.shape[1:])
     advantage[rows] = found
@@ -127,12 +143,16 @@ def _penalized(
     rollouts: Rollouts, rewards: list[Reward], sampling: Sampling, limit: int
 ) -> tuple[Rollouts, list[Reward]]:
     """Rollouts and rewards with DAPO's penalty on overlong completions, which is also the reward's part `overlong`."""
-    penalty = overlong_penalty(sampling, rollouts.lengths.cpu(), limit)
+    return _with_part(rollouts, rewards, "overlong", overlong_penalty(sampling, rollouts.lengths.cpu(), limit))
+
+
+def _with_part(rollouts: Rollouts, rewards: list[Reward], name: str, part: Tensor) -> tuple[Rollouts, list[Reward]]:
+    """Rollouts and rewards with `part` (N,) added to the total reward and named among its parts."""
     own = [
-        replace(reward, total=reward.total + part, parts={**reward.parts, "overlong": part})
-        for reward, part in zip(rewards, (penalty + 0.0).tolist(), strict=True)  # + 0.0: no part is −0
+        replace(reward, total=reward.total + value, parts={**reward.parts, name: value})
+        for reward, value in zip(rewards, (part + 0.0).tolist(), strict=True)  # + 0.0: no part is −0
     ]
-    return rollouts.with_reward(rollouts.reward.cpu() + penalty), own
+    return rollouts.with_reward(rollouts.reward.cpu() + part), own
 
 
 def _replace_groups(

@@ -65,6 +65,10 @@ def make_case(
     another = torch.Generator().manual_seed(seed + 1)  # of its own: the other values stay what they were
     far = torch.tensor([0.15, 0.02], dtype=torch.float64).repeat(4)[:rows, None]
     tensors["sampler_logp"] = behavior + far * torch.randn(rows, places, generator=another, dtype=torch.float64)
+    other = torch.Generator().manual_seed(seed + 2)
+    proxy = old + 0.3 * torch.rand(rows, places, generator=other, dtype=torch.float64)  # renormalized: more than π_old
+    proxy[torch.rand(rows, places, generator=other) < 0.3] = -torch.inf  # or left out
+    tensors["proxy_logp"] = proxy
     if garbage:  # values outside the mask must never matter
         for value in (*tensors.values(), now, reference, proximal):
             value[~mask] = torch.tensor([torch.nan, torch.inf, -torch.inf], dtype=torch.float64)[
@@ -101,5 +105,5 @@ def as_batch(case: Case, *, beta: float = 0.0, choose=None) -> Batch:
         sampler=(step.behavior_logp if step.sampler_logp is None else step.sampler_logp).tolist(), old=step.logp.tolist(), logit=step.logit.tolist(),
         entropy=step.entropy.tolist(), polarity=step.polarity.tolist(), now=now, reference=case.reference.tolist(),
         proximal=case.proximal.tolist(), parts={name: part.tolist() for name, part in case.parts.items()},
-        collision=step.collision.tolist(), limit=LIMIT, beta=beta, progress=step.progress, choose=choose,
+        collision=step.collision.tolist(), proxy=step.proxy_logp.tolist(), limit=LIMIT, beta=beta, progress=step.progress, choose=choose,
     )  # fmt: skip

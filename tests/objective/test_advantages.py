@@ -284,3 +284,79 @@ def test_choosing_an_estimator():
 def test_group_advantages_default_to_grpo():
     case = Outcomes(3)
     assert torch.equal(group_advantages(case.reward, GROUP), case.estimate(named_method("grpo").advantage))
+
+
+# -- rewards of single tokens ------------------------------------------------------------------------------------------
+
+
+def returns_to_go(made: Outcomes, own: Tensor, gamma: float) -> dict[tuple[int, int], float]:
+    """Σ over the loss tokens from t on of gamma^(loss tokens in between)·reward; the rest of R comes at the last one."""
+    found = {}
+    for i, row in enumerate(made.mask.tolist()):
+        places = [t for t, on in enumerate(row) if on]
+        rest = float(made.reward[i]) - sum(float(own[i, t]) for t in places)
+        for k, t in enumerate(places):
+            later = sum(gamma ** (j - k) * float(own[i, s]) for j, s in enumerate(places) if j >= k)
+            found[i, t] = later + gamma ** (len(places) - 1 - k) * rest
+    return found
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.9])
+@pytest.mark.parametrize("seed", range(3))
+def test_whitened_advantages_of_token_rewards(seed: int, gamma: float):
+    made = Outcomes(seed)
+    own = torch.randn(10, 6, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    own[~made.mask] = torch.nan
+    found = estimate_advantages(WhitenedAdvantage(gamma=gamma), made.reward, GROUP, made.mask, token_reward=own)
+    wanted = returns_to_go(made, own, gamma)
+    mean = sum(wanted.values()) / len(wanted)
+    variance = sum((x - mean) ** 2 for x in wanted.values()) / (len(wanted) - 1)
+    for place, value in wanted.items():
+        assert float(found[place]) == pytest.approx((value - mean) / (variance + 1e-8) ** 0.5, abs=1e-9)
+    assert not found[~made.mask].any()
+    with_baseline = WhitenedAdvantage(gamma=gamma, baseline="group")  # of the whole reward, as in verl
+    assert torch.equal(
+        estimate_advantages(with_baseline, made.reward, GROUP, made.mask, token_reward=own),
+        made.estimate(with_baseline),
+    )
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_token_baselines_of_token_rewards(seed: int):
+    """R of each completion is what comes at the token or after it."""
+    made = Outcomes(seed)
+    own = torch.randn(10, 6, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    own[~made.mask] = torch.nan
+    found = estimate_advantages(
+        TokenBaselineAdvantage(),
+        made.reward,
+        GROUP,
+        made.mask,
+        logp=made.logp,
+        collision=made.collision,
+        token_reward=own,
+    )
+    returns, places = (
+        returns_to_go(made, own, 1.0),
+        [[t for t, on in enumerate(row) if on] for row in made.mask.tolist()],
+    )
+
+    def energy(j: int, k: int) -> float:
+        return sum(1 - 2 * float(made.logp[j, t].exp()) + float(made.collision[j, t]) for t in places[j][: k + 1])
+
+    seen = 0
+    for i in range(10):
+        members = [j for j in range(10) if GROUP[j] == GROUP[i]]
+        equal = len({float(made.reward[j]) for j in members}) == 1
+        for k, t in enumerate(places[i]):
+            present = [j for j in members if len(places[j]) > k]
+            if present == [i]:
+                wanted = returns[i, t]
+            elif equal:
+                wanted = 0.0
+            else:
+                top = sum(returns[j, places[j][k]] * energy(j, k) for j in present)
+                wanted = returns[i, t] - top / (sum(energy(j, k) for j in present) + 1e-8)
+                seen += 1
+            assert float(found[i, t]) == pytest.approx(wanted, abs=1e-9)
+    assert seen > 10

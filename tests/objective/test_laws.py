@@ -57,7 +57,7 @@ def loss_and_gradient(
 ) -> tuple[Tensor, Tensor]:
     """Loss and gradient summed over the passes, in one piece or in the microbatches `split`."""
     plan = prepare(method, case.step, torch.Generator().manual_seed(seed))
-    normalizer = token_normalizer(method, case.mask, LIMIT, dtype=torch.float64)
+    normalizer = token_normalizer(method, case.mask, LIMIT, keep=plan.keep, dtype=torch.float64)
     logp = (case.now if now is None else now).clone().requires_grad_()
     loss = torch.zeros((), dtype=torch.float64)
     for index in range(passes_of(method)):
@@ -168,7 +168,7 @@ def test_no_gradient_flows_through_a_weight_or_any_other_decision(name: str):
     plan = prepare(method, step, torch.Generator().manual_seed(0))
     assert not any(v.requires_grad for v in vars(plan).values() if isinstance(v, Tensor))
     logp = case.now.clone().requires_grad_()
-    normalizer = token_normalizer(method, case.mask, LIMIT, dtype=torch.float64)
+    normalizer = token_normalizer(method, case.mask, LIMIT, keep=plan.keep, dtype=torch.float64)
     proximal, reference = (value.clone().requires_grad_() for value in (case.proximal, case.reference))
     loss = policy_loss(method, plan, logp, normalizer, reference_logp=reference, proximal_logp=proximal).loss
     assert torch.autograd.grad(loss, logp, retain_graph=True)[0].abs().sum() > 0
@@ -264,7 +264,9 @@ def pad(case: Case, extra: int) -> Case:
 def test_pointwise_methods_plan_any_rows_alike_and_others_do_not_claim_to(name: str):
     case = make_case(named_method(name), 4)
     method = ready(name, case)
-    assert method.pointwise == (name not in {"cov-grpo", "clip-cov", "kl-cov", "papo", "high-entropy"})
+    assert method.pointwise == (
+        name not in {"cov-grpo", "cov-grpo-completion", "clip-cov", "kl-cov", "papo", "high-entropy", "stapo", "lp-reg"}
+    )
     if not method.pointwise:
         return
     index = torch.tensor([6, 1, 3])
@@ -302,15 +304,14 @@ def test_loss_coef_times_score_plus_remainder_is_the_gradient(name: str):
     method = ready(name, case)
     table = torch.randn(11, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64).requires_grad_()
     plan = prepare(method, case.step, torch.Generator().manual_seed(0))
-    normalizer = token_normalizer(method, case.mask, LIMIT, dtype=torch.float64)
+    normalizer = token_normalizer(method, case.mask, LIMIT, keep=plan.keep, dtype=torch.float64)
     logp, entropy = bigram(case, table)
     logp.retain_grad()
     policy = policy_loss(
         method, plan, logp, normalizer, reference_logp=case.reference, proximal_logp=case.proximal
     ).loss
     tokens = int(case.mask.sum())
-    bonus = method.model_copy(update={"entropy": FixedEntropyBonus(coef=0.03)})
-    remainder = -entropy_bonus(bonus, plan, entropy, tokens)
+    remainder = -entropy_bonus(0.03, plan, entropy, tokens)
     (policy + remainder).backward()
     coef = logp.grad
     logp, entropy = bigram(case, table)
@@ -334,7 +335,7 @@ def train(method: Method, case: Case, optimizer: Callable[[list[Tensor]], torch.
     table = torch.randn(11, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64).requires_grad_()
     stepper = optimizer([table])
     plan = prepare(method, case.step)
-    normalizer = token_normalizer(method, case.mask, LIMIT, dtype=torch.float64)
+    normalizer = token_normalizer(method, case.mask, LIMIT, keep=plan.keep, dtype=torch.float64)
     for _ in range(steps):
         stepper.zero_grad()
         policy_loss(method, plan, bigram(case, table)[0], normalizer).loss.backward()
@@ -396,7 +397,7 @@ def test_methods_that_equal_another_at_one_update_are_known(name: str, kl: Kl | 
             assert difference > 1e-6
     # These differ outside the loss: in where the gradient is taken, in the number of updates, in the completions drawn.
     elsewhere = {
-        "grpo-sam": {"grpo"}, "grpo-gnp": {"grpo"}, "lopti": {"grpo"}, "dapo": {"bnpo"}, "grpo": {"grpo"}, "bnpo": {"bnpo"},
+        "grpo-sam": {"grpo"}, "grpo-gnp": {"grpo"}, "lopti": {"bnpo"}, "dapo": {"bnpo"}, "grpo": {"grpo"}, "bnpo": {"bnpo"},
     }  # fmt: skip
     assert equal == elsewhere.get(name, set() if named is None else {named})
 

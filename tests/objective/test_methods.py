@@ -8,7 +8,7 @@ import sys
 import pytest
 from pydantic import ValidationError
 
-from sharpscope.config.method import HolderRatio, Kl, LoptiPasses, SequenceRatio
+from sharpscope.config.method import DualClip, HolderRatio, Kl, LoptiPasses, SequenceRatio
 from sharpscope.config.token_weights import (
     ConstantWeight,
     EntropyWeight,
@@ -33,8 +33,8 @@ from sharpscope.objective import (
 
 SG = SigmoidWeight(percentiles="gradient")
 NAMES = [
-    "grpo", "grpo-sg", "tr-grpo", "ar", "lopti", "ar-lopti", "cov-grpo", "clip-cov", "kl-cov",
-    "gspo", "holder", "dapo", "dr-grpo", "cispo", "bnpo", "dual-clip", "sapo", "gmpo", "dppo", "dppo-kl", "luspo", "vespo", "papo", "ppo-ewma", "high-entropy", "grpo-sam",
+    "grpo", "grpo-sg", "tr-grpo", "ar", "lopti", "ar-lopti", "cov-grpo", "cov-grpo-completion", "clip-cov", "kl-cov",
+    "gspo", "holder", "dapo", "dr-grpo", "cispo", "bnpo", "dual-clip", "sapo", "gmpo", "dppo", "dppo-kl", "luspo", "vespo", "papo", "ppo-ewma", "high-entropy", "stapo", "lp-reg", "grpo-sam",
     "grpo-gnp", "lite-ppo", "rloo", "reinforce-pp", "reinforce-pp-baseline", "opo", "otb",
     "gdpo", "maxrl",
 ]  # fmt: skip
@@ -48,6 +48,14 @@ def test_all_methods_are_there():
 def test_published_constants():
     assert named_method("ar").weight == LinearWeight(alpha=0.2)
     assert named_method("lopti").passes.eta == 0.4
+    for name in ("ar", "lopti", "ar-lopti"):
+        one = named_method(name)
+        assert (one.clip, one.aggregate) == (DualClip(low=0.2, high=0.24, bound=10.0), "token_mean")
+    stapo = named_method("stapo")
+    assert (stapo.tokens.probability, stapo.tokens.quantile, stapo.clip.high) == (0.002, 0.75, 0.28)
+    reg = named_method("lp-reg")
+    assert (reg.penalty.share, reg.penalty.coef, reg.penalty.min_p) == (0.01, 1.0, 0.02)
+    assert (reg.clip.low, reg.clip.high, reg.aggregate) == (1.0, 9.0, "token_mean")
     both = named_method("ar-lopti")
     assert (both.weight.alpha, both.passes.eta) == (0.3, 0.5)
     cov = named_method("clip-cov").tokens
@@ -84,8 +92,9 @@ def test_an_ablation_is_the_named_method_with_one_part_replaced():
     """Every named method but for what its description says is GRPO."""
     grpo = named_method("grpo").model_dump()
     different = {
-        "grpo-sg": {"weight"}, "tr-grpo": {"weight", "weight_on", "kl"}, "ar": {"weight"}, "lopti": {"passes"},
-        "ar-lopti": {"weight", "passes"}, "cov-grpo": {"weight"}, "clip-cov": {"tokens", "clip"}, "kl-cov": {"clip", "penalty"},
+        "grpo-sg": {"weight"}, "tr-grpo": {"weight", "weight_on", "kl"}, "ar": {"weight", "clip", "aggregate"},
+        "lopti": {"passes", "clip", "aggregate"}, "ar-lopti": {"weight", "passes", "clip", "aggregate"}, "cov-grpo": {"weight"},
+        "cov-grpo-completion": {"weight"}, "stapo": {"clip", "tokens", "aggregate"}, "lp-reg": {"clip", "penalty", "aggregate"}, "clip-cov": {"tokens", "clip"}, "kl-cov": {"clip", "penalty"},
         "gspo": {"ratio", "clip"}, "holder": {"ratio"}, "dapo": {"clip", "aggregate", "sampling"},
         "bnpo": {"aggregate"}, "dual-clip": {"clip"}, "sapo": {"clip"}, "gmpo": {"ratio", "clip"}, "dppo": {"clip"},
         "dppo-kl": {"clip"}, "luspo": {"ratio", "clip", "aggregate"}, "vespo": {"clip", "aggregate"},
@@ -197,6 +206,17 @@ def test_lopti_needs_token_ratios():
             {"kl": {"coef": 0.1, "estimator": "k3_corrected"}, "proximal": {"kind": "ewma"}},
             "k3_corrected needs proximal.kind=behavior",
         ),
+        ({"kl": {"place": "reward", "weighted": True}}, "kl.place=reward needs"),
+        ({"kl": {"place": "reward", "estimator": "k3_corrected"}}, "kl.place=reward needs"),
+        (
+            {"kl": {"place": "reward", "coef": 0.1}, "advantage": {"kind": "decoupled"}},
+            "has no effect with advantage.kind=decoupled",
+        ),
+        (
+            {"kl": {"place": "reward", "coef": 0.1}, "advantage": {"kind": "mean_scaled"}},
+            "does not see the total reward",
+        ),
+        ({"entropy": {"kind": "adaptive", "low": 0.5, "high": 0.1}}, "must be below high"),
     ],
 )
 def test_combinations_without_a_meaning_are_refused(parts: dict, message: str):

@@ -10,14 +10,18 @@ import pytest
 import torch
 
 from sharpscope.config.method import (
+    AllTokens,
     ClipCovTokens,
     Correction,
     DualClip,
     GeometricCorrection,
     Kl,
     KlCovPenalty,
+    LpRegPenalty,
     MaskedCorrection,
+    NoPenalty,
     OffPolicyMask,
+    SpuriousTokens,
     TruncatedCorrection,
 )
 from sharpscope.config.token_weights import PolarityWeight
@@ -41,15 +45,21 @@ TOY = {
     "kl-cov": {"penalty": KlCovPenalty(share=0.2)},
     "papo": {"weight": PolarityWeight(target=1.7)},
     "dual-clip": {"clip": DualClip(bound=1.3)},
+    **{name: {"clip": DualClip(low=0.2, high=0.24, bound=1.3)} for name in ("ar", "lopti", "ar-lopti")},
+    "stapo": {"tokens": SpuriousTokens(probability=0.5, quantile=0.6)},
+    "lp-reg": {"penalty": LpRegPenalty(share=0.5)},
 }
 ORACLES: dict[str, list[Callable[[oracle.Batch], oracle.Dual]]] = {
     "grpo": [oracle.grpo],
     "grpo-sg": [oracle.grpo_sg],
     "tr-grpo": [oracle.tr_grpo],
-    "ar": [oracle.ar],
-    "lopti": [lambda b: oracle.lopti(b, False), lambda b: oracle.lopti(b, True)],
-    "ar-lopti": [lambda b: oracle.ar_lopti(b, False), lambda b: oracle.ar_lopti(b, True)],
+    "ar": [lambda b: oracle.ar(b, 1.3)],
+    "lopti": [lambda b: oracle.lopti(b, False, 1.3), lambda b: oracle.lopti(b, True, 1.3)],
+    "ar-lopti": [lambda b: oracle.ar_lopti(b, False, 1.3), lambda b: oracle.ar_lopti(b, True, 1.3)],
     "cov-grpo": [oracle.cov_grpo],
+    "cov-grpo-completion": [oracle.cov_grpo_completion],
+    "stapo": [lambda b: oracle.stapo(b, 0.5, 0.6)],
+    "lp-reg": [lambda b: oracle.lp_reg(b, 0.5)],
     "clip-cov": [lambda b: oracle.clip_cov(b, 0.2, -0.2, 1.0)],
     "kl-cov": [lambda b: oracle.kl_cov(b, 0.2)],
     "gspo": [oracle.gspo],
@@ -87,7 +97,7 @@ def test_every_named_method_has_an_oracle():
 
 def compare(method: Method, case: Case, expected: oracle.Dual, pass_index: int, seed: int) -> None:
     plan = prepare(method, case.step, torch.Generator().manual_seed(seed))
-    normalizer = token_normalizer(method, case.mask, LIMIT, dtype=torch.float64)
+    normalizer = token_normalizer(method, case.mask, LIMIT, keep=plan.keep, dtype=torch.float64)
     logp = case.now.clone().requires_grad_()
     out = policy_loss(
         method,
@@ -145,8 +155,61 @@ def test_negative_eta_reverses_lopti():
     method = named_method("lopti")
     method = method.model_copy(update={"passes": method.passes.model_copy(update={"eta": -0.4})})
     case = make_case(method, 2)
-    compare(method, case, oracle.lopti(as_batch(case), True), 0, 0)
-    compare(method, case, oracle.lopti(as_batch(case), False), 1, 0)
+    compare(method, case, oracle.lopti(as_batch(case), True, 10.0), 0, 0)
+    compare(method, case, oracle.lopti(as_batch(case), False, 10.0), 1, 0)
+
+
+def test_stapo_with_the_quantile_over_all_tokens():
+    """The paper's first version; no token is silenced without a rare one, and the bounds are strict."""
+    method = named_method("stapo")
+    for probability, silences in ((0.5, True), (1e-6, False)):
+        spec = SpuriousTokens(probability=probability, quantile=0.8, over="all")
+        changed = method.model_copy(update={"tokens": spec})
+        for seed in range(3):
+            case = make_case(changed, seed)
+            compare(changed, case, oracle.stapo(as_batch(case), probability, 0.8, "all"), 0, seed)
+            assert bool((prepare(changed, case.step).keep == case.mask).all()) != silences
+
+
+def test_lp_reg_protects_some_chosen_tokens_only():
+    """Some are left out by the filtered policy, some are likely enough by now; others have a penalty that raises π."""
+    method = named_method("lp-reg").model_copy(update=TOY["lp-reg"])
+    outcomes = set()
+    for seed in range(6):
+        case = make_case(method, seed)
+        plan = prepare(method, case.step)
+        negative = case.mask & (case.step.token_advantage < 0)
+        kept = torch.isfinite(case.step.proxy_logp) & negative
+        assert not (plan.penalty > 0)[~kept].any()
+        for i, t in (plan.penalty > 0).nonzero().tolist():
+            outcomes.add(bool(case.now[i, t] < case.step.proxy_logp[i, t]))
+        outcomes.add(bool((negative & ~kept).any()) or None)
+        plain = method.model_copy(update={"penalty": NoPenalty()})
+        slopes = []
+        for one in (method, plain):
+            logp = case.now.clone().requires_grad_()
+            policy_loss(one, plan, logp, token_normalizer(one, case.mask, LIMIT, dtype=torch.float64)).loss.backward()
+            slopes.append(logp.grad)
+        assert (slopes[0] - slopes[1]).max() <= 1e-15  # minus the slope raises ln π
+    assert outcomes >= {True, False}
+    with pytest.raises(ValueError, match="needs proxy_logp"):
+        prepare(method, replace(case.step, proxy_logp=None))
+
+
+def test_kept_mean_needs_the_kept_tokens():
+    case = make_case(named_method("stapo"), 0)
+    with pytest.raises(ValueError, match="kept_mean needs keep"):
+        token_normalizer(named_method("stapo"), case.mask, LIMIT)
+    every = named_method("stapo").model_copy(update={"tokens": AllTokens()})
+    torch.testing.assert_close(
+        token_normalizer(every, case.mask, LIMIT), token_normalizer(named_method("dapo"), case.mask, LIMIT)
+    )
+
+
+def test_a_divergence_in_the_reward_is_not_in_the_loss():
+    method = named_method("grpo").model_copy(update={"kl": Kl(coef=0.07, place="reward", estimator="k1")})
+    case = make_case(method, 4)
+    compare(method, case, oracle.grpo(as_batch(case)), 0, 0)
 
 
 def test_kl_cov_with_the_unbiased_estimator():

@@ -92,6 +92,9 @@ class Batch:
     progress: float = 0.0
     parts: dict[str, list[float]] = field(default_factory=dict)  # of the reward
     collision: list[list[float]] = field(default_factory=list)
+    proxy: list[list[float]] = field(
+        default_factory=list
+    )  # under the filtered policy, −inf where it leaves a token out
     choose: Callable[[int, int], list[int]] | None = None  # which of n candidates Clip-Cov draws, at most k
     _cache: dict = field(default_factory=dict)
 
@@ -235,28 +238,76 @@ def tr_grpo(b: Batch, preset: str = "calibrated") -> Dual:
     return total(b, lambda i, t: ppo(w[i, t] * ratio(b, i, t), adv[i]), kl_weight=w)
 
 
-def ar(b: Batch) -> Dual:
+def dual_ppo(r: Dual, a: float, low: float, high: float, bound: float) -> Dual:
+    plain = ppo(r, a, low, high)
+    return plain if a >= 0 or plain.value > bound * a else Dual(bound * a)
+
+
+def ar(b: Batch, bound: float) -> Dual:
     adv = advantages(b)
     w = ar_weight(b, 0.2)
-    return total(b, lambda i, t: ppo(ratio(b, i, t), w[i, t] * adv[i]))
+    return total(b, lambda i, t: dual_ppo(ratio(b, i, t), w[i, t] * adv[i], 0.2, 0.24, bound), how="token")
 
 
-def lopti(b: Batch, second: bool) -> Dual:
-    adv = advantages(b)
-    return total(b, lambda i, t: ppo(ratio(b, i, t), adv[i]), only=lopti_tokens(b, 0.4, second))
+def lopti(b: Batch, second: bool, bound: float) -> Dual:
+    adv, only = advantages(b), lopti_tokens(b, 0.4, second)
+    return total(b, lambda i, t: dual_ppo(ratio(b, i, t), adv[i], 0.2, 0.24, bound), how="token", only=only)
 
 
-def ar_lopti(b: Batch, second: bool) -> Dual:
-    adv = advantages(b)
+def ar_lopti(b: Batch, second: bool, bound: float) -> Dual:
+    adv, only = advantages(b), lopti_tokens(b, 0.5, second)
     w = ar_weight(b, 0.3)
-    return total(b, lambda i, t: ppo(ratio(b, i, t), w[i, t] * adv[i]), only=lopti_tokens(b, 0.5, second))
+    return total(b, lambda i, t: dual_ppo(ratio(b, i, t), w[i, t] * adv[i], 0.2, 0.24, bound), how="token", only=only)
+
+
+def gaussian(values: dict) -> dict:
+    mean = sum(values.values()) / len(values)
+    variance = sum((x - mean) ** 2 for x in values.values()) / len(values)
+    return {k: math.exp(-((x - mean) ** 2) / (2 * variance)) if variance else 1.0 for k, x in values.items()}
 
 
 def cov_grpo(b: Batch) -> Dual:
-    c = covariances(b)
-    mean = sum(c.values()) / len(c)
-    variance = sum((x - mean) ** 2 for x in c.values()) / len(c)
-    return weighted_grpo(b, {k: math.exp(-((x - mean) ** 2) / (2 * variance)) for k, x in c.items()})
+    return weighted_grpo(b, gaussian(covariances(b)))
+
+
+def cov_grpo_completion(b: Batch) -> Dual:
+    """Standardized ln π of the completion: c is that, times and plus what is the same for all tokens of a completion."""
+    weight: dict = {}
+    for i in range(len(b.mask)):
+        weight |= gaussian({(i, t): b.old[i][t] for t in b.row(i)}) if b.row(i) else {}
+    return weighted_grpo(b, weight)
+
+
+def stapo(b: Batch, probability: float, quantile: float, over: str = "rare") -> Dual:
+    adv = advantages(b)
+    rare = [k for k in b.tokens() if adv[k[0]] > 0 and math.exp(b.old[k[0]][k[1]]) < probability]
+    pool = rare if over == "rare" else b.tokens()
+    threshold = percentile([b.entropy[i][t] for i, t in pool], quantile) if pool else 0.0
+    silent = {(i, t) for i, t in rare if b.entropy[i][t] < threshold}
+    left = len(b.tokens()) - len(silent)
+    loss = Dual(0.0)
+    for i, t in b.tokens():
+        if (i, t) not in silent:
+            loss = loss - (1 / left) * ppo(ratio(b, i, t), adv[i], 0.2, 0.28)
+        if b.beta:
+            loss = loss + (b.beta / left) * k3(b, i, t)
+    return loss
+
+
+def lp_reg(b: Batch, share: float) -> Dual:
+    """The authors' loss: on the chosen tokens −r·A + k3(π, q) without a clip."""
+    adv = advantages(b)
+    negative = sorted((b.old[i][t], i, t) for i, t in b.tokens() if adv[i] < 0)
+    chosen = {(i, t) for _, i, t in negative[: max(int(share * len(negative)), 1)]}
+
+    def objective(i, t):
+        r = ratio(b, i, t)
+        if (i, t) in chosen and b.now[i][t].value < b.proxy[i][t]:
+            d = b.proxy[i][t] - b.now[i][t]
+            return r * adv[i] - (d.exp() - d - 1.0)
+        return ppo(r, adv[i], 1.0, 9.0)
+
+    return total(b, objective, how="token")
 
 
 def clip_cov(b: Batch, share: float, low: float, high: float) -> Dual:
@@ -328,12 +379,7 @@ def cispo(b: Batch) -> Dual:
 
 def dual_clip(b: Batch, bound: float) -> Dual:
     adv = advantages(b)
-
-    def objective(i, t):
-        plain = ppo(ratio(b, i, t), adv[i])
-        return plain if adv[i] >= 0 or plain.value > bound * adv[i] else bound * adv[i]
-
-    return total(b, objective)
+    return total(b, lambda i, t: dual_ppo(ratio(b, i, t), adv[i], 0.2, 0.2, bound))
 
 
 def sapo(b: Batch) -> Dual:

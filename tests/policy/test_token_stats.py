@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import sharpscope.policy.token_stats as module
 from sharpscope.policy.head import Head
-from sharpscope.policy.token_stats import STAT_NAMES, flat_stats, logit_stats, token_stats
+from sharpscope.policy.token_stats import STAT_NAMES, flat_proxy, flat_stats, logit_stats, token_stats
 from tests.oracles.token_stats import token_statistics
 
 
@@ -180,3 +180,23 @@ def test_no_tokens_and_no_temperature():
     assert float(empty.entropy.abs().sum()) == 0
     with pytest.raises(ValueError, match="temperature 0"):
         token_stats(torch.randn(2, 3, 4), head, torch.zeros(2, 3, dtype=torch.long), 0.0)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_filtered_policy_by_its_definition(temperature, monkeypatch):
+    """Tokens below min_p·max p have probability 0, the others are renormalized; whatever the size of a chunk."""
+    monkeypatch.setattr(module, "LOGIT_BYTES", {"cpu": 23 * 8 * 4, "cuda": 23 * 8 * 4})
+    g = torch.Generator().manual_seed(2)
+    hidden, weight = (
+        2 * torch.randn(11, 6, generator=g, dtype=torch.float64),
+        torch.randn(23, 6, generator=g, dtype=torch.float64),
+    )
+    targets = torch.randint(0, 23, (11,), generator=g)
+    targets[:3] = (hidden @ weight.T)[:3].argmax(1)
+    found = flat_proxy(hidden, Head(weight, None), targets, temperature, 0.05)
+    for row, y in enumerate(targets.tolist()):
+        p = torch.softmax(hidden[row] @ weight.T / temperature, 0).tolist()
+        kept = sum(value for value in p if value >= 0.05 * max(p))
+        wanted = math.log(p[y] / kept) if p[y] >= 0.05 * max(p) else -math.inf
+        assert float(found[row]) == (wanted if wanted == -math.inf else pytest.approx(wanted, abs=1e-12))
+    assert torch.isinf(found).any() and torch.isfinite(found).sum() >= 3

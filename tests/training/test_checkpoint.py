@@ -88,7 +88,8 @@ def cut_off(tiny_policy, tmp_path_factory):
 
     out = tmp_path_factory.mktemp("cut_off")
     base = {**TOY, "policy.model": str(tiny_policy), "out": str(out), "steps": 7, "evaluation.every": 0,
-            "checkpoint.every": 2, "checkpoint.keep_last": 3, "method": "clip-cov"}  # fmt: skip
+            "checkpoint.every": 2, "checkpoint.keep_last": 3, "method": "clip-cov",
+            "method.entropy": {"kind": "adaptive", "target": 100.0}}  # fmt: skip
     whole, broken = (build_config(values=base | {"name": name}) for name in ("whole", "broken"))
     train(whole)
     train(broken, StopAfter(5))

@@ -11,7 +11,14 @@ import pandas as pd
 import pytest
 import torch
 
-from sharpscope.config.method import FixedEntropyBonus, GradientNormPenalty, Kl, Sam, TruncatedCorrection
+from sharpscope.config.method import (
+    AdaptiveEntropyBonus,
+    FixedEntropyBonus,
+    GradientNormPenalty,
+    Kl,
+    Sam,
+    TruncatedCorrection,
+)
 from sharpscope.config.training import OptimizerSpec
 from sharpscope.objective import Method, named_method, policy_loss
 from sharpscope.policy import load_policy
@@ -483,3 +490,95 @@ def test_the_samplers_correction_is_recorded(world):
         assert 0 < (np.asarray(columns["correction"]) == 1.2).mean() < 1
     plain = learn(learner_of(policy), drawn)
     assert "correction" not in token_columns(1, drawn, plain, {}, policy.head, 1.0)
+
+
+# -- adaptive entropy, filtered policy ---------------------------------------------------------------------------------
+
+
+def test_the_adaptive_bonus_follows_the_entropy(world):
+    """Each update has the coefficient that the updates before it left, and none while the entropy is above the target."""
+    policy, drawn = world
+    every = learn(
+        learner_of(policy), drawn, named_method("grpo").model_copy(update={"entropy": FixedEntropyBonus(coef=0.0)})
+    )
+    level = every.updates[0].entropy
+    spec = AdaptiveEntropyBonus(target=1.02 * level, initial=0.1, step=0.3, low=0.05, high=0.6)
+    method = named_method("grpo").model_copy(update={"entropy": spec})
+    observed = learner_of(policy, inner_epochs=4)
+    gradients, learned = [], []
+    observed.optimizer.register_step_pre_hook(
+        lambda *_: gradients.append(torch.cat([p.grad.flatten().clone() for p in observed.parameters]))
+    )
+    for _ in range(2):  # the state outlives a step
+        learned += learn(observed, drawn, method).updates
+    coef, last = 0.1, math.inf
+    for update in learned:
+        assert update.entropy_coef == (coef if last <= spec.target else 0.0)
+        assert update.entropy > 0
+        coef = min(coef + 0.3, 0.6) if update.entropy <= spec.target else max(coef - 0.3, 0.05)
+        last = update.entropy
+    applied = [update.entropy_coef for update in learned]
+    assert applied[0] == 0.0 and max(applied) == 0.6  # what it is for: applied, up to its bound
+    assert vars(observed.entropy_control) == {"coef": coef, "last": last}
+    table = pd.DataFrame(update_columns(1, learn(observed, drawn, method)))
+    assert table["entropy"].notna().all() and table["entropy_coef"].notna().all()
+
+
+def test_the_recorded_entropy_is_that_of_the_updates_tokens(world):
+    policy, drawn = world
+    method = named_method("lopti").model_copy(update={"entropy": FixedEntropyBonus(coef=0.3)})
+    method = method.model_copy(update={"passes": method.passes.model_copy(update={"eta": 0.02})})
+    for several in (10_000, 64):
+        observed = learner_of(policy, microbatch_tokens=several)
+        for group in observed.optimizer.param_groups:
+            group["lr"] = 0.0
+        learned = learn(observed, drawn, method)
+        stats, mask = learned.tokens.stats, drawn.rollouts.completion_mask.bool()
+        rare = stats.logp.exp() < 0.02
+        for update, part in zip(learned.updates, (mask & rare, mask & ~rare), strict=True):
+            assert update.entropy == pytest.approx(float(stats.entropy[part].mean()), abs=1e-9)
+            assert update.entropy_coef == 0.3 and update.summary.tokens == int(part.sum()) > 0
+
+
+def test_lp_reg_and_stapo_in_training(world):
+    """Coefficients from the definitions: the filtered policy by softmax over the whole vocabulary, the step's own counts."""
+    policy, drawn = world
+    rollouts, mask = drawn.rollouts, drawn.rollouts.completion_mask.bool()
+    probabilities = {}
+    for row in range(len(rollouts)):
+        ids, first = rollouts.input_ids[row][rollouts.attention_mask[row].bool()], int(rollouts.prompt_lengths[row])
+        p = policy.model(input_ids=ids[None]).logits[0, first - 1 : -1].detach().softmax(-1)
+        for t in range(len(p)):
+            if mask[row, t]:
+                probabilities[row, t] = (p[t], int(rollouts.completion_ids[row, t]))
+    adv, count = drawn.advantage.tolist(), len(probabilities)
+    # Lp-Reg at ratio 1: −A/count, and 1 − q/π more on the chosen tokens
+    method = named_method("lp-reg")
+    method = method.model_copy(update={"penalty": method.penalty.model_copy(update={"share": 0.9, "min_p": 0.1})})
+    observed = learner_of(policy, microbatch_tokens=64)
+    for group in observed.optimizer.param_groups:
+        group["lr"] = 0.0
+    learned = learn(observed, drawn, method)
+    negative = sorted((float(p[y]), place) for place, (p, y) in probabilities.items() if adv[place[0]] < 0)
+    chosen = {place for _, place in negative[: int(0.9 * len(negative))]}
+    penalties = 0
+    for (row, t), (p, y) in probabilities.items():
+        wanted = -adv[row] / count
+        if (row, t) in chosen and p[y] >= 0.1 * p.max():
+            kept = p[p >= 0.1 * p.max()].sum()
+            wanted += float(1 - 1 / kept) / count
+            penalties += 1
+        assert float(learned.tokens.loss_coef[row, t]) == pytest.approx(wanted, abs=1e-9)
+    assert 3 < penalties < len(chosen)
+    # STAPO at ratio 1: −A/(tokens that are left), 0 on the silenced ones
+    method = named_method("stapo")
+    method = method.model_copy(update={"tokens": method.tokens.model_copy(update={"probability": 0.01})})
+    learned = learn(observed, drawn, method)
+    rare = {place for place, (p, y) in probabilities.items() if adv[place[0]] > 0 and p[y] < 0.01}
+    entropy = {place: float(-(p * p.log()).sum()) for place, (p, _) in probabilities.items()}
+    threshold = percentile([entropy[place] for place in rare], 0.75)
+    silent = {place for place in rare if entropy[place] < threshold}
+    assert len(silent) > 3
+    for row, t in probabilities:
+        wanted = 0.0 if (row, t) in silent else -adv[row] / (count - len(silent))
+        assert float(learned.tokens.loss_coef[row, t]) == pytest.approx(wanted, abs=1e-9)

@@ -10,6 +10,7 @@ from typing import Any
 
 from sharpscope.config import RunConfig
 from sharpscope.config.method import (
+    AdaptiveEntropyBonus,
     Advantage,
     AllTokens,
     CispoClip,
@@ -114,6 +115,8 @@ def token_weights_of(weights: str | Method) -> Method:
     method = named_method(weights) if isinstance(weights, str) else weights
     plain = named_method("grpo")
     rest = method.model_copy(update={"name": plain.name, "weight": plain.weight, "tokens": plain.tokens})
+    if isinstance(method.tokens, AllTokens):  # ar: TRL's own options set its clip and aggregation
+        rest = rest.model_copy(update={"clip": plain.clip, "aggregate": plain.aggregate})
     if method.weight_on != "surrogate":
         raise UserError(
             f"weights = '{method.name}': they act on the ratio inside the clip, which TRL's advantages cannot carry; use grpo-sg"
@@ -149,10 +152,11 @@ def trl_method(trainer: Any, weights: Method | None) -> tuple[Method, list[str]]
         notes.append(f"the loss is TRL's loss_type '{loss_type}', which config.method does not describe")
     bonus: Any = NoEntropyBonus()
     coef = float(getattr(args, "entropy_coef", 0.0) or 0.0)
-    if getattr(args, "use_adaptive_entropy", False) or coef < 0:
-        notes.append("the loss has an entropy bonus with TRL's adaptive or negative coefficient")
-    elif coef > 0:
-        bonus = FixedEntropyBonus(coef=coef)
+    adaptive = bool(getattr(args, "use_adaptive_entropy", False))
+    if coef < 0:
+        notes.append(f"the loss has an entropy bonus with the negative coefficient {coef:g}")
+    elif adaptive or coef > 0:
+        bonus = _adaptive_entropy(args, coef) if adaptive else FixedEntropyBonus(coef=coef)
         if float(trainer.top_entropy_quantile) < 1:
             notes.append("TRL's entropy bonus is over the tokens with the highest entropy only")
     threshold = getattr(args, "off_policy_mask_threshold", None)
@@ -178,6 +182,16 @@ def trl_method(trainer: Any, weights: Method | None) -> tuple[Method, list[str]]
         tokens=tokens,
     )
     return method, notes
+
+
+def _adaptive_entropy(args: Any, coef: float) -> AdaptiveEntropyBonus:
+    return AdaptiveEntropyBonus(
+        initial=coef,
+        target=float(args.entropy_target),
+        step=float(args.entropy_coef_delta),
+        low=float(args.entropy_coef_min),
+        high=float(args.entropy_coef_max),
+    )
 
 
 def _advantage(trainer: Any) -> Advantage:
