@@ -304,8 +304,8 @@ class _Updates:
     def _loss(self, plan: Plan, rows: Tensor, pass_index: int) -> float:
         """L of some rows at the present weights, summed over microbatches and processes."""
         learner, rollouts, scorer = self.learner, self.rollouts, self.learner.scorer
-        mask = loss_mask(rollouts, self.method)[rows]
-        normalizer = token_normalizer(self.method, mask, learner.max_new_tokens, dtype=self.tokens.stats.logp.dtype)
+        mask, dtype = loss_mask(rollouts, self.method)[rows], self.tokens.stats.logp.dtype
+        normalizer = token_normalizer(self.method, mask, learner.max_new_tokens, keep=plan.keep[rows], dtype=dtype)
         position = {int(row): place for place, row in enumerate(rows)}
         total = 0.0
         _, batches = scorer.split(rollouts, rows)
@@ -325,7 +325,8 @@ class _Updates:
                 pass_index=pass_index,
             ).loss
             if scored.entropy is not None:
-                loss = loss - entropy_bonus(self.method, own, scored.entropy, int(mask.sum()), pass_index=pass_index)
+                tokens = int(mask.sum())
+                loss = loss - entropy_bonus(self._entropy_coef, own, scored.entropy, tokens, pass_index=pass_index)
             total += float(loss)
         for _ in range(idle):
             part = shortest_row(rollouts)
