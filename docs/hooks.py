@@ -17,7 +17,7 @@ from typer.cli import get_docs_for_click
 from typer.core import TyperGroup
 
 from sharpscope.cli import app
-from sharpscope.config import RunConfig, describe, kinds_of, method_names, part_model, type_text
+from sharpscope.config import ForkSpec, RunConfig, describe, kinds_of, method_names, part_model, type_text
 from sharpscope.traces import schema_markdown
 
 ROOT = Path(__file__).parents[1]
@@ -74,8 +74,8 @@ def _configuration() -> str:
         "",
         "The fields of a run, for YAML files and `--set path=value`. `sharpscope config --explain` prints those of one configuration.",
     ]
-    titles: dict[type[BaseModel], str] = {RunConfig: "Run"}
-    pending: list[type[BaseModel]] = [RunConfig]
+    titles: dict[type[BaseModel], str] = {RunConfig: "Run", ForkSpec: "Fork (--set fork.…)"}
+    pending: list[type[BaseModel]] = [RunConfig, ForkSpec]
     while pending:
         model = pending.pop(0)
         summary = (model.__doc__ or "").strip().split("\n\n")[0].replace("\n", " ")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sharpscope import distributed
 from sharpscope.config import ForkSpec, RunConfig, arm_method, arm_name, build_config, method_label, validate
-from sharpscope.config.policy import EMBEDDED_PREFIX
+from sharpscope.config.policy import EMBEDDED_PREFIX, LocalBackend
 from sharpscope.errors import UserError, nearest
 from sharpscope.forks.outcomes import Reading, coefficient_gradient, matching_scale
 from sharpscope.forks.start import ArmUpdate, SharedDraws, Start
@@ -84,6 +84,11 @@ def fork(
         raise UserError(f"fork, {unknown}: no such setting{nearest(unknown, ForkSpec.model_fields)}")
     spec: ForkSpec = validate(ForkSpec, given)
     config = _config(run, model, task, overrides)
+    if not isinstance(config.rollout.backend, LocalBackend):
+        raise UserError(
+            f"rollout.backend.kind = {config.rollout.backend.kind}: has weights of its own, which a fork does not restore; "
+            "--set rollout.backend.kind=local"
+        )
     arms = {arm_name(text): arm_method(text, config) for text in spec.methods}
     states = _states(None if run is None else Path(run), checkpoint)
     folder = _folder(run, model, out)

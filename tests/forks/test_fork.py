@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 import sharpscope
 from sharpscope.analysis import analyze
 from sharpscope.cli import main
-from sharpscope.config import ForkSpec, arm_method, arm_name
+from sharpscope.config import ForkSpec, arm_method, arm_name, build_config
+from sharpscope.distributed import Launch
 from sharpscope.errors import UserError
 from sharpscope.forks import experiment
 from sharpscope.forks.start import SharedDraws, Start
@@ -23,6 +24,7 @@ from sharpscope.tasks import make_task
 from sharpscope.traces import RunLock
 from sharpscope.training import train
 from sharpscope.training.checkpoint import OPTIMIZER, checkpoint_dir
+from tests.conftest import TOY
 
 SMALL = {"prompts": 3, "batches": 2}
 
@@ -30,9 +32,6 @@ SMALL = {"prompts": 3, "batches": 2}
 @pytest.fixture(scope="module")
 def trained(tiny_policy, tmp_path_factory):
     """Configuration of a run of six steps with all of its checkpoints."""
-    from sharpscope.config import build_config
-    from tests.conftest import TOY
-
     values = {**TOY, "policy.model": str(tiny_policy), "out": str(tmp_path_factory.mktemp("runs")), "name": "run"}
     changes = {"steps": 6, "checkpoint.every": 1, "checkpoint.keep_last": 9, "evaluation.every": 0, "seed": 3}
     changes |= {
@@ -172,6 +171,31 @@ def test_a_model_without_a_run_gets_a_folder_of_its_own(tiny_policy, tmp_path):
         )
 
 
+def test_adapters_are_forked_and_nothing_else_moves(tiny_policy, tmp_path):
+    pytest.importorskip("peft")
+    config = build_config(
+        values={**TOY, "policy.model": str(tiny_policy), "policy.lora": {"r": 2, "alpha": 4}, "method.kl.coef": 0.01}
+    )
+    start = start_of(config)
+    before = state_of(start)
+    frozen = [p.clone() for p in start.policy.model.parameters() if not p.requires_grad]
+    update = start.update("own", 0)
+    assert any(part.abs().max() > 0 for part in update.displacement)
+    assert len(update.displacement) == sum(p.requires_grad for p in start.policy.model.parameters())
+    assert equal(frozen, [p for p in start.policy.model.parameters() if not p.requires_grad])
+    rows = list(experiment._batch_rows(start, "x", 0))
+    value = {(r["comparison"], o): v for r in rows for o, v in zip(r["outcome"], r["value"], strict=True)}
+    assert value["step", "update_norm"] > 0 and value["kl", "kl"] > 0
+    start.snapshot.restore()
+    assert equal(state_of(start), before)
+
+
+def test_several_processes_are_refused_by_name(trained, monkeypatch):
+    monkeypatch.setattr(experiment.distributed, "start", lambda device="auto": Launch(2))
+    with pytest.raises(UserError, match="one process"):
+        sharpscope.fork(trained.run_dir)
+
+
 def test_the_report_has_a_section_with_the_figure_the_tables_and_a_csv(trained, tmp_path):
     folder = tmp_path / "forks"
     options = {"methods": ["grpo", "<b>=ar"], "prompts": 3, "batches": 2, "checkpoint": [0, 2]}
@@ -229,6 +253,7 @@ def test_what_a_stopped_fork_has_measured_is_kept(trained, tmp_path, monkeypatch
         ({"methods": ["ppo-ewma"]}, "average of past weights"),
         ({"comparisons": ("norm",)}, "must name step"),
         ({"batch": 3}, "batches"),
+        ({"overrides": ["rollout.backend.kind=server"]}, "backend.kind"),
         ({"task": "math"}, "--task"),
         ({"model": "embedded:math"}, "a run's folder, or --model"),
     ],

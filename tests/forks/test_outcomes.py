@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
 from sharpscope.config import ForkSpec
+from sharpscope.forks import experiment
 from sharpscope.forks.outcomes import FixedRollouts, coefficient_gradient, matching_scale
 from sharpscope.forks.start import Start
 from sharpscope.forks.state import Snapshot, inner
+from sharpscope.forks.surface import sharpness_readings
 from sharpscope.policy import Rollouts, render_prompts
 from sharpscope.policy.scoring import Scorer
+from sharpscope.probes import heldout_influence
 from sharpscope.tasks import make_task
 from tests.models import tiny_model
 
@@ -166,6 +170,55 @@ def test_an_update_that_goes_far_has_a_small_effective_share(bandit):
     assert fixed.failure(fixed.start.logp).std_error == pytest.approx(0, abs=1e-15)
 
 
+@pytest.mark.parametrize("moved", [False, True])
+def test_sharpness_equals_that_of_the_loss_written_out(toy_config, moved):
+    config = toy_config(optimizer__lr=1e-3, task__factory="tests.toy_task:even_start", policy__dtype="float64")
+    spec = ForkSpec(prompts=3, samples=2, batches=1, rho=0.02)
+    start = Start(config, spec, {"grpo": config.method}, None, make_task(config.task))
+    fixed = start.fixed("train", 0)
+    update = start.update("grpo", 0) if moved else None
+    rows, mask, parameters = fixed.rollouts, fixed.mask, start.snapshot.parameters
+
+    def logp() -> torch.Tensor:
+        ids, width = rows.input_ids, rows.completion_ids.shape[1]
+        position = (rows.attention_mask.cumsum(1) - 1).clamp(min=0)
+        logits = start.policy.model(input_ids=ids, attention_mask=rows.attention_mask, position_ids=position).logits
+        every = logits[:, -width - 1 : -1].log_softmax(-1).gather(2, rows.completion_ids[..., None])[..., 0]
+        return torch.where(mask, every, 0.0)
+
+    anchor = fixed.start.logp
+
+    def loss() -> torch.Tensor:
+        return (1 - fixed.success.double() * (logp() - anchor).sum(1).exp()).mean()
+
+    before = loss()
+    gradient = torch.autograd.grad(before, parameters)
+    norm = math.sqrt(inner(gradient, gradient))
+    kept = [p.detach().clone() for p in parameters]
+    with torch.no_grad():
+        for parameter, part in zip(parameters, gradient, strict=True):
+            parameter += spec.rho / norm * part
+        rise = loss() - before
+        for parameter, value in zip(parameters, kept, strict=True):
+            parameter.copy_(value)
+    chosen = mask & (fixed.success == 1)[:, None]
+    if update is not None:  # along the descent of the nll, so that there is a crossing
+        slope = torch.autograd.grad(logp()[chosen].mean(), parameters)
+        update = replace(update, displacement=[1e-3 * part for part in slope])
+    found = sharpness_readings(start, fixed, start.scorer.statistics(rows), update)
+    assert found["gradient_norm"].value == pytest.approx(norm, rel=1e-6)
+    assert found["sam_sharpness"].value == pytest.approx(rise.item(), rel=1e-5)
+    assert [torch.equal(p, value) for p, value in zip(parameters, kept, strict=True)] == [True] * len(kept)
+    assert ("critical_sharpness" in found) is moved
+    if update is not None:
+        lr = 2 / found["critical_sharpness"].value
+        with torch.no_grad():
+            lower = -logp()[chosen].mean()
+            for parameter, part in zip(parameters, update.displacement, strict=True):
+                parameter += lr / 1e-3 * part
+            assert -logp()[chosen].mean().item() == pytest.approx(lower.item(), rel=2e-3)
+
+
 def test_importance_weighting_of_drawn_completions_is_unbiased_within_its_standard_error(toy_config):
     changes = {"task__factory": "tests.toy_task:even_start", "rollout__max_new_tokens": 1, "policy__dtype": "float64"}
     config = toy_config(optimizer__lr=3e-3, **changes)
@@ -201,3 +254,25 @@ def test_importance_weighting_of_drawn_completions_is_unbiased_within_its_standa
     assert abs(change) > 4 * error  # there is something to see
     assert abs(float(found.mean()) - change) < 3.5 * error
     assert 0.6 < float(torch.tensor(errors).square().mean().sqrt()) / float(found.std()) < 1.6
+
+
+def test_the_influence_is_that_of_the_tokens_summed(toy_config):
+    config = toy_config(policy__dtype="float64", task__factory="tests.toy_task:even_start", update__mini_batches=1)
+    start = Start(config, ForkSpec(prompts=4), {"grpo": config.method}, None, make_task(config.task))
+    measured = experiment._Measured(start, 0)
+    update = start.update("grpo", 0, measured.shared)
+    found = measured.effects(update, update, 1.0)
+    start.snapshot.restore()
+    ((rollouts, _),) = measured.shared.rollouts.values()
+    shift = (rollouts.prompt_width, 0)
+    for split in ("heldout", "train"):
+        each = heldout_influence(
+            start.policy.model,
+            rollouts.input_ids,
+            torch.nn.functional.pad(rollouts.completion_mask, shift),
+            torch.nn.functional.pad(update.results[0].tokens.loss_coef, shift),
+            measured.gradients[f"{split}_failure"],
+            rollouts.attention_mask,
+        )
+        assert found[f"{split}_influence"] == pytest.approx(float(each.sum()), rel=1e-6)
+        assert abs(float(each.sum())) > 1e-6
