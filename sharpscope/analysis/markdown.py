@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from sharpscope.analysis.claims import LIMITS
+from sharpscope.analysis.claims import LIMITS, versions
 from sharpscope.analysis.figures.style import Picture
 from sharpscope.analysis.report import Grid, Report, VerdictSection
 from sharpscope.analysis.spikes import Spike
@@ -60,11 +60,12 @@ def _verdicts(report: Report) -> list[str]:
     lines = ["## Verdicts", "", escape(LIMITS), ""]
     lines += ["| claim | | verdict | effect | 95 % interval | p | n |", "|---|---|---|---|---|---|---|"]
     for section in report.verdicts:
-        v = section.verdict
-        effect = "–" if v.effect is None else number(v.effect.value)
-        interval = "–" if v.interval is None else str(v.interval)
-        cells = [v.claim, v.title, f"**{v.verdict}**", effect, interval, number(v.p_adjusted), str(v.n)]
-        lines.append("| " + " | ".join(cell if cell.startswith("**") else escape(cell) for cell in cells) + " |")
+        for v in versions(section.verdict):
+            title = f"{v.title} ({v.version})" if v.version else v.title
+            effect = "–" if v.effect is None else v.effect.text
+            interval = "–" if v.effect is None or v.interval is None else v.effect.interval_text
+            cells = [v.claim, title, f"**{v.verdict}**", effect, interval, number(v.p_value), str(v.n)]
+            lines.append("| " + " | ".join(cell if cell.startswith("**") else escape(cell) for cell in cells) + " |")
     return [*lines, *(line for section in report.verdicts for line in ["", *_verdict(section)]), ""]
 
 

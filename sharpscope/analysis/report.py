@@ -242,8 +242,8 @@ def _verdict_section(verdict: Verdict, pictures: Sequence[tuple[str, Picture]], 
     own = [(name, picture) for name, picture in pictures if picture.claim == verdict.claim]
     effect, line = verdict.effect, verdict.reason
     if verdict.verdict != "untestable" and effect is not None and number(effect.value) != "–":
-        interval = "" if effect.interval is None else f" {effect.interval}"
-        line = f"{effect.name} {number(effect.value)}{interval}, n = {verdict.n:,}"
+        interval = "" if effect.interval is None else f" {effect.interval_text}"
+        line = f"{effect.name} {effect.text}{interval}, n = {verdict.n:,}"
     return VerdictSection(
         verdict,
         {name: picture for name, picture in own if picture.figure is not None},
@@ -495,9 +495,10 @@ def number_grid(verdict: Verdict) -> Grid | None:
 
 
 def _estimate(e: Estimate) -> tuple[str, ...]:
-    interval = "–" if e.interval is None else f"{e.interval} ({e.interval.level:.0%}, {e.interval.kind})"
+    interval = "–" if e.interval is None else f"{e.interval_text} ({e.interval.level:.0%}, {e.interval.kind})"
     unit, n = "" if e.unit == "1" else e.unit, "–" if e.n is None else f"{e.n:,}"
-    return (e.name, number(e.value), unit, interval, number(e.p_value), n, e.note)
+    value = number(e.value) if e.scale == "plain" else e.text
+    return (e.name, value, unit, interval, number(e.p_value), n, e.note)
 
 
 def command_grid(runs: Runs, paths: Sequence[str | Path], source: str) -> Grid:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
+from sharpscope.analysis.terms import DEFAULT, Terms
 from sharpscope.analysis.tokens import SAMPLE, Reduced, Reducer, sample_tokens, scan
 
 if TYPE_CHECKING:
@@ -97,6 +98,7 @@ class Study:
         name: of the task and policy; empty for a study of several.
         slug: prefix of the names of its files.
         reduced: name of a reducer → its results for every run; filled by `read_tokens`.
+        terms: margins, level and order of the claims.
     """
 
     runs: Mapping[str, Run]
@@ -106,6 +108,7 @@ class Study:
     name: str = ""
     slug: str = ""
     reduced: dict[str, list[Reduced]] = field(default_factory=dict, repr=False)
+    terms: Terms = DEFAULT
 
     # Settings: what figures and summaries show.
 

@@ -15,7 +15,6 @@ from sharpscope.analysis.statistics import (
     contrast_interval,
     gini,
     granulated_kendall,
-    holm,
     kendall,
     lorenz,
     mean_interval,
@@ -63,11 +62,6 @@ def test_the_sign_flip_interval_holds_what_the_test_does_not_reject():
     assert sign_flip_interval(values[:5]) is None
     with pytest.raises(ValueError, match="finite"):
         sign_flip_p(np.array([1.0, np.nan]))
-
-
-def test_holm_by_hand():
-    assert holm({"a": 0.01, "b": 0.04, "c": 0.03}) == pytest.approx({"a": 0.03, "c": 0.06, "b": 0.06})
-    assert holm({"a": 0.9, "b": 0.8}) == {"b": 1.0, "a": 1.0}
 
 
 def test_bca_is_scipys_and_kinds_follow_the_number_of_clusters():

@@ -85,7 +85,6 @@ CLAIM = Claim(
     NAME,
     "a token's logit gradient lies between (1 − π) and √2·(1 − π)",
     "arXiv 2511.00066; a fact of the softmax, so a violation means a wrong recording",
-    "exploratory",
     Rule(
         "supported: none of at least 3,000 tokens lies outside beyond rounding (p: chance of that if 1 in 1,000 did); "
         "refuted: any does",

@@ -1,4 +1,4 @@
-"""C4: the treatment lowers sharpness, plain and adaptive, at matched step, reward and informative groups."""
+"""C4: the treatment lowers sharpness, at matched step, reward and number of informative groups."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 
 from sharpscope.analysis.claims.base import (
+    DOSED,
     FINISHED_ONLY,
     PAIRED_BY_SEED,
     SAME_SETTINGS,
@@ -19,21 +20,25 @@ from sharpscope.analysis.claims.base import (
     Verdict,
     difference_estimate,
     directional,
-    every,
+    log_margin,
     paired_pictures,
     pairing_notes,
     present,
     rows_of,
+    sample_of,
 )
 from sharpscope.analysis.claims.measures import (
     FUNCTIONAL,
     MEASURES,
+    dose_of,
     informative_groups,
-    relative_difference,
+    log_ratios,
+    probe_noise,
     shared_curves,
     smooth_reward,
 )
 from sharpscope.analysis.figures.style import Picture
+from sharpscope.analysis.statistics import sign_flip_p
 from sharpscope.analysis.study import Pairing, Study
 from sharpscope.traces import Run
 
@@ -80,7 +85,7 @@ MATCHED: dict[str, tuple[Matching, str]] = {
 
 
 def compared(study: Study, pairing: Pairing, quantity: str, matching: Matching) -> pd.DataFrame:
-    """seed, baseline, treatment sharpness, and their relative difference as `difference`."""
+    """seed, baseline, treatment sharpness, and ln(treatment/baseline) as `difference`; pairs without a logarithm are left out."""
 
     def measure(first: Run, second: Run) -> tuple[float, float] | None:
         curves = shared_curves((first, second), quantity)
@@ -89,14 +94,7 @@ def compared(study: Study, pairing: Pairing, quantity: str, matching: Matching) 
         places = matching(first, second, curves[0], curves[1])
         return None if places is None else (float(curves[0][places[0]]), float(curves[1][places[1]]))
 
-    frame = study.differences(pairing, measure)
-    relative = [relative_difference(a, b) for a, b in zip(frame["baseline"], frame["treatment"], strict=True)]
-    return frame.assign(difference=np.array(relative, dtype=float))
-
-
-def _unmeasured(pairing: Pairing, frames: dict[str, pd.DataFrame]) -> tuple[str, ...]:
-    missing = len(pairing.pairs) - min(len(frame) for frame in frames.values())
-    return (f"{missing} pairs have no sharpness at one radius on one probe set",) if missing else ()
+    return log_ratios(study.differences(pairing, measure))
 
 
 def _matched(study: Study, pairing: Pairing) -> tuple[str, ...]:
@@ -106,7 +104,7 @@ def _matched(study: Study, pairing: Pairing) -> tuple[str, ...]:
         other = total = 0
         for pair in pairing.pairs if name != "step" else ():
             runs = study.finished[pair.baseline], study.finished[pair.treatment]
-            curves = shared_curves(runs, "sam")
+            curves = shared_curves(runs, MAIN)
             if curves is None:
                 continue
             places, last = matching(*runs, curves[0], curves[1]), _same_step(*runs, curves[0], curves[1])
@@ -117,40 +115,46 @@ def _matched(study: Study, pairing: Pairing) -> tuple[str, ...]:
     return tuple(notes)
 
 
+def _not_higher(frame: pd.DataFrame, level: float) -> bool:
+    return not len(frame) or sign_flip_p(frame["difference"].to_numpy(), "greater") > level
+
+
 def test(study: Study) -> Finding:
-    """Relative difference of both sharpness measures, treatment − baseline; both must be lower."""
+    """Log ratio of plain sharpness, treatment over baseline, at the last probed step."""
     pairing = study.pairing()
     if pairing.missing:
         return Finding(missing=pairing.missing)
     frames = {q: compared(study, pairing, q, _same_step) for q in MEASURES}
-    empty = [q for q, frame in frames.items() if not len(frame)]
-    if empty:
-        return Finding(missing=f"no pair has {' and '.join(empty)} sharpness of functional {FUNCTIONAL} at one step")
-    evidence = {q: directional(frame["difference"].to_numpy(), "lower", MARGIN) for q, frame in frames.items()}
-    weaker = max(evidence, key=lambda q: (evidence[q].p_supported, not evidence[q].as_claimed))
-    if not all(e.as_claimed for e in evidence.values()):
-        weaker = next(q for q in evidence if not evidence[q].as_claimed)
+    frame = frames[MAIN]
+    if not len(frame):
+        return Finding(missing=f"no pair has {MAIN} sharpness of functional {FUNCTIONAL} at one step")
     others, conditions = [], []
     for q, kind in MEASURES.items():
         for name, (matching, note) in MATCHED.items():
-            frame = frames[q] if name == "step" else compared(study, pairing, q, matching)
-            others.append(difference_estimate(f"{kind} sharpness ({q}) at matched {name}", frame, UNIT, note))
-            if name != "step" and len(frame):
-                lower = bool(frame["difference"].mean() < 0)
-                conditions.append(Condition(f"{kind} sharpness is lower at matched {name} too", lower))
-    effect = difference_estimate(f"difference of {MEASURES[weaker]} sharpness ({weaker})", frames[weaker], UNIT)
+            matched = frames[q] if name == "step" else compared(study, pairing, q, matching)
+            estimate = difference_estimate(f"{kind} sharpness ({q}) at matched {name}", matched, UNIT, note, "log")
+            others.append(estimate)
+            if (q, name) in REQUIRED:
+                text = f"{kind} sharpness at matched {name} is not shown to be higher"
+                conditions.append(Condition(text, _not_higher(matched, study.terms.level)))
+    margin = log_margin(study.terms.margin(NAME, MARGIN), "lower")
+    unmeasured = len(pairing.pairs) - len(frame)
+    pairs = [(study.finished[pair.baseline], study.finished[pair.treatment]) for pair in pairing.pairs]
     return Finding(
-        effect=effect,
-        n=min(len(frame) for frame in frames.values()),
-        evidence=every(evidence.values()),
+        effect=difference_estimate(f"change of plain sharpness ({MAIN})", frame, UNIT, "", "log"),
+        n=len(frame),
+        evidence=directional(frame["difference"].to_numpy(), "lower", margin),
         conditions=tuple(conditions),
         confounders=(
             PAIRED_BY_SEED,
             SAME_SETTINGS,
+            DOSED,
             Confounder(
                 "different measurements", f"one functional, {FUNCTIONAL}, one probe set and one radius in a pair"
             ),
-            Confounder("scale of the weights", "the adaptive measure, which rescaling leaves alone, must be lower too"),
+            Confounder(
+                "scale of the weights", "the adaptive measure, which rescaling leaves alone, must not be higher"
+            ),
             Confounder(
                 "learning speed",
                 "compared at matched reward and at matched number of informative groups too, as finely as the probes are spaced: the "
@@ -166,12 +170,22 @@ def test(study: Study) -> Finding:
             f"functional {FUNCTIONAL}, quantity {' or '.join(MEASURES)}, train",
         )
         + rows_of(pairing.names, "steps", ("reward_mean", "zero_std_groups"), "all steps"),
-        notes=(*_unmeasured(pairing, frames), *_matched(study, pairing), *pairing_notes(study, pairing)),
-        frames={f"sharpness_{q}": frame for q, frame in frames.items()},
+        notes=(
+            *((f"{unmeasured} pairs have no positive sharpness at one radius on one probe set",) if unmeasured else ()),
+            *_matched(study, pairing),
+            *pairing_notes(study, pairing),
+        ),
+        frames={f"sharpness_{q}": found for q, found in frames.items()},
+        dose=dose_of([second for _, second in pairs], study.treatment),
+        samples=(sample_of("plain sharpness", frame, "lower", margin, probe_noise(pairs, MAIN)),),
     )
 
 
-UNIT = "relative difference, treatment − baseline"
+UNIT = "ln(treatment / baseline)"
+MAIN = "sam"
+"""The measure that decides."""
+REQUIRED = (("asam", "step"), ("sam", "reward"))
+"""(Measure, matching) that must not be shown to be higher."""
 
 
 def draw(verdict: Verdict, study: Study) -> Iterator[Picture]:
@@ -188,18 +202,18 @@ CLAIM = Claim(
     NAME,
     "GRPO-SG lowers sharpness",
     "arXiv 2511.00066",
-    "primary",
     Rule(
-        "supported: plain (SAM) and adaptive (ASAM) sharpness of one functional at the last matched step are "
-        "both lower "
-        "(sign-flip test, the larger p), and also at matched reward and matched informative groups; refuted: one "
-        "of them "
-        f"is shown to be lower by less than {MARGIN:.0%}",
+        f"supported: plain (SAM) sharpness of {FUNCTIONAL} at the last step probed in both runs is lower (sign-flip test of the "
+        "log ratio over seeds), adaptive sharpness and plain sharpness at matched reward not shown to be higher; refuted: it "
+        "is shown to be lower by less than {margin}",
         "pairs of runs with one seed",
-        7,
+        6,
         MARGIN,
+        scale="log",
+        compares=True,
     ),
-    "more paired seeds with perturbation probes (functional nll, sam and asam)",
+    f"more paired seeds with perturbation probes (functional {FUNCTIONAL}, sam and asam) on more prompts",
     test,
     draw=draw,
+    version="between runs",
 )

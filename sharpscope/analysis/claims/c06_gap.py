@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -17,6 +18,7 @@ from sharpscope.analysis.claims.base import (
     Evidence,
     Finding,
     Rule,
+    Sample,
     Verdict,
     picture,
     rows_of,
@@ -26,19 +28,33 @@ from sharpscope.analysis.claims.measures import (
     FUNCTIONAL,
     MEASURES,
     gap,
+    gap_noise,
     last_step,
     probe_rows,
+    reliability,
     shared_curves,
     sharpness_curve,
+    unreliable,
 )
 from sharpscope.analysis.figures.style import COLORS, MARKERS, Picture, finish, panels, styled
-from sharpscope.analysis.statistics import Granulated, contrast_interval, granulated_kendall, kendall, sign_flip_p
+from sharpscope.analysis.statistics import (
+    Granulated,
+    contrast_interval,
+    granulated_kendall,
+    kendall,
+    sign_flip_p,
+    smallest_sign_flip_p,
+)
 from sharpscope.analysis.study import GRID, Study, grid_settings, most_common
 from sharpscope.traces import Run
 
 NAME = "C6"
 MARGIN = 0.2
 HELD = "learning rate"
+FLOOR = 0.5
+"""Reliability of the gap below which no sharpness can predict it."""
+LEAST_SHRINKAGE = 0.05
+"""Share of the weights that decay must take off in a run for weight decay to be an axis of the grid."""
 
 
 def grid_frame(study: Study) -> pd.DataFrame:
@@ -84,7 +100,22 @@ def _row(study: Study, name: str, run: Run, curves: dict[str, pd.Series]) -> dic
         q: float(curve.iloc[int(np.argmin(np.abs(curve.index.to_numpy() - step)))]) if len(curve) else np.nan
         for q, curve in measured.items()
     }
-    return {"run": name, "method": run.method, "seed": run.seed, **grid_settings(run), "gap": value, **near}
+    return {
+        "run": name,
+        "step": step,
+        "method": run.method,
+        "seed": run.seed,
+        **grid_settings(run),
+        "gap": value,
+        **near,
+    }
+
+
+def shrinkage(run: Run) -> float:
+    """Share of a weight that AdamW's decay takes off over the run, 1 − Π(1 − lr·decay)."""
+    decay = grid_settings(run).get("weight decay", 0.0)
+    total = float((run.steps["lr"] * run.steps["updates"]).sum()) * decay
+    return 1 - math.exp(-total)
 
 
 def granulated(frame: pd.DataFrame, quantity: str, axes: list[str], held: list[str]) -> Granulated | None:
@@ -105,13 +136,16 @@ def test(study: Study) -> Finding:
             missing=f"no run has a gap and sam and asam sharpness of {FUNCTIONAL}, at a radius and on a probe set that all share"
         )
     varied = [axis for axis in GRID if axis in frame and frame[axis].nunique() > 1]
-    axes = [axis for axis in varied if axis != HELD]
+    shrunk = max((shrinkage(study.finished[name]) for name in frame["run"]), default=0.0)
+    inert = ["weight decay"] if "weight decay" in varied and shrunk < LEAST_SHRINKAGE else []
+    axes = [axis for axis in varied if axis not in (HELD, *inert)]
+    why = f"; weight decay takes off at most {shrunk:.1%} of a weight, too little for an axis" if inert else ""
     if not axes:
         return Finding(
-            missing=f"no grid: the runs vary {', '.join(varied) or 'no setting'}; group size or weight decay "
+            missing=f"no grid: the runs vary {', '.join(varied) or 'no setting'}{why}; group size or weight decay "
             "must vary at a fixed learning rate"
         )
-    held = [HELD] if HELD in varied else []
+    held = [name for name in (HELD, *inert) if name in varied]
     # runs with no other one to be compared with (more seeds of one setting, other learning rates) are none of the grid
     alone = frame.groupby(["method", "seed", *held])["run"].transform("size") == 1
     frame = frame[~alone].reset_index(drop=True)
@@ -119,6 +153,16 @@ def test(study: Study) -> Finding:
     main = found["asam"]
     if main is None:
         return Finding(missing="no two runs of the grid differ in one setting alone")
+    noise = [gap_noise(study.finished[row["run"]], int(row["step"])) for _, row in frame.iterrows()]
+    known = np.array([value for value in noise if value is not None])
+    strata = list(frame[["method", "seed", *held]].itertuples(index=False, name=None))
+    reliable = reliability(frame["gap"].to_numpy(), known, strata) if len(known) == len(frame) else 1.0
+    if reliable < FLOOR:
+        return Finding(
+            missing=unreliable(reliable, FLOOR, frame["gap"].to_numpy(), known) + why, frames={"grid": frame}
+        )
+    per_stratum = max(1, round(len(frame) / len(main.strata)))
+    margin = study.terms.margin(NAME, MARGIN)
     others = [
         _estimate(f"Ψ of {q}", g, "given the learning rate") for q, g in found.items() if q != "asam" and g is not None
     ]
@@ -138,23 +182,33 @@ def test(study: Study) -> Finding:
         effect=_estimate("Ψ of adaptive sharpness and gap", main, ""),
         n=len(frame),
         evidence=Evidence(
-            main.p_value, main.value > 0, sign_flip_p(main.strata, "less", shift=MARGIN), main.smallest_p
+            main.p_value,
+            main.value > 0,
+            sign_flip_p(main.strata, "less", shift=margin),
+            main.smallest_p,
+            smallest_sign_flip_p(len(main.strata), "less"),
         ),
         conditions=tuple(Condition(f"τ over {a} alone is not negative", v >= 0) for a, v in main.axes.items()),
         confounders=(
             Confounder("learning rate", "held fixed: runs are compared, and permuted, within one learning rate"),
             Confounder("group size, weight decay", "granulated: each τ compares runs that differ in one setting alone"),
             Confounder("method and seed", "held fixed in each comparison"),
+            Confounder("a gap of noise", f"its reliability within strata must reach {FLOOR:g}; here {reliable:.2f}"),
             Confounder("scale of the weights", "adaptive sharpness; the plain one is beside it"),
         ),
         others=tuple(others),
         rows=rows_of(frame["run"], "probes", ("step", "value", "rho"), f"functional {FUNCTIONAL}; sam, asam; train")
         + rows_of(frame["run"], "eval", ("step", "accuracy", "n"), "split heldout and train, temperature 1"),
         notes=(
-            f"{main.pairs} compared pairs in {len(main.strata)} strata; axes: {', '.join(axes)}",
+            f"{main.pairs} compared pairs in {len(main.strata)} strata; axes: {', '.join(axes)}{why}",
             *unfinished(study),
         ),
         frames={"grid": frame},
+        samples=(
+            Sample(
+                "Ψ of each stratum", main.strata, tuple(range(len(main.strata))), "higher", margin, runs=per_stratum
+            ),
+        ),
     )
 
 
@@ -212,17 +266,16 @@ CLAIM = Claim(
     NAME,
     "sharpness predicts the generalization gap",
     "flat minima; tested after arXiv 1912.02178",
-    "exploratory",
     Rule(
         "supported: the granulated Kendall coefficient of adaptive sharpness and gap at fixed learning rate is above 0 "
         "(permutation of the gap within learning rate, method and seed) and no axis alone is negative; refuted: it is "
-        f"shown to be below {MARGIN:g} (sign-flip test over strata)",
+        f"shown to be below {{margin}} (sign-flip test over strata); untestable where the gap's reliability is below {FLOOR:g}",
         "runs of the grid",
         8,
         MARGIN,
     ),
-    "a grid learning rate × group size × weight decay with perturbation probes, 2 seeds or more; to be refuted it needs 6 strata "
-    "(methods × seeds × learning rates)",
+    "a grid learning rate × group size × weight decay with perturbation probes, of at least 5 strata (methods × seeds × learning "
+    "rates), evaluated with enough answers for the gap to be reliable",
     test,
     draw=draw,
 )

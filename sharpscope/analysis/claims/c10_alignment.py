@@ -1,24 +1,25 @@
-"""C10: alignment with probability is what matters: the treatment against its controls and a learning-rate sweep."""
+"""C10: alignment with probability is what matters: the treatment against reversed and against shuffled weights."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
 from sharpscope.analysis.claims.base import (
+    DOSED,
     FINISHED_ONLY,
     PAIRED_BY_SEED,
     SAME_SETTINGS,
     Claim,
-    Condition,
     Confounder,
+    Dose,
     Finding,
     Rule,
+    Source,
     Verdict,
     difference_estimate,
     directional,
@@ -26,20 +27,24 @@ from sharpscope.analysis.claims.base import (
     picture,
     present,
     rows_of,
+    sample_of,
     unfinished,
 )
 from sharpscope.analysis.claims.c07_generalization import at_last_step, held_out
-from sharpscope.analysis.claims.measures import last_step
+from sharpscope.analysis.claims.measures import dose_of, last_step, paired_noise
 from sharpscope.analysis.figures.draw import draw_points, t_interval
 from sharpscope.analysis.figures.style import BLUE, GRAY, WIDTH, Picture, finish, panels, plain, styled
 from sharpscope.analysis.statistics import contrast_interval
-from sharpscope.analysis.study import GRID, Pair, Pairing, Study, grid_settings, most_common
+from sharpscope.analysis.study import Study
 from sharpscope.config.token_weights import PAPER_SIGMOID
 
 NAME = "C10"
 _CONSTANT = re.compile(r"weight\.(?:of\.)?(\w+)=(-?[0-9.]+(?:e-?[0-9]+)?)")
 MARGIN = 0.02
-MINIMUM = 7  # seeds of every rival
+RIVALS = ("reverse", "shuffled")
+"""Controls that the rule names."""
+MATCHED = 1.5
+"""Factor by which the rotations of the update may differ for the dose to count as matched."""
 CONTROLS = {
     "shuffled": "the same weights, without their alignment with probability",
     "constant": "the same mean weight on every token",
@@ -48,105 +53,104 @@ CONTROLS = {
 }
 
 
-def sweep_pairings(study: Study) -> dict[float, Pairing]:
-    """Learning rate → pairs of the treatment with the baseline at that other learning rate, all else equal."""
-    rate = (GRID["learning rate"],)
-    treated = study.of(study.treatment)
-    if not treated:
-        return {}
-    main = most_common(sorted(study.setting_key(run) for run in treated.values()))
-    inside = {name: run for name, run in sorted(treated.items()) if study.setting_key(run) == main}
-    ground = study.setting_key(next(iter(inside.values())), rate)
-    own = grid_settings(next(iter(inside.values()))).get("learning rate")
-    by_seed = {run.seed: name for name, run in reversed(inside.items())}
-    found: dict[float, list[Pair]] = {}
-    seen: set[tuple[float, Any]] = set()
-    for name, run in sorted(study.of(study.baseline).items()):
-        other = grid_settings(run).get("learning rate")
-        if other is None or other == own or study.setting_key(run, rate) != ground or run.seed not in by_seed:
-            continue
-        if (other, run.seed) not in seen:
-            seen.add((other, run.seed))
-            found.setdefault(other, []).append(Pair(run.seed, name, by_seed[run.seed]))
-    return {value: Pairing(tuple(pairs)) for value, pairs in sorted(found.items())}
+def control(study: Study, suffix: str) -> str:
+    """Name of the method that stands for a control: of the variants that were run, the one whose dose is closest.
+
+    A variant is the control with changed constants, such as `grpo-sg-shuffled+weight.U=4`, which match its dose.
+    """
+    plain_name = f"{study.treatment}-{suffix}"
+    found = [name for name in study.methods if name == plain_name or name.startswith(f"{plain_name}+")]
+    own = _rotation(study, study.treatment)
+    doses = {name: _rotation(study, name) for name in found}
+    known = {name: abs(np.log(dose / own)) for name, dose in doses.items() if dose and own}
+    return min(known, key=lambda name: known[name]) if known else plain_name
+
+
+def _rotation(study: Study, method: str) -> float | None:
+    return dose_of(list(study.alike(method).values()), method).rotation
 
 
 def comparisons(study: Study) -> dict[str, pd.DataFrame]:
     """Rival → seed, baseline (the rival's held-out accuracy), treatment, difference."""
-    found = {}
-    for suffix in CONTROLS:
-        rival = f"{study.treatment}-{suffix}"
-        found[rival] = at_last_step(study, study.pairing(baseline=rival), held_out)
-    for value, pairing in sweep_pairings(study).items():
-        found[f"{study.baseline} at lr {value:g}"] = at_last_step(study, pairing, held_out)
-    return found
+    names = [control(study, suffix) for suffix in CONTROLS]
+    return {name: at_last_step(study, study.pairing(baseline=name), held_out) for name in names}
 
 
 def test(study: Study) -> Finding:
-    """Held-out accuracy of the treatment minus that of its strongest rival; it must beat every one."""
+    """Held-out accuracy of the treatment minus that of each rival; it must beat both."""
     frames = comparisons(study)
-    controls = [f"{study.treatment}-{suffix}" for suffix in CONTROLS]
-    lacking = [name for name in controls if not len(frames[name])]
+    names = [control(study, suffix) for suffix in RIVALS]
     compared = {name: frame for name, frame in frames.items() if len(frame)}
-    rivals, aside = _rivals(compared, controls)
-    others = present(*(difference_estimate(f"against {name}", frame, UNIT) for name, frame in compared.items()))
+    others = present(
+        *(difference_estimate(f"against {name}", frame, UNIT, "", "points") for name, frame in compared.items())
+    )
+    lacking = [name for name in names if name not in compared]
     if lacking:
         return Finding(
             missing=f"no run of {', '.join(lacking)} that pairs with one of {study.treatment}", others=others
         )
-    evidence = {name: directional(frame["difference"].to_numpy(), "higher", MARGIN) for name, frame in rivals.items()}
+    margin = study.terms.margin(NAME, MARGIN)
+    dose = dose_of(list(study.alike(study.treatment).values()), study.treatment)
+    doses = {name: _rotation(study, name) for name in names}
+    if unmatched := _unmatched(dose, doses):
+        return Finding(missing=unmatched, others=others, dose=dose)
+    evidence = {name: directional(compared[name]["difference"].to_numpy(), "higher", margin) for name in names}
     # the rival that the treatment is least shown to beat: by direction first, then by p
     strongest = max(evidence, key=lambda name: (not evidence[name].as_claimed, evidence[name].p_supported))
-    swept = [name for name in rivals if name not in controls]
-    first = study.pairing(baseline=controls[0])
-    names = {name for rival in controls for name in study.pairing(baseline=rival).names}
+    pairings = {name: study.pairing(baseline=name) for name in names}
+    runs = sorted({run for pairing in pairings.values() for run in pairing.names})
     return Finding(
-        effect=difference_estimate(f"difference of held-out accuracy against {strongest}", compared[strongest], UNIT),
-        n=min(len(frame) for frame in rivals.values()),
+        effect=difference_estimate(
+            f"difference of held-out accuracy against {strongest}", compared[strongest], UNIT, "", "points"
+        ),
+        n=min(len(compared[name]) for name in names),
         evidence=every(evidence.values()),
-        conditions=(Condition(f"{study.baseline} was run at other learning rates too", bool(swept)),),
         confounders=(
-            Confounder(
-                "size of the weights", "constant weights of the same mean, and a learning-rate sweep of the baseline"
-            ),
+            Confounder("size of the dose", f"rotations of the update within a factor of {MATCHED:g}, where recorded"),
             Confounder("spread of the weights", "the same weights shuffled over the tokens of each completion"),
-            Confounder("entropy in place of probability", "weights that follow entropy"),
+            Confounder("any change of the weights", "the same weights reversed"),
+            Confounder("learning rate", "a claim of its own, C14"),
             Confounder(
-                "best of many rivals", "every rival must be beaten: the largest p counts, so none is selected by chance"
+                "best of several rivals", "both must be beaten: the larger p counts, so none is selected by chance"
             ),
             PAIRED_BY_SEED,
             SAME_SETTINGS,
+            DOSED,
             FINISHED_ONLY,
         ),
         others=others,
-        rows=rows_of(
-            sorted(names), "eval", ("step", "accuracy", "n"), "split heldout, temperature 1, last shared step"
-        ),
+        rows=rows_of(runs, "eval", ("step", "accuracy", "n"), "split heldout, temperature 1, last shared step"),
         notes=(
-            f"{study.treatment} at {first.setting or 'one setting'} against {len(controls)} controls and "
-            f"{len(swept)} other learning rates",
-            *(
-                f"{name} has {len(frame)} seeds, too few for the rule: shown, not a rival"
-                for name, frame in aside.items()
-            ),
+            f"{study.treatment} at {pairings[names[0]].setting or 'one setting'} against {' and '.join(names)}",
+            *(f"{name}: update turned by {value:.3g}°" for name, value in doses.items() if value is not None),
             *unfinished(study),
         ),
         frames={"comparisons": pd.concat([f.assign(rival=name) for name, f in compared.items()], ignore_index=True)},
+        dose=dose,
+        samples=tuple(
+            sample_of(f"held-out accuracy against {name}", compared[name], "higher", margin, _noise(study, name))
+            for name in names
+        ),
     )
 
 
-def _rivals(
-    compared: dict[str, pd.DataFrame], controls: list[str]
-) -> tuple[dict[str, pd.DataFrame], dict[str, pd.DataFrame]]:
-    """Comparisons that the rule uses, and comparisons that are only shown.
+def _noise(study: Study, rival: str) -> tuple[Source, ...]:
+    pairs = study.pairing(baseline=rival).pairs
+    return paired_noise([(study.finished[p.baseline], study.finished[p.treatment]) for p in pairs], "heldout")
 
-    A learning rate with fewer than MINIMUM seeds (from a grid made for another purpose, say) cannot be tested; it is set
-    aside if another one has enough seeds. If none has, all are used, and their number of seeds decides.
-    """
-    swept = [name for name in compared if name not in controls]
-    enough = [name for name in swept if len(compared[name]) >= MINIMUM]
-    aside = {name: compared[name] for name in swept if enough and name not in enough}
-    return {name: frame for name, frame in compared.items() if name not in aside}, aside
+
+def _unmatched(dose: Dose, rivals: Mapping[str, float | None]) -> str:
+    """Why the doses are not matched; empty if they are, or were not recorded."""
+    known = {name: value for name, value in rivals.items() if value is not None}
+    if dose.rotation is None or len(known) < len(rivals):
+        return ""
+    if all(1 / MATCHED <= value / dose.rotation <= MATCHED for value in known.values()):
+        return ""
+    found = ", ".join(f"{name} by {value:.3g}°" for name, value in known.items())
+    return (
+        f"the dose is not matched: {dose.method} turned the update by {dose.rotation:.3g}°, {found}; the rule allows a factor "
+        f"of {MATCHED:g} (change the control's weight bounds)"
+    )
 
 
 UNIT = "share of completions, treatment − rival"
@@ -234,17 +238,18 @@ CLAIM = Claim(
     NAME,
     "alignment with probability is what matters",
     "arXiv 2511.00066 (its reversed weights do worse); the other controls are this project's",
-    "primary",
     Rule(
-        "supported: held-out accuracy is higher than with shuffled, constant, reversed and entropy-aligned "
-        "weights and than the baseline at every other learning rate tried (the largest of the sign-flip p-values over "
-        f"seeds; a rate with fewer than {MINIMUM} seeds counts only if none has as many); "
-        f"refuted: it is shown to be higher than one of them by less than {MARGIN:g}",
+        "supported: held-out accuracy is higher than with the same weights reversed and than with the same weights shuffled, at "
+        "matched dose (the larger of the sign-flip p-values over seeds); refuted: it is shown to be higher than one of them by "
+        "less than {margin} (Bonferroni over both)",
         "pairs of runs with one seed, fewest over the rivals",
-        MINIMUM,
+        6,
         MARGIN,
+        scale="points",
+        compares=True,
     ),
-    f"at least {MINIMUM} seeds of every control and of the baseline at two other learning rates",
+    "more seeds of the treatment and of both controls, with weights that turn the update equally far",
     test,
     draw=draw,
+    version="between runs",
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,23 +11,28 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from sharpscope.analysis.claims.base import (
+    DOSED,
     PAIRED_BY_SEED,
     Claim,
     Condition,
     Confounder,
+    Estimate,
     Finding,
     Rule,
+    Sample,
     Verdict,
     difference_estimate,
     directional,
     every,
+    log_margin,
     mean_estimate,
     picture,
     present,
     rows_of,
+    sample_of,
     unfinished,
 )
-from sharpscope.analysis.claims.measures import relative_difference
+from sharpscope.analysis.claims.measures import dose_of
 from sharpscope.analysis.figures.style import GRAY, Lines, Picture, finish, lines, panels, plain, styled
 from sharpscope.analysis.study import Study
 from sharpscope.analysis.tokens import Columns, Reducer
@@ -84,24 +90,28 @@ def partial_correlation(predicted: np.ndarray, measured: np.ndarray, step: np.nd
 
 
 def drift(run: Run) -> float | None:
-    """|H at the end − H at the start| over H at the start, means of ENDS steps."""
+    """ln(H at the end / H at the start), means of ENDS steps: negative where entropy falls."""
     entropy = run.steps.sort_values("step")["entropy_mean"].dropna().to_numpy(dtype=float)
     if len(entropy) < 2 * ENDS:
         return None
-    start = float(entropy[:ENDS].mean())
-    return abs(float(entropy[-ENDS:].mean()) - start) / start if start > 0 else None
+    start, end = float(entropy[:ENDS].mean()), float(entropy[-ENDS:].mean())
+    return math.log(end / start) if start > 0 and end > 0 else None
 
 
 def drift_frame(study: Study, treatment: str = STABLE) -> pd.DataFrame:
-    """seed, drift of baseline and of `treatment`, and their relative difference as `difference`."""
+    """seed, drift of baseline and of `treatment` [ln], and `difference`, treatment − baseline."""
 
     def measure(first: Run, second: Run) -> tuple[float, float] | None:
         a, b = drift(first), drift(second)
         return None if a is None or b is None else (a, b)
 
-    frame = study.differences(study.pairing(treatment), measure)
-    relative = [relative_difference(a, b) for a, b in zip(frame["baseline"], frame["treatment"], strict=True)]
-    return frame.assign(difference=np.array(relative, dtype=float))
+    return study.differences(study.pairing(treatment), measure)
+
+
+def scales(frame: pd.DataFrame) -> pd.DataFrame:
+    """Per seed, the standard deviation over steps of the predicted and of the measured change, mean over runs [nats]."""
+    spread = frame.groupby(["seed", "run"])[["predicted", "measured"]].std().reset_index()
+    return spread.groupby("seed")[["predicted", "measured"]].mean().reset_index()
 
 
 def test(study: Study) -> Finding:
@@ -112,22 +122,42 @@ def test(study: Study) -> Finding:
         for _, rows in frame.groupby("run")
         if (r := partial_correlation(*(rows[c].to_numpy() for c in ("predicted", "measured", "step")))) is not None
     ]
+    drifts, own = drift_frame(study), drift_frame(study, study.treatment)
+    beside = present(
+        difference_estimate(f"drift of entropy, {STABLE} against {study.baseline}", drifts, DRIFT_UNIT, "", "log"),
+        difference_estimate(
+            f"drift of entropy, {study.treatment} against {study.baseline}", own, DRIFT_UNIT, "", "log"
+        ),
+        *(
+            mean_estimate(f"drift of {name}", drifts[column].to_numpy(dtype=float), "ln(end / start)", "", "log")
+            for name, column in ((study.baseline, "baseline"), (STABLE, "treatment"))
+        ),
+    )
     if not found:
         return Finding(
-            missing=f"no run has polarity, loss_coef and entropy in {FEWEST} steps with a neighbor on each side"
+            missing=f"no run has polarity, loss_coef and entropy in {FEWEST} steps with a neighbor on each side",
+            others=beside,
         )
-    by_seed = pd.DataFrame(found, columns=["seed", "r"]).groupby("seed")["r"].mean().to_numpy()
-    evidence = directional(by_seed, "higher", MARGIN)
-    drifts, own = drift_frame(study), drift_frame(study, study.treatment)
-    tested = len(drifts) > 0
-    if tested:
-        stable = directional(drifts["difference"].to_numpy(), "lower", DRIFT_MARGIN)
-        evidence = every((evidence, stable))
+    if not len(drifts):
+        return Finding(
+            missing=f"no pair of {STABLE} and {study.baseline}: half of the claim cannot be tested", others=beside
+        )
+    by_seed = pd.DataFrame(found, columns=["seed", "r"]).groupby("seed")["r"].mean()
+    margin, drift_margin = study.terms.margin(NAME, MARGIN), log_margin(DRIFT_MARGIN, "higher")
+    stable = directional(drifts["difference"].to_numpy(), "higher", drift_margin)
+    means = drifts[["baseline", "treatment"]].mean()
+    size = scales(frame)
+    ratio = np.log(size["predicted"].to_numpy() / size["measured"].to_numpy())
     return Finding(
-        effect=mean_estimate("partial correlation of predicted and measured change", by_seed, "correlation"),
-        n=min(len(by_seed), len(drifts)) if tested else len(by_seed),
-        evidence=evidence,
-        conditions=(Condition(f"entropy's drift under {STABLE} could be compared with {study.baseline}'s", tested),),
+        effect=mean_estimate("partial correlation of predicted and measured change", by_seed.to_numpy(), "correlation"),
+        n=min(len(by_seed), len(drifts)),
+        evidence=every((directional(by_seed.to_numpy(), "higher", margin), stable)),
+        conditions=(
+            Condition(
+                f"the mean drift under {STABLE} is closer to 0 than under {study.baseline}",
+                bool(abs(means["treatment"]) < abs(means["baseline"])),
+            ),
+        ),
         confounders=(
             Confounder("the same tokens on both sides", "the change is measured around the step, from other rollouts"),
             Confounder("trends", "a parabola in the step is removed from both"),
@@ -136,24 +166,36 @@ def test(study: Study) -> Finding:
                 "AdamW, shared parameters", "the prediction is first order in each token's logits alone: a bound on it"
             ),
             PAIRED_BY_SEED,
+            DOSED,
         ),
         others=present(
-            difference_estimate(
-                f"difference of entropy drift, {STABLE}", drifts, "relative difference to the baseline"
-            ),
-            difference_estimate(
-                f"difference of entropy drift, {study.treatment}", own, "relative difference to the baseline"
+            *beside,
+            mean_estimate("predicted change, standard deviation", size["predicted"].to_numpy(), "nats"),
+            mean_estimate("measured change, standard deviation", size["measured"].to_numpy(), "nats"),
+            Estimate(
+                "predicted over measured",
+                float(np.exp(ratio[np.isfinite(ratio)].mean())) if np.isfinite(ratio).any() else math.nan,
+                "1",
+                n=int(np.isfinite(ratio).sum()),
+                note="geometric mean of the ratio of standard deviations; the prediction's scale is not tested, only its sign and order",
             ),
         ),
         rows=rows_of(frame["run"].unique(), "tokens", COLUMNS, "all recorded steps")
         + rows_of(frame["run"].unique(), "steps", ("step", "entropy_mean", "lr"), "recorded steps and their neighbors"),
         notes=(
             f"{len(frame)} steps of {frame['run'].nunique()} runs",
-            *(() if tested else (f"no pair of {STABLE}: that half cannot be tested",)),
             *unfinished(study),
         ),
         frames={"prediction": frame, "drift": drifts},
+        dose=dose_of(list(study.alike(STABLE).values()), STABLE),
+        samples=(
+            Sample("partial correlation", by_seed.to_numpy(), tuple(by_seed.index), "higher", margin, runs=1),
+            sample_of("drift of entropy", drifts, "higher", drift_margin),
+        ),
     )
+
+
+DRIFT_UNIT = "ln(end / start), difference"
 
 
 def entropy_prediction(prediction: pd.DataFrame, lines: Lines) -> Figure:
@@ -199,16 +241,14 @@ CLAIM = Claim(
     NAME,
     "polarity predicts entropy's change, and covariance-aware weights stabilize it",
     "arXiv 2605.11775 (polarity) and 2605.11538 (covariance)",
-    "exploratory",
     Rule(
-        "supported: predicted and measured changes correlate within runs (sign-flip test over seeds) and entropy "
-        "drifts "
-        f"less under {STABLE} than under the baseline; refuted: the correlation is shown to be below {MARGIN:g}, "
-        "or the "
-        f"drift to be smaller by less than {DRIFT_MARGIN:.0%}",
+        "supported: predicted and measured changes correlate within runs (sign-flip test over seeds), and entropy falls less under "
+        f"{STABLE} than under the baseline (signed drift, ln(end / start)), its mean drift being closer to 0; refuted: the correlation "
+        f"is shown to be below {{margin}}, or the drift to be higher by less than {DRIFT_MARGIN:.0%} (Bonferroni)",
         "seeds",
         6,
         MARGIN,
+        compares=True,
     ),
     f"more seeds, with tokens recorded at every step, and of {STABLE}",
     test,

@@ -10,24 +10,27 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from sharpscope.analysis.claims.base import (
+    DOSED,
     FINISHED_ONLY,
     PAIRED_BY_SEED,
     SAME_SETTINGS,
     Claim,
     Condition,
     Confounder,
+    Evidence,
     Finding,
     Rule,
     Verdict,
     difference_estimate,
     directional,
-    mean_estimate,
+    log_margin,
     pairing_notes,
     picture,
     present,
     rows_of,
+    sample_of,
 )
-from sharpscope.analysis.claims.measures import relative_difference
+from sharpscope.analysis.claims.measures import dose_of, log_ratios
 from sharpscope.analysis.figures.draw import draw_curves, draw_medians, regular_steps
 from sharpscope.analysis.figures.style import Lines, Picture, finish, lines, panels, plain, styled
 from sharpscope.analysis.statistics import sign_flip_p
@@ -70,26 +73,58 @@ def share_frame(results: list[Reduced]) -> pd.DataFrame:
 
 
 def compared(shares: pd.DataFrame, pairing: Pairing, column: str) -> pd.DataFrame:
-    """seed, mean share of both runs over the steps recorded in both, relative difference as `difference`."""
+    """seed, mean share of both runs over the steps recorded in both, ln(treatment/baseline) as `difference`."""
     by_run = {run: rows.set_index("step")[column] for run, rows in shares.groupby("run")}
     rows = []
     for pair in pairing.pairs:
         a, b = by_run.get(pair.baseline), by_run.get(pair.treatment)
         both = a.index.intersection(b.index) if a is not None and b is not None else pd.Index([])
         if a is not None and b is not None and len(both):
-            first, second = float(a[both].mean()), float(b[both].mean())
-            rows.append((pair.seed, first, second, relative_difference(first, second)))
-    return pd.DataFrame(rows, columns=["seed", "baseline", "treatment", "difference"])
+            rows.append((pair.seed, float(a[both].mean()), float(b[both].mean())))
+    return log_ratios(pd.DataFrame(rows, columns=["seed", "baseline", "treatment"]))
 
 
-def _direct(shares: pd.DataFrame, method: str, column: str) -> np.ndarray:
-    """Per seed, the relative change that the weights make within the treatment's own steps."""
-    own = shares[shares["method"] == method].groupby("seed")[[column, f"{column}_unweighted"]].mean()
-    return np.array([relative_difference(float(b), float(a)) for a, b in own.to_numpy()])
+def direct(shares: pd.DataFrame, column: str) -> pd.DataFrame:
+    """seed, share without the weights (`baseline`) and with them (`treatment`) on the same tokens, ln ratio as `difference`."""
+    own = shares.groupby("seed", as_index=False)[[f"{column}_unweighted", column]].mean()
+    return log_ratios(own.rename(columns={f"{column}_unweighted": "baseline", column: "treatment"}))
 
 
 def test(study: Study) -> Finding:
-    """Relative difference of the gradient share of lucky tokens; confident tokens must keep theirs."""
+    """Log ratio of the lucky tokens' gradient share with and without the weights, on the same tokens."""
+    runs = study.alike(study.treatment)
+    if not runs:
+        return Finding(missing=f"no finished run of {study.treatment}")
+    shares = share_frame(study.results(NAME, runs))
+    lucky, sure = direct(shares, "lucky"), direct(shares, "confident")
+    if not len(lucky):
+        return Finding(missing=f"no run of {study.treatment} has score_norm_local at a step")
+    return Finding(
+        effect=difference_estimate(
+            "change of the lucky tokens' gradient share by the weights", lucky, WITHIN, "", "log"
+        ),
+        n=len(lucky),
+        evidence=_evidence(study, lucky),
+        conditions=(_kept(study, sure),),
+        confounders=(
+            Confounder("another policy after training", "the same tokens with and without their weights"),
+            Confounder("scale of the weights", "shares of the whole do not see a common factor"),
+            Confounder("clipping", "clipped tokens have no gradient on either side"),
+            FINISHED_ONLY,
+        ),
+        others=present(difference_estimate("change of the confident tokens' share", sure, WITHIN, "", "log")),
+        rows=rows_of(runs, "tokens", COLUMNS, "score_norm_local recorded"),
+        notes=(DEFINED, f"{shares['step'].nunique()} recorded steps"),
+        frames={
+            "shares": share_frame(study.results(NAME, study.alike(study.baseline, study.treatment))),
+            "direct": lucky,
+        },
+        samples=(sample_of("lucky tokens' share", lucky, "lower", _margin(study), runs=1),),
+    )
+
+
+def test_between(study: Study) -> Finding:
+    """Log ratio of the lucky tokens' gradient share, treatment over baseline, paired by seed."""
     shares = share_frame(study.results(NAME, study.alike(study.baseline, study.treatment)))
     pairing = study.pairing()
     if pairing.missing:
@@ -97,43 +132,51 @@ def test(study: Study) -> Finding:
     lucky, sure = compared(shares, pairing, "lucky"), compared(shares, pairing, "confident")
     if not len(lucky):
         return Finding(missing="no pair has score_norm_local at one step")
-    evidence = directional(lucky["difference"].to_numpy(), "lower", MARGIN)
-    kept = sign_flip_p(sure["difference"].to_numpy(), "greater", shift=-MARGIN) <= 0.05
     return Finding(
-        effect=difference_estimate("difference of the lucky tokens' gradient share", lucky, UNIT),
+        effect=difference_estimate("change of the lucky tokens' gradient share", lucky, UNIT, "", "log"),
         n=len(lucky),
-        evidence=evidence,
-        conditions=(Condition(f"confident tokens are shown to lose less than {MARGIN:.0%} of their share", kept),),
+        evidence=_evidence(study, lucky),
+        conditions=(_kept(study, sure),),
         confounders=(
-            Confounder(
-                "another policy after training", "the weights' direct effect within the same tokens is beside it"
-            ),
+            Confounder("another policy after training", "not handled: each run's tokens are its own policy's"),
             Confounder("scale of the weights", "shares of the whole do not see a common factor"),
             PAIRED_BY_SEED,
             SAME_SETTINGS,
+            DOSED,
             FINISHED_ONLY,
         ),
-        others=present(
-            difference_estimate("difference of the confident tokens' share", sure, UNIT),
-            mean_estimate(
-                "direct effect of the weights on lucky tokens", _direct(shares, study.treatment, "lucky"), WITHIN
-            ),
-            mean_estimate(
-                "direct effect of the weights on confident tokens",
-                _direct(shares, study.treatment, "confident"),
-                WITHIN,
-            ),
-        ),
+        others=present(difference_estimate("change of the confident tokens' share", sure, UNIT, "", "log")),
         rows=rows_of(
             pairing.names, "tokens", COLUMNS, "score_norm_local recorded, steps recorded in both runs of a pair"
         ),
-        notes=(f"lucky: π < {LOW:g} and A > 0; confident: π > {HIGH:g}", *pairing_notes(study, pairing)),
-        frames={"shares": shares, "lucky": lucky, "confident": sure},
+        notes=(DEFINED, *pairing_notes(study, pairing)),
+        frames={"lucky": lucky, "confident": sure},
+        dose=dose_of([study.finished[pair.treatment] for pair in pairing.pairs], study.treatment),
+        samples=(sample_of("lucky tokens' share", lucky, "lower", _margin(study)),),
     )
 
 
-UNIT = "relative difference, treatment − baseline"
-WITHIN = "relative difference, with − without weights"
+test_between.__test__ = False  # type: ignore[attr-defined]  # not a test, whatever its name looks like
+
+
+def _margin(study: Study) -> float:
+    return log_margin(study.terms.margin(NAME, MARGIN), "lower")
+
+
+def _evidence(study: Study, lucky: pd.DataFrame) -> Evidence:
+    return directional(lucky["difference"].to_numpy(), "lower", _margin(study))
+
+
+def _kept(study: Study, sure: pd.DataFrame) -> Condition:
+    values = sure["difference"].to_numpy()
+    kept = len(values) > 0 and sign_flip_p(values, "greater", shift=-_margin(study)) <= study.terms.level
+    margin = study.terms.margin(NAME, MARGIN)
+    return Condition(f"confident tokens are shown to lose less than {margin:.0%} of their share", bool(kept))
+
+
+DEFINED = f"lucky: π < {LOW:g} and A > 0; confident: π > {HIGH:g}"
+UNIT = "ln(treatment / baseline)"
+WITHIN = "ln(with / without weights)"
 
 
 def lucky_spikes(shares: pd.DataFrame, lines: Lines) -> Figure:
@@ -164,23 +207,43 @@ def draw(verdict: Verdict, study: Study) -> Iterator[Picture]:
     yield picture(verdict, "shares", "lucky_spikes", caption, lambda frame: lucky_spikes(frame, styles))
 
 
-CLAIM = Claim(
+TITLE = "GRPO-SG damps lucky spikes while keeping confident tokens"
+SOURCE = "arXiv 2511.00066"
+BETWEEN = Claim(
     NAME,
-    "GRPO-SG damps lucky spikes while keeping confident tokens",
-    "arXiv 2511.00066",
-    "exploratory",
+    TITLE,
+    SOURCE,
     Rule(
-        f"supported: the share of Σ|c|·norm held by tokens with π < {LOW:g} and A > 0 is lower (sign-flip test "
-        "over seeds) "
-        f"and that of tokens with π > {HIGH:g} is shown to fall by less than {MARGIN:.0%}; refuted: it is shown "
-        "to be lower "
-        f"by less than {MARGIN:.0%}",
+        f"supported: the share of Σ|c|·norm held by tokens with π < {LOW:g} and A > 0 is lower than in the baseline's run of the same "
+        f"seed (sign-flip test over seeds) and that of tokens with π > {HIGH:g} is shown to fall by less than {{margin}}; refuted: it "
+        "is shown to be lower by less than {margin}",
         "pairs of runs with one seed",
         6,
         MARGIN,
+        scale="log",
+        compares=True,
     ),
     "more paired seeds with recording.token_gradients_every",
+    test_between,
+    version="between runs",
+)
+CLAIM = Claim(
+    NAME,
+    TITLE,
+    SOURCE,
+    Rule(
+        f"supported: on the same tokens the weights lower the share of Σ|c|·norm held by tokens with π < {LOW:g} and A > 0 (sign-flip "
+        f"test over seeds), and that of tokens with π > {HIGH:g} is shown to fall by less than {{margin}}; refuted: they are shown to "
+        "lower it by less than {margin}",
+        "seeds of the treatment",
+        6,
+        MARGIN,
+        scale="log",
+    ),
+    "more seeds of the treatment with recording.token_gradients_every",
     test,
     (REDUCER,),
     draw,
+    "same gradient",
+    BETWEEN,
 )

@@ -12,6 +12,8 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from sharpscope.analysis.claims.base import Dose, Source
+
 if TYPE_CHECKING:
     from sharpscope.traces import Run
 
@@ -19,8 +21,8 @@ TEMPERATURE = 1.0
 """Sampling temperature of the accuracies compared; where a run was not evaluated at it, its highest is taken."""
 SMOOTHING = 10
 """Steps over which a reward or a training accuracy is averaged [steps]."""
-FUNCTIONAL = "nll"
-"""The functional whose sharpness is compared between methods."""
+FUNCTIONAL = "expected_failure"
+"""The functional whose sharpness is compared between methods and with the gap."""
 MEASURES = {"sam": "plain", "asam": "adaptive"}
 """Sharpness measures: quantity in the probes table → what it is."""
 
@@ -118,7 +120,8 @@ def repeats(run: Run) -> float | None:
 @per_run
 def _probed(run: Run) -> dict[tuple[str, str], pd.DataFrame]:
     """(quantity, functional) → rows with a value that converged, over all parameters where they are named so."""
-    rows = run.probes[["step", "probe_set", "functional", "parameters", "quantity", "value", "rho", "converged"]]
+    columns = ["step", "probe_set", "functional", "parameters", "quantity", "value", "std_error", "rho", "converged"]
+    rows = run.probes.reindex(columns=columns)
     rows = rows[rows["value"].notna() & ~rows["converged"].eq(False)]
     found = {}
     for key, group in rows.groupby(["quantity", "functional"]):
@@ -190,10 +193,147 @@ def informative_groups(run: Run) -> pd.Series | None:
     return (per_step - steps["zero_std_groups"]).cumsum()
 
 
-def relative_difference(baseline: float, treatment: float) -> float:
-    """2(b − a)/(|a| + |b|), in [−2, 2]: close to ln(b/a) where both are positive and near, and defined for any sign."""
-    size = abs(baseline) + abs(treatment)
-    return 0.0 if size == 0 else 2 * (treatment - baseline) / size
+def log_ratios(frame: pd.DataFrame) -> pd.DataFrame:
+    """A paired frame with ln(treatment/baseline) as `difference`; rows with a value that is not positive are left out."""
+    positive = frame[(frame["baseline"] > 0) & (frame["treatment"] > 0)]
+    difference = np.log(positive["treatment"].to_numpy(dtype=float)) - np.log(
+        positive["baseline"].to_numpy(dtype=float)
+    )
+    return positive.assign(difference=difference)
+
+
+def dose_of(runs: Sequence[Run], method: str) -> Dose:
+    """Mean rotation of the update and mean angle between halves of a batch over the steps of `runs` [degrees]."""
+
+    def mean(column: str) -> float | None:
+        found = [run.steps[column].mean() for run in runs if column in run.steps]
+        known = [float(value) for value in found if math.isfinite(value)]
+        return float(np.mean(known)) if known else None
+
+    return Dose(mean("update_rotation"), mean("noise_rotation"), method)
+
+
+@per_run
+def within_prompt_share(run: Run) -> float:
+    """Share of the variance p(1 − p) of an answer that is left within a prompt, E[π(1 − π)]/(p(1 − p)); 1 if not known.
+
+    From training groups in the last SMOOTHING steps: with π ~ Beta of mean p, the share of groups whose G rewards are all
+    equal is E[π^G + (1 − π)^G], which fixes the Beta's spread.
+    """
+    rollout = run.config.get("rollout", {})
+    per_step, size = rollout.get("prompts_per_step"), rollout.get("group_size")
+    rows = run.steps.sort_values("step").tail(SMOOTHING)
+    if not per_step or not size or size < 2 or not len(rows):
+        return 1.0
+    accuracy, equal = float(rows["accuracy"].mean()), float(rows["zero_std_groups"].mean() / per_step)
+    if not 0 < accuracy < 1:
+        return 1.0
+
+    def excess(correlation: float) -> float:
+        total = (1 - correlation) / correlation
+        a, b = accuracy * total, (1 - accuracy) * total
+        places = np.arange(size)
+        alike = np.prod((a + places) / (total + places)) + np.prod((b + places) / (total + places))
+        return float(alike - equal)
+
+    low, high = 1e-6, 1 - 1e-6
+    if excess(low) >= 0:
+        return 1.0
+    if excess(high) <= 0:
+        return 0.0
+    from scipy.optimize import brentq  # takes longer to import than most commands need
+
+    return float(1 - brentq(excess, low, high))
+
+
+def answer_noise(run: Run, split: str, step: int) -> Source | None:
+    """Variance of an accuracy from sampling answers to its fixed prompts; its size is prompts × samples.
+
+    With k > 1 samples a prompt: V_w/(n·k), V_w = (p(1 − p) − n·s²)·k/(k − 1) with s the standard error clustered by
+    prompt. With k = 1: p(1 − p)/n times `within_prompt_share`. None if the split was not evaluated.
+    """
+    rows = run.eval[(run.eval["split"] == split) & (run.eval["step"] == step)]
+    heats = rows["temperature"].unique()
+    if not len(heats):
+        return None
+    rows = rows[rows["temperature"] == min(heats, key=lambda heat: (abs(heat - TEMPERATURE) > 1e-6, -heat))]
+    single = rows[rows["level"] != "all"]
+    rows = single if len(single) else rows
+    n, k = rows["n"].to_numpy(dtype=float), rows["k"].to_numpy(dtype=float)
+    p = rows["accuracy"].to_numpy(dtype=float)
+    within, note = p * (1 - p) * within_prompt_share(run), "k = 1: spread within a prompt from the training groups"
+    if (k > 1).all() and "std_error" in rows and np.isfinite(rows["std_error"].to_numpy(dtype=float)).all():
+        between = n * rows["std_error"].to_numpy(dtype=float) ** 2
+        within, note = np.maximum(0.0, p * (1 - p) - between) * k / (k - 1), ""
+    variance = float(np.sum((n / n.sum()) ** 2 * within / (n * k)))
+    return Source("answers", float((n * k).sum()), variance, note)
+
+
+def paired_noise(runs: Sequence[tuple[Run, Run]], split: str) -> tuple[Source, ...]:
+    """Variance of a difference of accuracies from sampling answers, mean over pairs; empty if not known."""
+    found = []
+    for pair in runs:
+        step = last_step(*pair, split=split)
+        parts = [answer_noise(run, split, step) for run in pair] if step is not None else []
+        found.append([part for part in parts if part is not None])
+    if not found or any(len(parts) != 2 for parts in found):
+        return ()
+    variance = float(np.mean([sum(part.variance for part in parts) for parts in found]))
+    size = float(np.mean([part.size for parts in found for part in parts]))
+    return (Source("answers", size, variance, found[0][0].note),)
+
+
+def probe_noise(runs: Sequence[tuple[Run, Run]], quantity: str) -> tuple[Source, ...]:
+    """Variance of ln(treatment/baseline) of a sharpness from the prompts that were drawn; empty if no standard error is recorded.
+
+    The sum of both squared relative standard errors over prompts. Runs that share their prompts have less.
+    """
+    found = []
+    for pair in runs:
+        parts = [_relative_error(run, quantity) for run in pair]
+        if all(part is not None for part in parts):
+            found.append(sum(part**2 for part in parts if part is not None))
+    if not found:
+        return ()
+    prompts = [float(run.config.get("probes", {}).get("prompts") or 1) for pair in runs for run in pair]
+    note = "at most: the prompts of both runs are taken as independent"
+    return (Source("probe prompts", float(np.mean(prompts)), float(np.mean(found)), note),)
+
+
+def _relative_error(run: Run, quantity: str) -> float | None:
+    """Standard error over value of the sharpness at the last probed step, middle radius; None if not recorded."""
+    rows = probe_rows(run, quantity)
+    if not len(rows) or "std_error" not in rows:
+        return None
+    rows = rows[rows["step"] == rows["step"].max()].sort_values("rho")
+    row = rows.iloc[(len(rows) - 1) // 2]
+    error = float(row["std_error"]) / float(row["value"]) if row["value"] > 0 else math.nan
+    return error if math.isfinite(error) and error > 0 else None
+
+
+def gap_noise(run: Run, step: int) -> float | None:
+    """Variance of the generalization gap from sampling answers: held-out answers plus training answers."""
+    outside, inside = answer_noise(run, "heldout", step), answer_noise(run, "train", step)
+    if outside is None:
+        return None
+    if inside is not None:
+        return outside.variance + inside.variance
+    trained = train_accuracy(run, step)
+    return None if trained is None else outside.variance + trained[0] * (1 - trained[0]) / trained[1]
+
+
+def reliability(values: NDArray[np.floating], noise: NDArray[np.floating], groups: Sequence[Any]) -> float:
+    """1 − (mean noise variance)/(variance within groups), at least 0: the share of the spread that is no sampling noise.
+
+    Args:
+        values, noise: (n,) a number per run and its sampling variance.
+        groups: (n,) only runs of one group are compared; a group of one run says nothing.
+    """
+    frame = pd.DataFrame({"value": values, "group": [repr(group) for group in groups]})
+    centered = frame["value"] - frame.groupby("group")["value"].transform("mean")
+    freedom = len(frame) - frame["group"].nunique()
+    total = float((centered**2).sum() / freedom) if freedom > 0 else 0.0
+    return max(0.0, 1 - float(np.mean(noise)) / total) if total > 0 else 0.0
 
 
 def log_steps(values: NDArray[np.floating]) -> NDArray[np.float64]:
@@ -203,3 +343,17 @@ def log_steps(values: NDArray[np.floating]) -> NDArray[np.float64]:
     logs = np.log(np.where(good, data, 1.0))
     both = good[1:] & good[:-1]
     return np.asarray((logs[1:] - logs[:-1])[both])
+
+
+def unreliable(found: float, floor: float, values: NDArray[np.floating], noise: NDArray[np.floating]) -> str:
+    """Why a gap of reliability `found` < `floor` cannot be predicted, and how many times as many answers would do."""
+    sampled = float(np.mean(noise))
+    total = sampled / (1 - found) if found > 0 else float(np.var(values, ddof=1))
+    text = (
+        f"the gap's reliability is {found:.2f}, below {floor:g}: its standard deviation over the runs compared is "
+        f"{100 * total**0.5:.2g} points, that of sampling answers {100 * sampled**0.5:.2g} points"
+    )
+    if found <= 0:
+        return text + "; evaluate more prompts and samples"
+    more = sampled / (total - sampled) * floor / (1 - floor)
+    return text + f"; {math.ceil(10 * more) / 10:g} times as many answers would do"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from sharpscope.analysis.claims import (
@@ -19,11 +20,12 @@ from sharpscope.analysis.claims import (
     c11_oscillator,
     c12_entropy,
     c13_lucky,
+    c14_learning_rate,
 )
-from sharpscope.analysis.claims.base import Claim, Finding, Verdict, decide
+from sharpscope.analysis.claims.base import Claim, Verdict, decide
 from sharpscope.analysis.figures.style import Picture
-from sharpscope.analysis.statistics import holm
 from sharpscope.analysis.study import Study
+from sharpscope.analysis.terms import DEFAULT, Terms
 from sharpscope.analysis.tokens import DECILE_SUMS
 from sharpscope.errors import UserError, nearest
 
@@ -44,9 +46,9 @@ _ALL = (
     c11_oscillator.CLAIM,
     c12_entropy.CLAIM,
     c13_lucky.CLAIM,
+    c14_learning_rate.CLAIM,
 )
 CLAIMS: dict[str, Claim] = {claim.name: claim for claim in _ALL}
-PRIMARY = tuple(name for name, claim in CLAIMS.items() if claim.role == "primary")
 REDUCERS = (*(reducer for claim in _ALL for reducer in claim.reducers), *DECILE_SUMS)
 """Everything that claims and figures need of whole token tables, and that `reduce` keeps in their place."""
 
@@ -58,11 +60,12 @@ def test_claims(
     baseline: str = "grpo",
     treatment: str = "grpo-sg",
     ignore: Sequence[str] = (),
+    terms: Terms | None = None,
 ) -> list[Verdict]:
     """A verdict for each claim.
 
-    The primary claims (C4, C7, C10) share one error rate by Holm's method, and all of them are tested whichever are asked
-    for, so that a verdict does not depend on what else was asked. One without a p-value counts as p = 1.
+    The primary claims (C7, C4, C10) have a fixed order, and all of them are tested whichever are asked for, so that a verdict
+    does not depend on what else was asked.
 
     Args:
         runs: from `load_runs`; unfinished ones are left out and named.
@@ -70,13 +73,14 @@ def test_claims(
         baseline, treatment: names of the two methods compared, as in run.json. Where a claim says GRPO-SG it is tested on
             `treatment`. If no run has one of them, the claims that need it are untestable and say so.
         ignore: settings in which the two runs of a pair may differ, e.g. optimizer.lr if it was tuned for each method.
+        terms: margins, level, order and least dose; None: those of the rules.
 
     Raises:
         UserError: an unknown claim, or a method compared with itself.
     """
     names = _names(claims)
-    study = study_of(runs, baseline, treatment, ignore)
-    study.read_tokens([reducer for name in _tested(names) for reducer in CLAIMS[name].reducers])
+    study = study_of(runs, baseline, treatment, ignore, terms)
+    study.read_tokens([reducer for name in _tested(names, study.terms) for reducer in CLAIMS[name].reducers])
     return verdicts_of(study, names)
 
 
@@ -84,19 +88,32 @@ test_claims.__test__ = False  # type: ignore[attr-defined]  # not a test, whatev
 
 
 def verdicts_of(study: Study, names: Sequence[str] = tuple(CLAIMS)) -> list[Verdict]:
-    """The verdicts on the claims `names`; the study has read the tokens that they need."""
-    findings = {name: CLAIMS[name].test(study) for name in _tested(names)}
-    corrected = _corrected({name: finding for name, finding in findings.items() if name in PRIMARY})
+    """The verdicts on the claims `names`; the study has read the tokens that they need.
+
+    A primary verdict is confirmatory if every claim before it in the order has the same verdict: testing in a fixed order and
+    stopping at the first claim that is not rejected keeps the chance of any wrong rejection at the level (Maurer, Hothorn and
+    Lehmacher 1995), for `supported` and for `refuted` separately.
+    """
     methods = (study.baseline, study.treatment)
-    verdicts = []
-    for name in names:
-        if name in PRIMARY:
-            supported, refuted = corrected[name]
-            options = {"p_supported": supported, "p_refuted": refuted}
-            verdicts.append(decide(CLAIMS[name], findings[name], methods, family=len(PRIMARY), **options))
-        else:
-            verdicts.append(decide(CLAIMS[name], findings[name], methods))
-    return verdicts
+    found: dict[str, Verdict] = {}
+    for name in _tested(names, study.terms):
+        claim = CLAIMS[name]
+        verdict = decide(claim, claim.test(study), methods, study.terms)
+        if claim.beside is not None:
+            beside = decide(claim.beside, claim.beside.test(study), methods, study.terms)
+            verdict = replace(verdict, beside=beside)
+        found[name] = verdict
+    largest, before = 0.0, set[str]()
+    for name in study.terms.order:
+        if name not in found:
+            continue
+        verdict = found[name]
+        before.add(verdict.verdict)
+        largest = max(largest, 1.0 if verdict.p_value is None else verdict.p_value)
+        adjusted = None if verdict.p_value is None else largest
+        confirmatory = before in ({"supported"}, {"refuted"})
+        found[name] = replace(verdict, p_adjusted=adjusted, confirmatory=confirmatory)
+    return [found[name] for name in names]
 
 
 def claim_pictures(verdicts: Sequence[Verdict], study: Study) -> Iterator[Picture]:
@@ -107,7 +124,13 @@ def claim_pictures(verdicts: Sequence[Verdict], study: Study) -> Iterator[Pictur
             yield from draw(verdict, study)
 
 
-def study_of(runs: Runs, baseline: str = "grpo", treatment: str = "grpo-sg", ignore: Sequence[str] = ()) -> Study:
+def study_of(
+    runs: Runs,
+    baseline: str = "grpo",
+    treatment: str = "grpo-sg",
+    ignore: Sequence[str] = (),
+    terms: Terms | None = None,
+) -> Study:
     """The runs laid out for comparing two methods.
 
     Raises:
@@ -115,7 +138,7 @@ def study_of(runs: Runs, baseline: str = "grpo", treatment: str = "grpo-sg", ign
     """
     if baseline == treatment:
         raise UserError(f"treatment {treatment}: the same as the baseline; give another method")
-    return Study(runs.by_name, baseline, treatment, tuple(ignore))
+    return Study(runs.by_name, baseline, treatment, tuple(ignore), terms=terms or DEFAULT)
 
 
 def _names(claims: Sequence[str] | None) -> list[str]:
@@ -129,18 +152,6 @@ def _names(claims: Sequence[str] | None) -> list[str]:
     return [name for name in CLAIMS if name in wanted]
 
 
-def _tested(names: Sequence[str]) -> list[str]:
+def _tested(names: Sequence[str], terms: Terms) -> list[str]:
     """The claims asked for, and with any primary one all primary ones."""
-    return [name for name in CLAIMS if name in names or (name in PRIMARY and set(names) & set(PRIMARY))]
-
-
-def _corrected(findings: dict[str, Finding]) -> dict[str, tuple[float | None, float | None]]:
-    """Holm's p-values for and against, over all primary claims; what cannot be tested counts as 1."""
-
-    def adjusted(values: dict[str, float | None]) -> dict[str, float | None]:
-        whole = holm({name: 1.0 if value is None else value for name, value in values.items()})
-        return {name: None if values[name] is None else whole[name] for name in values}
-
-    supported = adjusted({name: None if f.missing else f.evidence.p_supported for name, f in findings.items()})
-    refuted = adjusted({name: None if f.missing else f.evidence.p_refuted for name, f in findings.items()})
-    return {name: (supported[name], refuted[name]) for name in findings}
+    return [name for name in CLAIMS if name in names or (name in terms.order and set(names) & set(terms.order))]

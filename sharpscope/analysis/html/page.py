@@ -117,8 +117,7 @@ def _figure(name: str, picture: Picture, image: tuple[str, int, int]) -> dict[st
 
 def _p_text(section: VerdictSection) -> str:
     verdict = section.verdict
-    p = "" if verdict.p_value is None else number(verdict.p_value)
-    return f"{p}, after Holm {number(verdict.p_adjusted)}" if p and verdict.role == "primary" else p
+    return "" if verdict.p_value is None else number(verdict.p_value)
 
 
 @cache

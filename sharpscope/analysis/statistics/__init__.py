@@ -1,6 +1,7 @@
 """Statistics of few, unequal and dependent samples: clustered intervals, sign-flip tests, granulated rank correlation."""
 
 from sharpscope.analysis.statistics.concentration import gini, lorenz, top_share
+from sharpscope.analysis.statistics.correlation import Correlation, correlation
 from sharpscope.analysis.statistics.intervals import (
     FEWEST,
     Interval,
@@ -11,7 +12,6 @@ from sharpscope.analysis.statistics.intervals import (
     share_interval,
 )
 from sharpscope.analysis.statistics.permutation import (
-    holm,
     sign_flip_interval,
     sign_flip_p,
     smallest_sign_flip_p,
@@ -22,15 +22,16 @@ from sharpscope.analysis.statistics.regression import ClusterSlope, cluster_mome
 __all__ = [
     "FEWEST",
     "ClusterSlope",
+    "Correlation",
     "Granulated",
     "Interval",
     "accuracy_interval",
     "band",
     "cluster_moments",
     "contrast_interval",
+    "correlation",
     "gini",
     "granulated_kendall",
-    "holm",
     "kendall",
     "lorenz",
     "mean_interval",

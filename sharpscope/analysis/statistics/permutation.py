@@ -1,4 +1,4 @@
-"""Sign-flip (paired permutation) tests of a mean over clusters, their intervals, and Holm's correction.
+"""Sign-flip (paired permutation) tests of a mean over clusters, and their intervals.
 
 The test asks whether values that are symmetric about `shift` would have a mean as far from it as the one seen. Paired
 differences of two methods with the same distribution are symmetric about 0 whatever that distribution is, so the
@@ -9,7 +9,6 @@ exact for them at any number of pairs, with heavy tails too (Fisher 1935; Pitman
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 from typing import Literal
 
 import numpy as np
@@ -80,17 +79,6 @@ def sign_flip_interval(values: NDArray[np.floating], level: float = 0.95) -> tup
     chosen = (_patterns(n)[1:] + 1) / 2  # (2^n − 1, n) members of each non-empty subset
     means = np.sort(chosen @ data / chosen.sum(axis=1))
     return float(means[outside - 1]), float(means[-outside])
-
-
-def holm(p_values: Mapping[str, float]) -> dict[str, float]:
-    """Holm's step-down p-values (Scand. J. Stat. 1979): rejecting those ≤ α keeps the family's error at α."""
-    ordered = sorted(p_values.items(), key=lambda item: item[1])
-    adjusted: dict[str, float] = {}
-    running = 0.0
-    for rank, (name, p) in enumerate(ordered):
-        running = max(running, min(1.0, (len(ordered) - rank) * p))
-        adjusted[name] = running
-    return adjusted
 
 
 def _checked(values: NDArray[np.floating]) -> NDArray[np.float64]:

@@ -68,7 +68,13 @@ PROBE_COLUMNS = ["step", "probe_set", "functional", "parameters", "quantity", "v
 
 
 def probe_frame(rows: list[dict[str, Any]]) -> pd.DataFrame:
-    base = {"probe_set": "train-0", "functional": "nll", "parameters": "all", "rho": np.nan, "converged": None}
+    base = {
+        "probe_set": "train-0",
+        "functional": "expected_failure",
+        "parameters": "all",
+        "rho": np.nan,
+        "converged": None,
+    }
     return pd.DataFrame([base | row for row in rows], columns=PROBE_COLUMNS)
 
 
@@ -103,6 +109,7 @@ def frame_run(
     tokens: pd.DataFrame | None = None,
     noise: int = 0,
     tag: str = "",
+    answers: int = 400,
 ) -> FrameRun:
     """One run. `config` is laid over CONFIG's parts; `sharpness` becomes sam, asam and largest at three steps."""
     rng = np.random.default_rng([seed, noise, *method.encode(), *tag.encode()])
@@ -123,7 +130,7 @@ def frame_run(
         seed=seed,
         config=whole,
         steps=steps_frame(rng, steps, **(columns or {})),
-        eval=eval_frame(rows),
+        eval=eval_frame(rows, answers),
         probes=probe_frame(surface),
         token_frame=tokens,
     )
@@ -164,7 +171,8 @@ def tokens_frame(
         hidden = np.exp(0.2 * rng.normal(size=count)) * rest**hidden_slope
         logit_norm = rest * rng.uniform(1.05, 1.35, count)
         shift = correlated * rng.normal()
-        norm = 3 * rest**slope * hidden * np.exp(draw(rng, tails, count, concentration).clip(-5, 5) + shift)
+        reach = max(5.0, 4 * concentration)  # heavy tails are cut off
+        norm = 3 * rest**slope * hidden * np.exp(draw(rng, tails, count, concentration).clip(-reach, reach) + shift)
         advantage = rng.normal(size=count)
         weight = 1.0 + 0.4 * (1 - rest) if weights else np.ones(count)
         low = rest >= np.quantile(rest, 0.9)

@@ -38,7 +38,7 @@ def token_claim(**by_truth: dict[str, Any]) -> Any:
 
 score_norm = token_claim(effect={"slope": 1.0}, none={"slope": 0.0}, wrong={"slope": -1.0})
 dominance = token_claim(
-    effect={"concentration": 1.5}, none={"concentration": 0.0}, wrong={"slope": 0.3, "concentration": 0.0}
+    effect={"concentration": 3.5}, none={"concentration": 0.0}, wrong={"slope": 0.3, "concentration": 0.0}
 )
 influence = token_claim(effect={"low_influence": -2.0}, none={}, wrong={"low_influence": 2.0})
 
@@ -54,18 +54,19 @@ def generalisation(truth: str, rng: Rng, seeds: int, tails: str) -> Any:
 
 
 def bound(truth: str, rng: Rng, seeds: int, tails: str) -> Any:
-    """The radius holds on the first third of the seeds; on the others the gap is 0.05 smaller, equal or 0.15 larger."""
+    """Sharpness at radius 0.1 is 1.1 times the gap (effect), an unrelated number of the same size, or falls as the gap rises."""
     runs = []
     for seed in range(seeds):
-        late = seed >= max(2, seeds // 3)
-        gap = 0.1 + {"effect": -0.05, "none": 0.0, "wrong": 0.15}[truth] * late
-        gap += 0.0 if not late else draw(rng, tails, 1, 0.01)[0]
+        gap = float(np.clip(0.12 + 0.04 * rng.normal(), 0.02, 0.25))
+        other = float(np.clip(0.12 + 0.04 * rng.normal(), 0.02, 0.25))
+        value = 1.1 * {"effect": gap, "none": other, "wrong": 0.27 - gap}[truth]
+        value += float(np.clip(draw(rng, tails, 1, 0.002)[0], -0.02, 0.02))
         rows = [
-            {"step": 40, "functional": "expected_failure", "quantity": q, "rho": rho, "value": value * f}
-            for rho, value in ((0.02, 0.02), (0.1, 0.1), (0.3, 0.4))
+            {"step": 40, "functional": "expected_failure", "quantity": q, "rho": rho, "value": value * times * f}
+            for rho, times in ((0.02, 0.2), (0.1, 1.0), (0.3, 4.0))
             for q, f in (("sam", 1.0), ("sam_first_order", 0.8), ("average", 0.1))
         ]
-        runs.append(frame_run(seed=seed, heldout=0.7 - gap, train=0.7, probes=rows))
+        runs.append(frame_run(seed=seed, heldout=0.7 - gap, train=0.7, probes=rows, answers=8000))
     return study(*runs)
 
 
@@ -75,7 +76,7 @@ def grid(truth: str, rng: Rng, seeds: int, tails: str, hidden: bool = True) -> A
     for seed in range(seeds):
         for lr in (1e-4, 2e-4, 4e-4):
             for size in (4, 8):
-                for decay in (0.0, 0.1):
+                for decay in (0.0, 1.0):
                     common = np.log2(lr / 1e-4) * hidden
                     own = rng.normal()
                     value = float(np.exp(common + own))
@@ -86,7 +87,16 @@ def grid(truth: str, rng: Rng, seeds: int, tails: str, hidden: bool = True) -> A
                     }
                     tag = f"-{lr:g}-{size}-{decay:g}"
                     runs.append(
-                        frame_run(seed=seed, config=config, heldout=0.7 - gap, train=0.7, sharpness=value, tag=tag)
+                        frame_run(
+                            seed=seed,
+                            config=config,
+                            heldout=0.7 - gap,
+                            train=0.7,
+                            sharpness=value,
+                            tag=tag,
+                            answers=8000,
+                            columns={"lr": lr, "updates": 30},
+                        )
                     )
     return study(*runs)
 
@@ -105,23 +115,34 @@ def smoothness(truth: str, rng: Rng, seeds: int, tails: str) -> Any:
 RIVALS = ("grpo-sg-shuffled", "grpo-sg-constant", "grpo-sg-reverse", "grpo-sg-entropy")
 
 
-def alignment(
-    truth: str, rng: Rng, seeds: int, tails: str, as_good: str = "", sweep: bool = True, missing: str = ""
-) -> Any:
+def alignment(truth: str, rng: Rng, seeds: int, tails: str, as_good: str = "", missing: str = "") -> Any:
     """The treatment beats all rivals by 0.1, by 0, or loses; `as_good` names one rival that is as good as it."""
     runs = []
     for seed in range(seeds):
         level = 0.5 + 0.05 * rng.normal()
-        for name in ("grpo-sg", *RIVALS, "grpo", "grpo at 0.0003"):
-            if name == missing or (name == "grpo at 0.0003" and not sweep):
+        for name in ("grpo-sg", *RIVALS, "grpo"):
+            if name == missing:
                 continue
             better = name in ("grpo-sg", as_good)
             value = level + 0.1 * SIGN[truth] * better + draw(rng, tails, 1, 0.02)[0]
-            swept = name == "grpo at 0.0003"
-            config = {"optimizer": {"lr": 3e-4}} if swept else None
-            runs.append(
-                frame_run("grpo" if swept else name, seed, config=config, heldout=value, tag="-hot" if swept else "")
-            )
+            runs.append(frame_run(name, seed, heldout=value))
+    return study(*runs)
+
+
+RATES = (5e-5, 1e-4, 2e-4)
+
+
+def learning_rate(truth: str, rng: Rng, seeds: int, tails: str, as_good: float = 0.0) -> Any:
+    """The treatment at 1e-4 beats the baseline at every rate by 0.1, by 0, or loses; at the rate `as_good` they are equal."""
+    runs = []
+    for seed in range(seeds):
+        level = 0.5 + 0.05 * rng.normal()
+        value = level + 0.1 * SIGN[truth] + draw(rng, tails, 1, 0.02)[0]
+        runs.append(frame_run("grpo-sg", seed, heldout=value))
+        for rate in RATES:
+            value = level + 0.1 * SIGN[truth] * (rate == as_good) + draw(rng, tails, 1, 0.02)[0]
+            config = {"optimizer": {"lr": rate}}
+            runs.append(frame_run("grpo", seed, config=config, heldout=value, tag=f"-{rate:g}"))
     return study(*runs)
 
 
@@ -129,8 +150,15 @@ def oscillator(truth: str, rng: Rng, seeds: int, tails: str) -> Any:
     t = np.arange(1, 101.0)
     swinging = oscillator_shapes(t - 1, np.array([0.08]), np.array([0.4]))[0]
     shape = {"effect": swinging, "none": np.exp(-t / 20), "wrong": np.exp(-t / 8)}[truth]
+    # the mass is 0.9/(1e-4·0.1); this stiffness gives the frequency 0.08
+    curvature = {"step": 50, "functional": "surrogate", "quantity": "largest", "value": 0.08**2 * 9e4}
     runs = [
-        frame_run(seed=s, steps=100, columns={"reward_mean": 1 - 2 * shape + draw(rng, tails, 100, 0.1)})
+        frame_run(
+            seed=s,
+            steps=100,
+            columns={"reward_mean": 1 - 2 * shape + draw(rng, tails, 100, 0.1)},
+            probes=[curvature],
+        )
         for s in range(seeds)
     ]
     return study(*runs)
@@ -180,7 +208,8 @@ MAKERS = {
     "C11": oscillator,
     "C12": entropy,
     "C13": lucky,
+    "C14": learning_rate,
 }
 """Claim → maker of its studies."""
-SEEDS = {"C2": 2, "C3": 2, "C9": 3, "C1": 2, "C5": 9, "C6": 2, "C7": 10, "C10": 10}
+SEEDS = {"C2": 2, "C3": 2, "C9": 3, "C1": 2, "C5": 12, "C6": 2, "C7": 10, "C10": 10}
 """Seeds of an ordinary study; 8 where not named. The token claims' clusters are steps × seeds."""

@@ -12,32 +12,40 @@ from tests.analysis.claims.planted import alignment
 from tests.analysis.claims.verdicts import NOT_SUPPORTED, verdict
 
 
-def test_alignment_needs_every_rival():
+def test_alignment_needs_both_rivals():
     def rng():
         return np.random.default_rng(1)
 
-    same = verdict(alignment("effect", rng(), 7, "normal", as_good="grpo-sg-constant"), "C10")
-    assert same.verdict in NOT_SUPPORTED and "constant" in same.effect.name
-    hot = verdict(alignment("effect", rng(), 7, "normal", as_good="grpo at 0.0003"), "C10")
-    assert hot.verdict in NOT_SUPPORTED and "lr 0.0003" in hot.effect.name
-    lacking = verdict(alignment("effect", rng(), 7, "normal", missing="grpo-sg-entropy"), "C10")
-    assert lacking.verdict == "untestable" and "grpo-sg-entropy" in lacking.reason
-    unswept = verdict(alignment("effect", rng(), 7, "normal", sweep=False), "C10")
-    assert unswept.verdict == "inconclusive" and "learning rates" in unswept.reason
+    same = verdict(alignment("effect", rng(), 7, "normal", as_good="grpo-sg-shuffled"), "C10")
+    assert same.verdict in NOT_SUPPORTED and "shuffled" in same.effect.name
+    lacking = verdict(alignment("effect", rng(), 7, "normal", missing="grpo-sg-reverse"), "C10")
+    assert lacking.verdict == "untestable" and "grpo-sg-reverse" in lacking.reason
+    # the other controls are shown and decide nothing
+    beside = verdict(alignment("effect", rng(), 7, "normal", as_good="grpo-sg-constant"), "C10")
+    assert beside.verdict == "supported" and any("constant" in other.name for other in beside.others)
 
 
-@pytest.mark.parametrize("tried", [False, True])
-def test_a_learning_rate_of_few_seeds_is_shown_beside_and_decides_nothing(tried):
-    """A grid made for another claim holds two seeds of plain GRPO at one more rate: C10 must not become untestable."""
-    runs = list(alignment("effect", np.random.default_rng(1), 8, "normal").by_name.values())
-    few = [frame_run("grpo", s, config={"optimizer": {"lr": 9e-4}}, heldout=0.9, tag="-few") for s in (0, 1)]
-    found = verdict(study(*runs, *(few if tried else ())), "C10")
-    assert found.verdict == "supported" and found.n == 8
-    assert any("lr 0.0009 has 2 seeds" in note for note in found.notes) is tried
-    assert any(other.name == "against grpo at lr 0.0009" for other in found.others) is tried
-    # no other rate has enough: the few decide, and they are too few
-    alone = [run for run in runs if "-hot" not in run.name]
-    assert verdict(study(*alone, *few), "C10").verdict == "untestable"
+def with_doses(runs, **degrees):
+    for run in runs.by_name.values():
+        run.steps["update_rotation"] = degrees.get(run.method.replace("-", "_"), 0.0)
+    return runs
+
+
+def test_rivals_must_have_the_same_dose():
+    runs = alignment("effect", np.random.default_rng(1), 7, "normal")
+    doses = {"grpo_sg": 12.0, "grpo_sg_reverse": 14.0}
+    found = verdict(with_doses(runs, grpo_sg_shuffled=3.0, **doses), "C10")
+    assert found.verdict == "untestable" and "grpo-sg-shuffled by 3°" in found.reason
+    assert verdict(with_doses(runs, grpo_sg_shuffled=10.0, **doses), "C10").verdict == "supported"
+
+
+def test_of_several_variants_of_a_control_the_one_of_matched_dose_is_compared():
+    runs = with_doses(alignment("effect", np.random.default_rng(1), 7, "normal"), grpo_sg=12.0, grpo_sg_reverse=12.0)
+    stronger = [frame_run("grpo-sg-shuffled+weight.U=4", s, heldout=0.9) for s in range(7)]
+    for run in stronger:
+        run.steps["update_rotation"] = 11.0
+    found = verdict(study(*runs.by_name.values(), *stronger), "C10")
+    assert "weight.U=4" in found.effect.name and found.verdict == "refuted"
 
 
 def test_constants_are_read_from_labels():

@@ -66,7 +66,7 @@ def pictures(runs):
 
 def test_every_picture_is_drawn_or_says_what_is_missing(folder):
     found = pictures(load_runs(folder))
-    assert len(found) == 10 and {p.claim for p in found} == {*claims.CLAIMS} - {"C1", "C2", "C3", "C9"}
+    assert len(found) == 11 and {p.claim for p in found} == {*claims.CLAIMS} - {"C1", "C2", "C3", "C9"}
     assert all((p.figure is None) == bool(p.missing) for p in found)
 
 
@@ -85,7 +85,7 @@ def test_figures_draw_the_numbers():
     axis = drawn(grid("effect", rng, 1, "normal"), "gap_against_sharpness").axes[0]
     shown = [x for line in axis.lines if line.get_linestyle() == "None" for x in line.get_xdata()]
     assert len(shown) == 12 and axis.get_xscale() == "log"
-    hollow = {line.get_label().endswith("decay 0.1") for line in axis.lines if line.get_fillstyle() == "none"}
+    hollow = {line.get_label().endswith("decay 1") for line in axis.lines if line.get_fillstyle() == "none"}
     assert hollow == {True}
     bounds = MAKERS["C5"]("effect", rng, 6, "normal")
     left, right = drawn(bounds, "bound_tightness").axes

@@ -40,7 +40,7 @@ def test_heavy_tails_hide_nothing_and_make_nothing(claim):
 @pytest.mark.parametrize(
     ("claim", "truth"),
     [
-        ("C2", {"slope": 1.0}), ("C2", {"slope": 0.0}), ("C3", {"concentration": 1.5}), ("C3", {"concentration": 0.0}),
+        ("C2", {"slope": 1.0}), ("C2", {"slope": 0.0}), ("C3", {"concentration": 3.5}), ("C3", {"concentration": 0.0}),
         ("C9", {"low_influence": -2.0}), ("C9", {}),
     ],
 )  # fmt: skip
@@ -48,11 +48,11 @@ def test_tokens_that_share_a_shift_in_each_step_mislead_nobody(claim, truth):
     """Tokens of a step are not independent: what they share must neither make an effect nor hide one."""
     rng = np.random.default_rng(3)
     runs = study(*(frame_run(seed=s, tokens=tokens_frame(rng, 8, 200, correlated=0.5, **truth)) for s in range(3)))
-    there = truth in ({"slope": 1.0}, {"concentration": 1.5}, {"low_influence": -2.0})
+    there = truth in ({"slope": 1.0}, {"concentration": 3.5}, {"low_influence": -2.0})
     assert (verdict(runs, claim).verdict == "supported") is there
 
 
-@pytest.mark.parametrize("claim", ["C4", "C5", "C7", "C8", "C10", "C11", "C12", "C13"])
+@pytest.mark.parametrize("claim", ["C4", "C5", "C7", "C8", "C10", "C11", "C12", "C13", "C14"])
 def test_two_seeds_are_untestable_however_large_the_effect(claim):
     found = verdict(made(claim, "effect", seeds=2), claim)
     assert found.verdict == "untestable", found.line()
@@ -78,7 +78,7 @@ def test_another_pair_of_methods():
     with pytest.raises(UserError, match="treatment grpo"):
         claims.test_claims(runs, treatment="grpo")
     with pytest.raises(UserError, match="no such claim; did you mean 'C"):
-        claims.test_claims(runs, ["C14"])
+        claims.test_claims(runs, ["C15"])
 
 
 def test_unfinished_runs_are_left_out_and_named():
@@ -93,8 +93,7 @@ def test_a_verdict_on_a_primary_claim_does_not_depend_on_what_else_was_asked():
     runs = made("C7", "effect")
     alone, among = verdict(runs, "C7"), {v.claim: v for v in claims.test_claims(runs)}["C7"]
     assert alone.to_dict() == among.to_dict()
-    # three primary claims, two of them untestable: Holm multiplies by 3 all the same
-    assert alone.p_adjusted == pytest.approx(3 * alone.p_value)
+    assert alone.p_adjusted == alone.p_value  # C7 is the first in the order
 
 
 def test_no_runs_at_all_is_untestable_everywhere():

@@ -1,0 +1,185 @@
+"""C14: no learning rate of the baseline does as well as the treatment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from sharpscope.analysis.claims.base import (
+    DOSED,
+    FINISHED_ONLY,
+    PAIRED_BY_SEED,
+    Claim,
+    Confounder,
+    Finding,
+    Rule,
+    Verdict,
+    difference_estimate,
+    directional,
+    every,
+    picture,
+    present,
+    rows_of,
+    sample_of,
+    unfinished,
+)
+from sharpscope.analysis.claims.c07_generalization import at_last_step, held_out
+from sharpscope.analysis.claims.measures import dose_of, paired_noise
+from sharpscope.analysis.figures.style import BLUE, GRAY, Picture, finish, half_widths, panels, styled
+from sharpscope.analysis.statistics import band
+from sharpscope.analysis.study import GRID, Pair, Pairing, Study, grid_settings, most_common
+
+NAME = "C14"
+MARGIN = 0.02
+MINIMUM = 6
+"""Seeds of a learning rate; one with fewer is shown, not tested."""
+
+
+def rate_pairings(study: Study) -> dict[float, Pairing]:
+    """Learning rate → pairs of the treatment, at its own rate, with the baseline at that rate, all else equal."""
+    rate = (GRID["learning rate"],)
+    treated = study.of(study.treatment)
+    if not treated:
+        return {}
+    main = most_common(sorted(study.setting_key(run) for run in treated.values()))
+    inside = {name: run for name, run in sorted(treated.items()) if study.setting_key(run) == main}
+    ground = study.setting_key(next(iter(inside.values())), rate)
+    by_seed = {run.seed: name for name, run in reversed(inside.items())}
+    found: dict[float, list[Pair]] = {}
+    seen: set[tuple[float, Any]] = set()
+    for name, run in sorted(study.of(study.baseline).items()):
+        other = grid_settings(run).get("learning rate")
+        if other is None or study.setting_key(run, rate) != ground or run.seed not in by_seed:
+            continue
+        if (other, run.seed) not in seen:
+            seen.add((other, run.seed))
+            found.setdefault(other, []).append(Pair(run.seed, name, by_seed[run.seed]))
+    return {value: Pairing(tuple(pairs)) for value, pairs in sorted(found.items())}
+
+
+def test(study: Study) -> Finding:
+    """Held-out accuracy of the treatment minus that of the baseline at each learning rate; it must beat every one."""
+    pairings = rate_pairings(study)
+    frames = {rate: at_last_step(study, pairing, held_out) for rate, pairing in pairings.items()}
+    frames = {rate: frame for rate, frame in frames.items() if len(frame)}
+    treated = study.of(study.treatment)
+    if not frames or not treated:
+        return Finding(missing=f"no run of {study.treatment if not treated else study.baseline} to compare")
+    own = grid_settings(study.finished[next(iter(pairings.values())).pairs[0].treatment]).get("learning rate")
+    tested = {rate: frame for rate, frame in frames.items() if len(frame) >= MINIMUM}
+    others = present(
+        *(
+            difference_estimate(f"against {study.baseline} at lr {rate:g}", frame, UNIT, "", "points")
+            for rate, frame in frames.items()
+        )
+    )
+    sides = {
+        "below": [r for r in tested if own is not None and r < own],
+        "above": [r for r in tested if own and r > own],
+    }
+    lacking = [side for side, rates in sides.items() if not rates]
+    if own not in tested:
+        lacking.append("equal to")
+    if lacking:
+        return Finding(
+            missing=f"no learning rate of {study.baseline} {' and '.join(lacking)} that of {study.treatment} ({own:g}) has "
+            f"{MINIMUM} seeds in common with it",
+            others=others,
+        )
+    margin = study.terms.margin(NAME, MARGIN)
+    evidence = {rate: directional(frame["difference"].to_numpy(), "higher", margin) for rate, frame in tested.items()}
+    strongest = max(evidence, key=lambda rate: (not evidence[rate].as_claimed, evidence[rate].p_supported))
+    names = sorted({name for rate in tested for name in pairings[rate].names})
+    return Finding(
+        effect=difference_estimate(
+            f"difference of held-out accuracy against {study.baseline} at lr {strongest:g}",
+            tested[strongest],
+            UNIT,
+            "",
+            "points",
+        ),
+        n=min(len(frame) for frame in tested.values()),
+        evidence=every(evidence.values()),
+        confounders=(
+            Confounder("best of several rates", "every rate must be beaten: the largest p counts, so none is selected"),
+            Confounder("a rate between those tried", "not handled: the claim is about the rates of the sweep"),
+            PAIRED_BY_SEED,
+            DOSED,
+            FINISHED_ONLY,
+        ),
+        others=others,
+        rows=rows_of(names, "eval", ("step", "accuracy", "n"), "split heldout, temperature 1, last shared step"),
+        notes=(
+            f"{study.treatment} at lr {own:g} against {study.baseline} at {', '.join(f'{rate:g}' for rate in tested)}",
+            *(
+                f"lr {rate:g} has {len(frame)} seeds, too few for the rule: shown, not tested"
+                for rate, frame in frames.items()
+                if rate not in tested
+            ),
+            *unfinished(study),
+        ),
+        frames={"rates": pd.concat([f.assign(rate=rate) for rate, f in frames.items()], ignore_index=True)},
+        dose=dose_of(list(study.alike(study.treatment).values()), study.treatment),
+        samples=tuple(
+            sample_of(
+                f"held-out accuracy against lr {rate:g}",
+                frame,
+                "higher",
+                margin,
+                paired_noise(
+                    [(study.finished[p.baseline], study.finished[p.treatment]) for p in pairings[rate].pairs], "heldout"
+                ),
+            )
+            for rate, frame in tested.items()
+        ),
+    )
+
+
+UNIT = "share of completions, treatment − baseline at that rate"
+
+
+def accuracy_by_rate(rates: pd.DataFrame) -> Figure:
+    """Held-out accuracy of the baseline by learning rate, and of the treatment at its own (C14).
+
+    `rates`: rate, seed, baseline, treatment.
+    """
+    with styled():
+        figure, axes = panels(1, width=4.2, height=3.0)
+        points = band(rates, ["rate"], "baseline")
+        axes[0].errorbar(
+            points["rate"], points["mean"], yerr=half_widths(points), fmt="o-", color=BLUE, capsize=2, label="baseline"
+        )
+        treated = rates.drop_duplicates("seed")["treatment"]
+        axes[0].axhline(treated.mean(), color=GRAY, linestyle="--", label="treatment, mean over seeds")
+        axes[0].set(xscale="log", xlabel="learning rate of the baseline", ylabel="held-out accuracy [share]")
+        finish(figure, axes)
+    return figure
+
+
+def draw(verdict: Verdict, study: Study) -> Iterator[Picture]:
+    """Accuracy against the learning rate."""
+    caption = "Held-out accuracy of the baseline by learning rate; bars: 95 % t-interval over seeds"
+    yield picture(verdict, "rates", "accuracy_by_rate", caption, accuracy_by_rate)
+
+
+CLAIM = Claim(
+    NAME,
+    "no learning rate of plain GRPO does as well",
+    "this project: the rival explanation of weights whose mean is above 1",
+    Rule(
+        "supported: held-out accuracy is higher than that of the baseline at every learning rate of a sweep with rates below, "
+        f"equal to and above the treatment's and at least {MINIMUM} seeds each (the largest of the sign-flip p-values); refuted: "
+        "it is shown to be higher than at one rate by less than {margin} (Bonferroni over the rates)",
+        "pairs of runs with one seed, fewest over the rates",
+        MINIMUM,
+        MARGIN,
+        scale="points",
+        compares=True,
+    ),
+    f"the baseline at a lower and at a higher learning rate, each with at least {MINIMUM} of the treatment's seeds",
+    test,
+    draw=draw,
+)

@@ -1,0 +1,48 @@
+"""C14: the treatment against the baseline at every learning rate."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.analysis.claims.frames import frame_run, study
+from tests.analysis.claims.planted import learning_rate
+from tests.analysis.claims.verdicts import NOT_SUPPORTED, made, verdict
+
+
+def test_one_learning_rate_that_does_as_well_is_enough_against():
+    found = verdict(made("C14", "effect", as_good=2e-4), "C14")
+    assert found.verdict in NOT_SUPPORTED and "lr 0.0002" in found.effect.name
+
+
+@pytest.mark.parametrize(("left_out", "side"), [("-5e-05", "below"), ("-0.0002", "above"), ("-0.0001", "equal to")])
+def test_a_sweep_has_rates_on_both_sides(left_out, side):
+    runs = [run for run in made("C14", "effect").by_name.values() if f"{left_out}-" not in run.name]
+    found = verdict(study(*runs), "C14")
+    assert found.verdict == "untestable" and f"{side} that of grpo-sg" in found.reason
+
+
+def test_a_rate_of_few_seeds_is_shown_and_decides_nothing():
+    runs = list(learning_rate("effect", np.random.default_rng(1), 8, "normal").by_name.values())
+    few = [frame_run("grpo", s, config={"optimizer": {"lr": 9e-4}}, heldout=0.9, tag="-few") for s in (0, 1)]
+    found = verdict(study(*runs, *few), "C14")
+    assert found.verdict == "supported" and found.n == 8
+    assert any("lr 0.0009 has 2 seeds" in note for note in found.notes)
+    assert any(other.name == "against grpo at lr 0.0009" for other in found.others)
+
+
+def test_the_effect_is_the_smallest_difference():
+    runs = made("C14", "none").by_name.values()
+
+    def accuracy(run):
+        rows = run.eval.query("split == 'heldout' and temperature == 1 and step == 40")
+        return rows["accuracy"].iloc[0]
+
+    treated = {run.seed: accuracy(run) for run in runs if run.method == "grpo-sg"}
+    by_rate = {}
+    for run in runs:
+        if run.method == "grpo":
+            by_rate.setdefault(run.config["optimizer"]["lr"], []).append(treated[run.seed] - accuracy(run))
+    means = {rate: np.mean(values) for rate, values in by_rate.items()}
+    found = verdict(made("C14", "none"), "C14")
+    assert found.effect.value == pytest.approx(min(means.values()))
