@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -166,14 +167,15 @@ def shaping_ablation(comparisons: pd.DataFrame) -> Figure:
         figure, (axis,) = panels(1, height=0.4 + 0.25 * len(names))
         figure.set_figwidth(WIDTH)
         axis.axvline(0, color=GRAY, linewidth=0.8)
-        draw_points(axis, comparisons, BLUE, x="difference", y="rival", order=names, interval=_contrast)
+        draw_points(axis, comparisons, BLUE, x="difference", y="rival", order=names, interval=contrast)
         axis.set_yticks(range(len(names)), [plain(name) for name in names])
         axis.set(xlabel="held-out accuracy, treatment − rival [share of completions]", ylabel="")
         finish(figure, [axis])
     return figure
 
 
-def _contrast(values: Any) -> tuple[float, float]:
+def contrast(values: Any) -> tuple[float, float]:
+    """Ends of the interval of paired differences (n,); NaN with too few."""
     interval = contrast_interval(np.asarray(values, dtype=float))
     return (np.nan, np.nan) if interval is None else (interval.low, interval.high)
 

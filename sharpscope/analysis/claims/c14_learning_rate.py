@@ -27,9 +27,10 @@ from sharpscope.analysis.claims.base import (
     unfinished,
 )
 from sharpscope.analysis.claims.c07_generalization import at_last_step, held_out
+from sharpscope.analysis.claims.c10_alignment import contrast
 from sharpscope.analysis.claims.measures import dose_of, paired_noise
-from sharpscope.analysis.figures.style import BLUE, GRAY, Picture, finish, half_widths, panels, styled
-from sharpscope.analysis.statistics import band
+from sharpscope.analysis.figures.draw import draw_points
+from sharpscope.analysis.figures.style import BLUE, GRAY, WIDTH, Picture, finish, panels, styled
 from sharpscope.analysis.study import GRID, Pair, Pairing, Study, grid_settings, most_common
 
 NAME = "C14"
@@ -142,26 +143,25 @@ UNIT = "share of completions, treatment − baseline at that rate"
 
 
 def accuracy_by_rate(rates: pd.DataFrame) -> Figure:
-    """Held-out accuracy of the baseline by learning rate, and of the treatment at its own (C14).
+    """Held-out accuracy of the treatment minus that of the baseline at each learning rate, with 95 % intervals over seeds (C14).
 
-    `rates`: rate, seed, baseline, treatment.
+    `rates`: rate, seed, difference.
     """
+    values = rates.assign(name=[f"lr {rate:g}" for rate in rates["rate"]])
+    names = list(dict.fromkeys(values.sort_values("rate")["name"]))
     with styled():
-        figure, axes = panels(1, width=4.2, height=3.0)
-        points = band(rates, ["rate"], "baseline")
-        axes[0].errorbar(
-            points["rate"], points["mean"], yerr=half_widths(points), fmt="o-", color=BLUE, capsize=2, label="baseline"
-        )
-        treated = rates.drop_duplicates("seed")["treatment"]
-        axes[0].axhline(treated.mean(), color=GRAY, linestyle="--", label="treatment, mean over seeds")
-        axes[0].set(xscale="log", xlabel="learning rate of the baseline", ylabel="held-out accuracy [share]")
-        finish(figure, axes)
+        figure, (axis,) = panels(1, height=0.4 + 0.25 * len(names))
+        figure.set_figwidth(WIDTH)
+        axis.axvline(0, color=GRAY, linewidth=0.8)
+        draw_points(axis, values, BLUE, x="difference", y="name", order=names, interval=contrast)
+        axis.set(xlabel="held-out accuracy, treatment − baseline [share of completions]", ylabel="baseline at")
+        finish(figure, [axis])
     return figure
 
 
 def draw(verdict: Verdict, study: Study) -> Iterator[Picture]:
     """Accuracy against the learning rate."""
-    caption = "Held-out accuracy of the baseline by learning rate; bars: 95 % t-interval over seeds"
+    caption = "Held-out accuracy of the treatment against the baseline at each learning rate, paired by seed"
     yield picture(verdict, "rates", "accuracy_by_rate", caption, accuracy_by_rate)
 
 
