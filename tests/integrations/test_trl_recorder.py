@@ -425,3 +425,30 @@ def test_other_mistakes(tmp_path: Path, monkeypatch):
 def test_nothing_is_null_that_a_command_needs(watched):
     tokens: pd.DataFrame = watched["run"].tokens()
     assert tokens[["logp", "logit", "weight", "ratio", "clipped", "loss_coef", "head_grad_norm"]].notna().all(axis=None)
+
+
+@pytest.mark.parametrize("width", [1, None], ids=["sequence", "token"])
+def test_the_samplers_correction_is_recorded(tmp_path: Path, width: int | None):
+    """TRL's factor comes with the batch and goes through its shuffle: each row and token gets its own."""
+    one = trainer(tmp_path / "t", max_steps=1)
+    generate = one._generate_and_score_completions
+
+    def with_factor(inputs: Any) -> Any:
+        output = generate(inputs)
+        rows, columns = output["completion_mask"].shape
+        factor = torch.arange(rows * columns, dtype=torch.float32).view(rows, columns)
+        output["importance_sampling_ratio"] = factor[:, :width]
+        return output
+
+    one._generate_and_score_completions = with_factor
+    record(one, tmp_path / "run")
+    one.train()
+    tokens = sharpscope.load_run(tmp_path / "run").tokens()
+    if width == 1:  # the first token's factor, for the whole completion
+        first = tokens.groupby("rollout")["correction"]
+        assert (first.nunique() == 1).all()
+        values = first.first()
+        assert np.diff(values).min() == np.diff(values).max() > 0
+    else:
+        wide = tokens["correction"] - tokens["position"]
+        assert (wide.groupby(tokens["rollout"]).nunique() == 1).all() and tokens["correction"].is_monotonic_increasing

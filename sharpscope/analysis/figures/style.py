@@ -54,7 +54,7 @@ _METHODS = (
     ("ppo-ewma", "", "ar-lopti", "kl-cov", "dppo", "high-entropy", "papo"),
     ("lite-ppo", "", "reinforce-pp", "opo", "dppo-kl", "maxrl", "grpo-sg-mean-one"),
     ("dual-clip", "", "reinforce-pp-baseline", "otb", "", "luspo", "bnpo"),
-    ("sapo", "", "", "", "", "vespo", ""),
+    ("sapo", "", "", "cov-grpo-completion", "lp-reg", "vespo", "stapo"),
 )
 _FIXED = {name: (color, dash) for dash, row in enumerate(_METHODS) for color, name in enumerate(row) if name}
 _CONTROLS = ("shuffled", "reverse", "constant", "entropy", "mean-one")

@@ -16,38 +16,13 @@ from sharpscope.analysis.frames import natural
 from sharpscope.analysis.statistics import Interval, mean_interval
 from sharpscope.analysis.study import Study, most_common
 from sharpscope.analysis.text import csv_text
+from sharpscope.config import method_names
 from sharpscope.traces import Run, output_folder, write_atomic
 
 PAPER_SCALE = "Qwen2.5-3B"
 PUBLISHED: dict[str, dict[str, float]] = {"knights_knaves": {"grpo": 0.39, "grpo-sg": 0.63}}
 """Task → method → average accuracy as arXiv 2511.00066 gives it (K&K, 3 to 7 people, PAPER_SCALE)."""
-NEIGHBORS = (
-    "tr-grpo",
-    "ar",
-    "lopti",
-    "ar-lopti",
-    "cov-grpo",
-    "clip-cov",
-    "kl-cov",
-    "gspo",
-    "holder",
-    "dapo",
-    "dr-grpo",
-    "cispo",
-    "papo",
-    "ppo-ewma",
-    "high-entropy",
-    "grpo-sam",
-    "grpo-gnp",
-    "lite-ppo",
-    "rloo",
-    "reinforce-pp",
-    "reinforce-pp-baseline",
-    "opo",
-    "otb",
-    "gdpo",
-    "maxrl",
-)
+NEIGHBORS = tuple(name for name in method_names() if name not in ("grpo", "grpo-sg"))
 
 
 @dataclass(frozen=True)
