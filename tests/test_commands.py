@@ -146,7 +146,7 @@ def test_claims_and_figures_and_analyze_agree(tmp_path: Path):
     verdicts = json.loads((tmp_path / "report" / "claims.json").read_text())
     assert [(v["claim"], v["verdict"]) for v in verdicts] == [tuple(line.split()[:2]) for line in lines]
     invoke("figures", "--from", str(EXAMPLE), "--out", str(tmp_path / "figures"))
-    pictures = {path.name for path in (tmp_path / "figures").iterdir()}
+    pictures = {path.name for path in (tmp_path / "figures").rglob("*.*g")}
     assert pictures == {path.name for path in (tmp_path / "report").iterdir() if path.suffix in (".png", ".svg")}
     assert "C7" in invoke("claims", GRPO, "--claim", "C7", "--details")
     assert f"{tmp_path / 'claims'}/claims.md" in invoke("claims", str(EXAMPLE), "--out", str(tmp_path / "claims"))

@@ -59,9 +59,9 @@ def test_every_picture_is_remade_from_the_kept_runs(tmp_path: Path):
     for name in ("grpo-s0", "grpo-sg-s0"):
         invoke("unpack", str(REFERENCE / name), "--out", str(tmp_path / "part"))
     invoke("figures", "--from", str(tmp_path / "part"), "--out", str(tmp_path / "figures"))
-    made = {path.stem for path in (tmp_path / "figures").glob("*.png")}
+    made = {path.stem for path in (tmp_path / "figures").rglob("*.png")}
     assert {"reward", "accuracy", "score_norm", "sharpness_nll", "rho_curves_nll", "spectrum", "stability"} <= made
-    assert made <= {path.stem for path in (ROOT / "figures").glob("*.png")}
+    assert made <= {path.stem for path in (ROOT / "figures").rglob("*.png")}
 
 
 def test_kept_runs_are_those_of_the_declared_study():

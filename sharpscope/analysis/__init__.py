@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 from sharpscope.analysis.comparison import Comparison, compare
 from sharpscope.analysis.forks import batches_needed, fork_differences
-from sharpscope.analysis.frames import middle_radius, slices_of
 from sharpscope.analysis.loading import load_several, nothing_found
 from sharpscope.analysis.spikes import explain_spikes, find_spikes
 from sharpscope.analysis.terminal import render_spikes, render_tokens, show, top_tokens, watch
 from sharpscope.analysis.token_text import piece_maker, token_decoder
 
 if TYPE_CHECKING:
-    from sharpscope.analysis.output import AnalysisResult, analyze, figures_of, write_page
+    from sharpscope.analysis.figures.study import probe_pictures, token_picture
+    from sharpscope.analysis.output import AnalysisResult, analyze, figures_of, write_figures, write_page
     from sharpscope.analysis.reduction import reduce_runs
     from sharpscope.analysis.report import Report, build
 
@@ -30,17 +30,18 @@ __all__ = [
     "find_spikes",
     "fork_differences",
     "load_several",
-    "middle_radius",
     "nothing_found",
     "piece_maker",
+    "probe_pictures",
     "reduce_runs",
     "render_spikes",
     "render_tokens",
     "show",
-    "slices_of",
     "token_decoder",
+    "token_picture",
     "top_tokens",
     "watch",
+    "write_figures",
     "write_page",
 ]
 
@@ -49,6 +50,8 @@ def __getattr__(name: str) -> Any:
     """What draws is imported when first used: `show` and `compare` need no plotting library."""
     if name in __all__:
         from sharpscope.analysis import output, reduction
+        from sharpscope.analysis.figures import study
 
-        return getattr(reduction if name == "reduce_runs" else output, name)
+        modules = {"reduce_runs": reduction, "probe_pictures": study, "token_picture": study}
+        return getattr(modules.get(name, output), name)
     raise AttributeError(f"module 'sharpscope.analysis' has no attribute '{name}'")

@@ -163,6 +163,7 @@ def _stability(run: Run) -> pd.DataFrame:
     factor = np.where(rows["quantity"] == "critical_sharpness", 2.0, (2 + 2 * beta) / (1 - beta))
     threshold = np.full(len(rows), np.nan)
     np.divide(factor, lr, out=threshold, where=lr > 0)
+    rows = rows.fillna({"functional": "", "probe_set": ""})  # an update has no probe set
     return rows[["step", "quantity", "functional", "probe_set", "value"]].assign(threshold=threshold)
 
 

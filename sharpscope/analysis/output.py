@@ -10,14 +10,15 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from sharpscope.analysis.claims import write_claims
+from sharpscope.analysis.figures.study import main_figures
 from sharpscope.analysis.figures.style import save
 from sharpscope.analysis.html import report_html
 from sharpscope.analysis.loading import Paths, load_several, nothing_found, quiet
 from sharpscope.analysis.markdown import report_markdown
-from sharpscope.analysis.report import Report, build
+from sharpscope.analysis.report import Report, StudySection, VerdictSection, build
 from sharpscope.analysis.study import last_step
 from sharpscope.analysis.tables.paper import write_tables
-from sharpscope.analysis.text import csv_text
+from sharpscope.analysis.text import csv_text, escape_markdown
 from sharpscope.errors import UserError
 from sharpscope.traces import Runs, output_folder, write_atomic
 
@@ -111,6 +112,35 @@ def write_page(paths: Paths, out: str | Path, *, on_progress: Progress | None = 
     except OSError as error:
         raise UserError(f"out: {file} cannot be written ({error.strerror}); choose another --out") from error
     return file
+
+
+def write_figures(runs: Runs, out: str | Path) -> dict[str, list[Path]]:
+    """Draw every figure of `runs` into folders below `out`, each as PNG and SVG.
+
+    `paper/` has the main figures, at most eight at the width of a paper's column, with captions.md; `supplement/` has all
+    others under the names of `figures_of`. Files in these folders that are not written now are kept.
+
+    Returns:
+        Folder name → the PNG files in it.
+
+    Raises:
+        UserError: if `out` cannot be written.
+    """
+    report = build(runs)
+    sections: list[StudySection | VerdictSection] = [*report.studies, *report.verdicts]
+    pictures = {name: picture for section in sections for name, picture in section.figures.items()}
+    main = main_figures(pictures)
+    folders = {name: output_folder(Path(out) / name) for name in ("paper", "supplement")}
+    written: dict[str, list[Path]] = {name: [] for name in folders}
+    for name, figure in report.figures.items():
+        kind = "paper" if name in main else "supplement"
+        written[kind].append(save(figure, folders[kind], name)[0])
+    text = [
+        f"**Figure {n}** (`{name}`). {escape_markdown(picture.caption)}"
+        for n, (name, picture) in enumerate(main.items(), 1)
+    ]
+    write_atomic(folders["paper"] / "captions.md", "\n\n".join(["# Main figures", *text]) + "\n")
+    return written
 
 
 def figures_of(runs: Runs) -> dict[str, Figure]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import unicodedata
 
 import pandas as pd
@@ -28,6 +29,7 @@ NAMED = {
     "\u2069": "PDI",
     "\ufeff": "BOM",
 }
+_MARKUP = re.compile(r"([\\`*_{}\[\]<>|#!~$&])")
 _KEPT = {"\n", "\t"}
 
 
@@ -54,6 +56,12 @@ def _harmless(char: str) -> bool:
 
 def _label(char: str) -> str:
     return f"⟦{NAMED.get(char, f'U+{ord(char):04X}')}⟧"
+
+
+def escape_markdown(text: object) -> str:
+    """Text that Markdown and HTML show as it is, on one line."""
+    line = " ".join("".join(char if char.isprintable() else " " for char in str(text)).split())
+    return _MARKUP.sub(r"\\\1", line)
 
 
 def number(value: object, missing: str = "–") -> str:

@@ -82,8 +82,8 @@ def weights(
     from rich.console import Console
     from rich.table import Table
 
-    from sharpscope.analysis.figures import styled
-    from sharpscope.cli.weight_curves import DEFAULT, function_curves, observed, weight_figure
+    from sharpscope.analysis.figures import styled, weight_functions
+    from sharpscope.cli.weight_curves import DEFAULT, function_curves, observed
     from sharpscope.config import named_method
     from sharpscope.errors import UserError
     from sharpscope.traces import load_run
@@ -102,7 +102,7 @@ def weights(
             )
         Console().print(table)
     with styled():
-        weight_figure(function_curves(methods), on_tokens).savefig(out)
+        weight_functions(function_curves(methods), on_tokens).savefig(out)
     typer.echo(f"Written: {out}")
 
 

@@ -100,24 +100,21 @@ def figures(
     source: Annotated[Path, typer.Option("--from", help="Run folders, or a folder of runs.")],
     out: Annotated[Path, typer.Option(help="Output folder.")] = Path("figures"),
 ) -> None:
-    """Plot all figures of runs and claims.
+    """Plot all figures of runs and claims: the main ones into paper/ with captions, the others into supplement/.
 
     Example:
       sharpscope figures --from data/reference --out figures
     """
-    from sharpscope.analysis import figures_of
-    from sharpscope.analysis.figures import save
+    from sharpscope.analysis import write_figures
     from sharpscope.errors import UserError
     from sharpscope.traces import load_runs
 
     loaded = load_runs(source)
     if not any(len(run.steps) for run in loaded):
         raise UserError(f"--from {source}: no run with at least one step; record one with `sharpscope run`")
-    made = figures_of(loaded)
-    out.mkdir(parents=True, exist_ok=True)
-    for name, figure in made.items():
-        save(figure, out, name)
-    typer.echo(f"{len(made)} figures (PNG and SVG). Written: {out}/")
+    written = write_figures(loaded, out)
+    counts = " and ".join(f"{len(files)} in {out}/{folder}/" for folder, files in written.items())
+    typer.echo(f"figures (PNG and SVG): {counts}")
 
 
 def tokens(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
@@ -11,6 +11,7 @@ import typer
 if TYPE_CHECKING:
     import pandas as pd
 
+    from sharpscope.analysis.figures import Picture
     from sharpscope.config.probes import ProbesSpec
     from sharpscope.policy import Policy
     from sharpscope.probes import Estimate
@@ -70,6 +71,7 @@ def probe(
 
       sharpscope probe --tokens runs/imported --model checkpoints/step-100 --steps 100 --out runs/probed
     """
+    from sharpscope import analysis
     from sharpscope.config.probes import ObjectiveName
     from sharpscope.errors import UserError, nearest
 
@@ -107,20 +109,20 @@ def probe(
     spec = _spec(overrides)
     if not spec.functionals:
         raise UserError(f"--set functionals=[]: names nothing; choose from {', '.join(objectives)}")
-    found: pd.DataFrame | None
+    estimates: pd.DataFrame | None
     if run is not None:
-        found = _checkpoints(run, spec, seed, all_checkpoints, parts, threads)
+        estimates = _checkpoints(run, spec, seed, all_checkpoints, parts, threads)
     else:
         if data is None:
             raise UserError("probe --model: needs --data, a JSONL or Parquet file of prompts and completions")
         # The default of the spec needs rewards, which a file of texts need not have.
         functionals: list[str] = [*spec.functionals] if "functionals" in _given(overrides) else ["nll"]
-        found = _model(str(model), data, spec, seed, functionals, parts, out, threads)
+        estimates = _model(str(model), data, spec, seed, functionals, parts, out, threads)
     out.mkdir(parents=True, exist_ok=True)
-    if found is not None:
-        found.to_parquet(out / "probes.parquet", index=False)
-        _show(found)
-        _pictures(found, out)
+    if estimates is not None:
+        estimates.to_parquet(out / "probes.parquet", index=False)
+        _show(estimates)
+        _save(analysis.probe_pictures(estimates), out)
     tables = sorted(path.name for path in out.glob("*.parquet"))
     typer.echo(f"written: {out}/ ({', '.join(tables)}, pictures)")
 
@@ -211,6 +213,7 @@ def _trace(tokens: Path, model: str, steps: str | None, spec: ProbesSpec, thread
 
 
 def _write_tokens(policy: Policy, rows: Sequence[DataRow], spec: ProbesSpec, out: Path) -> None:
+    from sharpscope import analysis
     from sharpscope.probes import token_norms
 
     tokens = token_norms(policy, rows, spec)
@@ -221,7 +224,7 @@ def _write_tokens(policy: Policy, rows: Sequence[DataRow], spec: ProbesSpec, out
         f"{len(tokens)} completion tokens: score norm ‖∇ ln π‖ (local tier) {norms.median():.3g} in the median, "
         f"{norms.max():.3g} at most"
     )
-    _token_picture(tokens, out)
+    _save([analysis.token_picture(tokens)], out)
 
 
 def _checkpoints(
@@ -275,7 +278,7 @@ def _checkpoints(
     return pd.concat(frames, ignore_index=True)
 
 
-def _show(found: pd.DataFrame) -> None:
+def _show(estimates: pd.DataFrame) -> None:
     from rich.box import SIMPLE
     from rich.console import Console
     from rich.table import Column, Table
@@ -284,8 +287,8 @@ def _show(found: pd.DataFrame) -> None:
     from sharpscope.analysis.figures import split_of
     from sharpscope.probes.hessian.spectrum import t_interval
 
-    derived = found["quantity"].eq("density") | found["quantity"].str.startswith("slice")
-    shown = found[~derived & ~found["quantity"].str.endswith("_ratio") & (found["parameters"] == "all")]
+    derived = estimates["quantity"].eq("density") | estimates["quantity"].str.startswith("slice")
+    shown = estimates[~derived & ~estimates["quantity"].str.endswith("_ratio") & (estimates["parameters"] == "all")]
     shown = shown.assign(split=shown["probe_set"].map(split_of))
     # Print labels on lines of their own, so that the numbers fit a narrow terminal.
     places = [name for name in ("step", "functional", "split") if shown[name].nunique() > 1] or ["split"]
@@ -310,35 +313,9 @@ def _show(found: pd.DataFrame) -> None:
     Console().print(table)
 
 
-def _pictures(found: pd.DataFrame, out: Path) -> None:
-    """Figures of the last step (rho curves, spectral densities, slices) and sharpness by step."""
-    from sharpscope.analysis import figures, middle_radius, slices_of
-    from sharpscope.analysis.figures import lines, save, styled
+def _save(pictures: Iterable[Picture], out: Path) -> None:
+    from sharpscope.analysis.figures import save
 
-    line = lines(["model"])
-    whole = found[found["parameters"] == "all"].assign(setting="model", seed=0).reset_index(drop=True)
-    whole = whole[~whole["converged"].isin([False])]
-    last = whole[whole["step"] == whole["step"].max()]
-    along = whole[whole["quantity"].isin(list(figures.CURVATURE)) & whole["value"].notna()]
-    along = middle_radius(along)
-    slices = slices_of(last).assign(setting="model", seed=0)
-    first = last[last["quantity"].str.endswith("_first_order")]
-    first = first.assign(quantity=first["quantity"].str.removesuffix("_first_order"))
-    values = last[last["quantity"].isin(first["quantity"].unique()) & last["rho"].notna()]
-    nodes = last[last["quantity"] == "density"].rename(columns={"rho": "node", "value": "weight"})
-    with styled():
-        if len(values):
-            save(figures.rho_curves(values, first, line), out, "rho_curves")
-        if len(nodes):
-            save(figures.spectrum(nodes, line), out, "spectrum")
-        if len(slices):
-            save(figures.slices(slices, line), out, "slices")
-        if along["step"].nunique() > 1:
-            save(figures.sharpness(along, line), out, "sharpness")
-
-
-def _token_picture(tokens: pd.DataFrame, out: Path) -> None:
-    from sharpscope.analysis.figures import lines, save, score_norms, styled
-
-    with styled():
-        save(score_norms({"model": tokens}, lines(["model"])), out, "score_norm")
+    for picture in pictures:
+        if picture.figure is not None:
+            save(picture.figure, out, picture.name)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
-from sharpscope.analysis.figures import finish, lines, panels, plain
 from sharpscope.config.method import PpoClip
 from sharpscope.errors import UserError
 from sharpscope.objective import (
@@ -25,7 +24,6 @@ from sharpscope.traces import Run
 
 if TYPE_CHECKING:
     import torch
-    from matplotlib.figure import Figure
 
 DEFAULT = ("grpo-sg", "tr-grpo", "ar", "grpo-sg-reverse", "grpo-sg-entropy")
 LOGITS = np.linspace(-5.0, 35.0, 401)
@@ -170,29 +168,3 @@ def observed(
             )
         )
     return pd.concat(tokens, ignore_index=True), pd.DataFrame(shares)
-
-
-def weight_figure(curves: pd.DataFrame, on_tokens: pd.DataFrame | None = None) -> Figure:
-    """Plot weights over logit and probability; below, the median weight of a run's tokens with 10–90 % bands."""
-    axes_names = [("logit", "raw logit of the token"), ("probability", "probability π of the token")]
-    figure, axes = panels(4 if on_tokens is not None else 2)
-    styles = lines(dict.fromkeys([*curves["method"], *(on_tokens["method"] if on_tokens is not None else [])]))
-    for axis, (name, label) in zip(axes, axes_names, strict=False):
-        for method, part in curves[curves["axis"] == name].groupby("method", sort=False):
-            axis.plot(part["x"], part["weight"], label=plain(method), **styles[str(method)].plot)
-        axis.set(xlabel=label, ylabel="token weight w", title=plain("function, published constants"))
-    if on_tokens is not None:
-        for axis, (name, label) in zip(axes[2:], axes_names, strict=True):
-            for method, part in on_tokens.groupby("method", sort=False):
-                # equal counts for the logit; equal widths for the probability, which is concentrated near 1
-                bins = pd.qcut(part[name], 20, duplicates="drop") if name == "logit" else pd.cut(part[name], 20)
-                grouped = part.groupby(bins, observed=True)
-                x, weight = grouped[name].median(), grouped["weight"]
-                keywords = styles[str(method)].plot
-                axis.plot(x, weight.median(), label=plain(method), **keywords)
-                axis.fill_between(
-                    x, weight.quantile(0.1), weight.quantile(0.9), alpha=0.2, color=keywords["color"], lw=0
-                )
-            axis.set(xlabel=label, ylabel="token weight w", title=plain("on the run's tokens, calibrated there"))
-    finish(figure, axes)
-    return figure

@@ -10,8 +10,8 @@ import pandas as pd
 import pytest
 
 from sharpscope.analysis import analyze, output
-from sharpscope.analysis.markdown import escape
 from sharpscope.analysis.tables.summary import interval_text, method_table, run_metrics, summary
+from sharpscope.analysis.text import escape_markdown
 from sharpscope.errors import UserError
 from sharpscope.traces import SCHEMA_VERSION, RunLock, TraceWriter, load_run, update_run_info
 from tests.oracles.analysis import mean_and_half
@@ -186,7 +186,7 @@ def test_hostile_names_reach_neither_markdown_nor_file_names(tmp_path, quick):
     text = result.report.read_text()
     assert "<script>" not in text and "\\<script\\>" in text and "[a](b)" not in text
     assert all(path.parent == tmp_path / "out" for paths in result.figures.values() for path in paths)
-    assert escape("a\nb\x1b[31m|") == "a b \\[31m\\|"
+    assert escape_markdown("a\nb\x1b[31m|") == "a b \\[31m\\|"
 
 
 def test_a_report_is_the_same_when_made_again(tmp_path, quick):

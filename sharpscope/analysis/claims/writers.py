@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from sharpscope.analysis.claims.base import Estimate, Verdict, margin_text
-from sharpscope.analysis.text import number
+from sharpscope.analysis.text import escape_markdown, number
 from sharpscope.traces import output_folder, write_atomic
 
 LIMITS = (
@@ -38,15 +38,21 @@ def claims_markdown(verdicts: Sequence[Verdict], declared: str = UNDECLARED) -> 
     `declared`: what is known of the declaration of the rules.
     """
     pair = verdicts[0].methods if verdicts else ("", "")
-    lines = ["# Claims", "", LIMITS, "", _plain(declared), ""]
-    lines += [f"Treatment `{_plain(pair[1])}`, baseline `{_plain(pair[0])}`.", ""] if verdicts else []
+    lines = ["# Claims", "", LIMITS, "", escape_markdown(declared), ""]
+    lines += [f"Treatment {escape_markdown(pair[1])}, baseline {escape_markdown(pair[0])}.", ""] if verdicts else []
     lines += ["| | claim | verdict | effect | 95 % interval | p | n |", "|---|---|---|---|---|---|---|"]
     lines += [_row(v) for verdict in verdicts for v in versions(verdict)]
     for verdict in verdicts:
         for v in versions(verdict):
             name = f"{verdict.claim}{f' ({v.version})' if v is not verdict else ''}"
-            lines += ["", f"## {name}: {_plain(v.title)}", "", f"**{v.verdict}**: {_plain(v.reason)}.", ""]
-            lines += [f"- {_plain(line)}" for line in _details(v)]
+            lines += [
+                "",
+                f"## {name}: {escape_markdown(v.title)}",
+                "",
+                f"**{v.verdict}**: {escape_markdown(v.reason)}.",
+                "",
+            ]
+            lines += [f"- {escape_markdown(line)}" for line in _details(v)]
     return "\n".join(lines) + "\n"
 
 
@@ -61,7 +67,8 @@ def _row(v: Verdict) -> str:
     marks = [v.version] if v.version else []
     marks += ["primary, confirmatory" if v.confirmatory else "primary"] if v.role == "primary" else []
     mark = f" ({'; '.join(marks)})" if marks else ""
-    return f"| {v.claim} | {_plain(v.title)}{mark} | **{v.verdict}** | {_plain(effect)} | {interval} | {number(v.p_value)} | {v.n} |"
+    title, effect = escape_markdown(v.title), escape_markdown(effect)
+    return f"| {v.claim} | {title}{mark} | **{v.verdict}** | {effect} | {interval} | {number(v.p_value)} | {v.n} |"
 
 
 def verdict_text(verdict: Verdict) -> str:
@@ -125,8 +132,3 @@ def _estimate(e: Estimate) -> str:
     n = "" if e.n is None else f", n = {e.n}"
     note = f" ({e.note})" if e.note else ""
     return f"{e.name}: {e.text}{interval}{p}{n}{note}"
-
-
-def _plain(text: str) -> str:
-    """Text on one line, escaped for Markdown tables, HTML and code."""
-    return " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;").replace("|", "\\|").replace("`", "'")

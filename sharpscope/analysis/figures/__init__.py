@@ -14,7 +14,7 @@ from sharpscope.analysis.figures.style import (
     svg_text,
 )
 from sharpscope.analysis.figures.surface import CURVATURE, rho_curves, sharpness, slices, spectrum, split_of
-from sharpscope.analysis.figures.tokens import score_norms
+from sharpscope.analysis.figures.tokens import score_norms, weight_functions
 
 __all__ = [
     "COLORS",
@@ -35,4 +35,5 @@ __all__ = [
     "split_of",
     "styled",
     "svg_text",
+    "weight_functions",
 ]

@@ -17,6 +17,7 @@ from sharpscope.analysis.frames import (
     middle_radius,
     probe_values,
     slice_values,
+    slices_of,
     stability_values,
     step_values,
 )
@@ -265,6 +266,34 @@ def _rho_curves(study: Study, styles: Lines) -> Iterator[Picture]:
     caption = f"Rise of the loss within a radius rho at step {last}; dotted: rho·‖∇L‖.{_left_out(unconverged)} {BAND}."
     for ending, frame in _by_functional(values):
         yield Picture(f"rho_curves{ending}", caption, surface.rho_curves(frame, beside, styles))
+
+
+def probe_pictures(estimates: pd.DataFrame) -> Iterator[Picture]:
+    """Figures of one model's probes table: radius curves, spectrum and slices of its last step, and sharpness by step."""
+    whole = estimates[(estimates["parameters"] == "all") & ~estimates["converged"].isin([False])]
+    whole = whole.assign(setting="model", seed=0).reset_index(drop=True)
+    line, last = lines(["model"]), whole[whole["step"] == whole["step"].max()]
+    first = last[last["quantity"].str.endswith(FIRST_ORDER)]
+    first = first.assign(quantity=first["quantity"].str.removesuffix(FIRST_ORDER))
+    rises = last[last["quantity"].isin(first["quantity"].unique()) & last["rho"].notna()]
+    nodes = last[last["quantity"] == "density"].rename(columns={"rho": "node", "value": "weight"})
+    slices = slices_of(last).assign(setting="model", seed=0)
+    along = whole[whole["quantity"].isin(list(surface.CURVATURE)) & whole["value"].notna()]
+    along = middle_radius(along)
+    if len(rises):
+        yield Picture("rho_curves", "Rise of the loss within a radius.", surface.rho_curves(rises, first, line))
+    if len(nodes):
+        yield Picture("spectrum", "Ritz values of the Hessian and their weights.", surface.spectrum(nodes, line))
+    if len(slices):
+        yield Picture("slices", "Loss along directions.", surface.slices(slices, line))
+    if along["step"].nunique() > 1:
+        yield Picture("sharpness", "Curvature by step.", surface.sharpness(along, line))
+
+
+def token_picture(norms: pd.DataFrame) -> Picture:
+    """Score norm against probability of one model's tokens."""
+    figure = tokens.score_norms({"model": norms}, lines(["model"]))
+    return Picture("score_norm", "Norm of ∇ ln π against the token's probability.", figure)
 
 
 def _left_out(unconverged: int) -> str:

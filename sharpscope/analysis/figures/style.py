@@ -218,11 +218,12 @@ def finish(
         for ticked in (axis.xaxis, axis.yaxis):
             _few_ticks(ticked)
         axis.set_ylabel(fill(axis.get_ylabel(), fold))
+    above = 1.12 if any(axis.get_title("left") for axis in axes) else 1.0  # a legend stands above the title
     for title, column in (columns or {}).items():
         handles = _handles(column)
         texts = [fill(label, 72 // len(columns or ()), break_on_hyphens=False) for label in handles]
         column[0].legend(
-            handles.values(), texts, title=title or None, loc="lower left", bbox_to_anchor=(0, 1.0), alignment="left"
+            handles.values(), texts, title=title or None, loc="lower left", bbox_to_anchor=(0, above), alignment="left"
         )
     handles = {} if columns else _handles(axes)
     if handles:

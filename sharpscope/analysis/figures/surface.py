@@ -42,7 +42,7 @@ def split_of(probe_set: str) -> str:
 
 def title(functional: str, probe_set: str) -> str:
     """What a panel is about: the functional and the probe set's split."""
-    return plain(f"{functional}, {split_of(probe_set)}")
+    return plain(", ".join(part for part in (functional, split_of(probe_set)) if part))
 
 
 def sharpness(values: pd.DataFrame, lines: Lines, reference: str = "") -> Figure:

@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 
 from sharpscope.analysis.figures.draw import draw_points
 from sharpscope.analysis.figures.style import BLACK, BLUE, GRAY, Line, Lines, finish, panels, setting_text, styled
+from sharpscope.analysis.figures.style import lines as method_lines
 from sharpscope.analysis.tokens import complement
 from sharpscope.analysis.weight_curve import INPUTS, weight_at, weight_input, weight_inputs
 
@@ -47,6 +48,39 @@ def weights(
         drawn[-1].invert_xaxis()
         finish(figure, axes)
     return figure
+
+
+def weight_functions(curves: pd.DataFrame, on_tokens: pd.DataFrame | None = None) -> Figure:
+    """Weights over logit and probability; below, the median weight of a run's tokens with 10 to 90 % bands.
+
+    `curves`: method, axis (logit | probability), x, weight. `on_tokens`: method, logit, probability, weight of each token.
+    """
+    import seaborn as sns
+
+    xlabels = {"logit": "raw logit of the token", "probability": "probability π of the token"}
+    styles = method_lines(dict.fromkeys([*curves["method"], *(on_tokens["method"] if on_tokens is not None else [])]))
+    with styled():
+        figure, axes = panels(4 if on_tokens is not None else 2)
+        for number, axis in enumerate(axes):
+            name = list(xlabels)[number % 2]
+            title = "on the run's tokens, calibrated there" if number > 1 else "function, published constants"
+            source = curves[curves["axis"] == name] if number < 2 else on_tokens
+            for method, part in () if source is None else source.groupby("method", sort=False):
+                points = part.assign(
+                    x=part["x"] if number < 2 else _bin_medians(part[name], equal_counts=name == "logit")
+                )
+                look: dict[str, Any] = {"errorbar": ("pi", 80) if number > 1 else None, "err_kws": {"linewidth": 0}}
+                look |= {"label": setting_text(method), "legend": False, "estimator": "median"}
+                sns.lineplot(points, x="x", y="weight", ax=axis, **look, **styles[str(method)].plot)
+            axis.set(xlabel=xlabels[name], ylabel="token weight w [1]", title=title)
+        finish(figure, axes)
+    return figure
+
+
+def _bin_medians(values: pd.Series, *, equal_counts: bool, bins: int = 20) -> pd.Series:
+    """Each value replaced by the median of its bin; the bins have equal counts or equal widths."""
+    binned = pd.qcut(values, bins, duplicates="drop") if equal_counts else pd.cut(values, bins)
+    return values.groupby(binned, observed=True).transform("median")
 
 
 def _carried(axis: Axes, tokens: pd.DataFrame) -> None:

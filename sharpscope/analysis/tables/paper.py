@@ -15,7 +15,7 @@ from sharpscope.analysis.figures.style import plain
 from sharpscope.analysis.frames import natural
 from sharpscope.analysis.statistics import Interval, mean_interval
 from sharpscope.analysis.study import Study, most_common
-from sharpscope.analysis.text import csv_text
+from sharpscope.analysis.text import csv_text, escape_markdown
 from sharpscope.config import method_names
 from sharpscope.traces import Run, output_folder, write_atomic
 
@@ -86,7 +86,7 @@ class Table:
         """The table for people, its caption above."""
         head = [f"| {self.stub} | " + " | ".join(self.columns) + " |", "|---" * (len(self.columns) + 1) + "|"]
         body = [
-            "| " + " | ".join([_cell_text(m), *(_cell_text(c.get(k, "–")) for k in self.columns)]) + " |"
+            "| " + " | ".join([escape_markdown(m), *(escape_markdown(c.get(k, "–")) for k in self.columns)]) + " |"
             for m, c in self.rows.items()
         ]
         return "\n".join([self.caption, "", *head, *body]) + "\n"
@@ -209,10 +209,6 @@ def _scale(run: Run) -> str:
 
 def _ends(interval: Interval) -> tuple[float, float, str]:
     return interval.low, interval.high, interval.kind
-
-
-def _cell_text(value: object) -> str:
-    return str(value).replace("|", "\\|").replace("<", "&lt;")
 
 
 def _latex(text: str) -> str:
