@@ -84,10 +84,12 @@ def _location(
     elif math.isfinite(u90 - u10) and u90 > u10:
         tau = (u90 - u10) / (b - a)
     else:
+        over, more = "", ""
+        if weighting.percentiles == "gradient":
+            over, more = " over the gradient", "raise rollout.prompts_per_step, set percentiles to tokens, or "
         raise UserError(
-            f"method.weight: the first step's 10th and 90th percentile are {u10:.6g} and {u90:.6g}, nothing to "
-            "calibrate on; "
-            "set tau and u0"
+            f"method.weight: the first step's 10th and 90th percentile{over} are {u10:.6g} and {u90:.6g}, nothing to "
+            f"calibrate on; {more}set tau and u0"
         )
     return {"tau": tau, "u0": u10 - a * tau}
 

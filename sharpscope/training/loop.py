@@ -280,7 +280,7 @@ class _Run:
             reference_logp=None if self.reference is None else self.learner.reference_logp,
         )
         clock.lap("generation_s")
-        method = self._calibrated(batch, progress)
+        method = self._calibrated(step, batch, progress)
         self.display.status(f"step {step}: learning")
         health = StepHealth(config.health, step, batch, method, progress, self.device)
         observer = self.observers.for_step(step, batch.rollouts, self.recent)
@@ -341,7 +341,7 @@ class _Run:
                 clip_factor=update.clip_factor,
             )
 
-    def _calibrated(self, batch: RolloutBatch, progress: float) -> Method:
+    def _calibrated(self, step: int, batch: RolloutBatch, progress: float) -> Method:
         """The method of a step: constants of its token weight are fixed on the first rollouts, and run.json keeps them.
 
         Percentiles over the gradient wait for a step that has one. Until then the weights are 1: they would multiply 0.
@@ -351,6 +351,10 @@ class _Run:
         stats = self.learner.scorer.statistics(batch.rollouts)
         tensors = step_tensors(batch.rollouts, batch.advantage, stats, stats.logp, progress, self.method)
         if self.method.weight.needs_gradient and not bool(tensors.mass.any()):
+            text = "no token carries a gradient yet: token weights are 1, and are calibrated at the first step with one"
+            if text not in self.shown:
+                self.shown.add(text)
+                self._report([Event(step, "calibration", "info", math.nan, math.nan, "none", text)])
             return self.method.model_copy(update={"weight": UniformWeight()})
         self.method = self.method.model_copy(update={"weight": calibrate(self.method.weight, tensors)})
         run_folder.note(self.config.run_dir, calibration=self.method.weight.model_dump(mode="json"))

@@ -110,6 +110,7 @@ def test_calibration_over_the_gradient_waits_for_one(toy_config, monkeypatch):
     run = sharpscope.load_run(train(config).run_dir)
     tokens, constants = run.tokens(), run.info["calibration"]
     assert tokens["weight"][tokens["step"] == 1].unique().tolist() == [1.0]
+    assert run.events["step"][run.events["rule"] == "calibration"].tolist() == [1]
     second = tokens[tokens["step"] == 2]
     mass = second["loss_coef"].abs() / second["weight"] * second["logit_grad_norm"]
     low, high = (mass_percentile(second["logit"].tolist(), mass.tolist(), q) for q in (0.1, 0.9))
