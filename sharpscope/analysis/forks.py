@@ -16,7 +16,7 @@ from scipy.special import stdtr, stdtrit
 
 from sharpscope.analysis.statistics import mean_interval
 from sharpscope.analysis.text import number
-from sharpscope.errors import UserError
+from sharpscope.errors import UserError, nearest
 
 COMPARISONS = ("step", "norm", "kl")
 ALL_STATES = "all states"
@@ -56,7 +56,7 @@ _KEY = ["run", "fork", "step", "batch", "comparison", "outcome"]
 _SERIES = ["fork", "comparison", "outcome", "arm", "reference"]
 
 
-def fork_differences(forks: pd.DataFrame, margin: float = MARGIN) -> pd.DataFrame:
+def fork_differences(forks: pd.DataFrame, margin: float = MARGIN, reference: str | None = None) -> pd.DataFrame:
     """Each arm's change and its difference from the reference's, by state and over all states.
 
     A row is an arm, comparison and outcome of one fork in one state, or in `all states`. Forks are pooled over runs that
@@ -66,6 +66,8 @@ def fork_differences(forks: pd.DataFrame, margin: float = MARGIN) -> pd.DataFram
     Args:
         forks: table `forks` of a run or of several, see `Run.forks`.
         margin: smallest difference of interest of an expected failure [fraction], for `needed`.
+        reference: arm that the others are compared with; None for the one of the fork. Matched comparisons stay those with the
+            norm and the KL of the fork's reference.
 
     Returns:
         Columns `state`, `fork`, `comparison`, `outcome`, `arm`, `reference`; `states` and `batches` used and `invalid` batches left out;
@@ -75,11 +77,15 @@ def fork_differences(forks: pd.DataFrame, margin: float = MARGIN) -> pd.DataFram
         failures, `needed`, the batches of one state that detect `margin` so.
 
     Raises:
-        UserError: the margin is not positive.
+        UserError: the margin is not positive, or no arm is called `reference`.
     """
     if not margin > 0:
         raise UserError(f"margin {margin}: must be positive")
     rows = forks if "run" in forks else forks.assign(run="")
+    if reference is not None:
+        if reference not in set(rows["arm"]):
+            raise UserError(f"reference {reference!r}: no such arm{nearest(reference, set(rows['arm']))}")
+        rows = rows.assign(reference=reference)
     pairs = _paired(rows)
     found = []
     for key, group in pairs.groupby(_SERIES, sort=False):

@@ -70,6 +70,15 @@ def test_over_states_the_sample_is_their_means():
     assert (pooled["low"], pooled["high"]) == pytest.approx((interval.low, interval.high))
 
 
+def test_any_arm_can_be_the_reference():
+    table = rows(grpo=0.0, ar=0.01, sapo=0.03)
+    own, other = fork_differences(table), fork_differences(table, reference="ar")
+    expected = one(own, "sapo")["difference"] - one(own, "ar")["difference"]
+    assert one(other, "sapo")["difference"] == pytest.approx(expected) and one(other, "ar")["difference"] == 0
+    with pytest.raises(UserError, match="no such arm"):
+        fork_differences(table, reference="sap")
+
+
 def test_forks_with_other_settings_are_not_pooled():
     table = pd.concat([rows(grpo=0.0, ar=0.01), rows(seed=1, grpo=0.0, ar=0.02).assign(fork="g")])
     assert fork_differences(table).groupby("fork")["batches"].max().to_dict() == {"f": 6, "g": 6}
