@@ -18,6 +18,7 @@ from sharpscope.recording.norms import clip_factor, gradient_norm, total_norm, u
 from sharpscope.recording.observers import Observations, Observers, StepObserver
 from sharpscope.recording.probe_sets import Drawer, check_probe_set, run_probe_set, solution_losses
 from sharpscope.recording.rows import (
+    carried_columns,
     evaluation_row,
     pass_at_k,
     plain_norm,
@@ -27,6 +28,7 @@ from sharpscope.recording.rows import (
     steps_row,
     token_columns,
     update_columns,
+    weight_columns,
 )
 from sharpscope.recording.step import (
     PendingUpdate,
@@ -58,6 +60,7 @@ __all__ = [
     "UpdateRotation",
     "UpdateSummary",
     "UpdateTokens",
+    "carried_columns",
     "check_finite",
     "check_method",
     "check_policy",
@@ -83,4 +86,5 @@ __all__ = [
     "total_norm",
     "update_columns",
     "update_norm",
+    "weight_columns",
 ]

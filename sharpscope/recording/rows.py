@@ -51,7 +51,7 @@ def steps_row(
         "clip_fraction_low": _each(int(tokens.uses_low.sum()), uses),
         "clip_fraction_high": _each(int(tokens.uses_high.sum()), uses),
         **weight_columns(method, tokens.weight, used, progress),
-        **_carried_columns(method, tokens, used, progress, score_norm),
+        **carried_columns(method, tokens, used, progress, score_norm),
         **_rotation_columns(result),
         "zero_std_groups": round(batch.zero_variance_share * len(batch.examples)),
         "completion_length_mean": float(rollouts.completion_mask.sum(dim=1).double().mean()),
@@ -109,7 +109,7 @@ def carried_gradient(tokens: StepTokens, used: Tensor) -> Tensor:
     return torch.where(used, carried, 0.0)
 
 
-def _carried_columns(
+def carried_columns(
     method: Method, tokens: StepTokens, used: Tensor, progress: float, score_norm: Tensor | None
 ) -> dict[str, float | None]:
     """Weight statistics in which a token counts with the gradient that it carries before its weight."""

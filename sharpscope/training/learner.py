@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -50,6 +50,8 @@ from sharpscope.recording import (
 from sharpscope.seeds import generator
 from sharpscope.training.optimizer import scale_gradients, updates_done
 
+Gradient = list[Tensor | None]
+"""`.grad` of the trainable parameters."""
 BeforeFirstUpdate = Callable[[TokenStats, Tensor], bool]
 """Gets π_old's statistics and the token weights (N, T); False leaves the updates of the step out."""
 BeforeStep = Callable[[PendingUpdate], None]
@@ -162,11 +164,7 @@ class Learner:
         updates: list[UpdateResult] = []
         try:
             if stats is not None:
-                proxy = None
-                if method.proxy_min_p is not None:
-                    proxy = self.scorer.log_probabilities(rollouts, proxy_min_p=method.proxy_min_p)
-                tensors = step_tensors(rollouts, advantage, stats, stats.logp, progress, method, proxy)
-                plan = prepare(method, tensors, generator(self.seed, "plan", step))
+                plan = self._plan(rollouts, advantage, step, progress, method, stats)
             work = _Updates(self, rollouts, advantage, progress, method, plan, tokens, rotations, before_optimizer)
             for index, (rows, pass_index) in enumerate(self._schedule(rollouts, step, method)):
                 gradient = work.gradient(index, rows, pass_index)
@@ -186,6 +184,50 @@ class Learner:
             updates.append(UpdateResult(math.nan, math.nan, math.nan, 0.0, 0.0, skipped=True, problem=str(error)))
         corrected = method.correction.kind != "none"
         return StepResult(updates, tokens, () if plan is None else plan.warnings, corrected)
+
+    def compare(
+        self,
+        rollouts: Rollouts,
+        advantage: Tensor,
+        step: int,
+        progress: float,
+        *,
+        method: Method,
+        stats: TokenStats,
+        references: dict[str, list[Gradient]] | None = None,
+    ) -> tuple[UpdateRotation, StepTokens]:
+        """Compare the first update on all rows with the reference objective's. Neither is made.
+
+        Args:
+            rollouts: N rows.
+            advantage: (N,) or (N, T), the method's.
+            step: see `learn`.
+            progress: see `learn`.
+            method: the objective, its constants calibrated.
+            stats: of the present policy on `rollouts`.
+            references: keeps reference gradients, so that calls with the same rollouts and state share them.
+
+        Returns:
+            The comparison, and what each token does in the method's update.
+        """
+        tokens = StepTokens.unused(stats)
+        plan = self._plan(rollouts, advantage, step, progress, method, stats)
+        work = _Updates(self, rollouts, advantage, progress, method, plan, tokens, references=references)
+        try:
+            gradient = work.gradient(0, torch.arange(len(rollouts)), 0)
+            return work.rotation(gradient.rows, work.reshape(gradient)), tokens
+        finally:
+            self.optimizer.zero_grad(set_to_none=True)
+
+    def _plan(
+        self, rollouts: Rollouts, advantage: Tensor, step: int, progress: float, method: Method, stats: TokenStats
+    ) -> Plan:
+        """What is decided once a step; `stats` are of the present policy."""
+        proxy = None
+        if method.proxy_min_p is not None:
+            proxy = self.scorer.log_probabilities(rollouts, proxy_min_p=method.proxy_min_p)
+        tensors = step_tensors(rollouts, advantage, stats, stats.logp, progress, method, proxy)
+        return prepare(method, tensors, generator(self.seed, "plan", step))
 
     def _schedule(self, rollouts: Rollouts, step: int, method: Method) -> Iterator[tuple[Tensor, int]]:
         """Rows and pass of each update: groups stay whole and are assigned to mini-batches in a seeded order."""
@@ -230,6 +272,7 @@ class _Updates:
     tokens: StepTokens
     rotations: bool = False
     before_optimizer: BeforeOptimizer | None = None
+    references: dict[str, list[Gradient]] | None = None  # halves of reference gradients of all rows, by their objective
 
     def gradient(self, index: int, rows: Tensor, pass_index: int) -> _Gradient:
         """Compute the gradient of update `index` and record what its tokens do."""
@@ -255,19 +298,24 @@ class _Updates:
         coef = self._entropy_coef if self.method.needs_entropy else None
         return replace(made, lr=lr, summary=gradient.tokens.summary(), entropy=gradient.entropy, entropy_coef=coef)
 
-    def apply(self, gradient: _Gradient) -> UpdateResult:
-        """Let the method reshape the gradient, clip it, and make the optimizer's step."""
-        learner, sharpness, norm = self.learner, self.method.sharpness, gradient.norm
+    def reshape(self, gradient: _Gradient) -> float:
+        """Let the method's sharpness control replace the gradient in `.grad`; returns its norm."""
+        sharpness, norm = self.method.sharpness, gradient.norm
         if isinstance(sharpness, Sam | GradientNormPenalty) and math.isfinite(norm) and norm > 0:
             self._sharpen(sharpness, gradient)
-            norm = gradient_norm(learner.parameters)
+            norm = gradient_norm(self.learner.parameters)
+        return norm
+
+    def apply(self, gradient: _Gradient) -> UpdateResult:
+        """Let the method reshape the gradient, clip it, and make the optimizer's step."""
+        learner, norm = self.learner, self.reshape(gradient)
         if not (math.isfinite(gradient.loss) and math.isfinite(norm)):
             return self.skip(gradient, norm)
         factor = clip_factor(norm, learner.max_grad_norm)
-        rotation = self._rotation(gradient.rows, norm) if self.rotations else None
+        rotation = self.rotation(gradient.rows, norm) if self.rotations else None
         scale_gradients(learner.parameters, factor)
         if self.before_optimizer is not None:
-            plain = factor if sharpness.kind == "none" else None
+            plain = factor if self.method.sharpness.kind == "none" else None
             self.before_optimizer(AppliedUpdate(gradient.index, gradient.loss, plain, lambda: self._loss_fn(gradient)))
         learner.optimizer.step()
         size = update_norm(learner.optimizer)
@@ -487,27 +535,35 @@ class _Updates:
         tensors = step_tensors(self.rollouts, advantage, stats, stats.logp, self.progress, method)
         return replace(self, advantage=advantage, method=method, plan=prepare(method, tensors))
 
-    def _rotation(self, rows: Tensor, norm: float) -> UpdateRotation:
-        """Compare the unclipped gradient in `.grad`, of length `norm`, and the step that it makes with the reference's.
-
-        The reference's gradient is the sum over two halves of the prompts, which also give the noise.
-        """
-        started = time.perf_counter()
-        learner, parameters = self.learner, self.learner.parameters
+    def _reference_halves(self, rows: Tensor) -> list[Gradient]:
+        """The reference gradient of the rows, as the sum over every other group and the sum over the rest."""
+        key = self._reference.method.model_copy(update={"name": ""}).model_dump_json()
+        if self.references is not None and key in self.references:
+            return self.references[key]
+        parameters = self.learner.parameters
         own = [p.grad for p in parameters]
         groups = self.rollouts.group.cpu()[rows]
-        halves = [rows[torch.isin(groups, half)] for half in (groups.unique()[::2], groups.unique()[1::2]) if len(half)]
-        sums: list[list[Tensor | None]] = []
+        found: list[Gradient] = []
         try:
-            for half in halves:
-                self._reference._backward(rows, 0, None, half)
-                sums.append([p.grad for p in parameters])
+            for half in (groups.unique()[::2], groups.unique()[1::2]):
+                if len(half):
+                    self._reference._backward(rows, 0, None, rows[torch.isin(groups, half)])
+                    found.append([p.grad for p in parameters])
         finally:
             for parameter, value in zip(parameters, own, strict=True):
                 parameter.grad = value
-        share = float(len(groups.unique()[::2])) / len(groups.unique())
-        noise = noise_rotation(sums[0], sums[1], share) if len(sums) == 2 else math.nan
-        reference = [_added(*parts) for parts in zip(*sums, strict=True)]
+        if self.references is not None:
+            self.references[key] = found
+        return found
+
+    def rotation(self, rows: Tensor, norm: float) -> UpdateRotation:
+        """Compare the unclipped gradient in `.grad`, of length `norm`, and the step that it makes with the reference's."""
+        started = time.perf_counter()
+        learner, parameters = self.learner, self.learner.parameters
+        halves = self._reference_halves(rows)
+        groups = self.rollouts.group.cpu()[rows].unique()
+        noise = noise_rotation(halves[0], halves[1], len(groups[::2]) / len(groups)) if len(halves) == 2 else math.nan
+        own, reference = [p.grad for p in parameters], _added(halves)
         steps = [
             coming_step(learner.optimizer, parameters, gradient, clip_factor(length, learner.max_grad_norm))
             for gradient, length in ((own, norm), (reference, total_norm(reference)))
@@ -543,12 +599,13 @@ class _Updates:
                     parameter.grad.sub_(value).mul_(share).add_(value)
 
 
-def _added(*parts: Tensor | None) -> Tensor | None:
-    """The sum of gradients; the first is overwritten. None counts as zeros."""
-    total: Tensor | None = None
-    for part in parts:
-        total = part if total is None else total if part is None else total.add_(part)
-    return total
+def _added(gradients: Sequence[Gradient]) -> Gradient:
+    """The sum of gradients; None counts as zeros."""
+    sums: Gradient = []
+    for parts in zip(*gradients, strict=True):
+        present = [part for part in parts if part is not None]
+        sums.append(present[0] if len(present) == 1 else sum(present[1:], present[0]) if present else None)
+    return sums
 
 
 def _finite_group_advantages(rollouts: Rollouts) -> Tensor:

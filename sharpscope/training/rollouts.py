@@ -74,18 +74,18 @@ def draw_rollouts(
             raise ValueError("method.kl.place=reward needs the log-probabilities of the reference policy")
         token_reward = kl_reward(method, stats.logp, reference_logp(rollouts), rollouts.completion_mask.bool())
         rollouts, rewards = _with_part(rollouts, rewards, "kl", token_reward.sum(1).cpu())
-    advantage = _advantages(method, rollouts, rewards, stats, token_reward)
+    advantage = step_advantages(method, rollouts, rewards, stats, token_reward)
     return RolloutBatch(examples, rollouts, rewards, advantage, redrawn, stats, generated)
 
 
-def _advantages(
+def step_advantages(
     method: Method,
     rollouts: Rollouts,
     rewards: list[Reward],
     stats: TokenStats | None,
-    token_reward: Tensor | None,
+    token_reward: Tensor | None = None,
 ) -> Tensor:
-    """(N,) or (N, T) float64.
+    """Advantages of a step's completions, (N,) or (N, T), float64.
 
     Groups with a reward that is not finite have advantage 0 and are left out of the statistics of the step; a health rule
     reports them.

@@ -1,0 +1,399 @@
+"""How far methods turn one batch's gradient, and the optimizer's step from one state, without training."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from sharpscope import distributed
+from sharpscope.config import (
+    RunConfig,
+    build_config,
+    default_preset,
+    method_names,
+    reference_method,
+    weight_rotation_bound,
+)
+from sharpscope.config.method import Method
+from sharpscope.errors import UserError
+from sharpscope.objective import calibrate
+from sharpscope.policy import Policy, load_policy
+from sharpscope.policy.adapters import has_adapters
+from sharpscope.policy.scoring import Scorer
+from sharpscope.policy.token_stats import TokenStats
+from sharpscope.recording import RolloutBatch, carried_columns, loss_mask, step_tensors, weight_columns
+from sharpscope.recording.environment import set_threads
+from sharpscope.tasks import Task, make_task, task_choice
+from sharpscope.training import saving
+from sharpscope.training.checkpoint import checkpoints, damage, step_of
+from sharpscope.training.data_order import DataOrder
+from sharpscope.training.learner import Gradient, Learner
+from sharpscope.training.optimizer import build_optimizer, learning_rate, set_learning_rate
+from sharpscope.training.rollouts import draw_rollouts, step_advantages
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+Tell = Callable[[str], None]
+
+CONTROLS = ("grpo-sg-reverse", "grpo-sg-shuffled")
+"""Controls among the default methods."""
+
+
+@dataclass(frozen=True)
+class Rotations:
+    """What `rotate` found.
+
+    Attributes:
+        table: a row per method: `method`, `reference` (grpo, or unweighted: the method itself with weights 1), then as in the
+            trace `gradient_rotation` and `update_rotation` [degrees], `gradient_scale`, `update_scale`, `weight_mean`,
+            `weight_mean_gradient`, `weight_saturation_low_gradient`, `weight_saturation_high_gradient`; `rotation_bound`
+            [degrees] of the weights; `problem`: why a method could not be computed, else empty.
+        noise: estimated angle between plain GRPO's gradient on the batch and its expectation [degrees]; NaN for one prompt.
+        batch: `model`, `task`, `seed`, `step`, numbers of `prompts`, `completions`, `tokens` and of `informative_prompts`, whose
+            rewards differ, and `recorded`: whether the completions are those that the run has recorded (None: no record).
+    """
+
+    table: pd.DataFrame
+    noise: float
+    batch: Mapping[str, Any]
+
+    def figure(self) -> Figure:
+        """Rays at the angles of gradients and updates, with the angle of the batch's noise shaded."""
+        from sharpscope.analysis.figures.rotation import rotation_figure
+
+        return rotation_figure(self.table, self.noise)
+
+    def save(self, folder: Path | str) -> list[Path]:
+        """Write rotation.csv, rotation.json, rotation.png and rotation.svg to a folder, and return their paths."""
+        from sharpscope.analysis.figures import save, styled
+
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        table, record = folder / "rotation.csv", folder / "rotation.json"
+        self.table.to_csv(table, index=False)
+        rows = [{name: _plain(value) for name, value in row.items()} for row in self.table.to_dict("records")]
+        content = {"batch": dict(self.batch), "noise_rotation": _plain(self.noise), "methods": rows}
+        record.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        with styled():
+            return [table, record, *save(self.figure(), folder, "rotation")]
+
+
+def rotate(
+    methods: Sequence[str] | None = None,
+    *,
+    run: Path | str | None = None,
+    checkpoint: int | str | None = None,
+    model: str | None = None,
+    task: str | None = None,
+    seed: int | None = None,
+    overrides: Sequence[str] = (),
+    threads: int | None = None,
+    on_progress: Tell | None = None,
+) -> Rotations:
+    """Compare the first update of methods with that of plain GRPO, or of the method with weights 1, on one batch.
+
+    Every method gets the same completions and rewards, and starts from the same weights and optimizer state; nothing is
+    trained. The whole batch is one update. Weights with constants to calibrate are calibrated on the batch. A method of two
+    passes (Lopti) is compared by its first pass. Methods that change the ratio or the clip only are plain GRPO in the first
+    update.
+
+    Args:
+        methods: `[name=]method[+field=value…]`, such as `grpo-sg+weight.U=4`; None: all methods and two controls.
+        run: folder of a run: its weights, optimizer state and next batch at a checkpoint.
+        checkpoint: the step of the checkpoint, or its name; 0 is the run's initial policy. None: the last one.
+        model: in place of `run`: `embedded:NAME`, a model folder or a hub id, with new optimizer state. None: as in `run`.
+        task: kind of a task, with `model`.
+        seed: of the batch, with `model`; None: 0.
+        overrides: changes of the configuration, `field.subfield=value`, such as `rollout.prompts_per_step=64`.
+        threads: CPU threads; None: as configured.
+        on_progress: called with a line of text on what is done.
+
+    Returns:
+        The table, the noise angle, and what the batch is.
+
+    Raises:
+        UserError: the input is wrong, or no group of the batch has different rewards.
+    """
+    tell = on_progress or (lambda text: None)
+    if distributed.start().processes > 1:
+        raise UserError("rotate: runs in one process; start it without accelerate launch or torchrun")
+    config, state = _configured(run, checkpoint, model, task, seed, overrides)
+    chosen = _methods(methods, config)
+    set_threads(config.threads if threads is None else threads, config.policy.model)
+    start = _Start(config, state, any(method.needs_reference for method in chosen.values()))
+    tell("drawing completions")
+    batch = start.draw()
+    _check_signal(batch)
+    stats = start.learner.scorer.statistics(batch.rollouts)
+    rows: list[dict[str, Any]] = []
+    noise, references = math.nan, {}
+    for number, (name, method) in enumerate(chosen.items(), 1):
+        tell(f"{number}/{len(chosen)} {name}")
+        try:
+            row, angle = start.measured(method, batch, stats, references)
+        except UserError as problem:
+            if methods is not None:
+                raise UserError(f"--methods {name}: {problem}") from None
+            row, angle = {"problem": str(problem)}, math.nan
+        rows.append({"method": name, **row})
+        noise = angle if math.isnan(noise) else noise
+    return Rotations(_table(rows), noise, start.described(batch, None if run is None else Path(run)))
+
+
+# -- input ---------------------------------------------------------------------------------------------------------------
+
+_CHANGE = re.compile(r"\+(?=[A-Za-z_][A-Za-z0-9_.]*=)")
+
+
+def _methods(texts: Sequence[str] | None, config: RunConfig) -> dict[str, Method]:
+    """The methods by name, presets of their weights filled in."""
+    found: dict[str, Method] = {}
+    for text in [*method_names(), *CONTROLS] if texts is None else texts:
+        head, *changes = _CHANGE.split(text.strip())
+        name, sign, base = head.rpartition("=")
+        if not base or (sign and not name):
+            raise UserError(f"--methods {text!r}: must have the form [name=]method[+field=value…]")
+        name = name or text.strip()
+        if name in found:
+            raise UserError(f"--methods {name}: is given twice; give one another name: name=method")
+        try:
+            # The model decides what the preset `auto` is.
+            built = build_config(
+                overrides=[f"method={base}", *(f"method.{change}" for change in changes)],
+                values={"policy.model": config.policy.model},
+            ).method
+        except UserError as problem:
+            raise UserError(f"--methods {text}: {problem}") from None
+        found[name] = built.with_preset("auto", default_preset(config))
+    if not found:
+        raise UserError("--methods: names nothing; `sharpscope methods` lists the methods")
+    return found
+
+
+def _configured(
+    run: Path | str | None,
+    checkpoint: int | str | None,
+    model: str | None,
+    task: str | None,
+    seed: int | None,
+    overrides: Sequence[str],
+) -> tuple[RunConfig, Path | None]:
+    """The configuration, and the checkpoint to start from, if any."""
+    if run is None:
+        if checkpoint is not None:
+            raise UserError("--checkpoint: goes with the folder of a run")
+        values: dict[str, Any] = {}
+        if task is not None:
+            values["task"] = dict(task_choice(task))
+        if model is not None:
+            values["policy.model"] = model
+        if seed is not None:
+            values["seed"] = seed
+        return build_config(None, overrides, values), None
+    given = {"--model": model, "--task": task, "--seed": seed}
+    extra = next((name for name, value in given.items() if value is not None), None)
+    if extra is not None:
+        raise UserError(f"{extra}: goes without the folder of a run, which has its own; remove one of the two")
+    run = Path(run)
+    if not (run / "config.yaml").is_file():
+        problem = "has no config.yaml" if run.is_dir() else "does not exist"
+        raise UserError(f"run {run}: {problem}; give the folder of a run")
+    config = build_config(run / "config.yaml", overrides, {"out": str(run.parent), "name": run.name})
+    return config, _checkpoint(run, checkpoint)
+
+
+def _checkpoint(run: Path, wanted: int | str | None) -> Path | None:
+    """The checkpoint that `wanted` names; None for the initial policy."""
+    saved = {step_of(folder): folder for folder in checkpoints(run)}
+    if wanted is None:
+        if not saved:
+            raise UserError(f"run {run}: has no checkpoint; --checkpoint 0 is its initial policy")
+        step = max(saved)
+    else:
+        text = str(wanted).removeprefix("step-")
+        step = int(text) if text.isdecimal() else -1
+        if step != 0 and step not in saved:
+            steps = ", ".join(map(str, [0, *saved]))
+            raise UserError(f"--checkpoint {wanted}: run {run} has none of this step; choose from {steps}")
+    if step == 0:
+        return None
+    problem = damage(saved[step])
+    if problem is not None:
+        raise UserError(f"checkpoint {saved[step]}: is damaged ({problem}); choose another")
+    return saved[step]
+
+
+def _check_signal(batch: RolloutBatch) -> None:
+    if batch.zero_variance_share == 1:
+        raise UserError(
+            "rotate: the rewards of each prompt's completions are all equal, so no method has a gradient; choose another seed, "
+            "more prompts (--set rollout.prompts_per_step=64) or a task of another difficulty"
+        )
+
+
+# -- measuring -----------------------------------------------------------------------------------------------------------
+
+
+class _Start:
+    """Weights, optimizer and data order at one step of a run, from which every method is compared."""
+
+    def __init__(self, config: RunConfig, checkpoint: Path | None, needs_reference: bool) -> None:
+        self.config = config
+        self.task: Task = make_task(config.task)
+        examples = self.task.splits().get("train", [])
+        if not examples:
+            raise UserError(f"task.kind = '{config.task.kind}': has no split 'train' to draw prompts from")
+        source = config.policy if checkpoint is None else config.policy.model_copy(update={"model": str(checkpoint)})
+        self.policy: Policy = load_policy(source, base=config.policy.model)
+        model = self.policy.model
+        self.optimizer = build_optimizer(model, config.optimizer)
+        self.order, done = DataOrder(examples, config.seed), 0
+        if checkpoint is not None:
+            proximal = copy.deepcopy(model) if config.method.needs_proximal else None
+            progress = saving.restore(checkpoint, self.policy, self.optimizer, proximal)
+            self.order.cursor, done = progress.cursor, progress.step
+        self.step = done + 1
+        place = min(self.step, config.steps)
+        lr = learning_rate(config.optimizer, place, config.steps)
+        if not lr > 0:
+            raise UserError(
+                f"optimizer.schedule = {config.optimizer.schedule}: the learning rate is 0 at step {place}; choose an earlier "
+                "checkpoint, or --set optimizer.schedule=constant"
+            )
+        set_learning_rate(self.optimizer, lr)
+        self.progress = (place - 1) / max(config.steps - 1, 1)
+        reference: nn.Module | None = None
+        if needs_reference:
+            reference = model if has_adapters(model) else load_policy(config.policy).model.eval().requires_grad_(False)
+        self.learner = Learner(
+            Scorer(
+                model,
+                config.rollout.temperature,
+                config.update.microbatch_tokens,
+                config.update.share_prompt,
+                self.policy.compute,
+                config.update.gradient_checkpointing,
+            ),
+            self.optimizer,
+            max_new_tokens=config.rollout.max_new_tokens,
+            mini_batches=1,
+            inner_epochs=1,
+            max_grad_norm=config.optimizer.max_grad_norm,
+            seed=config.seed,
+        )
+        self.reference = reference
+
+    def draw(self) -> RolloutBatch:
+        """The batch that the run's next step draws."""
+        statistics = self.learner.scorer.statistics
+        config = self.config
+        return draw_rollouts(
+            self.policy, self.task, self.order, config.method, config.rollout, config.seed, self.step, statistics
+        )
+
+    def measured(
+        self, method: Method, batch: RolloutBatch, stats: TokenStats, references: dict[str, list[Gradient]]
+    ) -> tuple[dict[str, Any], float]:
+        """The row of a method, and the noise angle of its reference if that is plain GRPO, else NaN."""
+        advantage = step_advantages(method, batch.rollouts, batch.rewards, stats)
+        tensors = step_tensors(batch.rollouts, advantage, stats, stats.logp, self.progress, method)
+        method = method.model_copy(update={"weight": calibrate(method.weight, tensors)})
+        # An average of past weights starts as the weights.
+        learner = replace(
+            self.learner,
+            reference=self.reference if method.needs_reference else None,
+            proximal=copy.deepcopy(self.policy.model).eval() if method.needs_proximal else None,
+        )
+        found, tokens = learner.compare(
+            batch.rollouts,
+            advantage,
+            self.step,
+            self.progress,
+            method=method,
+            stats=stats,
+            references=references,
+        )
+        used = loss_mask(batch.rollouts, method).bool().cpu() & (tokens.update >= 0)
+        plain = _is_plain(reference_method(method))
+        row = {
+            "reference": "grpo" if plain else "unweighted",
+            "gradient_rotation": found.gradient.angle,
+            "gradient_scale": found.gradient.scale,
+            "update_rotation": found.update.angle,
+            "update_scale": found.update.scale,
+            "weight_mean": weight_columns(method, tokens.weight, used, self.progress)["weight_mean"],
+            **carried_columns(method, tokens, used, self.progress, None),
+            "rotation_bound": weight_rotation_bound(method.weight.at(self.progress)),
+        }
+        return row, found.noise if plain else math.nan
+
+    def described(self, batch: RolloutBatch, run: Path | None) -> dict[str, Any]:
+        """What the batch is."""
+        rollouts = batch.rollouts
+        return {
+            "model": self.config.policy.model,
+            "task": self.config.task.kind,
+            "run": None if run is None else str(run),
+            "seed": self.config.seed,
+            "step": self.step,
+            "prompts": len(batch.examples),
+            "completions": len(rollouts),
+            "tokens": int(rollouts.completion_mask.sum()),
+            "informative_prompts": round((1 - batch.zero_variance_share) * len(batch.examples)),
+            "recorded": None if run is None else _as_recorded(run, self.step, rollouts.texts, rollouts.reward),
+        }
+
+
+def _is_plain(reference: Method) -> bool:
+    """Whether a reference objective is that of plain GRPO."""
+    plain = reference_method(Method(name="grpo", kl=reference.kl))
+    return plain == reference.model_copy(update={"name": plain.name})
+
+
+def _as_recorded(run: Path, step: int, texts: Sequence[str], reward: Tensor) -> bool | None:
+    """Whether completions and rewards are those that the run recorded at this step; None if it recorded none."""
+    from sharpscope.traces import load_run
+
+    rows = load_run(run).rollouts
+    rows = rows[rows["step"] == step].sort_values("rollout")
+    if rows.empty:
+        return None
+    same = list(rows["completion"]) == list(texts)
+    return same and bool(torch.equal(torch.tensor(rows["reward"].to_numpy()).float(), reward.cpu()))
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
+    import pandas as pd
+
+    table = pd.DataFrame(rows, columns=list(COLUMNS)).astype({name: float for name in COLUMNS if name in _NUMBERS})
+    return table.assign(problem=table["problem"].fillna(""))
+
+
+_NUMBERS = (
+    "gradient_rotation",
+    "gradient_scale",
+    "update_rotation",
+    "update_scale",
+    "rotation_bound",
+    "weight_mean",
+    "weight_mean_gradient",
+    "weight_saturation_low_gradient",
+    "weight_saturation_high_gradient",
+)
+COLUMNS = ("method", "reference", *_NUMBERS, "problem")
+
+
+def _plain(value: Any) -> Any:
+    """A value for JSON: null for NaN."""
+    return None if isinstance(value, float) and math.isnan(value) else value
