@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from sharpscope.tasks import register_task as register_task
     from sharpscope.traces import load_run as load_run
     from sharpscope.traces import load_runs as load_runs
+    from sharpscope.training import rotate as rotate
 
 _MODULES = {
     "load_run": "sharpscope.traces",
@@ -30,6 +31,7 @@ _MODULES = {
     "attribute": "sharpscope.probes",
     "curvature": "sharpscope.probes",
     "sharpness": "sharpscope.probes",
+    "rotate": "sharpscope.training",
     "register_task": "sharpscope.tasks",
     "register_shaping": "sharpscope.config",
     "register_token_weight": "sharpscope.config",

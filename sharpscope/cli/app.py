@@ -19,6 +19,7 @@ from sharpscope.cli import (
     probing,
     reducing,
     reporting,
+    rotating,
     sweeping,
     training,
 )
@@ -39,7 +40,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for module in (training, reporting, inspecting, sweeping, reducing, describe, exporting, importing, probing, forking):
+for module in (
+    training, reporting, inspecting, sweeping, reducing, describe, exporting, importing, probing, rotating, forking
+):  # fmt: skip
     module.register(app)
 
 _options = {"debug": False}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +16,8 @@ from torch import Tensor, nn
 from sharpscope import distributed
 from sharpscope.config import (
     RunConfig,
+    arm_method,
+    arm_name,
     build_config,
     default_preset,
     method_names,
@@ -48,6 +49,19 @@ Tell = Callable[[str], None]
 
 CONTROLS = ("grpo-sg-reverse", "grpo-sg-shuffled")
 """Controls among the default methods."""
+
+_NUMBERS = (
+    "gradient_rotation",
+    "gradient_scale",
+    "update_rotation",
+    "update_scale",
+    "rotation_bound",
+    "weight_mean",
+    "weight_mean_gradient",
+    "weight_saturation_low_gradient",
+    "weight_saturation_high_gradient",
+)
+COLUMNS = ("method", "reference", *_NUMBERS, "problem")
 
 
 @dataclass(frozen=True)
@@ -104,9 +118,9 @@ def rotate(
     """Compare the first update of methods with that of plain GRPO, or of the method with weights 1, on one batch.
 
     Every method gets the same completions and rewards, and starts from the same weights and optimizer state; nothing is
-    trained. The whole batch is one update. Weights with constants to calibrate are calibrated on the batch. A method of two
-    passes (Lopti) is compared by its first pass. Methods that change the ratio or the clip only are plain GRPO in the first
-    update.
+    trained. The whole batch is one update. Weights with constants to calibrate are calibrated on the batch; the run's own
+    method has the run's constants. A method of two passes (Lopti) is compared by its first pass. Methods that change the ratio
+    or the clip only are plain GRPO in the first update.
 
     Args:
         methods: `[name=]method[+field=value…]`, such as `grpo-sg+weight.U=4`; None: all methods and two controls.
@@ -123,7 +137,7 @@ def rotate(
         The table, the noise angle, and what the batch is.
 
     Raises:
-        UserError: the input is wrong, or no group of the batch has different rewards.
+        UserError: the input is wrong, or no prompt's completions have different rewards.
     """
     tell = on_progress or (lambda text: None)
     if distributed.start().processes > 1:
@@ -137,7 +151,8 @@ def rotate(
     _check_signal(batch)
     stats = start.learner.scorer.statistics(batch.rollouts)
     rows: list[dict[str, Any]] = []
-    noise, references = math.nan, {}
+    references: dict[str, list[Gradient]] = {}
+    noise = math.nan
     for number, (name, method) in enumerate(chosen.items(), 1):
         tell(f"{number}/{len(chosen)} {name}")
         try:
@@ -153,29 +168,16 @@ def rotate(
 
 # -- input ---------------------------------------------------------------------------------------------------------------
 
-_CHANGE = re.compile(r"\+(?=[A-Za-z_][A-Za-z0-9_.]*=)")
-
 
 def _methods(texts: Sequence[str] | None, config: RunConfig) -> dict[str, Method]:
     """The methods by name, presets of their weights filled in."""
+    preset = default_preset(config)
     found: dict[str, Method] = {}
     for text in [*method_names(), *CONTROLS] if texts is None else texts:
-        head, *changes = _CHANGE.split(text.strip())
-        name, sign, base = head.rpartition("=")
-        if not base or (sign and not name):
-            raise UserError(f"--methods {text!r}: must have the form [name=]method[+field=value…]")
-        name = name or text.strip()
+        name = arm_name(text)
         if name in found:
             raise UserError(f"--methods {name}: is given twice; give one another name: name=method")
-        try:
-            # The model decides what the preset `auto` is.
-            built = build_config(
-                overrides=[f"method={base}", *(f"method.{change}" for change in changes)],
-                values={"policy.model": config.policy.model},
-            ).method
-        except UserError as problem:
-            raise UserError(f"--methods {text}: {problem}") from None
-        found[name] = built.with_preset("auto", default_preset(config))
+        found[name] = arm_method(text, config).with_preset("auto", preset)
     if not found:
         raise UserError("--methods: names nothing; `sharpscope methods` lists the methods")
     return found
@@ -237,7 +239,7 @@ def _checkpoint(run: Path, wanted: int | str | None) -> Path | None:
 def _check_signal(batch: RolloutBatch) -> None:
     if batch.zero_variance_share == 1:
         raise UserError(
-            "rotate: the rewards of each prompt's completions are all equal, so no method has a gradient; choose another seed, "
+            "rotate: the rewards of each prompt's completions are all equal, so plain GRPO has no gradient; choose another seed, "
             "more prompts (--set rollout.prompts_per_step=64) or a task of another difficulty"
         )
 
@@ -259,10 +261,12 @@ class _Start:
         model = self.policy.model
         self.optimizer = build_optimizer(model, config.optimizer)
         self.order, done = DataOrder(examples, config.seed), 0
+        self.calibrated: Method | None = None  # the run's method with the constants that the run has calibrated
         if checkpoint is not None:
             proximal = copy.deepcopy(model) if config.method.needs_proximal else None
             progress = saving.restore(checkpoint, self.policy, self.optimizer, proximal)
             self.order.cursor, done = progress.cursor, progress.step
+            self.calibrated = Method.model_validate(progress.method)
         self.step = done + 1
         place = min(self.step, config.steps)
         lr = learning_rate(config.optimizer, place, config.steps)
@@ -307,6 +311,9 @@ class _Start:
     ) -> tuple[dict[str, Any], float]:
         """The row of a method, and the noise angle of its reference if that is plain GRPO, else NaN."""
         advantage = step_advantages(method, batch.rollouts, batch.rewards, stats)
+        preset = default_preset(self.config)
+        if self.calibrated is not None and method == self.config.method.with_preset("auto", preset):
+            method = self.calibrated
         tensors = step_tensors(batch.rollouts, advantage, stats, stats.logp, self.progress, method)
         method = method.model_copy(update={"weight": calibrate(method.weight, tensors)})
         # An average of past weights starts as the weights.
@@ -378,20 +385,6 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
 
     table = pd.DataFrame(rows, columns=list(COLUMNS)).astype({name: float for name in COLUMNS if name in _NUMBERS})
     return table.assign(problem=table["problem"].fillna(""))
-
-
-_NUMBERS = (
-    "gradient_rotation",
-    "gradient_scale",
-    "update_rotation",
-    "update_scale",
-    "rotation_bound",
-    "weight_mean",
-    "weight_mean_gradient",
-    "weight_saturation_low_gradient",
-    "weight_saturation_high_gradient",
-)
-COLUMNS = ("method", "reference", *_NUMBERS, "problem")
 
 
 def _plain(value: Any) -> Any:

@@ -1,0 +1,160 @@
+"""`rotate`: the numbers of a run's trace from its checkpoints, and one batch compared under many methods."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pandas as pd
+import pytest
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+import sharpscope
+from sharpscope.analysis.figures.rotation import rotation_figure
+from sharpscope.cli import app
+from sharpscope.config import build_config
+from sharpscope.errors import UserError
+from sharpscope.training import rotate, train
+from tests.conftest import TOY
+
+ANGLES = ["gradient_rotation", "gradient_scale", "update_rotation", "update_scale"]
+FRESH = [f"{path}={value}" for path, value in TOY.items() if not path.startswith("evaluation")]
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_policy, tmp_path_factory):
+    """A run whose rotation is recorded at every step, with a checkpoint after each."""
+    out = tmp_path_factory.mktemp("rotated")
+    values = {
+        **TOY, "policy.model": str(tiny_policy), "out": str(out), "name": "run", "method": "grpo-sg", "evaluation.every": 0,
+        "method.weight.preset": "calibrated", "recording.rotation_every": 1, "recording.token_gradients_every": 0,
+        "update.mini_batches": 1, "checkpoint.every": 1, "checkpoint.keep_last": 5,
+    }  # fmt: skip
+    train(build_config(values=values))
+    return out / "run"
+
+
+@pytest.mark.parametrize("step", [1, 2, 3])
+def test_a_checkpoint_gives_the_numbers_of_the_trace(folder, step):
+    found = rotate(["own=grpo-sg+weight.preset=calibrated", "grpo"], run=folder, checkpoint=step - 1)
+    traced = sharpscope.load_run(folder).steps.set_index("step").loc[step]
+    own = found.table.set_index("method").loc["own"]
+    columns = [*ANGLES, "weight_mean", "weight_mean_gradient", "weight_saturation_high_gradient"]
+    np.testing.assert_allclose(own[columns].astype(float), traced[columns].astype(float), rtol=1e-3)
+    assert own["gradient_rotation"] > 0.1 and own["rotation_bound"] == pytest.approx(9.594, abs=1e-3)
+    assert found.noise == pytest.approx(traced["noise_rotation"], abs=0.01)
+    assert found.batch["step"] == step and found.batch["recorded"] is True and found.batch["tokens"] == traced["tokens"]
+
+
+def test_changed_completions_are_not_those_recorded(folder):
+    found = rotate(["grpo"], run=folder, checkpoint=1, overrides=["rollout.temperature=0.5"])
+    assert found.batch["recorded"] is False
+    later = rotate(["grpo"], run=folder)  # after the last checkpoint
+    assert later.batch["step"] == 4 and later.batch["recorded"] is None
+
+
+def test_all_methods_on_a_fresh_batch(tiny_policy):
+    lines = []
+    found = rotate(model=str(tiny_policy), overrides=FRESH, on_progress=lines.append)
+    table = found.table.set_index("method")
+    assert set(sharpscope.config.method_names()) < set(table.index) and len(lines) == len(table) + 1
+    assert found.batch["recorded"] is None and found.batch["prompts"] == 4 and found.batch["completions"] == 16
+    for name in ("grpo", "gspo", "holder", "sapo", "gmpo", "dppo", "vespo", "ppo-ewma", "dual-clip"):
+        if table.loc[name, "problem"] == "" and table.loc[name, "reference"] == "grpo" and name != "vespo":
+            assert table.loc[name, "gradient_rotation"] < 0.01 and table.loc[name, "update_scale"] == pytest.approx(
+                1, abs=1e-3
+            )
+    assert table.loc["dr-grpo", "gradient_rotation"] > 0.5 and table.loc["cov-grpo", "gradient_rotation"] > 0.5
+    assert table.loc["grpo-sg", "gradient_rotation"] <= table.loc["grpo-sg", "rotation_bound"] * 1.5
+    failed = table[table["problem"] != ""]
+    assert set(failed.index) <= {"gdpo"} and failed["gradient_rotation"].isna().all()  # the toy task has no parts
+
+
+def test_nothing_is_changed_and_equal_calls_are_equal(tiny_policy):
+    first = [p.clone() for p in AutoModelForCausalLM.from_pretrained(tiny_policy).parameters()]
+    one, two = (rotate(["ar", "grpo-sam", "lopti"], model=str(tiny_policy), overrides=FRESH) for _ in range(2))
+    pd.testing.assert_frame_equal(one.table, two.table)
+    again = AutoModelForCausalLM.from_pretrained(tiny_policy).parameters()
+    assert all(bool((a == b).all()) for a, b in zip(first, again, strict=True))
+
+
+def test_kl_and_averaged_policies_and_weights_under_another_aggregation(tiny_policy):
+    found = rotate(
+        ["plain=grpo+kl.coef=0.5", "kl=grpo-sg+kl.coef=0.5", "ppo-ewma", "mean=ar+aggregate=token_mean"],
+        model=str(tiny_policy),
+        overrides=FRESH,
+    ).table.set_index("method")
+    assert found.loc["plain", "gradient_rotation"] < 0.01 and found.loc["ppo-ewma", "gradient_rotation"] < 0.01
+    assert found["reference"].to_dict() == {"plain": "grpo", "kl": "grpo", "ppo-ewma": "grpo", "mean": "unweighted"}
+    assert 0 < found.loc["mean", "gradient_rotation"] < 6.4
+
+
+def test_the_command_prints_and_writes(tiny_policy, tmp_path):
+    sets = [part for value in FRESH for part in ("--set", value)]
+    command = ["rotate", "--model", str(tiny_policy), "--methods", "grpo-sg,ar,cispo", "--out", str(tmp_path / "out")]
+    result = CliRunner().invoke(app, [*command, *sets], env={"COLUMNS": "220"})
+    assert result.exit_code == 0, result.output
+    assert "4 prompts" in result.output and "cispo" in result.output and "Noise of this batch" in result.output
+    assert "1/3 grpo-sg" in result.stderr
+    names = ["rotation.csv", "rotation.json", "rotation.png", "rotation.svg"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == names
+    table = pd.read_csv(tmp_path / "out" / "rotation.csv")
+    content = json.loads((tmp_path / "out" / "rotation.json").read_text(encoding="utf-8"))
+    assert table["method"].tolist() == [row["method"] for row in content["methods"]] == ["grpo-sg", "ar", "cispo"]
+    assert content["methods"][2]["weight_saturation_low_gradient"] is None
+    assert table["gradient_rotation"][0] == pytest.approx(content["methods"][0]["gradient_rotation"])
+    again = CliRunner().invoke(app, [*command, *sets])
+    assert isinstance(again.exception, UserError) and "is not empty" in str(again.exception)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"methods": ["nothing"]}, "nothing"),
+        ({"methods": []}, "names nothing"),
+        ({"methods": ["ar", "ar"]}, "given twice"),
+        ({"methods": ["ar+weight.alpha=7"]}, r"ar\+weight.alpha=7.*alpha"),
+        ({"checkpoint": 3}, "--checkpoint: goes with"),
+        ({"run": "missing"}, "does not exist"),
+        ({"run": ".", "model": "embedded:math"}, "--model: goes without"),
+        ({"run": ".", "seed": 1}, "--seed: goes without"),
+        ({"run": "tests"}, "no config.yaml"),
+    ],
+)
+def test_bad_input_is_one_clear_line(arguments, said):
+    with pytest.raises(UserError, match=said):
+        rotate(**{"methods": ["grpo"], **arguments})
+
+
+def test_bad_checkpoints_and_a_batch_without_signal(folder, tiny_policy):
+    with pytest.raises(UserError, match="choose from 0, 1, 2, 3"):
+        rotate(["grpo"], run=folder, checkpoint="step-000007")
+    with pytest.raises(UserError, match="plain GRPO has no gradient"):
+        rotate(["grpo"], model=str(tiny_policy), overrides=[*FRESH, "task.factory=tests.toy_task:equally_rewarded"])
+    with pytest.raises(UserError, match="learning rate is 0"):
+        rotate(["grpo"], run=folder, overrides=["optimizer.schedule=linear"])
+
+
+def test_the_figure_has_a_ray_for_each_angle_and_shades_the_noise():
+    table = pd.DataFrame(
+        {
+            "method": ["grpo", "gspo", "ar", "worst", "broken"],
+            "gradient_rotation": [0.0, 0.2, 12.0, 100.0, math.nan],
+            "update_rotation": [0.0, 0.0, 30.0, 80.0, math.nan],
+        }
+    )
+    figure = rotation_figure(table, 40.0)
+    for axis, texts in zip(
+        figure.axes,
+        (["0.1° grpo, gspo", "12.0° ar", "100.0° worst"], ["0.0° grpo, gspo", "30.0° ar", "80.0° worst"]),
+        strict=True,
+    ):
+        assert [text.get_text() for text in axis.texts] == texts
+        ends = [line.get_xydata()[1] for line in axis.lines if line.get_linewidth() == 1.4]
+        angles = [math.degrees(math.atan2(y, x)) for x, y in ends]
+        np.testing.assert_allclose(angles, [float(text.split("°")[0]) for text in texts], atol=1e-9)
+    (wedge,) = figure.axes[0].patches
+    assert wedge.theta2 == 40.0 and not figure.axes[1].patches
+    assert figure.axes[0].get_xlim()[0] < -1 < figure.axes[1].get_xlim()[0]
