@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from sharpscope import distributed
 from sharpscope.config import (
@@ -24,7 +23,7 @@ from sharpscope.config import (
     reference_method,
     weight_rotation_bound,
 )
-from sharpscope.config.method import Method
+from sharpscope.config.method import Kl, Method
 from sharpscope.errors import UserError
 from sharpscope.objective import calibrate
 from sharpscope.policy import Policy, load_policy
@@ -299,17 +298,19 @@ class _Start:
         self.reference = reference
 
     def draw(self) -> RolloutBatch:
-        """The batch that the run's next step draws."""
-        statistics = self.learner.scorer.statistics
-        config = self.config
+        """The batch that the run's next step draws; a divergence in the reward is left out."""
+        config, statistics = self.config, self.learner.scorer.statistics
+        method = config.method.model_copy(update={"kl": Kl()})
         return draw_rollouts(
-            self.policy, self.task, self.order, config.method, config.rollout, config.seed, self.step, statistics
+            self.policy, self.task, self.order, method, config.rollout, config.seed, self.step, statistics
         )
 
     def measured(
         self, method: Method, batch: RolloutBatch, stats: TokenStats, references: dict[str, list[Gradient]]
     ) -> tuple[dict[str, Any], float]:
         """The row of a method, and the noise angle of its reference if that is plain GRPO, else NaN."""
+        if method.kl_in_reward:
+            raise UserError("kl.place = reward: changes the rewards, which are the same for all methods here; use loss")
         advantage = step_advantages(method, batch.rollouts, batch.rewards, stats)
         preset = default_preset(self.config)
         if self.calibrated is not None and method == self.config.method.with_preset("auto", preset):
@@ -358,7 +359,7 @@ class _Start:
             "completions": len(rollouts),
             "tokens": int(rollouts.completion_mask.sum()),
             "informative_prompts": round((1 - batch.zero_variance_share) * len(batch.examples)),
-            "recorded": None if run is None else _as_recorded(run, self.step, rollouts.texts, rollouts.reward),
+            "recorded": None if run is None else _as_recorded(run, self.step, rollouts.texts),
         }
 
 
@@ -368,16 +369,13 @@ def _is_plain(reference: Method) -> bool:
     return plain == reference.model_copy(update={"name": plain.name})
 
 
-def _as_recorded(run: Path, step: int, texts: Sequence[str], reward: Tensor) -> bool | None:
-    """Whether completions and rewards are those that the run recorded at this step; None if it recorded none."""
+def _as_recorded(run: Path, step: int, texts: Sequence[str]) -> bool | None:
+    """Whether completions are those that the run recorded at this step; None if it recorded none."""
     from sharpscope.traces import load_run
 
     rows = load_run(run).rollouts
     rows = rows[rows["step"] == step].sort_values("rollout")
-    if rows.empty:
-        return None
-    same = list(rows["completion"]) == list(texts)
-    return same and bool(torch.equal(torch.tensor(rows["reward"].to_numpy()).float(), reward.cpu()))
+    return None if rows.empty else list(rows["completion"]) == list(texts)
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:

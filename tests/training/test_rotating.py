@@ -115,6 +115,7 @@ def test_the_command_prints_and_writes(tiny_policy, tmp_path):
         ({"methods": ["nothing"]}, "nothing"),
         ({"methods": []}, "names nothing"),
         ({"methods": ["ar", "ar"]}, "given twice"),
+        ({"methods": ["ar+"]}, r"ar\+"),
         ({"methods": ["ar+weight.alpha=7"]}, r"ar\+weight.alpha=7.*alpha"),
         ({"checkpoint": 3}, "--checkpoint: goes with"),
         ({"run": "missing"}, "does not exist"),
@@ -133,6 +134,8 @@ def test_bad_checkpoints_and_a_batch_without_signal(folder, tiny_policy):
         rotate(["grpo"], run=folder, checkpoint="step-000007")
     with pytest.raises(UserError, match="plain GRPO has no gradient"):
         rotate(["grpo"], model=str(tiny_policy), overrides=[*FRESH, "task.factory=tests.toy_task:equally_rewarded"])
+    with pytest.raises(UserError, match=r"--methods grpo\+kl.*kl.place = reward"):
+        rotate(["grpo+kl.coef=0.1+kl.place=reward"], model=str(tiny_policy), overrides=FRESH)
     with pytest.raises(UserError, match="learning rate is 0"):
         rotate(["grpo"], run=folder, overrides=["optimizer.schedule=linear"])
 
