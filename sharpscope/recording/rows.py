@@ -63,9 +63,8 @@ def steps_row(
     }
 
 
-def update_columns(step: int, result: StepResult) -> dict[str, Any]:
+def update_columns(step: int, updates: Sequence[UpdateResult]) -> dict[str, Any]:
     """Columns of the updates table, a row for each update of the step; NaN becomes null except in loss and norms."""
-    updates = result.updates
     columns: dict[str, Any] = {
         "step": step,
         "update": np.arange(len(updates)),

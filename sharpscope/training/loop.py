@@ -311,7 +311,7 @@ class _Run:
             self.recent = [*self.recent[-49:], math.log(norm)]
         self._record(step, batch, result, observed)
         clock.lap("recording_s", plus=probing)
-        self.writer.append("updates", update_columns(step, result))
+        self.writer.append("updates", update_columns(step, result.updates))
         self.writer.append("steps", row | clock.laps)
         if step % config.recording.flush_every == 0:
             self.writer.flush()

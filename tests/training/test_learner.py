@@ -440,7 +440,7 @@ def test_every_update_is_described_by_its_own_tokens(world, monkeypatch, name):
     for group in observed.optimizer.param_groups:
         group["lr"] = 0.03  # far enough that clips act
     learned = learn(observed, drawn, name)
-    table = pd.DataFrame(update_columns(7, learned))
+    table = pd.DataFrame(update_columns(7, learned.updates))
     assert len(table) == len(seen) == (8 if name == "lopti" else 4)
     for row, tokens in zip(table.to_dict("records"), seen, strict=True):
         if not tokens:  # no token of this policy is likely enough for Lopti's second pass
@@ -470,7 +470,7 @@ def test_every_update_is_described_by_its_own_tokens(world, monkeypatch, name):
 def test_an_update_that_is_left_out_is_in_the_table(world):
     policy, drawn = world
     learned = learn(learner_of(policy, mini_batches=2), drawn, before_first_update=lambda *_: False)
-    (row,) = pd.DataFrame(update_columns(1, learned)).to_dict("records")
+    (row,) = pd.DataFrame(update_columns(1, learned.updates)).to_dict("records")
     assert row["skipped"] and row["update_norm"] == row["clip_factor"] == 0.0
     assert row["grad_norm"] > 0 and row["ratio_mean"] == 1.0 and row["entropy_coef"] is None
 

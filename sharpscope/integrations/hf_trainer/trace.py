@@ -232,7 +232,7 @@ class Trace:
             self.writer.append("probes", observed.rows)
         self._write_events()
         seconds["recording_s"] += time.perf_counter() - started
-        self._append("updates", update_columns(step, result))
+        self._append("updates", update_columns(step, result.updates))
         self._append("steps", row | seconds)
         if step % spec.flush_every == 0:
             self.writer.flush()

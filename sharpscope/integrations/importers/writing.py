@@ -128,11 +128,11 @@ def write(
     try:
         with RunLock(made), TraceWriter(made) as writer:
             for step, given in steps:
-                for table, columns in _tables(step, _grouped(given), decode).items():
+                for table, columns in step_tables(step, given, decode).items():
                     if columns:
                         known[table] |= {name for name, values in columns.items() if not _nothing(values)}
                         counts[table] += writer.append(table, columns)
-                for event in _sampler_events(step, given):
+                for event in sampler_events(step, given):
                     writer.append("events", {name: [value] for name, value in event.items()})
                 writer.flush()
         if not counts["rollouts"]:
@@ -175,10 +175,11 @@ def _nothing(values: Any) -> bool:
     return not isinstance(values, int | float) and all(value is None for value in values)
 
 
-def _tables(
-    step: int, rows: list[Completion], decode: Callable[[Sequence[int]], str] | None
+def step_tables(
+    step: int, given: Sequence[Completion], decode: Callable[[Sequence[int]], str] | None
 ) -> dict[str, dict[str, Any]]:
-    """Columns of the tables of one step."""
+    """Columns of the tables rollouts, tokens (empty without tokens) and steps of one step; groups become adjacent."""
+    rows = _grouped(given)
     groups = {name: index for index, name in enumerate(dict.fromkeys(one.group for one in rows))}
     grouped = None not in groups
     rollouts: dict[str, list[Any]] = {column.name: [] for column in TABLES["rollouts"].columns}
@@ -215,7 +216,7 @@ def _tables(
     }
 
 
-def _sampler_events(step: int, rows: Sequence[Completion]) -> list[dict[str, Any]]:
+def sampler_events(step: int, rows: Sequence[Completion]) -> list[dict[str, Any]]:
     """An event if sampler log-probabilities of a step cannot be right."""
     pairs = [
         (logp, sampler)

@@ -1,0 +1,375 @@
+"""The recorder of verl's actor: wraps `TrainingWorker.train_mini_batch` and `train_batch`, and changes nothing of the training.
+
+`train_mini_batch` gets one batch of completions and makes a step of one or more updates (`train_batch`). Each row carries its
+number through verl's mini- and micro-batches. A hook on the log-probabilities that the loss differentiates gives ∂L/∂log π;
+FSDP averages gradients over the data-parallel processes, so this divided by their number is the token's coefficient in the
+loss of the whole batch. After the step the processes' rows are gathered, and the first process writes them.
+
+The entropy bonus acts on all logits of a position and is not in `loss_coef`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sharpscope.errors import UserError
+from sharpscope.integrations.importers.writing import Completion, sampler_events, step_tables
+from sharpscope.recording import UpdateResult, UpdateTokens, environment, update_columns, update_norm
+from sharpscope.traces import RunLock, TraceWriter, create_run_dir, create_run_info, update_run_info
+from sharpscope.traces.files import now
+
+ROW = "sharpscope_row"
+NEEDED = ("prompts", "responses", "response_mask", "old_log_probs", "advantages")
+_REWARDS = ("token_level_scores", "rm_scores", "token_level_rewards")
+
+
+def install(folder: str) -> None:
+    """Wrap verl's training worker, once per process; every actor's step is recorded to `folder`."""
+    from verl.workers.engine_workers import TrainingWorker
+
+    if getattr(TrainingWorker, "_sharpscope", False):
+        return
+    step, update = TrainingWorker.train_mini_batch, TrainingWorker.train_batch
+
+    @functools.wraps(step)  # keeps what verl's dispatcher reads from the function
+    def train_mini_batch(self: Any, data: Any) -> Any:
+        if any(name not in data for name in NEEDED):  # another worker: a critic, or supervised fine-tuning
+            return step(self, data)
+        if not hasattr(self, "_sharpscope_recorder"):
+            self._sharpscope_recorder = Recorder(self, Path(folder))
+        return self._sharpscope_recorder.step(data, lambda: step(self, data))
+
+    @functools.wraps(update)
+    def train_batch(self: Any, data: Any) -> Any:
+        recorder = getattr(self, "_sharpscope_recorder", None)
+        if recorder is None or recorder.rows is None or ROW not in data:
+            return update(self, data)
+        return recorder.update(lambda: update(self, data))
+
+    TrainingWorker.train_mini_batch, TrainingWorker.train_batch = train_mini_batch, train_batch
+    TrainingWorker._sharpscope = True
+
+
+def check_worker(worker: Any) -> None:
+    """Check that the worker can be recorded.
+
+    Raises:
+        UserError: an engine or option is not supported; the message names it.
+    """
+    config = worker.engine_config
+    if config.strategy not in ("fsdp", "fsdp2"):
+        raise UserError(f"verl: strategy = {config.strategy} is not recorded; use fsdp2, or unset SHARPSCOPE_VERL")
+    if config.use_fused_kernels:
+        raise UserError("verl: use_fused_kernels = True gives no log-probabilities to hook; set it to False")
+    if config.ulysses_sequence_parallel_size > 1:
+        raise UserError(
+            f"verl: ulysses_sequence_parallel_size = {config.ulysses_sequence_parallel_size} divides sequences; set it to 1"
+        )
+    if getattr(worker.engine, "scaler", None) is not None:
+        raise UserError("verl: fp16 scales the loss by a changing factor; use bf16 or float32")
+
+
+@dataclass
+class _Rows:
+    """This process's rows of the step in progress: what the loss did with the response tokens (n, T), and its updates."""
+
+    data: Any
+    mask: Tensor  # (n, T) bool
+    old: Tensor  # (n, T) ln π at the start of the step [nats]
+    coef: Tensor
+    ratio: Tensor
+    update: Tensor  # int, −1 where no update has used the token
+    entropy: Tensor  # NaN where it is not known
+    updates: list[dict[str, float]] = field(default_factory=list)
+    ratios: list[list[Tensor]] = field(default_factory=list)  # of each update, ln r of its tokens, per micro-batch
+
+
+class Recorder:
+    """Records the steps of one worker."""
+
+    def __init__(self, worker: Any, folder: Path) -> None:
+        check_worker(worker)
+        self.worker, self.folder = worker, folder
+        self.rows: _Rows | None = None
+        self.count, self.seconds = 0, 0.0
+        self.group = worker.engine.get_data_parallel_group()
+        self.first = torch.distributed.get_rank() == 0
+        self.writer: TraceWriter | None = None
+
+    # -- one step ----------------------------------------------------------------------------------------------------
+
+    def step(self, data: Any, train: Callable[[], Any]) -> Any:
+        """Run one `train_mini_batch` and record it."""
+        started = time.perf_counter()
+        n = data.shape[0]
+        data[ROW] = torch.arange(n)
+        mask, old = _dense(data["response_mask"]).bool(), _dense(data["old_log_probs"]).double()
+        if old.shape[1] < mask.shape[1]:
+            raise UserError("verl: old_log_probs is shorter than response_mask, so tokens cannot be matched")
+        blank = torch.full(mask.shape, torch.nan, dtype=torch.float64)
+        never = torch.full(mask.shape, -1)
+        entropy = _dense(data["entropy"]).double()[:, : mask.shape[1]] if "entropy" in data else blank.clone()
+        self.rows = _Rows(data, mask, old[:, : mask.shape[1]], blank.clone(), blank.clone(), never, entropy)
+        before = time.perf_counter() - started
+        started = time.perf_counter()
+        self.seconds = 0.0
+        try:
+            found = train()
+            training = time.perf_counter() - started - self.seconds
+            started = time.perf_counter()
+            self._write(training, before + self.seconds, started)
+        finally:
+            self.rows = None
+            del data[ROW]
+        return found
+
+    def update(self, train: Callable[[], Any]) -> Any:
+        """Run one `train_batch` with a loss that is watched."""
+        worker, rows = self.worker, self.rows
+        assert rows is not None
+        inner = worker.loss_fn
+
+        def watched(model_output: Mapping[str, Any], data: Any, dp_group: Any = None) -> Any:
+            if torch.is_grad_enabled() and model_output.get("log_probs") is not None:
+                started = time.perf_counter()
+                self._watch(rows, model_output, data)
+                self.seconds += time.perf_counter() - started
+            return inner(model_output=model_output, data=data, dp_group=dp_group)
+
+        engine, optimizer = worker.engine, worker.engine.optimizer
+        lr, make_update = float(optimizer.param_groups[0]["lr"]), engine.optimizer_step
+        adam = isinstance(optimizer, torch.optim.AdamW) and not any(g["amsgrad"] for g in optimizer.param_groups)
+        sizes: list[float] = []
+
+        def measured() -> float:
+            norm = float(make_update())
+            started = time.perf_counter()
+            # Here, as verl clears the gradients, which tell which parameters moved, before train_batch returns.
+            sizes.append(update_norm(optimizer) if adam and np.isfinite(norm) else np.nan)
+            self.seconds += time.perf_counter() - started
+            return norm
+
+        rows.ratios.append([])
+        replaced = vars(engine).get("optimizer_step")
+        worker.loss_fn, engine.optimizer_step = watched, measured
+        try:
+            found = train()
+        finally:
+            worker.loss_fn = inner
+            if replaced is None:
+                del engine.optimizer_step
+            else:
+                engine.optimizer_step = replaced
+        metrics = {} if found is None else dict(found["metrics"])
+        norm, loss = float(metrics.get("grad_norm", np.nan)), float(np.mean(metrics.get("loss", np.nan)))
+        rows.updates.append({"loss": loss, "grad_norm": norm, "update_norm": sizes[0], "lr": lr})
+        return found
+
+    def _watch(self, rows: _Rows, output: Mapping[str, Any], data: Any) -> None:
+        """Take what the loss is about to do with a micro-batch's tokens, and hook the log-probabilities."""
+        logp, index = output["log_probs"], len(rows.updates)
+        mine = torch.as_tensor(data[ROW]).cpu().long()
+        lengths = [int(length) for length in _lengths(data)]
+        ends = np.cumsum([prompt + length for prompt, length in zip(_prompt_lengths(data), lengths, strict=True)])
+        width = rows.mask.shape[1]
+
+        def responses(values: Tensor) -> Tensor:
+            """(n, T) of a nested (n, prompt + response), in which a value stands one place before its token."""
+            flat = values.values() if values.is_nested else values.flatten()
+            out = torch.zeros(len(mine), width, dtype=torch.float64)
+            for row, (length, end) in enumerate(zip(lengths, ends, strict=True)):
+                out[row, :length] = flat[end - length - 1 : end - 1].detach().double().cpu()
+            return out
+
+        used = rows.mask[mine]
+        first = used & (rows.update[mine] < 0)
+        change = responses(logp) - rows.old[mine]
+        rows.ratios[index].append(change[used])
+        rows.ratio[mine] = torch.where(first, change.exp(), rows.ratio[mine])
+        rows.update[mine] = torch.where(first, index, rows.update[mine])
+        if output.get("entropy") is not None and index == 0:
+            rows.entropy[mine] = torch.where(first, responses(output["entropy"]), rows.entropy[mine])
+        processes = self.worker.engine.get_data_parallel_size()
+
+        def keep(gradient: Tensor) -> None:
+            coef = responses(gradient) / processes
+            rows.coef[mine] = torch.where(first, coef, rows.coef[mine])
+
+        logp.register_hook(keep)
+
+    # -- writing -----------------------------------------------------------------------------------------------------
+
+    def _write(self, training: float, recording: float, started: float) -> None:
+        """Gather the step's rows from all processes; the first writes them."""
+        rows = self.rows
+        assert rows is not None
+        own = (_completions(rows), [torch.cat(parts).numpy() for parts in rows.ratios])
+        parts: list[Any] = [None] * torch.distributed.get_world_size(self.group)
+        torch.distributed.all_gather_object(parts, own, group=self.group)
+        self.count += 1
+        if not self.first:
+            return
+        if self.writer is None:
+            self._open()
+        assert self.writer is not None
+        writer, step = self.writer, self.count
+        given = [one for completions, _ in parts for one in completions]
+        tokenizer = self.worker.model_config.tokenizer
+        tables = step_tables(step, given, lambda ids: str(tokenizer.decode(ids, clean_up_tokenization_spaces=False)))
+        for event in sampler_events(step, given):
+            writer.append("events", {name: [value] for name, value in event.items()})
+        ratios = [np.concatenate([one[index] for _, one in parts]) for index in range(len(rows.updates))]
+        results = [_result(values, ratio) for values, ratio in zip(rows.updates, ratios, strict=True)]
+        unclipped = dict.fromkeys(("clip_fraction_low", "clip_fraction_high", "clip_factor"))
+        updates = update_columns(step, results)
+        means = {
+            name: float(np.mean([one[name] for one in rows.updates])) for name in ("loss", "grad_norm", "update_norm")
+        }
+        tables["steps"] |= {name: None if np.isnan(value) else value for name, value in means.items()}
+        tables["steps"] |= {"updates": len(rows.updates), "lr": rows.updates[-1]["lr"]}
+        done = recording + time.perf_counter() - started
+        tables["steps"] |= {"generation_s": None, "training_s": training, "recording_s": done}
+        for table in ("rollouts", "tokens"):
+            if tables[table]:
+                writer.append(table, tables[table])
+        writer.append("updates", updates | unclipped)
+        writer.append("steps", tables["steps"])
+        writer.flush()
+        update_run_info(self.folder, steps_done=step)
+
+    def _open(self) -> None:
+        worker = self.worker
+        made = create_run_dir(self.folder)
+        worker.model_config.tokenizer.save_pretrained(made / "tokenizer")
+        config = getattr(worker.loss_fn, "keywords", {}).get("config")
+        policy_loss = getattr(config, "policy_loss", None) or {}
+        loss = {
+            "loss_mode": policy_loss.get("loss_mode", "vanilla"),
+            **{name: getattr(config, name, None) for name in ("loss_agg_mode", "clip_ratio_low", "clip_ratio_high")},
+            **{name: getattr(config, name, None) for name in ("use_kl_loss", "kl_loss_coef", "entropy_coeff")},
+        }
+        info = {
+            "method": f"verl {loss['loss_mode']}",
+            "task": "verl",
+            "seed": None,
+            "config": {"policy": {"model": str(worker.model_config.path)}},
+            "versions": environment.versions() | {"verl": version("verl")},
+            "processes": torch.distributed.get_world_size(),
+            "notes": ["recorded from verl's TrainingWorker"],
+            "trainer": {"name": "verl", **loss},
+        }
+        create_run_info(made, json.loads(json.dumps(info, default=str)))
+        lock = RunLock(made)
+        lock.__enter__()
+        self.writer = TraceWriter(made)
+
+        def end() -> None:
+            assert self.writer is not None
+            self.writer.flush()
+            update_run_info(made, status="finished", finished=now(), end="the process ended")
+            lock.__exit__(None, None, None)
+
+        atexit.register(end)
+
+
+def _result(values: Mapping[str, float], log_ratio: np.ndarray) -> UpdateResult:
+    """One optimizer step with the statistics of its tokens' ratios over all processes."""
+    change = torch.from_numpy(log_ratio)
+    tokens = UpdateTokens.zeros(change.shape, torch.float64)
+    tokens.used[:], tokens.ratio[:], tokens.log_ratio[:] = True, change.exp(), change
+    skipped = not np.isfinite(values["grad_norm"])
+    base = UpdateResult(values["loss"], values["grad_norm"], values["grad_norm"], values["update_norm"], 1.0, skipped)
+    return replace(base, lr=values["lr"], summary=tokens.summary())
+
+
+def _completions(rows: _Rows) -> list[Completion]:
+    """This process's rows, without those that verl added to fill the batch."""
+    data = rows.data
+    uids = [str(uid) for uid in data["uid"]] if "uid" in data else None
+    ids, prompts, lengths = _sequences(data), _prompt_lengths(data), _lengths(data)
+    advantage = _dense(data["advantages"]).double()
+    sampler = _dense(data["rollout_log_probs"]).double() if "rollout_log_probs" in data else None
+    name = next((name for name in _REWARDS if name in data), None)
+    rewards = None if name is None else _dense(data[name]).double().sum(1)
+    found = []
+    for row in range(len(rows.mask)):
+        if uids is not None and uids[row].startswith("pad"):
+            continue
+        at = rows.mask[row].nonzero()[:, 0]
+        used = rows.update[row, at] >= 0
+
+        def taken(values: Tensor, at: Tensor = at, row: int = row) -> list[float | None]:
+            return [None if value != value else value for value in values[row, at].tolist()]  # noqa: PLR0124 - NaN
+
+        tokens: dict[str, Any] = {
+            "position": at.tolist(),
+            "update": [
+                u if known else None for u, known in zip(rows.update[row, at].tolist(), used.tolist(), strict=True)
+            ],
+            "token_id": [ids[row][prompts[row] + position] for position in at.tolist()],
+            "logp": rows.old[row, at].tolist(),
+            "entropy": taken(rows.entropy),
+            "advantage": taken(advantage),
+            "ratio": taken(rows.ratio),
+            "loss_coef": taken(rows.coef),
+        }
+        if sampler is not None:
+            tokens["behavior_logp"] = taken(sampler)
+        reward = None if rewards is None else float(rewards[row])
+        found.append(
+            Completion(
+                ids=ids[row],
+                prompt_length=prompts[row],
+                tokens=tokens,
+                group=None if uids is None else uids[row],
+                reward=reward,
+                parts={} if reward is None else {"total": reward},
+                length=lengths[row],
+            )
+        )
+    return found
+
+
+def _dense(values: Any) -> Tensor:
+    """A nested or padded (n, T) tensor as a padded one on the CPU."""
+    tensor: Tensor = values.to_padded_tensor(0.0 if values.is_floating_point() else 0) if values.is_nested else values
+    return tensor.detach().cpu()
+
+
+def _rows_of(values: Any, present: Tensor | None, left: bool) -> list[list[int]]:
+    """Token IDs of prompts or responses, nested or padded."""
+    if values.is_nested:
+        return [row.tolist() for row in values.unbind()]
+    assert present is not None
+    width = values.shape[1]
+    kept = present[:, :width] if left else present[:, -width:]
+    return [row[keep.bool()].tolist() for row, keep in zip(values, kept, strict=True)]
+
+
+def _parts(data: Any) -> tuple[list[list[int]], list[list[int]]]:
+    present = None if data["prompts"].is_nested else data["attention_mask"]
+    return _rows_of(data["prompts"], present, True), _rows_of(data["responses"], present, False)
+
+
+def _sequences(data: Any) -> list[list[int]]:
+    return [prompt + response for prompt, response in zip(*_parts(data), strict=True)]
+
+
+def _prompt_lengths(data: Any) -> list[int]:
+    return [len(prompt) for prompt in _parts(data)[0]]
+
+
+def _lengths(data: Any) -> list[int]:
+    return [len(response) for response in _parts(data)[1]]

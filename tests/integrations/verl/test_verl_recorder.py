@@ -1,0 +1,200 @@
+"""Recording verl's actor in two processes on CPU (FSDP2): the weights do not change, and every number is a float64 loss's own."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import sharpscope
+from sharpscope.cli import app
+from sharpscope.policy import PolicySpec, load_policy
+from sharpscope.recording.from_checkpoint import probe_trace
+from tests.integrations.trainers import small_model, tokenizer
+from tests.oracles.supervised import row_logp, tokens_of
+
+if importlib.util.find_spec("verl") is None:
+    pytest.skip("verl is not installed (nox -s verl_recorder)", allow_module_level=True)
+
+EPSILON, KL = 0.2, 0.05  # as in worker.py
+
+
+def trained(folder: Path, run: Path | None, port: int) -> dict[str, Any]:
+    """What the two processes of worker.py kept."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    environment.pop("SHARPSCOPE_VERL", None)
+    if run is not None:
+        environment["SHARPSCOPE_VERL"] = str(run)
+    out = folder / f"kept-{port}.pt"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(port)]
+    done = subprocess.run(
+        [*command, "-m", "tests.integrations.verl.worker", str(folder / "model"), str(out)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert ("recording the actor's updates" in done.stderr) == (run is not None)
+    kept: dict[str, Any] = torch.load(out, weights_only=True)
+    return kept
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Any], Path]:
+    """(kept without, kept with the recorder, the run)."""
+    folder = tmp_path_factory.mktemp("verl")
+    small_model().save_pretrained(folder / "model")
+    tokenizer().save_pretrained(folder / "model")
+    return trained(folder, None, 29731), trained(folder, folder / "run", 29732), folder / "run"
+
+
+def test_the_same_weights_with_and_without_the_recorder(pair):
+    plain, recorded, _ = pair
+    assert len(plain["weights"]) == 9  # before each of 2 steps × 2 epochs × 2 mini-batches, and at the end
+    for one, two in zip(plain["weights"], recorded["weights"], strict=True):
+        assert all(torch.equal(one[name], two[name]) for name in one)
+    assert not torch.equal(plain["weights"][0]["lm_head.weight"], plain["weights"][-1]["lm_head.weight"])
+
+
+def test_rows_are_those_of_the_batches(pair):
+    _, kept, path = pair
+    run = sharpscope.load_run(path)
+    assert run.status == "finished" and run.info["processes"] == 2 and run.info["method"] == "verl vanilla"
+    for step in (1, 2):
+        rollouts = run.rollouts[run.rollouts["step"] == step]
+        given = [
+            (batch["uid"][row], batch["prompts"][row].tolist(), batch["responses"][row].tolist(), float(batch["rm_scores"][row].sum()))
+            for batch in (own[step - 1] for own in kept["batches"])
+            for row in range(8)
+            if not batch["uid"][row].startswith("pad")
+        ]  # fmt: skip
+        assert len(rollouts) == len(given) == 15
+        found = [
+            (json.loads(row.token_ids)[: row.prompt_tokens], json.loads(row.token_ids)[row.prompt_tokens :], row.reward)
+            for row in rollouts.itertuples()
+        ]
+        assert sorted((p, r) for p, r, _ in found) == sorted((p, r) for _, p, r, _ in given)
+        uids = {(tuple(p), tuple(r)): uid for uid, p, r, _ in given}
+        named = [uids[tuple(p), tuple(r)] for p, r, _ in found]
+        numbers = {uid: place for place, uid in enumerate(dict.fromkeys(named))}
+        assert rollouts["group"].tolist() == [numbers[uid] for uid in named] == sorted(rollouts["group"])
+        np.testing.assert_allclose(sorted(rollouts["reward"]), sorted(reward for *_, reward in given), rtol=1e-6)
+        assert run.steps["reward_mean"][step - 1] == pytest.approx(np.mean([reward for *_, reward in given]), rel=1e-6)
+
+
+def test_every_number_of_a_token_is_autograds_in_float64(pair):
+    """verl's PPO clip with its dual clip at 3, a KL term (k3) and the token mean, over both processes' rows of an update."""
+    _, kept, path = pair
+    run, model = sharpscope.load_run(path), small_model().double()
+    table = run.updates
+    for step in (1, 2):
+        tokens, rollouts = run.tokens(steps=[step]), run.rollouts[run.rollouts["step"] == step]
+        values = {}
+        for own in kept["batches"]:
+            batch = own[step - 1]
+            for row in range(8):
+                key = (tuple(batch["prompts"][row].tolist()), tuple(batch["responses"][row].tolist()))
+                values[key] = {name: batch[name][row].double() for name in ("old_log_probs", "ref_log_prob", "rollout_log_probs", "advantages")} | {"mask": batch["response_mask"][row].bool()}  # fmt: skip
+        rows = [(json.loads(r.token_ids)[: r.prompt_tokens], json.loads(r.token_ids)[r.prompt_tokens :]) for r in rollouts.itertuples()]  # fmt: skip
+        update_of = tokens.groupby("rollout")["update"].first()
+        assert set(update_of) == {0, 1}
+        for update in range(4):
+            weights = kept["weights"][4 * (step - 1) + update]
+            model.load_state_dict({name: value.double() for name, value in weights.items()})
+            # The second epoch's mini-batches are new draws, so their rows are not known from the first use.
+            if update > 1:
+                continue
+            mine = [index for index, row in enumerate(rows) if update_of[index] == update]
+            count = sum(int(values[tuple(rows[i][0]), tuple(rows[i][1])]["mask"].sum()) for i in mine)
+
+            def loss(logp: list[torch.Tensor], mine=mine, count=count, rows=rows, values=values) -> torch.Tensor:
+                total = torch.zeros((), dtype=torch.float64)
+                for index, lp in zip(mine, logp, strict=True):
+                    known = values[tuple(rows[index][0]), tuple(rows[index][1])]
+                    for t in range(len(lp)):
+                        if not known["mask"][t]:
+                            continue
+                        a, r = known["advantages"][t], (lp[t] - known["old_log_probs"][t]).exp()
+                        each = torch.maximum(-a * r, -a * r.clamp(1 - EPSILON, 1 + EPSILON))
+                        if a < 0:
+                            each = torch.minimum(each, -a * 3.0)
+                        delta = known["ref_log_prob"][t] - lp[t]
+                        total = total + each + KL * (delta.exp() - delta - 1)
+                return total / count
+
+            found = tokens_of(model, [rows[i] for i in mine], loss)
+            inside = torch.cat([values[tuple(rows[i][0]), tuple(rows[i][1])]["mask"] for i in mine])
+            part = tokens[tokens["rollout"].isin(mine)]
+            np.testing.assert_allclose(part["loss_coef"], found.coef[inside], rtol=1e-4, atol=1e-7)
+            old = torch.cat([values[tuple(rows[i][0]), tuple(rows[i][1])]["old_log_probs"] for i in mine])[inside]
+            np.testing.assert_allclose(part["logp"], old, rtol=1e-6)
+            np.testing.assert_allclose(part["ratio"], (found.logp[inside] - old).exp(), rtol=1e-5)
+            sampler = torch.cat([values[tuple(rows[i][0]), tuple(rows[i][1])]["rollout_log_probs"] for i in mine])[
+                inside
+            ]
+            np.testing.assert_allclose(part["behavior_logp"], sampler, rtol=1e-6)
+            row = table[(table["step"] == step) & (table["update"] == update)].iloc[0]
+            assert row["grad_norm"] == pytest.approx(found.gradient_norm, rel=1e-5)
+            change = found.logp[inside] - old
+            with torch.no_grad():
+                assert row["loss"] == pytest.approx(float(loss([row_logp(model, rows[i]) for i in mine])), rel=1e-5)
+            assert row["tokens"] == count == len(change)
+            assert row["kl_old_k1"] == pytest.approx(-float(change.mean()), rel=1e-4, abs=1e-7)
+            assert row["ratio_max"] == pytest.approx(float(change.exp().max()), rel=1e-5)
+        for update in range(4):
+            index = 4 * (step - 1) + update
+            before, after = (
+                torch.cat([v.double().flatten() for v in kept["weights"][i].values()]) for i in (index, index + 1)
+            )
+            row = table[(table["step"] == step) & (table["update"] == update)].iloc[0]
+            size = float((after - before).norm())
+            tied = torch.equal(kept["weights"][0]["lm_head.weight"], kept["weights"][0]["model.embed_tokens.weight"])
+            if tied:  # the state dict has the tied matrix twice
+                twice = (
+                    kept["weights"][index + 1]["lm_head.weight"].double()
+                    - kept["weights"][index]["lm_head.weight"].double()
+                )
+                size = float(torch.sqrt(torch.tensor(size**2) - twice.square().sum()))
+            assert row["update_norm"] == pytest.approx(size, rel=1e-4)
+    tokens = run.tokens()
+    assert (tokens["loss_coef"].abs() > 1e-4).mean() > 0.5 and (np.abs(tokens["ratio"] - 1) > 0.2).any()
+
+
+def test_commands_read_it_and_a_checkpoint_adds_shares(pair, tmp_path: Path):
+    _, _, path = pair
+
+    def said(*arguments: str) -> str:
+        result = CliRunner().invoke(app, list(arguments))
+        assert result.exit_code == 0, (result.output, result.exception)
+        return result.output
+
+    assert "verl vanilla" in said("show", str(path))
+    assert "▸w" in said("tokens", str(path), "--step", "1", "--by", "loss_coef")
+    said("spikes", str(path))
+    said("analyze", str(path), "--out", str(tmp_path / "report"))
+    said("report", str(path), "--out", str(tmp_path / "r.html"))
+    model = path.parent / "model"
+    (found,) = probe_trace(
+        sharpscope.load_run(path), load_policy(PolicySpec(model=str(model))), tmp_path / "probed", steps=[1]
+    )
+    assert found.attributed
+    shares = sharpscope.load_run(tmp_path / "probed").tokens(steps=[1]).groupby("update")["attribution"].sum()
+    np.testing.assert_allclose(shares, 1, atol=1e-4)
+
+
+def test_the_oracles_log_probabilities_are_the_models():
+    model = small_model().double()
+    row = ([2, 3], [4, 5, 6])
+    logits = model(input_ids=torch.tensor([[2, 3, 4, 5, 6]])).logits[0]
+    expected = [float(logits[i].log_softmax(-1)[t]) for i, t in ((1, 4), (2, 5), (3, 6))]
+    np.testing.assert_allclose(row_logp(model, row).detach(), expected, rtol=1e-12)

@@ -1,0 +1,146 @@
+"""One of two processes that train a tiny model with verl's TrainingWorker on CPU (FSDP2, gloo): python -m … MODEL OUT."""
+
+from __future__ import annotations
+
+import os
+import sys
+from functools import partial
+from pathlib import Path
+
+os.environ |= {"VERL_PLATFORM": "cpu", "VERL_ENGINE_DEVICE": "cuda"}
+os.environ["VERL_USE_EXTERNAL_MODULES"] = "tests.integrations.verl.cpu_platform,sharpscope.integrations.verl.plugin"
+
+import torch
+import torch.distributed as dist
+
+STEPS, ROWS, EPSILON, KL = 2, 8, 0.2, 0.05  # rows of each process
+FP32 = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
+
+
+def rows(rank: int, step: int) -> dict[str, list]:
+    """Random prompts, responses, advantages and log-probabilities; the last row of the second process is padding."""
+    draw = torch.Generator().manual_seed(100 * step + rank)
+
+    def ids(low: int, high: int) -> torch.Tensor:
+        return torch.randint(2, 37, (int(torch.randint(low, high, (1,), generator=draw)),), generator=draw)
+
+    found: dict[str, list] = {
+        name: [] for name in ("prompts", "responses", "response_mask", "advantages", "noise", "uid", "reward")
+    }
+    for row in range(ROWS):
+        prompt, response = ids(2, 5), ids(2, 7)
+        mask = torch.ones(len(response), dtype=torch.long)
+        mask[1] = row % 3 != 0  # a token from the environment
+        reward = float(torch.randn((), generator=draw))
+        pad = rank == 1 and row == ROWS - 1
+        found["prompts"].append(prompt[:1] if pad else prompt)
+        found["responses"].append(response[:1] if pad else response)
+        length = 1 if pad else len(response)
+        found["response_mask"].append(torch.zeros(1, dtype=torch.long) if pad else mask)
+        found["advantages"].append(torch.full((length,), reward))
+        found["noise"].append(0.2 * torch.randn(length, 2, generator=draw))
+        found["uid"].append("pad_0" if pad else f"prompt{(row + 3 * rank) % 5}")
+        found["reward"].append(0.0 if pad else reward)
+    return found
+
+
+def main(model: str, out: Path) -> None:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    import verl  # noqa: F401 - loads the platform and the plugin
+    from transformers import AutoModelForCausalLM
+    from verl.trainer.config import CheckpointConfig
+    from verl.utils import tensordict_utils as tu
+    from verl.workers.config import (
+        FSDPActorConfig,
+        FSDPEngineConfig,
+        FSDPOptimizerConfig,
+        HFModelConfig,
+        TrainingWorkerConfig,
+    )
+    from verl.workers.engine_workers import TrainingWorker
+    from verl.workers.utils.losses import ppo_loss
+
+    settings = HFModelConfig(
+        path=model,
+        use_remove_padding=False,
+        enable_gradient_checkpointing=False,
+        override_config={"attn_implementation": "sdpa"},
+    )
+    engine = FSDPEngineConfig(
+        strategy="fsdp2", use_torch_compile=False, use_dynamic_bsz=False, micro_batch_size_per_gpu=2, max_token_len_per_gpu=1024,
+        infer_max_token_len_per_gpu=1024, infer_micro_batch_size_per_gpu=2, mixed_precision=FP32,
+    )  # fmt: skip
+    optimizer = FSDPOptimizerConfig(
+        lr=0.01, clip_grad=1.0, total_training_steps=10, lr_warmup_steps=0, weight_decay=0.01
+    )
+    worker = TrainingWorker(
+        TrainingWorkerConfig(
+            model_type="language_model",
+            model_config=settings,
+            engine_config=engine,
+            optimizer_config=optimizer,
+            checkpoint_config=CheckpointConfig(),
+            profiler_config=None,
+        )
+    )
+    worker.reset()
+    actor = FSDPActorConfig(
+        strategy="fsdp2", rollout_n=1, ppo_mini_batch_size=8, ppo_micro_batch_size_per_gpu=2, clip_ratio=EPSILON, clip_ratio_low=EPSILON,
+        clip_ratio_high=EPSILON, use_kl_loss=True, kl_loss_coef=KL, kl_loss_type="low_var_kl", optim=optimizer,
+    )  # fmt: skip
+    worker.set_loss_fn(partial(ppo_loss, config=actor))
+    weights: list[dict[str, torch.Tensor]] = []
+
+    def keep() -> None:
+        weights.append({k: v.full_tensor().clone() if hasattr(v, "full_tensor") else v.clone() for k, v in worker.engine.module.state_dict().items()})  # fmt: skip
+
+    update = worker.engine.optimizer_step
+
+    def watched() -> float:
+        keep()
+        return update()
+
+    worker.engine.optimizer_step = watched
+    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    batches = []
+    for step in range(1, STEPS + 1):
+        given = rows(rank, step)
+        pairs = list(zip(given["prompts"], given["responses"], strict=True))
+        with torch.no_grad():
+            logp = [
+                plain(input_ids=torch.cat(pair)[None])
+                .logits[0, len(pair[0]) - 1 : -1]
+                .log_softmax(-1)
+                .gather(1, pair[1][:, None])[:, 0]
+                for pair in pairs
+            ]
+        nested = {
+            "prompts": given["prompts"], "responses": given["responses"], "input_ids": [torch.cat(pair) for pair in pairs],
+            "position_ids": [torch.arange(len(a) + len(b)) for a, b in pairs], "response_mask": given["response_mask"],
+            "loss_mask": given["response_mask"], "advantages": given["advantages"],
+            "old_log_probs": [one + noise[:, 0] for one, noise in zip(logp, given["noise"], strict=True)],
+            "ref_log_prob": [one + noise[:, 1] for one, noise in zip(logp, given["noise"], strict=True)],
+            "rollout_log_probs": [one + noise.sum(1) for one, noise in zip(logp, given["noise"], strict=True)],
+            "rm_scores": [torch.cat([torch.zeros(len(b) - 1), torch.tensor([r])]) for (_, b), r in zip(pairs, given["reward"], strict=True)],
+        }  # fmt: skip
+        tensors = {name: torch.nested.as_nested_tensor(values, layout=torch.jagged) for name, values in nested.items()}
+        batches.append(nested | {"uid": given["uid"]})
+        data = tu.get_tensordict(
+            tensors | {"uid": given["uid"]},
+            {
+                "mini_batch_size": 8, "epochs": 2, "seed": 7, "dataloader_kwargs": {"shuffle": True}, "temperature": 1.0,
+                "global_batch_size": 8, "calculate_entropy": False,
+            },
+        )  # fmt: skip
+        worker.train_mini_batch(data)
+    keep()
+    every: list = [None, None]
+    dist.all_gather_object(every, batches)
+    if rank == 0:
+        torch.save({"weights": weights, "batches": every}, out)
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))
