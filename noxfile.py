@@ -51,6 +51,16 @@ def verl(session: nox.Session) -> None:
     _core(session, "torch==2.13.0", "transformers>=5.5.3,<5.11")
 
 
+@nox.session(python="3.11")
+def verl_recorder(session: nox.Session) -> None:
+    """The recorder of verl, which needs an older transformers than the other tests: two processes on CPU."""
+    pins = ("torch==2.13.0", "verl==0.9.1", "transformers>=5.5.3,<5.11")
+    session.install(*pins)
+    session.install(".", *pins, *SUPPORT, "fastapi", "uvicorn", "cachetools")
+    environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    session.run("python", "-m", "pytest", "-n", "0", "tests/integrations/verl", env=environment)
+
+
 @nox.session(python=["3.11", "3.12", "3.13"])
 def newest(session: nox.Session) -> None:
     """The newest versions this release was tried with."""
