@@ -1,4 +1,4 @@
-"""`bench analyze`: a synthetic run of millions of token rows, written and then analysed, with time and peak memory."""
+"""`bench analyze`: a synthetic run of millions of token rows, written and then analyzed, with time and peak memory."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def _is_float(values: Any) -> bool:
 
 
 def _in_own_process(runs: Path, out: Path) -> dict[str, Any]:
-    """Analyse in a fresh process, whose peak memory is that of the analysis."""
+    """Analyze in a fresh process, whose peak memory is that of the analysis."""
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_analyze, args=(runs, out, sender))

@@ -73,7 +73,7 @@ def random_model(
     *, layers: int = 4, width: int = 128, heads: int = 4, key_heads: int = 4, feed_forward: int = 384,
     vocabulary: int = 624, device: str = "cpu",
 ) -> nn.Module:  # fmt: skip
-    """A randomly initialised Qwen2 of this shape, embeddings tied, in eval mode; by default the embedded policy's."""
+    """A randomly initialized Qwen2 of this shape, embeddings tied, in eval mode; by default the embedded policy's."""
     config = Qwen2Config(
         vocab_size=vocabulary, hidden_size=width, intermediate_size=feed_forward, num_hidden_layers=layers,
         num_attention_heads=heads, num_key_value_heads=key_heads, tie_word_embeddings=True, max_position_embeddings=4096,

@@ -58,7 +58,7 @@ class Distance:
 
 
 def small_model(kind: str) -> nn.Module:
-    """A model of `SHAPES`, initialised as transformers does, float32, in eval mode."""
+    """A model of `SHAPES`, initialized as transformers does, float32, in eval mode."""
     make: Any = CONFIG_MAPPING[kind]  # its annotations are those of the base class
     config = make(
         vocab_size=WORDS, tie_word_embeddings=True, pad_token_id=0, bos_token_id=1, eos_token_id=1, **SHAPES[kind]

@@ -124,13 +124,13 @@ def mean_over_steps(values: np.ndarray) -> tuple[float, float]:
 def _step_results(run_a: Run, run_b: Run, horizon: int) -> list[tuple[object, ...]]:
     rows = []
     for column, (name, unit) in STEP_QUANTITIES.items():
-        found = []
+        matches = []
         for run in (run_a, run_b):
             steps = run.steps.sort_values("step")
             steps = steps[(steps["step"] <= horizon) & (steps["step"] > 2 * horizon / 3)]
-            found.append(pd.to_numeric(steps[column], errors="coerce").to_numpy(dtype=float))
-        if all(np.isfinite(values).any() for values in found):
-            (a, a_error), (b, b_error) = map(mean_over_steps, found)
+            matches.append(pd.to_numeric(steps[column], errors="coerce").to_numpy(dtype=float))
+        if all(np.isfinite(values).any() for values in matches):
+            (a, a_error), (b, b_error) = map(mean_over_steps, matches)
             rows.append(_row(name, unit, a, Z * a_error, b, Z * b_error))
     return rows
 

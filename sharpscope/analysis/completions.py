@@ -84,8 +84,8 @@ def choose(runs: Mapping[str, Run]) -> dict[str, Choice]:
 
 
 def _spikes(run: Run) -> list[Spike]:
-    found = explain_spikes(run, top=SPIKE_TOKENS, largest=1)
-    largest = sorted(found, key=lambda spike: -spike.z)[:SPIKES] if len(found) > 1 else found
+    result = explain_spikes(run, top=SPIKE_TOKENS, largest=1)
+    largest = sorted(result, key=lambda spike: -spike.z)[:SPIKES] if len(result) > 1 else result
     return sorted(largest, key=lambda spike: spike.step)
 
 

@@ -87,7 +87,7 @@ def fork_differences(forks: pd.DataFrame, margin: float = MARGIN, reference: str
             raise UserError(f"reference {reference!r}: no such arm{nearest(reference, set(rows['arm']))}")
         rows = rows.assign(reference=reference)
     pairs = _paired(rows)
-    found = []
+    result = []
     for key, group in pairs.groupby(_SERIES, sort=False):
         several = group["run"].nunique() > 1
         common = dict(zip(_SERIES, key, strict=True))
@@ -97,11 +97,11 @@ def fork_differences(forks: pd.DataFrame, margin: float = MARGIN, reference: str
             used = own[own["both"]]
             label = f"{run}, step {step}" if several else f"step {step}"
             states.append(used)
-            found.append({"state": label, **common, **_summary([used], len(own) - len(used), margin, outcome)})
+            result.append({"state": label, **common, **_summary([used], len(own) - len(used), margin, outcome)})
         if len(states) > 1:
             invalid = int((~group["both"]).sum())
-            found.append({"state": ALL_STATES, **common, **_summary(states, invalid, margin, outcome)})
-    return pd.DataFrame(found)
+            result.append({"state": ALL_STATES, **common, **_summary(states, invalid, margin, outcome)})
+    return pd.DataFrame(result)
 
 
 def batches_needed(sd: float, margin: float, power: float = POWER, level: float = LEVEL) -> int | None:
@@ -165,8 +165,8 @@ def _summary(
         return values[0] if one else np.array([own.mean() for own in values])
 
     def ends(values: np.ndarray) -> tuple[float, float]:
-        found = mean_interval(values, "t")
-        return (math.nan, math.nan) if found is None else (found.low, found.high)
+        result = mean_interval(values, "t")
+        return (math.nan, math.nan) if result is None else (result.low, result.high)
 
     if not states:
         nothing = dict.fromkeys(

@@ -52,26 +52,26 @@ def eval_values(study: Study, column: str = "accuracy") -> pd.DataFrame:
     pieces = []
     for setting in study.settings:
         each = {seed: with_pooled(run.eval[run.eval["task"] == run.task], column) for seed, run in setting.runs.items()}
-        place = ["step", "split", "level", "temperature"]
-        common = _common([pd.Series(list(map(tuple, frame[place].to_numpy().tolist()))) for frame in each.values()])
+        cell = ["step", "split", "level", "temperature"]
+        common = _common([pd.Series(list(map(tuple, frame[cell].to_numpy().tolist()))) for frame in each.values()])
         for seed, frame in each.items():
-            kept = frame[_in(frame[place], common)]
-            pieces.append(kept.assign(setting=setting.label, seed=seed)[[*KEYS, *place, "value"]])
+            kept = frame[_in(frame[cell], common)]
+            pieces.append(kept.assign(setting=setting.label, seed=seed)[[*KEYS, *cell, "value"]])
     return _recorded(_join(pieces, [*KEYS, "step", "split", "level", "temperature", "value"]), ["split", "level"])
 
 
 def with_pooled(rows: pd.DataFrame, column: str) -> pd.DataFrame:
     """Rows of `eval` with `column` as `value`, one row a place (the last written), and a level "all" for each split."""
-    place = ["step", "split", "level", "temperature"]
-    frame = rows.drop_duplicates(place, keep="last")
+    cell = ["step", "split", "level", "temperature"]
+    frame = rows.drop_duplicates(cell, keep="last")
     value = pd.to_numeric(frame[column], errors="coerce").astype(float)
-    frame = frame.assign(value=value, weight=frame["n"] * frame["k"])[[*place, "value", "weight"]]
+    frame = frame.assign(value=value, weight=frame["n"] * frame["k"])[[*cell, "value", "weight"]]
     parts = frame[frame["level"] != "all"]
     pooled = [
         (step, split, "all", temperature, float(np.average(g["value"], weights=g["weight"])), g["weight"].sum())
         for (step, split, temperature), g in parts.groupby(["step", "split", "temperature"])
     ]
-    made = pd.DataFrame(pooled, columns=[*place, "value", "weight"])
+    made = pd.DataFrame(pooled, columns=[*cell, "value", "weight"])
     there = set(map(tuple, frame.loc[frame["level"] == "all", ["step", "split", "temperature"]].to_numpy().tolist()))
     made = made[~_in(made[["step", "split", "temperature"]], there)]
     return pd.concat([frame, made], ignore_index=True) if len(made) else frame.reset_index(drop=True)
@@ -83,7 +83,7 @@ def probe_values(study: Study, quantities: Sequence[str]) -> tuple[pd.DataFrame,
     Estimates that did not converge, or have no value, are left out. Several rows of one place (other seeds of the
     estimate) are averaged.
     """
-    place = ["step", "quantity", "functional", "probe_set", "parameters", "rho"]
+    cell = ["step", "quantity", "functional", "probe_set", "parameters", "rho"]
     pieces, unconverged = [], 0
     for setting in study.settings:
         for seed, run in setting.runs.items():
@@ -91,9 +91,9 @@ def probe_values(study: Study, quantities: Sequence[str]) -> tuple[pd.DataFrame,
             bad = rows["converged"].isin([False])
             unconverged += int(bad.sum())
             good = rows[~bad & rows["value"].notna()]
-            means = good.groupby(place, dropna=False, as_index=False)["value"].mean()
+            means = good.groupby(cell, dropna=False, as_index=False)["value"].mean()
             pieces.append(means.assign(setting=setting.label, seed=seed))
-    return _join(pieces, [*KEYS, *place, "value"])[[*KEYS, *place, "value"]], unconverged
+    return _join(pieces, [*KEYS, *cell, "value"])[[*KEYS, *cell, "value"]], unconverged
 
 
 def density_nodes(study: Study) -> pd.DataFrame:

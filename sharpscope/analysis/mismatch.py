@@ -42,26 +42,26 @@ def mismatch_table(run: Run, steps: Collection[int] | None = None) -> pd.DataFra
             "probability": np.searchsorted(PROBABILITIES, probability, side="right") - 1,
         }
         for part, index in bins.items():
-            for place in np.unique(index):
-                total = table[index == place].sum(axis=0)
-                sums[part, int(place)] = sums.get((part, int(place)), 0.0) + total
+            for bin_number in np.unique(index):
+                total = table[index == bin_number].sum(axis=0)
+                sums[part, int(bin_number)] = sums.get((part, int(bin_number)), 0.0) + total
     made = [
-        [part, _range(part, place), int(total[0]), *(total[1:] / total[0])]
-        for (part, place), total in sorted(sums.items())
+        [part, _range(part, bin_number), int(total[0]), *(total[1:] / total[0])]
+        for (part, bin_number), total in sorted(sums.items())
     ]
     return pd.DataFrame(made, columns=COLUMNS)
 
 
-def _range(part: str, place: int) -> str:
+def _range(part: str, bin_number: int) -> str:
     if part == "all":
         return "all"
     edges = POSITIONS if part == "position" else PROBABILITIES
-    if place + 1 == len(edges):
-        return f"from {edges[place]:g}"
+    if bin_number + 1 == len(edges):
+        return f"from {edges[bin_number]:g}"
     return (
-        f"{edges[place]:g} to {edges[place + 1] - 1:g}"
+        f"{edges[bin_number]:g} to {edges[bin_number + 1] - 1:g}"
         if part == "position"
-        else f"{edges[place]:g} to {edges[place + 1]:g}"
+        else f"{edges[bin_number]:g} to {edges[bin_number + 1]:g}"
     )
 
 

@@ -98,7 +98,7 @@ def reduce_runs(
 
 def _targets(runs: Iterable[tuple[str, Run]], out: Path, left_out: list[str]) -> dict[str, Run]:
     """The runs by the folder below `out` that each gets; `left_out` gets a line for those that are reduced already."""
-    found: dict[str, Run] = {}
+    result: dict[str, Run] = {}
     seen: set[Path] = set()
     for name, run in runs:
         source = run.path.resolve()
@@ -108,23 +108,23 @@ def _targets(runs: Iterable[tuple[str, Run]], out: Path, left_out: list[str]) ->
         if run.reduced is not None:
             left_out.append(f"{name}: is a reduction itself")
             continue
-        if name in found:
+        if name in result:
             raise UserError(
-                f"runs: {name!r} names both {found[name].path} and {run.path}; reduce each into an --out of its own"
+                f"runs: {name!r} names both {result[name].path} and {run.path}; reduce each into an --out of its own"
             )
         target = Path(name)
         if target.is_absolute() or ".." in target.parts or not target.parts:
             raise UserError(f"runs: {name!r} is no folder below --out {out}; give the folder that holds the run")
         if (out / name).resolve() == source:
             raise UserError(f"--out {out}: holds the run {name} itself; choose another folder")
-        found[name] = run
-    return found
+        result[name] = run
+    return result
 
 
 def _reductions(run: Run) -> list[Reduction]:
     """All that claims and figures need of whole token tables, whichever methods a claim will later compare."""
-    found = scan({"": run}, REDUCERS)
-    return [Reduction(name, one.step, one.tokens, one.values) for name, several in found.items() for one in several]
+    result = scan({"": run}, REDUCERS)
+    return [Reduction(name, one.step, one.tokens, one.values) for name, several in result.items() for one in several]
 
 
 def _tables(run: Run, folder: Path, tokens: int) -> None:
@@ -144,9 +144,9 @@ def _sample(run: Run, count: int) -> pa.Table:
     rest = order[~has_norm[order]][: count - len(half)]
     chosen = np.zeros(len(has_norm), dtype=bool)
     chosen[half] = chosen[rest] = True
-    place, pieces = 0, [run.arrow("tokens", steps=[])]
+    start, pieces = 0, [run.arrow("tokens", steps=[])]
     for step in steps:
         rows = run.arrow("tokens", steps=[step])
-        pieces.append(rows.filter(pa.array(chosen[place : place + len(rows)])))
-        place += len(rows)
+        pieces.append(rows.filter(pa.array(chosen[start : start + len(rows)])))
+        start += len(rows)
     return pa.concat_tables(pieces)

@@ -134,9 +134,9 @@ class Report:
     def figures(self) -> dict[str, Figure]:
         """Every figure by file name: the studies', then the claims', then those of counterfactual updates."""
         sections: list[StudySection | VerdictSection] = [*self.studies, *self.verdicts]
-        found = {name: picture for section in sections for name, picture in section.figures.items()}
-        found |= {section.picture.name: section.picture for section in self.forks}
-        return {name: picture.figure for name, picture in found.items() if picture.figure is not None}
+        result = {name: picture for section in sections for name, picture in section.figures.items()}
+        result |= {section.picture.name: section.picture for section in self.forks}
+        return {name: picture.figure for name, picture in result.items() if picture.figure is not None}
 
     @property
     def summary(self) -> pd.DataFrame:
@@ -214,7 +214,7 @@ def fork_sections(runs: Runs) -> Iterator[ForkSection]:
     if not recorded:
         return
     differences = fork_differences(runs.forks)
-    for place, (name, own) in enumerate(differences.groupby("fork", sort=False), 1):
+    for count, (name, own) in enumerate(differences.groupby("fork", sort=False), 1):
         settings = next(run.info.get("forks", {}).get(name, {}) for run in recorded if name in set(run.forks["fork"]))
         states = list(dict.fromkeys(own["state"]))
         grids = []
@@ -227,7 +227,7 @@ def fork_sections(runs: Runs) -> Iterator[ForkSection]:
         updates, batches = settings.get("updates", 1), settings.get("batches", "–")
         text = f"{FORK_NOTE} {batches} batches of each state, {updates} step{'' if updates == 1 else 's'} per arm."
         label = f"fork_{name}" if differences["fork"].nunique() > 1 else "forks"
-        yield ForkSection(f"Fork {place}", own, tuple(grids), Picture(label, text, fork_effects(own)))
+        yield ForkSection(f"Fork {count}", own, tuple(grids), Picture(label, text, fork_effects(own)))
 
 
 def _study_section(study: Study, pictures: Sequence[tuple[str, Picture]]) -> StudySection:
@@ -347,12 +347,12 @@ def difference_grid(study: Study) -> Grid | None:
     rows: list[tuple[str, ...]] = []
     warnings: list[str] = []
     for seed, first, second in pairs[:MOST_PAIRS]:
-        found = compare(first, second)
-        for row in found.results.to_dict("records"):
+        result = compare(first, second)
+        for row in result.results.to_dict("records"):
             cells = [interval_text(row[name], row[f"{name}_half"]) for name in ("a", "b", "difference")]
             names = f"{second.name} − {first.name}"
-            rows.append((names, str(seed), f"{found.horizon}", row["quantity"], row["unit"], *cells))
-        warnings += found.warnings
+            rows.append((names, str(seed), f"{result.horizon}", row["quantity"], row["unit"], *cells))
+        warnings += result.warnings
     if not rows:
         return None
     note = " ".join([f"Each pair up to the last step that both have. {INTERVALS}", *dict.fromkeys(warnings)])
@@ -503,14 +503,14 @@ def _estimate(e: Estimate) -> tuple[str, ...]:
 
 def command_grid(runs: Runs, paths: Sequence[str | Path], source: str) -> Grid:
     """What each command makes, for everything in a report."""
-    found = [
+    result = [
         ("this report with every figure and table as files", f"sharpscope analyze {source} --out report"),
         ("this page alone", f"sharpscope report {source} --out report.html"),
         ("a verdict in full (here C7)", f"sharpscope claims {source} --claim C7 --details"),
     ]
     for path in paths:
         command = f"sharpscope figures --from {shlex.quote(str(path))} --out figures"
-        found.append((f"every figure of {path}", command))
+        result.append((f"every figure of {path}", command))
     for run in list(runs)[:20]:
         if run.config_text is None:
             continue
@@ -518,8 +518,8 @@ def command_grid(runs: Runs, paths: Sequence[str | Path], source: str) -> Grid:
         if not run.path.exists():  # it is in a pack
             first, folder = f"sharpscope unpack {folder} --out runs && ", f"runs/{name}"
         command = f"{first}sharpscope run {folder}/config.yaml --out runs/again-{name}"
-        found.append((f"the run {run.name}, again", command))
-    return Grid("Commands", ("makes", "command"), tuple(found))
+        result.append((f"the run {run.name}, again", command))
+    return Grid("Commands", ("makes", "command"), tuple(result))
 
 
 def _cell(value: object) -> str:

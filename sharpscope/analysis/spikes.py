@@ -55,13 +55,13 @@ def find_spikes(steps: pd.DataFrame, z: float = 4.0) -> pd.DataFrame:
 
 def explain_spikes(run: Run, z: float = 4.0, top: int = 8, largest: int = 0) -> list[Spike]:
     """Every spike of a run with its causes; without one, the `largest` steps by gradient norm that have attribution."""
-    found = find_spikes(run.steps, z)
-    if found.empty and largest:
+    result = find_spikes(run.steps, z)
+    if result.empty and largest:
         recorded = run.tokens(columns=["step", "attribution"]).dropna()["step"].unique()
         rows = run.steps[run.steps["step"].isin(recorded)].nlargest(largest, "grad_norm")
         median = float(run.steps["grad_norm"].median())
-        found = pd.DataFrame({"step": rows["step"], "grad_norm": rows["grad_norm"], "z": math.nan, "typical": median})
-    return [_explain(run, row, top) for row in found.itertuples()]
+        result = pd.DataFrame({"step": rows["step"], "grad_norm": rows["grad_norm"], "z": math.nan, "typical": median})
+    return [_explain(run, row, top) for row in result.itertuples()]
 
 
 def _explain(run: Run, row: object, top: int) -> Spike:

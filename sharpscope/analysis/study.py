@@ -152,13 +152,13 @@ class Study:
 
     def samples(self, columns: Sequence[str], limit: int = SAMPLE) -> dict[str, pd.DataFrame]:
         """Setting's label → a sample of its runs' tokens that have all `columns`; settings without any are left out."""
-        found = {}
+        matches = {}
         for setting in self.settings:
             share = max(1, limit // max(1, len(setting.runs)))
             parts = [part for run in setting.runs.values() if len(part := sample_tokens(run, columns, share))]
             if parts:
-                found[setting.label] = pd.concat(parts, ignore_index=True)
-        return found
+                matches[setting.label] = pd.concat(parts, ignore_index=True)
+        return matches
 
     def _names(self, setting: Setting) -> set[str]:
         own = {id(run) for run in setting.runs.values()}
@@ -251,10 +251,10 @@ class Study:
         return frame.assign(difference=frame["treatment"] - frame["baseline"])
 
     def _by_key(self, method: str) -> dict[str, dict[Any, str]]:
-        found: dict[str, dict[Any, str]] = {}
+        matches: dict[str, dict[Any, str]] = {}
         for name, run in sorted(self.of(method).items()):
-            found.setdefault(self.setting_key(run), {}).setdefault(run.seed, name)
-        return found
+            matches.setdefault(self.setting_key(run), {}).setdefault(run.seed, name)
+        return matches
 
     # Tokens.
 
@@ -279,12 +279,12 @@ def studies(whole: Runs | Study) -> list[Study]:
     titles = _titles({ground: next(iter(members.values())) for ground, members in groups.items()})
     sizes = sorted((len(members) for members in groups.values()), reverse=True)
     plain = sizes[0] if sizes and sizes[1:2] != sizes[:1] else None
-    found = []
+    matches = []
     for number, (ground, members) in enumerate(groups.items(), 1):
         words = re.sub(r"[^A-Za-z0-9]+", "-", titles[ground]).strip("-").lower()[:40]
         slug = "" if len(members) == plain else f"{number}-{words}_"
-        found.append(replace(base, runs=members, name=titles[ground], slug=slug))
-    return found
+        matches.append(replace(base, runs=members, name=titles[ground], slug=slug))
+    return matches
 
 
 def last_step(run: Run) -> int:
@@ -316,8 +316,8 @@ def setting_of(run: Run, *without: str) -> dict[str, Any]:
 def grid_settings(run: Run) -> dict[str, float]:
     """The grid's settings of a run; those that its configuration does not have are left out."""
     config = flat(run.config)
-    found = {axis: config.get(key) for axis, key in GRID.items()}
-    return {axis: float(value) for axis, value in found.items() if isinstance(value, int | float)}
+    matches = {axis: config.get(key) for axis, key in GRID.items()}
+    return {axis: float(value) for axis, value in matches.items() if isinstance(value, int | float)}
 
 
 def ground_of(run: Run) -> str:
@@ -353,7 +353,7 @@ def _settings(runs: Mapping[str, Run]) -> tuple[tuple[Setting, ...], tuple[str, 
     by_setting: dict[tuple[str, str], dict[str, Run]] = defaultdict(dict)
     for name, run in runs.items():
         by_setting[run.method, _text(setting_of(run))][name] = run
-    used = {place: kept for place, own in by_setting.items() if (kept := _one_per_seed(own, notes))}
+    used = {cell: kept for cell, own in by_setting.items() if (kept := _one_per_seed(own, notes))}
     settings = []
     for (method, key), kept in used.items():
         rivals = {other: len(its) for (m, other), its in used.items() if m == method and other != key}

@@ -201,8 +201,8 @@ def _cost(run: Run) -> RenderableType:
 
 def peak_memory(run: Run) -> str:
     """The most memory that a run held, by kind: `process 547 MiB`; empty if it was not recorded."""
-    found = run.info.get("peak_memory_bytes")
-    kinds = found if isinstance(found, dict) else {"process": found}
+    matches = run.info.get("peak_memory_bytes")
+    kinds = matches if isinstance(matches, dict) else {"process": matches}
     return ", ".join(f"{kind} {size / 2**20:,.0f} MiB" for kind, size in kinds.items() if isinstance(size, int | float))
 
 
@@ -364,9 +364,9 @@ def _norm(row: Mapping[Any, Any]) -> str:
 def _sentence(sentence: pd.DataFrame, position: int, value: float, decode: Decode) -> Text:
     text = Text()
     near = sentence[(sentence["position"] >= position - CONTEXT) & (sentence["position"] <= position + CONTEXT)]
-    for token, place in zip(near["token_id"], near["position"], strict=True):
+    for token, location in zip(near["token_id"], near["position"], strict=True):
         piece = visible(decode(int(token)))
-        if place == position:
+        if location == position:
             text.append(f"▸{piece}◂", style="bold reverse " + ("dark_orange3" if value < 0 else "deep_sky_blue3"))
         else:
             text.append(piece, style="dim")

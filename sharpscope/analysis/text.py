@@ -67,10 +67,10 @@ def escape_markdown(text: object) -> str:
 def number(value: object, missing: str = "–") -> str:
     """Three significant digits; `missing` if there is no number."""
     try:
-        found = float(value)  # type: ignore[arg-type]
+        result = float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):
         return missing
-    return f"{found:.3g}" if math.isfinite(found) else missing
+    return f"{result:.3g}" if math.isfinite(result) else missing
 
 
 def sampling(temperature: float, prefix: str = "T = ") -> str:

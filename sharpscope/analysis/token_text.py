@@ -43,7 +43,7 @@ def piece_maker(run: Run) -> Pieces | None:
 def pieces(ids: Sequence[int], join: Callable[[list[int]], str]) -> list[str]:
     """Texts of `ids`, given a function that decodes several ids at once."""
     known: dict[int, str] = {}
-    found: list[str] = []
+    result: list[str] = []
     waiting: list[int] = []
     for token in ids:
         if token not in known:
@@ -51,13 +51,13 @@ def pieces(ids: Sequence[int], join: Callable[[list[int]], str]) -> list[str]:
         waiting.append(token)
         text = known[token] if len(waiting) == 1 else join(waiting)
         if text.endswith(BROKEN) and len(waiting) < LONGEST:
-            found.append("")
+            result.append("")
             continue
-        found.append(text)
+        result.append(text)
         waiting = []
     if waiting:  # ends in the middle of a character
-        found[-1] = join(waiting)
-    return found
+        result[-1] = join(waiting)
+    return result
 
 
 def _joiner(run: Run) -> Callable[[list[int]], str]:

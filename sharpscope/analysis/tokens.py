@@ -53,12 +53,12 @@ class Reduced:
 
 def scan(runs: Mapping[str, Run], reducers: Sequence[Reducer]) -> dict[str, list[Reduced]]:
     """Results of each reducer, in the order of runs and steps; every row group is read at most once."""
-    found: dict[str, list[Reduced]] = {reducer.name: [] for reducer in reducers}
+    result: dict[str, list[Reduced]] = {reducer.name: [] for reducer in reducers}
     columns = sorted({column for reducer in reducers for column in reducer.columns})
     for name, run in runs.items() if columns else ():
         if run.reductions is not None:
             for reducer in reducers:
-                found[reducer.name] += _stored(name, run, reducer)
+                result[reducer.name] += _stored(name, run, reducer)
             continue
         for step, tokens in steps_of(run, columns):
             recorded = {column: _recorded(tokens[column]) for column in {r.needs for r in reducers if r.needs}}
@@ -68,8 +68,8 @@ def scan(runs: Mapping[str, Run], reducers: Sequence[Reducer]) -> dict[str, list
                 values = reducer.reduce(tokens, run)
                 if values is not None:
                     rows = len(next(iter(tokens.values())))
-                    found[reducer.name].append(Reduced(name, run.method, run.seed, step, rows, values))
-    return found
+                    result[reducer.name].append(Reduced(name, run.method, run.seed, step, rows, values))
+    return result
 
 
 def steps_of(run: Run, columns: Sequence[str]) -> Iterator[tuple[int, Columns]]:
@@ -135,18 +135,18 @@ DECILE_SUMS = tuple(map(decile_sums, ("attribution", "update_attribution", "shar
 
 def _stored(name: str, run: Run, reducer: Reducer) -> list[Reduced]:
     """What a reduced run keeps of this reducer, made from its token table before that was left out."""
-    found = []
+    result = []
     for row in run.reductions or ():
         if row.name != reducer.name:
             continue
         if row.step >= 0:
-            found.append(Reduced(name, run.method, run.seed, row.step, row.tokens, row.values))
+            result.append(Reduced(name, run.method, run.seed, row.step, row.tokens, row.values))
             continue
         # Version 0.1 stored sums by decile as one table of all steps.
         for step, rows in pd.DataFrame(row.values).groupby("step"):
             values = {str(key): column for key, column in rows.drop(columns="step").to_dict("list").items()}
-            found.append(Reduced(name, run.method, run.seed, int(str(step)), row.tokens, values))
-    return found
+            result.append(Reduced(name, run.method, run.seed, int(str(step)), row.tokens, values))
+    return result
 
 
 def _split(frame: pd.DataFrame, columns: Sequence[str]) -> Iterator[tuple[int, Columns]]:

@@ -20,6 +20,6 @@ def study_folder(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def study(study_folder):
-    (found,) = studies(load_runs(study_folder))
-    found.read_tokens(REDUCERS)
-    return found
+    (result,) = studies(load_runs(study_folder))
+    result.read_tokens(REDUCERS)
+    return result

@@ -16,20 +16,20 @@ from sharpscope.errors import UserError
 
 def rows(steps=(0,), batches=6, seed=0, run="r", noise=0.001, **arms) -> pd.DataFrame:
     """A table `forks`: arm -> its change of the failure; batches share a large effect that pairing must remove."""
-    random, found = np.random.default_rng(seed), []
+    random, result = np.random.default_rng(seed), []
     for step in steps:
         for batch in range(batches):
             start, shared = 0.5 + random.normal() / 10, random.normal()
             for arm, change in arms.items():
                 own = change + shared + noise * random.normal() * (arm != "grpo")
-                found.append(
+                result.append(
                     {
                         "run": run, "step": step, "fork": "f", "batch": batch, "arm": arm, "reference": "grpo", "updates": 1,
                         "comparison": "step", "outcome": "heldout_failure", "value": start + own, "start": start,
                         "predicted": 2 * change, "valid": True, "scale": 1.0,
                     }
                 )  # fmt: skip
-    return pd.DataFrame(found)
+    return pd.DataFrame(result)
 
 
 def one(frame, arm="ar", state="step 0", **where) -> pd.Series:
@@ -40,17 +40,17 @@ def one(frame, arm="ar", state="step 0", **where) -> pd.Series:
 
 def test_within_a_state_the_batches_are_the_sample():
     table = rows(grpo=-0.02, ar=-0.01)
-    found = one(fork_differences(table))
+    result = one(fork_differences(table))
     change = (table["value"] - table["start"]).to_numpy().reshape(-1, 2)
     difference = change[:, 1] - change[:, 0]
     test = stats.ttest_1samp(difference, 0)
     interval = test.confidence_interval()
-    assert found["difference"] == pytest.approx(difference.mean()) and found["change"] == pytest.approx(
+    assert result["difference"] == pytest.approx(difference.mean()) and result["change"] == pytest.approx(
         change[:, 1].mean()
     )
-    assert (found["low"], found["high"]) == pytest.approx((interval.low, interval.high))
-    assert found["p"] == pytest.approx(test.pvalue) and found["sd"] == pytest.approx(difference.std(ddof=1))
-    assert found["predicted"] == pytest.approx(-0.02) and (found["batches"], found["states"], found["invalid"]) == (
+    assert (result["low"], result["high"]) == pytest.approx((interval.low, interval.high))
+    assert result["p"] == pytest.approx(test.pvalue) and result["sd"] == pytest.approx(difference.std(ddof=1))
+    assert result["predicted"] == pytest.approx(-0.02) and (result["batches"], result["states"], result["invalid"]) == (
         6,
         1,
         0,
@@ -61,10 +61,10 @@ def test_within_a_state_the_batches_are_the_sample():
 
 def test_over_states_the_sample_is_their_means():
     table = pd.concat([rows((0, 50), grpo=0.0, ar=0.01), rows((0,), 4, seed=1, run="s", grpo=0.0, ar=0.03)])
-    found = fork_differences(table)
-    assert set(found["state"]) == {"r, step 0", "r, step 50", "s, step 0", "all states"}
-    means = [one(found, state=state)["difference"] for state in ("r, step 0", "r, step 50", "s, step 0")]
-    pooled = one(found, state="all states")
+    result = fork_differences(table)
+    assert set(result["state"]) == {"r, step 0", "r, step 50", "s, step 0", "all states"}
+    means = [one(result, state=state)["difference"] for state in ("r, step 0", "r, step 50", "s, step 0")]
+    pooled = one(result, state="all states")
     interval = stats.ttest_1samp(means, 0).confidence_interval()
     assert pooled["difference"] == pytest.approx(np.mean(means)) and (pooled["states"], pooled["batches"]) == (3, 16)
     assert (pooled["low"], pooled["high"]) == pytest.approx((interval.low, interval.high))
@@ -90,8 +90,8 @@ def test_a_batch_that_is_not_valid_for_both_is_left_out_and_counted(arm):
     bad = (table["arm"] == arm) & (table["batch"] == 2)
     table.loc[bad, "valid"] = False
     table.loc[bad, "value"] = 99.0
-    found = one(fork_differences(table))
-    assert (found["batches"], found["invalid"]) == (5, 1) and found["difference"] == pytest.approx(0.01, abs=0.003)
+    result = one(fork_differences(table))
+    assert (result["batches"], result["invalid"]) == (5, 1) and result["difference"] == pytest.approx(0.01, abs=0.003)
     table["valid"] = False
     nothing = one(fork_differences(table))
     assert nothing["batches"] == 0 and nothing["invalid"] == 6 and pd.isna(nothing["difference"])
@@ -100,8 +100,8 @@ def test_a_batch_that_is_not_valid_for_both_is_left_out_and_counted(arm):
 def test_without_a_start_the_value_is_compared():
     table = rows(grpo=0.0, ar=0.01).assign(outcome="gradient_rotation", start=None, predicted=None)
     table["value"] = np.where(table["arm"] == "ar", 20.0, 0.0)
-    found = one(fork_differences(table))
-    assert found["change"] == found["difference"] == 20 and pd.isna(found["needed"])
+    result = one(fork_differences(table))
+    assert result["change"] == result["difference"] == 20 and pd.isna(result["needed"])
 
 
 def test_the_number_of_batches_has_the_power_it_promises():

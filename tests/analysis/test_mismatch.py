@@ -42,8 +42,8 @@ def imported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict]
 
 def test_the_table_is_a_loop_over_the_tokens(imported):
     path, rows = imported
-    found = mismatch_table(sharpscope.load_run(path)).set_index(["part", "range"])
-    assert list(found.loc["position"].index) == ["0 to 15", "16 to 63"]
+    result = mismatch_table(sharpscope.load_run(path)).set_index(["part", "range"])
+    assert list(result.loc["position"].index) == ["0 to 15", "16 to 63"]
     expected: dict[tuple[str, str], list[tuple[float, ...]]] = {}
     for row in rows:
         for position, (p, q) in enumerate(
@@ -66,14 +66,14 @@ def test_the_table_is_a_loop_over_the_tokens(imported):
                 ("probability", name),
             ):
                 expected.setdefault(key, []).append(values)
-    assert set(found.index) == set(expected)
+    assert set(result.index) == set(expected)
     for key, values in expected.items():
-        assert found.loc[key, "tokens"] == len(values)
+        assert result.loc[key, "tokens"] == len(values)
         for name, value in zip(("outside", "k1", "k2", "k3"), np.mean(values, axis=0), strict=True):
-            assert found.loc[key, name] == pytest.approx(value, rel=1e-6, abs=1e-9), (key, name)
+            assert result.loc[key, name] == pytest.approx(value, rel=1e-6, abs=1e-9), (key, name)
     rare, common = (
-        found.loc[("probability", "0.01 to 0.1"), "outside"],
-        found.loc[("probability", "0.5 to 0.9"), "outside"],
+        result.loc[("probability", "0.01 to 0.1"), "outside"],
+        result.loc[("probability", "0.5 to 0.9"), "outside"],
     )
     assert rare > 0.5 and common == 0
 

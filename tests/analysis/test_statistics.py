@@ -129,13 +129,13 @@ def test_granulated_kendall_equals_its_definition():
             taus.append(np.mean(pairs))
         return np.mean(taus)
 
-    found = granulated_kendall(x, y, {"a": a, "b": b}, s)
-    assert found.axes == pytest.approx({"a": psi(a, b), "b": psi(b, a)})
-    assert found.value == pytest.approx(np.mean([psi(a, b), psi(b, a)]))
-    assert granulated_kendall(x, x, {"a": a, "b": b}, s).p_value == pytest.approx(found.smallest_p, abs=1e-3)
+    result = granulated_kendall(x, y, {"a": a, "b": b}, s)
+    assert result.axes == pytest.approx({"a": psi(a, b), "b": psi(b, a)})
+    assert result.value == pytest.approx(np.mean([psi(a, b), psi(b, a)]))
+    assert granulated_kendall(x, x, {"a": a, "b": b}, s).p_value == pytest.approx(result.smallest_p, abs=1e-3)
     # a monotone effect of the stratum on both is no association
     shifted = granulated_kendall(x + 100 * np.array(s), y + 100 * np.array(s), {"a": a, "b": b}, s)
-    assert shifted.value == pytest.approx(found.value)
+    assert shifted.value == pytest.approx(result.value)
     assert granulated_kendall(x[:2], y[:2], {"a": [1, 1]}, [1, 1]) is None
 
 
@@ -148,12 +148,12 @@ NOISE = {
 
 def measured_coverage(interval, n, trials, seed=0):
     """Share of samples of n clusters whose interval holds the mean, by kind of noise."""
-    found = {}
+    result = {}
     for name, (draw, mean) in NOISE.items():
         rng = np.random.default_rng([seed, n])
         hits = [(i := interval(draw(rng, n))).low <= mean <= i.high for _ in range(trials)]
-        found[name] = float(np.mean(hits))
-    return found
+        result[name] = float(np.mean(hits))
+    return result
 
 
 # interval, clusters, what the docstring of `intervals` states (normal, heavy tails, skewed)
@@ -170,17 +170,17 @@ STATED = [
 @pytest.mark.parametrize(("interval", "n", "stated"), STATED)
 def test_intervals_cover_as_stated_sample(interval, n, stated):
     trials = 40
-    for (name, found), said in zip(measured_coverage(interval, n, trials).items(), stated, strict=True):
+    for (name, result), said in zip(measured_coverage(interval, n, trials).items(), stated, strict=True):
         low = scipy.stats.binom.ppf(0.001, trials, said) / trials
-        assert found >= low, f"{name}: {found:.3f}, stated {said}"
+        assert result >= low, f"{name}: {result:.3f}, stated {said}"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("interval", "n", "stated"), STATED)
 def test_intervals_cover_as_stated(interval, n, stated):
-    for (name, found), said in zip(measured_coverage(interval, n, 1000).items(), stated, strict=True):
-        print(f"{interval.__name__} n={n} {name}: {found:.3f}")
-        assert found == pytest.approx(said, abs=0.03), name
+    for (name, result), said in zip(measured_coverage(interval, n, 1000).items(), stated, strict=True):
+        print(f"{interval.__name__} n={n} {name}: {result:.3f}")
+        assert result == pytest.approx(said, abs=0.03), name
 
 
 def slope_clusters(rng, count, slope=0.0, correlated=True):
@@ -230,18 +230,18 @@ def test_a_share_is_covered_at_least_at_its_level():
 def test_accuracy_interval_of_one_completion_each_is_wilsons(hits, prompts):
     right = np.arange(prompts) < hits
     error = right.std(ddof=1) / np.sqrt(prompts) if prompts > 1 else None
-    found = accuracy_interval(right.mean(), error, prompts)
+    result = accuracy_interval(right.mean(), error, prompts)
     ends = scipy.stats.binomtest(hits, prompts).proportion_ci(0.95, method="wilson")
-    assert (found.low, found.high) == pytest.approx((ends.low, ends.high), abs=1e-12)
-    assert found.low < found.high
+    assert (result.low, result.high) == pytest.approx((ends.low, ends.high), abs=1e-12)
+    assert result.low < result.high
 
 
 def test_accuracy_interval_counts_prompts_where_their_completions_agree_and_completions_where_they_do_not():
     """16 completions each: all equal within a prompt are worth 200 trials, independent ones 200·16."""
     for share, trials in ((np.repeat([0.0, 1.0], 100), 200), (np.full(200, 0.5), 3200)):
-        found = accuracy_interval(0.5, share.std(ddof=1) / np.sqrt(200), 200, 16)
+        result = accuracy_interval(0.5, share.std(ddof=1) / np.sqrt(200), 200, 16)
         ends = scipy.stats.binomtest(trials // 2, trials).proportion_ci(0.95, method="wilson")
-        assert found.high - found.low == pytest.approx(ends.high - ends.low, rel=0.02)
+        assert result.high - result.low == pytest.approx(ends.high - ends.low, rel=0.02)
 
 
 @pytest.mark.parametrize("correlation", [0.0, 0.2, 0.6])
@@ -254,7 +254,7 @@ def test_accuracy_interval_covers_near_0_near_1_and_between(truth, correlation):
         own = rng.beta(truth * (1 / correlation - 1), (1 - truth) * (1 / correlation - 1), (draws, n))
     share = rng.binomial(k, own) / k
     means, errors = share.mean(axis=1), share.std(axis=1, ddof=1) / np.sqrt(n)
-    found = [accuracy_interval(mean, error, n, k) for mean, error in zip(means, errors, strict=True)]
-    assert np.mean([interval.low <= truth <= interval.high for interval in found]) > 0.925
+    result = [accuracy_interval(mean, error, n, k) for mean, error in zip(means, errors, strict=True)]
+    assert np.mean([interval.low <= truth <= interval.high for interval in result]) > 0.925
     if truth != 0.5:
         assert np.mean(abs(means - truth) <= 1.96 * errors) < 0.9

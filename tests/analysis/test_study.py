@@ -25,8 +25,8 @@ def _write(path, **options):
 def test_t_intervals_are_students(n):
     values = np.random.default_rng(n).normal(size=n)
     mean, half = mean_and_half(list(values))
-    found = mean_interval(values, "t")
-    assert found.kind == "t" and (found.low, found.high) == pytest.approx((mean - half, mean + half), rel=1e-6)
+    result = mean_interval(values, "t")
+    assert result.kind == "t" and (result.low, result.high) == pytest.approx((mean - half, mean + half), rel=1e-6)
 
 
 def test_one_value_has_no_interval_and_nan_is_not_dropped():
@@ -83,9 +83,9 @@ def test_tasks_task_settings_and_policies_are_never_one_study(tmp_path):
     _write(tmp_path / "b", task="math")
     _write(tmp_path / "c", config={"task": {"kind": "knights_knaves", "people": 5}})
     _write(tmp_path / "d", config={"policy": {"model": "other"}})
-    found = studies(load_runs(tmp_path))
-    assert len(found) == 4 and len({s.slug for s in found}) == 4
-    names = [s.name for s in found]
+    result = studies(load_runs(tmp_path))
+    assert len(result) == 4 and len({s.slug for s in result}) == 4
+    names = [s.name for s in result]
     assert names[1] == "math" and "task.people=5" in names[2] and "policy.model=other" in names[3]
 
 

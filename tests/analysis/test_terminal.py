@@ -60,7 +60,7 @@ def test_show_prints_setting_curves_evaluation_weights_events_and_cost(pair):
 
 def test_no_accuracy_is_certain(tmp_path):
     """0 of 40 prompts: the upper end is z²/(n + z²) = 8.8 %, also where each prompt has 16 completions."""
-    found = []
+    matches = []
     for name, k in (("a", 1), ("b", 16)):
         folder = new_run(tmp_path / name)
         row = {
@@ -70,10 +70,10 @@ def test_no_accuracy_is_certain(tmp_path):
         with TraceWriter(folder) as writer:
             writer.append("steps", rows("steps", 1, 1))
             writer.append("eval", row)
-        found.append(load_run(folder))
-        assert "0.0% [0.0, 8.8]" in _printed(show(found[-1]))
+        matches.append(load_run(folder))
+        assert "0.0% [0.0, 8.8]" in _printed(show(matches[-1]))
     upper = 1.959964**2 / (40 + 1.959964**2)
-    row = compare(*found).results.set_index("quantity").loc["accuracy heldout, T = 1, step 1"]
+    row = compare(*matches).results.set_index("quantity").loc["accuracy heldout, T = 1, step 1"]
     assert row["a_half"] == row["b_half"] == pytest.approx(upper)
     assert row["difference_half"] == pytest.approx(math.sqrt(2) * upper)
 

@@ -23,10 +23,10 @@ def test_tokens_are_read_once_in_whole_steps_and_only_the_columns_asked_for(monk
         Reducer("none", ("logp",), lambda t, r: None),
         Reducer("empty", ("attribution",), lambda t, r: {"value": 0.0}, needs="attribution"),
     ]
-    found = scan({"a": run}, reducers)
+    results = scan({"a": run}, reducers)
     expected = run.token_frame.groupby("step")["logp"].sum()
-    assert [r.values["value"] for r in found["sum"]] == pytest.approx(list(expected))
-    assert [r.tokens for r in found["sum"]] == [200] * 5 and not found["none"] and not found["empty"]
+    assert [r.values["value"] for r in results["sum"]] == pytest.approx(list(expected))
+    assert [r.tokens for r in results["sum"]] == [200] * 5 and not results["none"] and not results["empty"]
     steps = [step for read, _ in run.reads for step in read]
     assert steps == [1, 2, 3, 4, 5] and len(run.reads) == 3
     assert {columns for _, columns in run.reads} == {("step", "attribution", "logp")}
@@ -34,8 +34,8 @@ def test_tokens_are_read_once_in_whole_steps_and_only_the_columns_asked_for(monk
 
 def test_deciles_sum_what_the_tokens_hold(study):
     run = runs_of(study, "grpo-sg")[0]
-    found = scan({"a": run}, [decile_sums("heldout_influence")])["deciles heldout_influence"]
-    sums = pd.concat([pd.DataFrame(result.values) for result in found])
+    results = scan({"a": run}, [decile_sums("heldout_influence")])["deciles heldout_influence"]
+    sums = pd.concat([pd.DataFrame(result.values) for result in results])
     tokens = run.tokens(columns=["step", "logp", "advantage", "heldout_influence"]).dropna().to_dict("records")
     want = oracle.decile_sums(tokens, "heldout_influence")
     got = sums.groupby(["decile", "sign"])["value"].sum()

@@ -434,20 +434,20 @@ def decide(
 
 
 def _outcome(rule: Rule, finding: Finding) -> tuple[Outcome, str]:
-    found = finding.evidence
+    result = finding.evidence
     if finding.missing:
         return "untestable", finding.missing
     if finding.n < rule.minimal_n:
         return "untestable", _too_few(rule, finding.n, rule.minimal_n)
-    if unreachable := unreachable_text(rule, finding.n, found):
+    if unreachable := unreachable_text(rule, finding.n, result):
         return "untestable", unreachable
     dose = finding.dose
     if dose is not None and dose.rotation is not None and dose.rotation < (rule.least_rotation or 0.0):
         return "untestable", f"{dose.text}; the rule needs {rule.least_rotation:g}°"
     if finding.effect is None or not math.isfinite(finding.effect.value):
         return "untestable", "the effect cannot be computed from what was recorded"
-    supports = found.p_supported is not None and found.p_supported <= rule.level and found.as_claimed
-    if found.p_refuted is not None and found.p_refuted <= rule.level:
+    supports = result.p_supported is not None and result.p_supported <= rule.level and result.as_claimed
+    if result.p_refuted is not None and result.p_refuted <= rule.level:
         if supports:
             return "refuted", "the effect exists, but is shown to be smaller than the margin stated beforehand"
         return "refuted", "the claimed effect is excluded at the margin stated beforehand"

@@ -137,8 +137,8 @@ UNIT = "share of Σ|c|·‖∇ log π‖"
 
 def _shares(means: pd.DataFrame, excess: NDArray[np.float64]) -> tuple[Estimate, ...]:
     def share(name: str, values: NDArray[np.float64], scale: Scale) -> Estimate | None:
-        found = mean_estimate(name, values, UNIT, scale=scale)
-        return None if found is None else replace(found, p_value=None)
+        result = mean_estimate(name, values, UNIT, scale=scale)
+        return None if result is None else replace(result, p_value=None)
 
     return present(
         mean_estimate("share of the top hundredth beyond the null's", excess, UNIT, "p of 0", "points"),
@@ -179,14 +179,14 @@ def figure(study: Study, lines: Lines) -> Picture:
 
     The steps' Lorenz curves, turned so that the largest come first, averaged over steps and seeds; linear and logarithmic.
     """
-    found = {s.label: study.results_of(NAME, s) for s in study.settings}
-    found = {label: results for label, results in found.items() if results}
-    if not found:
+    result = {s.label: study.results_of(NAME, s) for s in study.settings}
+    result = {label: results for label, results in result.items() if results}
+    if not result:
         why = "no score norms were recorded (set recording.token_gradients_every)"
         return Picture("lorenz", "", missing=f"Lorenz curve: {why}")
     with styled():
         figure, axes = panels(2)
-        for label, results in found.items():
+        for label, results in result.items():
             curves, line = mean_curves(results), lines[label]
             largest = {name: 1 - curves[name].to_numpy()[::-1] for name in ("tokens", "lorenz", "lorenz_null")}
             for axis in axes:

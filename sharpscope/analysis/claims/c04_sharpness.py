@@ -58,8 +58,8 @@ def _same_reward(first: Run, second: Run, a: pd.Series, b: pd.Series) -> tuple[i
     if any(not len(reward) for reward in rewards):
         return None
     level = min(reward.max() for reward in rewards)
-    places = [int(reward.index[int(np.argmax(reward.to_numpy() >= level))]) for reward in rewards]
-    return places[0], places[1]
+    keys = [int(reward.index[int(np.argmax(reward.to_numpy() >= level))]) for reward in rewards]
+    return keys[0], keys[1]
 
 
 def _same_groups(first: Run, second: Run, a: pd.Series, b: pd.Series) -> tuple[int, int] | None:
@@ -73,8 +73,8 @@ def _same_groups(first: Run, second: Run, a: pd.Series, b: pd.Series) -> tuple[i
     if any(not len(each) for each in seen):
         return None
     level = min(each.max() for each in seen)
-    places = [int((each - level).abs().idxmin()) for each in seen]
-    return places[0], places[1]
+    keys = [int((each - level).abs().idxmin()) for each in seen]
+    return keys[0], keys[1]
 
 
 MATCHED: dict[str, tuple[Matching, str]] = {
@@ -91,8 +91,8 @@ def compared(study: Study, pairing: Pairing, quantity: str, matching: Matching) 
         curves = shared_curves((first, second), quantity)
         if curves is None or any(not len(curve) for curve in curves):
             return None
-        places = matching(first, second, curves[0], curves[1])
-        return None if places is None else (float(curves[0][places[0]]), float(curves[1][places[1]]))
+        keys = matching(first, second, curves[0], curves[1])
+        return None if keys is None else (float(curves[0][keys[0]]), float(curves[1][keys[1]]))
 
     return log_ratios(study.differences(pairing, measure))
 
@@ -107,9 +107,9 @@ def _matched(study: Study, pairing: Pairing) -> tuple[str, ...]:
             curves = shared_curves(runs, MAIN)
             if curves is None:
                 continue
-            places, last = matching(*runs, curves[0], curves[1]), _same_step(*runs, curves[0], curves[1])
-            total += places is not None
-            other += places is not None and places != last
+            keys, last = matching(*runs, curves[0], curves[1]), _same_step(*runs, curves[0], curves[1])
+            total += keys is not None
+            other += keys is not None and keys != last
         if total:
             notes.append(f"matched {name}: another step than the last in {other} of {total} pairs")
     return tuple(notes)
@@ -175,7 +175,7 @@ def test(study: Study) -> Finding:
             *_matched(study, pairing),
             *pairing_notes(study, pairing),
         ),
-        frames={f"sharpness_{q}": found for q, found in frames.items()},
+        frames={f"sharpness_{q}": result for q, result in frames.items()},
         dose=dose_of([second for _, second in pairs], study.treatment),
         samples=(sample_of("plain sharpness", frame, "lower", margin, probe_noise(pairs, MAIN)),),
     )

@@ -118,18 +118,18 @@ def _by_step_and_radius(run: Run, quantity: str) -> dict[tuple[int, float], floa
     rows = probe_rows(run, quantity, FUNCTIONAL)
     rows = rows[rows["rho"].notna()]
     means = rows.assign(rho=rows["rho"].round(12)).groupby(["step", "rho"])["value"].mean()
-    places = zip(means.index.get_level_values(0), means.index.get_level_values(1), means, strict=True)
-    return {(int(step), float(rho)): float(value) for step, rho, value in places}
+    keys = zip(means.index.get_level_values(0), means.index.get_level_values(1), means, strict=True)
+    return {(int(step), float(rho)): float(value) for step, rho, value in keys}
 
 
 def at_radius(frame: pd.DataFrame, rho: float) -> pd.DataFrame:
     """One row a run and step at the radius `rho`, which need not have been probed: linear between radii, 0 at radius 0."""
     rows = []
     for _, group in frame.sort_values("rho").groupby(["run", "step"]):
-        places = np.concatenate([[0.0], group["rho"]])
+        keys = np.concatenate([[0.0], group["rho"]])
         row: dict[str, Any] = {str(name): value for name, value in group.iloc[-1].items()} | {"rho": rho}
         for name in INTERPOLATED:
-            row[name] = float(np.interp(rho, places, np.concatenate([[0.0], group[name]])))
+            row[name] = float(np.interp(rho, keys, np.concatenate([[0.0], group[name]])))
         rows.append(row | {"bound": row["train"] + row["sharpness"]})
     return pd.DataFrame(rows, columns=frame.columns)
 
@@ -180,7 +180,7 @@ def test(study: Study) -> Finding:
     calibration, fresh = last[last["seed"].isin(chosen)], last[~last["seed"].isin(chosen)]
     if not len(fresh):
         return Finding(missing=f"{len(seeds)} seeds: too few to fix the radius on some and test on others")
-    rho, found = fixed_radius(calibration)
+    rho, result = fixed_radius(calibration)
     constant = max(0.0, float(calibration["gap"].max()))
     fresh = at_radius(fresh, rho)
     whole = pd.concat([frame, at_radius(frame, rho)], ignore_index=True)
@@ -212,7 +212,7 @@ def test(study: Study) -> Finding:
         n=len(advantage),
         evidence=replace(every((better, tied)), parts=2),
         conditions=(
-            Condition("a radius made the bound hold on every calibration seed", found),
+            Condition("a radius made the bound hold on every calibration seed", result),
             Condition(f"no more than {FRESH:.0%} of the runs break the bound", excess > study.terms.level),
             Condition("the bound is below 1 on average", bool(by_seed["bound"].mean() < 1)),
         ),
@@ -312,8 +312,8 @@ def _broken(row: pd.Series) -> bool:
 
 
 def _smallest(last: pd.DataFrame) -> tuple[float, str]:
-    rho, found = fixed_radius(last)
-    return (rho if found else math.nan), "L2 norm"
+    rho, result = fixed_radius(last)
+    return (rho if result else math.nan), "L2 norm"
 
 
 def bound_tightness(bound: pd.DataFrame) -> Figure:

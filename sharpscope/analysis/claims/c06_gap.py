@@ -63,9 +63,9 @@ def grid_frame(study: Study) -> pd.DataFrame:
     Left out: runs that differ in anything else than the grid's settings, method and seed from the greatest such family;
     and a second run of one method, seed and setting, which would count a comparison twice.
     """
-    places = list(GRID.values())
+    keys = list(GRID.values())
     runs = study.of(study.baseline, study.treatment)
-    family = {name: study.setting_key(run, places) for name, run in runs.items()}
+    family = {name: study.setting_key(run, keys) for name, run in runs.items()}
     if not family:
         return pd.DataFrame()
     common = most_common(sorted(family.values()))
@@ -73,12 +73,12 @@ def grid_frame(study: Study) -> pd.DataFrame:
     measured = {name: run for name, run in inside.items() if all(len(probe_rows(run, q)) for q in MEASURES)}
     # one ruler for all: a radius that every run has, and one probe set
     curves = {q: shared_curves(list(measured.values()), q) for q in MEASURES} if measured else {}
-    if not curves or any(found is None for found in curves.values()):
+    if not curves or any(result is None for result in curves.values()):
         return pd.DataFrame()
     rows = [
         row
-        for place, (name, run) in enumerate(measured.items())
-        if (row := _row(study, name, run, {q: found[place] for q, found in curves.items() if found is not None}))
+        for key, (name, run) in enumerate(measured.items())
+        if (row := _row(study, name, run, {q: result[key] for q, result in curves.items() if result is not None}))
         is not None
     ]
     if not rows:
@@ -149,8 +149,8 @@ def test(study: Study) -> Finding:
     # runs with no other one to be compared with (more seeds of one setting, other learning rates) are none of the grid
     alone = frame.groupby(["method", "seed", *held])["run"].transform("size") == 1
     frame = frame[~alone].reset_index(drop=True)
-    found = {q: granulated(frame, q, axes, held) for q in MEASURES}
-    main = found["asam"]
+    result = {q: granulated(frame, q, axes, held) for q in MEASURES}
+    main = result["asam"]
     if main is None:
         return Finding(missing="no two runs of the grid differ in one setting alone")
     noise = [gap_noise(study.finished[row["run"]], int(row["step"])) for _, row in frame.iterrows()]
@@ -164,7 +164,7 @@ def test(study: Study) -> Finding:
     per_stratum = max(1, round(len(frame) / len(main.strata)))
     margin = study.terms.margin(NAME, MARGIN)
     others = [
-        _estimate(f"Ψ of {q}", g, "given the learning rate") for q, g in found.items() if q != "asam" and g is not None
+        _estimate(f"Ψ of {q}", g, "given the learning rate") for q, g in result.items() if q != "asam" and g is not None
     ]
     for axis, value in main.axes.items():
         others.append(Estimate(f"τ over {axis} alone", value, "Kendall τ"))
@@ -212,9 +212,9 @@ def test(study: Study) -> Finding:
     )
 
 
-def _estimate(name: str, found: Granulated, note: str) -> Estimate:
-    interval = contrast_interval(found.strata)
-    return Estimate(name, found.value, "granulated Kendall τ", interval, found.p_value, found.pairs, note)
+def _estimate(name: str, result: Granulated, note: str) -> Estimate:
+    interval = contrast_interval(result.strata)
+    return Estimate(name, result.value, "granulated Kendall τ", interval, result.p_value, result.pairs, note)
 
 
 def gap_against_sharpness(grid: pd.DataFrame, quantity: str = "asam") -> Figure:
@@ -226,18 +226,18 @@ def gap_against_sharpness(grid: pd.DataFrame, quantity: str = "asam") -> Figure:
     """
     shorts = (("learning rate", "lr"), ("group size", "G"), ("weight decay", "decay"))
     named = {axis: short for axis, short in shorts if axis in grid}
-    places = {axis: sorted(grid[axis].unique()) for axis in named}
+    keys = {axis: sorted(grid[axis].unique()) for axis in named}
     with styled():
         figure, axes = panels(1, height=3.2)
         for values, rows in grid.groupby(list(named)) if named else [((), grid)]:
             at = dict(zip(named, values, strict=True))
             color, marker = (
-                looks[places[axis].index(at[axis]) % len(looks)] if axis in at else looks[0]
+                looks[keys[axis].index(at[axis]) % len(looks)] if axis in at else looks[0]
                 for axis, looks in (("learning rate", COLORS), ("group size", MARKERS))
             )
             label = ", ".join(f"{named[axis]} {value:g}" for axis, value in at.items())
             fill: Literal["full", "none"] = (
-                "none" if at.get("weight decay", 0) != places.get("weight decay", [0])[0] else "full"
+                "none" if at.get("weight decay", 0) != keys.get("weight decay", [0])[0] else "full"
             )
             axes[0].plot(
                 rows[quantity], rows["gap"], linestyle="none", marker=marker, color=color, label=label, fillstyle=fill

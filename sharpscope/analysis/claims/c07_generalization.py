@@ -39,20 +39,20 @@ Measure = Callable[[Run, int], float | None]
 
 def held_out(run: Run, step: int) -> float | None:
     """Accuracy on held-out puzzles of the sizes trained on."""
-    found = accuracy(run, "heldout", step)
-    return None if found is None else found[0]
+    result = accuracy(run, "heldout", step)
+    return None if result is None else result[0]
 
 
 def unseen(run: Run, step: int) -> float | None:
     """Accuracy on sizes never trained on."""
-    found = accuracy(run, "unseen", step)
-    return None if found is None else found[0]
+    result = accuracy(run, "unseen", step)
+    return None if result is None else result[0]
 
 
 def training(run: Run, step: int) -> float | None:
     """Accuracy on training puzzles."""
-    found = train_accuracy(run, step)
-    return None if found is None else found[0]
+    result = train_accuracy(run, step)
+    return None if result is None else result[0]
 
 
 def at_last_step(study: Study, pairing: Pairing, measure: Measure) -> pd.DataFrame:

@@ -60,9 +60,9 @@ def control(study: Study, suffix: str) -> str:
     A variant is the control with changed constants, such as `grpo-sg-shuffled+weight.U=4`, which match its dose.
     """
     plain_name = f"{study.treatment}-{suffix}"
-    found = [name for name in study.methods if name == plain_name or name.startswith(f"{plain_name}+")]
+    result = [name for name in study.methods if name == plain_name or name.startswith(f"{plain_name}+")]
     own = _rotation(study, study.treatment)
-    doses = {name: _rotation(study, name) for name in found}
+    doses = {name: _rotation(study, name) for name in result}
     known = {name: abs(np.log(dose / own)) for name, dose in doses.items() if dose and own}
     return min(known, key=lambda name: known[name]) if known else plain_name
 
@@ -147,9 +147,9 @@ def _unmatched(dose: Dose, rivals: Mapping[str, float | None]) -> str:
         return ""
     if all(1 / MATCHED <= value / dose.rotation <= MATCHED for value in known.values()):
         return ""
-    found = ", ".join(f"{name} by {value:.3g}°" for name, value in known.items())
+    result = ", ".join(f"{name} by {value:.3g}°" for name, value in known.items())
     return (
-        f"the dose is not matched: {dose.method} turned the update by {dose.rotation:.3g}°, {found}; the rule allows a factor "
+        f"the dose is not matched: {dose.method} turned the update by {dose.rotation:.3g}°, {result}; the rule allows a factor "
         f"of {MATCHED:g} (change the control's weight bounds)"
     )
 

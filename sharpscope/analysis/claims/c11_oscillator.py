@@ -325,8 +325,8 @@ def fit_oscillator(t: Array, reward: Array, keep: NDArray[np.bool_] | None = Non
         grid_w, grid_z = (axis.ravel() for axis in np.meshgrid(omega, zeta))
         possible = (grid_w <= FASTEST_SWING) | (grid_z > 1)
         grid_w, grid_z = grid_w[possible], grid_z[possible]
-        found = _best(oscillator_shapes(t - t[0], grid_w, grid_z), reward, keep)
-        best = (float(grid_w[found]), float(grid_z[found]))
+        result = _best(oscillator_shapes(t - t[0], grid_w, grid_z), reward, keep)
+        best = (float(grid_w[result]), float(grid_z[result]))
         omega = _closer(omega, best[0], 9)
         zeta = np.clip(_closer(zeta, best[1], 9), SMALLEST_ZETA, LARGEST_ZETA)
     shape = oscillator_shapes(t - t[0], np.array(best[:1]), np.array(best[1:]))[0]

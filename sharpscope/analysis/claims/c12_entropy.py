@@ -117,7 +117,7 @@ def scales(frame: pd.DataFrame) -> pd.DataFrame:
 def test(study: Study) -> Finding:
     """Partial correlation of predicted and measured entropy change within a run, and drift under covariance weights."""
     frame = prediction_frame(study)
-    found = [
+    matches = [
         (rows["seed"].iloc[0], r)
         for _, rows in frame.groupby("run")
         if (r := partial_correlation(*(rows[c].to_numpy() for c in ("predicted", "measured", "step")))) is not None
@@ -133,7 +133,7 @@ def test(study: Study) -> Finding:
             for name, column in ((study.baseline, "baseline"), (STABLE, "treatment"))
         ),
     )
-    if not found:
+    if not matches:
         return Finding(
             missing=f"no run has polarity, loss_coef and entropy in {FEWEST} steps with a neighbor on each side",
             others=beside,
@@ -142,7 +142,7 @@ def test(study: Study) -> Finding:
         return Finding(
             missing=f"no pair of {STABLE} and {study.baseline}: half of the claim cannot be tested", others=beside
         )
-    by_seed = pd.DataFrame(found, columns=["seed", "r"]).groupby("seed")["r"].mean()
+    by_seed = pd.DataFrame(matches, columns=["seed", "r"]).groupby("seed")["r"].mean()
     margin, drift_margin = study.terms.margin(NAME, MARGIN), log_margin(DRIFT_MARGIN, "higher")
     stable = directional(drifts["difference"].to_numpy(), "higher", drift_margin)
     means = drifts[["baseline", "treatment"]].mean()

@@ -49,7 +49,7 @@ def rate_pairings(study: Study) -> dict[float, Pairing]:
     inside = {name: run for name, run in sorted(treated.items()) if study.setting_key(run) == main}
     ground = study.setting_key(next(iter(inside.values())), rate)
     by_seed = {run.seed: name for name, run in reversed(inside.items())}
-    found: dict[float, list[Pair]] = {}
+    result: dict[float, list[Pair]] = {}
     seen: set[tuple[float, Any]] = set()
     for name, run in sorted(study.of(study.baseline).items()):
         other = grid_settings(run).get("learning rate")
@@ -57,8 +57,8 @@ def rate_pairings(study: Study) -> dict[float, Pairing]:
             continue
         if (other, run.seed) not in seen:
             seen.add((other, run.seed))
-            found.setdefault(other, []).append(Pair(run.seed, name, by_seed[run.seed]))
-    return {value: Pairing(tuple(pairs)) for value, pairs in sorted(found.items())}
+            result.setdefault(other, []).append(Pair(run.seed, name, by_seed[run.seed]))
+    return {value: Pairing(tuple(pairs)) for value, pairs in sorted(result.items())}
 
 
 def test(study: Study) -> Finding:

@@ -40,8 +40,8 @@ def per_run(function: Callable[..., Value]) -> Callable[..., Value]:
         key = (function.__qualname__, *arguments)
         if key not in known:
             known[key] = function(run, *arguments)
-        found: Value = known[key]
-        return found
+        result: Value = known[key]
+        return result
 
     return remembering
 
@@ -53,17 +53,17 @@ def evaluations(run: Run, split: str) -> dict[int, tuple[float, int]]:
     Rows of level `all` count only if there are no others.
     """
     rows = run.eval[["split", "step", "level", "n", "accuracy", "temperature"]].to_dict("list")
-    found = [
+    result = [
         (step, level, n, accuracy, heat)
         for s, step, level, n, accuracy, heat in zip(*rows.values(), strict=True)
         if s == split and math.isfinite(accuracy)
     ]
-    if not found:
+    if not result:
         return {}
-    heats = {row[4] for row in found}
+    heats = {row[4] for row in result}
     heat = min(heats, key=lambda value: (abs(value - TEMPERATURE) > 1e-6, -value))
-    found = [row for row in found if row[4] == heat]
-    single = [row for row in found if row[1] != "all"] or found
+    result = [row for row in result if row[4] == heat]
+    single = [row for row in result if row[1] != "all"] or result
     pooled: dict[int, tuple[float, int]] = {}
     for step, _, n, accuracy, _ in single:
         hits, prompts = pooled.get(int(step), (0.0, 0))
@@ -123,11 +123,11 @@ def _probed(run: Run) -> dict[tuple[str, str], pd.DataFrame]:
     columns = ["step", "probe_set", "functional", "parameters", "quantity", "value", "std_error", "rho", "converged"]
     rows = run.probes.reindex(columns=columns)
     rows = rows[rows["value"].notna() & ~rows["converged"].eq(False)]
-    found = {}
+    result = {}
     for key, group in rows.groupby(["quantity", "functional"]):
         whole = group["parameters"] == "all"
-        found[(str(key[0]), str(key[1]))] = group[whole] if whole.any() else group
-    return found
+        result[(str(key[0]), str(key[1]))] = group[whole] if whole.any() else group
+    return result
 
 
 def probe_rows(run: Run, quantity: str, functional: str = FUNCTIONAL, probe_set: str = "train") -> pd.DataFrame:
@@ -162,10 +162,10 @@ def shared_curves(runs: Sequence[Run], quantity: str, functional: str = FUNCTION
 
     None where a run has no value, where no radius is everyone's, or where the probe sets differ: these values are not comparable.
     """
-    found = [probe_rows(run, quantity, functional) for run in runs]
-    if any(not len(rows) for rows in found) or len({frozenset(rows["probe_set"]) for rows in found}) > 1:
+    result = [probe_rows(run, quantity, functional) for run in runs]
+    if any(not len(rows) for rows in result) or len({frozenset(rows["probe_set"]) for rows in result}) > 1:
         return None
-    own = [_radii(rows) for rows in found]
+    own = [_radii(rows) for rows in result]
     shared = tuple(sorted(set(own[0]).intersection(*own[1:])))
     if any(own) and not shared:
         return None
@@ -206,8 +206,8 @@ def dose_of(runs: Sequence[Run], method: str) -> Dose:
     """Mean rotation of the update and mean angle between halves of a batch over the steps of `runs` [degrees]."""
 
     def mean(column: str) -> float | None:
-        found = [run.steps[column].mean() for run in runs if column in run.steps]
-        known = [float(value) for value in found if math.isfinite(value)]
+        result = [run.steps[column].mean() for run in runs if column in run.steps]
+        known = [float(value) for value in result if math.isfinite(value)]
         return float(np.mean(known)) if known else None
 
     return Dose(mean("update_rotation"), mean("noise_rotation"), method)
@@ -232,8 +232,8 @@ def within_prompt_share(run: Run) -> float:
     def excess(correlation: float) -> float:
         total = (1 - correlation) / correlation
         a, b = accuracy * total, (1 - accuracy) * total
-        places = np.arange(size)
-        alike = np.prod((a + places) / (total + places)) + np.prod((b + places) / (total + places))
+        keys = np.arange(size)
+        alike = np.prod((a + keys) / (total + keys)) + np.prod((b + keys) / (total + keys))
         return float(alike - equal)
 
     low, high = 1e-6, 1 - 1e-6
@@ -271,16 +271,16 @@ def answer_noise(run: Run, split: str, step: int) -> Source | None:
 
 def paired_noise(runs: Sequence[tuple[Run, Run]], split: str) -> tuple[Source, ...]:
     """Variance of a difference of accuracies from sampling answers, mean over pairs; empty if not known."""
-    found = []
+    result = []
     for pair in runs:
         step = last_step(*pair, split=split)
         parts = [answer_noise(run, split, step) for run in pair] if step is not None else []
-        found.append([part for part in parts if part is not None])
-    if not found or any(len(parts) != 2 for parts in found):
+        result.append([part for part in parts if part is not None])
+    if not result or any(len(parts) != 2 for parts in result):
         return ()
-    variance = float(np.mean([sum(part.variance for part in parts) for parts in found]))
-    size = float(np.mean([part.size for parts in found for part in parts]))
-    return (Source("answers", size, variance, found[0][0].note),)
+    variance = float(np.mean([sum(part.variance for part in parts) for parts in result]))
+    size = float(np.mean([part.size for parts in result for part in parts]))
+    return (Source("answers", size, variance, result[0][0].note),)
 
 
 def probe_noise(runs: Sequence[tuple[Run, Run]], quantity: str) -> tuple[Source, ...]:
@@ -288,16 +288,16 @@ def probe_noise(runs: Sequence[tuple[Run, Run]], quantity: str) -> tuple[Source,
 
     The sum of both squared relative standard errors over prompts. Runs that share their prompts have less.
     """
-    found = []
+    result = []
     for pair in runs:
         parts = [_relative_error(run, quantity) for run in pair]
         if all(part is not None for part in parts):
-            found.append(sum(part**2 for part in parts if part is not None))
-    if not found:
+            result.append(sum(part**2 for part in parts if part is not None))
+    if not result:
         return ()
     prompts = [float(run.config.get("probes", {}).get("prompts") or 1) for pair in runs for run in pair]
     note = "at most: the prompts of both runs are taken as independent"
-    return (Source("probe prompts", float(np.mean(prompts)), float(np.mean(found)), note),)
+    return (Source("probe prompts", float(np.mean(prompts)), float(np.mean(result)), note),)
 
 
 def _relative_error(run: Run, quantity: str) -> float | None:
@@ -345,15 +345,15 @@ def log_steps(values: NDArray[np.floating]) -> NDArray[np.float64]:
     return np.asarray((logs[1:] - logs[:-1])[both])
 
 
-def unreliable(found: float, floor: float, values: NDArray[np.floating], noise: NDArray[np.floating]) -> str:
+def unreliable(result: float, floor: float, values: NDArray[np.floating], noise: NDArray[np.floating]) -> str:
     """Why a gap of reliability `found` < `floor` cannot be predicted, and how many times as many answers would do."""
     sampled = float(np.mean(noise))
-    total = sampled / (1 - found) if found > 0 else float(np.var(values, ddof=1))
+    total = sampled / (1 - result) if result > 0 else float(np.var(values, ddof=1))
     text = (
-        f"the gap's reliability is {found:.2f}, below {floor:g}: its standard deviation over the runs compared is "
+        f"the gap's reliability is {result:.2f}, below {floor:g}: its standard deviation over the runs compared is "
         f"{100 * total**0.5:.2g} points, that of sampling answers {100 * sampled**0.5:.2g} points"
     )
-    if found <= 0:
+    if result <= 0:
         return text + "; evaluate more prompts and samples"
     more = sampled / (total - sampled) * floor / (1 - floor)
     return text + f"; {math.ceil(10 * more) / 10:g} times as many answers would do"

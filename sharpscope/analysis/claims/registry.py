@@ -95,25 +95,25 @@ def verdicts_of(study: Study, names: Sequence[str] = tuple(CLAIMS)) -> list[Verd
     Lehmacher 1995), for `supported` and for `refuted` separately.
     """
     methods = (study.baseline, study.treatment)
-    found: dict[str, Verdict] = {}
+    result: dict[str, Verdict] = {}
     for name in _tested(names, study.terms):
         claim = CLAIMS[name]
         verdict = decide(claim, claim.test(study), methods, study.terms)
         if claim.beside is not None:
             beside = decide(claim.beside, claim.beside.test(study), methods, study.terms)
             verdict = replace(verdict, beside=beside)
-        found[name] = verdict
+        result[name] = verdict
     largest, before = 0.0, set[str]()
     for name in study.terms.order:
-        if name not in found:
+        if name not in result:
             continue
-        verdict = found[name]
+        verdict = result[name]
         before.add(verdict.verdict)
         largest = max(largest, 1.0 if verdict.p_value is None else verdict.p_value)
         adjusted = None if verdict.p_value is None else largest
         confirmatory = before in ({"supported"}, {"refuted"})
-        found[name] = replace(verdict, p_adjusted=adjusted, confirmatory=confirmatory)
-    return [found[name] for name in names]
+        result[name] = replace(verdict, p_adjusted=adjusted, confirmatory=confirmatory)
+    return [result[name] for name in names]
 
 
 def claim_pictures(verdicts: Sequence[Verdict], study: Study) -> Iterator[Picture]:

@@ -185,8 +185,8 @@ def draw_points(
 def t_interval(values: Any) -> tuple[float, float]:
     """95 % t-interval of the mean; none below FEWEST values."""
     data = np.asarray(values, dtype=float)
-    found = mean_interval(data, "t") if len(data) >= FEWEST else None
-    return (np.nan, np.nan) if found is None else (found.low, found.high)
+    result = mean_interval(data, "t") if len(data) >= FEWEST else None
+    return (np.nan, np.nan) if result is None else (result.low, result.high)
 
 
 def set_scale(axis: Axes, values: pd.Series, scale: str) -> None:

@@ -45,13 +45,13 @@ def _drawn(shown: pd.DataFrame, states: list[str], outcomes: list[str], arms: li
             axis.axvline(0, color=GRAY, linewidth=0.8)
             unit, factor = UNITS.get(outcome, ("", 1.0))
             here = shown[(shown["state"] == state) & (shown["outcome"] == outcome)]
-            for place, comparison in enumerate(comparisons):
+            for index, comparison in enumerate(comparisons):
                 own = here[here["comparison"] == comparison].set_index("arm").reindex(arms)
-                height = np.arange(len(arms)) + 0.22 * ((len(comparisons) - 1) / 2 - place)
+                height = np.arange(len(arms)) + 0.22 * ((len(comparisons) - 1) / 2 - index)
                 middle = factor * own["difference"].to_numpy(dtype=float)
                 ends = factor * own[["low", "high"]].to_numpy(dtype=float)
-                axis.hlines(height, ends[:, 0], ends[:, 1], color=COLORS[place], linewidth=1.2)
-                axis.plot(middle, height, MARKERS[place], color=COLORS[place], markersize=3.2, label=TITLES[comparison])
+                axis.hlines(height, ends[:, 0], ends[:, 1], color=COLORS[index], linewidth=1.2)
+                axis.plot(middle, height, MARKERS[index], color=COLORS[index], markersize=3.2, label=TITLES[comparison])
             axis.set_yticks(range(len(arms)), [plain(arm, 32) for arm in arms])
             axis.set_ylim(-0.6, len(arms) - 0.4)
             if row == 0:

@@ -105,7 +105,7 @@ def _completions(
     choice: Choice, number: int, budget: int, maker: Pieces | None, pieces: Pool, prompts: Pool
 ) -> list[dict[str, Any]]:
     rollouts = choice.run.rollouts.set_index(["step", "rollout"])
-    found: list[dict[str, Any]] = []
+    result: list[dict[str, Any]] = []
     used = 0
     steps: dict[int, pd.DataFrame] = {}
     for (step, rollout), why in choice.wanted.items():
@@ -121,13 +121,13 @@ def _completions(
         size = len(json.dumps(completion)) + sum(
             len(json.dumps(t)) for t in [*pieces.texts[known[0] :], *prompts.texts[known[1] :]]
         )
-        if used + size > budget and found:
+        if used + size > budget and result:
             for pool, length in zip((pieces, prompts), known, strict=True):
                 pool.numbers = dict(list(pool.numbers.items())[:length])
             break
         used += size
-        found.append(completion)
-    return found
+        result.append(completion)
+    return result
 
 
 def _head(row: Any, number: int, step: int, rollout: int, why: str, prompts: Pool) -> dict[str, Any]:
@@ -170,7 +170,7 @@ def _body(row: Any, tokens: pd.DataFrame, maker: Pieces | None, pieces: Pool) ->
 
 def _spikes(choice: Choice, number: int, there: set[tuple[int, int]], prompts: Pool) -> list[dict[str, Any]]:
     """Each spike with its tokens (`here`: whether their completion is in the file), prompts and ranges of probability."""
-    found = []
+    result = []
     for spike in choice.spikes:
         entry: dict[str, Any] = {
             "r": number,
@@ -202,8 +202,8 @@ def _spikes(choice: Choice, number: int, there: set[tuple[int, int]], prompts: P
                 }
                 for interval, row in zip(spike.probabilities.index, spike.probabilities.to_dict("records"), strict=True)
             ]
-        found.append(entry)
-    return found
+        result.append(entry)
+    return result
 
 
 def _cut(text: str) -> str:

@@ -91,8 +91,8 @@ def mean_interval(
         return bootstrap_interval(data, None, level, seed)
     if len(data) < PERCENTILE_T_FROM:
         return None
-    found = _percentile_t(data, level, seed)
-    return found if np.isfinite([found.low, found.high]).all() else None
+    results = _percentile_t(data, level, seed)
+    return results if np.isfinite([results.low, results.high]).all() else None
 
 
 def _half_width(data: NDArray[np.float64], level: float) -> float:
@@ -161,9 +161,9 @@ def accuracy_interval(
     variance = accuracy * (1 - accuracy)
     design = samples
     if variance > 0 and std_error is not None and np.isfinite(std_error) and prompts > 1:
-        found = min(max(std_error**2 * (prompts - 1) * samples / variance, 1.0), samples)
-        rare = prompts * samples * min(accuracy, 1 - accuracy) / found
-        design = (rare * found + PRIOR_COUNT * samples) / (rare + PRIOR_COUNT)
+        results = min(max(std_error**2 * (prompts - 1) * samples / variance, 1.0), samples)
+        rare = prompts * samples * min(accuracy, 1 - accuracy) / results
+        design = (rare * results + PRIOR_COUNT * samples) / (rare + PRIOR_COUNT)
     trials = prompts * samples / design
     z = float(ndtri(0.5 + level / 2))
     middle = (accuracy + z**2 / (2 * trials)) / (1 + z**2 / trials)

@@ -22,10 +22,10 @@ def kendall(x: NDArray[np.floating], y: NDArray[np.floating]) -> float:
 def weighted_ranks(values: NDArray[np.floating], weight: NDArray[np.floating]) -> NDArray[np.float64]:
     """(n,) mid-ranks in (0, 1): the share of weight below plus half of the weight that ties."""
     data, w = np.asarray(values, dtype=np.float64), np.asarray(weight, dtype=np.float64)
-    levels, place = np.unique(data, return_inverse=True)
-    mass = np.bincount(place, weights=w, minlength=len(levels))
+    levels, key = np.unique(data, return_inverse=True)
+    mass = np.bincount(key, weights=w, minlength=len(levels))
     below = np.cumsum(mass) - mass
-    return np.asarray((below + mass / 2)[place] / w.sum())
+    return np.asarray((below + mass / 2)[key] / w.sum())
 
 
 @dataclass(frozen=True)
@@ -100,14 +100,14 @@ def _pairs(axes: dict[str, Sequence[Hashable]], stratum: Sequence[Hashable]) -> 
     for name in axes:
         others = [axes[other] for other in axes if other != name]
         cells: dict[Hashable, list[int]] = {}
-        for run, place in enumerate(zip(stratum, *others, strict=True)):
-            cells.setdefault(place, []).append(run)
-        found = [
+        for run, key in enumerate(zip(stratum, *others, strict=True)):
+            cells.setdefault(key, []).append(run)
+        result = [
             [(i, j) for i, j in itertools.combinations(runs, 2) if axes[name][i] != axes[name][j]]
             for runs in cells.values()
         ]
-        if any(found):
-            groups[name] = [group for group in found if group]
+        if any(result):
+            groups[name] = [group for group in result if group]
     return [
         (i, j, 1 / (len(groups) * len(of_axis) * len(group)), name)
         for name, of_axis in groups.items()
@@ -121,8 +121,8 @@ def _permutations(member: NDArray[np.int_], seed: int) -> NDArray[np.int_]:
     inside = [np.flatnonzero(member == s) for s in np.unique(member)]
     rng = np.random.default_rng(seed)
     orders = np.tile(np.arange(len(member)), (PERMUTATIONS + 1, 1))
-    for places in inside:
-        orders[1:, places] = places[np.argsort(rng.random((PERMUTATIONS, len(places))), axis=1)]
+    for keys in inside:
+        orders[1:, keys] = keys[np.argsort(rng.random((PERMUTATIONS, len(keys))), axis=1)]
     return orders
 
 

@@ -46,14 +46,14 @@ def _pair_table(study: Study, pairing: Pairing) -> Table:
     first, second = study.baseline, study.treatment
     rows: dict[str, dict[str, Cell | str]] = {}
     for quantity in _quantities(study, pairing):
-        found = study.differences(pairing, _both(quantity.measure))
-        if len(found):
-            a, b, d = (found[name].to_numpy(dtype=float) for name in ("baseline", "treatment", "difference"))
+        result = study.differences(pairing, _both(quantity.measure))
+        if len(result):
+            a, b, d = (result[name].to_numpy(dtype=float) for name in ("baseline", "treatment", "difference"))
             rows[quantity.name] = {
                 first: _mean(a, quantity.digits),
                 second: _mean(b, quantity.digits),
                 "difference": _difference(d, quantity.digits),
-                "pairs": str(len(found)),
+                "pairs": str(len(result)),
             }
     left = f"; {pairing.left_out} pairs of other settings left out" if pairing.left_out else ""
     steps = {len(study.finished[name].steps) for name in pairing.names}
@@ -98,16 +98,16 @@ def _setting_table(study: Study) -> Table | None:
 def _last_accuracy(split: str) -> Measure:
     def measure(run: Run, *others: Run) -> float | None:
         step = last_step(run, *others, split=split)
-        found = None if step is None else accuracy(run, split, step)
-        return None if found is None else found[0]
+        result = None if step is None else accuracy(run, split, step)
+        return None if result is None else result[0]
 
     return measure
 
 
 def _accuracy_at(split: str, step: int) -> Measure:
     def measure(run: Run, *others: Run) -> float | None:
-        found = accuracy(run, split, step)
-        return None if found is None else found[0]
+        result = accuracy(run, split, step)
+        return None if result is None else result[0]
 
     return measure
 
@@ -242,8 +242,8 @@ def _renamed(cells: dict[str, Cell | str], against: str) -> dict[str, Cell | str
 
 
 def _finite(values: list[float | None]) -> NDArray[np.float64]:
-    found = pd.Series([np.nan if value is None else value for value in values], dtype=float).to_numpy()
-    return np.asarray(found[np.isfinite(found)], dtype=np.float64)
+    result = pd.Series([np.nan if value is None else value for value in values], dtype=float).to_numpy()
+    return np.asarray(result[np.isfinite(result)], dtype=np.float64)
 
 
 def _mean(values: NDArray[np.float64], digits: int) -> Cell:

@@ -161,11 +161,11 @@ def by_level(run: Run) -> dict[str, tuple[float, int]]:
         if ((heats - TEMPERATURE).abs() < 1e-6).any()
         else rows[heats == heats.max()]
     )
-    found = {}
+    result = {}
     for level, group in rows.groupby("level"):
         n = group["n"].to_numpy(dtype=float)
-        found[str(level)] = (float(group["accuracy"].to_numpy(dtype=float) @ n / n.sum()), int(n.sum()))
-    return found
+        result[str(level)] = (float(group["accuracy"].to_numpy(dtype=float) @ n / n.sum()), int(n.sum()))
+    return result
 
 
 def _table(name: str, title: str, methods: Mapping[str, Mapping[Any, Run]], task: str, scale: str) -> Table:

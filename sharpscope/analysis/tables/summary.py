@@ -26,11 +26,11 @@ def run_metrics(run: Run, horizon: int) -> dict[tuple[str, str], float]:
     late = steps[steps["step"] > 2 * horizon / 3]
     seconds = steps[["generation_s", "training_s", "recording_s"]].sum(axis=1, min_count=1)
     clipped = late["clip_fraction_low"] + late["clip_fraction_high"]
-    found: dict[tuple[str, str], float] = {}
+    result: dict[tuple[str, str], float] = {}
     for column, name in (("reward_mean", ("reward", "reward")), ("accuracy", ("training accuracy", "share"))):
         if run.steps[column].notna().any():
-            found[f"{name[0]}, {_LAST_THIRD}", name[1]] = _mean(late[column])
-    found |= _eval_metrics(run, horizon)
+            result[f"{name[0]}, {_LAST_THIRD}", name[1]] = _mean(late[column])
+    result |= _eval_metrics(run, horizon)
     optional = {
         (f"entropy, {_LAST_THIRD}", "nats"): late["entropy_mean"],
         (f"clipped tokens, {_LAST_THIRD}", "share"): clipped,
@@ -43,8 +43,8 @@ def run_metrics(run: Run, horizon: int) -> dict[tuple[str, str], float]:
         optional[f"KL of an update to the step's first policy, {_LAST_THIRD}", "nats"] = updates["kl_old_k3"]
     norms = pd.to_numeric(steps["grad_norm"], errors="coerce").dropna()
     if len(norms):
-        found["median gradient norm", "L2, parameters"] = float(norms.median())
-    return found | {key: _mean(values) for key, values in optional.items() if values.notna().any()}
+        result["median gradient norm", "L2, parameters"] = float(norms.median())
+    return result | {key: _mean(values) for key, values in optional.items() if values.notna().any()}
 
 
 def _eval_metrics(run: Run, horizon: int) -> dict[tuple[str, str], float]:

@@ -49,7 +49,7 @@ def sharpness(truth: str, rng: Rng, seeds: int, tails: str) -> Any:
     )
 
 
-def generalisation(truth: str, rng: Rng, seeds: int, tails: str) -> Any:
+def generalization(truth: str, rng: Rng, seeds: int, tails: str) -> Any:
     return paired_study(seeds, 0.1 * SIGN[truth], noise=0.02, tails=tails, rng=rng, unseen=0.3, train=0.7)
 
 
@@ -201,7 +201,7 @@ MAKERS = {
     "C4": sharpness,
     "C5": bound,
     "C6": grid,
-    "C7": generalisation,
+    "C7": generalization,
     "C8": smoothness,
     "C9": influence,
     "C10": alignment,

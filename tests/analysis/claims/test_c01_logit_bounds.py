@@ -16,8 +16,8 @@ from tests.traces.synthetic import softmax_tokens
 
 
 def _counts(run):
-    found = scan({"a": run}, [c01_logit_bounds.REDUCER])["C1"]
-    return [sum(result.values[key] for result in found) for key in ("tokens", "above", "below")]
+    results = scan({"a": run}, [c01_logit_bounds.REDUCER])["C1"]
+    return [sum(result.values[key] for result in results) for key in ("tokens", "above", "below")]
 
 
 def test_every_violation_of_the_bounds_is_counted(tmp_path):

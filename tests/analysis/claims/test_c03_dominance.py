@@ -23,9 +23,9 @@ def test_dominance_says_where_its_margin_cannot_be_reached():
         rare = np.arange(len(tokens)) % 200 == 0
         tokens["logp"] = np.where(rare, np.log(0.5), np.log1p(-1e-6))
         runs.append(frame_run(seed=seed, tokens=tokens))
-    found = verdict(study(*runs), "C3")
-    assert found.verdict == "untestable" and "no room for 0.05 more" in found.reason
-    assert any(other.name == "share of the top hundredth beyond the null's" for other in found.others)
+    result = verdict(study(*runs), "C3")
+    assert result.verdict == "untestable" and "no room for 0.05 more" in result.reason
+    assert any(other.name == "share of the top hundredth beyond the null's" for other in result.others)
 
 
 def test_lorenz_curves_are_means_of_the_steps_largest_first(study):

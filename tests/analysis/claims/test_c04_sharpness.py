@@ -19,8 +19,8 @@ def test_sharpness_is_compared_at_a_radius_and_on_a_probe_set_that_both_runs_hav
                 for rho in radii
             ]
             runs.append(frame_run(method, seed, probes=rows))
-    found = verdict(study(*runs), "C4")
-    assert found.verdict != "supported" and found.effect.value == 0 and found.n == 8
+    result = verdict(study(*runs), "C4")
+    assert result.verdict != "supported" and result.effect.value == 0 and result.n == 8
     for run in runs:
         if run.method == "grpo-sg":
             run.probes["probe_set"] = "train-1"

@@ -18,7 +18,7 @@ def permuted(runs, rng):
     """The same runs with the sharpness of another run each."""
     every = list(runs.by_name.values())
     order = rng.permutation(len(every))
-    for run, probes in zip(every, [every[place].probes for place in order], strict=True):
+    for run, probes in zip(every, [every[key].probes for key in order], strict=True):
         run.probes = probes.assign()
     return study(*every)
 
@@ -27,16 +27,16 @@ def test_sharpness_that_belongs_to_other_runs_supports_nothing():
     """The bound still holds with any run's sharpness, if only the radius is large: that must not be called support."""
     assert verdict(made("C5", "effect"), "C5").verdict == "supported"
     rng = np.random.default_rng(0)
-    found = [verdict(permuted(made("C5", "effect"), rng), "C5").verdict for _ in range(8)]
-    assert "supported" not in found
+    result = [verdict(permuted(made("C5", "effect"), rng), "C5").verdict for _ in range(8)]
+    assert "supported" not in result
 
 
 def test_a_gap_of_sampling_noise_is_untestable():
     runs = bound("effect", np.random.default_rng(0), 12, "normal")
     for run in runs.by_name.values():
         run.eval["n"] = 60
-    found = verdict(runs, "C5")
-    assert found.verdict == "untestable" and "reliability" in found.reason and "answers" in found.reason
+    result = verdict(runs, "C5")
+    assert result.verdict == "untestable" and "reliability" in result.reason and "answers" in result.reason
 
 
 def test_the_radius_is_the_smallest_that_holds_on_the_calibration_seeds():
@@ -45,8 +45,8 @@ def test_the_radius_is_the_smallest_that_holds_on_the_calibration_seeds():
         for name, gap, slope in (("a", 0.1, 1.0), ("b", 0.1, 0.5))
         for rho, value in ((0.05, 0.05 * slope), (0.4, 0.4 * slope))
     ]
-    rho, found = c05_bound.fixed_radius(pd.DataFrame(rows))
-    assert found and rho == pytest.approx(0.2, abs=0.41 / c05_bound.GRID)
+    rho, result = c05_bound.fixed_radius(pd.DataFrame(rows))
+    assert result and rho == pytest.approx(0.2, abs=0.41 / c05_bound.GRID)
     assert not c05_bound.fixed_radius(pd.DataFrame(rows).assign(heldout=0.9))[1]
 
 
@@ -63,10 +63,10 @@ def test_values_between_radii_are_linear():
 
 
 def test_the_constant_is_the_largest_gap_of_the_calibration_seeds():
-    found = verdict(made("C5", "effect"), "C5")
-    frame = found.frames["bound"]
+    result = verdict(made("C5", "effect"), "C5")
+    frame = result.frames["bound"]
     calibration = frame[~frame["tested"]]
-    constant = next(other.value for other in found.others if other.name == "the constant")
+    constant = next(other.value for other in result.others if other.name == "the constant")
     assert constant == pytest.approx((calibration["heldout"] - calibration["train"]).max())
 
 

@@ -13,11 +13,11 @@ from tests.analysis.claims.verdicts import NOT_SUPPORTED, verdict
 
 def test_learning_rate_as_hidden_cause_of_sharpness_and_gap():
     rng = np.random.default_rng(5)
-    found = verdict(grid("none", rng, 2, "normal"), "C6")
-    assert found.verdict in NOT_SUPPORTED
-    plain = next(e for e in found.others if e.name == "plain Kendall τ over all runs")
+    result = verdict(grid("none", rng, 2, "normal"), "C6")
+    assert result.verdict in NOT_SUPPORTED
+    plain = next(e for e in result.others if e.name == "plain Kendall τ over all runs")
     assert plain.value > 0.3  # what a test that does not hold the learning rate would report
-    assert abs(found.effect.value) < 0.4
+    assert abs(result.effect.value) < 0.4
 
 
 def test_a_grid_of_learning_rates_alone_is_untestable():

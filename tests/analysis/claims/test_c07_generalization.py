@@ -9,12 +9,12 @@ from tests.analysis.claims.frames import paired_study
 from tests.analysis.claims.verdicts import made, verdict
 
 
-def test_better_held_out_accuracy_without_repeats_is_no_generalisation_gap():
+def test_better_held_out_accuracy_without_repeats_is_no_generalization_gap():
     runs = paired_study(12, 0.1)
     for run in runs.by_name.values():
         run.config["task"]["train_size"] = 100_000
-    found = verdict(runs, "C7")
-    assert found.verdict == "untestable" and "repeats" in found.reason
+    result = verdict(runs, "C7")
+    assert result.verdict == "untestable" and "repeats" in result.reason
 
 
 def test_paired_effect_equals_the_mean_of_the_differences():

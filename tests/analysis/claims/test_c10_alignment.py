@@ -34,8 +34,8 @@ def with_doses(runs, **degrees):
 def test_rivals_must_have_the_same_dose():
     runs = alignment("effect", np.random.default_rng(1), 7, "normal")
     doses = {"grpo_sg": 12.0, "grpo_sg_reverse": 14.0}
-    found = verdict(with_doses(runs, grpo_sg_shuffled=3.0, **doses), "C10")
-    assert found.verdict == "untestable" and "grpo-sg-shuffled by 3°" in found.reason
+    result = verdict(with_doses(runs, grpo_sg_shuffled=3.0, **doses), "C10")
+    assert result.verdict == "untestable" and "grpo-sg-shuffled by 3°" in result.reason
     assert verdict(with_doses(runs, grpo_sg_shuffled=10.0, **doses), "C10").verdict == "supported"
 
 
@@ -44,8 +44,8 @@ def test_of_several_variants_of_a_control_the_one_of_matched_dose_is_compared():
     stronger = [frame_run("grpo-sg-shuffled+weight.U=4", s, heldout=0.9) for s in range(7)]
     for run in stronger:
         run.steps["update_rotation"] = 11.0
-    found = verdict(study(*runs.by_name.values(), *stronger), "C10")
-    assert "weight.U=4" in found.effect.name and found.verdict == "refuted"
+    result = verdict(study(*runs.by_name.values(), *stronger), "C10")
+    assert "weight.U=4" in result.effect.name and result.verdict == "refuted"
 
 
 def test_constants_are_read_from_labels():

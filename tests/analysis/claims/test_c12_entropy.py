@@ -10,5 +10,5 @@ from tests.analysis.claims.verdicts import verdict
 
 def test_half_of_the_entropy_claim_is_not_the_whole():
     runs = entropy("effect", np.random.default_rng(2), 7, "normal", stable=False)
-    found = verdict(runs, "C12")
-    assert found.verdict == "untestable" and "cov-grpo" in found.reason
+    result = verdict(runs, "C12")
+    assert result.verdict == "untestable" and "cov-grpo" in result.reason

@@ -11,24 +11,24 @@ from tests.analysis.claims.verdicts import NOT_SUPPORTED, made, verdict
 
 
 def test_one_learning_rate_that_does_as_well_is_enough_against():
-    found = verdict(made("C14", "effect", as_good=2e-4), "C14")
-    assert found.verdict in NOT_SUPPORTED and "lr 0.0002" in found.effect.name
+    result = verdict(made("C14", "effect", as_good=2e-4), "C14")
+    assert result.verdict in NOT_SUPPORTED and "lr 0.0002" in result.effect.name
 
 
 @pytest.mark.parametrize(("left_out", "side"), [("-5e-05", "below"), ("-0.0002", "above"), ("-0.0001", "equal to")])
 def test_a_sweep_has_rates_on_both_sides(left_out, side):
     runs = [run for run in made("C14", "effect").by_name.values() if f"{left_out}-" not in run.name]
-    found = verdict(study(*runs), "C14")
-    assert found.verdict == "untestable" and f"{side} that of grpo-sg" in found.reason
+    result = verdict(study(*runs), "C14")
+    assert result.verdict == "untestable" and f"{side} that of grpo-sg" in result.reason
 
 
 def test_a_rate_of_few_seeds_is_shown_and_decides_nothing():
     runs = list(learning_rate("effect", np.random.default_rng(1), 8, "normal").by_name.values())
     few = [frame_run("grpo", s, config={"optimizer": {"lr": 9e-4}}, heldout=0.9, tag="-few") for s in (0, 1)]
-    found = verdict(study(*runs, *few), "C14")
-    assert found.verdict == "supported" and found.n == 8
-    assert any("lr 0.0009 has 2 seeds" in note for note in found.notes)
-    assert any(other.name == "against grpo at lr 0.0009" for other in found.others)
+    result = verdict(study(*runs, *few), "C14")
+    assert result.verdict == "supported" and result.n == 8
+    assert any("lr 0.0009 has 2 seeds" in note for note in result.notes)
+    assert any(other.name == "against grpo at lr 0.0009" for other in result.others)
 
 
 def test_the_effect_is_the_smallest_difference():
@@ -44,5 +44,5 @@ def test_the_effect_is_the_smallest_difference():
         if run.method == "grpo":
             by_rate.setdefault(run.config["optimizer"]["lr"], []).append(treated[run.seed] - accuracy(run))
     means = {rate: np.mean(values) for rate, values in by_rate.items()}
-    found = verdict(made("C14", "none"), "C14")
-    assert found.effect.value == pytest.approx(min(means.values()))
+    result = verdict(made("C14", "none"), "C14")
+    assert result.effect.value == pytest.approx(min(means.values()))

@@ -51,8 +51,8 @@ def test_granulated_correlation_keeps_its_level_whatever_the_stratum_does():
     hits = 0
     for _ in range(60):
         x, y = rng.normal(size=(2, 24)) + 10 * np.array(s)
-        found = granulated_kendall(x, y, {"a": a, "b": b}, s)
-        hits += found.p_value <= LEVEL
+        result = granulated_kendall(x, y, {"a": a, "b": b}, s)
+        hits += result.p_value <= LEVEL
     assert not_above(hits, 60)
 
 

@@ -49,8 +49,8 @@ def test_verdicts_of_recorded_runs_as_json_and_markdown(folder, tmp_path):
 
 def test_text_from_files_is_not_markup():
     runs = study(frame_run("<img src=x>|`", 0), frame_run("grpo", 0))
-    (found,) = claims.test_claims(runs, ["C8"], treatment="<img src=x>|`")
-    text = claims.claims_markdown([dataclasses.replace(found, title="a | b <script>")])
+    (result,) = claims.test_claims(runs, ["C8"], treatment="<img src=x>|`")
+    text = claims.claims_markdown([dataclasses.replace(result, title="a | b <script>")])
     assert not re.search(r"(?<!\\)<(img|script)", text) and "a \\| b" in text
 
 
@@ -67,9 +67,9 @@ def pictures(runs):
 
 
 def test_every_picture_is_drawn_or_says_what_is_missing(folder):
-    found = pictures(load_runs(folder))
-    assert len(found) == 11 and {p.claim for p in found} == {*claims.CLAIMS} - {"C1", "C2", "C3", "C9"}
-    assert all((p.figure is None) == bool(p.missing) for p in found)
+    result = pictures(load_runs(folder))
+    assert len(result) == 11 and {p.claim for p in result} == {*claims.CLAIMS} - {"C1", "C2", "C3", "C9"}
+    assert all((p.figure is None) == bool(p.missing) for p in result)
 
 
 def drawn(runs, name):
@@ -80,8 +80,8 @@ def test_figures_draw_the_numbers():
     rng = np.random.default_rng(0)
     runs = alignment("effect", rng, 6, "normal")
     axis = drawn(runs, "shaping_ablation").axes[0]
-    (found,) = claims.test_claims(runs, ["C10"])
-    means = found.frames["comparisons"].groupby("rival", sort=False)["difference"].mean()
+    (result,) = claims.test_claims(runs, ["C10"])
+    means = result.frames["comparisons"].groupby("rival", sort=False)["difference"].mean()
     (points,) = [line.get_xdata() for line in axis.lines if line.get_marker() == "o"]
     assert points == pytest.approx(list(means))
     axis = drawn(grid("effect", rng, 1, "normal"), "gap_against_sharpness").axes[0]

@@ -16,9 +16,9 @@ from tests.analysis.claims.verdicts import NOT_SUPPORTED, made, verdict
 
 @pytest.mark.parametrize("claim", MAKERS)
 def test_an_effect_is_supported(claim):
-    found = verdict(made(claim, "effect"), claim)
-    assert found.verdict == "supported", found.line()
-    assert found.rows and found.confounders and found.rule.text and not found.settles
+    result = verdict(made(claim, "effect"), claim)
+    assert result.verdict == "supported", result.line()
+    assert result.rows and result.confounders and result.rule.text and not result.settles
 
 
 @pytest.mark.parametrize("claim", MAKERS)
@@ -54,18 +54,18 @@ def test_tokens_that_share_a_shift_in_each_step_mislead_nobody(claim, truth):
 
 @pytest.mark.parametrize("claim", ["C4", "C5", "C7", "C8", "C10", "C11", "C12", "C13", "C14"])
 def test_two_seeds_are_untestable_however_large_the_effect(claim):
-    found = verdict(made(claim, "effect", seeds=2), claim)
-    assert found.verdict == "untestable", found.line()
-    assert found.settles
+    result = verdict(made(claim, "effect", seeds=2), claim)
+    assert result.verdict == "untestable", result.line()
+    assert result.settles
 
 
 @pytest.mark.parametrize("claim", ["C4", "C7", "C8"])
 def test_a_learning_rate_that_differs_between_the_methods_is_refused_by_name(claim):
     measure = "sharpness" if claim == "C4" else "heldout"
     runs = paired_study(10, 0.3, measure=measure, treatment_config={"optimizer": {"lr": 3e-4}})
-    found = verdict(runs, claim)
-    assert found.verdict == "untestable"
-    assert "optimizer.lr (0.0001 and 0.0003)" in found.reason
+    result = verdict(runs, claim)
+    assert result.verdict == "untestable"
+    assert "optimizer.lr (0.0001 and 0.0003)" in result.reason
     # asked to ignore it (each method tuned), the same runs make pairs, and the verdict says so
     tuned = verdict(runs, claim, ignore=["optimizer.lr"])
     assert tuned.verdict != "untestable" and any("optimizer.lr" in note for note in tuned.notes)
@@ -73,8 +73,8 @@ def test_a_learning_rate_that_differs_between_the_methods_is_refused_by_name(cla
 
 def test_another_pair_of_methods():
     runs = paired_study(12, 0.1, treatment="gspo")
-    found = verdict(runs, "C7", treatment="gspo")
-    assert found.verdict == "supported" and found.methods == ("grpo", "gspo")
+    result = verdict(runs, "C7", treatment="gspo")
+    assert result.verdict == "supported" and result.methods == ("grpo", "gspo")
     with pytest.raises(UserError, match="treatment grpo"):
         claims.test_claims(runs, treatment="grpo")
     with pytest.raises(UserError, match="no such claim; did you mean 'C"):
@@ -85,8 +85,8 @@ def test_unfinished_runs_are_left_out_and_named():
     runs = paired_study(12, 0.1)
     broken = runs.by_name["grpo-sg-3"]
     broken.status, broken.eval = "interrupted", broken.eval.assign(accuracy=0.0)
-    found = verdict(runs, "C7")
-    assert found.n == 11 and any("grpo-sg-3" in note for note in found.notes)
+    result = verdict(runs, "C7")
+    assert result.n == 11 and any("grpo-sg-3" in note for note in result.notes)
 
 
 def test_a_verdict_on_a_primary_claim_does_not_depend_on_what_else_was_asked():

@@ -11,8 +11,8 @@ NOT_SUPPORTED = ("refuted", "inconclusive")
 
 
 def verdict(runs, claim, **options):
-    (found,) = claims.test_claims(runs, [claim], **options)
-    return found
+    (result,) = claims.test_claims(runs, [claim], **options)
+    return result
 
 
 def made(claim, truth, tails="normal", seeds=None, stream=0, **options):

@@ -160,8 +160,8 @@ def test_on_paper_verdicts_are_open_and_controls_are_gone(page):
 
 def _violations(page, options):
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe-playwright-python brings axe-core")
-    found = axe.Axe().run(page, options=options).response["violations"]
-    return [(v["id"], v["nodes"][0]["html"]) for v in found if v["impact"] in ("serious", "critical")]
+    result = axe.Axe().run(page, options=options).response["violations"]
+    return [(v["id"], v["nodes"][0]["html"]) for v in result if v["impact"] in ("serious", "critical")]
 
 
 def test_axe_finds_no_serious_violation_in_light_and_dark(page):

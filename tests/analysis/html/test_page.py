@@ -114,8 +114,8 @@ def test_shown_names_what_reorders_or_hides():
 def test_characters_over_several_tokens_stand_with_the_last():
     text = "a👍ż!".encode()
     ids = list(text)
-    found = pieces(ids, lambda part: bytes(part).decode("utf-8", "replace"))
-    assert found == ["a", "", "", "", "👍", "", "ż", "!"] and len(found) == len(ids)
+    result = pieces(ids, lambda part: bytes(part).decode("utf-8", "replace"))
+    assert result == ["a", "", "", "", "👍", "", "ż", "!"] and len(result) == len(ids)
     assert pieces(ids[:3], lambda part: bytes(part).decode("utf-8", "replace"))[0] == "a"
     assert "".join(pieces([255] * 20, lambda part: bytes(part).decode("utf-8", "replace"))) == "\ufffd" * 20
 
