@@ -54,7 +54,9 @@ class Drawer:
 
 def needs_probe_set(config: RunConfig) -> bool:
     """Whether any schedule of the run uses the probe set."""
-    return 0 < config.recording.heldout_influence_every <= config.steps or config.probes.every != 0
+    probes = config.probes
+    surface = probes.every != 0 and bool(probes.functionals or probes.gradient_samples)
+    return 0 < config.recording.heldout_influence_every <= config.steps or surface
 
 
 def check_probe_set(config: RunConfig, task: Task) -> None:

@@ -452,3 +452,47 @@ def test_the_samplers_correction_is_recorded(tmp_path: Path, width: int | None):
     else:
         wide = tokens["correction"] - tokens["position"]
         assert (wide.groupby(tokens["rollout"]).nunique() == 1).all() and tokens["correction"].is_monotonic_increasing
+
+
+def test_a_run_of_two_steps_has_norms_and_critical_sharpness_in_both(tmp_path: Path, monkeypatch):
+    from sharpscope.recording import observers
+
+    seen: list[tuple[float, float, float]] = []
+    search = observers.critical_sharpness
+
+    def compared(loss_fn: Any, model: Any, direction: Any, **options: Any) -> Any:
+        """The slope by a central difference of TRL's own loss, and the losses on both sides of the crossing."""
+        parameters, start = list(model.parameters()), [p.detach().clone() for p in model.parameters()]
+
+        def at(eta: float) -> float:
+            with torch.no_grad():
+                for parameter, value, part in zip(parameters, start, direction, strict=True):
+                    parameter.copy_(value - eta * part)
+                value = loss_fn()
+                for parameter, before in zip(parameters, start, strict=True):
+                    parameter.copy_(before)
+            return value
+
+        found = search(loss_fn, model, direction, **options)
+        assert found.converged, found.why
+        seen.append((options["slope"], (at(-1e-5) - at(1e-5)) / 2e-5, at(0.0)))
+        assert at(0.97 * found.lower) <= seen[-1][2] < at(1.03 * found.upper)
+        return found
+
+    monkeypatch.setattr(observers, "critical_sharpness", compared)
+    one = trainer(tmp_path / "t", max_steps=2, max_grad_norm=0.05)
+    record(one, tmp_path / "run")
+    one.train()
+    for slope, difference, _ in seen:
+        assert slope == pytest.approx(difference, rel=2e-2)
+    run = sharpscope.load_run(tmp_path / "run")
+    norms = run.tokens(columns=["step", "score_norm_local", "attribution"]).groupby("step").count()
+    assert (norms > 0).all().all() and list(norms.index) == [1, 2]
+    critical = run.probes[run.probes["quantity"] == "critical_sharpness"]
+    assert list(critical["step"]) == [1, 2] and critical["converged"].all() and (critical["value"] > 0).all()
+    threshold = run.probes[run.probes["quantity"] == "critical_threshold"]
+    assert threshold["value"].tolist() == [pytest.approx(2 / 0.01)] * 2
+    off = trainer(tmp_path / "t2", max_steps=1)
+    record(off, tmp_path / "off", critical_sharpness=False)
+    off.train()
+    assert sharpscope.load_run(tmp_path / "off").probes.empty

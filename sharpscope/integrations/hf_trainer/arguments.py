@@ -66,7 +66,7 @@ def common_settings(trainer: Any, out: Path, task: str, steps: int) -> dict[str,
         },
         "evaluation": {"every": 0},
         "checkpoint": {"every": 0},
-        "probes": {"every": 0},
+        "probes": {"preset": "off"},
     }
 
 

@@ -181,8 +181,14 @@ class TrainerRecorder(ABC):
         else:
             self.trace.warn_not_finite(norm if math.isfinite(loss) else loss)
 
+    def observe_update(self) -> None:  # noqa: B027 - most have nothing
+        """Called before the optimizer's step, with the gradient clipped: measure what needs the loss of the update."""
+
     def before_update(self) -> None:
         """Called before the optimizer's step."""
+        started = time.perf_counter()
+        self.observe_update()
+        self._step.seconds["recording_s"] += time.perf_counter() - started
         self._update_started = time.perf_counter()
         self._lr = float(self.optimizer.param_groups[0]["lr"])
         self._weights_before = None if self._adam else [p.detach().clone() for p in self.parameters]

@@ -250,9 +250,17 @@ def _correction(trainer: Any, notes: list[str]) -> Any:
 
 
 def run_config(
-    trainer: Any, out: Path, task: str, method: Method, recording: Mapping[str, Any] | None, updates: int
+    trainer: Any,
+    out: Path,
+    task: str,
+    method: Method,
+    recording: Mapping[str, Any] | None,
+    updates: int,
+    critical_sharpness: bool = True,
 ) -> RunConfig:
     """The trainer's arguments as a run's configuration; `updates` is the number that the training will make, if known.
+
+    There is no probe set, so of the probes only the critical sharpness can be on.
 
     Raises:
         UserError: an option of `recording` is wrong or not available for a TRL run.
@@ -276,6 +284,7 @@ def run_config(
             "mini_batches": min(prompts, max(1, args.steps_per_generation // args.gradient_accumulation_steps)),
             "inner_epochs": int(trainer.num_iterations),
         },
+        "probes": {"preset": "light", "functionals": []} if critical_sharpness else {"preset": "off"},
         "recording": {"heldout_influence_every": 0, **(recording or {})},
     }
     return checked_config(data)

@@ -6,6 +6,8 @@ does with it is recorded under that number. A step is the fewest micro-steps tha
 
 from __future__ import annotations
 
+import copy
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -20,7 +22,7 @@ from sharpscope.config import RunConfig
 from sharpscope.config.token_weights import UniformWeight
 from sharpscope.errors import UserError
 from sharpscope.integrations import hf_trainer
-from sharpscope.integrations.hf_trainer import Batch, Trace, TrainerRecorder, same_prompts, unused_tokens
+from sharpscope.integrations.hf_trainer import Batch, Trace, TrainerRecorder, own_forward, same_prompts, unused_tokens
 from sharpscope.integrations.trl import arguments
 from sharpscope.integrations.trl.batches import RewardScores, examples_of, rewards_of, rollouts_of
 from sharpscope.integrations.trl.loss import token_loss
@@ -47,6 +49,7 @@ def record(
     task: str | None = None,
     correct: Callable[[float], bool] = positive,
     recording: Mapping[str, Any] | None = None,
+    critical_sharpness: bool = True,
 ) -> TrainerRecorder:
     """Record a TRL GRPOTrainer, SFTTrainer or DPOTrainer; call it once, before `trainer.train()`.
 
@@ -65,6 +68,8 @@ def record(
         task: the task's name in the trace; None: `trl`, `sft` or `dpo`.
         correct: which total rewards count as correct (default: above 0), for accuracy.
         recording: fields of the run configuration's part `recording`, such as {"token_gradients_every": 5}.
+        critical_sharpness: whether to measure the critical sharpness of GRPOTrainer's updates about ten times over the training, by
+            a few evaluations of its loss each (see `sharpscope.probes.critical_sharpness`).
 
     Returns:
         The recorder; `recorder.detach()` restores the trainer.
@@ -87,7 +92,7 @@ def record(
         method = method.with_preset("auto", shaping or "paper")
     elif shaping is not None:
         raise UserError(f"shaping = {shaping!r}: belongs to weights, which are not given; add weights='grpo-sg'")
-    return Recorder(trainer, Path(out), method, task or "trl", correct, recording)
+    return Recorder(trainer, Path(out), method, task or "trl", correct, recording, critical_sharpness)
 
 
 class Recorder(TrainerRecorder):
@@ -109,9 +114,11 @@ class Recorder(TrainerRecorder):
         task: str,
         correct: Callable[[float], bool],
         recording: Mapping[str, Any] | None,
+        critical_sharpness: bool,
     ) -> None:
         super().__init__(trainer, out)
         self.weights, self.correct, self.task, self.options = weights, correct, task, recording
+        self.critical = critical_sharpness
         self.group_size = int(trainer.num_generations)
         self.method, notes = arguments.trl_method(trainer, weights)
         notes += arguments.sampler_notes(trainer)
@@ -125,12 +132,17 @@ class Recorder(TrainerRecorder):
             compute=self.compute,
         )
         self._current: dict[str, Any] | None = None
+        self._kept: list[
+            dict[str, Any]
+        ] = []  # micro-batches of the step's first update, where its loss is evaluated again
         self._scored: RewardScores | None = None
         self.attach()
 
     def config_of(self, updates: int) -> RunConfig:
         """TRL's arguments as a run's configuration."""
-        return arguments.run_config(self.trainer, self.run_dir, self.task, self.method, self.options, updates)
+        return arguments.run_config(
+            self.trainer, self.run_dir, self.task, self.method, self.options, updates, self.critical
+        )
 
     def whole_batches(self) -> bool:
         """Whether the micro-steps so far have used the batch of completions as often as TRL does."""
@@ -207,6 +219,8 @@ class Recorder(TrainerRecorder):
     def _loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         if not self.recording or not self.model.training or ROW not in inputs:
             return self._original["_compute_loss"](model, inputs)
+        if not self._step.updates and self.observers.surface.update_due(self.trace.step):
+            self._kept.append(self._with_old_logp(inputs))
         self._current, self._loss_seen = inputs, False
         try:
             loss: Tensor = self._original["_compute_loss"](model, inputs)
@@ -218,6 +232,40 @@ class Recorder(TrainerRecorder):
                 "_get_per_token_logps_and_entropies, so it cannot be recorded"
             )
         return loss
+
+    # -- the loss of the first update as a function of the weights -----------------------------------------------------
+
+    def _with_old_logp(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """A micro-batch with π_old's log-probabilities; without them TRL takes the present ones, and its loss is constant."""
+        if inputs.get("old_per_token_logps") is not None:
+            return inputs
+        numbers = inputs[ROW]
+        batch = next(b for b in self._step.batches if b.serial == int(numbers[0, 0]))
+        logp = batch.tokens.stats.logp[numbers[:, 1].to(batch.tokens.stats.logp.device)]
+        return inputs | {"old_per_token_logps": logp.to(numbers.device)}
+
+    def observe_update(self) -> None:
+        """Measure the critical sharpness of a step's first update, if it is due."""
+        kept, self._kept = self._kept, []
+        _, norm, factor = self._step.gradient
+        if kept and not self._step.updates and math.isfinite(norm):
+            self._observer.critical(self.model, self.optimizer, lambda: self._loss_of(kept), clip_factor=factor)
+
+    def _loss_of(self, kept: list[dict[str, Any]]) -> float:
+        """TRL's loss of some micro-batches at the present weights, without dropout; the trainer is left as it was."""
+        trainer, model = self.trainer, self.model
+        metrics, coefficient = copy.deepcopy(trainer._metrics), getattr(trainer, "entropy_coef", None)
+        total = 0.0
+        try:
+            with guarded(model, weights=False), own_forward(model), torch.no_grad():
+                model.training = True  # of the model alone: TRL's normalizers of training, dropout off
+                for inputs in kept:
+                    total += float(self._original["_compute_loss"](model, inputs))
+        finally:
+            trainer._metrics = metrics
+            if coefficient is not None:
+                trainer.entropy_coef = coefficient
+        return total
 
     def _logps(self, *args: Any, **kwargs: Any) -> Any:
         found = self._original["_get_per_token_logps_and_entropies"](*args, **kwargs)
