@@ -83,7 +83,8 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     one = trainer(
         folder / "t", **REUSED, beta=0.1, max_grad_norm=0.0, epsilon=0.02, loss_type="dapo", learning_rate=0.02
     )
-    recorder = record(one, folder / "run", recording=ALL)
+    # Without critical sharpness, which evaluates TRL's loss again and would call the oracle.
+    recorder = record(one, folder / "run", recording=ALL, critical_sharpness=False)
     watch, oracle = Watch(), []
     one.add_callback(watch)
     compute, logps = recorder._original["_compute_loss"], recorder._original["_get_per_token_logps_and_entropies"]
