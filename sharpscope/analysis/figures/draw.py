@@ -199,12 +199,12 @@ def set_scale(axis: Axes, values: pd.Series, scale: str) -> None:
         axis.set_yscale(scale)
 
 
-def symlog(axis: Axis, values: pd.Series) -> None:
-    """Make an axis symmetric-logarithmic: linear below the decade that holds the smallest tenth of the absolute values."""
+def symlog(axis: Axis, values: pd.Series, share: float = 0.1) -> None:
+    """Make an axis symmetric-logarithmic: linear below the decade that holds the smallest `share` of absolute values."""
     size = np.abs(values.to_numpy(dtype=float))
     size = size[np.isfinite(size) & (size > 0)]
     if len(size):
-        smallest = 10 ** np.floor(np.log10(np.quantile(size, 0.1)))
+        smallest = 10 ** np.floor(np.log10(np.quantile(size, share)))
         set_one = axis.axes.set_xscale if axis is axis.axes.xaxis else axis.axes.set_yscale
         set_one("symlog", linthresh=smallest)
         locator = SymmetricalLogLocator(base=10, linthresh=smallest)

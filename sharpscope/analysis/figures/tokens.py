@@ -10,7 +10,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from sharpscope.analysis.figures.draw import draw_points
+from sharpscope.analysis.figures.draw import draw_points, symlog
 from sharpscope.analysis.figures.style import BLACK, BLUE, GRAY, Line, Lines, finish, panels, setting_text, styled
 from sharpscope.analysis.figures.style import lines as method_lines
 from sharpscope.analysis.tokens import complement
@@ -40,11 +40,11 @@ def weights(
             for label, shaping in shapings.items():
                 if weight_input(shaping) == name:
                     _function(axis, samples[label], shaping, lines[label], label)
-            axis.set(xlabel=INPUTS[name], ylabel="weight w", title="function\n(gray: 80 % of tokens)")
+            axis.set(xlabel=INPUTS[name], ylabel="weight w [1]", title="function\n(gray: 80 % of tokens)")
         for label, tokens in samples.items():
             rest = np.maximum(complement(tokens["logp"].to_numpy()), SMALLEST)
             draw_quantiles(drawn[-1], rest, tokens["weight"].to_numpy(dtype=float), lines[label], label)
-        drawn[-1].set(xscale="log", xlabel=REST, ylabel="weight w", title="observed\n(median, 10 to 90 %)")
+        drawn[-1].set(xscale="log", xlabel=REST, ylabel="weight w [1]", title="observed\n(median, 10 to 90 %)")
         drawn[-1].invert_xaxis()
         finish(figure, axes)
     return figure
@@ -153,7 +153,7 @@ def score_norms(samples: Samples, lines: Lines, exact: np.ndarray | None = None)
 
 
 def draw_deciles(content: Mapping[str, pd.DataFrame], lines: Lines, axis_label: str) -> Figure:
-    """A quantity by probability decile: mean and 95 % t-interval over seeds, settings side by side.
+    """A quantity by probability decile on a symmetric-logarithmic axis: mean and 95 % t-interval over seeds.
 
     `content`: title of a panel → setting, seed, decile (1 = least likely), value.
     """
@@ -166,6 +166,7 @@ def draw_deciles(content: Mapping[str, pd.DataFrame], lines: Lines, axis_label: 
         for number, (axis, (title, frame)) in enumerate(zip(axes, content.items(), strict=True)):
             draw_points(axis, frame, palette, x="decile", y="value", order=range(1, 11), **look)
             axis.axhline(0, color=GRAY, linewidth=0.8)
+            symlog(axis.yaxis, pd.concat([own["value"] for own in content.values()]), share=0.5)
             axis.set(xlabel="decile of π, 1 = least likely", ylabel="" if number else axis_label, title=title)
         for label in labels:
             axes[0].plot(
