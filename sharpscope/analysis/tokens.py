@@ -113,10 +113,16 @@ def deciles(logp: NDArray[Any]) -> NDArray[np.int_]:
 
 
 def decile_sums(column: str) -> Reducer:
-    """Sums of `column` by update, decile of π within the step and sign of the advantage (−1, 0, 1): one list per key."""
+    """Sums of `column` by update, decile of π within the step and sign of the advantage (−1, 0, 1): one list per key.
+
+    In a run without advantages the sign is that of −loss_coef: 1 for tokens whose probability the update raises.
+    """
 
     def reduce(tokens: Columns, run: Run) -> dict[str, Any] | None:
-        frame = pd.DataFrame({name: tokens[name] for name in ("update", "logp", "advantage", column)}).dropna()
+        frame = pd.DataFrame({name: tokens[name] for name in ("update", "logp", "advantage", "loss_coef", column)})
+        if frame["advantage"].isna().all():
+            frame["advantage"] = -frame["loss_coef"]
+        frame = frame.drop(columns="loss_coef").dropna()
         if frame.empty:
             return None
         keyed = frame.assign(
@@ -127,7 +133,7 @@ def decile_sums(column: str) -> Reducer:
         sums = pd.DataFrame(keyed.groupby(["update", "decile", "sign"], as_index=False)["value"].sum())
         return {str(name): values for name, values in sums.to_dict("list").items()}
 
-    return Reducer(f"deciles {column}", ("update", "logp", "advantage", column), reduce, needs=column)
+    return Reducer(f"deciles {column}", ("update", "logp", "advantage", "loss_coef", column), reduce, needs=column)
 
 
 DECILE_SUMS = tuple(map(decile_sums, ("attribution", "update_attribution", "sharp_alignment")))

@@ -12,6 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 import sharpscope
+from sharpscope.analysis import explain_spikes
 from sharpscope.cli import app
 from sharpscope.errors import UserError
 from tests.oracles import supervised as oracle
@@ -252,4 +253,44 @@ def test_commands_read_it(make, tmp_path: Path):
     said("analyze", str(run), "--out", str(tmp_path / "report"))
     text = (tmp_path / "report" / "report.md").read_text("utf-8")
     assert "not a number" not in text and "median gradient norm" in text
+    assert (tmp_path / "report" / "attribution.png").exists()
     assert "eos" in (tmp_path / "report" / "report.html").read_text("utf-8")
+
+
+def test_a_spike_of_fine_tuning_is_explained_by_its_tokens(tmp_path: Path):
+    """A gradient norm that jumps on a step with a normal-looking batch: one sequence has tokens that do not belong there."""
+    one = plain_trainer(
+        tmp_path / "t", max_steps=14, learning_rate=1e-6, per_device_train_batch_size=4, gradient_accumulation_steps=1
+    )
+    model, calls, usual = one.model, [], [2, 3, *range(4, 14)]
+    warm = torch.optim.Adam(model.parameters(), lr=0.02)
+    for _ in range(60):  # until the model finds the usual sequence likely
+        warm.zero_grad()
+        model(input_ids=torch.tensor([usual]), labels=torch.tensor([usual])).loss.backward()
+        warm.step()
+    unlikely = 30
+
+    def collate(_: Any) -> dict[str, torch.Tensor]:
+        calls.append(None)
+        ids = torch.tensor([usual[: 12 - (len(calls) + row) % 3] + [0] * ((len(calls) + row) % 3) for row in range(4)])
+        if len(calls) == 13:
+            ids[2, 8] = unlikely
+        there = (torch.arange(12) < 9).expand(4, 12) | (ids > 0)
+        labels = ids.masked_fill(~there, -100)
+        labels[:, :3] = -100
+        return {"input_ids": ids, "attention_mask": there.long(), "labels": labels}
+
+    one.data_collator = collate
+    record(one, tmp_path / "run", recording={"token_gradients_every": 0})
+    one.train()
+    run = sharpscope.load_run(tmp_path / "run")
+    (spike,) = explain_spikes(run)
+    assert spike.step == 13 and spike.z > 4 and spike.grad_norm > 5 * spike.typical
+    assert spike.tokens is not None
+    worst = spike.tokens.head(2)  # the unlikely token, and the next one, whose context it is
+    assert set(worst["rollout"]) == {2} and set(worst["position"]) == {5, 6} and unlikely in set(worst["token_id"])
+    assert worst["attribution"].sum() > 0.99
+    assert run.tokens()["attribution"].notna().groupby(run.tokens()["step"]).any().tolist() == [False] * 12 + [
+        True,
+        False,
+    ]
