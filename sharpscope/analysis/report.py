@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,9 +17,13 @@ from sharpscope.analysis.completions import Choice, choose, completions_dropped
 from sharpscope.analysis.figures.forks import fork_effects
 from sharpscope.analysis.figures.study import study_pictures
 from sharpscope.analysis.figures.style import Picture
+from sharpscope.analysis.figures.surface import split_of
 from sharpscope.analysis.forks import COMPARISONS, fork_differences, fork_table
 from sharpscope.analysis.loading import Paths, quiet
 from sharpscope.analysis.mismatch import mismatch_table
+from sharpscope.analysis.reliability import MISSING as RELIABILITY_MISSING
+from sharpscope.analysis.reliability import TARGET as RELIABLE
+from sharpscope.analysis.reliability import reliability_table
 from sharpscope.analysis.spikes import find_spikes
 from sharpscope.analysis.study import Study, studies
 from sharpscope.analysis.tables.endpoints import endpoint_tables
@@ -232,9 +237,11 @@ def fork_sections(runs: Runs) -> Iterator[ForkSection]:
 
 def _study_section(study: Study, pictures: Sequence[tuple[str, Picture]]) -> StudySection:
     table = summary(study)
-    grids = (result_grid(study, table), difference_grid(study), setting_grid(study))
+    reliable = reliability_grid(study)
+    grids = (result_grid(study, table), difference_grid(study), setting_grid(study), reliable)
     figures = {name: picture for name, picture in pictures if picture.figure is not None and not picture.claim}
     missing = tuple(picture.missing for _, picture in pictures if picture.missing)
+    missing += () if reliable is not None else (RELIABILITY_MISSING,)
     return StudySection(study, table, tuple(grid for grid in grids if grid is not None), figures, missing)
 
 
@@ -405,6 +412,46 @@ def cost_grid(runs: Runs) -> Grid:
     columns = ("run", *seconds, "peak memory", "device")
     note = "Sums over the recorded steps; evaluation and loading are not in them. Recording holds the probes of a step."
     return Grid("Costs", columns, tuple(rows), note)
+
+
+def reliability_grid(study: Study) -> Grid | None:
+    """How reliably each measure of sharpness tells the study's runs apart; None if no run kept values by prompt."""
+    table = reliability_table(study)
+    if table.empty:
+        return None
+    rows = tuple(
+        (
+            row["functional"],
+            split_of(row["probe_set"]),
+            row["quantity"],
+            number(row["rho"]),
+            str(row["runs"]),
+            str(row["prompts"]),
+            number(row["half"]),
+            number(row["reliability"]),
+            number(row["prompts_needed"]),
+            f"{row['relative_std_error']:.0%}" if math.isfinite(row["relative_std_error"]) else "–",
+            f"{row['seconds']:.2f}",
+        )
+        for row in table.to_dict("records")
+    )
+    note = (
+        "At each run's last probed step. Split-half: mean Spearman correlation over runs between the means of two random halves "
+        f"of the prompts; reliability: of all prompts, by Spearman and Brown; prompts needed: for a reliability of {RELIABLE:g}. "
+        "At least 3 runs are needed; runs that hardly differ in sharpness have a low reliability with any number of prompts."
+    )
+    columns = (
+        "objective",
+        "prompts of",
+        "measure",
+        "radius",
+        "runs",
+        "prompts",
+        "split-half",
+        "reliability",
+        "prompts needed",
+    )
+    return Grid("Reliability of sharpness", (*columns, "standard error", "seconds"), rows, note)
 
 
 def sampler_grid(runs: Runs) -> Grid | None:

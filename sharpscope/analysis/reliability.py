@@ -1,0 +1,78 @@
+"""How reliably the sharpness of a study's runs can be told apart, from the values by prompt that probes keep."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+
+from sharpscope.analysis.statistics.reliability import split_half
+from sharpscope.analysis.study import Study
+
+TARGET = 0.9
+"""Reliability for which the number of prompts is given."""
+COLUMNS = [
+    "functional",
+    "probe_set",
+    "quantity",
+    "rho",
+    "runs",
+    "prompts",
+    "half",
+    "reliability",
+    "prompts_needed",
+    "relative_std_error",
+    "seconds",
+]
+MISSING = "reliability of sharpness: not recorded; probes of schema version 2 keep values by prompt (probes.preset=light, the default)"
+_KEY = ["probe_set", "functional", "parameters", "quantity", "rho"]
+
+
+def reliability_table(study: Study) -> pd.DataFrame:
+    """COLUMNS: a row for each measure on each probe set, at each run's last probed step; empty if no run kept values by prompt.
+
+    `half` is the mean Spearman correlation over runs between the means of two random halves of the prompts, `reliability` that
+    of all prompts (2r/(1 + r), Spearman and Brown), `prompts_needed` the number of prompts for a reliability of `TARGET`, the
+    relative standard error is over prompts (median over runs), `seconds` the median time of one estimate [s]. Correlations
+    need at least 3 runs; runs that differ little in sharpness have a low reliability however many prompts there are.
+    """
+    values, facts = [], []
+    for number, (_, _, run) in enumerate(study.each()):
+        prompts = run.probe_prompts
+        if not len(prompts):
+            continue
+        last = prompts["step"].max()
+        own = prompts[prompts["step"] == last]
+        values.append(own.assign(run=number))
+        facts.append(run.probes[run.probes["step"] == last].assign(run=number))
+    if not values:
+        return pd.DataFrame(columns=COLUMNS)
+    rows = []
+    estimates = pd.concat(facts, ignore_index=True)
+    for key, group in pd.concat(values, ignore_index=True).groupby(_KEY, dropna=False, sort=False):
+        table = group.pivot_table(index="run", columns="prompt", values="value").dropna(axis=0)
+        found = split_half(table.to_numpy())
+        same = np.logical_and.reduce(
+            [
+                estimates[name].isna() if pd.isna(part) else estimates[name] == part
+                for name, part in zip(_KEY, key, strict=True)
+            ]
+        )
+        own = estimates[same]
+        error = (pd.to_numeric(own["prompt_std_error"]) / pd.to_numeric(own["value"]).abs()).median()
+        named = dict(zip(_KEY, key, strict=True))
+        rows.append(
+            [
+                named["functional"],
+                named["probe_set"],
+                named["quantity"],
+                named["rho"],
+                found.runs,
+                found.prompts,
+                found.half,
+                found.full,
+                found.prompts_for(TARGET),
+                float(error),
+                float(pd.to_numeric(own["seconds"]).median()),
+            ]
+        )
+    return pd.DataFrame(rows, columns=COLUMNS)
