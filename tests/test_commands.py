@@ -148,7 +148,7 @@ def test_curves_are_the_published_function():
 
 def test_claims_and_figures_and_analyze_agree(tmp_path: Path):
     lines = [line for line in invoke("claims", str(EXAMPLE)).splitlines() if line.startswith("C")]
-    assert [line.split()[0] for line in lines] == [f"C{i}" for i in range(1, 14)]
+    assert [line.split()[0] for line in lines] == [f"C{i}" for i in range(1, 15)]
     output = invoke("analyze", str(EXAMPLE), "--out", str(tmp_path / "report"))
     assert f"{tmp_path / 'report'}/report.md" in output
     verdicts = json.loads((tmp_path / "report" / "claims.json").read_text())

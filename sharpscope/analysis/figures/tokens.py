@@ -166,8 +166,9 @@ def draw_deciles(content: Mapping[str, pd.DataFrame], lines: Lines, axis_label: 
         for number, (axis, (title, frame)) in enumerate(zip(axes, content.items(), strict=True)):
             draw_points(axis, frame, palette, x="decile", y="value", order=range(1, 11), **look)
             axis.axhline(0, color=GRAY, linewidth=0.8)
-            symlog(axis.yaxis, pd.concat([own["value"] for own in content.values()]), share=0.5)
             axis.set(xlabel="decile of π, 1 = least likely", ylabel="" if number else axis_label, title=title)
+        # After drawing: seaborn would average on the scale of the axis.
+        symlog(axes[0].yaxis, pd.concat([own["value"] for own in content.values()]), share=0.5)
         for label in labels:
             axes[0].plot(
                 [], [], linestyle="none", marker=lines[label].marker, color=palette[label], label=setting_text(label)
