@@ -106,7 +106,7 @@ def test_one_arm_equals_the_run_to_the_last_bit(trained, step, updates):
 
 
 def test_equal_arms_differ_by_exactly_zero_and_their_order_does_not_matter(trained):
-    spec = ForkSpec(prompts=2, samples=1, outcomes=("failure", "nll", "entropy", "fresh", "sharpness"))
+    spec = ForkSpec(prompts=2, samples=1, updates=2, outcomes=("failure", "nll", "entropy", "fresh", "sharpness"))
     arms = {"a": "grpo", "b": "ar", "c": "grpo"}
     start = start_of(trained, spec, 2, **{name: arm_method(text, trained) for name, text in arms.items()})
     found = {}
