@@ -164,7 +164,7 @@ class Learner:
         updates: list[UpdateResult] = []
         try:
             if stats is not None:
-                plan = self._plan(rollouts, advantage, step, progress, method, stats)
+                plan = self.plan(rollouts, advantage, step, progress, method, stats)
             work = _Updates(self, rollouts, advantage, progress, method, plan, tokens, rotations, before_optimizer)
             for index, (rows, pass_index) in enumerate(self._schedule(rollouts, step, method)):
                 gradient = work.gradient(index, rows, pass_index)
@@ -195,7 +195,7 @@ class Learner:
         method: Method,
         stats: TokenStats,
         references: dict[str, list[Gradient]] | None = None,
-    ) -> tuple[UpdateRotation, StepTokens]:
+    ) -> UpdateRotation:
         """Compare the first update on all rows with the reference objective's. Neither is made.
 
         Args:
@@ -206,20 +206,17 @@ class Learner:
             method: the objective, its constants calibrated.
             stats: of the present policy on `rollouts`.
             references: keeps reference gradients, so that calls with the same rollouts and state share them.
-
-        Returns:
-            The comparison, and what each token does in the method's update.
         """
         tokens = StepTokens.unused(stats)
-        plan = self._plan(rollouts, advantage, step, progress, method, stats)
+        plan = self.plan(rollouts, advantage, step, progress, method, stats)
         work = _Updates(self, rollouts, advantage, progress, method, plan, tokens, references=references)
         try:
             gradient = work.gradient(0, torch.arange(len(rollouts)), 0)
-            return work.rotation(gradient.rows, work.reshape(gradient)), tokens
+            return work.rotation(gradient.rows, work.reshape(gradient))
         finally:
             self.optimizer.zero_grad(set_to_none=True)
 
-    def _plan(
+    def plan(
         self, rollouts: Rollouts, advantage: Tensor, step: int, progress: float, method: Method, stats: TokenStats
     ) -> Plan:
         """What is decided once a step; `stats` are of the present policy."""

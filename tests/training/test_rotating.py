@@ -17,6 +17,7 @@ from sharpscope.cli import app
 from sharpscope.config import build_config
 from sharpscope.errors import UserError
 from sharpscope.training import rotate, train
+from sharpscope.training.learner import Learner
 from tests.conftest import TOY
 
 ANGLES = ["gradient_rotation", "gradient_scale", "update_rotation", "update_scale"]
@@ -46,6 +47,32 @@ def test_a_checkpoint_gives_the_numbers_of_the_trace(folder, step):
     assert own["gradient_rotation"] > 0.1 and own["rotation_bound"] == pytest.approx(9.594, abs=1e-3)
     assert found.noise == pytest.approx(traced["noise_rotation"], abs=0.01)
     assert found.batch["step"] == step and found.batch["recorded"] is True and found.batch["tokens"] == traced["tokens"]
+
+
+def test_methods_with_equal_gradients_share_passes_and_the_numbers_are_those_of_each(tiny_policy, monkeypatch):
+    names = [
+        "grpo",
+        "gspo",
+        "dapo",
+        "cispo",
+        "bnpo",
+        "grpo-sg",
+        "ar",
+        "high-entropy",
+        "grpo-sam",
+        "bonus=grpo+entropy.kind=fixed",
+    ]
+    made = []
+    compare = Learner.compare
+    monkeypatch.setattr(
+        Learner, "compare", lambda self, *a, **k: made.append(k["method"].name) or compare(self, *a, **k)
+    )
+    shared = rotate(names, model=str(tiny_policy), overrides=FRESH).table
+    assert made == ["grpo", "dapo", "ar", "high-entropy", "grpo-sam", "grpo"]  # published weights are all 1 here
+    monkeypatch.setattr("sharpscope.training.rotating._same", lambda one, other: False)
+    each = rotate(names, model=str(tiny_policy), overrides=FRESH).table
+    np.testing.assert_allclose(shared[ANGLES], each[ANGLES], rtol=1e-3, atol=0.05)
+    pd.testing.assert_frame_equal(shared.drop(columns=ANGLES), each.drop(columns=ANGLES))
 
 
 def test_changed_completions_are_not_those_recorded(folder):
