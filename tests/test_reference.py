@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from sharpscope.config import (
     control_names,
     method_names,
+    method_rotation_bound,
     named_method,
     reference_method,
     rotation_bound,
@@ -90,6 +91,14 @@ def test_bounds_of_the_methods():
     }.items():
         found = weight_rotation_bound(named_method(name).weight)
         assert found is None if degrees is None else found == pytest.approx(degrees, abs=1e-3)
+        alone = method_rotation_bound(named_method(name))
+        assert (
+            alone is None if not degrees and name != "grpo-sg-constant" else alone == pytest.approx(degrees, abs=1e-3)
+        )
+    assert (
+        method_rotation_bound(named_method("tr-grpo")) is None
+        and method_rotation_bound(named_method("ar-lopti")) is None
+    )
     assert weight_rotation_bound(SigmoidWeight(U=4.0)) == pytest.approx(rotation_bound(1.0, 4.0))
     for low, high in ((-0.1, 1.0), (2.0, 1.0), (math.inf, math.inf)):
         with pytest.raises(ValueError, match="L ≤ U"):

@@ -33,7 +33,7 @@ def methods(
     from rich.markup import escape
     from rich.table import Table
 
-    from sharpscope.config import describe, method_names, same_at_one_update, weight_rotation_bound
+    from sharpscope.config import describe, method_names, method_rotation_bound, same_at_one_update
 
     console = Console()
     if name is not None:
@@ -44,7 +44,7 @@ def methods(
             console.print(f"[bold]{title}[/]  {escape(text)}", highlight=False)
         if note.ours:
             console.print(f"[bold]choices of this project[/]  {escape(note.ours)}", highlight=False)
-        bound = weight_rotation_bound(note.method.weight.at(0.0))
+        bound = method_rotation_bound(note.method.at(0.0))
         if bound:
             console.print(
                 f"[bold]largest rotation[/]  {bound:.1f}° of the gradient by the weights, if tokens' gradients are orthogonal",
@@ -59,13 +59,13 @@ def methods(
     for method in method_names():
         note = describe(method)
         same = same_at_one_update(note.method)
-        bound = weight_rotation_bound(note.method.weight.at(0.0))
-        angle = "none" if bound is None else f"{bound:.1f}°" if bound else ""
+        bound = method_rotation_bound(note.method.at(0.0))
+        angle = f"{bound:.1f}°" if bound else ""
         table.add_row(method, escape(note.differs), "" if same is None else f"as {same}", angle, escape(note.source))
     console.print(table)
     console.print(
         "at one update: the method with the same gradient if a step makes one update (update.mini_batches=1); the default is two.\n"
-        "bound: the largest rotation of the gradient by token weights, if tokens' gradients are orthogonal; `sharpscope rotate` measures it.\n"
+        "bound: the largest rotation of the gradient by weights alone if tokens' gradients are orthogonal; see `sharpscope rotate`.\n"
         "Controls: append -reverse, -shuffled, -constant, -mean-one or -entropy to a weighted method (grpo-sg-shuffled).\n"
         "Details: sharpscope methods NAME. Usage: sharpscope run --method NAME",
         highlight=False,

@@ -119,7 +119,7 @@ def _show(found: Rotations) -> None:
     console.print(
         f"Noise of this batch: {noise} between its gradient (plain GRPO) and the expected one.\n"
         "gradient, update: rotation and ratio of norms against plain GRPO (*: against the same method with weights 1); bound: the\n"
-        "largest rotation by the weights if tokens' gradients are orthogonal; at L, at U: share of the gradient at either bound.",
+        "largest rotation by weights alone if tokens' gradients are orthogonal; at L, at U: share of the gradient at either bound.",
         highlight=False,
         markup=False,
     )

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from sharpscope.config.method import PpoClip
-from sharpscope.config.reference import weight_rotation_bound
+from sharpscope.config.reference import method_rotation_bound
 from sharpscope.errors import UserError
 from sharpscope.objective import (
     Method,
@@ -130,7 +130,7 @@ def observed(
     Returns:
         A frame with the weight of each token under each method, and one with a row of statistics per method: `at L` and
         `at U` are shares of the tokens, the next two those of the gradient (`gradient_mass`); `bound [°]` is the largest
-        rotation of the gradient by the weights; `killed` is the share of tokens whose gradient the clip removes at ratio 1,
+        rotation of the gradient by the weights alone; `killed` is the share of tokens whose gradient the clip removes at ratio 1,
         for weights inside a PPO clip.
     """
     import torch
@@ -156,7 +156,7 @@ def observed(
                 "at U": summary.saturation_high,
                 "gradient at L": carried.saturation_low,
                 "gradient at U": carried.saturation_high,
-                "bound [°]": weight_rotation_bound(shaping.at(data.progress)),
+                "bound [°]": method_rotation_bound(method.model_copy(update={"weight": shaping}).at(data.progress)),
                 "killed": killed,
             }
         )

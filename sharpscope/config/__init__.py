@@ -9,7 +9,13 @@ from sharpscope.config.method import Method, passes_of
 from sharpscope.config.named_methods import control_names, describe, method_label, method_names, named_method
 from sharpscope.config.policy import PolicySpec, RolloutSpec, SamplingSpec
 from sharpscope.config.probes import ProbesSpec
-from sharpscope.config.reference import reference_method, rotation_bound, same_at_one_update, weight_rotation_bound
+from sharpscope.config.reference import (
+    method_rotation_bound,
+    reference_method,
+    rotation_bound,
+    same_at_one_update,
+    weight_rotation_bound,
+)
 from sharpscope.config.run import (
     RunConfig,
     build_config,
@@ -59,6 +65,7 @@ __all__ = [
     "merge",
     "method_label",
     "method_names",
+    "method_rotation_bound",
     "named_method",
     "parse_override",
     "part_model",

@@ -126,6 +126,18 @@ def rotation_bound(low: float, high: float) -> float:
     return math.degrees(math.atan((high - low) / (2 * math.sqrt(low * high))))
 
 
+def method_rotation_bound(method: Method) -> float | None:
+    """`rotation_bound` of a method whose weights alone turn the gradient from its reference's [degrees].
+
+    None for methods without weights, with masks, passes or other terms, with weights inside the clip, and where the weights have
+    no bound. Schedules must be resolved (`at`).
+    """
+    unweighted = method.model_copy(update={"weight": UniformWeight()})
+    if unweighted == method or reference_method(method) != unweighted:
+        return None
+    return weight_rotation_bound(method.weight)
+
+
 def weight_rotation_bound(weight: Weighting) -> float | None:
     """`rotation_bound` of a weighting's range [degrees]; None if its weights have no positive lower or no upper bound.
 

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from sharpscope import distributed
-from sharpscope.config.reference import reference_method, same_at_one_update, weight_rotation_bound
-from sharpscope.config.token_weights import UniformWeight
+from sharpscope.config.reference import method_rotation_bound, reference_method, same_at_one_update
 from sharpscope.config.training import HealthSpec, Rule
 from sharpscope.errors import CheckError, UserError
 from sharpscope.objective import Method, gradient_mass, summarize_weights
@@ -60,21 +59,16 @@ def rotation_event(step: int, row: Mapping[str, Any], method: Method, progress: 
     reference, turned = reference_method(method), row["gradient_rotation"]
     if turned is None or reference == method.model_copy(update={"name": reference.name}):
         return None
-    text, bound = f"the gradient is turned by {turned:.2g}°", math.nan
-    if reference == method.model_copy(update={"weight": UniformWeight()}):  # the weights alone are compared
-        weight = method.weight.at(progress)
-        bound = weight_rotation_bound(weight) or math.nan
-        if not math.isnan(bound):
-            span = "their range" if weight.bounds is None else "[{:g}, {:g}]".format(*weight.bounds)
-            text += (
-                f", {turned / bound:.0%} of the most that weights in {span} can do to orthogonal token gradients, "
-                f"{bound:.1f}°"
-            )
+    text, bound = f"the gradient is turned by {turned:.2g}°", method_rotation_bound(method.at(progress))
+    if bound:
+        bounds = method.weight.at(progress).bounds
+        span = "their range" if bounds is None else "[{:g}, {:g}]".format(*bounds)
+        text += f", {turned / bound:.0%} of the most that weights in {span} can do to orthogonal token gradients, {bound:.1f}°"
     if row["update_rotation"] is not None:
         text += f"; the optimizer's step by {row['update_rotation']:.2g}°"
     if row["noise_rotation"] is not None:
         text += f"; the noise of one batch turns the gradient by about {row['noise_rotation']:.0f}°"
-    return Event(step, "rotation", "info", turned, bound, "none", text)
+    return Event(step, "rotation", "info", turned, bound or math.nan, "none", text)
 
 
 def _fires(rule: Rule, value: float, below: bool = False) -> bool:

@@ -21,8 +21,8 @@ from sharpscope.config import (
     build_config,
     default_preset,
     method_names,
+    method_rotation_bound,
     reference_method,
-    weight_rotation_bound,
 )
 from sharpscope.config.method import Kl, Method
 from sharpscope.errors import UserError
@@ -80,7 +80,7 @@ class Rotations:
         table: a row per method: `method`, `reference` (grpo, or unweighted: the method itself with weights 1), then as in the
             trace `gradient_rotation` and `update_rotation` [degrees], `gradient_scale`, `update_scale`, `weight_mean`,
             `weight_mean_gradient`, `weight_saturation_low_gradient`, `weight_saturation_high_gradient`; `rotation_bound`
-            [degrees] of the weights; `problem`: why a method could not be computed, else empty.
+            [degrees] of methods that differ by their weights alone; `problem`: why a method could not be computed, else empty.
         noise: estimated angle between plain GRPO's gradient on the batch and its expectation [degrees]; NaN for one prompt.
         batch: `model`, `task`, `seed`, `step`, numbers of `prompts`, `completions`, `tokens` and of `informative_prompts`, whose
             rewards differ, and `recorded`: whether the completions are those that the run has recorded (None: no record).
@@ -359,7 +359,7 @@ class _Start:
             "update_scale": found.update.scale,
             "weight_mean": weight_columns(method, tokens.weight, used, self.progress)["weight_mean"],
             **carried_columns(method, tokens, used, self.progress, None),
-            "rotation_bound": weight_rotation_bound(method.weight.at(self.progress)),
+            "rotation_bound": method_rotation_bound(method.at(self.progress)),
         }
         return row, found.noise if plain else math.nan
 
