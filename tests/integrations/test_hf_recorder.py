@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import copy
+import os
+import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,24 +23,14 @@ from tests.oracles import supervised as oracle
 
 pytest.importorskip("trl", reason="TRL is not installed (test extra)")
 
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer
 
 from sharpscope.integrations import trl as trl_integration
 from sharpscope.integrations.hf_trainer import record
-from tests.integrations.trainers import dpo_trainer, plain_trainer, sft_trainer, small_model, tokenizer
+from tests.integrations.trainers import Weights, dpo_trainer, plain_trainer, sft_trainer, small_model, tokenizer
 
 ALL = {"token_gradients_every": 1, "exact_top": 2, "exact_random": 2}
 DROPOUT = {"architecture": "gpt2", "model": {"resid_pdrop": 0.2, "attn_pdrop": 0.2}}
-
-
-class Weights(TrainerCallback):
-    """Keeps the weights before each update."""
-
-    def __init__(self) -> None:
-        self.before: list[dict[str, torch.Tensor]] = []
-
-    def on_step_begin(self, *_: Any, model: Any, **__: Any) -> None:
-        self.before.append({name: value.detach().clone() for name, value in model.state_dict().items()})
 
 
 class Halved(Trainer):
@@ -95,8 +89,13 @@ def test_every_number_of_a_token_is_autograds_in_float64(make, arguments, loss, 
     one.train()
     run = sharpscope.load_run(tmp_path / "run")
     assert run.events.empty
-    reference, model, words = small_model().double(), small_model().double(), tokenizer()
-    for step, weights in enumerate(keep.before, 1):
+    compare(run, keep.before, small_model(), loss)
+
+
+def compare(run: Any, before: list[dict[str, torch.Tensor]], made: Any, loss: Any, beta: float = 0.4) -> None:
+    """Compare each step's tokens and gradient norm with the oracle at the weights `before` it; no `loss`: that of DPO."""
+    reference, model, words = copy.deepcopy(made).double(), copy.deepcopy(made).double(), tokenizer()
+    for step, weights in enumerate(before, 1):
         model.load_state_dict({name: value.double() for name, value in weights.items()})
         tokens = run.tokens(steps=[step])
         rollouts = run.rollouts[run.rollouts["step"] == step].sort_values("rollout")
@@ -104,12 +103,41 @@ def test_every_number_of_a_token_is_autograds_in_float64(make, arguments, loss, 
             (words(row.prompt)["input_ids"], tokens[tokens["rollout"] == row.rollout]["token_id"].tolist())
             for row in rollouts.itertuples()
         ]
-        found = oracle.tokens_of(model, rows, loss or oracle.dpo(reference, rows, 0.4))
+        found = oracle.tokens_of(model, rows, loss or oracle.dpo(reference, rows, beta))
         np.testing.assert_allclose(tokens["logp"], found.logp, atol=1e-5)
         np.testing.assert_allclose(tokens["loss_coef"], found.coef, rtol=1e-5, atol=1e-8)
         np.testing.assert_allclose(tokens["score_norm"], found.score_norm, rtol=1e-5)
         np.testing.assert_allclose(tokens["attribution"], found.attribution, atol=1e-5)
         assert run.steps["grad_norm"].iloc[step - 1] == pytest.approx(found.gradient_norm, rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def two_processes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[Any, Any]]]:
+    """The folder of two_processes.py, and for each process the weights before each update and at the end."""
+    folder = tmp_path_factory.mktemp("ddp")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(port)]
+    environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, "-m", "tests.integrations.two_processes", str(folder)], env=environment, capture_output=True, text=True, timeout=300
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder, torch.load(folder / "kept.pt", weights_only=True)
+
+
+@pytest.mark.parametrize(("name", "rows", "loss"), [("sft", 8, oracle.nll), ("dpo", 16, None)])
+def test_two_processes_make_one_trace(two_processes, name, rows, loss):
+    """Data-parallel processes: the same weights, and the rows of both are compared with one float64 loss over all of them."""
+    folder, every = two_processes
+    for kept in every:
+        for plain, recorded in zip(kept[name, False], kept[name, True], strict=True):
+            assert all(torch.equal(plain[key], recorded[key]) for key in plain)
+    run = sharpscope.load_run(folder / name)
+    assert run.status == "finished" and run.info["processes"] == 2 and run.events.empty
+    assert run.rollouts.groupby("step").size().tolist() == [rows] * 3
+    compare(run, every[0][name, True][:-1], small_model(model={"tie": False}), loss, beta=0.1)
 
 
 def test_pairs_of_dpo_are_groups(tmp_path: Path):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import TrainerCallback
 
 from tests.models import tiny_model
 
@@ -134,3 +135,15 @@ def plain_trainer(
         model=small_model(architecture, model), processing_class=words, train_dataset=PAIRS * 4, data_collator=collate,
         args=TrainingArguments(**supervised_settings(folder, remove_unused_columns=False, **arguments)),
     )  # fmt: skip
+
+
+class Weights(TrainerCallback):
+    """Keeps the weights before each update."""
+
+    def __init__(self) -> None:
+        self.before: list[dict[str, torch.Tensor]] = []
+
+    def on_step_begin(self, *_: Any, model: Any, **__: Any) -> None:
+        self.before.append(
+            {name: value.detach().clone() for name, value in getattr(model, "module", model).state_dict().items()}
+        )

@@ -12,8 +12,12 @@ from sharpscope.errors import UserError
 _SCHEDULES = ("constant", "linear", "cosine")
 
 
-def check_setup(trainer: Any) -> None:
-    """Check that the trainer runs in one process, without a loss that hides its log-probabilities.
+def check_setup(trainer: Any, *, processes: bool = False) -> None:
+    """Check the trainer's launch, and that its loss does not hide the log-probabilities.
+
+    Args:
+        trainer: to check.
+        processes: whether data-parallel processes (DDP) can be recorded.
 
     Raises:
         UserError: an option or a setup is not supported; the message names it.
@@ -23,17 +27,22 @@ def check_setup(trainer: Any) -> None:
         raise UserError(
             "record: use_liger_kernel = True computes the loss without per-token log-probabilities; set it to False"
         )
-    if accelerator.distributed_type.value.lower() == "deepspeed":
+    kind = str(accelerator.distributed_type.value)
+    if kind.lower() == "deepspeed":
         raise UserError("record: DeepSpeed is not supported; start the trainer without it")
-    if accelerator.num_processes > 1 or args.n_gpu > 1:
+    if args.n_gpu > 1:
         raise UserError(
-            f"record: {max(accelerator.num_processes, args.n_gpu)} processes or GPUs; recording works in one process on one "
-            "device, so start the trainer with one"
+            f"record: {args.n_gpu} processes or GPUs in one process (DataParallel); start one process for each"
         )
-    if accelerator.distributed_type.value not in ("NO", "no"):
+    data_parallel = kind in ("MULTI_CPU", "MULTI_GPU")
+    if accelerator.num_processes > 1 and not (processes and data_parallel):
         raise UserError(
-            f"record: distributed_type {accelerator.distributed_type.value} keeps gradients and weights elsewhere; start the "
-            "trainer without it"
+            f"record: {accelerator.num_processes} processes or GPUs ({kind}); recording works in one process on one device, so "
+            "start the trainer with one"
+        )
+    if kind.lower() != "no" and not data_parallel:
+        raise UserError(
+            f"record: distributed_type {kind} keeps gradients and weights elsewhere; start the trainer without it"
         )
     if args.fp16:
         raise UserError("record: fp16 = True scales the loss by a changing factor; use bf16 or float32")

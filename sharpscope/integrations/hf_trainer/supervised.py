@@ -22,16 +22,18 @@ import torch
 from torch import Tensor
 from transformers import Trainer
 
+from sharpscope import distributed
 from sharpscope.config import RunConfig
 from sharpscope.config.method import NoClip
 from sharpscope.errors import UserError
 from sharpscope.integrations.hf_trainer.arguments import check_setup, checked_config, common_settings, schedule_notes
 from sharpscope.integrations.hf_trainer.base import TrainerRecorder
 from sharpscope.integrations.hf_trainer.batches import Batch, same_prompts, unused_tokens
+from sharpscope.integrations.hf_trainer.step import Step
 from sharpscope.integrations.hf_trainer.trace import Trace
 from sharpscope.objective import Method
-from sharpscope.policy import Rollouts, completions_of
-from sharpscope.policy.scoring import Scorer
+from sharpscope.policy import Rollouts, TokenStats, completions_of, microbatches
+from sharpscope.policy.scoring import Scorer, write_stats
 from sharpscope.probes.guard import guarded
 from sharpscope.recording import RolloutBatch, StepTokens
 from sharpscope.tasks import Example, Reward
@@ -91,7 +93,7 @@ def check_trainer(trainer: Any) -> str:
         if kind not in _OF_TRL:
             advice = "use sharpscope.integrations.trl.record" if kind == "GRPOTrainer" else "its loss is not known"
             raise UserError(f"record: TRL's {kind} is not recorded here; {advice}")
-    check_setup(trainer)
+    check_setup(trainer, processes=True)
     args = trainer.args
     if getattr(args, "label_smoothing_factor", 0.0) > 0:
         raise UserError(
@@ -170,6 +172,15 @@ def sequences_of(inputs: Mapping[str, Any], pairs: bool, tokenizer: Any) -> Sequ
     return Sequences(rollouts, columns, order)
 
 
+def own_statistics(scorer: Scorer, rollouts: Rollouts) -> TokenStats:
+    """TokenStats (N, T) of this process's rows; `Scorer.statistics` divides rows that all processes have."""
+    result = scorer.zeros(rollouts)
+    group, prompts = rollouts.group if scorer.share_prompt else None, rollouts.prompt_lengths
+    for rows in microbatches(rollouts.lengths, scorer.microbatch_tokens, prompt_lengths=prompts, group=group):
+        write_stats(result, rows, scorer.score(rollouts.rows(rows), stats=True).stats)
+    return result
+
+
 class SupervisedRecorder(TrainerRecorder):
     """What `record` returns."""
 
@@ -238,11 +249,42 @@ class SupervisedRecorder(TrainerRecorder):
         batch = RolloutBatch(examples, rollouts, rewards, torch.zeros(n, dtype=torch.float64), None)
         scorer = replace(self.scorer, share_prompt=self.pairs and same_prompts(rollouts, 2))
         with guarded(self.model, weights=False), torch.no_grad():
-            stats = scorer.statistics(rollouts)
+            stats = own_statistics(scorer, rollouts)
         tokens = unused_tokens(stats, batch.advantage, None)
         self._step.batches.append(Batch(self._serial, batch, tokens, False))
         rows = torch.arange(n)
         return _Tokens(sequences, self._step.use(self._serial, rows), self._step.gaps, stats.logp)
+
+    def _gradient_done(self) -> None:
+        """Run the probes that are due, on the rows of all processes."""
+        if distributed.world_size() > 1:
+            self._step = self._gathered()
+        super()._gradient_done()
+
+    def _gathered(self) -> Step:
+        """The step with the rows of all processes, the same in each; DDP has averaged their gradients, so coefficients are, too."""
+        own, device, count = self._step, self.policy.device, distributed.world_size()
+        cpu = torch.device("cpu")
+        batches = [
+            replace(b, rollout_batch=replace(b.rollout_batch, rollouts=b.rollout_batch.rollouts.to(cpu)))
+            for b in own.batches
+        ]
+        losses = [float(loss) / count for loss in own.losses]
+        whole = Step(micro=own.micro, seconds=own.seconds)
+        for origin, (theirs, pending, gaps, lost) in enumerate(
+            distributed.gather((batches, own.pending, own.gaps, losses))
+        ):
+            for batch in theirs:
+                rollouts = batch.rollout_batch.rollouts.to(device)
+                batch.tokens.loss_coef /= count
+                part = replace(batch.rollout_batch, rollouts=rollouts)
+                whole.batches.append(replace(batch, serial=batch.serial * count + origin, rollout_batch=part))
+            for serial, rows, tokens in pending:
+                tokens.coef /= count
+                whole.pending.append((serial * count + origin, rows, tokens))
+            whole.gaps += gaps
+            whole.losses += [torch.tensor(loss) for loss in lost]
+        return whole
 
     @contextmanager
     def _watched(self, tokens: _Tokens) -> Iterator[list[str]]:

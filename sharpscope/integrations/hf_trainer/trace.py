@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sharpscope import distributed
 from sharpscope.config import RunConfig
 from sharpscope.distributed import Launch
 from sharpscope.integrations.hf_trainer.batches import generated_lengths
@@ -31,14 +32,8 @@ from sharpscope.recording import (
     token_columns,
     update_columns,
 )
-from sharpscope.recording.run_folder import run_info
-from sharpscope.traces import (
-    RunLock,
-    TraceWriter,
-    create_run_dir,
-    create_run_info,
-    update_run_info,
-)
+from sharpscope.recording.run_folder import NoWriter, note, run_info, trace_writer
+from sharpscope.traces import RunLock, TraceWriter, create_run_dir, create_run_info
 from sharpscope.traces.files import now
 
 ATTRIBUTION_GAP = 0.05
@@ -95,9 +90,7 @@ class Trace:
         self._events: list[Event] = []
         self._evaluated: list[Tensor] = []
         self._stack = contextlib.ExitStack()
-        create_run_dir(self.run_dir)
-        policy.tokenizer.save_pretrained(self.run_dir / "tokenizer")
-        info = run_info(config, policy, torch.get_num_threads(), Launch())
+        info = run_info(config, policy, torch.get_num_threads(), Launch(distributed.world_size()))
         versions = {name: found for name in ("transformers", "trl", "accelerate") if (found := _version(name))}
         info["versions"] |= versions
         package = type(trainer).__module__.partition(".")[0]
@@ -110,7 +103,13 @@ class Trace:
             "notes": [f"recorded from {type(trainer).__name__}{of}", *notes],
             "trainer": {"name": type(trainer).__name__, "loss_type": loss_type},
         }
-        create_run_info(self.run_dir, info)
+
+        def create() -> None:
+            create_run_dir(self.run_dir)
+            policy.tokenizer.save_pretrained(self.run_dir / "tokenizer")
+            create_run_info(self.run_dir, info)
+
+        distributed.rank_zero_call(create)
 
     def _settings(self) -> dict[str, Any]:
         """The configuration for run.json, without the sections that do not apply."""
@@ -125,16 +124,18 @@ class Trace:
     # -- start and end --------------------------------------------------------------------------------------------
 
     def open(self) -> None:
-        """Lock the folder and open the writer."""
+        """Lock the folder and open the writer, in the first process; the others keep the same counts and write nothing."""
         self._started = time.perf_counter()
-        self._stack.enter_context(RunLock(self.run_dir))
-        self.writer = self._stack.enter_context(TraceWriter(self.run_dir))
-        update_run_info(self.run_dir, status="running")
+        if distributed.is_rank_zero():
+            self._stack.enter_context(RunLock(self.run_dir))
+        self.writer: TraceWriter | NoWriter = trace_writer(self.run_dir)
+        self._stack.enter_context(self.writer)
+        note(self.run_dir, status="running")
 
     def begin(self, config: RunConfig) -> None:
         """Save the configuration once the length of the training is known; no config.yaml, which nothing could run."""
         self.config = config
-        update_run_info(self.run_dir, config=self._settings())
+        note(self.run_dir, config=self._settings())
 
     def close(self, status: str, reason: str) -> None:
         """Write the remaining rows and how the training ended."""
@@ -142,7 +143,7 @@ class Trace:
             self._write_events()
             self._stack.close()  # flushes and unlocks
         finally:
-            update_run_info(
+            note(
                 self.run_dir,
                 status=status,
                 steps_done=self.step - 1,
@@ -156,7 +157,7 @@ class Trace:
 
     def write_calibration(self, weights: Method) -> None:
         """Save the constants that were calibrated on the first batch."""
-        update_run_info(self.run_dir, calibration=weights.weight.model_dump(mode="json"))
+        note(self.run_dir, calibration=weights.weight.model_dump(mode="json"))
 
     def warn(self, texts: Sequence[str]) -> None:
         """Report a method's warnings, each once."""
@@ -236,7 +237,7 @@ class Trace:
         self._append("steps", row | seconds)
         if step % spec.flush_every == 0:
             self.writer.flush()
-            update_run_info(self.run_dir, steps_done=step)
+            note(self.run_dir, steps_done=step)
         self.step += 1
 
     def _append(self, table: str, columns: dict[str, Any]) -> None:
