@@ -29,6 +29,7 @@ def rotation_figure(table: pd.DataFrame, noise: float) -> Figure:
     figure, axes = panels(2, columns=1, height=3.0)
     figure.set_figwidth(6.0)
     shaded = f"; shaded: the noise of the batch, {noise:.0f}°" if math.isfinite(noise) else ""
+    order = {method: number for number, method in enumerate(table["method"])}  # one color in both panels
     titles = {"gradient_rotation": f"gradient{shaded}", "update_rotation": "optimizer's step"}
     for axis, (column, title) in zip(axes, titles.items(), strict=True):
         rays = table.loc[table[column].notna(), ["method", column]].sort_values(column, kind="stable")
@@ -38,8 +39,8 @@ def rotation_figure(table: pd.DataFrame, noise: float) -> Figure:
         bundles = _bundles(rays["method"].tolist(), rays[column].tolist())
         heights = _spread([math.sin(math.radians(angle)) for angle, _ in bundles])
         _frame(axis, end, max(heights, default=0.0), title)
-        for number, ((angle, names), height) in enumerate(zip(bundles, heights, strict=True)):
-            color = COLORS[number % len(COLORS)]
+        for (angle, names), height in zip(bundles, heights, strict=True):
+            color = COLORS[min(order[name] for name in names) % len(COLORS)]
             x, y = math.cos(math.radians(angle)), math.sin(math.radians(angle))
             axis.plot([0, x], [0, y], color=color, lw=1.4)
             axis.plot([x, 1.1, 1.15], [y, height, height], color=color, lw=0.5, alpha=0.7)
