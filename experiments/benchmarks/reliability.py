@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -103,8 +104,8 @@ def reliability(config: RunConfig, probe_set: ProbeSet, training: TokenBatch) ->
                 ),
                 "spread": float(np.std(np.log(np.abs(table.mean(1))), ddof=1)),
                 "seconds": spent,
-                "prompts_for_target": needed,
-                "seconds_for_target": spent * needed / found.prompts,
+                "prompts_for_target": needed if math.isfinite(needed) else None,
+                "seconds_for_target": spent * needed / found.prompts if math.isfinite(needed) else None,
             }
         )
     return rows
