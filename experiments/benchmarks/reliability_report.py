@@ -32,7 +32,8 @@ def page(found: dict[str, Any]) -> str:
         two completions per prompt. With so few policies a correlation has a standard error of about 0.3, so only large
         differences count."""),
         "",
-        "| objective | measure | radius | split-half | reliability | prompts for 0.9 | seconds for 0.9 | standard error | spread over policies |",
+        "| objective | measure | radius | split-half | reliability | prompts for 0.9 | seconds for 0.9 | standard error "
+        "| spread over policies |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     ranked = sorted(rows, key=lambda row: row["seconds_for_target"] or float("inf"))
@@ -52,7 +53,7 @@ def page(found: dict[str, Any]) -> str:
         "",
         paragraph(f"""Most reliable per second: {best["measure"]} of {best["objective"]} at radius {best["rho"]:g}, which needs
         {best["prompts_for_target"]:.0f} prompts for 0.9. The defaults follow: radius 0.5 and `nll` in the preset `light`, 128 training
-        and 128 held-out prompts in `standard`. `light` itself has 24 training prompts, so that ten rounds stay cheap: enough for a
+        and 128 held-out prompts in `standard`. `light` itself has 20 training prompts, so that ten rounds stay cheap: enough for a
         trend with its standard errors, not to compare runs. –: the halves do not correlate positively, so no number of prompts can
         be given."""),
         "",

@@ -24,7 +24,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     # Ten rounds cost at most 5 % of a default run (experiments/benchmarks/reliability.md).
     "light": {
         "functionals": ("nll",),
-        "prompts": 24,
+        "prompts": 20,
         "heldout_prompts": 32,
         "splits": ("train",),
         "curvature": False,
@@ -101,7 +101,9 @@ class ProbesSpec(Spec):
         description="Interval between probes, also before the first and after the last step; null: `rounds` of them, evenly spread; "
         "0: never [steps].",
     )
-    rounds: int = Field(10, ge=1, description="Number of probes over the run where `every` is null.")
+    rounds: int = Field(
+        10, ge=2, description="Number of probes over the run where `every` is null, those before and after it included."
+    )
     budget: float | None = Field(
         None,
         gt=0,
@@ -138,10 +140,7 @@ class ProbesSpec(Spec):
     critical_sharpness: bool = Field(
         True,
         description="Whether to compute the critical sharpness of the first update of a probed step, by a few forward passes over the "
-        "step's completions (at most `critical_rows` of them).",
-    )
-    critical_rows: int = Field(
-        64, ge=1, description="Maximum number of completions for the critical sharpness, whole groups [completions]."
+        "update's completions.",
     )
     curvature: bool = Field(True, description="Whether to compute eigenvalues, trace and density of the Hessian.")
     curvature_prompts: int = Field(
@@ -271,7 +270,7 @@ class ProbesSpec(Spec):
 
         Within the budget it is the smallest multiple of the configured interval that keeps `cost` [products per round] to it.
         """
-        every = math.ceil(steps / self.rounds) if self.every is None else self.every
+        every = math.ceil(steps / (self.rounds - 1)) if self.every is None else self.every
         if every == 0 or self.budget is None:
             return every
         return every * max(1, math.ceil(cost / self.budget / every))

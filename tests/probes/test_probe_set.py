@@ -226,7 +226,7 @@ def test_presets_give_way_to_what_is_set_and_budgets_thin_to_multiples():
     assert ProbesSpec(preset="off").every == 0 and ProbesSpec(preset="cheap").rhos == (0.05,)
     light = ProbesSpec()
     assert light.preset == "light" and light.every is None and not light.curvature and light.critical_sharpness
-    assert [light.interval(steps) for steps in (1, 7, 10, 100, 101, 400)] == [1, 1, 1, 10, 11, 40]
+    assert [light.interval(steps) for steps in (1, 7, 9, 10, 100, 400)] == [1, 1, 1, 2, 12, 45]
     spec = ProbesSpec(preset="full", top=2, every=10)
     assert (spec.top, spec.every, spec.slices) == (2, 10, True)
     assert ProbesSpec.model_validate(spec.model_dump()) == spec  # a resolved configuration says the same again
