@@ -251,6 +251,8 @@ def _verdict_section(verdict: Verdict, pictures: Sequence[tuple[str, Picture]], 
     if verdict.verdict != "untestable" and effect is not None and number(effect.value) != "–":
         interval = "" if effect.interval is None else f" {effect.interval_text}"
         line = f"{effect.name} {effect.text}{interval}, n = {verdict.n:,}"
+    if verdict.beside is not None:
+        line += f"; {verdict.beside.version}: {verdict.beside.verdict}"
     return VerdictSection(
         verdict,
         {name: picture for name, picture in own if picture.figure is not None},

@@ -20,6 +20,7 @@ from sharpscope.cli import (
     reducing,
     reporting,
     rotating,
+    studying,
     sweeping,
     training,
 )
@@ -41,8 +42,19 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for module in (
-    training, reporting, inspecting, sweeping, reducing, describe, exporting, importing, probing, rotating, forking
-):  # fmt: skip
+    training,
+    reporting,
+    inspecting,
+    sweeping,
+    studying,
+    reducing,
+    describe,
+    exporting,
+    importing,
+    probing,
+    rotating,
+    forking,
+):
     module.register(app)
 
 _options = {"debug": False}

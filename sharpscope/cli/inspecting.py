@@ -61,8 +61,16 @@ def claims(
     details: Annotated[
         bool, typer.Option("--details", help="Print statistic, interval, rule, confounders and data of each claim.")
     ] = False,
-    baseline: Annotated[str, typer.Option(help="Baseline method.")] = "grpo",
-    treatment: Annotated[str, typer.Option(help="Method that the claims are tested for.")] = "grpo-sg",
+    baseline: Annotated[str | None, typer.Option(help="Baseline method. Default: the study's, or grpo.")] = None,
+    treatment: Annotated[
+        str | None, typer.Option(help="Method that the claims are tested for. Default: the study's, or grpo-sg.")
+    ] = None,
+    study: Annotated[
+        Path | None,
+        typer.Option(
+            help="YAML file of the study: its margins, level and order are used, its declaration is checked and quoted."
+        ),
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option(help="Folder for claims.json, claims.md and tables of the paper's settings and of all settings."),
@@ -76,23 +84,42 @@ def claims(
       sharpscope claims runs/ --claim C7 --details --treatment gspo
 
       sharpscope claims data/reference --out experiments/results
+
+      sharpscope claims runs/study --study experiments/study.yaml
     """
     from sharpscope.analysis import load_several, nothing_found
-    from sharpscope.analysis.claims import study_of, test_claims, verdict_text, write_claims
+    from sharpscope.analysis.claims import (
+        UNDECLARED,
+        declared_rules,
+        quote,
+        study_of,
+        test_claims,
+        verdict_text,
+        write_claims,
+    )
     from sharpscope.analysis.tables import endpoint_tables, paper_tables, write_tables
+    from sharpscope.cli.studying import terms_of
+    from sharpscope.config.claims import ClaimsSpec
     from sharpscope.errors import UserError
+    from sharpscope.sweeps import read_sweep
 
     loaded = load_several(runs)
     if not len(loaded):
         raise UserError(nothing_found(runs, loaded))
-    verdicts = test_claims(loaded, claim, baseline=baseline, treatment=treatment)
+    spec = ClaimsSpec() if study is None else read_sweep(study).claims
+    terms, methods = terms_of(spec), (baseline or spec.baseline, treatment or spec.treatment)
+    declared = UNDECLARED
+    if study is not None:
+        declared = quote(study, declared_rules(terms, *methods), loaded)
+        typer.echo(printable(declared))
+    verdicts = test_claims(loaded, claim, baseline=methods[0], treatment=methods[1], terms=terms)
     for verdict in verdicts:
         text = verdict_text(verdict) if details else verdict.line()
         typer.echo("\n".join(map(printable, text.split("\n"))))
     if out is not None:
-        files = write_claims(verdicts, out)
-        study = study_of(loaded, baseline, treatment)
-        files += write_tables([*paper_tables(study), *endpoint_tables(study)], out)
+        files = write_claims(verdicts, out, declared)
+        laid_out = study_of(loaded, *methods)
+        files += write_tables([*paper_tables(laid_out), *endpoint_tables(laid_out)], out)
         typer.echo(f"{len(files)} files. Written: {out}/ (open {files[1]})")
 
 

@@ -14,6 +14,7 @@ from pydantic import Field, field_validator, model_validator
 
 from sharpscope.config import RunConfig, build_config, check_keys, merge, read_yaml, to_yaml, validate
 from sharpscope.config.base import Spec
+from sharpscope.config.claims import ClaimsSpec
 from sharpscope.errors import UserError, nearest
 from sharpscope.traces import lock_owner, read_run_info
 
@@ -75,6 +76,9 @@ class SweepSpec(SweepPart):
     """Configuration of a sweep: one product of runs, or several named parts."""
 
     out: str = Field("runs", description="Folder for the run folders.")
+    claims: ClaimsSpec = Field(
+        default_factory=ClaimsSpec, description="The rules of the claims; see `sharpscope study declare`."
+    )
     smoke: dict[str, Any] = Field(
         default_factory=dict,
         description="Field paths to values that make every run small, for --smoke.",

@@ -5,6 +5,7 @@
 """
 
 from sharpscope.analysis.claims.base import Claim, Confounder, Estimate, Rows, Rule, Verdict
+from sharpscope.analysis.claims.declaration import check_terms, declare, declared_rules, quote
 from sharpscope.analysis.claims.registry import (
     CLAIMS,
     REDUCERS,
@@ -34,9 +35,13 @@ __all__ = [
     "Rows",
     "Rule",
     "Verdict",
+    "check_terms",
     "claim_pictures",
     "claims_json",
     "claims_markdown",
+    "declare",
+    "declared_rules",
+    "quote",
     "study_of",
     "test_claims",
     "verdict_text",

@@ -201,6 +201,7 @@ class Sample:
         margin: the smallest effect that matters.
         sources: of the variance, other than the cluster itself.
         runs: runs that one more cluster costs.
+        note: what of the rule is not in these values.
     """
 
     name: str
@@ -210,6 +211,7 @@ class Sample:
     margin: float
     sources: tuple[Source, ...] = ()
     runs: int = 2
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -270,6 +272,11 @@ class Claim:
     draw: Callable[[Verdict, Study], Iterator[Picture]] | None = None
     version: str = ""
     beside: Claim | None = None
+
+    @property
+    def key(self) -> str:
+        """The name, with the version if this is the one beside; declared margins are found by it."""
+        return self.name if self.beside is not None or not self.version else f"{self.name} ({self.version})"
 
 
 @dataclass(frozen=True)
@@ -400,7 +407,7 @@ def decide(
     p_supported ≤ level, the effect points as claimed, every condition is met. If both hold, the verdict is refuted: an
     effect that exists but is smaller than the margin is not the one claimed.
     """
-    rule = claim.rule.under(terms, claim.name)
+    rule = claim.rule.under(terms, claim.key)
     verdict, reason = _outcome(rule, finding)
     notes = finding.notes
     if finding.dose is not None:

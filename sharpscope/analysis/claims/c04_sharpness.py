@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pandas as pd
 
+from sharpscope.analysis.claims import local
 from sharpscope.analysis.claims.base import (
     DOSED,
     FINISHED_ONLY,
@@ -216,4 +217,5 @@ CLAIM = Claim(
     test,
     draw=draw,
     version="between runs",
+    beside=local.C4,
 )

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pandas as pd
 
+from sharpscope.analysis.claims import local
 from sharpscope.analysis.claims.base import (
     DOSED,
     FINISHED_ONLY,
@@ -166,4 +167,5 @@ CLAIM = Claim(
     test,
     draw=draw,
     version="between runs",
+    beside=local.C7,
 )

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from sharpscope.analysis.claims import local
 from sharpscope.analysis.claims.base import (
     Claim,
     Condition,
@@ -80,7 +81,7 @@ def test(study: Study) -> Finding:
     frame = pd.DataFrame([{"seed": r.seed, "step": r.step, **{k: r.values[k] for k in _SCALARS}} for r in results])
     means = frame.groupby(["seed", "step"], as_index=False).mean()
     low, rest = means["low"].to_numpy(), means["rest"].to_numpy()
-    margin = study.terms.margin(NAME, MARGIN)
+    margin = study.terms.margin(CORRELATION.key, MARGIN)
     evidence = directional(low, "lower", margin)
     cells = cells_frame(results)
     return Finding(
@@ -125,7 +126,7 @@ def test(study: Study) -> Finding:
 
 UNIT = "step's mean |influence|; negative hurts"
 
-CLAIM = Claim(
+CORRELATION = Claim(
     NAME,
     "low-probability tokens hurt held-out performance",
     "arXiv 2505.12929 and 2511.00066",
@@ -138,7 +139,18 @@ CLAIM = Claim(
     ),
     "more steps with recording.heldout_influence_every, on more seeds",
     test,
+    version="influence of recorded tokens",
+)
+CLAIM = Claim(
+    NAME,
+    CORRELATION.title,
+    CORRELATION.source,
+    Rule(local.C9_TEXT, local.UNIT, 6, local.MARGIN, scale="percent"),
+    "counterfactual updates with the arms low and high (`sharpscope fork`), on more batches or states",
+    local.unlikely,
     (REDUCER,),
+    version="one update",
+    beside=CORRELATION,
 )
 
 

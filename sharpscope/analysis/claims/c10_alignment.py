@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
+from sharpscope.analysis.claims import local
 from sharpscope.analysis.claims.base import (
     DOSED,
     FINISHED_ONLY,
@@ -254,4 +255,5 @@ CLAIM = Claim(
     test,
     draw=draw,
     version="between runs",
+    beside=local.C10,
 )

@@ -208,6 +208,7 @@ def test(study: Study) -> Finding:
                 "higher",
                 margin,
                 runs=len(frame) // len(by_seed),
+                note="the test of the frequency is not in this power",
             ),
         ),
     )

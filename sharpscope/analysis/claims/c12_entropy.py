@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
+from sharpscope.analysis.claims import local
 from sharpscope.analysis.claims.base import (
     DOSED,
     PAIRED_BY_SEED,
@@ -254,4 +255,6 @@ CLAIM = Claim(
     test,
     (REDUCER,),
     draw,
+    "between runs",
+    local.C12,
 )

@@ -104,8 +104,8 @@ def test(study: Study) -> Finding:
             "change of the lucky tokens' gradient share by the weights", lucky, WITHIN, "", "log"
         ),
         n=len(lucky),
-        evidence=_evidence(study, lucky),
-        conditions=(_kept(study, sure),),
+        evidence=_evidence(study, lucky, NAME),
+        conditions=(_kept(study, sure, NAME),),
         confounders=(
             Confounder("another policy after training", "the same tokens with and without their weights"),
             Confounder("scale of the weights", "shares of the whole do not see a common factor"),
@@ -119,7 +119,7 @@ def test(study: Study) -> Finding:
             "shares": share_frame(study.results(NAME, study.alike(study.baseline, study.treatment))),
             "direct": lucky,
         },
-        samples=(sample_of("lucky tokens' share", lucky, "lower", _margin(study), runs=1),),
+        samples=(sample_of("lucky tokens' share", lucky, "lower", _margin(study, NAME), runs=1),),
     )
 
 
@@ -135,8 +135,8 @@ def test_between(study: Study) -> Finding:
     return Finding(
         effect=difference_estimate("change of the lucky tokens' gradient share", lucky, UNIT, "", "log"),
         n=len(lucky),
-        evidence=_evidence(study, lucky),
-        conditions=(_kept(study, sure),),
+        evidence=_evidence(study, lucky, BETWEEN.key),
+        conditions=(_kept(study, sure, BETWEEN.key),),
         confounders=(
             Confounder("another policy after training", "not handled: each run's tokens are its own policy's"),
             Confounder("scale of the weights", "shares of the whole do not see a common factor"),
@@ -152,25 +152,25 @@ def test_between(study: Study) -> Finding:
         notes=(DEFINED, *pairing_notes(study, pairing)),
         frames={"lucky": lucky, "confident": sure},
         dose=dose_of([study.finished[pair.treatment] for pair in pairing.pairs], study.treatment),
-        samples=(sample_of("lucky tokens' share", lucky, "lower", _margin(study)),),
+        samples=(sample_of("lucky tokens' share", lucky, "lower", _margin(study, BETWEEN.key)),),
     )
 
 
 test_between.__test__ = False  # type: ignore[attr-defined]  # not a test, whatever its name looks like
 
 
-def _margin(study: Study) -> float:
-    return log_margin(study.terms.margin(NAME, MARGIN), "lower")
+def _margin(study: Study, key: str) -> float:
+    return log_margin(study.terms.margin(key, MARGIN), "lower")
 
 
-def _evidence(study: Study, lucky: pd.DataFrame) -> Evidence:
-    return directional(lucky["difference"].to_numpy(), "lower", _margin(study))
+def _evidence(study: Study, lucky: pd.DataFrame, key: str) -> Evidence:
+    return directional(lucky["difference"].to_numpy(), "lower", _margin(study, key))
 
 
-def _kept(study: Study, sure: pd.DataFrame) -> Condition:
+def _kept(study: Study, sure: pd.DataFrame, key: str) -> Condition:
     values = sure["difference"].to_numpy()
-    kept = len(values) > 0 and sign_flip_p(values, "greater", shift=-_margin(study)) <= study.terms.level
-    margin = study.terms.margin(NAME, MARGIN)
+    kept = len(values) > 0 and sign_flip_p(values, "greater", shift=-_margin(study, key)) <= study.terms.level
+    margin = study.terms.margin(key, MARGIN)
     return Condition(f"confident tokens are shown to lose less than {margin:.0%} of their share", bool(kept))
 
 

@@ -14,6 +14,7 @@ from sharpscope.analysis.statistics.intervals import (
 from sharpscope.analysis.statistics.permutation import (
     sign_flip_interval,
     sign_flip_p,
+    sign_flip_tests,
     smallest_sign_flip_p,
 )
 from sharpscope.analysis.statistics.ranks import Granulated, granulated_kendall, kendall, weighted_ranks
@@ -38,6 +39,7 @@ __all__ = [
     "share_interval",
     "sign_flip_interval",
     "sign_flip_p",
+    "sign_flip_tests",
     "smallest_sign_flip_p",
     "top_share",
     "weighted_ranks",

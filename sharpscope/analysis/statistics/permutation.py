@@ -55,6 +55,40 @@ def sign_flip_p(
     return float(np.mean(extreme)) if n <= EXACT_UP_TO else float((1 + np.sum(extreme)) / (1 + len(signs)))
 
 
+def sign_flip_tests(
+    values: NDArray[np.floating], margin: float, seed: int = 0
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """p-values of both tests of a claim for many samples at once: `sign_flip_p(x)` and `sign_flip_p(x, "less", margin)`.
+
+    Args:
+        values: (B, n) samples of n clusters.
+        margin: center under the second null hypothesis.
+        seed: of the random sign patterns where n > EXACT_UP_TO.
+
+    Returns:
+        (B,) two-sided p of a mean of 0, and (B,) one-sided p of a mean of at least `margin`.
+    """
+    data = np.asarray(values, dtype=np.float64)
+    n = data.shape[1]
+    exact = n <= EXACT_UP_TO
+    signs = _patterns(n) if exact else _draws(n, seed)
+    shift = signs.sum(axis=1) * margin
+    both, below = np.empty(len(data)), np.empty(len(data))
+    for start in range(0, len(data), CHUNK):
+        rows = data[start : start + CHUNK]
+        sums, seen = rows @ signs.T, rows.sum(axis=1, keepdims=True)
+        slack = 1e-12 * np.abs(rows).sum(axis=1, keepdims=True)
+        both[start : start + CHUNK] = np.sum(np.abs(sums) >= np.abs(seen) - slack, axis=1)
+        slack = 1e-12 * np.abs(rows - margin).sum(axis=1, keepdims=True)
+        below[start : start + CHUNK] = np.sum(sums - shift <= seen - n * margin + slack, axis=1)
+    extra, total = (0, len(signs)) if exact else (1, len(signs) + 1)
+    return (both + extra) / total, (below + extra) / total
+
+
+CHUNK = 200
+"""Samples whose sign patterns are held at once."""
+
+
 def smallest_sign_flip_p(n: int, alternative: Alternative = "two-sided") -> float:
     """The smallest p that `sign_flip_p` can give with n clusters; 1 with none."""
     if n < 1:

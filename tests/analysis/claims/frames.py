@@ -34,6 +34,7 @@ class FrameRun:
     info: dict[str, Any] = field(default_factory=lambda: {"parameters": 900_000, "vocabulary": None})
     reads: list[Any] = field(default_factory=list)
     reductions: None = None
+    forks: pd.DataFrame = field(default_factory=pd.DataFrame)
 
     @property
     def token_steps(self) -> list[int]:

@@ -194,6 +194,40 @@ def lucky(truth: str, rng: Rng, seeds: int, tails: str) -> Any:
     return study(*runs)
 
 
+def fork_frame(
+    rng: Rng, effects: dict[str, float], outcome: str, batches: int = 12, noise: float = 0.05, tails: str = "normal"
+) -> pd.DataFrame:
+    """Table `forks` of one state: the reference `grpo` changes the outcome by −0.02; each arm by 1 + its effect times as much.
+
+    Of `sam_sharpness` the value is 2·e^effect instead.
+    """
+    rows = []
+    for batch in range(batches):
+        shared = 0.002 * rng.normal()
+        for arm, effect in {"grpo": 0.0, **effects}.items():
+            own = effect + (draw(rng, tails, 1, noise)[0] if arm != "grpo" else 0.0)
+            value = 2 * np.exp(own) if outcome == "sam_sharpness" else 0.5 + shared - 0.02 * (1 + own)
+            base = {"step": 10, "fork": "a", "batch": batch, "arm": arm, "reference": "grpo", "valid": True}
+            rows.append(base | {"comparison": "kl", "outcome": outcome, "value": value, "start": 0.5 + shared})
+            turned = {
+                "comparison": "step",
+                "outcome": "update_rotation",
+                "value": 0.0 if arm == "grpo" else 12.0,
+                "start": None,
+            }
+            rows.append(base | turned)
+    return pd.DataFrame(rows)
+
+
+def unlikely(truth: str, rng: Rng, seeds: int, tails: str) -> Any:
+    """An update with the unlikely tokens alone raises the failure, leaves it, or lowers it; the likely ones always lower it."""
+    low = {"effect": -1.5, "none": -1.0, "wrong": 0.0}[truth]
+    forks = fork_frame(rng, {"low": low, "high": 0.0}, "heldout_failure", tails=tails)
+    run = frame_run(seed=0)
+    run.forks = forks
+    return study(run)
+
+
 MAKERS = {
     "C1": logit_bounds,
     "C2": score_norm,
@@ -203,7 +237,7 @@ MAKERS = {
     "C6": grid,
     "C7": generalization,
     "C8": smoothness,
-    "C9": influence,
+    "C9": unlikely,
     "C10": alignment,
     "C11": oscillator,
     "C12": entropy,

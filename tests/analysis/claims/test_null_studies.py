@@ -62,9 +62,6 @@ def null_runs(claim, rng):
     if claim == "C2":  # the slope at the edge of what would still be called equal to 1
         frames = [tokens_frame(rng, 6, 120, slope=0.5, correlated=0.3) for _ in range(seeds)]
         return study(*(frame_run(seed=s, tokens=t) for s, t in enumerate(frames)))
-    if claim == "C9":
-        frames = [tokens_frame(rng, 6, 120, correlated=0.5, tails="heavy") for _ in range(seeds)]
-        return study(*(frame_run(seed=s, tokens=t) for s, t in enumerate(frames)))
     return MAKERS[claim]("none", rng, seeds, "normal")
 
 

@@ -49,7 +49,9 @@ def test_tokens_that_share_a_shift_in_each_step_mislead_nobody(claim, truth):
     rng = np.random.default_rng(3)
     runs = study(*(frame_run(seed=s, tokens=tokens_frame(rng, 8, 200, correlated=0.5, **truth)) for s in range(3)))
     there = truth in ({"slope": 1.0}, {"concentration": 3.5}, {"low_influence": -2.0})
-    assert (verdict(runs, claim).verdict == "supported") is there
+    found = verdict(runs, claim)
+    found = found.beside if claim == "C9" else found  # the recorded influence stands beside the counterfactual updates
+    assert (found.verdict == "supported") is there
 
 
 @pytest.mark.parametrize("claim", ["C4", "C5", "C7", "C8", "C10", "C11", "C12", "C13", "C14"])

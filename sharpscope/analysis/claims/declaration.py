@@ -1,0 +1,165 @@
+"""Declarations: the rules of a study's claims, frozen with a date and a hash, and checked when the claims are tested."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sharpscope.analysis.claims.registry import CLAIMS
+from sharpscope.analysis.terms import Terms
+from sharpscope.errors import UserError
+from sharpscope.traces import Run, write_atomic
+
+
+def declared_rules(terms: Terms, baseline: str, treatment: str) -> dict[str, Any]:
+    """Everything that decides a verdict besides the data: methods, level, order, least dose and each claim's rule."""
+    claims: dict[str, Any] = {}
+    for claim in CLAIMS.values():
+        for version in (claim, claim.beside) if claim.beside is not None else (claim,):
+            rule = version.rule.under(terms, version.key)
+            claims[version.key] = {
+                "title": version.title,
+                "rule": rule.text,
+                "unit_of_n": rule.unit,
+                "minimal_n": rule.minimal_n,
+                "margin": rule.margin,
+                "least_rotation": rule.least_rotation,
+            }
+    return {
+        "baseline": baseline,
+        "treatment": treatment,
+        "level": terms.level,
+        "order": list(terms.order),
+        "claims": claims,
+    }
+
+
+def check_terms(terms: Terms) -> None:
+    """Refuse terms that name no claim or a margin that a claim does not have.
+
+    Raises:
+        UserError: names the field.
+    """
+    versions = {v.key: v for claim in CLAIMS.values() for v in (claim, claim.beside) if v is not None}
+    for field, given, known in (("order", terms.order, CLAIMS), ("margins", tuple(terms.margins), versions)):
+        unknown = [name for name in given if name not in known]
+        if unknown:
+            raise UserError(f"claims.{field}: {unknown[0]} is no claim; give one of {', '.join(known)}")
+
+
+def rules_hash(rules: Mapping[str, Any]) -> str:
+    """SHA-256 of the rules as canonical JSON."""
+    text = json.dumps(rules, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def declaration_file(study: Path) -> Path:
+    """Where the declaration of a study file is kept: `study.yaml` → `study.declared.json`."""
+    return study.with_suffix(".declared.json")
+
+
+@dataclass(frozen=True)
+class Declared:
+    """The outcome of declaring.
+
+    Attributes:
+        file: of the declaration.
+        hash: of the rules.
+        changed: what differs from the declaration before; empty if nothing does.
+        new: whether there was none before.
+    """
+
+    file: Path
+    hash: str
+    changed: tuple[str, ...]
+    new: bool
+
+
+def declare(study: Path, rules: Mapping[str, Any], date: str, version: str, why: str = "") -> Declared:
+    """Freeze `rules` beside the study file. A second declaration with other rules is added, with its reason; none is removed.
+
+    Args:
+        study: the study file.
+        rules: of `declared_rules`.
+        date: now, in UTC, ISO 8601.
+        version: of sharpscope.
+        why: reason of a change; needed if there is a declaration with other rules.
+
+    Raises:
+        UserError: the rules changed and no reason was given, or the file's hash does not fit its rules.
+    """
+    file, found = declaration_file(study), rules_hash(rules)
+    states = _states(file) if file.exists() else []
+    if states and states[-1]["hash"] == found:
+        return Declared(file, found, (), False)
+    changed = tuple(differences(states[-1]["rules"], rules)) if states else ()
+    if states and not why:
+        raise UserError(
+            f"{file}: declared on {states[-1]['declared']} with other rules ({'; '.join(changed[:3])}); give --why"
+        )
+    state = {"declared": date, "version": version, "hash": found, "rules": dict(rules)}
+    states.append(state | ({"why": why, "changed": list(changed)} if why else {}))
+    write_atomic(file, json.dumps(states, indent=2, ensure_ascii=False) + "\n")
+    return Declared(file, found, changed, len(states) == 1)
+
+
+def quote(study: Path, rules: Mapping[str, Any], runs: Iterable[Run]) -> str:
+    """What is known of the declaration of `rules`, for the head of the verdicts.
+
+    "declared on …; unchanged", what changed and why, or that the rules used are not the declared ones; and how many runs started
+    before the last declaration.
+
+    Raises:
+        UserError: the file's hash does not fit its rules.
+    """
+    file = declaration_file(study)
+    if not file.exists():
+        return f"Not declared: {file.name} does not exist (sharpscope study declare {study.name})."
+    states = _states(file)
+    first, last = states[0], states[-1]
+    text = f"Declared on {first['declared']}"
+    if len(states) == 1 and last["hash"] == rules_hash(rules):
+        text += f"; unchanged (SHA-256 {last['hash'][:16]})."
+    else:
+        text += "".join(
+            f"; changed on {s['declared']}: {'; '.join(s['changed'])} (why: {s['why']})" for s in states[1:]
+        )
+        if last["hash"] != rules_hash(rules):
+            text += f"; NOT the rules used here: {'; '.join(differences(last['rules'], rules))}"
+        text += "."
+    started = [str(run.info.get("started")) for run in runs if run.info.get("started")]
+    early = sum(_seconds(value) < _seconds(str(last["declared"])) for value in started)
+    return f"{text} {early} of {len(started)} runs started before the {'last ' if len(states) > 1 else ''}declaration."
+
+
+def differences(before: Mapping[str, Any], after: Mapping[str, Any], place: str = "") -> Iterator[str]:
+    """One line for each field that differs."""
+    for key in dict.fromkeys([*before, *after]):
+        old, new = before.get(key), after.get(key)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            yield from differences(old, new, f"{place}{key}.")
+        elif old != new:
+            shown = ("absent" if value is None else str(value) for value in (old, new))
+            yield f"{place}{key}: {' → '.join(text if len(text) <= 60 else text[:57] + '…' for text in shown)}"
+
+
+def _states(file: Path) -> list[dict[str, Any]]:
+    try:
+        states = json.loads(file.read_text(encoding="utf-8"))
+        intact = bool(states) and all(state["hash"] == rules_hash(state["rules"]) for state in states)
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{file}: is not a declaration; restore it, or remove it and declare again") from error
+    if not intact:
+        raise UserError(f"{file}: the rules do not fit their hash, so they were edited; restore the file")
+    return list(states)
+
+
+def _seconds(text: str) -> float:
+    from datetime import UTC, datetime
+
+    found = datetime.fromisoformat(text)
+    return (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp()

@@ -1,0 +1,64 @@
+"""What a planned study can decide, before any compute."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from sharpscope.analysis.outlook import outlook
+from sharpscope.analysis.power import power_of
+from sharpscope.analysis.terms import DEFAULT
+from tests.analysis.claims.frames import CONFIG, paired_study
+
+
+def configs(methods, seeds, **changes):
+    found = {}
+    for method in methods:
+        for seed in range(seeds):
+            config = {key: {**part} for key, part in CONFIG.items()}
+            config |= {
+                "seed": seed,
+                "steps": 100,
+                "method": {"name": method},
+                "recording": {
+                    "tokens_every": 1,
+                    "token_gradients_every": 10,
+                    "exact_random": 4,
+                    "heldout_influence_every": 0,
+                },
+                "probes": {"every": 50, "curvature": False, "prompts": 64},
+                "evaluation": {"every": 50, "prompts": 400, "samples": 1},
+            }
+            for part, values in changes.items():
+                config[part] |= values
+            found[f"{method}-{seed}"] = config
+    return found
+
+
+def by_claim(found):
+    return {(line.claim, line.version): line for line in found}
+
+
+def test_a_planned_study_knows_what_it_cannot_decide():
+    found = by_claim(outlook(configs(("grpo", "grpo-sg"), 5), DEFAULT, "grpo", "grpo-sg"))
+    assert found["C7", "between runs"].missing == "5 pairs of runs with one seed; the rule needs 6: 1 more"
+    assert "grpo-sg-reverse" in found["C10", "between runs"].missing
+    assert "curvature" in found["C11", ""].missing and "no grid" in found["C6", ""].missing
+    assert not found["C3", ""].missing and found["C3", ""].n == 50
+    enough = by_claim(outlook(configs(("grpo", "grpo-sg"), 6), DEFAULT, "grpo", "grpo-sg"))
+    assert (
+        not enough["C7", "between runs"].missing
+        and "can be supported and refuted" in enough["C7", "between runs"].line()
+    )
+    off = by_claim(outlook(configs(("grpo", "grpo-sg"), 6, probes={"every": 0}), DEFAULT, "grpo", "grpo-sg"))
+    assert "probes.every" in off["C4", "between runs"].missing
+
+
+def test_a_pilot_gives_the_power_of_the_planned_size():
+    pilot = power_of(paired_study(12, 0.0, noise=0.03, rng=np.random.default_rng(0), unseen=0.3, train=0.7), ["C7"])
+    few, many = (
+        by_claim(outlook(configs(("grpo", "grpo-sg"), 8, evaluation={"prompts": n}), DEFAULT, "grpo", "grpo-sg", pilot))
+        for n in (400, 6400)
+    )
+    designs = [found["C7", "between runs"].design for found in (few, many)]
+    assert designs[0].sizes["answers"] == 400 and designs[1].sizes["answers"] == 6400
+    assert designs[1].supported > designs[0].supported + 0.1 and "power" in few["C7", "between runs"].line()
