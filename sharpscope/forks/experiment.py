@@ -6,15 +6,16 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 
 from sharpscope import distributed
 from sharpscope.config import ForkSpec, RunConfig, arm_method, arm_name, build_config, method_label, validate
+from sharpscope.config.forks import Comparison
 from sharpscope.config.policy import EMBEDDED_PREFIX, LocalBackend
 from sharpscope.errors import UserError, nearest
 from sharpscope.forks.outcomes import Reading, coefficient_gradient, matching_scale
@@ -116,8 +117,8 @@ def fork(
                 _note_methods(folder, name, start)
                 began = time.perf_counter()
                 for count, batch in enumerate(missing, 1):
-                    for row in _batch_rows(start, name, batch):
-                        writer.append("forks", row)
+                    # One append, so that an interruption never leaves a part of a batch.
+                    writer.append("forks", _joined(_batch_rows(start, name, batch)))
                     writer.flush()
                     left = (time.perf_counter() - began) / count * (len(missing) - count)
                     tell(
@@ -160,7 +161,7 @@ def _batch_rows(start: Start, name: str, batch: int) -> Iterator[dict[str, Any]]
             )
             seconds = time.perf_counter() - began
             began = time.perf_counter()
-            yield {**own, "comparison": comparison, **measured.columns(update, point, norm, seconds)}
+            yield {**own, "comparison": comparison, **measured.columns(update, point, seconds)}
             if comparison == "step":
                 yield {**own, "comparison": comparison, **_effect_columns(effects, update.sound, seconds)}
 
@@ -190,14 +191,14 @@ class _Measured:
             if "failure" in self.spec.outcomes
         }
 
-    def read(self, update: ArmUpdate, scale: float, *, matched: bool = True) -> _Point:
+    def read(self, update: ArmUpdate, scale: float) -> _Point:
         """Outcomes at the present weights, which are those of `update` times `scale`."""
         stats = {split: self.origin.scorer.statistics(fixed.rollouts) for split, fixed in self.sets.items()}
-        return _Point(self._readings(stats, update), scale, matched)
+        return _Point(self._readings(stats, update), scale)
 
     def matched(
         self,
-        comparison: Literal["norm", "kl"] | str,
+        comparison: Comparison,
         update: ArmUpdate,
         norm: float,
         step: _Point,
@@ -281,7 +282,7 @@ class _Measured:
                 found[outcome.replace("failure", "influence")] = inner(gradient, slope)
         return found
 
-    def columns(self, update: ArmUpdate, point: _Point, norm: float, seconds: float) -> dict[str, Any]:
+    def columns(self, update: ArmUpdate, point: _Point, seconds: float) -> dict[str, Any]:
         """Columns of the outcomes at a point."""
         names = list(point.readings)
         share = [point.readings[name].effective_share for name in names]
@@ -302,6 +303,16 @@ class _Measured:
     def _predicted(self, name: str, displacement: list[Tensor], scale: float) -> float | None:
         slope = self.gradients.get(name)
         return None if slope is None else _null(scale * inner(slope, displacement))
+
+
+def _joined(blocks: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Blocks of columns one after the other; a value that is not a list is that of all rows of its block."""
+    found: dict[str, list[Any]] = {}
+    for block in blocks:
+        rows = len(block["outcome"])
+        for name, value in block.items():
+            found.setdefault(name, []).extend(value if isinstance(value, list) else [value] * rows)
+    return found
 
 
 def _effect_columns(effects: Mapping[str, float], sound: bool, seconds: float) -> dict[str, Any]:
