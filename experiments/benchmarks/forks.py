@@ -100,7 +100,7 @@ def trained(folder: Path, task: str, steps: int) -> None:
 def section(task: str, run: Run) -> str:
     """The tables of one task: a row per arm, a table per state."""
     forks = run.forks
-    forks = forks[forks["fork"] == forks["fork"].value_counts().index[0]]
+    forks = forks[forks["fork"] == forks["fork"].iloc[-1]]  # the newest settings
     differences = fork_differences(forks)
     pair = forks[forks["arm"].isin([ALIGNED, SHUFFLED])]
     aligned = fork_differences(pair, reference=SHUFFLED) if pair["arm"].nunique() == 2 else None
