@@ -22,7 +22,7 @@ from sharpscope.analysis.power import (
 )
 from sharpscope.analysis.statistics import sign_flip_p, sign_flip_tests
 from tests.analysis.claims.frames import frame_run, paired_study, study
-from tests.analysis.claims.planted import alignment
+from tests.analysis.claims.planted import RATES, alignment
 
 LEVEL = 0.05
 
@@ -110,17 +110,56 @@ def test_the_recommended_size_decides_as_often_as_predicted():
         assert hits / studies > 0.72 and as_predicted(hits, studies, predicted)
 
 
+def accuracies(claim, n, effect, rng, scale=0.02):
+    """Runs whose held-out accuracies differ by `effect` from every rival's; a seed's luck is common to its runs."""
+    rivals = {"C7": ("grpo",), "C10": ("grpo", "grpo-sg-reverse", "grpo-sg-shuffled"), "C14": RATES}[claim]
+    runs = []
+    for seed in range(n):
+        level = 0.5 + 0.05 * rng.normal()
+        runs.append(frame_run("grpo-sg", seed, heldout=level + effect + scale * rng.normal(), train=0.7))
+        for rival in rivals:
+            value = level + scale * rng.normal()
+            if claim == "C14":
+                options = {"config": {"optimizer": {"lr": rival}}, "tag": f"-{rival:g}"}
+                runs.append(frame_run("grpo", seed, heldout=value, train=0.7, **options))
+            else:
+                runs.append(frame_run(rival, seed, heldout=value, train=0.7))
+    return study(*runs)
+
+
+def sharpnesses(claim, n, effect, rng, scale=0.1):
+    """Pairs whose sharpness differs by the factor 1 + effect, with lognormal noise."""
+    runs = []
+    for seed in range(n):
+        level = 0.3 * rng.normal()
+        for method, change in (("grpo", 0.0), ("grpo-sg", np.log1p(effect))):
+            runs.append(frame_run(method, seed, sharpness=float(np.exp(level + change + scale * rng.normal()))))
+    return study(*runs)
+
+
+def decided(claim, runs):
+    return decide(CLAIMS[claim], CLAIMS[claim].test(study_of(runs)), ("grpo", "grpo-sg"))
+
+
 @pytest.mark.slow
-def test_the_recommended_size_decides_whole_studies():
-    """The same with 200 studies of runs each."""
-    design, deviation = recommended()
-    rng, studies = np.random.default_rng(1), 200
-    for effect, verdict, predicted in ((0.02, "supported", design.supported), (0.0, "refuted", design.refuted)):
-        hits = 0
-        for _ in range(studies):
-            runs = paired_study(design.clusters, effect, noise=deviation / 2**0.5, rng=rng, unseen=0.3, train=0.7)
-            hits += verdict_of(runs, "C7").verdict == verdict
-        assert as_predicted(hits, studies, predicted), (effect, hits, predicted)
+@pytest.mark.parametrize(
+    ("claim", "make", "margin"),
+    [("C4", sharpnesses, -0.1), ("C7", accuracies, 0.02), ("C10", accuracies, 0.02), ("C14", accuracies, 0.02)],
+)
+def test_the_recommended_size_decides_200_whole_studies(claim, make, margin):
+    """Pilot, recommendation and studies all go through runs: right at least as often as `power` says, wrong at most 5 %."""
+    rng, studies = np.random.default_rng([2, *claim.encode()]), 200
+    found = power(decided(claim, make(claim, 60, 0.0, rng)), None, LEVEL)
+    n = next(d.clusters for d in (found.at(n, {}, LEVEL) for n in range(6, 200)) if min(d.supported, d.refuted) >= 0.8)
+    design = found.at(n, {}, LEVEL)
+    for effect, right, predicted in ((margin, "supported", design.supported), (0.0, "refuted", design.refuted)):
+        outcomes = [decided(claim, make(claim, n, effect, rng)).verdict for _ in range(studies)]
+        share, wrong = outcomes.count(right) / studies, {"supported": "refuted", "refuted": "supported"}[right]
+        print(
+            f"{claim}, n = {n}, effect {effect:g}: {right} {share:.1%} (predicted {predicted:.1%}), {wrong} {outcomes.count(wrong)}"
+        )
+        assert as_predicted(share * studies, studies, predicted)
+        assert outcomes.count(wrong) <= 0.05 * studies + 2 * (0.05 * 0.95 * studies) ** 0.5
 
 
 def test_the_cheapest_design_buys_answers_where_these_are_the_spread():
