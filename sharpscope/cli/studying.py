@@ -88,7 +88,7 @@ def declare(
 ) -> None:
     """Freeze the rules of a study's claims with a date and a hash, before its runs.
 
-    Written is FILE with the ending .declared.json, to be committed. `sharpscope claims RUNS --study FILE` checks and quotes it.
+    Written is study.declared.json beside study.yaml, to be committed. `sharpscope claims RUNS --study FILE` checks and quotes it.
 
     Example:
       sharpscope study declare experiments/study.yaml

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from sharpscope.analysis import claims
+from sharpscope.analysis.claims.base import Estimate, Finding, decide, directional, every
 from sharpscope.errors import UserError
 from tests.analysis.claims.frames import frame_run, paired_study, study, tokens_frame
 from tests.analysis.claims.planted import MAKERS
@@ -116,3 +117,46 @@ def test_other_settings_and_other_tasks_are_mixed_into_no_claim(claim):
     alone, among = verdict(study(*runs), claim), verdict(study(*others, *runs), claim)
     assert (alone.verdict, alone.n, alone.effect) == (among.verdict, among.n, among.effect)
     assert alone.p_value == among.p_value
+
+
+@pytest.mark.parametrize("claim", ["C4", "C7", "C8"])
+def test_a_method_that_hardly_turns_the_update_is_not_compared(claim):
+    runs = made(claim, "effect")
+    for run in runs.by_name.values():
+        run.steps["update_rotation"], run.steps["noise_rotation"] = 2.0, 60.0
+    found = verdict(runs, claim)
+    text = "the weights of grpo-sg turned the update by 2°, the batch's noise by 60°; the rule needs 5°"
+    assert found.verdict == "untestable" and found.reason == text
+    for run in runs.by_name.values():
+        run.steps["update_rotation"] = 20.0
+    assert verdict(runs, claim).verdict == "supported"
+
+
+def test_a_sample_that_can_give_only_one_verdict_gives_none():
+    """Seven pairs and six rivals: supported was possible, refuted was not, whatever the data."""
+    values = np.full(7, -1.0)
+    finding = Finding(Estimate("difference", -1.0, "share"), 7, every([directional(values, "higher", 0.02)] * 8))
+    found = decide(claims.CLAIMS["C10"], finding, ("a", "b"))
+    assert (
+        found.verdict == "untestable" and "no p below 0.0625 for refuted" in found.reason and "1 more" in found.reason
+    )
+    enough = np.full(8, -1.0)
+    finding = replace(finding, n=8, evidence=every([directional(enough, "higher", 0.02)] * 8))
+    assert decide(claims.CLAIMS["C10"], finding, ("a", "b")).verdict == "refuted"
+
+
+def test_the_fixed_order_marks_what_is_confirmatory():
+    """C7 and C10 are refuted, C4 between them is not: only C7 is confirmatory."""
+    runs = made("C10", "wrong")
+    found = {v.claim: v for v in claims.test_claims(runs, ["C4", "C7", "C10"])}
+    assert [found[name].verdict for name in ("C7", "C4", "C10")] == ["refuted", "untestable", "refuted"]
+    assert [found[name].confirmatory for name in ("C7", "C4", "C10")] == [True, False, False]
+    assert found["C10"].p_adjusted == 1.0 and found["C7"].p_adjusted == found["C7"].p_value
+
+
+def test_numbers_are_shown_in_points_and_per_cent():
+    found = verdict(made("C7", "effect"), "C7")
+    assert found.effect.text == f"{100 * found.effect.value:+.3g} points"
+    sharp = verdict(made("C4", "effect"), "C4").to_dict()
+    assert sharp["shown"].startswith(f"{100 * np.expm1(sharp['effect']['value']):+.3g} %")
+    assert -50 < 100 * np.expm1(sharp["effect"]["value"]) < -30
