@@ -74,7 +74,13 @@ def test_the_threshold_is_adamws_at_each_steps_rate_and_slices_are_differences(s
         if lr == 0:  # the last step's
             assert math.isnan(row["threshold"])
             continue
-        assert row["threshold"] == pytest.approx((2 + 2 * 0.9) / ((1 - 0.9) * lr)) == pytest.approx(38 / lr)
+        own = 2 / lr if row["quantity"] == "critical_sharpness" else (2 + 2 * 0.9) / ((1 - 0.9) * lr)
+        assert row["threshold"] == pytest.approx(own)
+        name = "critical_threshold" if row["quantity"] == "critical_sharpness" else "preconditioned_threshold"
+        probes = runs[row["seed"]].probes
+        recorded = probes.loc[(probes["quantity"] == name) & (probes["step"] == row["step"]), "value"]
+        assert len(recorded) and recorded.to_numpy() == pytest.approx(own)
+    assert set(values["quantity"]) == {"critical_sharpness", "preconditioned_largest"}
     slices = slice_values(study)
     assert (slices["step"] == 2).all()
     centre = slices[slices["point"] == 5]
@@ -96,8 +102,9 @@ def test_every_figure_of_the_surface_is_drawn_with_its_values(study):
     values = stability_values(study)
     for axis in pictures["stability"].figure.axes:
         drawn = {y for line in axis.lines if line.get_linestyle() == ":" for y in line.get_ydata()}
-        functional, split = axis.get_title("left").split(", ")
-        rows = values[(values["functional"] == functional) & values["probe_set"].str.contains(f"/{split}@")]
+        functional, _, split = axis.get_title("left").partition(", ")
+        place = values["probe_set"].str.contains(f"/{split}@") if split else values["probe_set"] == ""
+        rows = values[(values["functional"] == functional) & place]
         np.testing.assert_allclose(sorted(drawn), sorted(set(rows["threshold"].dropna())))
     titles = [axis.get_title() for axis in pictures["slices"].figure.axes]
     assert len(titles) == len(set(titles)) and any(figures_probes.DIRECTIONS["random"] in title for title in titles)
