@@ -57,7 +57,7 @@ def test_norms_and_shares_are_autograds(checkpoint: Path, tmp_path: Path):
     np.testing.assert_allclose(tokens["attribution"], expected.attribution, atol=1e-5)
     assert tokens["attribution"].sum() == pytest.approx(1, abs=1e-5)
     assert run.steps["grad_norm"][1] == pytest.approx(expected.gradient_norm, rel=1e-5)
-    # The last token of a row has no later position that attends to it, and of a first token nothing is left out: exact.
+    # The local tier leaves out the terms through other positions.
     local, exact = tokens["score_norm_local"].to_numpy(), expected.score_norm.numpy()
     assert (local <= exact * (1 + 1e-5)).all() and (local > 0.3 * exact).all()
     assert run.tokens(steps=[1])["attribution"].isna().all() and np.isnan(run.steps["grad_norm"][0])
