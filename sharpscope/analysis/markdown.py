@@ -6,21 +6,14 @@ from collections.abc import Mapping, Sequence
 
 from sharpscope.analysis.claims import LIMITS, versions
 from sharpscope.analysis.figures.style import Picture
-from sharpscope.analysis.report import Grid, Report, VerdictSection
-from sharpscope.analysis.spikes import Spike
-from sharpscope.analysis.text import escape_markdown, number, shown
-from sharpscope.analysis.token_text import piece_maker
-from sharpscope.traces import Run
-
-AROUND = 6
-"""Tokens shown on either side of a spike's token."""
-WIDTH = 80
-"""Characters of the token, and on either side of it."""
+from sharpscope.analysis.overview import Overview, Spot, spots_of
+from sharpscope.analysis.report import Report, VerdictSection
+from sharpscope.analysis.text import Grid, escape_markdown, number, shown
 
 
 def report_markdown(report: Report) -> str:
     """The whole report; images are the files beside it."""
-    lines = ["# sharpscope report", ""]
+    lines = ["# sharpscope report", "", *(_overview(report.overview) if report.overview is not None else [])]
     if report.messages:
         lines += ["## What to know first", "", *(f"- {escape_markdown(message)}" for message in report.messages), ""]
     lines += _verdicts(report)
@@ -46,7 +39,10 @@ def report_markdown(report: Report) -> str:
     lines += _spikes(report)
     events = report.event_grid
     lines += ["## Events", "", "No rule warned in these runs.", ""] if events is None else _grid(events, 2)
-    lines += _grid(report.sampler_grid, 3) if report.sampler_grid else []
+    if isinstance(report.sampler, Grid):
+        lines += _grid(report.sampler, 3)
+    elif report.sampler is not None:
+        lines += ["### Sampler against trainer", "", escape_markdown(report.sampler), ""]
     lines += _grid(report.cost_grid, 2)
     lines += [
         "## Make it again",
@@ -56,10 +52,29 @@ def report_markdown(report: Report) -> str:
     return "\n".join([*lines, ""])
 
 
+def _overview(screen: Overview) -> list[str]:
+    """The first screen."""
+    lines = [escape_markdown(screen.finding), ""] if screen.finding else []
+    lines += ["## What moved the model", ""]
+    for moved in screen.moved:
+        lines += [f"{escape_markdown(moved.run)}, {escape_markdown(moved.text)}, by share of its square:", ""]
+        lines += _tokens(moved.spots)
+        lines += [f"- prompt {share:+.1%}: {escape_markdown(shown(text))}" for share, text in moved.prompts]
+        lines += [""]
+    lines += [escape_markdown(screen.moved_text), ""] if screen.moved_text else []
+    for part in (screen.rotation, screen.sharpness, screen.result):
+        lines += (
+            _grid(part.grid, 2) if part.grid is not None else [f"## {part.title}", "", escape_markdown(part.text), ""]
+        )
+    lines += [f"Not in these tables: {escape_markdown(screen.more)}.", ""] if screen.more else []
+    return lines
+
+
 def _verdicts(report: Report) -> list[str]:
-    lines = ["## Verdicts", "", escape_markdown(LIMITS), ""]
+    lines = ["## Verdicts", ""]
+    lines += [escape_markdown(report.verdict_line), ""] if report.verdict_line else []
     lines += ["| claim | | verdict | effect | 95 % interval | p | n |", "|---|---|---|---|---|---|---|"]
-    for section in report.verdicts:
+    for section in report.judged:
         for v in versions(section.verdict):
             title = f"{v.title} ({v.version})" if v.version else v.title
             effect = "–" if v.effect is None else v.effect.text
@@ -68,7 +83,15 @@ def _verdicts(report: Report) -> list[str]:
             lines.append(
                 "| " + " | ".join(cell if cell.startswith("**") else escape_markdown(cell) for cell in cells) + " |"
             )
-    return [*lines, *(line for section in report.verdicts for line in ["", *_verdict(section)]), ""]
+    if not report.judged:
+        lines = lines[:-2]
+    lines += [line for section in report.judged for line in ["", *_verdict(section)]]
+    if report.untestable:
+        names = ", ".join(section.verdict.claim for section in report.untestable)
+        lines += ["", f"<details><summary>Untestable with these runs: {names}</summary>"]
+        lines += [line for section in report.untestable for line in ["", *_verdict(section)]]
+        lines += ["", "</details>"]
+    return [*lines, "", escape_markdown(LIMITS), ""]
 
 
 def _verdict(section: VerdictSection) -> list[str]:
@@ -105,28 +128,18 @@ def _spikes(report: Report) -> list[str]:
         for spike in choice.spikes:
             if spike.tokens is not None:
                 lines += [f"{escape_markdown(name)}, step {spike.step}, by share of the squared gradient norm:", ""]
-                lines += [*_tokens(choice.run, spike), ""]
+                lines += [*_tokens(spots_of(choice.run, spike)), ""]
     lines += [report.no_spikes, ""] if len(lines) == 2 else []
     return [*lines, *([escape_markdown(report.not_kept), ""] if report.not_kept else [])]
 
 
-def _tokens(run: Run, spike: Spike) -> list[str]:
+def _tokens(spots: Sequence[Spot]) -> list[str]:
     """One line per token, in its sentence."""
-    maker = piece_maker(run)
-    everything = run.tokens(steps=[spike.step], columns=["rollout", "position", "token_id"])
-    lines = []
-    for row in [] if spike.tokens is None else spike.tokens.to_dict("records"):
-        own = everything[everything["rollout"] == row["rollout"]].sort_values("position").reset_index(drop=True)
-        ids = [int(token) for token in own["token_id"]]
-        texts = [f"⟨{token}⟩" for token in ids] if maker is None else maker(ids)
-        at = int(own.index[own["position"] == row["position"]][0])
-        before, after = "".join(texts[max(0, at - AROUND) : at]), "".join(texts[at + 1 : at + 1 + AROUND])
-        text = f"{before[-WIDTH:]}▸{texts[at][:WIDTH]}◂{after[:WIDTH]}"
-        share = f"{row['attribution']:+.1%}"
-        lines.append(
-            f"- {share}, π = {row['probability']:.3g}, completion {row['rollout']}: {escape_markdown(shown(text))}"
-        )
-    return lines
+    return [
+        f"- {spot.share:+.1%}, π = {spot.probability:.3g}, completion {spot.rollout}: "
+        + escape_markdown(shown(f"{spot.before}▸{spot.token}◂{spot.after}"))
+        for spot in spots
+    ]
 
 
 def _grid(table: Grid, level: int) -> list[str]:

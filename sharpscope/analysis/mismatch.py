@@ -76,8 +76,13 @@ def mismatch_line(run: Run) -> str | None:
         f"sampler against trainer, last third: {whole['outside']:.2%} of ratios π/μ outside [0.9, 1.1]; KL(μ‖π) "
         f"k1 {whole['k1']:.2g}, k2 {whole['k2']:.2g}, k3 {whole['k3']:.2g} nats"
     )
+    return text + (f"; most at {worst_ranges(table)}" if whole["outside"] > 0 else "")
+
+
+def worst_ranges(table: pd.DataFrame) -> str:
+    """The range of positions and that of probabilities with the most ratios outside [0.9, 1.1]; `–` if none is."""
     worst = table[table["part"] != "all"].sort_values("outside", ascending=False, kind="stable")
     named = [
         f"{row.part} {row.range} ({row.outside:.1%})" for row in worst.groupby("part", sort=False).head(1).itertuples()
     ]
-    return text + (f"; most at {' and '.join(named)}" if whole["outside"] > 0 else "")
+    return " and ".join(named) if table.iloc[0]["outside"] > 0 else "–"

@@ -20,7 +20,8 @@ from sharpscope.analysis.figures.style import Picture
 from sharpscope.analysis.figures.surface import split_of
 from sharpscope.analysis.forks import COMPARISONS, fork_differences, fork_table
 from sharpscope.analysis.loading import Paths, quiet
-from sharpscope.analysis.mismatch import mismatch_table
+from sharpscope.analysis.mismatch import mismatch_table, worst_ranges
+from sharpscope.analysis.overview import Overview, overview, verdict_line
 from sharpscope.analysis.reliability import MISSING as RELIABILITY_MISSING
 from sharpscope.analysis.reliability import TARGET as RELIABLE
 from sharpscope.analysis.reliability import reliability_table
@@ -30,7 +31,7 @@ from sharpscope.analysis.tables.endpoints import endpoint_tables
 from sharpscope.analysis.tables.paper import Table, paper_tables
 from sharpscope.analysis.tables.summary import SUMMARY, interval_text, method_table, summary
 from sharpscope.analysis.terminal import peak_memory
-from sharpscope.analysis.text import number
+from sharpscope.analysis.text import Grid, number
 from sharpscope.traces import Run, Runs
 
 FORK_NOTE = (
@@ -49,16 +50,8 @@ MOST_EVENTS = 200
 MOST_ROWS = 100
 _TOLD_APART = 3
 _ESTIMATES = ("k1", "k2", "k3")
-
-
-@dataclass(frozen=True)
-class Grid:
-    """A table of text with a title and a note."""
-
-    title: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    note: str = ""
+SAMPLER_DIFFERS = 1e-3
+"""Mean difference of log-probabilities from which a sampler differs [nats]."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +97,7 @@ class Report:
     """Everything a report says.
 
     Attributes:
+        overview: the first screen; None if no run has a step.
         runs: all readable runs.
         source: where they were read from, as a shell takes it.
         messages: what a reader should know first.
@@ -111,13 +105,15 @@ class Report:
         verdicts: of every claim, in their order.
         tables: the paper's tables and those of where training ended.
         run_grid, event_grid, spike_grid, cost_grid: one row per run, event, spike, run.
-        sampler_grid: how far the sampler's log-probabilities are from the trainer's, rows by run and range.
+        sampler: how far the sampler's log-probabilities are from the trainer's: a table of the runs where they differ, or one
+            line; None if no run has the sampler's.
         spike_notes: the text if no spike or no completion can be shown.
         commands: what each command makes.
         choices: completions that are shown, by run.
         forks: counterfactual updates, one section for each set of settings.
     """
 
+    overview: Overview | None
     runs: Runs
     source: str
     messages: tuple[str, ...]
@@ -128,7 +124,7 @@ class Report:
     event_grid: Grid | None
     spike_grid: Grid | None
     cost_grid: Grid
-    sampler_grid: Grid | None
+    sampler: Grid | str | None
     no_spikes: str
     not_kept: str
     commands: Grid
@@ -142,6 +138,21 @@ class Report:
         result = {name: picture for section in sections for name, picture in section.figures.items()}
         result |= {section.picture.name: section.picture for section in self.forks}
         return {name: picture.figure for name, picture in result.items() if picture.figure is not None}
+
+    @property
+    def judged(self) -> tuple[VerdictSection, ...]:
+        """Claims that these runs can test."""
+        return tuple(section for section in self.verdicts if section.verdict.verdict != "untestable")
+
+    @property
+    def untestable(self) -> tuple[VerdictSection, ...]:
+        """Claims that these runs cannot test."""
+        return tuple(section for section in self.verdicts if section.verdict.verdict == "untestable")
+
+    @property
+    def verdict_line(self) -> str:
+        """How many claims can be judged, which, and what the others need."""
+        return verdict_line([section.verdict for section in self.verdicts], self.source)
 
     @property
     def summary(self) -> pd.DataFrame:
@@ -194,6 +205,7 @@ def build(
                 sections.append(_study_section(study, own))
         of_claims += [(picture.name, picture) for picture in claim_pictures(verdicts, whole)]
         return Report(
+            overview=overview(whole, not_kept(runs)),
             runs=runs,
             source=source,
             messages=tuple(_messages(runs, every)),
@@ -204,7 +216,7 @@ def build(
             event_grid=event_grid(runs),
             spike_grid=spike_grid(runs),
             cost_grid=cost_grid(runs),
-            sampler_grid=sampler_grid(runs),
+            sampler=sampler_part(runs),
             no_spikes=no_spikes(runs),
             not_kept=not_kept(runs),
             commands=command_grid(runs, given, source),
@@ -456,27 +468,35 @@ def reliability_grid(study: Study) -> Grid | None:
     return Grid("Reliability of sharpness", (*columns, "standard error", "seconds"), rows, note)
 
 
-def sampler_grid(runs: Runs) -> Grid | None:
-    """Sampler against trainer: all tokens of each run, then by position and by the sampler's probability."""
-    rows = [
-        (
-            name,
-            row["part"],
-            row["range"],
-            f"{row['tokens']:,}",
-            f"{row['outside']:.2%}",
-            *(number(row[k]) for k in _ESTIMATES),
-        )
-        for name, run in runs.by_name.items()
-        for row in mismatch_table(run).to_dict("records")
-    ]
-    if not rows:
+def sampler_part(runs: Runs) -> Grid | str | None:
+    """Sampler against trainer: a row for each run whose sampler differs, one line if none does; None without such data.
+
+    A sampler differs where some ratio is outside [0.9, 1.1] or the mean |k1|, k2 or k3 exceeds `SAMPLER_DIFFERS`.
+    """
+    tables = {name: mismatch_table(run) for name, run in runs.by_name.items()}
+    tables = {name: table for name, table in tables.items() if len(table)}
+    rows = []
+    for name, table in tables.items():
+        whole = table.iloc[0]
+        if whole["outside"] > 0 or max(abs(whole[k]) for k in _ESTIMATES) > SAMPLER_DIFFERS:
+            estimates = (number(whole[k]) for k in _ESTIMATES)
+            rows.append((name, f"{whole['tokens']:,}", f"{whole['outside']:.2%}", *estimates, worst_ranges(table)))
+    if not tables:
         return None
+    if not rows:
+        largest = max(abs(table.iloc[0][k]) for table in tables.values() for k in _ESTIMATES)
+        return (
+            f"The sampler's and the trainer's log-probabilities agree in {'all' if len(tables) > 1 else 'the'} "
+            f"{len(tables):,} run{'s' if len(tables) > 1 else ''}: no ratio is outside [0.9, 1.1], and no estimate of "
+            f"KL(μ‖π) exceeds {largest:.1g} nats."
+        )
     note = (
         "Ratio r = π/μ of the trainer's policy at the start of the step to the sampler's; KL(μ‖π) estimated by k1 = −ln r, "
         "k2 = (ln r)²/2, k3 = r − 1 − ln r. Probability: μ. A mean hides a few tokens that differ much."
     )
-    columns = ("run", "by", "range", "tokens", "r outside [0.9, 1.1]", "k1 [nats]", "k2 [nats]", "k3 [nats]")
+    if len(rows) < len(tables):
+        note += f" They agree in the other {len(tables) - len(rows):,} of {len(tables):,} runs."
+    columns = ("run", "tokens", "r outside [0.9, 1.1]", "k1 [nats]", "k2 [nats]", "k3 [nats]", "most outside at")
     return Grid("Sampler against trainer", columns, tuple(rows), note)
 
 

@@ -23,10 +23,11 @@ from sharpscope.analysis.comparison import Comparison
 from sharpscope.analysis.frames import natural, with_pooled
 from sharpscope.analysis.loading import quiet
 from sharpscope.analysis.mismatch import mismatch_line
+from sharpscope.analysis.overview import ROTATIONS, SHARPNESS, Overview, overview, probed_steps
 from sharpscope.analysis.spikes import Spike
 from sharpscope.analysis.statistics import accuracy_interval
-from sharpscope.analysis.study import last_step
-from sharpscope.analysis.text import number, printable
+from sharpscope.analysis.study import Study, last_step
+from sharpscope.analysis.text import number, printable, told_apart
 from sharpscope.analysis.token_text import Decode
 from sharpscope.analysis.weight_curve import weight_config
 from sharpscope.errors import UserError, nearest
@@ -37,8 +38,10 @@ WIDTH = 40
 SATURATED = 0.95
 CURVES = {
     "reward_mean": "reward",
-    "accuracy": "accuracy",
     "grad_norm": "gradient norm",
+    "gradient_rotation": "gradient turned by [°]",
+    "update_rotation": "update turned by [°]",
+    "accuracy": "accuracy",
     "entropy_mean": "entropy [nats]",
     "completion_length_mean": "length [tokens]",
     "truncated_fraction": "truncated [share]",
@@ -70,7 +73,7 @@ def sparkline(values: np.ndarray, width: int = WIDTH) -> str:
 
 
 def show(run: Run) -> RenderableType:
-    """Setting, curves, last evaluation, weights, events and cost of a run, to be printed by rich.
+    """Setting, curves, first screen (see `overview`), last evaluation, weights, events and cost of a run, to be printed by rich.
 
     Text from files is printed as it is: markup in it has no effect, control characters are replaced.
     """
@@ -78,10 +81,14 @@ def show(run: Run) -> RenderableType:
     if run.steps.empty:
         parts.append(Text("No step is recorded yet."))
     else:
-        parts += [_curves(run.steps.sort_values("step")), *_weights(run), *_updates(run), *_sampler(run)]
-        parts += [_cost(run)] if run.steps["training_s"].notna().any() else []
+        parts += [_curves(run), Text()]
+        screen = overview(Study({run.name: run}))
+        parts += [render_overview(screen)] if screen is not None else []
     if len(run.eval):
         parts.append(_evaluation(run))
+    if len(run.steps):
+        parts += [*_weights(run), *_updates(run), *_sampler(run)]
+        parts += [_cost(run)] if run.steps["training_s"].notna().any() else []
     parts += _events(run)
     parts += [Text(f"set aside: {printable(part)}: {printable(why)}", "red") for part, why in run.damaged.items()]
     return Group(*parts)
@@ -130,12 +137,22 @@ def imported_note(run: Run) -> str | None:
     return f"from {imported.get('from')}; not recorded: {'; '.join(lacks) or 'nothing is missing'}"
 
 
-def _curves(steps: pd.DataFrame) -> Table:
+def _curves(run: Run) -> Table:
+    """Sparklines: reward and gradient norm, then rotation and sharpness, then the rest."""
     table = Table("by step", "first third", "", "last third", box=None, pad_edge=False)
-    third = max(1, len(steps) // 3)
-    unrewarded = steps["reward_mean"].isna().all()  # the loss of a method with advantages says little
-    for column, name in (({"loss": "loss"} if unrewarded else {}) | CURVES).items():
-        values = pd.to_numeric(steps[column], errors="coerce").to_numpy(dtype=float)
+    steps = run.steps.sort_values("step")
+    series: dict[str, np.ndarray] = {}
+    if steps["reward_mean"].isna().all():  # the loss of a method with advantages says little
+        series["loss"] = _series(steps, "loss")
+    for column, name in CURVES.items():
+        values = _series(steps, column)
+        # Rotations are recorded at some steps only.
+        series[name] = values[np.isfinite(values)] if column in ROTATIONS else values
+    sharp = {name: probed_steps(run, quantity) for quantity, name in SHARPNESS.items()}
+    names = list(series)
+    cut = names.index(CURVES["update_rotation"]) + 1
+    for name, values in [(name, (series | sharp)[name]) for name in (*names[:cut], *sharp, *names[cut:])]:
+        third = max(1, len(values) // 3)
         if np.isfinite(values).any():
             table.add_row(
                 Text(name),
@@ -144,6 +161,47 @@ def _curves(steps: pd.DataFrame) -> Table:
                 number(values[-third:].mean(), "not a number"),
             )
     return table
+
+
+def _series(steps: pd.DataFrame, column: str) -> np.ndarray:
+    return pd.to_numeric(steps[column], errors="coerce").to_numpy(dtype=float)
+
+
+def render_overview(screen: Overview) -> RenderableType:
+    """The first screen: tokens in their sentences, then rotation, sharpness and results."""
+    parts: list[RenderableType] = []
+    if screen.finding:
+        parts += [Text(printable(screen.finding, 2000), "bold"), Text()]
+    for moved in screen.moved:
+        parts.append(Text(f"what moved {printable(moved.run)}: {printable(moved.text)}; shares of its square"))
+        table = Table.grid(padding=(0, 2))
+        table.add_column(justify="right", no_wrap=True)
+        table.add_column()
+        for spot in moved.spots:
+            style = "bold reverse " + ("dark_orange3" if spot.share < 0 else "deep_sky_blue3")
+            sentence = Text(visible(spot.before), "dim").append(f"▸{visible(spot.token)}◂", style)
+            sentence.append(visible(spot.after), "dim").append(f"  π = {number(spot.probability)}", "not dim")
+            table.add_row(f"{spot.share:+.1%}", sentence)
+        for share, text in moved.prompts:
+            table.add_row(f"{share:+.1%}", Text(f"prompt: {visible(text)}"))
+        parts += [table, Text()]
+    parts += [Text(printable(screen.moved_text, 400)), Text()] if screen.moved_text else []
+    for part in (screen.rotation, screen.sharpness, screen.result):
+        if part.grid is None:
+            parts.append(Text(f"{part.title}: {part.text}"))
+            continue
+        table = Table(
+            title=Text(f"{part.title}. {part.grid.note}"),
+            title_justify="left",
+            box=None,
+            pad_edge=False,
+        )
+        for number_, name in enumerate(part.grid.columns):
+            table.add_column(Text(name), justify="left" if number_ == 0 or name == "setting" else "right")
+        for row in part.grid.rows:
+            table.add_row(*(Text(printable(cell)) for cell in row))
+        parts += [table, Text()]
+    return Group(*parts)
 
 
 def _weights(run: Run) -> list[RenderableType]:
@@ -396,7 +454,7 @@ def render_spikes(spikes: Sequence[Spike], tokens_of: Callable[[int], pd.DataFra
         prompts = Table("share", "prompt", title="prompts")
         shown = spike.prompts.head(4)
         for share, text in zip(
-            shown["attribution"], _told_apart([visible(text) for text in shown["prompt"]]), strict=True
+            shown["attribution"], told_apart([visible(text) for text in shown["prompt"]]), strict=True
         ):
             prompts.add_row(f"{share:+.1%}", Text(text))
         ranges = Table("π", "share of the squared norm", "share of the tokens", title="probability ranges")
@@ -406,17 +464,6 @@ def render_spikes(spikes: Sequence[Spike], tokens_of: Callable[[int], pd.DataFra
             )
         parts += [prompts, ranges]
     return Group(*parts)
-
-
-def _told_apart(texts: list[str], width: int = 100) -> list[str]:
-    """The texts, cut to `width`, without a long common beginning (whole words)."""
-    same = 0
-    if len(set(texts)) > 1:
-        same = next((i for i, letters in enumerate(zip(*texts, strict=False)) if len(set(letters)) > 1), 0)
-        same = texts[0].rfind(" ", 0, same) + 1
-    if same > width // 4:
-        texts = ["… " + text[same:] for text in texts]
-    return [text if len(text) <= width else text[: width - 1] + "…" for text in texts]
 
 
 def watch(
@@ -460,7 +507,7 @@ def _look(path: str | Path) -> Run:
     """The run as it is now; its small tables are read, so that drawing does not fail half-way."""
     with quiet():  # the view says which parts are set aside
         run = load_run(path)
-        for table in ("steps", "eval", "events"):
+        for table in ("steps", "eval", "events", "probes", "updates"):
             getattr(run, table)
     return run
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import re
 import unicodedata
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import pandas as pd
 
@@ -31,6 +33,16 @@ NAMED = {
 }
 _MARKUP = re.compile(r"([\\`*_{}\[\]<>|#!~$&])")
 _KEPT = {"\n", "\t"}
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table of text with a title and a note."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    note: str = ""
 
 
 def printable(text: object, limit: int = 160) -> str:
@@ -81,3 +93,14 @@ def sampling(temperature: float, prefix: str = "T = ") -> str:
 def csv_text(frame: pd.DataFrame) -> str:
     """A frame as CSV whose text holds no control character: such files are shown by `cat` and opened by spreadsheets."""
     return frame.map(lambda value: printable(value, 10_000) if isinstance(value, str) else value).to_csv(index=False)
+
+
+def told_apart(texts: Sequence[str], width: int = 100) -> list[str]:
+    """The texts, cut to `width`, without a long common beginning (whole words)."""
+    same = 0
+    if len(set(texts)) > 1:
+        same = next((i for i, letters in enumerate(zip(*texts, strict=False)) if len(set(letters)) > 1), 0)
+        same = texts[0].rfind(" ", 0, same) + 1
+    if same > width // 4:
+        texts = ["… " + text[same:] for text in texts]
+    return [text if len(text) <= width else text[: width - 1] + "…" for text in texts]

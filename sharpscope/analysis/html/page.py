@@ -6,8 +6,7 @@ import base64
 import hashlib
 import json
 import math
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -20,6 +19,7 @@ from sharpscope.analysis.claims import LIMITS
 from sharpscope.analysis.completions import RULE, completions_dropped
 from sharpscope.analysis.figures.style import Picture, svg_text
 from sharpscope.analysis.html.tokens import token_view
+from sharpscope.analysis.overview import Moved, Spot
 from sharpscope.analysis.report import Report, VerdictSection
 from sharpscope.analysis.text import number, shown
 
@@ -41,7 +41,6 @@ def report_html(report: Report, pictures: Mapping[str, str] | None = None) -> st
         scripts = [*map(_asset, ("colors.js", "tokens.js", "view.js")), *scripts]
     css = _asset("report.css")
     methods = report.verdicts[0].verdict.methods if report.verdicts else ("–", "–")
-    counts = Counter(str(section.verdict.verdict) for section in report.verdicts)
     names = list(report.runs.by_name)
     return (
         _environment()
@@ -55,12 +54,15 @@ def report_html(report: Report, pictures: Mapping[str, str] | None = None) -> st
             data=list(data.items()),
             figure=lambda name, picture: _figure(name, picture, images[name]),
             p_text=_p_text,
+            token_link=_token_links(view, list(report.choices)),
+            percent=lambda share: f"{100 * share:+.1f} %".replace("-", "−"),
+            p3=number,
+            one_line=lambda text: " ".join(text.replace("\n", " ⏎ ").split(" ")),
             title=f"{len(names)} run{'s' if len(names) != 1 else ''}: {', '.join(names[:4])}{' …' if len(names) > 4 else ''}",
             baseline=methods[0],
             treatment=methods[1],
             signs=SIGNS,
             limits=LIMITS,
-            tally=[(outcome, counts[outcome]) for outcome in SIGNS if counts[outcome]],
             token_count=len(view["completions"]),
             token_rule=RULE,
             token_notes=view["notes"],
@@ -113,6 +115,17 @@ def _image(figure: Any, svg: str | None) -> tuple[str, int, int]:
 
 def _figure(name: str, picture: Picture, image: tuple[str, int, int]) -> dict[str, Any]:
     return {"name": name, "caption": picture.caption, "image": image[0], "width": image[1], "height": image[2]}
+
+
+def _token_links(view: Mapping[str, Any], names: Sequence[str]) -> Callable[[Moved, Spot], str]:
+    """A function that gives the address of a token in the token view, empty if its completion is not in the file."""
+    there = {(names[c["r"]], c["s"], c["n"]): c["r"] for c in view["completions"] if "t" in c}
+
+    def link(moved: Moved, spot: Spot) -> str:
+        run = there.get((moved.run, moved.step, spot.rollout))
+        return "" if run is None else f"#token-{run}-{moved.step}-{spot.rollout}-{spot.position}"
+
+    return link
 
 
 def _p_text(section: VerdictSection) -> str:

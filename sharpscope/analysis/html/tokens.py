@@ -196,7 +196,7 @@ def _spikes(choice: Choice, number: int, there: set[tuple[int, int]], prompts: P
             ]
             entry["ranges"] = [
                 {
-                    "range": f"{interval.left:g} to {interval.right:g}",
+                    "range": f"{max(interval.left, 0.0):g} to {interval.right:g}",
                     "share": _short(row["share"]),
                     "tokens": _short(row["tokens"]),
                 }

@@ -3,7 +3,7 @@
 (() => {
   let closed = [];
   window.addEventListener("beforeprint", () => {
-    closed = [...document.querySelectorAll("details.verdict:not([open]), details.spike:not([open])")];
+    closed = [...document.querySelectorAll("details.verdict:not([open]), details.untestable:not([open]), details.spike:not([open])")];
     for (const details of closed) details.open = true;
   });
   window.addEventListener("afterprint", () => {

@@ -154,11 +154,11 @@
     if (match) open(...match.slice(1).map(Number));
   }
 
-  function grid(columns, rows) {
+  function grid(name, columns, rows) {
     const table = make("table");
     const head = make("tr");
-    for (const name of columns) {
-      const cell = make("th", "", name);
+    for (const column of columns) {
+      const cell = make("th", "", column);
       cell.scope = "col";
       head.append(cell);
     }
@@ -175,7 +175,12 @@
       body.append(row);
     }
     table.append(top, body);
-    return table;
+    const box = make("div", "scroll");
+    box.tabIndex = 0;
+    box.setAttribute("role", "group");
+    box.setAttribute("aria-label", `${name}, table`);
+    box.append(table);
+    return box;
   }
 
   function percent(value) {
@@ -198,7 +203,6 @@
     const own = Tokens.visible(Tokens.piece(completion, index)).replace(/\n/g, "");
     link.append(before.length > SPOT ? `… ${before.slice(-SPOT)}` : before, make("mark", "", cut(own)),
       cut(near(index + 1, Math.min(completion.t.length, index + 6))));
-    link.addEventListener("click", () => setTimeout(follow));
     return link;
   }
 
@@ -212,11 +216,11 @@
         box.append(make("p", "small", "No attribution was recorded at this step (recording.token_gradients_every, recording.spike_z)."));
       } else {
         box.append(make("h3", "", "Its tokens, by share of the squared gradient norm"),
-          grid(["share", "π", "token, in its sentence"], spike.spots.map((one) => [percent(one.share), Colors.format(one.p), spot(spike, one)])),
+          grid("Tokens of the spike", ["share", "π", "token, in its sentence"], spike.spots.map((one) => [percent(one.share), Colors.format(one.p), spot(spike, one)])),
           make("h3", "", "Their prompts"),
-          grid(["share", "prompt"], spike.prompts.map((one) => [percent(one.share), Tokens.longText("span", "", data.prompts[one.p], 300)])),
+          grid("Prompts of the spike", ["share", "prompt"], spike.prompts.map((one) => [percent(one.share), Tokens.longText("span", "", data.prompts[one.p], 300)])),
           make("h3", "", "Ranges of probability"),
-          grid(["π", "share of the squared norm", "share of the tokens"], spike.ranges.map((one) => [one.range, percent(one.share), percent(one.tokens).replace("+", "")])));
+          grid("Ranges of probability", ["π", "share of the squared norm", "share of the tokens"], spike.ranges.map((one) => [one.range, percent(one.share), percent(one.tokens).replace("+", "")])));
       }
       place.append(box);
     });
@@ -250,5 +254,9 @@
     list.children[first]?.querySelector("summary")?.focus();
   });
   window.addEventListener("hashchange", follow);
+  /* A second click on the same link changes no hash. */
+  document.addEventListener("click", (event) => {
+    if (event.target.closest("a.spot")) setTimeout(follow);
+  });
   follow();
 })();

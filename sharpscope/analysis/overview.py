@@ -1,0 +1,574 @@
+"""The first screen of a report and of `show`: what moved the model, rotation, sharpness, results; one line of verdicts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+
+from sharpscope.analysis.claims.base import Verdict
+from sharpscope.analysis.comparison import Z, mean_over_steps
+from sharpscope.analysis.frames import with_pooled
+from sharpscope.analysis.spikes import Spike, explain_spikes
+from sharpscope.analysis.statistics import accuracy_interval, contrast_interval, mean_interval
+from sharpscope.analysis.study import Setting, Study, studies
+from sharpscope.analysis.text import Grid, number, printable, sampling, told_apart
+from sharpscope.analysis.token_text import piece_maker
+from sharpscope.traces import Run
+
+SETTINGS = 4
+"""Settings that are shown; the others follow further down in the report."""
+TOKENS = 4
+PROMPTS = 2
+AROUND = 7
+"""Tokens on either side of a token in its sentence."""
+WIDTH = 80
+"""Characters of the token, and on either side of it."""
+
+ROTATIONS = {
+    "gradient_rotation": "gradient [°]",
+    "update_rotation": "optimizer's step [°]",
+    "noise_rotation": "noise [°]",
+}
+SHARPNESS = {"sam": "SAM sharpness", "critical_sharpness": "critical sharpness"}
+NONE = (math.nan, math.nan)
+
+
+@dataclass(frozen=True)
+class Spot:
+    """A token in its sentence, and its share of the squared gradient norm."""
+
+    share: float
+    probability: float
+    rollout: int
+    position: int
+    before: str
+    token: str
+    after: str
+
+
+@dataclass(frozen=True)
+class Moved:
+    """The tokens and prompts with the largest shares of one update: `prompts` are (share, text)."""
+
+    run: str
+    step: int
+    text: str
+    spots: tuple[Spot, ...]
+    prompts: tuple[tuple[float, str], ...]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A quarter of the screen: a table, or the sentence that stands for it."""
+
+    title: str
+    grid: Grid | None
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Overview:
+    """The first screen.
+
+    Attributes:
+        name: the study that is shown.
+        finding: what was found, in sentences computed from the traces.
+        moved: updates whose tokens and prompts are shown; `moved_text` says what else is known, or why there are none.
+        rotation, sharpness, result: the tables.
+        more: what the screen leaves out; empty if nothing.
+    """
+
+    name: str
+    finding: str
+    moved: tuple[Moved, ...]
+    moved_text: str
+    rotation: Part
+    sharpness: Part
+    result: Part
+    more: str = ""
+
+
+@dataclass(frozen=True)
+class Change:
+    """A quantity of a run at its start and end, and the change, each with half of a 95 % interval (NaN: none)."""
+
+    start: tuple[float, float]
+    end: tuple[float, float]
+    change: tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A quantity that changes over a run.
+
+    `difference` is that of two runs of one seed at their ends, with half of its interval.
+    """
+
+    name: str
+    of: Callable[[Run], Change | None]
+    difference: Callable[[Run, Run], tuple[float, float] | None]
+
+
+def overview(whole: Study, moved_text: str = "") -> Overview | None:
+    """The first screen of the runs; None if no run has a step.
+
+    Of several studies that with the most runs is shown, of many settings the pair's and those with the most seeds. A run
+    alone has intervals over prompts (sharpness, accuracy) or steps (reward); several seeds have t-intervals over seeds.
+
+    Args:
+        whole: the runs, with the results of C3's reducer if its tokens were read.
+        moved_text: why no token can be shown, if that is not because none was recorded.
+    """
+    every = [study for study in studies(whole) if study.settings]
+    if not every:
+        return None
+    study = max(every, key=lambda one: len(one.each()))
+    settings = _chosen(study)
+    moved = _moved(study, settings)
+    sharp = [measure for name in SHARPNESS if (measure := _sharpness_measure(settings, name)) is not None]
+    results = _result_measures(settings)
+    hidden = len(study.settings) - len(settings)
+    parts = [f"{hidden} settings more" if hidden > 1 else "1 setting more"] if hidden else []
+    parts += (
+        [f"{len(every) - 1} other task or policy" if len(every) == 2 else f"{len(every) - 1} other tasks or policies"]
+        if every[1:]
+        else []
+    )
+    return Overview(
+        study.name,
+        _finding(study, settings, moved, sharp, results),
+        moved,
+        " ".join(filter(None, [_concentration(study, settings), "" if moved else moved_text or NO_SHARES])),
+        _rotation(settings),
+        _part("Sharpness at start and end", study, settings, sharp, "not recorded (probes.preset)"),
+        _part("Result", study, settings, results, "no reward and no evaluation were recorded"),
+        " and ".join(parts),
+    )
+
+
+NO_SHARES = "No token's share of the gradient was recorded (recording.token_gradients_every)."
+
+
+def verdict_line(verdicts: Sequence[Verdict], source: str = "") -> str:
+    """How many claims can be judged, which, and what the others need."""
+    if not verdicts:
+        return ""
+    judged = [verdict for verdict in verdicts if verdict.verdict != "untestable"]
+    text = f"{len(judged)} of {len(verdicts)} claims can be judged"
+    by_outcome = [
+        f"{outcome}: {', '.join(v.claim for v in judged if v.verdict == outcome)}"
+        for outcome in ("supported", "refuted", "inconclusive")
+        if any(v.verdict == outcome for v in judged)
+    ]
+    text += f" ({'; '.join(by_outcome)})" if by_outcome else ""
+    if len(judged) < len(verdicts):
+        text += f"; the others need more seeds or settings: see `{f'sharpscope power {source}'.strip()}`"
+    return text + "."
+
+
+def _chosen(study: Study) -> list[Setting]:
+    """The settings of the pairs first, the baseline's before the treatment's, then those with the most seeds."""
+    pairs = study.pairing().pairs
+    names = [name for pair in pairs[:1] for name in (pair.baseline, pair.treatment)]
+    first = [
+        setting
+        for name in names
+        for setting in study.settings
+        if any(run is study.runs[name] for run in setting.runs.values())
+    ]
+    rest = sorted(
+        (s for s in study.settings if s not in first), key=lambda s: (s.method != study.baseline, -len(s.runs))
+    )
+    return [*first, *rest][:SETTINGS]
+
+
+# -- what moved the model ----------------------------------------------------------------------------------------------
+
+
+def largest_update(run: Run, tokens: int = TOKENS) -> Spike | None:
+    """The largest spike with attribution; without one, the step with attribution whose gradient is the largest."""
+    found = [s for s in explain_spikes(run, top=tokens, largest=1) if s.tokens is not None]
+    return max(found, key=lambda s: -math.inf if math.isnan(s.z) else s.z) if found else None
+
+
+def spots_of(run: Run, spike: Spike) -> list[Spot]:
+    """The tokens of a spike in their sentences; ids where the run has no readable tokenizer."""
+    if spike.tokens is None:
+        return []
+    maker = piece_maker(run)
+    everything = run.tokens(steps=[spike.step], columns=["rollout", "position", "token_id"])
+    result = []
+    for row in spike.tokens.to_dict("records"):
+        own = everything[everything["rollout"] == row["rollout"]].sort_values("position").reset_index(drop=True)
+        ids = [int(token) for token in own["token_id"]]
+        texts = [f"⟨{token}⟩" for token in ids] if maker is None else maker(ids)
+        at = int(own.index[own["position"] == row["position"]][0])
+        before, after = "".join(texts[max(0, at - AROUND) : at]), "".join(texts[at + 1 : at + 1 + AROUND])
+        numbers = (float(row["attribution"]), float(row["probability"]), int(row["rollout"]), int(row["position"]))
+        result.append(Spot(*numbers, before[-WIDTH:], texts[at][:WIDTH], after[:WIDTH]))
+    return result
+
+
+def _moved(study: Study, settings: Sequence[Setting]) -> tuple[Moved, ...]:
+    """One update of the first run of each of the first two settings; of one setting, of its first run."""
+    result = []
+    for setting in settings[:2]:
+        run = next(iter(setting.runs.values()))
+        if run.reduced is not None or not run.rows("tokens"):
+            continue  # a sample of tokens does not hold the largest ones
+        spike = largest_update(run)
+        if spike is None or spike.prompts is None:
+            continue
+        what = (
+            "largest gradient with attribution"
+            if math.isnan(spike.z)
+            else f"spike, {spike.z:.1f} robust standard deviations"
+        )
+        shown = spike.prompts.head(PROMPTS)
+        texts = told_apart([str(text) for text in shown["prompt"]], 140)
+        result.append(
+            Moved(
+                run.name,
+                spike.step,
+                f"step {spike.step} ({what}), gradient norm {number(spike.grad_norm)}",
+                tuple(spots_of(run, spike)),
+                tuple(zip(map(float, shown["attribution"]), texts, strict=True)),
+            )
+        )
+    return tuple(result)
+
+
+def _concentration(study: Study, settings: Sequence[Setting]) -> str:
+    """The share of Σ|c|·‖∇ ln π‖ that the largest hundredth of the tokens holds; empty if norms were not recorded."""
+    parts = []
+    for setting in settings[:2]:
+        results = study.results_of("C3", setting)
+        if results:
+            curves = [np.interp(0.99, np.linspace(0, 1, len(r.values["lorenz"])), r.values["lorenz"]) for r in results]
+            parts.append(f"{1 - float(np.mean(curves)):.0%} ({setting.label})")
+    return (
+        f"The largest 1 % of the tokens hold {' and '.join(parts)} of the token gradients' summed norms."
+        if parts
+        else ""
+    )
+
+
+# -- rotation ------------------------------------------------------------------------------------------------------------
+
+
+def rotation_of(run: Run, column: str) -> float:
+    """Mean over the recorded steps [degrees]; NaN where it was not recorded."""
+    return float(pd.to_numeric(run.steps[column], errors="coerce").mean()) if column in run.steps else math.nan
+
+
+def _rotation(settings: Sequence[Setting]) -> Part:
+    title = "How far the method turned the gradient"
+    rows = []
+    for setting in settings:
+        each = [[rotation_of(run, column) for run in setting.runs.values()] for column in ROTATIONS]
+        if np.isfinite(each).any():
+            rows.append((setting.label, *(_over_seeds([(value, math.nan) for value in values], 1) for values in each)))
+    if not rows:
+        return Part(title, None, "not recorded (recording.rotation_every)")
+    note = "Mean angle to the gradient and step of the reference objective on the same rollouts. Noise: of a batch's gradient."
+    return Part(title, Grid(title, ("setting", *ROTATIONS.values()), tuple(rows), note))
+
+
+def interval_text(value: float, half: float) -> str:
+    """`0.0431 ± 0.0012`: as many digits as two of the interval need; three significant ones without an interval."""
+    if not math.isfinite(value):
+        return "–" if math.isnan(value) else number(value)
+    if not (math.isfinite(half) and half > 0):
+        return number(value)
+    digits = min(max(1 - math.floor(math.log10(half)), 0), 12)
+    return f"{value:.{digits}f} ± {half:.{digits}f}"
+
+
+# -- start and end -------------------------------------------------------------------------------------------------------
+
+
+def _part(title: str, study: Study, settings: Sequence[Setting], measures: Sequence[Measure], why: str) -> Part:
+    rows: list[tuple[str, ...]] = []
+    single = True
+    for measure in measures:
+        for setting in settings:
+            found = [change for run in setting.runs.values() if (change := measure.of(run)) is not None]
+            if found:
+                single = single and len(found) == 1
+                cells = (_over_seeds([getattr(one, part) for one in found]) for part in ("start", "end", "change"))
+                rows.append((measure.name, setting.label, *cells))
+        difference = pair_difference(study, measure)
+        if difference is not None:
+            text, _, n = difference
+            rows.append((measure.name, f"{study.treatment} − {study.baseline}, {n} pair{'s' * (n > 1)}", "", text, ""))
+    if not rows:
+        return Part(title, None, why)
+    note = "±: 95 % interval over prompts or steps of one run" if single else "±: 95 % interval over seeds"
+    return Part(title, Grid(title, ("quantity", "setting", "start", "end", "change"), tuple(rows), note + "."))
+
+
+def pair_difference(study: Study, measure: Measure) -> tuple[str, tuple[float, float], int] | None:
+    """(text, (mean, half of the interval), number of pairs) of treatment − baseline at the end; None without pairs.
+
+    One pair: over prompts or steps. Several: `contrast_interval` over pairs.
+    """
+    runs = [(study.finished[p.baseline], study.finished[p.treatment]) for p in study.pairing().pairs]
+    found = [value for pair in runs if (value := measure.difference(*pair)) is not None]
+    if not found:
+        return None
+    if len(found) == 1:
+        value, half = found[0]
+        return interval_text(value, half), (value, half), 1
+    means = np.array([value for value, _ in found])
+    interval = contrast_interval(means)
+    mean = float(means.mean())
+    if interval is None:
+        return interval_text(mean, math.nan), (mean, math.nan), len(found)
+    half = max(mean - interval.low, interval.high - mean)
+    return f"{number(mean)} [{number(interval.low)}, {number(interval.high)}]", (mean, half), len(found)
+
+
+def _over_seeds(values: Sequence[tuple[float, float]], digits: int | None = None) -> str:
+    """Mean over the runs that have a value ± half of its interval: the run's own of one run, a t-interval of several."""
+    finite = [(value, half) for value, half in values if math.isfinite(value)]
+    if not finite:
+        return "–"
+    mean, half = finite[0]
+    if len(finite) > 1:
+        numbers = [value for value, _ in finite]
+        interval = mean_interval(numbers, "t")
+        mean, half = float(np.mean(numbers)), math.nan if interval is None else interval.high - float(np.mean(numbers))
+    if digits is None:
+        return interval_text(mean, half)
+    return f"{mean:.{digits}f}" + (f" ± {half:.{digits}f}" if math.isfinite(half) else "")
+
+
+def _sharpness_measure(settings: Sequence[Setting], quantity: str) -> Measure | None:
+    """A measure of sharpness at the middle radius on the training half of the probe set, of `nll` where it was probed."""
+    runs = [run for setting in settings for run in setting.runs.values()]
+    functionals = {str(name) for run in runs for name in _probed(run, quantity)["functional"].dropna().unique()}
+    if not any(len(_probed(run, quantity)) for run in runs):
+        return None
+    functional = "nll" if "nll" in functionals else min(functionals, default="")
+
+    def rows_of(run: Run) -> pd.DataFrame:
+        rows = _probed(run, quantity)
+        rows = rows[rows["functional"].fillna("") == functional] if functional else rows
+        # an update has no probe set
+        rows = rows[
+            rows["probe_set"].fillna("").str.contains("/train@")
+            | ~rows["probe_set"].fillna("").str.contains("/heldout@")
+        ]
+        return _one_radius(rows).sort_values("step", kind="stable")
+
+    def of(run: Run) -> Change | None:
+        rows = rows_of(run)
+        if rows.empty:
+            return None
+        first, last = rows.iloc[0], rows.iloc[-1]
+        ends = [(float(row["value"]), Z * float(row["prompt_std_error"])) for row in (first, last)]
+        if first["step"] == last["step"]:
+            return Change(ends[0], NONE, NONE)
+        return Change(*ends, _paired(run, first, run, last))
+
+    def difference(a: Run, b: Run) -> tuple[float, float] | None:
+        both = [rows_of(run) for run in (a, b)]
+        if any(rows.empty for rows in both):
+            return None
+        return _paired(a, both[0].iloc[-1], b, both[1].iloc[-1])
+
+    return Measure(SHARPNESS[quantity], of, difference)
+
+
+def _one_radius(rows: pd.DataFrame) -> pd.DataFrame:
+    """Rows at the middle radius of the grid, which claims read too; all rows of a measure without a radius."""
+    radii = np.sort(rows["rho"].dropna().unique())
+    return rows[np.isclose(rows["rho"], radii[(len(radii) - 1) // 2], rtol=1e-6)] if len(radii) else rows
+
+
+def _probed(run: Run, quantity: str) -> pd.DataFrame:
+    """Estimates of a quantity over all parameters that have a value and converged."""
+    rows = run.probes
+    good = rows["value"].notna() & ~rows["converged"].isin([False]) & (rows["parameters"] == "all")
+    return rows[good & (rows["quantity"] == quantity)]
+
+
+def _paired(run_a: Run, a: pd.Series, run_b: Run, b: pd.Series) -> tuple[float, float]:
+    """Difference b − a of two estimates, with half of its interval over the prompts that both were made on.
+
+    NaN where the values by prompt were not recorded, or not on the same prompts.
+    """
+    difference = float(b["value"]) - float(a["value"])
+    if a["probe_set"] != b["probe_set"]:
+        return difference, math.nan
+    values = [_by_prompt(run, row) for run, row in ((run_a, a), (run_b, b))]
+    if len(values[0]) < 2 or set(values[0].index) != set(values[1].index):
+        return difference, math.nan
+    each = (values[1] - values[0]).to_numpy(dtype=float)
+    return difference, Z * float(each.std(ddof=1)) / math.sqrt(len(each))
+
+
+def _by_prompt(run: Run, row: pd.Series) -> pd.Series:
+    frame = run.probe_prompts
+    same = np.ones(len(frame), dtype=bool)
+    for key in ("step", "probe_set", "functional", "parameters", "quantity", "rho", "seed"):
+        same &= (frame[key].isna() if pd.isna(row[key]) else frame[key] == row[key]).to_numpy(dtype=bool)
+    return frame[same].drop_duplicates("prompt").set_index("prompt")["value"]
+
+
+def _result_measures(settings: Sequence[Setting]) -> list[Measure]:
+    """Reward of the first and last third of the steps, and accuracy at the first and last evaluation."""
+    runs = [run for setting in settings for run in setting.runs.values()]
+    measures = []
+    if any(run.steps["reward_mean"].notna().any() for run in runs):
+        measures.append(Measure("reward", _reward, _independent(_reward)))
+    for split, name in (("heldout", "held-out accuracy"), ("unseen", "unseen accuracy")):
+        temperatures = {float(t) for run in runs for t in _evaluated(run, split)["temperature"].unique()}
+        if temperatures:
+            chosen = 1.0 if 1.0 in temperatures else min(temperatures)
+            of = _accuracy(split, chosen)
+            measures.append(Measure(f"{name}, {sampling(chosen)}", of, _independent(of)))
+    return measures
+
+
+def _reward(run: Run) -> Change | None:
+    values = pd.to_numeric(run.steps.sort_values("step")["reward_mean"], errors="coerce").to_numpy(dtype=float)
+    if not np.isfinite(values).any():
+        return None
+    third = max(1, len(values) // 3)
+    ends = [mean_over_steps(part) for part in (values[:third], values[-third:])]
+    return (
+        _change(*((mean, Z * error) for mean, error in ends))
+        if len(values) > 1
+        else Change((float(values[0]), math.nan), NONE, NONE)
+    )
+
+
+def _evaluated(run: Run, split: str) -> pd.DataFrame:
+    return run.eval[(run.eval["task"] == run.task) & (run.eval["split"] == split)]
+
+
+def _accuracy(split: str, temperature: float) -> Callable[[Run], Change | None]:
+    def of(run: Run) -> Change | None:
+        rows = _evaluated(run, split)
+        rows = rows[rows["temperature"] == temperature]
+        if rows.empty:
+            return None
+        first, last = (_pooled(rows[rows["step"] == step]) for step in (rows["step"].min(), rows["step"].max()))
+        return Change(first, NONE, NONE) if rows["step"].nunique() == 1 else _change(first, last)
+
+    return of
+
+
+def _pooled(rows: pd.DataFrame) -> tuple[float, float]:
+    """Accuracy over all levels, and the longer arm of its interval over prompts."""
+    pooled = with_pooled(rows, "accuracy")
+    accuracy = float(pooled.loc[pooled["level"] == "all", "value"].iloc[-1])
+    levels = rows[rows["level"] != "all"] if (rows["level"] != "all").any() else rows
+    weight = levels["n"] * levels["k"] / (levels["n"] * levels["k"]).sum()
+    error = math.sqrt(float(((weight * levels["std_error"]) ** 2).sum(skipna=False)))
+    prompts = int(levels["n"].sum())
+    ends = accuracy_interval(accuracy, error, prompts, float((levels["n"] * levels["k"]).sum() / prompts))
+    return accuracy, max(accuracy - ends.low, ends.high - accuracy)
+
+
+def _change(start: tuple[float, float], end: tuple[float, float]) -> Change:
+    return Change(start, end, (end[0] - start[0], math.hypot(start[1], end[1])))
+
+
+def _independent(of: Callable[[Run], Change | None]) -> Callable[[Run, Run], tuple[float, float] | None]:
+    """The difference of two runs at their ends, as if their intervals were independent."""
+
+    def difference(a: Run, b: Run) -> tuple[float, float] | None:
+        first, second = of(a), of(b)
+        if first is None or second is None or not math.isfinite(second.end[0] - first.end[0]):
+            return None
+        return second.end[0] - first.end[0], math.hypot(first.end[1], second.end[1])
+
+    return difference
+
+
+# -- the finding ---------------------------------------------------------------------------------------------------------
+
+
+def _finding(
+    study: Study,
+    settings: Sequence[Setting],
+    moved: Sequence[Moved],
+    sharp: Sequence[Measure],
+    results: Sequence[Measure],
+) -> str:
+    """One to four sentences: the largest token, rotation, and what changed or differs by more than its interval."""
+    said = []
+    if moved and moved[0].spots:
+        one = moved[0]
+        spot = max(one.spots, key=lambda each: abs(each.share))
+        said.append(
+            f"One token, {_quoted(spot.token)} (π = {number(spot.probability)}), holds {spot.share:+.0%} of the squared gradient norm of "
+            f"{one.run} at step {one.step}."
+        )
+    pairs = study.pairing().pairs
+    turned = [setting for setting in settings if setting.method != study.baseline][: 1 if pairs else None]
+    for setting in turned:
+        angle, noise = (
+            _mean([rotation_of(run, column) for run in setting.runs.values()])
+            for column in ("update_rotation", "noise_rotation")
+        )
+        if math.isfinite(angle):
+            compared = f"; the noise of a batch turns the gradient by {noise:.0f}°" if math.isfinite(noise) else ""
+            said.append(
+                f"{setting.label} turns the optimizer's step by {angle:.1f}° from the reference objective's{compared}."
+            )
+    measures = [*sharp[:1], *results]
+    if pairs:
+        differences = [(measure.name, pair_difference(study, measure)) for measure in measures]
+        known = [(name, found) for name, found in differences if found is not None and math.isfinite(found[1][1])]
+        clear = [f"{name} ({found[0]})" for name, found in known if abs(found[1][0]) > found[1][1]]
+        unclear = [f"{name} ({found[0]})" for name, found in known if abs(found[1][0]) <= found[1][1]]
+        both = f"{study.treatment} − {study.baseline}"
+        if clear:
+            said.append(f"{both}, differences larger than their 95 % interval: {', '.join(clear)}.")
+        if unclear:
+            also = "no other difference" if clear else "no difference"
+            said.append(f"{both}: {also} is larger than its 95 % interval: {', '.join(unclear)}.")
+        if len(pairs) == 1 and known:
+            said.append("One seed each says nothing about other seeds.")
+    elif len(study.each()) == 1:
+        run = study.each()[0][2]
+        said += [text for measure in measures[:2] if (text := _changed(measure, run))]
+    return " ".join(said)
+
+
+def _changed(measure: Measure, run: Run) -> str:
+    found = measure.of(run)
+    if found is None or not math.isfinite(found.change[0]):
+        return ""
+    value, half = found.change
+    arrow = f"{measure.name} went from {number(found.start[0])} to {number(found.end[0])}"
+    if not math.isfinite(half):
+        return f"{arrow[0].upper()}{arrow[1:]}."
+    beyond = "more" if abs(value) > half else "no more"
+    return f"{arrow[0].upper()}{arrow[1:]} (change {interval_text(value, half)}, {beyond} than its 95 % interval)."
+
+
+def _mean(values: Sequence[float]) -> float:
+    finite = [value for value in values if math.isfinite(value)]
+    return float(np.mean(finite)) if finite else math.nan
+
+
+def _quoted(token: str) -> str:
+    return f"“{printable(token.replace(chr(10), '⏎').strip(' ') or '␣', 30)}”"
+
+
+def probed_steps(run: Run, quantity: str) -> np.ndarray:
+    """Values by step of a sharpness measure of one run, for a sparkline; empty if it was not recorded."""
+    rows = _one_radius(_probed(run, quantity)).fillna({"functional": "", "probe_set": ""})
+    if rows.empty:
+        return np.zeros(0)
+    first = rows.iloc[0]
+    same = rows[(rows["functional"] == first["functional"]) & (rows["probe_set"] == first["probe_set"])]
+    return same.groupby("step")["value"].mean().sort_index().to_numpy(dtype=float)
