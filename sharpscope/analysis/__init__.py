@@ -8,7 +8,7 @@ from sharpscope.analysis.comparison import Comparison, compare
 from sharpscope.analysis.forks import batches_needed, fork_differences
 from sharpscope.analysis.loading import load_several, nothing_found
 from sharpscope.analysis.spikes import explain_spikes, find_spikes
-from sharpscope.analysis.terminal import render_spikes, render_tokens, show, top_tokens, watch
+from sharpscope.analysis.terminal import render_overview, render_spikes, render_tokens, show, top_tokens, watch
 from sharpscope.analysis.token_text import piece_maker, token_decoder
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ __all__ = [
     "piece_maker",
     "probe_pictures",
     "reduce_runs",
+    "render_overview",
     "render_spikes",
     "render_tokens",
     "show",

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
 
-from sharpscope.analysis.claims.base import Verdict
 from sharpscope.analysis.comparison import Z, mean_over_steps
 from sharpscope.analysis.frames import with_pooled
 from sharpscope.analysis.spikes import Spike, explain_spikes
@@ -18,6 +18,9 @@ from sharpscope.analysis.study import Setting, Study, studies
 from sharpscope.analysis.text import Grid, number, printable, sampling, told_apart
 from sharpscope.analysis.token_text import piece_maker
 from sharpscope.traces import Run
+
+if TYPE_CHECKING:  # claims need the plotting library, which `show` does not
+    from sharpscope.analysis.claims.base import Verdict
 
 SETTINGS = 4
 """Settings that are shown; the others follow further down in the report."""

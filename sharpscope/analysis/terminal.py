@@ -83,7 +83,8 @@ def show(run: Run) -> RenderableType:
     else:
         parts += [_curves(run), Text()]
         screen = overview(Study({run.name: run}))
-        parts += [render_overview(screen)] if screen is not None else []
+        if screen is not None:
+            parts += [Text(printable(screen.finding, 2000), "bold"), Text(), render_overview(screen)]
     if len(run.eval):
         parts.append(_evaluation(run))
     if len(run.steps):
@@ -168,10 +169,8 @@ def _series(steps: pd.DataFrame, column: str) -> np.ndarray:
 
 
 def render_overview(screen: Overview) -> RenderableType:
-    """The first screen: tokens in their sentences, then rotation, sharpness and results."""
+    """The first screen without its finding: tokens in their sentences, then rotation, sharpness and results."""
     parts: list[RenderableType] = []
-    if screen.finding:
-        parts += [Text(printable(screen.finding, 2000), "bold"), Text()]
     for moved in screen.moved:
         parts.append(Text(f"what moved {printable(moved.run)}: {printable(moved.text)}; shares of its square"))
         table = Table.grid(padding=(0, 2))
