@@ -57,13 +57,13 @@ def test_tokens_are_cut_as_the_runs_own_tokenizer_cuts_them():
 
 
 def test_prompts_are_shown_where_they_differ():
-    from sharpscope.analysis.terminal import _told_apart
+    from sharpscope.analysis.text import told_apart
 
     start = "An island of knights and knaves, where all are one or the other. "
-    assert _told_apart([start + "Ann says so.", start + "Amy says no."]) == ["… Ann says so.", "… Amy says no."]
-    assert _told_apart([start] * 2) == [start] * 2
-    assert _told_apart(["a" * 200, "b"]) == ["a" * 99 + "…", "b"]
-    assert _told_apart([]) == []
+    assert told_apart([start + "Ann says so.", start + "Amy says no."]) == ["… Ann says so.", "… Amy says no."]
+    assert told_apart([start] * 2) == [start] * 2
+    assert told_apart(["a" * 200, "b"]) == ["a" * 99 + "…", "b"]
+    assert told_apart([]) == []
 
 
 def test_spikes_names_tokens_prompts_and_probabilities():

@@ -13,7 +13,7 @@ from rich.console import Console
 import sharpscope
 from sharpscope.analysis import load_several, show
 from sharpscope.analysis.mismatch import mismatch_table
-from sharpscope.analysis.report import sampler_grid
+from sharpscope.analysis.report import sampler_part
 from sharpscope.integrations.importers import Labels, import_jsonl
 
 
@@ -86,16 +86,17 @@ def test_show_and_report_say_it(imported):
     text = console.export_text()
     last = mismatch_table(run, [3]).iloc[0]
     assert f"last third: {last['outside']:.2%} of ratios" in text and "most at probability 0" in text
-    grid = sampler_grid(load_several([path]))
-    assert grid is not None and grid.rows[0][:4] == ("run", "all", "all", "480")
-    assert {row[1] for row in grid.rows} == {"all", "position", "probability"}
+    grid = sampler_part(load_several([path]))
+    whole = mismatch_table(run).iloc[0]
+    (row,) = grid.rows
+    assert row[:3] == ("run", "480", f"{whole['outside']:.2%}") and "probability 0" in row[-1]
 
 
 def test_without_a_samplers_numbers_there_is_nothing(tmp_path: Path):
     (tmp_path / "t.jsonl").write_text(json.dumps({"token_id": [1], "logp": [-1.0]}))
     import_jsonl(tmp_path / "t.jsonl", tmp_path / "run", Labels())
     assert mismatch_table(sharpscope.load_run(tmp_path / "run")).empty
-    assert sampler_grid(load_several([tmp_path / "run"])) is None
+    assert sampler_part(load_several([tmp_path / "run"])) is None
 
 
 def test_an_import_with_impossible_numbers_says_so(tmp_path: Path):
