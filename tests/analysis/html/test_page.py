@@ -238,7 +238,7 @@ def test_the_markdown_says_the_same(made):
     ):
         assert f"# {heading}\n" in text
     assert all(f"]({name}.png)" in text for name in made.files.figures)
-    assert "▸" in text and text.count("<details>") == text.count("</details>") == 15  # 14 claims, and the untestable ones together
+    assert "▸" in text and text.count("<details>") == text.count("</details>") == 15
 
 
 def test_runs_without_tokens_or_tokenizer_or_end_make_an_honest_page(tmp_path, quick):
