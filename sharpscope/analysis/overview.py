@@ -320,7 +320,7 @@ def pair_difference(study: Study, measure: Measure) -> tuple[str, tuple[float, f
     One pair: over prompts or steps. Several: `contrast_interval` over pairs.
     """
     runs = [(study.finished[p.baseline], study.finished[p.treatment]) for p in study.pairing().pairs]
-    found = [value for pair in runs if (value := measure.difference(*pair)) is not None]
+    found = [one for pair in runs if (one := measure.difference(*pair)) is not None]
     if not found:
         return None
     if len(found) == 1:
@@ -376,7 +376,7 @@ def _sharpness_measure(settings: Sequence[Setting], quantity: str) -> Measure | 
         ends = [(float(row["value"]), Z * float(row["prompt_std_error"])) for row in (first, last)]
         if first["step"] == last["step"]:
             return Change(ends[0], NONE, NONE)
-        return Change(*ends, _paired(run, first, run, last))
+        return Change(ends[0], ends[1], _paired(run, first, run, last))
 
     def difference(a: Run, b: Run) -> tuple[float, float] | None:
         both = [rows_of(run) for run in (a, b)]
