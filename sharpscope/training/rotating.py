@@ -146,6 +146,12 @@ def rotate(
 
     Raises:
         UserError: the input is wrong, or no prompt's completions have different rewards.
+
+    Example:
+        >>> few = ["rollout.prompts_per_step=4", "rollout.max_new_tokens=32"]
+        >>> found = rotate(["gspo", "dapo"], model="embedded:math", task="math", overrides=few)
+        >>> (found.table["gradient_rotation"] > 1).tolist()  # [degrees]; ratios are 1 in the first update
+        [False, True]
     """
     tell = on_progress or (lambda text: None)
     if distributed.start().processes > 1:
