@@ -126,6 +126,13 @@ def test_every_command_has_help_with_an_example():
         assert f"sharpscope {command}" in shown.output, command
 
 
+def test_help_begins_with_five_commands_and_groups_the_others():
+    shown = CliRunner().invoke(app, [], terminal_width=200).output
+    first, others = shown.partition("─ Start here ─")[2].split("\n╰", 1)
+    assert re.findall(r"^│ ([a-z][a-z-]+) {2,}", first, flags=re.MULTILINE) == ["demo", "run", "show", "spikes", "report"]
+    assert "─ Look up ─" in others and "─ Other ─" not in others and "─ Commands ─" not in others
+
+
 def test_schema_prints_every_column(tmp_path: Path):
     from sharpscope.traces import TABLES
 

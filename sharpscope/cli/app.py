@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from sharpscope import __version__
 from sharpscope.cli import (
@@ -33,8 +34,29 @@ from sharpscope.quiet import silence
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
+# The sections of --help, and the order of their commands.
+_PANELS = {
+    "Start here": ("demo", "run", "show", "spikes", "report"),
+    "Train and evaluate": ("sweep", "eval", "warm-start", "watch"),
+    "Understand a run": ("tokens", "compare", "analyze"),
+    "Measure a model or a method": ("probe", "rotate", "fork", "weights"),
+    "Study": ("claims", "figures", "power", "study"),
+    "Exchange traces": ("import", "export", "reduce", "pack", "unpack"),
+    "Look up": ("methods", "tasks", "config", "schema"),
+}
+
+
+class _Grouped(TyperGroup):
+    """Lists the commands in the order of _PANELS."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        order = [name for names in _PANELS.values() for name in names]
+        return sorted(super().list_commands(ctx), key=lambda name: order.index(name) if name in order else len(order))
+
+
 app = typer.Typer(
     name="sharpscope",
+    cls=_Grouped,
     help="Sharpness diagnostics for RL fine-tuning of language models.",
     no_args_is_help=True,
     rich_markup_mode="rich",
@@ -56,6 +78,12 @@ for module in (
     forking,
 ):
     module.register(app)
+_panel_of = {name: panel for panel, names in _PANELS.items() for name in names}
+for command in app.registered_commands:
+    command.rich_help_panel = _panel_of.get(str(command.name), "Other")
+for group in app.registered_groups:
+    own = group.typer_instance.info.name if group.typer_instance else None
+    group.rich_help_panel = _panel_of.get(str(group.name), _panel_of.get(str(own), "Other"))
 
 _options = {"debug": False}
 
