@@ -26,7 +26,7 @@ _EXAMPLES = re.compile(r"Examples:\n((?:  ?\S.*\n|\s*\n(?=  ))+)")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the generated pages."""
+    """Add the generated pages, and the study's main figures."""
     pages = {
         "changelog.md": (ROOT / "CHANGELOG.md").read_text("utf-8"),
         "contributing.md": (ROOT / "CONTRIBUTING.md").read_text("utf-8"),
@@ -37,6 +37,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     }
     for path, text in pages.items():
         files.append(File.generated(config, path, content=text))
+    for picture in sorted((ROOT / "figures" / "paper").glob("*.png")):
+        files.append(File.generated(config, f"images/{picture.name}", abs_src_path=str(picture)))
     return files
 
 

@@ -1,4 +1,4 @@
-"""Every notebook under experiments/notebooks runs from top to bottom on the example traces."""
+"""Every notebook under docs/tutorials runs from top to bottom on the example traces."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-NOTEBOOKS = sorted((ROOT / "experiments" / "notebooks").glob("*.ipynb"))
+NOTEBOOKS = sorted((ROOT / "docs" / "tutorials").glob("*.ipynb"))
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs(notebook: Path, tmp_path: Path):
     """In a copy, so that its output does not change the checkout."""
-    copy = tmp_path / "experiments" / "notebooks" / notebook.name
+    copy = tmp_path / "docs" / "tutorials" / notebook.name
     copy.parent.mkdir(parents=True)
     shutil.copy(notebook, copy)
     shutil.copytree(ROOT / "data" / "example", tmp_path / "data" / "example")

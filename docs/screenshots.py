@@ -1,0 +1,68 @@
+"""Make the pictures of README and the first page from the example runs: `python docs/screenshots.py`.
+
+The report is photographed in headless Chromium (Debian's package `chromium`, and the Python package `playwright`); terminal output is
+saved by rich as SVG. `tests/test_docs.py` checks that the terminal output is current.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+from rich.console import Console
+
+from sharpscope.analysis import explain_spikes, render_spikes, token_decoder, write_page
+from sharpscope.traces import load_run
+
+ROOT = Path(__file__).parents[1]
+IMAGES = ROOT / "docs" / "images"
+RUN = ROOT / "data" / "example" / "grpo-s0"
+COMMAND = "sharpscope spikes data/example/grpo-s0"
+
+
+def terminal() -> str:
+    """The output of COMMAND as SVG."""
+    run = load_run(RUN)
+    spikes = explain_spikes(run, 4.0, 6, largest=1)
+    console = Console(width=100, record=True, file=io.StringIO(), force_terminal=True)
+    console.print(f"$ {COMMAND}")
+    console.print(render_spikes(spikes, lambda step: run.tokens(steps=[step]), token_decoder(run)))
+    picture = console.export_svg(title=COMMAND, unique_id="spikes")
+    return re.sub(r"@font-face \{.*?\}", "", picture, flags=re.DOTALL)  # they would be loaded from another host
+
+
+def photograph(page: Path, to: Path) -> None:
+    """Photograph the report's token view at the token with the largest share."""
+    from playwright.sync_api import sync_playwright
+
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        sys.exit("screenshots: no `chromium` on the PATH; install Debian's package chromium")
+    with sync_playwright() as driver:
+        root = hasattr(os, "geteuid") and os.geteuid() == 0
+        browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"] if root else [])
+        tab = browser.new_page(viewport={"width": 1180, "height": 610}, device_scale_factor=1.5)
+        tab.goto(page.as_uri())
+        tab.locator("#spike-list .spot").first.click()
+        tab.locator("#tip:visible").wait_for()
+        tab.locator("#tokens-title").scroll_into_view_if_needed()
+        tab.evaluate("document.getElementById('tokens-title').scrollIntoView({block: 'start'})")
+        tab.screenshot(path=to)
+        browser.close()
+
+
+def main() -> None:
+    """Write docs/images/."""
+    IMAGES.mkdir(exist_ok=True)
+    (IMAGES / "spikes.svg").write_text(terminal(), "utf-8")
+    with tempfile.TemporaryDirectory() as folder:
+        photograph(write_page([RUN.parent], Path(folder) / "report.html"), IMAGES / "report-tokens.png")
+
+
+if __name__ == "__main__":
+    main()
