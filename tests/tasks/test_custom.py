@@ -193,14 +193,14 @@ def test_a_reward_that_is_not_finite_reaches_the_trainer_which_has_a_rule_for_it
     assert not reward.correct
 
 
-def readme_task() -> str:
-    """The first task in the README, as it stands there."""
-    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+def documented_task() -> str:
+    """The first task in the documentation, as it stands there."""
+    text = (Path(__file__).parents[2] / "docs/guides/model-and-task.md").read_text(encoding="utf-8")
     return text.partition("# riddles.py\n")[2].partition("```")[0]
 
 
-def test_the_readmes_task_runs_as_it_stands(tmp_path, monkeypatch):
-    source = readme_task()
+def test_the_documented_task_runs_as_it_stands(tmp_path, monkeypatch):
+    source = documented_task()
     assert 5 < len(source.strip().splitlines()) <= 15
     (tmp_path / "riddles.py").write_text(source)
     monkeypatch.chdir(tmp_path)

@@ -1,0 +1,133 @@
+"""README and the pages under docs/: their commands are accepted, their code runs, their links and pictures are right."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+import shlex
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import typer.main
+
+from sharpscope.cli import app
+from sharpscope.config import build_config
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+BLOCK = re.compile(r"^( *)```(bash|python)\n(.*?)^\1```", re.DOTALL | re.MULTILINE)
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return [body for _, kind, body in BLOCK.findall(page.read_text("utf-8")) if kind == language]
+
+
+def commands() -> list[tuple[str, list[str]]]:
+    """Every call of sharpscope in a bash block, with the page it is on."""
+    found = []
+    for page in PAGES:
+        for body in blocks(page, "bash"):
+            for line in body.replace("\\\n", " ").splitlines():
+                for call in line.partition(" #")[0].split("&&"):
+                    words = [word for word in shlex.split(call) if word != "…"]
+                    start = next((i for i, word in enumerate(words) if word == "sharpscope"), None)
+                    if start is not None and words[:2] != ["pip", "install"]:
+                        found.append((page.relative_to(ROOT).as_posix(), words[start + 1 :]))
+    return found
+
+
+COMMANDS = commands()
+
+
+def test_there_are_commands_on_every_first_page():
+    assert {"README.md", "docs/index.md", "docs/guides/methods.md", "docs/trainers/prime-rl.md"} <= {page for page, _ in COMMANDS}
+
+
+@pytest.mark.parametrize(("page", "words"), COMMANDS, ids=[f"{page}: {' '.join(words)}"[:90] for page, words in COMMANDS])
+def test_a_documented_command_is_accepted(page: str, words: list[str], monkeypatch):
+    """Its options exist, and the settings of a `run` are valid."""
+    command, rest = typer.main.get_command(app), list(words)
+    while hasattr(command, "commands") and rest:
+        assert rest[0] in command.commands, f"{page}: no command '{rest[0]}'"
+        command = command.commands[rest.pop(0)]
+    if hasattr(command, "commands"):
+        return  # `sharpscope` alone
+    context = command.make_context(command.name, rest)
+    if command.name == "run" and context.params["resume"] is None:
+        from sharpscope.cli.training import command_values
+
+        monkeypatch.chdir(ROOT)
+        given = context.params
+        file = None if given["config"] is None else Path(given["config"])
+        weights = given["token_weights"]
+        if ":" not in str(given["task"]) and ":" not in str(weights):  # modules of the reader's own
+            values = {name: given[name] for name in ("method", "task", "model", "steps", "seed", "lr", "out")}
+            build_config(file, given["set_"] or (), command_values(**values), weights)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_documented_python_compiles_and_local_links_exist(page: Path):
+    for body in blocks(page, "python"):
+        lines = body.splitlines()
+        indent = min((len(line) - len(line.lstrip()) for line in lines if line.strip()), default=0)
+        source = "\n".join(line[indent:] for line in lines)
+        compile(source if "MethodNote(" not in source else f"({source})", str(page), "exec")
+    generated = {"reference/commands.md", "reference/configuration.md", "reference/methods.md", "reference/trace.md", "changelog.md", "contributing.md"}  # fmt: skip
+    for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text("utf-8")):
+        if "://" in target:
+            continue
+        path = (page.parent / target).resolve()
+        own = path.is_relative_to(ROOT / "docs") and path.relative_to(ROOT / "docs").as_posix()
+        figure = path.parent == ROOT / "docs" / "images" and (ROOT / "figures" / "paper" / path.name).exists()
+        assert path.exists() or own in generated or figure, f"{page.name}: no file {target}"
+
+
+def test_the_documented_probes_run():
+    """The code of docs/guides/probes.md, with the names it presumes."""
+    from tests.probes.small_lm import small_model
+
+    torch.manual_seed(0)
+    model = small_model()
+    input_ids = torch.randint(1, 13, (2, 6))
+    mask = torch.zeros_like(input_ids)
+    mask[:, 3:] = 1
+    weight = torch.nn.Parameter(torch.tensor([1.0, -2.0], dtype=torch.float64))
+    names = {
+        "model": model, "input_ids": input_ids, "mask": mask, "coef": mask * 0.1, "attention_mask": torch.ones_like(input_ids),
+        "parameters": [weight], "loss_fn": lambda: (weight**4).sum(),
+    }  # fmt: skip
+    (code,) = blocks(ROOT / "docs" / "guides" / "probes.md", "python")
+    exec(compile(code, "probes.md", "exec"), names)
+    assert names["shares"].sum().item() == pytest.approx(1, abs=1e-4)
+    assert names["found"].largest == pytest.approx(48, rel=1e-3)  # of Σ θ⁴: 12 θ² at −2
+    at = torch.tensor([4.0, -32.0], dtype=torch.float64)
+    assert names["rise"].first_order == pytest.approx(0.05 * at.norm().item(), rel=1e-6)
+
+
+def test_the_documented_token_weight_runs(tmp_path, monkeypatch):
+    """A module with it, in the working directory, gives full weight below probability one half and half weight above."""
+    body = next(body for body in blocks(ROOT / "docs" / "guides" / "methods.md", "python") if "flat_top" in body)
+    (tmp_path / "mine.py").write_text(body)
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module("mine")
+    try:
+        step = SimpleNamespace(logp=torch.tensor([0.4, 0.6]).log())
+        assert module.flat_top(step).tolist() == [1.0, 0.5]
+        config = build_config(values={"method": "grpo-sg-shuffled"}, shaping="mine:flat_top")
+        assert "mine:flat_top" in str(config.method.weight)
+    finally:
+        sys.modules.pop("mine")
+
+
+def test_readme_is_short_and_its_terminal_picture_is_current():
+    assert len((ROOT / "README.md").read_text("utf-8").splitlines()) < 130
+    spec = importlib.util.spec_from_file_location("screenshots", ROOT / "docs" / "screenshots.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    made = (ROOT / "docs" / "images" / "spikes.svg").read_text("utf-8")
+    assert module.terminal() == made, "the output has changed; run `python docs/screenshots.py` and look at the pictures"
+    assert "url(\"http" not in made  # fonts of another host
