@@ -129,7 +129,13 @@ def test_every_command_has_help_with_an_example():
 def test_help_begins_with_five_commands_and_groups_the_others():
     shown = CliRunner().invoke(app, [], terminal_width=200).output
     first, others = shown.partition("─ Start here ─")[2].split("\n╰", 1)
-    assert re.findall(r"^│ ([a-z][a-z-]+) {2,}", first, flags=re.MULTILINE) == ["demo", "run", "show", "spikes", "report"]
+    assert re.findall(r"^│ ([a-z][a-z-]+) {2,}", first, flags=re.MULTILINE) == [
+        "demo",
+        "run",
+        "show",
+        "spikes",
+        "report",
+    ]
     assert "─ Look up ─" in others and "─ Other ─" not in others and "─ Commands ─" not in others
 
 

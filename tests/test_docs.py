@@ -44,10 +44,14 @@ COMMANDS = commands()
 
 
 def test_there_are_commands_on_every_first_page():
-    assert {"README.md", "docs/index.md", "docs/guides/methods.md", "docs/trainers/prime-rl.md"} <= {page for page, _ in COMMANDS}
+    assert {"README.md", "docs/index.md", "docs/guides/methods.md", "docs/trainers/prime-rl.md"} <= {
+        page for page, _ in COMMANDS
+    }
 
 
-@pytest.mark.parametrize(("page", "words"), COMMANDS, ids=[f"{page}: {' '.join(words)}"[:90] for page, words in COMMANDS])
+@pytest.mark.parametrize(
+    ("page", "words"), COMMANDS, ids=[f"{page}: {' '.join(words)}"[:90] for page, words in COMMANDS]
+)
 def test_a_documented_command_is_accepted(page: str, words: list[str], monkeypatch):
     """Its options exist, and the settings of a `run` are valid."""
     command, rest = typer.main.get_command(app), list(words)
@@ -129,5 +133,7 @@ def test_readme_is_short_and_its_terminal_picture_is_current():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     made = (ROOT / "docs" / "images" / "spikes.svg").read_text("utf-8")
-    assert module.terminal() == made, "the output has changed; run `python docs/screenshots.py` and look at the pictures"
-    assert "url(\"http" not in made  # fonts of another host
+    assert module.terminal() == made, (
+        "the output has changed; run `python docs/screenshots.py` and look at the pictures"
+    )
+    assert 'url("http' not in made  # fonts of another host
