@@ -43,7 +43,8 @@ _SG_CONSTANTS = "alpha 2, mu 0.25, L 1, U 1.4; tau 9, u0 0 (preset paper) or fro
 _SG_OURS = (
     "u is the sampled token's logit before division by the temperature: with u = π every weight would be L. The location u0 and the preset "
     "calibrated, whose percentiles count tokens by the gradient they carry: counted alike, the 10th to 90th percentile of u spans "
-    "tokens that carry almost none (docs/guides/methods.md). w is computed from the policy at the start of the step and stays fixed over its updates."
+    "tokens that carry almost none (docs/guides/methods.md). w is computed from the policy at the start of the step and stays "
+    "fixed over its updates."
 )
 _STATISTICS_OURS = "Statistics are over all loss tokens of the step, under the policy at its start."
 
