@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # claims need the plotting library, which `show` does not
     from sharpscope.analysis.claims.base import Verdict
 
 SETTINGS = 4
-"""Settings that are shown; the others follow further down in the report."""
+"""Settings that are shown without a pair; the others follow further down in the report."""
 TOKENS = 4
 PROMPTS = 2
 AROUND = 7
@@ -119,7 +119,7 @@ class Measure:
 def overview(whole: Study, moved_text: str = "") -> Overview | None:
     """The first screen of the runs; None if no run has a step.
 
-    Of several studies that with the most runs is shown, of many settings the pair's and those with the most seeds. A run
+    Of several studies that with the most runs is shown, and of many settings the pair's, or those with the most seeds. A run
     alone has intervals over prompts (sharpness, accuracy) or steps (reward); several seeds have t-intervals over seeds.
 
     Args:
@@ -174,7 +174,7 @@ def verdict_line(verdicts: Sequence[Verdict], source: str = "") -> str:
 
 
 def _chosen(study: Study) -> list[Setting]:
-    """The settings of the pairs first, the baseline's before the treatment's, then those with the most seeds."""
+    """The two settings of the pairs, the baseline's first; without pairs, those with the most seeds."""
     pairs = study.pairing().pairs
     names = [name for pair in pairs[:1] for name in (pair.baseline, pair.treatment)]
     first = [
@@ -186,7 +186,7 @@ def _chosen(study: Study) -> list[Setting]:
     rest = sorted(
         (s for s in study.settings if s not in first), key=lambda s: (s.method != study.baseline, -len(s.runs))
     )
-    return [*first, *rest][:SETTINGS]
+    return first or rest[:SETTINGS]
 
 
 # -- what moved the model ----------------------------------------------------------------------------------------------
@@ -298,16 +298,18 @@ def _part(title: str, study: Study, settings: Sequence[Setting], measures: Seque
     rows: list[tuple[str, ...]] = []
     single = True
     for measure in measures:
+        name = measure.name  # stands once, in the measure's first row
         for setting in settings:
             found = [change for run in setting.runs.values() if (change := measure.of(run)) is not None]
             if found:
                 single = single and len(found) == 1
                 cells = (_over_seeds([getattr(one, part) for one in found]) for part in ("start", "end", "change"))
-                rows.append((measure.name, setting.label, *cells))
+                rows.append((name, setting.label, *cells))
+                name = ""
         difference = pair_difference(study, measure)
         if difference is not None:
             text, _, n = difference
-            rows.append((measure.name, f"{study.treatment} − {study.baseline}, {n} pair{'s' * (n > 1)}", "", text, ""))
+            rows.append((name, f"{study.treatment} − {study.baseline}, {n} pair{'s' * (n > 1)}", "", text, ""))
     if not rows:
         return Part(title, None, why)
     note = "±: 95 % interval over prompts or steps of one run" if single else "±: 95 % interval over seeds"

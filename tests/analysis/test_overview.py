@@ -73,7 +73,11 @@ def pair(tmp_path_factory: pytest.TempPathFactory):
 
 
 def _rows(part) -> dict[tuple[str, str], tuple[str, ...]]:
-    return {row[:2]: row[2:] for row in part.grid.rows}
+    found, name = {}, ""
+    for row in part.grid.rows:
+        name = row[0] or name  # stands in the first row of its quantity only
+        found[name, row[1]] = row[2:]
+    return found
 
 
 def test_rotation_is_the_mean_over_recorded_steps(pair):
