@@ -71,6 +71,16 @@ def fork(
 
     Raises:
         UserError: the input is wrong, or another process writes to the folder.
+
+    Examples:
+        >>> import tempfile
+        >>> import sharpscope
+        >>> small = {"overrides": ["rollout.prompts_per_step=6"], "batches": 1, "prompts": 4}
+        >>> methods = ["grpo", "grpo-sg"]
+        >>> out = tempfile.mkdtemp() + "/forks"
+        >>> run = sharpscope.fork(model="embedded:math", methods=methods, out=out, outcomes=["entropy"], **small)
+        >>> run.forks["arm"].unique().tolist()
+        ['grpo', 'grpo-sg']
     """
     tell = on_progress or (lambda text: None)
     if distributed.start().processes > 1:

@@ -63,7 +63,7 @@ def test_a_pack_gives_the_runs_that_went_in(packed):
     whole, pack = load_runs(packed / "runs"), load_runs(packed / "pack")
     # no rows, no file
     tables = {f"{table}.parquet" for table in TABLES if any(run.rows(table) for run in whole)}
-    assert {"steps.parquet", "tokens.parquet"} <= tables and "events.parquet" not in tables
+    assert {"steps.parquet", "tokens.parquet"} <= tables and "forks.parquet" not in tables
     assert {path.name for path in (packed / "pack").iterdir()} == {"runs.parquet", "reductions.parquet", *tables}
     assert list(pack.by_name) == list(whole.by_name) == ["deep/grpo-sg-s0", "grpo-s0"]
     for name, run in whole.by_name.items():
