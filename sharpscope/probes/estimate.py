@@ -5,11 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
+from html import escape
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import pandas as pd
     from torch import Tensor
+
+
+def html_table(caption: str, rows: Mapping[str, str]) -> str:
+    """A table of two columns for Jupyter."""
+    body = "".join(f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in rows.items())
+    return f"<table><caption>{escape(caption)}</caption>{body}</table>"
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sharpscope.config.probes import Check, SharpnessKind
 from sharpscope.errors import UserError, nearest
-from sharpscope.probes.estimate import Estimate, with_prompts
+from sharpscope.probes.estimate import Estimate, html_table, with_prompts
 from sharpscope.probes.fingerprint import remembered_closure
 from sharpscope.probes.hessian.api import sub_generator
 from sharpscope.probes.hessian.check import check_gradient
@@ -71,6 +71,18 @@ class Sharpness:
     seconds: float
     checked: float | None = None
     by_prompt: Tensor | None = None
+
+    def _repr_html_(self) -> str:
+        error = f" ± {self.std_error:.1e}" if math.isfinite(self.std_error) else ""
+        rows = {
+            "rise of the loss": f"{self.value:.4g}{error}",
+            "first-order term": f"{self.first_order:.4g}",
+            "loss": f"{self.loss:.4g}",
+            "gradient norm": f"{self.gradient_norm:.4g}",
+            "converged": {None: "direct evaluation", True: "yes", False: f"no: {self.why}"}[self.converged],
+        }
+        name = f"{'adaptive ' if self.adaptive and self.kind != 'asam' else ''}{self.kind}"
+        return html_table(f"sharpness, {name}, radius {self.rho:g}", rows)
 
     @property
     def quantity(self) -> str:

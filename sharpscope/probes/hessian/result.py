@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sharpscope.config.probes import Backend
 from sharpscope.errors import UserError
-from sharpscope.probes.estimate import Estimate
+from sharpscope.probes.estimate import Estimate, html_table
 from sharpscope.probes.hessian.krylov import Krylov
 from sharpscope.probes.hessian.spectrum import Density, Trace, t_interval
 
@@ -108,6 +108,18 @@ class Curvature:
     notes: tuple[str, ...] = ()
     seconds_by_part: dict[str, float] = field(default_factory=dict)
     checked: float | None = None
+
+    def _repr_html_(self) -> str:
+        rows = {"loss": f"{self.loss:.4g}", "gradient norm": f"{self.gradient_norm:.4g}"}
+        for index, (value, residual) in enumerate(zip(self.top, self.residuals, strict=True), 1):
+            rows[f"eigenvalue {index}"] = f"{value:.4g} (residual {residual:.1e})"
+        if self.has_smallest:
+            rows["smallest eigenvalue"] = f"{self.smallest:.4g} (residual {self.smallest_residual:.1e})"
+        if self.trace_probes:
+            low, high = self.trace_interval()
+            rows["trace"] = f"{self.trace:.4g} (95 % interval {low:.4g} to {high:.4g})"
+        rows["converged"] = "yes" if self.converged else f"no: {self.why}"
+        return html_table("curvature", rows)
 
     def trace_interval(self, level: float = 0.95) -> tuple[float, float]:
         """Student's t confidence interval of the trace; NaN without a trace."""

@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from sharpscope.probes.estimate import html_table
 from sharpscope.probes.token_gradients.rows import Rows
 
 Tier = Literal["head", "local", "sketch", "exact"]
@@ -35,6 +36,14 @@ class ScoreNorms:
     tier: Tier
     groups: Mapping[str, Tensor]
     checked: float | None = None
+
+    def _repr_html_(self) -> str:
+        norms = self.values[self.values > 0].double()
+        rows = {"tokens with a norm above 0": f"{norms.numel():,}"}
+        if norms.numel():
+            rows |= {"median": f"{norms.median().item():.4g}", "largest": f"{norms.max().item():.4g}"}
+        rows["error found by the self-check"] = "not checked" if self.checked is None else f"{self.checked:.1e}"
+        return html_table(f"score norms, tier {self.tier}", rows)
 
 
 @dataclass
