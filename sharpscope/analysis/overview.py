@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # claims need the plotting library, which `show` does not
 
 SETTINGS = 4
 """Settings that are shown without a pair; the others follow further down in the report."""
-TOKENS = 4
+TOKENS = 3
 PROMPTS = 2
 AROUND = 7
 """Tokens on either side of a token in its sentence."""
@@ -148,7 +148,7 @@ def overview(whole: Study, moved_text: str = "") -> Overview | None:
         " ".join(filter(None, [_concentration(study, settings), "" if moved else moved_text or NO_SHARES])),
         _rotation(settings),
         _part("Sharpness at start and end", study, settings, sharp, "not recorded (probes.preset)"),
-        _part("Result", study, settings, results, "no reward and no evaluation were recorded"),
+        _part("Result", study, settings, results, "no reward, loss or evaluation was recorded"),
         " and ".join(parts),
     )
 
@@ -232,7 +232,7 @@ def _moved(study: Study, settings: Sequence[Setting]) -> tuple[Moved, ...]:
             else f"spike, {spike.z:.1f} robust standard deviations"
         )
         shown = spike.prompts.head(PROMPTS)
-        texts = told_apart([str(text) for text in shown["prompt"]], 140)
+        texts = told_apart([str(text) for text in shown["prompt"]], 90)
         result.append(
             Moved(
                 run.name,
@@ -277,7 +277,7 @@ def _rotation(settings: Sequence[Setting]) -> Part:
             rows.append((setting.label, *(_over_seeds([(value, math.nan) for value in values], 1) for values in each)))
     if not rows:
         return Part(title, None, "not recorded (recording.rotation_every)")
-    note = "Mean angle to the gradient and step of the reference objective on the same rollouts. Noise: of a batch's gradient."
+    note = "Mean angle to the reference objective's on the same rollouts. Noise: of one batch's gradient."
     return Part(title, Grid(title, ("setting", *ROTATIONS.values()), tuple(rows), note))
 
 
@@ -286,7 +286,7 @@ def interval_text(value: float, half: float) -> str:
     if not math.isfinite(value):
         return "–" if math.isnan(value) else number(value)
     if not (math.isfinite(half) and half > 0):
-        return number(value)
+        return f"{value:,.0f}" if abs(value) >= 1000 else number(value)
     digits = min(max(1 - math.floor(math.log10(half)), 0), 12)
     return f"{value:.{digits}f} ± {half:.{digits}f}"
 
@@ -426,11 +426,13 @@ def _by_prompt(run: Run, row: pd.Series) -> pd.Series:
 
 
 def _result_measures(settings: Sequence[Setting]) -> list[Measure]:
-    """Reward of the first and last third of the steps, and accuracy at the first and last evaluation."""
+    """Reward (or loss) of the first and last third of the steps, and accuracy at the first and last evaluation."""
     runs = [run for setting in settings for run in setting.runs.values()]
     measures = []
     if any(run.steps["reward_mean"].notna().any() for run in runs):
-        measures.append(Measure("reward", _reward, _independent(_reward)))
+        measures.append(Measure("reward", _thirds("reward_mean"), _independent(_thirds("reward_mean"))))
+    elif any(run.steps["loss"].notna().any() for run in runs):  # supervised fine-tuning
+        measures.append(Measure("training loss", _thirds("loss"), _independent(_thirds("loss"))))
     for split, name in (("heldout", "held-out accuracy"), ("unseen", "unseen accuracy")):
         temperatures = {float(t) for run in runs for t in _evaluated(run, split)["temperature"].unique()}
         if temperatures:
@@ -440,17 +442,20 @@ def _result_measures(settings: Sequence[Setting]) -> list[Measure]:
     return measures
 
 
-def _reward(run: Run) -> Change | None:
-    values = pd.to_numeric(run.steps.sort_values("step")["reward_mean"], errors="coerce").to_numpy(dtype=float)
-    if not np.isfinite(values).any():
-        return None
-    third = max(1, len(values) // 3)
-    ends = [mean_over_steps(part) for part in (values[:third], values[-third:])]
-    return (
-        _change(*((mean, Z * error) for mean, error in ends))
-        if len(values) > 1
-        else Change((float(values[0]), math.nan), NONE, NONE)
-    )
+def _thirds(column: str) -> Callable[[Run], Change | None]:
+    """Means over the first and the last third of the steps."""
+
+    def of(run: Run) -> Change | None:
+        values = pd.to_numeric(run.steps.sort_values("step")[column], errors="coerce").to_numpy(dtype=float)
+        if not np.isfinite(values).any():
+            return None
+        if len(values) == 1:
+            return Change((float(values[0]), math.nan), NONE, NONE)
+        third = max(1, len(values) // 3)
+        (first, before), (last, after) = (mean_over_steps(part) for part in (values[:third], values[-third:]))
+        return _change((first, Z * before), (last, Z * after))
+
+    return of
 
 
 def _evaluated(run: Run, split: str) -> pd.DataFrame:
@@ -513,7 +518,7 @@ def _finding(
         one = moved[0]
         spot = max(one.spots, key=lambda each: abs(each.share))
         said.append(
-            f"One token, {_quoted(spot.token)} (π = {number(spot.probability)}), holds {spot.share:+.0%} of the squared gradient norm of "
+            f"One token, {_quoted(spot.token)} (π = {number(spot.probability)}), holds {spot.share:.0%} of the squared gradient norm of "
             f"{one.run} at step {one.step}."
         )
     pairs = study.pairing().pairs
@@ -544,7 +549,7 @@ def _finding(
             said.append("One seed each says nothing about other seeds.")
     elif len(study.each()) == 1:
         run = study.each()[0][2]
-        said += [text for measure in measures[:2] if (text := _changed(measure, run))]
+        said += [text for measure in measures[:3] if (text := _changed(measure, run))]
     return " ".join(said)
 
 

@@ -150,6 +150,17 @@ def test_the_largest_tokens_stand_in_their_sentences(tmp_path: Path):
     assert sorted(share for share, _ in moved.prompts) == pytest.approx(sorted(shares))
 
 
+def test_without_rewards_the_loss_is_the_result(tmp_path: Path):
+    folder = create_run_dir(tmp_path / "a")
+    create_run_info(folder, INFO | {"method": "sft"})
+    losses = [3.0, 2.0, 2.5, 1.5, 1.0, 0.5]
+    with TraceWriter(folder) as writer:
+        for step, loss in enumerate(losses, 1):
+            writer.append("steps", rows("steps", step, 1) | {"reward_mean": None, "loss": loss})
+    screen = overview(Study({"a": load_run(folder)}))
+    assert _rows(screen.result) == {("training loss", "sft"): ("2.5", "0.75", "-1.75")}
+
+
 def test_no_step_no_screen(tmp_path: Path):
     create_run_info(create_run_dir(tmp_path / "a"), INFO)
     assert overview(Study({"a": load_run(tmp_path / "a")})) is None
@@ -212,6 +223,6 @@ def test_show_draws_rotation_and_sharpness_after_the_gradient(tmp_path: Path):
 
 
 @pytest.mark.parametrize(("value", "half", "text"), [(0.043_21, 0.001_23, "0.0432 ± 0.0012"), (1234.5, 67.0, "1234 ± 67"),
-                                                     (0.5, math.nan, "0.5"), (math.nan, 1.0, "–"), (2.0, 0.0, "2")])  # fmt: skip
+                                                     (0.5, math.nan, "0.5"), (math.nan, 1.0, "–"), (2.0, 0.0, "2"), (1386.4, math.nan, "1,386")])  # fmt: skip
 def test_as_many_digits_as_the_interval_needs(value: float, half: float, text: str):
     assert interval_text(value, half) == text
