@@ -156,9 +156,9 @@ def _paired(rows: pd.DataFrame) -> pd.DataFrame:
 def _summary(
     states: Sequence[pd.DataFrame], invalid: int, margin: float, outcome: str
 ) -> dict[str, float | int | None]:
-    """Means and intervals over the batches of one state, or over the means of several."""
-    states = [state for state in states if len(state)]
+    """Means and intervals over the batches of one state, or over the means of several; those without a batch are left out."""
     one = len(states) == 1
+    states = [state for state in states if len(state)]
 
     def sample(name: str) -> np.ndarray:
         values = [state[name].to_numpy(dtype=float) for state in states]

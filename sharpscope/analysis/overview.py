@@ -135,7 +135,7 @@ def overview(whole: Study, moved_text: str = "") -> Overview | None:
     sharp = [measure for name in SHARPNESS if (measure := _sharpness_measure(settings, name)) is not None]
     results = _result_measures(settings)
     hidden = len(study.settings) - len(settings)
-    parts = [f"{hidden} settings more" if hidden > 1 else "1 setting more"] if hidden else []
+    parts = [f"{hidden} more settings" if hidden > 1 else "1 more setting"] if hidden else []
     parts += (
         [f"{len(every) - 1} other task or policy" if len(every) == 2 else f"{len(every) - 1} other tasks or policies"]
         if every[1:]
@@ -317,9 +317,9 @@ def _part(title: str, study: Study, settings: Sequence[Setting], measures: Seque
 
 
 def pair_difference(study: Study, measure: Measure) -> tuple[str, tuple[float, float], int] | None:
-    """(text, (mean, half of the interval), number of pairs) of treatment − baseline at the end; None without pairs.
+    """(text, (mean, arm of the interval towards 0), number of pairs) of treatment − baseline at the end; None without pairs.
 
-    One pair: over prompts or steps. Several: `contrast_interval` over pairs.
+    One pair: over prompts or steps. Several: `contrast_interval` over pairs, whose arms may differ.
     """
     runs = [(study.finished[p.baseline], study.finished[p.treatment]) for p in study.pairing().pairs]
     found = [one for pair in runs if (one := measure.difference(*pair)) is not None]
@@ -333,8 +333,8 @@ def pair_difference(study: Study, measure: Measure) -> tuple[str, tuple[float, f
     mean = float(means.mean())
     if interval is None:
         return interval_text(mean, math.nan), (mean, math.nan), len(found)
-    half = max(mean - interval.low, interval.high - mean)
-    return f"{number(mean)} [{number(interval.low)}, {number(interval.high)}]", (mean, half), len(found)
+    arm = mean - interval.low if mean > 0 else interval.high - mean
+    return f"{number(mean)} [{number(interval.low)}, {number(interval.high)}]", (mean, arm), len(found)
 
 
 def _over_seeds(values: Sequence[tuple[float, float]], digits: int | None = None) -> str:

@@ -103,7 +103,7 @@ def fork(
     arms = {arm_name(text): arm_method(text, config) for text in spec.methods}
     states = _states(None if run is None else Path(run), checkpoint)
     folder = _folder(run, model, out)
-    set_threads(config.threads if threads is None else threads, config.policy.model)
+    used_threads = set_threads(config.threads if threads is None else threads, config.policy.model)
     made = make_task(config.task)
     if not made.splits().get("train"):
         raise UserError(f"task.kind = '{config.task.kind}': has no split 'train' to learn from")
@@ -111,7 +111,7 @@ def fork(
     first: Start | None = None
     if not (folder / RUN_FILE).exists():
         first = Start(config, spec, arms, states[0], made)
-        _begin(folder, config, first)
+        _begin(folder, config, first, used_threads)
     with RunLock(folder):
         _describe(folder, name, config, spec, run, model)
         done = _done(folder, name)
@@ -399,11 +399,11 @@ def _folder(run: Path | str | None, model: str | None, out: Path | str | None) -
     return Path("forks") / (Path(model.removeprefix(EMBEDDED_PREFIX)).name or "model")
 
 
-def _begin(folder: Path, config: RunConfig, start: Start) -> None:
+def _begin(folder: Path, config: RunConfig, start: Start, threads: int) -> None:
     """Create the folder of a run without steps, for the rows."""
     own = config.model_copy(update={"out": str(folder.parent), "name": folder.name})
     create_run_dir(folder)
-    info = run_folder.run_info(own, start.policy, 1, distributed.Launch())
+    info = run_folder.run_info(own, start.policy, threads, distributed.Launch())
     run_folder.begin_run_dir(own, start.policy, info)
     update_run_info(folder, status="finished", end="a fork: counterfactual updates, no training")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from sharpscope.config import ForkSpec, Method, RunConfig, default_preset
+from sharpscope.config import ForkSpec, Method, RunConfig, TokenWeight, default_preset
 from sharpscope.config.token_weights import UniformWeight
 from sharpscope.errors import UserError
 from sharpscope.forks.outcomes import FixedRollouts
@@ -75,6 +75,7 @@ class Start:
     Attributes:
         config: of the run.
         step: of the state; 0 is before training.
+        lr: learning rate of an arm's first step.
         policy, task: of the run.
         scorer: of the policy.
         snapshot: the state.
@@ -109,8 +110,8 @@ class Start:
             self.step, self._cursor = progress.step, progress.cursor
             self._entropy = dict(progress.entropy_control)
             self._keep_calibration(arms, progress)
-        lr = learning_rate(config.optimizer, min(self.step + 1, config.steps), config.steps)
-        if not lr > 0:
+        self.lr = learning_rate(config.optimizer, min(self.step + 1, config.steps), config.steps)
+        if not self.lr > 0:
             raise UserError(
                 f"optimizer.schedule = {config.optimizer.schedule}: the learning rate is 0 at step {self.step + 1}; choose an "
                 "earlier checkpoint, or --set optimizer.schedule=constant"
@@ -164,19 +165,24 @@ class Start:
     def _calibrate(self) -> None:
         """Fill the constants of token weights that are to be calibrated, on the first batch of this state.
 
-        As in a run, weights that wait for a gradient are 1 on a batch without one.
+        As in a run, percentiles over the gradient wait for a batch that has one. If none has, the weights are 1.
         """
         shared = SharedDraws()
         for name, method in self.methods.items():
-            if not method.weight.needs_calibration:
-                continue
-            batch = self.rollouts(method, 0, shared=shared)
-            stats = shared.statistics(self.scorer, batch.rollouts)
-            tensors = step_tensors(batch.rollouts, batch.advantage, stats, stats.logp, self.progress(0), method)
-            idle = method.weight.needs_gradient and not bool(tensors.mass.any())
-            weight = UniformWeight() if idle else calibrate(method.weight, tensors)
-            self.methods[name] = method.model_copy(update={"weight": weight})
+            if method.weight.needs_calibration:
+                found = (self._calibrated(method, batch, shared) for batch in range(self.spec.batches))
+                weight = next((weight for weight in found if weight is not None), UniformWeight())
+                self.methods[name] = method.model_copy(update={"weight": weight})
         self.snapshot.restore()
+
+    def _calibrated(self, method: Method, batch: int, shared: SharedDraws) -> TokenWeight | None:
+        """The method's weight, calibrated on a batch; None if it needs a gradient, and the batch has none."""
+        drawn = self.rollouts(method, batch, shared=shared)
+        stats = shared.statistics(self.scorer, drawn.rollouts)
+        tensors = step_tensors(drawn.rollouts, drawn.advantage, stats, stats.logp, self.progress(0), method)
+        if method.weight.needs_gradient and not bool(tensors.mass.any()):
+            return None
+        return calibrate(method.weight, tensors)
 
     # -- positions in the run ----------------------------------------------------------------------------------------
 
@@ -234,10 +240,10 @@ class Start:
         method, order = self.methods[name], self.order(batch)
         learner = self.learner(method)
         first: list[list[Tensor]] = []
-        results = []
+        results, number = [], 0
 
         def keep(pending: PendingUpdate) -> None:
-            if not first:
+            if number == 0 and pending.index == 0:
                 first.append(self.snapshot.collect([p.grad for p in learner.parameters]))
 
         for number in range(self.spec.updates):

@@ -25,7 +25,7 @@ def sharpness_readings(
     """SAM sharpness and gradient norm of the expected failure, and critical sharpness of the correct completions' nll.
 
     The expected failure is importance-weighted from the starting policy's completions. The critical sharpness is that along
-    the arm's own change of the weights, in 1 / learning rate; it is not defined before the update.
+    the arm's own change of the weights, in 1 / learning rate of its first step; it is not defined before the update.
 
     Args:
         origin: the state.
@@ -54,7 +54,7 @@ def _critical(origin: Start, fixed: FixedRollouts, update: ArmUpdate) -> float:
     correct = (fixed.success == 1).nonzero()[:, 0]
     if not len(correct):
         return math.nan
-    rows, lr = fixed.rollouts.rows(correct), origin.config.optimizer.lr
+    rows, lr = fixed.rollouts.rows(correct), origin.lr
     mask = rows.completion_mask.bool()
     tokens = int(mask.sum())
 

@@ -25,9 +25,8 @@ from sharpscope.probes.estimate import Estimate
 Outcome = Literal["found", "not descent", "no crossing", "flat", "not finite", "unresolved"]
 EXPAND = 4.0  # largest factor between two step sizes while no crossing is bracketed
 RANGE = 2.0**20  # largest and smallest step size tried, relative to the guess
-ROUNDING = (
-    0.05  # relative error of the step, from rounding to the parameters' dtype, above which a result is not reliable
-)
+ROUNDING = 0.05
+"""Relative error of the step, from rounding to the parameters' dtype, above which a result is not reliable."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +38,10 @@ class CriticalSharpness:
         lr: η_c, interpolated within the bracket [learning rate].
         lower: largest η seen whose loss is not above L(θ), below the crossing; 0 if there is none.
         upper: smallest η seen whose loss is above L(θ); infinite if there is none.
-        outcome: `found`; `not descent`: the loss rises at once (Δᵀg ≤ 0), so η_c = 0; `no crossing`: no η up to `lower` raises
-            the loss; `flat`: the loss does not change by more than rounding, as where a clipped surrogate has no gradient;
-            `not finite`: L(θ) is not finite; `unresolved`: the evaluations were used up before the bracket was narrow enough.
+        outcome: `found`; `not descent`: the loss rises before it falls by more than rounding, as for Δᵀg ≤ 0; `no crossing`: no η
+            up to `lower` raises the loss; `flat`: the loss does not change by more than rounding, as where a clipped surrogate
+            has no gradient; `not finite`: L(θ) is not finite; `unresolved`: the evaluations were used up before the bracket was
+            narrow enough.
         slope: Δᵀg, the decrease of the loss per unit of η at θ; as given, else of the smallest η seen.
         loss: L(θ).
         depth: largest decrease of the loss seen along the direction.
@@ -178,7 +178,9 @@ def _reason(outcome: Outcome, loss: float, search: _Search, noise: float) -> str
     return {
         "found": "",
         "not finite": f"the loss is {loss}",
-        "not descent": f"the update raises the loss at once: slope Δᵀg = {slope:.2g} is not positive",
+        "not descent": f"the update raises the loss at once: slope Δᵀg = {slope:.2g} is not positive"
+        if not slope > 0
+        else f"the loss rises before it falls by more than {noise:.1g} (rounding), although its slope Δᵀg = {slope:.2g} is positive",
         "no crossing": f"no bracket: the loss is not above its start for learning rates up to {search.lower:.2g}",
         "flat": f"flat: the loss changes by at most {noise:.1g} along the update (rounding), as a clipped surrogate does",
         "unresolved": f"the bracket {search.lower:.3g} to {search.upper:.3g} was not narrowed within the evaluations allowed",

@@ -66,7 +66,6 @@ __all__ = [
     "check_policy",
     "check_probe_set",
     "check_rollouts",
-    "check_sampler",
     "clip_factor",
     "evaluation_row",
     "gradient_norm",

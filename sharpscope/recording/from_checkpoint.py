@@ -130,6 +130,10 @@ def _measure(
 ) -> tuple[Probed, dict[str, np.ndarray], float | None]:
     """What was measured, columns (n,) for the step's token rows, and the mean norm of its updates' gradients."""
     rollouts = run.rollouts[run.rollouts["step"] == step].dropna(subset=["token_ids"]).sort_values("rollout")
+    if rollouts.empty:
+        raise UserError(
+            f"step {step}: no completion has token IDs; leave the step out with --steps, or import the run again"
+        )
     row_of = {int(rollout): row for row, rollout in enumerate(rollouts["rollout"])}
     ids = [json.loads(text) for text in rollouts["token_ids"]]
     cut = [int(length) for length in rollouts["prompt_tokens"]]

@@ -60,16 +60,19 @@ BeforeStep = Callable[[PendingUpdate], None]
 
 @dataclass(frozen=True)
 class AppliedUpdate:
-    """An update between clipping and the optimizer's step."""
+    """An update between clipping and the optimizer's step.
 
-    index: int  # within the step, from 0
+    Attributes:
+        index: within the step, from 0.
+        loss: at the present weights.
+        clip_factor: what clipping has multiplied the gradient by; None if a sharpness method has reshaped it.
+        loss_fn: makes the loss as a function of the weights; every process must call that function.
+    """
+
+    index: int
     loss: float
-    clip_factor: (
-        float | None
-    )  # what clipping has multiplied the gradient by; None if a sharpness method has reshaped it
-    loss_fn: Callable[
-        [], Callable[[], float]
-    ]  # makes its loss as a function of the weights; every process must call that
+    clip_factor: float | None
+    loss_fn: Callable[[], Callable[[], float]]
 
 
 BeforeOptimizer = Callable[[AppliedUpdate], None]

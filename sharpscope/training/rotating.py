@@ -26,7 +26,7 @@ from sharpscope.config import (
 )
 from sharpscope.config.method import Kl, Method
 from sharpscope.errors import UserError
-from sharpscope.objective import calibrate, policy_loss, token_normalizer
+from sharpscope.objective import EntropyControl, calibrate, policy_loss, token_normalizer
 from sharpscope.policy import Policy, load_policy
 from sharpscope.policy.adapters import has_adapters
 from sharpscope.policy.scoring import Scorer
@@ -275,11 +275,12 @@ class _Start:
         model = self.policy.model
         self.optimizer = build_optimizer(model, config.optimizer)
         self.order, done = DataOrder(examples, config.seed), 0
+        entropy = EntropyControl()  # state of the run's entropy bonus
         self.calibrated: Method | None = None  # the run's method with the constants that the run has calibrated
         if checkpoint is not None:
-            proximal = copy.deepcopy(model) if config.method.needs_proximal else None
-            progress = saving.restore(checkpoint, self.policy, self.optimizer, proximal)
+            progress = saving.restore(checkpoint, self.policy, self.optimizer, None)
             self.order.cursor, done = progress.cursor, progress.step
+            entropy = EntropyControl(**progress.entropy_control)
             self.calibrated = Method.model_validate(progress.method)
         self.step = done + 1
         place = min(self.step, config.steps)
@@ -309,6 +310,7 @@ class _Start:
             inner_epochs=1,
             max_grad_norm=config.optimizer.max_grad_norm,
             seed=config.seed,
+            entropy_control=entropy,
         )
         self.reference = reference
         # Methods compared so far with their coefficients, the reference's, and the result.
@@ -340,7 +342,7 @@ class _Start:
         against = self.tokens(reference, batch, step_advantages(reference, batch.rollouts, batch.rewards, stats), stats)
         found = self._known(method, tokens.loss_coef, against.loss_coef)
         if found is None:
-            # An average of past weights starts as the weights.
+            # An average of past weights starts as the weights, also for the run's own method: every ratio is 1 then.
             learner = replace(
                 self.learner,
                 reference=self.reference if method.needs_reference else None,

@@ -70,6 +70,15 @@ def test_over_states_the_sample_is_their_means():
     assert (pooled["low"], pooled["high"]) == pytest.approx((interval.low, interval.high))
 
 
+def test_a_single_state_with_valid_batches_says_nothing_about_all_states():
+    table = rows((0, 50), grpo=0.0, ar=0.01)
+    table.loc[table["step"] == 50, "valid"] = False
+    pooled, alone = one(fork_differences(table), state="all states"), one(fork_differences(table))
+    assert (pooled["states"], pooled["batches"], pooled["invalid"]) == (1, 6, 6)
+    assert pooled["difference"] == pytest.approx(alone["difference"]) and alone["p"] < 0.05
+    assert all(math.isnan(pooled[name]) for name in ("low", "high", "p", "detectable", "change_low"))
+
+
 def test_any_arm_can_be_the_reference():
     table = rows(grpo=0.0, ar=0.01, sapo=0.03)
     own, other = fork_differences(table), fork_differences(table, reference="ar")

@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from sharpscope.analysis import overview as module
 from sharpscope.analysis import show
-from sharpscope.analysis.overview import Z, interval_text, overview, verdict_line
+from sharpscope.analysis.overview import Measure, Z, interval_text, overview, pair_difference, verdict_line
 from sharpscope.analysis.report import sampler_part
+from sharpscope.analysis.statistics import Interval
 from sharpscope.analysis.study import Study
 from sharpscope.traces import TraceWriter, create_run_dir, create_run_info, load_run, load_runs, update_run_info
 from tests.analysis.html.runs import SPIKE, WORDS, ids_of, write_report_run
@@ -125,6 +127,20 @@ def test_several_seeds_have_intervals_over_seeds(tmp_path: Path):
     assert _rows(screen.result)["reward", "grpo"][1] == interval_text(rewards.mean(), half)
     assert ("reward", "grpo-sg − grpo, 3 pairs") in _rows(screen.result) and "over seeds" in screen.result.grid.note
     assert "One seed" not in screen.finding
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_difference_is_clear_if_and_only_if_its_interval_leaves_out_zero(tmp_path: Path, monkeypatch, sign: int):
+    for seed in range(2):
+        for method in ("grpo", "grpo-sg"):
+            _write(tmp_path / f"{method}-{seed}", method, seed, recorded=False)
+    study = Study(load_runs(tmp_path).by_name)
+    measure = Measure("x", lambda run: None, lambda a, b: (float(sign), math.nan))
+    for near, clear in ((0.1, True), (-0.1, False)):  # the other arm, of length 2, must not count
+        low, high = sorted((sign * near, 3.0 * sign))
+        monkeypatch.setattr(module, "contrast_interval", lambda _, ends=(low, high): Interval(*ends, "sign-flip", 0.95))
+        _, (mean, arm), pairs = pair_difference(study, measure)
+        assert (mean, pairs) == (sign, 2) and arm == pytest.approx(1 - near) and (abs(mean) > arm) == clear
 
 
 def test_what_was_not_recorded_is_said_in_one_line(tmp_path: Path):

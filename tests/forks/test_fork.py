@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import math
 import random
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -17,13 +20,15 @@ from sharpscope.cli import main
 from sharpscope.config import ForkSpec, arm_method, arm_name, build_config
 from sharpscope.distributed import Launch
 from sharpscope.errors import UserError
-from sharpscope.forks import experiment
+from sharpscope.forks import experiment, surface
 from sharpscope.forks.start import SharedDraws, Start
 from sharpscope.forks.state import Snapshot
+from sharpscope.recording import gradient_norm
 from sharpscope.tasks import make_task
 from sharpscope.traces import RunLock
-from sharpscope.training import train
+from sharpscope.training import learner, train
 from sharpscope.training.checkpoint import OPTIMIZER, checkpoint_dir
+from sharpscope.training.optimizer import learning_rate
 from tests.conftest import TOY
 
 SMALL = {"prompts": 3, "batches": 2}
@@ -154,13 +159,63 @@ def test_a_repeated_call_adds_what_is_missing_and_reads_the_same(trained):
     assert other["fork"].nunique() == 2
 
 
-def test_a_model_without_a_run_gets_a_folder_of_its_own(tiny_policy, tmp_path):
+def test_weights_are_calibrated_on_the_first_batch_with_a_gradient(trained, monkeypatch):
+    arm = arm_method("grpo-sg+weight.preset=calibrated+weight.percentiles=gradient", trained)
+    draw = Start.rollouts
+
+    def second(start, method, batch, *args, **options):
+        return draw(start, method, 1, *args, **options)
+
+    def idle(start, method, batch, *args, **options):
+        found = draw(start, method, batch, *args, **options)
+        return replace(found, advantage=torch.zeros_like(found.advantage)) if batch == 0 else found
+
+    def never(start, method, batch, *args, **options):
+        return idle(start, method, 0, *args, **options)
+
+    weights = []
+    for patched in (second, idle, never):
+        monkeypatch.setattr(Start, "rollouts", patched)
+        weights.append(start_of(trained, sg=arm).methods["sg"].weight)
+    assert weights[0].kind == "sigmoid" and weights[1] == weights[0] and weights[2].kind == "uniform"
+
+
+def test_the_gradient_is_that_of_the_first_update_or_none(trained, monkeypatch):
+    start = start_of(trained)
+    assert start.update("own", 0).gradient is not None
+    norms = iter([math.nan])
+    monkeypatch.setattr(learner, "gradient_norm", lambda p: next(norms, None) or gradient_norm(p))
+    update = start.update("own", 0)
+    assert [one.skipped for one in update.results[0].updates] == [True, False] and update.gradient is None
+
+
+def test_critical_sharpness_is_per_learning_rate_of_the_step(trained, monkeypatch):
+    start = start_of(trained, step=3)
+    lr = learning_rate(trained.optimizer, 4, 6)  # cosine
+    update, fixed = start.update("own", 0), start.fixed("train", 0)
+    seen = {}
+
+    def capture(loss, parameters, direction, *, guess):
+        seen.update(guess=guess, direction=direction)
+        return SimpleNamespace(value=5.0)
+
+    monkeypatch.setattr(surface, "critical_sharpness", capture)
+    assert surface._critical(start, replace(fixed, success=torch.ones_like(fixed.success)), update) == 5.0
+    assert seen["guess"] == lr != trained.optimizer.lr
+    for along, part in zip(seen["direction"], update.displacement, strict=True):
+        torch.testing.assert_close(along * -lr, part)
+
+
+def test_a_model_without_a_run_gets_a_folder_of_its_own(tiny_policy, tmp_path, monkeypatch):
+    monkeypatch.setattr(experiment, "set_threads", lambda *_: 7)
     options = {"methods": ["grpo"], "prompts": 2, "batches": 1, "comparisons": ("step",)}
     small = ["rollout.prompts_per_step=2", "rollout.group_size=2", "rollout.max_new_tokens=6"]
     run = sharpscope.fork(
         model=str(tiny_policy), task="tests.toy_task:vowels", overrides=small, out=tmp_path / "forks", **options
     )
-    assert run.status == "finished" and len(run.steps) == 0 and set(run.forks["step"]) == {0}
+    assert (
+        run.status == "finished" and run.info["threads"] == 7 and len(run.steps) == 0 and set(run.forks["step"]) == {0}
+    )
     with pytest.raises(UserError, match="seed 0"):
         sharpscope.fork(
             model=str(tiny_policy),

@@ -88,6 +88,9 @@ def test_it_says_why_there_is_no_crossing():
         assert found.outcome == "not descent" and math.isnan(found.value) and found.converged is False
         assert found.slope == pytest.approx(-5.0, rel=1e-3) and "raises the loss" in found.why
         assert found.evaluations == (1 if slope is not None else found.evaluations)
+    near = torch.tensor([1e-3], dtype=torch.float64, requires_grad=True)  # falls by 1e-6 at most
+    tiny = critical_sharpness(lambda: near.square().sum(), [near], [torch.ones(1)], guess=0.1, slope=2e-3, noise=1e-4)
+    assert tiny.outcome == "not descent" and "although its slope Δᵀg = 0.002 is positive" in tiny.why
     line = critical_sharpness(lambda: x.sum(), [x], [torch.ones_like(x)], guess=0.1)
     assert line.outcome == "no crossing" and "no bracket" in line.why and math.isinf(line.upper)
     assert line.depth > 0 and line.slope == pytest.approx(2.0)

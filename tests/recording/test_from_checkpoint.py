@@ -82,6 +82,9 @@ def test_what_cannot_be_probed_is_refused(checkpoint: Path, tmp_path: Path):
     run = sharpscope.load_run(trace(tmp_path, None))
     with pytest.raises(UserError, match="--steps 5: the trace has tokens at steps 1, 2"):
         probe_trace(run, policy, tmp_path / "out", steps=[5])
+    run.rollouts.loc[run.rollouts["step"] == 2, "token_ids"] = None
+    with pytest.raises(UserError, match="step 2: no completion has token IDs; leave the step out"):
+        probe_trace(run, policy, tmp_path / "out")
     run.rollouts["token_ids"] = None
     with pytest.raises(UserError, match="no token IDs of prompts and completions"):
         probe_trace(run, policy, tmp_path / "out")

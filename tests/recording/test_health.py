@@ -12,6 +12,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 import sharpscope
+from sharpscope import recording
 from sharpscope.analysis import show
 from sharpscope.config.training import HealthSpec
 from sharpscope.recording import health
@@ -310,3 +311,7 @@ def test_a_method_that_equals_another_at_one_update_says_so_before_training(toy_
             np.testing.assert_allclose(mine.steps["grad_norm"], other.steps["grad_norm"], rtol=1e-4)
         else:
             assert gap > 1e-3
+
+
+def test_what_the_package_exports_exists():
+    assert [name for name in recording.__all__ if not hasattr(recording, name)] == []

@@ -49,6 +49,21 @@ def test_a_checkpoint_gives_the_numbers_of_the_trace(folder, step):
     assert found.batch["step"] == step and found.batch["recorded"] is True and found.batch["tokens"] == traced["tokens"]
 
 
+def test_an_adaptive_entropy_bonus_has_its_coefficient_of_the_checkpoint(tiny_policy, tmp_path):
+    entropy = {"kind": "adaptive", "target": 50.0, "initial": 0.2, "step": 0.1, "high": 1.0}
+    values = {
+        **TOY, "policy.model": str(tiny_policy), "out": str(tmp_path), "name": "run", "method": "grpo", "steps": 3, "evaluation.every": 0,
+        "recording.rotation_every": 1, "recording.token_gradients_every": 0, "update.mini_batches": 1, "checkpoint.every": 1,
+        "checkpoint.keep_last": 5, **{f"method.entropy.{name}": value for name, value in entropy.items()},
+    }  # fmt: skip
+    train(build_config(values=values))
+    own = "own=grpo" + "".join(f"+entropy.{name}={value}" for name, value in entropy.items())
+    found = rotate([own], run=tmp_path / "run", checkpoint=2).table.iloc[0]
+    traced = sharpscope.load_run(tmp_path / "run").steps.set_index("step").loc[3]
+    np.testing.assert_allclose(found[ANGLES].astype(float), traced[ANGLES].astype(float), rtol=1e-3)
+    assert found["gradient_rotation"] > 0.1
+
+
 def test_methods_with_equal_gradients_share_passes_and_the_numbers_are_those_of_each(tiny_policy, monkeypatch):
     names = [
         "grpo",
