@@ -179,9 +179,13 @@ def test_jsonl_with_a_token_on_each_line(tmp_path: Path):
         for index, row in enumerate(ROWS)
         for token, lp, keep in zip(row["ids"], row["lp"], row["m"], strict=True)
     ]
+    rows[2] |= {"reward": 0.5, "entropy": 1.5}  # known of the last token only
     import_jsonl(write_lines(tmp_path / "t.jsonl", rows), tmp_path / "run", LABELS)
-    tokens = sharpscope.load_run(tmp_path / "run").tokens()
+    run = sharpscope.load_run(tmp_path / "run")
+    tokens = run.tokens()
     assert tokens["token_id"].tolist() == [5, 7, 8, 9, 8, 9] and tokens["position"].tolist() == [0, 2, 0, 1, 0, 1]
+    np.testing.assert_equal(tokens["entropy"].to_numpy()[:3], [math.nan, 1.5, math.nan])
+    np.testing.assert_equal(run.rollouts["reward"].to_numpy(), [0.5, math.nan, math.nan])
     assert tokens["rollout"].tolist() == [0, 0, 1, 1, 0, 0] and tokens["advantage"].isna().all()
 
 
@@ -200,7 +204,16 @@ def test_texts_with_a_tokenizer(tmp_path: Path):
         ({"logp": [-1.0], "token_id": [1]}, {"advantage": "adv"}, "no column 'adv'"),
         ({"logp": [-1.0], "token_id": [1, 2]}, {}, "logp has 1 values, token_id 2"),
         ({"logp": [None], "token_id": [1]}, {}, "logp is null on a token in the loss"),
-        ({"logp": ["x"], "token_id": [1]}, {}, "logp = 'x' is not a number"),
+        ({"logp": ["x"], "token_id": [1]}, {}, "logp = 'x' is not a finite number"),
+        ({"logp": [-math.inf], "token_id": [1]}, {}, "logp = '-inf' is not a finite number"),
+        ({"logp": [-1.0], "token_id": [1], "reward": 10**400}, {}, "is not a finite number"),
+        ({"logp": [-1.0], "token_id": [2**31]}, {}, "token_id is not made of whole numbers from 0"),
+        ({"logp": [-1.0], "token_id": [1], "position": 0}, {}, "position is not made of whole numbers from 0"),
+        ({"logp": [-1.0], "token_id": [1], "position": [0, 1]}, {}, "position has 2 values, token_id 1"),
+        ({"logp": [-1.0], "token_id": [1], "prompt_ids": "ab"}, {}, "prompt_ids is not made of whole numbers from 0"),
+        ({"logp": [-1.0], "token_id": [1], "weight": 2.0}, {}, "weight has no list of values, token_id 1"),
+        ({"logp": -1.0, "token_id": 1, "rollout": [1]}, {}, "a line is a token, so 'rollout'"),
+        ({"logp": [-1.0], "token_id": [1], "mask": [None]}, {}, "mask has not one value"),
         ({"logp": [-1.0], "token_id": [-1]}, {}, "token_id is not made of whole numbers from 0"),
         ({"logp": [-1.0], "token_id": [1], "step": 0}, {}, "step = '0' is not a whole number from 1"),
         ({"logp": [-1.0], "token_id": [1], "mask": [1, 1]}, {}, "mask has not one value"),

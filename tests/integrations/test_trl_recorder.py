@@ -390,7 +390,7 @@ def test_a_training_that_fails_leaves_a_readable_run(tmp_path: Path):
     [
         ({"use_liger_kernel": True}, "use_liger_kernel"),
         ({"fp16": True}, "fp16"),
-        ({"n_gpu": 2}, "2 processes or GPUs"),
+        ({"n_gpu": 2}, "2 GPUs in one process"),
         ({"gradient_accumulation_steps": 3}, "must\ndivide|must divide"),
     ],
 )

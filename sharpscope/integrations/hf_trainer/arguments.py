@@ -32,7 +32,7 @@ def check_setup(trainer: Any, *, processes: bool = False) -> None:
         raise UserError("record: DeepSpeed is not supported; start the trainer without it")
     if args.n_gpu > 1:
         raise UserError(
-            f"record: {args.n_gpu} processes or GPUs in one process (DataParallel); start one process for each"
+            f"record: {args.n_gpu} GPUs in one process (DataParallel); set CUDA_VISIBLE_DEVICES to one of them"
         )
     data_parallel = kind in ("MULTI_CPU", "MULTI_GPU")
     if accelerator.num_processes > 1 and not (processes and data_parallel):

@@ -40,7 +40,7 @@ def own_forward(model: Any) -> Iterator[None]:
 
 
 class TrainerRecorder(ABC):
-    """Records a transformers Trainer in one process. It wraps methods of the trainer and changes nothing of the training.
+    """Records a transformers Trainer. It wraps methods of the trainer and changes nothing of the training.
 
     A subclass sets `trace` and `scorer`, then calls `attach`; it adds batches to the step in progress (`self._step`) and
     says what the loss does with their tokens (`Step.use`).
@@ -136,7 +136,7 @@ class TrainerRecorder(ABC):
             self.trace.close(status, reason)
 
     def begin(self) -> None:
-        """Called when TRL knows the length of the training and has its optimizer."""
+        """Called when the trainer knows the length of the training and has its optimizer."""
         trainer = self.trainer
         config = self.config_of(int(trainer.state.max_steps))
         optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)

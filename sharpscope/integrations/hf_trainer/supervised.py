@@ -61,7 +61,7 @@ def record(
     and `report` read the folder.
 
     Args:
-        trainer: of a causal language model with labels, in one process, float32 or bf16.
+        trainer: of a causal language model with labels, in one process or several (DDP), float32 or bf16.
         out: folder of the run; it must not exist or be empty.
         task: the task's name in the trace; None: `sft` or `dpo`.
         recording: fields of the run configuration's part `recording`, such as {"token_gradients_every": 5}. Score norms and

@@ -54,12 +54,17 @@ def _sequences(source: Path, theirs: Mapping[str, str], named: set[str]) -> Iter
         step = _step(values.get("step", 1), where)
         if isinstance(values["logp"], list):
             yield step, _sequence(values, where)
-        elif "rollout" not in values:
-            raise UserError(f"{where}: a line is a token, so '{theirs['rollout']}' must say of which completion")
+        elif not isinstance(values.get("rollout"), int | str):
+            raise UserError(
+                f"{where}: a line is a token, so '{theirs['rollout']}' must say of which completion; write a number or a text"
+            )
         else:
             tokens.setdefault((step, values["rollout"]), []).append(values)
     for (step, rollout), rows in tokens.items():
-        joined = rows[0] | {name: [row.get(name) for row in rows] for name in (*_TOKEN, "position") if name in rows[0]}
+        joined: dict[str, Any] = {}
+        for row in reversed(rows):  # a column of the sequence has the value of the first line with it
+            joined |= row
+        joined |= {name: [row.get(name) for row in rows] for name in (*_TOKEN, "position") if name in joined}
         yield step, _sequence(joined, f"{source}, step {step}, rollout {rollout}")
 
 
@@ -70,31 +75,34 @@ def _step(value: Any, where: str) -> int:
 
 
 def _sequence(values: Mapping[str, Any], where: str) -> Completion:
-    ids = values["token_id"]
-    if not isinstance(ids, list) or not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
-        raise UserError(f"{where}: token_id is not made of whole numbers from 0; write token IDs")
+    ids = _integers(values["token_id"], "token_id", where)
     count = len(ids)
     mask = values.get("mask", [1] * count)
-    if not isinstance(mask, list) or len(mask) != count:
-        raise UserError(f"{where}: mask has not one value for each of the {count} token IDs")
+    if not isinstance(mask, list) or len(mask) != count or None in mask:
+        raise UserError(f"{where}: mask has not one value for each of the {count} token IDs; write 0 or 1 for each")
     kept = [i for i, keep in enumerate(mask) if keep]
     columns: dict[str, list[Any]] = {"token_id": [ids[i] for i in kept], "update": [0] * len(kept)}
     for name in _TOKEN[1:-1]:
         given = values.get(name)
         if given is None:
             continue
-        if not isinstance(given, list):
-            given = [given] * count  # an advantage of the sequence
-        if len(given) != count:
-            raise UserError(f"{where}: {name} has {len(given)} values, token_id {count}; both need one for each token")
+        if name == "advantage" and not isinstance(given, list):
+            given = [given] * count  # of the sequence
+        if not isinstance(given, list) or len(given) != count:
+            found = len(given) if isinstance(given, list) else "no list of"
+            raise UserError(f"{where}: {name} has {found} values, token_id {count}; both need one for each token")
         columns[name] = [number(given[i], name, where) for i in kept]
     if any(value is None for value in columns["logp"]):
         raise UserError(f"{where}: logp is null on a token in the loss; give its log-probability, or mask it")
-    positions = values.get("position", list(range(count)))
+    positions = _integers(values.get("position", list(range(count))), "position", where)
+    if len(positions) != count:
+        raise UserError(
+            f"{where}: position has {len(positions)} values, token_id {count}; both need one for each token"
+        )
     columns["position"] = [positions[i] for i in kept]
-    prompt = values.get("prompt_ids")
+    prompt = None if values.get("prompt_ids") is None else _integers(values["prompt_ids"], "prompt_ids", where)
     group = values.get("group", values.get("prompt"))
-    whole = prompt is not None and list(positions) == list(range(count))
+    whole = prompt is not None and positions == list(range(count))
     return Completion(
         ids=[*(prompt or ()), *ids] if whole else None,
         prompt_length=len(prompt or ()),
@@ -104,6 +112,14 @@ def _sequence(values: Mapping[str, Any], where: str) -> Completion:
         completion=_text(values.get("completion"), "completion", where),
         reward=number(values.get("reward"), "reward", where),
     )
+
+
+def _integers(value: Any, name: str, where: str) -> list[int]:
+    if not isinstance(value, list) or not all(
+        isinstance(i, int) and not isinstance(i, bool) and 0 <= i < 2**31 for i in value
+    ):
+        raise UserError(f"{where}: {name} is not made of whole numbers from 0; write a list of them")
+    return value
 
 
 def _text(value: Any, name: str, where: str) -> str | None:

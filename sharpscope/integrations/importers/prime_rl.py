@@ -76,13 +76,16 @@ def _step(folder: Path, coefficients: Coefficients | None) -> list[Completion]:
     total = 0
     for record, where in records:
         _check(record, where)
-        total += sum(_weights(record)[i] is not None for i in range(len(record["token_ids"])))
+        total += sum(weight is not None for weight in _weights(record))
     return [one for record, _ in records for one in _sequences(record, coefficients, total)]
 
 
 def _check(record: dict[str, Any], where: str) -> None:
     if record.get("schema_version") != VERSION:
-        raise UserError(f"{where}: schema_version {record.get('schema_version')}; this version reads {VERSION}")
+        raise UserError(
+            f"{where}: schema_version {record.get('schema_version')}; this version reads {VERSION}: update sharpscope, or "
+            f"export with a prime-rl that writes {VERSION}"
+        )
     ids = record.get("token_ids")
     if not isinstance(ids, list) or not all(isinstance(i, int) for i in ids):
         raise UserError(f"{where}: token_ids is no list of integers; export the step again")

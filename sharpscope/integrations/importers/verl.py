@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
 from sharpscope.errors import UserError
-from sharpscope.integrations.importers.writing import Completion, Labels, json_lines, number, write
+from sharpscope.integrations.importers.writing import Completion, Labels, finite, json_lines, number, write
 
 _OWN = ("input", "output", "gts", "score", "step", "uid", "request_id")
 
@@ -26,11 +25,13 @@ def import_verl(source: Path, out: Path, labels: Labels) -> dict[str, int]:
     Raises:
         UserError: there is no file N.jsonl, or a file cannot be read.
     """
-    files = sorted((int(path.stem), path) for path in source.glob("*.jsonl") if path.stem.isdigit())
+    files = sorted((int(path.stem), path) for path in source.glob("*.jsonl") if path.stem.isdecimal())
     if not files:
         raise UserError(f"{source}: has no file N.jsonl; set trainer.rollout_data_dir in verl and give that folder")
     shift = 1 if files[0][0] == 0 else 0
     notes = [f"imported from verl's rollout files, {len(files)} steps", "the files have no tokens"]
+    if shift:
+        notes.append("step numbers are one higher than verl's, which begin at 0")
     each = (
         (step + shift, [_completion(r, f"{path} line {line}") for line, r in json_lines(path)]) for step, path in files
     )
@@ -44,7 +45,7 @@ def _completion(record: dict[str, Any], where: str) -> Completion:
     parts = {
         name: float(value)
         for name, value in record.items()
-        if name not in _OWN and isinstance(value, int | float) and math.isfinite(value)
+        if name not in _OWN and isinstance(value, int | float) and finite(value)
     }
     uid, correct = record.get("uid"), record.get("acc")
     # verl's keys are {sample}_{rollout}_{output}

@@ -25,7 +25,7 @@ class Labels:
 
     Attributes:
         method: name of the training method.
-        task: name of the task; None: what the files say, or the importer's name.
+        task: name of the task; None: the importer's name.
         seed: of the run, if known.
         tokenizer: folder or hub id of the tokenizer, for texts; None: tokens are shown as their numbers.
     """
@@ -86,15 +86,25 @@ def _object(line: str, path: Path, number: int) -> dict[str, Any]:
     return found
 
 
+def finite(value: float) -> bool:
+    """Whether a number of a JSON file, which may be an integer of any size, is finite as a float."""
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
+
+
 def number(value: Any, name: str, where: str) -> float | None:
-    """A number or null.
+    """A finite number or null; NaN is null.
 
     Raises:
         UserError: it is something else.
     """
-    if value is None or isinstance(value, int | float):
-        return None if value is None or math.isnan(value) else float(value)
-    raise UserError(f"{where}: {name} = {str(value)[:40]!r} is not a number; write a number or null")
+    if value is None or value != value:  # noqa: PLR0124 - NaN
+        return None
+    if isinstance(value, int | float) and finite(value):
+        return float(value)
+    raise UserError(f"{where}: {name} = {str(value)[:40]!r} is not a finite number; write a number or null")
 
 
 def write(

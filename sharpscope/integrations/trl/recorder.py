@@ -60,7 +60,7 @@ def record(
     training is bitwise the same. `sharpscope analyze`, `show`, `tokens`, `spikes`, `claims` read the folder.
 
     Args:
-        trainer: a trl.GRPOTrainer (SFTTrainer, DPOTrainer) in one process, float32 or bf16.
+        trainer: a trl.GRPOTrainer in one process, or an SFTTrainer or DPOTrainer in one or several (DDP); float32 or bf16.
         out: folder of the run; it must not exist or be empty.
         weights: a method, or the name of one, whose token weights multiply TRL's surrogate (`grpo-sg`, `ar`, a control …),
             through per-token advantages; None changes nothing.
