@@ -23,7 +23,7 @@ def export(
         bool, typer.Option("--online", help="Upload to Weights & Biases. Default: write files only.")
     ] = False,
 ) -> None:
-    """Export the tables steps, eval and probes to TensorBoard, Weights & Biases (offline) or trackio.
+    """Export the tables steps, updates, eval and probes to TensorBoard, Weights & Biases (offline) or trackio.
 
     Examples:
       sharpscope export runs/first --to tensorboard --out logs

@@ -1,4 +1,4 @@
-"""Export of scalars (tables steps, eval and probes) to TensorBoard, Weights & Biases and trackio.
+"""Export of scalars (tables steps, updates, eval and probes) to TensorBoard, Weights & Biases and trackio.
 
 Everything stays on the machine unless `online` is set for Weights & Biases.
 """

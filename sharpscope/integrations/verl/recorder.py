@@ -222,7 +222,7 @@ class Recorder:
         if not self.first:
             return
         if self.writer is None:
-            self._open()
+            self._open(rows.data)
         assert self.writer is not None
         writer, step = self.writer, self.count
         given = [one for completions, _ in parts for one in completions]
@@ -249,8 +249,11 @@ class Recorder:
         writer.flush()
         update_run_info(self.folder, steps_done=step)
 
-    def _open(self) -> None:
+    def _open(self, data: Any) -> None:
         worker = self.worker
+        # A number, or one per row. Probes of a checkpoint need it, and it must be one.
+        temperatures = torch.as_tensor(data["temperature"], dtype=torch.float64).unique().tolist()
+        rollout = {"temperature": temperatures[0]} if len(temperatures) == 1 else {}
         made = create_run_dir(self.folder)
         worker.model_config.tokenizer.save_pretrained(made / "tokenizer")
         config = getattr(worker.loss_fn, "keywords", {}).get("config")
@@ -264,7 +267,7 @@ class Recorder:
             "method": f"verl {loss['loss_mode']}",
             "task": "verl",
             "seed": None,
-            "config": {"policy": {"model": str(worker.model_config.path)}},
+            "config": {"policy": {"model": str(worker.model_config.path)}, "rollout": rollout},
             "versions": environment.versions() | {"verl": version("verl")},
             "processes": torch.distributed.get_world_size(),
             "notes": ["recorded from verl's TrainingWorker"],

@@ -179,6 +179,7 @@ def test_commands_read_it_and_a_checkpoint_adds_shares(pair, tmp_path: Path):
         return result.output
 
     assert "verl vanilla" in said("show", str(path))
+    assert sharpscope.load_run(path).config["rollout"] == {"temperature": 1.0}
     assert "▸w" in said("tokens", str(path), "--step", "1", "--by", "loss_coef")
     said("spikes", str(path))
     said("analyze", str(path), "--out", str(tmp_path / "report"))
