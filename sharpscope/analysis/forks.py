@@ -61,7 +61,7 @@ def fork_differences(forks: pd.DataFrame, margin: float = MARGIN, reference: str
 
     A row is an arm, comparison and outcome of one fork in one state, or in `all states`. Forks are pooled over runs that
     differ in their seed or method only, which gives them the same name. Only batches whose rows are valid for both arms
-    count. The change is value − start, or the value where there is no start.
+    count. The change is value − start, or the value of quantities that have no start, such as rotations.
 
     Args:
         forks: table `forks` of a run or of several, see `Run.forks`.
@@ -141,7 +141,8 @@ def detectable(sd: float, n: int, power: float = POWER, level: float = LEVEL) ->
 def _paired(rows: pd.DataFrame) -> pd.DataFrame:
     """Every row with the change of the reference arm on the same batch; `both`: valid and finite for both."""
     start = rows["start"].astype(float)
-    changed = rows.assign(change=rows["value"].astype(float) - start.fillna(0.0))
+    changes = start.notna().groupby([rows["fork"], rows["outcome"]]).transform("any")  # else a quantity of the update
+    changed = rows.assign(change=rows["value"].astype(float) - start.where(changes, 0.0))
     changed["valid"] = rows["valid"].fillna(False).astype(bool) & changed["change"].notna()
     keep = [*_KEY, "change", "predicted", "valid"]
     of_reference = changed.loc[changed["arm"] == changed["reference"], keep]
