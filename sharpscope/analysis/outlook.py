@@ -89,7 +89,7 @@ def outlook(
 
 
 def _outlook(claim: Claim, study: Study, pilot: Sequence[Power]) -> Outlook:
-    rule = claim.rule.under(study.terms, claim.name)
+    rule = claim.rule.under(study.terms, claim.key)
     n, parts, missing = _planned(claim, study)
     counted = rule.minimal_n >= 1_000  # tokens: as many as a run has
     if not missing and not counted:
@@ -104,6 +104,8 @@ def _outlook(claim: Claim, study: Study, pilot: Sequence[Power]) -> Outlook:
     of_claim = [p for p in pilot if (p.claim, p.version) == (claim.name, claim.version) and not p.missing]
     if missing or not of_claim or counted:
         return found
+    if of_claim[0].unit != rule.unit:  # the pilot's clusters are not what n counts
+        return found
     return replace(found, design=of_claim[0].at(n, _sizes(study), rule.level))
 
 
@@ -113,8 +115,14 @@ def _sizes(study: Study) -> dict[str, float]:
     if not runs:
         return {}
     evaluation, probes = (runs[0].config.get(part) or {} for part in ("evaluation", "probes"))
-    sizes = {"answers": float(evaluation.get("prompts", 0) * evaluation.get("samples", 1))}
+    levels = _levels(runs[0].config.get("task") or {})
+    sizes = {"answers": float(evaluation.get("prompts", 0) * evaluation.get("samples", 1) * levels)}
     return sizes | ({"probe prompts": float(probes["prompts"])} if probes.get("prompts") else {})
+
+
+def _levels(task: Mapping[str, Any]) -> int:
+    """Number of levels of the held-out split; `evaluation.prompts` counts the prompts of each."""
+    return next((len(task[key]) for key in ("people", "levels", "hops") if isinstance(task.get(key), list | tuple)), 1)
 
 
 def _planned(claim: Claim, study: Study) -> tuple[int, int, str]:

@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from scipy.stats import nct, t
 
-from sharpscope.analysis.claims import CLAIMS, Verdict, study_of, verdicts_of, versions
+from sharpscope.analysis.claims import CLAIMS, Verdict, claim_names, study_of, verdicts_of, versions
 from sharpscope.analysis.claims.base import Sample, clusters_needed
 from sharpscope.analysis.figures.style import BLUE, GRAY, VERMILLION, finish, panels, save, styled
 from sharpscope.analysis.statistics import sign_flip_tests
@@ -157,9 +157,12 @@ def power_of(
         runs: the pilot; at least 3 clusters of a claim are needed for its variance.
         claims: names; None: all.
         baseline, treatment, terms: see `test_claims`.
+
+    Raises:
+        UserError: an unknown claim, or a method compared with itself.
     """
+    names = claim_names(claims)
     study = study_of(runs, baseline, treatment, terms=terms)
-    names = list(CLAIMS) if claims is None else [name for name in CLAIMS if name in {c.upper() for c in claims}]
     study.read_tokens([reducer for name in names for reducer in CLAIMS[name].reducers])
     costs = costs_of(study)
     return [power(v, costs, study.terms.level) for verdict in verdicts_of(study, names) for v in versions(verdict)]
@@ -167,26 +170,29 @@ def power_of(
 
 def power(verdict: Verdict, costs: Costs | None, level: float) -> Power:
     """The power of one claim's test, from the values that its verdict rests on."""
-    named = Power(verdict.claim, verdict.version, verdict.rule.unit)
     samples = verdict.samples
+    own_unit = samples[0].unit if samples else ""
+    named = Power(verdict.claim, verdict.version, own_unit or verdict.rule.unit)
     if not samples:
         why = (
             verdict.reason
             if verdict.verdict == "untestable"
-            else "this claim is decided by counting, not by a sample of clusters"
+            else "no power is computed: this claim is not decided by the mean of a value per cluster"
         )
         return Power(named.claim, named.version, named.unit, missing=why)
     pilot = min(len(sample.values) for sample in samples)
     if pilot < 3:
-        why = f"{pilot} {verdict.rule.unit}: a pilot needs 3 for a variance"
+        why = f"{pilot} {named.unit}: a pilot needs 3 for a variance"
         return Power(named.claim, named.version, named.unit, pilot, missing=why)
     model = Model(samples)
     if not model.covariance.diagonal().min() > 0:
         return Power(named.claim, named.version, named.unit, pilot, missing="the pilot's values do not vary")
-    fewest = max(verdict.rule.minimal_n if verdict.rule.minimal_n < 1_000 else 1, clusters_needed(level, len(samples)))
+    fewest = max(1 if own_unit else verdict.rule.minimal_n, clusters_needed(level, len(samples)))
     hardest = int(np.argmax(np.sqrt(model.covariance.diagonal()) / model.margins))
     sizes = model.sizes()
-    plan = _Planner(model, costs, level, sum(sample.runs for sample in samples) - (len(samples) - 1), samples)
+    runs = sum(sample.runs for sample in samples) - (len(samples) - 1)
+    # a counterfactual update costs no run, and its own time is not recorded
+    plan = _Planner(model, costs if runs > 0 else None, level, runs, samples)
     cheapest = {target: plan.cheapest(target, fewest) for target in TARGETS}
     notes = tuple(dict.fromkeys(s.note for sample in samples for s in sample.sources if s.note))
     if model.components(hardest)["cluster"] == 0:
@@ -313,7 +319,7 @@ class _Planner:
     """Designs of a claim and their cost."""
 
     def __init__(self, model: Model, costs: Costs | None, level: float, runs: int, samples: Sequence[Sample]) -> None:
-        self.model, self.costs, self.level, self.runs = model, costs, level, max(1, runs)
+        self.model, self.costs, self.level, self.runs = model, costs, level, runs
         steps = [len({c for c in sample.clusters if isinstance(c, tuple)}) for sample in samples]
         seeds = [len({c[0] for c in sample.clusters if isinstance(c, tuple)}) for sample in samples]
         self.per_seed = max((a / b for a, b in zip(steps, seeds, strict=True) if b), default=1.0)
@@ -334,13 +340,20 @@ class _Planner:
             multiples = dict(zip(names, map(float, chosen), strict=True))
             n = self._enough(self.model.at(multiples), target, fewest)
             if n is not None:
-                candidates.append((self.hours(n, multiples) or n * sum(chosen), n, multiples))
-        best: Design | None = None
+                candidates.append((self._cost(n, multiples), n, multiples))
+        best: tuple[float, Design] | None = None
         for _, n, multiples in sorted(candidates, key=lambda item: item[0])[:3]:
             found = self._reach(n, multiples, target, fewest)
-            if found is not None and (best is None or (found.hours or 0.0) < (best.hours or math.inf)):
-                best = found
-        return best
+            if found is not None:
+                cost = self._cost(found.clusters, multiples)
+                if best is None or cost < best[0]:
+                    best = cost, found
+        return None if best is None else best[1]
+
+    def _cost(self, n: int, multiples: Mapping[str, float]) -> float:
+        """Hours; where they are not known, clusters × (1 + how many times as large each source is)."""
+        hours = self.hours(n, multiples)
+        return n * (1 + sum(multiples.values())) if hours is None else hours
 
     def _enough(self, covariance: NDArray[np.float64], target: float, fewest: int) -> int | None:
         deviations, parts = np.sqrt(covariance.diagonal()), len(covariance)
@@ -438,7 +451,8 @@ def design_text(design: Design | None) -> str:
     if design is None:
         return f"more than {MOST:,}"
     sizes = "".join(f" × {name} {size:,.0f}" for name, size in design.sizes.items())
-    return f"{design.clusters:,}{sizes}" + ("" if design.hours is None else f", {design.hours:.2g} h")
+    hours = "" if design.hours is None else f", {design.hours:{',.0f' if design.hours >= 100 else '.2g'}} h"
+    return f"{design.clusters:,}{sizes}{hours}"
 
 
 def power_text(powers: Sequence[Power]) -> str:

@@ -48,6 +48,7 @@ def power(
       sharpscope power runs/pilot --study experiments/study.yaml --out power
     """
     from sharpscope.analysis import load_several, nothing_found
+    from sharpscope.analysis.claims import claim_names
     from sharpscope.analysis.outlook import outlook
     from sharpscope.analysis.power import power_of, power_text, write_power
     from sharpscope.config.claims import ClaimsSpec
@@ -56,6 +57,7 @@ def power(
 
     if not runs and study is None:
         raise UserError("power: give pilot runs, or a planned study with --study")
+    names = claim_names(claim)
     sweep = None if study is None else read_sweep(study)
     spec = ClaimsSpec() if sweep is None else sweep.claims
     terms = terms_of(spec)
@@ -67,12 +69,11 @@ def power(
             raise UserError(nothing_found(runs, loaded))
         with progress("computing power") as update:
             update("reading tokens")
-            found = power_of(loaded, claim, baseline=methods[0], treatment=methods[1], terms=terms)
+            found = power_of(loaded, names, baseline=methods[0], treatment=methods[1], terms=terms)
     if sweep is not None:
         configs = {run.config.run_name: run.config.model_dump(mode="json") for run in plan_sweep(sweep)}
-        wanted = None if claim is None else {name.upper() for name in claim}
         for line in outlook(configs, terms, *methods, found):
-            if wanted is None or line.claim in wanted:
+            if line.claim in names:
                 typer.echo(printable(line.line()))
     if found:
         typer.echo("\n".join(printable(line) for line in power_text(found).split("\n")))

@@ -61,4 +61,8 @@ def test_a_pilot_gives_the_power_of_the_planned_size():
     )
     designs = [found["C7", "between runs"].design for found in (few, many)]
     assert designs[0].sizes["answers"] == 400 and designs[1].sizes["answers"] == 6400
+    # prompts are of each level
+    levels = configs(("grpo", "grpo-sg"), 8, evaluation={"prompts": 200}, task={"people": [3, 4]})
+    both = by_claim(outlook(levels, DEFAULT, "grpo", "grpo-sg", pilot))["C7", "between runs"]
+    assert both.design == designs[0]
     assert designs[1].supported > designs[0].supported + 0.1 and "power" in few["C7", "between runs"].line()

@@ -21,8 +21,9 @@ from sharpscope.analysis.power import (
     write_power,
 )
 from sharpscope.analysis.statistics import sign_flip_p, sign_flip_tests
+from sharpscope.errors import UserError
 from tests.analysis.claims.frames import frame_run, paired_study, study
-from tests.analysis.claims.planted import RATES, alignment
+from tests.analysis.claims.planted import RATES, alignment, fork_frame, grid
 
 LEVEL = 0.05
 
@@ -173,6 +174,34 @@ def test_the_cheapest_design_buys_answers_where_these_are_the_spread():
         d.clusters for d in (*found.curve, found.cheapest[0.9]) if min(d.supported, d.refuted) >= 0.8
     )
     assert design.hours == pytest.approx(2 * design.clusters * (1 + 0.01 * design.sizes["answers"] / 400))
+
+
+def test_without_costs_the_cheapest_design_is_the_smallest():
+    """Where answers are all of the spread, twice as many do as well as twice the clusters; 16 times as many cost more."""
+    rng = np.random.default_rng(0)
+    verdict = verdict_of(paired_study(12, 0.0, noise=0.03, rng=rng, unseen=0.3, train=0.7), "C7")
+    found = power(verdict, None, LEVEL)
+    assert found.components["answers"] > 0.5 and found.now.hours is None
+    design = found.cheapest[0.8]
+    same = power(verdict, Costs(1.0, 1.0, 0.0), LEVEL).cheapest[0.8]
+    assert (design.clusters, design.sizes) == (same.clusters, same.sizes)
+
+
+def test_counterfactual_updates_cost_no_runs():
+    run = frame_run(seed=0)
+    run.forks = fork_frame(np.random.default_rng(0), {"grpo-sg": 0.05}, "heldout_failure", noise=0.1)
+    found = verdict_of(study(run), "C7").beside
+    assert power(found, Costs(1.0, 0.0, 0.0), LEVEL).now.hours is None
+
+
+def test_clusters_of_the_grid_are_strata():
+    found = power(verdict_of(grid("none", np.random.default_rng(5), 2, "normal"), "C6"), None, LEVEL)
+    assert found.pilot == 6 and found.unit.startswith("strata") and found.curve[0].clusters == 6
+
+
+def test_unknown_claims_are_refused():
+    with pytest.raises(UserError, match="claim C99: no such claim"):
+        power_of(study(), ["C99"])
 
 
 def test_two_pairs_are_no_pilot():

@@ -9,6 +9,7 @@ from sharpscope.analysis.claims.declaration import check_terms, declare, declare
 from sharpscope.analysis.claims.registry import (
     CLAIMS,
     REDUCERS,
+    claim_names,
     claim_pictures,
     study_of,
     test_claims,
@@ -36,6 +37,7 @@ __all__ = [
     "Rule",
     "Verdict",
     "check_terms",
+    "claim_names",
     "claim_pictures",
     "claims_json",
     "claims_markdown",

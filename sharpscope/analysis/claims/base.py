@@ -202,6 +202,7 @@ class Sample:
         sources: of the variance, other than the cluster itself.
         runs: runs that one more cluster costs.
         note: what of the rule is not in these values.
+        unit: what a cluster is, where the rule counts something else.
     """
 
     name: str
@@ -212,6 +213,7 @@ class Sample:
     sources: tuple[Source, ...] = ()
     runs: int = 2
     note: str = ""
+    unit: str = ""
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,9 @@ def test(study: Study) -> Finding:
             smallest_sign_flip_p(slope.clusters, "greater"),
             smallest_sign_flip_p(slope.clusters, "greater"),
         ),
-        conditions=(Condition("the partial rank correlation is positive", ranks.value > 0 and rank_p <= 0.05),),
+        conditions=(
+            Condition("the partial rank correlation is positive", ranks.value > 0 and rank_p <= study.terms.level),
+        ),
         confounders=(
             Confounder("position, hidden norm, collision", "controlled, with a free mean for each step of each run"),
             Confounder(

@@ -53,6 +53,7 @@ MARGIN = 0.2
 HELD = "learning rate"
 FLOOR = 0.5
 """Reliability of the gap below which no sharpness can predict it."""
+STRATA = "strata (method × seed × learning rate)"
 LEAST_SHRINKAGE = 0.05
 """Share of the weights that decay must take off in a run for weight decay to be an axis of the grid."""
 
@@ -206,7 +207,13 @@ def test(study: Study) -> Finding:
         frames={"grid": frame},
         samples=(
             Sample(
-                "Ψ of each stratum", main.strata, tuple(range(len(main.strata))), "higher", margin, runs=per_stratum
+                "Ψ of each stratum",
+                main.strata,
+                tuple(range(len(main.strata))),
+                "higher",
+                margin,
+                runs=per_stratum,
+                unit=STRATA,
             ),
         ),
     )

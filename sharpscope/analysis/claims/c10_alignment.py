@@ -144,7 +144,7 @@ def _noise(study: Study, rival: str) -> tuple[Source, ...]:
 def _unmatched(dose: Dose, rivals: Mapping[str, float | None]) -> str:
     """Why the doses are not matched; empty if they are, or were not recorded."""
     known = {name: value for name, value in rivals.items() if value is not None}
-    if dose.rotation is None or len(known) < len(rivals):
+    if not dose.rotation or len(known) < len(rivals):  # a rotation of 0 fails the least dose
         return ""
     if all(1 / MATCHED <= value / dose.rotation <= MATCHED for value in known.values()):
         return ""

@@ -70,6 +70,8 @@ def test(study: Study) -> Finding:
     if not frames or not treated:
         return Finding(missing=f"no run of {study.treatment if not treated else study.baseline} to compare")
     own = grid_settings(study.finished[next(iter(pairings.values())).pairs[0].treatment]).get("learning rate")
+    if own is None:
+        return Finding(missing=f"the learning rate of {study.treatment} is not recorded (optimizer.lr in config.yaml)")
     tested = {rate: frame for rate, frame in frames.items() if len(frame) >= MINIMUM}
     others = present(
         *(
@@ -78,8 +80,8 @@ def test(study: Study) -> Finding:
         )
     )
     sides = {
-        "below": [r for r in tested if own is not None and r < own],
-        "above": [r for r in tested if own and r > own],
+        "below": [r for r in tested if r < own],
+        "above": [r for r in tested if r > own],
     }
     lacking = [side for side, rates in sides.items() if not rates]
     if own not in tested:

@@ -206,14 +206,12 @@ def unlikely(study: Study) -> Finding:
     )
 
 
-def _claim(
-    name: str, title: str, text: str, test: Callable[[Study], Finding], scale: Scale, margin: float, doses: bool = True
-) -> Claim:
+def _claim(name: str, title: str, text: str, test: Callable[[Study], Finding], scale: Scale, margin: float) -> Claim:
     return Claim(
         name,
         title,
         "this project: counterfactual updates",
-        Rule(text, UNIT, 6, margin, scale=scale, compares=doses),
+        Rule(text, UNIT, 6, margin, scale=scale, compares=True),
         "more batches, or states of more runs, with `sharpscope fork`",
         test,
         version="one update",

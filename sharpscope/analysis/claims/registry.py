@@ -78,7 +78,7 @@ def test_claims(
     Raises:
         UserError: an unknown claim, or a method compared with itself.
     """
-    names = _names(claims)
+    names = claim_names(claims)
     study = study_of(runs, baseline, treatment, ignore, terms)
     study.read_tokens([reducer for name in _tested(names, study.terms) for reducer in CLAIMS[name].reducers])
     return verdicts_of(study, names)
@@ -141,7 +141,12 @@ def study_of(
     return Study(runs.by_name, baseline, treatment, tuple(ignore), terms=terms or DEFAULT)
 
 
-def _names(claims: Sequence[str] | None) -> list[str]:
+def claim_names(claims: Sequence[str] | None) -> list[str]:
+    """The claims asked for, in order and upper case; None: all.
+
+    Raises:
+        UserError: an unknown claim.
+    """
     if claims is None:
         return list(CLAIMS)
     asked = [claims] if isinstance(claims, str) else list(claims)

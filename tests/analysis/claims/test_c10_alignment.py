@@ -37,6 +37,9 @@ def test_rivals_must_have_the_same_dose():
     result = verdict(with_doses(runs, grpo_sg_shuffled=3.0, **doses), "C10")
     assert result.verdict == "untestable" and "grpo-sg-shuffled by 3°" in result.reason
     assert verdict(with_doses(runs, grpo_sg_shuffled=10.0, **doses), "C10").verdict == "supported"
+    # weights that change nothing are too small a dose, whatever that of the rivals
+    inert = verdict(with_doses(runs, grpo_sg_reverse=0.0, grpo_sg_shuffled=0.0), "C10")
+    assert inert.verdict == "untestable" and "turned the update by 0°; the rule needs 5°" in inert.reason
 
 
 def test_of_several_variants_of_a_control_the_one_of_matched_dose_is_compared():

@@ -46,3 +46,12 @@ def test_the_effect_is_the_smallest_difference():
     means = {rate: np.mean(values) for rate, values in by_rate.items()}
     result = verdict(made("C14", "none"), "C14")
     assert result.effect.value == pytest.approx(min(means.values()))
+
+
+def test_a_treatment_without_a_recorded_rate_is_untestable():
+    runs = learning_rate("effect", np.random.default_rng(0), 6, "normal")
+    for run in runs.by_name.values():
+        if run.method == "grpo-sg":
+            del run.config["optimizer"]["lr"]
+    result = verdict(runs, "C14")
+    assert result.verdict == "untestable" and "optimizer.lr" in result.reason
