@@ -22,7 +22,7 @@ from sharpscope.traces.files import TRACES
 
 TOKENS = 1_500
 """Tokens kept of a run unless asked otherwise."""
-KEPT = ("steps", "updates", "eval", "probes", "events", "forks")
+KEPT = ("steps", "updates", "eval", "probes", "probe_prompts", "events", "forks")
 
 
 class DamagedRunError(UserError):

@@ -80,7 +80,7 @@ def test_sums_by_decile_as_version_01_stored_them(tmp_path):
 
 
 def test_other_tables_keep_null_and_nan_apart(folder, reduced):
-    for name in ("steps", "eval", "probes", "events"):
+    for name in ("steps", "eval", "probes", "probe_prompts", "events"):
         whole, small = (load_run(path / "grpo-s0").arrow(name) for path in (folder, reduced))
         assert small.equals(whole)
 

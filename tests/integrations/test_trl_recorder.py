@@ -284,7 +284,7 @@ def test_run_json_says_what_trained(watched):
             "grpo+truncated=mask+off_policy={'threshold': 0.5}+entropy=fixed",
             0,
         ),
-        ({"loss_type": "grpo", "use_adaptive_entropy": True}, "grpo", 1),
+        ({"loss_type": "grpo", "use_adaptive_entropy": True}, "grpo+entropy=adaptive", 0),
     ],
 )
 def test_trls_options_as_a_method(tmp_path: Path, settings: dict[str, Any], label: str, notes: int):
