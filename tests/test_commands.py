@@ -37,7 +37,7 @@ def test_tokens_lists_the_largest_with_their_numbers():
     tokens = sharpscope.load_run(GRPO_SG).tokens(steps=[8])
     for row in tokens.loc[tokens["attribution"].abs().nlargest(5).index].itertuples():
         assert f"{row.rollout}:{row.position}" in output and f"{row.attribution:.3g}" in output
-    with pytest.raises(UserError, match="recorded at steps 4, 8, 12"):
+    with pytest.raises(UserError, match="recorded at steps 1, 4, 8, 12"):
         invoke("tokens", GRPO_SG, "--step", "3")
     with pytest.raises(UserError, match="did you mean 'weight'"):
         invoke("tokens", GRPO_SG, "--step", "8", "--by", "wieght")

@@ -23,7 +23,8 @@ class Spike:
     """A step with an unusually large gradient norm, and its causes if attribution was recorded.
 
     `tokens`: the recorded tokens with the largest |share|; `prompts`: share by prompt; `probabilities`: share by range of π;
-    each None if the step has no attribution. A share is a part of ‖∇L‖² of the token's update; they sum to 1.
+    each None if the step has no attribution. A token's share is a part of ‖∇L‖² of its update; the shares by prompt and by range
+    are means over the step's updates and sum to 1.
     """
 
     step: int
@@ -66,7 +67,7 @@ def explain_spikes(run: Run, z: float = 4.0, top: int = 8, largest: int = 0) -> 
 
 def _explain(run: Run, row: object, top: int) -> Spike:
     step, norm = int(row.step), float(row.grad_norm)  # type: ignore[attr-defined]
-    columns = ["rollout", "position", "token_id", "logp", "advantage", "weight", "loss_coef", "attribution"]
+    columns = ["rollout", "position", "token_id", "logp", "advantage", "weight", "loss_coef", "attribution", "update"]
     tokens = run.tokens(steps=[step], columns=["step", "score_norm", "score_norm_local", *columns]).dropna(
         subset=["attribution"]
     )
@@ -78,9 +79,10 @@ def _explain(run: Run, row: object, top: int) -> Spike:
     rollouts = run.rollouts[run.rollouts["step"] == step][["rollout", "group", "prompt", "reward"]]
     joined = tokens.merge(rollouts, on="rollout")
     joined = joined.assign(group=joined["group"].fillna(-1).astype(int), prompt=joined["prompt"].fillna(NOT_RECORDED))
-    prompts = pd.DataFrame(joined.groupby(["group", "prompt"])["attribution"].sum()).reset_index()
+    updates = tokens["update"].nunique()
+    prompts = pd.DataFrame(joined.groupby(["group", "prompt"])["attribution"].sum() / updates).reset_index()
     prompts = prompts.loc[prompts["attribution"].abs().nlargest(top).index]
     ranges = pd.cut(tokens["probability"], list(PROBABILITY_EDGES), include_lowest=True)
     grouped = tokens.groupby(ranges, observed=False)["attribution"]
-    probabilities = pd.DataFrame({"share": grouped.sum(), "tokens": grouped.size() / len(tokens)})
+    probabilities = pd.DataFrame({"share": grouped.sum() / updates, "tokens": grouped.size() / len(tokens)})
     return Spike(*head, biggest, prompts, probabilities)

@@ -40,5 +40,5 @@ def test_no_compression_by_luck_and_within_the_size_required(runs):
 def test_the_claims_about_tokens_are_tested_on_it(runs):
     found = {v.claim: v for v in claims_of(runs, baseline=METHOD, treatment="grpo")}
     assert found["C1"].verdict == "supported" and found["C1"].n == 80_000
-    assert found["C3"].n == 5 and found["C9"].n == 1
-    assert np.isfinite(found["C12"].effect.value)
+    assert found["C3"].n == 5 and found["C9"].beside.n == 1
+    assert found["C12"].verdict == "untestable" and "no pair of cov-grpo" in found["C12"].reason

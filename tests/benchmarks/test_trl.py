@@ -35,7 +35,7 @@ def test_measure_and_command(tmp_path: Path, monkeypatch):
     assert found.share == pytest.approx(sum(found.recorded) / sum(found.plain) - 1)
     assert found.share_recorded == pytest.approx(sum(found.recording) / (sum(found.recorded) - sum(found.recording)))
     assert found.cpu_plain > 0 and found.share_cpu == pytest.approx(found.cpu_recorded / found.cpu_plain - 1)
-    assert 4 <= found.tokens <= 24 and found.probed == [False, False]
+    assert 4 <= found.tokens <= 24 and found.probed == [False, True]  # the last step always has token gradients
 
 
 def test_the_table_says_what_was_measured():

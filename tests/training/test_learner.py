@@ -520,7 +520,7 @@ def test_the_adaptive_bonus_follows_the_entropy(world):
     applied = [update.entropy_coef for update in learned]
     assert applied[0] == 0.0 and max(applied) == 0.6  # what it is for: applied, up to its bound
     assert vars(observed.entropy_control) == {"coef": coef, "last": last}
-    table = pd.DataFrame(update_columns(1, learn(observed, drawn, method)))
+    table = pd.DataFrame(update_columns(1, learn(observed, drawn, method).updates))
     assert table["entropy"].notna().all() and table["entropy_coef"].notna().all()
 
 

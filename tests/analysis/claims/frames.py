@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -121,10 +122,11 @@ def frame_run(
     rows += [] if train is None else [(steps, "train", train)]
     surface = list(probes or [])
     if sharpness is not None:
-        for step in (0, steps // 2, steps):
+        for step, functional in itertools.product((0, steps // 2, steps), ("expected_failure", "nll")):
             value = 2.0 if step == 0 else sharpness
-            surface += [{"step": step, "quantity": q, "value": value, "rho": 0.05} for q in ("sam", "asam")]
-            surface.append({"step": step, "quantity": "largest", "value": 10 * value})
+            row = {"step": step, "functional": functional}
+            surface += [{**row, "quantity": q, "value": value, "rho": 0.05} for q in ("sam", "asam")]
+            surface.append({**row, "quantity": "largest", "value": 10 * value})
     return FrameRun(
         name=f"{method}{tag}-{seed}",
         method=method,

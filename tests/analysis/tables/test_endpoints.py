@@ -102,7 +102,7 @@ def test_what_is_left_out_is_said_and_each_task_has_its_own_table():
 
 def test_a_pair_is_compared_at_the_last_step_that_both_have():
     probes = [
-        {"step": step, "quantity": "sam", "value": value, "rho": 0.05}
+        {"step": step, "quantity": "sam", "functional": "nll", "value": value, "rho": 0.05}
         for step, value in ((0, 1.0), (20, 2.0), (40, 9.0))
     ]
     runs = [run("grpo", 0, 0.5, probes=probes), run("grpo-sg", 0, 0.5, probes=probes[:2])]
