@@ -55,7 +55,12 @@ def test_a_study_gives_every_figure_table_and_a_report(study_folder, tmp_path, q
     assert "grpo: 0 of 3,456 outside" in text  # C1, on every token of each method
     with result.tables["summary"].open() as file:
         assert len(list(csv.DictReader(file))) == len(result.summary)
-    expected = ("weight_saturation", "held-out influence: not recorded", "rotation of the gradient: not recorded", "reliability of sharpness: not recorded")
+    expected = (
+        "weight_saturation",
+        "held-out influence: not recorded",
+        "rotation of the gradient: not recorded",
+        "reliability of sharpness: not recorded",
+    )
     assert [message for message in result.messages if not any(text in message for text in expected)] == []
 
 

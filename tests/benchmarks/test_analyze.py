@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from experiments.benchmarks.analyze import EXACT, METHOD, REQUIRED_BYTES_PER_ROW, write_big_run
