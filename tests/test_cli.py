@@ -177,9 +177,11 @@ def test_warnings_for_other_libraries_authors_are_not_shown():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     shown = set(re.findall(r"(\w+) of ([\w.]+)", done.stderr))
     assert shown == {
-        ("UserWarning", "peft.tuners"), ("UserWarning", "torch.jit._script"),  # they may tell a user something
-        ("UserWarning", "sharpscope.traces"), ("FutureWarning", "sharpscope.traces"),
-    }  # fmt: skip
+        ("UserWarning", "peft.tuners"),
+        ("UserWarning", "torch.jit._script"),  # they may tell a user something
+        ("UserWarning", "sharpscope.traces"),
+        ("FutureWarning", "sharpscope.traces"),
+    }
 
 
 def test_analysis_needs_no_torch():

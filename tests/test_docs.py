@@ -80,7 +80,14 @@ def test_documented_python_compiles_and_local_links_exist(page: Path):
         indent = min((len(line) - len(line.lstrip()) for line in lines if line.strip()), default=0)
         source = "\n".join(line[indent:] for line in lines)
         compile(source if "MethodNote(" not in source else f"({source})", str(page), "exec")
-    generated = {"reference/commands.md", "reference/configuration.md", "reference/methods.md", "reference/trace.md", "changelog.md", "contributing.md"}  # fmt: skip
+    generated = {
+        "reference/commands.md",
+        "reference/configuration.md",
+        "reference/methods.md",
+        "reference/trace.md",
+        "changelog.md",
+        "contributing.md",
+    }
     for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text("utf-8")):
         if "://" in target:
             continue
@@ -101,9 +108,14 @@ def test_the_documented_probes_run():
     mask[:, 3:] = 1
     weight = torch.nn.Parameter(torch.tensor([1.0, -2.0], dtype=torch.float64))
     names = {
-        "model": model, "input_ids": input_ids, "mask": mask, "coef": mask * 0.1, "attention_mask": torch.ones_like(input_ids),
-        "parameters": [weight], "loss_fn": lambda: (weight**4).sum(),
-    }  # fmt: skip
+        "model": model,
+        "input_ids": input_ids,
+        "mask": mask,
+        "coef": mask * 0.1,
+        "attention_mask": torch.ones_like(input_ids),
+        "parameters": [weight],
+        "loss_fn": lambda: (weight**4).sum(),
+    }
     (code,) = blocks(ROOT / "docs" / "guides" / "probes.md", "python")
     exec(compile(code, "probes.md", "exec"), names)
     largest = names["norms"].values.max().item()

@@ -23,9 +23,24 @@ def test_a_notebook_runs(notebook: Path, tmp_path: Path):
     (tmp_path / "data" / "reference").symlink_to(ROOT / "data" / "reference")  # large, and only read
     (tmp_path / "experiments").symlink_to(ROOT / "experiments")
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "--nbmake", "--rootdir", str(tmp_path), "-p", "no:cacheprovider", "-q", str(copy)],
-        cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "--nbmake",
+            "--rootdir",
+            str(tmp_path),
+            "-p",
+            "no:cacheprovider",
+            "-q",
+            str(copy),
+        ],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout[-3000:]
 
 

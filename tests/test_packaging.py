@@ -19,8 +19,11 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     subprocess.run(
         [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), str(ROOT)],
-        check=True, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     (wheel,) = folder.glob("sharpscope-*.whl")
     site = folder / "site"
     with zipfile.ZipFile(wheel) as archive:
@@ -40,8 +43,12 @@ def test_the_wheel_trains_in_an_empty_folder(installed: Path, tmp_path: Path):
     code = "import sys, sharpscope; assert sys.argv[1] in sharpscope.__file__, sharpscope.__file__; sys.argv = ['sharpscope'] + sys.argv[2:]; from sharpscope.cli import main; main()"
     done = subprocess.run(
         [sys.executable, "-c", code, str(installed), "run", "--method", "grpo-sg", "--steps", "1", "--quiet", *sets],
-        cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
         env={**os.environ, "PYTHONPATH": str(installed), "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "runs" / "grpo-sg-knights_knaves-s0" / "run.json").exists()

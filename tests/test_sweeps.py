@@ -79,8 +79,13 @@ def test_parts_of_a_study(sweep_file):
     spec = read_sweep(file)
     runs = plan_sweep(spec)
     assert [r.run_dir.name for r in runs] == [
-        "grpo-s0", "grpo-sg-s0", "grpo-s1", "grpo-sg-s1", "grpo+lr=0.1-s0", "grpo+lr=0.01-s0",
-    ]  # fmt: skip
+        "grpo-s0",
+        "grpo-sg-s0",
+        "grpo-s1",
+        "grpo-sg-s1",
+        "grpo+lr=0.1-s0",
+        "grpo+lr=0.01-s0",
+    ]
     assert [r.config.optimizer.weight_decay for r in runs] == [runs[0].config.optimizer.weight_decay] * 4 + [0.2] * 2
     assert runs[0].config.optimizer.weight_decay != 0.2 and all(r.config.steps == 2 for r in runs)
     assert [r.run_dir.name for r in plan_sweep(spec, only=["rates"])] == ["grpo+lr=0.1-s0", "grpo+lr=0.01-s0"]

@@ -5,8 +5,18 @@ from __future__ import annotations
 from sharpscope.tasks import Example, Reward
 from tests.faults.setting import vowels
 
-__all__ = ["always_nan", "always_wrong", "equally_rewarded", "even_start", "half_flat", "only_train", "sometimes_nan", "two_parts", "vowels",
-           "wrong_but_rewarded"]  # fmt: skip
+__all__ = [
+    "always_nan",
+    "always_wrong",
+    "equally_rewarded",
+    "even_start",
+    "half_flat",
+    "only_train",
+    "sometimes_nan",
+    "two_parts",
+    "vowels",
+    "wrong_but_rewarded",
+]
 
 
 def sometimes_nan():

@@ -123,34 +123,78 @@ def _write_step(writer: TraceWriter, rng: np.random.Generator, step: int, steps:
     advantage = ((grouped - grouped.mean(axis=1, keepdims=True)) / (spread + 1e-4)).ravel()
     tokens = _tokens(rng, step, advantage)
     writer.append("tokens", tokens)
-    writer.append("rollouts", {
-        "step": step, "rollout": np.arange(completions), "group": np.repeat(np.arange(groups), GROUP),
-        "prompt": "A says that B is a knave.", "completion": "<think> </think><answer> A is a knight </answer>",
-        "reward": reward, "reward_parts": [{"total": float(r)} for r in reward], "correct": correct,
-        "advantage": advantage, "length": np.full(completions, LENGTH), "truncated": np.zeros(completions, dtype=bool),
-    })  # fmt: skip
+    writer.append(
+        "rollouts",
+        {
+            "step": step,
+            "rollout": np.arange(completions),
+            "group": np.repeat(np.arange(groups), GROUP),
+            "prompt": "A says that B is a knave.",
+            "completion": "<think> </think><answer> A is a knight </answer>",
+            "reward": reward,
+            "reward_parts": [{"total": float(r)} for r in reward],
+            "correct": correct,
+            "advantage": advantage,
+            "length": np.full(completions, LENGTH),
+            "truncated": np.zeros(completions, dtype=bool),
+        },
+    )
     weight = tokens["weight"].astype(np.float64)
-    writer.append("steps", {
-        "step": step, "updates": 1, "reward_mean": reward.mean(), "reward_std": reward.std(ddof=1),
-        "accuracy": correct.mean(), "loss": 0.0, "kl": None, "entropy_mean": float(tokens["entropy"].mean()),
-        "grad_norm": float(np.exp(rng.normal(0, 0.3))), "update_norm": 0.01, "clip_fraction_low": 0.0,
-        "clip_fraction_high": 0.0, "weight_mean": weight.mean(), "weight_std": weight.std(), "weight_min": weight.min(),
-        "weight_max": weight.max(), "weight_saturation_low": float((weight <= 1.0).mean()),
-        "weight_saturation_high": float((weight >= 1.4).mean()),
-        "weight_ess": weight.sum() ** 2 / (weight.size * (weight**2).sum()),
-        **{f"weight_{name}_gradient": 1.0 for name in ("mean", "std", "saturation_low", "saturation_high", "ess")},
-        "zero_std_groups": int((spread == 0).sum()), "completion_length_mean": float(LENGTH), "truncated_fraction": 0.0,
-        "tokens": len(weight), "generated_tokens": len(weight), "redrawn_groups": 0, "lr": 1e-4, "generation_s": 1.0, "training_s": 1.0,
-        "recording_s": 0.1,
-    })  # fmt: skip
+    writer.append(
+        "steps",
+        {
+            "step": step,
+            "updates": 1,
+            "reward_mean": reward.mean(),
+            "reward_std": reward.std(ddof=1),
+            "accuracy": correct.mean(),
+            "loss": 0.0,
+            "kl": None,
+            "entropy_mean": float(tokens["entropy"].mean()),
+            "grad_norm": float(np.exp(rng.normal(0, 0.3))),
+            "update_norm": 0.01,
+            "clip_fraction_low": 0.0,
+            "clip_fraction_high": 0.0,
+            "weight_mean": weight.mean(),
+            "weight_std": weight.std(),
+            "weight_min": weight.min(),
+            "weight_max": weight.max(),
+            "weight_saturation_low": float((weight <= 1.0).mean()),
+            "weight_saturation_high": float((weight >= 1.4).mean()),
+            "weight_ess": weight.sum() ** 2 / (weight.size * (weight**2).sum()),
+            **{f"weight_{name}_gradient": 1.0 for name in ("mean", "std", "saturation_low", "saturation_high", "ess")},
+            "zero_std_groups": int((spread == 0).sum()),
+            "completion_length_mean": float(LENGTH),
+            "truncated_fraction": 0.0,
+            "tokens": len(weight),
+            "generated_tokens": len(weight),
+            "redrawn_groups": 0,
+            "lr": 1e-4,
+            "generation_s": 1.0,
+            "training_s": 1.0,
+            "recording_s": 0.1,
+        },
+    )
     if step % 25 == 0:
         for split in ("heldout", "unseen"):
             share = 0.25 + 0.4 * step / steps
-            writer.append("eval", {
-                "step": step, "task": "knights_knaves", "split": split, "level": "3", "n": 500, "k": 1,
-                "accuracy": share, "std_error": 0.02, "pass_at_k": share, "reward_mean": 0.0, "heldout_loss": None,
-                "temperature": 1.0,
-            })  # fmt: skip
+            writer.append(
+                "eval",
+                {
+                    "step": step,
+                    "task": "knights_knaves",
+                    "split": split,
+                    "level": "3",
+                    "n": 500,
+                    "k": 1,
+                    "accuracy": share,
+                    "std_error": 0.02,
+                    "pass_at_k": share,
+                    "reward_mean": 0.0,
+                    "heldout_loss": None,
+                    "temperature": 1.0,
+                },
+            )
 
 
 def _tokens(rng: np.random.Generator, step: int, advantage: NDArray[np.float64]) -> dict[str, Any]:
@@ -165,14 +209,25 @@ def _tokens(rng: np.random.Generator, step: int, advantage: NDArray[np.float64])
     norm = np.hypot(rest, other)
     entropy = rng.exponential(0.3, count)
     columns: dict[str, Any] = {
-        "step": step, "rollout": np.repeat(np.arange(len(advantage)), LENGTH),
-        "position": np.tile(np.arange(LENGTH), len(advantage)), "update": 0,
-        "token_id": rng.integers(0, 1_000, count), "logp": logp, "behavior_logp": logp + 1e-6 * rng.normal(size=count),
-        "logit": logit, "entropy": entropy, "collision": (1 - rest) ** 2 + other**2,
-        "polarity": rng.normal(size=count), "advantage": each, "ratio": 1.0, "weight": weight, "clipped": 0,
-        "loss_coef": -each * weight / count, "logit_grad_norm": norm,
+        "step": step,
+        "rollout": np.repeat(np.arange(len(advantage)), LENGTH),
+        "position": np.tile(np.arange(LENGTH), len(advantage)),
+        "update": 0,
+        "token_id": rng.integers(0, 1_000, count),
+        "logp": logp,
+        "behavior_logp": logp + 1e-6 * rng.normal(size=count),
+        "logit": logit,
+        "entropy": entropy,
+        "collision": (1 - rest) ** 2 + other**2,
+        "polarity": rng.normal(size=count),
+        "advantage": each,
+        "ratio": 1.0,
+        "weight": weight,
+        "clipped": 0,
+        "loss_coef": -each * weight / count,
+        "logit_grad_norm": norm,
         "head_grad_norm": norm * rng.lognormal(1, 0.2, count),
-    }  # fmt: skip
+    }
     if step % 10 == 0:
         local = norm * rng.lognormal(1, 0.3, count)
         exact = np.ma.masked_all(count)
@@ -223,8 +278,12 @@ def _analyze(runs: Path, out: Path, sender: Any) -> None:
     write_claims(verdicts, out)
     end = time.perf_counter()
     scale = 1 if sys.platform == "darwin" else 1024
-    sender.send({
-        "rows": sum(run.rows("tokens") for run in loaded), "analyze_s": middle - start, "claims_s": end - middle,
-        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale,
-    })  # fmt: skip
+    sender.send(
+        {
+            "rows": sum(run.rows("tokens") for run in loaded),
+            "analyze_s": middle - start,
+            "claims_s": end - middle,
+            "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale,
+        }
+    )
     sender.close()

@@ -55,73 +55,201 @@ SIZES: dict[str, Any] = {
         ("hidden_size", "d_model", "n_embd", "embedding_size", "word_embed_proj_dim", "emb_dim", "embedding_dim"), 32
     ),
     **dict.fromkeys(
-        ("intermediate_size", "ffn_dim", "n_inner", "encoder_ffn_dim", "decoder_ffn_dim", "ffn_hidden_size", "dim_ff",
-         "dff", "d_inner", "feed_forward_size", "dense_intermediate_size", "intermediate_size_mlp"), 48
+        (
+            "intermediate_size",
+            "ffn_dim",
+            "n_inner",
+            "encoder_ffn_dim",
+            "decoder_ffn_dim",
+            "ffn_hidden_size",
+            "dim_ff",
+            "dff",
+            "d_inner",
+            "feed_forward_size",
+            "dense_intermediate_size",
+            "intermediate_size_mlp",
+        ),
+        48,
     ),
     **dict.fromkeys(
-        ("moe_intermediate_size", "shared_expert_intermediate_size", "shared_experts_intermediate_size",
-         "expert_ffn_hidden_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size"), 16
+        (
+            "moe_intermediate_size",
+            "shared_expert_intermediate_size",
+            "shared_experts_intermediate_size",
+            "expert_ffn_hidden_size",
+            "moe_shared_expert_intermediate_size",
+            "shared_intermediate_size",
+        ),
+        16,
     ),
     # Depths and heads.
     **dict.fromkeys(
-        ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers",
-         "num_encoder_layers", "num_decoder_layers", "num_layers_per_stack"), 2
+        (
+            "num_hidden_layers",
+            "n_layer",
+            "n_layers",
+            "num_layers",
+            "decoder_layers",
+            "encoder_layers",
+            "num_encoder_layers",
+            "num_decoder_layers",
+            "num_layers_per_stack",
+        ),
+        2,
     ),
     **dict.fromkeys(
-        ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads", "attention_heads",
-         "decoder_attention_heads", "num_encoder_attention_heads", "num_decoder_attention_heads",
-         "swa_num_attention_heads", "linear_num_value_heads", "mamba_n_heads", "linear_num_heads"), 4
+        (
+            "num_attention_heads",
+            "n_head",
+            "n_heads",
+            "num_heads",
+            "encoder_attention_heads",
+            "attention_heads",
+            "decoder_attention_heads",
+            "num_encoder_attention_heads",
+            "num_decoder_attention_heads",
+            "swa_num_attention_heads",
+            "linear_num_value_heads",
+            "mamba_n_heads",
+            "linear_num_heads",
+        ),
+        4,
     ),
     **dict.fromkeys(
-        ("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads", "linear_num_key_heads",
-         "num_global_key_value_heads"), 2
+        (
+            "num_key_value_heads",
+            "num_kv_heads",
+            "swa_num_key_value_heads",
+            "linear_num_key_heads",
+            "num_global_key_value_heads",
+        ),
+        2,
     ),
     **dict.fromkeys(
-        ("head_dim", "d_head", "dim_head", "kv_channels", "swa_head_dim", "v_head_dim", "qk_nope_head_dim",
-         "linear_key_head_dim", "linear_value_head_dim", "linear_head_dim", "global_head_dim",
-         "attention_head_size", "index_head_dim"), 8
+        (
+            "head_dim",
+            "d_head",
+            "dim_head",
+            "kv_channels",
+            "swa_head_dim",
+            "v_head_dim",
+            "qk_nope_head_dim",
+            "linear_key_head_dim",
+            "linear_value_head_dim",
+            "linear_head_dim",
+            "global_head_dim",
+            "attention_head_size",
+            "index_head_dim",
+        ),
+        8,
     ),
-    "qk_rope_head_dim": 4, "qk_head_dim": 12, "rotary_dim": 4, "kv_lora_rank": 8, "q_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_head_dim": 12,
+    "rotary_dim": 4,
+    "kv_lora_rank": 8,
+    "q_lora_rank": 8,
     # Experts.
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
     **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts"), 2),
-    **dict.fromkeys(("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "first_k_dense_replace",
-                     "num_dense_layers", "n_group", "topk_group", "num_expert_group"), 1),
+    **dict.fromkeys(
+        (
+            "n_shared_experts",
+            "num_shared_experts",
+            "moe_num_shared_experts",
+            "first_k_dense_replace",
+            "num_dense_layers",
+            "n_group",
+            "topk_group",
+            "num_expert_group",
+        ),
+        1,
+    ),
     "zero_expert_num": 2,
     # A few rectified heads would often score all positions 0, and which of equals are selected is arbitrary.
     **dict.fromkeys(("index_n_heads", "indexer_n_heads"), 16),
     # Lengths; windows are shorter than the rows that are compared.
-    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "model_max_length",
-                     "context_length", "max_target_positions", "original_max_position_embeddings"), 64),
-    **dict.fromkeys(("sliding_window", "sliding_window_size", "window_size", "local_attention", "attention_chunk_size",
-                     "attention_window_size"), 4),
+    **dict.fromkeys(
+        (
+            "max_position_embeddings",
+            "n_positions",
+            "n_ctx",
+            "max_seq_len",
+            "model_max_length",
+            "context_length",
+            "max_target_positions",
+            "original_max_position_embeddings",
+        ),
+        64,
+    ),
+    **dict.fromkeys(
+        (
+            "sliding_window",
+            "sliding_window_size",
+            "window_size",
+            "local_attention",
+            "attention_chunk_size",
+            "attention_window_size",
+        ),
+        4,
+    ),
     **dict.fromkeys(("index_topk", "keep_window_size"), 4),
     # State-space layers.
     **dict.fromkeys(("mamba_d_state", "state_size", "ssm_state_size"), 8),
     **dict.fromkeys(("mamba_dt_rank", "time_step_rank"), 4),
-    "chunk_size": 4, "mamba_chunk_size": 4, "mamba_d_head": 16,
+    "chunk_size": 4,
+    "mamba_chunk_size": 4,
+    "mamba_d_head": 16,
     # Gemma 3n and 4.
-    "hidden_size_per_layer_input": 8, "laurel_rank": 4, "num_kv_shared_layers": 0,
+    "hidden_size_per_layer_input": 8,
+    "laurel_rank": 4,
+    "num_kv_shared_layers": 0,
     # Special tokens; those of images and sound are never drawn.
-    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "sep_token_id": 3, "decoder_start_token_id": 1,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "sep_token_id": 3,
+    "decoder_start_token_id": 1,
     "type_vocab_size": 2,
-}  # fmt: skip
+}
 NESTED = ("text_config", "decoder", "vision_config", "audio_config")
 
 # Some layers use the keys and values of an earlier one.
 SHARED_KEYS = {
-    "layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4, "num_kv_shared_layers": 2
-}  # fmt: skip
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 2,
+}
 # Latent attention keeps one key head per query head, and rotates a part of each head only.
 LATENT = {"num_key_value_heads": 4, "head_dim": 4}
 SPECIAL: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
-        ("axk1", "axk2", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa",
-         "kimi_linear", "minicpm3", "longcat_flash", "youtu"), LATENT
+        (
+            "axk1",
+            "axk2",
+            "bailing_hybrid",
+            "deepseek_v2",
+            "deepseek_v3",
+            "deepseek_v32",
+            "glm4_moe_lite",
+            "glm_moe_dsa",
+            "kimi_linear",
+            "minicpm3",
+            "longcat_flash",
+            "youtu",
+        ),
+        LATENT,
     ),
-    "dots3_note_text": LATENT | {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "swa_q_lora_rank": 8,
-                                 "swa_kv_lora_rank": 8, "swa_head_dim": 12, "swa_qk_nope_head_dim": 8,
-                                 "swa_v_head_dim": 8, "head_dim": 12},
+    "dots3_note_text": LATENT
+    | {
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 4,
+        "swa_q_lora_rank": 8,
+        "swa_kv_lora_rank": 8,
+        "swa_head_dim": 12,
+        "swa_qk_nope_head_dim": 8,
+        "swa_v_head_dim": 8,
+        "head_dim": 12,
+    },
     "lfm2_moe": {"num_dense_layers": 1, "layer_types": ["conv", "full_attention"]},
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16},
     "mamba2": {"num_heads": 4, "head_dim": 16, "n_groups": 2},
@@ -129,21 +257,36 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "deepseek_v4": {"o_groups": 2, "o_lora_rank": 4, "hc_mult": 2},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "reformer": {"is_decoder": True, "axial_pos_embds": False},
-    "roc_bert": {"shape_embed_dim": 8, "shape_vocab_size": 64, "pronunciation_embed_dim": 8,
-                 "pronunciation_vocab_size": 64},
+    "roc_bert": {
+        "shape_embed_dim": 8,
+        "shape_vocab_size": 64,
+        "pronunciation_embed_dim": 8,
+        "pronunciation_vocab_size": 64,
+    },
     "xmod": {"default_language": "en_XX"},
     "zamba": {"layers_block_type": ["linear_attention", "hybrid", "hybrid"], "num_hidden_layers": 3},
     "zaya": {"num_experts_per_tok": 1},
-    "cohere_compass_text": {"rope_parameters": {
-        kind: {"rope_type": "default", "rope_theta": 10000.0} for kind in ("full_attention", "sliding_attention")}},
-    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
-             "ffn_config": {"ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2}},
+    "cohere_compass_text": {
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 10000.0} for kind in ("full_attention", "sliding_attention")
+        }
+    },
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
+        "ffn_config": {"ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2},
+    },
     **dict.fromkeys(("gemma3n_text", "gemma4_text"), SHARED_KEYS),
     "dots3_note.vision_config": {"adapter_in_dim": 32, "adapter_out_dim": 32},
     "dots3_note.audio_config": {"adapter_input_size": 32, "adapter_out_dim": 32},
-    "qwen4_exp_text": {"indexer_n_heads": 16, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 4,
-                       "indexer_compress_ratio": 2, "hc_lowrank": 8},
-}  # fmt: skip
+    "qwen4_exp_text": {
+        "indexer_n_heads": 16,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 8,
+        "indexer_budget": 4,
+        "indexer_compress_ratio": 2,
+        "hc_lowrank": 8,
+    },
+}
 SPECIAL["dots3_note.text_config"] = SPECIAL["dots3_note_text"]
 SPECIAL["qwen4_exp.text_config"] = SPECIAL["qwen4_exp_text"]
 """What the shared sizes do not fit, by name of architecture."""
@@ -158,9 +301,10 @@ def _tiny(kind: type[PreTrainedConfig], name: str) -> PreTrainedConfig:
     default = kind()
     known = default.to_dict()
     chosen = {
-        key: value for key, value in SIZES.items()
+        key: value
+        for key, value in SIZES.items()
         if key in known and key not in default.attribute_map and not (known[key] is None and key in OPTIONAL)
-    }  # fmt: skip
+    }
     patterns = {key: list(dict.fromkeys(known[key])) for key in PATTERNS if isinstance(known.get(key), list)}
     depth = max([2, *map(len, patterns.values())])
     for key, distinct in patterns.items():
@@ -205,8 +349,13 @@ TOLERANCE = dict.fromkeys(CHECKS, 1e-4) | {"central": 1e-2, "sketch": 5.0}
 FLOAT32_TOLERANCE = dict.fromkeys(CHECKS, 2e-3) | {"central": 2e-2, "sketch": 5.0}
 MOST_PARAMETERS = 8_000_000
 RIGHT, REFUSED, CAUGHT, WRONG, CRASH, SKIPPED = (
-    "right", "refused", "stopped by the self-check", "wrong", "crash", "not compared"
-)  # fmt: skip
+    "right",
+    "refused",
+    "stopped by the self-check",
+    "wrong",
+    "crash",
+    "not compared",
+)
 
 
 @dataclass(frozen=True)
@@ -399,8 +548,9 @@ def hessian_product(model: nn.Module, batch: dict[str, Tensor], parameters: list
     parts = vector.split([p.numel() for p in parameters])
     slope = sum(
         (g * part.view(p.shape).to(p)).sum().double()
-        for g, p, part in zip(gradients, parameters, parts, strict=True) if g is not None
-    )  # fmt: skip
+        for g, p, part in zip(gradients, parameters, parts, strict=True)
+        if g is not None
+    )
     return flat(torch.autograd.grad(slope, parameters, allow_unused=True), parameters)
 
 
@@ -476,14 +626,29 @@ class Checks:
 
     def norms(self, tier: Any, expected: Tensor) -> float:
         """Relative error of the norms."""
-        found = score_norms(self.model, self.batch["input_ids"], self.batch["mask"], tier, self.batch["attention_mask"],
-                            TEMPERATURE, check=self.check)  # fmt: skip
+        found = score_norms(
+            self.model,
+            self.batch["input_ids"],
+            self.batch["mask"],
+            tier,
+            self.batch["attention_mask"],
+            TEMPERATURE,
+            check=self.check,
+        )
         return relative(found.values[self.picked], expected.norm(dim=1))
 
     def sketch(self) -> float:
         """Distance of the sketch from the squared norm, in standard errors."""
-        found = score_norms(self.model, self.batch["input_ids"], self.batch["mask"], "sketch",
-                            self.batch["attention_mask"], TEMPERATURE, directions=DIRECTIONS, check=self.check)  # fmt: skip
+        found = score_norms(
+            self.model,
+            self.batch["input_ids"],
+            self.batch["mask"],
+            "sketch",
+            self.batch["attention_mask"],
+            TEMPERATURE,
+            directions=DIRECTIONS,
+            check=self.check,
+        )
         expected = self.truth.full.square().sum(1)
         assert found.std_error is not None
         slack = found.std_error[self.picked].double() + 1e-5 * expected
@@ -497,8 +662,17 @@ class Checks:
         given[self.picked] = coef
         total = coef @ self.truth.full
         expected = coef * (self.truth.full @ total) / total.square().sum()
-        found = attribute(self.model, self.batch["input_ids"], self.batch["mask"], given.to(self.model.dtype), None,
-                          self.batch["attention_mask"], TEMPERATURE, method, check=self.check)[self.picked].double()  # fmt: skip
+        found = attribute(
+            self.model,
+            self.batch["input_ids"],
+            self.batch["mask"],
+            given.to(self.model.dtype),
+            None,
+            self.batch["attention_mask"],
+            TEMPERATURE,
+            method,
+            check=self.check,
+        )[self.picked].double()
         error = max(float((found - expected).abs().max()), abs(float(found.sum()) - 1)) / float(expected.abs().max())
         return error if math.isfinite(error) else math.inf
 
@@ -551,9 +725,10 @@ def unchanged(model: PreTrainedModel, before: dict[str, tuple[Tensor, bool]], lo
     if now.keys() != before.keys():
         return Outcome(WRONG, text=f"the probes left other tensors: {sorted(now.keys() ^ before.keys())[:3]}")
     changed = [
-        name for name, (tensor, requires_grad) in before.items()
+        name
+        for name, (tensor, requires_grad) in before.items()
         if not torch.equal(tensor, now[name][0]) or requires_grad != now[name][1]
-    ]  # fmt: skip
+    ]
     if changed:
         return Outcome(WRONG, text=f"the probes changed {', '.join(changed[:3])}")
     if model.training or any(p.grad is not None for p in model.parameters()):
@@ -686,17 +861,27 @@ def table(reports: list[Report]) -> str:
     """The page in Markdown."""
     compared = [report for report in reports if not report.reason]
     lines = [
-        INTRO.format(count=len(reports), version=transformers.__version__, torch=torch.__version__.partition("+")[0],
-                     vocab=VOCAB, directions=DIRECTIONS),
+        INTRO.format(
+            count=len(reports),
+            version=transformers.__version__,
+            torch=torch.__version__.partition("+")[0],
+            vocab=VOCAB,
+            directions=DIRECTIONS,
+        ),
         "| | " + " | ".join(CHECKS) + " |",
         "|---|" + "---|" * len(CHECKS),
-    ]  # fmt: skip
+    ]
     for kind in (RIGHT, REFUSED, CAUGHT, WRONG, CRASH, SKIPPED):
         counts = [sum(report.checks.get(check, Outcome("")).kind == kind for report in compared) for check in CHECKS]
         if any(counts):
             lines.append(f"| {kind} | " + " | ".join(map(str, counts)) + " |")
-    lines += ["", "## Results", "", "| architecture | " + " | ".join(CHECKS) + " | float32 | remarks |",
-              "|---|" + "---|" * (len(CHECKS) + 2)]  # fmt: skip
+    lines += [
+        "",
+        "## Results",
+        "",
+        "| architecture | " + " | ".join(CHECKS) + " | float32 | remarks |",
+        "|---|" + "---|" * (len(CHECKS) + 2),
+    ]
     for report in compared:
         outcomes = [report.checks.get(check, Outcome(CRASH)) for check in CHECKS]
         loaded = [outcome for check, outcome in report.checks.items() if check.startswith("float32")]

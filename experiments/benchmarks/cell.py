@@ -25,27 +25,51 @@ from sharpscope.training import train
 
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {
-        "vocab_size": 512, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "vocab_size": 512,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
         "num_key_value_heads": 2,
     },
     "qwen2.5-0.5b": {
-        "vocab_size": 151_936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,
+        "vocab_size": 151_936,
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
         "num_key_value_heads": 2,
     },
     "qwen2.5-3b": {
-        "vocab_size": 151_936, "hidden_size": 2048, "intermediate_size": 11_008, "num_hidden_layers": 36, "num_attention_heads": 16,
+        "vocab_size": 151_936,
+        "hidden_size": 2048,
+        "intermediate_size": 11_008,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 16,
         "num_key_value_heads": 2,
     },
-}  # fmt: skip
+}
 """Sizes of the published Qwen2.5 models (input and output embeddings tied), and one for a test."""
 
 # The logic preset's step (experiments/paper/), with probes of tokens in the last step only; lengths are ours.
 CELL: dict[str, Any] = {
-    "method": "grpo-sg", "method.weight.preset": "calibrated", "method.kl.coef": 0.001, "policy.dtype": "bfloat16",
-    "rollout.prompts_per_step": 64, "rollout.group_size": 8, "rollout.max_new_tokens": 512, "update.mini_batches": 2,
-    "update.microbatch_tokens": 32768, "update.gradient_checkpointing": True, "optimizer.lr": 1e-6, "evaluation.every": 0,
-    "checkpoint.every": 0, "recording.heldout_influence_every": 0, "recording.spike_z": None, "health.truncation.action": "off",
-}  # fmt: skip
+    "method": "grpo-sg",
+    "method.weight.preset": "calibrated",
+    "method.kl.coef": 0.001,
+    "policy.dtype": "bfloat16",
+    "rollout.prompts_per_step": 64,
+    "rollout.group_size": 8,
+    "rollout.max_new_tokens": 512,
+    "update.mini_batches": 2,
+    "update.microbatch_tokens": 32768,
+    "update.gradient_checkpointing": True,
+    "optimizer.lr": 1e-6,
+    "evaluation.every": 0,
+    "checkpoint.every": 0,
+    "recording.heldout_influence_every": 0,
+    "recording.spike_z": None,
+    "health.truncation.action": "off",
+}
 GRADIENTS_EVERY = 10  # the default of recording.token_gradients_every
 
 
@@ -138,10 +162,14 @@ def measure_cell(shape: str, steps: int = 3, prompt_tokens: int = 256, overrides
     with tempfile.TemporaryDirectory(prefix="sharpscope-bench-") as folder:
         write_model(Path(folder) / "model", shape)
         values = CELL | {
-            "policy.model": f"{folder}/model", "out": folder, "name": "cell", "steps": steps + 1,
-            "recording.token_gradients_every": steps + 1, "task.kind": "custom",
+            "policy.model": f"{folder}/model",
+            "out": folder,
+            "name": "cell",
+            "steps": steps + 1,
+            "recording.token_gradients_every": steps + 1,
+            "task.kind": "custom",
             "task.factory": "experiments.benchmarks.cell:drawn_words",
-        }  # fmt: skip
+        }
         config = build_config(None, overrides, values)
         count = config.rollout.prompts_per_step
         options = {"prompt_tokens": prompt_tokens, "vocabulary": SHAPES[shape]["vocab_size"], "count": count}
@@ -155,13 +183,17 @@ def _read(shape: str, config: RunConfig) -> Cell:
     plain, last = table.iloc[:-1], table.iloc[-1]
     memory = run.info["peak_memory_bytes"]
     return Cell(
-        shape=shape, device=run.info["device"], parameters=run.info["parameters"],
+        shape=shape,
+        device=run.info["device"],
+        parameters=run.info["parameters"],
         completions=config.rollout.prompts_per_step * config.rollout.group_size,
         tokens=int(statistics.median(table["tokens"])),
-        generation_s=float(table["generation_s"].median()), training_s=float(table["training_s"].median()),
-        recording_s=float(plain["recording_s"].median()), gradients_s=float(last["recording_s"]),
+        generation_s=float(table["generation_s"].median()),
+        training_s=float(table["training_s"].median()),
+        recording_s=float(plain["recording_s"].median()),
+        gradients_s=float(last["recording_s"]),
         memory_bytes=int(memory.get("device", memory["process"])),
-    )  # fmt: skip
+    )
 
 
 def report(cells: Sequence[Cell]) -> str:

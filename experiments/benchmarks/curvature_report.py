@@ -132,12 +132,24 @@ def _trace(one: dict[str, Any]) -> list[str]:
 def _product(one: dict[str, Any]) -> list[str]:
     wall, processor = one["seconds"], one["processor_seconds"]
     return [
-        _row(f"seconds of a product, graph kept (curvlinops {one['curvlinops']}), {_batch(one)}",
-             wall["ours"], wall["curvlinops"], one["ratio"], "≤ 1.1 | ≤ 0.8"),
-        _row("the same in processor seconds", processor["ours"], processor["curvlinops"], one["processor_ratio"], " | "),
-        _row("the same, nothing kept between products, layers recomputed", wall["streamed"], wall["curvlinops"],
-             one["streamed_ratio"], " | "),
-    ]  # fmt: skip
+        _row(
+            f"seconds of a product, graph kept (curvlinops {one['curvlinops']}), {_batch(one)}",
+            wall["ours"],
+            wall["curvlinops"],
+            one["ratio"],
+            "≤ 1.1 | ≤ 0.8",
+        ),
+        _row(
+            "the same in processor seconds", processor["ours"], processor["curvlinops"], one["processor_ratio"], " | "
+        ),
+        _row(
+            "the same, nothing kept between products, layers recomputed",
+            wall["streamed"],
+            wall["curvlinops"],
+            one["streamed_ratio"],
+            " | ",
+        ),
+    ]
 
 
 def _memory(found: list[dict[str, Any]]) -> list[str]:
@@ -145,10 +157,13 @@ def _memory(found: list[dict[str, Any]]) -> list[str]:
         _row(
             f"peak memory of a product beyond parameters and vectors against the logits [MiB]: {m['vocabulary']:,} words, width "
             f"{m['width']}, T = {m['tokens']}, batch 1, {m['layers']} layers ({m['parameters'] / 1e6:.0f} M parameters)",
-            m["extra_mb"], m["logits_mb"], m["ratio"], "≤ 3 | ≤ 0.5",
+            m["extra_mb"],
+            m["logits_mb"],
+            m["ratio"],
+            "≤ 3 | ≤ 0.5",
         )
         for m in found
-    ]  # fmt: skip
+    ]
 
 
 def _about_eigenvalues(found: list[dict[str, Any]]) -> list[str]:

@@ -102,10 +102,16 @@ def measure(steps: int = 1000, tell: Callable[[str], None] = lambda text: None) 
     slope, error, spread = slope_of(values)
     block = max(len(values) // BLOCKS, 1)
     return Memory(
-        steps=steps, slope=slope, std_error=error, growth=slope * len(values), spread=spread,
-        peak=int(info["peak_memory_bytes"]["process"]), first=float(values[:block].mean()), last=float(values[-block:].mean()),
+        steps=steps,
+        slope=slope,
+        std_error=error,
+        growth=slope * len(values),
+        spread=spread,
+        peak=int(info["peak_memory_bytes"]["process"]),
+        first=float(values[:block].mean()),
+        last=float(values[-block:].mean()),
         seconds=seconds,
-    )  # fmt: skip
+    )
 
 
 def write(found: Memory, out: Path) -> Path:
@@ -130,8 +136,11 @@ def _main(pipe: Connection, folder: str, steps: int) -> None:
     place = Path(folder)
     setting = SETTINGS["calibrated weights, KL to a reference"]
     changes: dict[str, Any] = {
-        "steps": steps, "checkpoint__every": 50, "evaluation__every": 50, "recording__token_gradients_every": 10,
+        "steps": steps,
+        "checkpoint__every": 50,
+        "evaluation__every": 50,
+        "recording__token_gradients_every": 10,
         "recording__heldout_influence_every": 50,
-    }  # fmt: skip
+    }
     train(tiny_config(place / "policy", place / "run", setting, **changes), Watch())
     pipe.close()

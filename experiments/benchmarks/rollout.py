@@ -75,17 +75,26 @@ def compare_rollouts(
         theirs.append(one_at_a_time(policy, task, chosen, config.rollout, repeat))
     fast, single = _median(ours), _median(theirs)
     return {
-        "threads": used, "torch": torch.__version__, "transformers": transformers.__version__,
-        "policy": config.policy.model, "parameters": policy.parameters, "device": str(policy.device),
-        "together": prompts * group_size, "one_at_a_time": slow, "repeats": repeats,
+        "threads": used,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "policy": config.policy.model,
+        "parameters": policy.parameters,
+        "device": str(policy.device),
+        "together": prompts * group_size,
+        "one_at_a_time": slow,
+        "repeats": repeats,
         "max_new_tokens": config.rollout.max_new_tokens,
-        "together_ms": 1e3 * fast.seconds, "one_at_a_time_ms": 1e3 * single.seconds,
-        "together_own": fast.own, "one_at_a_time_own": single.own,
-        "together_heard": fast.heard, "one_at_a_time_heard": single.heard,
+        "together_ms": 1e3 * fast.seconds,
+        "one_at_a_time_ms": 1e3 * single.seconds,
+        "together_own": fast.own,
+        "one_at_a_time_own": single.own,
+        "together_heard": fast.heard,
+        "one_at_a_time_heard": single.heard,
         "ratio": single.seconds / fast.seconds,
         "ratio_per_token": (single.seconds / single.own) / (fast.seconds / fast.own),
         "ratios": [b.seconds / a.seconds for a, b in zip(ours, theirs, strict=True)],
-    }  # fmt: skip
+    }
 
 
 def _median(played: Sequence[Played]) -> Played:
@@ -131,11 +140,19 @@ def _play(
     while own + heard < spec.max_new_tokens:
         inputs = torch.tensor([ids], device=policy.device)
         out = model.generate(
-            inputs, attention_mask=torch.ones_like(inputs), past_key_values=cache, do_sample=True,
-            temperature=spec.temperature, top_k=spec.top_k, top_p=spec.top_p,
-            max_new_tokens=spec.max_new_tokens - own - heard, stop_strings=list(task.stop), tokenizer=policy.tokenizer,
-            pad_token_id=policy.pad_id, eos_token_id=list(policy.eos_ids),
-        )  # fmt: skip
+            inputs,
+            attention_mask=torch.ones_like(inputs),
+            past_key_values=cache,
+            do_sample=True,
+            temperature=spec.temperature,
+            top_k=spec.top_k,
+            top_p=spec.top_p,
+            max_new_tokens=spec.max_new_tokens - own - heard,
+            stop_strings=list(task.stop),
+            tokenizer=policy.tokenizer,
+            pad_token_id=policy.pad_id,
+            eos_token_id=list(policy.eos_ids),
+        )
         turn = out[0, len(ids) :].tolist()
         ids, own = ids + turn, own + len(turn)
         text += as_text(policy.tokenizer, turn[:-1] if turn[-1] in policy.eos_ids else turn)
@@ -160,14 +177,20 @@ def report(found: dict[str, Any]) -> str:
         ("", "conversations", "ms each", "own tokens each", "replied tokens each"),
         ("---", "---", "---", "---", "---"),
         (
-            "all together", str(found["together"]), f"{found['together_ms']:.2f}", f"{found['together_own']:.1f}",
+            "all together",
+            str(found["together"]),
+            f"{found['together_ms']:.2f}",
+            f"{found['together_own']:.1f}",
             f"{found['together_heard']:.1f}",
         ),
         (
-            "one at a time (transformers generate, cache kept over turns)", str(found["one_at_a_time"]),
-            f"{found['one_at_a_time_ms']:.2f}", f"{found['one_at_a_time_own']:.1f}", f"{found['one_at_a_time_heard']:.1f}",
+            "one at a time (transformers generate, cache kept over turns)",
+            str(found["one_at_a_time"]),
+            f"{found['one_at_a_time_ms']:.2f}",
+            f"{found['one_at_a_time_own']:.1f}",
+            f"{found['one_at_a_time_heard']:.1f}",
         ),
-    ]  # fmt: skip
+    ]
     table = "\n".join("| " + " | ".join(row) + " |" for row in rows)
     each = ", ".join(f"{ratio:.1f}" for ratio in found["ratios"])
     return (

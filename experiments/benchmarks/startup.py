@@ -113,12 +113,25 @@ def _together(source: Path, steps: int, count: int) -> float:
         start = time.perf_counter()
         running = [
             subprocess.Popen(
-                [sys.executable, "-m", "sharpscope", "run", "--quiet", "--steps", str(steps), "--out", f"runs/{number}",
-                 "--set", "evaluation.every=0"],
-                cwd=folder, env=_environment(source), stdout=subprocess.DEVNULL,
+                [
+                    sys.executable,
+                    "-m",
+                    "sharpscope",
+                    "run",
+                    "--quiet",
+                    "--steps",
+                    str(steps),
+                    "--out",
+                    f"runs/{number}",
+                    "--set",
+                    "evaluation.every=0",
+                ],
+                cwd=folder,
+                env=_environment(source),
+                stdout=subprocess.DEVNULL,
             )
             for number in range(count)
-        ]  # fmt: skip
+        ]
         if any(process.wait() for process in running):
             raise RuntimeError("a run failed")
         return time.perf_counter() - start

@@ -55,10 +55,16 @@ def compare_with_trl(steps: int = 6, threads: int | None = None, overrides: Sequ
         ours = _ours(config.model_copy(update={"out": folder, "name": "ours", "threads": used}))
         theirs = _theirs(config, Path(folder), used)
     return {
-        "threads": used, "trl": found, "completions": config.rollout.prompts_per_step * config.rollout.group_size,
-        "ours_s": ours.median, "trl_s": theirs.median, "ratio": theirs.median / ours.median,
-        "ours_length": ours.mean_length, "trl_length": theirs.mean_length, "steps": steps,
-    }  # fmt: skip
+        "threads": used,
+        "trl": found,
+        "completions": config.rollout.prompts_per_step * config.rollout.group_size,
+        "ours_s": ours.median,
+        "trl_s": theirs.median,
+        "ratio": theirs.median / ours.median,
+        "ours_length": ours.mean_length,
+        "trl_length": theirs.mean_length,
+        "steps": steps,
+    }
 
 
 def _ours(config: RunConfig) -> StepTimes:
@@ -106,15 +112,33 @@ def trl_trainer(config: RunConfig, folder: Path, threads: int, callbacks: list[A
 
     rollout, optimizer = config.rollout, config.optimizer
     arguments = GRPOConfig(
-        output_dir=str(folder / "trl"), per_device_train_batch_size=rollout.prompts_per_step * rollout.group_size,
-        num_generations=rollout.group_size, max_completion_length=rollout.max_new_tokens, temperature=rollout.temperature,
-        beta=0.0, loss_type="grpo", learning_rate=optimizer.lr, max_grad_norm=optimizer.max_grad_norm or 0.0,
-        lr_scheduler_type="constant", max_steps=config.steps, save_strategy="no", logging_steps=1, report_to=[],
-        use_cpu=policy.device.type == "cpu", bf16=False, gradient_checkpointing=False, seed=config.seed, disable_tqdm=True,
+        output_dir=str(folder / "trl"),
+        per_device_train_batch_size=rollout.prompts_per_step * rollout.group_size,
+        num_generations=rollout.group_size,
+        max_completion_length=rollout.max_new_tokens,
+        temperature=rollout.temperature,
+        beta=0.0,
+        loss_type="grpo",
+        learning_rate=optimizer.lr,
+        max_grad_norm=optimizer.max_grad_norm or 0.0,
+        lr_scheduler_type="constant",
+        max_steps=config.steps,
+        save_strategy="no",
+        logging_steps=1,
+        report_to=[],
+        use_cpu=policy.device.type == "cpu",
+        bf16=False,
+        gradient_checkpointing=False,
+        seed=config.seed,
+        disable_tqdm=True,
         dataloader_pin_memory=False,
-    )  # fmt: skip
+    )
     make: Any = GRPOTrainer  # its annotations are narrower than what it takes
     return make(
-        model=policy.model, processing_class=policy.tokenizer, reward_funcs=reward, args=arguments,
-        train_dataset=Dataset.from_dict({"prompt": [example.prompt for example in examples]}), callbacks=callbacks,
-    )  # fmt: skip
+        model=policy.model,
+        processing_class=policy.tokenizer,
+        reward_funcs=reward,
+        args=arguments,
+        train_dataset=Dataset.from_dict({"prompt": [example.prompt for example in examples]}),
+        callbacks=callbacks,
+    )

@@ -70,15 +70,29 @@ class Row:
 
 
 def random_model(
-    *, layers: int = 4, width: int = 128, heads: int = 4, key_heads: int = 4, feed_forward: int = 384,
-    vocabulary: int = 624, device: str = "cpu",
-) -> nn.Module:  # fmt: skip
+    *,
+    layers: int = 4,
+    width: int = 128,
+    heads: int = 4,
+    key_heads: int = 4,
+    feed_forward: int = 384,
+    vocabulary: int = 624,
+    device: str = "cpu",
+) -> nn.Module:
     """A randomly initialized Qwen2 of this shape, embeddings tied, in eval mode; by default the embedded policy's."""
     config = Qwen2Config(
-        vocab_size=vocabulary, hidden_size=width, intermediate_size=feed_forward, num_hidden_layers=layers,
-        num_attention_heads=heads, num_key_value_heads=key_heads, tie_word_embeddings=True, max_position_embeddings=4096,
-        bos_token_id=None, eos_token_id=1, pad_token_id=0,
-    )  # fmt: skip
+        vocab_size=vocabulary,
+        hidden_size=width,
+        intermediate_size=feed_forward,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=key_heads,
+        tie_word_embeddings=True,
+        max_position_embeddings=4096,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = Qwen2ForCausalLM._from_config(config, attn_implementation="sdpa", dtype=torch.float32)
@@ -222,9 +236,16 @@ def attribution_costs(model: nn.Module, ids: Tensor, repeats: int) -> dict[str, 
 
 
 def table(
-    model: nn.Module, *, rows: int = 8, length: int = 256, long_rows: int = 2, long: int = 1024, repeats: int = 5,
-    sample: int = 16, exact_tokens: int | None = None,
-) -> Iterator[Row]:  # fmt: skip
+    model: nn.Module,
+    *,
+    rows: int = 8,
+    length: int = 256,
+    long_rows: int = 2,
+    long: int = 1024,
+    repeats: int = 5,
+    sample: int = 16,
+    exact_tokens: int | None = None,
+) -> Iterator[Row]:
     """The benchmark's lines for one model; `exact_tokens` a row instead of all (for models whose loop takes hours)."""
     ids, setting = sampled_rows(model, rows, length), f"{rows} x {length} tokens"
     ours, loop = versus_loop(model, ids, lambda i, m: score_norms(model, i, m, "exact"), repeats, sample, exact_tokens)
@@ -344,8 +365,16 @@ def run(*, quick: bool = False, repeats: int = 5, tell: Callable[[str], None] = 
     found["gpu"] = torch.cuda.get_device_name()
     for name, shape in GPU_SHAPES.items():
         model = random_model(**shape, device="cuda")
-        rows = table(model, rows=2, length=128 if quick else 1024, long_rows=2, long=128 if quick else 1024,
-                      repeats=1 if quick else repeats, sample=4, exact_tokens=32)  # fmt: skip
+        rows = table(
+            model,
+            rows=2,
+            length=128 if quick else 1024,
+            long_rows=2,
+            long=128 if quick else 1024,
+            repeats=1 if quick else repeats,
+            sample=4,
+            exact_tokens=32,
+        )
         keep(name, rows)
         del model
     return found

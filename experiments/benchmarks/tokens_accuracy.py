@@ -18,20 +18,37 @@ from sharpscope.probes import score_norms
 
 WORDS, HALF = 48, 24
 _LLAMA_LIKE = {
-    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
     "max_position_embeddings": 128,
-}  # fmt: skip
+}
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen2": _LLAMA_LIKE,
     "qwen3": {**_LLAMA_LIKE, "head_dim": 16},
     "llama": _LLAMA_LIKE,
-    "gpt2": {"n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 128, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
-             "attn_pdrop": 0.0},
+    "gpt2": {
+        "n_embd": 64,
+        "n_layer": 4,
+        "n_head": 4,
+        "n_positions": 128,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+    },
     "gpt_neox": {**_LLAMA_LIKE, "num_key_value_heads": 4, "hidden_dropout": 0.0, "attention_dropout": 0.0},
     "gemma2": {**_LLAMA_LIKE, "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 32},
-    "qwen2_moe": {**_LLAMA_LIKE, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
-                  "shared_expert_intermediate_size": 64, "decoder_sparse_step": 1},
-}  # fmt: skip
+    "qwen2_moe": {
+        **_LLAMA_LIKE,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 64,
+        "decoder_sparse_step": 1,
+    },
+}
 """Four layers of width 64, by transformers' name of the model type."""
 
 
@@ -108,9 +125,15 @@ def distance(
     ratio = local / exact
     top = exact >= exact.quantile(0.75)
     return Distance(
-        name, weights, -float(logp.mean()), len(ratio), float(ratio.median()), float(ratio.quantile(0.05)),
-        float(ratio[top].median()), float(spearmanr(local.numpy(), exact.numpy()).statistic),
-    )  # fmt: skip
+        name,
+        weights,
+        -float(logp.mean()),
+        len(ratio),
+        float(ratio.median()),
+        float(ratio.quantile(0.05)),
+        float(ratio[top].median()),
+        float(spearmanr(local.numpy(), exact.numpy()).statistic),
+    )
 
 
 def policy_rows(prompts: int, group: int = 2) -> dict[str, Tensor]:
@@ -151,13 +174,16 @@ HEADINGS = ("model", "weights", "loss [nats]", "tokens", "median", "5 % quantile
 def report(found: list[Distance]) -> str:
     """The table in Markdown, with what it means."""
     lines = [
-        "# The local tier's norm over the exact one", "",
+        "# The local tier's norm over the exact one",
+        "",
         f"Four layers of width 64 on a text of {HALF} words of a Markov chain, which are then said once more, so that half of",
         "the tokens are copied from far back; the embedded policy on completions of its own. 1 would be no error: the",
         "local tier leaves out what flows through other positions' keys and values. `top quarter`: median over the quarter",
-        "of the tokens with the largest exact norm. Remade by `python -m experiments.benchmarks tokens --accuracy`.", "",
-        "| " + " | ".join(HEADINGS) + " |", "|" + "---|" * len(HEADINGS),
-    ]  # fmt: skip
+        "of the tokens with the largest exact norm. Remade by `python -m experiments.benchmarks tokens --accuracy`.",
+        "",
+        "| " + " | ".join(HEADINGS) + " |",
+        "|" + "---|" * len(HEADINGS),
+    ]
     lines += [
         f"| {d.model} | {d.weights} | {d.loss:.2f} | {d.tokens} | {d.median:.3f} | {d.low:.3f} | {d.top:.3f} | {d.rank:.4f} |"
         for d in found

@@ -68,7 +68,15 @@ def _steps(repeats: int, threads: int, overrides: tuple[str, ...], schedule: str
     from sharpscope.traces import load_run
 
     with tempfile.TemporaryDirectory(prefix="sharpscope-bench-") as folder:
-        own = ("evaluation.every=0", "checkpoint.every=0", "recording.spike_z=null", f"recording.{schedule}=2",
-               f"steps={2 * repeats + 1}", "update.mini_batches=1", f"threads={threads}", f"out={folder}",
-               "name=bench")  # fmt: skip
+        own = (
+            "evaluation.every=0",
+            "checkpoint.every=0",
+            "recording.spike_z=null",
+            f"recording.{schedule}=2",
+            f"steps={2 * repeats + 1}",
+            "update.mini_batches=1",
+            f"threads={threads}",
+            f"out={folder}",
+            "name=bench",
+        )
         return load_run(train(build_config(None, [*own, *overrides])).run_dir).steps.iloc[1:]

@@ -29,9 +29,14 @@ def show(found: dict[str, Any], console: Console | None = None) -> None:
 def _cells(row: dict[str, Any]) -> list[str]:
     sign = ">=" if row["unit"] == "x faster" else "<="
     return [
-        row["what"], row["setting"], f"{row['seconds']:.3f}", f"{row['baseline']:.3f}", f"{row['ratio']:.2f} {row['unit']}",
-        *("" if row[asked] is None else f"{sign} {row[asked]:g}" for asked in ("required", "hoped")), row["note"],
-    ]  # fmt: skip
+        row["what"],
+        row["setting"],
+        f"{row['seconds']:.3f}",
+        f"{row['baseline']:.3f}",
+        f"{row['ratio']:.2f} {row['unit']}",
+        *("" if row[asked] is None else f"{sign} {row[asked]:g}" for asked in ("required", "hoped")),
+        row["note"],
+    ]
 
 
 def write(found: dict[str, Any], folder: Path) -> list[Path]:
@@ -52,10 +57,14 @@ def write(found: dict[str, Any], folder: Path) -> list[Path]:
         f"gather. Times are medians of {found['repeats']} (growth, `tokens.png`: of {min(found['repeats'], 3)}, the exact tier on 16",
         "tokens a row).",
         "The default recording of tokens: tables at every step, norms and shares at their default schedule. Cotangents are reached by",
-        {"direct": "`vmap`'s own functions.", "rule": "`vmap`'s public rule: its own functions are not as expected here."}[
-            found["batched"]
-        ], "", f"GPU: {found['gpu']}.", "",
-    ]  # fmt: skip
+        {
+            "direct": "`vmap`'s own functions.",
+            "rule": "`vmap`'s public rule: its own functions are not as expected here.",
+        }[found["batched"]],
+        "",
+        f"GPU: {found['gpu']}.",
+        "",
+    ]
     text.write_text("\n".join(lines), encoding="utf-8")
     return [numbers, text, *_picture(found["growth"], folder / "tokens.png")]
 

@@ -24,11 +24,22 @@ def rows(steps=(0,), batches=6, seed=0, run="r", noise=0.001, **arms) -> pd.Data
                 own = change + shared + noise * random.normal() * (arm != "grpo")
                 result.append(
                     {
-                        "run": run, "step": step, "fork": "f", "batch": batch, "arm": arm, "reference": "grpo", "updates": 1,
-                        "comparison": "step", "outcome": "heldout_failure", "value": start + own, "start": start,
-                        "predicted": 2 * change, "valid": True, "scale": 1.0,
+                        "run": run,
+                        "step": step,
+                        "fork": "f",
+                        "batch": batch,
+                        "arm": arm,
+                        "reference": "grpo",
+                        "updates": 1,
+                        "comparison": "step",
+                        "outcome": "heldout_failure",
+                        "value": start + own,
+                        "start": start,
+                        "predicted": 2 * change,
+                        "valid": True,
+                        "scale": 1.0,
                     }
-                )  # fmt: skip
+                )
     return pd.DataFrame(result)
 
 

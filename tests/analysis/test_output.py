@@ -42,11 +42,26 @@ def test_a_study_gives_every_figure_table_and_a_report(study_folder, tmp_path, q
     heard = []
     result = analyze(study_folder, tmp_path / "out", on_progress=heard.append)
     assert set(result.figures) == {
-        "reward", "gradient_norm", "entropy", "clipping", "accuracy", "accuracy_by_level_greedy",
-        "accuracy_by_level_temperature_1", "heldout_reward", "weights", "weight_statistics", "logit_gradient",
-        "score_norm", "lorenz", "attribution", "sharpness", "spectrum", "rho_curves",
-        "lucky_spikes", "pairs_c7",
-    }  # fmt: skip
+        "reward",
+        "gradient_norm",
+        "entropy",
+        "clipping",
+        "accuracy",
+        "accuracy_by_level_greedy",
+        "accuracy_by_level_temperature_1",
+        "heldout_reward",
+        "weights",
+        "weight_statistics",
+        "logit_gradient",
+        "score_norm",
+        "lorenz",
+        "attribution",
+        "sharpness",
+        "spectrum",
+        "rho_curves",
+        "lucky_spikes",
+        "pairs_c7",
+    }
     assert [text.removesuffix(".png") for text in heard if text.endswith(".png")] == list(result.figures)
     files = {path.name for path in (tmp_path / "out").iterdir()}
     assert {"report.md", "report.html", "claims.json", "summary.csv", "runs.csv", "reward.png", "reward.svg"} <= files

@@ -58,8 +58,18 @@ def _write(path: Path, method: str, seed: int = 0, recorded: bool = True) -> Pat
                         "probes", row | {"value": values.mean() if rho == 0.5 else -1.0, "prompt_std_error": error}
                     )
             if step in (1, STEPS):
-                row = {"step": step, "task": INFO["task"], "split": "heldout", "n": 40, "k": 1, "std_error": 0.07, "pass_at_k": 0.5,
-                       "reward_mean": 0.0, "heldout_loss": None, "temperature": 1.0}  # fmt: skip
+                row = {
+                    "step": step,
+                    "task": INFO["task"],
+                    "split": "heldout",
+                    "n": 40,
+                    "k": 1,
+                    "std_error": 0.07,
+                    "pass_at_k": 0.5,
+                    "reward_mean": 0.0,
+                    "heldout_loss": None,
+                    "temperature": 1.0,
+                }
                 for level, accuracy in (("2", 0.2), ("3", 0.4)):
                     writer.append("eval", row | {"level": level, "accuracy": accuracy + 0.05 * step})
     update_run_info(folder, status="finished", steps_done=STEPS)
@@ -205,7 +215,11 @@ def test_only_samplers_that_differ_have_a_row(tmp_path: Path):
         folder = write_report_run(tmp_path / name, tokens=False, steps=1)
         logp = np.full(8, -1.0, dtype=np.float32)
         with TraceWriter(folder) as writer:
-            writer.append("tokens", rows("tokens", 1, 8) | {"rollout": 0, "position": np.arange(8), "logp": logp, "behavior_logp": logp - np.float32(gap)})  # fmt: skip
+            writer.append(
+                "tokens",
+                rows("tokens", 1, 8)
+                | {"rollout": 0, "position": np.arange(8), "logp": logp, "behavior_logp": logp - np.float32(gap)},
+            )
 
     write("a", 0.0)
     assert "agree in the 1 run: no ratio is outside" in sampler_part(load_runs(tmp_path))
@@ -238,7 +252,16 @@ def test_show_draws_rotation_and_sharpness_after_the_gradient(tmp_path: Path):
     assert line.split()[4:] == ["20", "▁▄█", "66"]  # of the three steps that have it
 
 
-@pytest.mark.parametrize(("value", "half", "text"), [(0.043_21, 0.001_23, "0.0432 ± 0.0012"), (1234.5, 67.0, "1234 ± 67"),
-                                                     (0.5, math.nan, "0.5"), (math.nan, 1.0, "–"), (2.0, 0.0, "2"), (1386.4, math.nan, "1,386")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("value", "half", "text"),
+    [
+        (0.043_21, 0.001_23, "0.0432 ± 0.0012"),
+        (1234.5, 67.0, "1234 ± 67"),
+        (0.5, math.nan, "0.5"),
+        (math.nan, 1.0, "–"),
+        (2.0, 0.0, "2"),
+        (1386.4, math.nan, "1,386"),
+    ],
+)
 def test_as_many_digits_as_the_interval_needs(value: float, half: float, text: str):
     assert interval_text(value, half) == text

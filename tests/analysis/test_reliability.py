@@ -64,10 +64,20 @@ def test_the_table_reads_the_last_values_by_prompt_of_every_run(tmp_path: Path):
                 )
                 writer.append(
                     "probes",
-                    {**place, "step": step, "probe": "perturbation", "value": values.mean() + shift, "std_error": None,
-                     "samples": 1, "converged": None, "residual": None, "seconds": 0.25, "prompts": 12,
-                     "prompt_std_error": 0.1 * values.mean()},
-                )  # fmt: skip
+                    {
+                        **place,
+                        "step": step,
+                        "probe": "perturbation",
+                        "value": values.mean() + shift,
+                        "std_error": None,
+                        "samples": 1,
+                        "converged": None,
+                        "residual": None,
+                        "seconds": 0.25,
+                        "prompts": 12,
+                        "prompt_std_error": 0.1 * values.mean(),
+                    },
+                )
     study = studies(sharpscope.load_runs(tmp_path))[0]
     (row,) = reliability_table(study).to_dict("records")
     oracle = split_half(np.stack(expected))

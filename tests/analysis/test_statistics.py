@@ -40,9 +40,13 @@ def test_sign_flip_p_agrees_with_scipy_where_patterns_are_drawn():
     values = np.random.default_rng(1).normal(0.3, 1, 20)
     ours = sign_flip_p(values)
     theirs = scipy.stats.permutation_test(
-        (values,), lambda x, axis: x.mean(axis), permutation_type="samples", n_resamples=20_000,
-        rng=np.random.default_rng(0), vectorized=True,
-    ).pvalue  # fmt: skip
+        (values,),
+        lambda x, axis: x.mean(axis),
+        permutation_type="samples",
+        n_resamples=20_000,
+        rng=np.random.default_rng(0),
+        vectorized=True,
+    ).pvalue
     assert ours == pytest.approx(theirs, abs=0.02)
 
 

@@ -47,9 +47,19 @@ def test_show_prints_setting_curves_evaluation_weights_events_and_cost(pair):
     _, run = pair
     text = _printed(show(run))
     rewards = run.steps["reward_mean"].to_numpy()
-    for words in ("b · finished", "grpo-sg", "12 of 12", "knights_knaves", "entropy [nats]", "1.00 s a step",
-                  "generation 50%", f"{rewards[-4:].mean():.3g}", sparkline(rewards),
-                  "weights (sigmoid): mean", "weight_saturation × 1, last at step 12"):  # fmt: skip
+    for words in (
+        "b · finished",
+        "grpo-sg",
+        "12 of 12",
+        "knights_knaves",
+        "entropy [nats]",
+        "1.00 s a step",
+        "generation 50%",
+        f"{rewards[-4:].mean():.3g}",
+        sparkline(rewards),
+        "weights (sigmoid): mean",
+        "weight_saturation × 1, last at step 12",
+    ):
         assert words in text, words
     (accuracy,) = eval_by_step([run], "heldout", 0.0)[12]
     assert f"{accuracy:.1%}" in text
@@ -64,9 +74,19 @@ def test_no_accuracy_is_certain(tmp_path):
     for name, k in (("a", 1), ("b", 16)):
         folder = new_run(tmp_path / name)
         row = {
-            "step": 1, "task": "knights_knaves", "split": "heldout", "level": "3", "n": 40, "k": k, "accuracy": 0.0,
-            "std_error": 0.0, "pass_at_k": 0.0, "reward_mean": 0.0, "heldout_loss": None, "temperature": 1.0,
-        }  # fmt: skip
+            "step": 1,
+            "task": "knights_knaves",
+            "split": "heldout",
+            "level": "3",
+            "n": 40,
+            "k": k,
+            "accuracy": 0.0,
+            "std_error": 0.0,
+            "pass_at_k": 0.0,
+            "reward_mean": 0.0,
+            "heldout_loss": None,
+            "temperature": 1.0,
+        }
         with TraceWriter(folder) as writer:
             writer.append("steps", rows("steps", 1, 1))
             writer.append("eval", row)
@@ -114,8 +134,15 @@ def test_show_of_a_run_without_steps_and_with_hostile_text(tmp_path):
     text = _printed(show(load_run(run)))
     assert "[bold red]x[/] ?[31m" in text and "[link=evil]y" in text and "No step is recorded yet" in text
     update_run_info(run, status="running")
-    event = {"step": 1, "rule": "[b]r", "severity": "error", "value": None, "threshold": None, "action": "stop",
-             "message": "\x1b]0;evil\x07 [red]"}  # fmt: skip
+    event = {
+        "step": 1,
+        "rule": "[b]r",
+        "severity": "error",
+        "value": None,
+        "threshold": None,
+        "action": "stop",
+        "message": "\x1b]0;evil\x07 [red]",
+    }
     with TraceWriter(run) as writer:
         writer.append("events", event)
     assert "[b]r × 1, last at step 1: ?]0;evil? [red]" in _printed(show(load_run(run)))

@@ -77,16 +77,41 @@ def test_memory_beside_parameters_and_vectors_is_less_than_the_logits(capsys):
 def test_parts_measured_before_stay_and_missing_ones_are_named(tmp_path):
     side = {"products": 4.0, "gradients": 2.0, "error": 1e-3}
     eigen = {
-        "prompts": 12, "samples": 2, "split": "train", "rows": 24, "tokens": 2602, "seeds": 1, "reference": 3.0,
-        "reference_converged": True, "ours": [side], "pyhessian": [side | {"products": 8.0, "gradients": 1.0}],
-        "mean": {"ours": side, "pyhessian": side | {"products": 8.0, "gradients": 1.0}}, "ratio": 0.5, "ratio_with_gradients": 0.588,
-    }  # fmt: skip
+        "prompts": 12,
+        "samples": 2,
+        "split": "train",
+        "rows": 24,
+        "tokens": 2602,
+        "seeds": 1,
+        "reference": 3.0,
+        "reference_converged": True,
+        "ours": [side],
+        "pyhessian": [side | {"products": 8.0, "gradients": 1.0}],
+        "mean": {"ours": side, "pyhessian": side | {"products": 8.0, "gradients": 1.0}},
+        "ratio": 0.5,
+        "ratio_with_gradients": 0.588,
+    }
     rounds = {
-        "cheap": {"prompts": 8, "heldout_prompts": 8, "samples": 2, "functionals": ["nll"], "seconds": 6.0,
-                  "processor_seconds": 9.0, "estimates": 20, "not_converged": 0},
-        "full": {"prompts": 64, "heldout_prompts": 64, "samples": 8, "functionals": ["nll", "surrogate"], "product_s": 2.0,
-                 "products_at_most": 1800.0, "seconds_at_most": 3600.0},
-    }  # fmt: skip
+        "cheap": {
+            "prompts": 8,
+            "heldout_prompts": 8,
+            "samples": 2,
+            "functionals": ["nll"],
+            "seconds": 6.0,
+            "processor_seconds": 9.0,
+            "estimates": 20,
+            "not_converged": 0,
+        },
+        "full": {
+            "prompts": 64,
+            "heldout_prompts": 64,
+            "samples": 8,
+            "functionals": ["nll", "surrogate"],
+            "product_s": 2.0,
+            "products_at_most": 1800.0,
+            "seconds_at_most": 3600.0,
+        },
+    }
     when = {"day": "2026-01-01", "threads": 2, "torch": "2", "seconds": 1.0}
     curvature_report.write({"eigenvalue": {"found": [eigen], **when}}, tmp_path)
     text, numbers = curvature_report.write({"rounds": {"found": rounds, **when}}, tmp_path)

@@ -44,9 +44,19 @@ def test_both_sides_play_the_same_conversations(tiny_policy):
 
 def test_the_page_says_what_was_measured(tiny_policy):
     found = rollout.compare_rollouts(
-        prompts=2, group_size=2, slow=2, repeats=1, threads=1,
-        overrides=[f"policy.model={tiny_policy}", "rollout.max_new_tokens=12", "task.things=40", "task.train_size=4", "task.heldout_size=2"],
-    )  # fmt: skip
+        prompts=2,
+        group_size=2,
+        slow=2,
+        repeats=1,
+        threads=1,
+        overrides=[
+            f"policy.model={tiny_policy}",
+            "rollout.max_new_tokens=12",
+            "task.things=40",
+            "task.train_size=4",
+            "task.heldout_size=2",
+        ],
+    )
     assert found["ratio"] == pytest.approx(found["one_at_a_time_ms"] / found["together_ms"])
     assert found["ratios"] == [pytest.approx(found["ratio"])]
     page = rollout.report(found)

@@ -50,11 +50,19 @@ def test_the_sketchs_error_is_measured_against_exact_norms():
 def test_report_names_requirements_and_a_missing_gpu(tmp_path, capsys):
     row = tokens.Row("local, all tokens", "2 x 8 tokens", 0.5, 60.0, 120.0, 100, 250, "x faster")
     found = {
-        "threads": 1, "quick": True, "repeats": 1, "torch": "2", "batched": "rule",
-        "embedded policy": [vars(row)], "gpu": "GPU numbers are missing: none was at hand",
-        "growth": [{"axis": a, "value": v, "loop": 1.0, "exact": 0.3, "local": 0.01, "sketch": 0.05}
-                   for a in ("length", "width", "vocabulary") for v in (64, 128)],
-    }  # fmt: skip
+        "threads": 1,
+        "quick": True,
+        "repeats": 1,
+        "torch": "2",
+        "batched": "rule",
+        "embedded policy": [vars(row)],
+        "gpu": "GPU numbers are missing: none was at hand",
+        "growth": [
+            {"axis": a, "value": v, "loop": 1.0, "exact": 0.3, "local": 0.01, "sketch": 0.05}
+            for a in ("length", "width", "vocabulary")
+            for v in (64, 128)
+        ],
+    }
     paths = tokens_report.write(found, tmp_path)
     assert [path.name for path in paths] == ["tokens.json", "tokens.md", "tokens.png"]
     text = (tmp_path / "tokens.md").read_text(encoding="utf-8")

@@ -49,8 +49,10 @@ def test_fitting_lowers_the_loss_and_the_table_names_every_architecture(tmp_path
     monkeypatch.setattr(accuracy, "policy_rows", lambda prompts: {"ids": ids, "mask": mask})
     found = accuracy.distances(updates=20, rows=2, kinds=["gpt2"])
     assert [(d.model, d.weights) for d in found] == [
-        ("gpt2", "random"), ("gpt2", "trained"), ("embedded policy", "trained"),
-    ]  # fmt: skip
+        ("gpt2", "random"),
+        ("gpt2", "trained"),
+        ("embedded policy", "trained"),
+    ]
     assert found[1].loss < found[0].loss - 0.1
     text = accuracy.write(found, tmp_path).read_text(encoding="utf-8")
     assert f"| gpt2 | trained | {found[1].loss:.2f} |" in text and "--accuracy" in text
@@ -67,7 +69,12 @@ def test_recording_is_weighed_by_its_schedules():
 
 
 def test_recording_is_measured_on_training_steps():
-    small = ("rollout.prompts_per_step=1", "rollout.group_size=2", "rollout.max_new_tokens=4",
-             "recording.heldout_samples=1", "probes.heldout_prompts=2")  # fmt: skip
+    small = (
+        "rollout.prompts_per_step=1",
+        "rollout.group_size=2",
+        "rollout.max_new_tokens=4",
+        "recording.heldout_samples=1",
+        "probes.heldout_prompts=2",
+    )
     cost = recording_cost(1, 1, small)
     assert cost.step > 0 and 0 < cost.plain < cost.gradients and cost.plain < cost.influence

@@ -40,10 +40,18 @@ def test_measure_and_command(tmp_path: Path, monkeypatch):
 
 def test_the_table_says_what_was_measured():
     cost = RecorderCost(
-        plain=[2.0, 4.0], recorded=[2.2, 4.4], recording=[0.1, 0.5], probed=[False, True], cpu_plain=8.0,
-        cpu_recorded=9.0, tokens=100.0, completions=8,
-        threads=2, device="a machine", versions={"trl": "1.16.0"},
-    )  # fmt: skip
+        plain=[2.0, 4.0],
+        recorded=[2.2, 4.4],
+        recording=[0.1, 0.5],
+        probed=[False, True],
+        cpu_plain=8.0,
+        cpu_recorded=9.0,
+        tokens=100.0,
+        completions=8,
+        threads=2,
+        device="a machine",
+        versions={"trl": "1.16.0"},
+    )
     text = cost.markdown()
     assert (
         "Cost of recording: 10.0% of TRL's time by the wall clock, 12.5% by processor time, 10.0% by the recorder's own clock"

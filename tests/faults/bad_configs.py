@@ -99,14 +99,28 @@ def wrong_yaml(draw: Any) -> Bad:
     tail: bytes = draw(
         st.sampled_from(
             (
-                b"key: [1, 2\n", b"steps: {\n", b"\t- x: 1\n", b'name: "open\n', b"steps: &a [*a]\n", b"a: *nowhere\n",
-                b"steps: !!python/object/apply:os.system ['true']\n", b"steps: !!python/name:os.system\n",
-                b"steps: 3\nsteps: 4\n", b"\xff\xfe\x00broken", b"steps: \x00\n", b"when: 2026-13-45\n", b"? [a]\n: b\n",
-                b"%YAML 9.9\n---\nx: [\n", b"steps: 1\n---\nsteps: 2\n", b"steps: !!binary '?'\n", b"steps: !!int 'x'\n",
-                bomb.encode(), b"steps: " + b"[" * depth + b"\n",
+                b"key: [1, 2\n",
+                b"steps: {\n",
+                b"\t- x: 1\n",
+                b'name: "open\n',
+                b"steps: &a [*a]\n",
+                b"a: *nowhere\n",
+                b"steps: !!python/object/apply:os.system ['true']\n",
+                b"steps: !!python/name:os.system\n",
+                b"steps: 3\nsteps: 4\n",
+                b"\xff\xfe\x00broken",
+                b"steps: \x00\n",
+                b"when: 2026-13-45\n",
+                b"? [a]\n: b\n",
+                b"%YAML 9.9\n---\nx: [\n",
+                b"steps: 1\n---\nsteps: 2\n",
+                b"steps: !!binary '?'\n",
+                b"steps: !!int 'x'\n",
+                bomb.encode(),
+                b"steps: " + b"[" * depth + b"\n",
             )
         )
-    )  # fmt: skip
+    )
     content = tail if draw(st.booleans()) else head.encode() + tail
     return Bad(content, f"YAML {tail[:40]!r}", "")
 

@@ -278,8 +278,12 @@ def _change_json(path: Path, changes: dict[str, Any]) -> str:
 # -- run folders -------------------------------------------------------------------------------------------------------
 
 _READERS = (
-    ["show", "run"], ["tokens", "run", "--step", "2"], ["spikes", "run"], ["compare", "run", "run"], ["eval", "run"],
-)  # fmt: skip
+    ["show", "run"],
+    ["tokens", "run", "--step", "2"],
+    ["spikes", "run"],
+    ["compare", "run", "run"],
+    ["eval", "run"],
+)
 
 
 def _run_file(name: str, material: Material) -> Case:
@@ -356,9 +360,18 @@ def _probe_set(material: Material) -> Case:
 
 def _sweep(material: Material) -> Case:
     broken = (
-        b"methods: [grop]\n", b"seeds: [a]\n", b"settings: 5\n", b"grid: {no.such.field: [1]}\n", b"methods: [\n",
-        b"stepz: 1\n", b"\xff\xfe", b"- a\n", b"methods: []\n", b"base: {steps: -1}\nmethods: [grpo]\n", material.draw.rubbish + b": [",
-    )  # fmt: skip
+        b"methods: [grop]\n",
+        b"seeds: [a]\n",
+        b"settings: 5\n",
+        b"grid: {no.such.field: [1]}\n",
+        b"methods: [\n",
+        b"stepz: 1\n",
+        b"\xff\xfe",
+        b"- a\n",
+        b"methods: []\n",
+        b"base: {steps: -1}\nmethods: [grpo]\n",
+        material.draw.rubbish + b": [",
+    )
     (material.here / "sweep.yaml").write_bytes(random.Random(material.draw.seed).choice(broken))
     return Case(["sweep", "sweep.yaml"], "")
 

@@ -91,14 +91,22 @@ class Operations:
     def install(self) -> None:
         """Wrap the functions; for a process that ends soon, so nothing is put back."""
         for owner, name in (
-            (os, "replace"), (os, "rename"), (os, "unlink"), (os, "rmdir"), (os, "mkdir"), (os, "fsync"),
-            (shutil, "rmtree"), (pq.ParquetWriter, "write_table"), (pq.ParquetWriter, "close"),
-        ):  # fmt: skip
+            (os, "replace"),
+            (os, "rename"),
+            (os, "unlink"),
+            (os, "rmdir"),
+            (os, "mkdir"),
+            (os, "fsync"),
+            (shutil, "rmtree"),
+            (pq.ParquetWriter, "write_table"),
+            (pq.ParquetWriter, "close"),
+        ):
             setattr(owner, name, self._wrapped(getattr(owner, name), name))
         for owner, name, half in (
-            (Path, "write_bytes", _half_of_content), (Path, "write_text", _half_of_content),
+            (Path, "write_bytes", _half_of_content),
+            (Path, "write_text", _half_of_content),
             (checkpoint, "save_file", _half_of_file),
-        ):  # fmt: skip
+        ):
             setattr(owner, name, self._wrapped(getattr(owner, name), name, half))
 
     def _wrapped(self, function: Any, name: str, half: Callable[..., None] | None = None) -> Any:
@@ -159,9 +167,15 @@ def _die() -> None:
 
 
 def _main(
-    pipe: Connection, policy: str, run_dir: str, setting: dict[str, Any], changes: dict[str, Any], death: Death | None,
-    journal: str | None, prepare: Callable[[], None] | None,
-) -> None:  # fmt: skip
+    pipe: Connection,
+    policy: str,
+    run_dir: str,
+    setting: dict[str, Any],
+    changes: dict[str, Any],
+    death: Death | None,
+    journal: str | None,
+    prepare: Callable[[], None] | None,
+) -> None:
     torch.set_num_threads(1)
     sys.unraisablehook = lambda *_: None  # refused operations fail in destructors too
     os.environ["TOKENIZERS_PARALLELISM"] = "false"

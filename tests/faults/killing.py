@@ -80,8 +80,13 @@ def turns(whole: list[Whole], count: int) -> Iterator[Whole]:
 
 
 def _kill_all(
-    tried: Tried, policy: Path, deaths: Iterator[tuple[Whole, Death]], folder: Path, chooser: random.Random, power: bool = False
-) -> Tried:  # fmt: skip
+    tried: Tried,
+    policy: Path,
+    deaths: Iterator[tuple[Whole, Death]],
+    folder: Path,
+    chooser: random.Random,
+    power: bool = False,
+) -> Tried:
     started = time.monotonic()
     for number, (whole, death) in enumerate(deaths):
         place = folder / f"{'power' if power else 'killed'}-{number}"

@@ -154,9 +154,12 @@ def _drawn(strategy: Any, count: int, seed: int) -> Iterator[Any]:
 
     @hypothesis.seed(seed)
     @hypothesis.settings(
-        max_examples=count, deadline=None, database=None, phases=[hypothesis.Phase.generate],
+        max_examples=count,
+        deadline=None,
+        database=None,
+        phases=[hypothesis.Phase.generate],
         suppress_health_check=list(hypothesis.HealthCheck),
-    )  # fmt: skip
+    )
     @hypothesis.given(strategy)
     def collect(case: Any) -> None:
         found.append(case)

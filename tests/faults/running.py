@@ -19,10 +19,22 @@ from tests.faults.killing import Whole
 from tests.faults.setting import Tried
 
 WHOLE = {
-    "kill_at_times": 34, "kill_at_operations": 33, "lose_power": 33, "refused_writes": 20, "file_size_limit": 10,
-    "full_disk": 10, "read_only": 1, "flipped_bytes": 100_000, "cut_parts": 200, "damaged_checkpoints": 10, "race": 12,
-    "stale_locks": 1, "reader": 4, "malformed_configs": 500, "malformed_files": 200,
-}  # fmt: skip
+    "kill_at_times": 34,
+    "kill_at_operations": 33,
+    "lose_power": 33,
+    "refused_writes": 20,
+    "file_size_limit": 10,
+    "full_disk": 10,
+    "read_only": 1,
+    "flipped_bytes": 100_000,
+    "cut_parts": 200,
+    "damaged_checkpoints": 10,
+    "race": 12,
+    "stale_locks": 1,
+    "reader": 4,
+    "malformed_configs": 500,
+    "malformed_files": 200,
+}
 """Trials of each fault in the whole; for damaged parts at most, of each table; a 1 stands for a fixed list of cases."""
 FAULTS = tuple(WHOLE)
 

@@ -41,12 +41,21 @@ SETTINGS: dict[str, dict[str, Any]] = {
     | {"method": "grpo-sg", "method.weight.preset": "calibrated", "method.kl.coef": 0.01},
     "proximal policy, mini-batches, surface probes": _COMMON
     | {
-        "method": "ppo-ewma", "update.mini_batches": 2, "probes.every": 3, "probes.budget": None,
-        "probes.functionals": ["expected_failure"], "probes.max_products": 8, "probes.trace_probes": 2,
-        "probes.density_samples": 0, "probes.rhos": [0.05], "probes.kinds": ["sam"], "probes.samples": 2, "probes.top": 1,
+        "method": "ppo-ewma",
+        "update.mini_batches": 2,
+        "probes.every": 3,
+        "probes.budget": None,
+        "probes.functionals": ["expected_failure"],
+        "probes.max_products": 8,
+        "probes.trace_probes": 2,
+        "probes.density_samples": 0,
+        "probes.rhos": [0.05],
+        "probes.kinds": ["sam"],
+        "probes.samples": 2,
+        "probes.top": 1,
         "probes.preconditioned": False,
     },
-}  # fmt: skip
+}
 """Kinds of run that are interrupted; together they use everything that a checkpoint holds."""
 
 

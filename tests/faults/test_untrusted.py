@@ -35,9 +35,10 @@ def hostile_run(uninterrupted, tmp_path_factory):
     for name in kept:
         shutil.rmtree(run_dir / "traces" / name)
     rollouts = kept["rollouts"].assign(
-        prompt=[f"{HOSTILE} {n}" for n in kept["rollouts"]["group"]], completion=HOSTILE,
+        prompt=[f"{HOSTILE} {n}" for n in kept["rollouts"]["group"]],
+        completion=HOSTILE,
         reward_parts=json.dumps({HTML: 1.0}),
-    )  # fmt: skip
+    )
     with TraceWriter(run_dir) as writer:
         writer.append("rollouts", columns(rollouts))
         writer.append("eval", columns(kept["eval"].assign(split=HTML + TERMINAL, level=MARK)))

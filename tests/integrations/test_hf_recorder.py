@@ -65,8 +65,14 @@ def test_the_same_weights_with_and_without_the_recorder(make, arguments, tmp_pat
     recorded.train()
     pairs = list(zip(plain.model.parameters(), recorded.model.parameters(), strict=True))
     assert all(torch.equal(a, b) for a, b in pairs)
-    assert any(not torch.equal(a, b) for a, b in zip(small_model(arguments.get("architecture", "qwen2"), arguments.get("model")).parameters(),
-                                                     recorded.model.parameters(), strict=True))  # fmt: skip
+    assert any(
+        not torch.equal(a, b)
+        for a, b in zip(
+            small_model(arguments.get("architecture", "qwen2"), arguments.get("model")).parameters(),
+            recorded.model.parameters(),
+            strict=True,
+        )
+    )
 
 
 @pytest.mark.parametrize(
@@ -121,8 +127,12 @@ def two_processes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(port)]
     environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*command, "-m", "tests.integrations.two_processes", str(folder)], env=environment, capture_output=True, text=True, timeout=300
-    )  # fmt: skip
+        [*command, "-m", "tests.integrations.two_processes", str(folder)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return folder, torch.load(folder / "kept.pt", weights_only=True)
 
@@ -213,9 +223,14 @@ def test_other_trainers_and_mistakes_are_refused(tmp_path: Path):
     [
         (lambda batch: batch | {"position_ids": batch["input_ids"]}, "the input 'position_ids'"),
         (lambda batch: batch | {"labels": batch["input_ids"] + 1}, "labels differ"),
-        (lambda batch: {k: torch.nn.functional.pad(v, (1, 0)) for k, v in (batch | {"labels": batch["input_ids"]}).items()}, "left-padded"),
+        (
+            lambda batch: {
+                k: torch.nn.functional.pad(v, (1, 0)) for k, v in (batch | {"labels": batch["input_ids"]}).items()
+            },
+            "left-padded",
+        ),
     ],
-)  # fmt: skip
+)
 def test_batches_that_cannot_be_recorded_are_refused(change, message, tmp_path: Path):
     one = plain_trainer(tmp_path / "t")
     collate = one.data_collator

@@ -33,12 +33,23 @@ def packed(rng: np.random.Generator, step: int, **changes: Any) -> dict[str, Any
     sampler, trainer = (-rng.uniform(0.1, 3, len(mask)) for _ in range(2))
     high = [bool(x) for x in (trainer > sampler + 1) & (np.array(mask) > 0)]
     record = {
-        "schema_version": 1, "step": step, "rank": 0, "env_name": "e", "position_ids": [*range(5), *range(5)],
-        "token_ids": rng.integers(2, 37, len(mask)).tolist(), "loss_mask": [bool(x) for x in mask],
-        "advantages": [0.5] * 5 + [-1.5] * 5, "inference_logprobs": sampler.tolist(), "trainer_logprobs": trainer.tolist(),
-        "entropy": rng.uniform(0, 2, len(mask)).tolist(), "importance_ratio": np.exp(trainer - sampler).tolist(),
-        "is_masked": high, "is_masked_high": high, "is_masked_low": [False] * 10, "rl_weights": rng.uniform(0.5, 2, 10).tolist(),
-    }  # fmt: skip
+        "schema_version": 1,
+        "step": step,
+        "rank": 0,
+        "env_name": "e",
+        "position_ids": [*range(5), *range(5)],
+        "token_ids": rng.integers(2, 37, len(mask)).tolist(),
+        "loss_mask": [bool(x) for x in mask],
+        "advantages": [0.5] * 5 + [-1.5] * 5,
+        "inference_logprobs": sampler.tolist(),
+        "trainer_logprobs": trainer.tolist(),
+        "entropy": rng.uniform(0, 2, len(mask)).tolist(),
+        "importance_ratio": np.exp(trainer - sampler).tolist(),
+        "is_masked": high,
+        "is_masked_high": high,
+        "is_masked_low": [False] * 10,
+        "rl_weights": rng.uniform(0.5, 2, 10).tolist(),
+    }
     return record | changes
 
 
@@ -82,9 +93,14 @@ def test_prime_rl(export, tmp_path: Path):
         coef = [float(lp.grad[place]) for lp in logp for place in (2, 3, 4, 6, 7, 9)]
         np.testing.assert_allclose(tokens["loss_coef"], coef, rtol=1e-6)
         for ours, theirs in (
-            ("token_id", "token_ids"), ("logp", "trainer_logprobs"), ("behavior_logp", "inference_logprobs"),
-            ("entropy", "entropy"), ("advantage", "advantages"), ("ratio", "importance_ratio"), ("clipped", "is_masked_high"),
-        ):  # fmt: skip
+            ("token_id", "token_ids"),
+            ("logp", "trainer_logprobs"),
+            ("behavior_logp", "inference_logprobs"),
+            ("entropy", "entropy"),
+            ("advantage", "advantages"),
+            ("ratio", "importance_ratio"),
+            ("clipped", "is_masked_high"),
+        ):
             np.testing.assert_allclose(tokens[ours], [record[theirs][place] for record, place in taken], rtol=1e-6)
         assert tokens["rollout"].tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
         assert tokens["position"].tolist() == [0, 1, 2, 0, 1, 3] * 2

@@ -21,9 +21,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, weights in (("plain", None), ("weighted", "grpo-sg")):
         one = trainer(folder / "trainer" / name, max_steps=10)
         record(
-            one, folder / "runs" / name, weights=weights, shaping=weights and "calibrated",
+            one,
+            folder / "runs" / name,
+            weights=weights,
+            shaping=weights and "calibrated",
             recording={"token_gradients_every": 5},
-        )  # fmt: skip
+        )
         one.train()
     return folder / "runs"
 

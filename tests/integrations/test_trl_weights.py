@@ -46,9 +46,16 @@ def test_each_coefficient_is_the_weight_times_that_of_the_plain_loss(loss_type, 
 
 @pytest.mark.parametrize(
     ("name", "shaping"),
-    [("grpo-sg", "paper"), ("grpo-sg", "calibrated"), ("ar", None), ("cov-grpo", None), ("grpo-sg-shuffled", "calibrated"),
-     ("high-entropy", None), ("papo", None)],
-)  # fmt: skip
+    [
+        ("grpo-sg", "paper"),
+        ("grpo-sg", "calibrated"),
+        ("ar", None),
+        ("cov-grpo", None),
+        ("grpo-sg-shuffled", "calibrated"),
+        ("high-entropy", None),
+        ("papo", None),
+    ],
+)
 def test_weights_are_those_that_the_objective_prepares(name, shaping, tmp_path: Path):
     run = first_step(tmp_path, name, shaping)
     tokens = run.tokens().sort_values(["rollout", "position"])
@@ -66,9 +73,13 @@ def test_weights_are_those_that_the_objective_prepares(name, shaping, tmp_path: 
     method = named_method(name)
     advantage = torch.tensor(rollouts["advantage"].to_numpy(), dtype=torch.float32)
     step = StepTensors(
-        mask=mask, group=torch.tensor(rollouts["group"].to_numpy()), behavior_logp=columns["logp"], advantage=advantage,
-        gradient_mass=gradient_mass(method, mask, advantage, laid_out("logit_grad_norm").float()), **columns,
-    )  # fmt: skip
+        mask=mask,
+        group=torch.tensor(rollouts["group"].to_numpy()),
+        behavior_logp=columns["logp"],
+        advantage=advantage,
+        gradient_mass=gradient_mass(method, mask, advantage, laid_out("logit_grad_norm").float()),
+        **columns,
+    )
     method = method.model_copy(
         update={"weight": calibrate(method.weight.with_preset("auto", shaping or "paper"), step)}
     )
@@ -141,10 +152,14 @@ def test_a_bound_acts_where_the_loss_has_no_gradient(options, tmp_path: Path):
     old = -torch.rand(4, 6, generator=g)
     logp = old + 0.5 * torch.randn(4, 6, generator=g)
     inputs = {
-        "prompt_ids": torch.full((4, 2), 3), "prompt_mask": torch.ones(4, 2, dtype=torch.long),
-        "completion_ids": torch.full((4, 6), 5), "completion_mask": mask, "old_per_token_logps": old,
-        "advantages": torch.tensor([1.0, -1.0, 2.0, -0.5]), "num_items_in_batch": mask.sum(),
-    }  # fmt: skip
+        "prompt_ids": torch.full((4, 2), 3),
+        "prompt_mask": torch.ones(4, 2, dtype=torch.long),
+        "completion_ids": torch.full((4, 6), 5),
+        "completion_mask": mask,
+        "old_per_token_logps": old,
+        "advantages": torch.tensor([1.0, -1.0, 2.0, -0.5]),
+        "num_items_in_batch": mask.sum(),
+    }
     found = token_loss(one, inputs, logp)
     coef = loss_coefficients(one, one._compute_loss, one.model, inputs, logp)
     inside = mask.bool()

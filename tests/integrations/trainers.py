@@ -35,25 +35,51 @@ def shortness(completions: list[str], **_: Any) -> list[float]:
 
 
 def trainer(
-    folder: Path, *, architecture: str = "qwen2", model: dict[str, Any] | None = None, beta: float = 0.0, peft_config: Any = None,
-    **arguments: Any
-) -> Any:  # fmt: skip
+    folder: Path,
+    *,
+    architecture: str = "qwen2",
+    model: dict[str, Any] | None = None,
+    beta: float = 0.0,
+    peft_config: Any = None,
+    **arguments: Any,
+) -> Any:
     """16 completions a step of 4 prompts, 2 micro-batches an update, unless `arguments` say otherwise."""
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
-    settings: dict[str, Any] = dict(
-        output_dir=str(folder), report_to=[], use_cpu=True, bf16=False, per_device_train_batch_size=8, num_generations=4,
-        gradient_accumulation_steps=2, max_completion_length=7, max_steps=3, learning_rate=0.01, loss_type="grpo",
-        save_strategy="no", logging_steps=1, disable_tqdm=True, dataloader_pin_memory=False, gradient_checkpointing=False,
-        lr_scheduler_type="constant", seed=3,
-    ) | arguments  # fmt: skip
+    settings: dict[str, Any] = (
+        dict(
+            output_dir=str(folder),
+            report_to=[],
+            use_cpu=True,
+            bf16=False,
+            per_device_train_batch_size=8,
+            num_generations=4,
+            gradient_accumulation_steps=2,
+            max_completion_length=7,
+            max_steps=3,
+            learning_rate=0.01,
+            loss_type="grpo",
+            save_strategy="no",
+            logging_steps=1,
+            disable_tqdm=True,
+            dataloader_pin_memory=False,
+            gradient_checkpointing=False,
+            lr_scheduler_type="constant",
+            seed=3,
+        )
+        | arguments
+    )
     torch.manual_seed(0)  # of the adapters, which peft draws from the global generator; training seeds it anew
     made = GRPOTrainer(
         model=tiny_model(architecture, vocab=VOCABULARY, dtype=torch.float32, scale=0.3, **(model or {})),
-        reward_funcs=[evens, shortness], peft_config=peft_config, args=GRPOConfig(**settings), processing_class=tokenizer(),
-        train_dataset=Dataset.from_dict({"prompt": PROMPTS * 4}), eval_dataset=Dataset.from_dict({"prompt": PROMPTS}),
-    )  # fmt: skip
+        reward_funcs=[evens, shortness],
+        peft_config=peft_config,
+        args=GRPOConfig(**settings),
+        processing_class=tokenizer(),
+        train_dataset=Dataset.from_dict({"prompt": PROMPTS * 4}),
+        eval_dataset=Dataset.from_dict({"prompt": PROMPTS}),
+    )
     if beta:  # TRL would load the reference by the model's name, and this model has none
         made.beta, made.ref_model = beta, copy.deepcopy(made.model).eval().requires_grad_(False)
     return made
@@ -70,11 +96,26 @@ PAIRS = [
 
 def supervised_settings(folder: Path, **arguments: Any) -> dict[str, Any]:
     """Arguments of a Trainer: 4 sequences in 2 micro-batches an update, unless `arguments` say otherwise."""
-    return dict(
-        output_dir=str(folder), report_to=[], use_cpu=True, bf16=False, per_device_train_batch_size=2,
-        gradient_accumulation_steps=2, max_steps=3, learning_rate=0.01, save_strategy="no", logging_steps=1, disable_tqdm=True,
-        dataloader_pin_memory=False, gradient_checkpointing=False, lr_scheduler_type="constant", seed=3,
-    ) | arguments  # fmt: skip
+    return (
+        dict(
+            output_dir=str(folder),
+            report_to=[],
+            use_cpu=True,
+            bf16=False,
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=2,
+            max_steps=3,
+            learning_rate=0.01,
+            save_strategy="no",
+            logging_steps=1,
+            disable_tqdm=True,
+            dataloader_pin_memory=False,
+            gradient_checkpointing=False,
+            lr_scheduler_type="constant",
+            seed=3,
+        )
+        | arguments
+    )
 
 
 def small_model(architecture: str = "qwen2", model: dict[str, Any] | None = None) -> Any:
@@ -89,9 +130,11 @@ def sft_trainer(
 
     rows = {"prompt": [p for p, _, _ in PAIRS] * 4, "completion": [f" {c}" for _, c, _ in PAIRS] * 4}
     return SFTTrainer(
-        model=small_model(architecture, model), args=SFTConfig(**supervised_settings(folder, **arguments)),
-        processing_class=tokenizer(), train_dataset=Dataset.from_dict(rows),
-    )  # fmt: skip
+        model=small_model(architecture, model),
+        args=SFTConfig(**supervised_settings(folder, **arguments)),
+        processing_class=tokenizer(),
+        train_dataset=Dataset.from_dict(rows),
+    )
 
 
 def dpo_trainer(
@@ -104,9 +147,12 @@ def dpo_trainer(
     rows |= {name: [f" {pair[i]}" for pair in PAIRS] * 4 for i, name in enumerate(("chosen", "rejected"), 1)}
     first = small_model(architecture, model)
     return DPOTrainer(
-        model=first, ref_model=copy.deepcopy(first), args=DPOConfig(**supervised_settings(folder, **arguments)),
-        processing_class=tokenizer(), train_dataset=Dataset.from_dict(rows),
-    )  # fmt: skip
+        model=first,
+        ref_model=copy.deepcopy(first),
+        args=DPOConfig(**supervised_settings(folder, **arguments)),
+        processing_class=tokenizer(),
+        train_dataset=Dataset.from_dict(rows),
+    )
 
 
 def plain_trainer(
@@ -132,9 +178,12 @@ def plain_trainer(
         return {"input_ids": padded, "attention_mask": there, "labels": padded.masked_fill(counted == 0, -100)}
 
     return (kind or Trainer)(
-        model=small_model(architecture, model), processing_class=words, train_dataset=PAIRS * 4, data_collator=collate,
+        model=small_model(architecture, model),
+        processing_class=words,
+        train_dataset=PAIRS * 4,
+        data_collator=collate,
         args=TrainingArguments(**supervised_settings(folder, remove_unused_columns=False, **arguments)),
-    )  # fmt: skip
+    )
 
 
 class Weights(TrainerCallback):

@@ -30,9 +30,15 @@ class Case:
 
 
 def make_case(
-    method: Method, seed: int = 0, *, progress: float = 0.25, rows: int = 8, places: int = 6, garbage: bool = True,
+    method: Method,
+    seed: int = 0,
+    *,
+    progress: float = 0.25,
+    rows: int = 8,
+    places: int = 6,
+    garbage: bool = True,
     dtype: torch.dtype = torch.float64,
-) -> Case:  # fmt: skip
+) -> Case:
     """Three groups (both signs, one without variance), holes in the mask, padding, off-policy ratios on both sides."""
     g = torch.Generator().manual_seed(seed)
 
@@ -88,10 +94,13 @@ def make_case(
     )
     squared = (1 - old.exp()) ** 2 + tensors["collision"] - old.exp() ** 2  # ‖p − e_y‖²
     step = StepTensors(
-        mask=mask, group=group, advantage=advantage.to(dtype),
-        progress=progress, gradient_mass=gradient_mass(method, mask, advantage, squared.sqrt()).to(dtype),
+        mask=mask,
+        group=group,
+        advantage=advantage.to(dtype),
+        progress=progress,
+        gradient_mass=gradient_mass(method, mask, advantage, squared.sqrt()).to(dtype),
         **{name: value.to(dtype) for name, value in tensors.items()},
-    )  # fmt: skip
+    )
     return Case(reward, step, now.to(dtype), reference.to(dtype), proximal.to(dtype), parts)
 
 
@@ -100,10 +109,23 @@ def as_batch(case: Case, *, beta: float = 0.0, choose=None) -> Batch:
     step = case.step
     now = [[Dual(v, {(i, t): 1.0}) for t, v in enumerate(row)] for i, row in enumerate(case.now.tolist())]
     return Batch(
-        reward=case.reward.tolist(), group=step.group.tolist(), mask=step.mask.tolist(),
+        reward=case.reward.tolist(),
+        group=step.group.tolist(),
+        mask=step.mask.tolist(),
         behavior=step.behavior_logp.tolist(),
-        sampler=(step.behavior_logp if step.sampler_logp is None else step.sampler_logp).tolist(), old=step.logp.tolist(), logit=step.logit.tolist(),
-        entropy=step.entropy.tolist(), polarity=step.polarity.tolist(), now=now, reference=case.reference.tolist(),
-        proximal=case.proximal.tolist(), parts={name: part.tolist() for name, part in case.parts.items()},
-        collision=step.collision.tolist(), proxy=step.proxy_logp.tolist(), limit=LIMIT, beta=beta, progress=step.progress, choose=choose,
-    )  # fmt: skip
+        sampler=(step.behavior_logp if step.sampler_logp is None else step.sampler_logp).tolist(),
+        old=step.logp.tolist(),
+        logit=step.logit.tolist(),
+        entropy=step.entropy.tolist(),
+        polarity=step.polarity.tolist(),
+        now=now,
+        reference=case.reference.tolist(),
+        proximal=case.proximal.tolist(),
+        parts={name: part.tolist() for name, part in case.parts.items()},
+        collision=step.collision.tolist(),
+        proxy=step.proxy_logp.tolist(),
+        limit=LIMIT,
+        beta=beta,
+        progress=step.progress,
+        choose=choose,
+    )

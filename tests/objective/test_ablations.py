@@ -58,9 +58,13 @@ def test_every_method_of_a_file_gives_a_gradient(file: Path):
         plan = prepare(method, case.step, torch.Generator().manual_seed(0))
         logp = case.now.clone().requires_grad_()
         out = policy_loss(
-            method, plan, logp, token_normalizer(method, case.mask, LIMIT, keep=plan.keep), reference_logp=case.reference,
+            method,
+            plan,
+            logp,
+            token_normalizer(method, case.mask, LIMIT, keep=plan.keep),
+            reference_logp=case.reference,
             proximal_logp=case.proximal,
-        )  # fmt: skip
+        )
         out.loss.backward()
         assert bool(torch.isfinite(logp.grad).all()), name
         assert float(logp.grad.abs().sum()) > 0, name

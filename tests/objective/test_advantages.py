@@ -53,15 +53,24 @@ class Outcomes:
     def estimate(self, spec: Advantage, reward: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         given = self.reward if reward is None else reward
         return estimate_advantages(
-            spec, given, GROUP, self.mask if mask is None else mask, parts={"answer": given, "format": self.form},
-            logp=self.logp, collision=self.collision,
-        )  # fmt: skip
+            spec,
+            given,
+            GROUP,
+            self.mask if mask is None else mask,
+            parts={"answer": given, "format": self.form},
+            logp=self.logp,
+            collision=self.collision,
+        )
 
     def batch(self) -> oracle.Batch:
         return oracle.outcomes(
-            self.reward.tolist(), GROUP.tolist(), self.mask.tolist(), old=self.logp.tolist(),
-            collision=self.collision.tolist(), parts={"answer": self.reward.tolist(), "format": self.form.tolist()},
-        )  # fmt: skip
+            self.reward.tolist(),
+            GROUP.tolist(),
+            self.mask.tolist(),
+            old=self.logp.tolist(),
+            collision=self.collision.tolist(),
+            parts={"answer": self.reward.tolist(), "format": self.form.tolist()},
+        )
 
 
 ESTIMATORS = {
@@ -111,8 +120,15 @@ def test_groups_of_one_or_with_equal_rewards_have_exactly_zero(name: str):
         assert torch.equal(found[beyond], case.reward[:, None].expand(10, 6)[beyond])
 
 
-@pytest.mark.parametrize("spec", [WhitenedAdvantage(), WhitenedAdvantage(baseline="group"), DecoupledAdvantage(epsilon=0),
-                                  GroupAdvantage(scale="batch", epsilon=0)])  # fmt: skip
+@pytest.mark.parametrize(
+    "spec",
+    [
+        WhitenedAdvantage(),
+        WhitenedAdvantage(baseline="group"),
+        DecoupledAdvantage(epsilon=0),
+        GroupAdvantage(scale="batch", epsilon=0),
+    ],
+)
 def test_a_step_without_variance_has_exactly_zero(spec: Advantage):
     case = Outcomes(0)
     case.form = torch.full_like(case.form, 0.3)
@@ -227,18 +243,32 @@ def test_one_advantage_a_completion_and_one_a_token_agree():
         advantage = case.estimate(method.advantage)
         for given_as in (advantage, torch.where(case.mask, advantage[:, None], torch.nan)):
             step = StepTensors(
-                mask=case.mask, group=GROUP, advantage=given_as, behavior_logp=logp, logp=logp, logit=unused,
-                entropy=-logp, collision=unused, polarity=logp + 1,
-            )  # fmt: skip
+                mask=case.mask,
+                group=GROUP,
+                advantage=given_as,
+                behavior_logp=logp,
+                logp=logp,
+                logit=unused,
+                entropy=-logp,
+                collision=unused,
+                polarity=logp + 1,
+            )
             plans.append(prepare(method, step))
     for one, two in (plans[:2], plans[2:]):
         assert torch.equal(one.advantage, two.advantage) and torch.equal(one.weight, two.weight)
         assert one.weight[case.mask].unique().numel() > 1
     with pytest.raises(ValueError, match=r"advantage must be \(10, 6\)"):
         StepTensors(
-            mask=case.mask, group=GROUP, advantage=unused[:, :2], behavior_logp=logp, logp=logp, logit=unused,
-            entropy=unused, collision=unused, polarity=unused,
-        )  # fmt: skip
+            mask=case.mask,
+            group=GROUP,
+            advantage=unused[:, :2],
+            behavior_logp=logp,
+            logp=logp,
+            logit=unused,
+            entropy=unused,
+            collision=unused,
+            polarity=unused,
+        )
 
 
 def test_mistakes():

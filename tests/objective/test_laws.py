@@ -62,10 +62,18 @@ def loss_and_gradient(
     loss = torch.zeros((), dtype=torch.float64)
     for index in range(passes_of(method)):
         for rows in split or [torch.arange(len(logp))]:
-            loss = loss + policy_loss(
-                method, plan.rows(rows), logp[rows], normalizer[rows], reference_logp=case.reference[rows],
-                proximal_logp=case.proximal[rows], pass_index=index,
-            ).loss  # fmt: skip
+            loss = (
+                loss
+                + policy_loss(
+                    method,
+                    plan.rows(rows),
+                    logp[rows],
+                    normalizer[rows],
+                    reference_logp=case.reference[rows],
+                    proximal_logp=case.proximal[rows],
+                    pass_index=index,
+                ).loss
+            )
     return loss.detach(), torch.autograd.grad(loss, logp)[0]
 
 
@@ -323,11 +331,15 @@ def test_loss_coef_times_score_plus_remainder_is_the_gradient(name: str):
     torch.testing.assert_close((coef.flatten()[:, None, None] * scores).sum(0) + rest, table.grad, rtol=0, atol=1e-12)
     partial = torch.autograd.grad(
         policy_loss(
-            method, plan, (free := logp.detach().requires_grad_()), normalizer, reference_logp=case.reference,
+            method,
+            plan,
+            (free := logp.detach().requires_grad_()),
+            normalizer,
+            reference_logp=case.reference,
             proximal_logp=case.proximal,
         ).loss,
         free,
-    )[0]  # fmt: skip
+    )[0]
     torch.testing.assert_close(coef, partial, rtol=0, atol=1e-14)
 
 
@@ -397,8 +409,13 @@ def test_methods_that_equal_another_at_one_update_are_known(name: str, kl: Kl | 
             assert difference > 1e-6
     # These differ outside the loss: in where the gradient is taken, in the number of updates, in the completions drawn.
     elsewhere = {
-        "grpo-sam": {"grpo"}, "grpo-gnp": {"grpo"}, "lopti": {"bnpo"}, "dapo": {"bnpo"}, "grpo": {"grpo"}, "bnpo": {"bnpo"},
-    }  # fmt: skip
+        "grpo-sam": {"grpo"},
+        "grpo-gnp": {"grpo"},
+        "lopti": {"bnpo"},
+        "dapo": {"bnpo"},
+        "grpo": {"grpo"},
+        "bnpo": {"bnpo"},
+    }
     assert equal == elsewhere.get(name, set() if named is None else {named})
 
 

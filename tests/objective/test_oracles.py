@@ -387,9 +387,16 @@ def test_off_policy_mask_of_advantages_per_token():
     minus = torch.tensor([[-1.0, -1.0], [-1.0, -1.0]], dtype=torch.float64)
     zero = torch.zeros_like(minus)
     step = StepTensors(
-        mask=torch.ones(2, 2), group=torch.zeros(2), advantage=torch.tensor([[1.0, -1.0], [1.0, -1.0]], dtype=torch.float64),
-        behavior_logp=minus, logp=minus, logit=zero, entropy=zero, collision=zero, polarity=zero,
-    )  # fmt: skip
+        mask=torch.ones(2, 2),
+        group=torch.zeros(2),
+        advantage=torch.tensor([[1.0, -1.0], [1.0, -1.0]], dtype=torch.float64),
+        behavior_logp=minus,
+        logp=minus,
+        logit=zero,
+        entropy=zero,
+        collision=zero,
+        polarity=zero,
+    )
     method = named_method("grpo").model_copy(update={"off_policy": OffPolicyMask(threshold=0.1)})
     logp = torch.tensor([[-1.3, -1.1], [-1.1, -1.05]], dtype=torch.float64).requires_grad_()  # mean gaps 0.2 and 0.075
     out = policy_loss(method, prepare(method, step), logp, torch.ones(2, 2, dtype=torch.float64))

@@ -250,9 +250,11 @@ def test_a_ratio_beyond_the_range_of_float32_does_not_poison_the_gradient():
 
 def tokens_step(entropy: list[float], logp: list[float], advantage: list[float]) -> StepTensors:
     return StepTensors.from_columns(
-        entropy=torch.tensor(entropy), logp=torch.tensor(logp), behavior_logp=torch.tensor(logp),
+        entropy=torch.tensor(entropy),
+        logp=torch.tensor(logp),
+        behavior_logp=torch.tensor(logp),
         advantage=torch.tensor(advantage),
-    )  # fmt: skip
+    )
 
 
 def kept(method: Method, step: StepTensors, seed: int = 0) -> list[bool]:

@@ -288,9 +288,17 @@ def test_explicit_constants_override_the_preset_and_presets_fill_the_rest():
     case = make_case(named_method("grpo-sg"), 3)
     paper = calibrate(SigmoidWeight(preset="paper", tau=4.0), case.step)
     assert paper.model_dump() == {
-        "kind": "sigmoid", "preset": "paper", "percentiles": "tokens", "input": "logit", "alpha": 2.0, "tau": 4.0,
-        "mu": 0.25, "L": 1.0, "U": 1.4, "u0": 0.0,
-    }  # fmt: skip
+        "kind": "sigmoid",
+        "preset": "paper",
+        "percentiles": "tokens",
+        "input": "logit",
+        "alpha": 2.0,
+        "tau": 4.0,
+        "mu": 0.25,
+        "L": 1.0,
+        "U": 1.4,
+        "u0": 0.0,
+    }
     kept = calibrate(SigmoidWeight(tau=3.0), case.step)
     assert kept.tau == 3.0
     u10 = float(torch.quantile(case.step.logit[case.mask], 0.1))
@@ -364,12 +372,18 @@ def test_a_schedule_anneals_a_constant():
 def test_pointwise_and_bounded_are_known_of_every_kind():
     inner = LinearWeight()
     expected = {
-        UniformWeight(): (True, None), SigmoidWeight(): (True, (1.0, 1.4)), EntropyWeight(): (True, (1.0, 1.4)),
-        inner: (True, (0.8, 1.0)), PowerWeight(): (True, (0.0, 1.0)), CovarianceGaussianWeight(): (False, None),
-        PolarityWeight(): (False, None), ReverseWeight(of=inner): (True, (0.8, 1.0)),
-        ShuffledWeight(of=inner): (False, (0.8, 1.0)), ConstantWeight(of=inner): (False, None),
+        UniformWeight(): (True, None),
+        SigmoidWeight(): (True, (1.0, 1.4)),
+        EntropyWeight(): (True, (1.0, 1.4)),
+        inner: (True, (0.8, 1.0)),
+        PowerWeight(): (True, (0.0, 1.0)),
+        CovarianceGaussianWeight(): (False, None),
+        PolarityWeight(): (False, None),
+        ReverseWeight(of=inner): (True, (0.8, 1.0)),
+        ShuffledWeight(of=inner): (False, (0.8, 1.0)),
+        ConstantWeight(of=inner): (False, None),
         MeanOneWeight(of=inner): (False, None),
-    }  # fmt: skip
+    }
     assert {type(s) for s in expected} | {CustomWeight} == set(token_weight_kinds().values())
     for shaping, (pointwise, bounds) in expected.items():
         assert shaping.pointwise == pointwise, shaping

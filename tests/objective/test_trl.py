@@ -58,42 +58,62 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "sapo": {"loss_type": "sapo", "sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05},
     "gmpo": {"epsilon": 0.4},  # of TRL's GMPOTrainer
     "luspo": {
-        "loss_type": "luspo", "importance_sampling_level": "sequence", "epsilon": 2e-3, "epsilon_high": 2.5e-3,
+        "loss_type": "luspo",
+        "importance_sampling_level": "sequence",
+        "epsilon": 2e-3,
+        "epsilon_high": 2.5e-3,
     },
     "vespo": {
-        "loss_type": "vespo", "vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0,
+        "loss_type": "vespo",
+        "vespo_k_pos": 2.0,
+        "vespo_lambda_pos": 3.0,
+        "vespo_k_neg": 3.0,
+        "vespo_lambda_neg": 2.0,
     },
-}  # fmt: skip
+}
 #: Parts of a method and the same in TRL's arguments; "+sampler": TRL's loss gets the sampler's log-probabilities.
 PARTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "delta": ("dual-clip", {"clip": DualClip(bound=1.3)}, {"loss_type": "grpo", "epsilon": 0.2, "delta": 1.3}),
     "delta-bnpo": (
-        "bnpo", {"clip": DualClip(high=0.1, bound=1.15)},
+        "bnpo",
+        {"clip": DualClip(high=0.1, bound=1.15)},
         {"loss_type": "bnpo", "epsilon": 0.2, "epsilon_high": 0.1, "delta": 1.15},
     ),
     "bias-corrected": ("grpo", {"estimator": "k3_corrected"}, {"loss_type": "grpo", "use_bias_correction_kl": True}),
     "bias-corrected-gspo": (
-        "gspo", {"estimator": "k3_corrected"}, SETTINGS["gspo"] | {"use_bias_correction_kl": True},
+        "gspo",
+        {"estimator": "k3_corrected"},
+        SETTINGS["gspo"] | {"use_bias_correction_kl": True},
     ),
     "entropy": (
-        "dr-grpo", {"entropy": FixedEntropyBonus(coef=0.1)}, SETTINGS["dr-grpo"] | {"entropy_coef": 0.1},
+        "dr-grpo",
+        {"entropy": FixedEntropyBonus(coef=0.1)},
+        SETTINGS["dr-grpo"] | {"entropy_coef": 0.1},
     ),
     "off-policy": (
-        "dapo", {"off_policy": OffPolicyMask(threshold=0.0)}, SETTINGS["dapo"] | {"off_policy_mask_threshold": 0.0},
+        "dapo",
+        {"off_policy": OffPolicyMask(threshold=0.0)},
+        SETTINGS["dapo"] | {"off_policy_mask_threshold": 0.0},
     ),
     "off-policy+sampler": (
-        "grpo", {"off_policy": OffPolicyMask(threshold=0.04)}, {"loss_type": "grpo", "off_policy_mask_threshold": 0.04},
+        "grpo",
+        {"off_policy": OffPolicyMask(threshold=0.04)},
+        {"loss_type": "grpo", "off_policy_mask_threshold": 0.04},
     ),
     "token_truncate+sampler": ("grpo", {"correction": TruncatedCorrection(high=1.2)}, {"loss_type": "grpo"}),
     "sequence_truncate+sampler": (
-        "gspo", {"correction": TruncatedCorrection(level="sequence", high=1.2)}, SETTINGS["gspo"],
+        "gspo",
+        {"correction": TruncatedCorrection(level="sequence", high=1.2)},
+        SETTINGS["gspo"],
     ),
     "token_mask+sampler": ("dapo", {"correction": MaskedCorrection(low=0.0, high=1.2)}, SETTINGS["dapo"]),
     "sequence_mask+sampler": (
-        "luspo", {"correction": MaskedCorrection(level="sequence", low=0.7, high=1.2)}, SETTINGS["luspo"],
+        "luspo",
+        {"correction": MaskedCorrection(level="sequence", low=0.7, high=1.2)},
+        SETTINGS["luspo"],
     ),
     "token_truncate+sampler-vespo": ("vespo", {"correction": TruncatedCorrection(high=1.2)}, SETTINGS["vespo"]),
-}  # fmt: skip
+}
 
 
 def tokenizer() -> Any:
@@ -117,10 +137,11 @@ def batch() -> dict[str, Tensor]:
         "completion_mask": (torch.arange(COMPLETION) < lengths[:, None]).long(),
         "reward": torch.tensor([3.0, -1.0, -0.5, 3.0, 0.1, 0.1, 0.1, 0.1]),
         "group": torch.tensor([0, 0, 0, 0, 1, 1, 1, 1]),
-        "noise": torch.randn(ROWS, COMPLETION, generator=g) * torch.tensor([0.4, 1e-4, 0.4, 1e-4, 0.4, 0.4, 0.4,
-        0.4])[:, None], "sampler": -0.3 * torch.randn(ROWS, COMPLETION, generator=torch.Generator().manual_seed(4)),
+        "noise": torch.randn(ROWS, COMPLETION, generator=g)
+        * torch.tensor([0.4, 1e-4, 0.4, 1e-4, 0.4, 0.4, 0.4, 0.4])[:, None],
+        "sampler": -0.3 * torch.randn(ROWS, COMPLETION, generator=torch.Generator().manual_seed(4)),
         "drift": 0.3 * torch.randn(ROWS, COMPLETION, generator=g),
-    }  # fmt: skip
+    }
 
 
 def logps(model: torch.nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -173,18 +194,28 @@ def our_loss(method: Method, model: torch.nn.Module, batch: dict[str, Tensor], s
     advantage = group_advantages(batch["reward"], batch["group"], method.advantage)
     unused = torch.full(mask.shape, torch.nan)
     step = StepTensors(
-        mask=mask, group=batch["group"], advantage=advantage, behavior_logp=behavior, logp=behavior, logit=unused,
-        entropy=unused, collision=unused, polarity=unused, sampler_logp=behavior + batch["sampler"] if sampler else None,
-    )  # fmt: skip
+        mask=mask,
+        group=batch["group"],
+        advantage=advantage,
+        behavior_logp=behavior,
+        logp=behavior,
+        logit=unused,
+        entropy=unused,
+        collision=unused,
+        polarity=unused,
+        sampler_logp=behavior + batch["sampler"] if sampler else None,
+    )
     normalizer = token_normalizer(method, mask, COMPLETION)
     plan = prepare(method, step)
     loss = policy_loss(method, plan, now, normalizer, reference_logp=reference).loss
     if method.needs_entropy:
         loss = loss - entropy_bonus(EntropyControl().applied(method.entropy), plan, entropy, int(mask.sum()))
     inputs = {k: batch[k] for k in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")} | {
-        "advantages": advantage, "old_per_token_logps": behavior, "ref_per_token_logps": reference,
+        "advantages": advantage,
+        "old_per_token_logps": behavior,
+        "ref_per_token_logps": reference,
         "num_items_in_batch": mask.sum(),
-    }  # fmt: skip
+    }
     if sampler:
         inputs["sampling_per_token_logps"] = behavior + batch["sampler"]
     return loss, inputs
@@ -212,14 +243,24 @@ def agrees(
         "use_bias_correction_kl": False
     }
     arguments = config(
-        output_dir=str(tmp_path), report_to=[], use_cpu=True, bf16=False, per_device_train_batch_size=ROWS,
-        num_generations=4, max_completion_length=COMPLETION, beta=0.0, disable_dropout=True,
+        output_dir=str(tmp_path),
+        report_to=[],
+        use_cpu=True,
+        bf16=False,
+        per_device_train_batch_size=ROWS,
+        num_generations=4,
+        max_completion_length=COMPLETION,
+        beta=0.0,
+        disable_dropout=True,
         **(options | settings),
-    )  # fmt: skip
+    )
     trainer = kind(
-        model=model, reward_funcs=lambda completions, **_: [0.0] * len(completions), args=arguments,
-        train_dataset=Dataset.from_dict({"prompt": ["w2 w3"] * ROWS}), processing_class=tokenizer(),
-    )  # fmt: skip
+        model=model,
+        reward_funcs=lambda completions, **_: [0.0] * len(completions),
+        args=arguments,
+        train_dataset=Dataset.from_dict({"prompt": ["w2 w3"] * ROWS}),
+        processing_class=tokenizer(),
+    )
     trainer.beta = method.kl.coef  # the reference's log-probabilities are given: no reference model is needed
     trainer.current_gradient_accumulation_steps = 1
     model.train()
@@ -285,15 +326,25 @@ def rloo_trainer(folder: Path, source: str = "", **options: Any) -> Any:
     from trl import RLOOConfig, RLOOTrainer
 
     arguments = RLOOConfig(
-        output_dir=str(folder), report_to=[], use_cpu=True, bf16=False, per_device_train_batch_size=16,
-        num_generations=4, max_completion_length=COMPLETION, disable_dropout=True, **({"beta": 0.0} | options),
-    )  # fmt: skip
+        output_dir=str(folder),
+        report_to=[],
+        use_cpu=True,
+        bf16=False,
+        per_device_train_batch_size=16,
+        num_generations=4,
+        max_completion_length=COMPLETION,
+        disable_dropout=True,
+        **({"beta": 0.0} | options),
+    )
     model = tiny_model("qwen2", vocab=VOCABULARY, dtype=torch.float32, scale=0.3)
     model.config._name_or_path = source
     return RLOOTrainer(
-        model=model, reward_funcs=[evens, shortness],
-        args=arguments, train_dataset=Dataset.from_dict({"prompt": PROMPTS * 4}), processing_class=word_tokenizer(),
-    )  # fmt: skip
+        model=model,
+        reward_funcs=[evens, shortness],
+        args=arguments,
+        train_dataset=Dataset.from_dict({"prompt": PROMPTS * 4}),
+        processing_class=word_tokenizer(),
+    )
 
 
 def test_the_first_gradient_of_rloo_is_trls(batch: dict[str, Tensor], tmp_path: Path):
@@ -305,9 +356,16 @@ def test_the_first_gradient_of_rloo_is_trls(batch: dict[str, Tensor], tmp_path: 
     now, _ = logps(model, batch)
     unused = torch.full(mask.shape, torch.nan)
     step = StepTensors(
-        mask=mask, group=batch["group"], advantage=advantage, behavior_logp=now.detach(), logp=now.detach(), logit=unused,
-        entropy=unused, collision=unused, polarity=unused,
-    )  # fmt: skip
+        mask=mask,
+        group=batch["group"],
+        advantage=advantage,
+        behavior_logp=now.detach(),
+        logp=now.detach(),
+        logit=unused,
+        entropy=unused,
+        collision=unused,
+        polarity=unused,
+    )
     policy_loss(method, prepare(method, step), now, token_normalizer(method, mask, COMPLETION)).loss.backward()
     mine = {n: p.grad.clone() for n, p in model.named_parameters()}
     model.train()
@@ -356,15 +414,30 @@ def test_adaptive_entropy_is_trls(batch: dict[str, Tensor], tmp_path: Path):
 
     model = tiny_model("qwen2", dtype=torch.float32)
     arguments = GRPOConfig(
-        output_dir=str(tmp_path), report_to=[], use_cpu=True, bf16=False, per_device_train_batch_size=ROWS,
-        num_generations=4, max_completion_length=COMPLETION, beta=0.0, disable_dropout=True, loss_type="bnpo",
-        use_adaptive_entropy=True, entropy_coef=0.01, entropy_target=2.5, entropy_coef_delta=0.02, entropy_coef_min=0.005,
+        output_dir=str(tmp_path),
+        report_to=[],
+        use_cpu=True,
+        bf16=False,
+        per_device_train_batch_size=ROWS,
+        num_generations=4,
+        max_completion_length=COMPLETION,
+        beta=0.0,
+        disable_dropout=True,
+        loss_type="bnpo",
+        use_adaptive_entropy=True,
+        entropy_coef=0.01,
+        entropy_target=2.5,
+        entropy_coef_delta=0.02,
+        entropy_coef_min=0.005,
         entropy_coef_max=0.04,
-    )  # fmt: skip
+    )
     trainer = GRPOTrainer(
-        model=model, reward_funcs=lambda completions, **_: [0.0] * len(completions), args=arguments,
-        train_dataset=Dataset.from_dict({"prompt": ["w2 w3"] * ROWS}), processing_class=tokenizer(),
-    )  # fmt: skip
+        model=model,
+        reward_funcs=lambda completions, **_: [0.0] * len(completions),
+        args=arguments,
+        train_dataset=Dataset.from_dict({"prompt": ["w2 w3"] * ROWS}),
+        processing_class=tokenizer(),
+    )
     trainer.current_gradient_accumulation_steps = 1
     spec = trl_method(trainer, None)[0].entropy
     assert spec == AdaptiveEntropyBonus(initial=0.01, target=2.5, step=0.02, low=0.005, high=0.04)
@@ -393,6 +466,13 @@ def bare_step(batch: dict[str, Tensor]) -> StepTensors:
     """The batch's mask and groups; a plan of plain tokens needs nothing else."""
     unused = torch.zeros(batch["completion_mask"].shape)
     return StepTensors(
-        mask=batch["completion_mask"], group=batch["group"], advantage=torch.zeros(ROWS), behavior_logp=unused, logp=unused,
-        logit=unused, entropy=unused, collision=unused, polarity=unused,
-    )  # fmt: skip
+        mask=batch["completion_mask"],
+        group=batch["group"],
+        advantage=torch.zeros(ROWS),
+        behavior_logp=unused,
+        logp=unused,
+        logit=unused,
+        entropy=unused,
+        collision=unused,
+        polarity=unused,
+    )

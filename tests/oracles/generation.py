@@ -121,6 +121,10 @@ def converse_one(
         ids, mask = ids + heard, mask + [0] * len(heard)
         behavior, sampler = behavior + [None] * len(heard), sampler + [None] * len(heard)
     return {
-        "ids": ids, "mask": mask, "behavior_logp": behavior, "sampler_logp": sampler, "truncated": truncated,
+        "ids": ids,
+        "mask": mask,
+        "behavior_logp": behavior,
+        "sampler_logp": sampler,
+        "truncated": truncated,
         "text": text + decode(turn[:-1] if turn and turn[-1] in ends else turn),
-    }  # fmt: skip
+    }

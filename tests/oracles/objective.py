@@ -479,9 +479,22 @@ def high_entropy(b: Batch) -> Dual:
 def outcomes(reward, group, mask, *, old=(), collision=(), parts=None) -> Batch:
     """A step with what advantages depend on, and nothing else."""
     return Batch(
-        reward=reward, group=group, mask=mask, behavior=[], old=old, logit=[], entropy=[], polarity=[], now=[],
-        sampler=[], reference=[], proximal=[], limit=0, collision=collision, parts=parts or {},
-    )  # fmt: skip
+        reward=reward,
+        group=group,
+        mask=mask,
+        behavior=[],
+        old=old,
+        logit=[],
+        entropy=[],
+        polarity=[],
+        now=[],
+        sampler=[],
+        reference=[],
+        proximal=[],
+        limit=0,
+        collision=collision,
+        parts=parts or {},
+    )
 
 
 def members(b: Batch, i: int) -> list[int]:

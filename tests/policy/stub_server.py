@@ -75,9 +75,11 @@ class StubServer:
                     break
             written = ids[len(body["prompt"]) :]
             choice = {
-                "index": index, "text": "", "finish_reason": reason,
+                "index": index,
+                "text": "",
+                "finish_reason": reason,
                 "logprobs": {"token_logprobs": scores, "tokens": [f"token_id:{i}" for i in written]},
-            }  # fmt: skip
+            }
             choices.append(choice | ({"token_ids": written} if self.token_ids else {}))
         return {"id": "cmpl-1", "object": "text_completion", "model": "tiny", "choices": choices[::-1]}
 

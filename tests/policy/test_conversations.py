@@ -59,11 +59,18 @@ def assert_matches_oracle(policy, task, out, spec, tolerance=1e-6, prompts=PROMP
         prompt, g = prompts[n // group], n // group
         u = completion_uniforms(base_seed(), torch.tensor([g]), torch.tensor([n % group]), spec.max_new_tokens)
         slow = converse_one(
-            policy.model, prompt, u[0].tolist(), lambda text, g=g: task.respond(examples[g], text),
+            policy.model,
+            prompt,
+            u[0].tolist(),
+            lambda text, g=g: task.respond(examples[g], text),
             lambda text: policy.tokenizer(text, add_special_tokens=False)["input_ids"],
             lambda ids: as_text(policy.tokenizer, ids),
-            stop=task.stop, temperature=spec.temperature, top_p=spec.top_p, top_k=spec.top_k, ends=policy.eos_ids,
-        )  # fmt: skip
+            stop=task.stop,
+            temperature=spec.temperature,
+            top_p=spec.top_p,
+            top_k=spec.top_k,
+            ends=policy.eos_ids,
+        )
         L, width = len(slow["ids"]), out.completion_ids.shape[1]
         assert out.completion_ids[n, :L].tolist() == slow["ids"]
         assert out.completion_mask[n].tolist() == slow["mask"] + [0] * (width - L)

@@ -73,12 +73,20 @@ def test_any_text_comes_back(text):
 @pytest.mark.parametrize(
     "text",
     [
-        "", " ", "  \n\t ", "👩‍👩‍👧 naïve e\u0301 \u212b ﷽ 漢字", "<think>a</think><answer>b</answer>", "\x00\x7f",
+        "",
+        " ",
+        "  \n\t ",
+        "👩‍👩‍👧 naïve e\u0301 \u212b ﷽ 漢字",
+        "<think>a</think><answer>b</answer>",
+        "\x00\x7f",
         "Is Zoey a knave?\r\n",
-        "<search>x</search><information> y</information>", "x" * 100_000, "Ava is a knight. " * 6_000, "🙂é" * 20_000,
+        "<search>x</search><information> y</information>",
+        "x" * 100_000,
+        "Ava is a knight. " * 6_000,
+        "🙂é" * 20_000,
     ],
     ids=lambda text: repr(text[:12]),
-)  # fmt: skip
+)
 def test_awkward_and_long_texts_come_back(text):
     assert shipped().decode(shipped()(text)["input_ids"]) == text
 

@@ -122,9 +122,10 @@ def test_statistics_come_from_the_same_states_as_the_log_probabilities(with_grad
     assert torch.allclose(scored.stats.logp, scored.logp.detach(), atol=1e-12)
     assert not scored.stats.logp.requires_grad
     hidden = model.base_model(
-        input_ids=batch.input_ids, attention_mask=batch.attention_mask,
+        input_ids=batch.input_ids,
+        attention_mask=batch.attention_mask,
         position_ids=(batch.attention_mask.cumsum(1) - 1).clamp_min(0),
-    ).last_hidden_state[:, batch.prompt_width - 1 : -1]  # fmt: skip
+    ).last_hidden_state[:, batch.prompt_width - 1 : -1]
     expected = token_stats(hidden, output_head(model), batch.completion_ids, temperature, mask=batch.completion_mask)
     for name in STAT_NAMES:
         assert torch.allclose(getattr(scored.stats, name), getattr(expected, name), atol=1e-10), name

@@ -38,9 +38,14 @@ def assert_matches_oracle(policy: Policy, out: Completions, spec: SamplingSpec, 
         prompt = PROMPTS[n // GROUP]
         u = completion_uniforms(base_seed(), torch.tensor([n // GROUP]), torch.tensor([n % GROUP]), spec.max_new_tokens)
         slow = generate_one(
-            policy.model, prompt, u[0].tolist(), temperature=spec.temperature, top_p=spec.top_p, top_k=spec.top_k,
+            policy.model,
+            prompt,
+            u[0].tolist(),
+            temperature=spec.temperature,
+            top_p=spec.top_p,
+            top_k=spec.top_k,
             ends=policy.eos_ids,
-        )  # fmt: skip
+        )
         L = len(slow["ids"])
         assert out.completion_ids[n, :L].tolist() == slow["ids"]
         assert out.completion_mask[n].tolist() == [1] * L + [0] * (out.completion_mask.shape[1] - L)
@@ -188,8 +193,11 @@ def test_draw_equals_its_definition(tenths, u, top_p, top_k, temperature):
     logp = log_softmax([value / temperature for value in z])
     kept_k = top_k if top_k < len(z) else 0
     # Where rounding decides (u or top_p within rounding of a cumulative sum) either neighbour is right.
-    near = {choose(logp, min(max(u + d, 0), 1), greedy=False, top_p=p, top_k=kept_k) for d in (-1e-9, 0, 1e-9)
-            for p in (top_p, min(1.0, top_p * (1 + 1e-9)), top_p * (1 - 1e-9))}  # fmt: skip
+    near = {
+        choose(logp, min(max(u + d, 0), 1), greedy=False, top_p=p, top_k=kept_k)
+        for d in (-1e-9, 0, 1e-9)
+        for p in (top_p, min(1.0, top_p * (1 + 1e-9)), top_p * (1 - 1e-9))
+    }
     assert int(token) in {j for j, _ in near}
     assert float(behavior) == pytest.approx(logp[int(token)], abs=1e-9)
     if top_p < 1 or kept_k:

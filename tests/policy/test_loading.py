@@ -58,9 +58,12 @@ def test_a_saved_model_speaks_like_the_original(saved):
         assert torch.equal(a, b), name
     ours = generate(policy, [[5, 6, 7]], 2, SamplingSpec(max_new_tokens=5), torch.Generator().manual_seed(0))
     theirs = generate(
-        make_policy(original, word_tokenizer(), "x"), [[5, 6, 7]], 2, SamplingSpec(max_new_tokens=5),
+        make_policy(original, word_tokenizer(), "x"),
+        [[5, 6, 7]],
+        2,
+        SamplingSpec(max_new_tokens=5),
         torch.Generator().manual_seed(0),
-    )  # fmt: skip
+    )
     assert torch.equal(ours.completion_ids, theirs.completion_ids)
 
 
@@ -180,9 +183,18 @@ def test_a_head_that_is_something_else_is_refused():
 
 
 def test_hidden_states_of_another_width_are_refused():
-    config = AutoConfig.for_model("rembert", vocab_size=37, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
-                                  num_attention_heads=2, input_embedding_size=8, output_embedding_size=24,
-                                  is_decoder=True, pad_token_id=0)  # fmt: skip
+    config = AutoConfig.for_model(
+        "rembert",
+        vocab_size=37,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        input_embedding_size=8,
+        output_embedding_size=24,
+        is_decoder=True,
+        pad_token_id=0,
+    )
     model = AutoModelForCausalLM.from_config(config).eval()
     with pytest.raises(UserError, match="RemBertForCausalLM: its logits are not a linear function"):
         check_head(model, output_head(model))
@@ -200,11 +212,24 @@ def test_a_model_that_sees_later_tokens_is_refused():
 
 def test_recurrent_layers_are_refused():
     config = AutoConfig.for_model(
-        "qwen3_next", vocab_size=37, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=8, layer_types=["linear_attention", "full_attention"], num_experts=2,
-        num_experts_per_tok=1, moe_intermediate_size=8, shared_expert_intermediate_size=8, linear_num_value_heads=2,
-        linear_num_key_heads=1, linear_key_head_dim=8, linear_value_head_dim=8,
-    )  # fmt: skip
+        "qwen3_next",
+        vocab_size=37,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        layer_types=["linear_attention", "full_attention"],
+        num_experts=2,
+        num_experts_per_tok=1,
+        moe_intermediate_size=8,
+        shared_expert_intermediate_size=8,
+        linear_num_value_heads=2,
+        linear_num_key_heads=1,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+    )
     with pytest.raises(UserError, match="layers of type linear_attention"):
         make_policy(AutoModelForCausalLM.from_config(config), word_tokenizer(), "x")
 

@@ -48,9 +48,12 @@ def test_chat_prompts_are_wrapped_once():
         example("t5 t6"),
         example("t5 t7", prefill="t7"),
         example("t10 t4 t5 t11 t12 t7", templated=True, prefill="t7"),
-        example("t8\n\nt9 t7", prefill="t7",
-                messages=[{"role": "system", "content": "t8"}, {"role": "user", "content": "t9 t7"}]),
-    ]  # fmt: skip
+        example(
+            "t8\n\nt9 t7",
+            prefill="t7",
+            messages=[{"role": "system", "content": "t8"}, {"role": "user", "content": "t9 t7"}],
+        ),
+    ]
     # The lengths of the roles' names are not words of the vocabulary and become t2.
     assert rendered(examples, template=TEMPLATE) == [
         "t10 t2 t5 t6 t11 t12",
@@ -94,12 +97,15 @@ OPENED = [
     # example, what the model sees, what of it opens the completion
     (Example("say a", ""), "[user]say a[assistant]<think>\n", "<think>\n"),
     (Example("say a So", "", prefill=" So"), "[user]say a[assistant]<think>\n So", "<think>\n So"),
-    (Example("be good\n\nsay a So", "", prefill=" So", messages=TURNS),
-     "[system]be good[user]say a[assistant]<think>\n So", "<think>\n So"),
+    (
+        Example("be good\n\nsay a So", "", prefill=" So", messages=TURNS),
+        "[system]be good[user]say a[assistant]<think>\n So",
+        "<think>\n So",
+    ),
     (Example("say a <think>", "", {"prefill": "<think>"}), "[user]say a [assistant]<think>", "<think>"),
     (Example("[user]say a[assistant]", "", templated=True), "[user]say a[assistant]", ""),
     (Example("[user]a<think>", "", {"templated": True, "prefill": "<think>"}), "[user]a<think>", "<think>"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("given", "seen", "prefill"), OPENED)

@@ -29,8 +29,10 @@ def policy() -> Policy:
 
 def spec(stub: StubServer, backend: dict[str, Any] | None = None, **fields: Any) -> RolloutSpec:
     return RolloutSpec(
-        max_new_tokens=6, **fields, backend={"kind": "server", "url": stub.url, "retries": 1, "timeout_s": 5} | (backend or {})
-    )  # fmt: skip
+        max_new_tokens=6,
+        **fields,
+        backend={"kind": "server", "url": stub.url, "retries": 1, "timeout_s": 5} | (backend or {}),
+    )
 
 
 def draw(policy: Policy, settings: RolloutSpec, seed: int = 0, group_size: int = 4, **more: Any) -> Any:
@@ -212,13 +214,19 @@ def replace(name: str, value: Any) -> Any:
         (replace("token_ids", ["a"]), "not whole numbers"),
         (changed(lambda c: c["logprobs"]["token_logprobs"].__setitem__(0, 0.5)), "above 0"),
         (changed(lambda c: c.update(token_ids=[999, *c["token_ids"][1:]])), "returned token 999"),
-        (changed(lambda c: (c.update(token_ids=[5]), c["logprobs"].update(token_logprobs=[-1.0]))), "without the policy's end"),
-        (changed(lambda c: c.update(token_ids=[5] * 9) or c["logprobs"].update(token_logprobs=[-1.0] * 9)), "at most 6"),
+        (
+            changed(lambda c: (c.update(token_ids=[5]), c["logprobs"].update(token_logprobs=[-1.0]))),
+            "without the policy's end",
+        ),
+        (
+            changed(lambda c: c.update(token_ids=[5] * 9) or c["logprobs"].update(token_logprobs=[-1.0] * 9)),
+            "at most 6",
+        ),
         (changed(lambda c: c.pop("token_ids") and c["logprobs"].update(tokens=["a"])), "neither token_ids"),
         (status(400, "max_tokens is too large"), "max_tokens is too large"),
         (status(401), "api_key_variable"),
     ],
-)  # fmt: skip
+)
 def test_wrong_answers_are_named_and_not_tried_again(policy, fault, message):
     with StubServer(copy.deepcopy(policy.model)) as stub:
         stub.faults = [fault]
@@ -323,14 +331,13 @@ class FakeLlm:
                 types.SimpleNamespace(
                     token_ids=tuple(choice["token_ids"]),
                     logprobs=[
-                        {token: types.SimpleNamespace(logprob=score), 2: types.SimpleNamespace(logprob=-9.0)} | {
-                            token: types.SimpleNamespace(logprob=score)
-                        }
+                        {token: types.SimpleNamespace(logprob=score), 2: types.SimpleNamespace(logprob=-9.0)}
+                        | {token: types.SimpleNamespace(logprob=score)}
                         for token, score in zip(choice["token_ids"], choice["logprobs"]["token_logprobs"], strict=True)
                     ],
                 )
                 for choice in found["choices"][::-1]
-            ]  # fmt: skip
+            ]
             results.append(types.SimpleNamespace(outputs=outputs))
         return results
 

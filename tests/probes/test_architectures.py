@@ -44,8 +44,13 @@ def test_an_error_of_a_thousandth_is_seen():
     truth = sweep.oracle(model, batch, vector)
     scale = torch.ones(len(truth.full), 1, dtype=torch.float64)
     scale[3] = 1.001
-    changed = replace(truth, full=truth.full * scale, head=truth.head * scale, local=truth.local * scale,
-                      product=truth.product * 1.001)  # fmt: skip
+    changed = replace(
+        truth,
+        full=truth.full * scale,
+        head=truth.head * scale,
+        local=truth.local * scale,
+        product=truth.product * 1.001,
+    )
     checks = ("head", "local", "exact", "forward", "stream", "graph")
     found = sweep.Checks(model, changed, batch, vector).run(checks, sweep.TOLERANCE)
     assert {check: outcome.kind for check, outcome in found.items()} == dict.fromkeys(checks, "wrong")

@@ -15,7 +15,7 @@ from sharpscope.probes import (
     heldout_influence,
     logp_gradient,
     nll_coefficients,
-)  # fmt: skip
+)
 from sharpscope.probes.token_gradients import central
 from sharpscope.probes.token_gradients.structure import structure_of
 from tests.models import ARCHITECTURES, random_batch, tiny_model

@@ -443,8 +443,10 @@ def test_a_closure_that_changes_after_some_calls_is_refused(when, lasting):
         return theta.square().sum() * (1.001 if changed else 1.0)
 
     settings = {"trace_probes": 0, "density_samples": 0, "check": "off"}
-    for call in (lambda: sharpscope.curvature(loss, [theta], **settings),
-                 lambda: sharpscope.sharpness(loss, [theta], 0.1, "average", check="off")):  # fmt: skip
+    for call in (
+        lambda: sharpscope.curvature(loss, [theta], **settings),
+        lambda: sharpscope.sharpness(loss, [theta], 0.1, "average", check="off"),
+    ):
         calls = 0
         with pytest.raises(UserError, match="not deterministic"):
             call()
@@ -518,8 +520,10 @@ class WrongGradient(torch.autograd.Function):
 )
 def test_a_wrong_gradient_is_refused(dtype, loss):
     x = torch.tensor([0.5, 1.0, 2.0], dtype=dtype, requires_grad=True)
-    for call in (lambda **k: sharpscope.curvature(lambda: loss(x), [x], **k),
-                 lambda **k: sharpscope.sharpness(lambda: loss(x), [x], 0.1, **k)):  # fmt: skip
+    for call in (
+        lambda **k: sharpscope.curvature(lambda: loss(x), [x], **k),
+        lambda **k: sharpscope.sharpness(lambda: loss(x), [x], 0.1, **k),
+    ):
         with pytest.raises(CheckError, match=r"gradient and the finite difference of losses differ by \d+%") as caught:
             call()
         assert caught.value.probe == "gradient" and caught.value.error > caught.value.tolerance

@@ -81,27 +81,55 @@ def test_streamed_products_agree_with_reverse_mode_on_every_architecture(archite
 
 
 SIDE_INPUTS = dict(
-    vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=4, num_attention_heads=2,
-    num_key_value_heads=1, head_dim=8, max_position_embeddings=64, pad_token_id=0,
-)  # fmt: skip
+    vocab_size=40,
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=4,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=8,
+    max_position_embeddings=64,
+    pad_token_id=0,
+)
 PER_LAYER = dict(
-    SIDE_INPUTS, vocab_size_per_layer_input=40, hidden_size_per_layer_input=8, num_kv_shared_layers=2, sliding_window=4,
+    SIDE_INPUTS,
+    vocab_size_per_layer_input=40,
+    hidden_size_per_layer_input=8,
+    num_kv_shared_layers=2,
+    sliding_window=4,
     layer_types=["sliding_attention", "full_attention"] * 2,
-)  # fmt: skip
+)
 SIDE_ARCHITECTURES = {
     "gemma4_text": dict(PER_LAYER, num_global_key_value_heads=1, global_head_dim=8),
     "gemma3n_text": dict(PER_LAYER, laurel_rank=4, altup_num_inputs=2, activation_sparsity_pattern=None),
     "zamba2": dict(
-        SIDE_INPUTS | {"head_dim": 16, "num_key_value_heads": 2}, attention_head_dim=16, num_mem_blocks=1,
-        layers_block_type=["mamba", "hybrid"] * 2, mamba_d_state=4, mamba_d_conv=2, n_mamba_heads=2, mamba_ngroups=1,
-        mamba_headdim=16, chunk_size=4, use_mem_rope=False, adapter_rank=4, use_shared_attention_adapter=True,
+        SIDE_INPUTS | {"head_dim": 16, "num_key_value_heads": 2},
+        attention_head_dim=16,
+        num_mem_blocks=1,
+        layers_block_type=["mamba", "hybrid"] * 2,
+        mamba_d_state=4,
+        mamba_d_conv=2,
+        n_mamba_heads=2,
+        mamba_ngroups=1,
+        mamba_headdim=16,
+        chunk_size=4,
+        use_mem_rope=False,
+        adapter_rank=4,
+        use_shared_attention_adapter=True,
     ),
     "ctrl": dict(vocab_size=40, n_embd=16, dff=24, n_layer=2, n_head=2, n_positions=32),
     "bart": dict(
-        vocab_size=40, d_model=16, decoder_layers=2, decoder_attention_heads=2, decoder_ffn_dim=24, pad_token_id=0,
-        max_position_embeddings=32, is_decoder=True, is_encoder_decoder=False,
+        vocab_size=40,
+        d_model=16,
+        decoder_layers=2,
+        decoder_attention_heads=2,
+        decoder_ffn_dim=24,
+        pad_token_id=0,
+        max_position_embeddings=32,
+        is_decoder=True,
+        is_encoder_decoder=False,
     ),
-}  # fmt: skip
+}
 
 
 def plain_product(model, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -266,11 +294,13 @@ def test_frozen_and_unused_parameters_of_a_language_model(mode):
     model, batch, dense, _, _ = oracle("nll")
     sizes = [p.numel() for p in model.parameters()]
     frozen = [name for name, _ in model.named_parameters() if "k_proj" in name or "input_layernorm" in name]
-    kept = torch.cat([
-        torch.arange(end - size, end)
-        for (name, _), size, end in zip(model.named_parameters(), sizes, np.cumsum(sizes), strict=True)
-        if name not in frozen
-    ])  # fmt: skip
+    kept = torch.cat(
+        [
+            torch.arange(end - size, end)
+            for (name, _), size, end in zip(model.named_parameters(), sizes, np.cumsum(sizes), strict=True)
+            if name not in frozen
+        ]
+    )
     copied = small_model()  # the same seed, so the same weights
     for name, parameter in copied.named_parameters():
         parameter.requires_grad_(name not in frozen)

@@ -18,8 +18,12 @@ from tests.models import tiny_model
 VOCAB, TEMPERATURE = 13, 0.7
 PROMPTS = [[2, 5, 7], [3, 4, 9], [8, 2, 11]]
 SHAPE = {
-    "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
-}  # fmt: skip
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
 REWARD = (torch.arange(VOCAB) % 3 == 0).double()
 
 
@@ -43,10 +47,14 @@ def drawn(tokens: torch.Tensor) -> Drawn:
     ids = torch.cat([prompts, tokens.reshape(-1, 1)], 1)
     ones = torch.ones_like(ids)
     rollouts = SimpleNamespace(
-        input_ids=ids, attention_mask=ones, completion_ids=ids[:, -1:], completion_mask=ones[:, -1:],
-        behavior_logp=torch.zeros(len(ids), 1), group=torch.arange(len(tokens)).repeat_interleave(n),
+        input_ids=ids,
+        attention_mask=ones,
+        completion_ids=ids[:, -1:],
+        completion_mask=ones[:, -1:],
+        behavior_logp=torch.zeros(len(ids), 1),
+        group=torch.arange(len(tokens)).repeat_interleave(n),
         reward=REWARD[ids[:, -1]],
-    )  # fmt: skip
+    )
     return Drawn(rollouts, REWARD[ids[:, -1]])
 
 

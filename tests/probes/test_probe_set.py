@@ -60,10 +60,15 @@ def draw(examples, samples, seed):
         mask[row, : lengths[row]] = 1
     correct = (tokens[:, 0] % 2 == 0).float()
     rollouts = SimpleNamespace(
-        input_ids=ids, attention_mask=attention, completion_ids=ids[:, width:], completion_mask=mask,
-        behavior_logp=torch.zeros(rows, longest), group=torch.arange(len(examples)).repeat_interleave(samples),
-        truncated=lengths == longest, reward=correct * 3 - 1,
-    )  # fmt: skip
+        input_ids=ids,
+        attention_mask=attention,
+        completion_ids=ids[:, width:],
+        completion_mask=mask,
+        behavior_logp=torch.zeros(rows, longest),
+        group=torch.arange(len(examples)).repeat_interleave(samples),
+        truncated=lengths == longest,
+        reward=correct * 3 - 1,
+    )
     return Drawn(rollouts, correct)
 
 

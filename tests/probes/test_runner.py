@@ -20,9 +20,19 @@ from tests.probes.test_probe_set import built, draw
 from tests.probes.test_token_guard import assert_same, disturbed, snapshot
 
 SPEC = ProbesSpec(
-    preset="standard", max_products=12, trace_probes=2, density_steps=4, rhos=(0.05,), kinds=("sam", "average", "worst"),
-    worst_steps=3, m=1, gauss_newton=True, groups=True, top=1, tolerance=0.9,
-)  # fmt: skip
+    preset="standard",
+    max_products=12,
+    trace_probes=2,
+    density_steps=4,
+    rhos=(0.05,),
+    kinds=("sam", "average", "worst"),
+    worst_steps=3,
+    m=1,
+    gauss_newton=True,
+    groups=True,
+    top=1,
+    tolerance=0.9,
+)
 
 
 def objective(batch, name: str = "expected_failure") -> Objective:
@@ -204,8 +214,10 @@ def test_memory_limits_and_the_self_check_reach_every_probe(monkeypatch):
     model = tiny_model("qwen2", dtype=torch.float32)
     batches = [*probe_set_batches(built(), spec, draw, temperature=0.5, seed=len)]
     assert [(len(batch.objectives), batch.seed, batch.slices) for batch in batches] == [
-        (2, 5, True), (2, 7, False), (0, 11, True)
-    ]  # fmt: skip
+        (2, 5, True),
+        (2, 7, False),
+        (0, 11, True),
+    ]
     results = [*run(model, batches, spec)]
     assert asked == [limits] * 5
     assert {row.quantity for row in results[-1].estimates} == {"squared_gradient_norm", "squared_gradient_norm_naive"}

@@ -18,13 +18,28 @@ from tests.models import random_batch, tiny_model
 from tests.oracles.token_gradients import local_token_gradients, squared_norms, token_gradients
 
 COMMON = dict(
-    vocab_size=37, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, max_position_embeddings=64, pad_token_id=0, eos_token_id=1, bos_token_id=1,
-)  # fmt: skip
+    vocab_size=37,
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+    pad_token_id=0,
+    eos_token_id=1,
+    bos_token_id=1,
+)
 EXPERTS = dict(
-    COMMON, num_experts=4, num_local_experts=4, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=8,
-    n_shared_experts=1, first_k_dense_replace=1, topk_group=1,
-)  # fmt: skip
+    COMMON,
+    num_experts=4,
+    num_local_experts=4,
+    n_routed_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=8,
+    n_shared_experts=1,
+    first_k_dense_replace=1,
+    topk_group=1,
+)
 LATENT = dict(
     num_key_value_heads=4,
     q_lora_rank=8,

@@ -13,7 +13,7 @@ from sharpscope.probes.token_gradients.attention import (
     pull_back,
     pull_back_at,
     pull_back_cut,
-)  # fmt: skip
+)
 
 B, HEADS, KEY_HEADS, L, D, BEFORE = 2, 4, 2, 11, 6, 3
 
@@ -64,9 +64,16 @@ def plain(call):
 
 CASES = pytest.mark.parametrize(
     ("mask", "cap", "sinks"),
-    [("causal", None, False), ("causal", 3.0, True), ("shared", None, True), ("rows", 3.0, False), ("rows", None, True),
-     ("heads", 3.0, True), ("heads", None, False)],
-)  # fmt: skip
+    [
+        ("causal", None, False),
+        ("causal", 3.0, True),
+        ("shared", None, True),
+        ("rows", 3.0, False),
+        ("rows", None, True),
+        ("heads", 3.0, True),
+        ("heads", None, False),
+    ],
+)
 
 
 def close(found, expected):

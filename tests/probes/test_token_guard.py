@@ -79,10 +79,14 @@ def test_left_as_it_was(call, architecture):
 ROPES = {
     "dynamic": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
     "longrope": {
-        "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 12, "factor": 4.0,
-        "short_factor": [1.0, 1.1], "long_factor": [3.0, 4.0],
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "original_max_position_embeddings": 12,
+        "factor": 4.0,
+        "short_factor": [1.0, 1.1],
+        "long_factor": [3.0, 4.0],
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("raises", [False, True])

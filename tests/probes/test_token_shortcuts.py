@@ -43,10 +43,14 @@ def other_turn(x, cos, sin):  # the halves turn the other way
 @pytest.mark.parametrize(
     ("function", "kind", "count"),
     [
-        (normed, "norm", 1), (rotated, "rotation", 1), (activated, "activation", 4),
-        (other_norm, "norm", 0), (other_mean, "norm", 0), (other_turn, "rotation", 0),
+        (normed, "norm", 1),
+        (rotated, "rotation", 1),
+        (activated, "activation", 4),
+        (other_norm, "norm", 0),
+        (other_mean, "norm", 0),
+        (other_turn, "rotation", 0),
     ],
-)  # fmt: skip
+)
 def test_a_recognised_chain_has_autograds_derivative(function, kind, count):
     draw = torch.Generator().manual_seed(0)
     x, cos, sin, g = (torch.randn(5, 6, generator=draw, dtype=torch.float64) for _ in range(4))

@@ -134,9 +134,13 @@ def test_sum_of_squares_is_the_trace_of_curvlinops_empirical_fisher():
             return self.model(input_ids=x, use_cache=False).logits[:, :-1].flatten(0, 1)
 
     fisher = curvlinops.EFLinearOperator(
-        Flat(), torch.nn.CrossEntropyLoss(reduction="sum"), parameters, [(ids, ids[:, 1:].flatten())],
-        check_deterministic=False, batch_size_fn=lambda x: x.shape[0],
-    )  # fmt: skip
+        Flat(),
+        torch.nn.CrossEntropyLoss(reduction="sum"),
+        parameters,
+        [(ids, ids[:, 1:].flatten())],
+        check_deterministic=False,
+        batch_size_fn=lambda x: x.shape[0],
+    )
     size = sum(parameter.numel() for parameter in parameters)
     with guarded(model, attention="math"):  # fused attention has no forward mode
         trace = float((fisher @ torch.eye(size, dtype=torch.float64)).trace())

@@ -71,20 +71,23 @@ COUNTED = {
     "a flattened gain": lambda x, w, v: F.linear(x, w) * (1 * torch.flatten(v.unsqueeze(0))),
     "only its dtype": lambda x, w, v: F.linear(x.type_as(w).to(v), w, v),
     "a constant copy": lambda x, w, v: F.linear(x, w, v) + x @ w.detach() + v.data,
-}  # fmt: skip
+}
 WHOLE = {
     "einsum of a list": ("einsum", lambda x, w, v: torch.einsum("bld,de->ble", [x, w]) + v),
     "cat": ("cat", lambda x, w, v: F.linear(x, torch.cat([w, w])[4:20]) + v),
     "stack": ("stack", lambda x, w, v: F.linear(x, torch.stack([w, w]).mean(0)) + v),
     "alpha": ("add", lambda x, w, v: torch.add(F.linear(x, w), v, alpha=2.0)),
-    "a keyword's dictionary": ("where", lambda x, w, v: F.linear(x, torch.where(w > 0, other=x.new_zeros(()), input=w)) + v),
+    "a keyword's dictionary": (
+        "where",
+        lambda x, w, v: F.linear(x, torch.where(w > 0, other=x.new_zeros(()), input=w)) + v,
+    ),
     "a scaled weight": ("mul", lambda x, w, v: F.linear(x, w * 0.5) + v),
     "a row of the transpose": ("mul", lambda x, w, v: F.linear(x, w) * w.T[3] * w[3] + v),
     "itself": ("linear", lambda x, w, v: F.linear(F.linear(x, w), w) + v),
     "an unpadded add": ("add_", lambda x, w, v: F.linear(x, w).add_(v)),
     "a custom function": ("OwnNorm", lambda x, w, v: OwnNorm.apply(F.linear(x, w), v)),
     "a custom function beside a known use": ("OwnNorm", lambda x, w, v: OwnNorm.apply(F.linear(x, w), v) * v),
-}  # fmt: skip
+}
 
 
 class Using(nn.Module):
@@ -207,9 +210,15 @@ COMMON = dict(
     hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=64
 )
 GEMMA = dict(
-    COMMON, num_key_value_heads=2, head_dim=8, sliding_window=8, vocab_size_per_layer_input=37,
-    hidden_size_per_layer_input=6, num_kv_shared_layers=0, layer_types=["sliding_attention", "full_attention"],
-)  # fmt: skip
+    COMMON,
+    num_key_value_heads=2,
+    head_dim=8,
+    sliding_window=8,
+    vocab_size_per_layer_input=37,
+    hidden_size_per_layer_input=6,
+    num_kv_shared_layers=0,
+    layer_types=["sliding_attention", "full_attention"],
+)
 FALCON = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=4, hidden_dropout=0.0, attention_dropout=0.0)
 # Settings, and relative accuracy: Gemma's norms and softmax are in float32.
 MODELS: dict[str, tuple[str, dict, float]] = {
@@ -217,8 +226,12 @@ MODELS: dict[str, tuple[str, dict, float]] = {
     "falcon, new layout": ("falcon", dict(FALCON, new_decoder_architecture=True, num_kv_heads=2, bias=True), 1e-8),
     "ctrl": ("ctrl", dict(n_embd=16, dff=24, n_layer=2, n_head=4, n_positions=64, resid_pdrop=0, embd_pdrop=0), 1e-8),
     "gemma4": ("gemma4_text", dict(GEMMA, global_head_dim=8), 1e-5),
-    "gemma3n": ("gemma3n_text", dict(GEMMA, laurel_rank=3, altup_num_inputs=2, activation_sparsity_pattern=[0.0, 0.0]), 1e-5),
-}  # fmt: skip
+    "gemma3n": (
+        "gemma3n_text",
+        dict(GEMMA, laurel_rank=3, altup_num_inputs=2, activation_sparsity_pattern=[0.0, 0.0]),
+        1e-5,
+    ),
+}
 
 
 def architecture(name, dtype=torch.float64):

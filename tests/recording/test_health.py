@@ -139,8 +139,13 @@ def test_skip_step_leaves_the_weights_as_they_are_and_records_the_tokens(toy_con
 def test_warn_changes_nothing_of_the_training(toy_config, changes):
     found = []
     for action in ("off", "warn"):
-        config = toy_config(name=action, health__entropy_collapse__threshold=99.0,
-                            health__entropy_collapse__action=action, **QUIET, **changes)  # fmt: skip
+        config = toy_config(
+            name=action,
+            health__entropy_collapse__threshold=99.0,
+            health__entropy_collapse__action=action,
+            **QUIET,
+            **changes,
+        )
         train(config)
         found.append(weights(checkpoints(config.run_dir)[-1]))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
@@ -188,8 +193,12 @@ def test_a_gradient_that_is_not_finite_is_left_out(toy_config, monkeypatch, valu
 
 
 def test_a_token_weight_that_is_not_finite_is_left_out(toy_config):
-    config = toy_config(method="grpo-sg", method__weight={"kind": "custom", "function": "tests.toy_shaping:sometimes_nan"},
-                        health__non_finite="skip_step", evaluation__every=0)  # fmt: skip
+    config = toy_config(
+        method="grpo-sg",
+        method__weight={"kind": "custom", "function": "tests.toy_shaping:sometimes_nan"},
+        health__non_finite="skip_step",
+        evaluation__every=0,
+    )
     assert train(config).status == "finished"
     run = sharpscope.load_run(config.run_dir)
     assert run.steps["updates"].tolist() == [1, 0, 1]
@@ -252,8 +261,13 @@ def test_saturation_is_that_of_the_gradient_in_the_steps_table(toy_config):
 @pytest.mark.parametrize("weight_on", ["ratio", "surrogate"])
 def test_clipped_weights_are_the_tokens_with_an_advantage_and_no_gradient(toy_config, weight_on):
     """One update a step: the ratio is 1, so a token of a group that teaches has no gradient only where its weight is clipped."""
-    config = toy_config(method="tr-grpo", method__weight_on=weight_on, method__weight__preset="calibrated",
-                        health__clipped_weights__threshold=0.0, **QUIET)  # fmt: skip
+    config = toy_config(
+        method="tr-grpo",
+        method__weight_on=weight_on,
+        method__weight__preset="calibrated",
+        health__clipped_weights__threshold=0.0,
+        **QUIET,
+    )
     run = sharpscope.load_run(train(config).run_dir)
     events = run.events[run.events["rule"] == "clipped_weights"].set_index("step")["value"]
     tokens = run.tokens()

@@ -20,15 +20,30 @@ from sharpscope.training.checkpoint import STATE, checkpoints
 from tests.training.test_loop import StopAfter, assert_same, tables
 
 RECORD = {
-    "recording__token_gradients_every": 2, "recording__exact_top": 3, "recording__update_attribution": True, "recording__exact_random": 2,
-    "recording__heldout_influence_every": 2, "recording__heldout_samples": 4, "probes__heldout_prompts": 4, "probes__prompts": 4,
-    "evaluation__every": 0, "steps": 4,
-}  # fmt: skip
+    "recording__token_gradients_every": 2,
+    "recording__exact_top": 3,
+    "recording__update_attribution": True,
+    "recording__exact_random": 2,
+    "recording__heldout_influence_every": 2,
+    "recording__heldout_samples": 4,
+    "probes__heldout_prompts": 4,
+    "probes__prompts": 4,
+    "evaluation__every": 0,
+    "steps": 4,
+}
 SURFACE = {
-    "probes__preset": "standard", "probes__every": 2, "probes__functionals": ["expected_failure"], "probes__max_products": 12, "probes__trace_probes": 2,
-    "probes__density_samples": 0, "probes__rhos": [0.05], "probes__kinds": ["sam"], "probes__samples": 2, "probes__top": 1,
+    "probes__preset": "standard",
+    "probes__every": 2,
+    "probes__functionals": ["expected_failure"],
+    "probes__max_products": 12,
+    "probes__trace_probes": 2,
+    "probes__density_samples": 0,
+    "probes__rhos": [0.05],
+    "probes__kinds": ["sam"],
+    "probes__samples": 2,
+    "probes__top": 1,
     "probes__preconditioned": False,
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")

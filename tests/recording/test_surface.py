@@ -16,10 +16,21 @@ from sharpscope.analysis.study import studies
 from sharpscope.training import train
 
 STANDARD = {
-    "probes__preset": "standard", "probes__every": 2, "probes__prompts": 4, "probes__heldout_prompts": 2,
-    "probes__gradient_samples": 4, "probes__functionals": ["surrogate"], "probes__max_products": 16, "probes__density_steps": 6, "probes__trace_probes": 2,
-    "probes__tolerance": 0.3, "evaluation__every": 0, "steps": 2, "recording__token_gradients_every": 0, "optimizer__schedule": "linear",
-}  # fmt: skip
+    "probes__preset": "standard",
+    "probes__every": 2,
+    "probes__prompts": 4,
+    "probes__heldout_prompts": 2,
+    "probes__gradient_samples": 4,
+    "probes__functionals": ["surrogate"],
+    "probes__max_products": 16,
+    "probes__density_steps": 6,
+    "probes__trace_probes": 2,
+    "probes__tolerance": 0.3,
+    "evaluation__every": 0,
+    "steps": 2,
+    "recording__token_gradients_every": 0,
+    "optimizer__schedule": "linear",
+}
 
 
 @pytest.fixture(scope="module")

@@ -14,9 +14,14 @@ from sharpscope.recording.surface import SurfaceProbes
 from sharpscope.tasks import make_task
 
 SMALL = {
-    "probes__preset": "cheap", "probes__every": 2, "probes__prompts": 3, "probes__heldout_prompts": 0,
-    "probes__functionals": ["expected_failure"], "probes__gradient_samples": 0, "steps": 20,
-}  # fmt: skip
+    "probes__preset": "cheap",
+    "probes__every": 2,
+    "probes__prompts": 3,
+    "probes__heldout_prompts": 0,
+    "probes__functionals": ["expected_failure"],
+    "probes__gradient_samples": 0,
+    "steps": 20,
+}
 
 
 def probes_of(config):

@@ -94,10 +94,19 @@ USELESS = [
     ({"corpus": "c.jsonl"}, r"corpus = 'c.jsonl': .* set questions, or remove corpus"),
     ({**GIVEN, "retriever_url": "http://x/y"}, r"corpus = 'c.jsonl': has no effect with retriever_url"),
     ({"questions": {"path": "q.jsonl", "scorer": "logic_rl"}, "corpus": "c.jsonl"}, r"questions.scorer = logic_rl"),
-    *(({**GIVEN, name: value}, rf"{name} = .* applies to generated questions only") for name, value in {
-        "hops": [1, 2], "unseen_hops": [3], "train_size": 7, "heldout_size": 7, "unseen_size": 7, "things": 40, "seed": 1,
-    }.items()),
-]  # fmt: skip
+    *(
+        ({**GIVEN, name: value}, rf"{name} = .* applies to generated questions only")
+        for name, value in {
+            "hops": [1, 2],
+            "unseen_hops": [3],
+            "train_size": 7,
+            "heldout_size": 7,
+            "unseen_size": 7,
+            "things": 40,
+            "seed": 1,
+        }.items()
+    ),
+]
 
 
 @pytest.mark.parametrize(("fields", "says"), USELESS)

@@ -94,9 +94,17 @@ def test_probe_columns_may_be_left_out_and_are_there_as_nulls(tmp_path):
     assert frame[[c.name for c in TABLES["tokens"].columns if c.probe]].isna().all().all()
 
 
-@pytest.mark.parametrize("value", [torch.tensor([0.5, 1, 2, 3]), torch.tensor([0.5, 1, 2, 3], dtype=torch.bfloat16),
-                                   torch.tensor([0.5, 1, 2, 3], requires_grad=True), [0.5, 1, 2, 3],
-                                   pd.Series([0.5, 1, 2, 3]), [torch.tensor(0.5), 1, np.float32(2), 3]])  # fmt: skip
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.tensor([0.5, 1, 2, 3]),
+        torch.tensor([0.5, 1, 2, 3], dtype=torch.bfloat16),
+        torch.tensor([0.5, 1, 2, 3], requires_grad=True),
+        [0.5, 1, 2, 3],
+        pd.Series([0.5, 1, 2, 3]),
+        [torch.tensor(0.5), 1, np.float32(2), 3],
+    ],
+)
 def test_arrays_tensors_series_and_lists_are_taken(tmp_path, value):
     run = new_run(tmp_path / "a")
     with TraceWriter(run) as writer:

@@ -61,17 +61,26 @@ def launch(folder: Path, configs: list, count: int = 2) -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     common = os.environ | {
-        "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-        "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
-        "FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "true",
-    }  # fmt: skip
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "ACCELERATE_USE_CPU": "true",
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "FSDP_VERSION": "2",
+        "FSDP_RESHARD_AFTER_FORWARD": "true",
+    }
     started = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.training.launched", str(folder)], text=True, stderr=subprocess.PIPE,
-            stdout=subprocess.DEVNULL, env=common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            [sys.executable, "-m", "tests.training.launched", str(folder)],
+            text=True,
+            stderr=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            env=common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
         )
         for rank in range(count)
-    ]  # fmt: skip
+    ]
     try:
         errors = [process.communicate(timeout=STUCK_S + 30)[1] for process in started]
     finally:

@@ -62,8 +62,15 @@ def test_a_step_of_seven_digits_is_the_newest(tmp_path):
 
 
 def test_the_best_is_that_of_the_eval_table(toy_config):
-    config = toy_config(steps=8, checkpoint__every=2, checkpoint__keep_last=1, checkpoint__keep_best=1,
-                        evaluation__every=2, evaluation__prompts=8, optimizer__lr=0.02)  # fmt: skip
+    config = toy_config(
+        steps=8,
+        checkpoint__every=2,
+        checkpoint__keep_last=1,
+        checkpoint__keep_best=1,
+        evaluation__every=2,
+        evaluation__prompts=8,
+        optimizer__lr=0.02,
+    )
     train(config)
     rows = sharpscope.load_run(config.run_dir).eval
     rows = rows[(rows["split"] == "heldout") & (rows["temperature"] == 0.0) & (rows["step"] > 0)]
@@ -87,9 +94,17 @@ def cut_off(tiny_policy, tmp_path_factory):
     from tests.conftest import TOY
 
     out = tmp_path_factory.mktemp("cut_off")
-    base = {**TOY, "policy.model": str(tiny_policy), "out": str(out), "steps": 7, "evaluation.every": 0,
-            "checkpoint.every": 2, "checkpoint.keep_last": 3, "method": "clip-cov",
-            "method.entropy": {"kind": "adaptive", "target": 100.0}}  # fmt: skip
+    base = {
+        **TOY,
+        "policy.model": str(tiny_policy),
+        "out": str(out),
+        "steps": 7,
+        "evaluation.every": 0,
+        "checkpoint.every": 2,
+        "checkpoint.keep_last": 3,
+        "method": "clip-cov",
+        "method.entropy": {"kind": "adaptive", "target": 100.0},
+    }
     whole, broken = (build_config(values=base | {"name": name}) for name in ("whole", "broken"))
     train(whole)
     train(broken, StopAfter(5))

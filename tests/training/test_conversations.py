@@ -100,9 +100,14 @@ def test_no_method_weighs_what_the_environment_says(world, method):
 
 def test_a_run_records_own_tokens_only(toy_config):
     config = toy_config(
-        steps=2, recording__token_gradients_every=1, recording__heldout_influence_every=2, probes__prompts=3,
-        probes__heldout_prompts=3, recording__heldout_samples=2, **TALK,
-    )  # fmt: skip
+        steps=2,
+        recording__token_gradients_every=1,
+        recording__heldout_influence_every=2,
+        probes__prompts=3,
+        probes__heldout_prompts=3,
+        recording__heldout_samples=2,
+        **TALK,
+    )
     outcome = train(config)
     assert outcome.status == "finished", outcome.reason
     run = load_run(outcome.run_dir)

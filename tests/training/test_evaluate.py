@@ -50,8 +50,11 @@ def test_rows_against_counting_by_hand(toy_config):
         seed=1,
     )
     assert [(r["split"], r["level"], r["temperature"], r["k"], r["n"]) for r in rows] == [
-        ("heldout", "0", 0.0, 1, 5), ("heldout", "0", 1.0, 3, 5), ("heldout", "1", 0.0, 1, 5), ("heldout", "1", 1.0, 3, 5),
-    ]  # fmt: skip
+        ("heldout", "0", 0.0, 1, 5),
+        ("heldout", "0", 1.0, 3, 5),
+        ("heldout", "1", 0.0, 1, 5),
+        ("heldout", "1", 1.0, 3, 5),
+    ]
     sampled = rows[1]
     examples = [e for e in task.splits()["heldout"] if e.meta["level"] == 0]
     spec = SamplingSpec(max_new_tokens=config.rollout.max_new_tokens)
@@ -193,8 +196,16 @@ def test_the_command_goes_on_too_and_cleans_up(toy_config, tmp_path, monkeypatch
 
 def test_the_heldout_loss_is_the_mean_nll_of_the_stored_solutions(toy_config):
     """Of each level of the held-out split, at every temperature, before training and after; against a loop over solutions."""
-    config = toy_config(recording__heldout_influence_every=1, probes__prompts=2, probes__heldout_prompts=8, steps=1, rollout__max_new_tokens=120,
-                        rollout__temperature=0.9, update__microbatch_tokens=64, evaluation__splits=["heldout", "train"])  # fmt: skip
+    config = toy_config(
+        recording__heldout_influence_every=1,
+        probes__prompts=2,
+        probes__heldout_prompts=8,
+        steps=1,
+        rollout__max_new_tokens=120,
+        rollout__temperature=0.9,
+        update__microbatch_tokens=64,
+        evaluation__splits=["heldout", "train"],
+    )
     train(config)
     run = sharpscope.load_run(config.run_dir)
     items = [item for item in ProbeSet.load(config.run_dir / "probe_set.parquet").items if item.solution]

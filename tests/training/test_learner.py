@@ -104,11 +104,13 @@ def test_gradient_does_not_depend_on_padding(world):
     wide = type(rollouts)(
         **{
             **{name: getattr(wide, name) for name in ("group", "truncated", "texts", "reward", "sampler_logp")},
-            "input_ids": pad(wide.input_ids, (3, 5)), "attention_mask": pad(wide.attention_mask, (3, 5)),
-            "completion_ids": pad(wide.completion_ids, (0, 5)), "completion_mask": pad(wide.completion_mask, (0, 5)),
+            "input_ids": pad(wide.input_ids, (3, 5)),
+            "attention_mask": pad(wide.attention_mask, (3, 5)),
+            "completion_ids": pad(wide.completion_ids, (0, 5)),
+            "completion_mask": pad(wide.completion_mask, (0, 5)),
             "behavior_logp": pad(wide.behavior_logp, (0, 5)),
         }
-    )  # fmt: skip
+    )
     reference, _ = gradient(policy, drawn, "grpo-sg")
     padded = type(drawn)(drawn.examples, wide, drawn.rewards, drawn.advantage, 0)
     other, _ = gradient(policy, padded, "grpo-sg")

@@ -315,8 +315,12 @@ def test_one_of_the_splits_to_evaluate_is_enough(toy_config):
 
 def test_a_penalty_on_length_is_no_signal_for_dynamic_sampling(toy_config):
     """Wrong answers of different lengths have different rewards after DAPO's penalty; their groups are drawn anew all the same."""
-    config = toy_config(method="dapo", task__factory="tests.toy_task:always_wrong", method__sampling__max_redraws=3,
-                        method__sampling__overlong__buffer=1.0)  # fmt: skip
+    config = toy_config(
+        method="dapo",
+        task__factory="tests.toy_task:always_wrong",
+        method__sampling__max_redraws=3,
+        method__sampling__overlong__buffer=1.0,
+    )
     policy, task = load_policy(config.policy), make_task(config.task)
     order = DataOrder(task.splits()["train"], 0)
     drawn = draw_rollouts(policy, task, order, config.method, config.rollout, seed=0, step=1)

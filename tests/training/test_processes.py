@@ -17,15 +17,28 @@ from sharpscope.training.checkpoint import checkpoints
 from tests.training.launched import keep_gradient, launch
 
 RECORDED = {
-    "policy.dtype": "float64", "steps": 2, "update.microbatch_tokens": 64, "recording.token_gradients_every": 1,
-    "recording.exact_top": 2, "recording.exact_random": 2, "recording.heldout_influence_every": 2,
-    "recording.heldout_samples": 2, "probes.prompts": 2, "probes.heldout_prompts": 2, "rollout.prompts_per_step": 5,
-    "recording.update_attribution": True, "evaluation.prompts": 3, "evaluation.temperatures": [1.0],
-}  # fmt: skip
+    "policy.dtype": "float64",
+    "steps": 2,
+    "update.microbatch_tokens": 64,
+    "recording.token_gradients_every": 1,
+    "recording.exact_top": 2,
+    "recording.exact_random": 2,
+    "recording.heldout_influence_every": 2,
+    "recording.heldout_samples": 2,
+    "probes.prompts": 2,
+    "probes.heldout_prompts": 2,
+    "rollout.prompts_per_step": 5,
+    "recording.update_attribution": True,
+    "evaluation.prompts": 3,
+    "evaluation.temperatures": [1.0],
+}
 CASES = {
     "plain": {},
     "calibrated": {
-        "method": "grpo-sg", "method.weight.preset": "calibrated", "method.kl.coef": 0.02, "update.mini_batches": 2,
+        "method": "grpo-sg",
+        "method.weight.preset": "calibrated",
+        "method.kl.coef": 0.02,
+        "update.mini_batches": 2,
         "update.inner_epochs": 2,
     },
     "shuffled": {"method": "grpo-sg-shuffled", "method.weight.of.preset": "calibrated", "rollout.temperature": 0.8},
@@ -34,7 +47,7 @@ CASES = {
     "sam": {"method": "grpo-sam", "recording.update_attribution": False},
     "token_baseline": {"method": "otb", "update.mini_batches": 2},
     "probed": {"probes.preset": "cheap", "probes.every": 1, "probes.functionals": ["surrogate", "expected_failure"]},
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")

@@ -20,9 +20,13 @@ from sharpscope.training.checkpoint import checkpoints
 from tests.models import ARCHITECTURES, tiny_model
 
 SHORT = {
-    "steps": 2, "evaluation__every": 0, "recording__token_gradients_every": 1, "recording__exact_top": 2,
-    "recording__exact_random": 2, "seed": 1,
-}  # fmt: skip
+    "steps": 2,
+    "evaluation__every": 0,
+    "recording__token_gradients_every": 1,
+    "recording__exact_top": 2,
+    "recording__exact_random": 2,
+    "seed": 1,
+}
 
 
 def saved(architecture, tiny_policy, folder):

@@ -35,9 +35,11 @@ def as_oracle(batch, keep=None) -> oracle.Batch:
     parts = {name: [batch.rewards[i].parts.get(name, 0.0) for i in keep] for name in ("answer", "format")}
     masks = rollouts.completion_mask.bool().tolist()
     return oracle.outcomes(
-        [float(rollouts.reward[i]) for i in keep], [int(rollouts.group[i]) for i in keep], [masks[i] for i in keep],
+        [float(rollouts.reward[i]) for i in keep],
+        [int(rollouts.group[i]) for i in keep],
+        [masks[i] for i in keep],
         parts=parts,
-    )  # fmt: skip
+    )
 
 
 def test_dynamic_sampling_goes_by_accuracy_not_by_reward(toy_config):
@@ -119,9 +121,12 @@ def test_a_run_with_a_baseline_for_each_token(toy_config, monkeypatch):
         for name, values in grid.items():
             values[part["rollout"], part["position"]] = part[name]
         batch = oracle.outcomes(
-            rows["reward"].tolist(), rows["group"].tolist(), mask.tolist(), old=grid["logp"].tolist(),
+            rows["reward"].tolist(),
+            rows["group"].tolist(),
+            mask.tolist(),
+            old=grid["logp"].tolist(),
             collision=grid["collision"].tolist(),
-        )  # fmt: skip
+        )
         wanted = oracle.token_baseline(batch)
         found = {key: grid["advantage"][key] for key in wanted}
         np.testing.assert_allclose(list(found.values()), list(wanted.values()), atol=1e-5)
@@ -136,8 +141,13 @@ def test_a_run_with_a_baseline_for_each_token(toy_config, monkeypatch):
 @pytest.mark.parametrize("name", ["rloo", "reinforce-pp"])
 def test_a_divergence_in_the_reward(toy_config, name: str, estimator: str):
     """R − β·Σ_t k_t with π_old in place of π, before the advantages; the part `kl` of the reward."""
-    config = toy_config(policy__dtype="float64", method=name, method__kl__coef=0.3, method__kl__place="reward",
-                        method__kl__estimator=estimator)  # fmt: skip
+    config = toy_config(
+        policy__dtype="float64",
+        method=name,
+        method__kl__coef=0.3,
+        method__kl__place="reward",
+        method__kl__estimator=estimator,
+    )
     policy = load_policy(config.policy)
     scorer = Scorer(policy.model, 1.0, 10_000, share_prompt=True)
     noise = torch.Generator().manual_seed(0)
@@ -194,7 +204,13 @@ def test_tokens_of_redrawn_groups_are_counted(toy_config):
     config = toy_config(
         method="dapo", method__sampling__max_redraws=2, task__factory="tests.toy_task:wrong_but_rewarded"
     )
-    batch, once = drawn(config), drawn(config.model_copy(update={"method": config.method.model_copy(
-        update={"sampling": type(config.method.sampling)()})}))  # fmt: skip
+    batch, once = (
+        drawn(config),
+        drawn(
+            config.model_copy(
+                update={"method": config.method.model_copy(update={"sampling": type(config.method.sampling)()})}
+            )
+        ),
+    )
     assert once.generated_tokens == int(once.rollouts.completion_mask.sum())
     assert batch.generated_tokens > once.generated_tokens + int(batch.rollouts.completion_mask.sum())

@@ -29,10 +29,19 @@ def folder(tiny_policy, tmp_path_factory):
     """A run whose rotation is recorded at every step, with a checkpoint after each."""
     out = tmp_path_factory.mktemp("rotated")
     values = {
-        **TOY, "policy.model": str(tiny_policy), "out": str(out), "name": "run", "method": "grpo-sg", "evaluation.every": 0,
-        "method.weight.preset": "calibrated", "recording.rotation_every": 1, "recording.token_gradients_every": 0,
-        "update.mini_batches": 1, "checkpoint.every": 1, "checkpoint.keep_last": 5,
-    }  # fmt: skip
+        **TOY,
+        "policy.model": str(tiny_policy),
+        "out": str(out),
+        "name": "run",
+        "method": "grpo-sg",
+        "evaluation.every": 0,
+        "method.weight.preset": "calibrated",
+        "recording.rotation_every": 1,
+        "recording.token_gradients_every": 0,
+        "update.mini_batches": 1,
+        "checkpoint.every": 1,
+        "checkpoint.keep_last": 5,
+    }
     train(build_config(values=values))
     return out / "run"
 
@@ -52,10 +61,20 @@ def test_a_checkpoint_gives_the_numbers_of_the_trace(folder, step):
 def test_an_adaptive_entropy_bonus_has_its_coefficient_of_the_checkpoint(tiny_policy, tmp_path):
     entropy = {"kind": "adaptive", "target": 50.0, "initial": 0.2, "step": 0.1, "high": 1.0}
     values = {
-        **TOY, "policy.model": str(tiny_policy), "out": str(tmp_path), "name": "run", "method": "grpo", "steps": 3, "evaluation.every": 0,
-        "recording.rotation_every": 1, "recording.token_gradients_every": 0, "update.mini_batches": 1, "checkpoint.every": 1,
-        "checkpoint.keep_last": 5, **{f"method.entropy.{name}": value for name, value in entropy.items()},
-    }  # fmt: skip
+        **TOY,
+        "policy.model": str(tiny_policy),
+        "out": str(tmp_path),
+        "name": "run",
+        "method": "grpo",
+        "steps": 3,
+        "evaluation.every": 0,
+        "recording.rotation_every": 1,
+        "recording.token_gradients_every": 0,
+        "update.mini_batches": 1,
+        "checkpoint.every": 1,
+        "checkpoint.keep_last": 5,
+        **{f"method.entropy.{name}": value for name, value in entropy.items()},
+    }
     train(build_config(values=values))
     own = "own=grpo" + "".join(f"+entropy.{name}={value}" for name, value in entropy.items())
     found = rotate([own], run=tmp_path / "run", checkpoint=2).table.iloc[0]

@@ -39,10 +39,12 @@ def plain_gradient(model, rollouts, rows, counted, advantage, old_logp, referenc
             a = float(advantage[row])
             loss = loss - share * torch.minimum(ratio * a, ratio.clamp(1 - low, 1 + high) * a)
         gradient = torch.autograd.grad(loss, parameters, allow_unused=True)
-        total += torch.cat([
-            torch.zeros(p.numel(), dtype=torch.float64) if g is None else g.flatten()
-            for p, g in zip(parameters, gradient, strict=True)
-        ])  # fmt: skip
+        total += torch.cat(
+            [
+                torch.zeros(p.numel(), dtype=torch.float64) if g is None else g.flatten()
+                for p, g in zip(parameters, gradient, strict=True)
+            ]
+        )
     return total.numpy()
 
 
@@ -125,8 +127,12 @@ def test_rotations_are_those_of_explicit_vectors(world, name, changes):  # noqa:
 
     learner.optimizer.register_step_pre_hook(before)
     learned = learn(
-        learner, drawn, name, before_step=lambda update: rows_of.append((update.rows, update.clip_factor)), rotations=True
-    )  # fmt: skip
+        learner,
+        drawn,
+        name,
+        before_step=lambda update: rows_of.append((update.rows, update.clip_factor)),
+        rotations=True,
+    )
     assert len(learned.updates) == len(wanted) > 0
     for update, (angle, scale, step_angle, step_scale, noise) in zip(learned.updates, wanted, strict=True):
         found = update.rotation
@@ -222,9 +228,14 @@ def test_weight_statistics_count_tokens_by_the_gradient_they_carry(world):  # no
 
 def test_a_run_records_rotations_on_schedule_and_says_once_how_close_the_bound_is(toy_config):
     config = toy_config(
-        method="grpo-sg", method__weight__preset="calibrated", steps=5, recording__rotation_every=2,
-        recording__token_gradients_every=4, evaluation__every=0, update__mini_batches=2,
-    )  # fmt: skip
+        method="grpo-sg",
+        method__weight__preset="calibrated",
+        steps=5,
+        recording__rotation_every=2,
+        recording__token_gradients_every=4,
+        evaluation__every=0,
+        update__mini_batches=2,
+    )
     train(config)
     run = sharpscope.load_run(config.run_dir)
     steps = run.steps.set_index("step")

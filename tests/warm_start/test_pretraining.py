@@ -38,9 +38,23 @@ from sharpscope.warm_start.pretraining import Row, _accumulate, _row, exactness,
 from tests.models import tiny_model
 
 TINY = KnightsKnavesWarmStart(
-    layers=2, width=32, feed_forward=48, heads=2, vocabulary=600, corpus=60, weights={2: 0.5, 3: 0.5}, puzzles=20,
-    steps=25, batch=8, micro_tokens=300, lr=2e-2, muon_lr=0.05, warmup=5, probe_every=10, probe_size=10,
-)  # fmt: skip
+    layers=2,
+    width=32,
+    feed_forward=48,
+    heads=2,
+    vocabulary=600,
+    corpus=60,
+    weights={2: 0.5, 3: 0.5},
+    puzzles=20,
+    steps=25,
+    batch=8,
+    micro_tokens=300,
+    lr=2e-2,
+    muon_lr=0.05,
+    warmup=5,
+    probe_every=10,
+    probe_size=10,
+)
 
 
 @pytest.fixture(scope="module")
@@ -203,9 +217,13 @@ def test_what_is_written_loads_and_says_how_it_was_made(made):
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert model.config.model_type == "qwen2"
     assert sorted(file.name for file in folder.iterdir()) == [
-        "config.json", "generation_config.json", "model.safetensors",
-        "tokenizer.json", "tokenizer_config.json", "warm_start.json",
-    ]  # fmt: skip
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "warm_start.json",
+    ]
     written = json.loads((folder / "warm_start.json").read_text())
     assert KnightsKnavesWarmStart(**written["spec"]) == TINY
     assert written["parameters"] == model.num_parameters() == summary.parameters

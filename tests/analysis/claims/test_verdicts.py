@@ -41,10 +41,14 @@ def test_heavy_tails_hide_nothing_and_make_nothing(claim):
 @pytest.mark.parametrize(
     ("claim", "truth"),
     [
-        ("C2", {"slope": 1.0}), ("C2", {"slope": 0.0}), ("C3", {"concentration": 3.5}), ("C3", {"concentration": 0.0}),
-        ("C9", {"low_influence": -2.0}), ("C9", {}),
+        ("C2", {"slope": 1.0}),
+        ("C2", {"slope": 0.0}),
+        ("C3", {"concentration": 3.5}),
+        ("C3", {"concentration": 0.0}),
+        ("C9", {"low_influence": -2.0}),
+        ("C9", {}),
     ],
-)  # fmt: skip
+)
 def test_tokens_that_share_a_shift_in_each_step_mislead_nobody(claim, truth):
     """Tokens of a step are not independent: what they share must neither make an effect nor hide one."""
     rng = np.random.default_rng(3)

@@ -128,10 +128,14 @@ def test_positive_quantities_have_a_logarithmic_axis(study):
 
 def test_rotation_is_drawn_in_degrees():
     values = pd.DataFrame(
-        [("grpo-sg", seed, step, name, value + seed) for seed in range(6) for step in (1, 2)
-         for name, value in (("gradient_rotation", 1.0), ("noise_rotation", 80.0))],
+        [
+            ("grpo-sg", seed, step, name, value + seed)
+            for seed in range(6)
+            for step in (1, 2)
+            for name, value in (("gradient_rotation", 1.0), ("noise_rotation", 80.0))
+        ],
         columns=["setting", "seed", "step", "quantity", "value"],
-    )  # fmt: skip
+    )
     _, quantities = steps.FIGURES["rotation"]
     ours, noise = steps.trajectories(values, lines(["grpo-sg"]), quantities).axes
     check_band(ours, "grpo-sg", {step: [1.0 + seed for seed in range(6)] for step in (1, 2)})
@@ -163,9 +167,9 @@ def test_a_pooled_level_is_made_where_the_trace_has_none(study):
 
 
 def test_one_seed_has_no_band_and_a_missing_number_is_left_out():
-    values = pd.DataFrame({
-        "setting": "grpo", "seed": 0, "step": [1, 2, 3], "quantity": "reward_mean", "value": [1.0, math.nan, 3.0]
-    })  # fmt: skip
+    values = pd.DataFrame(
+        {"setting": "grpo", "seed": 0, "step": [1, 2, 3], "quantity": "reward_mean", "value": [1.0, math.nan, 3.0]}
+    )
     (axis,) = steps.trajectories(values, lines(["grpo"]), ["reward_mean"]).axes
     assert not bands(axis) and not thin(axis)
     assert [array.tolist() for array in line(axis, "grpo")] == [[1, 3], [1, 3]]

@@ -77,10 +77,14 @@ def test_spectrum_shows_ritz_values_and_counts_outliers():
 
 def test_stability_has_the_threshold_of_each_quantity(study):
     values = pd.DataFrame(
-        [("grpo", seed, step, quantity, "surrogate", "t/train@p", factor * (1 + seed), 38.0 if factor == 1 else 2.0)
-         for seed in range(6) for step in (1, 2) for quantity, factor in (("preconditioned_largest", 1.0), ("critical_sharpness", 3.0))],
+        [
+            ("grpo", seed, step, quantity, "surrogate", "t/train@p", factor * (1 + seed), 38.0 if factor == 1 else 2.0)
+            for seed in range(6)
+            for step in (1, 2)
+            for quantity, factor in (("preconditioned_largest", 1.0), ("critical_sharpness", 3.0))
+        ],
         columns=["setting", "seed", "step", "quantity", "functional", "probe_set", "value", "threshold"],
-    )  # fmt: skip
+    )
     axes = surface.stability(values, lines(["grpo"])).axes
     for axis, factor, threshold in zip(axes, (3.0, 1.0), (2.0, 38.0), strict=True):
         check_band(axis, "grpo", {step: [factor * (1 + seed) for seed in range(6)] for step in (1, 2)})

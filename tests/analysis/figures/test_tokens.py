@@ -36,10 +36,14 @@ def test_weight_function_is_the_objectives_and_observations_are_quantiles(study)
 
 
 def test_where_the_gradient_is_that_weights_multiply(study):
-    tokens = pd.DataFrame({
-        "logp": np.log([0.5, 0.9, 0.999]), "loss_coef": [-0.2, 0.1, 0.3], "weight": [1.0, 2.0, 1.5],
-        "score_norm_local": [1.0, 0.4, 0.01],
-    })  # fmt: skip
+    tokens = pd.DataFrame(
+        {
+            "logp": np.log([0.5, 0.9, 0.999]),
+            "loss_coef": [-0.2, 0.1, 0.3],
+            "weight": [1.0, 2.0, 1.5],
+            "score_norm_local": [1.0, 0.4, 0.01],
+        }
+    )
     samples = _sampled(study, ["logp", "logit", "entropy", "weight"])
     axis = figures_tokens.weights(samples, {"grpo-sg": SIGMOID}, lines(study.labels), tokens).axes[-1]
     carried = np.array([0.2, 0.02, 0.002])
@@ -59,9 +63,15 @@ def _objective_weights(shaping, u, name="logit"):
     values[name] = torch.tensor(u, dtype=torch.float64)[None]
     blank = torch.zeros(1, len(u), dtype=torch.float64)
     step = StepTensors(
-        mask=torch.ones(1, len(u)), group=torch.zeros(1, dtype=torch.long), advantage=torch.ones(1),
-        behavior_logp=values["logp"], collision=blank, polarity=blank, progress=0.0, **values,
-    )  # fmt: skip
+        mask=torch.ones(1, len(u)),
+        group=torch.zeros(1, dtype=torch.long),
+        advantage=torch.ones(1),
+        behavior_logp=values["logp"],
+        collision=blank,
+        polarity=blank,
+        progress=0.0,
+        **values,
+    )
     return token_weights(TypeAdapter(TokenWeight).validate_python(shaping), step)[0].numpy()
 
 
@@ -77,7 +87,7 @@ BOUNDS = {"alpha": 2.0, "mu": 0.25, "L": 1.0, "U": 1.4}
         ({"kind": "entropy", "direction": "low", "tau": 0.5, "u0": -1.0} | BOUNDS, "entropy"),
         ({"kind": "entropy", "direction": "high", "tau": 0.5, "u0": 1.0} | BOUNDS, "entropy"),
     ],
-)  # fmt: skip
+)
 def test_weight_curves_agree_with_the_objective(shaping, name):
     u = np.linspace(-4, 0, 50) if name == "logp" else np.linspace(0, 4, 50)
     np.testing.assert_allclose(weight_at(shaping, u), _objective_weights(shaping, u, name), atol=1e-6)

@@ -40,8 +40,17 @@ def ids_of(step: int, rollout: int) -> list[int]:
     return [(rollout * TOKENS + i) % len(WORDS) for i in range(TOKENS)]
 
 
-def write_report_run(path: Path, method: str = "grpo", *, seed: int = 0, spike: bool = True, tokens: bool = True, tokenizer: bool = True,
-                     status: str = "finished", steps: int = STEPS) -> Path:  # fmt: skip
+def write_report_run(
+    path: Path,
+    method: str = "grpo",
+    *,
+    seed: int = 0,
+    spike: bool = True,
+    tokens: bool = True,
+    tokenizer: bool = True,
+    status: str = "finished",
+    steps: int = STEPS,
+) -> Path:
     """STEPS steps with the texts above; attribution at SPIKE and at the last step."""
     folder = create_run_dir(path)
     config = {
@@ -65,19 +74,40 @@ def write_report_run(path: Path, method: str = "grpo", *, seed: int = 0, spike: 
                 | {"grad_norm": norm, "generation_s": 0.5, "training_s": 0.25, "recording_s": 0.125},
             )
             _completions(writer, step, tokens, seed)
-        writer.append("events", {"step": steps, "rule": "saturation", "severity": "warning", "value": 0.97, "threshold": 0.95,
-                                 "action": "warn", "message": HOSTILE["handler"]})  # fmt: skip
+        writer.append(
+            "events",
+            {
+                "step": steps,
+                "rule": "saturation",
+                "severity": "warning",
+                "value": 0.97,
+                "threshold": 0.95,
+                "action": "warn",
+                "message": HOSTILE["handler"],
+            },
+        )
     update_run_info(folder, status=status, steps_done=steps)
     return folder
 
 
 def _completions(writer: TraceWriter, step: int, tokens: bool, seed: int) -> None:
     texts = ["".join(WORDS[i] for i in ids_of(step, n)) for n in range(N)]
-    writer.append("rollouts", {
-        "step": step, "rollout": np.arange(N), "group": [0, 0, 1, 1], "prompt": [PROMPTS[0], PROMPTS[0], PROMPTS[1], PROMPTS[1]],
-        "completion": texts, "reward": [1.0, -1.0, 3.0, 0.0], "reward_parts": [{"answer": 1.0}] * N, "correct": [True, False] * 2,
-        "advantage": [1.0, -1.0, 0.5, -0.5], "length": TOKENS, "truncated": False,
-    })  # fmt: skip
+    writer.append(
+        "rollouts",
+        {
+            "step": step,
+            "rollout": np.arange(N),
+            "group": [0, 0, 1, 1],
+            "prompt": [PROMPTS[0], PROMPTS[0], PROMPTS[1], PROMPTS[1]],
+            "completion": texts,
+            "reward": [1.0, -1.0, 3.0, 0.0],
+            "reward_parts": [{"answer": 1.0}] * N,
+            "correct": [True, False] * 2,
+            "advantage": [1.0, -1.0, 0.5, -0.5],
+            "length": TOKENS,
+            "truncated": False,
+        },
+    )
     if not tokens:
         return
     rng = np.random.default_rng([seed, step])
@@ -85,13 +115,26 @@ def _completions(writer: TraceWriter, step: int, tokens: bool, seed: int) -> Non
     values = rows("tokens", step, count, seed)
     probed = step in (SPIKE, STEPS)
     share = rng.normal(size=count)
-    writer.append("tokens", values | {
-        "rollout": np.repeat(np.arange(N), TOKENS), "position": np.tile(np.arange(TOKENS), N), "update": 0,
-        "token_id": np.concatenate([ids_of(step, n) for n in range(N)]), "logp": -np.abs(rng.normal(size=count)).astype(np.float32),
-        "weight": (1 + 0.4 * rng.random(count)).astype(np.float32), "entropy": rng.random(count).astype(np.float32),
-        "advantage": np.repeat([1.0, -1.0, 0.5, -0.5], TOKENS).astype(np.float32),
-        "score_norm_local": np.abs(values["score_norm_local"]) if probed else None, "score_norm": None, "score_norm_std_error": None,
-        "score_norm_method": None, "draw_probability": None, "sharp_alignment": None,
-        "attribution": (share / share.sum()).astype(np.float32) if probed else None,
-        "update_attribution": None, "heldout_influence": rng.normal(size=count).astype(np.float32) if probed else None,
-    })  # fmt: skip
+    writer.append(
+        "tokens",
+        values
+        | {
+            "rollout": np.repeat(np.arange(N), TOKENS),
+            "position": np.tile(np.arange(TOKENS), N),
+            "update": 0,
+            "token_id": np.concatenate([ids_of(step, n) for n in range(N)]),
+            "logp": -np.abs(rng.normal(size=count)).astype(np.float32),
+            "weight": (1 + 0.4 * rng.random(count)).astype(np.float32),
+            "entropy": rng.random(count).astype(np.float32),
+            "advantage": np.repeat([1.0, -1.0, 0.5, -0.5], TOKENS).astype(np.float32),
+            "score_norm_local": np.abs(values["score_norm_local"]) if probed else None,
+            "score_norm": None,
+            "score_norm_std_error": None,
+            "score_norm_method": None,
+            "draw_probability": None,
+            "sharp_alignment": None,
+            "attribution": (share / share.sum()).astype(np.float32) if probed else None,
+            "update_attribution": None,
+            "heldout_influence": rng.normal(size=count).astype(np.float32) if probed else None,
+        },
+    )

@@ -129,8 +129,14 @@ def test_tokens_carry_the_traces_numbers(made):
     for completion in held:
         assert [data["pieces"][i] for i in completion["t"]] == [shown(WORDS[i]) for i in ids_of(SPIKE, completion["n"])]
         rows_ = run.tokens(steps=SPIKE).query(f"rollout == {completion['n']}").sort_values("position")
-        for name, column in (("attribution", "attribution"), ("score", "score_norm_local"), ("weight", "weight"),
-                             ("logp", "logp"), ("influence", "heldout_influence"), ("entropy", "entropy")):  # fmt: skip
+        for name, column in (
+            ("attribution", "attribution"),
+            ("score", "score_norm_local"),
+            ("weight", "weight"),
+            ("logp", "logp"),
+            ("influence", "heldout_influence"),
+            ("entropy", "entropy"),
+        ):
             np.testing.assert_allclose(completion["c"][name], rows_[column], rtol=10.0 ** (1 - DIGITS))
         assert "exact" not in completion["c"]
 

@@ -135,10 +135,14 @@ def test_without_a_pair_or_a_third_setting_there_is_no_table():
 
 def test_weights_count_by_the_gradient_that_tokens_carry_without_them():
     """Nine certain tokens of weight 1.4 carry next to nothing, one unlikely token of weight 1 all the rest."""
-    tokens = pd.DataFrame({
-        "step": 1, "loss_coef": [-0.14] * 9 + [0.1, 0.1, 0.0], "score_norm_local": [0.01] * 9 + [2.0, np.nan, 5.0],
-        "weight": [1.4] * 9 + [1.0, 1.2, 1.2],
-    })  # fmt: skip
+    tokens = pd.DataFrame(
+        {
+            "step": 1,
+            "loss_coef": [-0.14] * 9 + [0.1, 0.1, 0.0],
+            "score_norm_local": [0.01] * 9 + [2.0, np.nan, 5.0],
+            "weight": [1.4] * 9 + [1.0, 1.2, 1.2],
+        }
+    )
     runs = [run("grpo", s, 0.5, tokens=tokens.assign(weight=1.0)) for s in range(2)]
     runs += [run("grpo-sg", s, 0.5, weight=1.36, tokens=tokens) for s in range(2)]
     (table,) = pair_tables(study(*runs))

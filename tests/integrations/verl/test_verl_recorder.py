@@ -73,11 +73,16 @@ def test_rows_are_those_of_the_batches(pair):
     for step in (1, 2):
         rollouts = run.rollouts[run.rollouts["step"] == step]
         given = [
-            (batch["uid"][row], batch["prompts"][row].tolist(), batch["responses"][row].tolist(), float(batch["rm_scores"][row].sum()))
+            (
+                batch["uid"][row],
+                batch["prompts"][row].tolist(),
+                batch["responses"][row].tolist(),
+                float(batch["rm_scores"][row].sum()),
+            )
             for batch in (own[step - 1] for own in kept["batches"])
             for row in range(8)
             if not batch["uid"][row].startswith("pad")
-        ]  # fmt: skip
+        ]
         assert len(rollouts) == len(given) == 15
         found = [
             (json.loads(row.token_ids)[: row.prompt_tokens], json.loads(row.token_ids)[row.prompt_tokens :], row.reward)
@@ -104,8 +109,14 @@ def test_every_number_of_a_token_is_autograds_in_float64(pair):
             batch = own[step - 1]
             for row in range(8):
                 key = (tuple(batch["prompts"][row].tolist()), tuple(batch["responses"][row].tolist()))
-                values[key] = {name: batch[name][row].double() for name in ("old_log_probs", "ref_log_prob", "rollout_log_probs", "advantages")} | {"mask": batch["response_mask"][row].bool()}  # fmt: skip
-        rows = [(json.loads(r.token_ids)[: r.prompt_tokens], json.loads(r.token_ids)[r.prompt_tokens :]) for r in rollouts.itertuples()]  # fmt: skip
+                values[key] = {
+                    name: batch[name][row].double()
+                    for name in ("old_log_probs", "ref_log_prob", "rollout_log_probs", "advantages")
+                } | {"mask": batch["response_mask"][row].bool()}
+        rows = [
+            (json.loads(r.token_ids)[: r.prompt_tokens], json.loads(r.token_ids)[r.prompt_tokens :])
+            for r in rollouts.itertuples()
+        ]
         update_of = tokens.groupby("rollout")["update"].first()
         assert set(update_of) == {0, 1}
         for update in range(4):

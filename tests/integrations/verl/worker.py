@@ -68,9 +68,15 @@ def main(model: str, out: Path) -> None:
         override_config={"attn_implementation": "sdpa"},
     )
     engine = FSDPEngineConfig(
-        strategy="fsdp2", use_torch_compile=False, use_dynamic_bsz=False, micro_batch_size_per_gpu=2, max_token_len_per_gpu=1024,
-        infer_max_token_len_per_gpu=1024, infer_micro_batch_size_per_gpu=2, mixed_precision=FP32,
-    )  # fmt: skip
+        strategy="fsdp2",
+        use_torch_compile=False,
+        use_dynamic_bsz=False,
+        micro_batch_size_per_gpu=2,
+        max_token_len_per_gpu=1024,
+        infer_max_token_len_per_gpu=1024,
+        infer_micro_batch_size_per_gpu=2,
+        mixed_precision=FP32,
+    )
     optimizer = FSDPOptimizerConfig(
         lr=0.01, clip_grad=1.0, total_training_steps=10, lr_warmup_steps=0, weight_decay=0.01
     )
@@ -86,14 +92,28 @@ def main(model: str, out: Path) -> None:
     )
     worker.reset()
     actor = FSDPActorConfig(
-        strategy="fsdp2", rollout_n=1, ppo_mini_batch_size=8, ppo_micro_batch_size_per_gpu=2, clip_ratio=EPSILON, clip_ratio_low=EPSILON,
-        clip_ratio_high=EPSILON, use_kl_loss=True, kl_loss_coef=KL, kl_loss_type="low_var_kl", optim=optimizer,
-    )  # fmt: skip
+        strategy="fsdp2",
+        rollout_n=1,
+        ppo_mini_batch_size=8,
+        ppo_micro_batch_size_per_gpu=2,
+        clip_ratio=EPSILON,
+        clip_ratio_low=EPSILON,
+        clip_ratio_high=EPSILON,
+        use_kl_loss=True,
+        kl_loss_coef=KL,
+        kl_loss_type="low_var_kl",
+        optim=optimizer,
+    )
     worker.set_loss_fn(partial(ppo_loss, config=actor))
     weights: list[dict[str, torch.Tensor]] = []
 
     def keep() -> None:
-        weights.append({k: v.full_tensor().clone() if hasattr(v, "full_tensor") else v.clone() for k, v in worker.engine.module.state_dict().items()})  # fmt: skip
+        weights.append(
+            {
+                k: v.full_tensor().clone() if hasattr(v, "full_tensor") else v.clone()
+                for k, v in worker.engine.module.state_dict().items()
+            }
+        )
 
     update = worker.engine.optimizer_step
 
@@ -116,23 +136,35 @@ def main(model: str, out: Path) -> None:
                 for pair in pairs
             ]
         nested = {
-            "prompts": given["prompts"], "responses": given["responses"], "input_ids": [torch.cat(pair) for pair in pairs],
-            "position_ids": [torch.arange(len(a) + len(b)) for a, b in pairs], "response_mask": given["response_mask"],
-            "loss_mask": given["response_mask"], "advantages": given["advantages"],
+            "prompts": given["prompts"],
+            "responses": given["responses"],
+            "input_ids": [torch.cat(pair) for pair in pairs],
+            "position_ids": [torch.arange(len(a) + len(b)) for a, b in pairs],
+            "response_mask": given["response_mask"],
+            "loss_mask": given["response_mask"],
+            "advantages": given["advantages"],
             "old_log_probs": [one + noise[:, 0] for one, noise in zip(logp, given["noise"], strict=True)],
             "ref_log_prob": [one + noise[:, 1] for one, noise in zip(logp, given["noise"], strict=True)],
             "rollout_log_probs": [one + noise.sum(1) for one, noise in zip(logp, given["noise"], strict=True)],
-            "rm_scores": [torch.cat([torch.zeros(len(b) - 1), torch.tensor([r])]) for (_, b), r in zip(pairs, given["reward"], strict=True)],
-        }  # fmt: skip
+            "rm_scores": [
+                torch.cat([torch.zeros(len(b) - 1), torch.tensor([r])])
+                for (_, b), r in zip(pairs, given["reward"], strict=True)
+            ],
+        }
         tensors = {name: torch.nested.as_nested_tensor(values, layout=torch.jagged) for name, values in nested.items()}
         batches.append(nested | {"uid": given["uid"]})
         data = tu.get_tensordict(
             tensors | {"uid": given["uid"]},
             {
-                "mini_batch_size": 8, "epochs": 2, "seed": 7, "dataloader_kwargs": {"shuffle": True}, "temperature": 1.0,
-                "global_batch_size": 8, "calculate_entropy": False,
+                "mini_batch_size": 8,
+                "epochs": 2,
+                "seed": 7,
+                "dataloader_kwargs": {"shuffle": True},
+                "temperature": 1.0,
+                "global_batch_size": 8,
+                "calculate_entropy": False,
             },
-        )  # fmt: skip
+        )
         worker.train_mini_batch(data)
     keep()
     every: list = [None, None]
