@@ -31,7 +31,11 @@ NAMED = {
     "\u2069": "PDI",
     "\ufeff": "BOM",
 }
-_MARKUP = re.compile(r"([\\`*_{}\[\]<>|#!~$&])")
+_MARKUP = re.compile(
+    r"([\\`*<>|~$&]"  # marks anywhere
+    r"|(?<![^\W_])_|_(?![^\W_])"  # emphasis; an underscore inside a word is not
+    r"|\](?=[(\[:])|^[\[#])"  # links, and marks at the start of a line; intervals stay readable
+)
 _KEPT = {"\n", "\t"}
 
 

@@ -97,14 +97,15 @@ def weight_columns(method: Method, weight: Tensor, used: Tensor, progress: float
 def carried_gradient(tokens: StepTokens, used: Tensor) -> Tensor:
     """(N, T) |c|/w: how strongly the loss pulls a token before its weight; 0 outside `used` (N, T).
 
-    Where w = 0, |A|·r times the completion's mean of |c|/(w·|A|·r), which is the loss's normalizer.
+    Where w = 0, |A|·r times the completion's mean of |c|/(w·|A|·r), which is the loss's normalizer; 0 where the ratio is clipped.
     """
     coef, weight = tokens.loss_coef.double().abs(), tokens.weight.double()
     plain = (tokens.advantage.double() * tokens.ratio.double()).abs()
     known = used & (weight > 0)
     acting = known & (coef > 0) & (plain > 0)
     scale = torch.where(acting, coef / (weight * plain), 0.0).sum(1) / acting.sum(1).clamp(min=1)  # (N,)
-    carried = torch.where(known, coef / torch.where(known, weight, 1.0), plain * scale[:, None])
+    without = torch.where(tokens.clipped == 0, plain * scale[:, None], 0.0)
+    carried = torch.where(known, coef / torch.where(known, weight, 1.0), without)
     return torch.where(used, carried, 0.0)
 
 

@@ -128,7 +128,8 @@ def rotate(
     Every method gets the same completions and rewards, and starts from the same weights and optimizer state; nothing is
     trained. The whole batch is one update. Weights with constants to calibrate are calibrated on the batch; the run's own
     method has the run's constants. A method of two passes (Lopti) is compared by its first pass. Methods that change the ratio
-    or the clip only are plain GRPO in the first update.
+    or the clip only are plain GRPO in the first update. An average of past weights (`ppo-ewma`) starts as the weights, also from a
+    checkpoint.
 
     Args:
         methods: `[name=]method[+field=value…]`, such as `grpo-sg+weight.U=4`; None: all methods and two controls.

@@ -194,6 +194,9 @@ def test_the_gradient_carried_is_the_coefficient_without_the_weight():
     plain = torch.tensor([[2 / 3] * 3, [1.0] * 3], dtype=torch.float64)  # |A|·r/n with A = −2, r = 1
     tokens = tokens_of(plain * weight, weight, advantage=-2.0)
     torch.testing.assert_close(carried_gradient(tokens, used), torch.where(used, plain, 0.0))
+    tokens.clipped = torch.tensor([[0, 1, 0], [0, 0, 0]], dtype=torch.int8)  # without a gradient at any weight
+    plain[0, 1] = 0.0
+    torch.testing.assert_close(carried_gradient(tokens, used), torch.where(used, plain, 0.0))
     nothing = tokens_of(torch.zeros(1, 2).double(), torch.ones(1, 2).double(), advantage=0.0)
     assert not carried_gradient(nothing, torch.ones(1, 2, dtype=torch.bool)).any()
 

@@ -421,7 +421,7 @@ def decide(
         claim=claim.name,
         title=claim.title,
         source=claim.source,
-        role="primary" if claim.name in terms.order else "exploratory",
+        role="primary" if claim.key in terms.order else "exploratory",
         verdict=verdict,
         reason=reason,
         effect=finding.effect,

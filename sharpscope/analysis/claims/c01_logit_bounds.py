@@ -58,7 +58,7 @@ def test(study: Study) -> Finding:
     frame = pd.DataFrame([{"run": r.run, "step": r.step, **r.values} for r in results])
     tokens, below, above = (int(frame[column].sum()) for column in ("tokens", "below", "above"))
     share = (below + above) / tokens
-    chance = (1 - MARGIN) ** tokens
+    chance = (1 - study.terms.margin(NAME, MARGIN)) ** tokens
     return Finding(
         effect=Estimate("share of tokens outside the bounds", share, "1", share_interval(below + above, tokens)),
         n=tokens,
@@ -86,7 +86,7 @@ CLAIM = Claim(
     "a token's logit gradient lies between (1 − π) and √2·(1 − π)",
     "arXiv 2511.00066; a fact of the softmax, so a violation means a wrong recording",
     Rule(
-        "supported: none of at least 3,000 tokens lies outside beyond rounding (p: chance of that if 1 in 1,000 did); "
+        "supported: none of at least 3,000 tokens lies outside beyond rounding (p: chance of that if a share of {margin} of all did); "
         "refuted: any does",
         "tokens",
         3_000,

@@ -12,10 +12,11 @@ from sharpscope.analysis.text import escape_markdown, number
 from sharpscope.traces import output_folder, write_atomic
 
 LIMITS = (
-    "Small scale refutes nothing about large models: each verdict is about the runs named under it. Each test has a level of 5 %: "
-    "`supported` needs a two-sided p of no effect below it, `refuted` a one-sided p of an effect as large as the margin. C7, C4 and "
-    "C10 are primary and tested in this order; where all up to one have the same verdict it is confirmatory, and the chance that any "
-    "confirmatory verdict of that kind is wrong is at most 5 %. The other verdicts are exploratory, each at its own 5 %. A claim is "
+    "Small scale refutes nothing about large models: each verdict is about the runs named under it. Each test has a level of 5 % "
+    "unless declared otherwise: `supported` needs a two-sided p of no effect below it, `refuted` a one-sided p of an effect as large "
+    "as the margin. Primary claims are tested in a fixed order (C7, C4, C10 unless declared otherwise); where all up to one have the "
+    "same verdict it is confirmatory, and the chance that any confirmatory verdict of that kind is wrong is at most the level. The "
+    "other verdicts are exploratory, each tested by itself. A claim is "
     "untestable where the sample could give only one of the two verdicts. p-values come from sign flips or permutations and are exact "
     "for values that are symmetric when there is no effect. Verdicts follow p-values; the 95 % intervals beside them were measured to "
     "cover 95 % (6 to 14 clusters) or 92 to 93 % (15 to 30, BCa) of normal samples, with heavy tails 95 % or 88 to 89 %, with strong "
