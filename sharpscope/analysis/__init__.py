@@ -8,7 +8,15 @@ from sharpscope.analysis.comparison import Comparison, compare
 from sharpscope.analysis.forks import batches_needed, fork_differences
 from sharpscope.analysis.loading import load_several, nothing_found
 from sharpscope.analysis.spikes import explain_spikes, find_spikes
-from sharpscope.analysis.terminal import render_overview, render_spikes, render_tokens, show, top_tokens, watch
+from sharpscope.analysis.terminal import (
+    largest_recorded_step,
+    render_overview,
+    render_spikes,
+    render_tokens,
+    show,
+    top_tokens,
+    watch,
+)
 from sharpscope.analysis.token_text import piece_maker, token_decoder
 
 if TYPE_CHECKING:
@@ -29,6 +37,7 @@ __all__ = [
     "figures_of",
     "find_spikes",
     "fork_differences",
+    "largest_recorded_step",
     "load_several",
     "nothing_found",
     "piece_maker",

@@ -342,30 +342,50 @@ def visible(text: str) -> str:
     return "".join("⏎" if c == "\n" else c if c.isprintable() else "�" for c in text)
 
 
+TOKEN_COLUMNS = (
+    "probability",
+    "logp",
+    "entropy",
+    "advantage",
+    "weight",
+    "loss_coef",
+    "logit_grad_norm",
+    "head_grad_norm",
+    "score_norm",
+    "score_norm_local",
+    "attribution",
+    "update_attribution",
+    "heldout_influence",
+    "sharp_alignment",
+)  # numeric columns that `sharpscope tokens` sorts by
+
+
+def largest_recorded_step(run: Run, by: str) -> int:
+    """The step with the largest gradient norm among those at which the tokens' column `by` is recorded.
+
+    Raises:
+        UserError: no such column, or it was never recorded in this run.
+    """
+    _check_token_column(by)
+    recorded = run.steps[run.steps["step"].isin(recorded_steps(run, by))]
+    if recorded.empty:
+        raise UserError(f"--by {by}: never recorded in this run")
+    largest = recorded["grad_norm"].fillna(-1.0).to_numpy().argmax()
+    return int(recorded["step"].iloc[largest])
+
+
+def _check_token_column(by: str) -> None:
+    if by not in TOKEN_COLUMNS:
+        raise UserError(f"--by {by}: no such column{nearest(by, TOKEN_COLUMNS)}")
+
+
 def top_tokens(run: Run, step: int, by: str, top: int) -> tuple[pd.DataFrame, pd.DataFrame]:
     """(the `top` tokens of `step` by |`by`|, all tokens of the step), with `probability` and the exact norm where there is one.
 
     Raises:
         UserError: no such step, no such column, or nothing recorded in it at that step.
     """
-    numeric = (
-        "probability",
-        "logp",
-        "entropy",
-        "advantage",
-        "weight",
-        "loss_coef",
-        "logit_grad_norm",
-        "head_grad_norm",
-        "score_norm",
-        "score_norm_local",
-        "attribution",
-        "update_attribution",
-        "heldout_influence",
-        "sharp_alignment",
-    )
-    if by not in numeric:
-        raise UserError(f"--by {by}: no such column{nearest(by, numeric)}")
+    _check_token_column(by)
     steps = run.steps["step"].tolist()
     if step not in steps:
         raise UserError(f"--step {step}: the run has steps {min(steps, default=0)} to {max(steps, default=0)}")
@@ -381,8 +401,7 @@ def top_tokens(run: Run, step: int, by: str, top: int) -> tuple[pd.DataFrame, pd
 
 def recorded_steps(run: Run, column: str) -> list[int]:
     """Steps at which a column of the tokens table holds a value."""
-    if column == "probability":
-        return [int(step) for step in run.steps["step"]]
+    column = "logp" if column == "probability" else column
     frame = run.tokens(columns=["step", column]).dropna(subset=[column])
     return sorted(int(step) for step in frame["step"].unique())
 

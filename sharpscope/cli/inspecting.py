@@ -146,7 +146,9 @@ def figures(
 
 def tokens(
     run: Annotated[Path, typer.Argument(help="Folder of a run.")],
-    step: Annotated[int, typer.Option(help="Step of the run.")],
+    step: Annotated[
+        int | None, typer.Option(help="Step of the run. Default: the recorded one with the largest gradient norm.")
+    ] = None,
     by: Annotated[
         str, typer.Option(help="Column of the tokens table to sort by, in descending magnitude.")
     ] = "attribution",
@@ -155,14 +157,17 @@ def tokens(
     """List the top tokens of a step with their context and numbers.
 
     Example:
-      sharpscope tokens runs/first --step 10 --by attribution --top 20
+      sharpscope tokens runs/first
+
+      sharpscope tokens runs/first --step 10 --by score_norm --top 20
     """
     from rich.console import Console
 
-    from sharpscope.analysis import render_tokens, token_decoder, top_tokens
+    from sharpscope.analysis import largest_recorded_step, render_tokens, token_decoder, top_tokens
     from sharpscope.traces import load_run
 
     loaded = load_run(run)
+    step = largest_recorded_step(loaded, by) if step is None else step
     selected, all_tokens = top_tokens(loaded, step, by, top)
     Console().print(render_tokens(selected, all_tokens, by, token_decoder(loaded), f"step {step}, by |{by}|"))
 

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from sharpscope.analysis import compare, show
+from sharpscope.analysis import compare, largest_recorded_step, show
 from sharpscope.analysis.comparison import mean_over_steps
 from sharpscope.analysis.statistics import accuracy_interval
 from sharpscope.analysis.terminal import sparkline
+from sharpscope.errors import UserError
 from sharpscope.traces import TraceWriter, load_run, update_run_info
 from tests.oracles.analysis import eval_by_step
 from tests.traces.rows import new_run, rows
@@ -220,3 +221,23 @@ def test_compare_of_a_run_with_itself_and_with_one_that_has_no_steps(pair, tmp_p
     empty = load_run(write_run(tmp_path / "d", shape=Shape(steps=0), status="running"))
     assert any("no step yet" in note for note in compare(pair[0], empty).notes)
     assert any("not finished (died)" in note for note in compare(pair[0], empty).notes)
+
+
+def test_the_default_step_of_tokens_has_the_largest_gradient_norm_among_the_recorded(tmp_path):
+    run = new_run(tmp_path / "a")
+    with TraceWriter(run) as writer:
+        for step, norm in ((1, 2.0), (2, 5.0), (3, 9.0)):
+            writer.append("steps", rows("steps", step, 1) | {"grad_norm": [norm]})
+            if step < 3:
+                writer.append(
+                    "tokens",
+                    rows("tokens", step, 4)
+                    | {"heldout_influence": None, "attribution": np.ones(4) if step == 1 else None},
+                )
+    loaded = load_run(run)
+    assert largest_recorded_step(loaded, "probability") == 2
+    assert largest_recorded_step(loaded, "attribution") == 1
+    with pytest.raises(UserError, match="--by heldout_influence: never recorded"):
+        largest_recorded_step(loaded, "heldout_influence")
+    with pytest.raises(UserError, match="no such column; did you mean"):
+        largest_recorded_step(loaded, "atribution")
