@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,9 @@ def trainer(
     model: dict[str, Any] | None = None,
     beta: float = 0.0,
     peft_config: Any = None,
+    prompts: Sequence[str] = PROMPTS * 4,
+    rewards: Sequence[Any] | None = None,
+    rollout_func: Any = None,
     **arguments: Any,
 ) -> Any:
     """16 completions a step of 4 prompts, 2 micro-batches an update, unless `arguments` say otherwise."""
@@ -73,11 +77,12 @@ def trainer(
     torch.manual_seed(0)  # of the adapters, which peft draws from the global generator; training seeds it anew
     made = GRPOTrainer(
         model=tiny_model(architecture, vocab=VOCABULARY, dtype=torch.float32, scale=0.3, **(model or {})),
-        reward_funcs=[evens, shortness],
+        reward_funcs=list(rewards or (evens, shortness)),
+        rollout_func=rollout_func,
         peft_config=peft_config,
         args=GRPOConfig(**settings),
         processing_class=tokenizer(),
-        train_dataset=Dataset.from_dict({"prompt": PROMPTS * 4}),
+        train_dataset=Dataset.from_dict({"prompt": list(prompts)}),
         eval_dataset=Dataset.from_dict({"prompt": PROMPTS}),
     )
     if beta:  # TRL would load the reference by the model's name, and this model has none
