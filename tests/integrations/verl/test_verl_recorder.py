@@ -19,25 +19,30 @@ import sharpscope
 from sharpscope.cli import app
 from sharpscope.policy import PolicySpec, load_policy
 from sharpscope.recording.from_checkpoint import probe_trace
+from tests.integrations.same_batch import CASES, EPOCHS, EPS, GROUP, KL, LR, batch, check_equal, our_run
 from tests.integrations.trainers import small_model, tokenizer
 from tests.oracles.supervised import row_logp, tokens_of
 
 if importlib.util.find_spec("verl") is None:
     pytest.skip("verl is not installed (nox -s verl_recorder)", allow_module_level=True)
 
-EPSILON, KL = 0.2, 0.05  # as in worker.py
+EPSILON = 0.2  # as in worker.py, and KL
 
 
-def trained(folder: Path, run: Path | None, port: int) -> dict[str, Any]:
+def trained(folder: Path, run: Path | None, plan: dict[str, Any] | None = None) -> dict[str, Any]:
     """What the two processes of worker.py kept."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     environment.pop("SHARPSCOPE_VERL", None)
     if run is not None:
         environment["SHARPSCOPE_VERL"] = str(run)
-    out = folder / f"kept-{port}.pt"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(port)]
+    out = folder / f"kept-{'plain' if run is None else run.name}.pt"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    arguments = [str(folder / "model"), str(out)]
+    if plan is not None:
+        torch.save(plan, folder / "plan.pt")
+        arguments.append(str(folder / "plan.pt"))
     done = subprocess.run(
-        [*command, "-m", "tests.integrations.verl.worker", str(folder / "model"), str(out)],
+        [*command, "-m", "tests.integrations.verl.worker", *arguments],
         env=environment,
         capture_output=True,
         text=True,
@@ -55,7 +60,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict
     folder = tmp_path_factory.mktemp("verl")
     small_model().save_pretrained(folder / "model")
     tokenizer().save_pretrained(folder / "model")
-    return trained(folder, None, 29731), trained(folder, folder / "run", 29732), folder / "run"
+    return trained(folder, None), trained(folder, folder / "run"), folder / "run"
 
 
 def test_the_same_weights_with_and_without_the_recorder(pair):
@@ -202,6 +207,45 @@ def test_commands_read_it_and_a_checkpoint_adds_shares(pair, tmp_path: Path):
     assert found.attributed
     shares = sharpscope.load_run(tmp_path / "probed").tokens(steps=[1]).groupby("update")["attribution"].sum()
     np.testing.assert_allclose(shares, 1, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_verl_does_what_our_loop_does(name: str, tmp_path: Path):
+    """One model trained on one batch: the same coefficients, gradient norms and updates; advantages are those of verl's own."""
+    from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
+
+    case, given = CASES[name], batch()
+    ours = our_run(tmp_path, case)
+    count = len(given.completions)
+    advantages, _ = compute_grpo_outcome_advantage(
+        torch.tensor(given.rewards, dtype=torch.float64)[:, None],
+        torch.ones(count, 1),
+        np.array([str(row // GROUP) for row in range(count)]),
+        epsilon=1e-4,
+        norm_adv_by_std_in_grpo=case.verl_std,
+    )
+    halves = []
+    for rows in (range(count // 2), range(count // 2, count)):
+        lengths = [len(given.completions[i]) for i in rows]
+        halves.append(
+            {
+                "prompts": [torch.tensor(given.prompts[i]) for i in rows],
+                "responses": [torch.tensor(given.completions[i]) for i in rows],
+                "response_mask": [torch.ones(n, dtype=torch.long) for n in lengths],
+                "advantages": [advantages[i].float().expand(n).clone() for i, n in zip(rows, lengths, strict=True)],
+                "noise": [torch.zeros(n, 2) for n in lengths],
+                "uid": [str(i // GROUP) for i in rows],
+                "reward": [given.rewards[i] for i in rows],
+            }
+        )
+    plan = {
+        "batches": [[half] for half in halves],
+        "optimizer": {"lr": LR, "weight_decay": 0.0, "override_optimizer_config": {"eps": EPS}},
+        "actor": {"loss_agg_mode": case.verl_loss, "kl_loss_coef": KL},
+        "data": {"mini_batch_size": count, "global_batch_size": count, "epochs": EPOCHS},
+    }
+    trained(tmp_path, tmp_path / "run", plan)
+    check_equal(ours, sharpscope.load_run(tmp_path / "run"), ["loss_coef", "advantage", "ratio", "logp"])
 
 
 def test_the_oracles_log_probabilities_are_the_models():

@@ -1,4 +1,7 @@
-"""One of two processes that train a tiny model with verl's TrainingWorker on CPU (FSDP2, gloo): python -m … MODEL OUT."""
+"""One of two processes that train a tiny model with verl's TrainingWorker on CPU (FSDP2, gloo): python -m … MODEL OUT [PLAN].
+
+PLAN is a file of torch that replaces defaults: `optimizer`, `actor`, `data` (options), and `batches`, for each process its batches.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import os
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 os.environ |= {"VERL_PLATFORM": "cpu", "VERL_ENGINE_DEVICE": "cuda"}
 os.environ["VERL_USE_EXTERNAL_MODULES"] = "tests.integrations.verl.cpu_platform,sharpscope.integrations.verl.plugin"
@@ -44,13 +48,37 @@ def rows(rank: int, step: int) -> dict[str, list]:
     return found
 
 
-def main(model: str, out: Path) -> None:
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    import verl  # noqa: F401 - loads the platform and the plugin
-    from transformers import AutoModelForCausalLM
+def nested(given: dict[str, list], plain: Any) -> dict[str, list]:
+    """What verl's actor gets of a batch: log-probabilities of `plain`, moved by the batch's noise, and rewards on the last token."""
+    pairs = list(zip(given["prompts"], given["responses"], strict=True))
+    with torch.no_grad():
+        logp = [
+            plain(input_ids=torch.cat(pair)[None])
+            .logits[0, len(pair[0]) - 1 : -1]
+            .log_softmax(-1)
+            .gather(1, pair[1][:, None])[:, 0]
+            for pair in pairs
+        ]
+    return {
+        "prompts": given["prompts"],
+        "responses": given["responses"],
+        "input_ids": [torch.cat(pair) for pair in pairs],
+        "position_ids": [torch.arange(len(a) + len(b)) for a, b in pairs],
+        "response_mask": given["response_mask"],
+        "loss_mask": given["response_mask"],
+        "advantages": given["advantages"],
+        "old_log_probs": [one + noise[:, 0] for one, noise in zip(logp, given["noise"], strict=True)],
+        "ref_log_prob": [one + noise[:, 1] for one, noise in zip(logp, given["noise"], strict=True)],
+        "rollout_log_probs": [one + noise.sum(1) for one, noise in zip(logp, given["noise"], strict=True)],
+        "rm_scores": [
+            torch.cat([torch.zeros(len(b) - 1), torch.tensor([r])]) for (_, b), r in zip(pairs, given["reward"], strict=True)
+        ],
+    }
+
+
+def worker_of(model: str, actor_options: dict[str, Any], optimizer_options: dict[str, Any], packed: bool) -> Any:
+    """verl's TrainingWorker with FSDP2 in float32 and the loss of PPO."""
     from verl.trainer.config import CheckpointConfig
-    from verl.utils import tensordict_utils as tu
     from verl.workers.config import (
         FSDPActorConfig,
         FSDPEngineConfig,
@@ -63,7 +91,7 @@ def main(model: str, out: Path) -> None:
 
     settings = HFModelConfig(
         path=model,
-        use_remove_padding=False,
+        use_remove_padding=packed,
         enable_gradient_checkpointing=False,
         override_config={"attn_implementation": "sdpa"},
     )
@@ -77,9 +105,8 @@ def main(model: str, out: Path) -> None:
         infer_micro_batch_size_per_gpu=2,
         mixed_precision=FP32,
     )
-    optimizer = FSDPOptimizerConfig(
-        lr=0.01, clip_grad=1.0, total_training_steps=10, lr_warmup_steps=0, weight_decay=0.01
-    )
+    options = {"lr": 0.01, "clip_grad": 1.0, "total_training_steps": 10, "lr_warmup_steps": 0, "weight_decay": 0.01}
+    optimizer = FSDPOptimizerConfig(**(options | optimizer_options))
     worker = TrainingWorker(
         TrainingWorkerConfig(
             model_type="language_model",
@@ -91,20 +118,32 @@ def main(model: str, out: Path) -> None:
         )
     )
     worker.reset()
-    actor = FSDPActorConfig(
-        strategy="fsdp2",
-        rollout_n=1,
-        ppo_mini_batch_size=8,
-        ppo_micro_batch_size_per_gpu=2,
-        clip_ratio=EPSILON,
-        clip_ratio_low=EPSILON,
-        clip_ratio_high=EPSILON,
-        use_kl_loss=True,
-        kl_loss_coef=KL,
-        kl_loss_type="low_var_kl",
-        optim=optimizer,
-    )
-    worker.set_loss_fn(partial(ppo_loss, config=actor))
+    options = {
+        "strategy": "fsdp2",
+        "rollout_n": 1,
+        "ppo_mini_batch_size": 8,
+        "ppo_micro_batch_size_per_gpu": 2,
+        "clip_ratio": EPSILON,
+        "clip_ratio_low": EPSILON,
+        "clip_ratio_high": EPSILON,
+        "use_kl_loss": True,
+        "kl_loss_coef": KL,
+        "kl_loss_type": "low_var_kl",
+        "optim": optimizer,
+    }
+    worker.set_loss_fn(partial(ppo_loss, config=FSDPActorConfig(**(options | actor_options))))
+    return worker
+
+
+def main(model: str, out: Path, plan: dict[str, Any]) -> None:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    import verl  # noqa: F401 - loads the platform and the plugin
+    from transformers import AutoModelForCausalLM
+    from verl.utils import tensordict_utils as tu
+
+    packed = bool(plan.get("packed", False))
+    worker = worker_of(model, plan.get("actor", {}), plan.get("optimizer", {}), packed)
     weights: list[dict[str, torch.Tensor]] = []
 
     def keep() -> None:
@@ -123,49 +162,21 @@ def main(model: str, out: Path) -> None:
 
     worker.engine.optimizer_step = watched
     plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    options = {
+        "mini_batch_size": 8,
+        "epochs": 2,
+        "seed": 7,
+        "dataloader_kwargs": {"shuffle": True},
+        "temperature": 1.0,
+        "global_batch_size": 8,
+        "calculate_entropy": False,
+    }
     batches = []
-    for step in range(1, STEPS + 1):
-        given = rows(rank, step)
-        pairs = list(zip(given["prompts"], given["responses"], strict=True))
-        with torch.no_grad():
-            logp = [
-                plain(input_ids=torch.cat(pair)[None])
-                .logits[0, len(pair[0]) - 1 : -1]
-                .log_softmax(-1)
-                .gather(1, pair[1][:, None])[:, 0]
-                for pair in pairs
-            ]
-        nested = {
-            "prompts": given["prompts"],
-            "responses": given["responses"],
-            "input_ids": [torch.cat(pair) for pair in pairs],
-            "position_ids": [torch.arange(len(a) + len(b)) for a, b in pairs],
-            "response_mask": given["response_mask"],
-            "loss_mask": given["response_mask"],
-            "advantages": given["advantages"],
-            "old_log_probs": [one + noise[:, 0] for one, noise in zip(logp, given["noise"], strict=True)],
-            "ref_log_prob": [one + noise[:, 1] for one, noise in zip(logp, given["noise"], strict=True)],
-            "rollout_log_probs": [one + noise.sum(1) for one, noise in zip(logp, given["noise"], strict=True)],
-            "rm_scores": [
-                torch.cat([torch.zeros(len(b) - 1), torch.tensor([r])])
-                for (_, b), r in zip(pairs, given["reward"], strict=True)
-            ],
-        }
-        tensors = {name: torch.nested.as_nested_tensor(values, layout=torch.jagged) for name, values in nested.items()}
-        batches.append(nested | {"uid": given["uid"]})
-        data = tu.get_tensordict(
-            tensors | {"uid": given["uid"]},
-            {
-                "mini_batch_size": 8,
-                "epochs": 2,
-                "seed": 7,
-                "dataloader_kwargs": {"shuffle": True},
-                "temperature": 1.0,
-                "global_batch_size": 8,
-                "calculate_entropy": False,
-            },
-        )
-        worker.train_mini_batch(data)
+    for given in plan["batches"][rank] if "batches" in plan else [rows(rank, step) for step in range(1, STEPS + 1)]:
+        columns = nested(given, plain)
+        tensors = {name: torch.nested.as_nested_tensor(values, layout=torch.jagged) for name, values in columns.items()}
+        batches.append(columns | {"uid": given["uid"]})
+        worker.train_mini_batch(tu.get_tensordict(tensors | {"uid": given["uid"]}, options | plan.get("data", {})))
     keep()
     every: list = [None, None]
     dist.all_gather_object(every, batches)
@@ -175,4 +186,4 @@ def main(model: str, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(sys.argv[1], Path(sys.argv[2]), torch.load(sys.argv[3], weights_only=True) if len(sys.argv) > 3 else {})
