@@ -136,6 +136,10 @@ def check_equal(ours: Any, theirs: Any, columns: list[str]) -> None:
     assert len(ours.updates) == len(theirs.updates) == EPOCHS
     for column in ("grad_norm", "update_norm", "loss", "kl_old_k3", "ratio_max", "lr", "tokens"):
         np.testing.assert_allclose(
-            theirs.updates[column].astype(float), ours.updates[column].astype(float), rtol=1e-5, atol=1e-6, err_msg=column
+            theirs.updates[column].astype(float),
+            ours.updates[column].astype(float),
+            rtol=1e-5,
+            atol=1e-6,
+            err_msg=column,
         )
     assert ours.updates["ratio_max"].iloc[1] > 1.01  # the second update is off policy

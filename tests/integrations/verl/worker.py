@@ -71,7 +71,8 @@ def nested(given: dict[str, list], plain: Any) -> dict[str, list]:
         "ref_log_prob": [one + noise[:, 1] for one, noise in zip(logp, given["noise"], strict=True)],
         "rollout_log_probs": [one + noise.sum(1) for one, noise in zip(logp, given["noise"], strict=True)],
         "rm_scores": [
-            torch.cat([torch.zeros(len(b) - 1), torch.tensor([r])]) for (_, b), r in zip(pairs, given["reward"], strict=True)
+            torch.cat([torch.zeros(len(b) - 1), torch.tensor([r])])
+            for (_, b), r in zip(pairs, given["reward"], strict=True)
         ],
     }
 
