@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 from abc import ABC, abstractmethod
@@ -79,6 +80,21 @@ class TrainerRecorder(ABC):
 
     def check_observed(self, columns: Mapping[str, Tensor], tokens: StepTokens) -> None:  # noqa: B027 - most have nothing
         """Check what the observers measured of a step's tokens, (N, T) each."""
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Within it the trainer's loss can be computed again, without dropout and gradients; its metrics and counters are restored."""
+        trainer, model = self.trainer, self.model
+        before = dict(vars(trainer))
+        metrics = copy.deepcopy(before.get("_metrics"))
+        try:
+            with guarded(model, weights=False), own_forward(model), torch.no_grad():
+                model.training = True  # of the model alone: TRL's normalizers of training, dropout off
+                yield
+        finally:
+            vars(trainer).update(before)
+            if metrics is not None:
+                trainer._metrics = metrics
 
     # -- attaching to the trainer ------------------------------------------------------------------------------------
 

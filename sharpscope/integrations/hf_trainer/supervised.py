@@ -10,6 +10,7 @@ trainer's loss by the model's, which a hook gives (it holds the division by the 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -53,6 +54,7 @@ def record(
     *,
     task: str | None = None,
     recording: Mapping[str, Any] | None = None,
+    critical_sharpness: bool = True,
 ) -> SupervisedRecorder:
     """Record a transformers Trainer, TRL SFTTrainer or TRL DPOTrainer; call it once, before `trainer.train()`.
 
@@ -66,6 +68,9 @@ def record(
         task: the task's name in the trace; None: `sft` or `dpo`.
         recording: fields of the run configuration's part `recording`, such as {"token_gradients_every": 5}. Score norms and
             attribution are measured every 50 steps by default, and at spikes of the gradient norm.
+        critical_sharpness: whether to measure the critical sharpness of the optimizer's updates about ten times over the training,
+            by a few evaluations of the trainer's `compute_loss` each (see `sharpscope.probes.critical_sharpness`). Metrics and
+            counters that the trainer keeps in its attributes are restored.
 
     Returns:
         The recorder; `recorder.detach()` restores the trainer.
@@ -76,7 +81,7 @@ def record(
     kind = check_trainer(trainer)
     if hasattr(trainer, "_sharpscope"):
         raise UserError("record: this trainer is recorded already; call detach() on that recorder first")
-    return SupervisedRecorder(trainer, Path(out), kind, task or kind, recording)
+    return SupervisedRecorder(trainer, Path(out), kind, task or kind, recording, critical_sharpness)
 
 
 def check_trainer(trainer: Any) -> str:
@@ -186,12 +191,27 @@ class SupervisedRecorder(TrainerRecorder):
 
     wrapped: ClassVar[Mapping[str, str]] = {**TrainerRecorder.wrapped, "compute_loss": "_loss"}
 
-    def __init__(self, trainer: Any, out: Path, kind: str, task: str, recording: Mapping[str, Any] | None) -> None:
+    def __init__(
+        self,
+        trainer: Any,
+        out: Path,
+        kind: str,
+        task: str,
+        recording: Mapping[str, Any] | None,
+        critical_sharpness: bool,
+    ) -> None:
         super().__init__(trainer, out)
         self.pairs, self.task, self.options = kind == "dpo", task, recording
+        held = _held_constant(trainer)
+        self.critical = critical_sharpness and not held
+        self._kept: list[_Again] = []  # micro-batches of an update whose loss is computed again
         config = self.config_of(max(int(trainer.args.max_steps), 1))
         method = Method(name=kind, clip=NoClip())
         notes = schedule_notes(trainer)
+        if critical_sharpness and held:
+            notes.append(
+                f"critical sharpness is not measured: {held} multiplies the loss by factors that its gradient treats as constants"
+            )
         if self.pairs:
             notes.append(
                 f"DPO with beta = {trainer.beta:g} and the loss {trainer.args.loss_type}; group: pair, first the chosen"
@@ -207,7 +227,8 @@ class SupervisedRecorder(TrainerRecorder):
         settings["rollout"] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
         # Nothing is generated here, so that a step takes less time than in GRPO and probes weigh more.
         recording = {"heldout_influence_every": 0, "token_gradients_every": 50, **(self.options or {})}
-        return checked_config({**settings, "health": off, "recording": recording})
+        probes = {"preset": "light", "functionals": []} if self.critical else {"preset": "off"}
+        return checked_config({**settings, "health": off, "recording": recording, "probes": probes})
 
     def whole_batches(self) -> bool:
         """An update uses whole batches."""
@@ -225,6 +246,7 @@ class SupervisedRecorder(TrainerRecorder):
             return self._original["compute_loss"](model, inputs, *args, **kwargs)
         started = time.perf_counter()
         keep = self._open_batch(inputs)
+        again = dict(inputs) if self.observers.surface.update_due(self.trace.step) else None
         self._step.seconds["recording_s"] += time.perf_counter() - started
         with self._watched(keep) as seen:
             loss = self._original["compute_loss"](model, inputs, *args, **kwargs)
@@ -233,7 +255,37 @@ class SupervisedRecorder(TrainerRecorder):
                 f"record: the loss of {type(self.trainer).__name__} uses neither the model's loss nor its log-probabilities, so "
                 "it cannot be recorded"
             )
+        if again is not None:
+            # The gradient that reaches the loss holds the division by the accumulation steps.
+            value = loss[0] if isinstance(loss, tuple) else loss
+            value.register_hook(lambda factor: self._kept.append(_Again(again, args, kwargs, float(factor))))
         return loss
+
+    def observe_update(self) -> None:
+        """Measure the critical sharpness of the update, if it is due."""
+        kept, self._kept = self._kept, []
+        loss, norm, factor = self._step.gradient
+        if not kept or not math.isfinite(norm):
+            return
+        start = self._loss_of(kept)
+        # With dropout the gradient is of another loss, so its slope is not that of the loss computed again.
+        same = math.isclose(start, loss, rel_tol=1e-2)
+        self._observer.critical(
+            self.model,
+            self.optimizer,
+            lambda: self._loss_of(kept),
+            loss=start,
+            clip_factor=factor if same else None,
+        )
+
+    def _loss_of(self, kept: list[_Again]) -> float:
+        """The trainer's loss of some micro-batches at the present weights, over all processes, without dropout."""
+        compute, total = self._original["compute_loss"], 0.0
+        with self.evaluating():
+            for one in kept:
+                found = compute(self.model, dict(one.inputs), *one.args, **one.kwargs)
+                total += one.factor * float(found[0] if isinstance(found, tuple) else found)
+        return distributed.sum_values(total) / distributed.world_size()
 
     def _open_batch(self, inputs: dict[str, Any]) -> _Tokens:
         """Add the micro-batch to the step: measure its tokens' statistics before the update."""
@@ -308,6 +360,23 @@ class SupervisedRecorder(TrainerRecorder):
                 yield seen
         finally:
             handle.remove()
+
+
+@dataclass(frozen=True)
+class _Again:
+    """A call of `compute_loss`, and the factor of its loss in that of the update."""
+
+    inputs: dict[str, Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    factor: float
+
+
+def _held_constant(trainer: Any) -> str:
+    """The option of TRL whose factors of the loss depend on the weights and have no gradient; empty if there is none."""
+    if getattr(trainer.args, "loss_type", None) == "dft":
+        return "loss_type = dft"
+    return "use_weighting = True" if getattr(trainer.args, "use_weighting", False) else ""
 
 
 @dataclass(frozen=True)

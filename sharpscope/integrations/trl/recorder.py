@@ -6,7 +6,6 @@ does with it is recorded under that number. A step is the fewest micro-steps tha
 
 from __future__ import annotations
 
-import copy
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -22,7 +21,7 @@ from sharpscope.config import RunConfig
 from sharpscope.config.token_weights import UniformWeight
 from sharpscope.errors import UserError
 from sharpscope.integrations import hf_trainer
-from sharpscope.integrations.hf_trainer import Batch, Trace, TrainerRecorder, own_forward, same_prompts, unused_tokens
+from sharpscope.integrations.hf_trainer import Batch, Trace, TrainerRecorder, same_prompts, unused_tokens
 from sharpscope.integrations.trl import arguments
 from sharpscope.integrations.trl.batches import RewardScores, examples_of, rewards_of, rollouts_of
 from sharpscope.integrations.trl.loss import token_loss
@@ -68,7 +67,7 @@ def record(
         task: the task's name in the trace; None: `trl`, `sft` or `dpo`.
         correct: which total rewards count as correct (default: above 0), for accuracy.
         recording: fields of the run configuration's part `recording`, such as {"token_gradients_every": 5}.
-        critical_sharpness: whether to measure the critical sharpness of GRPOTrainer's updates about ten times over the training, by
+        critical_sharpness: whether to measure the critical sharpness of the trainer's updates about ten times over the training, by
             a few evaluations of its loss each (see `sharpscope.probes.critical_sharpness`).
 
     Returns:
@@ -81,7 +80,7 @@ def record(
     if isinstance(trainer, Trainer) and arguments.is_supervised(trainer):
         if weights is not None or shaping is not None:
             raise UserError(f"weights: {type(trainer).__name__} has no surrogate that they multiply; leave them out")
-        return hf_trainer.record(trainer, out, task=task, recording=recording)
+        return hf_trainer.record(trainer, out, task=task, recording=recording, critical_sharpness=critical_sharpness)
     arguments.check_trainer(trainer)
     if hasattr(trainer, "_sharpscope"):
         raise UserError("record: this trainer is recorded already; call detach() on that recorder first")
@@ -253,19 +252,8 @@ class Recorder(TrainerRecorder):
 
     def _loss_of(self, kept: list[dict[str, Any]]) -> float:
         """TRL's loss of some micro-batches at the present weights, without dropout; the trainer is left as it was."""
-        trainer, model = self.trainer, self.model
-        metrics, coefficient = copy.deepcopy(trainer._metrics), getattr(trainer, "entropy_coef", None)
-        total = 0.0
-        try:
-            with guarded(model, weights=False), own_forward(model), torch.no_grad():
-                model.training = True  # of the model alone: TRL's normalizers of training, dropout off
-                for inputs in kept:
-                    total += float(self._original["_compute_loss"](model, inputs))
-        finally:
-            trainer._metrics = metrics
-            if coefficient is not None:
-                trainer.entropy_coef = coefficient
-        return total
+        with self.evaluating():
+            return sum(float(self._original["_compute_loss"](self.model, inputs)) for inputs in kept)
 
     def _logps(self, *args: Any, **kwargs: Any) -> Any:
         found = self._original["_get_per_token_logps_and_entropies"](*args, **kwargs)
