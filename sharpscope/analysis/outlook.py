@@ -17,6 +17,7 @@ from sharpscope.analysis.power import Design, Power
 from sharpscope.analysis.statistics import smallest_sign_flip_p
 from sharpscope.analysis.study import GRID, Study, grid_settings
 from sharpscope.analysis.terms import Terms
+from sharpscope.config import control_label
 
 
 @dataclass(eq=False)
@@ -72,7 +73,7 @@ def outlook(
     """What the runs with these configurations can decide.
 
     Args:
-        configs: name → configuration of each planned run, as in config.yaml.
+        configs: name → configuration of each planned run, as in config.yaml, with the method's label as its name.
         terms, baseline, treatment: of the claims.
         pilot: of `power_of`.
     """
@@ -142,6 +143,8 @@ def _planned(claim: Claim, study: Study) -> tuple[int, int, str]:
         every = int(recording.get(key) or 0)
         return steps // every if every else 0
 
+    every = probes.get("every")
+    probed = probes.get("rounds") if every is None else every
     pairing = study.pairing()
     off = {
         "C2": "recording.exact_random or recording.token_gradients_every is 0"
@@ -152,10 +155,10 @@ def _planned(claim: Claim, study: Study) -> tuple[int, int, str]:
         "C13": "recording.token_gradients_every is 0" if not recorded("token_gradients_every") else "",
         "C12": "recording.tokens_every is 0" if not recorded("tokens_every") else "",
         "C11": "no curvature probes (probes.curvature)"
-        if not probes.get("curvature") or not probes.get("every")
+        if not probes.get("curvature") or not probed
         else "",
         **{c: "no evaluation" if not evaluation.get("every") else "" for c in ("C7", "C10", "C14")},
-        **{c: "no probes (probes.every is 0)" if not probes.get("every") else "" for c in ("C4", "C5", "C6")},
+        **{c: "no probes (probes.every is 0)" if not probed else "" for c in ("C4", "C5", "C6")},
     }
     if off.get(name):
         return 0, 1, off[name]
@@ -173,7 +176,7 @@ def _planned(claim: Claim, study: Study) -> tuple[int, int, str]:
     if name == "C6":
         return _grid(study)
     if name == "C10":
-        pairs = [study.pairing(baseline=f"{study.treatment}-{suffix}") for suffix in RIVALS]
+        pairs = [study.pairing(baseline=control_label(study.treatment, suffix)) for suffix in RIVALS]
         lacking = [pair.missing for pair in pairs if pair.missing]
         return min(len(pair.pairs) for pair in pairs), len(RIVALS), lacking[0] if lacking else ""
     if name == "C11":

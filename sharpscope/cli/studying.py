@@ -51,6 +51,7 @@ def power(
     from sharpscope.analysis.claims import claim_names
     from sharpscope.analysis.outlook import outlook
     from sharpscope.analysis.power import power_of, power_text, write_power
+    from sharpscope.config import method_label
     from sharpscope.config.claims import ClaimsSpec
     from sharpscope.errors import UserError
     from sharpscope.sweeps import plan_sweep, read_sweep
@@ -71,7 +72,11 @@ def power(
             update("reading tokens")
             found = power_of(loaded, names, baseline=methods[0], treatment=methods[1], terms=terms)
     if sweep is not None:
-        configs = {run.config.run_name: run.config.model_dump(mode="json") for run in plan_sweep(sweep)}
+        configs = {}
+        for run in plan_sweep(sweep):
+            config = run.config.model_dump(mode="json")
+            config["method"]["name"] = method_label(run.config.method)  # as in the run's folder
+            configs[run.config.run_name] = config
         for line in outlook(configs, terms, *methods, found):
             if line.claim in names:
                 typer.echo(printable(line.line()))

@@ -6,7 +6,14 @@ from sharpscope.config.base import Spec
 from sharpscope.config.custom_weights import register_shaping, register_token_weight
 from sharpscope.config.forks import ForkSpec, arm_method, arm_name
 from sharpscope.config.method import Method, passes_of
-from sharpscope.config.named_methods import control_names, describe, method_label, method_names, named_method
+from sharpscope.config.named_methods import (
+    control_label,
+    control_names,
+    describe,
+    method_label,
+    method_names,
+    named_method,
+)
 from sharpscope.config.policy import PolicySpec, RolloutSpec, SamplingSpec
 from sharpscope.config.probes import ProbesSpec
 from sharpscope.config.reference import (
@@ -56,6 +63,7 @@ __all__ = [
     "arm_name",
     "build_config",
     "check_keys",
+    "control_label",
     "control_names",
     "default_preset",
     "describe",

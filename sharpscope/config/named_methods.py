@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -113,6 +114,14 @@ def method_label(method: Method) -> str:
     except UserError:
         return method.name
     return "+".join([method.name, *_changes(method.model_dump(mode="json"), base, "")])
+
+
+def control_label(label: str, suffix: str) -> str:
+    """Label of a control around a labeled method: `grpo-sg+weight.U=4`, `reverse` → `grpo-sg-reverse+weight.of.U=4`."""
+    name, *changes = label.split("+")
+    inside = "weight." if suffix == "entropy" else "weight.of."  # the entropy control has no inner weight
+    inner = (re.sub(r"^weight\.", inside, change) for change in changes)
+    return "+".join([f"{name}-{suffix}", *inner])
 
 
 def _changes(value: Mapping[str, Any], base: Mapping[str, Any], prefix: str) -> Iterator[str]:

@@ -38,6 +38,7 @@ from sharpscope.analysis.figures.draw import draw_points, t_interval
 from sharpscope.analysis.figures.style import BLUE, GRAY, WIDTH, Picture, finish, panels, plain, styled
 from sharpscope.analysis.statistics import contrast_interval
 from sharpscope.analysis.study import Study
+from sharpscope.config import control_label
 from sharpscope.config.token_weights import PAPER_SIGMOID
 
 NAME = "C10"
@@ -60,12 +61,12 @@ def control(study: Study, suffix: str) -> str:
 
     A variant is the control with changed constants, such as `grpo-sg-shuffled+weight.U=4`, which match its dose.
     """
-    plain_name = f"{study.treatment}-{suffix}"
+    plain_name = f"{study.treatment.split('+')[0]}-{suffix}"
     result = [name for name in study.methods if name == plain_name or name.startswith(f"{plain_name}+")]
     own = _rotation(study, study.treatment)
     doses = {name: _rotation(study, name) for name in result}
     known = {name: abs(np.log(dose / own)) for name, dose in doses.items() if dose and own}
-    return min(known, key=lambda name: known[name]) if known else plain_name
+    return min(known, key=lambda name: known[name]) if known else control_label(study.treatment, suffix)
 
 
 def _rotation(study: Study, method: str) -> float | None:

@@ -29,6 +29,7 @@ from sharpscope.analysis.claims.base import (
     rows_of,
 )
 from sharpscope.analysis.study import Study
+from sharpscope.config import control_label
 from sharpscope.traces import Run
 
 COMPARISON = "kl"
@@ -155,7 +156,7 @@ def _accuracy(study: Study) -> Finding:
 
 
 def _alignment(study: Study) -> Finding:
-    pairs = [(study.treatment, f"{study.treatment}-{control}") for control in ("reverse", "shuffled")]
+    pairs = [(study.treatment, control_label(study.treatment, control)) for control in ("reverse", "shuffled")]
     return compared(study, pairs, "heldout_failure", "lower", study.terms.margin(C10.key, MARGIN), "percent")
 
 

@@ -16,7 +16,7 @@ from sharpscope.analysis.frames import natural
 from sharpscope.analysis.statistics import Interval, mean_interval
 from sharpscope.analysis.study import Study, most_common
 from sharpscope.analysis.text import csv_text, escape_markdown
-from sharpscope.config import method_names
+from sharpscope.config import control_label, method_names
 from sharpscope.traces import Run, output_folder, write_atomic
 
 PAPER_SCALE = "Qwen2.5-3B"
@@ -119,7 +119,7 @@ def paper_tables(study: Study) -> list[Table]:
             chosen.setdefault(run.method, {}).setdefault(run.seed, run)
     first = next(run for by_seed in chosen.values() for run in by_seed.values())
     scale = _scale(first)
-    controls = tuple(f"{treatment}-{suffix}" for suffix in (*CONTROLS, "mean-one"))
+    controls = tuple(control_label(treatment, suffix) for suffix in (*CONTROLS, "mean-one"))
     wanted = {
         "accuracy": ("Accuracy by size and method", ()),
         "controls": ("Controls: the same weights without their alignment", controls),

@@ -51,6 +51,15 @@ def test_of_several_variants_of_a_control_the_one_of_matched_dose_is_compared():
     assert "weight.U=4" in result.effect.name and result.verdict == "refuted"
 
 
+def test_a_treatment_with_changed_constants_has_controls_with_the_same_constants():
+    methods = {"grpo": 0.5, "grpo-sg+weight.U=4": 0.9, "grpo-sg-reverse+weight.of.U=4": 0.5}
+    runs = [frame_run(name, s, heldout=at + 0.01 * s) for name, at in methods.items() for s in range(7)]
+    lacking = verdict(study(*runs), "C10", treatment="grpo-sg+weight.U=4")
+    assert lacking.verdict == "untestable" and "no run of grpo-sg-shuffled+weight.of.U=4" in lacking.reason
+    runs += [frame_run("grpo-sg-shuffled+weight.of.U=4", s, heldout=0.5 + 0.01 * s) for s in range(7)]
+    assert verdict(study(*runs), "C10", treatment="grpo-sg+weight.U=4").verdict == "supported"
+
+
 def test_constants_are_read_from_labels():
     runs = [
         frame_run("grpo-sg", 0, heldout=0.5),
