@@ -154,11 +154,9 @@ def _planned(claim: Claim, study: Study) -> tuple[int, int, str]:
         "C9": "recording.heldout_influence_every is 0" if not recorded("heldout_influence_every") else "",
         "C13": "recording.token_gradients_every is 0" if not recorded("token_gradients_every") else "",
         "C12": "recording.tokens_every is 0" if not recorded("tokens_every") else "",
-        "C11": "no curvature probes (probes.curvature)"
-        if not probes.get("curvature") or not probed
-        else "",
+        "C11": "no curvature probes (probes.curvature)" if not probes.get("curvature") or not probed else "",
         **{c: "no evaluation" if not evaluation.get("every") else "" for c in ("C7", "C10", "C14")},
-        **{c: "no probes (probes.every is 0)" if not probed else "" for c in ("C4", "C5", "C6")},
+        **dict.fromkeys(("C4", "C5", "C6"), "no probes (probes.every is 0)" if not probed else ""),
     }
     if off.get(name):
         return 0, 1, off[name]
