@@ -215,6 +215,30 @@ def rollout(
     typer.echo(f"written: {out}/rollout.md")
 
 
+@app.command("generation")
+def generation(
+    task: Annotated[list[str] | None, typer.Option(help="Task with an embedded policy. Repeatable.")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Measurements of each side, of which the median counts.")] = 3,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads for both sides.")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="Any field of the run, as path=value.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder for the page.")] = Path("experiments/benchmarks"),
+) -> None:
+    """A step's completions against transformers' generate on the same batch: tokens per second.
+
+    Example:
+
+      python -m experiments.benchmarks generation --repeats 5 --out bench
+    """
+    from experiments.benchmarks.generation import compare_generation
+    from experiments.benchmarks.generation import report as page
+
+    text = page(*compare_generation(task or ["knights_knaves", "math"], repeats, threads, set_ or ()))
+    typer.echo(text)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "generation.md").write_text(text, encoding="utf-8")
+    typer.echo(f"written: {out}/generation.md")
+
+
 @app.command("memory")
 def memory(
     steps: Annotated[int, typer.Option(min=50, help="Steps of the tiny run.")] = 1000,

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cache as once
 
 import torch
 from torch import Tensor
@@ -11,6 +14,7 @@ from torch import Tensor
 from sharpscope.config.policy import SamplingSpec
 from sharpscope.policy.cache import DecodeCache, PromptCache, stack
 from sharpscope.policy.conversation import Turns
+from sharpscope.policy.direct_decoding import DirectDecoder, why_not_direct
 from sharpscope.policy.head import backbone
 from sharpscope.policy.loading import Policy
 from sharpscope.policy.sampling import draw
@@ -19,6 +23,7 @@ from sharpscope.policy.shared_decoding import SharedDecodeCache, can_share_decod
 # Finished rows are removed when they are this share of the batch, since removal copies the cache of the others.
 REMOVE_SHARE = 0.125
 INITIAL_CAPACITY = 64  # positions of the cache after the prompt; doubles when exceeded
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -104,7 +109,7 @@ def decode_turn(
     Returns:
         With `turns`, the rows that can continue; None if there are none.
     """
-    device, body, head = policy.device, backbone(policy.model), policy.head
+    device, head = policy.device, policy.head
     rows, hidden, ends = start.rows.to(device), start.hidden, torch.tensor(policy.eos_ids, device=device)
     used = out.length[start.rows].to(device)  # (n,) positions before this turn
     cache_class = SharedDecodeCache if can_share_decoding(policy.model) else DecodeCache
@@ -124,7 +129,7 @@ def decode_turn(
             lengths = start.lengths[start.row_text[member[finished]]] + at
             parts.append(Ended(member[finished].cpu(), cache.texts(finished, step - at), lengths))
 
-    with shared_attention(policy.model, cache) if isinstance(cache, SharedDecodeCache) else nullcontext():
+    with _forward(policy, cache, int(start.lengths.max()) + spec.max_new_tokens) as forward:
         for step in range(spec.max_new_tokens):
             column = used[member] + step
             u = uniforms[member, column.clamp_max(spec.max_new_tokens - 1)]
@@ -145,13 +150,7 @@ def decode_turn(
                 keep = running.nonzero()[:, 0]
                 member, token, position, running = member[keep], token[keep], position[keep], running[keep]
                 cache.keep(keep)
-            hidden = body(
-                input_ids=token[:, None],
-                attention_mask=cache.mask(),
-                position_ids=position[:, None],
-                past_key_values=cache,
-                use_cache=True,
-            ).last_hidden_state[:, 0]  # (n, d)
+            hidden = forward(token, position)  # (n, d)
             position = position + 1
         collect(torch.arange(len(member), device=device), step)
     _write(record, out)
@@ -162,6 +161,49 @@ def decode_turn(
     cache_of_all = stack([part.cache for part in parts]).rows(order.to(device))
     lengths = torch.cat([part.lengths for part in parts])[order.to(device)]
     return Ended(torch.cat([part.members for part in parts])[order], cache_of_all, lengths)
+
+
+@contextmanager
+def _forward(
+    policy: Policy, cache: SharedDecodeCache | DecodeCache, positions: int
+) -> Iterator[Callable[[Tensor, Tensor], Tensor]]:
+    """Give a function that appends tokens (n,) at positions (n,) to `cache` and returns hidden states (n, d).
+
+    Args:
+        policy: The policy.
+        cache: The cache; rows can be removed from it between two calls.
+        positions: Number of positions of the longest row.
+    """
+    if isinstance(cache, SharedDecodeCache):
+        reason = why_not_direct(policy.model)
+        if reason is None:
+            decoder = DirectDecoder(policy.model, positions)
+            with torch.inference_mode():
+                yield lambda token, position: decoder(token, position, cache)
+            return
+    else:
+        reason = "its attention cannot be replaced"
+    _tell_general(policy.source, reason)
+    body = backbone(policy.model)
+
+    def forward(token: Tensor, position: Tensor) -> Tensor:
+        states: Tensor = body(
+            input_ids=token[:, None],
+            attention_mask=cache.mask(),
+            position_ids=position[:, None],
+            past_key_values=cache,
+            use_cache=True,
+        ).last_hidden_state
+        return states[:, 0]
+
+    with shared_attention(policy.model, cache) if isinstance(cache, SharedDecodeCache) else nullcontext():
+        yield forward
+
+
+@once
+def _tell_general(source: str, reason: str) -> None:
+    """Log once per model that decoding is not direct."""
+    log.info("%s: decoding steps run through transformers, not directly: %s", source, reason)
 
 
 def _write(record: list[tuple[Tensor, ...]], out: Output) -> None:

@@ -139,18 +139,41 @@ def _attend(
         raise UserError(
             f"policy.model: decoding does not support the attention arguments {', '.join(extra)}; choose another architecture"
         )
-    cache, index = _running.get(), int(module.layer_idx)  # type: ignore[arg-type]
-    prompt_key, prompt_value = cache.prompts[index]
     n, heads, _, d = query.shape
-    kv_heads, width, t = key.shape[1], cache.width, key.shape[2]
-    repeat = heads // kv_heads
+    q = query.reshape(n, key.shape[1], -1, d) * (d**-0.5 if scaling is None else scaling)
+    index = int(module.layer_idx)  # type: ignore[arg-type]
+    out = attend(_running.get(), index, q, key, value, softcap, sliding_window)  # (n, H, R, e)
+    return out.reshape(n, 1, heads, -1), None
+
+
+def attend(
+    cache: SharedDecodeCache,
+    index: int,
+    q: Tensor,
+    key: Tensor,
+    value: Tensor,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+) -> Tensor:
+    """Attention (n, H, R, e) of layer `index` to the prompts in `cache` and to each row's own keys and values.
+
+    Args:
+        cache: The cache.
+        index: Number of the layer.
+        q: (n, H, R, d) scaled queries, one position per row; R query heads share a key head.
+        key: (n, H, t, d) keys of each row's own tokens.
+        value: (n, H, t, e) values of the same tokens.
+        softcap: Bound of the scores, or None.
+        sliding_window: Number of latest positions to attend to, or None for all.
+    """
+    prompt_key, prompt_value = cache.prompts[index]
+    repeat, width, t = q.shape[2], cache.width, key.shape[2]
     # The query is the last of P+t positions; a sliding window contains the last `sliding_window` of them.
     first = max(0, width + t - sliding_window) if sliding_window else 0
     first_own, first = max(0, first - width), min(first, width)
     if first:
         prompt_key, prompt_value = prompt_key[..., first:], prompt_value[:, :, first:]
         key, value = key[:, :, first_own:], value[:, :, first_own:]
-    q = query.reshape(n, kv_heads, repeat, d) * (d**-0.5 if scaling is None else scaling)
     shared = cache.by_prompt(q) @ prompt_key  # (B, H, G·R, P)
     own = q @ key.transpose(2, 3)  # (n, H, R, t)
     scores = torch.cat([cache.by_row(shared, repeat), own], 3)  # (n, H, R, P+t)
@@ -161,8 +184,7 @@ def _attend(
     wide = torch.promote_types(scores.dtype, torch.float32)
     weights = torch.softmax(scores, 3, dtype=wide).to(value.dtype)
     to_prompt, to_own = weights.split([width - first, key.shape[2]], 3)
-    out = to_own @ value + cache.by_row(cache.by_prompt(to_prompt) @ prompt_value, repeat)  # (n, H, R, e)
-    return out.reshape(n, 1, heads, -1), None
+    return to_own @ value + cache.by_row(cache.by_prompt(to_prompt) @ prompt_value, repeat)
 
 
 _IGNORED_ARGUMENTS = {"position_ids", "cache_position"}
