@@ -88,9 +88,7 @@ def compare_generation(
                 sides[name].append(Generated(tokens, time.perf_counter() - wall, time.process_time() - cpu))
         mean = statistics.mean(map(len, prompts))
         found.append(
-            Comparison(
-                config.policy.model, policy.parameters, len(prompts) * size, mean, spec.max_new_tokens, sides
-            )
+            Comparison(config.policy.model, policy.parameters, len(prompts) * size, mean, spec.max_new_tokens, sides)
         )
     settings = {
         "threads": used,
@@ -144,15 +142,17 @@ def report(found: Sequence[Comparison], settings: dict[str, Any]) -> str:
         "",
         f"`python -m experiments.benchmarks generation`: a training step's completions, temperature 1, {settings['device']}, "
         f"{settings['threads']} threads, torch {settings['torch']}, transformers {settings['transformers']}; medians of "
-        f"{settings['repeats']} measurements of each side, alternating. Both keep keys and values. \"Direct\" is what runs use "
-        "for these policies; \"layers\" is the general path, through transformers' layers.",
+        f'{settings["repeats"]} measurements of each side, alternating. Both keep keys and values. "Direct" is what runs use '
+        'for these policies; "layers" is the general path, through transformers\' layers.',
         "",
         "| policy | completions | mean prompt, limit [tokens] | mean completion (ours, generate) | tokens/s direct | layers | "
         "generate | ratio direct, wall (range) | direct, processor time | layers, processor time |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for one in found:
-        lengths = [statistics.mean(g.tokens for g in one.sides[side]) / one.completions for side in ("direct", "generate")]
+        lengths = [
+            statistics.mean(g.tokens for g in one.sides[side]) / one.completions for side in ("direct", "generate")
+        ]
         speeds = [
             f"{statistics.median(g.tokens / g.wall for g in one.sides[side]):.0f}"
             for side in ("direct", "layers", "generate")
