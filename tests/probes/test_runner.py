@@ -16,8 +16,8 @@ from sharpscope.probes.hessian.operators import GraphHessian
 from sharpscope.probes.objectives import Objective, completion_batch, token_batch
 from sharpscope.probes.perturbation import m_sharpness_of
 from tests.models import random_batch, tiny_model
+from tests.probes.test_guard import assert_same, disturbed, snapshot
 from tests.probes.test_probe_set import built, draw
-from tests.probes.test_token_guard import assert_same, disturbed, snapshot
 
 SPEC = ProbesSpec(
     preset="standard",

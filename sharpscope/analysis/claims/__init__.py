@@ -1,7 +1,7 @@
 """The published claims C1–C14, each tested by a rule stated beforehand; one module per claim.
 
 `test_claims(load_runs("runs"))` gives a `Verdict` for each claim; `write_claims` writes them to claims.json and claims.md.
-`tests/analysis/claims/test_null_studies.py` counts how often studies without any effect are called `supported`.
+`tests/analysis/claims/test_claims_null.py` counts how often studies without any effect are called `supported`.
 """
 
 from sharpscope.analysis.claims.base import Claim, Confounder, Estimate, Rows, Rule, Verdict

@@ -9,7 +9,7 @@
 | `clopper-pearson` | a share of independent trials | any |
 | `wilson` | an accuracy over prompts with one or several completions each | any |
 
-Measured coverage of nominal 95 % (1,000 samples each; `tests/analysis/test_statistics.py` repeats it):
+Measured coverage of nominal 95 % (1,000 samples each; `tests/analysis/statistics/test_statistics.py` repeats it):
 
 | kind, clusters | normal | heavy tails (t, 3 degrees) | skewed (lognormal) |
 |---|---|---|---|

@@ -17,7 +17,7 @@ PLUGIN = "sharpscope.integrations.verl.plugin"
 
 
 def test_the_entry_point_names_a_module_that_loads():
-    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text("utf-8"))["project"]
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text("utf-8"))["project"]
     assert (
         project["entry-points"]["verl.plugins"] == {"sharpscope": PLUGIN} and "verl" in project["optional-dependencies"]
     )

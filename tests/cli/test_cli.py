@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from sharpscope.cli import app, printable
 from sharpscope.traces import update_run_info
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def sharpscope(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:

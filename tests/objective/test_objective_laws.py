@@ -39,7 +39,7 @@ from sharpscope.objective import (
 )
 from sharpscope.objective.ratios import importance_ratio
 from tests.objective.data import LIMIT, Case, make_case
-from tests.objective.test_oracles import ORACLES, TOY
+from tests.objective.test_objective import ORACLES, TOY
 
 laws = settings(max_examples=12, deadline=None, derandomize=True)
 seeds = st.integers(0, 10_000)

@@ -89,5 +89,5 @@ def test_the_table_reads_the_last_values_by_prompt_of_every_run(tmp_path: Path):
 def test_runs_without_values_by_prompt_have_an_empty_table(tmp_path: Path):
     write_run(tmp_path / "s0", method="grpo", seed=0)
     assert reliability_table(studies(sharpscope.load_runs(tmp_path))[0]).empty
-    kept = sharpscope.load_runs(Path(__file__).resolve().parents[2] / "data" / "reference")[0]
+    kept = sharpscope.load_runs(Path(__file__).resolve().parents[3] / "data" / "reference")[0]
     assert isinstance(kept.probe_prompts, pd.DataFrame) and kept.probe_prompts.empty  # schema version 1

@@ -41,7 +41,7 @@ def talk():
     return Talk()
 
 
-TALK = {"task__factory": "tests.training.test_conversations:talk", "rollout__max_new_tokens": 24}
+TALK = {"task__factory": "tests.training.test_learner_conversations:talk", "rollout__max_new_tokens": 24}
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from sharpscope.errors import UserError
 from sharpscope.objective import named_method
 from sharpscope.traces.spike_rule import robust_z
 
-EXAMPLE = Path(__file__).resolve().parents[1] / "data" / "example"
+EXAMPLE = Path(__file__).resolve().parents[2] / "data" / "example"
 GRPO, GRPO_SG = str(EXAMPLE / "grpo-s0"), str(EXAMPLE / "grpo-sg-s0")
 
 
