@@ -9,6 +9,8 @@ import torch
 
 torch.set_num_threads(1)
 
+BLANK = '<svg xmlns="http://www.w3.org/2000/svg" width="10" height="10"></svg>'
+
 TOY = {
     "task.kind": "custom",
     "task.factory": "tests.toy_task:vowels",
@@ -44,3 +46,21 @@ def toy_config(tiny_policy: Path, tmp_path: Path):
         return build_config(values=values | {path.replace("__", "."): value for path, value in changes.items()})
 
     return make
+
+
+@pytest.fixture(scope="session")
+def quick():
+    """Figures are made but saved as empty pictures: drawing is tested elsewhere, and slow."""
+
+    from sharpscope.analysis import output
+
+    def save(figure, folder, name):
+        paths = [folder / f"{name}.{ending}" for ending in ("png", "svg")]
+        for path in paths:
+            path.write_text(BLANK)
+        return paths
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(output, "save", save)
+        patch.setattr("sharpscope.analysis.html.page.svg_text", lambda figure: BLANK)
+        yield

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
+
 import numpy as np
 import pytest
 from matplotlib.collections import PolyCollection
 from matplotlib.colors import same_color
+from rich.console import Console
 
 
 def line(axis, label):
@@ -47,3 +50,9 @@ def _quantile(values, share):
 def runs_of(study, label):
     (setting,) = [s for s in study.settings if s.label == label]
     return list(setting.runs.values())
+
+
+def printed(renderable, width=140):
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(renderable)
+    return console.export_text()

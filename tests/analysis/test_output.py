@@ -5,36 +5,20 @@ from __future__ import annotations
 import csv
 import math
 
-import numpy as np
 import pandas as pd
 import pytest
 
-from sharpscope.analysis import analyze, output
-from sharpscope.analysis.tables.summary import interval_text, method_table, run_metrics, summary
+from sharpscope.analysis import analyze
 from sharpscope.analysis.text import escape_markdown
 from sharpscope.errors import UserError
-from sharpscope.traces import SCHEMA_VERSION, RunLock, TraceWriter, load_run, update_run_info
-from tests.oracles.analysis import mean_and_half
+from sharpscope.traces import SCHEMA_VERSION, RunLock, TraceWriter, update_run_info
 from tests.traces.rows import new_run, rows
 from tests.traces.synthetic import Shape, write_run
 
 TINY = Shape(steps=3, prompts=2, group_size=2, length=4, eval_every=3, eval_prompts=10)
 
 
-@pytest.fixture
-def quick(monkeypatch):
-    """Figures are made but drawn as empty pictures: drawing is tested elsewhere, and slow."""
-
-    def touch(figure, folder, name):
-        paths = [folder / f"{name}.{ending}" for ending in ("png", "svg")]
-        for path in paths:
-            path.write_text("<svg/>")
-        return paths
-
-    monkeypatch.setattr(output, "save", touch)
-
-
-def _write(path, **options):
+def write_tiny(path, **options):
     return write_run(path, **({"shape": TINY, "tokens": False, "probes": False} | options))
 
 
@@ -79,38 +63,6 @@ def test_a_study_gives_every_figure_table_and_a_report(study_folder, tmp_path, q
     assert [message for message in result.messages if not any(text in message for text in expected)] == []
 
 
-def test_summary_is_mean_and_interval_over_seeds(study):
-    table = summary(study).set_index(["setting", "metric"])
-    (setting,) = [s for s in study.settings if s.label == "grpo"]
-    late = [run.steps[run.steps["step"] > 4]["reward_mean"].mean() for run in setting.runs.values()]
-    row = table.loc[("grpo", "reward, last third")]
-    mean, half = mean_and_half(late)
-    assert [row["mean"], row["low"], row["high"]] == pytest.approx([mean, mean - half, mean + half], rel=1e-5)
-    assert row["runs"] == 6 and row["step"] == 6 and row["unit"] == "reward"
-    hits = []
-    for run in setting.runs.values():
-        last = run.eval[(run.eval["step"] == 6) & (run.eval["split"] == "heldout") & (run.eval["temperature"] == 1.0)]
-        parts = last[last["level"] != "all"]
-        hits.append((parts["accuracy"] * parts["n"]).sum() / parts["n"].sum())
-    assert table.loc[("grpo", "accuracy heldout, T = 1"), "mean"] == pytest.approx(np.mean(hits))
-    cells = method_table(table.reset_index()).set_index("setting")
-    assert cells.loc["grpo", "reward, last third"] == interval_text(mean, half) and cells.loc["grpo", "runs"] == "6"
-
-
-def test_summary_compares_at_the_last_step_that_all_have(tmp_path):
-    from sharpscope.analysis.study import studies
-    from sharpscope.traces import load_runs
-
-    _write(tmp_path / "long", shape=Shape(steps=6, prompts=2, group_size=2, length=4, eval_every=3, eval_prompts=10))
-    _write(tmp_path / "short", method="grpo-sg")
-    (study,) = studies(load_runs(tmp_path))
-    table = summary(study).set_index(["setting", "metric"])
-    assert study.horizon == 3 and set(table["step"]) == {3}
-    long = load_run(tmp_path / "long")
-    assert table.loc[("grpo", "reward, last third"), "mean"] == long.steps.set_index("step").loc[3, "reward_mean"]
-    assert run_metrics(long, 6)["reward, last third", "reward"] == long.steps["reward_mean"].iloc[4:].mean()
-
-
 def test_no_run_says_what_to_do_and_writes_nothing(tmp_path):
     (tmp_path / "runs").mkdir()
     with pytest.raises(UserError, match=r"no run below .*; make one with `sharpscope run"):
@@ -127,14 +79,14 @@ def test_no_run_says_what_to_do_and_writes_nothing(tmp_path):
 
 
 def test_a_folder_that_cannot_be_made_is_the_users_mistake(tmp_path):
-    _write(tmp_path / "runs/a")
+    write_tiny(tmp_path / "runs/a")
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="cannot be created"):
         analyze(tmp_path / "runs", tmp_path / "file" / "out")
 
 
 def test_one_run_without_tokens_and_probes_names_what_is_missing(tmp_path, quick):
-    _write(tmp_path / "runs/a")
+    write_tiny(tmp_path / "runs/a")
     result = analyze(tmp_path / "runs/a", tmp_path / "out")
     assert {"reward", "accuracy"} <= set(result.figures) and "lorenz" not in result.figures
     missing = ["every method here has w = 1", "logit gradients", "score norm", "attribution", "no probe was run"]
@@ -146,8 +98,8 @@ def test_one_run_without_tokens_and_probes_names_what_is_missing(tmp_path, quick
 
 
 def test_different_tasks_share_no_figure_and_no_table(tmp_path, quick):
-    _write(tmp_path / "runs/a")
-    _write(tmp_path / "runs/b", task="math")
+    write_tiny(tmp_path / "runs/a")
+    write_tiny(tmp_path / "runs/b", task="math")
     result = analyze(tmp_path / "runs", tmp_path / "out")
     assert {"1-knights-knaves_reward", "2-math_reward"} <= set(result.figures)
     assert set(result.summary["study"]) == {"knights_knaves", "math"}
@@ -156,9 +108,9 @@ def test_different_tasks_share_no_figure_and_no_table(tmp_path, quick):
 
 
 def test_runs_that_cannot_be_read_are_named_and_left_out(tmp_path, quick):
-    _write(tmp_path / "runs/good")
-    update_run_info(_write(tmp_path / "runs/old", seed=1), schema_version=SCHEMA_VERSION + 1)
-    damaged = _write(tmp_path / "runs/damaged", seed=2)
+    write_tiny(tmp_path / "runs/good")
+    update_run_info(write_tiny(tmp_path / "runs/old", seed=1), schema_version=SCHEMA_VERSION + 1)
+    damaged = write_tiny(tmp_path / "runs/damaged", seed=2)
     (part,) = (damaged / "traces/rollouts").glob("*.parquet")
     (other,) = (damaged / "traces/eval").glob("*.parquet")
     other.write_bytes(other.read_bytes()[:-100])
@@ -183,7 +135,7 @@ def test_rewards_that_are_not_numbers_are_said_and_never_averaged_away(tmp_path,
 
 
 def test_a_run_still_being_written_is_used_and_named(tmp_path, quick):
-    run = _write(tmp_path / "runs/a", status="running")
+    run = write_tiny(tmp_path / "runs/a", status="running")
     with RunLock(run):
         result = analyze(tmp_path / "runs", tmp_path / "out")
     assert any("a is not finished (running, 3 steps)" in m for m in result.messages)
@@ -191,8 +143,8 @@ def test_a_run_still_being_written_is_used_and_named(tmp_path, quick):
 
 
 def test_several_folders_of_equal_names_stay_apart(tmp_path, quick):
-    _write(tmp_path / "x/a", seed=0)
-    _write(tmp_path / "y/a", seed=1)
+    write_tiny(tmp_path / "x/a", seed=0)
+    write_tiny(tmp_path / "y/a", seed=1)
     result = analyze([tmp_path / "x", tmp_path / "y"], tmp_path / "out")
     assert set(result.summary["runs"]) == {2}
     assert len(pd.read_csv(result.tables["runs"])) == 2
@@ -200,8 +152,8 @@ def test_several_folders_of_equal_names_stay_apart(tmp_path, quick):
 
 def test_hostile_names_reach_neither_markdown_nor_file_names(tmp_path, quick):
     name = "<script>alert(1)</script>|$x$ ../../up [a](b)"
-    _write(tmp_path / "runs/a", method=name)
-    _write(tmp_path / "runs/b", task="../../<b>")
+    write_tiny(tmp_path / "runs/a", method=name)
+    write_tiny(tmp_path / "runs/b", task="../../<b>")
     result = analyze(tmp_path / "runs", tmp_path / "out")
     text = result.report.read_text()
     assert "<script>" not in text and "\\<script\\>" in text and "[a](b)" not in text
@@ -210,7 +162,7 @@ def test_hostile_names_reach_neither_markdown_nor_file_names(tmp_path, quick):
 
 
 def test_a_report_is_the_same_when_made_again(tmp_path, quick):
-    _write(tmp_path / "runs/a")
+    write_tiny(tmp_path / "runs/a")
     first, second = (analyze(tmp_path / "runs", tmp_path / folder) for folder in ("a", "b"))
     for name in ("report.md", "summary.csv", "runs.csv"):
         assert (first.out / name).read_bytes() == (second.out / name).read_bytes()

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import io
 import math
 
 import numpy as np
 import pytest
-from rich.console import Console
 
 from sharpscope.analysis import compare, largest_recorded_step, show
 from sharpscope.analysis.comparison import mean_over_steps
@@ -15,25 +13,9 @@ from sharpscope.analysis.statistics import accuracy_interval
 from sharpscope.analysis.terminal import sparkline
 from sharpscope.errors import UserError
 from sharpscope.traces import TraceWriter, load_run, update_run_info
+from tests.analysis.drawn import printed
 from tests.oracles.analysis import eval_by_step
 from tests.traces.rows import new_run, rows
-from tests.traces.synthetic import Shape, write_run
-
-SHAPE = Shape(steps=12, prompts=2, length=2, eval_every=6, eval_prompts=50)
-
-
-def _printed(renderable, width=140):
-    console = Console(width=width, record=True, file=io.StringIO())
-    console.print(renderable)
-    return console.export_text()
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory):
-    root = tmp_path_factory.mktemp("pair")
-    a = write_run(root / "a", shape=SHAPE, tokens=False, probes=False)
-    b = write_run(root / "b", method="grpo-sg", seed=1, shape=SHAPE, tokens=False, probes=False)
-    return load_run(a), load_run(b)
 
 
 def test_sparkline_scales_from_smallest_to_largest():
@@ -44,9 +26,9 @@ def test_sparkline_scales_from_smallest_to_largest():
     assert sparkline(np.array([])) == "" and sparkline(np.full(3, math.nan)) == "···"
 
 
-def test_show_prints_setting_curves_evaluation_weights_events_and_cost(pair):
-    _, run = pair
-    text = _printed(show(run))
+def test_show_prints_setting_curves_evaluation_weights_events_and_cost(two_runs):
+    _, run = two_runs
+    text = printed(show(run))
     rewards = run.steps["reward_mean"].to_numpy()
     for words in (
         "b · finished",
@@ -92,7 +74,7 @@ def test_no_accuracy_is_certain(tmp_path):
             writer.append("steps", rows("steps", 1, 1))
             writer.append("eval", row)
         matches.append(load_run(folder))
-        assert "0.0% [0.0, 8.8]" in _printed(show(matches[-1]))
+        assert "0.0% [0.0, 8.8]" in printed(show(matches[-1]))
     upper = 1.959964**2 / (40 + 1.959964**2)
     row = compare(*matches).results.set_index("quantity").loc["accuracy heldout, T = 1, step 1"]
     assert row["a_half"] == row["b_half"] == pytest.approx(upper)
@@ -113,7 +95,7 @@ def test_show_says_how_far_updates_went(tmp_path):
         with TraceWriter(run) as writer:
             writer.append("steps", rows("steps", 1, 1))
             writer.append("updates", rows("updates", 1, count) | values)
-        text = _printed(show(load_run(run)))
+        text = printed(show(load_run(run)))
         line = f"updates of step 1: {count}, ratio 0.7 to 1.25, KL(π_old‖π) up to 0.002 nats, clipped 1.0% below and 2.0% above"
         assert (line in " ".join(text.split())) == said
 
@@ -127,12 +109,12 @@ def test_show_says_when_a_method_is_grpo_in_disguise(tmp_path, tokens, gradient,
     columns |= {f"weight_saturation_high{suffix}": None if share is None else 0.0 for suffix, share in shares.items()}
     with TraceWriter(run) as writer:
         writer.append("steps", rows("steps", 1, 1) | columns)
-    assert ("this is GRPO up to the gradient's scale" in _printed(show(load_run(run)))) is said
+    assert ("this is GRPO up to the gradient's scale" in printed(show(load_run(run)))) is said
 
 
 def test_show_of_a_run_without_steps_and_with_hostile_text(tmp_path):
     run = new_run(tmp_path / "a", method="[bold red]x[/] \x1b[31m", config={"policy": {"model": "[link=evil]y"}})
-    text = _printed(show(load_run(run)))
+    text = printed(show(load_run(run)))
     assert "[bold red]x[/] ?[31m" in text and "[link=evil]y" in text and "No step is recorded yet" in text
     update_run_info(run, status="running")
     event = {
@@ -146,8 +128,8 @@ def test_show_of_a_run_without_steps_and_with_hostile_text(tmp_path):
     }
     with TraceWriter(run) as writer:
         writer.append("events", event)
-    assert "[b]r × 1, last at step 1: ?]0;evil? [red]" in _printed(show(load_run(run)))
-    assert "died" in _printed(show(load_run(run)))
+    assert "[b]r × 1, last at step 1: ?]0;evil? [red]" in printed(show(load_run(run)))
+    assert "died" in printed(show(load_run(run)))
 
 
 def test_show_names_damaged_parts(tmp_path):
@@ -156,7 +138,7 @@ def test_show_names_damaged_parts(tmp_path):
     (run / "traces/steps/part-000000-00000000.parquet").write_bytes(b"x")
     loaded = load_run(run)
     with pytest.warns(UserWarning, match="set aside"):
-        text = _printed(show(loaded))
+        text = printed(show(loaded))
     assert "set aside: traces/steps/part-000000-00000000.parquet" in text
 
 
@@ -177,50 +159,6 @@ def test_mean_over_steps_corrects_for_autocorrelation():
     assert math.isnan(mean_over_steps(np.array([1.0, 2.0]))[1]) and math.isnan(
         mean_over_steps(np.array([1.0, math.nan] * 4))[0]
     )
-
-
-def test_compare_lists_differing_settings_and_results_with_intervals(pair):
-    a, b = pair
-    result = compare(a, b)
-    settings = result.settings.set_index("setting")
-    assert settings.loc["method"].tolist() == ["grpo", "grpo-sg"] and settings.loc["seed"].tolist() == [0, 1]
-    assert "steps" not in settings.index and "calibration.tau" not in settings.index
-    results = result.results.set_index("quantity")
-    row = results.loc["reward, last third"]
-    for side, run in (("a", a), ("b", b)):
-        late = run.steps["reward_mean"].to_numpy()[8:]
-        assert row[side] == pytest.approx(late.mean())
-        assert row[f"{side}_half"] == pytest.approx(1.959964 * mean_over_steps(late)[1])
-    assert row["difference"] == pytest.approx(row["b"] - row["a"])
-    row = results.loc["accuracy heldout, T = 1, step 12"]
-    for side, run in (("a", a), ("b", b)):
-        (pooled,) = eval_by_step([run], "heldout", 1.0)[12]
-        assert row[side] == pytest.approx(pooled)
-        rows_ = run.eval[(run.eval["step"] == 12) & (run.eval["split"] == "heldout") & (run.eval["temperature"] == 1.0)]
-        error = math.sqrt(sum(r.std_error**2 / 4 for r in rows_.itertuples() if r.level != "all"))
-        (n, k) = rows_["n"].iloc[0] * (rows_["level"] != "all").sum(), rows_["k"].iloc[0]
-        ends = accuracy_interval(pooled, error, n, k)
-        assert row[f"{side}_half"] == pytest.approx(max(pooled - ends.low, ends.high - pooled))
-    assert row["difference_half"] == pytest.approx(math.hypot(row["a_half"], row["b_half"]))
-    text = _printed(result)
-    assert "accuracy heldout, T = 1, step 12" in text and "says nothing about other seeds" in text
-
-
-def test_compare_refuses_results_of_different_tasks(pair, tmp_path):
-    other = load_run(write_run(tmp_path / "c", task="math", shape=SHAPE, tokens=False, probes=False))
-    result = compare(pair[0], other)
-    assert result.results.empty and any("are not compared" in note for note in result.notes)
-    assert result.settings.set_index("setting").loc["task.kind"].tolist() == ["knights_knaves", "math"]
-    _printed(result)
-
-
-def test_compare_of_a_run_with_itself_and_with_one_that_has_no_steps(pair, tmp_path):
-    result = compare(pair[0], pair[0])
-    assert result.settings.empty and (result.results["difference"] == 0).all()
-    assert "Their settings are equal" in _printed(result)
-    empty = load_run(write_run(tmp_path / "d", shape=Shape(steps=0), status="running"))
-    assert any("no step yet" in note for note in compare(pair[0], empty).notes)
-    assert any("not finished (died)" in note for note in compare(pair[0], empty).notes)
 
 
 def test_the_default_step_of_tokens_has_the_largest_gradient_norm_among_the_recorded(tmp_path):

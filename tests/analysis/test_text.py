@@ -22,3 +22,13 @@ def test_escaped_text_renders_as_it_is(text):
 
 def test_numbers_and_names_stay_readable_as_source():
     assert escape_markdown("score_norm +0.5 [0.1, 0.9]") == "score_norm +0.5 [0.1, 0.9]"
+
+
+def test_prompts_are_shown_where_they_differ():
+    from sharpscope.analysis.text import told_apart
+
+    start = "An island of knights and knaves, where all are one or the other. "
+    assert told_apart([start + "Ann says so.", start + "Amy says no."]) == ["… Ann says so.", "… Amy says no."]
+    assert told_apart([start] * 2) == [start] * 2
+    assert told_apart(["a" * 200, "b"]) == ["a" * 99 + "…", "b"]
+    assert told_apart([]) == []

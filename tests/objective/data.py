@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from sharpscope.objective import Method, StepTensors, estimate_advantages, gradient_mass
+from sharpscope.objective import Method, StepTensors, TokenWeight, estimate_advantages, gradient_mass, token_weights
 from tests.oracles.objective import Batch, Dual
 
 LIMIT = 9
@@ -129,3 +129,22 @@ def as_batch(case: Case, *, beta: float = 0.0, choose=None) -> Batch:
         progress=step.progress,
         choose=choose,
     )
+
+
+def tokens_step(entropy: list[float], logp: list[float], advantage: list[float]) -> StepTensors:
+    return StepTensors.from_columns(
+        entropy=torch.tensor(entropy),
+        logp=torch.tensor(logp),
+        behavior_logp=torch.tensor(logp),
+        advantage=torch.tensor(advantage),
+    )
+
+
+def step_of(progress: float = 0.0, **columns: list[float]) -> StepTensors:
+    return StepTensors.from_columns(
+        progress=progress, **{k: torch.tensor(v, dtype=torch.float64) for k, v in columns.items()}
+    )
+
+
+def weights_of(shaping: TokenWeight, step: StepTensors) -> list[float]:
+    return token_weights(shaping, step).flatten().tolist()

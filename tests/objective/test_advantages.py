@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,12 +19,23 @@ from sharpscope.config.method import (
     LeaveOneOutAdvantage,
     LengthBaselineAdvantage,
     MeanScaledAdvantage,
-    Method,
+    Overlong,
+    Sampling,
     TokenBaselineAdvantage,
     WhitenedAdvantage,
 )
 from sharpscope.errors import UserError
-from sharpscope.objective import StepTensors, estimate_advantages, group_advantages, named_method, prepare
+from sharpscope.objective import (
+    Method,
+    StepTensors,
+    estimate_advantages,
+    group_advantages,
+    informative_groups,
+    named_method,
+    overlong_penalty,
+    prepare,
+)
+from tests.objective.data import as_batch, make_case
 from tests.oracles import objective as oracle
 
 laws = settings(max_examples=12, deadline=None, derandomize=True)
@@ -390,3 +403,46 @@ def test_token_baselines_of_token_rewards(seed: int):
                 seen += 1
             assert float(found[i, t]) == pytest.approx(wanted, abs=1e-9)
     assert seen > 10
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_advantages_equal_the_oracle(seed: int):
+    case = make_case(named_method("grpo"), seed)
+    batch = as_batch(case)
+    group = case.step.group
+    assert group_advantages(case.reward, group).tolist() == pytest.approx(oracle.advantages(batch), abs=1e-12)
+    plain = group_advantages(case.reward, group, GroupAdvantage(scale="none"))
+    assert plain.tolist() == pytest.approx(oracle.advantages(batch, divide=False), abs=1e-12)
+
+
+def test_population_std():
+    got = group_advantages(torch.tensor([0.0, 2.0]), torch.tensor([1, 1]), GroupAdvantage(ddof=0, epsilon=0.0))
+    assert got.tolist() == [-1.0, 1.0]
+
+
+def test_groups_without_variance_give_exactly_zero():
+    """The float32 mean of three 0.1 is not 0.1; a group of one has no std."""
+    reward, group = torch.tensor([0.1, 0.1, 0.1, 5.0, 1e30, -1e30]), torch.tensor([7, 7, 7, 1, 2, 2])
+    got = group_advantages(reward, group)
+    assert got[:4].tolist() == [0.0] * 4
+    assert got[4:].tolist() == pytest.approx([1 / math.sqrt(2), -1 / math.sqrt(2)])
+    assert got.dtype == torch.float32
+    assert informative_groups(reward, group).tolist() == [False] * 4 + [True] * 2
+
+
+def test_bad_rewards_are_refused():
+    with pytest.raises(ValueError, match="not finite"):
+        group_advantages(torch.tensor([1.0, torch.nan]), torch.tensor([0, 0]))
+    with pytest.raises(ValueError, match="must both be"):
+        group_advantages(torch.zeros(2), torch.zeros(3))
+
+
+def test_overlong_penalty_is_dapos():
+    """Limit 100, buffer 20: 0 up to 80 tokens, then linear to −1 at 100."""
+    length = torch.tensor([0, 80, 81, 90, 100, 120])
+    got = overlong_penalty(Sampling(overlong=Overlong(buffer=0.2)), length, 100)
+    assert got.tolist() == pytest.approx([0.0, 0.0, -0.05, -0.5, -1.0, -1.0])
+    assert overlong_penalty(Sampling(overlong=Overlong(buffer=0.5, scale=2.0)), length[3:4], 100).tolist() == [
+        -1.6000000238418579
+    ]
+    assert overlong_penalty(Sampling(), length, 100).tolist() == [0.0] * 6

@@ -2,167 +2,29 @@
 
 from __future__ import annotations
 
-import math
-from decimal import Decimal, localcontext
-
 import pytest
 import torch
-from torch import Tensor
 
 from sharpscope.config.method import (
-    AdvantageTokens,
     CispoClip,
-    ClipCovTokens,
-    GroupAdvantage,
-    HighEntropyTokens,
-    HolderRatio,
     KlCovPenalty,
-    Overlong,
     PpoClip,
-    ProbabilityTokens,
-    Sampling,
 )
-from sharpscope.config.token_weights import LinearWeight, SigmoidWeight
 from sharpscope.objective import (
-    Method,
-    StepTensors,
     gradient_killed,
-    group_advantages,
-    informative_groups,
     k3,
     named_method,
-    overlong_penalty,
     policy_loss,
     prepare,
-    summarize_weights,
     token_normalizer,
 )
-from sharpscope.objective.ratios import importance_ratio
 from sharpscope.objective.surrogates import clipped_objective
-from tests.objective.data import LIMIT, as_batch, make_case
+from tests.objective.data import LIMIT, as_batch, make_case, tokens_step
 from tests.oracles import objective as oracle
 
-# -- advantages --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_advantages_equal_the_oracle(seed: int):
-    case = make_case(named_method("grpo"), seed)
-    batch = as_batch(case)
-    group = case.step.group
-    assert group_advantages(case.reward, group).tolist() == pytest.approx(oracle.advantages(batch), abs=1e-12)
-    plain = group_advantages(case.reward, group, GroupAdvantage(scale="none"))
-    assert plain.tolist() == pytest.approx(oracle.advantages(batch, divide=False), abs=1e-12)
-
-
-def test_population_std():
-    got = group_advantages(torch.tensor([0.0, 2.0]), torch.tensor([1, 1]), GroupAdvantage(ddof=0, epsilon=0.0))
-    assert got.tolist() == [-1.0, 1.0]
-
-
-def test_groups_without_variance_give_exactly_zero():
-    """The float32 mean of three 0.1 is not 0.1; a group of one has no std."""
-    reward, group = torch.tensor([0.1, 0.1, 0.1, 5.0, 1e30, -1e30]), torch.tensor([7, 7, 7, 1, 2, 2])
-    got = group_advantages(reward, group)
-    assert got[:4].tolist() == [0.0] * 4
-    assert got[4:].tolist() == pytest.approx([1 / math.sqrt(2), -1 / math.sqrt(2)])
-    assert got.dtype == torch.float32
-    assert informative_groups(reward, group).tolist() == [False] * 4 + [True] * 2
-
-
-def test_bad_rewards_are_refused():
-    with pytest.raises(ValueError, match="not finite"):
-        group_advantages(torch.tensor([1.0, torch.nan]), torch.tensor([0, 0]))
-    with pytest.raises(ValueError, match="must both be"):
-        group_advantages(torch.zeros(2), torch.zeros(3))
-
-
-def test_overlong_penalty_is_dapos():
-    """Limit 100, buffer 20: 0 up to 80 tokens, then linear to −1 at 100."""
-    length = torch.tensor([0, 80, 81, 90, 100, 120])
-    got = overlong_penalty(Sampling(overlong=Overlong(buffer=0.2)), length, 100)
-    assert got.tolist() == pytest.approx([0.0, 0.0, -0.05, -0.5, -1.0, -1.0])
-    assert overlong_penalty(Sampling(overlong=Overlong(buffer=0.5, scale=2.0)), length[3:4], 100).tolist() == [
-        -1.6000000238418579
-    ]
-    assert overlong_penalty(Sampling(), length, 100).tolist() == [0.0] * 6
-
-
-# -- normalisers and ratios --------------------------------------------------------------------------------------------
-
-
-def test_normalizers_by_value():
-    mask = torch.tensor([[1, 1, 0], [1, 0, 0], [0, 0, 0]])
-    expected = {"sequence_mean": [1 / 6, 1 / 6, 1 / 3], "token_mean": [1 / 3] * 3, "constant": [1 / 15] * 3}
-    for aggregate, values in expected.items():
-        got = token_normalizer(Method(name="x", aggregate=aggregate), mask, 5)
-        assert got[mask.bool()].tolist() == pytest.approx(values)
-        assert not got[~mask.bool()].any()
-        assert got.dtype == torch.float32
-
-
-def test_holder_mean_keeps_its_precision_in_float32():
-    x = torch.tensor([[0.3, -0.2, 0.05]])
-    mask = torch.ones_like(x, dtype=torch.bool)
-    for p in (1e-6, -1e-6, 1e-3, 1.0, -3.0):
-        exact = (
-            math.log(sum(math.exp(p * v) for v in x[0].double().tolist()) / 3) / p
-            if abs(p) > 1e-4
-            else float(x.double().mean())
-        )
-        assert float(importance_ratio(HolderRatio(p=p), x, mask)[0, 0].log()) == pytest.approx(exact, abs=3e-7)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("p", [-50.0, -2.0, -1e-3, -1e-9, 1e-9, 1e-3, 1.0, 2.0, 50.0])
-def test_power_mean_and_its_gradient_against_fifty_digits(p: float, dtype: torch.dtype):
-    """Rows of 7, 1 and 0 tokens; p·x reaches ±3,000, far beyond where exp overflows."""
-    g = torch.Generator().manual_seed(0)
-    x = torch.randn(4, 7, generator=g, dtype=dtype) * torch.tensor([[0.2], [30.0], [60.0], [1.0]], dtype=dtype)
-    x = x.clamp(-60, 60)
-    mask = torch.tensor([[True] * 7, [True] * 7, [False] * 3 + [True] + [False] * 3, [False] * 7])
-    x = torch.where(mask, x, torch.nan).requires_grad_()
-    got = importance_ratio(HolderRatio(p=p), x, mask)
-    (slope,) = torch.autograd.grad(got[:, 0].log().sum(), x)
-    wanted, wanted_slope = torch.ones(4, dtype=torch.float64), torch.zeros(4, 7, dtype=torch.float64)
-    with localcontext() as context:
-        context.prec = 50
-        power = Decimal(p)
-        for i in range(3):
-            places = mask[i].nonzero()[:, 0].tolist()
-            terms = {t: (power * Decimal(x[i, t].item())).exp() for t in places}
-            mean = sum(terms.values()) / len(terms)
-            wanted[i] = float((mean.ln() / power).exp())
-            for t in places:
-                wanted_slope[i, t] = float(terms[t] / sum(terms.values()))
-    tight = dtype == torch.float64
-    torch.testing.assert_close(
-        got.double(), wanted[:, None].expand_as(got), rtol=1e-12 if tight else 2e-5, atol=0, check_dtype=False
-    )
-    torch.testing.assert_close(slope.double(), wanted_slope, rtol=1e-9 if tight else 1e-6, atol=1e-12)
-
-
-def test_a_row_without_tokens_costs_nothing_and_breaks_nothing():
-    for name in ("grpo", "gspo", "holder", "grpo-sg"):
-        case = make_case(named_method(name), 0)
-        mask = case.mask.clone()
-        mask[4] = False
-        step = type(case.step)(**(vars(case.step) | {"mask": mask}))
-        weight = SigmoidWeight(preset="paper") if name == "grpo-sg" else named_method(name).weight
-        method = named_method(name).model_copy(update={"weight": weight})
-        logp = case.now.clone().requires_grad_()
-        out = policy_loss(
-            method, prepare(method, step), logp, token_normalizer(method, mask, LIMIT, dtype=torch.float64)
-        )
-        out.loss.backward()
-        assert bool(torch.isfinite(out.loss))
-        assert not logp.grad[4].any()
-        assert bool(torch.isfinite(logp.grad).all())
-
-
-# -- clips -------------------------------------------------------------------------------------------------------------
-
 RATIO = torch.tensor([[0.5, 0.5, 0.79, 1.0, 1.21, 1.5, 1.5, 1.5]])
+
+
 ADVANTAGE = torch.tensor([[1.0, -1.0, -1.0, 1.0, 1.0, 1.0, -1.0, 0.0]])
 
 
@@ -245,61 +107,6 @@ def test_a_ratio_beyond_the_range_of_float32_does_not_poison_the_gradient():
     assert bool((out.clipped[positive] == 1).all())
 
 
-# -- selections --------------------------------------------------------------------------------------------------------
-
-
-def tokens_step(entropy: list[float], logp: list[float], advantage: list[float]) -> StepTensors:
-    return StepTensors.from_columns(
-        entropy=torch.tensor(entropy),
-        logp=torch.tensor(logp),
-        behavior_logp=torch.tensor(logp),
-        advantage=torch.tensor(advantage),
-    )
-
-
-def kept(method: Method, step: StepTensors, seed: int = 0) -> list[bool]:
-    return prepare(method, step, torch.Generator().manual_seed(seed)).keep.flatten().tolist()
-
-
-def test_high_entropy_keeps_the_share_and_ties():
-    step = tokens_step([0.1, 0.5, 0.9, 0.5, 0.2], [-1.0] * 5, [1.0] * 5)
-    method = named_method("high-entropy")
-    for share, expected in ((0.2, "00100"), (0.4, "01110"), (0.6, "01110"), (0.61, "01111"), (1.0, "11111")):
-        chosen = method.model_copy(update={"tokens": HighEntropyTokens(share=share)})
-        assert kept(chosen, step) == [c == "1" for c in expected], share
-
-
-def test_probability_and_advantage_split_the_tokens_in_two():
-    step = tokens_step([0.0] * 5, [math.log(p) for p in (0.1, 0.49, 0.5, 0.9, 0.2)], [1.0, -1.0, 1.0, -1.0, 0.0])
-    method = named_method("grpo")
-    for tokens, expected in (
-        (ProbabilityTokens(), "11001"),
-        (ProbabilityTokens(side="high"), "00110"),
-        (ProbabilityTokens(threshold=0.15), "10000"),
-        (AdvantageTokens(), "10100"),
-        (AdvantageTokens(sign="negative"), "01010"),
-    ):
-        chosen = method.model_copy(update={"tokens": tokens})
-        assert kept(chosen, step) == [c == "1" for c in expected], tokens
-
-
-def test_clip_cov_draws_the_share_inside_the_band_and_says_when_that_is_less_than_one_token():
-    # c = (ln π + 2)·(A − 0) = ±2: tokens 0 and 3 have +2, the others −2
-    step = tokens_step([0.0] * 4, [0.0, 0.0, -4.0, -4.0], [1.0, -1.0, 1.0, -1.0])
-    method = named_method("clip-cov")
-    dropped = {tuple(kept(method, step, seed)).index(False) for seed in range(20)}
-    assert dropped == {0, 3}
-    assert sum(kept(method, step)) == 3
-    assert "less than one token" in prepare(method, step, torch.Generator()).warnings[0]
-    half = method.model_copy(update={"tokens": ClipCovTokens(share=0.75)})
-    assert kept(half, step) == [False, True, True, False]  # three wanted, two in the band
-    assert prepare(half, step, torch.Generator()).warnings == ()
-    outside = method.model_copy(update={"tokens": ClipCovTokens(low=2.0, high=5.0)})
-    assert all(kept(outside, step))
-    with pytest.raises(ValueError, match="generator"):
-        prepare(method, step)
-
-
 def test_kl_cov_penalises_the_largest_covariances_and_all_that_tie():
     step = tokens_step([0.0] * 4, [0.0, 0.0, -4.0, -4.0], [1.0, -1.0, 1.0, -1.0])
     method = named_method("kl-cov")
@@ -308,30 +115,3 @@ def test_kl_cov_penalises_the_largest_covariances_and_all_that_tie():
     assert "less than one token" in plan.warnings[0]
     most = method.model_copy(update={"penalty": KlCovPenalty(share=0.75, coef=0.5)})
     assert prepare(most, step).penalty.flatten().tolist() == [0.5] * 4
-
-
-# -- summaries ---------------------------------------------------------------------------------------------------------
-
-
-def test_weight_summary_by_value():
-    weight = torch.tensor([[1.0, 1.0, 1.2, 1.4, 9.0]])
-    mask = torch.tensor([[1, 1, 1, 1, 0]])
-    got = summarize_weights(SigmoidWeight(), weight, mask)
-    assert (got.saturation_low, got.saturation_high, got.minimum, got.maximum) == (0.5, 0.25, 1.0, pytest.approx(1.4))
-    assert got.mean == pytest.approx(1.15)
-    assert got.std == pytest.approx(math.sqrt((2 * 0.15**2 + 0.05**2 + 0.25**2) / 4))
-    assert got.ess == pytest.approx(4.6**2 / (4 * (1 + 1 + 1.44 + 1.96)))
-    assert got.warning is None
-    unbounded = summarize_weights(named_method("cov-grpo").weight, weight, mask)
-    assert unbounded.saturation_low is None
-    assert unbounded.warning is None
-    assert math.isnan(summarize_weights(SigmoidWeight(), weight, torch.zeros_like(mask)).mean)
-
-
-@pytest.mark.parametrize(("at_bound", "warns"), [(95, False), (96, True)])
-def test_saturation_warns_above_95_percent(at_bound: int, warns: bool):
-    weight: Tensor = torch.full((1, 100), 0.9)
-    weight[0, :at_bound] = 1.0
-    got = summarize_weights(LinearWeight(), weight, torch.ones(1, 100))
-    assert got.saturation_high == pytest.approx(at_bound / 100)
-    assert (got.warning is not None) == warns

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import math
-import sys
 from dataclasses import replace
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from pydantic import TypeAdapter, ValidationError
 
-from sharpscope.config.custom_weights import find_token_weight
 from sharpscope.config.token_weights import (
     ConstantWeight,
     CovarianceGaussianWeight,
@@ -27,54 +23,27 @@ from sharpscope.config.token_weights import (
     SigmoidWeight,
     UniformWeight,
 )
-from sharpscope.errors import UserError
 from sharpscope.objective import (
     Schedule,
     StepTensors,
     TokenWeight,
-    calibrate,
     gradient_mass,
     named_method,
     policy_loss,
     prepare,
-    register_shaping,
     summarize_weights,
     token_normalizer,
     token_weight_kinds,
     token_weights,
 )
-from sharpscope.objective.statistics import weighted_percentile
 from sharpscope.objective.token_weights import drawn
-from tests.objective.data import Case, make_case
-from tests.oracles import objective as oracle
-
-
-def step_of(progress: float = 0.0, **columns: list[float]) -> StepTensors:
-    return StepTensors.from_columns(
-        progress=progress, **{k: torch.tensor(v, dtype=torch.float64) for k, v in columns.items()}
-    )
-
-
-def values(shaping: TokenWeight, step: StepTensors) -> list[float]:
-    return token_weights(shaping, step).flatten().tolist()
-
-
-PAPER = SigmoidWeight(preset="paper")
-
-
-def test_published_constants_cover_their_range_for_logits_from_9_9_to_26_5():
-    assert values(PAPER, step_of(logit=[-50.0, 9.88, 13.9, 26.5, 400.0])) == pytest.approx(
-        [1.0, 1.0, 2 * (1 / (1 + math.exp(-13.9 / 9)) - 0.25), 1.4, 1.4], abs=2e-3
-    )
-    assert values(PAPER, step_of(logit=[9.87]))[0] == 1.0
-    assert values(PAPER, step_of(logit=[9.9]))[0] > 1.0
-    assert values(PAPER, step_of(logit=[26.4]))[0] < 1.4
+from tests.objective.data import Case, make_case, step_of, weights_of
 
 
 def test_with_the_probability_as_input_grpo_sg_is_grpo():
     weight = SigmoidWeight(preset="paper", input="prob")
     step = step_of(logp=[-30.0, -1.0, -1e-9])
-    assert values(weight, step) == [1.0, 1.0, 1.0]
+    assert weights_of(weight, step) == [1.0, 1.0, 1.0]
     warning = summarize_weights(weight, token_weights(weight, step), step.mask).warning
     assert warning is not None
     assert "lower bound" in warning
@@ -85,7 +54,7 @@ def test_with_the_probability_as_input_grpo_sg_is_grpo():
 )
 def test_inputs(kind: str, expected: float):
     shaping = SigmoidWeight(input=kind, alpha=1.0, tau=1.0, mu=0.0, L=0.0, U=5.0, u0=0.0)
-    assert values(shaping, step_of(logp=[-0.5]))[0] == pytest.approx(1 / (1 + math.exp(-expected)), rel=1e-14)
+    assert weights_of(shaping, step_of(logp=[-0.5]))[0] == pytest.approx(1 / (1 + math.exp(-expected)), rel=1e-14)
 
 
 def test_log_odds_stay_finite_for_a_certain_token():
@@ -98,115 +67,35 @@ def test_log_odds_stay_finite_for_a_certain_token():
 
 
 def test_other_curves():
-    assert values(LinearWeight(alpha=0.2), step_of(logp=[0.0, math.log(0.5), -800.0])) == pytest.approx([1.0, 0.9, 0.8])
-    assert values(PowerWeight(gamma=0.5), step_of(logp=[0.0, math.log(0.25)])) == pytest.approx([1.0, 0.5])
-    assert values(PowerWeight(gamma=-1.0, U=3.0), step_of(logp=[math.log(0.5), -50.0])) == pytest.approx([2.0, 3.0])
+    assert weights_of(LinearWeight(alpha=0.2), step_of(logp=[0.0, math.log(0.5), -800.0])) == pytest.approx(
+        [1.0, 0.9, 0.8]
+    )
+    assert weights_of(PowerWeight(gamma=0.5), step_of(logp=[0.0, math.log(0.25)])) == pytest.approx([1.0, 0.5])
+    assert weights_of(PowerWeight(gamma=-1.0, U=3.0), step_of(logp=[math.log(0.5), -50.0])) == pytest.approx([2.0, 3.0])
     low, high = (EntropyWeight(direction=d, tau=1.0, u0=-2.0) for d in ("low", "high"))
     entropy = [0.3]
-    assert values(low, step_of(entropy=entropy))[0] == pytest.approx(2 * (1 / (1 + math.exp(-1.7)) - 0.25))
-    assert values(high, step_of(entropy=entropy))[0] == pytest.approx(min(1.4, 2 * (1 / (1 + math.exp(-2.3)) - 0.25)))
+    assert weights_of(low, step_of(entropy=entropy))[0] == pytest.approx(2 * (1 / (1 + math.exp(-1.7)) - 0.25))
+    assert weights_of(high, step_of(entropy=entropy))[0] == pytest.approx(
+        min(1.4, 2 * (1 / (1 + math.exp(-2.3)) - 0.25))
+    )
 
 
 def test_gaussian_kernel_of_equal_covariances_is_one():
     step = step_of(logp=[-1.0, -1.0, -1.0])
-    assert values(CovarianceGaussianWeight(), step) == [1.0, 1.0, 1.0]
+    assert weights_of(CovarianceGaussianWeight(), step) == [1.0, 1.0, 1.0]
 
 
 @pytest.mark.parametrize(("mean_entropy", "phase"), [(1.0, 0.5), (2.0, 0.0), (3.0, -0.5), (9.0, -1.0)])
 def test_polarity_weighs_what_moves_the_entropy_to_the_target(mean_entropy: float, phase: float):
     step = step_of(entropy=[mean_entropy] * 3, polarity=[0.7, -0.2, 0.0])  # A = 1: ΔH = −0.7, +0.2, 0
     shaping = PolarityWeight(alpha=0.4, target=2.0)
-    assert values(shaping, step) == pytest.approx([1 - 0.4 * phase, 1 + 0.4 * phase, 1.0])
-
-
-def test_calibration_puts_the_percentiles_on_the_bounds():
-    case = make_case(named_method("grpo-sg"), 1)
-    u = case.step.logit[case.mask]
-    u10, u90 = (torch.quantile(u, q) for q in (0.1, 0.9))
-    found = calibrate(SigmoidWeight(), case.step)
-    assert found.preset == "calibrated"
-    assert found.tau == pytest.approx(float(u90 - u10) / 1.846, rel=1e-3)
-    assert found.u0 == pytest.approx(float(u10) - 1.099 * found.tau, rel=1e-3)
-    assert (found.alpha, found.mu, found.L, found.U) == (2.0, 0.25, 1.0, 1.4)
-    ends = StepTensors.from_columns(logit=torch.stack([u10, u90]))
-    assert token_weights(found, ends).flatten().tolist() == pytest.approx([1.0, 1.4], abs=1e-12)
-    assert calibrate(found, case.step) is not None
-    assert calibrate(found, case.step.rows(slice(0, 3))) == found
-    summary = summarize_weights(found, token_weights(found, case.step), case.mask)
-    assert summary.saturation_low == pytest.approx(0.1, abs=0.05)
-    assert summary.saturation_high == pytest.approx(0.1, abs=0.05)
-    assert summary.warning is None
-
-
-def test_calibration_with_other_bounds_still_lands_on_them():
-    case = make_case(named_method("grpo-sg"), 2)
-    found = calibrate(SigmoidWeight(preset="calibrated", L=0.5, U=1.2, alpha=1.8, input="logp"), case.step)
-    u = torch.quantile(case.step.logp[case.mask], torch.tensor([0.1, 0.9], dtype=torch.float64))
-    raw = 1.8 * (torch.sigmoid((u - found.u0) / found.tau) - 0.25)
-    assert raw.tolist() == pytest.approx([0.5, 1.2], abs=1e-12)
-
-
-@pytest.mark.parametrize("percentiles", ["tokens", "gradient"])
-@pytest.mark.parametrize(("low", "high"), [(1.0, 4.0), (0.0, 1.0), (1.0, 1.01), (1.0, 1.4)])
-def test_alpha_and_mu_follow_the_range(percentiles: str, low: float, high: float):
-    case = make_case(named_method("grpo-sg"), 2)
-    found = calibrate(SigmoidWeight(percentiles=percentiles, L=low, U=high), case.step)
-    inside = case.step.logit[case.mask].tolist()
-    mass = case.step.gradient_mass[case.mask].tolist()
-    if percentiles == "tokens":
-        ends = torch.quantile(torch.tensor(inside, dtype=torch.float64), torch.tensor([0.1, 0.9], dtype=torch.float64))
-    else:
-        ends = torch.tensor([oracle.mass_percentile(inside, mass, q) for q in (0.1, 0.9)], dtype=torch.float64)
-    raw = found.alpha * (torch.sigmoid((ends - found.u0) / found.tau) - found.mu)
-    assert raw.tolist() == pytest.approx([low, high], abs=1e-12)
-    # the same part of the sigmoid as published, from 0.75 to 0.95
-    assert [low / found.alpha + found.mu, high / found.alpha + found.mu] == pytest.approx([0.75, 0.95], abs=1e-12)
-    if (low, high) == (1.0, 1.4):
-        assert (found.alpha, found.mu) == (2.0, 0.25)
-    weight = token_weights(found, case.step)[case.mask]
-    assert float(weight.min()) >= low
-    assert float(weight.max()) <= high
-
-
-def test_the_published_location_takes_another_range_too():
-    wide = calibrate(SigmoidWeight(preset="paper", U=4.0), make_case(named_method("grpo-sg"), 2).step)
-    assert (wide.tau, wide.u0, wide.alpha, wide.mu) == (9.0, 0.0, pytest.approx(15.0), pytest.approx(0.75 - 1 / 15))
-    ends = step_of(logit=[9 * math.log(3), 9 * math.log(19)])  # sigmoid 0.75 and 0.95
-    assert values(wide, ends) == pytest.approx([1.0, 4.0])
-    assert values(ReverseWeight(of=wide), ends) == pytest.approx([4.0, 1.0])
+    assert weights_of(shaping, step) == pytest.approx([1 - 0.4 * phase, 1 + 0.4 * phase, 1.0])
 
 
 def test_a_schedule_of_a_bound_needs_alpha():
     with pytest.raises(ValidationError, match="set alpha"):
         SigmoidWeight(U=Schedule(start=1.4, end=4.0))
     assert SigmoidWeight(U=Schedule(start=1.4, end=4.0), alpha=8.0).constants()["mu"] == 0.25
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_weighted_percentiles_against_brute_force(seed: int):
-    """The smallest value with at least q % of the mass at or below it; with equal masses, of the sorted values."""
-    g = torch.Generator().manual_seed(seed)
-    value = torch.randint(0, 12, (4, 9), generator=g).double()  # ties
-    mass = torch.rand(4, 9, generator=g, dtype=torch.float64) * (torch.rand(4, 9, generator=g) < 0.7)
-    mask = torch.rand(4, 9, generator=g) < 0.8
-    value[~mask] = torch.nan
-    inside, masses = value[mask].tolist(), mass[mask].tolist()
-    for q in (0.5, 10, 37, 50, 90, 100):
-        assert weighted_percentile(value, mask, mass, q) == oracle.mass_percentile(inside, masses, q / 100)
-        repeated = np.percentile(inside, q, method="inverted_cdf")
-        assert weighted_percentile(value, mask, torch.full_like(mass, 0.25), q) == repeated
-
-
-def test_calibration_over_the_gradient_needs_one():
-    step = step_of(logit=[1.0, 2.0])
-    with pytest.raises(ValueError, match="needs gradient_mass"):
-        calibrate(SigmoidWeight(percentiles="gradient"), step)
-    weight = ReverseWeight(of=SigmoidWeight(percentiles="gradient"))
-    assert weight.needs_gradient
-    with pytest.raises(UserError, match="no token of the first step carries a gradient"):
-        calibrate(weight, replace(step, gradient_mass=torch.zeros(2, 1)))
-    assert not SigmoidWeight(percentiles="gradient", preset="paper").needs_gradient
-    assert not ConstantWeight(of=SigmoidWeight(), matched="gradient").needs_gradient
 
 
 CONTROLS = [
@@ -284,84 +173,15 @@ def test_gradient_mass_is_the_coefficient_times_the_logit_gradient(aggregate: st
     torch.testing.assert_close(found[case.mask] / found.sum(), wanted / wanted.sum(), rtol=1e-10, atol=1e-15)
 
 
-def test_explicit_constants_override_the_preset_and_presets_fill_the_rest():
-    case = make_case(named_method("grpo-sg"), 3)
-    paper = calibrate(SigmoidWeight(preset="paper", tau=4.0), case.step)
-    assert paper.model_dump() == {
-        "kind": "sigmoid",
-        "preset": "paper",
-        "percentiles": "tokens",
-        "input": "logit",
-        "alpha": 2.0,
-        "tau": 4.0,
-        "mu": 0.25,
-        "L": 1.0,
-        "U": 1.4,
-        "u0": 0.0,
-    }
-    kept = calibrate(SigmoidWeight(tau=3.0), case.step)
-    assert kept.tau == 3.0
-    u10 = float(torch.quantile(case.step.logit[case.mask], 0.1))
-    assert kept.u0 == pytest.approx(u10 - math.log(3) * 3.0)
-    inside = calibrate(ShuffledWeight(of=ReverseWeight(of=SigmoidWeight(u0=1.0, tau=2.0))), case.step)
-    assert inside.of.of == SigmoidWeight(preset="calibrated", alpha=2.0, tau=2.0, mu=0.25, L=1.0, U=1.4, u0=1.0)
-    entropy = calibrate(EntropyWeight(), case.step)
-    u = torch.quantile(-case.step.entropy[case.mask], torch.tensor([0.1, 0.9], dtype=torch.float64))
-    assert (2 * (torch.sigmoid((u - entropy.u0) / entropy.tau) - 0.25)).tolist() == pytest.approx([1.0, 1.4])
-    polarity = calibrate(PolarityWeight(), case.step)
-    assert polarity.target == pytest.approx(float(case.step.entropy[case.mask].mean()))
-
-
-def test_only_unfilled_constants_need_a_calibration():
-    method = named_method("grpo-sg")
-    assert method.weight.needs_calibration
-    assert named_method("papo").weight.needs_calibration
-    assert named_method("grpo-sg-mean-one").weight.needs_calibration
-    assert not named_method("ar").weight.needs_calibration
-    filled = calibrate(method.weight, make_case(method).step)
-    assert not method.model_copy(update={"weight": filled}).weight.needs_calibration
-
-
-def test_a_preset_is_replaced_inside_controls_and_only_where_it_stands():
-    assert ReverseWeight(of=SigmoidWeight()).with_preset("auto", "paper") == ReverseWeight(of=PAPER)
-    assert SigmoidWeight(preset="calibrated").with_preset("auto", "paper").preset == "calibrated"
-    assert LinearWeight().with_preset("auto", "paper") == LinearWeight()
-    with pytest.raises(ValidationError, match="preset"):
-        SigmoidWeight().with_preset("auto", "published")
-
-
-@pytest.mark.parametrize(
-    ("shaping", "step", "message"),
-    [
-        (SigmoidWeight(), step_of(logit=[5.0, 5.0, 5.0]), "nothing to calibrate on"),
-        (SigmoidWeight(alpha=1.0), step_of(logit=[1.0, 2.0]), "out of the sigmoid's reach"),
-        (PolarityWeight(), step_of(entropy=[0.0, 0.0]), "set the target"),
-        (SigmoidWeight(), step_of(logp=[-1.0, -2.0]), "nothing to calibrate on"),
-    ],
-)
-def test_calibration_says_what_is_wrong(shaping: TokenWeight, step: StepTensors, message: str):
-    with pytest.raises(UserError, match=message):
-        calibrate(shaping, step)
-
-
-def test_an_uncalibrated_shaping_is_refused():
-    with pytest.raises(ValueError, match="calibrate"):
-        token_weights(SigmoidWeight(), step_of(logit=[1.0, 2.0]))
-    with pytest.raises(ValueError, match="calibrate"):
-        token_weights(PolarityWeight(), step_of(entropy=[1.0], polarity=[1.0]))
-    with pytest.raises(ValueError, match="generator"):
-        token_weights(ShuffledWeight(of=LinearWeight()), step_of(logp=[-1.0]))
-
-
 def test_a_schedule_anneals_a_constant():
     ramp = LinearWeight(alpha=Schedule(kind="linear", start=0.0, end=1.0))
-    half = [values(ramp, step_of(progress=p, logp=[math.log(0.5)]))[0] for p in (0.0, 0.25, 1.0)]
+    half = [weights_of(ramp, step_of(progress=p, logp=[math.log(0.5)]))[0] for p in (0.0, 0.25, 1.0)]
     assert half == pytest.approx([1.0, 0.875, 0.5])
     cosine = Schedule(kind="cosine", start=2.0, end=-2.0)
     assert [cosine.value(p) for p in (0, 0.25, 0.5, 1)] == pytest.approx([2.0, 2 * math.cos(math.pi / 4), 0.0, -2.0])
     assert Schedule(kind="constant", start=3.0).value(0.7) == 3.0
     sharpening = SigmoidWeight(preset="paper", tau=Schedule(start=9.0, end=3.0))
-    assert values(sharpening, step_of(progress=1.0, logit=[5.0])) == values(
+    assert weights_of(sharpening, step_of(progress=1.0, logit=[5.0])) == weights_of(
         SigmoidWeight(preset="paper", tau=3.0), step_of(logit=[5.0])
     )
     for wrong in ({"kind": "linear", "start": 1.0}, {"kind": "constant", "start": 1.0, "end": 2.0}):
@@ -407,88 +227,3 @@ def test_pointwise_and_bounded_are_known_of_every_kind():
 def test_impossible_shapings_are_refused(data: dict):
     with pytest.raises(ValidationError):
         TypeAdapter(TokenWeight).validate_python(data)
-
-
-# -- a user's own shaping ----------------------------------------------------------------------------------------------
-
-
-@register_shaping("test-gentle", pointwise=True, bounds=(0.5, 1.0))
-def gentle(step: StepTensors, power: float = 0.5) -> torch.Tensor:
-    """0.5 + π^power/2."""
-    return 0.5 + (power * step.logp).exp() / 2
-
-
-def test_a_registered_shaping_works_and_keeps_its_promises():
-    weight = CustomWeight(function="test-gentle", arguments={"power": 1.0})
-    assert values(weight, step_of(logp=[0.0, math.log(0.5)])) == pytest.approx([1.0, 0.75])
-    assert weight.pointwise
-    assert weight.bounds == (0.5, 1.0)
-    assert values(ReverseWeight(of=weight), step_of(logp=[0.0])) == pytest.approx([0.5])
-    by_path = CustomWeight(function=f"{__name__}:gentle")
-    assert by_path.pointwise
-
-
-def test_a_shaping_by_import_path_from_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    (tmp_path / "my_weights.py").write_text("def steep(step):\n    return step.logp.exp() ** 2\n")
-    monkeypatch.chdir(tmp_path)
-    before = list(sys.path)
-    weight = CustomWeight(function="my_weights:steep")
-    assert sys.path == before
-    assert values(weight, step_of(logp=[math.log(0.5)])) == pytest.approx([0.25])
-    assert not weight.pointwise
-    assert weight.bounds is None
-    del sys.modules["my_weights"]
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("test-gentel", "did you mean 'test-gentle'"),
-        ("no_such_module_here:f", "importing 'no_such_module_here' failed"),
-        ("math:no_such_function", "has no function 'no_such_function'"),
-        ("math:pi", "has no function 'pi'"),
-    ],
-)
-def test_a_name_that_leads_nowhere_is_one_clear_line(name: str, message: str):
-    with pytest.raises(UserError, match=message) as error:
-        CustomWeight(function=name)
-    assert "\n" not in str(error.value)
-
-
-BAD = {
-    "shape": (lambda step: step.logp[:, 0], r"shape \(2,\); it must be \(N, T\) = \(2, 1\)"),
-    "sign": (lambda step: step.logp, "negative weights"),
-    "nan": (lambda step: step.logp * torch.nan, "not finite"),
-    "integer": (lambda step: torch.ones(2, 1, dtype=torch.long), "floating-point"),
-    "type": (lambda step: 1.0, "returned float"),
-    "raise": (lambda step: 1 / 0, "raised ZeroDivisionError"),
-    "bounds": (lambda step: step.logp * 0 + 7.0, r"declares weights in \[0.0, 1.0\] but returned \[7, 7\]"),
-}
-
-
-@pytest.mark.parametrize("what", BAD)
-def test_a_shaping_that_is_off_says_how(what: str):
-    function, message = BAD[what]
-    register_shaping(f"test-bad-{what}", bounds=(0.0, 1.0) if what == "bounds" else None)(function)
-    with pytest.raises(UserError, match=message) as error:
-        token_weights(CustomWeight(function=f"test-bad-{what}"), step_of(logp=[-1.0, -2.0]))
-    assert "\n" not in str(error.value)
-    assert f"test-bad-{what}" in str(error.value)
-
-
-def test_names_cannot_be_taken_twice_or_look_like_paths():
-    with pytest.raises(UserError, match="already taken"):
-        register_shaping("test-gentle")(lambda step: step.logp)
-    with pytest.raises(UserError, match="colon"):
-        register_shaping("a:b")
-    with pytest.raises(UserError, match="0 <= L < U"):
-        register_shaping("test-bounds", bounds=(2.0, 1.0))
-    register_shaping("test-gentle", pointwise=True, bounds=(0.5, 1.0))(gentle)  # a module that is imported again
-    assert find_token_weight("test-gentle").function is gentle
-
-
-def test_a_custom_weight_never_carries_a_gradient():
-    logp = torch.tensor([[-1.0]], dtype=torch.float64, requires_grad=True)
-    step = step_of(logp=[-1.0])
-    step = type(step)(**(vars(step) | {"logp": logp}))
-    assert not token_weights(CustomWeight(function="test-gentle"), step).requires_grad

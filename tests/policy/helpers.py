@@ -10,7 +10,8 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
-from sharpscope.policy import Completions, Policy
+from sharpscope.config.policy import LoraSpec, PolicySpec
+from sharpscope.policy import Completions, Policy, load_policy, score_completions
 from sharpscope.policy.loading import make_policy
 from tests.models import tiny_model
 
@@ -58,3 +59,48 @@ def completions_by_hand(
         truncated=torch.zeros(len(ids), dtype=torch.bool),
         texts=[""] * len(ids),
     )
+
+
+# Prompts longer and shorter than the sliding window (8) of the one model that has it, completions of 1 to 9 tokens.
+PROMPTS = random_prompts((11, 3, 6), seed=1)
+
+
+COMPLETIONS = [random_prompts((4, 9), seed=2), random_prompts((1, 1, 7), seed=3), random_prompts((9, 2), seed=4)]
+
+
+def rows(**padding: int) -> Completions:
+    return completions_by_hand(PROMPTS, COMPLETIONS, **padding)
+
+
+def weighted(logp: torch.Tensor, seed: int = 0) -> torch.Tensor:
+    """A scalar in which every token has another weight."""
+    g = torch.Generator().manual_seed(seed)
+    return (logp * torch.randn(logp.shape, generator=g, dtype=torch.float64)).sum()
+
+
+def spec(model, **values) -> PolicySpec:
+    return PolicySpec(model=str(model), device="cpu", **values)
+
+
+def score_gradients(model, **options) -> list[torch.Tensor]:
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    scored = score_completions(model, rows(), 0.8, with_grad=True, **options)
+    factor = torch.linspace(-1, 1, scored.logp.numel(), dtype=scored.logp.dtype).view_as(scored.logp)
+    return list(torch.autograd.grad((scored.logp * factor).sum(), trainable, allow_unused=True))
+
+
+def adapted(saved, **values):
+    return load_policy(spec(saved, lora=LoraSpec(r=2, alpha=4.0, **values)))
+
+
+def stir(policy, seed: int = 0) -> None:
+    """Give every adapter weight a value, as training would."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in policy.model.parameters():
+            if parameter.requires_grad:
+                parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+
+
+def logp(policy, model=None):
+    return score_completions(model or policy.model, rows(), 1.0, share_prompt=True, with_grad=False).logp

@@ -7,15 +7,20 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from sharpscope.config.policy import LoraSpec
 from sharpscope.errors import UserError
-from sharpscope.policy import PolicySpec, load_policy
-from sharpscope.policy.adapters import has_adapters
+from sharpscope.policy import (
+    load_policy,
+    output_head,
+)
+from sharpscope.policy.adapters import has_adapters, without_adapters
 from sharpscope.policy.loading import check_revision
 from sharpscope.training import evaluate_model, train
 from tests.models import tiny_model
-from tests.policy.helpers import word_tokenizer
+from tests.policy.helpers import adapted, logp, spec, stir, word_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -24,10 +29,6 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny_model(dtype=torch.float32).save_pretrained(folder)
     word_tokenizer().save_pretrained(folder)
     return folder
-
-
-def spec(model: Path | str, **values: Any) -> PolicySpec:
-    return PolicySpec(model=str(model), device="cpu", **values)
 
 
 def adapters(base: Path, folder: Path, **lora: Any) -> Path:
@@ -92,3 +93,78 @@ def test_a_revision_of_a_folder_is_refused(base, tmp_path, toy_config):
         train(toy_config(policy__revision="main"))
     with pytest.raises(UserError, match=r"policy.revision = 'main'"):
         evaluate_model(str(base), task="math", overrides=["policy.revision=main"])
+
+
+def test_only_the_adapters_train_and_they_start_at_the_model_itself(saved):
+    policy, plain = adapted(saved), load_policy(spec(saved))
+    trainable = {name for name, p in policy.model.named_parameters() if p.requires_grad}
+    assert trainable and all(".lora_" in name for name in trainable)
+    assert len(trainable) == 2 * 2 * 7  # A and B of two layers' q, k, v, o, gate, up, down
+    assert torch.equal(logp(policy), logp(plain))
+    assert output_head(policy.model).weight.requires_grad is False
+    few = adapted(saved, target_modules=("q_proj",))
+    assert {
+        name.split(".lora_")[0].rsplit(".", 1)[-1] for name, p in few.model.named_parameters() if p.requires_grad
+    } == {"q_proj"}
+    with pytest.raises(UserError, match="target_modules"):
+        adapted(saved, target_modules=("no_such_layer",))
+
+
+def test_adapters_follow_their_seed_and_leave_the_global_generator_alone(saved):
+    def first(policy):
+        return next(p for name, p in policy.model.named_parameters() if ".lora_A." in name)
+
+    state = torch.get_rng_state()
+    one, same, other = adapted(saved), adapted(saved), adapted(saved, seed=1)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(first(one), first(same)) and not torch.equal(first(one), first(other))
+    bound = first(one)[0].numel() ** -0.5
+    assert 0.5 * bound < float(first(one).detach().abs().max()) <= bound
+
+
+def test_an_adapted_layer_is_w_plus_alpha_over_r_b_a(saved):
+    policy, by_hand = adapted(saved), load_policy(spec(saved))
+    stir(policy)
+    weights = dict(policy.model.named_parameters())
+    with torch.no_grad():
+        for name, parameter in by_hand.model.named_parameters():
+            stem = f"base_model.model.{name.removesuffix('.weight')}"
+            if f"{stem}.lora_A.default.weight" in weights:
+                parameter += 2.0 * weights[f"{stem}.lora_B.default.weight"] @ weights[f"{stem}.lora_A.default.weight"]
+    assert torch.allclose(logp(policy), logp(by_hand), atol=1e-5)
+    assert not torch.allclose(logp(policy), logp(load_policy(spec(saved))), atol=1e-2)
+
+
+def test_without_adapters_it_is_the_reference(saved):
+    policy = adapted(saved)
+    stir(policy)
+    before = logp(policy)
+    with without_adapters(policy.model) as base:
+        assert torch.equal(logp(policy, base), logp(load_policy(spec(saved))))
+    assert torch.equal(logp(policy), before)
+
+
+def test_saved_adapters_load_here_and_with_transformers(saved, tmp_path):
+    policy = adapted(saved)
+    stir(policy)
+    policy.model.save_pretrained(tmp_path / "adapters")
+    policy.tokenizer.save_pretrained(tmp_path / "adapters")
+    assert not (tmp_path / "adapters" / "model.safetensors").exists()
+    again = load_policy(spec(tmp_path / "adapters"))
+    assert has_adapters(again.model) and torch.equal(logp(again), logp(policy))
+    assert [p.requires_grad for p in again.model.parameters()] == [p.requires_grad for p in policy.model.parameters()]
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "adapters").eval()
+    ids = torch.tensor([[3, 5, 9, 4]])
+    assert torch.allclose(theirs(ids).logits, policy.model(ids).logits, atol=1e-5)
+
+
+def test_pickled_adapters_are_refused_unread(saved, tmp_path):
+    policy = adapted(saved)
+    policy.model.save_pretrained(tmp_path / "adapters")
+    policy.tokenizer.save_pretrained(tmp_path / "adapters")
+    weights = tmp_path / "adapters" / "adapter_model.safetensors"
+    torch.save(load_file(weights), weights.with_suffix(".bin"))
+    weights.unlink()
+    with pytest.raises(UserError, match=r"adapters': no adapter_model\.safetensors .* save_pretrained") as refused:
+        load_policy(spec(tmp_path / "adapters"))
+    assert "\n" not in str(refused.value)

@@ -4,88 +4,31 @@ from __future__ import annotations
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
 from sharpscope.config.policy import LoraSpec
-from sharpscope.errors import UserError
 from sharpscope.policy import (
-    PolicySpec,
     SamplingSpec,
     generate,
     head,
     load_policy,
     microbatches,
-    output_head,
     score_completions,
 )
-from sharpscope.policy.adapters import has_adapters, without_adapters
 from sharpscope.policy.chunked_logp import flat_logp
-from sharpscope.policy.gradient_checkpointing import layers_of
-from tests.models import ARCHITECTURES, tiny_model
-from tests.policy.helpers import word_tokenizer
-from tests.policy.test_forward import rows
-
-
-@pytest.fixture
-def saved(tmp_path):
-    """Folder of a tiny float32 model with its tokenizer."""
-    tiny_model(dtype=torch.float32).save_pretrained(tmp_path / "base")
-    word_tokenizer().save_pretrained(tmp_path / "base")
-    return tmp_path / "base"
-
-
-def spec(model, **values) -> PolicySpec:
-    return PolicySpec(model=str(model), device="cpu", **values)
-
-
-def gradients(model, **options) -> list[torch.Tensor]:
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    scored = score_completions(model, rows(), 0.8, with_grad=True, **options)
-    factor = torch.linspace(-1, 1, scored.logp.numel(), dtype=scored.logp.dtype).view_as(scored.logp)
-    return list(torch.autograd.grad((scored.logp * factor).sum(), trainable, allow_unused=True))
-
-
-@pytest.mark.parametrize("share", [False, True])
-@pytest.mark.parametrize("architecture", list(ARCHITECTURES))
-def test_layers_computed_again_give_the_same_gradient(architecture, share):
-    model = tiny_model(architecture)
-    kept = gradients(model, share_prompt=share)
-    again = gradients(model, share_prompt=share, gradient_checkpointing=True)
-    for one, other in zip(kept, again, strict=True):
-        assert (one is None) == (other is None)
-        assert one is None or torch.allclose(one, other, rtol=1e-9, atol=1e-12)
-    assert all("forward" not in vars(layer) for layer in layers_of(model))  # the layers' own code is back
-
-
-def test_recomputing_keeps_fewer_activations():
-    def kept(**options) -> int:
-        total = 0
-
-        def pack(tensor):
-            nonlocal total
-            total += tensor.numel()
-            return tensor
-
-        model = tiny_model(num_hidden_layers=4)
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            score_completions(model, rows(), 1.0, share_prompt=False, with_grad=True, **options)
-        return total
-
-    assert kept(gradient_checkpointing=True) < 0.4 * kept()
+from tests.models import tiny_model
+from tests.policy.helpers import adapted, rows, score_gradients, spec, stir
 
 
 def test_one_pass_gives_what_buckets_give():
     model = tiny_model()
     for one, other in zip(
-        gradients(model, share_prompt=False), gradients(model, share_prompt=False, one_pass=True), strict=True
+        score_gradients(model, share_prompt=False),
+        score_gradients(model, share_prompt=False, one_pass=True),
+        strict=True,
     ):
         assert torch.allclose(one, other, rtol=1e-9, atol=1e-12)
     with pytest.raises(ValueError, match="one_pass"):
         score_completions(model, rows(), 1.0, share_prompt=True, with_grad=False, one_pass=True)
-
-
-# -- bfloat16 ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("share", [False, True])
@@ -99,10 +42,10 @@ def test_bfloat16_computes_in_it_and_keeps_weights_gradients_and_logits_in_float
             module.register_forward_hook(lambda m, i, out: seen.add(out.dtype))
         if "norm" in name:
             module.register_forward_hook(lambda m, i, out: norms.add(out.dtype))
-    found = gradients(policy.model, share_prompt=share, compute=torch.bfloat16)
+    found = score_gradients(policy.model, share_prompt=share, compute=torch.bfloat16)
     assert seen == {torch.bfloat16} and norms == {torch.float32}
     assert {g.dtype for g in found} == {torch.float32}
-    exact = gradients(policy.model, share_prompt=share)
+    exact = score_gradients(policy.model, share_prompt=share)
     one, other = (torch.cat([g.flatten() for g in part]) for part in (found, exact))
     assert 1e-5 < float((one - other).norm() / other.norm()) < 0.05  # it is rounded, and no more than that
     scored = score_completions(
@@ -122,99 +65,18 @@ def test_a_small_step_is_not_lost_in_bfloat16(saved):
     assert torch.equal((before.bfloat16() * (1 + 1e-4)).bfloat16(), before.bfloat16())
 
 
-# -- adapters ------------------------------------------------------------------------------------------------------------
-
-
-def adapted(saved, **values):
-    return load_policy(spec(saved, lora=LoraSpec(r=2, alpha=4.0, **values)))
-
-
-def stir(policy, seed: int = 0) -> None:
-    """Give every adapter weight a value, as training would."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in policy.model.parameters():
-            if parameter.requires_grad:
-                parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
-
-
-def logp(policy, model=None):
-    return score_completions(model or policy.model, rows(), 1.0, share_prompt=True, with_grad=False).logp
-
-
-def test_only_the_adapters_train_and_they_start_at_the_model_itself(saved):
-    policy, plain = adapted(saved), load_policy(spec(saved))
-    trainable = {name for name, p in policy.model.named_parameters() if p.requires_grad}
-    assert trainable and all(".lora_" in name for name in trainable)
-    assert len(trainable) == 2 * 2 * 7  # A and B of two layers' q, k, v, o, gate, up, down
-    assert torch.equal(logp(policy), logp(plain))
-    assert output_head(policy.model).weight.requires_grad is False
-    few = adapted(saved, target_modules=("q_proj",))
-    assert {
-        name.split(".lora_")[0].rsplit(".", 1)[-1] for name, p in few.model.named_parameters() if p.requires_grad
-    } == {"q_proj"}
-    with pytest.raises(UserError, match="target_modules"):
-        adapted(saved, target_modules=("no_such_layer",))
-
-
-def test_adapters_follow_their_seed_and_leave_the_global_generator_alone(saved):
-    def first(policy):
-        return next(p for name, p in policy.model.named_parameters() if ".lora_A." in name)
-
-    state = torch.get_rng_state()
-    one, same, other = adapted(saved), adapted(saved), adapted(saved, seed=1)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert torch.equal(first(one), first(same)) and not torch.equal(first(one), first(other))
-    bound = first(one)[0].numel() ** -0.5
-    assert 0.5 * bound < float(first(one).detach().abs().max()) <= bound
-
-
-def test_an_adapted_layer_is_w_plus_alpha_over_r_b_a(saved):
-    policy, by_hand = adapted(saved), load_policy(spec(saved))
-    stir(policy)
-    weights = dict(policy.model.named_parameters())
-    with torch.no_grad():
-        for name, parameter in by_hand.model.named_parameters():
-            stem = f"base_model.model.{name.removesuffix('.weight')}"
-            if f"{stem}.lora_A.default.weight" in weights:
-                parameter += 2.0 * weights[f"{stem}.lora_B.default.weight"] @ weights[f"{stem}.lora_A.default.weight"]
-    assert torch.allclose(logp(policy), logp(by_hand), atol=1e-5)
-    assert not torch.allclose(logp(policy), logp(load_policy(spec(saved))), atol=1e-2)
-
-
-def test_without_adapters_it_is_the_reference(saved):
-    policy = adapted(saved)
-    stir(policy)
-    before = logp(policy)
-    with without_adapters(policy.model) as base:
-        assert torch.equal(logp(policy, base), logp(load_policy(spec(saved))))
-    assert torch.equal(logp(policy), before)
-
-
-def test_saved_adapters_load_here_and_with_transformers(saved, tmp_path):
-    policy = adapted(saved)
-    stir(policy)
-    policy.model.save_pretrained(tmp_path / "adapters")
-    policy.tokenizer.save_pretrained(tmp_path / "adapters")
-    assert not (tmp_path / "adapters" / "model.safetensors").exists()
-    again = load_policy(spec(tmp_path / "adapters"))
-    assert has_adapters(again.model) and torch.equal(logp(again), logp(policy))
-    assert [p.requires_grad for p in again.model.parameters()] == [p.requires_grad for p in policy.model.parameters()]
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "adapters").eval()
-    ids = torch.tensor([[3, 5, 9, 4]])
-    assert torch.allclose(theirs(ids).logits, policy.model(ids).logits, atol=1e-5)
-
-
 def test_frozen_weights_under_bfloat16_are_held_in_it(saved):
     policy = load_policy(spec(saved, dtype="bfloat16", lora=LoraSpec(r=2, alpha=4.0)))
     kinds = {(p.requires_grad, p.dtype) for p in policy.model.parameters()}
     assert kinds == {(True, torch.float32), (False, torch.bfloat16)}
     stir(policy)
-    found = gradients(policy.model, share_prompt=True, compute=policy.compute, gradient_checkpointing=True)
+    found = score_gradients(policy.model, share_prompt=True, compute=policy.compute, gradient_checkpointing=True)
     assert {g.dtype for g in found} == {torch.float32}
     exact = adapted(saved)
     stir(exact)
-    one, other = (torch.cat([g.flatten() for g in part]) for part in (found, gradients(exact.model, share_prompt=True)))
+    one, other = (
+        torch.cat([g.flatten() for g in part]) for part in (found, score_gradients(exact.model, share_prompt=True))
+    )
     assert float((one - other).norm() / other.norm()) < 0.1
 
 
@@ -260,21 +122,6 @@ def test_float32_states_are_rounded_neither_in_sampling_nor_in_scoring(saved, mo
     assert 0 < sampled < len(seen)
     for hidden in seen:
         assert hidden.dtype == torch.float32 and not torch.equal(hidden, hidden.bfloat16().float())
-
-
-def test_pickled_adapters_are_refused_unread(saved, tmp_path):
-    policy = adapted(saved)
-    policy.model.save_pretrained(tmp_path / "adapters")
-    policy.tokenizer.save_pretrained(tmp_path / "adapters")
-    weights = tmp_path / "adapters" / "adapter_model.safetensors"
-    torch.save(load_file(weights), weights.with_suffix(".bin"))
-    weights.unlink()
-    with pytest.raises(UserError, match=r"adapters': no adapter_model\.safetensors .* save_pretrained") as refused:
-        load_policy(spec(tmp_path / "adapters"))
-    assert "\n" not in str(refused.value)
-
-
-# -- a budget of tokens --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("budget", [1, 12, 20, 10_000])

@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 
 from sharpscope.analysis import claims
-from sharpscope.analysis.tables.paper import paper_tables, write_tables
 from sharpscope.analysis.text import escape_markdown
 from sharpscope.analysis.tokens import steps_of
 from sharpscope.traces import load_run, load_runs
-from tests.analysis.claims.frames import frame_run, paired_study, study
+from tests.analysis.claims.frames import frame_run, study
 from tests.analysis.claims.planted import MAKERS, alignment, grid
 from tests.traces.synthetic import Effects, Shape, write_study
 
@@ -107,26 +106,3 @@ def test_the_reward_drawn_is_that_of_the_setting_that_is_judged():
     other = dataclasses.replace(runs[0], name="a-hot-run-sorts-first", config=hot)
     titles = [axis.get_title() for axis in drawn(study(other, *runs), "reward_fit").axes]
     assert titles == [min(run.name for run in runs)]
-
-
-def test_tables_hold_means_over_seeds_beside_the_published_numbers(tmp_path):
-    runs = paired_study(6, 0.1)
-    (table,) = paper_tables(claims.study_of(runs))
-    expected = [
-        run.eval.query("step == 40 and temperature == 1 and split == 'heldout'")["accuracy"].iloc[0]
-        for run in runs.by_name.values()
-        if run.method == "grpo-sg"
-    ]
-    cell = table.rows["grpo-sg"]["3"]
-    assert cell.mean == pytest.approx(np.mean(expected)) and cell.n == 6
-    assert cell.interval.kind == "percentile-t" and cell.interval.low < cell.mean < cell.interval.high
-    assert table.rows["grpo-sg"]["paper (Qwen2.5-3B)"] == "0.63" and "not comparable in scale" in table.caption
-    paths = write_tables([table], tmp_path)
-    assert [path.suffix for path in paths] == [".csv", ".md", ".tex"]
-    assert r"\toprule" in paths[2].read_text() and f"{cell.mean:.3f}" in paths[1].read_text()
-    other = paper_tables(
-        claims.study_of(study(*runs.by_name.values(), *(frame_run("grpo-sg-shuffled", s) for s in range(3))))
-    )
-    assert [t.name for t in other] == ["accuracy", "controls"]
-    assert str(other[1].rows["grpo-sg-shuffled"]["3"]) == "0.500 (n = 3)"
-    assert paper_tables(claims.study_of(study())) == []

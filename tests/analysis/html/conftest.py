@@ -9,10 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from sharpscope.analysis import AnalysisResult, analyze, output
+from sharpscope.analysis import AnalysisResult, analyze
 from tests.analysis.html.runs import write_report_run
-
-BLANK = '<svg xmlns="http://www.w3.org/2000/svg" width="10" height="10"></svg>'
 
 
 @dataclass(frozen=True)
@@ -32,22 +30,6 @@ class Made:
 
         (text,) = re.findall(rf'<script type="application/json" id="data-{name}">(.*?)</script>', self.html, re.DOTALL)
         return json.loads(text)
-
-
-@pytest.fixture(scope="session")
-def quick():
-    """Figures are made but saved as empty pictures: drawing is tested elsewhere, and slow."""
-
-    def save(figure, folder, name):
-        paths = [folder / f"{name}.{ending}" for ending in ("png", "svg")]
-        for path in paths:
-            path.write_text(BLANK)
-        return paths
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(output, "save", save)
-        patch.setattr("sharpscope.analysis.html.page.svg_text", lambda figure: BLANK)
-        yield
 
 
 @pytest.fixture(scope="session")

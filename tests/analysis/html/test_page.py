@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import dataclasses
 import hashlib
-import json
 import re
 from html.parser import HTMLParser
 
@@ -17,13 +16,11 @@ from markdown_it import MarkdownIt
 from sharpscope.analysis import write_page
 from sharpscope.analysis.claims import claim_pictures, study_of
 from sharpscope.analysis.claims import test_claims as verdicts_of
-from sharpscope.analysis.html.page import finite, script_json
-from sharpscope.analysis.html.tokens import DIGITS, token_view
+from sharpscope.analysis.html.tokens import token_view
 from sharpscope.analysis.text import shown
-from sharpscope.analysis.token_text import pieces
 from sharpscope.errors import UserError
 from sharpscope.traces import TraceWriter, create_run_dir, create_run_info, load_run, load_runs
-from tests.analysis.html.runs import HOSTILE, LONG, SPIKE, STEPS, WORDS, ids_of, write_report_run
+from tests.analysis.html.runs import LONG, SPIKE, STEPS, WORDS, write_report_run
 from tests.traces.rows import INFO, rows
 
 
@@ -99,48 +96,6 @@ def test_hostile_texts_are_there_as_text(made):
     assert "\u202e" not in markdown and len(markdown) < 60_000
 
 
-@pytest.mark.parametrize("text", [*HOSTILE.values(), "</SCRIPT ", "<!--<script>", "\u2028"])
-def test_json_in_a_script_element_can_only_be_data(text):
-    made = script_json({"a": [text, float("nan")], text: 1})
-    assert not set(made) & set("<>&\u2028\u2029") and json.loads(made) == {"a": [text, None], text: 1}
-
-
-def test_shown_names_what_reorders_or_hides():
-    assert shown("a\u202eb\x00\n\t\ud800\u2028") == "a⟦RLO⟧b⟦U+0000⟧\n\t⟦U+D800⟧⟦LS⟧"
-    assert shown("żółw 東京 עברית 👍 é") == "żółw 東京 עברית 👍 é"
-    assert finite((1, float("inf"), [{"x": -1.5}])) == [1, None, [{"x": -1.5}]]
-
-
-def test_characters_over_several_tokens_stand_with_the_last():
-    text = "a👍ż!".encode()
-    ids = list(text)
-    result = pieces(ids, lambda part: bytes(part).decode("utf-8", "replace"))
-    assert result == ["a", "", "", "", "👍", "", "ż", "!"] and len(result) == len(ids)
-    assert pieces(ids[:3], lambda part: bytes(part).decode("utf-8", "replace"))[0] == "a"
-    assert "".join(pieces([255] * 20, lambda part: bytes(part).decode("utf-8", "replace"))) == "\ufffd" * 20
-
-
-def test_tokens_carry_the_traces_numbers(made):
-    data = made.data("tokens")
-    run = load_run(made.runs / "grpo-s0")
-    number = data["runs"].index("grpo-s0")
-    held = [c for c in data["completions"] if c["r"] == number and c["s"] == SPIKE]
-    assert len(held) == 4 and {c["why"] for c in held} == {"spike"}
-    for completion in held:
-        assert [data["pieces"][i] for i in completion["t"]] == [shown(WORDS[i]) for i in ids_of(SPIKE, completion["n"])]
-        rows_ = run.tokens(steps=SPIKE).query(f"rollout == {completion['n']}").sort_values("position")
-        for name, column in (
-            ("attribution", "attribution"),
-            ("score", "score_norm_local"),
-            ("weight", "weight"),
-            ("logp", "logp"),
-            ("influence", "heldout_influence"),
-            ("entropy", "entropy"),
-        ):
-            np.testing.assert_allclose(completion["c"][name], rows_[column], rtol=10.0 ** (1 - DIGITS))
-        assert "exact" not in completion["c"]
-
-
 def test_a_spike_leads_to_its_largest_tokens_and_prompts(made):
     (spike, quiet) = made.data("tokens")["spikes"]
     run = load_run(made.runs / "grpo-s0")
@@ -160,16 +115,6 @@ def test_prompts_of_a_spike_come_from_the_other_run_too(made):
     assert runs == {0, 1} and {c["p"] for c in data["completions"] if c["r"] == 0} == {
         c["p"] for c in data["completions"] if c["r"] == 1
     }
-
-
-def test_the_budget_cuts_and_says_so(made):
-    runs = load_runs(made.runs).by_name
-    whole, small = token_view(runs), token_view(runs, budget=8_000)
-    assert 2 <= len(small["completions"]) < len(whole["completions"])
-    assert any("chosen completions fit into the file" in note for note in small["notes"])
-    assert len(json.dumps({k: small[k] for k in ("completions", "pieces", "prompts")})) < 2 * len(LONG) + 8_000
-    used = {i for c in small["completions"] for i in c["t"]}
-    assert used == set(range(len(small["pieces"])))
 
 
 def test_figures_of_claims_stand_with_their_verdict_and_are_the_files_beside_the_page(made):

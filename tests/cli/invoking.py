@@ -1,0 +1,22 @@
+"""Commands on the example traces."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from sharpscope.cli import app
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "data" / "example"
+
+
+GRPO, GRPO_SG = str(EXAMPLE / "grpo-s0"), str(EXAMPLE / "grpo-sg-s0")
+
+
+def invoke(*arguments: str) -> str:
+    result = CliRunner().invoke(app, list(arguments), env={"COLUMNS": "220"})
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return result.output
