@@ -17,8 +17,7 @@ from sharpscope.errors import UserError
 from sharpscope.forks.outcomes import FixedRollouts
 from sharpscope.forks.state import Snapshot
 from sharpscope.objective import EntropyControl, calibrate
-from sharpscope.policy import Policy, Rollouts, RolloutSpec, TokenStats, load_policy
-from sharpscope.policy.adapters import has_adapters
+from sharpscope.policy import Policy, Rollouts, RolloutSpec, TokenStats
 from sharpscope.policy.scoring import Scorer
 from sharpscope.recording import Drawer, PendingUpdate, RolloutBatch, StepHealth, StepResult, step_tensors
 from sharpscope.seeds import derive
@@ -29,6 +28,7 @@ from sharpscope.training.data_order import DataOrder
 from sharpscope.training.learner import Learner
 from sharpscope.training.optimizer import build_optimizer, learning_rate, set_learning_rate
 from sharpscope.training.rollouts import draw_group, draw_rollouts
+from sharpscope.training.setup import load_start, make_learner, positive_learning_rate, reference_policy
 
 
 @dataclass
@@ -93,12 +93,12 @@ class Start:
         self, config: RunConfig, spec: ForkSpec, arms: Mapping[str, Method], checkpoint: Path | None, task: Task
     ) -> None:
         self.config, self.spec, self.task = config, spec, task
-        source = config.policy if checkpoint is None else config.policy.model_copy(update={"model": str(checkpoint)})
-        self.policy = load_policy(source, base=config.policy.model)
+        self.policy = load_start(config, checkpoint)
         model = self.policy.model
         preset = default_preset(config)
         self.methods = {name: method.with_preset("auto", preset) for name, method in arms.items()}
-        self.reference = self._reference() if any(m.needs_reference for m in arms.values()) else None
+        needs_reference = any(method.needs_reference for method in arms.values())
+        self.reference = reference_policy(config, self.policy) if needs_reference else None
         self.proximal = self._proximal(arms, checkpoint)
         self.optimizer = build_optimizer(model, config.optimizer)
         examples = task.splits()["train"]
@@ -110,34 +110,17 @@ class Start:
             self.step, self._cursor = progress.step, progress.cursor
             self._entropy = dict(progress.entropy_control)
             self._keep_calibration(arms, progress)
-        self.lr = learning_rate(config.optimizer, min(self.step + 1, config.steps), config.steps)
-        if not self.lr > 0:
-            raise UserError(
-                f"optimizer.schedule = {config.optimizer.schedule}: the learning rate is 0 at step {self.step + 1}; choose an "
-                "earlier checkpoint, or --set optimizer.schedule=constant"
-            )
+        self.lr = positive_learning_rate(config, min(self.step + 1, config.steps))
         self._order = DataOrder(examples, config.seed)
         self._heldout = DataOrder(self._all_heldout(), derive(config.seed, "fork held-out"))
-        self.scorer = Scorer(
-            model,
-            config.rollout.temperature,
-            config.update.microbatch_tokens,
-            config.update.share_prompt,
-            self.policy.compute,
-            config.update.gradient_checkpointing,
-        )
+        self._learner = make_learner(config, self.policy, self.optimizer)
+        self.scorer = self._learner.scorer
         self.drawer = Drawer(config, self.policy, task)
         device = torch.device("cpu") if spec.offload else None
         self.snapshot = Snapshot(model, self.optimizer, self.proximal, device)
         self._calibrate()
 
     # -- loading -----------------------------------------------------------------------------------------------------
-
-    def _reference(self) -> nn.Module:
-        """The reference of the KL term: the initial policy, or the policy itself if its adapters can be switched off."""
-        if has_adapters(self.policy.model):
-            return self.policy.model
-        return load_policy(self.config.policy).model.eval().requires_grad_(False)
 
     def _proximal(self, arms: Mapping[str, Method], checkpoint: Path | None) -> nn.Module | None:
         needing = [name for name, method in arms.items() if method.needs_proximal]
@@ -274,15 +257,8 @@ class Start:
 
     def learner(self, method: Method) -> Learner:
         """A learner with what this method needs."""
-        config = self.config
-        return Learner(
-            self.scorer,
-            self.optimizer,
-            max_new_tokens=config.rollout.max_new_tokens,
-            mini_batches=config.update.mini_batches,
-            inner_epochs=config.update.inner_epochs,
-            max_grad_norm=config.optimizer.max_grad_norm,
-            seed=config.seed,
+        return replace(
+            self._learner,
             reference=self.reference if method.needs_reference else None,
             proximal=self.proximal if method.needs_proximal else None,
             entropy_control=EntropyControl(**self._entropy),

@@ -49,6 +49,7 @@ from sharpscope.recording import (
 )
 from sharpscope.seeds import generator
 from sharpscope.training.optimizer import scale_gradients, updates_done
+from sharpscope.training.rollouts import finite_group_rows
 
 Gradient = list[Tensor | None]
 """`.grad` of the trainable parameters."""
@@ -531,7 +532,9 @@ class _Updates:
         method = reference_method(self.method)
         advantage, stats = self.advantage, self.tokens.stats
         if method.advantage != self.method.advantage:
-            advantage = _finite_group_advantages(self.rollouts)
+            reward, group = self.rollouts.reward.double(), self.rollouts.group
+            rows = finite_group_rows(group, reward[None])
+            advantage = torch.zeros_like(reward).index_put((rows,), group_advantages(reward[rows], group[rows]))
         tensors = step_tensors(self.rollouts, advantage, stats, stats.logp, self.progress, method)
         return replace(self, advantage=advantage, method=method, plan=prepare(method, tensors))
 
@@ -606,15 +609,6 @@ def _added(gradients: Sequence[Gradient]) -> Gradient:
         present = [part for part in parts if part is not None]
         sums.append(present[0] if len(present) == 1 else sum(present[1:], present[0]) if present else None)
     return sums
-
-
-def _finite_group_advantages(rollouts: Rollouts) -> Tensor:
-    """(N,) GRPO's advantages, float64; 0 in groups with a reward that is not finite."""
-    reward = rollouts.reward.double()
-    rows = ~torch.isin(rollouts.group, rollouts.group[~torch.isfinite(reward)])
-    advantage = torch.zeros_like(reward)
-    advantage[rows] = group_advantages(reward[rows], rollouts.group[rows])
-    return advantage
 
 
 def _problem(loss: float, norm: float) -> str:

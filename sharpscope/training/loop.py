@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from transformers.utils.logging import disable_progress_bar
 
 from sharpscope import distributed
@@ -19,10 +18,8 @@ from sharpscope.config.token_weights import UniformWeight
 from sharpscope.distributed import Launch
 from sharpscope.errors import UserError
 from sharpscope.objective import Method, calibrate, method_label
-from sharpscope.policy import Policy, check_lengths, load_policy, render_prompts
-from sharpscope.policy.adapters import has_adapters
+from sharpscope.policy import Policy, check_lengths, render_prompts
 from sharpscope.policy.loading import check_revision
-from sharpscope.policy.scoring import Scorer
 from sharpscope.policy.sharding import shard
 from sharpscope.recording import (
     Drawer,
@@ -56,9 +53,10 @@ from sharpscope.training.clock import Clock, stop_after_step
 from sharpscope.training.data_order import DataOrder
 from sharpscope.training.display import Display, QuietDisplay
 from sharpscope.training.evaluate import check_splits, evaluate, heldout_score
-from sharpscope.training.learner import AppliedUpdate, Learner
+from sharpscope.training.learner import AppliedUpdate
 from sharpscope.training.optimizer import build_optimizer, learning_rate, set_learning_rate
 from sharpscope.training.rollouts import draw_rollouts
+from sharpscope.training.setup import load_start, make_learner, reference_policy
 
 if TYPE_CHECKING:
     from sharpscope.config import RunConfig
@@ -115,8 +113,7 @@ def train(config: RunConfig, display: Display | None = None, resume: bool = Fals
             raise UserError(f"task.kind = '{config.task.kind}': has no split 'train' to learn from")
         if config.evaluation.every:
             check_splits(task, config.evaluation.splits)
-        source = config.policy if saved is None else config.policy.model_copy(update={"model": str(saved)})
-        policy = load_policy(source, base=config.policy.model)
+        policy = load_start(config, saved)
         longest = [e for split in ("train", *config.evaluation.splits) for e in task.splits().get(split, [])]
         check_lengths(policy, render_prompts(longest, policy), config.rollout.max_new_tokens)
         check_probe_set(config, task)
@@ -149,7 +146,7 @@ class _Run:
         self.config, self.policy, self.task, self.display = config, policy, task, display
         self.device = policy.device
         self.method = config.method.with_preset("auto", default_preset(config))
-        self.reference = _reference(config, policy) if self.method.needs_reference else None
+        self.reference = reference_policy(config, policy) if self.method.needs_reference else None
         self.reference_mark = None if self.reference is None else fingerprint(self.reference)
         self.proximal = copy.deepcopy(policy.model).eval() if self.method.needs_proximal else None
         if launch.sharded:
@@ -162,25 +159,7 @@ class _Run:
         self.broken = False
         self.shown: set[str] = set()  # warnings of the method that were reported
         self.scores: dict[int, float] = {}  # held-out accuracy by step
-        scorer = Scorer(
-            policy.model,
-            config.rollout.temperature,
-            config.update.microbatch_tokens,
-            config.update.share_prompt,
-            policy.compute,
-            config.update.gradient_checkpointing,
-        )
-        self.learner = Learner(
-            scorer,
-            self.optimizer,
-            max_new_tokens=config.rollout.max_new_tokens,
-            mini_batches=config.update.mini_batches,
-            inner_epochs=config.update.inner_epochs,
-            max_grad_norm=config.optimizer.max_grad_norm,
-            seed=config.seed,
-            reference=self.reference,
-            proximal=self.proximal,
-        )
+        self.learner = make_learner(config, policy, self.optimizer, reference=self.reference, proximal=self.proximal)
         self.observers = Observers(config, policy, self.learner.view, Drawer(config, policy, task))
 
     def _shard(self, reshard: bool) -> None:
@@ -464,10 +443,3 @@ class _Run:
 def _due(every: int, step: int) -> bool:
     """Whether a schedule with this interval has the step; the first step counts."""
     return every > 0 and (step == 1 or step % every == 0)
-
-
-def _reference(config: RunConfig, policy: Policy) -> torch.nn.Module:
-    """The reference of the KL term: the initial policy, or the policy itself if its adapters can be switched off."""
-    if has_adapters(policy.model):
-        return policy.model
-    return load_policy(config.policy).model.eval().requires_grad_(False)

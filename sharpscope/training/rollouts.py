@@ -100,8 +100,7 @@ def step_advantages(
             parts[name] = torch.tensor(column, dtype=torch.float64, device=rollouts.reward.device)
         values += [parts[name] for name in names if spec.weights.get(name, 0.0) != 0]
     correct = torch.tensor([reward.correct for reward in rewards])
-    broken = ~torch.isfinite(torch.stack(values)).all(0)  # (N,)
-    rows = torch.nonzero(~torch.isin(rollouts.group, rollouts.group[broken])).flatten()
+    rows = finite_group_rows(rollouts.group, torch.stack(values))
     found = estimate_advantages(
         spec,
         values[0][rows],
@@ -116,6 +115,12 @@ def step_advantages(
     advantage = found.new_zeros(len(rewards), *found.shape[1:])
     advantage[rows] = found
     return advantage
+
+
+def finite_group_rows(group: Tensor, values: Tensor) -> Tensor:
+    """Indices of the rows whose group (N,) has finite `values` (K, N) only."""
+    broken = ~torch.isfinite(values).all(0)
+    return torch.nonzero(~torch.isin(group, group[broken])).flatten()
 
 
 def _undecided(rewards: list[Reward], groups: int) -> list[int]:

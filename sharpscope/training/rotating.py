@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from sharpscope import distributed
 from sharpscope.config import (
@@ -27,9 +27,6 @@ from sharpscope.config import (
 from sharpscope.config.method import Kl, Method
 from sharpscope.errors import UserError
 from sharpscope.objective import EntropyControl, calibrate, policy_loss, token_normalizer
-from sharpscope.policy import Policy, load_policy
-from sharpscope.policy.adapters import has_adapters
-from sharpscope.policy.scoring import Scorer
 from sharpscope.policy.token_stats import TokenStats
 from sharpscope.recording import (
     RolloutBatch,
@@ -45,9 +42,10 @@ from sharpscope.tasks import Task, make_task, task_choice
 from sharpscope.training import saving
 from sharpscope.training.checkpoint import checkpoints, damage, step_of
 from sharpscope.training.data_order import DataOrder
-from sharpscope.training.learner import Gradient, Learner
-from sharpscope.training.optimizer import build_optimizer, learning_rate, set_learning_rate
+from sharpscope.training.learner import Gradient
+from sharpscope.training.optimizer import build_optimizer, set_learning_rate
 from sharpscope.training.rollouts import draw_rollouts, step_advantages
+from sharpscope.training.setup import load_start, make_learner, positive_learning_rate, reference_policy
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -271,10 +269,8 @@ class _Start:
         examples = self.task.splits().get("train", [])
         if not examples:
             raise UserError(f"task.kind = '{config.task.kind}': has no split 'train' to draw prompts from")
-        source = config.policy if checkpoint is None else config.policy.model_copy(update={"model": str(checkpoint)})
-        self.policy: Policy = load_policy(source, base=config.policy.model)
-        model = self.policy.model
-        self.optimizer = build_optimizer(model, config.optimizer)
+        self.policy = load_start(config, checkpoint)
+        self.optimizer = build_optimizer(self.policy.model, config.optimizer)
         self.order, done = DataOrder(examples, config.seed), 0
         entropy = EntropyControl()  # state of the run's entropy bonus
         self.calibrated: Method | None = None  # the run's method with the constants that the run has calibrated
@@ -285,35 +281,11 @@ class _Start:
             self.calibrated = Method.model_validate(progress.method)
         self.step = done + 1
         place = min(self.step, config.steps)
-        lr = learning_rate(config.optimizer, place, config.steps)
-        if not lr > 0:
-            raise UserError(
-                f"optimizer.schedule = {config.optimizer.schedule}: the learning rate is 0 at step {place}; choose an earlier "
-                "checkpoint, or --set optimizer.schedule=constant"
-            )
-        set_learning_rate(self.optimizer, lr)
+        set_learning_rate(self.optimizer, positive_learning_rate(config, place))
         self.progress = (place - 1) / max(config.steps - 1, 1)
-        reference: nn.Module | None = None
-        if needs_reference:
-            reference = model if has_adapters(model) else load_policy(config.policy).model.eval().requires_grad_(False)
-        self.learner = Learner(
-            Scorer(
-                model,
-                config.rollout.temperature,
-                config.update.microbatch_tokens,
-                config.update.share_prompt,
-                self.policy.compute,
-                config.update.gradient_checkpointing,
-            ),
-            self.optimizer,
-            max_new_tokens=config.rollout.max_new_tokens,
-            mini_batches=1,
-            inner_epochs=1,
-            max_grad_norm=config.optimizer.max_grad_norm,
-            seed=config.seed,
-            entropy_control=entropy,
-        )
-        self.reference = reference
+        learner = make_learner(config, self.policy, self.optimizer)
+        self.learner = replace(learner, mini_batches=1, inner_epochs=1, entropy_control=entropy)
+        self.reference = reference_policy(config, self.policy) if needs_reference else None
         # Methods compared so far with their coefficients, the reference's, and the result.
         self.known: list[tuple[Method, Tensor, Tensor, UpdateRotation]] = []
 
