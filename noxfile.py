@@ -18,6 +18,7 @@ CORE = [
     "tests/policy/test_token_stats.py",
     "tests/probes/test_attribution.py",
     "tests/probes/hessian/test_causal_lm.py",
+    "tests/probes/hessian/test_streamed.py",
     "tests/probes/token_gradients/test_attention.py",
     "tests/probes/token_gradients/test_token_gradients.py",
     "tests/tasks/test_knights_knaves.py",

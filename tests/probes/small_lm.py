@@ -32,3 +32,9 @@ def objective(name: str, batch: dict, **rest) -> Objective:
     reward, advantage = rewards(len(batch["input_ids"]))
     tokens = token_batch(batch["input_ids"], batch["attention_mask"], batch["mask"], reward=reward, advantage=advantage)
     return Objective(name, tokens, TEMPERATURE, **rest)
+
+
+def all_scored(ids: torch.Tensor) -> Objective:
+    scored = torch.ones_like(ids)
+    scored[:, 0] = 0
+    return Objective("nll", token_batch(ids, torch.ones_like(ids), scored))

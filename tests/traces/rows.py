@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from sharpscope.traces import TABLES, create_run_dir, create_run_info
+from sharpscope.traces import TABLES, TraceWriter, create_run_dir, create_run_info
 
 INFO: dict[str, Any] = {"method": "grpo", "task": "knights_knaves", "seed": 0, "config": {"seed": 0, "steps": 3}}
 
@@ -33,3 +33,16 @@ def rows(table: str, step: int, count: int = 4, seed: int = 0) -> dict[str, Any]
         else:
             columns[column.name] = [f"{column.name} {i}" for i in range(count)]
     return columns | {"step": step}
+
+
+def token_rows(step=1, count=4, **changes):
+    return rows("tokens", step, count) | changes
+
+
+def two_parts(path):
+    run = new_run(path)
+    writer = TraceWriter(run)
+    for step in (1, 2):
+        writer.append("tokens", rows("tokens", step, 20))
+        writer.flush()
+    return run, sorted((run / "traces/tokens").iterdir())

@@ -3,107 +3,32 @@
 from __future__ import annotations
 
 import errno
-import fcntl
-import json
 import os
 import random
-import socket
 import subprocess
 import sys
-import threading
 import time
-import warnings
 from pathlib import Path
 
-import psutil
 import pytest
 
 from sharpscope.errors import UserError
 from sharpscope.traces import (
-    DamagedPartWarning,
     RunLock,
     TraceWriter,
     create_run_dir,
     load_run,
-    lock_owner,
     run_path,
     update_run_info,
 )
 from sharpscope.traces import files as files_module
-from tests.traces.rows import new_run, rows
+from tests.traces.rows import new_run, rows, two_parts
 
 ROOT = Path(__file__).parents[2]
 
 
-def _two_parts(path):
-    run = new_run(path)
-    writer = TraceWriter(run)
-    for step in (1, 2):
-        writer.append("tokens", rows("tokens", step, 20))
-        writer.flush()
-    return run, sorted((run / "traces/tokens").iterdir())
-
-
-def test_a_flipped_byte_is_noticed_or_harmless(tmp_path):
-    run, (first, _) = _two_parts(tmp_path / "a")
-    whole = load_run(run).tokens()
-    content = first.read_bytes()
-    chooser = random.Random(0)
-    found = 0
-    for _ in range(150):
-        damaged = bytearray(content)
-        damaged[chooser.randrange(len(content))] ^= 1 << chooser.randrange(8)
-        first.write_bytes(damaged)
-        loaded = load_run(run)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DamagedPartWarning)
-            frame = loaded.tokens()
-        if loaded.damaged:
-            found += 1
-            assert list(loaded.damaged) == [first.relative_to(run).as_posix()]
-            assert frame.equals(whole[whole.step == 2].reset_index(drop=True))
-        else:
-            assert frame.equals(whole)
-    assert found > 100
-
-
-@pytest.mark.parametrize("share", [0.0, 0.3, 0.9, 0.999])
-def test_a_cut_part_is_named_and_set_aside(tmp_path, share):
-    run, (first, _) = _two_parts(tmp_path / "a")
-    content = first.read_bytes()
-    first.write_bytes(content[: int(share * len(content))])
-    loaded = load_run(run)
-    with pytest.warns(DamagedPartWarning, match=first.name):
-        assert set(loaded.tokens()["step"]) == {2}
-    assert "truncated" in loaded.damaged[first.relative_to(run).as_posix()]
-
-
-def test_a_damaged_page_sets_the_whole_part_aside_for_all_columns(tmp_path):
-    run, (first, _) = _two_parts(tmp_path / "a")
-    import pyarrow.parquet as pq
-
-    place = pq.read_metadata(first).row_group(0).column(4)  # token_id
-    content = bytearray(first.read_bytes())
-    content[place.dictionary_page_offset + place.total_compressed_size - 1] ^= 255
-    first.write_bytes(content)
-    loaded = load_run(run)
-    assert set(loaded.tokens(columns=["step"])["step"]) == {1, 2}  # its page is sound, and nobody has looked further
-    with pytest.warns(DamagedPartWarning):
-        assert list(loaded.verify()) == [first.relative_to(run).as_posix()]
-    assert set(loaded.tokens(columns=["step"])["step"]) == {2}
-
-
-def test_numbers_after_a_damaged_part_do_not_reuse_its_name(tmp_path):
-    run, (_, second) = _two_parts(tmp_path / "a")
-    second.write_bytes(b"rubbish")
-    with TraceWriter(run) as writer:
-        writer.append("tokens", rows("tokens", 3, 2))
-    assert second.read_bytes() == b"rubbish"
-    assert max(p.name for p in (run / "traces/tokens").iterdir()).startswith("part-000002-")
-
-
 def test_a_full_disk_loses_nothing_that_was_flushed_and_the_rest_can_be_flushed_later(tmp_path, monkeypatch):
-    run, _ = _two_parts(tmp_path / "a")
+    run, _ = two_parts(tmp_path / "a")
     writer = TraceWriter(run)
     writer.append("tokens", rows("tokens", 3, 20))
     writer.append("steps", rows("steps", 3, 1))
@@ -182,56 +107,6 @@ def test_a_writer_killed_at_any_instant_leaves_whole_parts_and_a_stale_lock(tmp_
     assert not list(run.rglob("*.tmp"))
 
 
-HELD = """
-import sys
-from sharpscope.traces import RunLock
-with RunLock(sys.argv[1]):
-    print("held", flush=True)
-    sys.stdin.read()
-"""
-
-
-def test_the_second_writer_hears_who_the_first_is(tmp_path):
-    run = new_run(tmp_path / "a")
-    process = subprocess.Popen(
-        [sys.executable, "-c", HELD, str(run)], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    try:
-        assert process.stdout.readline() == "held\n"
-        with pytest.raises(UserError, match=rf"being written by process {process.pid} on "):
-            RunLock(run).acquire()
-    finally:
-        process.communicate("")
-    assert lock_owner(run) is None
-    with RunLock(run) as lock:
-        assert lock.stale is None and lock_owner(run).alive
-        with pytest.raises(UserError, match="being written"):
-            RunLock(run).acquire()
-
-
-def test_an_owner_on_another_machine_counts_as_alive(tmp_path):
-    run = new_run(tmp_path / "a")
-    owner = {"pid": 1, "host": "elsewhere", "since": "2026-01-01T00:00:00+00:00", "born": 0.0}
-    (run / "lock.json").write_text(json.dumps(owner))
-    with pytest.raises(UserError, match=r"process 1 on elsewhere since .*or remove .*lock\.json"):
-        RunLock(run).acquire()
-    assert lock_owner(run).alive is None
-
-
-def test_a_reused_process_number_does_not_hold_the_lock(tmp_path):
-    run = new_run(tmp_path / "a")
-    owner = {
-        "pid": os.getpid(),
-        "host": socket.gethostname(),
-        "since": "x",
-        "born": psutil.Process().create_time() - 100,
-    }
-    (run / "lock.json").write_text(json.dumps(owner))
-    assert load_run(run).status == "died"
-    with RunLock(run) as lock:
-        assert lock.stale.pid == os.getpid()
-
-
 def test_a_run_folder_is_never_overwritten(tmp_path):
     create_run_dir(tmp_path / "a")
     (tmp_path / "a" / "config.yaml").touch()
@@ -288,24 +163,3 @@ def test_run_json_is_old_or_new_when_the_write_fails(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         update_run_info(run, status="finished")
     assert load_run(run).info["status"] == "running" and not list(run.glob(".*.tmp"))
-
-
-def test_who_holds_a_lock_is_named_though_the_name_comes_a_moment_later(tmp_path):
-    """Between taking the lock and writing who holds it there is a moment; whoever asks then asks again."""
-    handle = os.open(tmp_path / "lock.json", os.O_RDWR | os.O_CREAT)
-    fcntl.flock(handle, fcntl.LOCK_EX)
-    me = psutil.Process()
-    owner = {
-        "pid": me.pid,
-        "host": socket.gethostname(),
-        "since": "2026-01-01T00:00:00+00:00",
-        "born": me.create_time(),
-    }
-    later = threading.Timer(0.2, lambda: os.pwrite(handle, json.dumps(owner).encode(), 0))
-    later.start()
-    try:
-        with pytest.raises(UserError, match=f"being written by process {me.pid} on "):
-            RunLock(tmp_path).acquire()
-    finally:
-        later.join()
-        os.close(handle)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
 from itertools import islice
 
@@ -16,70 +15,19 @@ from sharpscope.config.warm_start import WARM_STARTS, MathWarmStart, ToolQaWarmS
 from sharpscope.policy.embedded import build_tokenizer, load_tokenizer
 from sharpscope.policy.generation import as_text
 from sharpscope.tasks import MathSpec, ToolQaSpec, make_task
-from sharpscope.warm_start import math as demonstrations_math
 from sharpscope.warm_start import tool_qa as demonstrations_tool
 from sharpscope.warm_start.pretraining import _dataset, _row, warm_start
 
 pytest.importorskip("bm25s", reason="needs the optional library bm25s")
+
+
 SMALL = {"layers": 1, "width": 16, "feed_forward": 16, "heads": 2, "corpus": 40, "batch": 4, "warmup": 1}
+
+
 TINY_MATH = MathWarmStart(**SMALL, steps=3, questions=20, probe_size=12, micro_tokens=400)
+
+
 TINY_TOOL = ToolQaWarmStart(**SMALL, steps=3, worlds=1, questions=6, probe_size=12, micro_tokens=400)
-
-
-@pytest.mark.parametrize(
-    ("family", "question", "wanted"),
-    [
-        ("arithmetic", "3 + 4 = ?", "3 + 4 = 7"),
-        ("arithmetic", "(3 + 4) * 17 = ?", "3 + 4 = 7; 7 * 17 = 119"),
-        ("arithmetic", "2 - (3 - 9) * 2 = ?", "3 - 9 = -6; -6 * 2 = -12; 2 - -12 = 14"),
-        ("arithmetic", "20 - 4 - 5 + 1 = ?", "20 - 4 = 16; 16 - 5 = 11; 11 + 1 = 12"),
-        ("arithmetic", "(1 + 2) * (3 - 5) = ?", "1 + 2 = 3; 3 - 5 = -2; 3 * -2 = -6"),
-        ("linear", "Solve for x: x - 20 = -13", "-13 + 20 = 7; x = 7"),
-        ("linear", "Solve for x: 3x + 5 = 20", "20 - 5 = 15; 3x = 15; x = 5"),
-        ("linear", "Solve for x: 2x - 9 = 3x - 11", "-11 + 9 = -2; 2 - 3 = -1; -1x = -2; x = 2"),
-        ("linear", "Solve for x: 4x + 1 = x + 13", "13 - 1 = 12; 4 - 1 = 3; 3x = 12; x = 4"),
-        ("modular", "(10 + 16) mod 11 = ?", "10 + 16 = 26; 11 * 2 = 22; 26 - 22 = 4"),
-        ("modular", "(5 * 6 + 3) mod 7 = ?", "5 * 6 = 30; 30 + 3 = 33; 7 * 4 = 28; 33 - 28 = 5"),
-    ],
-)
-def test_work_by_hand(family, question, wanted):
-    assert demonstrations_math.work(family, question) == wanted
-
-
-def test_every_line_of_work_is_true_and_ends_at_the_answer():
-    pool = demonstrations_math.questions(("arithmetic", "linear", "modular"), (1, 2, 3), 60, seed=3)
-    assert {key: len(examples) for key, examples in pool.items()} == {
-        (family, level): 60 for family in ("arithmetic", "linear", "modular") for level in (1, 2, 3)
-    }
-    for (family, _), examples in pool.items():
-        for example in examples:
-            lines = demonstrations_math.work(family, example.meta["question"]).split("; ")
-            for line in lines:
-                sides = re.fullmatch(r"(-?\d+) ([+*-]) (-?\d+) = (-?\d+)", line)
-                if sides:
-                    a, sign, b, c = int(sides[1]), sides[2], int(sides[3]), int(sides[4])
-                    assert {"+": a + b, "-": a - b, "*": a * b}[sign] == c
-            assert lines[-1].rpartition("= ")[2] == example.answer
-
-
-def test_mathematical_demonstrations_are_right_and_follow_their_shares():
-    task = make_task(MathSpec(families=("arithmetic", "linear"), levels=(1, 2)))
-    pool = demonstrations_math.questions(("arithmetic", "linear"), (1, 2), 50, seed=0)
-    stream = demonstrations_math.math_demonstrations(
-        pool, {"arithmetic": 3, "linear": 1}, {1: 1, 2: 1}, guess_share=0.25, seed=0
-    )
-    seen = Counter()
-    by_prompt = {example.prompt: example for examples in pool.values() for example in examples}
-    for demonstration in islice(stream, 800):
-        assert task.score(by_prompt[demonstration.prompt], demonstration.completion).correct
-        assert demonstration.completion.startswith("<think>")
-        assert ("a guess." in demonstration.completion) == (demonstration.style == "guess")
-        seen[demonstration.style] += 1
-        seen[demonstration.level] += 1
-        seen["linear"] += demonstration.prompt.startswith("Solve")
-    assert 140 < seen["guess"] < 260
-    assert 140 < seen["linear"] < 260
-    assert 340 < seen[1] < 460
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,42 @@
+"""Tables of tokens as JSON lines."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+
+import sharpscope
+from sharpscope.integrations.importers import import_jsonl
+from tests.integrations.importers.records import LABELS, NAMES, ROWS, write_lines
+
+
+def test_jsonl_with_a_sequence_on_each_line(tmp_path: Path):
+    file = write_lines(tmp_path / "t.jsonl", ROWS)
+    assert import_jsonl(file, tmp_path / "run", LABELS, NAMES) == {"steps": 2, "rollouts": 3, "tokens": 6}
+    run = sharpscope.load_run(tmp_path / "run")
+    tokens = run.tokens()
+    assert tokens["token_id"].tolist() == [5, 7, 8, 9, 8, 9] and tokens["position"].tolist() == [0, 2, 0, 1, 0, 1]
+    np.testing.assert_allclose(tokens["logp"], [-0.1, -0.3, -1, -2, -1.5, -2.5], rtol=1e-6)
+    assert tokens["advantage"].tolist() == [0.5, 0.5, 0.25, -0.25, 1, 1]
+    assert run.rollouts["advantage"].tolist() == [0.5, 0.0, 1.0] and run.rollouts["group"].tolist() == [0, 1, 0]
+    assert json.loads(run.rollouts["token_ids"][0]) == [2, 3, 5, 6, 7]
+    assert run.steps["completion_length_mean"].tolist() == [2, 2]
+
+
+def test_jsonl_with_a_token_on_each_line(tmp_path: Path):
+    rows = [
+        {"step": row["s"], "rollout": index, "token_id": token, "logp": lp, "mask": keep}
+        for index, row in enumerate(ROWS)
+        for token, lp, keep in zip(row["ids"], row["lp"], row["m"], strict=True)
+    ]
+    rows[2] |= {"reward": 0.5, "entropy": 1.5}  # known of the last token only
+    import_jsonl(write_lines(tmp_path / "t.jsonl", rows), tmp_path / "run", LABELS)
+    run = sharpscope.load_run(tmp_path / "run")
+    tokens = run.tokens()
+    assert tokens["token_id"].tolist() == [5, 7, 8, 9, 8, 9] and tokens["position"].tolist() == [0, 2, 0, 1, 0, 1]
+    np.testing.assert_equal(tokens["entropy"].to_numpy()[:3], [math.nan, 1.5, math.nan])
+    np.testing.assert_equal(run.rollouts["reward"].to_numpy(), [0.5, math.nan, math.nan])
+    assert tokens["rollout"].tolist() == [0, 0, 1, 1, 0, 0] and tokens["advantage"].isna().all()

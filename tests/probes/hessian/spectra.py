@@ -1,0 +1,64 @@
+"""Matrices of given spectra, a small network with odd parameters, and its dense Hessian."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from sharpscope.probes.hessian import FunctionOperator
+from tests.oracles.curvature import dense_hessian
+
+
+def operator(matrix: torch.Tensor) -> FunctionOperator:
+    return FunctionOperator(lambda v: matrix @ v, len(matrix), matrix.dtype, matrix.device)
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def with_spectrum(values, seed: int = 0) -> torch.Tensor:
+    values = torch.tensor(values, dtype=torch.float64)
+    q = torch.linalg.qr(torch.randn(len(values), len(values), generator=generator(seed), dtype=torch.float64)).Q
+    return q @ torch.diag(values) @ q.T
+
+
+def quadratic(matrix: torch.Tensor, at: torch.Tensor | None = None):
+    theta = (torch.zeros(len(matrix), dtype=matrix.dtype) if at is None else at.clone()).requires_grad_()
+    return theta, lambda: 0.5 * theta @ matrix @ theta
+
+
+class Net(nn.Module):
+    """Smooth, with a tied matrix, a frozen one, an unused one and a parameter that enters linearly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.tied = nn.Linear(4, 5), nn.Linear(4, 5)
+        self.tied.weight = self.first.weight
+        self.frozen, self.unused = nn.Linear(5, 5), nn.Linear(3, 3)
+        self.frozen.requires_grad_(False)
+        self.linear = nn.Parameter(torch.ones(2))
+        self.double()
+        with torch.no_grad():
+            for p in self.parameters():
+                p.copy_(torch.randn(p.shape, generator=generator(p.numel()), dtype=torch.float64))
+
+    def forward(self, x):
+        return (
+            self.frozen(torch.tanh(self.first(x))) * torch.sigmoid(self.tied(x))
+        ).square().mean() + self.linear.sum()
+
+
+def net_and_dense():
+    net, x = Net(), torch.randn(7, 4, generator=generator(), dtype=torch.float64)
+    used = [p for p in net.parameters() if p.requires_grad]
+    theta = torch.cat([p.detach().reshape(-1) for p in used])
+    names = {id(p): name for name, p in net.named_parameters()}
+
+    def loss(at):
+        parts = at.split([p.numel() for p in used])
+        return torch.func.functional_call(
+            net, {names[id(p)]: v.view(p.shape) for p, v in zip(used, parts, strict=True)}, (x,)
+        )
+
+    return net, (lambda: net(x)), dense_hessian(loss, theta)

@@ -1,0 +1,217 @@
+"""`curvature` on closures: hard spectra, odd parameters, both backends, and leaving no trace behind."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import t as student
+from torch import nn
+
+import sharpscope
+from sharpscope.errors import UserError
+from sharpscope.probes import adamw_preconditioner, adamw_threshold
+from sharpscope.probes.surface import ClosureSurface
+from tests.probes.hessian.spectra import generator, net_and_dense, quadratic, with_spectrum
+
+
+def test_tied_frozen_unused_and_linear_parameters():
+    net, loss, dense = net_and_dense()
+    exact = np.linalg.eigvalsh(dense.numpy())
+    found = sharpscope.curvature(loss, list(net.parameters()), tolerance=1e-8, top=2, trace_probes=64)
+    assert found.converged
+    assert (found.largest, found.smallest) == pytest.approx((exact[-1], exact[0]), rel=1e-6)
+    assert abs(found.trace - exact.sum()) <= 4 * found.trace_std_error + 1e-9
+    assert found.top[1] == pytest.approx(exact[-2], rel=1e-6) and found.residuals.max() < 1e-7 * abs(exact).max()
+
+
+def test_with_a_density_the_eigenpairs_start_at_random(monkeypatch):
+    values = torch.linspace(-0.1, 0.1, 400, dtype=torch.float64)
+    values[0], values[1] = 1.0, 0.95
+    theta, loss = quadratic(torch.diag(values))
+    start = torch.zeros(400, dtype=torch.float64)
+    start[1] = 1.0
+    monkeypatch.setattr(ClosureSurface, "start", lambda surface, generator: start)
+    found = {
+        samples: sharpscope.curvature(
+            loss, [theta], smallest=False, tolerance=0.01, trace_probes=0, density_samples=samples
+        )
+        for samples in (0, 1)
+    }
+    assert found[0].converged and found[0].largest == pytest.approx(0.95, abs=1e-4)
+    assert found[1].converged and found[1].largest == pytest.approx(1.0)
+
+
+def test_float32_is_honest_about_what_it_cannot_reach():
+    matrix = with_spectrum(np.linspace(-1, 3, 60)).float()
+    theta, loss = quadratic(matrix, torch.ones(60))
+    good = sharpscope.curvature(loss, [theta], tolerance=1e-4)
+    assert (
+        good.converged and good.largest == pytest.approx(3, rel=1e-5) and good.smallest == pytest.approx(-1, rel=1e-4)
+    )
+    assert not sharpscope.curvature(loss, [theta], tolerance=1e-12, max_products=60).converged
+
+
+def test_a_loss_that_is_not_finite_gives_reasons_not_numbers():
+    x = torch.tensor([0.0, 1.0], dtype=torch.float64, requires_grad=True)
+    with np.errstate(all="ignore"):
+        found = sharpscope.curvature(lambda: x.sqrt().sum(), [x])
+    assert math.isnan(found.largest) and math.isnan(found.trace) and not found.converged and "not finite" in found.why
+    assert all(row.why for row in found.estimates() if math.isnan(row.value))
+    y = torch.tensor([0.0, 1.0], dtype=torch.float64, requires_grad=True)
+    found = sharpscope.curvature(lambda: y.pow(1.5).sum(), [y])  # finite gradient, infinite second derivative
+    assert not found.converged and "product" in found.why and math.isnan(found.largest)
+
+
+def test_a_zero_hessian_is_zero():
+    theta = torch.ones(4, dtype=torch.float64, requires_grad=True)
+    found = sharpscope.curvature(lambda: theta.sum(), [theta])
+    assert (found.largest, found.smallest, found.trace) == (0, 0, 0) and found.converged
+
+
+def test_the_trace_of_one_call_covers_too_although_its_subspace_was_built_for_the_eigenpairs():
+    """The eigenpairs' subspace, its own random start and all, is deflated; then probes at right angles to it."""
+    matrix = with_spectrum(np.r_[[30.0, -15.0], np.random.default_rng(1).normal(size=58)])
+    theta, loss = quadratic(matrix)
+    inside, settings = 0, {"tolerance": 0.1, "max_products": 12, "trace_probes": 8, "density_samples": 0}
+    for seed in range(100):
+        found = sharpscope.curvature(loss, [theta], seed=seed, **settings)
+        assert found.trace_probes == 8
+        inside += abs(found.trace - float(matrix.trace())) <= student.ppf(0.975, 7) * found.trace_std_error
+    assert 88 <= inside <= 100
+
+
+def test_curvature_states_the_interval_of_its_trace():
+    theta, loss = quadratic(with_spectrum(np.random.default_rng(3).normal(size=60)))
+    settings = {"tolerance": 0.5, "max_products": 4, "density_samples": 0}
+    found = sharpscope.curvature(loss, [theta], trace_probes=3, **settings)
+    low, high = found.trace_interval()
+    assert (low + high) / 2 == pytest.approx(found.trace)
+    assert (high - low) / 2 == pytest.approx(student.ppf(0.975, 2) * found.trace_std_error)
+    (row,) = [row for row in found.estimates() if row.quantity == "trace"]
+    assert row.samples == 3 and row.std_error == found.trace_std_error
+    assert all(map(math.isnan, sharpscope.curvature(loss, [theta], trace_probes=0, **settings).trace_interval()))
+
+
+def test_preconditioned_eigenvalue_is_that_of_the_scaled_matrix_and_adamw_gives_its_diagonal():
+    matrix = with_spectrum([5.0, 3.0, -1.0, 0.2])
+    theta, loss = quadratic(matrix, torch.tensor([1.0, -2.0, 0.5, 3.0], dtype=torch.float64))
+    optimizer = torch.optim.AdamW([theta], lr=0.01, betas=(0.8, 0.95), eps=1e-3, weight_decay=0.0)
+    with pytest.raises(UserError, match="take a step"):
+        adamw_preconditioner(optimizer, [theta])
+    second, first = torch.zeros(4, dtype=torch.float64), torch.zeros(4, dtype=torch.float64)
+    for _ in range(3):
+        before = theta.detach().clone()
+        theta.grad = torch.autograd.grad(loss(), theta)[0]
+        first, second = 0.8 * first + 0.2 * theta.grad, 0.95 * second + 0.05 * theta.grad**2
+        optimizer.step()
+    (diagonal,) = adamw_preconditioner(optimizer, [theta])
+    torch.testing.assert_close(diagonal, (1 - 0.8**3) * ((second / (1 - 0.95**3)).sqrt() + 1e-3))
+    torch.testing.assert_close(theta.detach() - before, -0.01 * first / diagonal)  # the update is −lr·D⁻¹m
+    found = sharpscope.curvature(loss, [theta], preconditioner=[diagonal], tolerance=1e-9)
+    root = diagonal.rsqrt()
+    exact = torch.linalg.eigvalsh(root[:, None] * matrix * root)
+    assert (found.largest, found.smallest) == pytest.approx((float(exact[-1]), float(exact[0])), rel=1e-7)
+    assert adamw_threshold(0.1, 0.9) == pytest.approx(380)
+
+
+def test_gradient_descent_with_momentum_like_adamw_diverges_just_above_the_threshold():
+    """The threshold on a quadratic: exponential-average momentum m ← βm + (1−β)g, θ ← θ − lr·m."""
+    lr, beta = 0.1, 0.9
+    for factor, grows in ((0.99, False), (1.01, True)):
+        curvature, theta, momentum = factor * adamw_threshold(lr, beta), 1.0, 0.0
+        for _ in range(3000):
+            momentum = beta * momentum + (1 - beta) * curvature * theta
+            theta -= lr * momentum
+        assert (abs(theta) > 1) == grows
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_everything_is_as_before_also_when_the_closure_raises(error):
+    weight = torch.randn(6, generator=generator()).to(torch.bfloat16).requires_grad_()
+    weight.grad = torch.ones_like(weight)
+    data, grad, bits, state = weight.data_ptr(), weight.grad, weight.detach().clone(), torch.get_rng_state()
+    calls = 0
+
+    def loss():
+        nonlocal calls
+        calls += 1
+        torch.rand(1)
+        assert weight.dtype == torch.float32 and weight.grad is None
+        if calls == 3:
+            raise error("stop")
+        return weight.square().sum()
+
+    for call in (sharpscope.curvature, lambda f, p: sharpscope.sharpness(f, p, 0.1)):
+        calls = 0
+        with pytest.raises(error):
+            call(loss, [weight])
+        assert weight.data_ptr() == data and weight.dtype == torch.bfloat16 and torch.equal(weight, bits)
+        assert weight.grad is grad and torch.equal(torch.get_rng_state(), state)
+
+
+def test_mistakes_are_named():
+    x = torch.ones(3, requires_grad=True)
+    with pytest.raises(UserError, match="one floating-point number"):
+        sharpscope.curvature(lambda: x * 2, [x])
+    with pytest.raises(UserError, match="not deterministic"):
+        sharpscope.curvature(lambda: (x * torch.rand(3)).sum(), [x])
+    with pytest.raises(UserError, match="not a floating-point leaf"):
+        sharpscope.curvature(lambda: x.sum(), [x * 2])
+    with pytest.raises(UserError, match="none requires grad"):
+        sharpscope.curvature(lambda: x.sum(), [torch.ones(3)])
+    with pytest.raises(UserError, match="backend, 'lanzcos'"):
+        sharpscope.curvature(lambda: x.sum(), [x], backend="lanzcos")
+    with pytest.raises(UserError, match="preconditioner, 2 tensors"):
+        sharpscope.curvature(lambda: x.sum(), [x], preconditioner=[x, x])
+    with pytest.raises(UserError, match="must be positive"):
+        sharpscope.curvature(lambda: x.square().sum(), [x], preconditioner=[torch.zeros(3)])
+
+
+def test_seeds_are_independent_of_what_else_is_computed():
+    theta, loss = quadratic(with_spectrum(np.random.default_rng(2).normal(size=50)))
+    one = sharpscope.curvature(loss, [theta], seed=3)
+    again = sharpscope.curvature(loss, [theta], seed=3, density_samples=0)
+    other = sharpscope.curvature(loss, [theta], seed=4)
+    assert one.trace == again.trace and one.largest == again.largest and again.density is None
+    assert one.trace != other.trace
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
+@pytest.mark.parametrize("mode", ["graph", "stream"])
+def test_products_agree_with_curvlinops_on_the_same_language_model(dtype, bound, mode):
+    curvlinops = pytest.importorskip(
+        "curvlinops", reason="curvlinops-for-pytorch is not installed (pip install --no-deps)"
+    )
+    from sharpscope.probes.hessian.causal_lm import lm_surface
+    from sharpscope.probes.objectives import Objective, token_batch
+    from tests.models import tiny_model
+
+    # curvlinops differentiates SiLU's backward kernel in forward mode, which PyTorch cannot; this GELU is composed.
+    model = tiny_model("qwen2", vocab=23, dtype=dtype, hidden_act="gelu_new")
+    ids = torch.randint(2, 23, (4, 9), generator=generator())
+    scored = torch.ones_like(ids)
+    scored[:, 0] = 0
+
+    class Logits(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def forward(self, x):
+            return self.model(input_ids=x, use_cache=False).logits[:, :-1].reshape(-1, 23)
+
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    data = [(ids, ids[:, 1:].reshape(-1))]
+    loss = nn.CrossEntropyLoss(reduction="sum")
+    tokens = token_batch(ids, torch.ones_like(ids), scored)
+    with lm_surface(model, Objective("nll", tokens), mode=mode, head_mb=0.001) as surface:
+        vector = torch.randn(sum(p.numel() for p in parameters), generator=generator(), dtype=dtype)
+        for ours, theirs in (
+            (surface.hessian(), curvlinops.HessianLinearOperator),
+            (surface.gauss_newton(), curvlinops.GGNLinearOperator),
+        ):
+            expected = theirs(Logits(), loss, parameters, data) @ vector / 32
+            assert float((ours @ vector - expected).norm() / expected.norm()) < bound

@@ -1,0 +1,117 @@
+"""Runs of a sweep: what is started, counted and reported."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import sharpscope
+from sharpscope.cli import app
+from sharpscope.errors import UserError
+from sharpscope.sweeps import SweepOutcome, execute, plan_sweep, read_sweep
+from sharpscope.sweeps.execute import _add_run, to_do
+from sharpscope.traces import update_run_info
+
+
+def test_finished_runs_stay_interrupted_go_on_failed_wait(sweep_file):
+    runs = plan_sweep(read_sweep(sweep_file()))
+    outcome = execute(runs, workers=2, threads=1)
+    assert sorted(outcome.finished) == sorted(run.run_dir.name for run in runs) and not outcome.errors
+    stamp = {path: path.stat().st_mtime_ns for run in runs for path in run.run_dir.rglob("part-*")}
+    again = execute(runs, workers=1, threads=1)
+    assert again.finished == [] and len(again.skipped) == 2
+    assert stamp == {path: path.stat().st_mtime_ns for run in runs for path in run.run_dir.rglob("part-*")}
+    update_run_info(runs[0].run_dir, status="failed")
+    assert to_do(runs, retry=False)[0] == []
+    assert to_do(runs, retry=True)[0] == [runs[0]]
+    update_run_info(runs[0].run_dir, status="interrupted")
+    assert execute(runs, workers=1, threads=1).finished == [runs[0].run_dir.name]
+    assert sharpscope.load_run(runs[0].run_dir).info["status"] == "finished"
+
+
+def test_a_run_that_fails_is_reported_and_does_not_stop_the_others(sweep_file, tmp_path: Path):
+    runs = plan_sweep(
+        read_sweep(sweep_file(settings=[{}, {"policy.model": str(tmp_path / "absent")}], methods=["grpo"]))
+    )
+    outcome = execute(runs, workers=1, threads=1)
+    assert outcome.finished == [runs[0].run_dir.name]
+    assert outcome.failed == [runs[1].run_dir.name] and not outcome.interrupted
+    assert "no such folder" in outcome.errors[runs[1].run_dir.name]
+
+
+def test_the_reason_of_every_failure_is_printed(sweep_file, tmp_path: Path):
+    stops = {"rollout.max_new_tokens": 2, "health.truncation.action": "stop"}
+    file = sweep_file(methods=["grpo"], settings=[{"policy.model": str(tmp_path / "absent")}, stops])
+    done = CliRunner().invoke(app, ["sweep", str(file), "--workers", "2"])
+    assert done.exit_code == 1 and "0 interrupted, 2 failed" in done.output, done.output
+    mistake, stopped = sorted(line for line in done.output.splitlines() if line.startswith("failed: "))[::-1]
+    assert "no such folder" in mistake and "fix this and repeat the command" in mistake
+    assert "truncation: " in stopped and stopped.endswith("(to run it again, use --retry)")
+    # the next call leaves the second one, and still says why
+    assert "truncation: " in execute(plan_sweep(read_sweep(file))[1:], workers=1, threads=1).errors.popitem()[1]
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "text", "counted", "reason"),
+    [
+        (None, 2, "view: x\nerror: task.path: none.parquet\nand more", "failed", "task.path: none.parquet"),
+        (None, 1, "a crash", "failed", "a crash"),
+        (None, -9, "", "failed", "signal 9"),
+        ("running", -9, "", "interrupted", "signal 9"),
+        ("interrupted", 2, "error: another reference", "failed", "another reference"),
+        ("interrupted", 0, "view: sharpscope show", "interrupted", None),
+        ("failed", 1, "failed: 3 steps\nview: sharpscope show", "failed", "a rule said so"),
+        (None, 0, "", "interrupted", None),  # the user stopped the sweep before its turn
+    ],
+)
+def test_how_a_run_is_counted(sweep_file, status, code, text, counted, reason):
+    (run,) = plan_sweep(read_sweep(sweep_file(methods=["grpo"])))
+    if status:
+        run.run_dir.mkdir(parents=True)
+        info = {"status": status, "steps_done": 1, "end": "a rule said so" if status == "failed" else None}
+        (run.run_dir / "run.json").write_text(json.dumps(info))
+    outcome = SweepOutcome()
+    _add_run(outcome, run, True, code, text)
+    assert getattr(outcome, counted) == [run.run_dir.name]
+    assert reason in outcome.errors[run.run_dir.name] if reason else not outcome.errors
+
+
+def test_a_run_that_another_machine_holds_is_named(sweep_file):
+    file = sweep_file(methods=["grpo"])
+    (run,) = plan_sweep(read_sweep(file))
+    run.run_dir.mkdir(parents=True)
+    info = {"status": "running", "steps_done": 1, "config": run.config.model_dump(mode="json")}
+    (run.run_dir / "run.json").write_text(json.dumps(info))
+    owner = {"pid": 1, "host": "elsewhere", "since": "2026-01-01T00:00:00+00:00", "born": 0.0}
+    (run.run_dir / "lock.json").write_text(json.dumps(owner))
+    done = CliRunner().invoke(app, ["sweep", str(file)], terminal_width=500)
+    assert done.exit_code == 1
+    assert "0 already finished, 0 interrupted, 0 failed, 1 run by others" in done.output
+    lock = run.run_dir / "lock.json"
+    assert (
+        f"is being written by process 1 on elsewhere since {owner['since']}; wait for it, or remove {lock}"
+        in done.output
+    )
+
+
+@pytest.mark.parametrize("option", ["--threads", "--workers"])
+def test_there_is_at_least_one_thread_and_one_worker(sweep_file, option):
+    done = CliRunner().invoke(app, ["sweep", str(sweep_file()), option, "0", "--dry-run"])
+    assert done.exit_code == 2 and option in done.output
+
+
+def test_ray_gives_the_same_runs(sweep_file):
+    pytest.importorskip("ray", reason="the extra 'ray' is not installed")
+    runs = plan_sweep(read_sweep(sweep_file()))
+    outcome = execute(runs, workers=2, threads=1, ray="local")
+    assert sorted(outcome.finished) == sorted(run.run_dir.name for run in runs), outcome.errors
+
+
+def test_a_cluster_that_is_not_there_is_named(sweep_file):
+    pytest.importorskip("ray", reason="the extra 'ray' is not installed")
+    runs = plan_sweep(read_sweep(sweep_file()))
+    with pytest.raises(UserError, match="cannot be reached"):
+        execute(runs, workers=1, threads=1, ray="127.0.0.1:1")

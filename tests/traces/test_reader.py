@@ -1,0 +1,179 @@
+"""Reading: only what is asked for, runs that are being written, older schemas, broken files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from sharpscope.errors import UserError
+from sharpscope.traces import (
+    SCHEMA_VERSION,
+    TABLES,
+    TraceWriter,
+    load_run,
+    load_runs,
+    reader,
+    rewind,
+    update_run_info,
+)
+from sharpscope.traces.schema import VERSION_KEY
+from sharpscope.traces.writer import write_part
+from tests.traces.rows import new_run, rows, token_rows
+
+
+def test_steps_and_columns_are_chosen_without_reading_others(tmp_path, monkeypatch):
+    run = new_run(tmp_path / "a")
+    with TraceWriter(run) as writer:
+        for step in (1, 2):
+            writer.append("tokens", token_rows(step))
+        writer.flush()
+        for step in (3, 4):
+            writer.append("tokens", token_rows(step))
+    read = []
+    original = pq.ParquetFile.read_row_groups
+
+    def spy(self, groups, **options):
+        read.append((tuple(groups), tuple(options["columns"])))
+        return original(self, groups, **options)
+
+    monkeypatch.setattr(pq.ParquetFile, "read_row_groups", spy)
+    loaded = load_run(run)
+    assert loaded.token_steps == [1, 2, 3, 4] and loaded.rows("tokens") == 16
+    frame = loaded.tokens(steps=[2], columns=["logp", "weight"])
+    np.testing.assert_array_equal(frame["logp"], token_rows(2)["logp"])
+    assert list(frame) == ["logp", "weight"]
+    assert read == [((1,), ("logp", "weight"))]
+    assert [len(part) for part in loaded.iter_tokens(columns=["logp"])] == [8, 8]
+    assert len(loaded.tokens(steps=7)) == 0
+    with pytest.raises(UserError, match="did you mean 'logp'"):
+        loaded.tokens(columns=["lgp"])
+
+
+def test_steps_without_a_required_column_are_not_read(tmp_path, monkeypatch):
+    run = new_run(tmp_path / "a")
+    half = np.ma.masked_array(np.ones(4), mask=[True, True, False, False])
+    with TraceWriter(run) as writer:
+        for step, values in enumerate([None, half, np.full(4, np.nan)], 1):
+            writer.append("tokens", token_rows(step, attribution=values))
+    read = []
+    original = pq.ParquetFile.read_row_groups
+
+    def spy(self, groups, **options):
+        read.append(list(groups))
+        return original(self, groups, **options)
+
+    monkeypatch.setattr(pq.ParquetFile, "read_row_groups", spy)
+    (frame,) = load_run(run).iter_tokens(columns=["step", "attribution"], required=["attribution"])
+    assert read == [[1, 2]] and frame["step"].tolist() == [2] * 4 + [3] * 4
+    assert len(load_run(run).tokens(columns=["attribution"])) == 12
+
+
+def test_a_run_that_is_being_written_shows_every_flush(tmp_path, monkeypatch):
+    run = new_run(tmp_path / "a")
+    opened, original = [], reader.open_part
+    monkeypatch.setattr(reader, "open_part", lambda path: opened.append(path.name) or original(path))
+    with TraceWriter(run) as writer:
+        writer.append("tokens", token_rows(1))
+        writer.flush()
+        live = load_run(run)
+        assert live.tokens()["step"].tolist() == [1] * 4
+        writer.append("tokens", token_rows(2))
+        writer.flush()
+    assert live.tokens()["step"].tolist() == [1] * 4 + [2] * 4
+    assert [frame["step"].iloc[0] for frame in live.iter_tokens()] == [1, 2]
+    assert live.rows("tokens") == 8 and live.token_steps == [1, 2]
+    assert len(opened) == len(set(opened)) == 2  # each footer is read once
+
+
+def test_a_run_that_is_rewound_while_it_is_read_keeps_its_rows(tmp_path):
+    run = new_run(tmp_path / "a")
+    with TraceWriter(run) as writer:
+        for step in (1, 2, 3, 4):
+            writer.append("tokens", token_rows(step))
+            if step != 2:
+                writer.flush()  # parts of steps 1, 2 and 3, 4
+    live = load_run(run)
+    frames = live.iter_tokens()
+    seen = next(frames)["step"].tolist()
+    rewind(run, 2)  # the part of steps 2 and 3 is written anew, that of step 4 goes
+    assert seen + [step for frame in frames for step in frame["step"]] == [1] * 4 + [2] * 4
+    assert live.tokens()["step"].tolist() == [1] * 4 + [2] * 4 and not live.damaged
+
+
+def test_runs_are_found_below_a_folder_and_joined(tmp_path):
+    for name, method, seed in (("a", "grpo", 0), ("sweep/b", "grpo-sg", 1)):
+        run = new_run(tmp_path / name, method=method, seed=seed)
+        with TraceWriter(run) as writer:
+            writer.append("steps", rows("steps", 1, 1))
+            writer.append("tokens", token_rows(1))
+    new_run(tmp_path / "empty", seed=2)
+    runs = load_runs(tmp_path)
+    assert list(runs.by_name) == ["a", "empty", "sweep/b"] and runs[2].method == "grpo-sg" and runs["a"].seed == 0
+    assert list(runs.steps)[:4] == ["run", "method", "seed", "step"]
+    assert runs.steps[["run", "method", "seed"]].values.tolist() == [["a", "grpo", 0], ["sweep/b", "grpo-sg", 1]]
+    assert len(runs.tokens(columns=["logp"])) == 8
+    assert runs.table["status"].tolist() == ["died"] * 3
+    assert list(load_runs([tmp_path / "a"]).by_name) == ["a"]
+    assert list(load_runs(tmp_path / "a").by_name) == ["a"]
+
+
+def test_a_column_that_an_older_schema_lacks_is_null(tmp_path):
+    run = new_run(tmp_path / "a")
+    old = pa.Table.from_pydict(
+        {"step": [1, 1, 2], "index": [0, 1, 0], "logp": [-1.0, -2.0, -3.0]},
+        pa.schema([("step", pa.int32()), ("index", pa.int32()), ("logp", pa.float32())], {VERSION_KEY: b"1"}),
+    )
+    (run / "traces" / "tokens").mkdir(parents=True, exist_ok=True)
+    write_part(old, run / "traces" / "tokens", 1)
+    update_run_info(run, schema_version=1)
+    with TraceWriter(run) as writer:  # a run that version 1 began and this version resumed
+        writer.append("tokens", token_rows(step=3))
+    read = load_run(run)
+    assert read.tokens(columns=["logp"])["logp"].tolist()[:3] == [-1.0, -2.0, -3.0]
+    mixed = read.tokens(columns=["entropy", "logp"], steps=[2, 3])
+    assert mixed["entropy"].isna().tolist() == [True] + [False] * 4 and mixed["logp"].iloc[0] == -3.0
+    assert [len(part) for part in read.iter_tokens(columns=["logp"], required=["entropy"])] == [4]
+    assert len(read.tokens(columns=["entropy"])) == 7
+    assert read.damaged == {}
+
+
+def test_columns_that_version_1_lacks_may_be_null():
+    tuning = Path(__file__).parents[2] / "data" / "tuning"
+    for table in TABLES.values():
+        file = tuning / f"{table.name}.parquet"
+        if file.exists():
+            missing = [column for column in table.columns if column.name not in pq.read_schema(file).names]
+            assert all(column.nullable for column in missing), table.name
+
+
+def test_runs_of_version_1_have_no_updates():
+    run = load_runs(Path(__file__).parents[2] / "data" / "reference")[0]
+    assert run.updates.empty and list(run.updates) == TABLES["updates"].names
+    assert run.steps[["generated_tokens", "redrawn_groups"]].isna().all().all() and len(run.steps) > 0
+    assert run.tokens(columns=["sampler_logp", "correction"]).isna().all().all()
+
+
+def test_other_schema_versions_and_broken_run_files_are_left_out_with_a_word(tmp_path):
+    new_run(tmp_path / "good")
+    update_run_info(new_run(tmp_path / "old"), schema_version=SCHEMA_VERSION + 1)
+    (new_run(tmp_path / "broken") / "run.json").write_text('{"a": ')
+    with pytest.warns(UserWarning, match="left out"):
+        runs = load_runs(tmp_path)
+    assert list(runs.by_name) == ["good"]
+    assert f"schema version {SCHEMA_VERSION + 1}" in runs.skipped["old"] and "damaged" in runs.skipped["broken"]
+    with pytest.raises(UserError, match="schema version"):
+        load_run(tmp_path / "old")
+    with pytest.raises(UserError, match=r"has no run\.json"):
+        load_run(tmp_path)
+    with pytest.raises(UserError, match="is not a folder"):
+        load_runs(tmp_path / "nowhere")
+
+
+def test_html_escapes_what_files_say(tmp_path):
+    run = new_run(tmp_path / "a", method="<script>alert(1)</script>")
+    for html in (load_run(run)._repr_html_(), load_runs(tmp_path)._repr_html_()):
+        assert "<script>" not in html and "&lt;script&gt;" in html
