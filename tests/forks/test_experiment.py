@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import math
-import random
 from dataclasses import replace
 from types import SimpleNamespace
 
-import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -17,82 +14,21 @@ from safetensors.torch import load_file
 import sharpscope
 from sharpscope.analysis import analyze
 from sharpscope.cli import main
-from sharpscope.config import ForkSpec, arm_method, arm_name, build_config
-from sharpscope.distributed import Launch
+from sharpscope.config import ForkSpec, arm_method, arm_name
 from sharpscope.errors import UserError
 from sharpscope.forks import experiment, surface
-from sharpscope.forks.start import SharedDraws, Start
-from sharpscope.forks.state import Snapshot
+from sharpscope.forks.start import SharedDraws
 from sharpscope.recording import gradient_norm
-from sharpscope.tasks import make_task
-from sharpscope.traces import RunLock
-from sharpscope.training import learner, train
+from sharpscope.training import learner
 from sharpscope.training.checkpoint import OPTIMIZER, checkpoint_dir
 from sharpscope.training.optimizer import learning_rate
-from tests.conftest import TOY
-
-SMALL = {"prompts": 3, "batches": 2}
-
-
-@pytest.fixture(scope="module")
-def trained(tiny_policy, tmp_path_factory):
-    """Configuration of a run of six steps with all of its checkpoints."""
-    values = {**TOY, "policy.model": str(tiny_policy), "out": str(tmp_path_factory.mktemp("runs")), "name": "run"}
-    changes = {"steps": 6, "checkpoint.every": 1, "checkpoint.keep_last": 9, "evaluation.every": 0, "seed": 3}
-    changes |= {
-        "method": "grpo-sg",
-        "method.weight.preset": "calibrated",
-        "method.kl.coef": 0.01,
-        "update.mini_batches": 2,
-    }
-    changes |= {"optimizer.schedule": "cosine", "optimizer.weight_decay": 0.1}
-    config = build_config(values=values | changes)
-    assert train(config).status == "finished"
-    return config
+from tests.forks.starts import SMALL, start_of
 
 
 def call(arguments, code=0) -> None:
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     assert ended.value.code == code
-
-
-def start_of(config, spec=None, step=0, **arms) -> Start:
-    spec = spec or ForkSpec(**SMALL)
-    folder = checkpoint_dir(config.run_dir, step) if step else None
-    return Start(config, spec, arms or {"own": config.method}, folder, make_task(config.task))
-
-
-def state_of(start: Start) -> list[torch.Tensor]:
-    """Everything that a snapshot must restore, as tensors."""
-    found = [*start.policy.model.state_dict().values()]
-    for parameter in start.snapshot.parameters:
-        found += [torch.as_tensor(value) for value in start.optimizer.state.get(parameter, {}).values()]
-    return copy.deepcopy(found)
-
-
-def equal(one, two) -> bool:
-    return len(one) == len(two) and all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
-
-
-@pytest.mark.parametrize("step", [0, 3])
-@pytest.mark.parametrize("offload", [False, True])
-def test_restoring_is_bitwise(trained, step, offload):
-    start = start_of(trained, ForkSpec(**SMALL, offload=offload, updates=2), step)
-    before, lr = state_of(start), [group["lr"] for group in start.optimizer.param_groups]
-    draws = torch.rand(3), np.random.rand(3), random.random()
-    start.snapshot = Snapshot(start.policy.model, start.optimizer, device=torch.device("cpu") if offload else None)
-    expected = torch.rand(3), np.random.rand(3), random.random()
-    del draws
-    start.update("own", 0)
-    start.policy.model.train()
-    assert not equal(state_of(start), before)
-    start.snapshot.restore()
-    assert equal(state_of(start), before)
-    assert [group["lr"] for group in start.optimizer.param_groups] == lr
-    assert not start.policy.model.training and all(p.grad is None for p in start.policy.model.parameters())
-    again = torch.rand(3), np.random.rand(3), random.random()
-    assert torch.equal(again[0], expected[0]) and (again[1] == expected[1]).all() and again[2] == expected[2]
 
 
 @pytest.mark.parametrize(("step", "updates"), [(0, 1), (0, 3), (2, 1), (2, 3), (4, 2)])
@@ -159,27 +95,6 @@ def test_a_repeated_call_adds_what_is_missing_and_reads_the_same(trained):
     assert other["fork"].nunique() == 2
 
 
-def test_weights_are_calibrated_on_the_first_batch_with_a_gradient(trained, monkeypatch):
-    arm = arm_method("grpo-sg+weight.preset=calibrated+weight.percentiles=gradient", trained)
-    draw = Start.rollouts
-
-    def second(start, method, batch, *args, **options):
-        return draw(start, method, 1, *args, **options)
-
-    def idle(start, method, batch, *args, **options):
-        found = draw(start, method, batch, *args, **options)
-        return replace(found, advantage=torch.zeros_like(found.advantage)) if batch == 0 else found
-
-    def never(start, method, batch, *args, **options):
-        return idle(start, method, 0, *args, **options)
-
-    weights = []
-    for patched in (second, idle, never):
-        monkeypatch.setattr(Start, "rollouts", patched)
-        weights.append(start_of(trained, sg=arm).methods["sg"].weight)
-    assert weights[0].kind == "sigmoid" and weights[1] == weights[0] and weights[2].kind == "uniform"
-
-
 def test_the_gradient_is_that_of_the_first_update_or_none(trained, monkeypatch):
     start = start_of(trained)
     assert start.update("own", 0).gradient is not None
@@ -224,31 +139,6 @@ def test_a_model_without_a_run_gets_a_folder_of_its_own(tiny_policy, tmp_path, m
             out=tmp_path / "forks",
             **options,
         )
-
-
-def test_adapters_are_forked_and_nothing_else_moves(tiny_policy, tmp_path):
-    pytest.importorskip("peft")
-    config = build_config(
-        values={**TOY, "policy.model": str(tiny_policy), "policy.lora": {"r": 2, "alpha": 4}, "method.kl.coef": 0.01}
-    )
-    start = start_of(config)
-    before = state_of(start)
-    frozen = [p.clone() for p in start.policy.model.parameters() if not p.requires_grad]
-    update = start.update("own", 0)
-    assert any(part.abs().max() > 0 for part in update.displacement)
-    assert len(update.displacement) == sum(p.requires_grad for p in start.policy.model.parameters())
-    assert equal(frozen, [p for p in start.policy.model.parameters() if not p.requires_grad])
-    rows = list(experiment._batch_rows(start, "x", 0))
-    value = {(r["comparison"], o): v for r in rows for o, v in zip(r["outcome"], r["value"], strict=True)}
-    assert value["step", "update_norm"] > 0 and value["kl", "kl"] > 0
-    start.snapshot.restore()
-    assert equal(state_of(start), before)
-
-
-def test_several_processes_are_refused_by_name(trained, monkeypatch):
-    monkeypatch.setattr(experiment.distributed, "start", lambda device="auto": Launch(2))
-    with pytest.raises(UserError, match="one process"):
-        sharpscope.fork(trained.run_dir)
 
 
 def test_the_report_has_a_section_with_the_figure_the_tables_and_a_csv(trained, tmp_path):
@@ -319,11 +209,6 @@ def test_a_mistake_is_one_line(trained, change, words):
     with pytest.raises(UserError, match=words) as error:
         sharpscope.fork(trained.run_dir, **{"prompts": 2, "batches": 1, "checkpoint": [2]} | change)
     assert "\n" not in str(error.value)
-
-
-def test_a_run_that_is_written_is_refused(trained):
-    with RunLock(trained.run_dir), pytest.raises(UserError, match="process"):
-        sharpscope.fork(trained.run_dir, checkpoint=[2], methods=["grpo"], prompts=2, batches=1)
 
 
 def test_arms_are_read_as_labels_are_written(trained):

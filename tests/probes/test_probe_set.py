@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,7 +11,7 @@ import torch
 from pydantic import ValidationError
 
 from sharpscope.errors import UserError
-from sharpscope.probes import ProbesSpec, build_probe_set, measure, probe_set_objectives, read_rows, rollout_objective
+from sharpscope.probes import ProbesSpec, build_probe_set, measure, probe_set_objectives, rollout_objective
 from sharpscope.probes.estimate import columns, problems
 from sharpscope.probes.probe_set import Drawn, ProbeSet
 from sharpscope.probes.runner import measured_cost
@@ -254,72 +253,3 @@ def test_costs_are_measured():
     objective = probe_set_objectives(built(), "train", ProbesSpec(preset="cheap"), draw)["nll"]
     found = measured_cost(model, objective, ProbesSpec(preset="cheap"))
     assert set(found) == {"product_s", "gradient_s", "value_s"} and all(seconds > 0 for seconds in found.values())
-
-
-def test_data_files_are_read_and_mistakes_named(tmp_path):
-    rows = [{"prompt": "a", "completion": "b", "reward": 1}, {"prompt": "a", "completion": "c", "truncated": True}]
-    path = tmp_path / "d.jsonl"
-    path.write_text("\n".join(json.dumps(row) for row in rows) + "\n\n")
-    found = read_rows(path)
-    assert [(r.prompt, r.completion, r.reward, r.truncated) for r in found] == [
-        ("a", "b", 1.0, False),
-        ("a", "c", None, True),
-    ]
-    pd.DataFrame(rows[:1]).to_parquet(tmp_path / "d.parquet")
-    assert read_rows(tmp_path / "d.parquet")[0] == found[0]
-    for text, message in (
-        ("{", "line 1: not JSON"),
-        ('{"prompt": "a"}', "row 1: needs the texts"),
-        ("", "holds no rows"),
-    ):
-        path.write_text(text)
-        with pytest.raises(UserError, match=message):
-            read_rows(path)
-    path.write_text('{"prompt": "a", "completion": "b", "reward": NaN}')
-    with pytest.raises(UserError, match="not a finite number"):
-        read_rows(path)
-    with pytest.raises(UserError, match="no such file"):
-        read_rows(tmp_path / "x.jsonl")
-    (tmp_path / "d.csv").write_text("a,b")
-    with pytest.raises(UserError, match=r"ends in '\.csv'"):
-        read_rows(tmp_path / "d.csv")
-
-
-@pytest.mark.parametrize("inside", ["\u2028", "\u2029", "\u0085"])
-def test_only_a_line_feed_ends_a_line_of_a_data_file(tmp_path, inside):
-    rows = [{"prompt": f"a{inside}b", "completion": "c"}, {"prompt": "d", "completion": f"e{inside}"}]
-    path = tmp_path / "d.jsonl"
-    path.write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in rows), encoding="utf-8")
-    assert [(row.prompt, row.completion) for row in read_rows(path)] == [(f"a{inside}b", "c"), ("d", f"e{inside}")]
-
-
-def test_anybodys_texts_are_probed(tiny_policy, tmp_path):
-    from sharpscope.policy import PolicySpec, load_policy
-    from sharpscope.probes import probe_policy
-    from sharpscope.probes.standalone import DataRow
-
-    policy = load_policy(PolicySpec(model=str(tiny_policy)))
-    rows = [DataRow("What is it?", "one", 1.0), DataRow("What is it?", "two words", 0.0), DataRow("Why?", "so", 0.5)]
-    spec = ProbesSpec(preset="cheap", rhos=(0.1,), trace_probes=2)
-    report = probe_policy(policy, rows, spec, functionals=("nll", "expected_failure"))
-    frame = pd.read_parquet(report.save(tmp_path))
-    assert (
-        set(frame["functional"]) == {"nll", "expected_failure"}
-        and frame["value"].notna().any()
-        and (frame["step"] == 0).all()
-    )
-    loss = report.measured["nll"].curvature.loss
-    ids = [policy.tokenizer(r.prompt)["input_ids"] for r in rows]
-    total, count = 0.0, 0
-    for row, prompt in zip(rows, ids, strict=True):
-        completion = [*policy.tokenizer(row.completion, add_special_tokens=False)["input_ids"], policy.eos_ids[0]]
-        logp = torch.log_softmax(
-            policy.model(input_ids=torch.tensor([[*prompt, *completion]])).logits[0].detach().float(), -1
-        )
-        total -= sum(float(logp[len(prompt) - 1 + t, token]) for t, token in enumerate(completion))
-        count += len(completion)
-    assert loss == pytest.approx(total / count, rel=1e-4)
-    with pytest.raises(UserError, match="have no reward"):
-        probe_policy(policy, [DataRow("a", "b")], spec, functionals=("expected_failure",))
-    with pytest.raises(UserError, match="context is"):
-        probe_policy(policy, [DataRow("a", "b " * 5000)], spec)

@@ -9,7 +9,6 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from sharpscope.recording.run_folder import wind_back
 from sharpscope.traces import DamagedPartWarning, TraceWriter, load_run, rewind
 from sharpscope.traces.rewind import Rewound
 from tests.traces.rows import new_run, rows
@@ -44,7 +43,7 @@ def test_an_interrupted_rewind_shows_no_row_twice(tmp_path):
     assert not before.exists() and load_run(run).tokens()["step"].tolist() == [1] * 4
 
 
-def _damage(part: Path, column: str) -> None:
+def damage_part(part: Path, column: str) -> None:
     """Flip one bit in the last page of a column, so that only readers of that column notice."""
     metadata = pq.read_metadata(part)
     place = metadata.row_group(metadata.num_row_groups - 1).column(metadata.schema.names.index(column))
@@ -68,7 +67,7 @@ def test_a_damaged_part_does_not_give_rows_twice_after_a_rewind(tmp_path, togeth
 
     write(range(1, 8))
     last = max((run / "traces/tokens").iterdir())
-    _damage(last, "logit")
+    damage_part(last, "logit")
     rewound = rewind(run, 5)
     write((6, 7))
     loaded = load_run(run)
@@ -82,15 +81,3 @@ def test_a_damaged_part_does_not_give_rows_twice_after_a_rewind(tmp_path, togeth
         assert "its pages cannot be read" in rewound.damaged[name] and "a resume found it" in loaded.damaged[name]
     else:
         assert counts == dict.fromkeys(range(1, 8), 3) and not loaded.verify() and not rewound.damaged
-
-
-def test_a_part_that_a_resume_sets_aside_is_told_once(tmp_path):
-    run = new_run(tmp_path / "a")
-    with TraceWriter(run) as writer:
-        for step in (1, 2):
-            writer.append("tokens", rows("tokens", step))
-    (part,) = (run / "traces/tokens").iterdir()
-    _damage(part, "logit")
-    (told,) = wind_back(run, 1)
-    assert told.startswith(f"traces/tokens/damaged-{part.name} is set aside: its pages cannot be read")
-    assert wind_back(run, 1) == []

@@ -1,0 +1,105 @@
+"""The state that arms start from."""
+
+from __future__ import annotations
+
+import copy
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import sharpscope
+from sharpscope.config import ForkSpec, arm_method, build_config
+from sharpscope.distributed import Launch
+from sharpscope.errors import UserError
+from sharpscope.forks import experiment
+from sharpscope.forks.start import Start
+from sharpscope.forks.state import Snapshot
+from sharpscope.traces import RunLock
+from tests.conftest import TOY
+from tests.forks.starts import SMALL, start_of
+
+
+def state_of(start: Start) -> list[torch.Tensor]:
+    """Everything that a snapshot must restore, as tensors."""
+    found = [*start.policy.model.state_dict().values()]
+    for parameter in start.snapshot.parameters:
+        found += [torch.as_tensor(value) for value in start.optimizer.state.get(parameter, {}).values()]
+    return copy.deepcopy(found)
+
+
+def equal(one, two) -> bool:
+    return len(one) == len(two) and all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+
+
+@pytest.mark.parametrize("step", [0, 3])
+@pytest.mark.parametrize("offload", [False, True])
+def test_restoring_is_bitwise(trained, step, offload):
+    start = start_of(trained, ForkSpec(**SMALL, offload=offload, updates=2), step)
+    before, lr = state_of(start), [group["lr"] for group in start.optimizer.param_groups]
+    draws = torch.rand(3), np.random.rand(3), random.random()
+    start.snapshot = Snapshot(start.policy.model, start.optimizer, device=torch.device("cpu") if offload else None)
+    expected = torch.rand(3), np.random.rand(3), random.random()
+    del draws
+    start.update("own", 0)
+    start.policy.model.train()
+    assert not equal(state_of(start), before)
+    start.snapshot.restore()
+    assert equal(state_of(start), before)
+    assert [group["lr"] for group in start.optimizer.param_groups] == lr
+    assert not start.policy.model.training and all(p.grad is None for p in start.policy.model.parameters())
+    again = torch.rand(3), np.random.rand(3), random.random()
+    assert torch.equal(again[0], expected[0]) and (again[1] == expected[1]).all() and again[2] == expected[2]
+
+
+def test_weights_are_calibrated_on_the_first_batch_with_a_gradient(trained, monkeypatch):
+    arm = arm_method("grpo-sg+weight.preset=calibrated+weight.percentiles=gradient", trained)
+    draw = Start.rollouts
+
+    def second(start, method, batch, *args, **options):
+        return draw(start, method, 1, *args, **options)
+
+    def idle(start, method, batch, *args, **options):
+        found = draw(start, method, batch, *args, **options)
+        return replace(found, advantage=torch.zeros_like(found.advantage)) if batch == 0 else found
+
+    def never(start, method, batch, *args, **options):
+        return idle(start, method, 0, *args, **options)
+
+    weights = []
+    for patched in (second, idle, never):
+        monkeypatch.setattr(Start, "rollouts", patched)
+        weights.append(start_of(trained, sg=arm).methods["sg"].weight)
+    assert weights[0].kind == "sigmoid" and weights[1] == weights[0] and weights[2].kind == "uniform"
+
+
+def test_adapters_are_forked_and_nothing_else_moves(tiny_policy, tmp_path):
+    pytest.importorskip("peft")
+    config = build_config(
+        values={**TOY, "policy.model": str(tiny_policy), "policy.lora": {"r": 2, "alpha": 4}, "method.kl.coef": 0.01}
+    )
+    start = start_of(config)
+    before = state_of(start)
+    frozen = [p.clone() for p in start.policy.model.parameters() if not p.requires_grad]
+    update = start.update("own", 0)
+    assert any(part.abs().max() > 0 for part in update.displacement)
+    assert len(update.displacement) == sum(p.requires_grad for p in start.policy.model.parameters())
+    assert equal(frozen, [p for p in start.policy.model.parameters() if not p.requires_grad])
+    rows = list(experiment._batch_rows(start, "x", 0))
+    value = {(r["comparison"], o): v for r in rows for o, v in zip(r["outcome"], r["value"], strict=True)}
+    assert value["step", "update_norm"] > 0 and value["kl", "kl"] > 0
+    start.snapshot.restore()
+    assert equal(state_of(start), before)
+
+
+def test_several_processes_are_refused_by_name(trained, monkeypatch):
+    monkeypatch.setattr(experiment.distributed, "start", lambda device="auto": Launch(2))
+    with pytest.raises(UserError, match="one process"):
+        sharpscope.fork(trained.run_dir)
+
+
+def test_a_run_that_is_written_is_refused(trained):
+    with RunLock(trained.run_dir), pytest.raises(UserError, match="process"):
+        sharpscope.fork(trained.run_dir, checkpoint=[2], methods=["grpo"], prompts=2, batches=1)
