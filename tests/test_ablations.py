@@ -22,7 +22,7 @@ from sharpscope.traces import load_run
 from sharpscope.training import train
 from tests.objective.data import LIMIT, make_case
 
-FOLDER = Path(__file__).parents[2] / "experiments" / "ablations"
+FOLDER = Path(__file__).parents[1] / "experiments" / "ablations"
 FILES = sorted(FOLDER.glob("*.yaml"))
 
 
