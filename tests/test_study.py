@@ -17,7 +17,8 @@ from sharpscope.traces import load_runs
 
 ROOT = Path(__file__).resolve().parents[1]
 REFERENCE, TUNING = ROOT / "data" / "reference", ROOT / "data" / "tuning"
-RESULTS = ROOT / "experiments" / "results"
+FIRST = ROOT / "experiments" / "studies" / "1"
+RESULTS = FIRST / "results"
 
 
 def invoke(*arguments: str) -> str:
@@ -65,7 +66,7 @@ def test_every_picture_is_remade_from_the_kept_runs(tmp_path: Path):
 
 
 def test_kept_runs_are_those_of_the_declared_study():
-    planned = {run.config.run_name: run.config for run in plan_sweep(read_sweep(ROOT / "experiments" / "study.yaml"))}
+    planned = {run.config.run_name: run.config for run in plan_sweep(read_sweep(FIRST / "study.yaml"))}
     kept = [*load_runs(REFERENCE), *load_runs(TUNING)]
     assert len(kept) >= 18
     for run in kept:
@@ -88,13 +89,13 @@ def test_the_stated_rule_chose_the_learning_rate():
 
 
 def test_what_results_say_of_each_claim_is_its_verdict():
-    text = (ROOT / "experiments" / "RESULTS.md").read_text()
+    text = (FIRST / "RESULTS.md").read_text()
     for verdict in judge(load_several([REFERENCE])):
         assert f"| {verdict.claim} | {verdict.verdict} |" in text, (verdict.claim, verdict.verdict)
 
 
 def test_results_quote_the_tables_to_the_letter():
-    text = (ROOT / "experiments" / "RESULTS.md").read_text()
+    text = (FIRST / "RESULTS.md").read_text()
     tables = sorted(RESULTS.glob("table_*.md"))
     assert {"table_pair", "table_controls", "table_settings", "table_neighbours"} <= {table.stem for table in tables}
     for table in tables:

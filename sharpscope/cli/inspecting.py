@@ -83,9 +83,9 @@ def claims(
 
       sharpscope claims runs/ --claim C7 --details --treatment gspo
 
-      sharpscope claims data/reference --out experiments/results
+      sharpscope claims data/reference --out experiments/studies/1/results
 
-      sharpscope claims runs/study --study experiments/study.yaml
+      sharpscope claims runs/study --study experiments/studies/1/study.yaml
     """
     from sharpscope.analysis import load_several, nothing_found
     from sharpscope.analysis.claims import (

@@ -43,9 +43,9 @@ def power(
     Examples:
       sharpscope power data/reference --claim C7
 
-      sharpscope power --study experiments/study.yaml
+      sharpscope power --study experiments/studies/1/study.yaml
 
-      sharpscope power runs/pilot --study experiments/study.yaml --out power
+      sharpscope power runs/pilot --study experiments/studies/1/study.yaml --out power
     """
     from sharpscope.analysis import load_several, nothing_found
     from sharpscope.analysis.claims import claim_names
@@ -97,7 +97,7 @@ def declare(
     Written is study.declared.json beside study.yaml, to be committed. `sharpscope claims RUNS --study FILE` checks and quotes it.
 
     Example:
-      sharpscope study declare experiments/study.yaml
+      sharpscope study declare experiments/studies/1/study.yaml
     """
     from datetime import UTC, datetime
 

@@ -96,7 +96,7 @@ def sweep(
 
       sharpscope sweep experiments/pair.yaml --workers 2
 
-      sharpscope sweep experiments/study.yaml --part main --workers 2
+      sharpscope sweep experiments/studies/1/study.yaml --part main --workers 2
     """
     from sharpscope.recording.environment import default_threads
     from sharpscope.sweeps import execute, plan_sweep, read_sweep
