@@ -115,6 +115,12 @@ class RecordingSpec(Spec):
         description="Derivatives of attribution, influence and alignment: forward mode (exact up to rounding) or central difference (about "
         "2/3 of the cost, error about 1e-4 of the shares' absolute sum in float32); update attribution always uses forward mode.",
     )
+    probe_entropy_every: int = Field(
+        0,
+        ge=0,
+        description="Interval of the policy's entropy at fixed tokens, the stored solutions of the probe set's training prompts, also "
+        "before training (a forward pass each); 0: never [steps].",
+    )
     heldout_influence_every: int = Field(
         50,
         ge=0,

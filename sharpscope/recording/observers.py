@@ -22,6 +22,8 @@ from sharpscope import distributed
 from sharpscope.config.probes import Check
 from sharpscope.errors import UserError
 from sharpscope.policy import Policy, Rollouts
+from sharpscope.policy.rollouts import completions_of
+from sharpscope.policy.scoring import Scorer
 from sharpscope.policy.sharding import ModelView, is_sharded
 from sharpscope.probes import (
     Estimate,
@@ -82,6 +84,7 @@ class Observers:
         self.config, self.policy, self.view, self.drawer = config, policy, view, drawer
         self.surface = SurfaceProbes(config, view, drawer)
         self.probe_set: ProbeSet | None = None
+        self.fixed: Rollouts | None = None  # solutions of the probe set, for the entropy at fixed tokens
         self.refused: set[str] = set()  # columns that are left out for the rest of the run
         self.checked: set[str] = set()  # columns that have passed their self-check
 
@@ -93,7 +96,30 @@ class Observers:
         spec = self.config.recording
         if spec.heldout_influence_every and spec.heldout_functional == "nll":
             self.probe_set.solutions("heldout")  # raises now, not during the run, if there are none
+        if spec.probe_entropy_every:
+            self.probe_set.solutions("train")
+            pairs = [(item.prompt_ids, item.solution) for item in self.probe_set.split("train") if item.solution]
+            fixed = completions_of(*zip(*pairs, strict=True), device=self.policy.device)
+            self.fixed = fixed.with_reward(torch.zeros(len(pairs)))
         return self.surface.start(self.probe_set, info)
+
+    def entropy_row(self, step: int, scorer: Scorer) -> dict[str, Any] | None:
+        """The row of the probes table with the mean entropy after `step` at the fixed tokens [nats]; None where it is not due."""
+        every = self.config.recording.probe_entropy_every
+        if self.fixed is None or self.probe_set is None or step % every:
+            return None
+        began = time.perf_counter()
+        entropy = scorer.statistics(self.fixed).entropy.double()[self.fixed.completion_mask.bool()]
+        row = Estimate(
+            "entropy",
+            "entropy",
+            float(entropy.mean()),
+            functional="nll",
+            probe_set=self.probe_set.name("train"),
+            prompts=len(self.fixed),
+            seconds=time.perf_counter() - began,
+        )
+        return {"step": step, **columns([row])}
 
     def for_step(self, step: int, rollouts: Rollouts, recent: Sequence[float]) -> StepObserver:
         """An observer of the updates of one step; `recent` are the log gradient norms of the last steps."""

@@ -56,7 +56,8 @@ def needs_probe_set(config: RunConfig) -> bool:
     """Whether any schedule of the run uses the probe set."""
     probes = config.probes
     surface = probes.every != 0 and bool(probes.functionals or probes.gradient_samples)
-    return 0 < config.recording.heldout_influence_every <= config.steps or surface
+    recording = config.recording
+    return 0 < recording.heldout_influence_every <= config.steps or bool(recording.probe_entropy_every) or surface
 
 
 def check_probe_set(config: RunConfig, task: Task) -> None:

@@ -362,7 +362,10 @@ class _Run:
             self.display.event(event)
 
     def _probe(self, step: int) -> None:
-        """Measure the loss surface at scheduled steps."""
+        """Measure the loss surface and the entropy at fixed tokens at scheduled steps."""
+        entropy = self.observers.entropy_row(step, self.learner.scorer)
+        if entropy is not None:
+            self.writer.append("probes", entropy)
         if self.observers.surface.due(step):
             self.display.status(f"step {step}: probing the loss surface")
             tables, events = self.observers.surface.rows(step)

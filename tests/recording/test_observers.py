@@ -217,6 +217,28 @@ def test_influence_along_the_nll_of_stored_solutions(toy_config):
     assert tokens["heldout_influence"].sum() == pytest.approx(expected, rel=1e-3, abs=1e-7)
 
 
+def test_entropy_at_fixed_tokens_is_that_of_the_stored_solutions(toy_config):
+    """Before training it is the mean of −Σ p ln p over the solutions' tokens, one unpadded solution at a time; one row per interval."""
+    from sharpscope.probes import ProbeSet
+
+    nothing = {"recording__token_gradients_every": 0, "recording__heldout_influence_every": 0, "probes__every": 0}
+    config = toy_config(
+        **(RECORD | nothing | {"recording__probe_entropy_every": 2, "steps": 3, "rollout__max_new_tokens": 120})
+    )
+    train(config)
+    rows = sharpscope.load_run(config.run_dir).probes
+    assert list(rows["step"]) == [0, 2] and set(rows["quantity"]) == {"entropy"}
+    model = AutoModelForCausalLM.from_pretrained(config.policy.model).double()
+    items = [item for item in ProbeSet.load(config.run_dir / "probe_set.parquet").split("train") if item.solution]
+    entropies = []
+    for item in items:
+        ids = torch.tensor([list(item.prompt_ids) + list(item.solution)])
+        logits = model(input_ids=ids).logits[0, len(item.prompt_ids) - 1 : -1] / config.rollout.temperature
+        entropies.append(torch.distributions.Categorical(logits=logits).entropy())
+    assert rows["value"].iloc[0] == pytest.approx(float(torch.cat(entropies).mean()), rel=1e-5)
+    assert rows["prompts"].iloc[0] == len(items) and "/train@" in rows["probe_set"].iloc[0]
+
+
 def test_columns_of_a_token_belong_to_the_update_that_first_used_it(toy_config):
     """Lopti's two updates: the shares of each one's gradient sum to 1, and each one's exact tier is drawn from its own tokens."""
     changes = {"method": "lopti", "recording__token_gradients_every": 1, "recording__update_attribution": False}

@@ -70,7 +70,8 @@ class Rule:
 
 def margin_text(margin: float, scale: Scale) -> str:
     """A margin with its unit."""
-    return {"plain": f"{margin:g}", "points": f"{100 * margin:g} points"}.get(scale, f"{100 * margin:g} %")
+    points = "1 point" if f"{100 * margin:g}" == "1" else f"{100 * margin:g} points"
+    return {"plain": f"{margin:g}", "points": points}.get(scale, f"{100 * margin:g} %")
 
 
 @dataclass(frozen=True)
@@ -579,11 +580,15 @@ def mean_estimate(
 
 
 def sample_of(
-    name: str, frame: pd.DataFrame, direction: Direction, margin: float, sources: Iterable[Source] = (), runs: int = 2
+    name: str, frame: pd.DataFrame, direction: Direction, margin: float, source: Source | str | None = None, runs: int = 2
 ) -> Sample:
-    """The column `difference` of paired runs as the values tested; clusters are seeds."""
+    """The column `difference` of paired runs as the values tested; clusters are seeds.
+
+    `source`: of variance besides the seed, or why it is not known; None if there is none.
+    """
     values = frame["difference"].to_numpy(dtype=float)
-    return Sample(name, values, tuple(frame["seed"]), direction, margin, tuple(sources), runs)
+    sources, note = ((source,), "") if isinstance(source, Source) else ((), source or "")
+    return Sample(name, values, tuple(frame["seed"]), direction, margin, sources, runs, note)
 
 
 def present(*estimates: Estimate | None) -> tuple[Estimate, ...]:

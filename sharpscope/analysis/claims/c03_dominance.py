@@ -20,6 +20,7 @@ from sharpscope.analysis.claims.base import (
     Sample,
     Scale,
     directional,
+    margin_text,
     mean_estimate,
     present,
     rows_of,
@@ -95,7 +96,7 @@ def test(study: Study) -> Finding:
     room = 1 - float(means["null"].mean())
     if room < margin:
         return Finding(
-            missing=f"the null's top hundredth holds {1 - room:.1%}, which leaves no room for {margin:g} more: whatever the norms "
+            missing=f"the null's top hundredth holds {1 - room:.1%}, which leaves no room for {margin_text(margin, 'points')} more: whatever the norms "
             "are, the margin cannot be reached",
             others=_shares(means, excess),
             notes=study.elsewhere(study.baseline),

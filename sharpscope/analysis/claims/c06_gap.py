@@ -27,6 +27,7 @@ from sharpscope.analysis.claims.base import (
 from sharpscope.analysis.claims.measures import (
     FUNCTIONAL,
     MEASURES,
+    UNKNOWN_NOISE,
     gap,
     gap_noise,
     last_step,
@@ -155,9 +156,11 @@ def test(study: Study) -> Finding:
     if main is None:
         return Finding(missing="no two runs of the grid differ in one setting alone")
     noise = [gap_noise(study.finished[row["run"]], int(row["step"])) for _, row in frame.iterrows()]
-    known = np.array([value for value in noise if value is not None])
+    if any(value is None for value in noise):
+        return Finding(missing=UNKNOWN_NOISE, frames={"grid": frame})
+    known = np.array(noise, dtype=float)
     strata = list(frame[["method", "seed", *held]].itertuples(index=False, name=None))
-    reliable = reliability(frame["gap"].to_numpy(), known, strata) if len(known) == len(frame) else 1.0
+    reliable = reliability(frame["gap"].to_numpy(), known, strata)
     if reliable < FLOOR:
         return Finding(
             missing=unreliable(reliable, FLOOR, frame["gap"].to_numpy(), known) + why, frames={"grid": frame}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import pandas as pd
 
@@ -130,12 +130,13 @@ def test(study: Study) -> Finding:
     )
 
 
-def _spread(frame: pd.DataFrame, noise: Sequence[Source]) -> tuple[str, ...]:
+def _spread(frame: pd.DataFrame, source: Source | str) -> tuple[str, ...]:
     """How much of the spread of the differences over pairs is the sampling of answers."""
     spread = float(frame["difference"].std())
-    if not noise or not spread > 0:
+    if isinstance(source, str):
+        return (source,)
+    if not spread > 0:
         return ()
-    source = noise[0]
     text = f"standard deviation over pairs {100 * spread:.2g} points; from sampling answers {100 * source.variance**0.5:.2g} points"
     return (f"{text}{f' ({source.note})' if source.note else ''}",)
 

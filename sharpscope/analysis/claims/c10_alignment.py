@@ -137,7 +137,7 @@ def test(study: Study) -> Finding:
     )
 
 
-def _noise(study: Study, rival: str) -> tuple[Source, ...]:
+def _noise(study: Study, rival: str) -> Source | str:
     pairs = study.pairing(baseline=rival).pairs
     return paired_noise([(study.finished[p.baseline], study.finished[p.treatment]) for p in pairs], "heldout")
 

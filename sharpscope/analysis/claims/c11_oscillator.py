@@ -29,6 +29,7 @@ from sharpscope.analysis.claims.base import (
     Verdict,
     directional,
     every,
+    log_margin,
     mean_estimate,
     present,
     rows_of,
@@ -53,6 +54,7 @@ FEWEST = 40
 GOOD_FIT = 0.9
 WITHIN = 2.0
 """Factor within which the fitted frequency must lie around the predicted one."""
+GAIN, GAIN_UNIT = "how much larger the exponential's prediction error is", "ln(exponential's / oscillator's)"
 STIFFNESS = ("preconditioned_largest", "largest")
 """Quantities of the probes table that stand for the stiffness, the first that is recorded."""
 
@@ -145,10 +147,10 @@ def test(study: Study) -> Finding:
     if hidden := _hidden(frame):
         return Finding(
             missing=hidden,
-            others=present(mean_estimate("gain of the oscillator over the exponential", gain, "ln ratio of errors")),
+            others=present(mean_estimate(GAIN, gain, GAIN_UNIT, "", "log")),
             frames={"fits": frame.drop(columns="main")},
         )
-    margin = study.terms.margin(NAME, MARGIN)
+    margin = log_margin(study.terms.margin(NAME, MARGIN), "lower")  # an error lower by that share
     away = (
         frame.assign(away=np.log(frame["omega"] / frame["omega_predicted"])).groupby("seed")["away"].mean().to_numpy()
     )
@@ -156,7 +158,7 @@ def test(study: Study) -> Finding:
     quality = by_seed["r2_corrected"].to_numpy()
     good = bool(np.isfinite(quality).all() and quality.mean() >= GOOD_FIT)
     return Finding(
-        effect=mean_estimate("gain of the oscillator over the exponential", gain, "ln ratio of prediction errors"),
+        effect=mean_estimate(GAIN, gain, GAIN_UNIT, "", "log"),
         n=len(by_seed),
         evidence=evidence,
         conditions=(Condition(f"the oscillator explains {GOOD_FIT:.0%} of what is not noise", good),),

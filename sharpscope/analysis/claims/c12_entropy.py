@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -33,7 +34,7 @@ from sharpscope.analysis.claims.base import (
     sample_of,
     unfinished,
 )
-from sharpscope.analysis.claims.measures import dose_of
+from sharpscope.analysis.claims.measures import dose_of, probe_rows
 from sharpscope.analysis.figures.style import GRAY, Lines, Picture, finish, lines, panels, plain, styled
 from sharpscope.analysis.study import Study
 from sharpscope.analysis.tokens import Columns, Reducer
@@ -45,9 +46,9 @@ COLUMNS = ("loss_coef", "polarity")
 MARGIN = 0.1
 DRIFT_MARGIN = 0.1
 FEWEST = 15
-"""Steps with a prediction that a run must have [steps]."""
-ENDS = 10
-"""Steps averaged at each end of a run for its drift [steps]."""
+"""Changes of entropy with a prediction that a run must have [changes]."""
+QUANTITY, TOKENS = "entropy", "nll"
+"""Entropy at fixed tokens in the probes table: at the tokens of `nll`, the stored solutions of the probe set's training prompts."""
 
 
 def _predicted(tokens: Columns, run: Run) -> dict[str, Any] | None:
@@ -60,21 +61,31 @@ def _predicted(tokens: Columns, run: Run) -> dict[str, Any] | None:
 REDUCER = Reducer(NAME, COLUMNS, _predicted, needs="polarity")
 
 
-def prediction_frame(study: Study) -> pd.DataFrame:
-    """run, method, seed, step, predicted (lr·mean c·polarity) and measured H_{s+1} − H_{s−1} [nats].
+def fixed_entropy(run: Run) -> pd.Series:
+    """Step → entropy after it at the probe set's fixed tokens [nats]."""
+    return probe_rows(run, QUANTITY, TOKENS).groupby("step")["value"].mean().sort_index()
 
-    The entropy of step s itself is left out of the measured change: it comes from the tokens that the prediction
-    is made
-    of, whose sampling noise would correlate the two.
+
+def prediction_frame(study: Study) -> pd.DataFrame:
+    """run, method, seed, step, predicted (Σ lr·updates·mean c·polarity) and measured change of entropy at fixed tokens [nats].
+
+    A row is the change between two successive measurements, `step` the later one, if every step between has a prediction. The
+    tokens measured are the same throughout, and none of those that the prediction is made of.
     """
-    rows = []
+    pushes: dict[str, dict[int, float]] = {}
+    about = {}
     for result in study.results(NAME, study.alike(study.baseline, study.treatment)):
-        steps = study.finished[result.run].steps.set_index("step")
-        before, after = result.step - 1, result.step + 1
-        if {before, result.step, after} <= set(steps.index):
-            change = float(steps["entropy_mean"][after] - steps["entropy_mean"][before])
-            rate = float(steps["lr"][result.step])
-            rows.append((result.run, result.method, result.seed, result.step, rate * result.values["push"], change))
+        pushes.setdefault(result.run, {})[result.step] = result.values["push"]
+        about[result.run] = result.method, result.seed
+    rows = []
+    for name, push in pushes.items():
+        run = study.finished[name]
+        measured, steps = fixed_entropy(run), run.steps.set_index("step")
+        for before, after in itertools.pairwise(measured.index.astype(int)):
+            between = range(before + 1, after + 1)
+            if all(step in push and step in steps.index for step in between):
+                sizes = (float(steps["lr"][step] * steps["updates"][step]) * push[step] for step in between)
+                rows.append((name, *about[name], after, sum(sizes), float(measured[after] - measured[before])))
     frame = pd.DataFrame(rows, columns=["run", "method", "seed", "step", "predicted", "measured"])
     frame = frame.astype({"predicted": float, "measured": float})
     return frame[np.isfinite(frame["predicted"]) & np.isfinite(frame["measured"])]
@@ -91,11 +102,11 @@ def partial_correlation(predicted: np.ndarray, measured: np.ndarray, step: np.nd
 
 
 def drift(run: Run) -> float | None:
-    """ln(H at the end / H at the start), means of ENDS steps: negative where entropy falls."""
-    entropy = run.steps.sort_values("step")["entropy_mean"].dropna().to_numpy(dtype=float)
-    if len(entropy) < 2 * ENDS:
+    """ln(H at the last measurement / H at the first) at fixed tokens: negative where entropy falls."""
+    entropy = fixed_entropy(run)
+    if len(entropy) < 2:
         return None
-    start, end = float(entropy[:ENDS].mean()), float(entropy[-ENDS:].mean())
+    start, end = float(entropy.iloc[0]), float(entropy.iloc[-1])
     return math.log(end / start) if start > 0 and end > 0 else None
 
 
@@ -135,13 +146,11 @@ def test(study: Study) -> Finding:
         ),
     )
     if not matches:
-        return Finding(
-            missing=f"no run has polarity, loss_coef and entropy in {FEWEST} steps with a neighbor on each side",
-            others=beside,
-        )
+        return Finding(missing=_unmeasured(study), others=beside)
     if not len(drifts):
         return Finding(
-            missing=f"no pair of {STABLE} and {study.baseline}: half of the claim cannot be tested", others=beside
+            missing=f"no pair of {STABLE} and {study.baseline} with {QUANTITY} at fixed tokens: half of the claim cannot be tested",
+            others=beside,
         )
     by_seed = pd.DataFrame(matches, columns=["seed", "r"]).groupby("seed")["r"].mean()
     margin, drift_margin = study.terms.margin(NAME, MARGIN), log_margin(DRIFT_MARGIN, "higher")
@@ -160,7 +169,9 @@ def test(study: Study) -> Finding:
             ),
         ),
         confounders=(
-            Confounder("the same tokens on both sides", "the change is measured around the step, from other rollouts"),
+            Confounder(
+                "other tokens after a step", "entropy is measured at fixed tokens, solutions that the initial policy wrote"
+            ),
             Confounder("trends", "a parabola in the step is removed from both"),
             Confounder("learning rate", "the prediction is multiplied by the step's own"),
             Confounder(
@@ -182,9 +193,10 @@ def test(study: Study) -> Finding:
             ),
         ),
         rows=rows_of(frame["run"].unique(), "tokens", COLUMNS, "all recorded steps")
-        + rows_of(frame["run"].unique(), "steps", ("step", "entropy_mean", "lr"), "recorded steps and their neighbors"),
+        + rows_of(frame["run"].unique(), "probes", ("step", "value"), f"quantity {QUANTITY} at the tokens of {TOKENS}, train")
+        + rows_of(frame["run"].unique(), "steps", ("step", "updates", "lr"), "all steps"),
         notes=(
-            f"{len(frame)} steps of {frame['run'].nunique()} runs",
+            f"{len(frame)} changes of entropy in {frame['run'].nunique()} runs",
             *unfinished(study),
         ),
         frames={"prediction": frame, "drift": drifts},
@@ -197,6 +209,16 @@ def test(study: Study) -> Finding:
 
 
 DRIFT_UNIT = "ln(end / start), difference"
+
+
+def _unmeasured(study: Study) -> str:
+    """What a prediction within runs lacks."""
+    runs = study.alike(study.baseline, study.treatment)
+    if not study.results(NAME, runs):
+        return f"no run has {' and '.join(COLUMNS)} of its tokens (recording.tokens_every=1)"
+    if all(len(fixed_entropy(run)) < 2 for run in runs.values()):
+        return "no run has entropy at the fixed tokens of the probe set (recording.probe_entropy_every=1)"
+    return f"no run has {FEWEST} changes of entropy at fixed tokens with a prediction at every step between"
 
 
 def entropy_prediction(prediction: pd.DataFrame, lines: Lines) -> Figure:
@@ -243,7 +265,8 @@ CLAIM = Claim(
     "polarity predicts entropy's change, and covariance-aware weights stabilize it",
     "arXiv 2605.11775 (polarity) and 2605.11538 (covariance)",
     Rule(
-        "supported: predicted and measured changes correlate within runs (sign-flip test over seeds), and entropy falls less under "
+        "at fixed tokens, solutions of the probe set; supported: predicted and measured changes of entropy correlate within runs "
+        "(sign-flip test over seeds), and entropy falls less under "
         f"{STABLE} than under the baseline (signed drift, ln(end / start)), its mean drift being closer to 0; refuted: the correlation "
         f"is shown to be below {{margin}}, or the drift to be higher by less than {DRIFT_MARGIN:.0%} (Bonferroni)",
         "seeds",
@@ -251,7 +274,7 @@ CLAIM = Claim(
         MARGIN,
         compares=True,
     ),
-    f"more seeds, with tokens recorded at every step, and of {STABLE}",
+    f"more seeds, with recording.tokens_every=1 and recording.probe_entropy_every=1, and of {STABLE}",
     test,
     (REDUCER,),
     draw,

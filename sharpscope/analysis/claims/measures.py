@@ -146,6 +146,23 @@ def probe_rows(run: Run, quantity: str, functional: str = FUNCTIONAL, probe_set:
 
 
 @per_run
+def prompt_values(run: Run, quantity: str, functional: str = FUNCTIONAL, probe_set: str = "train") -> pd.DataFrame:
+    """step, probe_set, rho, prompt, value: the parts that the prompts have in the estimates of `probe_rows`, mean over seeds.
+
+    Empty where no values by prompt were kept, as before version 0.2.
+    """
+    keys = ["step", "probe_set", "rho"]
+    columns = [*keys, "prompt", "value"]
+    rows, table = probe_rows(run, quantity, functional, probe_set), run.probe_prompts
+    if not len(rows) or not len(table):
+        return pd.DataFrame({name: [] for name in columns})
+    own = table[(table["quantity"] == quantity) & (table["functional"] == functional)]
+    own = own[own["parameters"] == "all"] if (own["parameters"] == "all").any() else own
+    own = own.merge(rows[keys].drop_duplicates(), on=keys)
+    return own.groupby([*keys, "prompt"], as_index=False)["value"].mean()
+
+
+@per_run
 def sharpness_curve(
     run: Run, quantity: str, functional: str = FUNCTIONAL, radii: tuple[float, ...] | None = None
 ) -> pd.Series:
@@ -214,20 +231,21 @@ def dose_of(runs: Sequence[Run], method: str) -> Dose:
 
 
 @per_run
-def within_prompt_share(run: Run) -> float:
-    """Share of the variance p(1 − p) of an answer that is left within a prompt, E[π(1 − π)]/(p(1 − p)); 1 if not known.
+def within_prompt_share(run: Run) -> float | None:
+    """Share of the variance p(1 − p) of an answer that is left within a prompt, E[π(1 − π)]/(p(1 − p)); None if not known.
 
     From training groups in the last SMOOTHING steps: with π ~ Beta of mean p, the share of groups whose G rewards are all
-    equal is E[π^G + (1 − π)^G], which fixes the Beta's spread.
+    equal is E[π^G + (1 − π)^G], which fixes the Beta's spread. Not known without groups, or where all answers were correct or all
+    wrong.
     """
     rollout = run.config.get("rollout", {})
     per_step, size = rollout.get("prompts_per_step"), rollout.get("group_size")
     rows = run.steps.sort_values("step").tail(SMOOTHING)
     if not per_step or not size or size < 2 or not len(rows):
-        return 1.0
+        return None
     accuracy, equal = float(rows["accuracy"].mean()), float(rows["zero_std_groups"].mean() / per_step)
     if not 0 < accuracy < 1:
-        return 1.0
+        return None
 
     def excess(correlation: float) -> float:
         total = (1 - correlation) / correlation
@@ -237,7 +255,7 @@ def within_prompt_share(run: Run) -> float:
         return float(alike - equal)
 
     low, high = 1e-6, 1 - 1e-6
-    if excess(low) >= 0:
+    if excess(low) >= 0:  # no more groups are alike than independent answers would give
         return 1.0
     if excess(high) <= 0:
         return 0.0
@@ -246,11 +264,16 @@ def within_prompt_share(run: Run) -> float:
     return float(1 - brentq(excess, low, high))
 
 
+ONE_ANSWER = "k = 1: spread within a prompt from the training groups"
+AT_MOST = "at most: with one answer per prompt and no training groups that differ, the spread within a prompt is not known"
+
+
 def answer_noise(run: Run, split: str, step: int) -> Source | None:
     """Variance of an accuracy from sampling answers to its fixed prompts; its size is prompts × samples.
 
     With k > 1 samples a prompt: V_w/(n·k), V_w = (p(1 − p) − n·s²)·k/(k − 1) with s the standard error clustered by
-    prompt. With k = 1: p(1 − p)/n times `within_prompt_share`. None if the split was not evaluated.
+    prompt. With k = 1: p(1 − p)/n times `within_prompt_share`, or p(1 − p)/n at most where that is not known; the source's note
+    says which. None if the split was not evaluated.
     """
     rows = run.eval[(run.eval["split"] == split) & (run.eval["step"] == step)]
     heats = rows["temperature"].unique()
@@ -261,58 +284,92 @@ def answer_noise(run: Run, split: str, step: int) -> Source | None:
     rows = single if len(single) else rows
     n, k = rows["n"].to_numpy(dtype=float), rows["k"].to_numpy(dtype=float)
     p = rows["accuracy"].to_numpy(dtype=float)
-    within, note = p * (1 - p) * within_prompt_share(run), "k = 1: spread within a prompt from the training groups"
     if (k > 1).all() and "std_error" in rows and np.isfinite(rows["std_error"].to_numpy(dtype=float)).all():
         between = n * rows["std_error"].to_numpy(dtype=float) ** 2
         within, note = np.maximum(0.0, p * (1 - p) - between) * k / (k - 1), ""
+    else:
+        share = within_prompt_share(run)
+        within, note = p * (1 - p) * (1.0 if share is None else share), AT_MOST if share is None else ONE_ANSWER
     variance = float(np.sum((n / n.sum()) ** 2 * within / (n * k)))
     return Source("answers", float((n * k).sum()), variance, note)
 
 
-def paired_noise(runs: Sequence[tuple[Run, Run]], split: str) -> tuple[Source, ...]:
-    """Variance of a difference of accuracies from sampling answers, mean over pairs; empty if not known."""
+def paired_noise(runs: Sequence[tuple[Run, Run]], split: str) -> Source | str:
+    """Variance of a difference of accuracies from sampling answers, mean over the pairs compared; or why it is not known."""
     result = []
     for pair in runs:
         step = last_step(*pair, split=split)
         parts = [answer_noise(run, split, step) for run in pair] if step is not None else []
-        result.append([part for part in parts if part is not None])
-    if not result or any(len(parts) != 2 for parts in result):
-        return ()
+        known = [part for part in parts if part is not None]
+        if len(known) == 2:
+            result.append(known)
+    if not result:
+        return f"no pair was evaluated on {split} prompts at one step: the share of sampling answers is not known"
     variance = float(np.mean([sum(part.variance for part in parts) for parts in result]))
     size = float(np.mean([part.size for parts in result for part in parts]))
-    return (Source("answers", size, variance, result[0][0].note),)
+    notes = {part.note for parts in result for part in parts}
+    return Source("answers", size, variance, AT_MOST if AT_MOST in notes else min(notes))
 
 
-def probe_noise(runs: Sequence[tuple[Run, Run]], quantity: str) -> tuple[Source, ...]:
-    """Variance of ln(treatment/baseline) of a sharpness from the prompts that were drawn; empty if no standard error is recorded.
+def probe_noise(runs: Sequence[tuple[Run, Run]], quantity: str) -> Source | str:
+    """Variance of ln(treatment/baseline) of a sharpness from the probe's prompts; or why it is not known.
 
-    The sum of both squared relative standard errors over prompts. Runs that share their prompts have less.
+    Both runs of a pair are probed on the same prompts. To first order prompt i changes the log ratio by r_i = t_i/T − b_i/B, its values
+    over the estimates, so that what is common to the pair cancels; the variance of a pair is that of r over the prompts, by their
+    number. Where all pairs have the same prompts, what is common to the pairs cancels in the spread over pairs too: then r is that
+    of the interaction, the residuals of prompt and pair.
     """
-    result = []
+    parts: list[pd.Series] = []
+    sets: set[str] = set()
     for pair in runs:
-        parts = [_relative_error(run, quantity) for run in pair]
-        if all(part is not None for part in parts):
-            result.append(sum(part**2 for part in parts if part is not None))
-    if not result:
-        return ()
-    prompts = [float(run.config.get("probes", {}).get("prompts") or 1) for pair in runs for run in pair]
-    note = "at most: the prompts of both runs are taken as independent"
-    return (Source("probe prompts", float(np.mean(prompts)), float(np.mean(result)), note),)
+        values = _last_prompts(pair, quantity)
+        if values is None:
+            continue
+        sets |= values[0]
+        first, second = values[1]
+        parts.append(second / second.mean() - first / first.mean())
+    if not parts:
+        return "no values by prompt of sharpness (table probe_prompts, from version 0.2 on): the share of the probe's prompts is not known"
+    table = pd.concat(parts, axis=1, join="inner")  # (prompts, pairs)
+    prompts, pairs = table.shape
+    if prompts < 2:
+        return "one probe prompt: the share of the probe's prompts is not known"
+    if pairs > 1 and len(sets) == 1:
+        left = table.sub(table.mean(axis=1), axis=0)
+        variance = float((left.sub(left.mean()) ** 2).to_numpy().sum() / ((prompts - 1) * (pairs - 1)))
+        note = ""
+    else:
+        variance, note = float(np.mean([part.var(ddof=1) for part in parts])), "at most: what pairs have in common counts"
+    return Source("probe prompts", float(prompts), variance / prompts, note)
 
 
-def _relative_error(run: Run, quantity: str) -> float | None:
-    """Standard error over value of the sharpness at the last probed step, middle radius; None if not recorded."""
-    rows = probe_rows(run, quantity)
-    if not len(rows) or "std_error" not in rows:
+def _last_prompts(pair: tuple[Run, Run], quantity: str) -> tuple[set[str], list[pd.Series]] | None:
+    """Probe sets of a pair, and each run's values by prompt of the sharpness that C4 compares; None where they are not known."""
+    curves = shared_curves(pair, quantity)
+    steps = set.intersection(*(set(curve.index) for curve in curves)) if curves is not None else set()
+    both = [prompt_values(run, quantity) for run in pair]
+    if not steps or any(not len(values) for values in both):
         return None
-    rows = rows[rows["step"] == rows["step"].max()].sort_values("rho")
-    row = rows.iloc[(len(rows) - 1) // 2]
-    error = float(row["std_error"]) / float(row["value"]) if row["value"] > 0 else math.nan
-    return error if math.isfinite(error) and error > 0 else None
+    shared = sorted(set(_radii(both[0])) & set(_radii(both[1])))
+    result = []
+    for values in both:
+        own = values[values["step"] == max(steps)]
+        if shared:
+            own = own[np.isclose(own["rho"], shared[(len(shared) - 1) // 2], rtol=1e-6)]
+        result.append(own.groupby("prompt")["value"].mean())
+    if any(len(values) < 2 or not values.mean() > 0 for values in result):
+        return None
+    return {name for values in both for name in values["probe_set"]}, result
+
+
+UNKNOWN_NOISE = "the sampling noise of the gap is not known, so neither is its reliability: no training answers to count"
 
 
 def gap_noise(run: Run, step: int) -> float | None:
-    """Variance of the generalization gap from sampling answers: held-out answers plus training answers."""
+    """Variance of the generalization gap from sampling answers: held-out answers plus training answers; None without either.
+
+    Where the split `train` was not evaluated, the training rollouts are taken as independent answers, which is at most.
+    """
     outside, inside = answer_noise(run, "heldout", step), answer_noise(run, "train", step)
     if outside is None:
         return None

@@ -91,6 +91,8 @@ def checked_config(data: Mapping[str, Any]) -> RunConfig:
         raise UserError(
             "recording.heldout_influence_every: a recorded trainer has no probe set of held-out prompts; set it to 0"
         )
+    if config.recording.probe_entropy_every:
+        raise UserError("recording.probe_entropy_every: a recorded trainer has no probe set; set it to 0")
     return config
 
 

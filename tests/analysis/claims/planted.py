@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 
 from sharpscope.analysis.claims.c11_oscillator import oscillator_shapes
-from tests.analysis.claims.frames import draw, frame_run, paired_study, study, tokens_frame
+from tests.analysis.claims.frames import draw, frame_run, paired_study, prompt_frame, study, tokens_frame
 
 SIGN = {"effect": 1.0, "none": 0.0, "wrong": -1.0}
 Rng = np.random.Generator
@@ -66,7 +66,9 @@ def bound(truth: str, rng: Rng, seeds: int, tails: str) -> Any:
             for rho, times in ((0.02, 0.2), (0.1, 1.0), (0.3, 4.0))
             for q, f in (("sam", 1.0), ("sam_first_order", 0.8), ("average", 0.1))
         ]
-        runs.append(frame_run(seed=seed, heldout=0.7 - gap, train=0.7, probes=rows, answers=8000))
+        run = frame_run(seed=seed, heldout=0.7 - gap, train=0.7, probes=rows, answers=8000)
+        run.probe_prompts = prompt_frame(run.probes[run.probes["quantity"] == "sam"], 8)
+        runs.append(run)
     return study(*runs)
 
 
@@ -172,11 +174,15 @@ def entropy(truth: str, rng: Rng, seeds: int, tails: str, stable: bool = True) -
             push = rng.normal(size=60)
             steps, each = np.repeat(np.arange(1, 61), 4), np.repeat(push, 4)
             tokens = pd.DataFrame({"step": steps, "loss_coef": -1.0, "polarity": -each, "logp": -0.5})
-            moved = np.concatenate([[0.0], np.cumsum(0.01 * SIGN[truth] * push)[:-1]])
+            moved = np.cumsum(0.01 * SIGN[truth] * push)
             slope = {"effect": 1 / 3, "none": 1.0, "wrong": 2.0}[truth] if method == "cov-grpo" else 1.0
             drift = -0.3 * slope * (1 + 0.2 * rng.normal()) * np.arange(60) / 60
             level = 1 + drift + moved - np.linspace(0, moved[-1], 60) + draw(rng, tails, 60, 0.005)
-            runs.append(frame_run(method, seed, steps=60, tokens=tokens, columns={"entropy_mean": level}))
+            rows = [
+                {"step": step, "functional": "nll", "quantity": "entropy", "value": value}
+                for step, value in enumerate(level, 1)
+            ]
+            runs.append(frame_run(method, seed, steps=60, tokens=tokens, probes=rows))
     return study(*runs)
 
 

@@ -24,7 +24,7 @@ def test_dominance_says_where_its_margin_cannot_be_reached():
         tokens["logp"] = np.where(rare, np.log(0.5), np.log1p(-1e-6))
         runs.append(frame_run(seed=seed, tokens=tokens))
     result = verdict(study(*runs), "C3")
-    assert result.verdict == "untestable" and "no room for 0.05 more" in result.reason
+    assert result.verdict == "untestable" and "no room for 5 points more" in result.reason
     assert any(other.name == "share of the top hundredth beyond the null's" for other in result.others)
 
 

@@ -18,8 +18,8 @@ def permuted(runs, rng):
     """The same runs with the sharpness of another run each."""
     every = list(runs.by_name.values())
     order = rng.permutation(len(every))
-    for run, probes in zip(every, [every[key].probes for key in order], strict=True):
-        run.probes = probes.assign()
+    for run, other in zip(every, [(every[key].probes, every[key].probe_prompts) for key in order], strict=True):
+        run.probes, run.probe_prompts = other
     return study(*every)
 
 
@@ -41,7 +41,7 @@ def test_a_gap_of_sampling_noise_is_untestable():
 
 def test_the_radius_is_the_smallest_that_holds_on_the_calibration_seeds():
     rows = [
-        {"run": name, "rho": rho, "sharpness": value, "heldout": 0.3 + gap, "train": 0.3}
+        {"run": name, "rho": rho, "fixing": value, "heldout": 0.3 + gap, "train": 0.3}
         for name, gap, slope in (("a", 0.1, 1.0), ("b", 0.1, 0.5))
         for rho, value in ((0.05, 0.05 * slope), (0.4, 0.4 * slope))
     ]
@@ -53,13 +53,37 @@ def test_the_radius_is_the_smallest_that_holds_on_the_calibration_seeds():
 def test_values_between_radii_are_linear():
     base = {"run": "a", "step": 1, "train": 0.2, "heldout": 0.3}
     rows = [
-        base | {"rho": r, "sharpness": s, "first_order": 2 * s, "average": 0.0} for r, s in ((0.1, 0.1), (0.3, 0.2))
+        base | {"rho": r, "sharpness": s, "fixing": s, "testing": s / 2, "first_order": 2 * s, "average": 0.0}
+        for r, s in ((0.1, 0.1), (0.3, 0.2))
     ]
     frame = pd.DataFrame(rows).assign(bound=0.0)
     for rho, expected in ((0.05, 0.05), (0.1, 0.1), (0.2, 0.15)):
         (row,) = c05_bound.at_radius(frame, rho).to_dict("records")
         assert row["sharpness"] == pytest.approx(expected) and row["first_order"] == pytest.approx(2 * expected)
-        assert row["bound"] == pytest.approx(0.2 + expected)
+        assert row["bound"] == pytest.approx(0.2 + expected / 2)
+
+
+def test_the_radius_is_fixed_on_other_prompts_than_it_is_tested_on():
+    """Prompts with even index say 0.9 of the estimate, those with odd index 1.1 of it."""
+    runs = made("C5", "effect")
+    for run in runs.by_name.values():
+        even = run.probe_prompts["prompt"] % 2 == 0
+        run.probe_prompts["value"] *= np.where(even, 0.9, 1.1)
+    frame = verdict(runs, "C5").frames["bound"]
+    probed = frame[frame["rho"] == 0.1]
+    assert probed["fixing"].to_numpy() == pytest.approx(0.9 * probed["sharpness"].to_numpy())
+    assert probed["testing"].to_numpy() == pytest.approx(1.1 * probed["sharpness"].to_numpy())
+    calibration = frame[~frame["tested"] & ~np.isclose(frame["rho"], frame["fixed_rho"])]
+    assert frame["fixed_rho"].iloc[0] == c05_bound.fixed_radius(calibration)[0]
+    assert (frame["bound"] - frame["train"]).to_numpy() == pytest.approx(frame["testing"].to_numpy())
+
+
+def test_without_values_by_prompt_the_bound_is_untestable():
+    runs = made("C5", "effect")
+    runs.by_name["grpo-3"].probe_prompts = pd.DataFrame()
+    result = verdict(runs, "C5")
+    assert result.verdict == "untestable"
+    assert "1 of 12 runs, such as grpo-3, have no values by prompt" in result.reason and "probe_prompts" in result.reason
 
 
 def test_the_constant_is_the_largest_gap_of_the_calibration_seeds():
