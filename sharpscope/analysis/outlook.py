@@ -153,7 +153,9 @@ def _planned(claim: Claim, study: Study) -> tuple[int, int, str]:
         "C3": "recording.token_gradients_every is 0" if not recorded("token_gradients_every") else "",
         "C9": "recording.heldout_influence_every is 0" if not recorded("heldout_influence_every") else "",
         "C13": "recording.token_gradients_every is 0" if not recorded("token_gradients_every") else "",
-        "C12": "recording.tokens_every is 0" if not recorded("tokens_every") else "",
+        "C12": next(
+            (f"recording.{key} is 0" for key in ("tokens_every", "probe_entropy_every") if not recorded(key)), ""
+        ),
         "C11": "no curvature probes (probes.curvature)" if not probes.get("curvature") or not probed else "",
         **{c: "no evaluation" if not evaluation.get("every") else "" for c in ("C7", "C10", "C14")},
         **dict.fromkeys(("C4", "C5", "C6"), "no probes (probes.every is 0)" if not probed else ""),

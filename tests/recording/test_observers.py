@@ -235,7 +235,7 @@ def test_entropy_at_fixed_tokens_is_that_of_the_stored_solutions(toy_config):
         ids = torch.tensor([list(item.prompt_ids) + list(item.solution)])
         logits = model(input_ids=ids).logits[0, len(item.prompt_ids) - 1 : -1] / config.rollout.temperature
         entropies.append(torch.distributions.Categorical(logits=logits).entropy())
-    assert rows["value"].iloc[0] == pytest.approx(float(torch.cat(entropies).mean()), rel=1e-5)
+    assert rows["value"].iloc[0] == pytest.approx(float(torch.cat(entropies).mean().detach()), rel=1e-5)
     assert rows["prompts"].iloc[0] == len(items) and "/train@" in rows["probe_set"].iloc[0]
 
 

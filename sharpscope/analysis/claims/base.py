@@ -580,7 +580,12 @@ def mean_estimate(
 
 
 def sample_of(
-    name: str, frame: pd.DataFrame, direction: Direction, margin: float, source: Source | str | None = None, runs: int = 2
+    name: str,
+    frame: pd.DataFrame,
+    direction: Direction,
+    margin: float,
+    source: Source | str | None = None,
+    runs: int = 2,
 ) -> Sample:
     """The column `difference` of paired runs as the values tested; clusters are seeds.
 

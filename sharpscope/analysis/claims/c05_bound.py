@@ -70,9 +70,9 @@ FRESH = 0.05
 def bound_frame(study: Study) -> pd.DataFrame:
     """One row a run, evaluated step and radius: failures, sharpness, its first-order term, the bound.
 
-    Columns: run, seed, method, step, rho, train, heldout (failures), n (held-out completions), sharpness, fixing and testing
-    (sharpness of the prompts with even and with odd index; NaN without values by prompt), first_order, bound = train + testing,
-    average (mean rise under Gaussian noise of that expected norm, if recorded).
+    Columns: run, seed, method, step, rho, train, heldout (failures), n (held-out completions), sharpness, split (whether there are
+    values by prompt), fixing and testing (sharpness of the prompts with even and with odd index; of all if not split), first_order,
+    bound = train + testing, average (mean rise under Gaussian noise of that expected norm, if recorded).
     """
     rows: list[dict[str, Any]] = []
     for name, run in study.alike(study.baseline, study.treatment).items():
@@ -86,7 +86,9 @@ def bound_frame(study: Study) -> pd.DataFrame:
                 continue
             row = {"run": name, "seed": run.seed, "method": run.method, "step": step, "rho": rho}
             row |= {"train": 1 - inside[0], "heldout": 1 - outside[0], "n": outside[1], "sharpness": value}
-            row |= {"fixing": fixing.get((step, rho), math.nan), "testing": testing.get((step, rho), math.nan)}
+            halves = fixing.get((step, rho)), testing.get((step, rho))
+            row |= {"split": None not in halves}
+            row |= {"fixing": halves[0], "testing": halves[1]} if row["split"] else {"fixing": value, "testing": value}
             row |= {"first_order": whole[FIRST_ORDER].get((step, rho), math.nan)}
             row |= {"average": whole[AVERAGE].get((step, rho), math.nan)}
             rows.append(row | {"bound": row["train"] + row["testing"]})
@@ -95,7 +97,7 @@ def bound_frame(study: Study) -> pd.DataFrame:
 
 COLUMNS = [
     *("run", "seed", "method", "step", "rho", "train", "heldout", "n"),
-    *("sharpness", "fixing", "testing", "first_order", "average", "bound"),
+    *("sharpness", "split", "fixing", "testing", "first_order", "average", "bound"),
 ]
 
 
@@ -178,11 +180,6 @@ def test(study: Study) -> Finding:
         )
     last = frame[frame["step"] == frame.groupby("run")["step"].transform("max")]
     last = last.assign(gap=last["heldout"] - last["train"])
-    if lacking := sorted(set(last.loc[last[["fixing", "testing"]].isna().any(axis=1), "run"])):
-        return Finding(
-            missing=f"{len(lacking)} of {last['run'].nunique()} runs, such as {lacking[0]}, have no values by prompt of sam sharpness "
-            "(table probe_prompts, from version 0.2 on): rho would be tested on the prompts that fixed it"
-        )
     seeds = sorted(frame["seed"].unique())
     chosen = seeds[: max(2, len(seeds) // 3)]
     if not len(last[~last["seed"].isin(chosen)]):
@@ -195,6 +192,12 @@ def test(study: Study) -> Finding:
     reliable, unreliable_gap = _reliability(study, fresh)
     if unreliable_gap:
         return Finding(missing=unreliable_gap, frames=frames)
+    if lacking := sorted(set(last.loc[~last["split"], "run"])):
+        return Finding(
+            missing=f"{len(lacking)} of {last['run'].nunique()} runs, such as {lacking[0]}, have no values by prompt of sam sharpness "
+            "(table probe_prompts, from version 0.2 on): rho would be tested on the prompts that fixed it",
+            frames=frames,
+        )
     by_seed = _by_seed(fresh, fixed.constant)
     advantage = by_seed["advantage"].to_numpy()
     related = correlation(by_seed["testing"].to_numpy(), by_seed["gap"].to_numpy())

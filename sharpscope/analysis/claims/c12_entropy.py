@@ -170,7 +170,8 @@ def test(study: Study) -> Finding:
         ),
         confounders=(
             Confounder(
-                "other tokens after a step", "entropy is measured at fixed tokens, solutions that the initial policy wrote"
+                "other tokens after a step",
+                "entropy is measured at fixed tokens, solutions that the initial policy wrote",
             ),
             Confounder("trends", "a parabola in the step is removed from both"),
             Confounder("learning rate", "the prediction is multiplied by the step's own"),
@@ -193,7 +194,9 @@ def test(study: Study) -> Finding:
             ),
         ),
         rows=rows_of(frame["run"].unique(), "tokens", COLUMNS, "all recorded steps")
-        + rows_of(frame["run"].unique(), "probes", ("step", "value"), f"quantity {QUANTITY} at the tokens of {TOKENS}, train")
+        + rows_of(
+            frame["run"].unique(), "probes", ("step", "value"), f"quantity {QUANTITY} at the tokens of {TOKENS}, train"
+        )
         + rows_of(frame["run"].unique(), "steps", ("step", "updates", "lr"), "all steps"),
         notes=(
             f"{len(frame)} changes of entropy in {frame['run'].nunique()} runs",

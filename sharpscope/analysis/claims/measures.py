@@ -265,7 +265,9 @@ def within_prompt_share(run: Run) -> float | None:
 
 
 ONE_ANSWER = "k = 1: spread within a prompt from the training groups"
-AT_MOST = "at most: with one answer per prompt and no training groups that differ, the spread within a prompt is not known"
+AT_MOST = (
+    "at most: with one answer per prompt and no training groups that differ, the spread within a prompt is not known"
+)
 
 
 def answer_noise(run: Run, split: str, step: int) -> Source | None:
@@ -339,7 +341,10 @@ def probe_noise(runs: Sequence[tuple[Run, Run]], quantity: str) -> Source | str:
         variance = float((left.sub(left.mean()) ** 2).to_numpy().sum() / ((prompts - 1) * (pairs - 1)))
         note = ""
     else:
-        variance, note = float(np.mean([part.var(ddof=1) for part in parts])), "at most: what pairs have in common counts"
+        variance, note = (
+            float(np.mean([part.var(ddof=1) for part in parts])),
+            "at most: what pairs have in common counts",
+        )
     return Source("probe prompts", float(prompts), variance / prompts, note)
 
 
@@ -362,7 +367,9 @@ def _last_prompts(pair: tuple[Run, Run], quantity: str) -> tuple[set[str], list[
     return {name for values in both for name in values["probe_set"]}, result
 
 
-UNKNOWN_NOISE = "the sampling noise of the gap is not known, so neither is its reliability: no training answers to count"
+UNKNOWN_NOISE = (
+    "the sampling noise of the gap is not known, so neither is its reliability: no training answers to count"
+)
 
 
 def gap_noise(run: Run, step: int) -> float | None:

@@ -83,7 +83,9 @@ def test_without_values_by_prompt_the_bound_is_untestable():
     runs.by_name["grpo-3"].probe_prompts = pd.DataFrame()
     result = verdict(runs, "C5")
     assert result.verdict == "untestable"
-    assert "1 of 12 runs, such as grpo-3, have no values by prompt" in result.reason and "probe_prompts" in result.reason
+    assert (
+        "1 of 12 runs, such as grpo-3, have no values by prompt" in result.reason and "probe_prompts" in result.reason
+    )
 
 
 def test_the_constant_is_the_largest_gap_of_the_calibration_seeds():
