@@ -96,8 +96,8 @@ def test(study: Study) -> Finding:
     room = 1 - float(means["null"].mean())
     if room < margin:
         return Finding(
-            missing=f"the null's top hundredth holds {1 - room:.1%}, which leaves no room for {margin_text(margin, 'points')} more: whatever the norms "
-            "are, the margin cannot be reached",
+            missing=f"the null's top hundredth holds {1 - room:.1%}, which leaves no room for {margin_text(margin, 'points')} more: whatever "
+            "the norms are, the margin cannot be reached",
             others=_shares(means, excess),
             notes=study.elsewhere(study.baseline),
             frames={"lorenz": mean_curves(results)},

@@ -406,7 +406,8 @@ CLAIM = Claim(
     Rule(
         "a third of the seeds (at least 2) fixes, with half of the probe's prompts, the smallest rho at which the bound holds on all of "
         "them, and the smallest constant that does as well in its place; supported: on the other seeds the sharpness of the other "
-        "prompts is closer to the gap than the constant (sign-flip test), correlates with it (permutation over seeds), and no more than 5 % of the runs break the bound; "
+        "prompts is closer to the gap than the constant (sign-flip test), correlates with it (permutation over seeds), and no more than "
+        "5 % of the runs break the bound; "
         "refuted: it is shown to be closer by less than {margin}, or the correlation to be below "
         f"{CORRELATION:g} (Bonferroni); untestable where the gap's reliability is below {FLOOR:g}",
         "seeds that did not fix the radius",
