@@ -159,7 +159,8 @@ def prompt_values(run: Run, quantity: str, functional: str = FUNCTIONAL, probe_s
     own = table[(table["quantity"] == quantity) & (table["functional"] == functional)]
     own = own[own["parameters"] == "all"] if (own["parameters"] == "all").any() else own
     own = own.merge(rows[keys].drop_duplicates(), on=keys)
-    return own.groupby([*keys, "prompt"], as_index=False)["value"].mean()
+    means = own.groupby([*keys, "prompt"])["value"].mean()
+    return means.reset_index()
 
 
 @per_run
