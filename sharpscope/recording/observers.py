@@ -98,9 +98,10 @@ class Observers:
             self.probe_set.solutions("heldout")  # raises now, not during the run, if there are none
         if spec.probe_entropy_every:
             self.probe_set.solutions("train")
-            pairs = [(item.prompt_ids, item.solution) for item in self.probe_set.split("train") if item.solution]
-            fixed = completions_of(*zip(*pairs, strict=True), device=self.policy.device)
-            self.fixed = fixed.with_reward(torch.zeros(len(pairs)))
+            solved = [item for item in self.probe_set.split("train") if item.solution]
+            prompts, solutions = [item.prompt_ids for item in solved], [item.solution for item in solved]
+            fixed = completions_of(prompts, solutions, device=self.policy.device)
+            self.fixed = fixed.with_reward(torch.zeros(len(solved)))
         return self.surface.start(self.probe_set, info)
 
     def entropy_row(self, step: int, scorer: Scorer) -> dict[str, Any] | None:

@@ -159,7 +159,7 @@ def prompt_values(run: Run, quantity: str, functional: str = FUNCTIONAL, probe_s
     own = table[(table["quantity"] == quantity) & (table["functional"] == functional)]
     own = own[own["parameters"] == "all"] if (own["parameters"] == "all").any() else own
     own = own.merge(rows[keys].drop_duplicates(), on=keys)
-    means = own.groupby([*keys, "prompt"])["value"].mean()
+    means = own.groupby([*keys, "prompt"], dropna=False)["value"].mean()
     return means.reset_index()
 
 
@@ -271,6 +271,7 @@ AT_MOST = (
 )
 
 
+@per_run
 def answer_noise(run: Run, split: str, step: int) -> Source | None:
     """Variance of an accuracy from sampling answers to its fixed prompts; its size is prompts × samples.
 
