@@ -4,13 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import typer
+
+from sharpscope.errors import UserError
 
 
 def printable(text: str) -> str:
     """Return `text` on one line, with control characters replaced; text of a file or a model can contain them."""
     return "".join(c if c.isprintable() else (" " if c in "\n\t" else "�") for c in text)
+
+
+def check_empty(out: Path) -> None:
+    """Check that an output folder does not exist or is empty.
+
+    Raises:
+        UserError: it holds something, or is a file.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"--out {out}: is not empty, or not a folder; nothing is overwritten, choose another")
 
 
 @contextmanager

@@ -74,7 +74,7 @@ def fork(
 
       sharpscope fork runs/first --methods grpo,low=grpo+tokens.kind=probability,high=grpo+tokens.kind=probability+tokens.side=high
     """
-    from sharpscope.config import ForkSpec, explain_part, merge, parse_override
+    from sharpscope.config import ForkSpec, explain_part, parse_overrides
     from sharpscope.errors import UserError
     from sharpscope.forks import fork as run_fork
 
@@ -82,9 +82,7 @@ def fork(
         typer.echo("\n".join(explain_part(ForkSpec(), "fork.")))
         return
     own = [text for text in set_ or [] if text.startswith("fork.")]
-    settings: dict[str, Any] = {}
-    for text in own:
-        settings = merge(settings, parse_override(text)["fork"])
+    settings: dict[str, Any] = parse_overrides(own).get("fork", {})
     listed = {"methods": methods, "outcomes": outcomes}
     settings |= {name: [part.strip() for part in text.split(",")] for name, text in listed.items() if text is not None}
     settings |= {name: value for name, value in (("batches", batches), ("updates", updates)) if value is not None}

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
+from sharpscope.cli.console import check_empty
+
 if TYPE_CHECKING:
     import pandas as pd
 
@@ -72,6 +74,7 @@ def probe(
       sharpscope probe --tokens runs/imported --model checkpoints/step-100 --steps 100 --out runs/probed
     """
     from sharpscope import analysis
+    from sharpscope.config import parse_overrides
     from sharpscope.config.probes import ObjectiveName
     from sharpscope.errors import UserError, nearest
 
@@ -85,12 +88,11 @@ def probe(
     for name in functional or []:
         if name not in objectives:
             raise UserError(f"--functional {name}: unknown{nearest(name, objectives)}")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"--out {out}: is not empty, or not a folder; nothing is overwritten, choose another")
+    check_empty(out)
     if tokens is not None:
         if run is not None or model is None or data is not None or functional or probes or all_checkpoints:
             raise UserError("--tokens: goes with --model, --steps, --set, --threads and --out alone")
-        _trace(tokens, model, steps, _spec(set_ or []), threads, out)
+        _trace(tokens, model, steps, _spec(parse_overrides(set_ or [])), threads, out)
         return
     if steps is not None:
         raise UserError("--steps: goes with --tokens")
@@ -105,8 +107,8 @@ def probe(
             f"--probes {probes}: a run's token gradients are in its tokens table, see `sharpscope tokens {run} --step S`; "
             "leave tokens out"
         )
-    overrides = (set_ or []) + ([f"functionals=[{','.join(functional)}]"] if functional else [])
-    spec = _spec(overrides)
+    values = parse_overrides(set_ or []) | ({"functionals": functional} if functional else {})
+    spec = _spec(values)
     if not spec.functionals:
         raise UserError(f"--set functionals=[]: names nothing; choose from {', '.join(objectives)}")
     estimates: pd.DataFrame | None
@@ -116,7 +118,7 @@ def probe(
         if data is None:
             raise UserError("probe --model: needs --data, a JSONL or Parquet file of prompts and completions")
         # The default of the spec needs rewards, which a file of texts need not have.
-        functionals: list[str] = [*spec.functionals] if "functionals" in _given(overrides) else ["nll"]
+        functionals: list[str] = [*spec.functionals] if "functionals" in values else ["nll"]
         estimates = _model(str(model), data, spec, seed, functionals, parts, out, threads)
     out.mkdir(parents=True, exist_ok=True)
     if estimates is not None:
@@ -132,20 +134,12 @@ def _parts(run: Path | None) -> str:
     return ",".join(part for part in PARTS if run is None or part != "tokens")
 
 
-def _given(overrides: list[str]) -> dict[str, Any]:
-    from sharpscope.config import merge, parse_override
-
-    values: dict[str, Any] = {}
-    for override in overrides:
-        values = merge(values, parse_override(override))
-    return values
-
-
-def _spec(overrides: list[str]) -> ProbesSpec:
+def _spec(values: dict[str, Any]) -> ProbesSpec:
+    """The settings of the probes, with these values set."""
     from sharpscope.config import check_keys, validate
     from sharpscope.config.probes import ProbesSpec
 
-    values = {"preset": "standard", "curvature_prompts": 0} | _given(overrides)
+    values = {"preset": "standard", "curvature_prompts": 0} | values
     check_keys(ProbesSpec, values)
     spec: ProbesSpec = validate(ProbesSpec, values)
     return spec

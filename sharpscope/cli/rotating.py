@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from sharpscope.cli.console import check_empty
+
 if TYPE_CHECKING:
     from sharpscope.training import Rotations
 
@@ -59,11 +61,9 @@ def rotate(
 
       sharpscope rotate runs/first --checkpoint 50
     """
-    from sharpscope.errors import UserError
     from sharpscope.training import rotate as compare
 
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"--out {out}: is not empty, or not a folder; nothing is overwritten, choose another")
+    check_empty(out)
     started = time.perf_counter()
     found = compare(
         None if methods is None else [text.strip() for text in methods.split(",") if text.strip()],

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sharpscope.cli.console import printable, progress
+from sharpscope.cli.console import check_empty, printable, progress
 
 if TYPE_CHECKING:
     from sharpscope.sweeps import PlannedRun
@@ -35,11 +35,9 @@ def demo(
     """
     from sharpscope.analysis import analyze, render_overview
     from sharpscope.config import build_config
-    from sharpscope.errors import UserError
     from sharpscope.training import RichDisplay, train
 
-    if out.exists() and any(out.iterdir()):
-        raise UserError(f"--out {out}: is not empty; remove it or choose another folder")
+    check_empty(out)
     measured = {
         "evaluation.every": steps,
         "evaluation.prompts": 100,

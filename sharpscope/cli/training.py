@@ -7,6 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
+from sharpscope.cli.console import check_empty
+
 SET_HELP = "Set a field: --set rollout.group_size=16. Repeatable. `sharpscope config --explain` lists the fields."
 QUIET_HELP = "Disable the live display."
 
@@ -279,7 +281,7 @@ def warm_start(
         TimeRemainingColumn,
     )
 
-    from sharpscope.config import WARM_STARTS, check_keys, merge, parse_override, validate
+    from sharpscope.config import WARM_STARTS, check_keys, parse_overrides, validate
     from sharpscope.errors import UserError, nearest
     from sharpscope.recording.environment import set_threads
     from sharpscope.training.display import minutes
@@ -289,13 +291,10 @@ def warm_start(
     if policy not in WARM_STARTS:
         raise UserError(f"warm-start {policy}: unknown{nearest(policy, WARM_STARTS)}")
     kind, out = WARM_STARTS[policy], out or Path("policies") / policy
-    data: dict[str, Any] = {}
-    for override in set_ or []:
-        data = merge(data, parse_override(override))
+    data = parse_overrides(set_ or [])
     check_keys(kind, data)
     spec = validate(kind, data)
-    if out.exists() and any(out.iterdir()):
-        raise UserError(f"--out {out}: is not empty; choose another folder")
+    check_empty(out)
     set_threads(threads)
     columns = [TextColumn("warm-start"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left")]
     columns += [TimeRemainingColumn(), TextColumn("{task.fields[note]}")]

@@ -9,7 +9,7 @@ from pydantic import Field, field_validator
 
 from sharpscope.config.base import Spec
 from sharpscope.config.method import Method
-from sharpscope.config.run import RunConfig, check_keys, expand_method, merge, parse_override, resolve_method, validate
+from sharpscope.config.run import RunConfig, check_keys, expand_method, merge, parse_overrides, resolve_method, validate
 from sharpscope.errors import UserError
 
 Comparison = Literal["step", "norm", "kl"]
@@ -89,9 +89,7 @@ def arm_method(text: str, config: RunConfig) -> Method:
         UserError: the method or a field is unknown, or a value is invalid.
     """
     _, base, changes = _parts(text)
-    data: dict[str, object] = {"method": {"name": base}}
-    for change in changes:
-        data = merge(data, parse_override(f"method.{change}"))
+    data = merge({"method": {"name": base}}, parse_overrides(f"method.{change}" for change in changes))
     try:
         data = expand_method(data)
         check_keys(RunConfig, data)

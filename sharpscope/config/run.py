@@ -7,7 +7,7 @@ import re
 import reprlib
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -368,6 +368,11 @@ def parse_override(text: str) -> dict[str, Any]:
         # YAML 1.1 reads 1e-4 as a string.
         value = float(value) if re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", value) else value
     return _nested(path.strip(), value)
+
+
+def parse_overrides(texts: Iterable[str]) -> dict[str, Any]:
+    """Parse several overrides (see `parse_override`) and merge them in order."""
+    return _merge_all([parse_override(text) for text in texts])
 
 
 def merge(base: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,6 @@ from sharpscope.traces.files import (
     create_run_info,
     output_folder,
     read_run_info,
-    run_path,
     update_run_info,
     write_atomic,
 )
@@ -41,7 +40,6 @@ __all__ = [
     "read_reductions",
     "read_run_info",
     "rewind",
-    "run_path",
     "schema_markdown",
     "schema_rows",
     "timing_columns",

@@ -229,3 +229,18 @@ def test_a_bare_off_is_no_truth_value():
     assert build_config(None, ["health.memory.action=off"]).health.memory.action == "off"
     with pytest.raises(UserError, match=r"probes\.preset"):
         build_config(None, ["probes.preset=true"])
+
+
+@pytest.mark.parametrize(
+    "name", ["..", ".", "", "a/b", "../a", "/tmp", "a\\b", "a\nb", "\x1b[31m", "a b", ".a", "-a", "a" * 200]
+)
+def test_a_run_name_cannot_leave_its_folder(name):
+    with pytest.raises(UserError, match="must be at most 128 letters, digits"):
+        build_config(values={"name": name})
+
+
+def test_a_plain_run_name_is_used(tmp_path: Path):
+    assert (
+        build_config(values={"out": str(tmp_path), "name": "grpo-sg_lr=1e-4.seed3"}).run_dir
+        == tmp_path / "grpo-sg_lr=1e-4.seed3"
+    )
