@@ -44,172 +44,63 @@ from sharpscope.probes.objectives import Objective, token_batch
 
 VOCAB = 64
 
-# Fields that many configurations share.
-SIZES: dict[str, Any] = {
-    **dict.fromkeys(
-        ("vocab_size", "decoder_vocab_size", "vocab_size_per_layer_input", "unpadded_vocab_size", "padded_vocab_size"),
-        VOCAB,
-    ),
-    # Widths.
-    **dict.fromkeys(
-        ("hidden_size", "d_model", "n_embd", "embedding_size", "word_embed_proj_dim", "emb_dim", "embedding_dim"), 32
-    ),
-    **dict.fromkeys(
-        (
-            "intermediate_size",
-            "ffn_dim",
-            "n_inner",
-            "encoder_ffn_dim",
-            "decoder_ffn_dim",
-            "ffn_hidden_size",
-            "dim_ff",
-            "dff",
-            "d_inner",
-            "feed_forward_size",
-            "dense_intermediate_size",
-            "intermediate_size_mlp",
-        ),
-        48,
-    ),
-    **dict.fromkeys(
-        (
-            "moe_intermediate_size",
-            "shared_expert_intermediate_size",
-            "shared_experts_intermediate_size",
-            "expert_ffn_hidden_size",
-            "moe_shared_expert_intermediate_size",
-            "shared_intermediate_size",
-        ),
-        16,
-    ),
-    # Depths and heads.
-    **dict.fromkeys(
-        (
-            "num_hidden_layers",
-            "n_layer",
-            "n_layers",
-            "num_layers",
-            "decoder_layers",
-            "encoder_layers",
-            "num_encoder_layers",
-            "num_decoder_layers",
-            "num_layers_per_stack",
-        ),
-        2,
-    ),
-    **dict.fromkeys(
-        (
-            "num_attention_heads",
-            "n_head",
-            "n_heads",
-            "num_heads",
-            "encoder_attention_heads",
-            "attention_heads",
-            "decoder_attention_heads",
-            "num_encoder_attention_heads",
-            "num_decoder_attention_heads",
-            "swa_num_attention_heads",
-            "linear_num_value_heads",
-            "mamba_n_heads",
-            "linear_num_heads",
-        ),
-        4,
-    ),
-    **dict.fromkeys(
-        (
-            "num_key_value_heads",
-            "num_kv_heads",
-            "swa_num_key_value_heads",
-            "linear_num_key_heads",
-            "num_global_key_value_heads",
-        ),
-        2,
-    ),
-    **dict.fromkeys(
-        (
-            "head_dim",
-            "d_head",
-            "dim_head",
-            "kv_channels",
-            "swa_head_dim",
-            "v_head_dim",
-            "qk_nope_head_dim",
-            "linear_key_head_dim",
-            "linear_value_head_dim",
-            "linear_head_dim",
-            "global_head_dim",
-            "attention_head_size",
-            "index_head_dim",
-        ),
-        8,
-    ),
-    "qk_rope_head_dim": 4,
-    "qk_head_dim": 12,
-    "rotary_dim": 4,
-    "kv_lora_rank": 8,
-    "q_lora_rank": 8,
-    # Experts.
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
-    **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts"), 2),
-    **dict.fromkeys(
-        (
-            "n_shared_experts",
-            "num_shared_experts",
-            "moe_num_shared_experts",
-            "first_k_dense_replace",
-            "num_dense_layers",
-            "n_group",
-            "topk_group",
-            "num_expert_group",
-        ),
-        1,
-    ),
-    "zero_expert_num": 2,
-    # A few rectified heads would often score all positions 0, and which of equals are selected is arbitrary.
-    **dict.fromkeys(("index_n_heads", "indexer_n_heads"), 16),
-    # Lengths; windows are shorter than the rows that are compared.
-    **dict.fromkeys(
-        (
-            "max_position_embeddings",
-            "n_positions",
-            "n_ctx",
-            "max_seq_len",
-            "model_max_length",
-            "context_length",
-            "max_target_positions",
-            "original_max_position_embeddings",
-        ),
-        64,
-    ),
-    **dict.fromkeys(
-        (
-            "sliding_window",
-            "sliding_window_size",
-            "window_size",
-            "local_attention",
-            "attention_chunk_size",
-            "attention_window_size",
-        ),
-        4,
-    ),
-    **dict.fromkeys(("index_topk", "keep_window_size"), 4),
-    # State-space layers.
-    **dict.fromkeys(("mamba_d_state", "state_size", "ssm_state_size"), 8),
-    **dict.fromkeys(("mamba_dt_rank", "time_step_rank"), 4),
-    "chunk_size": 4,
-    "mamba_chunk_size": 4,
-    "mamba_d_head": 16,
-    # Gemma 3n and 4.
-    "hidden_size_per_layer_input": 8,
-    "laurel_rank": 4,
-    "num_kv_shared_layers": 0,
-    # Special tokens; those of images and sound are never drawn.
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "sep_token_id": 3,
-    "decoder_start_token_id": 1,
-    "type_vocab_size": 2,
+# Fields that many configurations share: a value, and the fields that get it.
+_SIZES = """
+    # vocabulary
+    64 vocab_size decoder_vocab_size vocab_size_per_layer_input unpadded_vocab_size padded_vocab_size
+    # widths
+    32 hidden_size d_model n_embd embedding_size word_embed_proj_dim emb_dim embedding_dim
+    48 intermediate_size ffn_dim n_inner encoder_ffn_dim decoder_ffn_dim ffn_hidden_size dim_ff dff d_inner
+    48 feed_forward_size dense_intermediate_size intermediate_size_mlp
+    16 moe_intermediate_size shared_expert_intermediate_size shared_experts_intermediate_size
+    16 expert_ffn_hidden_size moe_shared_expert_intermediate_size shared_intermediate_size
+    # depths and heads
+    2 num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers num_encoder_layers
+    2 num_decoder_layers num_layers_per_stack
+    4 num_attention_heads n_head n_heads num_heads encoder_attention_heads attention_heads
+    4 decoder_attention_heads num_encoder_attention_heads num_decoder_attention_heads swa_num_attention_heads
+    4 linear_num_value_heads mamba_n_heads linear_num_heads
+    2 num_key_value_heads num_kv_heads swa_num_key_value_heads linear_num_key_heads num_global_key_value_heads
+    8 head_dim d_head dim_head kv_channels swa_head_dim v_head_dim qk_nope_head_dim linear_key_head_dim
+    8 linear_value_head_dim linear_head_dim global_head_dim attention_head_size index_head_dim
+    4 qk_rope_head_dim
+    12 qk_head_dim
+    4 rotary_dim
+    8 kv_lora_rank q_lora_rank
+    # experts
+    4 num_experts num_local_experts n_routed_experts moe_num_experts
+    2 num_experts_per_tok num_experts_per_token moe_topk moe_k top_k_experts
+    1 n_shared_experts num_shared_experts moe_num_shared_experts first_k_dense_replace num_dense_layers n_group
+    1 topk_group num_expert_group
+    2 zero_expert_num
+    # selection of keys: few rectified heads would often score all positions 0, and which of equals are selected is arbitrary
+    16 index_n_heads indexer_n_heads
+    # lengths; windows are shorter than the rows that are compared
+    64 max_position_embeddings n_positions n_ctx max_seq_len model_max_length context_length
+    64 max_target_positions original_max_position_embeddings
+    4 sliding_window sliding_window_size window_size local_attention attention_chunk_size attention_window_size
+    4 index_topk keep_window_size
+    # state-space layers
+    8 mamba_d_state state_size ssm_state_size
+    4 mamba_dt_rank time_step_rank chunk_size mamba_chunk_size
+    16 mamba_d_head
+    # Gemma 3n and 4
+    8 hidden_size_per_layer_input
+    4 laurel_rank
+    0 num_kv_shared_layers
+    # special tokens; those of images and sound are never drawn
+    0 pad_token_id
+    1 bos_token_id
+    2 eos_token_id
+    3 sep_token_id
+    1 decoder_start_token_id
+    2 type_vocab_size
+"""
+SIZES: dict[str, int] = {
+    field: int(value)
+    for value, *fields in map(str.split, _SIZES.strip().splitlines())
+    for field in fields
+    if value != "#"
 }
 NESTED = ("text_config", "decoder", "vision_config", "audio_config")
 
@@ -221,24 +112,11 @@ SHARED_KEYS = {
 }
 # Latent attention keeps one key head per query head, and rotates a part of each head only.
 LATENT = {"num_key_value_heads": 4, "head_dim": 4}
+_LATENT_NAMES = """
+axk1 axk2 bailing_hybrid deepseek_v2 deepseek_v3 deepseek_v32 glm4_moe_lite glm_moe_dsa kimi_linear minicpm3 longcat_flash youtu
+"""
 SPECIAL: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(
-        (
-            "axk1",
-            "axk2",
-            "bailing_hybrid",
-            "deepseek_v2",
-            "deepseek_v3",
-            "deepseek_v32",
-            "glm4_moe_lite",
-            "glm_moe_dsa",
-            "kimi_linear",
-            "minicpm3",
-            "longcat_flash",
-            "youtu",
-        ),
-        LATENT,
-    ),
+    **dict.fromkeys(_LATENT_NAMES.split(), LATENT),
     "dots3_note_text": LATENT
     | {
         "swa_num_attention_heads": 4,
