@@ -82,11 +82,11 @@ def outlook(
         for name, config in configs.items()
     }
     study = Study(runs, baseline, treatment, terms=terms)  # type: ignore[arg-type]  # only names, seeds and configurations are read
-    found = []
+    rows = []
     for claim in CLAIMS.values():
         for version in (claim, claim.beside) if claim.beside is not None else (claim,):
-            found.append(_outlook(version, study, pilot))
-    return found
+            rows.append(_outlook(version, study, pilot))
+    return rows
 
 
 def _outlook(claim: Claim, study: Study, pilot: Sequence[Power]) -> Outlook:
@@ -101,13 +101,13 @@ def _outlook(claim: Claim, study: Study, pilot: Sequence[Power]) -> Outlook:
             missing = unreachable_text(
                 rule, n, Evidence(smallest_p=smallest[0], smallest_p_refuted=smallest[1], parts=parts)
             )
-    found = Outlook(claim.name, claim.version, rule.unit, n, missing)
+    result = Outlook(claim.name, claim.version, rule.unit, n, missing)
     of_claim = [p for p in pilot if (p.claim, p.version) == (claim.name, claim.version) and not p.missing]
     if missing or not of_claim or counted:
-        return found
+        return result
     if of_claim[0].unit != rule.unit:  # the pilot's clusters are not what n counts
-        return found
-    return replace(found, design=of_claim[0].at(n, _sizes(study), rule.level))
+        return result
+    return replace(result, design=of_claim[0].at(n, _sizes(study), rule.level))
 
 
 def _sizes(study: Study) -> dict[str, float]:

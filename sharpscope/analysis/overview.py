@@ -194,8 +194,8 @@ def _chosen(study: Study) -> list[Setting]:
 
 def largest_update(run: Run, tokens: int = TOKENS) -> Spike | None:
     """The largest spike with attribution; without one, the step with attribution whose gradient is the largest."""
-    found = [s for s in explain_spikes(run, top=tokens, largest=1) if s.tokens is not None]
-    return max(found, key=lambda s: -math.inf if math.isnan(s.z) else s.z) if found else None
+    spikes = [s for s in explain_spikes(run, top=tokens, largest=1) if s.tokens is not None]
+    return max(spikes, key=lambda s: -math.inf if math.isnan(s.z) else s.z) if spikes else None
 
 
 def spots_of(run: Run, spike: Spike) -> list[Spot]:
@@ -300,10 +300,10 @@ def _part(title: str, study: Study, settings: Sequence[Setting], measures: Seque
     for measure in measures:
         name = measure.name  # stands once, in the measure's first row
         for setting in settings:
-            found = [change for run in setting.runs.values() if (change := measure.of(run)) is not None]
-            if found:
-                single = single and len(found) == 1
-                cells = (_over_seeds([getattr(one, part) for one in found]) for part in ("start", "end", "change"))
+            changes = [change for run in setting.runs.values() if (change := measure.of(run)) is not None]
+            if changes:
+                single = single and len(changes) == 1
+                cells = (_over_seeds([getattr(one, part) for one in changes]) for part in ("start", "end", "change"))
                 rows.append((name, setting.label, *cells))
                 name = ""
         difference = pair_difference(study, measure)
@@ -322,19 +322,19 @@ def pair_difference(study: Study, measure: Measure) -> tuple[str, tuple[float, f
     One pair: over prompts or steps. Several: `contrast_interval` over pairs, whose arms may differ.
     """
     runs = [(study.finished[p.baseline], study.finished[p.treatment]) for p in study.pairing().pairs]
-    found = [one for pair in runs if (one := measure.difference(*pair)) is not None]
-    if not found:
+    differences = [one for pair in runs if (one := measure.difference(*pair)) is not None]
+    if not differences:
         return None
-    if len(found) == 1:
-        value, half = found[0]
+    if len(differences) == 1:
+        value, half = differences[0]
         return interval_text(value, half), (value, half), 1
-    means = np.array([value for value, _ in found])
+    means = np.array([value for value, _ in differences])
     interval = contrast_interval(means)
     mean = float(means.mean())
     if interval is None:
-        return interval_text(mean, math.nan), (mean, math.nan), len(found)
+        return interval_text(mean, math.nan), (mean, math.nan), len(differences)
     arm = mean - interval.low if mean > 0 else interval.high - mean
-    return f"{number(mean)} [{number(interval.low)}, {number(interval.high)}]", (mean, arm), len(found)
+    return f"{number(mean)} [{number(interval.low)}, {number(interval.high)}]", (mean, arm), len(differences)
 
 
 def _over_seeds(values: Sequence[tuple[float, float]], digits: int | None = None) -> str:
@@ -536,9 +536,15 @@ def _finding(
     measures = [*sharp[:1], *results]
     if pairs:
         differences = [(measure.name, pair_difference(study, measure)) for measure in measures]
-        known = [(name, found) for name, found in differences if found is not None and math.isfinite(found[1][1])]
-        clear = [f"{name} ({found[0]})" for name, found in known if abs(found[1][0]) > found[1][1]]
-        unclear = [f"{name} ({found[0]})" for name, found in known if abs(found[1][0]) <= found[1][1]]
+        known = [
+            (name, difference)
+            for name, difference in differences
+            if difference is not None and math.isfinite(difference[1][1])
+        ]
+        clear = [f"{name} ({difference[0]})" for name, difference in known if abs(difference[1][0]) > difference[1][1]]
+        unclear = [
+            f"{name} ({difference[0]})" for name, difference in known if abs(difference[1][0]) <= difference[1][1]
+        ]
         both = f"{study.treatment} − {study.baseline}"
         if clear:
             said.append(f"{both}, differences larger than their 95 % interval: {', '.join(clear)}.")
@@ -554,11 +560,11 @@ def _finding(
 
 
 def _changed(measure: Measure, run: Run) -> str:
-    found = measure.of(run)
-    if found is None or not math.isfinite(found.change[0]):
+    change = measure.of(run)
+    if change is None or not math.isfinite(change.change[0]):
         return ""
-    value, half = found.change
-    arrow = f"{measure.name} went from {number(found.start[0])} to {number(found.end[0])}"
+    value, half = change.change
+    arrow = f"{measure.name} went from {number(change.start[0])} to {number(change.end[0])}"
     if not math.isfinite(half):
         return f"{arrow[0].upper()}{arrow[1:]}."
     beyond = "more" if abs(value) > half else "no more"

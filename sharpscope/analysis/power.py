@@ -121,8 +121,8 @@ class Power:
             return None
         own = self.model.sizes()
         multiples = {name: sizes[name] / size for name, size in own.items() if sizes.get(name) and size}
-        found = simulate(self.model.at(multiples), self.model.margins, n, level)
-        return Design(n, own | {name: sizes[name] for name in multiples}, *found)
+        rates = simulate(self.model.at(multiples), self.model.margins, n, level)
+        return Design(n, own | {name: sizes[name] for name in multiples}, *rates)
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON values."""
@@ -260,15 +260,15 @@ class Model:
     def _shares(self, part: int) -> dict[str, float]:
         """Source → variance, scaled down together where they exceed the whole."""
         total = float(self.covariance[part, part])
-        found = {source.name: source.variance for source in self.samples[part].sources}
-        over = max(1.0, sum(found.values()) / total)
-        return {name: value / over for name, value in found.items()}
+        variances = {source.name: source.variance for source in self.samples[part].sources}
+        over = max(1.0, sum(variances.values()) / total)
+        return {name: value / over for name, value in variances.items()}
 
     def components(self, part: int) -> dict[str, float]:
         """Source → share of the variance of a part; `cluster` is the rest."""
         total = float(self.covariance[part, part])
-        found = {name: value / total for name, value in self._shares(part).items()}
-        return {"cluster": max(0.0, 1 - sum(found.values())), **found}
+        shares = {name: value / total for name, value in self._shares(part).items()}
+        return {"cluster": max(0.0, 1 - sum(shares.values())), **shares}
 
     def at(self, multiples: Mapping[str, float]) -> NDArray[np.float64]:
         """(K, K) covariance with sources `multiples` times as large."""
@@ -329,8 +329,8 @@ class _Planner:
 
     def design(self, n: int, multiples: Mapping[str, float]) -> Design:
         sizes = {name: size * multiples.get(name, 1.0) for name, size in self.model.sizes().items()}
-        found = simulate(self.model.at(multiples), self.model.margins, n, self.level) if n > 1 else (0.0, 0.0)
-        return Design(n, sizes, *found, self.hours(n, multiples))
+        rates = simulate(self.model.at(multiples), self.model.margins, n, self.level) if n > 1 else (0.0, 0.0)
+        return Design(n, sizes, *rates, self.hours(n, multiples))
 
     def cheapest(self, target: float, fewest: int) -> Design | None:
         """The cheapest design whose powers both reach `target`: candidates by Student's t, the best of them simulated."""
@@ -343,11 +343,11 @@ class _Planner:
                 candidates.append((self._cost(n, multiples), n, multiples))
         best: tuple[float, Design] | None = None
         for _, n, multiples in sorted(candidates, key=lambda item: item[0])[:3]:
-            found = self._reach(n, multiples, target, fewest)
-            if found is not None:
-                cost = self._cost(found.clusters, multiples)
+            reach = self._reach(n, multiples, target, fewest)
+            if reach is not None:
+                cost = self._cost(reach.clusters, multiples)
                 if best is None or cost < best[0]:
-                    best = cost, found
+                    best = cost, reach
         return None if best is None else best[1]
 
     def _cost(self, n: int, multiples: Mapping[str, float]) -> float:
@@ -378,11 +378,11 @@ class _Planner:
         """The smallest simulated n near the approximate one."""
         if n > 500:  # the approximation is as good as the simulation
             deviations = np.sqrt(self.model.at(multiples).diagonal())
-            found = min(
+            best = min(
                 approximate(d, m, n, self.level, len(deviations))
                 for d, m in zip(deviations, self.model.margins, strict=True)
             )
-            return Design(n, self._sizes(multiples), found, found, self.hours(n, multiples))
+            return Design(n, self._sizes(multiples), best, best, self.hours(n, multiples))
         step = max(1, n // 20)
         design = self.design(n, multiples)
         good = min(design.supported, design.refuted) >= target
@@ -405,11 +405,11 @@ class _Planner:
 
 def costs_of(study: Study) -> Costs | None:
     """Hours of a run of the pilot, means over its finished runs; None where no time was recorded."""
-    found = [cost for run in study.finished.values() if (cost := _run_costs(run)) is not None]
-    if not found:
+    costs = [cost for run in study.finished.values() if (cost := _run_costs(run)) is not None]
+    if not costs:
         return None
     return Costs(
-        *(float(np.mean([getattr(cost, name) for cost in found])) for name in ("training", "answers", "probes"))
+        *(float(np.mean([getattr(cost, name) for cost in costs])) for name in ("training", "answers", "probes"))
     )
 
 
@@ -429,20 +429,20 @@ def _run_costs(run: Run) -> Costs | None:
 def power_table(powers: Sequence[Power]) -> pd.DataFrame:
     """One row per claim: pilot, spread, components, power now, and the cheapest design for each target."""
     rows = []
-    for found in powers:
+    for power in powers:
         row: dict[str, Any] = {
-            "claim": found.claim,
-            "version": found.version,
-            "pilot n": found.pilot,
-            "unit": found.unit,
-            "SD / margin": found.spread / found.margin if found.margin else math.nan,
-            "variance": ", ".join(f"{name} {share:.0%}" for name, share in found.components.items()),
-            "supported now": found.now.supported if found.now else math.nan,
-            "refuted now": found.now.refuted if found.now else math.nan,
+            "claim": power.claim,
+            "version": power.version,
+            "pilot n": power.pilot,
+            "unit": power.unit,
+            "SD / margin": power.spread / power.margin if power.margin else math.nan,
+            "variance": ", ".join(f"{name} {share:.0%}" for name, share in power.components.items()),
+            "supported now": power.now.supported if power.now else math.nan,
+            "refuted now": power.now.refuted if power.now else math.nan,
         }
         for target in TARGETS:
-            row[f"for {target:.0%}"] = design_text(found.cheapest.get(target)) if not found.missing else ""
-        rows.append(row | {"missing": found.missing})
+            row[f"for {target:.0%}"] = design_text(power.cheapest.get(target)) if not power.missing else ""
+        rows.append(row | {"missing": power.missing})
     return pd.DataFrame(rows)
 
 
@@ -458,35 +458,35 @@ def design_text(design: Design | None) -> str:
 def power_text(powers: Sequence[Power]) -> str:
     """The table as text for a terminal."""
     lines = []
-    for found in powers:
-        name = f"{found.claim}{f' ({found.version})' if found.version else ''}"
-        if found.missing or found.now is None:
-            lines.append(f"{name}: {found.missing}")
+    for power in powers:
+        name = f"{power.claim}{f' ({power.version})' if power.version else ''}"
+        if power.missing or power.now is None:
+            lines.append(f"{name}: {power.missing}")
             continue
-        parts = ", ".join(f"{source} {share:.0%}" for source, share in found.components.items())
+        parts = ", ".join(f"{source} {share:.0%}" for source, share in power.components.items())
         lines.append(
-            f"{name}: {found.pilot} {found.unit}; SD {number(found.spread / found.margin)} × margin ({parts}); now supported "
-            f"{found.now.supported:.0%} at the margin, refuted {found.now.refuted:.0%} without an effect"
+            f"{name}: {power.pilot} {power.unit}; SD {number(power.spread / power.margin)} × margin ({parts}); now supported "
+            f"{power.now.supported:.0%} at the margin, refuted {power.now.refuted:.0%} without an effect"
         )
-        lines += [f"    {target:.0%} of both: {design_text(design)}" for target, design in found.cheapest.items()]
-        lines += [f"    {note}" for note in found.notes]
+        lines += [f"    {target:.0%} of both: {design_text(design)}" for target, design in power.cheapest.items()]
+        lines += [f"    {note}" for note in power.notes]
     return "\n".join(lines)
 
 
 def power_figure(powers: Sequence[Power]) -> Figure | None:
     """Power over the number of clusters, a panel for each claim; None if there is none. The pilot's size is marked."""
-    shown = [found for found in powers if found.curve]
+    shown = [power for power in powers if power.curve]
     if not shown:
         return None
     with styled():
         figure, axes = panels(len(shown), columns=3, height=1.6)
-        for axis, found in zip(axes, shown, strict=False):
-            n = [design.clusters for design in found.curve]
-            axis.plot(n, [d.supported for d in found.curve], color=BLUE, label="supported, effect at the margin")
-            axis.plot(n, [d.refuted for d in found.curve], "--", color=VERMILLION, label="refuted, no effect")
+        for axis, power in zip(axes, shown, strict=False):
+            n = [design.clusters for design in power.curve]
+            axis.plot(n, [d.supported for d in power.curve], color=BLUE, label="supported, effect at the margin")
+            axis.plot(n, [d.refuted for d in power.curve], "--", color=VERMILLION, label="refuted, no effect")
             axis.axhline(TARGETS[0], color=GRAY, linewidth=0.6)
-            axis.axvline(found.pilot, color=GRAY, linewidth=0.6, linestyle=":")
-            title = f"{found.claim}{f' ({found.version})' if found.version else ''}"
+            axis.axvline(power.pilot, color=GRAY, linewidth=0.6, linestyle=":")
+            title = f"{power.claim}{f' ({power.version})' if power.version else ''}"
             axis.set(ylim=(0, 1.02), xlabel="clusters", ylabel="power", title=title)
         finish(figure, axes)
     return figure
@@ -496,7 +496,7 @@ def write_power(powers: Sequence[Power], out: str | Path) -> list[Path]:
     """Write power.json, power.csv and the figure power.png (and .svg) into `out`; returns the paths."""
     folder = output_folder(out)
     paths = [folder / "power.json", folder / "power.csv"]
-    text = json.dumps([found.to_dict() for found in powers], indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    text = json.dumps([power.to_dict() for power in powers], indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     write_atomic(paths[0], text)
     write_atomic(paths[1], csv_text(power_table(powers)))
     figure = power_figure(powers)

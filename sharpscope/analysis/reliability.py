@@ -50,7 +50,7 @@ def reliability_table(study: Study) -> pd.DataFrame:
     estimates = pd.concat(facts, ignore_index=True)
     for key, group in pd.concat(values, ignore_index=True).groupby(_KEY, dropna=False, sort=False):
         table = group.pivot_table(index="run", columns="prompt", values="value").dropna(axis=0)
-        found = split_half(table.to_numpy())
+        correlation = split_half(table.to_numpy())
         same = np.logical_and.reduce(
             [
                 estimates[name].isna() if pd.isna(part) else estimates[name] == part
@@ -66,11 +66,11 @@ def reliability_table(study: Study) -> pd.DataFrame:
                 named["probe_set"],
                 named["quantity"],
                 named["rho"],
-                found.runs,
-                found.prompts,
-                found.half,
-                found.full,
-                found.prompts_for(TARGET),
+                correlation.runs,
+                correlation.prompts,
+                correlation.half,
+                correlation.full,
+                correlation.prompts_for(TARGET),
                 float(error),
                 float(pd.to_numeric(own["seconds"]).median()),
             ]

@@ -86,9 +86,9 @@ def fork(
     listed = {"methods": methods, "outcomes": outcomes}
     settings |= {name: [part.strip() for part in text.split(",")] for name, text in listed.items() if text is not None}
     settings |= {name: value for name, value in (("batches", batches), ("updates", updates)) if value is not None}
-    found: Run | None = None
+    forked: Run | None = None
     try:
-        found = run_fork(
+        forked = run_fork(
             run,
             model=model,
             task=task,
@@ -101,8 +101,8 @@ def fork(
         )
     except KeyboardInterrupt:
         raise UserError("interrupted: finished batches are kept; repeat the command to continue") from None
-    _show(found)
-    typer.echo(f"Written: {found.path}/traces/forks\nview:    sharpscope analyze {found.path}")
+    _show(forked)
+    typer.echo(f"Written: {forked.path}/traces/forks\nview:    sharpscope analyze {forked.path}")
 
 
 def _show(run: Run) -> None:

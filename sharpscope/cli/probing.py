@@ -198,9 +198,11 @@ def _trace(tokens: Path, model: str, steps: str | None, spec: ProbesSpec, thread
     run = load_run(tokens)
     set_threads(threads, model)
 
-    def tell(found: Probed) -> None:
-        shares = "norms and shares" if found.attributed else "norms (no loss_coef, so no shares)"
-        typer.echo(f"step {found.step}: {shares} of {found.tokens} tokens; |ln π − recorded| {found.logp_gap:.2g} nats")
+    def tell(probed: Probed) -> None:
+        shares = "norms and shares" if probed.attributed else "norms (no loss_coef, so no shares)"
+        typer.echo(
+            f"step {probed.step}: {shares} of {probed.tokens} tokens; |ln π − recorded| {probed.logp_gap:.2g} nats"
+        )
 
     probe_trace(run, load_policy(PolicySpec(model=model)), out, steps=chosen, check=spec.check, on_step=tell)
     typer.echo(f"Written: {out}/ (try: sharpscope spikes {out})")

@@ -65,7 +65,7 @@ def rotate(
 
     check_empty(out)
     started = time.perf_counter()
-    found = compare(
+    rotations = compare(
         None if methods is None else [text.strip() for text in methods.split(",") if text.strip()],
         run=run,
         checkpoint=checkpoint,
@@ -76,18 +76,18 @@ def rotate(
         threads=threads,
         on_progress=lambda text: typer.echo(f"  {time.perf_counter() - started:5.0f} s  {text}", err=True),
     )
-    _show(found)
-    files = found.save(out)
+    _show(rotations)
+    files = rotations.save(out)
     typer.echo(f"Written: {out}/ ({', '.join(path.name for path in files)})")
 
 
-def _show(found: Rotations) -> None:
+def _show(rotations: Rotations) -> None:
     from rich.box import SIMPLE
     from rich.console import Console
     from rich.table import Column, Table
     from rich.text import Text
 
-    batch = found.batch
+    batch = rotations.batch
     where = f"{batch['run']}, step {batch['step']}" if batch["run"] else f"seed {batch['seed']}"
     console = Console()
     console.print(
@@ -105,7 +105,7 @@ def _show(found: Rotations) -> None:
         box=SIMPLE,
         padding=(0, 1, 0, 0),
     )
-    for row in found.table.to_dict("records"):
+    for row in rotations.table.to_dict("records"):
         name = Text(f"{row['method']}{' *' if row['reference'] == 'unweighted' else ''}")
         if row["problem"]:
             table.add_row(name, "–", Text(row["problem"], overflow="fold"))
@@ -115,7 +115,7 @@ def _show(found: Rotations) -> None:
         shares = [_number(row[f"weight_saturation_{side}_gradient"], ".1%") for side in ("low", "high")]
         table.add_row(name, degrees[0], scales[0], degrees[1], scales[1], degrees[2], *shares)
     console.print(table)
-    noise = "unknown for one prompt" if math.isnan(found.noise) else f"about {found.noise:.0f}°"
+    noise = "unknown for one prompt" if math.isnan(rotations.noise) else f"about {rotations.noise:.0f}°"
     console.print(
         f"Noise of this batch: {noise} between its gradient (plain GRPO) and the expected one.\n"
         "gradient, update: rotation and ratio of norms against plain GRPO (*: against the same method with weights 1); bound: the\n"

@@ -63,27 +63,27 @@ def power(
     spec = ClaimsSpec() if sweep is None else sweep.claims
     terms = terms_of(spec)
     methods = baseline or spec.baseline, treatment or spec.treatment
-    found = []
+    powers = []
     if runs:
         loaded = load_several(runs)
         if not len(loaded):
             raise UserError(nothing_found(runs, loaded))
         with progress("computing power") as update:
             update("reading tokens")
-            found = power_of(loaded, names, baseline=methods[0], treatment=methods[1], terms=terms)
+            powers = power_of(loaded, names, baseline=methods[0], treatment=methods[1], terms=terms)
     if sweep is not None:
         configs = {}
         for run in plan_sweep(sweep):
             config = run.config.model_dump(mode="json")
             config["method"]["name"] = method_label(run.config.method)  # as in the run's folder
             configs[run.config.run_name] = config
-        for line in outlook(configs, terms, *methods, found):
+        for line in outlook(configs, terms, *methods, powers):
             if line.claim in names:
                 typer.echo(printable(line.line()))
-    if found:
-        typer.echo("\n".join(printable(line) for line in power_text(found).split("\n")))
+    if powers:
+        typer.echo("\n".join(printable(line) for line in power_text(powers).split("\n")))
         if out is not None:
-            typer.echo(f"{len(write_power(found, out))} files. Written: {out}/")
+            typer.echo(f"{len(write_power(powers, out))} files. Written: {out}/")
 
 
 def declare(
@@ -108,11 +108,11 @@ def declare(
 
     spec = read_sweep(file).claims
     rules = declared_rules(terms_of(spec), spec.baseline, spec.treatment)
-    found = freeze(file, rules, datetime.now(UTC).isoformat(timespec="seconds"), __version__, why)
-    for line in found.changed:
+    declared = freeze(file, rules, datetime.now(UTC).isoformat(timespec="seconds"), __version__, why)
+    for line in declared.changed:
         typer.echo(f"  {printable(line)}")
-    what = "declared" if found.new else ("changed" if found.changed else "unchanged since it was declared")
-    typer.echo(f"{file}: {what}; SHA-256 {found.hash}. Written: {found.file}")
+    what = "declared" if declared.new else ("changed" if declared.changed else "unchanged since it was declared")
+    typer.echo(f"{file}: {what}; SHA-256 {declared.hash}. Written: {declared.file}")
 
 
 def terms_of(spec: ClaimsSpec) -> Terms:

@@ -236,36 +236,36 @@ class _Measured:
         if not (math.isfinite(by_norm) and wanted_kl > 0 and present > 0):
             return replace(step, matched=False)
         heldout = self.sets["heldout"]
-        found: dict[float, TokenStats] = {}
+        stats_by_scale: dict[float, TokenStats] = {}
 
         def divergence(scale: float) -> float:
             origin.snapshot.place(update.displacement, scale)
-            found.clear()
-            found[scale] = origin.scorer.statistics(heldout.rollouts)
-            return heldout.kl(found[scale].logp)
+            stats_by_scale.clear()
+            stats_by_scale[scale] = origin.scorer.statistics(heldout.rollouts)
+            return heldout.kl(stats_by_scale[scale].logp)
 
         scale, reached = matching_scale(divergence, wanted_kl, math.sqrt(wanted_kl / present), self.spec.kl_tolerance)
-        stats = {"heldout": found[scale], "train": origin.scorer.statistics(self.sets["train"].rollouts)}
+        stats = {"heldout": stats_by_scale[scale], "train": origin.scorer.statistics(self.sets["train"].rollouts)}
         return _Point(self._readings(stats, update), scale, reached)
 
     def _readings(self, stats: Mapping[str, TokenStats], update: ArmUpdate | None) -> dict[str, Reading]:
         """Outcomes by name from the statistics of the fixed completions; `update` is None at the starting weights."""
-        wanted, found = self.spec.outcomes, {}
+        wanted, readings = self.spec.outcomes, {}
         for split, fixed in self.sets.items():
             present = stats[split]
             if "failure" in wanted:
-                found[f"{split}_failure"] = fixed.failure(present.logp)
+                readings[f"{split}_failure"] = fixed.failure(present.logp)
             if "nll" in wanted:
-                found[f"{split}_nll"] = Reading(fixed.nll(present.logp))
+                readings[f"{split}_nll"] = Reading(fixed.nll(present.logp))
         heldout = self.sets["heldout"]
         if "entropy" in wanted:
-            found["entropy"] = Reading(heldout.entropy(stats["heldout"]))
-        found["kl"] = Reading(heldout.kl(stats["heldout"].logp))
+            readings["entropy"] = Reading(heldout.entropy(stats["heldout"]))
+        readings["kl"] = Reading(heldout.kl(stats["heldout"].logp))
         if "fresh" in wanted:
-            found["heldout_failure_fresh"] = self._fresh(update)
+            readings["heldout_failure_fresh"] = self._fresh(update)
         if "sharpness" in wanted:
-            found |= sharpness_readings(self.origin, self.sets["train"], stats["train"], update)
-        return found
+            readings |= sharpness_readings(self.origin, self.sets["train"], stats["train"], update)
+        return readings
 
     def _fresh(self, update: ArmUpdate | None) -> Reading:
         """Failure of new completions of the present policy with the random numbers of the fixed ones."""
@@ -281,16 +281,16 @@ class _Measured:
     def effects(self, update: ArmUpdate, reference: ArmUpdate, norm: float) -> dict[str, float]:
         """Quantities of the update itself: norms, rotations from the reference, and influences on the failures."""
         turned = rotation(update.displacement, reference.displacement)
-        found = {"update_norm": norm, "update_rotation": turned.angle, "update_scale": turned.scale}
+        values = {"update_norm": norm, "update_rotation": turned.angle, "update_scale": turned.scale}
         gradient, other = update.gradient, reference.gradient
         if gradient is not None:
-            found["batch_gradient_norm"] = math.sqrt(inner(gradient, gradient))
+            values["batch_gradient_norm"] = math.sqrt(inner(gradient, gradient))
             if other is not None:
                 turned = rotation(gradient, other)
-                found |= {"gradient_rotation": turned.angle, "gradient_scale": turned.scale}
+                values |= {"gradient_rotation": turned.angle, "gradient_scale": turned.scale}
             for outcome, slope in self.gradients.items():
-                found[outcome.replace("failure", "influence")] = inner(gradient, slope)
-        return found
+                values[outcome.replace("failure", "influence")] = inner(gradient, slope)
+        return values
 
     def columns(self, update: ArmUpdate, point: _Point, seconds: float) -> dict[str, Any]:
         """Columns of the outcomes at a point."""
@@ -317,12 +317,12 @@ class _Measured:
 
 def _joined(blocks: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
     """Blocks of columns one after the other; a value that is not a list is that of all rows of its block."""
-    found: dict[str, list[Any]] = {}
+    columns: dict[str, list[Any]] = {}
     for block in blocks:
         rows = len(block["outcome"])
         for name, value in block.items():
-            found.setdefault(name, []).extend(value if isinstance(value, list) else [value] * rows)
-    return found
+            columns.setdefault(name, []).extend(value if isinstance(value, list) else [value] * rows)
+    return columns
 
 
 def _effect_columns(effects: Mapping[str, float], sound: bool, seconds: float) -> dict[str, Any]:

@@ -108,10 +108,10 @@ def coefficient_gradient(scorer: Scorer, rollouts: Rollouts, coefficients: Tenso
     for rows in batches:
         logp = scorer.score(rollouts.rows(rows), with_grad=True).logp
         (logp * coefficients[rows.to(coefficients.device)].to(logp)).sum().backward()
-    found = [parameter.grad for parameter in parameters]
+    gradients = [parameter.grad for parameter in parameters]
     for parameter in parameters:
         parameter.grad = None
-    return found
+    return gradients
 
 
 def matching_scale(
@@ -134,23 +134,23 @@ def matching_scale(
     scale, slope = start, 2.0
     previous: tuple[float, float] | None = None
     for _ in range(evaluations):
-        found = divergence(scale)
-        if math.isfinite(found) and abs(found - target) <= tolerance * target:
+        reached = divergence(scale)
+        if math.isfinite(reached) and abs(reached - target) <= tolerance * target:
             return scale, True
-        if not math.isfinite(found) or found > target:
-            high = (scale, found)
+        if not math.isfinite(reached) or reached > target:
+            high = (scale, reached)
         else:
-            low = (scale, found)
-        if not math.isfinite(found) or found <= 0:
-            proposal = scale / 2 if high == (scale, found) else scale * 4
+            low = (scale, reached)
+        if not math.isfinite(reached) or reached <= 0:
+            proposal = scale / 2 if high == (scale, reached) else scale * 4
         else:
             if previous is not None and previous[1] > 0 and math.isfinite(previous[1]) and previous[0] != scale:
-                local = math.log(found / previous[1]) / math.log(scale / previous[0])
+                local = math.log(reached / previous[1]) / math.log(scale / previous[0])
                 slope = local if 0.25 <= local <= 16 else slope
-            proposal = scale * (target / found) ** (1 / slope)
+            proposal = scale * (target / reached) ** (1 / slope)
         if low is not None and high is not None and not low[0] < proposal < high[0]:
             proposal = math.sqrt(low[0] * high[0])
-        previous, scale = (scale, found), proposal
+        previous, scale = (scale, reached), proposal
         if not (0 < scale < math.inf):
             break
     return previous[0] if previous else start, False

@@ -140,10 +140,10 @@ class Start:
                 self.methods[name] = Method.model_validate(progress.method)
 
     def _all_heldout(self) -> list[Example]:
-        found = self.task.splits().get("heldout", [])
-        if not found:
+        examples = self.task.splits().get("heldout", [])
+        if not examples:
             raise UserError(f"task.kind = '{self.config.task.kind}': has no split 'heldout' to measure outcomes on")
-        return found
+        return examples
 
     def _calibrate(self) -> None:
         """Fill the constants of token weights that are to be calibrated, on the first batch of this state.
@@ -153,8 +153,8 @@ class Start:
         shared = SharedDraws()
         for name, method in self.methods.items():
             if method.weight.needs_calibration:
-                found = (self._calibrated(method, batch, shared) for batch in range(self.spec.batches))
-                weight = next((weight for weight in found if weight is not None), UniformWeight())
+                weights = (self._calibrated(method, batch, shared) for batch in range(self.spec.batches))
+                weight = next((weight for weight in weights if weight is not None), UniformWeight())
                 self.methods[name] = method.model_copy(update={"weight": weight})
         self.snapshot.restore()
 
@@ -290,5 +290,5 @@ class Start:
 
     def drawn(self, examples: Sequence[Example], samples: int, seed: int) -> FixedRollouts:
         """New completions of the present policy with its statistics."""
-        found = self.drawer(list(examples), samples, seed)
-        return FixedRollouts(found.rollouts, found.correct, self.scorer.statistics(found.rollouts))
+        batch = self.drawer(list(examples), samples, seed)
+        return FixedRollouts(batch.rollouts, batch.correct, self.scorer.statistics(batch.rollouts))

@@ -39,9 +39,9 @@ def sharpness_readings(
     objective = Objective("expected_failure", rows, config.rollout.temperature, stale=True)
     with limited_surface(model, objective, config.probes) as surface:
         at = surface.gradient()
-        found = sharpness_of(surface, spec.rho, "sam", at=at)
+        sharpness = sharpness_of(surface, spec.rho, "sam", at=at)
     readings = {
-        "sam_sharpness": Reading(found.value, effective_share=share),
+        "sam_sharpness": Reading(sharpness.value, effective_share=share),
         "gradient_norm": Reading(float(at[1].double().norm()), effective_share=share),
     }
     if update is not None:

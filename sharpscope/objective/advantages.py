@@ -144,11 +144,11 @@ def _whitened(
 
 def _discounted(own: Tensor, mask: Tensor, gamma: float) -> Tensor:
     """(N, T) Σ_{s ≥ t} gamma^(loss tokens from t to before s)·own_s, own 0 outside the mask."""
-    found, later = torch.zeros_like(own), torch.zeros_like(own[:, 0])
+    returns, later = torch.zeros_like(own), torch.zeros_like(own[:, 0])
     for place in reversed(range(own.shape[1])):
         later = torch.where(mask[:, place], own[:, place] + gamma * later, later)
-        found[:, place] = later
-    return found
+        returns[:, place] = later
+    return returns
 
 
 def _length_baseline(reward: Tensor, group: Tensor, mask: Tensor) -> Tensor:

@@ -95,8 +95,8 @@ class Scorer:
         own_rows, batches = self.split(rollouts, torch.arange(len(rollouts)))
         idle = self.idle_passes(batches)
         for rows in batches:
-            found = self.score(rollouts.rows(rows), model=model, proxy_min_p=proxy_min_p)
-            values = found.logp if found.proxy_logp is None else found.proxy_logp
+            scored = self.score(rollouts.rows(rows), model=model, proxy_min_p=proxy_min_p)
+            values = scored.logp if scored.proxy_logp is None else scored.proxy_logp
             result[rows] = values.to(result.dtype)
         for _ in range(idle):
             self.score(shortest_row(rollouts), model=model)

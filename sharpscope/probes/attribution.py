@@ -110,12 +110,12 @@ def attribute(
         squared = squared_length(along)
         if squared == 0.0:
             return torch.where(mask.bool(), math.nan, 0.0).to(coef.dtype)
-    found = directional_derivative(model, input_ids, mask, along, attention_mask, temperature, method, check=check)
-    shares = coef.to(found.values) * found.values
+    derivative = directional_derivative(model, input_ids, mask, along, attention_mask, temperature, method, check=check)
+    shares = coef.to(derivative.values) * derivative.values
     if direction is not None:
         return shares
     shares /= squared
-    check_shares(model, shares, found.way, check)
+    check_shares(model, shares, derivative.way, check)
     return shares
 
 

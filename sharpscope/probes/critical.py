@@ -371,8 +371,8 @@ def trainable(parameters: nn.Module | Sequence[Tensor]) -> list[Tensor]:
 @torch.no_grad()
 def _local(tensor: Any) -> Tensor:
     """The part of a tensor that this process holds."""
-    found: Tensor = tensor.to_local() if is_shard(tensor) else tensor
-    return found.detach()
+    local: Tensor = tensor.to_local() if is_shard(tensor) else tensor
+    return local.detach()
 
 
 def update_direction(

@@ -111,15 +111,15 @@ def columns(estimates: Iterable[Estimate], *, why: bool = False) -> dict[str, li
 
 def prompt_columns(estimates: Iterable[Estimate]) -> dict[str, list[Any]]:
     """The values by prompt as columns of the `probe_prompts` table, without `step`; empty lists if there are none."""
-    found: dict[str, list[Any]] = {name: [] for name in (*_LABELS, "prompt", "value")}
+    columns: dict[str, list[Any]] = {name: [] for name in (*_LABELS, "prompt", "value")}
     for estimate in estimates:
         count = len(estimate.prompt_values)
         for name in _LABELS:
             cell = getattr(estimate, name)
-            found[name] += [None if isinstance(cell, float) and math.isnan(cell) else cell] * count
-        found["prompt"] += range(count)
-        found["value"] += estimate.prompt_values
-    return found
+            columns[name] += [None if isinstance(cell, float) and math.isnan(cell) else cell] * count
+        columns["prompt"] += range(count)
+        columns["value"] += estimate.prompt_values
+    return columns
 
 
 def frame(estimates: Iterable[Estimate], step: int = 0) -> pd.DataFrame:

@@ -96,18 +96,18 @@ def _differentiable(config: Any, current: str | None) -> str:
 
 def model_configs(model: torch.nn.Module) -> list[Any]:
     """The distinct transformers configurations of a model's modules, including sub-configurations."""
-    found: dict[int, Any] = {}
+    configs: dict[int, Any] = {}
 
     def visit(config: Any) -> None:
-        if config is None or not hasattr(config, "_attn_implementation_internal") or id(config) in found:
+        if config is None or not hasattr(config, "_attn_implementation_internal") or id(config) in configs:
             return
-        found[id(config)] = config
+        configs[id(config)] = config
         for name in getattr(config, "sub_configs", None) or {}:
             visit(getattr(config, name, None))
 
     for module in model.modules():
         visit(getattr(module, "config", None))
-    return list(found.values())
+    return list(configs.values())
 
 
 @contextmanager

@@ -188,10 +188,10 @@ def sharpness(
             error = check_gradient(surface)
             if not math.isnan(error):
                 known["gradient"] = error
-        found = sharpness_of(
+        result = sharpness_of(
             surface, rho, kind, steps=steps, seed=seed, adaptive=adaptive, samples=samples, tolerance=tolerance
         )
-        return replace(found, checked=error)
+        return replace(result, checked=error)
 
 
 def sharpness_of(
@@ -223,40 +223,42 @@ def sharpness_of(
     scale = _scale(surface) if adaptive else None
     scaled = gradient if scale is None else gradient * scale  # ∇_u L = T∘∇L
     length = float(scaled.double().norm())
-    found = _Found(math.nan, samples=1)
+    estimate = _Measured(math.nan, samples=1)
     if not (math.isfinite(loss) and math.isfinite(length)):
-        found = _Found(math.nan, samples=1, converged=False, why=f"the loss is {loss} and its gradient's norm {length}")
+        estimate = _Measured(
+            math.nan, samples=1, converged=False, why=f"the loss is {loss} and its gradient's norm {length}"
+        )
     elif kind == "average":
-        found = _average(surface, rho, scale, samples, sub_generator(seed, "average"), loss, base)
+        estimate = _average(surface, rho, scale, samples, sub_generator(seed, "average"), loss, base)
     elif kind == "worst":
-        found = _worst(surface, rho, scale, steps, tolerance, sub_generator(seed, "worst"), loss, scaled)
+        estimate = _worst(surface, rho, scale, steps, tolerance, sub_generator(seed, "worst"), loss, scaled)
     elif length == 0:
-        found = _Found(
+        estimate = _Measured(
             0.0, samples=1, converged=False, why="the gradient is zero, so one step has no direction; use kind='worst'"
         )
     else:
         with moved(surface.parameters, _step(scaled * (rho / length), scale)):
             rise, by_prompt = _rise(surface, loss, base)
-            found = _Found(rise, samples=1, by_prompt=by_prompt)
-    found = found.checked(loss, surface)
+            estimate = _Measured(rise, samples=1, by_prompt=by_prompt)
+    estimate = estimate.checked(loss, surface)
     first_order = rho * length
     return Sharpness(
-        value=found.value,
-        std_error=found.std_error,
+        value=estimate.value,
+        std_error=estimate.std_error,
         first_order=first_order,
-        ratio=found.value / first_order if first_order > 0 else math.nan,
+        ratio=estimate.value / first_order if first_order > 0 else math.nan,
         gradient_norm=float(gradient.double().norm()),
         loss=loss,
         rho=rho,
         kind=kind,
         adaptive=adaptive,
-        samples=found.samples,
-        converged=found.converged,
-        why=found.why,
-        residual=found.residual,
+        samples=estimate.samples,
+        converged=estimate.converged,
+        why=estimate.why,
+        residual=estimate.residual,
         seed=seed,
         seconds=time.perf_counter() - began,
-        by_prompt=found.by_prompt,
+        by_prompt=estimate.by_prompt,
     )
 
 
@@ -286,7 +288,7 @@ def sharpness_grid(
 
 
 @dataclass(frozen=True)
-class _Found:
+class _Measured:
     value: float
     samples: int
     std_error: float = math.nan
@@ -295,13 +297,13 @@ class _Found:
     residual: float = math.nan
     by_prompt: Tensor | None = None
 
-    def checked(self, loss: float, surface: Surface) -> _Found:
+    def checked(self, loss: float, surface: Surface) -> _Measured:
         """Not converged if the value is not finite or is within rounding of the loss."""
         if self.why:
             return self
         rounding = 4 * torch.finfo(common_dtype(surface.parameters)).eps * abs(loss)
         if not math.isfinite(self.value):
-            return _Found(
+            return _Measured(
                 math.nan, self.samples, self.std_error, False, "the perturbed loss is not finite", self.residual
             )
         if abs(self.value) <= rounding and rounding > 0:
@@ -332,9 +334,9 @@ def gradient_norm(surface: Surface, at: tuple[float, Tensor], base: Tensor, rho:
     """
     began = time.perf_counter()
     norm = float(at[1].double().norm())
-    found = Estimate("perturbation", "gradient_norm", norm)
+    estimate = Estimate("perturbation", "gradient_norm", norm)
     if not (norm > 0 and math.isfinite(norm)):
-        return replace(found, why="" if norm == 0 else "the gradient is not finite", prompts=len(base))
+        return replace(estimate, why="" if norm == 0 else "the gradient is not finite", prompts=len(base))
     reach, sides = rho / 4, []
     for sign in (1.0, -1.0):
         with moved(surface.parameters, at[1] * (sign * reach / norm)):
@@ -342,7 +344,7 @@ def gradient_norm(surface: Surface, at: tuple[float, Tensor], base: Tensor, rho:
         assert rise is not None
         sides.append(rise)
     values = (sides[0] - sides[1]) / (2 * reach)
-    return replace(with_prompts(found, values - values.mean() + norm), seconds=time.perf_counter() - began)
+    return replace(with_prompts(estimate, values - values.mean() + norm), seconds=time.perf_counter() - began)
 
 
 def _scale(surface: Surface) -> Tensor:
@@ -371,7 +373,7 @@ def _average(
     generator: torch.Generator,
     loss: float,
     base: Tensor | None,
-) -> _Found:
+) -> _Measured:
     rises, by_prompt = [], None if base is None else torch.zeros_like(base)
     for _, z in zip(range(samples), _directions(surface, generator), strict=False):
         step = _step(z.mul_(rho / math.sqrt(z.numel())), scale)
@@ -383,8 +385,8 @@ def _average(
             if by_prompt is not None and values is not None:
                 by_prompt += values / (2 * samples)
         rises.append(sum(pair) / 2)
-    found = torch.tensor(rises, dtype=torch.float64)
-    return _Found(float(found.mean()), samples, float(found.std()) / math.sqrt(samples), by_prompt=by_prompt)
+    drawn = torch.tensor(rises, dtype=torch.float64)
+    return _Measured(float(drawn.mean()), samples, float(drawn.std()) / math.sqrt(samples), by_prompt=by_prompt)
 
 
 def _worst(
@@ -396,7 +398,7 @@ def _worst(
     generator: torch.Generator,
     loss: float,
     start: Tensor,
-) -> _Found:
+) -> _Measured:
     """Projected gradient ascent in u; a step that lowers the loss is undone and shortened, so the last point is the best."""
 
     def projected(u: Tensor) -> Tensor:
@@ -408,7 +410,7 @@ def _worst(
         direction = next(_directions(surface, generator))
         direction = direction if scale is None else direction * (scale > 0)
         if float(direction.norm()) == 0:
-            return _Found(0.0, 1, converged=True, residual=0.0)  # every weight is zero: the ball is a point
+            return _Measured(0.0, 1, converged=True, residual=0.0)  # every weight is zero: the ball is a point
     u = direction * (rho / float(direction.double().norm()))
     best, gradient = _climb(surface, u, scale)
     reach, used, residual, largest = 4.0, 1, math.inf, 0.0  # reach: a step in units of rho / the largest gradient seen
@@ -430,8 +432,8 @@ def _worst(
     converged = residual <= tolerance
     why = "" if converged else f"after {used} steps the ascent still moves by {residual:.0%} of rho"
     if best < loss and converged:  # a stationary point below the start: the ball's center is higher
-        return _Found(0.0, 1 + used, converged=False, why="the ascent ended below its start", residual=residual)
-    return _Found(best - loss, 1 + used, converged=converged, why=why, residual=residual)
+        return _Measured(0.0, 1 + used, converged=False, why="the ascent ended below its start", residual=residual)
+    return _Measured(best - loss, 1 + used, converged=converged, why=why, residual=residual)
 
 
 def _climb(surface: Surface, u: Tensor, scale: Tensor | None) -> tuple[float, Tensor]:

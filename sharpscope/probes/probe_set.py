@@ -180,12 +180,12 @@ class ProbeSet:
             )
             for row in table.to_pylist()
         )
-        found = ProbeSet(key["task"], key["policy"], int(key["seed"]), items)
-        if found.content_hash != key["hash"]:
+        loaded = ProbeSet(key["task"], key["policy"], int(key["seed"]), items)
+        if loaded.content_hash != key["hash"]:
             raise UserError(
                 f"probe_set, {path}: its contents do not match its hash {key['hash']}; it was changed or damaged"
             )
-        return found
+        return loaded
 
 
 def build_probe_set(
@@ -239,14 +239,14 @@ def _choose(examples: Sequence[Example], count: int, seed: int) -> list[Example]
 def _solutions(drawn: Drawn, prompts: int) -> list[tuple[int, ...]]:
     """The first correct completion of each prompt that ends with the end token and has no inserted tokens; () if none."""
     rollouts = drawn.rollouts
-    found: list[tuple[int, ...]] = [()] * prompts
+    solutions: list[tuple[int, ...]] = [()] * prompts
     for row in range(len(rollouts.input_ids)):
         prompt, length = int(rollouts.group[row]), int(rollouts.completion_mask[row].sum())
         whole = bool(rollouts.completion_mask[row, :length].all())
         ended = length > 0 and not bool(rollouts.truncated[row])
-        if not found[prompt] and float(drawn.correct[row]) == 1.0 and whole and ended:
-            found[prompt] = tuple(rollouts.completion_ids[row, :length].tolist())
-    return found
+        if not solutions[prompt] and float(drawn.correct[row]) == 1.0 and whole and ended:
+            solutions[prompt] = tuple(rollouts.completion_ids[row, :length].tolist())
+    return solutions
 
 
 def _row(item: ProbeItem) -> dict[str, Any]:

@@ -143,8 +143,8 @@ def measure(
 ) -> Measured:
     """Probe one loss; see `run` for the arguments, and `ProbeBatch` for `seed`, `probe_set` and `slices`."""
     batch = ProbeBatch(probe_set, (objective,), seed, slices)
-    (found,) = run(model, [batch], spec, optimizer=optimizer, curvature=curvature, perturbation=perturbation)
-    return found
+    (measured,) = run(model, [batch], spec, optimizer=optimizer, curvature=curvature, perturbation=perturbation)
+    return measured
 
 
 def probe_set_batches(
@@ -190,15 +190,15 @@ def probe_set_objectives(
     The advantage of `surrogate` is (success − prompt mean)/(standard deviation + 1e-4), as in GRPO, without token weights,
     so that it is the same measure for all methods.
     """
-    found: dict[ObjectiveName, Objective] = {}
+    objectives: dict[ObjectiveName, Objective] = {}
     drawn: Drawn | None = None
     for name in spec.functionals:
         if name == "nll":
-            found[name] = Objective("nll", probe_set.solutions(split), temperature)
+            objectives[name] = Objective("nll", probe_set.solutions(split), temperature)
             continue
         drawn = probe_set.draw(split, spec.samples, draw, seed) if drawn is None else drawn
-        found[name] = rollout_objective(name, drawn, temperature=temperature)
-    return found
+        objectives[name] = rollout_objective(name, drawn, temperature=temperature)
+    return objectives
 
 
 def rollout_objective(name: ObjectiveName, drawn: Drawn, *, temperature: float = 1.0, stale: bool = False) -> Objective:
@@ -309,7 +309,7 @@ class _Curvatures:
 
     def plain(self, gradient_seconds: float) -> Curvature:
         """Of the Hessian itself."""
-        found = curvature_of(
+        result = curvature_of(
             self.surface,
             self.settings,
             seed=self.seed,
@@ -318,14 +318,14 @@ class _Curvatures:
             start=self._start,
             check=self.spec.check != "off",
         )
-        return replace(found, seconds_by_part=found.seconds_by_part | {"gradient": gradient_seconds})
+        return replace(result, seconds_by_part=result.seconds_by_part | {"gradient": gradient_seconds})
 
     def gauss_newton(self) -> list[Estimate]:
         """Of the Gauss-Newton matrix."""
         if not self.spec.gauss_newton:
             return []
         settings = replace(self.settings, backend="lanczos")
-        found = curvature_of(
+        result = curvature_of(
             self.surface,
             settings,
             seed=self.seed,
@@ -334,14 +334,14 @@ class _Curvatures:
             start=self._start,
             check=self.spec.check != "off",
         )
-        return [e for e in found.estimates(prefix="gauss_newton_") if not e.quantity.endswith("gradient_norm")]
+        return [e for e in result.estimates(prefix="gauss_newton_") if not e.quantity.endswith("gradient_norm")]
 
     def preconditioned(self, optimizer: torch.optim.Optimizer | None) -> list[Estimate]:
         """The largest eigenvalue of D^(−1/2) H D^(−1/2), D of AdamW, and the one above which AdamW is not stable at its lr."""
         if not self.spec.preconditioned or optimizer is None:
             return []
         diagonal = adamw_preconditioner(optimizer, self.surface.parameters)
-        found = curvature_of(
+        result = curvature_of(
             self.surface,
             _ends(self.spec, smallest=False),
             seed=self.seed,
@@ -351,7 +351,7 @@ class _Curvatures:
             start=self._start,
             check=self.spec.check != "off",
         )
-        rows = [e for e in found.estimates(prefix="preconditioned_") if not e.quantity.endswith("gradient_norm")]
+        rows = [e for e in result.estimates(prefix="preconditioned_") if not e.quantity.endswith("gradient_norm")]
         group = optimizer.param_groups[0]
         if group["lr"] > 0:
             limit = adamw_threshold(float(group["lr"]), float(group["betas"][0]))
@@ -377,10 +377,10 @@ def _groups(surface: LmSurface, spec: ProbesSpec, seed: int) -> list[Estimate]:
     rows: list[Estimate] = []
     if spec.groups:
         for name, tensors in parameter_groups(surface.model, surface.parameters).items():
-            found = curvature_of(
+            result = curvature_of(
                 surface.restricted(tensors), _ends(spec, smallest=True), seed=seed, check=spec.check != "off"
             )
-            rows += labeled(found.estimates(), parameters=name)
+            rows += labeled(result.estimates(), parameters=name)
     return rows
 
 
@@ -417,8 +417,8 @@ def _perturbations(
             prompt = surface.objective.batch.prompts
             within = all(len({prompt[row] for row in cut.tolist()}) == 1 for cut in cuts)
             prompts = [prompt[int(cut[0])] for cut in cuts] if within else None
-            found = [m_sharpness_of(parts, rho, seed=seed, prompts=prompts) for rho in spec.rhos]
-            rows += [row for one in found for row in one.estimates(spec.m)]
+            results = [m_sharpness_of(parts, rho, seed=seed, prompts=prompts) for rho in spec.rhos]
+            rows += [row for one in results for row in one.estimates(spec.m)]
         else:
             why = f"{count} rows make fewer than 2 groups of m = {spec.m}"
             rows.append(Estimate("perturbation", f"m{spec.m}_sam", math.nan, converged=False, seed=seed, why=why))
@@ -426,17 +426,17 @@ def _perturbations(
 
 
 def _stale_row(surface: LmSurface, spec: ProbesSpec) -> Estimate:
-    found = staleness(surface.objective, surface.logp(), spec.stale_threshold)
+    stale = staleness(surface.objective, surface.logp(), spec.stale_threshold)
     why = (
         ""
-        if found.valid
-        else f"only {found.share:.0%} of the rows are effective, below {spec.stale_threshold:.0%}: invalid"
+        if stale.valid
+        else f"only {stale.share:.0%} of the rows are effective, below {spec.stale_threshold:.0%}: invalid"
     )
     return Estimate(
         "rollouts",
         "effective_samples",
-        found.effective_samples,
+        stale.effective_samples,
         samples=len(surface.objective.batch),
-        converged=found.valid,
+        converged=stale.valid,
         why=why,
     )

@@ -170,9 +170,9 @@ def probe_policy(
         raise UserError(f"data: {missing} of {len(rows)} rows have no reward, which {functionals} need; use nll alone")
     batch = text_batch(policy, rows)
     batches = [ProbeBatch(label, tuple(Objective(name, batch, temperature) for name in functionals), seed)]
-    found = list(run(policy.model, batches, spec, curvature=curvature, perturbation=perturbation))
-    measured = {one.objective.name: one for one in found if one.objective is not None}
-    return ProbeReport(tuple(row for one in found for row in one.estimates), measured)
+    results = list(run(policy.model, batches, spec, curvature=curvature, perturbation=perturbation))
+    measured = {one.objective.name: one for one in results if one.objective is not None}
+    return ProbeReport(tuple(row for one in results for row in one.estimates), measured)
 
 
 def token_norms(policy: Policy, rows: Sequence[DataRow], spec: ProbesSpec) -> pd.DataFrame:

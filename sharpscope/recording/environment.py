@@ -75,14 +75,14 @@ def describe_device(device: torch.device) -> str:
 
 def versions() -> dict[str, str]:
     """Versions of Python and of the packages that numbers depend on."""
-    found = {"python": sys.version.split()[0]}
+    installed = {"python": sys.version.split()[0]}
     for package in PACKAGES:
         try:
-            found[package] = version(package)
+            installed[package] = version(package)
         except PackageNotFoundError:
             if package not in OPTIONAL:
-                found[package] = "not installed as a package"
-    return found
+                installed[package] = "not installed as a package"
+    return installed
 
 
 def commit() -> str | None:

@@ -89,7 +89,7 @@ def probe_trace(
         f"score norms and attribution measured afterwards, at the weights of {policy.source}",
     ]
     create_run_info(made, info | {"status": "running", "notes": notes})
-    found: list[Probed] = []
+    results: list[Probed] = []
     try:
         with RunLock(made), TraceWriter(made) as writer:
             steps_table = run.arrow("steps")
@@ -99,7 +99,7 @@ def probe_trace(
                 if step in chosen:
                     measured, columns, norm = _measure(run, step, tokens, policy, check)
                     tokens = _with(tokens, columns)
-                    found.append(measured)
+                    results.append(measured)
                     if norm is not None:
                         norms[step] = norm
                     if measured.logp_gap > GAP:
@@ -122,7 +122,7 @@ def probe_trace(
         raise
     _copy_tokenizer(run, made, policy)
     update_run_info(made, status=run.info.get("status", "finished"), finished=now())
-    return found
+    return results
 
 
 def _measure(

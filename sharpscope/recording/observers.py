@@ -240,7 +240,7 @@ class StepObserver:
         lr = max(float(group["lr"]) for group in optimizer.param_groups)
         compute = self.run.policy.compute or next(model.parameters()).dtype
         resolution = torch.finfo(compute).eps
-        found = critical_sharpness(
+        critical = critical_sharpness(
             loss_fn,
             model,
             direction,
@@ -250,12 +250,12 @@ class StepObserver:
             noise=self._scale * (resolution / 8 if compute in (torch.bfloat16, torch.float16) else 4 * resolution),
             start=loss,
         )
-        rows = found.estimates()
+        rows = critical.estimates()
         if lr > 0:
             rows.append(Estimate("critical", "critical_threshold", 2 / lr))
         self._found += labeled(rows, functional="surrogate")
-        if not found.converged:
-            text = f"critical sharpness: {found.why}"
+        if not critical.converged:
+            text = f"critical sharpness: {critical.why}"
             self._events.append(Event(self.step, "probe", "info", math.nan, math.nan, "none", text))
 
 
@@ -400,7 +400,7 @@ class _UpdateProbes:
             total = torch.zeros(len(some), mask.shape[1], dtype=exact.dtype, device=exact.device)
             for vector in vectors:
                 direction = [v.view_as(p) for v, p in zip(vector.split(sizes), view.parameters, strict=True)]
-                found = directional_derivative(
+                derivative = directional_derivative(
                     view.model,
                     part.input_ids[some],
                     mask[some],
@@ -410,7 +410,7 @@ class _UpdateProbes:
                     temperature=self.temperature,
                     check=check,
                 )
-                total += found.values.to(total) ** 2
+                total += derivative.values.to(total) ** 2
             return total
 
         total = _map_rows(keep, squares, mask)
@@ -465,9 +465,9 @@ def _map_rows(rows: Tensor, compute: Callable[[Tensor], Tensor], mask: Tensor) -
             problem = error
             return torch.full((len(some), mask.shape[1]), math.nan, device=mask.device)
 
-    found = distributed.map_rows(rows, measured)
+    values = distributed.map_rows(rows, measured)
     _raise_together(problem)
-    return found
+    return values
 
 
 def _raise_together(problem: UserError | None) -> None:

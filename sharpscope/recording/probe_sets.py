@@ -87,11 +87,11 @@ def run_probe_set(config: RunConfig, task: Task) -> ProbeSet:
     if distributed.broadcast(path.exists()):
         return ProbeSet.load(path)
     if config.probes.probe_set is not None:
-        found = ProbeSet.load(config.probes.probe_set)
+        probe_set = ProbeSet.load(config.probes.probe_set)
     else:
         initial = load_policy(config.policy)
         spec = config.probes
-        found = build_probe_set(
+        probe_set = build_probe_set(
             task,
             Drawer(config, initial, task),
             lambda examples: render_prompts(examples, initial),
@@ -101,8 +101,8 @@ def run_probe_set(config: RunConfig, task: Task) -> ProbeSet:
             heldout=spec.heldout_prompts,
             task_name=task_key(config),
         )
-    distributed.rank_zero_call(lambda: found.save(path) and None)
-    return found
+    distributed.rank_zero_call(lambda: probe_set.save(path) and None)
+    return probe_set
 
 
 @torch.no_grad()

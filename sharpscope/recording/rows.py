@@ -128,10 +128,16 @@ def carried_columns(
 
 def _rotation_values(update: UpdateResult) -> dict[str, float | None]:
     """The rotation columns of one update; null where it was not measured, or undefined."""
-    found = update.rotation
-    if found is None:
+    rotation = update.rotation
+    if rotation is None:
         return dict.fromkeys(ROTATION)
-    values = (found.gradient.angle, found.gradient.scale, found.update.angle, found.update.scale, found.noise)
+    values = (
+        rotation.gradient.angle,
+        rotation.gradient.scale,
+        rotation.update.angle,
+        rotation.update.scale,
+        rotation.noise,
+    )
     return {name: _finite(value) for name, value in zip(ROTATION, values, strict=True)}
 
 

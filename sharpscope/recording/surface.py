@@ -104,7 +104,7 @@ class SurfaceProbes:
         If the probed loss differs from the policy's own, the loss surface is left out for the rest of the run.
         """
         assert self.probe_set is not None and self.drawer is not None
-        found: list[Estimate] = []
+        estimates: list[Estimate] = []
         events: list[Event] = []
         view = self.view()
         batches = probe_set_batches(
@@ -117,7 +117,7 @@ class SurfaceProbes:
         optimizer = view.optimizer if view.optimizer.state else None
         try:
             for measured in run(view.model, () if self.refused else batches, self.spec, optimizer=optimizer):
-                found += measured.estimates
+                estimates += measured.estimates
                 train = measured.batch.name == self.probe_set.name("train")
                 if train and measured.curvature is not None and measured.curvature.converged:
                     self.vectors = measured.curvature.vectors
@@ -128,6 +128,6 @@ class SurfaceProbes:
             self.refused = True
             text = f"the loss surface is left out of the run: {str(problem).splitlines()[0]}; lower probes.microbatch_tokens"
             events.append(Event(step, "probe", "warning", math.nan, math.nan, "left out", text))
-        events += [Event(step, "probe", "warning", math.nan, math.nan, "warn", text) for text in problems(found)]
-        tables = {"probes": columns(found), "probe_prompts": prompt_columns(found)}
+        events += [Event(step, "probe", "warning", math.nan, math.nan, "warn", text) for text in problems(estimates)]
+        tables = {"probes": columns(estimates), "probe_prompts": prompt_columns(estimates)}
         return {name: {"step": step, **values} for name, values in tables.items()}, events

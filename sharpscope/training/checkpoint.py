@@ -51,8 +51,8 @@ def checkpoint_dir(run_dir: Path, step: int) -> Path:
 
 def checkpoints(run_dir: Path) -> list[Path]:
     """Checkpoints of a run, oldest first."""
-    found = [p for p in (run_dir / "checkpoints").glob("step-*") if (p / STATE).exists()]
-    return sorted(found, key=step_of)
+    folders = [p for p in (run_dir / "checkpoints").glob("step-*") if (p / STATE).exists()]
+    return sorted(folders, key=step_of)
 
 
 def step_of(folder: Path) -> int:
@@ -94,11 +94,11 @@ def newest_valid(run_dir: Path) -> tuple[Path | None, list[str]]:
 
 def _free(path: Path) -> Path:
     """`path` if it does not exist, else with the first free number appended."""
-    number, found = 1, path
-    while found.exists():
+    number, free = 1, path
+    while free.exists():
         number += 1
-        found = path.with_name(f"{path.name}-{number}")
-    return found
+        free = path.with_name(f"{path.name}-{number}")
+    return free
 
 
 def save_checkpoint(
@@ -219,15 +219,15 @@ def prune(run_dir: Path, spec: CheckpointSpec) -> list[Path]:
     Kept are the newest `keep_last`, those whose step is a multiple of `keep_every`, and the `keep_best` with the highest
     held-out accuracy (`Progress.score`; the earlier of equals).
     """
-    found = checkpoints(run_dir)
-    kept = set(found[-spec.keep_last :])
+    saved = checkpoints(run_dir)
+    kept = set(saved[-spec.keep_last :])
     if spec.keep_every:
-        kept |= {p for p in found if step_of(p) % spec.keep_every == 0}
+        kept |= {p for p in saved if step_of(p) % spec.keep_every == 0}
     if spec.keep_best:
-        scores = {p: _score(p) for p in found}
-        rated = [p for p in found if scores[p] is not None]
+        scores = {p: _score(p) for p in saved}
+        rated = [p for p in saved if scores[p] is not None]
         kept |= set(sorted(rated, key=lambda p: -(scores[p] or 0.0))[: spec.keep_best])
-    removed = [p for p in found if p not in kept]
+    removed = [p for p in saved if p not in kept]
     for path in removed:
         # renamed first: a folder that a crash left half removed must not look like a checkpoint
         hidden = _free(path.with_name(f".{path.name}.gone"))
@@ -245,13 +245,13 @@ def _score(folder: Path) -> float | None:
 
 def fingerprint(model: nn.Module) -> str:
     """SHA-256 of a model's parameters (names, shapes, bytes) without adapters, which a reference does not have."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for name, parameter in _unique(model):
         if ".lora_" in name:
             continue
-        found.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
-        found.update(parameter.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
+        digest.update(parameter.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _checksum(path: Path) -> list[int]:

@@ -76,7 +76,7 @@ def evaluate(
         batches: list[Batch] = []
         for batch in _batches(policy, task, cell, spec, seed, progress):
             batches.append(batch)
-            done = sum(len(found.correct) for found in batches)
+            done = sum(len(finished.correct) for finished in batches)
             if done < number:
                 report(f"{name}: {done} of {number} prompts done")
         correct = np.array([row for batch in batches for row in batch.correct], dtype=bool)
@@ -117,17 +117,17 @@ def _batches(
     drawn = spec.model_copy(update={"temperature": cell.temperature, **greedy})
     size = max(1, BATCH_COMPLETIONS // cell.samples)
     for first in range(0, len(cell.examples), size):
-        found = progress.get(cell.name, first) if progress is not None else None
-        if found is None:
+        batch = progress.get(cell.name, first) if progress is not None else None
+        if batch is None:
             examples = cell.examples[first : first + size]
             _, rewards = draw_scored(
                 policy, task, examples, cell.samples, drawn, derive(seed, f"evaluation:{cell.name}"), first
             )
             correct = np.array([reward.correct for reward in rewards], dtype=bool).reshape(len(examples), cell.samples)
-            found = Batch(correct.tolist(), [reward.total for reward in rewards])
+            batch = Batch(correct.tolist(), [reward.total for reward in rewards])
             if progress is not None:
-                progress.put(cell.name, first, found)
-        yield found
+                progress.put(cell.name, first, batch)
+        yield batch
 
 
 def check_splits(task: Task, splits: Sequence[str]) -> None:

@@ -139,7 +139,7 @@ def _intervals(row: dict[str, Any], pass_at: Sequence[int]) -> dict[str, float]:
     for k in pass_at:
         groups = row["k"] / min(k, row["k"])  # of k completions each, at most this many independent ones
         ends[f"pass_at_{k}"] = accuracy_interval(row[f"pass_at_{k}"], row[f"pass_at_{k}_std_error"], row["n"], groups)
-    return {f"{name}_{end}": getattr(found, end) for name, found in ends.items() for end in ("low", "high")}
+    return {f"{name}_{end}": getattr(interval, end) for name, interval in ends.items() for end in ("low", "high")}
 
 
 def _rows_used(task: DatasetTask, split: str) -> str:

@@ -546,18 +546,18 @@ class _Updates:
         parameters = self.learner.parameters
         own = [p.grad for p in parameters]
         groups = self.rollouts.group.cpu()[rows]
-        found: list[Gradient] = []
+        halves: list[Gradient] = []
         try:
             for half in (groups.unique()[::2], groups.unique()[1::2]):
                 if len(half):
                     self._reference._backward(rows, 0, None, rows[torch.isin(groups, half)])
-                    found.append([p.grad for p in parameters])
+                    halves.append([p.grad for p in parameters])
         finally:
             for parameter, value in zip(parameters, own, strict=True):
                 parameter.grad = value
         if self.references is not None:
-            self.references[key] = found
-        return found
+            self.references[key] = halves
+        return halves
 
     def rotation(self, rows: Tensor, norm: float) -> UpdateRotation:
         """Compare the unclipped gradient in `.grad`, of length `norm`, and the step that it makes with the reference's."""

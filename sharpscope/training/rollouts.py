@@ -101,7 +101,7 @@ def step_advantages(
         values += [parts[name] for name in names if spec.weights.get(name, 0.0) != 0]
     correct = torch.tensor([reward.correct for reward in rewards])
     rows = finite_group_rows(rollouts.group, torch.stack(values))
-    found = estimate_advantages(
+    usable = estimate_advantages(
         spec,
         values[0][rows],
         rollouts.group[rows],
@@ -112,8 +112,8 @@ def step_advantages(
         collision=None if stats is None else stats.collision.to(rows.device)[rows],
         token_reward=None if token_reward is None else token_reward.to(rows.device)[rows],
     )
-    advantage = found.new_zeros(len(rewards), *found.shape[1:])
-    advantage[rows] = found
+    advantage = usable.new_zeros(len(rewards), *usable.shape[1:])
+    advantage[rows] = usable
     return advantage
 
 
@@ -126,13 +126,13 @@ def finite_group_rows(group: Tensor, values: Tensor) -> Tensor:
 def _undecided(rewards: list[Reward], groups: int) -> list[int]:
     """Indices of the groups whose answers are all correct or all wrong, or that have a reward that is not finite."""
     size = len(rewards) // groups
-    found = []
+    undecided = []
     for group in range(groups):
         members = rewards[group * size : (group + 1) * size]
         correct = sum(reward.correct for reward in members)
         if correct in (0, size) or not all(math.isfinite(reward.total) for reward in members):
-            found.append(group)
-    return found
+            undecided.append(group)
+    return undecided
 
 
 def draw_group(

@@ -185,15 +185,15 @@ def rotate(
 def _methods(texts: Sequence[str] | None, config: RunConfig) -> dict[str, Method]:
     """The methods by name, presets of their weights filled in."""
     preset = default_preset(config)
-    found: dict[str, Method] = {}
+    methods: dict[str, Method] = {}
     for text in [*method_names(), *CONTROLS] if texts is None else texts:
         name = arm_name(text)
-        if name in found:
+        if name in methods:
             raise UserError(f"--methods {name}: is given twice; give one another name: name=method")
-        found[name] = arm_method(text, config).with_preset("auto", preset)
-    if not found:
+        methods[name] = arm_method(text, config).with_preset("auto", preset)
+    if not methods:
         raise UserError("--methods: names nothing; `sharpscope methods` lists the methods")
-    return found
+    return methods
 
 
 def _configured(
@@ -313,15 +313,15 @@ class _Start:
         plain = _is_plain(reference)
         tokens = self.tokens(method, batch, advantage, stats)
         against = self.tokens(reference, batch, step_advantages(reference, batch.rollouts, batch.rewards, stats), stats)
-        found = self._known(method, tokens.loss_coef, against.loss_coef)
-        if found is None:
+        rotation = self._known(method, tokens.loss_coef, against.loss_coef)
+        if rotation is None:
             # An average of past weights starts as the weights, also for the run's own method: every ratio is 1 then.
             learner = replace(
                 self.learner,
                 reference=self.reference if method.needs_reference else None,
                 proximal=copy.deepcopy(self.policy.model).eval() if method.needs_proximal else None,
             )
-            found = learner.compare(
+            rotation = learner.compare(
                 batch.rollouts,
                 advantage,
                 self.step,
@@ -330,33 +330,33 @@ class _Start:
                 stats=stats,
                 references=references,
             )
-            self.known.append((method, tokens.loss_coef, against.loss_coef, found))
+            self.known.append((method, tokens.loss_coef, against.loss_coef, rotation))
         used = loss_mask(batch.rollouts, method).bool().cpu() & (tokens.update >= 0)
         row = {
             "reference": "grpo" if plain else "unweighted",
-            "gradient_rotation": found.gradient.angle,
-            "gradient_scale": found.gradient.scale,
-            "update_rotation": found.update.angle,
-            "update_scale": found.update.scale,
+            "gradient_rotation": rotation.gradient.angle,
+            "gradient_scale": rotation.gradient.scale,
+            "update_rotation": rotation.update.angle,
+            "update_scale": rotation.update.scale,
             "weight_mean": weight_columns(method, tokens.weight, used, self.progress)["weight_mean"],
             **carried_columns(method, tokens, used, self.progress, None),
             "rotation_bound": method_rotation_bound(method.at(self.progress)),
         }
-        return row, found.noise if plain else math.nan
+        return row, rotation.noise if plain else math.nan
 
     def _known(self, method: Method, coef: Tensor, against: Tensor) -> UpdateRotation | None:
         """The result of an earlier method with the same coefficients (N, T) and reference coefficients, thus the same gradients.
 
         An entropy bonus and sharpness control are not in the coefficients.
         """
-        for other, own, reference, found in self.known:
+        for other, own, reference, rotation in self.known:
             if (
                 _only_coefficients(method)
                 and _only_coefficients(other)
                 and _same(coef, own)
                 and _same(against, reference)
             ):
-                return found
+                return rotation
         return None
 
     def tokens(self, method: Method, batch: RolloutBatch, advantage: Tensor, stats: TokenStats) -> StepTokens:

@@ -92,19 +92,19 @@ def declare(study: Path, rules: Mapping[str, Any], date: str, version: str, why:
     Raises:
         UserError: the rules changed and no reason was given, or the file's hash does not fit its rules.
     """
-    file, found = declaration_file(study), rules_hash(rules)
+    file, digest = declaration_file(study), rules_hash(rules)
     states = _states(file) if file.exists() else []
-    if states and states[-1]["hash"] == found:
-        return Declared(file, found, (), False)
+    if states and states[-1]["hash"] == digest:
+        return Declared(file, digest, (), False)
     changed = tuple(differences(states[-1]["rules"], rules)) if states else ()
     if states and not why:
         raise UserError(
             f"{file}: declared on {states[-1]['declared']} with other rules ({'; '.join(changed[:3])}); give --why"
         )
-    state = {"declared": date, "version": version, "hash": found, "rules": dict(rules)}
+    state = {"declared": date, "version": version, "hash": digest, "rules": dict(rules)}
     states.append(state | ({"why": why, "changed": list(changed)} if why else {}))
     write_atomic(file, json.dumps(states, indent=2, ensure_ascii=False) + "\n")
-    return Declared(file, found, changed, len(states) == 1)
+    return Declared(file, digest, changed, len(states) == 1)
 
 
 def quote(study: Path, rules: Mapping[str, Any], runs: Iterable[Run]) -> str:
@@ -161,5 +161,5 @@ def _states(file: Path) -> list[dict[str, Any]]:
 def _seconds(text: str) -> float:
     from datetime import UTC, datetime
 
-    found = datetime.fromisoformat(text)
-    return (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp()
+    moment = datetime.fromisoformat(text)
+    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()

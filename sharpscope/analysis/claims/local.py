@@ -85,8 +85,8 @@ def clusters(frame: pd.DataFrame, column: str) -> tuple[np.ndarray, tuple[tuple[
 def dose(study: Study, arm: str) -> Dose:
     """Mean rotation of the arm's update against the reference's [degrees]."""
     rows = outcomes(study, "update_rotation", "step")
-    found = rows.loc[rows["arm"] == arm, "value"]
-    return Dose(float(found.mean()) if len(found) else None, None, arm)
+    values = rows.loc[rows["arm"] == arm, "value"]
+    return Dose(float(values.mean()) if len(values) else None, None, arm)
 
 
 def compared(

@@ -62,13 +62,13 @@ def _frame(axis: Axes, end: float, top: float, title: str) -> None:
 
 def _bundles(methods: Sequence[str], angles: Sequence[float]) -> list[tuple[float, list[str]]]:
     """(mean angle, methods) of rays that share a label; `angles` ascend."""
-    found: list[list[tuple[float, str]]] = []
+    bundles: list[list[tuple[float, str]]] = []
     for angle, method in zip(angles, methods, strict=True):
-        if found and angle - found[-1][0][0] < TOGETHER:
-            found[-1].append((angle, method))
+        if bundles and angle - bundles[-1][0][0] < TOGETHER:
+            bundles[-1].append((angle, method))
         else:
-            found.append([(angle, method)])
-    return [(float(np.mean([a for a, _ in bundle])), [name for _, name in bundle]) for bundle in found]
+            bundles.append([(angle, method)])
+    return [(float(np.mean([a for a, _ in bundle])), [name for _, name in bundle]) for bundle in bundles]
 
 
 def _names(names: Sequence[str], most: int = 4) -> str:

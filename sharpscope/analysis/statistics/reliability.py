@@ -49,12 +49,12 @@ def split_half(values: np.ndarray, splits: int = 200, seed: int = 0) -> Reliabil
     if runs < 3 or prompts < 4 or not np.isfinite(values).all():
         return Reliability(math.nan, math.nan, runs, prompts)
     rng = np.random.default_rng(seed)
-    found = []
+    correlations = []
     for _ in range(splits):
         order = rng.permutation(prompts)
         first, second = (values[:, part].mean(axis=1) for part in (order[: prompts // 2], order[prompts // 2 :]))
         if np.ptp(first) == 0 or np.ptp(second) == 0:
             return Reliability(math.nan, math.nan, runs, prompts)
-        found.append(stats.spearmanr(first, second).statistic)
-    half = float(np.mean(found))
+        correlations.append(stats.spearmanr(first, second).statistic)
+    half = float(np.mean(correlations))
     return Reliability(half, 2 * half / (1 + half) if half > -1 else math.nan, runs, prompts)

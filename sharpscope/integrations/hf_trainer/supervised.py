@@ -283,8 +283,8 @@ class SupervisedRecorder(TrainerRecorder):
         compute, total = self._original["compute_loss"], 0.0
         with self.evaluating():
             for one in kept:
-                found = compute(self.model, dict(one.inputs), *one.args, **one.kwargs)
-                total += one.factor * float(found[0] if isinstance(found, tuple) else found)
+                loss = compute(self.model, dict(one.inputs), *one.args, **one.kwargs)
+                total += one.factor * float(loss[0] if isinstance(loss, tuple) else loss)
         return distributed.sum_values(total) / distributed.world_size()
 
     def _open_batch(self, inputs: dict[str, Any]) -> _Tokens:

@@ -91,7 +91,7 @@ class Trace:
         self._evaluated: list[Tensor] = []
         self._stack = contextlib.ExitStack()
         info = run_info(config, policy, torch.get_num_threads(), Launch(distributed.world_size()))
-        versions = {name: found for name in ("transformers", "trl", "accelerate") if (found := _version(name))}
+        versions = {name: version for name in ("transformers", "trl", "accelerate") if (version := _version(name))}
         info["versions"] |= versions
         package = type(trainer).__module__.partition(".")[0]
         of = f" of {package} {versions[package]}" if package in versions else ""
@@ -113,8 +113,8 @@ class Trace:
 
     def _settings(self) -> dict[str, Any]:
         """The configuration for run.json, without the sections that do not apply."""
-        found = self.config.model_dump(mode="json")
-        return found if self.correct is not None else {k: v for k, v in found.items() if k not in _REINFORCEMENT}
+        settings = self.config.model_dump(mode="json")
+        return settings if self.correct is not None else {k: v for k, v in settings.items() if k not in _REINFORCEMENT}
 
     @property
     def progress(self) -> float:

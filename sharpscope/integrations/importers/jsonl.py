@@ -89,8 +89,8 @@ def _sequence(values: Mapping[str, Any], where: str) -> Completion:
         if name == "advantage" and not isinstance(given, list):
             given = [given] * count  # of the sequence
         if not isinstance(given, list) or len(given) != count:
-            found = len(given) if isinstance(given, list) else "no list of"
-            raise UserError(f"{where}: {name} has {found} values, token_id {count}; both need one for each token")
+            received = len(given) if isinstance(given, list) else "no list of"
+            raise UserError(f"{where}: {name} has {received} values, token_id {count}; both need one for each token")
         columns[name] = [number(given[i], name, where) for i in kept]
     if any(value is None for value in columns["logp"]):
         raise UserError(f"{where}: logp is null on a token in the loss; give its log-probability, or mask it")

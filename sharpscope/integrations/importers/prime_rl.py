@@ -43,8 +43,8 @@ def import_prime_rl(
         UserError: there is no complete step, or a file cannot be read.
     """
     folder = source / "token_exports" if (source / "token_exports").is_dir() else source
-    found = sorted((int(m[1]), path) for path in folder.glob("step_*") if (m := _FOLDER.fullmatch(path.name)))
-    steps = [(step, path) for step, path in found if (path / "STABLE").exists()]
+    folders = sorted((int(m[1]), path) for path in folder.glob("step_*") if (m := _FOLDER.fullmatch(path.name)))
+    steps = [(step, path) for step, path in folders if (path / "STABLE").exists()]
     if not steps:
         raise UserError(
             f"{source}: has no complete step (token_exports/step_N/STABLE); set enable_token_export in prime-rl"
@@ -52,7 +52,7 @@ def import_prime_rl(
     notes = [f"imported from prime-rl's token export, {len(steps)} steps"]
     notes += [
         f"step {step} is not complete (no file STABLE) and is left out"
-        for step, path in found
+        for step, path in folders
         if (step, path) not in steps
     ]
     if coefficients is not None:

@@ -78,12 +78,12 @@ def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def _object(line: str, path: Path, number: int) -> dict[str, Any]:
     try:
-        found = json.loads(line)
+        value = json.loads(line)
     except (ValueError, RecursionError) as problem:
         raise UserError(f"{path} line {number}: not JSON ({problem}); remove the line") from problem
-    if not isinstance(found, dict):
-        raise UserError(f"{path} line {number}: a {type(found).__name__}, not a JSON object; write one object a line")
-    return found
+    if not isinstance(value, dict):
+        raise UserError(f"{path} line {number}: a {type(value).__name__}, not a JSON object; write one object a line")
+    return value
 
 
 def finite(value: float) -> bool:

@@ -61,12 +61,12 @@ def check_version() -> None:
         UserError: it is missing or its version is not supported.
     """
     try:
-        found = version("trl")
+        installed = version("trl")
     except PackageNotFoundError:
         raise UserError("record: TRL is not installed; pip install 'sharpscope[trl]'") from None
-    numbers = tuple(int(part) for part in found.split(".")[:2] if part.isdigit())
-    if found in EXCLUDED or numbers < OLDEST:
-        raise UserError(f"record: TRL {found} is not supported; pip install 'trl>=1.0,!=1.15.0'")
+    numbers = tuple(int(part) for part in installed.split(".")[:2] if part.isdigit())
+    if installed in EXCLUDED or numbers < OLDEST:
+        raise UserError(f"record: TRL {installed} is not supported; pip install 'trl>=1.0,!=1.15.0'")
 
 
 def is_supervised(trainer: Any) -> bool:

@@ -150,10 +150,10 @@ class Recorder(TrainerRecorder):
     # -- one batch of completions ------------------------------------------------------------------------------------
 
     def _rewards(self, *args: Any, **kwargs: Any) -> Tensor:
-        found = self._original["_calculate_rewards"](*args, **kwargs)
+        rewards = self._original["_calculate_rewards"](*args, **kwargs)
         ids = kwargs["completion_ids_list"] if "completion_ids_list" in kwargs else args[3]
-        self._scored = RewardScores(found.detach().cpu(), [list(row) for row in ids])
-        return found
+        self._scored = RewardScores(rewards.detach().cpu(), [list(row) for row in ids])
+        return rewards
 
     def _generate(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         training = self.model.training
@@ -256,13 +256,13 @@ class Recorder(TrainerRecorder):
             return sum(float(self._original["_compute_loss"](self.model, inputs)) for inputs in kept)
 
     def _logps(self, *args: Any, **kwargs: Any) -> Any:
-        found = self._original["_get_per_token_logps_and_entropies"](*args, **kwargs)
-        if self._current is not None and found[0].requires_grad:
+        outputs = self._original["_get_per_token_logps_and_entropies"](*args, **kwargs)
+        if self._current is not None and outputs[0].requires_grad:
             started = time.perf_counter()
-            self._use(found[0], self._current)
+            self._use(outputs[0], self._current)
             self._loss_seen = True
             self._step.seconds["recording_s"] += time.perf_counter() - started
-        return found
+        return outputs
 
     def _use(self, logp: Tensor, inputs: dict[str, Any]) -> None:
         """Record what TRL's micro-batch `inputs` does with its tokens; TRL's loss differentiates `logp` (n, T)."""

@@ -126,14 +126,14 @@ class Recorder:
         started = time.perf_counter()
         self.seconds = 0.0
         try:
-            found = train()
+            output = train()
             training = time.perf_counter() - started - self.seconds
             started = time.perf_counter()
             self._write(training, before + self.seconds, started)
         finally:
             self.rows = None
             del data[ROW]
-        return found
+        return output
 
     def update(self, train: Callable[[], Any]) -> Any:
         """Run one `train_batch` with a loss that is watched."""
@@ -165,17 +165,17 @@ class Recorder:
         replaced = vars(engine).get("optimizer_step")
         worker.loss_fn, engine.optimizer_step = watched, measured
         try:
-            found = train()
+            output = train()
         finally:
             worker.loss_fn = inner
             if replaced is None:
                 del engine.optimizer_step
             else:
                 engine.optimizer_step = replaced
-        metrics = {} if found is None else dict(found["metrics"])
+        metrics = {} if output is None else dict(output["metrics"])
         norm, loss = float(metrics.get("grad_norm", np.nan)), float(np.mean(metrics.get("loss", np.nan)))
         rows.updates.append({"loss": loss, "grad_norm": norm, "update_norm": sizes[0], "lr": lr})
-        return found
+        return output
 
     def _watch(self, rows: _Rows, output: Mapping[str, Any], data: Any) -> None:
         """Take what the loss is about to do with a micro-batch's tokens, and hook the log-probabilities."""
@@ -306,7 +306,7 @@ def _completions(rows: _Rows) -> list[Completion]:
     sampler = _dense(data["rollout_log_probs"]).double() if "rollout_log_probs" in data else None
     name = next((name for name in _REWARDS if name in data), None)
     rewards = None if name is None else _dense(data[name]).double().sum(1)
-    found = []
+    completions = []
     for row in range(len(rows.mask)):
         if uids is not None and uids[row].startswith("pad"):
             continue
@@ -331,7 +331,7 @@ def _completions(rows: _Rows) -> list[Completion]:
         if sampler is not None:
             tokens["behavior_logp"] = taken(sampler)
         reward = None if rewards is None else float(rewards[row])
-        found.append(
+        completions.append(
             Completion(
                 ids=ids[row],
                 prompt_length=prompts[row],
@@ -342,7 +342,7 @@ def _completions(rows: _Rows) -> list[Completion]:
                 length=lengths[row],
             )
         )
-    return found
+    return completions
 
 
 def _dense(values: Any) -> Tensor:

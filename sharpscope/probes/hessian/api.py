@@ -99,12 +99,12 @@ def curvature(
         chosen = [by_id[id(p)] for p in surface.parameters]
     known = remembered_closure(loss_fn, surface.parameters) if check == "first" else {}
     with untouched(list(parameters)), surface.deterministic():
-        found = curvature_of(
+        result = curvature_of(
             surface, settings, seed=seed, preconditioner=chosen, check=check != "off" and "hessian" not in known
         )
-    if found.checked is not None and not math.isnan(found.checked):
-        known["hessian"] = found.checked
-    return replace(found, checked=known.get("hessian", found.checked))
+    if result.checked is not None and not math.isnan(result.checked):
+        known["hessian"] = result.checked
+    return replace(result, checked=known.get("hessian", result.checked))
 
 
 def curvature_of(
@@ -196,7 +196,7 @@ def curvature_of(
 def _eigenvalues(parts: Parts, hessian: Operator, settings: CurvatureSettings, seed: int, start: Tensor | None) -> None:
     """Eigenpairs with residuals, which need one more product each."""
     item = torch.finfo(hessian.dtype).bits // 8
-    found = eigenpairs(
+    pairs = eigenpairs(
         hessian,
         upper=settings.top,
         lower=int(settings.smallest),
@@ -209,18 +209,18 @@ def _eigenvalues(parts: Parts, hessian: Operator, settings: CurvatureSettings, s
     measured = np.array(
         [
             float((hessian @ vector).sub_(vector, alpha=float(value)).norm())
-            for value, vector in zip(found.values, found.vectors, strict=True)
+            for value, vector in zip(pairs.values, pairs.vectors, strict=True)
         ]
     )
-    upper = found.upper
-    parts.values, parts.residuals, parts.vectors = found.values[:upper], measured[:upper], found.vectors[:upper]
+    upper = pairs.upper
+    parts.values, parts.residuals, parts.vectors = pairs.values[:upper], measured[:upper], pairs.vectors[:upper]
     if settings.smallest:
         # A 1 × 1 Hessian has one eigenvalue, both the largest and the smallest.
-        parts.smallest, parts.smallest_residual = float(found.values[-1]), float(measured[-1])
-    parts.krylov = found.krylov
-    bound = settings.tolerance * float(np.abs(found.values).max())
-    if not found.converged:
-        parts.why.append(found.why)
+        parts.smallest, parts.smallest_residual = float(pairs.values[-1]), float(measured[-1])
+    parts.krylov = pairs.krylov
+    bound = settings.tolerance * float(np.abs(pairs.values).max())
+    if not pairs.converged:
+        parts.why.append(pairs.why)
     elif measured.max() > max(2 * bound, 1e-300):
         parts.why.append(
             f"the measured residual {measured.max():.1e} exceeds {bound:.1e}: rounding of {hessian.dtype}, or a loss "

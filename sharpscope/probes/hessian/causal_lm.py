@@ -87,12 +87,12 @@ class LmSurface:
     def logp(self) -> Tensor:
         """Log-probabilities of the scored tokens, (N, S) float64 [nats], 0 elsewhere; without graph."""
         batch = self.objective.batch
-        found = torch.zeros(batch.scored.shape, dtype=torch.float64, device=batch.scored.device)
+        values = torch.zeros(batch.scored.shape, dtype=torch.float64, device=batch.scored.device)
         with torch.no_grad():
             for index in self.microbatches:
                 logp = self._logp(index)
-                found[index, : logp.shape[1]] = logp
-        return found
+                values[index, : logp.shape[1]] = logp
+        return values
 
     def value(self) -> float:
         """L(θ), summed in float64."""
@@ -197,9 +197,9 @@ class LmSurface:
         lengths = self.objective.batch.lengths
         total, norms = flatten([None] * len(self.parameters), self.parameters), []
         for row in torch.arange(len(lengths), device=lengths.device).split(1):
-            found = self._pulled([row], coefficient, 1)[0]
-            norms.append(float(found.double().norm()))
-            total += found
+            pulled = self._pulled([row], coefficient, 1)[0]
+            norms.append(float(pulled.double().norm()))
+            total += pulled
         return total, torch.tensor(norms, dtype=torch.float64)
 
     def pull_back(self, rows: Tensor, coefficients: Sequence[Tensor]) -> list[Tensor]:
@@ -222,10 +222,10 @@ class LmSurface:
             if not logp.requires_grad:
                 continue
             for number, cotangent in enumerate(cotangents(index, logp)):
-                found = torch.autograd.grad(
+                gradients = torch.autograd.grad(
                     logp, self.parameters, cotangent, allow_unused=True, retain_graph=number + 1 < count
                 )
-                totals[number] += flatten(found, self.parameters)
+                totals[number] += flatten(gradients, self.parameters)
         return totals
 
     def hessian(self) -> Operator:
@@ -365,8 +365,8 @@ def _epsilon(dtype: torch.dtype) -> float:
 def _check_logits(surface: LmSurface, ids: Tensor, own: Tensor, tolerance: float) -> float:
     """Relative error of the logits of `ids` (1, L) against the model's `own`."""
     with torch.no_grad():
-        found = surface.head.logits(surface.backbone(input_ids=ids, use_cache=False).last_hidden_state)
-    error = float((found.double() - own.double()).norm() / own.double().norm().clamp_min(1e-30))
+        logits = surface.head.logits(surface.backbone(input_ids=ids, use_cache=False).last_hidden_state)
+    error = float((logits.double() - own.double()).norm() / own.double().norm().clamp_min(1e-30))
     if not error <= tolerance:  # also where it is not finite
         raise CheckError(
             f"{type(bare(surface.model)).__name__}, loss surface: logits under MATH attention differ from the model's own: "
@@ -383,7 +383,7 @@ def _microbatches(lengths: Tensor, tokens: int) -> list[Tensor]:
     """Microbatches of rows of similar length with rows × longest ≤ tokens (at least one row), shortest rows first."""
     if tokens < 1:
         raise UserError(f"microbatch_tokens, {tokens}: at least 1")
-    found: list[Tensor] = []
+    batches: list[Tensor] = []
     for bucket in reversed(length_buckets(lengths.cpu().numpy(), lengths.device)):
-        found += reversed(bucket.split(max(1, tokens // int(lengths[bucket].max()))))
-    return found
+        batches += reversed(bucket.split(max(1, tokens // int(lengths[bucket].max()))))
+    return batches

@@ -198,14 +198,14 @@ def _difference_error(
     wrong = math.nan
     for factor in STEPS:
         step = factor * rounding ** (1 / 3) * scale / length
-        found = function(vector * step).sub_(function(vector * -step)).div_(2 * step)
-        error = _relative(found, derivative)
+        difference = function(vector * step).sub_(function(vector * -step)).div_(2 * step)
+        error = _relative(difference, derivative)
         if error <= TOLERANCE:
             return error
-        seen = max(size, float(found.norm())) * step > 100 * rounding * float(base.norm())
-        if last is not None and seen and error > max(TOLERANCE, 4 * _relative(found, last)):
+        seen = max(size, float(difference.norm())) * step > 100 * rounding * float(base.norm())
+        if last is not None and seen and error > max(TOLERANCE, 4 * _relative(difference, last)):
             wrong = error if math.isnan(wrong) else min(wrong, error)
-        last = found
+        last = difference
     return wrong
 
 
@@ -215,10 +215,10 @@ def _relative(a: Tensor, b: Tensor) -> float:
     return 0.0 if largest == 0 else float((a - b).norm()) / largest
 
 
-def _largest_error(found: Tensor, expected: Tensor, parameters: Sequence[Tensor]) -> float:
+def _largest_error(value: Tensor, expected: Tensor, parameters: Sequence[Tensor]) -> float:
     """‖found − expected‖/‖expected‖, in total or of one parameter tensor, with norms of at least 1 % of the total."""
-    whole = max(float(expected.norm()), float(found.norm()))
+    whole = max(float(expected.norm()), float(value.norm()))
     if whole == 0:
         return 0.0
-    pairs = zip(unflatten(found, parameters), unflatten(expected, parameters), strict=True)
+    pairs = zip(unflatten(value, parameters), unflatten(expected, parameters), strict=True)
     return max(float((a - b).norm()) / max(float(b.norm()), 0.01 * whole) for a, b in pairs)

@@ -94,12 +94,12 @@ class DualBody:
             leaves = [anchor, *(rows for _, rows in looked_up), *self._rest]
             if pairs:
                 values, cotangents = zip(*pairs, strict=True)
-                found = _reverse(values, leaves, cotangents)
-                for (tokens, _), rows in zip(looked_up, found[1:], strict=False):
+                products = _reverse(values, leaves, cotangents)
+                for (tokens, _), rows in zip(looked_up, products[1:], strict=False):
                     if rows is not None:
                         assert self._embedding is not None
                         _add_rows(out[id(self._embedding.weight)], tokens, rows, self._embedding.padding_idx)
-                sink.add(self._rest, found[1 + len(looked_up) :])
+                sink.add(self._rest, products[1 + len(looked_up) :])
 
 
 def _reverse(
@@ -131,10 +131,10 @@ class _Sink:
 def _layers(backbone: nn.Module) -> list[nn.Module]:
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    found = [module for module in backbone.modules() if isinstance(module, GradientCheckpointingLayer)]
-    inner = {id(module) for layer in found for module in layer.modules() if module is not layer}
+    layers = [module for module in backbone.modules() if isinstance(module, GradientCheckpointingLayer)]
+    inner = {id(module) for layer in layers for module in layer.modules() if module is not layer}
     # Layers may share parameters; both add to the same total.
-    return [layer for layer in found if id(layer) not in inner]
+    return [layer for layer in layers if id(layer) not in inner]
 
 
 def _plain_embedding(backbone: nn.Module, wanted: set[int]) -> nn.Embedding | None:
@@ -220,17 +220,17 @@ def _checkpointed(layer: nn.Module, direction: dict[int, Tensor], sink: _Sink, a
             written = {
                 i: {key: value for key, value in again[i].items() if before[i].get(key) is not value} for i in mappings
             }
-            found, shape = tree_flatten((y, written))
-            floating = [i for i, leaf in enumerate(found) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-            values = [part for i in floating for part in _value_and_tangent(found[i])]
-            results[:] = [[None if i in floating else leaf for i, leaf in enumerate(found)], shape, floating]
+            outputs, shape = tree_flatten((y, written))
+            floating = [i for i, leaf in enumerate(outputs) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+            values = [part for i in floating for part in _value_and_tangent(outputs[i])]
+            results[:] = [[None if i in floating else leaf for i, leaf in enumerate(outputs)], shape, floating]
             return values
 
         flat = _DualLayer.apply(anchor, run, distinct, sink, *(part for pair in pairs for part in pair))
-        found, shape, floating = results
+        outputs, shape, floating = results
         for i, value, tangent in zip(floating, flat[::2], flat[1::2], strict=True):
-            found[i] = forward_ad.make_dual(value, tangent)
-        y, written = tree_unflatten(found, shape)
+            outputs[i] = forward_ad.make_dual(value, tangent)
+        y, written = tree_unflatten(outputs, shape)
         for i, mapping in mappings.items():
             mapping.update(written[i])
         return y
@@ -279,7 +279,7 @@ class _DualLayer(torch.autograd.Function):
         if not pairs:
             return (None,) * (4 + len(inputs))
         values, given = zip(*pairs, strict=True)
-        found = _reverse(values, [*inputs, *ctx.parameters], given)
-        ctx.sink.add(ctx.parameters, found[len(inputs) :])
+        gradients = _reverse(values, [*inputs, *ctx.parameters], given)
+        ctx.sink.add(ctx.parameters, gradients[len(inputs) :])
         # A gradient of the anchor makes autograd continue to the layers below.
-        return torch.zeros((), device=given[0].device), None, None, None, *found[: len(inputs)]
+        return torch.zeros((), device=given[0].device), None, None, None, *gradients[: len(inputs)]

@@ -204,7 +204,7 @@ def eigenpairs(
     upper = min(upper, wanted)
     lower = wanted - upper
     several = upper > 1 or lower > 1
-    found = _lanczos(
+    pairs = _lanczos(
         operator,
         upper,
         lower,
@@ -214,10 +214,10 @@ def eigenpairs(
         noisy(start, operator, generator),
         generator,
     )
-    if not (several and found.converged) or (found.krylov is not None and found.krylov.size == operator.size):
-        return found
-    values, vectors, residuals = found.values, found.vectors, found.residuals  # of all pairs found, in any order
-    spent, why = found.products, ""
+    if not (several and pairs.converged) or (pairs.krylov is not None and pairs.krylov.size == operator.size):
+        return pairs
+    values, vectors, residuals = pairs.values, pairs.vectors, pairs.residuals  # of all pairs found, in any order
+    spent, why = pairs.products, ""
     while len(values) < operator.size:
         last_above = np.sort(values)[-upper] if upper else np.inf
         last_below = np.sort(values)[lower - 1] if lower else -np.inf
@@ -250,7 +250,7 @@ def eigenpairs(
     top, bottom = np.argsort(-values)[:upper], np.argsort(values)[:lower]
     ends = np.r_[top, bottom[::-1]]
     return Eigenpairs(
-        values[ends], vectors[torch.from_numpy(ends)], residuals[ends], upper, spent, not why, why, found.krylov
+        values[ends], vectors[torch.from_numpy(ends)], residuals[ends], upper, spent, not why, why, pairs.krylov
     )
 
 

@@ -150,7 +150,7 @@ def curvature_by_pyhessian(
     hessian = surface.hessian()
     if check:
         parts.check(check_products(surface, hessian))
-    found = pyhessian_estimate(
+    estimate = pyhessian_estimate(
         surface,
         top=settings.top + int(settings.smallest),
         max_iterations=settings.max_products,
@@ -161,14 +161,14 @@ def curvature_by_pyhessian(
     residuals = np.array(
         [
             float((hessian @ vector).sub_(vector, alpha=float(value)).norm())
-            for value, vector in zip(found.values, found.vectors, strict=True)
+            for value, vector in zip(estimate.values, estimate.vectors, strict=True)
         ]
     )
     clock["eigenvalues"] = time.perf_counter() - mark
-    order = [i for i in np.argsort(-found.values) if found.values[i] > 0][: settings.top]
-    scale = float(np.abs(found.values).max())
+    order = [i for i in np.argsort(-estimate.values) if estimate.values[i] > 0][: settings.top]
+    scale = float(np.abs(estimate.values).max())
     if order:
-        parts.values, parts.residuals, parts.vectors = found.values[order], residuals[order], found.vectors[order]
+        parts.values, parts.residuals, parts.vectors = estimate.values[order], residuals[order], estimate.vectors[order]
         if residuals[order].max() > settings.tolerance * scale:
             parts.why.append(
                 f"PyHessian stopped at a residual of {residuals[order].max() / scale:.1e} of its largest |eigenvalue|"
@@ -178,15 +178,17 @@ def curvature_by_pyhessian(
             f"PyHessian orders by magnitude and found {len(order)} positive eigenvalues, not {settings.top}"
         )
     if settings.smallest:
-        last = int(np.argmin(found.values))
-        if found.values[last] < 0:
-            parts.smallest, parts.smallest_residual = float(found.values[last]), float(residuals[last])
+        last = int(np.argmin(estimate.values))
+        if estimate.values[last] < 0:
+            parts.smallest, parts.smallest_residual = float(estimate.values[last]), float(residuals[last])
             if residuals[last] > settings.tolerance * scale:
                 parts.why.append(f"PyHessian's smallest eigenvalue has a residual of {residuals[last] / scale:.1e}")
         else:
             parts.why.append("PyHessian orders by magnitude and found no negative eigenvalue")
     if settings.trace_probes:
-        parts.trace = Trace(found.trace, found.trace_std_error, len(found.trace_samples), len(found.trace_samples))
+        parts.trace = Trace(
+            estimate.trace, estimate.trace_std_error, len(estimate.trace_samples), len(estimate.trace_samples)
+        )
     if settings.density_samples:
         mark = time.perf_counter()
         parts.density = spectral_density(
@@ -197,7 +199,9 @@ def curvature_by_pyhessian(
         )
         clock["density"] = time.perf_counter() - mark
         parts.notes.append(DENSITY_REASON)
-    products = found.eigenvalue_products + hessian.products + (len(found.trace_samples) if settings.trace_probes else 0)
+    products = (
+        estimate.eigenvalue_products + hessian.products + (len(estimate.trace_samples) if settings.trace_probes else 0)
+    )
     return parts.result(loss, norm, settings, seed, began, clock, products)
 
 

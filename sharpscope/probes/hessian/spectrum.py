@@ -171,7 +171,7 @@ def spectral_density(
         starts.insert(0, first.basis[0])
     # QR keeps the first direction up to its sign.
     directions = torch.linalg.qr(torch.stack(starts).T).Q.T.contiguous()  # (samples, P)
-    found = []
+    densities = []
     for index, start in enumerate(directions):
         if index == 0 and given and first is not None:
             space = first
@@ -181,10 +181,10 @@ def spectral_density(
         while space.size < steps and (space.size == 0 or space.beta > 0):
             space.extend()
         values, coefficients, _ = space.ritz()
-        found.append((values, coefficients[0] ** 2))
-    width = max(len(values) for values, _ in found)
+        densities.append((values, coefficients[0] ** 2))
+    width = max(len(values) for values, _ in densities)
     return Density(
-        np.stack([np.pad(values, (0, width - len(values)), mode="edge") for values, _ in found]),
-        np.stack([np.pad(weights, (0, width - len(weights))) for _, weights in found]),
+        np.stack([np.pad(values, (0, width - len(values)), mode="edge") for values, _ in densities]),
+        np.stack([np.pad(weights, (0, width - len(weights))) for _, weights in densities]),
         operator.products - before,
     )

@@ -195,8 +195,8 @@ def pull_back(scene: Scene, g: Tensor) -> tuple[Tensor, ...]:
             to_v[:, :, :stop] += each_v
         if dsinks is not None and sink is not None:
             dsinks[..., start:stop] = -sink[..., 0] * D[:, start:stop].permute(3, 0, 2, 1)
-    found = (dq.transpose(2, 3), dk.transpose(2, 3), dv.transpose(2, 3))
-    return found if dsinks is None else (*found, _by_query(dsinks, kv))
+    gradients = (dq.transpose(2, 3), dk.transpose(2, 3), dv.transpose(2, 3))
+    return gradients if dsinks is None else (*gradients, _by_query(dsinks, kv))
 
 
 def pull_back_cut(scene: Scene, g: Tensor) -> tuple[Tensor, ...]:
@@ -226,8 +226,8 @@ def pull_back_cut(scene: Scene, g: Tensor) -> tuple[Tensor, ...]:
         own_weight[:, :, start:stop, 0] = P.diagonal(scene.before + start, -2, -1)
     dk, dv = (own_score * q).sum(1), (own_weight * g).sum(1)  # (B·kv, L, d), over the heads that share a key
     dk, dv = (torch.nn.functional.pad(part, (0, 0, scene.before, 0)) for part in (dk, dv))  # (B·kv, before + L, d)
-    found = (dq.view(B, H, L, -1), dk.view(B, -1, *dk.shape[1:]), dv.view(B, -1, *dv.shape[1:]))
-    return found if dsinks is None else (*found, _by_query(dsinks, len(k) // B))
+    gradients = (dq.view(B, H, L, -1), dk.view(B, -1, *dk.shape[1:]), dv.view(B, -1, *dv.shape[1:]))
+    return gradients if dsinks is None else (*gradients, _by_query(dsinks, len(k) // B))
 
 
 def push_forward(scene: Scene, tq: Tensor, tk: Tensor, tv: Tensor, tsinks: Tensor | None = None) -> Tensor:
@@ -281,12 +281,12 @@ def pull_back_at(scene: Scene, g: Tensor, where: Tensor) -> tuple[Tensor, ...]:
     dq = g.new_zeros(n * B * kv, groups, L, scene.q.shape[-1])
     dq[torch.arange(len(row), device=g.device), :, row] = torch.bmm(dS, scene.k[lane])
     dk, dv = torch.bmm(dS.mT, q_row), torch.bmm(P.mT, g)
-    found = (dq.view(n, B, H, L, -1), dk.view(n, B, kv, L, -1), dv.view(n, B, kv, L, -1))
+    gradients = (dq.view(n, B, H, L, -1), dk.view(n, B, kv, L, -1), dv.view(n, B, kv, L, -1))
     if sink is None:
-        return found
+        return gradients
     dsinks = g.new_zeros(n, B, L, H)
     at = where[..., None, None].expand(n, B, 1, H)
-    return (*found, dsinks.scatter_(2, at, (-sink * D).view(n, B, 1, H)))
+    return (*gradients, dsinks.scatter_(2, at, (-sink * D).view(n, B, 1, H)))
 
 
 def _rows_of_p(scene: Scene, row: Tensor, lane: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:

@@ -29,8 +29,8 @@ def way() -> Literal["direct", "rule"]:
         return (rows * 2,)
 
     try:
-        found = torch.func.vmap(lambda row: _directly(row, doubled)[0] + row, in_dims=1)(g)
-        right = torch.equal(found, 3 * g.T) and [rows.tolist() for rows in seen] == [g.T.tolist()]
+        outputs = torch.func.vmap(lambda row: _directly(row, doubled)[0] + row, in_dims=1)(g)
+        right = torch.equal(outputs, 3 * g.T) and [rows.tolist() for rows in seen] == [g.T.tolist()]
     except (AttributeError, TypeError, RuntimeError, IndexError):
         return "rule"
     return "direct" if right else "rule"
@@ -69,5 +69,5 @@ class _Rule(torch.autograd.Function):
     def vmap(info: Any, in_dims: tuple[int | None, ...], g: Tensor, function: Function) -> tuple[Any, Any]:
         if in_dims[0] is None:
             return tuple(result[0] for result in function(g[None])), None
-        found = tuple(function(g.movedim(in_dims[0], 0)))
-        return found, (0,) * len(found)
+        outputs = tuple(function(g.movedim(in_dims[0], 0)))
+        return outputs, (0,) * len(outputs)

@@ -92,13 +92,13 @@ def _check_severed(
     with torch.enable_grad():
         z = structure.head.logits(hidden_states(model, row.ids)[row.predicts]) / temperature
         logp = torch.log_softmax(z, 1).gather(1, row.targets[:, None])[:, 0]
-    found = row.gathered(values)
+    gathered = row.gathered(values)
     parameters = list(structure.named.values())
-    for signs in (torch.ones_like(found), (-1.0) ** torch.arange(len(found)).to(found)):
+    for signs in (torch.ones_like(gathered), (-1.0) ** torch.arange(len(gathered)).to(gathered)):
         pull = signs.to(logp)
         gradients = torch.autograd.grad(logp, parameters, pull, retain_graph=True, allow_unused=True)
         expected = math.fsum(float((g * u).sum()) for g, u in zip(gradients, direction, strict=True) if g is not None)
-        if abs(float(found @ signs) - expected) > SEVERED * float(found.abs().sum()):
+        if abs(float(gathered @ signs) - expected) > SEVERED * float(gathered.abs().sum()):
             raise UserError(
                 f"method, 'central': {type(bare(model)).__name__} hides a part of itself from autograd "
                 f"({structure.severed}), which a finite step moves all the same; use method='forward'"

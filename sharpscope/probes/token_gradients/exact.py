@@ -100,8 +100,8 @@ def _every_norm(
         lanes, most = (sizes.get(device.type, sizes["cuda"]) for sizes in (LANES, ROWS))
         batches = _packed(tokens, *((1, 1) if structure.unhandled else (lanes, most)))
         jobs = (_batch(model, structure, chunk, tokens, batch, budget) for batch in batches)
-        for found in in_threads(jobs, threads):
-            for name, squares, places in found:
+        for norms in in_threads(jobs, threads):
+            for name, squares, places in norms:
                 ledger.add(name, squares, places)
         collector.write(chunk, ledger)
     return collector.result("exact", torch.zeros_like(collector.squared))
@@ -197,7 +197,7 @@ def _batch(
     step = max(1, budget // max(widest, 4 * sum(p.numel() for p in whole)))
 
     def pull() -> list[Found]:
-        found: list[Found] = []
+        results: list[Found] = []
         for first in range(0, len(batch), step):
             part, live = index[first : first + step], used[first : first + step]  # (m, B)
             given = _cotangents(tokens, scene, taps, structure.tied, part, live, position[first : first + step])
@@ -206,12 +206,12 @@ def _batch(
             for use, each_square in zip(taps.uses, squares, strict=True):
                 if each_square is not None:
                     square = each_square.expand(len(part), -1, -1)  # a cotangent of 0 may come once for all tokens
-                    found += [(name, square[..., i].flatten()[flat], places) for i, name in enumerate(use.names)]
+                    results += [(name, square[..., i].flatten()[flat], places) for i, name in enumerate(use.names)]
             for name, g in zip(structure.unhandled, gradients, strict=True):
                 whole_squares = squares_of(g.reshape(len(g), -1))
-                found.append((name, whole_squares[flat], places))
+                results.append((name, whole_squares[flat], places))
         taps.release()
-        return found
+        return results
 
     return pull
 
@@ -282,8 +282,8 @@ def _pull(
     taps.squares = [None] * len(taps.uses)
 
     def pull(*cotangents: Tensor) -> tuple[Tensor, ...]:
-        found = torch.autograd.grad(roots, [*taps.probes, *whole], cotangents, retain_graph=True, allow_unused=True)
-        gradients = found[len(taps.probes) :]
+        pulled = torch.autograd.grad(roots, [*taps.probes, *whole], cotangents, retain_graph=True, allow_unused=True)
+        gradients = pulled[len(taps.probes) :]
         return tuple(torch.zeros_like(x) if g is None else g for x, g in zip(whole, gradients, strict=True))
 
     gradients = torch.func.vmap(pull)(*(g for _, g in pairs))

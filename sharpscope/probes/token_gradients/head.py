@@ -66,8 +66,10 @@ def head_chunks(hidden: Tensor, head: Head, targets: Tensor, temperature: float)
 @torch.no_grad()
 def head_logp(hidden: Tensor, head: Head, targets: Tensor, temperature: float) -> Tensor:
     """Ln p_y (M,) [nats], as in `head_chunks`."""
-    found = [_softmax(head.logits(hidden[rows]), targets[rows, None], temperature)[0] for rows in _blocks(hidden, head)]
-    return torch.cat(found)
+    blocks = [
+        _softmax(head.logits(hidden[rows]), targets[rows, None], temperature)[0] for rows in _blocks(hidden, head)
+    ]
+    return torch.cat(blocks)
 
 
 def _blocks(hidden: Tensor, head: Head) -> Iterator[slice]:

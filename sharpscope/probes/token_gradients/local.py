@@ -60,12 +60,12 @@ def local_passes(
         words = ids[predicts][:, None] if structure.tied else None
         output, coupled = head_gradients(states, structure.head, chunk.targets, temperature, words=words)
         where = predicts.nonzero()
-        found: list[tuple[int, Use, Tensor]] = []
+        uses: list[tuple[int, Use, Tensor]] = []
         if hidden.requires_grad:
             start = torch.zeros_like(hidden)
             start[predicts] = output.to_hidden
             gradients = torch.autograd.grad(hidden, [use.out for use in recorder.uses], start, allow_unused=True)
-            found = [
+            uses = [
                 (i, use, g) for i, (use, g) in enumerate(zip(recorder.uses, gradients, strict=True)) if g is not None
             ]
         yield LocalPass(
@@ -74,9 +74,9 @@ def local_passes(
             where,
             output,
             None if coupled is None else coupled[:, 0],
-            [use for _, use, _ in found],
-            [g for _, _, g in found],
-            [i for i, _, _ in found],
+            [use for _, use, _ in uses],
+            [g for _, _, g in uses],
+            [i for i, _, _ in uses],
         )
 
 
@@ -89,18 +89,18 @@ def add_head(ledger: Ledger, structure: Structure, output: HeadGradients) -> Non
         ledger.add(structure.head_bias, output.pull_squared)
 
 
-def tally(structure: Structure, found: LocalPass) -> Ledger:
+def tally(structure: Structure, local: LocalPass) -> Ledger:
     """Squared local norms (M,) of the tokens of a chunk, by group."""
-    ledger = Ledger(structure.groups, torch.zeros_like(found.output.logp))
-    add_head(ledger, structure, found.output)
-    b, j = found.where.unbind(1)
-    for use, g in zip(found.uses, found.cotangents, strict=True):
+    ledger = Ledger(structure.groups, torch.zeros_like(local.output.logp))
+    add_head(ledger, structure, local.output)
+    b, j = local.where.unbind(1)
+    for use, g in zip(local.uses, local.cotangents, strict=True):
         for name, squares in local_squares(use, g):
             ledger.add(name, squares[b, j])
-        if use.kind == "embedding" and use.weight == structure.tied and found.coupled is not None:
+        if use.kind == "embedding" and use.weight == structure.tied and local.coupled is not None:
             assert use.x is not None
-            pull = found.coupled.masked_fill(use.x[b, j] == (-1 if use.ignored is None else use.ignored), 0.0)
-            cross = torch.linalg.vecdot(use.canonical(g)[b, j, 0].to(pull), found.hidden.to(pull))
+            pull = local.coupled.masked_fill(use.x[b, j] == (-1 if use.ignored is None else use.ignored), 0.0)
+            cross = torch.linalg.vecdot(use.canonical(g)[b, j, 0].to(pull), local.hidden.to(pull))
             ledger.add(use.names[0], 2 * pull * cross)
     return ledger
 
@@ -109,6 +109,6 @@ def local_norms(model: nn.Module, structure: Structure, rows: Rows, temperature:
     """Local norms of all chosen tokens. The model must be in eval mode."""
     structure.require_local()
     collector = Collector(rows.shape, torch.promote_types(structure.head.weight.dtype, torch.float32), rows.ids.device)
-    for found in local_passes(model, structure, rows, temperature, share=True):
-        collector.write(found.rows, tally(structure, found))
+    for local in local_passes(model, structure, rows, temperature, share=True):
+        collector.write(local.rows, tally(structure, local))
     return collector.result("local", None)

@@ -63,15 +63,15 @@ def check_norms(
     """
 
     def run(sample: _Sample) -> float:
-        found = measure(sample.rows)[sample.mask].double()  # raises first if the tier cannot handle the model
+        measured = measure(sample.rows)[sample.mask].double()  # raises first if the tier cannot handle the model
         if tier != "head":
             sample.compare_states(tier)
         if tier == "sketch":  # an estimate, which may be negative: compared as it is
             expected, sizes = zip(*(sample.sketched(i) for i in (0, 1)), strict=True)
-            return _largest_error(found.tolist(), expected, sizes, sample.floor)
+            return _largest_error(measured.tolist(), expected, sizes, sample.floor)
         squares = {"head": sample.head_squared, "local": sample.local_squared, "exact": sample.exact_squared}[tier]
         norms = [squares(i) ** 0.5 for i in (0, 1)]
-        return _largest_error(found.clamp_min(0).sqrt().tolist(), norms, norms, sample.floor)
+        return _largest_error(measured.clamp_min(0).sqrt().tolist(), norms, norms, sample.floor)
 
     return _once(model, structure, rows, temperature, tier, check, run)
 
@@ -94,13 +94,13 @@ def check_derivative(
 
     def run(sample: _Sample) -> float:
         along = sample.gradient(0)
-        found = measure(sample.rows, along)[sample.mask].tolist()
+        derivatives = measure(sample.rows, along)[sample.mask].tolist()
         if way == "forward":
             sample.compare_states(way)
         other = sample.gradient(1)
         expected = [_inner(along, along), _inner(along, other)]
         sizes = [expected[0], math.sqrt(expected[0] * _inner(other, other))]
-        return _largest_error(found, expected, sizes, sample.floor)
+        return _largest_error(derivatives, expected, sizes, sample.floor)
 
     return _once(model, structure, rows, temperature, way, check, run)
 
@@ -121,10 +121,10 @@ def check_gradient(
 
     def run(sample: _Sample) -> float:
         coef = sample.mask * torch.tensor([[1.0], [0.5]], device=sample.mask.device)
-        found = measure(sample.rows, coef)
+        shares = measure(sample.rows, coef)
         expected = [a.add_(b, alpha=0.5) for a, b in zip(sample.gradient(0), sample.gradient(1), strict=True)]
         length = math.sqrt(_inner(expected, expected))
-        apart = [a.to(b).sub(b) for a, b in zip(found, expected, strict=True)]
+        apart = [a.to(b).sub(b) for a, b in zip(shares, expected, strict=True)]
         return _largest_error([length + math.sqrt(_inner(apart, apart))], [length], [length], sample.floor)
 
     return _once(model, structure, rows, temperature, "gradient", check, run)
@@ -331,8 +331,8 @@ class _Sample:
         parameters = list(self.structure.named.values())
         if not logp.requires_grad:
             return [torch.zeros_like(p) for p in parameters]
-        found = torch.autograd.grad(logp, parameters, allow_unused=True)
-        return [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=True)]
+        gradients = torch.autograd.grad(logp, parameters, allow_unused=True)
+        return [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, gradients, strict=True)]
 
     def head_squared(self, i: int) -> float:
         """‖∂ log π/∂(W, b)‖² of the output layer, from the gradient with respect to its output."""
@@ -365,8 +365,8 @@ class _Sample:
         with torch.no_grad(), watched:
             hidden = hidden_states(self.model, ids)
             logits = self.structure.head.logits(hidden)
-        for what, found, own in (("hidden states", hidden, self.hidden), ("logits", logits, self.logits)):
-            error = float((found.double() - own.double()).norm() / own.double().norm().clamp_min(self.floor))
+        for what, states, own in (("hidden states", hidden, self.hidden), ("logits", logits, self.logits)):
+            error = float((states.double() - own.double()).norm() / own.double().norm().clamp_min(self.floor))
             _judge(
                 self.model,
                 self.structure,
@@ -422,11 +422,11 @@ def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
     return torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature, -1)
 
 
-def _largest_error(found: Sequence[float], expected: Sequence[float], sizes: Sequence[float], floor: float) -> float:
+def _largest_error(values: Sequence[float], expected: Sequence[float], sizes: Sequence[float], floor: float) -> float:
     """Max |found − expected|/size; NaN if autograd itself overflows (float16)."""
     if not all(map(math.isfinite, expected)):
         return math.nan
-    errors = [abs(f - e) / max(size, floor) for f, e, size in zip(found, expected, sizes, strict=True)]
+    errors = [abs(f - e) / max(size, floor) for f, e, size in zip(values, expected, sizes, strict=True)]
     return math.inf if any(map(math.isnan, errors)) else max(errors)
 
 

@@ -45,13 +45,13 @@ def sketch_norms(
     dtype = torch.promote_types(structure.head.weight.dtype, torch.float32)
     collector = Collector(rows.shape, dtype, rows.ids.device)
     errors = torch.zeros_like(collector.squared)
-    for found in local_passes(model, structure, rows, temperature):
-        ledger = tally(structure, found)
+    for local in local_passes(model, structure, rows, temperature):
+        ledger = tally(structure, local)
         # Every chunk draws the same directions, so the result does not depend on how rows are cut into chunks.
         generator = torch.Generator(device=rows.ids.device).manual_seed(seed)
         gained = torch.stack(
             [
-                _gain(model, structure, found, temperature, draw_direction(structure, generator))
+                _gain(model, structure, local, temperature, draw_direction(structure, generator))
                 for _ in range(directions)
             ]
         )  # (K, M)
@@ -62,8 +62,8 @@ def sketch_norms(
             )
         ledger.total += gained.mean(0)
         ledger.groups.clear()
-        collector.write(found.rows, ledger)
-        found.rows.write(errors, gained.std(0) / math.sqrt(directions))
+        collector.write(local.rows, ledger)
+        local.rows.write(errors, gained.std(0) / math.sqrt(directions))
     return collector.result("sketch", errors)
 
 
@@ -76,12 +76,12 @@ def draw_direction(structure: Structure, generator: torch.Generator) -> list[Ten
 
 
 def _gain(
-    model: nn.Module, structure: Structure, found: LocalPass, temperature: float, direction: list[Tensor]
+    model: nn.Module, structure: Structure, local_pass: LocalPass, temperature: float, direction: list[Tensor]
 ) -> Tensor:
     """⟨g, v⟩² − ⟨l, v⟩² (M,) of the chunk's tokens along one direction."""
-    chunk = found.rows
+    chunk = local_pass.rows
     ids = widen(chunk.ids, safe_width(model, chunk.ids.shape[1]))
-    b, j = found.where.unbind(1)
+    b, j = local_pass.where.unbind(1)
     by_name = dict(zip(structure.named, direction, strict=True))
     weight = by_name.get(structure.tied or structure.head_weight or "")
     bias = by_name.get(structure.head_bias or "")
@@ -89,14 +89,14 @@ def _gain(
 
     @contextmanager
     def watch(duals: dict[str, Tensor]) -> Iterator[None]:
-        watchers.append(_LocalDerivative(duals, found, (ids.shape[0], ids.shape[1])))
+        watchers.append(_LocalDerivative(duals, local_pass, (ids.shape[0], ids.shape[1])))
         with recorded_experts(model, watchers[0]), watchers[0]:
             yield
 
     value, moved = pushed_hidden(model, structure, ids, direction, watch=watch)
-    states, still = value[b, j], torch.zeros_like(found.hidden)
+    states, still = value[b, j], torch.zeros_like(local_pass.hidden)
     own = pushed_logp(states, still, structure.head, chunk.targets, temperature, weight, bias)
-    full = own + torch.linalg.vecdot(found.output.to_hidden.to(own), moved[b, j].to(own))
+    full = own + torch.linalg.vecdot(local_pass.output.to_hidden.to(own), moved[b, j].to(own))
     local = own + watchers[0].derivative[b, j].to(own)
     return full.square() - local.square()
 
@@ -108,10 +108,10 @@ class _LocalDerivative(Recorder):
     needs no forward-mode pass of its own.
     """
 
-    def __init__(self, duals: dict[str, Tensor], found: LocalPass, size: tuple[int, int]) -> None:
+    def __init__(self, duals: dict[str, Tensor], local: LocalPass, size: tuple[int, int]) -> None:
         super().__init__(duals, size, wrap=self._add)
-        self._known = dict(zip(found.order, found.cotangents, strict=True))
-        self.derivative = found.output.logp.new_zeros(size)
+        self._known = dict(zip(local.order, local.cotangents, strict=True))
+        self.derivative = local.output.logp.new_zeros(size)
 
     def _add(self, use: Use) -> Tensor:
         cotangent = self._known.get(len(self.uses) - 1)

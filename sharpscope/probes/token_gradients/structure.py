@@ -97,11 +97,11 @@ class Structure:
 
         A branch of the model that was not recorded before (an expert) may use a parameter in another way.
         """
-        found = {name: use for name, use in recorder.unhandled.items() if name not in self.unhandled}
-        self.unhandled.update(found)
-        if found:
+        new = {name: use for name, use in recorder.unhandled.items() if name not in self.unhandled}
+        self.unhandled.update(new)
+        if new:
             self.last_layer = None
-        return bool(found)
+        return bool(new)
 
     def require_seen(self) -> None:
         """Raise if a parameter has a gradient only through the model's own attention.
@@ -142,12 +142,12 @@ def structure_of(model: nn.Module) -> Structure:
     Raises:
         UserError: it is no causal language model with one linear output layer, or not causal.
     """
-    found = remembered(model)
-    if "structure" not in found:
+    known = remembered(model)
+    if "structure" not in known:
         causal = bare(model)
         named = {name: parameter for name, parameter in causal.named_parameters() if parameter.requires_grad}
-        found["structure"] = _examine(model, named)
-    structure: Structure = found["structure"]
+        known["structure"] = _examine(model, named)
+    structure: Structure = known["structure"]
     return structure
 
 
@@ -291,7 +291,7 @@ def _unhandled(
     structure: Structure, recorder: Recorder, hidden: Tensor, start: Tensor, plain: dict[str, float]
 ) -> dict[str, str]:
     """Parameters whose gradient does not follow from the recorded uses, with the reason."""
-    found = dict(recorder.unhandled)
+    unhandled = dict(recorder.unhandled)
     uses: dict[str, list[tuple[Use, tuple[int, ...]]]] = {}
     for use in recorder.uses:
         for name, part in zip(use.names, use.parts, strict=True):
@@ -299,13 +299,13 @@ def _unhandled(
     for name, several in uses.items():
         parts = [part for _, part in several]
         if len(set(parts)) < len(parts) or len({len(part) for part in parts}) > 1:
-            found[name] = "several places"
+            unhandled[name] = "several places"
         if name in (structure.head_weight, structure.head_bias):
-            found[name] = "several places"
+            unhandled[name] = "several places"
         if name == structure.tied and several[0][0].kind != "embedding":
-            found[name] = several[0][0].kind
-    found = _unaccounted(structure, recorder.uses, hidden, start, plain) | found
-    return {name: found[name] for name in structure.named if name in found}
+            unhandled[name] = several[0][0].kind
+    unhandled = _unaccounted(structure, recorder.uses, hidden, start, plain) | unhandled
+    return {name: unhandled[name] for name in structure.named if name in unhandled}
 
 
 def _unaccounted(
@@ -346,15 +346,15 @@ def _unaccounted(
 
 def _plain_squares(named: dict[str, nn.Parameter], hidden: Tensor, start: Tensor) -> dict[str, float]:
     """Squared norm of the gradient of ⟨hidden, start⟩ for each parameter, by autograd."""
-    found = dict.fromkeys(named, 0.0)
+    squares = dict.fromkeys(named, 0.0)
     if hidden.requires_grad:
         for names in _pieces(named, ACCOUNT_BYTES):
             inputs = [named[name] for name in names]
             gradients = torch.autograd.grad(hidden, inputs, start, retain_graph=True, allow_unused=True)
             for name, g in zip(names, gradients, strict=True):
                 if g is not None:
-                    found[name] = float(torch.linalg.vector_norm(g, dtype=torch.float64)) ** 2
-    return found
+                    squares[name] = float(torch.linalg.vector_norm(g, dtype=torch.float64)) ** 2
+    return squares
 
 
 def _pieces(named: dict[str, nn.Parameter], budget: int) -> Iterator[list[str]]:

@@ -194,15 +194,15 @@ def exact_squares(use: Use, g: Tensor) -> Tensor:
             parts.append(g.sum((-2, -3)))
         return torch.stack([squares_of(part) for part in parts], -1)
     g = g[..., 0, :]  # (n, B, L, d_out)
-    found = []
+    squares = []
     if use.weight is not None:
         assert use.x is not None
         if use.gram is None and (use.x.shape[1] + GRAM_BLOCK) / 2 < use.x.shape[2]:
             use.gram = _lower_blocks(_bmm(use.x, use.x.mT))  # the same for every batch of cotangents
-        found.append(_gram_squares(use.gram, g) if use.gram is not None else _product_squares(use.x, g))
+        squares.append(_gram_squares(use.gram, g) if use.gram is not None else _product_squares(use.x, g))
     if use.bias is not None:
-        found.append(squares_of(_wide(g).sum(-2)))
-    return torch.stack(found, -1)
+        squares.append(squares_of(_wide(g).sum(-2)))
+    return torch.stack(squares, -1)
 
 
 def _lower_blocks(gram: Tensor) -> list[Tensor]:
@@ -234,11 +234,11 @@ def _gram_squares(gram: list[Tensor], b: Tensor) -> Tensor:
 
 def _product_squares(a: Tensor, b: Tensor) -> Tensor:
     """‖aᵀb‖²_F (n, B), from the products themselves: a (B, L, d_in), b (n, B, L, d_out)."""
-    found = []
+    squares = []
     for row in range(len(a)):  # a row's inputs are shared by its n tokens without a copy
         whole = _bmm(a[row].mT.expand(len(b), -1, -1), b[:, row])  # (n, d_in, d_out)
-        found.append(torch.linalg.vector_norm(whole.flatten(1), dim=-1).square())
-    return torch.stack(found, 1)
+        squares.append(torch.linalg.vector_norm(whole.flatten(1), dim=-1).square())
+    return torch.stack(squares, 1)
 
 
 def _embedding_squares(use: Use, g: Tensor) -> Tensor:
@@ -265,12 +265,12 @@ def _gathered_squares(use: Use, g: Tensor) -> Tensor:
     n, B = len(g), use.size[0]
     row = torch.div(use.index, use.size[1], rounding_mode="floor")
     same = (row[:, None] == row[None, :]).to(g.dtype)  # (m, m)
-    found = []
+    squares = []
     for name in use.names:
         gram = same if name == use.bias or use.x is None else same * (_wide(use.x) @ _wide(use.x).mT)
         each = torch.linalg.vecdot(torch.matmul(gram, g), g)  # (n, m)
-        found.append(g.new_zeros(n, B).index_add_(1, row, each))
-    return torch.stack(found, -1)
+        squares.append(g.new_zeros(n, B).index_add_(1, row, each))
+    return torch.stack(squares, -1)
 
 
 # The operation of a use, as the recorder runs it: what it was called with and what came out.
