@@ -202,8 +202,8 @@ def _grid(study: Study) -> tuple[int, int, str]:
         return len(family), 1, "no grid: group size or weight decay must vary at a fixed learning rate"
     strata: dict[tuple[Any, ...], int] = {}
     for name, run in family.items():
-        place = (run.method, run.seed, settings[name].get("learning rate"))
-        strata[place] = strata.get(place, 0) + 1
+        setting = (run.method, run.seed, settings[name].get("learning rate"))
+        strata[setting] = strata.get(setting, 0) + 1
     usable = [count for count in strata.values() if count > 1]
     smallest = smallest_sign_flip_p(len(usable), "less")
     short = f"{len(usable)} strata (method × seed × learning rate) can give no p below {smallest:.3g} for refuted"

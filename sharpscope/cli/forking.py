@@ -123,8 +123,8 @@ def _show(run: Run) -> None:
                 continue
             # The first outcome only, so that the table fits a terminal; the report has all of them.
             places = [0, 1, 2, *(columns.index(name) for name in ("p", "predicted", "batches"))]
-            headers = [Column(escape(columns[place]), no_wrap=place == 0) for place in places]
+            headers = [Column(escape(columns[column]), no_wrap=column == 0) for column in places]
             table = Table(*headers, title=f"{state}, comparison: {comparison}", box=SIMPLE, caption=CAPTION)
             for row in cells:
-                table.add_row(*(escape(row[place]) for place in places))
+                table.add_row(*(escape(row[column]) for column in places))
             Console().print(table)

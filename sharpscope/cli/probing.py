@@ -290,9 +290,9 @@ def _show(estimates: pd.DataFrame) -> None:
     places = [name for name in ("step", "functional", "split") if shown[name].nunique() > 1] or ["split"]
     quantity = Column("quantity", no_wrap=True)
     table = Table(quantity, "rho", "value", "± s.e.", "residual", "converged", box=SIMPLE, padding=(0, 1, 0, 0))
-    for place, rows in shown.groupby(places, sort=False):
+    for group, rows in shown.groupby(places, sort=False):
         table.add_section()
-        named = (f"step {part}" if name == "step" else str(part) for name, part in zip(places, place, strict=True))
+        named = (f"step {part}" if name == "step" else str(part) for name, part in zip(places, group, strict=True))
         table.add_row(Text(", ".join(named), style="bold"))
         for row in rows.to_dict("records"):
             numbers = [

@@ -145,9 +145,9 @@ def _whitened(
 def _discounted(own: Tensor, mask: Tensor, gamma: float) -> Tensor:
     """(N, T) Σ_{s ≥ t} gamma^(loss tokens from t to before s)·own_s, own 0 outside the mask."""
     returns, later = torch.zeros_like(own), torch.zeros_like(own[:, 0])
-    for place in reversed(range(own.shape[1])):
-        later = torch.where(mask[:, place], own[:, place] + gamma * later, later)
-        returns[:, place] = later
+    for position in reversed(range(own.shape[1])):
+        later = torch.where(mask[:, position], own[:, position] + gamma * later, later)
+        returns[:, position] = later
     return returns
 
 
@@ -180,11 +180,11 @@ def _token_baseline(
         own = torch.where(mask, token_reward.double(), 0.0)
         value = value - (own.cumsum(1) - own)
     width = mask.shape[1]
-    place = member[:, None] * width + (mask.cumsum(1) - 1).clamp(min=0)  # (N, T) -> index into (groups · T)
+    cell = member[:, None] * width + (mask.cumsum(1) - 1).clamp(min=0)  # (N, T) -> index into (groups · T)
 
     def summed(values: Tensor) -> Tensor:
         total = torch.zeros(len(count) * width, dtype=torch.float64, device=reward.device)
-        return total.index_add_(0, place[mask], values[mask])[place]  # back to (N, T)
+        return total.index_add_(0, cell[mask], values[mask])[cell]  # back to (N, T)
 
     advantage = value - summed(value * energy) / (summed(energy) + spec.epsilon)
     advantage = torch.where(informative[member][:, None], advantage, 0.0)

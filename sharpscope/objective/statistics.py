@@ -45,8 +45,8 @@ def weighted_percentile(value: Tensor, mask: Tensor, mass: Tensor, q: float) -> 
     """
     values, order = value[mask].detach().double().sort()
     below = mass[mask].detach().double()[order].cumsum(0)
-    place = int(torch.searchsorted(below, below[-1] * (q / 100)))
-    return float(values[min(place, len(values) - 1)])
+    index = int(torch.searchsorted(below, below[-1] * (q / 100)))
+    return float(values[min(index, len(values) - 1)])
 
 
 @dataclass(frozen=True)

@@ -144,9 +144,9 @@ def drawn(weight: Tensor, mask: Tensor, mass: Tensor, generator: torch.Generator
     below = share.cumsum(-1)
     key = torch.rand(mask.shape, generator=generator, device=generator.device, dtype=torch.float64).to(weight.device)
     # right: a token of mass 0 is never drawn. The product may round up to the total, hence the clamp to the last of mass.
-    place = torch.searchsorted(below, key * below[:, -1:], right=True)
+    index = torch.searchsorted(below, key * below[:, -1:], right=True)
     last = torch.searchsorted(below, below[:, -1:].contiguous())  # (N, 1)
-    return weight.gather(-1, torch.minimum(place, last))
+    return weight.gather(-1, torch.minimum(index, last))
 
 
 def _matched(weight: Tensor, like: Tensor, step: StepTensors) -> Tensor:

@@ -282,7 +282,7 @@ def logp_gradient(
 
 def _gradient(model: nn.Module, structure: Structure, rows: Rows, coef: Tensor, temperature: float) -> list[Tensor]:
     total = [torch.zeros_like(parameter) for parameter in structure.named.values()]
-    place = {name: i for i, name in enumerate(structure.named)}
+    position = {name: i for i, name in enumerate(structure.named)}
     coef = coef.to(rows.ids.device)
     # Skip rows whose coefficients are all zero.
     counts = torch.zeros(len(rows), dtype=torch.bool, device=rows.ids.device)
@@ -292,7 +292,7 @@ def _gradient(model: nn.Module, structure: Structure, rows: Rows, coef: Tensor, 
             hidden = hidden_states(model, chunk.ids, read_before(model, chunk.before))
         states, each = hidden.detach()[chunk.predicts], chunk.gathered(coef)
         output, _ = head_gradients(states, structure.head, chunk.targets, temperature)
-        _add_head_gradient(structure, total, place, states, chunk.targets, each, temperature)
+        _add_head_gradient(structure, total, position, states, chunk.targets, each, temperature)
         if not hidden.requires_grad:
             continue
         start = torch.zeros_like(hidden)
@@ -308,7 +308,7 @@ def _gradient(model: nn.Module, structure: Structure, rows: Rows, coef: Tensor, 
 def _add_head_gradient(
     structure: Structure,
     total: list[Tensor],
-    place: dict[str, int],
+    position: dict[str, int],
     states: Tensor,
     targets: Tensor,
     each: Tensor,
@@ -320,9 +320,9 @@ def _add_head_gradient(
     for part in head_chunks(states, structure.head, targets, T):
         pull = part.pull.mul_(each[part.rows, None].to(part.pull))  # (C, V)
         if weight is not None:
-            total[place[weight]] += (pull.T @ states[part.rows].to(pull)).to(total[place[weight]])
+            total[position[weight]] += (pull.T @ states[part.rows].to(pull)).to(total[position[weight]])
         if structure.head_bias is not None:
-            total[place[structure.head_bias]] += pull.sum(0).to(total[place[structure.head_bias]])
+            total[position[structure.head_bias]] += pull.sum(0).to(total[position[structure.head_bias]])
 
 
 def failure_coefficients(mask: Tensor, success: Tensor) -> Tensor:

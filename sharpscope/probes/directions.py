@@ -95,8 +95,8 @@ def _sums(first: Gradient, second: Gradient, terms: Any, *, count: int) -> list[
         shard = is_shard(like)
         values = terms(*(_flat(torch.zeros_like(like) if x is None else x) for x in (a, b)))
         target = own if shard else whole
-        for place, value in enumerate(values):
-            target[place] += float(value)
+        for index, value in enumerate(values):
+            target[index] += float(value)
         divided = divided or shard
     if divided:
         own = [distributed.sum_values(value) for value in own]

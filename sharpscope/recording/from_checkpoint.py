@@ -145,13 +145,13 @@ def _measure(
         )
     frame = tokens.select(["rollout", "position", "token_id", "update", "logp", "loss_coef"]).to_pandas()
     row = np.array([row_of.get(int(rollout), -1) for rollout in frame["rollout"]])
-    place = frame["position"].to_numpy()
+    position = frame["position"].to_numpy()
     known = row >= 0
-    for r, p, token in zip(row[known], place[known], frame["token_id"][known], strict=True):
+    for r, p, token in zip(row[known], position[known], frame["token_id"][known], strict=True):
         if cut[r] + p >= len(ids[r]) or ids[r][cut[r] + p] != token:
             raise UserError(f"step {step}: token_ids of a completion are not those of its tokens; import the run again")
     counted = [[False] * (len(one) - c) for one, c in zip(ids, cut, strict=True)]
-    for r, p in zip(row[known], place[known], strict=True):
+    for r, p in zip(row[known], position[known], strict=True):
         counted[r][p] = True
     made = completions_of(
         [one[:c] for one, c in zip(ids, cut, strict=True)],
@@ -162,7 +162,7 @@ def _measure(
     temperature = float((run.config.get("rollout") or {}).get("temperature", 1.0))
     scorer = Scorer(policy.model, temperature, MICROBATCH, share_prompt=False, compute=policy.compute)
     logp = scorer.statistics(made.with_reward(torch.zeros(len(ids)))).logp.double().cpu()
-    at = (torch.tensor(row[known]), torch.tensor(place[known]))
+    at = (torch.tensor(row[known]), torch.tensor(position[known]))
     gap = float(np.abs(logp[at].numpy() - frame["logp"].to_numpy(dtype=float)[known]).mean())
     width = made.prompt_width
     mask = torch.cat([torch.zeros_like(made.input_ids[:, :width]), made.completion_mask], 1)

@@ -355,7 +355,7 @@ class _Updates:
         learner, rollouts, scorer = self.learner, self.rollouts, self.learner.scorer
         mask, dtype = loss_mask(rollouts, self.method)[rows], self.tokens.stats.logp.dtype
         normalizer = token_normalizer(self.method, mask, learner.max_new_tokens, keep=plan.keep[rows], dtype=dtype)
-        position = {int(row): place for place, row in enumerate(rows)}
+        position = {int(row): index for index, row in enumerate(rows)}
         total = 0.0
         _, batches = scorer.split(rollouts, rows)
         idle = scorer.idle_passes(batches)
@@ -412,7 +412,7 @@ class _Updates:
         mask = loss_mask(rollouts, self.method)[rows]
         keep = None if self.plan is None else self.plan.keep[rows]
         normalizer = token_normalizer(self.method, mask, learner.max_new_tokens, keep=keep, dtype=dtype)  # (n, T)
-        position = {int(row): place for place, row in enumerate(rows)}
+        position = {int(row): i for i, row in enumerate(rows)}
         tokens = UpdateTokens.zeros(mask.shape, dtype)
         total, entropy, problem = 0.0, 0.0, None
         own, batches = scorer.split(rollouts, rows if part is None else part)

@@ -280,9 +280,9 @@ class _Start:
             entropy = EntropyControl(**progress.entropy_control)
             self.calibrated = Method.model_validate(progress.method)
         self.step = done + 1
-        place = min(self.step, config.steps)
-        set_learning_rate(self.optimizer, positive_learning_rate(config, place))
-        self.progress = (place - 1) / max(config.steps - 1, 1)
+        step = min(self.step, config.steps)
+        set_learning_rate(self.optimizer, positive_learning_rate(config, step))
+        self.progress = (step - 1) / max(config.steps - 1, 1)
         learner = make_learner(config, self.policy, self.optimizer)
         self.learner = replace(learner, mini_batches=1, inner_epochs=1, entropy_control=entropy)
         self.reference = reference_policy(config, self.policy) if needs_reference else None

@@ -136,15 +136,15 @@ def quote(study: Path, rules: Mapping[str, Any], runs: Iterable[Run]) -> str:
     return f"{text} {early} of {len(started)} runs started before the {'last ' if len(states) > 1 else ''}declaration."
 
 
-def differences(before: Mapping[str, Any], after: Mapping[str, Any], place: str = "") -> Iterator[str]:
+def differences(before: Mapping[str, Any], after: Mapping[str, Any], path: str = "") -> Iterator[str]:
     """One line for each field that differs."""
     for key in dict.fromkeys([*before, *after]):
         old, new = before.get(key), after.get(key)
         if isinstance(old, Mapping) and isinstance(new, Mapping):
-            yield from differences(old, new, f"{place}{key}.")
+            yield from differences(old, new, f"{path}{key}.")
         elif old != new:
             shown = ("absent" if value is None else str(value) for value in (old, new))
-            yield f"{place}{key}: {' → '.join(text if len(text) <= 60 else text[:57] + '…' for text in shown)}"
+            yield f"{path}{key}: {' → '.join(text if len(text) <= 60 else text[:57] + '…' for text in shown)}"
 
 
 def _states(file: Path) -> list[dict[str, Any]]:

@@ -79,7 +79,7 @@ def clusters(frame: pd.DataFrame, column: str) -> tuple[np.ndarray, tuple[tuple[
     """Values by state if there are FEWEST_STATES, else by batch; and the clusters."""
     by = ["run", "step"] if frame.groupby(["run", "step"]).ngroups >= FEWEST_STATES else KEY
     means = frame.groupby(by)[column].mean()
-    return means.to_numpy(dtype=float), tuple(tuple(place) for place in means.index)
+    return means.to_numpy(dtype=float), tuple(tuple(key) for key in means.index)
 
 
 def dose(study: Study, arm: str) -> Dose:

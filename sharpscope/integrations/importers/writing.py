@@ -174,8 +174,8 @@ def _tokenizer(name: str) -> Any:
 def _grouped(given: Sequence[Completion]) -> list[Completion]:
     """The sequences with those of a group adjacent, groups in the order of their first sequence."""
     first: dict[str | None, int] = {}
-    for place, one in enumerate(given):
-        first.setdefault(one.group, place)
+    for index, one in enumerate(given):
+        first.setdefault(one.group, index)
     return sorted(given, key=lambda one: first[one.group])
 
 

@@ -257,8 +257,8 @@ class LmSurface:
 
     def _logp(self, index: Tensor, *, plain: bool = False) -> Tensor:
         """Log-probabilities (n, width) float64 with graph, 0 outside the scored tokens."""
-        ids, place, target = self.inputs(index)
-        hidden = self.backbone(input_ids=ids, use_cache=False).last_hidden_state[:, :-1][place]  # (M, d)
+        ids, scored, target = self.inputs(index)
+        hidden = self.backbone(input_ids=ids, use_cache=False).last_hidden_state[:, :-1][scored]  # (M, d)
         head = self.head
         if plain or len(target) * len(head.weight) * hidden.element_size() <= self.head_mb * 2**20:
             z = head.logits(hidden) / self.objective.temperature
@@ -266,15 +266,15 @@ class LmSurface:
         else:
             form = squash(head, self.objective.temperature)
             picked = SelectedLogp.apply(hidden, head.weight, head.bias, target, form, self.head_mb)
-        return scatter(picked.double(), place)
+        return scatter(picked.double(), scored)
 
     def inputs(self, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Ids (n, width), the positions (n, width − 1) that predict scored tokens, and these tokens (M,)."""
         batch = self.objective.batch
         width = int(batch.lengths[index].max())
         ids, scored = batch.input_ids[index, :width], batch.scored[index, :width]
-        place = scored[:, 1:]
-        return ids, place, ids[:, 1:][place]
+        mask = scored[:, 1:]
+        return ids, mask, ids[:, 1:][mask]
 
     def _graph_bytes_per_token(self) -> float:
         """Bytes per token held by the graph of two reverse passes, measured on the longest row."""

@@ -39,11 +39,11 @@ class StreamedHessian(Operator):
         direction = {id(p): part for p, part in zip(like, unflatten(vector, like), strict=True)}
         parts = unflatten(total, like)
         for index in surface.microbatches:
-            ids, place, target = surface.inputs(index)
+            ids, scored, target = surface.inputs(index)
             back = _HeadBack(
                 surface,
                 index,
-                place,
+                scored,
                 target,
                 direction,
                 dict(zip(map(id, like), parts, strict=True)),
@@ -73,20 +73,20 @@ class _HeadBack:
         self,
         surface: LmSurface,
         index: Tensor,
-        place: Tensor,
+        scored: Tensor,
         target: Tensor,
         direction: dict[int, Tensor],
         out: dict[int, Tensor],
         gauss_newton: bool,
     ) -> None:
-        self.surface, self.index, self.place, self.target = surface, index, place, target
+        self.surface, self.index, self.scored, self.target = surface, index, scored, target
         self.direction, self.out, self.gauss_newton = direction, out, gauss_newton
 
     def __call__(self, hidden: Tensor, hidden_dot: Tensor) -> tuple[Tensor, Tensor | None]:
         surface, head = self.surface, self.surface.head
         point = HeadPoint(
-            hidden[:, :-1][self.place],
-            hidden_dot[:, :-1][self.place],
+            hidden[:, :-1][self.scored],
+            hidden_dot[:, :-1][self.scored],
             head.weight.detach(),
             self._of(self.direction, head.weight),
             None if head.bias is None else head.bias.detach(),
@@ -111,7 +111,7 @@ class _HeadBack:
     def _objective(self, logp: Tensor, logp_dot: Tensor) -> tuple[Tensor, Tensor]:
         """C = ∂φ/∂ℓ (M,) and its derivative along ℓ̇ (M,); the objective couples the tokens of a row."""
         given = logp.requires_grad_()
-        spread = scatter(given, self.place)
+        spread = scatter(given, self.scored)
         share = self.surface.objective.share(self.index, spread, width=spread.shape[1])
         (first,) = torch.autograd.grad(share, given, create_graph=True)
         if not first.requires_grad:  # linear in ℓ, such as nll
@@ -122,7 +122,7 @@ class _HeadBack:
     def _spread(self, hidden: Tensor, rows: Tensor) -> Tensor:
         """`rows` (M, d) placed at the positions that predict a scored token, (n, width, d)."""
         full = torch.zeros_like(hidden)
-        full[:, :-1][self.place] = rows
+        full[:, :-1][self.scored] = rows
         return full
 
     @staticmethod
@@ -130,9 +130,9 @@ class _HeadBack:
         return None if tensor is None else table.get(id(tensor))
 
 
-def scatter(values: Tensor, place: Tensor) -> Tensor:
+def scatter(values: Tensor, scored: Tensor) -> Tensor:
     """`values` (M,) placed at the scored tokens, (n, width); `place` (n, width − 1) is shifted by one."""
-    grid = torch.zeros(place.shape, dtype=values.dtype, device=values.device).masked_scatter(place, values)
+    grid = torch.zeros(scored.shape, dtype=values.dtype, device=values.device).masked_scatter(scored, values)
     return torch.nn.functional.pad(grid, (1, 0))
 
 

@@ -301,13 +301,13 @@ class _Taps:
 
     def wrap(self, use: Use) -> Tensor:
         probe = use.out.new_zeros((), requires_grad=True)
-        place = len(self.uses)
+        index = len(self.uses)
         self.uses.append(use)
         self.probes.append(probe)
         self.squares.append(None)
 
         def measure(g: Tensor) -> tuple[Tensor]:
-            self.squares[place] = exact_squares(use, g)
+            self.squares[index] = exact_squares(use, g)
             return (g.new_zeros(len(g)),)
 
         return _Tap.apply(use.out, probe, measure)
