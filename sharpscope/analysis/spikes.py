@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from sharpscope.traces import Run
-from sharpscope.traces.spike_rule import robust_z
+from sharpscope.traces import Run, robust_z
 
 PROBABILITY_EDGES = (0.0, 0.01, 0.1, 0.3, 0.5, 0.8, 0.95, 0.99, 1.0)
 """Ranges of π in which a spike's shares are summed."""

@@ -99,7 +99,7 @@ def claims(
     )
     from sharpscope.analysis.tables import endpoint_tables, paper_tables, write_tables
     from sharpscope.cli.studying import terms_of
-    from sharpscope.config.claims import ClaimsSpec
+    from sharpscope.config import ClaimsSpec
     from sharpscope.errors import UserError
     from sharpscope.sweeps import read_sweep
 

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from sharpscope.analysis.figures import Picture
     from sharpscope.config.probes import ProbesSpec
     from sharpscope.policy import Policy
-    from sharpscope.probes import Estimate
-    from sharpscope.probes.standalone import DataRow
+    from sharpscope.probes import DataRow, Estimate
 
 PARTS = ("curvature", "perturbation", "tokens")
 
@@ -281,7 +280,7 @@ def _show(estimates: pd.DataFrame) -> None:
     from rich.text import Text
 
     from sharpscope.analysis.figures import split_of
-    from sharpscope.probes.hessian.spectrum import t_interval
+    from sharpscope.probes.hessian import t_interval
 
     derived = estimates["quantity"].eq("density") | estimates["quantity"].str.startswith("slice")
     shown = estimates[~derived & ~estimates["quantity"].str.endswith("_ratio") & (estimates["parameters"] == "all")]

@@ -11,7 +11,7 @@ from sharpscope.cli.console import printable, progress
 
 if TYPE_CHECKING:
     from sharpscope.analysis.terms import Terms
-    from sharpscope.config.claims import ClaimsSpec
+    from sharpscope.config import ClaimsSpec
 
 study = typer.Typer(name="study", help="Study files: sweeps with the rules of their claims.", no_args_is_help=True)
 
@@ -51,8 +51,7 @@ def power(
     from sharpscope.analysis.claims import claim_names
     from sharpscope.analysis.outlook import outlook
     from sharpscope.analysis.power import power_of, power_text, write_power
-    from sharpscope.config import method_label
-    from sharpscope.config.claims import ClaimsSpec
+    from sharpscope.config import ClaimsSpec, method_label
     from sharpscope.errors import UserError
     from sharpscope.sweeps import plan_sweep, read_sweep
 

@@ -132,7 +132,7 @@ def sweep(
 
 
 def _dry_run(runs: Sequence[PlannedRun], workers: int, threads: int) -> None:
-    from sharpscope.sweeps.execute import estimate_step_seconds
+    from sharpscope.sweeps import estimate_step_seconds
 
     remaining = [run for run in runs if run.status != "finished"]
     for run in runs:

@@ -284,7 +284,7 @@ def warm_start(
     from sharpscope.config import WARM_STARTS, check_keys, parse_overrides, validate
     from sharpscope.errors import UserError, nearest
     from sharpscope.recording.environment import set_threads
-    from sharpscope.training.display import minutes
+    from sharpscope.training import minutes
     from sharpscope.warm_start import Progress as Report
     from sharpscope.warm_start import warm_start as pretrain
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
+from sharpscope.config import method_rotation_bound
 from sharpscope.config.method import PpoClip
-from sharpscope.config.reference import method_rotation_bound
 from sharpscope.errors import UserError
 from sharpscope.objective import (
     Method,

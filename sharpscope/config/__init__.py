@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from sharpscope.config.base import Spec
-from sharpscope.config.custom_weights import register_shaping, register_token_weight
-from sharpscope.config.forks import ForkSpec, arm_method, arm_name
+from sharpscope.config.claims import ClaimsSpec
+from sharpscope.config.custom_weights import find_token_weight, register_shaping, register_token_weight
+from sharpscope.config.forks import Comparison, ForkSpec, arm_method, arm_name
 from sharpscope.config.method import Method, passes_of
 from sharpscope.config.named_methods import (
     control_label,
@@ -47,6 +48,8 @@ from sharpscope.config.warm_start import WARM_STARTS, WarmStartSpec
 
 __all__ = [
     "WARM_STARTS",
+    "ClaimsSpec",
+    "Comparison",
     "ForkSpec",
     "KnightsKnavesSpec",
     "Method",
@@ -70,6 +73,7 @@ __all__ = [
     "describe",
     "explain_fields",
     "explain_part",
+    "find_token_weight",
     "kinds_of",
     "merge",
     "method_label",

@@ -14,8 +14,16 @@ from typing import Any
 from torch import Tensor
 
 from sharpscope import distributed
-from sharpscope.config import ForkSpec, RunConfig, arm_method, arm_name, build_config, method_label, validate
-from sharpscope.config.forks import Comparison
+from sharpscope.config import (
+    Comparison,
+    ForkSpec,
+    RunConfig,
+    arm_method,
+    arm_name,
+    build_config,
+    method_label,
+    validate,
+)
 from sharpscope.config.policy import EMBEDDED_PREFIX, LocalBackend
 from sharpscope.errors import UserError, nearest
 from sharpscope.forks.outcomes import Reading, coefficient_gradient, matching_scale

@@ -10,10 +10,7 @@ import torch
 
 from sharpscope.forks.outcomes import FixedRollouts, Reading
 from sharpscope.policy import TokenStats
-from sharpscope.probes import critical_sharpness
-from sharpscope.probes.objectives import Objective, rollout_batch
-from sharpscope.probes.perturbation import sharpness_of
-from sharpscope.probes.runner import limited_surface
+from sharpscope.probes import Objective, critical_sharpness, limited_surface, rollout_batch, sharpness_of
 
 if TYPE_CHECKING:
     from sharpscope.forks.start import ArmUpdate, Start

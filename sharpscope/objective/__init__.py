@@ -6,10 +6,17 @@ Order of use, once a step: `estimate_advantages`, `prepare`; once an update: `to
 
 from __future__ import annotations
 
-from sharpscope.config.custom_weights import register_shaping, register_token_weight
+from sharpscope.config import (
+    control_names,
+    describe,
+    method_label,
+    method_names,
+    named_method,
+    reference_method,
+    register_shaping,
+    register_token_weight,
+)
 from sharpscope.config.method import Method, passes_of
-from sharpscope.config.named_methods import control_names, describe, method_label, method_names, named_method
-from sharpscope.config.reference import reference_method
 from sharpscope.config.token_weights import Schedule, TokenWeight, token_weight_kinds
 from sharpscope.objective.advantages import estimate_advantages, group_advantages, informative_groups, overlong_penalty
 from sharpscope.objective.aggregate import gradient_mass, token_normalizer

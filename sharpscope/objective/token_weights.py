@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sharpscope.config import find_token_weight
 from sharpscope.config import token_weights as kinds
-from sharpscope.config.custom_weights import find_token_weight
 from sharpscope.errors import NonFiniteError, UserError
 from sharpscope.objective.statistics import masked_mean, token_covariance
 from sharpscope.objective.values import StepTensors

@@ -8,13 +8,14 @@ from __future__ import annotations
 from sharpscope.config.policy import PolicySpec, RolloutSpec, SamplingSpec
 from sharpscope.config.warm_start import WARM_STARTS, WarmStartSpec
 from sharpscope.policy.conversation import Environment
+from sharpscope.policy.drawing import draw_scored
 from sharpscope.policy.embedded import EMBEDDED, EmbeddedPolicy, embedded_policy
-from sharpscope.policy.forward import Scored, microbatches, score_completions
+from sharpscope.policy.forward import Scored, length_buckets, microbatches, score_completions
 from sharpscope.policy.generation import check_lengths, generate
-from sharpscope.policy.head import Head, backbone, output_head
-from sharpscope.policy.loading import Policy, load_policy, make_policy
+from sharpscope.policy.head import Head, backbone, bare, check_head, output_head
+from sharpscope.policy.loading import Policy, check_revision, load_policy, make_policy
 from sharpscope.policy.prompts import render_prompts, with_openings
-from sharpscope.policy.rollouts import Completions, Rollouts, completions_of
+from sharpscope.policy.rollouts import Completions, Rollouts, completions_of, join_rollouts
 from sharpscope.policy.token_stats import TokenStats
 
 __all__ = [
@@ -33,10 +34,16 @@ __all__ = [
     "TokenStats",
     "WarmStartSpec",
     "backbone",
+    "bare",
+    "check_head",
     "check_lengths",
+    "check_revision",
     "completions_of",
+    "draw_scored",
     "embedded_policy",
     "generate",
+    "join_rollouts",
+    "length_buckets",
     "load_policy",
     "make_policy",
     "microbatches",

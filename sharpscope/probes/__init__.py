@@ -21,16 +21,17 @@ from sharpscope.probes.attribution import (
 )
 from sharpscope.probes.critical import CriticalSharpness, critical_sharpness, update_direction, update_slope
 from sharpscope.probes.directions import Rotation, noise_rotation, rotation
-from sharpscope.probes.estimate import Estimate, columns, frame, problems, prompt_columns
+from sharpscope.probes.estimate import Estimate, columns, frame, labeled, problems, prompt_columns
 from sharpscope.probes.gradient_norm import squared_gradient_norm
 from sharpscope.probes.guard import guarded
 from sharpscope.probes.hessian import Curvature, adamw_preconditioner, adamw_threshold, curvature
-from sharpscope.probes.objectives import Objective
-from sharpscope.probes.perturbation import Sharpness, m_sharpness, sharpness
-from sharpscope.probes.probe_set import Drawn, ProbeSet, build_probe_set
+from sharpscope.probes.objectives import Objective, rollout_batch
+from sharpscope.probes.perturbation import Sharpness, m_sharpness, sharpness, sharpness_of
+from sharpscope.probes.probe_set import Drawn, ProbeItem, ProbeSet, build_probe_set
 from sharpscope.probes.runner import (
     Measured,
     ProbeBatch,
+    limited_surface,
     measure,
     measured_cost,
     probe_set_batches,
@@ -38,7 +39,7 @@ from sharpscope.probes.runner import (
     rollout_objective,
     run,
 )
-from sharpscope.probes.standalone import ProbeReport, probe_policy, read_rows, token_norms
+from sharpscope.probes.standalone import DataRow, ProbeReport, probe_policy, read_rows, token_norms
 from sharpscope.probes.token_gradients import ScoreNorms, score_norms
 
 # Names of version 0.1.
@@ -47,12 +48,14 @@ Functional, drawn_functional, probe_functionals = Objective, rollout_objective, 
 __all__ = [
     "CriticalSharpness",
     "Curvature",
+    "DataRow",
     "Drawn",
     "Estimate",
     "Functional",
     "Measured",
     "Objective",
     "ProbeBatch",
+    "ProbeItem",
     "ProbeReport",
     "ProbeSet",
     "ProbesSpec",
@@ -75,6 +78,8 @@ __all__ = [
     "frame",
     "guarded",
     "heldout_influence",
+    "labeled",
+    "limited_surface",
     "logp_gradient",
     "m_sharpness",
     "measure",
@@ -88,11 +93,13 @@ __all__ = [
     "problems",
     "prompt_columns",
     "read_rows",
+    "rollout_batch",
     "rollout_objective",
     "rotation",
     "run",
     "score_norms",
     "sharpness",
+    "sharpness_of",
     "squared_gradient_norm",
     "token_norms",
     "update_attribution",

@@ -19,7 +19,7 @@ from sharpscope.config.probes import ObjectiveName
 from sharpscope.errors import UserError
 
 if TYPE_CHECKING:
-    from sharpscope.policy.rollouts import Rollouts
+    from sharpscope.policy import Rollouts
 
 OBJECTIVES: tuple[ObjectiveName, ...] = get_args(ObjectiveName)
 

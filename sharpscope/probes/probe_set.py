@@ -15,10 +15,10 @@ from torch import Tensor
 
 from sharpscope.errors import UserError, nearest
 from sharpscope.probes.objectives import TokenBatch, completion_batch
-from sharpscope.tasks.base import Example, Task
+from sharpscope.tasks import Example, Task
 
 if TYPE_CHECKING:
-    from sharpscope.policy.rollouts import Rollouts
+    from sharpscope.policy import Rollouts
 
 FORMAT = 1
 SPLITS = ("train", "heldout")

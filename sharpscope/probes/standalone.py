@@ -108,7 +108,7 @@ def text_batch(policy: Policy, rows: Sequence[DataRow]) -> TokenBatch:
         UserError: a row is longer than the model's context, or a completion is empty.
     """
     from sharpscope.policy import render_prompts
-    from sharpscope.tasks.base import Example
+    from sharpscope.tasks import Example
 
     prompts = render_prompts([Example(row.prompt, "", dict(row.meta or {})) for row in rows], policy)
     pairs: list[tuple[list[int], list[int]]] = []

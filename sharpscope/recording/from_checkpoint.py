@@ -21,9 +21,8 @@ from sharpscope.policy import Policy, completions_of
 from sharpscope.policy.scoring import Scorer
 from sharpscope.probes import attribute, logp_gradient, score_norms
 from sharpscope.recording.health import Event
-from sharpscope.traces import Run, RunLock, TraceWriter, create_run_dir, create_run_info, update_run_info
+from sharpscope.traces import TABLES, Run, RunLock, TraceWriter, create_run_dir, create_run_info, update_run_info
 from sharpscope.traces.files import now
-from sharpscope.traces.schema import TABLES
 
 GAP = 0.05
 """Mean |ln π of the trace − ln π of the checkpoint| above which an event warns [nats]."""

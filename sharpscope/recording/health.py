@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sharpscope import distributed
-from sharpscope.config.reference import method_rotation_bound, reference_method, same_at_one_update
+from sharpscope.config import method_rotation_bound, reference_method, same_at_one_update
 from sharpscope.config.training import HealthSpec, Rule
 from sharpscope.errors import CheckError, UserError
 from sharpscope.objective import Method, gradient_mass, summarize_weights

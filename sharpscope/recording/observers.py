@@ -21,19 +21,20 @@ from torch import Tensor, nn
 from sharpscope import distributed
 from sharpscope.config.probes import Check
 from sharpscope.errors import UserError
-from sharpscope.policy import Policy, Rollouts
-from sharpscope.policy.rollouts import completions_of
+from sharpscope.policy import Policy, Rollouts, completions_of
 from sharpscope.policy.scoring import Scorer
 from sharpscope.policy.sharding import ModelView, is_sharded
 from sharpscope.probes import (
     Estimate,
     ProbeSet,
+    UpdateSplit,
     attribute,
     columns,
     coming_update,
     critical_sharpness,
     directional_derivative,
     failure_coefficients,
+    labeled,
     logp_gradient,
     nll_coefficients,
     score_norms,
@@ -41,15 +42,13 @@ from sharpscope.probes import (
     update_direction,
     update_slope,
 )
-from sharpscope.probes.attribution import UpdateSplit
-from sharpscope.probes.estimate import labeled
 from sharpscope.recording.health import Event, refusal
 from sharpscope.recording.probe_sets import Drawer, needs_probe_set, run_probe_set
 from sharpscope.recording.step import PendingUpdate
 from sharpscope.recording.surface import SurfaceProbes
 from sharpscope.seeds import derive, generator
 from sharpscope.tasks import Task
-from sharpscope.traces.spike_rule import robust_z
+from sharpscope.traces import robust_z
 
 if TYPE_CHECKING:
     from sharpscope.config import RunConfig

@@ -17,15 +17,14 @@ from sharpscope.policy import (
     Completions,
     Policy,
     completions_of,
+    draw_scored,
     load_policy,
     microbatches,
     render_prompts,
     score_completions,
 )
-from sharpscope.policy.drawing import draw_scored
 from sharpscope.policy.sharding import unsharded
-from sharpscope.probes import Drawn, ProbeSet, build_probe_set
-from sharpscope.probes.probe_set import ProbeItem
+from sharpscope.probes import Drawn, ProbeItem, ProbeSet, build_probe_set
 from sharpscope.tasks import Example, Task
 
 if TYPE_CHECKING:

@@ -17,9 +17,8 @@ from pathlib import Path
 
 from sharpscope.errors import UserError
 from sharpscope.sweeps.plan import PlannedRun, write_config
-from sharpscope.traces import lock_owner, read_run_info
+from sharpscope.traces import held_text, lock_owner, read_run_info
 from sharpscope.traces.files import set_aside
-from sharpscope.traces.lock import held_text
 from sharpscope.training.checkpoint import checkpoints
 
 POLL_S = 1.0

@@ -12,9 +12,7 @@ from typing import Any
 
 from pydantic import Field, field_validator, model_validator
 
-from sharpscope.config import RunConfig, build_config, check_keys, merge, read_yaml, to_yaml, validate
-from sharpscope.config.base import Spec
-from sharpscope.config.claims import ClaimsSpec
+from sharpscope.config import ClaimsSpec, RunConfig, Spec, build_config, check_keys, merge, read_yaml, to_yaml, validate
 from sharpscope.errors import UserError, nearest
 from sharpscope.traces import lock_owner, read_run_info
 

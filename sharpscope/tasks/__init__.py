@@ -10,7 +10,7 @@ import importlib
 from collections.abc import Mapping
 from typing import Any, cast
 
-from sharpscope.config.base import Spec
+from sharpscope.config import Spec
 from sharpscope.config.tasks import CustomSpec, DatasetSpec, GymSpec, KnightsKnavesSpec, MathSpec, TaskSpec, ToolQaSpec
 from sharpscope.errors import UserError, nearest
 from sharpscope.tasks.base import Example, InteractiveTask, Reward, Task, respond_all

@@ -9,12 +9,13 @@ from sharpscope.traces.files import (
     update_run_info,
     write_atomic,
 )
-from sharpscope.traces.lock import Owner, RunLock, lock_owner
+from sharpscope.traces.lock import Owner, RunLock, held_text, lock_owner
 from sharpscope.traces.packs import pack_runs, unpack_run
 from sharpscope.traces.reader import DamagedPartWarning, Run, Runs, load_run, load_runs
 from sharpscope.traces.reductions import Reduction, read_reductions, write_reductions
 from sharpscope.traces.rewind import rewind
 from sharpscope.traces.schema import SCHEMA_VERSION, TABLES, arrow_schema, schema_markdown, schema_rows, timing_columns
+from sharpscope.traces.spike_rule import robust_z
 from sharpscope.traces.writer import SchemaError, TraceWriter
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "arrow_schema",
     "create_run_dir",
     "create_run_info",
+    "held_text",
     "load_run",
     "load_runs",
     "lock_owner",
@@ -40,6 +42,7 @@ __all__ = [
     "read_reductions",
     "read_run_info",
     "rewind",
+    "robust_z",
     "schema_markdown",
     "schema_rows",
     "timing_columns",

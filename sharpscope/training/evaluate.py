@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from sharpscope.errors import UserError
-from sharpscope.policy import Policy, SamplingSpec
-from sharpscope.policy.drawing import draw_scored
+from sharpscope.policy import Policy, SamplingSpec, draw_scored
 from sharpscope.recording import evaluation_row, prompt_pass_at_k, standard_error
 from sharpscope.seeds import derive
 from sharpscope.tasks import Example, Task

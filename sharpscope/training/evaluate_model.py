@@ -11,8 +11,7 @@ from typing import Any
 from sharpscope import __version__
 from sharpscope.config.policy import EMBEDDED_PREFIX
 from sharpscope.errors import UserError
-from sharpscope.policy import embedded_policy, load_policy
-from sharpscope.policy.loading import check_revision
+from sharpscope.policy import check_revision, embedded_policy, load_policy
 from sharpscope.recording import environment
 from sharpscope.tasks import make_task, task_choice
 from sharpscope.tasks.dataset import DatasetTask

@@ -18,8 +18,7 @@ from sharpscope.config.token_weights import UniformWeight
 from sharpscope.distributed import Launch
 from sharpscope.errors import UserError
 from sharpscope.objective import Method, calibrate, method_label
-from sharpscope.policy import Policy, check_lengths, render_prompts
-from sharpscope.policy.loading import check_revision
+from sharpscope.policy import Policy, check_lengths, check_revision, render_prompts
 from sharpscope.policy.sharding import shard
 from sharpscope.recording import (
     Drawer,

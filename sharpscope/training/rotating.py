@@ -27,7 +27,7 @@ from sharpscope.config import (
 from sharpscope.config.method import Kl, Method
 from sharpscope.errors import UserError
 from sharpscope.objective import EntropyControl, calibrate, policy_loss, token_normalizer
-from sharpscope.policy.token_stats import TokenStats
+from sharpscope.policy import TokenStats
 from sharpscope.recording import (
     RolloutBatch,
     StepTokens,
@@ -90,7 +90,7 @@ class Rotations:
 
     def figure(self) -> Figure:
         """Rays at the angles of gradients and updates, with the angle of the batch's noise shaded."""
-        from sharpscope.analysis.figures.rotation import rotation_figure
+        from sharpscope.analysis.figures import rotation_figure
 
         return rotation_figure(self.table, self.noise)
 

@@ -1,5 +1,6 @@
 """Figures: from frames of values to matplotlib figures, all in one style. `figures.study` draws those of a whole study."""
 
+from sharpscope.analysis.figures.rotation import rotation_figure
 from sharpscope.analysis.figures.style import (
     COLORS,
     MARKERS,
@@ -27,6 +28,7 @@ __all__ = [
     "panels",
     "plain",
     "rho_curves",
+    "rotation_figure",
     "save",
     "score_norms",
     "sharpness",

@@ -23,7 +23,7 @@ from sharpscope.objective import Method
 from sharpscope.policy import make_policy
 from sharpscope.policy.scoring import Scorer
 from sharpscope.policy.sharding import ModelView
-from sharpscope.probes.guard import guarded
+from sharpscope.probes import guarded
 from sharpscope.recording import Observers, StepResult, StepTokens, clip_factor, gradient_norm, update_norm
 
 

@@ -8,9 +8,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from sharpscope.policy import Rollouts
-from sharpscope.policy.rollouts import join_rollouts
-from sharpscope.policy.token_stats import TokenStats
+from sharpscope.policy import Rollouts, TokenStats, join_rollouts
 from sharpscope.recording import RolloutBatch, StepTokens, UpdateTokens
 
 

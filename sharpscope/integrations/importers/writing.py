@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 
 from sharpscope.errors import UserError
-from sharpscope.traces import RunLock, TraceWriter, create_run_dir, create_run_info, update_run_info
+from sharpscope.traces import TABLES, RunLock, TraceWriter, create_run_dir, create_run_info, update_run_info
 from sharpscope.traces.files import now
 from sharpscope.traces.sampler_rule import IMPOSSIBLE, impossible
-from sharpscope.traces.schema import TABLES
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from sharpscope.integrations.trl.batches import RewardScores, examples_of, rewar
 from sharpscope.integrations.trl.loss import token_loss
 from sharpscope.objective import Method, calibrate, prepare
 from sharpscope.policy.scoring import Scorer
-from sharpscope.probes.guard import guarded
+from sharpscope.probes import guarded
 from sharpscope.recording import RolloutBatch, step_tensors
 from sharpscope.seeds import generator
 

@@ -5,7 +5,7 @@ from sharpscope.probes.hessian.check import check_products
 from sharpscope.probes.hessian.krylov import Eigenpairs, NotFiniteError, eigenpairs
 from sharpscope.probes.hessian.operators import FunctionOperator, Operator, Scaled
 from sharpscope.probes.hessian.result import Curvature, CurvatureSettings
-from sharpscope.probes.hessian.spectrum import Density, Trace, hutchpp, spectral_density
+from sharpscope.probes.hessian.spectrum import Density, Trace, hutchpp, spectral_density, t_interval
 
 __all__ = [
     "Curvature",
@@ -25,4 +25,5 @@ __all__ = [
     "eigenpairs",
     "hutchpp",
     "spectral_density",
+    "t_interval",
 ]

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from sharpscope.config.probes import Check
 from sharpscope.errors import CheckError, UserError
-from sharpscope.policy.forward import length_buckets
-from sharpscope.policy.head import backbone, bare, check_head, output_head
+from sharpscope.policy import backbone, bare, check_head, length_buckets, output_head
 from sharpscope.probes.fingerprint import remembered
 from sharpscope.probes.guard import guarded
 from sharpscope.probes.hessian.head import SelectedLogp, squash

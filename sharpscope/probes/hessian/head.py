@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from sharpscope.policy.head import Head
+from sharpscope.policy import Head
 
 BLOCK_ARRAYS = 5  # (M, block) arrays alive at once, for the block size
 

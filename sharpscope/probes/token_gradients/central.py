@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from sharpscope.errors import UserError
-from sharpscope.policy.head import bare
+from sharpscope.policy import bare
 from sharpscope.probes.token_gradients.choices import Choices
 from sharpscope.probes.token_gradients.forward_mode import forward_attention, input_direction, substituted
 from sharpscope.probes.token_gradients.head import head_logp

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sharpscope.policy.head import bare
+from sharpscope.policy import bare
 from sharpscope.probes.token_gradients.uses import Recorder
 
 NAME = "sharpscope"

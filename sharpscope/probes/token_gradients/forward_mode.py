@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from sharpscope.errors import UserError
-from sharpscope.policy.head import Head, bare
+from sharpscope.policy import Head, bare
 from sharpscope.probes.guard import attention_implementation
 from sharpscope.probes.token_gradients import attention as attn
 from sharpscope.probes.token_gradients.head import LOGIT_BYTES

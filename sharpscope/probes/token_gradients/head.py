@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sharpscope.policy.head import Head
+from sharpscope.policy import Head
 
 # Logits held at once; a softmax, its gradient and two matrix products run over them while they are in reach.
 LOGIT_BYTES = {"cpu": 16 * 2**20, "cuda": 512 * 2**20}

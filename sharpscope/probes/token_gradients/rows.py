@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from sharpscope.errors import UserError
-from sharpscope.policy.head import bare
+from sharpscope.policy import bare
 
 # Tokens that reading a common beginning once must save: it takes passes of its own, and each group's chunks are small.
 WORTH = 1024

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from sharpscope.config.probes import Check
 from sharpscope.errors import CheckError, UserError
-from sharpscope.policy.head import backbone, bare
+from sharpscope.policy import backbone, bare
 from sharpscope.probes.token_gradients import attention as attn
 from sharpscope.probes.token_gradients.forward_mode import NoForwardModeError, forward_attention
 from sharpscope.probes.token_gradients.result import Tier

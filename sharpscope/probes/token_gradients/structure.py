@@ -16,8 +16,8 @@ from torch.overrides import TorchFunctionMode
 from transformers import Cache
 
 from sharpscope.errors import UserError
+from sharpscope.policy import Head, backbone, bare, check_head, output_head
 from sharpscope.policy.cache import ContinuationLayer, PromptCache, check_cacheable
-from sharpscope.policy.head import Head, backbone, bare, check_head, output_head
 from sharpscope.probes.fingerprint import remembered
 from sharpscope.probes.guard import attention_implementation
 from sharpscope.probes.parameter_groups import group_names
