@@ -37,6 +37,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return site
 
 
+@pytest.mark.slow  # .ci/run installs a wheel, trains and writes a report with it in an empty folder
 def test_the_wheel_trains_in_an_empty_folder(installed: Path, tmp_path: Path):
     small = ["rollout.prompts_per_step=2", "rollout.group_size=2", "evaluation.prompts=2", "threads=1"]
     sets = [part for value in small for part in ("--set", value)]

@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from sharpscope.analysis import load_several
-from sharpscope.analysis.claims import test_claims as judge
 from sharpscope.cli import app
 from sharpscope.sweeps import plan_sweep, read_sweep
 from sharpscope.traces import load_runs
@@ -89,9 +87,12 @@ def test_the_stated_rule_chose_the_learning_rate():
 
 
 def test_what_results_say_of_each_claim_is_its_verdict():
+    """`claims.json` is what the reference runs give: `test_every_verdict_and_table_is_remade_to_the_letter`."""
     text = (FIRST / "RESULTS.md").read_text()
-    for verdict in judge(load_several([REFERENCE])):
-        assert f"| {verdict.claim} | {verdict.verdict} |" in text, (verdict.claim, verdict.verdict)
+    verdicts = json.loads((RESULTS / "claims.json").read_text())
+    assert len(verdicts) >= 14
+    for verdict in verdicts:
+        assert f"| {verdict['claim']} | {verdict['verdict']} |" in text, verdict["claim"]
 
 
 def test_results_quote_the_tables_to_the_letter():

@@ -23,6 +23,7 @@ def step(
     steps: Annotated[int, typer.Option(help="Measured steps (one more is run to warm up).")] = 6,
     threads: Annotated[int | None, typer.Option(help="CPU threads for both sides.")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="Any field of the run, as path=value.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder for the page.")] = Path("experiments/benchmarks"),
 ) -> None:
     """A training step against TRL's GRPOTrainer on the same policy, prompts and limits.
 
@@ -30,22 +31,14 @@ def step(
 
       python -m experiments.benchmarks step
     """
-    from rich.console import Console
-    from rich.table import Table
-
     from experiments.benchmarks.step import compare_with_trl
+    from experiments.benchmarks.step import report as page
 
-    found = compare_with_trl(steps, threads, set_ or ())
-    table = Table(
-        "",
-        "median step [s]",
-        "mean completion [tokens]",
-        title=f"{found['completions']} completions, {found['threads']} threads",
-    )
-    table.add_row("sharpscope, all tokens recorded", f"{found['ours_s']:.2f}", f"{found['ours_length']:.1f}")
-    table.add_row(f"TRL {found['trl']} GRPOTrainer", f"{found['trl_s']:.2f}", f"{found['trl_length']:.1f}")
-    Console().print(table)
-    typer.echo(f"ratio TRL / sharpscope: {found['ratio']:.2f} (medians of {found['steps']} steps)")
+    text = page(compare_with_trl(steps, threads, set_ or ()))
+    typer.echo(text)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "step.md").write_text(text, encoding="utf-8")
+    typer.echo(f"written: {out}/step.md")
 
 
 @app.command("startup")
@@ -257,6 +250,31 @@ def memory(
     typer.echo(f"written: {write(found, out)}")
     if not found.flat:
         raise typer.Exit(1)
+
+
+@app.command("laptop")
+def laptop(
+    shape: Annotated[str, typer.Option(help="qwen2.5-0.5b or tiny.")] = "qwen2.5-0.5b",
+    layers: Annotated[int | None, typer.Option(min=1, help="Layers; without it those of the shape.")] = None,
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 2,
+    repeats: Annotated[int, typer.Option(min=1, help="Measurements of norms and passes, alternating.")] = 2,
+    part: Annotated[list[str] | None, typer.Option(help="norms or sam. Repeatable.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder for the page.")] = Path("experiments/benchmarks"),
+) -> None:
+    """Local norms and SAM sharpness at the shape of a 0.5B model on a CPU: minutes and memory.
+
+    Example:
+
+      python -m experiments.benchmarks laptop --layers 2 --out bench
+    """
+    from experiments.benchmarks.laptop import PARTS, measure
+    from experiments.benchmarks.laptop import report as page
+
+    text = page([measure(name, shape, layers, threads, repeats) for name in part or PARTS])
+    typer.echo(text)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "laptop.md").write_text(text, encoding="utf-8")
+    typer.echo(f"written: {out}/laptop.md")
 
 
 @app.command("trl")

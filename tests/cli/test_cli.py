@@ -7,12 +7,13 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from sharpscope.cli import app, printable
+from sharpscope.cli import app, main, printable
 from sharpscope.traces import update_run_info
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,7 +28,7 @@ def sharpscope(*arguments: str, cwd: Path, **environment: str) -> subprocess.Com
         env={**os.environ, **path, **environment},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
 
@@ -43,19 +44,34 @@ SMALL = [
 SETS = [part for value in SMALL for part in ("--set", value)]
 
 
-def test_run_show_and_resume_from_an_empty_folder(tiny_policy: Path, tmp_path: Path):
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple]:
+    """Run a command in `tmp_path` in this process, which has imported torch; returns exit code, stdout and stderr."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        return int(ended.value.code or 0), *capfd.readouterr()
+
+    return run
+
+
+def test_run_show_and_resume_from_an_empty_folder(tiny_policy: Path, tmp_path: Path, here):
     done = sharpscope("run", "--model", str(tiny_policy), *TINY, *SETS, "--out", "runs/first", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "finished: 2 steps" in done.stdout and "sharpscope show runs/first" in done.stdout
-    again = sharpscope("run", "--model", str(tiny_policy), *TINY, *SETS, "--out", "runs/first", cwd=tmp_path)
-    assert again.returncode == 2 and "not overwritten" in again.stderr and "Traceback" not in again.stderr
-    resumed = sharpscope("run", "--resume", "runs/first", cwd=tmp_path)
-    assert resumed.returncode == 2 and "all of its steps are done (steps = 2)" in resumed.stderr
+    code, _, error = here("run", "--model", str(tiny_policy), *TINY, *SETS, "--out", "runs/first")
+    assert code == 2 and "not overwritten" in error and "Traceback" not in error
+    code, _, error = here("run", "--resume", "runs/first")
+    assert code == 2 and "all of its steps are done (steps = 2)" in error
     update_run_info(tmp_path / "runs/first", status="interrupted")
     shutil.rmtree(tmp_path / "runs/first/checkpoints")
-    resumed = sharpscope("run", "--resume", "runs/first", cwd=tmp_path)
-    assert resumed.returncode == 0 and "2 steps" in resumed.stdout
-    assert "is kept in runs/first/.traces.aborted-1" in resumed.stdout
+    code, output, error = here("run", "--resume", "runs/first")
+    assert code == 0 and "2 steps" in output, error
+    assert "is kept in runs/first/.traces.aborted-1" in output
 
 
 @pytest.mark.parametrize(
@@ -78,11 +94,17 @@ def test_run_show_and_resume_from_an_empty_folder(tiny_policy: Path, tmp_path: P
         (["sweep", "none.yaml"], "does not exist"),
     ],
 )
-def test_a_mistake_is_one_line_exit_code_two_and_nothing_written(arguments, says, tmp_path: Path):
-    done = sharpscope(*arguments, cwd=tmp_path)
-    assert done.returncode == 2, done.stderr
-    assert says in done.stderr and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+def test_a_mistake_is_one_line_exit_code_two_and_nothing_written(arguments, says, tmp_path: Path, here):
+    code, _, error = here(*arguments)
+    assert code == 2, error
+    assert says in error and error.startswith("error: ") and error.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_process_ends_with_the_code_and_the_line_of_a_mistake(tmp_path: Path):
+    done = sharpscope("methods", "grop", cwd=tmp_path)
+    assert done.returncode == 2 and done.stdout == "" and "did you mean 'grpo'" in done.stderr
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
 
 
 def test_debug_shows_the_traceback(tmp_path: Path):

@@ -51,7 +51,9 @@ def test_spikes_names_tokens_prompts_and_probabilities():
 
 
 def test_claims_and_figures_and_analyze_agree(tmp_path: Path):
-    lines = [line for line in invoke("claims", str(EXAMPLE)).splitlines() if line.startswith("C")]
+    output = invoke("claims", str(EXAMPLE), "--out", str(tmp_path / "claims"))
+    assert f"{tmp_path / 'claims'}/claims.md" in output
+    lines = [line for line in output.splitlines() if line.startswith("C")]
     assert [line.split()[0] for line in lines] == [f"C{i}" for i in range(1, 15)]
     output = invoke("analyze", str(EXAMPLE), "--out", str(tmp_path / "report"))
     assert f"{tmp_path / 'report'}/report.md" in output
@@ -61,7 +63,6 @@ def test_claims_and_figures_and_analyze_agree(tmp_path: Path):
     pictures = {path.name for path in (tmp_path / "figures").rglob("*.*g")}
     assert pictures == {path.name for path in (tmp_path / "report").iterdir() if path.suffix in (".png", ".svg")}
     assert "C7" in invoke("claims", GRPO, "--claim", "C7", "--details")
-    assert f"{tmp_path / 'claims'}/claims.md" in invoke("claims", str(EXAMPLE), "--out", str(tmp_path / "claims"))
     written = sorted(path.name for path in (tmp_path / "claims").iterdir())
     tables = [f"table_{name}.{kind}" for name in ("accuracy", "pair") for kind in ("csv", "md", "tex")]
     assert written == ["claims.json", "claims.md", *tables]

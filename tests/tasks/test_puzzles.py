@@ -42,7 +42,9 @@ def test_puzzles_and_wording_are_those_of_reasoning_gym(people, depth, width):
         assert word_puzzle(puzzle, Draws(number)) == (expected, tuple(made["names"]))
 
 
-@pytest.mark.parametrize("name", NAMED_SETS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name == "policy" else []) for name in NAMED_SETS]
+)
 def test_puzzles_that_results_rest_on_are_found_by_set_and_hash(name):
     puzzles = named_puzzles(name)
     assert len(puzzles) == {"study": 900 + 500 + 2 * 200, "policy": 1846 + 8000 + 1846 + 369 + 4 * 100}[name]
