@@ -1,4 +1,4 @@
-"""What each of two processes does (DDP, gloo): train SFT and DPO with and without the recorder. python -m … FOLDER"""
+"""What each of two processes does (DDP, gloo): train SFT, DPO and GRPO with and without the recorder. python -m … FOLDER"""
 
 from __future__ import annotations
 
@@ -8,21 +8,35 @@ from pathlib import Path
 import torch
 
 from sharpscope import distributed
-from sharpscope.integrations.hf_trainer import record
-from tests.integrations.trainers import Weights, dpo_trainer, sft_trainer
+from sharpscope.integrations.trl import record
+from tests.integrations.trainers import Weights, dpo_trainer, sft_trainer, trainer
 
-MAKERS = {"sft": sft_trainer, "dpo": dpo_trainer}
+#: 6 rows of each process, so that the second of three groups of 4 is in both; used for two updates.
+GRPO = {
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 3,
+    "num_iterations": 2,
+    "loss_type": "dapo",
+    "max_steps": 4,
+    "learning_rate": 0.005,
+}
+MAKERS = {
+    "sft": (sft_trainer, {}, {}),
+    "dpo": (dpo_trainer, {}, {}),
+    "grpo": (trainer, GRPO | {"beta": 0.1, "epsilon": 0.05}, {}),
+    "weighted": (trainer, GRPO | {"max_steps": 2}, {"weights": "grpo-sg", "shaping": "calibrated"}),
+}
 
 
 def main(folder: Path) -> None:
     kept = {}
-    for name, make in MAKERS.items():
-        for recorded in (False, True):
-            one = make(folder / "t", max_grad_norm=0.0, ddp_backend="gloo", model={"tie": False})
+    for name, (make, arguments, options) in MAKERS.items():
+        for recorded in (True,) if options else (False, True):
+            one = make(folder / "t", max_grad_norm=0.0, ddp_backend="gloo", model={"tie": False}, **arguments)
             keep = Weights()
             one.add_callback(keep)
             if recorded:
-                record(one, folder / name, recording={"token_gradients_every": 1, "exact_top": 100})
+                record(one, folder / name, recording={"token_gradients_every": 1, "exact_top": 100}, **options)
             one.train()
             kept[name, recorded] = [
                 *keep.before,

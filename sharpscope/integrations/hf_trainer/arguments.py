@@ -12,12 +12,8 @@ from sharpscope.errors import UserError
 _SCHEDULES = ("constant", "linear", "cosine")
 
 
-def check_setup(trainer: Any, *, processes: bool = False) -> None:
+def check_setup(trainer: Any) -> None:
     """Check the trainer's launch, and that its loss does not hide the log-probabilities.
-
-    Args:
-        trainer: to check.
-        processes: whether data-parallel processes (DDP) can be recorded.
 
     Raises:
         UserError: an option or a setup is not supported; the message names it.
@@ -28,21 +24,19 @@ def check_setup(trainer: Any, *, processes: bool = False) -> None:
             "record: use_liger_kernel = True computes the loss without per-token log-probabilities; set it to False"
         )
     kind = str(accelerator.distributed_type.value)
-    if kind.lower() == "deepspeed":
-        raise UserError("record: DeepSpeed is not supported; start the trainer without it")
+    if kind == "DEEPSPEED":
+        raise UserError("record: DeepSpeed is not supported; start the trainer without it (DDP is recorded)")
+    if kind == "FSDP":
+        raise UserError(
+            "record: FSDP keeps weights in shards that probes cannot read; start the trainer without it (DDP is recorded)"
+        )
     if args.n_gpu > 1:
         raise UserError(
             f"record: {args.n_gpu} GPUs in one process (DataParallel); set CUDA_VISIBLE_DEVICES to one of them"
         )
-    data_parallel = kind in ("MULTI_CPU", "MULTI_GPU")
-    if accelerator.num_processes > 1 and not (processes and data_parallel):
+    if kind not in ("NO", "MULTI_CPU", "MULTI_GPU"):
         raise UserError(
-            f"record: {accelerator.num_processes} processes or GPUs ({kind}); recording works in one process on one device, so "
-            "start the trainer with one"
-        )
-    if kind.lower() != "no" and not data_parallel:
-        raise UserError(
-            f"record: distributed_type {kind} keeps gradients and weights elsewhere; start the trainer without it"
+            f"record: distributed_type {kind} is not supported; start one process, or data-parallel ones (DDP)"
         )
     if args.fp16:
         raise UserError("record: fp16 = True scales the loss by a changing factor; use bf16 or float32")

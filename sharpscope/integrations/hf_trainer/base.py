@@ -187,6 +187,7 @@ class TrainerRecorder(ABC):
     def _gradient_done(self) -> None:
         """Run the probes that are due; the gradient of an update is complete and not clipped."""
         step = self._step
+        step.settle()
         loss, norm = math.fsum(float(loss) for loss in step.losses), gradient_norm(self.parameters)
         step.gradient = (loss, norm, clip_factor(norm, self.max_grad_norm))
         if not step.updates:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from sharpscope import distributed
 from sharpscope.integrations.hf_trainer.batches import Batch, join, joined_updates, widened
 from sharpscope.recording import PendingUpdate, RolloutBatch, StepTokens, UpdateResult, UpdateTokens
 
@@ -24,6 +25,20 @@ class TokenLoss:
     correction: Tensor | None = (
         None  # factor of the loss for the sampler's policy, (n, 1) for whole completions or (n, T)
     )
+
+
+@dataclass(frozen=True)
+class Use:
+    """What a micro-batch of the present update does with n rows of a batch."""
+
+    serial: int  # of the batch
+    rows: Tensor  # (n,) in the batch, on the CPU
+    tokens: UpdateTokens
+    correction: Tensor | None  # (n, T), as in TokenLoss
+
+    def divided(self, count: int) -> Use:
+        """With coefficients divided by the number of processes, over which DDP averages gradients."""
+        return replace(self, tokens=replace(self.tokens, coef=self.tokens.coef / count))
 
 
 @dataclass
@@ -42,9 +57,7 @@ class Step:
     gaps: list[Tensor] = field(
         default_factory=list
     )  # |ln π of the trainer − ln π of our forward pass| before the first update [nats]
-    pending: list[tuple[int, Tensor, UpdateTokens]] = field(
-        default_factory=list
-    )  # serial, rows (n,), what they do in the present update
+    pending: list[Use] = field(default_factory=list)  # of the present update
 
     @property
     def other_seconds(self) -> float:
@@ -63,20 +76,13 @@ class Step:
             A function to call in the backward pass with ∂L/∂log π (n, T) of the rows' tokens.
         """
         batch = self.batch(serial)
-        tokens, index = batch.tokens, len(self.updates)
         mask = batch.rollout_batch.rollouts.completion_mask[rows.to(batch.device)].bool().cpu()
-        first = mask & (tokens.update[rows] < 0)  # (n, T): a token's columns are those of its first update
         if known is None:
             known = TokenLoss(*(torch.full(mask.shape, value) for value in (1.0, 0.0, 0, 0.0)))
-        values = [(tokens.ratio, known.ratio), (tokens.clipped, known.clipped)]
-        if known.correction is not None:
-            self.corrected = True
-            values.append((tokens.correction, known.correction.expand(mask.shape)))
-        for target, value in values:
-            target[rows] = torch.where(first, value.detach().cpu().to(target.dtype), target[rows])
-        tokens.update[rows] = torch.where(first, index, tokens.update[rows])
-        update_tokens = UpdateTokens.zeros(mask.shape, tokens.loss_coef.dtype)
-        update_tokens.write(
+        mask = mask[:, : known.ratio.shape[1]]  # a process's own rows can be shorter than the whole batch's
+        correction = None if known.correction is None else known.correction.detach().cpu().expand(mask.shape)
+        tokens = UpdateTokens.zeros(mask.shape, batch.tokens.loss_coef.dtype)
+        tokens.write(
             torch.arange(len(rows)),
             mask,
             clipped=known.clipped,
@@ -86,19 +92,49 @@ class Step:
         )
 
         def keep(gradient: Tensor) -> None:
-            update_tokens.coef = torch.where(mask, gradient.detach().to("cpu", update_tokens.coef.dtype), 0.0)
-            tokens.loss_coef[rows] = torch.where(first, update_tokens.coef, tokens.loss_coef[rows])
-            self.pending.append((serial, rows, update_tokens))
+            tokens.coef = torch.where(mask, gradient.detach().to("cpu", tokens.coef.dtype), 0.0)
+            self.pending.append(Use(serial, rows, tokens, correction))
 
         return keep
+
+    def collect(self) -> None:
+        """Gather what the micro-batches of all processes do, where these have the same batches."""
+        count = distributed.world_size()
+        if count == 1:
+            return
+        own = (self.pending, self.gaps, [float(loss) / count for loss in self.losses])
+        parts = distributed.gather(own)
+        self.pending = [use.divided(count) for uses, _, _ in parts for use in uses]
+        if not self.updates:  # later there are no new ones
+            self.gaps = [gap for _, gaps, _ in parts for gap in gaps]
+        self.losses = [torch.tensor(loss) for _, _, losses in parts for loss in losses]
+
+    def settle(self) -> None:
+        """Give each token of the present update, whose gradient is complete, the columns of its first use."""
+        index = len(self.updates)
+        settled: list[Use] = []
+        for use in self.pending:
+            tokens, rows = self.batch(use.serial).tokens, use.rows
+            width = tokens.update.shape[1]
+            each = UpdateTokens(*(widened(value, width) for value in use.tokens.tensors()))
+            first = each.used & (tokens.update[rows] < 0)  # (n, T)
+            values = [(tokens.ratio, each.ratio), (tokens.clipped, each.clipped), (tokens.loss_coef, each.coef)]
+            if use.correction is not None:
+                self.corrected = True
+                values.append((tokens.correction, widened(use.correction, width)))
+            for target, value in values:
+                target[rows] = torch.where(first, value.to(target.dtype), target[rows])
+            tokens.update[rows] = torch.where(first, index, tokens.update[rows])
+            settled.append(replace(use, tokens=each))
+        self.pending = settled
 
     def compare(self, serial: int, rows: Tensor, logp: Tensor) -> None:
         """Keep the gaps between the trainer's log-probabilities (n, T) and our forward pass's, before the first update."""
         if self.updates:
             return
         batch = self.batch(serial)
-        mask = batch.rollout_batch.rollouts.completion_mask[rows.to(batch.device)].bool().cpu()
-        ours = batch.tokens.stats.logp[rows.to(batch.device)].cpu()
+        mask = batch.rollout_batch.rollouts.completion_mask[rows.to(batch.device), : logp.shape[1]].bool().cpu()
+        ours = batch.tokens.stats.logp[rows.to(batch.device), : logp.shape[1]].cpu()
         self.gaps.append((logp.detach().cpu() - ours).abs()[mask])
 
     def batch(self, serial: int) -> Batch:
@@ -114,18 +150,18 @@ class Step:
         """The present update between its gradient and the optimizer's step."""
         joined, tokens, offset = join(self.batches)
         width, index = joined.rollouts.completion_ids.shape[1], len(self.updates)
-        rows = torch.cat([rows + offset[serial] for serial, rows, _ in self.pending])
-        coef = torch.cat([widened(update_tokens.coef, width) for _, _, update_tokens in self.pending])
+        rows = torch.cat([use.rows + offset[use.serial] for use in self.pending])
+        coef = torch.cat([widened(use.tokens.coef, width) for use in self.pending])
         _, norm, factor = self.gradient
         return PendingUpdate(index, rows, tokens.update[rows] == index, coef, norm, factor)
 
     def record_update(self, size: float, skipped: bool, lr: float) -> None:
         """Record that the present update was made; `size` is ‖Δθ‖₂, `lr` its learning rate."""
         loss, norm, factor = self.gradient
-        summary = joined_updates([tokens for _, _, tokens in self.pending]).summary()
+        summary = joined_updates([use.tokens for use in self.pending]).summary()
         self.updates.append(UpdateResult(loss, norm, norm, size, factor, skipped, lr=lr, summary=summary))
         if not skipped:
             tokens = {batch.serial: batch.tokens for batch in self.batches}
-            for serial, rows, update_tokens in self.pending:
-                tokens[serial].count(rows, update_tokens)
+            for use in self.pending:
+                tokens[use.serial].count(use.rows, use.tokens)
         self.pending, self.losses = [], []

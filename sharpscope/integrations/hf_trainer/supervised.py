@@ -98,7 +98,7 @@ def check_trainer(trainer: Any) -> str:
         if kind not in _OF_TRL:
             advice = "use sharpscope.integrations.trl.record" if kind == "GRPOTrainer" else "its loss is not known"
             raise UserError(f"record: TRL's {kind} is not recorded here; {advice}")
-    check_setup(trainer, processes=True)
+    check_setup(trainer)
     args = trainer.args
     if getattr(args, "label_smoothing_factor", 0.0) > 0:
         raise UserError(
@@ -328,12 +328,9 @@ class SupervisedRecorder(TrainerRecorder):
         ):
             for batch in theirs:
                 rollouts = batch.rollout_batch.rollouts.to(device)
-                batch.tokens.loss_coef /= count
                 part = replace(batch.rollout_batch, rollouts=rollouts)
                 whole.batches.append(replace(batch, serial=batch.serial * count + origin, rollout_batch=part))
-            for serial, rows, tokens in pending:
-                tokens.coef /= count
-                whole.pending.append((serial * count + origin, rows, tokens))
+            whole.pending += [replace(use.divided(count), serial=use.serial * count + origin) for use in pending]
             whole.gaps += gaps
             whole.losses += [torch.tensor(loss) for loss in lost]
         return whole

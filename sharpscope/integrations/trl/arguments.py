@@ -266,7 +266,7 @@ def run_config(
         UserError: an option of `recording` is wrong or not available for a TRL run.
     """
     args = trainer.args
-    rows = args.per_device_train_batch_size * args.steps_per_generation
+    rows = args.per_device_train_batch_size * args.steps_per_generation * trainer.accelerator.num_processes
     per_round, per_step = generate_every(trainer), step_length(trainer)
     prompts = max(1, rows * (per_step // per_round) // trainer.num_generations)
     data: dict[str, Any] = {

@@ -17,19 +17,18 @@ from sharpscope.tasks import Example, Reward
 class RewardScores:
     """What TRL's reward functions gave for one batch of completions, in the order before its shuffle."""
 
-    rewards: Tensor  # (N, functions), NaN where a function gave none
-    completion_ids: list[list[int]]
+    rewards: Tensor  # (N, functions) of all processes, NaN where a function gave none
+    completion_ids: list[list[int]]  # of this process
 
 
 def rollouts_of(
     output: dict[str, Any],
     scored: RewardScores,
     reward: Tensor,
-    group_size: int,
     tokenizer: Any,
     eos_ids: Collection[int],
 ) -> Rollouts:
-    """TRL's batch as Rollouts of N rows.
+    """This process's part of TRL's batch as Rollouts of n rows, each a group of its own; `reward` is (n,).
 
     `behavior_logp` is NaN where TRL does not know the sampler's log-probabilities.
     """
@@ -51,7 +50,7 @@ def rollouts_of(
         completion_mask=loss_mask.long(),
         behavior_logp=torch.full(mask.shape, torch.nan, device=mask.device) if sampler is None else sampler.float(),
         sampler_logp=None,
-        group=torch.arange(len(mask), device=mask.device) // group_size,
+        group=torch.arange(len(mask), device=mask.device),
         truncated=~torch.tensor(ends, device=mask.device),
         texts=tokenizer.batch_decode(contents, skip_special_tokens=False, clean_up_tokenization_spaces=False),
     )

@@ -1,7 +1,8 @@
 """The recorder of a GRPOTrainer, which changes nothing but the token weights, if asked for.
 
 TRL shuffles a batch after scoring it, so each row carries its number (`ROW`) through shuffle and split, and what the loss
-does with it is recorded under that number. A step is the fewest micro-steps that are whole batches and whole updates.
+does with it is recorded under that number. With several processes the number is that of the row in the batch of all of them,
+which every process holds; each records its own rows and gathers the others'. A step is the fewest micro-steps that are whole batches and whole updates.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 from transformers import Trainer
 
+from sharpscope import distributed
 from sharpscope.config import RunConfig
 from sharpscope.config.token_weights import UniformWeight
 from sharpscope.errors import UserError
@@ -26,6 +28,7 @@ from sharpscope.integrations.trl import arguments
 from sharpscope.integrations.trl.batches import RewardScores, examples_of, rewards_of, rollouts_of
 from sharpscope.integrations.trl.loss import token_loss
 from sharpscope.objective import Method, calibrate, prepare
+from sharpscope.policy.rollouts import join_rollouts
 from sharpscope.policy.scoring import Scorer
 from sharpscope.probes import guarded
 from sharpscope.recording import RolloutBatch, step_tensors
@@ -59,7 +62,8 @@ def record(
     training is bitwise the same. `sharpscope analyze`, `show`, `tokens`, `spikes`, `claims` read the folder.
 
     Args:
-        trainer: a trl.GRPOTrainer in one process, or an SFTTrainer or DPOTrainer in one or several (DDP); float32 or bf16.
+        trainer: a trl.GRPOTrainer, SFTTrainer or DPOTrainer in one process or several (DDP), float32 or bf16. With several, every
+            process calls this function.
         out: folder of the run; it must not exist or be empty.
         weights: a method, or the name of one, whose token weights multiply TRL's surrogate (`grpo-sg`, `ar`, a control …),
             through per-token advantages; None changes nothing.
@@ -173,30 +177,35 @@ class Recorder(TrainerRecorder):
         return output
 
     def _open_batch(self, output: dict[str, Any], scored: RewardScores, total: Tensor) -> None:
-        """Add a new batch: measure π_old on it, number its rows and, if asked for, weight their tokens."""
+        """Add the new batch of all processes: measure π_old on it, number its rows and, if asked for, weight their tokens."""
         advantage = output["advantages"]
         if advantage.dim() != 1:
             raise UserError(
                 f"record: this trainer's advantages have shape {tuple(advantage.shape)}; recording needs one a completion"
             )
         self._serial += 1
-        tokenizer, eos_ids = self.policy.tokenizer, self.policy.eos_ids
-        rollouts = rollouts_of(output, scored, total, self.group_size, tokenizer, eos_ids)
+        tokenizer, device = self.policy.tokenizer, advantage.device
+        # TRL has gathered the rewards, in the order of processes; rows and advantages are each process's own.
+        own = torch.arange(len(advantage), device=device) + distributed.rank() * len(advantage)
+        part = rollouts_of(output, scored, total[own.to(total.device)], tokenizer, self.policy.eos_ids)
+        parts = distributed.gather((part.to(torch.device("cpu")), advantage.detach().cpu()))
+        rollouts = join_rollouts(*(each for each, _ in parts)).to(device)
+        rollouts = replace(rollouts, group=torch.arange(len(rollouts), device=device) // self.group_size)
         rewards = rewards_of(scored, self.trainer.reward_func_names, total, self.correct)
         examples = examples_of(rollouts, self.group_size, tokenizer)
-        batch = RolloutBatch(examples, rollouts, rewards, advantage.detach().clone(), None)
+        every = torch.cat([each for _, each in parts]).to(device)
+        batch = RolloutBatch(examples, rollouts, rewards, every, None)
         scorer = replace(self.scorer, share_prompt=same_prompts(rollouts, self.group_size))
         with guarded(self.model, weights=False):
             stats = scorer.statistics(rollouts)
         plan = None
         if self.weights is not None:
             plan = self._plan(batch, stats)
-            factor = plan.weight * plan.keep.to(plan.weight)
-            output["advantages"] = advantage[:, None] * factor.to(advantage)  # (N, T)
-        tokens = unused_tokens(stats, advantage, None if plan is None else plan.weight)
+            factor = (plan.weight * plan.keep.to(plan.weight)).to(advantage)[own]
+            output["advantages"] = advantage[:, None] * factor[:, : output["completion_ids"].shape[1]]  # (n, T)
+        tokens = unused_tokens(stats, every, None if plan is None else plan.weight)
         self._step.batches.append(Batch(self._serial, batch, tokens, "sampling_per_token_logps" in output))
-        rows = torch.arange(len(advantage), device=advantage.device)
-        output[ROW] = torch.stack([torch.full_like(rows, self._serial), rows], 1)
+        output[ROW] = torch.stack([torch.full_like(own, self._serial), own], 1)
 
     def _plan(self, batch: RolloutBatch, stats: Any) -> Any:
         """The weights of this batch, fixed for all its updates; the first batch calibrates their constants."""
@@ -232,6 +241,11 @@ class Recorder(TrainerRecorder):
             )
         return loss
 
+    def _gradient_done(self) -> None:
+        """Run the probes that are due, on the rows of all processes."""
+        self._step.collect()
+        super()._gradient_done()
+
     # -- the loss of the first update as a function of the weights -----------------------------------------------------
 
     def _with_old_logp(self, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -241,6 +255,7 @@ class Recorder(TrainerRecorder):
         numbers = inputs[ROW]
         batch = next(b for b in self._step.batches if b.serial == int(numbers[0, 0]))
         logp = batch.tokens.stats.logp[numbers[:, 1].to(batch.tokens.stats.logp.device)]
+        logp = logp[:, : inputs["completion_ids"].shape[1]]
         return inputs | {"old_per_token_logps": logp.to(numbers.device)}
 
     def observe_update(self) -> None:
@@ -251,9 +266,13 @@ class Recorder(TrainerRecorder):
             self._observer.critical(self.model, self.optimizer, lambda: self._loss_of(kept), clip_factor=factor)
 
     def _loss_of(self, kept: list[dict[str, Any]]) -> float:
-        """TRL's loss of some micro-batches at the present weights, without dropout; the trainer is left as it was."""
+        """TRL's loss of this process's micro-batches at the present weights, without dropout, averaged over the processes.
+
+        The trainer is left as it was.
+        """
         with self.evaluating():
-            return sum(float(self._original["_compute_loss"](self.model, inputs)) for inputs in kept)
+            own = sum(float(self._original["_compute_loss"](self.model, inputs)) for inputs in kept)
+        return distributed.sum_values(own) / distributed.world_size()
 
     def _logps(self, *args: Any, **kwargs: Any) -> Any:
         outputs = self._original["_get_per_token_logps_and_entropies"](*args, **kwargs)

@@ -27,7 +27,7 @@ from transformers import Trainer
 
 from sharpscope.integrations import trl as trl_integration
 from sharpscope.integrations.hf_trainer import record
-from tests.integrations.trainers import Weights, dpo_trainer, plain_trainer, sft_trainer, small_model, tokenizer
+from tests.integrations.trainers import Weights, dpo_trainer, evens, plain_trainer, sft_trainer, small_model, tokenizer
 
 ALL = {"token_gradients_every": 1, "exact_top": 2, "exact_random": 2}
 DROPOUT = {"architecture": "gpt2", "model": {"resid_pdrop": 0.2, "attn_pdrop": 0.2}}
@@ -223,6 +223,101 @@ def test_two_processes_make_one_trace(two_processes, name, rows, loss):
     assert run.rollouts.groupby("step").size().tolist() == [rows] * 3
     compare(run, every[0][name, True][:-1], small_model(model={"tie": False}), loss, beta=0.1)
     check_critical(run, every[0][name, True], small_model(model={"tie": False}), loss, beta=0.1)
+
+
+def test_two_processes_of_grpo_make_one_trace(two_processes):
+    """Every number of both processes' completions is that of one float64 loss over all of them; a group is in both processes."""
+    from trl import GRPOConfig
+
+    corrected = getattr(GRPOConfig, "use_bias_correction_kl", False)  # the default of recent versions
+    folder, every = two_processes
+    for kept in every:
+        for plain, recorded in zip(kept["grpo", False], kept["grpo", True], strict=True):
+            assert all(torch.equal(plain[key], recorded[key]) for key in plain)
+    run, words = sharpscope.load_run(folder / "grpo"), tokenizer()
+    assert run.status == "finished" and run.info["processes"] == 2 and run.info["steps_done"] == 2
+    config = run.config["rollout"]
+    assert (config["prompts_per_step"], config["group_size"]) == (3, 4)
+    first = small_model(model={"tie": False}).double()
+    model, reference = copy.deepcopy(first), copy.deepcopy(first)
+    for step in (1, 2):
+        tokens = run.tokens(steps=[step])
+        rollouts = run.rollouts[run.rollouts["step"] == step].sort_values("rollout")
+        assert rollouts["group"].tolist() == [group for group in range(3) for _ in range(4)]
+        assert (rollouts.groupby("group")["prompt"].nunique() == 1).all()
+        reward = torch.tensor(rollouts["reward"].to_numpy(), dtype=torch.float64).view(3, 4)
+        advantage = ((reward - reward.mean(1, keepdim=True)) / (reward.std(1, keepdim=True) + 1e-4)).flatten()
+        np.testing.assert_allclose(rollouts["advantage"], advantage, atol=1e-5)
+        rows = []
+        for row in rollouts.itertuples():
+            ids = tokens[tokens["rollout"] == row.rollout]["token_id"].tolist()
+            spoken = words.decode(ids, skip_special_tokens=True)
+            assert row.reward == pytest.approx(evens([spoken])[0] - 0.01 * len(spoken.split()), abs=1e-6)
+            rows.append((words(row.prompt)["input_ids"], ids))
+
+        def at(update: int, step: int = step) -> None:
+            weights = every[0]["grpo", True][2 * (step - 1) + update]
+            model.load_state_dict({name: value.double() for name, value in weights.items()})
+
+        at(0)
+        with torch.no_grad():
+            old, base = ([oracle.row_logp(one, row) for row in rows] for one in (model, reference))
+
+        def loss(
+            logp: list[torch.Tensor], old: Any = old, base: Any = base, advantage: Any = advantage
+        ) -> torch.Tensor:
+            total = torch.zeros((), dtype=torch.float64)
+            for lp, before, ref, a in zip(logp, old, base, advantage, strict=True):
+                ratio, delta = (lp - before).exp(), ref - lp
+                clipped = -torch.minimum(a * ratio, a * ratio.clamp(1 - 0.05, 1 + 0.05))
+                total = total + (clipped + 0.1 * (delta.exp() - delta - 1) * (ratio if corrected else 1)).sum()
+            return total / sum(map(len, logp))
+
+        for update in (0, 1):
+            at(update)
+            found = oracle.tokens_of(model, rows, loss)
+            row = run.updates[(run.updates["step"] == step) & (run.updates["update"] == update)].iloc[0]
+            assert row["grad_norm"] == pytest.approx(found.gradient_norm, rel=1e-5) and row["tokens"] == len(found.logp)
+            change = found.logp - torch.cat(old)
+            assert row["ratio_max"] == pytest.approx(float(change.exp().max()), rel=1e-5)
+            assert row["kl_old_k1"] == pytest.approx(-float(change.mean()), rel=1e-4, abs=1e-7)
+            if update == 0:
+                np.testing.assert_allclose(tokens["logp"], found.logp, atol=1e-5)
+                np.testing.assert_allclose(tokens["loss_coef"], found.coef, rtol=1e-5, atol=1e-8)
+                np.testing.assert_allclose(tokens["score_norm"], found.score_norm, rtol=1e-5)
+                np.testing.assert_allclose(tokens["attribution"], found.attribution, atol=1e-5)
+        # at the second update, of a policy that has moved
+        assert row["loss"] == pytest.approx(float(loss([oracle.row_logp(model, r).detach() for r in rows])), rel=1e-4)
+        assert row["clip_fraction_low"] + row["clip_fraction_high"] > 0
+    critical = run.probes[run.probes["quantity"] == "critical_sharpness"] if "quantity" in run.probes else run.probes
+    assert len(critical)
+
+
+def test_two_processes_share_one_plan_of_weights(two_processes):
+    """The weights are those of all completions: calibrated on both processes' first batch, and in TRL's loss."""
+    folder, every = two_processes
+    for one, two in zip(every[0]["weighted", True], every[1]["weighted", True], strict=True):
+        assert all(torch.equal(one[key], two[key]) for key in one)
+    run = sharpscope.load_run(folder / "weighted")
+    tokens = run.tokens()
+    assert tokens["weight"].nunique() > 10 and run.info["calibration"]["kind"] == "sigmoid"
+    expected = -tokens["weight"] * tokens["advantage"] / len(tokens)
+    np.testing.assert_allclose(tokens["loss_coef"], expected, rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("kind", ["DEEPSPEED", "FSDP", "MULTI_XPU"])
+def test_other_launches_are_refused_by_name(kind, tmp_path: Path, monkeypatch):
+    from accelerate.utils import DistributedType
+
+    from tests.integrations.trainers import trainer as grpo_trainer
+
+    for make in (sft_trainer, grpo_trainer):
+        one = make(tmp_path / "t")
+        monkeypatch.setitem(one.accelerator.state._shared_state, "distributed_type", DistributedType(kind))
+        with pytest.raises(UserError, match={"DEEPSPEED": "DeepSpeed"}.get(kind, kind)):
+            trl_integration.record(one, tmp_path / "run")
+        monkeypatch.undo()
+    assert not (tmp_path / "run").exists()
 
 
 def test_pairs_of_dpo_are_groups(tmp_path: Path):
