@@ -332,6 +332,15 @@ class Recorder(TorchFunctionMode):
         finally:
             self._index = before
 
+    def follow(self, named: Mapping[str, Tensor]) -> None:
+        """Record uses of `named` from here on; sharded weights become whole tensors layer by layer."""
+        self._sources.update((id(parameter), _Source(name)) for name, parameter in named.items())
+        self._derived += named.values()
+
+    def stop(self) -> None:
+        """Record no more uses."""
+        self._sources.clear()
+
     def _source(self, value: Any) -> _Source | None:
         return self._sources.get(id(value)) if isinstance(value, Tensor) else None
 

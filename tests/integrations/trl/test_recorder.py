@@ -407,7 +407,7 @@ def test_what_cannot_be_recorded_is_said_before_anything_is_written(change, mess
 def test_the_asynchronous_trainer_is_refused_by_name(tmp_path: Path):
     experimental = pytest.importorskip("trl.experimental.async_grpo")
     one = experimental.AsyncGRPOTrainer.__new__(experimental.AsyncGRPOTrainer)
-    with pytest.raises(UserError, match=r"AsyncGRPOTrainer joins completions .* sharpscope import jsonl"):
+    with pytest.raises(UserError, match=r"AsyncGRPOTrainer joins completions .*sharpscope import jsonl"):
         record(one, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 

@@ -1,0 +1,88 @@
+"""Local score norms through a model whose weights are in shards: those of the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+
+from sharpscope.errors import CheckError, UserError
+from sharpscope.policy.gradient_checkpointing import layers_of
+from sharpscope.probes import score_norms
+from sharpscope.probes.token_gradients import sharded
+from tests.models import random_batch, tiny_model
+
+
+@pytest.fixture(autouse=True)
+def one_process() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def shard(model: torch.nn.Module) -> torch.nn.Module:
+    """As trainers do: each layer, and the rest with the whole model."""
+    mesh = dist.init_device_mesh("cpu", (1,))
+    for layer in layers_of(model):
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "tie"),
+    [("qwen2", True), ("qwen3", False), ("gpt2", True), ("gemma2", True), ("gpt_neox", False), ("qwen2_moe", False)],
+)
+def test_norms_are_those_of_the_whole_model(architecture: str, tie: bool, monkeypatch: pytest.MonkeyPatch):
+    """Also in several chunks, with a temperature; weights, gradients and mode are as before."""
+    monkeypatch.setattr(sharded, "CHUNK", 12)
+    whole, batch = tiny_model(architecture, tie=tie), random_batch()
+    given = (batch["input_ids"], batch["mask"])
+    expected = score_norms(whole, *given, tier="local", attention_mask=batch["attention_mask"], temperature=0.7).values
+    model = shard(tiny_model(architecture, tie=tie).train())
+    norms = sharded.ShardedNorms(model)
+    found = norms.measure(*given, batch["attention_mask"], 0.7)
+    assert norms.checked is not None and norms.checked < 1e-8
+    assert model.training and all(parameter.grad is None for parameter in model.parameters())
+    assert (expected > 0).sum() == batch["mask"].sum()
+    torch.testing.assert_close(found.values, expected, rtol=1e-9, atol=1e-12)
+    kept = dict(whole.named_parameters())
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.full_tensor(), kept[name])
+
+
+def test_frozen_parameters_do_not_count():
+    whole, batch = tiny_model(tie=False), random_batch()
+    model = tiny_model(tie=False)
+    for one in (whole, model):
+        for name, parameter in one.named_parameters():
+            parameter.requires_grad_("mlp" in name)
+    given = (batch["input_ids"], batch["mask"])
+    expected = score_norms(whole, *given, tier="local", attention_mask=batch["attention_mask"]).values
+    found = sharded.ShardedNorms(shard(model)).measure(*given, batch["attention_mask"], 1.0).values
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_norms_that_are_wrong_are_refused(monkeypatch: pytest.MonkeyPatch):
+    """The self-check compares a token with the model's own gradient."""
+    model, batch = shard(tiny_model()), random_batch()
+    original = sharded.head_gradients
+
+    def wrong(*args, **options):
+        output, coupled = original(*args, **options)
+        output.to_hidden.mul_(1.01)
+        return output, coupled
+
+    monkeypatch.setattr(sharded, "head_gradients", wrong)
+    with pytest.raises(CheckError, match="differ from its own gradient"):
+        sharded.ShardedNorms(model).measure(batch["input_ids"], batch["mask"], batch["attention_mask"], 1.0)
+
+
+def test_what_the_tier_does_not_know_is_refused():
+    model, batch = tiny_model(), random_batch()
+    model.model.norm.extra = torch.nn.Parameter(torch.ones(1, dtype=torch.float64))
+    model.model.norm.register_forward_hook(lambda module, _, out: out * module.extra.sin())
+    with pytest.raises(UserError, match=r"model\.norm"):
+        sharded.ShardedNorms(shard(model)).measure(batch["input_ids"], batch["mask"], batch["attention_mask"], 1.0)
