@@ -18,6 +18,10 @@ Tokenizer = Annotated[
     str | None,
     typer.Option(help="Model folder or hub id of the tokenizer, for texts. Default: tokens are shown as IDs."),
 ]
+Temperature = Annotated[
+    float | None,
+    typer.Option(help="Softmax temperature of the log-probabilities, which probes of a checkpoint use. Default: 1."),
+]
 
 group = typer.Typer(
     help="Write a trace from the files of another trainer. What they do not say is null.", no_args_is_help=True
@@ -37,6 +41,7 @@ def prime_rl(
     task: Task = None,
     seed: Seed = None,
     tokenizer: Tokenizer = None,
+    temperature: Temperature = None,
     adv_tau: Annotated[
         float | None, typer.Option(help="adv_tau of the default loss; with --kl-tau, for loss_coef.")
     ] = None,
@@ -53,7 +58,7 @@ def prime_rl(
     if (adv_tau is None) != (kl_tau is None):
         raise UserError("--adv-tau, --kl-tau: give both, as in prime-rl's configuration, or neither")
     constants = None if adv_tau is None or kl_tau is None else Coefficients(adv_tau, kl_tau)
-    _tell(import_prime_rl(folder, out, _labels(method, task, seed, tokenizer), constants), out)
+    _tell(import_prime_rl(folder, out, _labels(method, task, seed, tokenizer, temperature), constants), out)
 
 
 @group.command("verl")
@@ -88,6 +93,7 @@ def jsonl(
     task: Task = None,
     seed: Seed = None,
     tokenizer: Tokenizer = None,
+    temperature: Temperature = None,
 ) -> None:
     """Import any table of tokens.
 
@@ -106,13 +112,15 @@ def jsonl(
         if not (ours and equals and theirs):
             raise UserError(f"--columns {pair}: not of the form OURS=THEIRS; write for example logp=logprobs")
         pairs[ours] = theirs
-    _tell(import_jsonl(file, out, _labels(method, task, seed, tokenizer), pairs), out)
+    _tell(import_jsonl(file, out, _labels(method, task, seed, tokenizer, temperature), pairs), out)
 
 
-def _labels(method: str, task: str | None, seed: int | None, tokenizer: str | None) -> Labels:
+def _labels(
+    method: str, task: str | None, seed: int | None, tokenizer: str | None, temperature: float | None = None
+) -> Labels:
     from sharpscope.integrations.importers import Labels
 
-    return Labels(method, task, seed, tokenizer)
+    return Labels(method, task, seed, tokenizer, temperature)
 
 
 def _tell(counts: dict[str, int], out: Path) -> None:

@@ -27,12 +27,15 @@ class Labels:
         task: name of the task; None: the importer's name.
         seed: of the run, if known.
         tokenizer: folder or hub id of the tokenizer, for texts; None: tokens are shown as their numbers.
+        temperature: softmax temperature T > 0 of the log-probabilities, which probes of a checkpoint use; None: not known, 1 is
+            assumed.
     """
 
     method: str = "unknown"
     task: str | None = None
     seed: int | None = None
     tokenizer: str | None = None
+    temperature: float | None = None
 
 
 @dataclass
@@ -117,8 +120,10 @@ def write(
     """Write a trace of the sequences of each step; returns the number of steps, rollouts and tokens.
 
     Raises:
-        UserError: `out` is not empty, the tokenizer cannot be loaded, or there is no sequence.
+        UserError: `out` is not empty, the temperature is not positive, the tokenizer cannot be loaded, or there is no sequence.
     """
+    if labels.temperature is not None and not 0 < labels.temperature < math.inf:
+        raise UserError(f"--temperature {labels.temperature:g}: must be above 0; give that of the log-probabilities")
     tokenizer = None if labels.tokenizer is None else _tokenizer(labels.tokenizer)
     made = create_run_dir(out)
     if tokenizer is not None:
@@ -127,7 +132,7 @@ def write(
         "method": labels.method,
         "task": labels.task or kind,
         "seed": labels.seed,
-        "config": {},
+        "config": {} if labels.temperature is None else {"rollout": {"temperature": labels.temperature}},
         "notes": list(notes),
     }
     create_run_info(made, info)

@@ -2,7 +2,8 @@
 
 TRL shuffles a batch after scoring it, so each row carries its number (`ROW`) through shuffle and split, and what the loss
 does with it is recorded under that number. With several processes the number is that of the row in the batch of all of them,
-which every process holds; each records its own rows and gathers the others'. A step is the fewest micro-steps that are whole batches and whole updates.
+which every process holds; each records its own rows and gathers the others'. A step is the fewest micro-steps that are whole
+batches and whole updates.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 `train_mini_batch` gets one batch of completions and makes a step of one or more updates (`train_batch`). Each row carries its
 number through verl's mini- and micro-batches. A hook on the log-probabilities that the loss differentiates gives ∂L/∂log π;
 FSDP averages gradients over the data-parallel processes, so this divided by their number is the token's coefficient in the
-loss of the whole batch. After the step the processes' rows are gathered, and the first process writes them.
+loss of the whole batch. After the step the processes' rows are gathered, and the first process writes them. At the first step and
+every few steps each process measures the local score norms of its own tokens through the shards, before the first update.
 
 The entropy bonus acts on all logits of a position and is not in `loss_coef`.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 import atexit
 import functools
 import json
+import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -24,13 +26,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sharpscope import distributed
 from sharpscope.errors import UserError
 from sharpscope.integrations.importers.writing import Completion, sampler_events, step_tables
-from sharpscope.recording import UpdateResult, UpdateTokens, environment, update_columns, update_norm
+from sharpscope.policy import completions_of
+from sharpscope.probes.token_gradients.sharded import ShardedNorms
+from sharpscope.recording import Event, UpdateResult, UpdateTokens, environment, update_columns, update_norm
+from sharpscope.recording.health import refusal
 from sharpscope.traces import RunLock, TraceWriter, create_run_dir, create_run_info, update_run_info
 from sharpscope.traces.files import now
 
 ROW = "sharpscope_row"
+EVERY, EVERY_DEFAULT = "SHARPSCOPE_VERL_NORMS_EVERY", 10
+"""Environment variable: interval of score norms, which the first step has as well; 0: never [steps]."""
 NEEDED = ("prompts", "responses", "response_mask", "old_log_probs", "advantages")
 _REWARDS = ("token_level_scores", "rm_scores", "token_level_rewards")
 
@@ -39,6 +47,7 @@ def install(folder: str) -> None:
     """Wrap verl's training worker, once per process; every actor's step is recorded to `folder`."""
     from verl.workers.engine_workers import TrainingWorker
 
+    norms_interval()
     if getattr(TrainingWorker, "_sharpscope", False):
         return
     step, update = TrainingWorker.train_mini_batch, TrainingWorker.train_batch
@@ -60,6 +69,20 @@ def install(folder: str) -> None:
 
     TrainingWorker.train_mini_batch, TrainingWorker.train_batch = train_mini_batch, train_batch
     TrainingWorker._sharpscope = True
+
+
+def norms_interval() -> int:
+    """The interval of score norms [steps].
+
+    Raises:
+        UserError: the environment variable is no whole number from 0.
+    """
+    text = os.environ.get(EVERY, str(EVERY_DEFAULT))
+    if not text.isdecimal():
+        raise UserError(
+            f"{EVERY} = {text!r}: is no whole number from 0; set an interval in steps, or 0 for no score norms"
+        )
+    return int(text)
 
 
 def check_worker(worker: Any) -> None:
@@ -92,6 +115,7 @@ class _Rows:
     ratio: Tensor
     update: Tensor  # int, −1 where no update has used the token
     entropy: Tensor  # NaN where it is not known
+    norm: Tensor  # local score norm at the start of the step, NaN where it was not measured
     updates: list[dict[str, float]] = field(default_factory=list)
     ratios: list[list[Tensor]] = field(default_factory=list)  # of each update, ln r of its tokens, per micro-batch
 
@@ -107,6 +131,12 @@ class Recorder:
         self.group = worker.engine.get_data_parallel_group()
         self.first = torch.distributed.get_rank() == 0
         self.writer: TraceWriter | None = None
+        self.every = norms_interval()
+        self.norms: ShardedNorms | None = ShardedNorms(worker.engine.module)
+        self.events: list[Event] = []
+        if worker.engine_config.strategy != "fsdp2":
+            self.norms = None
+            self._refuse(UserError(f"strategy = {worker.engine_config.strategy}: needs fsdp2"))
 
     # -- one step ----------------------------------------------------------------------------------------------------
 
@@ -121,7 +151,10 @@ class Recorder:
         blank = torch.full(mask.shape, torch.nan, dtype=torch.float64)
         never = torch.full(mask.shape, -1)
         entropy = _dense(data["entropy"]).double()[:, : mask.shape[1]] if "entropy" in data else blank.clone()
-        self.rows = _Rows(data, mask, old[:, : mask.shape[1]], blank.clone(), blank.clone(), never, entropy)
+        norm = blank.clone()
+        if self.norms is not None and self.every and (self.count == 0 or (self.count + 1) % self.every == 0):
+            self._score_norms(self.norms, data, mask, norm)
+        self.rows = _Rows(data, mask, old[:, : mask.shape[1]], blank.clone(), blank.clone(), never, entropy, norm)
         before = time.perf_counter() - started
         started = time.perf_counter()
         self.seconds = 0.0
@@ -134,6 +167,30 @@ class Recorder:
             self.rows = None
             del data[ROW]
         return output
+
+    def _score_norms(self, norms: ShardedNorms, data: Any, mask: Tensor, into: Tensor) -> None:
+        """Write the local score norms (n, T) of this process's response tokens; all processes call it."""
+        prompts, responses = _parts(data)
+        counted = [row[: len(ids)].tolist() for row, ids in zip(mask, responses, strict=True)]
+        made = completions_of(prompts, responses, counted)
+        whole = torch.cat([torch.zeros_like(made.input_ids[:, : made.prompt_width]), made.completion_mask], 1)
+        offload = bool(data["disable_auto_offload"]) if "disable_auto_offload" in data else False
+        try:
+            temperature = _temperature(data)
+            if any(value is None for value in distributed.gather(temperature)):
+                raise UserError("temperature: differs between rows; norms are of one temperature")
+            with self.worker.engine.eval_mode(disable_auto_offload=offload):
+                found = norms.measure(made.input_ids, whole, made.attention_mask, float(temperature or 1.0))
+        except UserError as problem:
+            self.norms = None
+            self._refuse(problem)
+            return
+        values = found.values[:, made.prompt_width :].double().cpu()
+        into[:, : values.shape[1]] = torch.where(made.completion_mask.bool(), values, torch.nan)
+
+    def _refuse(self, problem: UserError) -> None:
+        """Report that score norms are left out from here on."""
+        self.events.append(refusal(self.count + 1, "score_norm_local", problem))
 
     def update(self, train: Callable[[], Any]) -> Any:
         """Run one `train_batch` with a loss that is watched."""
@@ -228,8 +285,9 @@ class Recorder:
         given = [one for completions, _ in parts for one in completions]
         tokenizer = self.worker.model_config.tokenizer
         tables = step_tables(step, given, lambda ids: str(tokenizer.decode(ids, clean_up_tokenization_spaces=False)))
-        for event in sampler_events(step, given):
+        for event in [*sampler_events(step, given), *(found.row() for found in self.events)]:
             writer.append("events", {name: [value] for name, value in event.items()})
+        self.events = []
         ratios = [np.concatenate([one[index] for _, one in parts]) for index in range(len(rows.updates))]
         results = [_result(values, ratio) for values, ratio in zip(rows.updates, ratios, strict=True)]
         unclipped = dict.fromkeys(("clip_fraction_low", "clip_fraction_high", "clip_factor"))
@@ -251,9 +309,8 @@ class Recorder:
 
     def _open(self, data: Any) -> None:
         worker = self.worker
-        # A number, or one per row. Probes of a checkpoint need it, and it must be one.
-        temperatures = torch.as_tensor(data["temperature"], dtype=torch.float64).unique().tolist()
-        rollout = {"temperature": temperatures[0]} if len(temperatures) == 1 else {}
+        temperature = _temperature(data)
+        rollout = {} if temperature is None else {"temperature": temperature}  # probes of a checkpoint need it
         made = create_run_dir(self.folder)
         worker.model_config.tokenizer.save_pretrained(made / "tokenizer")
         config = getattr(worker.loss_fn, "keywords", {}).get("config")
@@ -327,6 +384,7 @@ def _completions(rows: _Rows) -> list[Completion]:
             "advantage": taken(advantage),
             "ratio": taken(rows.ratio),
             "loss_coef": taken(rows.coef),
+            "score_norm_local": taken(rows.norm),
         }
         if sampler is not None:
             tokens["behavior_logp"] = taken(sampler)
@@ -343,6 +401,12 @@ def _completions(rows: _Rows) -> list[Completion]:
             )
         )
     return completions
+
+
+def _temperature(data: Any) -> float | None:
+    """The softmax temperature, which verl gives as a number or for each row; None if rows differ."""
+    found = torch.as_tensor(data["temperature"], dtype=torch.float64).unique().tolist()
+    return float(found[0]) if len(found) == 1 else None
 
 
 def _dense(values: Any) -> Tensor:

@@ -111,7 +111,9 @@ def _row(ids: Tensor) -> Rows:
     device = ids.device
     chosen = torch.tensor([[False, True]], device=device)
     place = torch.arange(2, device=device)[None]
-    return Rows(ids, torch.tensor([2], device=device), chosen, place, torch.zeros(1, dtype=torch.long, device=device), (1, 2))
+    return Rows(
+        ids, torch.tensor([2], device=device), chosen, place, torch.zeros(1, dtype=torch.long, device=device), (1, 2)
+    )
 
 
 def _together(make: Callable[[], Rows]) -> Rows:
@@ -138,7 +140,7 @@ def _local_squares(model: nn.Module, rows: Rows, temperature: float) -> Ledger:
     structure = Structure(
         {}, Head(layer.weight), tied, None if shared else names.get(id(layer.weight)), names.get(id(layer.bias))
     )
-    structure.groups = {name: () for name in names.values()}
+    structure.groups = dict.fromkeys(names.values(), ())
     structure.attention_calls = 1  # lets `recording` choose the attention
     ids = widen(rows.ids, safe_width(model, rows.ids.shape[1]))  # (B, L)
     predicts = nn.functional.pad(rows.predicts, (0, ids.shape[1] - rows.ids.shape[1]))
@@ -193,7 +195,10 @@ def _require(
     expected = seen["logits"].float()
     scale = 1 + float(expected.abs().max())
     exact = logits.dtype in (torch.float32, torch.float64)
-    if bool(expected.isfinite().all()) and float((expected - logits.detach().float()).abs().max()) > (1e-3 if exact else 5e-2) * scale:
+    if (
+        bool(expected.isfinite().all())
+        and float((expected - logits.detach().float()).abs().max()) > (1e-3 if exact else 5e-2) * scale
+    ):
         raise UserError(
             f"model, {type(causal).__name__}: its logits are not a linear function of its last hidden state; norms are not measured"
         )

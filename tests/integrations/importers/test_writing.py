@@ -5,15 +5,41 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import sharpscope
 from sharpscope.cli import app
 from sharpscope.errors import UserError
 from sharpscope.integrations.importers import Labels, import_jsonl, import_prime_rl, import_verl
+from sharpscope.policy import PolicySpec, load_policy
+from sharpscope.probes import score_norms
+from sharpscope.recording.from_checkpoint import probe_trace
 from tests.integrations.importers.records import LABELS, NAMES, ROWS, write_lines
-from tests.integrations.trainers import tokenizer
+from tests.integrations.trainers import small_model, tokenizer
+
+
+def test_the_temperature_is_that_of_probes(tmp_path: Path):
+    """Log-probabilities at another temperature: a checkpoint measured at it agrees with them, at 1 it would not."""
+    small_model().save_pretrained(tmp_path / "model")
+    tokenizer().save_pretrained(tmp_path / "model")
+    ids, prompt = [5, 6, 7], [2, 3]
+    logits = small_model().double()(input_ids=torch.tensor([prompt + ids])).logits[0, 1:-1].detach() / 0.7
+    logp = logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0].tolist()
+    file = write_lines(tmp_path / "t.jsonl", [{"token_id": ids, "logp": logp, "prompt_ids": prompt}])
+    said("import", "jsonl", str(file), "--out", str(tmp_path / "run"), "--temperature", "0.7")
+    run, policy = sharpscope.load_run(tmp_path / "run"), load_policy(PolicySpec(model=str(tmp_path / "model")))
+    assert run.config == {"rollout": {"temperature": 0.7}}
+    (found,) = probe_trace(run, policy, tmp_path / "probed")
+    assert found.logp_gap < 1e-4 and sharpscope.load_run(tmp_path / "probed").events.empty
+    mask = torch.tensor([[0, 0, 1, 1, 1]])
+    norms = score_norms(policy.model, torch.tensor([prompt + ids]), mask, temperature=0.7).values[0, 2:]
+    np.testing.assert_allclose(sharpscope.load_run(tmp_path / "probed").tokens()["score_norm_local"], norms, rtol=1e-5)
+    for wrong in ("0", "-1", "inf"):
+        message = said("import", "jsonl", str(file), "--out", str(tmp_path / "no"), f"--temperature={wrong}", code=2)
+        assert "must be above 0" in message and not (tmp_path / "no").exists()
 
 
 def test_texts_with_a_tokenizer(tmp_path: Path):

@@ -21,7 +21,9 @@ from sharpscope.policy import PolicySpec, load_policy
 from sharpscope.recording.from_checkpoint import probe_trace
 from tests.integrations.same_batch import CASES, EPOCHS, EPS, GROUP, KL, LR, batch, check_equal, our_run
 from tests.integrations.trainers import small_model, tokenizer
+from tests.models import keep_double_precision
 from tests.oracles.supervised import row_logp, tokens_of
+from tests.oracles.token_gradients import local_token_gradients, squared_norms
 
 if importlib.util.find_spec("verl") is None:
     pytest.skip("verl is not installed (nox -s verl_recorder)", allow_module_level=True)
@@ -33,6 +35,7 @@ def trained(folder: Path, run: Path | None, plan: dict[str, Any] | None = None) 
     """What the two processes of worker.py kept."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     environment.pop("SHARPSCOPE_VERL", None)
+    environment["SHARPSCOPE_VERL_NORMS_EVERY"] = "2"
     if run is not None:
         environment["SHARPSCOPE_VERL"] = str(run)
     out = folder / f"kept-{'plain' if run is None else run.name}.pt"
@@ -184,6 +187,38 @@ def test_every_number_of_a_token_is_autograds_in_float64(pair):
             assert row["update_norm"] == pytest.approx(size, rel=1e-4)
     tokens = run.tokens()
     assert (tokens["loss_coef"].abs() > 1e-4).mean() > 0.5 and (np.abs(tokens["ratio"] - 1) > 0.2).any()
+
+
+def test_score_norms_are_autograds_in_float64(pair):
+    """Measured through the shards at the start of a step, here of both: loops over tokens at the weights that were kept."""
+    _, kept, path = pair
+    run, model = sharpscope.load_run(path), small_model().double()
+    keep_double_precision(model)
+    assert run.events[run.events["rule"] == "self_check"].empty
+    for step in (1, 2):
+        model.load_state_dict({name: value.double() for name, value in kept["weights"][4 * (step - 1)].items()})
+        tokens, rollouts = run.tokens(steps=[step]), run.rollouts[run.rollouts["step"] == step]
+        for row in rollouts.itertuples():
+            mine = tokens[tokens["rollout"] == row.rollout].sort_values("position")
+            ids = torch.tensor([json.loads(row.token_ids)])
+            mask = torch.zeros_like(ids)
+            mask[0, row.prompt_tokens + mine["position"].to_numpy()] = 1
+            squares = squared_norms(local_token_gradients(model, ids, mask), ids.shape)[mask.bool()]
+            np.testing.assert_allclose(mine["score_norm_local"], squares.sqrt(), rtol=2e-5)
+
+
+def test_packed_sequences(tmp_path: Path):
+    """Without padding (use_remove_padding) the same rows give the same numbers."""
+    small_model().save_pretrained(tmp_path / "model")
+    tokenizer().save_pretrained(tmp_path / "model")
+    tables = []
+    for name in ("padded", "packed"):
+        trained(tmp_path, tmp_path / name, {"packed": name == "packed", "data": {"epochs": 1}})
+        run = sharpscope.load_run(tmp_path / name)
+        tables.append((run.tokens(), run.updates))
+    for column in ("token_id", "logp", "loss_coef", "ratio", "update", "score_norm_local"):
+        np.testing.assert_allclose(tables[1][0][column], tables[0][0][column], rtol=1e-4, atol=1e-6, err_msg=column)
+    np.testing.assert_allclose(tables[1][1]["grad_norm"], tables[0][1]["grad_norm"], rtol=1e-4)
 
 
 def test_commands_read_it_and_a_checkpoint_adds_shares(pair, tmp_path: Path):
