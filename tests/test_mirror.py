@@ -21,6 +21,7 @@ ELSEWHERE = {
     "analysis/markdown": "analysis/html/test_page",
     "cli/app": "cli/test_cli",
     "cli/forking": "forks/test_experiment",
+    "cli/importing": "integrations/importers/test_writing",
     "cli/rotating": "training/test_rotating",
     "cli/sweeping": "sweeps/test_execute",
     "config/policy": "config/test_run",
