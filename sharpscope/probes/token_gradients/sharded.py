@@ -158,7 +158,7 @@ def _local_squares(model: nn.Module, rows: Rows, temperature: float) -> Ledger:
             seen["output"], seen["coupled"] = head_gradients(states, head, rows.targets, temperature, words=words)
             seen["states"], seen["logits"] = states, head.logits(args[0][:1, -1].detach())
 
-    given = {"position_ids": torch.arange(ids.shape[1], device=ids.device).repeat(len(ids), 1)}
+    given: dict[str, Any] = {"position_ids": torch.arange(ids.shape[1], device=ids.device).repeat(len(ids), 1)}
     if "logits_to_keep" in signature(causal.forward).parameters:
         given["logits_to_keep"] = 1  # logits are used in the check alone
     with ExitStack() as stack:
@@ -209,7 +209,7 @@ def _followed(causal: nn.Module, names: Mapping[int, str], recorder: Recorder) -
     """Within it, the recorder follows each module's trainable parameters as they are when the module computes."""
 
     def follow(own: list[tuple[str, str]]) -> Callable[[nn.Module, Any], None]:
-        return lambda module, _: recorder.follow({name: module._parameters[key] for key, name in own})
+        return lambda module, _: recorder.follow({name: module.get_parameter(key) for key, name in own})
 
     with ExitStack() as stack:
         for module in causal.modules():
