@@ -243,9 +243,12 @@ class ProbesSpec(Spec):
             value: Cost of a loss [products].
             groups: Number of parameter groups, if they are probed.
         """
-        eigen = self.max_products + self.top + int(self.smallest)
+        eigen = self.max_products + (self.top + int(self.smallest)) * (
+            1 + 2 * value
+        )  # values by prompt are two losses each
         # The Lanczos run for the eigenpairs is also the first sample of the density.
-        curvature = eigen + self.trace_probes + max(self.density_samples - 1, 0) * self.density_steps
+        trace = 2 * value * (self.max_products + self.trace_probes) * int(self.trace_probes > 0)
+        curvature = eigen + trace + self.trace_probes + max(self.density_samples - 1, 0) * self.density_steps
         curvature *= 1 + int(self.gauss_newton)
         curvature += eigen * (groups * int(self.groups) + int(self.preconditioned))
         each = {

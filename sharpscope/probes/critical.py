@@ -47,6 +47,9 @@ class CriticalSharpness:
         depth: largest decrease of the loss seen along the direction.
         evaluations: number of losses computed.
         rounding: relative error of the step θ − η_c·Δ from rounding to the parameters' dtype; NaN if not found.
+        prompts: number of prompts, if the loss was given by prompt; None otherwise.
+        std_error: standard error of `value` over prompts with Δ fixed, to first order (delta method), which holds where it is much
+            smaller than `value`; NaN if not known.
         converged: whether `value` is reliable.
         why: reason for `converged = False`.
         seconds: wall-clock time.
@@ -65,12 +68,14 @@ class CriticalSharpness:
     converged: bool
     why: str
     seconds: float
+    prompts: int | None = None
+    std_error: float = math.nan
 
     def estimates(self, probe: str = "critical") -> list[Estimate]:
         """Rows `critical_sharpness` (residual: half the width of its bracket), `critical_lr` and `update_slope`."""
         bracketed = self.lower > 0 and math.isfinite(self.upper) and math.isfinite(self.value)
         residual = 1 / self.lower - 1 / self.upper if bracketed else math.nan
-        common: dict[str, Any] = {"converged": self.converged, "why": self.why}
+        common: dict[str, Any] = {"converged": self.converged, "why": self.why, "prompts": self.prompts}
         half = (self.upper - self.lower) / 2 if bracketed else math.nan
         undefined = "" if math.isfinite(self.slope) else self.why or "no loss below the smallest step"
         return [
@@ -81,9 +86,18 @@ class CriticalSharpness:
                 samples=self.evaluations,
                 residual=residual,
                 seconds=self.seconds,
+                prompt_std_error=self.std_error,
                 **common,
             ),
-            Estimate(probe, "critical_lr", self.lr, samples=self.evaluations, residual=half, **common),
+            Estimate(
+                probe,
+                "critical_lr",
+                self.lr,
+                samples=self.evaluations,
+                residual=half,
+                prompt_std_error=self.std_error * self.lr**2 / 2,
+                **common,
+            ),
             Estimate(probe, "update_slope", self.slope, why=undefined),
         ]
 
@@ -116,20 +130,21 @@ def critical_sharpness(
     used. For parameters sharded by FSDP2 pass the model, whose gathered weights must be freed after each move.
 
     Args:
-        loss_fn: zero-argument closure that returns the scalar loss; called without gradients.
+        loss_fn: zero-argument closure that returns the scalar loss, or one value for each prompt, (k,), whose mean is the loss, for
+            a standard error over prompts; called without gradients.
         parameters: a model, for all of its trainable parameters, or the tensors to move.
         direction: Δ, one tensor (or None: not moved) for each parameter, local shards or whole DTensors for sharded ones; see
             `update_direction`. The update is θ ← θ − η·Δ.
         guess: first η to try, such as the learning rate or the last `lr` found.
         slope: Δᵀg if the gradient is known, which saves about one evaluation and detects Δᵀg ≤ 0 without any.
-        start: L(θ) if already computed in the same way, which saves an evaluation.
+        start: L(θ) if already computed in the same way, which saves an evaluation; leave it out for a loss by prompt.
         noise: differences of the loss up to this are treated as rounding; None: relative to L(θ), 4 times the resolution of the
             loss's dtype, or an eighth of that of the parameters' if this is larger. Give it for losses near 0 and for autocast.
         tolerance: relative width of the bracket.
         max_evaluations: largest number of losses computed, at least 4.
 
     Raises:
-        UserError: a wrong argument, or a loss that is not one number.
+        UserError: a wrong argument, or a loss that is neither one number nor a vector.
     """
     if not (guess > 0 and math.isfinite(guess)):
         raise UserError(f"guess, {guess}: must be positive and finite; use the learning rate")
@@ -150,6 +165,7 @@ def critical_sharpness(
         else:
             outcome = search.run(guess)
         rounding = line.rounding(search.root) if outcome == "found" else math.nan
+        std_error = search.std_error(line.by_prompt) if outcome == "found" else math.nan
         evaluations = line.evaluations
     why = _reason(outcome, start, search, noise)
     if outcome == "found" and rounding > ROUNDING:
@@ -169,6 +185,8 @@ def critical_sharpness(
         converged=not why,
         why=why,
         seconds=time.perf_counter() - began,
+        prompts=line.prompts,
+        std_error=std_error,
     )
 
 
@@ -224,6 +242,22 @@ class _Search:
         root = self._secant()
         self.root = (self.lower + self.upper) / 2 if root is None else min(max(root, self.lower), self.upper)
         return "found"
+
+    def std_error(self, by_prompt: dict[float, Tensor]) -> float:
+        """Standard error of 2/η_c over prompts from the loss by prompt, (k,), at each η; NaN if not known.
+
+        η_c is the root of the mean of the prompts' quotients q_i(η) = (L_i(θ − η·Δ) − L_i(θ))/η, so that to first order prompt i
+        changes 2/η_c by 2·q_i/(η_c²·q'), where q_i and the slope q' of the mean are those of the line through the bracket.
+        """
+        if not {0.0, self.lower, self.upper} <= by_prompt.keys():
+            return math.nan
+        low, high = ((by_prompt[eta] - by_prompt[0.0]) / eta for eta in (self.lower, self.upper))
+        slope = (high - low) / (self.upper - self.lower)  # (k,)
+        own = low + slope * (self.root - self.lower)
+        rise = float(slope.mean())
+        if not rise > 0 or len(own) < 2:
+            return math.nan
+        return 2 / (self.root**2 * rise) * float(own.std()) / math.sqrt(len(own))
 
     @property
     def _bracketed(self) -> bool:
@@ -292,6 +326,7 @@ class _Line:
         direction: Sequence[Tensor | None],
     ) -> None:
         self.loss_fn, self.evaluations = loss_fn, 0
+        self.by_prompt: dict[float, Tensor] = {}  # (k,) float64 for each η, if the loss is given by prompt
         self.model = parameters if isinstance(parameters, nn.Module) else None
         if self.model is not None:
             reshard(self.model)
@@ -330,12 +365,21 @@ class _Line:
         with torch.no_grad():
             value = self.loss_fn()
         if isinstance(value, Tensor):
-            if value.numel() != 1 or not value.is_floating_point():
+            if value.numel() < 1 or value.dim() > 1 or not value.is_floating_point():
                 raise UserError(
-                    f"loss_fn, a tensor of shape {tuple(value.shape)}: must return one floating-point number"
+                    f"loss_fn, a tensor of shape {tuple(value.shape)}: must return one floating-point number, or a vector of one "
+                    "value for each prompt"
                 )
             self.loss_resolution = torch.finfo(value.dtype).eps
+            if value.dim() == 1:
+                own = self.by_prompt[eta] = distributed.broadcast(value.detach().double().cpu())
+                return float(own.mean())
         return distributed.broadcast(float(value))
+
+    @property
+    def prompts(self) -> int | None:
+        """Number of prompts; None if the loss is one number."""
+        return len(next(iter(self.by_prompt.values()))) if self.by_prompt else None
 
     def rounding(self, eta: float) -> float:
         """‖round(θ − η·Δ) − (θ − η·Δ)‖ / ‖η·Δ‖ over all processes."""

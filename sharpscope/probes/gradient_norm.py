@@ -89,6 +89,7 @@ def squared_gradient_norm(
         value, std_error = _product(a, b)
         naive = float(((a.sum(0) + b.sum(0)) / 2).square().sum())
         finite = math.isfinite(value)
+        single = len(a) == len(halves)  # blocks are prompts
         rows += [
             Estimate(
                 "gradient",
@@ -101,6 +102,8 @@ def squared_gradient_norm(
                 why="" if finite else "the gradient is not finite",
                 functional=name,
                 seed=seed,
+                prompts=len(halves),
+                prompt_std_error=std_error if single else math.nan,
             ),
             Estimate("gradient", "squared_gradient_norm_naive", naive, samples=len(batch), functional=name, seed=seed),
         ]

@@ -51,7 +51,9 @@ class Sharpness:
         seconds: wall-clock time.
         checked: relative error of the gradient found by `check_gradient`; None if not checked, NaN if inconclusive.
         by_prompt: (k,) one value for each prompt, with mean `value` (see `Objective.by_prompt`); None if prompts are not known. Their
-            standard error treats the perturbation as fixed, which neglects terms of second order in rho.
+            standard error treats the perturbation as fixed. To first order that is the error of `worst` too, as its perturbation is a
+            maximum; for `sam` and `asam` it neglects terms of second order in rho. The upward bias of a maximum over the prompts
+            drawn is no part of it.
     """
 
     value: float
@@ -231,7 +233,7 @@ def sharpness_of(
     elif kind == "average":
         estimate = _average(surface, rho, scale, samples, sub_generator(seed, "average"), loss, base)
     elif kind == "worst":
-        estimate = _worst(surface, rho, scale, steps, tolerance, sub_generator(seed, "worst"), loss, scaled)
+        estimate = _worst(surface, rho, scale, steps, tolerance, sub_generator(seed, "worst"), loss, scaled, base)
     elif length == 0:
         estimate = _Measured(
             0.0, samples=1, converged=False, why="the gradient is zero, so one step has no direction; use kind='worst'"
@@ -398,6 +400,7 @@ def _worst(
     generator: torch.Generator,
     loss: float,
     start: Tensor,
+    base: Tensor | None,
 ) -> _Measured:
     """Projected gradient ascent in u; a step that lowers the loss is undone and shortened, so the last point is the best."""
 
@@ -433,7 +436,12 @@ def _worst(
     why = "" if converged else f"after {used} steps the ascent still moves by {residual:.0%} of rho"
     if best < loss and converged:  # a stationary point below the start: the ball's center is higher
         return _Measured(0.0, 1 + used, converged=False, why="the ascent ended below its start", residual=residual)
-    return _Measured(best - loss, 1 + used, converged=converged, why=why, residual=residual)
+    by_prompt = None
+    if converged and base is not None:
+        with moved(surface.parameters, _step(u, scale)):
+            rises = _rise(surface, loss, base)[1]
+        by_prompt = None if rises is None else rises - rises.mean() + (best - loss)
+    return _Measured(best - loss, 1 + used, converged=converged, why=why, residual=residual, by_prompt=by_prompt)
 
 
 def _climb(surface: Surface, u: Tensor, scale: Tensor | None) -> tuple[float, Tensor]:
@@ -575,6 +583,7 @@ def loss_slices(
     random_scale: float = 0.1,
     seed: int = 0,
     at: tuple[float, Tensor] | None = None,
+    base: Tensor | None = None,
 ) -> list[Estimate]:
     """The loss along the gradient, the top eigenvector and random filter-normalized directions.
 
@@ -587,10 +596,11 @@ def loss_slices(
         random_scale: see `distances`.
         seed: seed of the random directions.
         at: (L(θ), ∇L(θ)) if already computed.
+        base: `surface.by_prompt()` at θ, for standard errors over prompts with the directions fixed; None leaves them out.
 
     Returns:
-        Rows `slice_gradient`, `slice_eigenvector`, `slice_random_<i>` with the loss in `value` and the distance in `rho`;
-        directions of length 0 are left out.
+        Rows `slice_gradient`, `slice_eigenvector`, `slice_random_<i>` with the loss in `value` and the distance in `rho`, without
+        values by prompt; directions of length 0 are left out.
 
     Raises:
         UserError: all distances are 0.
@@ -600,15 +610,16 @@ def loss_slices(
         raise UserError("distances: at least one must not be zero")
     began = time.perf_counter()
     loss, gradient = surface.gradient() if at is None else at
-    points: list[tuple[str, float, float]] = []
+    points: list[tuple[str, float, float, Tensor | None]] = []
 
     def follow(name: str, unit: Tensor, scale: float) -> None:
         for distance in (step * scale for step in distances):
             if distance == 0:
-                points.append((name, distance, loss))
+                points.append((name, distance, loss, base))
                 continue
             with moved(surface.parameters, unit * distance):
-                points.append((name, distance, surface.value()))
+                each = None if base is None else surface.by_prompt()
+                points.append((name, distance, surface.value() if each is None else float(each.mean()), each))
 
     norm = gradient.norm()
     if norm > 0:
@@ -622,6 +633,9 @@ def loss_slices(
             follow(f"random_{index}", direction / length, random_scale * length / farthest)
     seconds = (time.perf_counter() - began) / max(len(points), 1)
     return [
-        Estimate("slice", f"slice_{name}", value, rho=distance, seed=seed, seconds=seconds)
-        for name, distance, value in points
+        replace(
+            with_prompts(Estimate("slice", f"slice_{name}", value, rho=distance, seed=seed, seconds=seconds), each),
+            prompt_values=(),
+        )
+        for name, distance, value, each in points
     ]

@@ -264,14 +264,14 @@ def _measure(
         at = loss, gradient
         if curvature and spec.curvature:
             part = _first_prompts(surface, spec.curvature_prompts)
-            whole = _Curvatures(part, spec, seed, at if part is surface else part.gradient())
+            whole = _Curvatures(part, spec, seed, (*at, base) if part is surface else part.gradient_by_prompt())
             before = len(rows)
             try:
                 result = whole.plain(time.perf_counter() - began)
                 rows += [*result.estimates(), *whole.preconditioned(optimizer)]
                 rows += whole.gauss_newton()
                 del whole  # frees the graph that the products share
-                rows += _groups(part, spec, seed)
+                rows += _groups(part, spec, seed, base if part is surface else part.by_prompt())
             except CheckError as problem:
                 # Keep what was measured with products that had passed the check.
                 quantity = "largest" if result is None else "gauss_newton_largest"
@@ -288,7 +288,7 @@ def _measure(
         if perturbation and spec.slices and batch.slices and finite:
             top = result.vectors[0] if result is not None and result.converged else None
             points = [max(spec.rhos) * point for point in SLICE_POINTS]
-            rows += loss_slices(surface, points, top=top, seed=seed, at=at)
+            rows += loss_slices(surface, points, top=top, seed=seed, at=at, base=base)
         named = labeled(rows, functional=objective.name, probe_set=batch.name)
         return Measured(batch, tuple(named), surface.objective, result)
 
@@ -296,8 +296,8 @@ def _measure(
 class _Curvatures:
     """Curvature of one surface in its variants, which share its gradient, its Hessian's graph and Lanczos's start."""
 
-    def __init__(self, surface: LmSurface, spec: ProbesSpec, seed: int, at: tuple[float, Tensor]) -> None:
-        self.surface, self.spec, self.seed, self.at = surface, spec, seed, at
+    def __init__(self, surface: LmSurface, spec: ProbesSpec, seed: int, at: tuple[float, Tensor, Tensor]) -> None:
+        self.surface, self.spec, self.seed, self.at, self.base = surface, spec, seed, at[:2], at[2]
         self.settings = CurvatureSettings(
             **{field.name: getattr(spec, field.name) for field in fields(CurvatureSettings)}
         )
@@ -316,6 +316,7 @@ class _Curvatures:
             operator=self._hessian,
             at=self.at,
             start=self._start,
+            base=self.base,
             check=self.spec.check != "off",
         )
         return replace(result, seconds_by_part=result.seconds_by_part | {"gradient": gradient_seconds})
@@ -349,6 +350,7 @@ class _Curvatures:
             operator=self._hessian,
             at=self.at,
             start=self._start,
+            base=self.base,
             check=self.spec.check != "off",
         )
         rows = [e for e in result.estimates(prefix="preconditioned_") if not e.quantity.endswith("gradient_norm")]
@@ -372,13 +374,13 @@ def _ends(spec: ProbesSpec, *, smallest: bool) -> CurvatureSettings:
     )
 
 
-def _groups(surface: LmSurface, spec: ProbesSpec, seed: int) -> list[Estimate]:
+def _groups(surface: LmSurface, spec: ProbesSpec, seed: int, base: Tensor) -> list[Estimate]:
     """Extreme eigenvalues of each group of parameters alone."""
     rows: list[Estimate] = []
     if spec.groups:
         for name, tensors in parameter_groups(surface.model, surface.parameters).items():
             result = curvature_of(
-                surface.restricted(tensors), _ends(spec, smallest=True), seed=seed, check=spec.check != "off"
+                surface.restricted(tensors), _ends(spec, smallest=True), seed=seed, base=base, check=spec.check != "off"
             )
             rows += labeled(result.estimates(), parameters=name)
     return rows
@@ -418,7 +420,10 @@ def _perturbations(
             within = all(len({prompt[row] for row in cut.tolist()}) == 1 for cut in cuts)
             prompts = [prompt[int(cut[0])] for cut in cuts] if within else None
             results = [m_sharpness_of(parts, rho, seed=seed, prompts=prompts) for rho in spec.rhos]
-            rows += [row for one in results for row in one.estimates(spec.m)]
+            of_groups = [row for one in results for row in one.estimates(spec.m)]
+            if within:
+                of_groups = [replace(row, prompt_std_error=row.std_error) for row in of_groups]
+            rows += of_groups
         else:
             why = f"{count} rows make fewer than 2 groups of m = {spec.m}"
             rows.append(Estimate("perturbation", f"m{spec.m}_sam", math.nan, converged=False, seed=seed, why=why))

@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from sharpscope.config import RunConfig
 
 
+HELD_CONSTANT = ("cispo", "dppo", "vespo")  # surrogates with a factor of the ratio that has no gradient
 GUESS = 16.0  # first step size of the line search for the critical sharpness, in learning rates
 
 
@@ -206,7 +207,7 @@ class StepObserver:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        loss_fn: Callable[[], float],
+        loss_fn: Callable[[], Tensor | float],
         *,
         loss: float | None = None,
         clip_factor: float | None,
@@ -218,8 +219,9 @@ class StepObserver:
         Args:
             model: in training, as the optimizer has it; its `.grad` is what the optimizer gets.
             optimizer: about to make the step.
-            loss_fn: the update's loss at the present weights, everything else as it was at the start of the step.
-            loss: its value, if already computed.
+            loss_fn: the update's loss at the present weights, or one value for each prompt, (k,), with this mean; everything else
+                as it was at the start of the step.
+            loss: its value, if already computed; leave it out for a loss by prompt.
             clip_factor: what clipping has multiplied the gradient by; None if `.grad` is not the gradient of the loss (SAM).
         """
         if self.critical_due:
@@ -231,10 +233,16 @@ class StepObserver:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        loss_fn: Callable[[], float],
+        loss_fn: Callable[[], Tensor | float],
         loss: float | None,
         clip_factor: float | None,
     ) -> None:
+        clip = self.run.config.method.clip.kind
+        if clip in HELD_CONSTANT:
+            raise UserError(
+                f"method.clip.kind = {clip}: the loss has a factor that its gradient treats as constant, so its values along the "
+                "update are not those of what the update descends"
+            )
         direction = update_direction(optimizer, model)
         lr = max(float(group["lr"]) for group in optimizer.param_groups)
         compute = self.run.policy.compute or next(model.parameters()).dtype

@@ -499,8 +499,9 @@ PROBES = Table(
             "prompt_std_error",
             "float64",
             "the quantity's",
-            "standard error over prompts, as if they were a random sample and perturbations and completions were fixed; that of "
-            "the values in probe_prompts",
+            "standard error over prompts, as if they were a random sample and perturbations, eigenvectors, the update and completions "
+            "were fixed (first order); that of the values in probe_prompts, which loss slices and an update's critical sharpness do not "
+            "have. Null where it is not defined (densities, ratios, first-order terms, Gauss-Newton) or the loss is not known by prompt",
         ),
     ),
 )

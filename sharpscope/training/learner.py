@@ -67,13 +67,13 @@ class AppliedUpdate:
         index: within the step, from 0.
         loss: at the present weights.
         clip_factor: what clipping has multiplied the gradient by; None if a sharpness method has reshaped it.
-        loss_fn: makes the loss as a function of the weights; every process must call that function.
+        loss_fn: makes the loss as a function of the weights, by prompt (k,) with mean L; every process must call that function.
     """
 
     index: int
     loss: float
     clip_factor: float | None
-    loss_fn: Callable[[], Callable[[], float]]
+    loss_fn: Callable[[], Callable[[], Tensor]]
 
 
 BeforeOptimizer = Callable[[AppliedUpdate], None]
@@ -340,8 +340,8 @@ class _Updates:
             learner.entropy_control.count(self.method.entropy, gradient.entropy)
         return described
 
-    def _loss_fn(self, gradient: _Gradient) -> Callable[[], float]:
-        """The loss of an update as a function of the weights: π_old, advantages and token weights stay as they are."""
+    def _loss_fn(self, gradient: _Gradient) -> Callable[[], Tensor]:
+        """The loss of an update by prompt (k,) as a function of the weights: π_old, advantages and token weights stay as they are."""
         plan = self.plan
         if plan is None:  # of the pass that computed the gradient
             stats = self.tokens.stats
@@ -350,38 +350,45 @@ class _Updates:
         return lambda: self._loss(plan, gradient.rows, gradient.pass_index)
 
     @torch.no_grad()
-    def _loss(self, plan: Plan, rows: Tensor, pass_index: int) -> float:
-        """L of some rows at the present weights, summed over microbatches and processes."""
+    def _loss(self, plan: Plan, rows: Tensor, pass_index: int) -> Tensor:
+        """k·(part of L) of each of the k prompts of some rows at the present weights, (k,) float64 with mean L."""
         learner, rollouts, scorer = self.learner, self.rollouts, self.learner.scorer
         mask, dtype = loss_mask(rollouts, self.method)[rows], self.tokens.stats.logp.dtype
         normalizer = token_normalizer(self.method, mask, learner.max_new_tokens, keep=plan.keep[rows], dtype=dtype)
         position = {int(row): index for index, row in enumerate(rows)}
-        total = 0.0
+        prompts = rollouts.group[rows].unique().cpu()
+        total = torch.zeros(len(prompts), dtype=torch.float64)
         _, batches = scorer.split(rollouts, rows)
         idle = scorer.idle_passes(batches)
         for micro in batches:
             local = torch.tensor([position[int(row)] for row in micro])
             part = rollouts.rows(micro)
             scored = scorer.score(part, entropy=self.method.needs_entropy)
-            own = plan.rows(micro)
-            loss = policy_loss(
-                self.method,
-                own,
-                scored.logp,
-                normalizer[local],
-                reference_logp=self._frozen_logp(learner.reference, part),
-                proximal_logp=self._frozen_logp(learner.proximal, part),
-                pass_index=pass_index,
-            ).loss
-            if scored.entropy is not None:
-                tokens = int(mask.sum())
-                loss = loss - entropy_bonus(self._entropy_coef, own, scored.entropy, tokens, pass_index=pass_index)
-            total += float(loss)
+            reference, proximal = (self._frozen_logp(one, part) for one in (learner.reference, learner.proximal))
+            for index, prompt in enumerate(prompts.tolist()):
+                of = (part.group == prompt).nonzero()[:, 0].cpu()
+                if not len(of):
+                    continue
+                own = plan.rows(micro[of.to(micro.device)])
+                loss = policy_loss(
+                    self.method,
+                    own,
+                    scored.logp[of],
+                    normalizer[local[of]],
+                    reference_logp=None if reference is None else reference[of],
+                    proximal_logp=None if proximal is None else proximal[of],
+                    pass_index=pass_index,
+                ).loss
+                if scored.entropy is not None:
+                    tokens = int(mask.sum())
+                    bonus = entropy_bonus(self._entropy_coef, own, scored.entropy[of], tokens, pass_index=pass_index)
+                    loss = loss - bonus
+                total[index] += float(loss) * len(prompts)
         for _ in range(idle):
             part = shortest_row(rollouts)
             scorer.score(part)
             self._frozen_logp(learner.reference, part)
-        return distributed.sum_values(total)
+        return torch.stack(distributed.gather(total)).sum(0)
 
     def _move_proximal(self) -> None:
         """EWMA of the weights after each update: the proximal policy of the decoupled objective.

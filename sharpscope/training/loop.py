@@ -315,7 +315,6 @@ class _Run:
                 self.policy.model,
                 self.optimizer,
                 update.loss_fn(),
-                loss=update.loss,
                 clip_factor=update.clip_factor,
             )
 

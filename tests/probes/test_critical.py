@@ -237,4 +237,4 @@ def test_wrong_arguments_are_named():
     with pytest.raises(UserError, match="shape"):
         critical_sharpness(lambda: x.sum(), [x], [torch.ones(3)], guess=0.1)
     with pytest.raises(UserError, match="one floating-point number"):
-        critical_sharpness(lambda: x, [x], [x.detach()], guess=0.1)
+        critical_sharpness(lambda: x[None], [x], [x.detach()], guess=0.1)

@@ -330,24 +330,183 @@ def test_the_gradient_norms_values_are_projections_of_each_prompts_gradient():
         assert found.value == pytest.approx(float(gradient.norm()))
 
 
-def test_standard_errors_over_prompts_cover_the_mean_over_redraws():
-    """200 draws of 24 of 200 prompts on one policy: nominal 95 %, between 90 and 99 % within the error of 200 draws."""
+def check_coverage(values: dict[str, list[tuple[float, float]]], drawn: int, pool: int) -> None:
+    """Estimates of redraws with their standard errors: 95 % intervals cover between 90 and 99 %, within the error of 200 draws."""
     from scipy import stats
 
+    for name, pairs in values.items():
+        assert len(pairs) == 200, name
+        value, error = np.array(pairs).T
+        error = error * math.sqrt(1 - drawn / pool)  # the pool is finite
+        covered = np.abs(value - value.mean()) <= stats.t.ppf(0.975, drawn - 1) * error
+        assert 0.90 <= covered.mean() <= 0.99, (name, covered.mean())
+        ratio = np.sqrt((error**2).mean()) / value.std(ddof=1)
+        assert 0.7 < ratio < 1.4, (name, ratio)
+
+
+def redraws(measure, drawn=24):
+    """Values by quantity of the rows that `measure` gives for 200 draws of prompts, and the number of prompts drawn from."""
     generator = torch.Generator().manual_seed(1)
-    values: dict[str, list[tuple[float, float]]] = {"sam": [], "asam": []}
+    values: dict[str, list[tuple[float, float]]] = {}
     with language_surface("nll", rows=400) as surface:
         pool = len(surface.objective.prompt_weight)
         prompts = torch.tensor(surface.objective.batch.prompts)
+        update = surface.gradient()[1].sign().split([p.numel() for p in surface.parameters])  # as AdamW's first
+        direction = [part.view_as(p) for part, p in zip(update, surface.parameters, strict=True)]
         for _ in range(200):
-            chosen = torch.randperm(pool, generator=generator)[:24]
+            chosen = torch.randperm(pool, generator=generator)[:drawn]
             part = surface.over(surface.objective.rows(torch.isin(prompts, chosen).nonzero()[:, 0]))
-            loss, gradient, base = part.gradient_by_prompt()
-            for one in sharpness_grid(part, [0.02], [("sam", False), ("asam", True)], at=(loss, gradient), base=base):
-                values[one.kind].append((one.value, one.estimates()[0].prompt_std_error))
-    for pairs in values.values():
-        value, error = np.array(pairs).T
-        error = error * math.sqrt(1 - 24 / pool)  # the pool is finite
-        covered = np.abs(value - value.mean()) <= stats.t.ppf(0.975, 23) * error
-        assert 0.90 <= covered.mean() <= 0.99, covered.mean()
-        assert 0.7 < np.sqrt((error**2).mean()) / value.std(ddof=1) < 1.4
+            for row in measure(part, direction):
+                assert row.prompts == drawn
+                values.setdefault(row.quantity, []).append((row.value, row.prompt_std_error))
+    return values, pool
+
+
+def test_standard_errors_over_prompts_cover_the_mean_over_redraws():
+    """200 draws of 24 of 200 prompts on one policy."""
+    from sharpscope.probes import critical_sharpness
+
+    def measure(part, direction):
+        loss, gradient, base = part.gradient_by_prompt()
+        kinds = [("sam", False), ("asam", True)]
+        rows = [one.estimates()[0] for one in sharpness_grid(part, [0.02], kinds, at=(loss, gradient), base=base)]
+        found = critical_sharpness(part.by_prompt, part.parameters, direction, guess=0.05)
+        assert found.converged, found.why
+        return rows + found.estimates()[:2]
+
+    values, pool = redraws(measure)
+    assert set(values) == {"sam", "asam", "critical_sharpness", "critical_lr"}
+    check_coverage(values, 24, pool)
+
+
+@pytest.mark.slow
+def test_standard_errors_over_prompts_cover_for_the_expensive_measures_too():
+    from sharpscope.probes.hessian import CurvatureSettings, curvature_of
+
+    settings = CurvatureSettings(top=1, tolerance=1e-2, trace_probes=2, density_samples=0)
+    generator = torch.Generator().manual_seed(2)
+
+    def measure(part, direction):
+        loss, gradient, base = part.gradient_by_prompt()
+        at, kinds = (loss, gradient), [("average", False), ("worst", False)]
+        rows = [one.estimates()[0] for one in sharpness_grid(part, [0.02], kinds, samples=2, at=at, base=base)]
+        start = torch.randn(len(gradient), generator=generator, dtype=gradient.dtype)
+        found = curvature_of(part, settings, at=at, start=start, base=base, check=False)
+        # The error of the trace over its random probes is apart; here they are the same in every draw.
+        rows += found.estimates()[1:]
+        return rows + loss_slices(part, [0.3], random=1, at=at, base=base)[:1]
+
+    values, pool = redraws(measure)
+    assert set(values) == {"average", "worst", "largest", "smallest", "trace", "slice_gradient"}
+    check_coverage(values, 24, pool)
+
+
+class PromptQuadratics:
+    """L_i(θ) = 2 + ½θᵀH_iθ of k prompts at θ = 0, whose mean is L."""
+
+    def __init__(self, hessians: torch.Tensor) -> None:
+        self.hessians = hessians  # (k, P, P)
+        self.parameters = (torch.zeros(len(hessians[0]), dtype=torch.float64, requires_grad=True),)
+
+    def start(self, generator: torch.Generator) -> None:
+        """None: Lanczos starts at random."""
+
+    def by_prompt(self) -> torch.Tensor:
+        theta = self.parameters[0].detach()
+        return 2 + 0.5 * torch.einsum("p,kpq,q->k", theta, self.hessians, theta)
+
+
+def prompt_quadratics(count, size=8, seed=0):
+    """Hessians of prompts around a mean with eigenvalues from −1 to 5."""
+    generator = torch.Generator().manual_seed(seed)
+    basis = torch.linalg.qr(torch.randn(size, size, generator=generator, dtype=torch.float64))[0]
+    center = basis @ torch.diag(torch.linspace(-1, 5, size, dtype=torch.float64)) @ basis.T
+    noise = torch.randn(count, size, size, generator=generator, dtype=torch.float64)
+    return center + 0.5 * (noise + noise.transpose(1, 2))
+
+
+def dense(matrix: torch.Tensor):
+    from sharpscope.probes.hessian import FunctionOperator
+
+    return FunctionOperator(lambda vector: matrix @ vector, len(matrix), matrix.dtype, matrix.device)
+
+
+def quadratic_curvature(hessians, preconditioner=None, trace_probes=2):
+    from sharpscope.probes.hessian import CurvatureSettings, curvature_of
+
+    surface = PromptQuadratics(hessians)
+    settings = CurvatureSettings(top=2, tolerance=1e-6, trace_probes=trace_probes, density_samples=0)
+    at = (2.0, torch.zeros(len(hessians[0]), dtype=torch.float64))
+    given = None if preconditioner is None else [preconditioner]
+    return curvature_of(
+        surface,
+        settings,
+        preconditioner=given,
+        operator=dense(hessians.mean(0)),
+        at=at,
+        base=surface.by_prompt(),
+        check=False,
+    )
+
+
+def test_values_by_prompt_of_eigenvalues_are_quadratic_forms():
+    hessians = prompt_quadratics(6)
+    diagonal = torch.linspace(0.5, 4, 8, dtype=torch.float64)
+    for found, scale in (
+        (quadratic_curvature(hessians), torch.ones(8)),
+        (quadratic_curvature(hessians, diagonal, 0), diagonal.rsqrt()),
+    ):
+        scaled = hessians * scale[:, None] * scale
+        vectors = torch.linalg.eigh(scaled.mean(0)).eigenvectors[:, [-1, -2, 0]].T
+        rows = [row for row in found.estimates() if row.quantity in ("largest", "eigenvalue_2", "smallest")]
+        for row, vector in zip(rows, vectors, strict=True):
+            exact = torch.einsum("p,kpq,q->k", vector, scaled, vector)
+            np.testing.assert_allclose(row.prompt_values, exact, rtol=1e-4, atol=1e-4)
+            assert row.prompt_std_error == pytest.approx(float(exact.std()) / math.sqrt(6), rel=1e-4)
+    trace = next(row for row in quadratic_curvature(hessians).estimates() if row.quantity == "trace")
+    exact = torch.einsum("kpp->k", hessians)  # Lanczos has spanned the whole space
+    np.testing.assert_allclose(trace.prompt_values, exact, rtol=1e-4, atol=1e-3)
+
+
+def test_the_traces_values_by_prompt_use_its_own_subspace_and_probes():
+    from sharpscope.probes.hessian.spectrum import hutchpp
+
+    hessians = prompt_quadratics(5)
+
+    def forms(vector, size):
+        return torch.einsum("p,kpq,q->k", vector, hessians, vector)
+
+    for sketch in (0, 3):
+        generator = torch.Generator().manual_seed(4)
+        found = hutchpp(dense(hessians.mean(0)), probes=3, sketch=sketch, generator=generator, forms=forms)
+        assert float(found.by_prompt.mean()) == pytest.approx(found.value, rel=1e-9)
+        assert float(found.by_prompt.std()) > 0
+
+
+def test_an_eigenvalue_whose_prompts_do_not_agree_with_it_has_no_standard_error():
+    hessians = prompt_quadratics(6)
+    from sharpscope.probes.hessian import CurvatureSettings, curvature_of
+
+    surface = PromptQuadratics(hessians)
+    at = (2.0, torch.zeros(8, dtype=torch.float64))
+    other = dense(2 * hessians.mean(0))  # of another loss
+    found = curvature_of(
+        surface,
+        CurvatureSettings(trace_probes=0, density_samples=0),
+        operator=other,
+        at=at,
+        base=surface.by_prompt(),
+        check=False,
+    )
+    assert found.by_prompt == (None, None) and all(math.isnan(row.prompt_std_error) for row in found.estimates())
+
+
+def test_standard_errors_of_eigenvalues_cover_over_redraws():
+    pool, generator = prompt_quadratics(200, seed=1), torch.Generator().manual_seed(2)
+    values: dict[str, list[tuple[float, float]]] = {}
+    for _ in range(200):
+        chosen = pool[torch.randperm(200, generator=generator)[:24]]
+        for row in quadratic_curvature(chosen).estimates()[1:]:
+            values.setdefault(row.quantity, []).append((row.value, row.prompt_std_error))
+    assert set(values) == {"largest", "eigenvalue_2", "smallest", "trace"}
+    check_coverage(values, 24, 200)

@@ -54,10 +54,16 @@ def test_slices_the_preconditioned_eigenvalue_and_the_two_batch_norm_are_recorde
     for probes in probes_of(study):
         surface = probes[~probes["probe"].isin(["critical"])]
         assert sorted(surface["step"].unique()) == [0, 2]
-        assert {1, 2} == set(probes.loc[probes["quantity"] == "critical_sharpness", "step"])
+        critical = probes[probes["quantity"] == "critical_sharpness"]
+        assert {1, 2} == set(critical["step"])
+        found = critical[critical["converged"].astype(bool)]
+        assert found["prompt_std_error"].notna().all() and (found["prompts"] == 4).all()
+        curved = surface[surface["quantity"].isin(["largest", "smallest", "preconditioned_largest", "trace"])]
+        assert curved["prompt_std_error"].notna().mean() > 0.5 and curved["prompts"].notna().all()
         slices = probes[probes["probe"] == "slice"]
         assert slices["probe_set"].str.contains("train").all() and set(slices["functional"]) == {"surrogate"}
         assert {"slice_gradient", "slice_random_0", "slice_random_1"} <= set(slices["quantity"])
+        assert slices["prompt_std_error"].notna().all()
         # AdamW has moments after the first update only.
         assert sorted(probes.loc[probes["quantity"] == "preconditioned_largest", "step"].unique()) == [2]
         pairs = probes[probes["quantity"] == "squared_gradient_norm"]

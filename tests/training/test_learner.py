@@ -341,6 +341,49 @@ def test_probes_see_the_gradient_that_the_coefficients_belong_to(world):
     assert record.grad_norm == pytest.approx(float(ascended.norm())) != pytest.approx(record.plain_norm, rel=0.01)
 
 
+@pytest.mark.parametrize("name", ["grpo", "dapo", "gmpo", "entropy"])
+def test_the_loss_by_prompt_has_the_updates_loss_as_mean(world, name):
+    policy, drawn = world
+    method = named_method("grpo" if name == "entropy" else name)
+    if name == "entropy":
+        method = method.model_copy(update={"entropy": FixedEntropyBonus(coef=0.1)})
+    found = []
+
+    def before(update):
+        with torch.no_grad():
+            for parameter in policy.model.parameters():
+                parameter.mul_(1.01)  # the ratios are no longer 1
+        found.append(update.loss_fn()())
+
+    before_weights = copy.deepcopy(policy.model.state_dict())
+    learn(learner_of(policy, microbatch_tokens=40), drawn, method, before_optimizer=before)
+    (values,) = found
+    prompts = drawn.rollouts.group.unique()
+    assert values.shape == prompts.shape and values.dtype == torch.float64 and float(values.std()) > 0
+    policy.model.load_state_dict(before_weights)
+    whole = []
+
+    def of_whole(update):
+        with torch.no_grad():
+            for parameter in policy.model.parameters():
+                parameter.mul_(1.01)
+        whole.append(float(update.loss_fn()().mean()))
+
+    learn(learner_of(policy), drawn, method, before_optimizer=of_whole)
+    assert float(values.mean()) == pytest.approx(whole[0], rel=1e-9)
+    if name != "grpo":
+        return
+    # Each completion weighs the same, so a prompt's value is the loss of its completions alone.
+    for prompt, value in zip(prompts, values, strict=True):
+        policy.model.load_state_dict(before_weights)
+        whole.clear()
+        part = replace(drawn, rollouts=drawn.rollouts.rows(rows := (drawn.rollouts.group == prompt).nonzero()[:, 0]))
+        part = replace(part, advantage=drawn.advantage[rows], stats=None)
+        learn(learner_of(policy), part, method, before_optimizer=of_whole)
+        if whole:  # none where all rewards of the prompt are equal
+            assert float(value) == pytest.approx(whole[0], rel=1e-6)
+
+
 def test_clip_fractions_and_kl_count_every_use_of_a_token(world, monkeypatch):
     """Three epochs on the same rollouts, the second update left out: means over the tokens of the first and the third."""
     policy, drawn = world

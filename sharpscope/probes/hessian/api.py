@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -20,7 +20,10 @@ from sharpscope.probes.hessian.krylov import NotFiniteError, eigenpairs
 from sharpscope.probes.hessian.operators import Operator, Scaled
 from sharpscope.probes.hessian.result import Curvature, CurvatureSettings, Parts
 from sharpscope.probes.hessian.spectrum import hutchpp, spectral_density
-from sharpscope.probes.surface import ClosureSurface, LossFn, Surface, untouched
+from sharpscope.probes.surface import ClosureSurface, LossFn, Surface, common_dtype, moved, untouched
+
+MISMATCH = 0.05
+"""Largest difference between an eigenvalue or trace and the mean of its values by prompt, relative to it or to 4 standard errors."""
 
 
 def sub_generator(seed: int, name: str) -> torch.Generator:
@@ -116,6 +119,7 @@ def curvature_of(
     operator: Operator | None = None,
     at: tuple[float, Tensor] | None = None,
     start: Tensor | None = None,
+    base: Tensor | None = None,
     check: bool = True,
 ) -> Curvature:
     """`curvature` of a surface that is already guarded.
@@ -130,6 +134,8 @@ def curvature_of(
         operator: operator to use instead of `surface.hessian()`, such as the Gauss-Newton matrix.
         at: (L(θ), ∇L(θ)) if already computed.
         start: (P,) starting vector of Lanczos in the coordinates of the parameters; None for `surface.start`.
+        base: `surface.by_prompt()` at θ, for standard errors of eigenvalues and trace over prompts; None leaves them out. Only
+            for the surface's Hessian, preconditioned or not.
         check: whether to compare products with finite differences, see `check_products`.
     """
     if settings.backend == "pyhessian":
@@ -153,9 +159,11 @@ def curvature_of(
     if check:
         parts.check(check_products(surface, hessian))
     spent = hessian.products - spent
-    if preconditioner is not None:
-        hessian = Scaled(hessian, _inverse_root(preconditioner, surface))
+    scale = None if preconditioner is None else _inverse_root(preconditioner, surface)
+    if scale is not None:
+        hessian = Scaled(hessian, scale)
     before = hessian.products
+    forms = None if base is None else _forms(surface, base)
     try:
         mark = time.perf_counter()
         if settings.density_samples:
@@ -164,7 +172,15 @@ def curvature_of(
             start = surface.start(sub_generator(seed, "start"))
         if start is not None and isinstance(hessian, Scaled):
             start = hessian.unscaled(start)
-        _eigenvalues(parts, hessian, settings, seed, start)
+        lowest = _eigenvalues(parts, hessian, settings, seed, start)
+        if forms is not None:
+            pairs = [*zip(parts.values, parts.vectors, strict=True)]
+            pairs += [(parts.smallest, lowest)] if settings.smallest else []
+            for value, vector in pairs:
+                along = vector if scale is None else vector * scale
+                known = math.isfinite(value) and value != 0
+                each = forms(along, abs(float(value))) if known else None
+                parts.by_prompt.append(_centered(each, float(value)))
         clock["eigenvalues"] = time.perf_counter() - mark
         mark = time.perf_counter()
         if settings.trace_probes:
@@ -175,7 +191,10 @@ def curvature_of(
                 generator=sub_generator(seed, "trace"),
                 subspace=parts.krylov,
                 sketch=settings.trace_probes,
+                forms=forms if scale is None else None,
             )
+            each = _centered(parts.trace.by_prompt, parts.trace.value)
+            parts.trace = replace(parts.trace, by_prompt=each)
         clock["trace"] = time.perf_counter() - mark
         mark = time.perf_counter()
         if settings.density_samples:
@@ -193,8 +212,44 @@ def curvature_of(
     return parts.result(loss, float(gradient.norm()), settings, seed, began, clock, spent + hessian.products - before)
 
 
-def _eigenvalues(parts: Parts, hessian: Operator, settings: CurvatureSettings, seed: int, start: Tensor | None) -> None:
-    """Eigenpairs with residuals, which need one more product each."""
+def _forms(surface: Surface, base: Tensor) -> Callable[[Tensor, float], Tensor]:
+    """vᵀH_i v of each prompt's Hessian H_i, (k,), for v (P,) and the order of magnitude of vᵀHv.
+
+    Second central differences of the losses by prompt at θ ± h·v. At h the loss rises by about the square root of the precision:
+    more than rounding, and little enough for fourth derivatives to be small.
+    """
+    # The terms of an objective are of the order of 1, also where they cancel (group-normalized advantages) and round as such.
+    rise = max(float(base.abs().mean()), 1.0) * math.sqrt(torch.finfo(common_dtype(surface.parameters)).eps)
+
+    def forms(along: Tensor, size: float) -> Tensor:
+        if size == 0:  # as where every advantage is 0
+            return torch.zeros_like(base)
+        step = math.sqrt(2 * rise / size)
+        total = -2 * base
+        for sign in (1.0, -1.0):
+            with moved(surface.parameters, along * (sign * step)):
+                found = surface.by_prompt()
+            assert found is not None
+            total = total + found
+        return total / step**2
+
+    return forms
+
+
+def _centered(each: Tensor | None, value: float) -> Tensor | None:
+    """Values by prompt (k,) with mean `value`; None if theirs differs by more than MISMATCH, as with kinks or rounding."""
+    if each is None or not bool(each.isfinite().all()):
+        return None
+    error = float(each.std()) / math.sqrt(len(each)) if len(each) > 1 else 0.0
+    if abs(float(each.mean()) - value) > MISMATCH * max(abs(value), 4 * error):
+        return None
+    return each - each.mean() + value
+
+
+def _eigenvalues(
+    parts: Parts, hessian: Operator, settings: CurvatureSettings, seed: int, start: Tensor | None
+) -> Tensor:
+    """Eigenpairs with residuals, which need one more product each; returns the vector of the smallest."""
     item = torch.finfo(hessian.dtype).bits // 8
     pairs = eigenpairs(
         hessian,
@@ -228,6 +283,7 @@ def _eigenvalues(parts: Parts, hessian: Operator, settings: CurvatureSettings, s
         )
     if settings.top > hessian.size:
         parts.notes.append(f"top, {settings.top}: only {hessian.size} eigenvalues exist")
+    return pairs.vectors[-1]
 
 
 def _inverse_root(preconditioner: Sequence[Tensor], surface: Surface) -> Tensor:

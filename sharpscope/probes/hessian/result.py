@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from sharpscope.config.probes import Backend
 from sharpscope.errors import UserError
-from sharpscope.probes.estimate import Estimate, html_table
+from sharpscope.probes.estimate import Estimate, html_table, with_prompts
 from sharpscope.probes.hessian.krylov import Krylov
 from sharpscope.probes.hessian.spectrum import Density, Trace, t_interval
 
@@ -84,6 +85,9 @@ class Curvature:
         notes: remarks, such as parts computed by another backend.
         seconds_by_part: wall-clock time of each part.
         checked: relative error found by `check_products`; None if not checked, NaN if inconclusive.
+        by_prompt: vᵀH_i v of each prompt's Hessian, (k,) each, for `top` and then `smallest`; None where not known, empty if not
+            requested. Their standard error is that of an eigenvalue to first order, with the eigenvector fixed.
+        trace_by_prompt: the trace of each prompt's Hessian by the same random vectors, (k,); None if not known.
     """
 
     loss: float
@@ -108,6 +112,8 @@ class Curvature:
     notes: tuple[str, ...] = ()
     seconds_by_part: dict[str, float] = field(default_factory=dict)
     checked: float | None = None
+    by_prompt: tuple[Tensor | None, ...] = ()
+    trace_by_prompt: Tensor | None = None
 
     def _repr_html_(self) -> str:
         rows = {"loss": f"{self.loss:.4g}", "gradient norm": f"{self.gradient_norm:.4g}"}
@@ -148,15 +154,18 @@ class Curvature:
                 why="" if math.isfinite(self.gradient_norm) else self.why,
             )
         ]
-        for index, (value, residual) in enumerate(zip(self.top, self.residuals, strict=True)):
-            name = "largest" if index == 0 else f"eigenvalue_{index + 1}"
-            rows.append(row("eigenvalues", name, float(value), residual=float(residual), **eigen))
-        if self.has_smallest:
-            rows.append(row("eigenvalues", "smallest", self.smallest, residual=self.smallest_residual, **eigen))
+        names = [
+            ("largest" if index == 0 else f"eigenvalue_{index + 1}", float(value), float(residual))
+            for index, (value, residual) in enumerate(zip(self.top, self.residuals, strict=True))
+        ]
+        names += [("smallest", self.smallest, self.smallest_residual)] if self.has_smallest else []
+        for (name, value, residual), each in zip_longest(names, self.by_prompt):
+            rows.append(with_prompts(row("eigenvalues", name, value, residual=residual, **eigen), each))
         if self.trace_probes:
-            rows.append(
-                row("trace", "trace", self.trace, std_error=self.trace_std_error, samples=self.trace_probes, **reason)
+            found = row(
+                "trace", "trace", self.trace, std_error=self.trace_std_error, samples=self.trace_probes, **reason
             )
+            rows.append(with_prompts(found, self.trace_by_prompt))
         if self.density is not None:
             count = len(self.density.nodes)
             nodes, weights = self.density.nodes.ravel(), self.density.weights.ravel() / count
@@ -179,6 +188,7 @@ class Parts:
         self.density: Density | None = None
         self.krylov: Krylov | None = None
         self.checked: float | None = None
+        self.by_prompt: list[Tensor | None] = []
         self.why: list[str] = []
         self.notes: list[str] = []
 
@@ -224,6 +234,8 @@ class Parts:
             seconds=time.perf_counter() - began,
             backend=settings.backend,
             checked=self.checked,
+            by_prompt=tuple(self.by_prompt),
+            trace_by_prompt=self.trace.by_prompt if self.trace else None,
             notes=tuple(self.notes),
             seconds_by_part=clock,
         )
