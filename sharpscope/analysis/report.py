@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pandas as pd
@@ -22,6 +22,7 @@ from sharpscope.analysis.forks import COMPARISONS, fork_differences, fork_table
 from sharpscope.analysis.loading import Paths, quiet
 from sharpscope.analysis.mismatch import mismatch_table, worst_ranges
 from sharpscope.analysis.overview import Overview, overview, verdict_line
+from sharpscope.analysis.power import outline
 from sharpscope.analysis.reliability import MISSING as RELIABILITY_MISSING
 from sharpscope.analysis.reliability import TARGET as RELIABLE
 from sharpscope.analysis.reliability import reliability_table
@@ -204,6 +205,12 @@ def build(
                 of_claims += [pair for pair in own if pair[1].claim]
                 sections.append(_study_section(study, own))
         of_claims += [(picture.name, picture) for picture in claim_pictures(verdicts, whole)]
+        if sections and (planned := outline(verdicts, whole.terms.level)) is not None:
+            # of the study with the most runs, whose pairs the claims compare
+            first = next((k for k, section in enumerate(sections) if not section.study.slug), 0)
+            grid, picture = planned
+            own = sections[first]
+            sections[first] = replace(own, grids=(*own.grids, grid), figures=own.figures | {picture.name: picture})
         return Report(
             overview=overview(whole, not_kept(runs)),
             runs=runs,

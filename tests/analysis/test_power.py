@@ -7,13 +7,14 @@ import json
 import numpy as np
 import pytest
 
-from sharpscope.analysis.claims import CLAIMS, study_of, verdicts_of
-from sharpscope.analysis.claims.base import Estimate, Finding, Sample, Source, decide, directional
+from sharpscope.analysis.claims import study_of, verdicts_of
+from sharpscope.analysis.claims.base import Sample, Source
 from sharpscope.analysis.power import (
     Costs,
     Model,
     approximate,
     costs_of,
+    outline,
     power,
     power_of,
     power_text,
@@ -23,7 +24,7 @@ from sharpscope.analysis.power import (
 from sharpscope.analysis.statistics import sign_flip_p, sign_flip_tests
 from sharpscope.errors import UserError
 from tests.analysis.claims.frames import frame_run, paired_study, study
-from tests.analysis.claims.planted import RATES, alignment, fork_frame, grid
+from tests.analysis.claims.planted import alignment, fork_frame, grid
 
 LEVEL = 0.05
 
@@ -83,86 +84,6 @@ def verdict_of(runs, claim):
     return found
 
 
-def recommended(pilot=60):
-    """The design for 80 % from a pilot of paired runs, and the standard deviation that it counts on."""
-    rng = np.random.default_rng(0)
-    found = power(verdict_of(paired_study(pilot, 0.0, noise=0.02, rng=rng, unseen=0.3, train=0.7), "C7"), None, LEVEL)
-    design = found.cheapest[0.8]
-    assert design is not None and min(design.supported, design.refuted) >= 0.8
-    return design, found.model.at({"answers": design.sizes["answers"] / 400.0})[0, 0] ** 0.5
-
-
-def as_predicted(hits, studies, predicted):
-    """Within five points, beyond what so many studies scatter."""
-    return abs(hits / studies - predicted) < 0.05 + 2 * (predicted * (1 - predicted) / studies) ** 0.5
-
-
-def test_the_recommended_size_decides_as_often_as_predicted():
-    """Differences drawn at the margin and at 0 go through the claim's own rule."""
-    design, deviation = recommended()
-    rng, studies = np.random.default_rng(1), 200
-    for effect, verdict, predicted in ((0.02, "supported", design.supported), (0.0, "refuted", design.refuted)):
-        hits = 0
-        for _ in range(studies):
-            values = effect + deviation * rng.normal(size=design.clusters)
-            estimate = Estimate("difference", float(values.mean()), "share")
-            finding = Finding(estimate, len(values), directional(values, "higher", 0.02))
-            hits += decide(CLAIMS["C7"], finding, ("a", "b")).verdict == verdict
-        assert hits / studies > 0.72 and as_predicted(hits, studies, predicted)
-
-
-def accuracies(claim, n, effect, rng, scale=0.02):
-    """Runs whose held-out accuracies differ by `effect` from every rival's; a seed's luck is common to its runs."""
-    rivals = {"C7": ("grpo",), "C10": ("grpo", "grpo-sg-reverse", "grpo-sg-shuffled"), "C14": RATES}[claim]
-    runs = []
-    for seed in range(n):
-        level = 0.5 + 0.05 * rng.normal()
-        runs.append(frame_run("grpo-sg", seed, heldout=level + effect + scale * rng.normal(), train=0.7))
-        for rival in rivals:
-            value = level + scale * rng.normal()
-            if claim == "C14":
-                options = {"config": {"optimizer": {"lr": rival}}, "tag": f"-{rival:g}"}
-                runs.append(frame_run("grpo", seed, heldout=value, train=0.7, **options))
-            else:
-                runs.append(frame_run(rival, seed, heldout=value, train=0.7))
-    return study(*runs)
-
-
-def sharpnesses(claim, n, effect, rng, scale=0.1):
-    """Pairs whose sharpness differs by the factor 1 + effect, with lognormal noise."""
-    runs = []
-    for seed in range(n):
-        level = 0.3 * rng.normal()
-        for method, change in (("grpo", 0.0), ("grpo-sg", np.log1p(effect))):
-            runs.append(frame_run(method, seed, sharpness=float(np.exp(level + change + scale * rng.normal()))))
-    return study(*runs)
-
-
-def decided(claim, runs):
-    return decide(CLAIMS[claim], CLAIMS[claim].test(study_of(runs)), ("grpo", "grpo-sg"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("claim", "make", "margin"),
-    [("C4", sharpnesses, -0.1), ("C7", accuracies, 0.02), ("C10", accuracies, 0.02), ("C14", accuracies, 0.02)],
-)
-def test_the_recommended_size_decides_200_whole_studies(claim, make, margin):
-    """Pilot, recommendation and studies all go through runs: right at least as often as `power` says, wrong at most 5 %."""
-    rng, studies = np.random.default_rng([2, *claim.encode()]), 200
-    found = power(decided(claim, make(claim, 60, 0.0, rng)), None, LEVEL)
-    n = next(d.clusters for d in (found.at(n, {}, LEVEL) for n in range(6, 200)) if min(d.supported, d.refuted) >= 0.8)
-    design = found.at(n, {}, LEVEL)
-    for effect, right, predicted in ((margin, "supported", design.supported), (0.0, "refuted", design.refuted)):
-        outcomes = [decided(claim, make(claim, n, effect, rng)).verdict for _ in range(studies)]
-        share, wrong = outcomes.count(right) / studies, {"supported": "refuted", "refuted": "supported"}[right]
-        print(
-            f"{claim}, n = {n}, effect {effect:g}: {right} {share:.1%} (predicted {predicted:.1%}), {wrong} {outcomes.count(wrong)}"
-        )
-        assert as_predicted(share * studies, studies, predicted)
-        assert outcomes.count(wrong) <= 0.05 * studies + 2 * (0.05 * 0.95 * studies) ** 0.5
-
-
 def test_the_cheapest_design_buys_answers_where_these_are_the_spread():
     """Evaluation noise alone: more answers to fewer seeds cost less than more seeds."""
     rng = np.random.default_rng(0)
@@ -217,6 +138,29 @@ def test_costs_are_the_recorded_hours():
     completions = 40 * 24 * 8
     assert found.training == pytest.approx(40 * 36 / 3600)
     assert found.answers == pytest.approx(len(run.eval) * 400 * (40 * 10 / completions) / 3600)
+
+
+def test_the_outline_of_a_report_is_power_by_student():
+    """A row and a panel for each claim with a variance; power at the pilot's size and the size for 80 % are those of Student's t."""
+    from scipy.stats import nct, t
+
+    verdict = verdict_of(paired_study(12, 0.0, noise=0.03, rng=np.random.default_rng(0), unseen=0.3, train=0.7), "C7")
+    grid, picture = outline([verdict], LEVEL)
+    ((name, here, ratio, supported, refuted, enough),) = grid.rows
+    values = verdict.samples[0].values
+    shift = 0.02 / values.std(ddof=1)
+    assert (name, here, ratio) == ("C7 (between runs)", "12 pairs of runs with one seed", f"{1 / shift:.2g}")
+    assert supported == f"{nct.sf(t.ppf(0.975, 11), 11, shift * 12**0.5):.0%}"
+    assert refuted == f"{nct.sf(t.ppf(0.95, 11), 11, shift * 12**0.5):.0%}"
+    n = int(enough.split()[0])
+    assert (
+        nct.sf(t.ppf(0.975, n - 1), n - 1, shift * n**0.5)
+        >= 0.8
+        > nct.sf(t.ppf(0.975, n - 2), n - 2, shift * (n - 1) ** 0.5)
+    )
+    (axis,) = picture.figure.axes
+    assert axis.get_title() == "C7 (between runs)" and max(axis.lines[0].get_ydata()) <= 1
+    assert outline([verdict_of(study(frame_run(seed=0)), "C7")], LEVEL) is None
 
 
 def test_files_say_what_the_terminal_says(tmp_path):

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from sharpscope.analysis.figures.draw import draw_points
-from sharpscope.analysis.figures.style import BLUE, GRAY, Picture, finish, panels, plain, styled
+from sharpscope.analysis.figures.style import BLUE, GRAY, WIDTH, Picture, finish, panels, plain, styled
 from sharpscope.analysis.statistics import Interval, contrast_interval, sign_flip_p, smallest_sign_flip_p
 from sharpscope.analysis.study import Pairing, Study
 from sharpscope.analysis.terms import DEFAULT, LEVEL, Terms
@@ -651,6 +651,29 @@ def paired_pictures(verdict: Verdict, keys: Mapping[str, str], unit: str, *, log
         f"t-interval ({verdict.claim}): {verdict.verdict}."
     )
     yield Picture(name, caption, figure, claim=verdict.claim)
+
+
+def difference_figure(values: pd.DataFrame, xlabel: str, ylabel: str = "") -> Figure:
+    """Differences by what they are taken from, a line each: every cluster as a dot, the mean with its 95 % interval.
+
+    `values`: name, difference.
+    """
+    names = list(dict.fromkeys(values["name"]))
+    with styled():
+        figure, (axis,) = panels(1, height=0.4 + 0.25 * len(names))
+        figure.set_figwidth(WIDTH)
+        axis.axvline(0, color=GRAY, linewidth=0.8)
+        draw_points(axis, values, BLUE, x="difference", y="name", order=names, interval=_contrast)
+        axis.set_yticks(range(len(names)), [plain(name) for name in names])
+        axis.set(xlabel=xlabel, ylabel=ylabel)
+        finish(figure, [axis])
+    return figure
+
+
+def _contrast(values: Any) -> tuple[float, float]:
+    """Ends of the interval of paired differences (n,); NaN with too few."""
+    interval = contrast_interval(np.asarray(values, dtype=float))
+    return (np.nan, np.nan) if interval is None else (interval.low, interval.high)
 
 
 def picture(verdict: Verdict, key: str, name: str, caption: str, draw: Callable[[pd.DataFrame], Figure]) -> Picture:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -167,21 +167,6 @@ def test(study: Study) -> Finding:
         )
     per_stratum = max(1, round(len(frame) / len(main.strata)))
     margin = study.terms.margin(NAME, MARGIN)
-    others = [
-        _estimate(f"Ψ of {q}", g, "given the learning rate") for q, g in result.items() if q != "asam" and g is not None
-    ]
-    for axis, value in main.axes.items():
-        others.append(Estimate(f"τ over {axis} alone", value, "Kendall τ"))
-    if held:
-        whole = granulated(frame, "asam", varied, [])
-        if whole is not None:
-            others.append(
-                _estimate("Ψ with the learning rate as an axis", whole, "includes what the learning rate causes")
-            )
-    raw = kendall(frame["asam"].to_numpy(), frame["gap"].to_numpy())
-    others.append(
-        Estimate("plain Kendall τ over all runs", raw, "Kendall τ", n=len(frame), note="includes any common cause")
-    )
     return Finding(
         effect=_estimate("Ψ of adaptive sharpness and gap", main, ""),
         n=len(frame),
@@ -200,7 +185,7 @@ def test(study: Study) -> Finding:
             Confounder("a gap of noise", f"its reliability within strata must reach {FLOOR:g}; here {reliable:.2f}"),
             Confounder("scale of the weights", "adaptive sharpness; the plain one is beside it"),
         ),
-        others=tuple(others),
+        others=_others(frame, result, main, varied, held),
         rows=rows_of(frame["run"], "probes", ("step", "value", "rho"), f"functional {FUNCTIONAL}; sam, asam; train")
         + rows_of(frame["run"], "eval", ("step", "accuracy", "n"), "split heldout and train, temperature 1"),
         notes=(
@@ -220,6 +205,28 @@ def test(study: Study) -> Finding:
             ),
         ),
     )
+
+
+def _others(
+    frame: pd.DataFrame, result: Mapping[str, Granulated | None], main: Granulated, varied: list[str], held: list[str]
+) -> tuple[Estimate, ...]:
+    """The other measures, each axis alone, and coefficients that do not hold the learning rate."""
+    others = [
+        _estimate(f"Ψ of {q}", g, "given the learning rate") for q, g in result.items() if q != "asam" and g is not None
+    ]
+    for axis, value in main.axes.items():
+        others.append(Estimate(f"τ over {axis} alone", value, "Kendall τ"))
+    if held:
+        whole = granulated(frame, "asam", varied, [])
+        if whole is not None:
+            others.append(
+                _estimate("Ψ with the learning rate as an axis", whole, "includes what the learning rate causes")
+            )
+    raw = kendall(frame["asam"].to_numpy(), frame["gap"].to_numpy())
+    others.append(
+        Estimate("plain Kendall τ over all runs", raw, "Kendall τ", n=len(frame), note="includes any common cause")
+    )
+    return tuple(others)
 
 
 def _estimate(name: str, result: Granulated, note: str) -> Estimate:

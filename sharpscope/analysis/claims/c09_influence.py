@@ -149,6 +149,7 @@ CLAIM = Claim(
     "counterfactual updates with the arms low and high (`sharpscope fork`), on more batches or states",
     local.unlikely,
     (REDUCER,),
+    local.draw,
     version="one update",
     beside=CORRELATION,
 )

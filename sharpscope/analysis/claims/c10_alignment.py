@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -24,6 +23,7 @@ from sharpscope.analysis.claims.base import (
     Source,
     Verdict,
     difference_estimate,
+    difference_figure,
     directional,
     every,
     picture,
@@ -34,9 +34,8 @@ from sharpscope.analysis.claims.base import (
 )
 from sharpscope.analysis.claims.c07_generalization import at_last_step, held_out
 from sharpscope.analysis.claims.measures import dose_of, last_step, paired_noise
-from sharpscope.analysis.figures.draw import draw_points, t_interval
-from sharpscope.analysis.figures.style import BLUE, GRAY, WIDTH, Picture, finish, panels, plain, styled
-from sharpscope.analysis.statistics import contrast_interval
+from sharpscope.analysis.figures.draw import t_interval
+from sharpscope.analysis.figures.style import BLUE, GRAY, Picture, finish, panels, plain, styled
 from sharpscope.analysis.study import Study
 from sharpscope.config import control_label
 from sharpscope.config.token_weights import PAPER_SIGMOID
@@ -164,22 +163,8 @@ def shaping_ablation(comparisons: pd.DataFrame) -> Figure:
 
     `comparisons`: rival, seed, difference.
     """
-    names = list(dict.fromkeys(comparisons["rival"]))
-    with styled():
-        figure, (axis,) = panels(1, height=0.4 + 0.25 * len(names))
-        figure.set_figwidth(WIDTH)
-        axis.axvline(0, color=GRAY, linewidth=0.8)
-        draw_points(axis, comparisons, BLUE, x="difference", y="rival", order=names, interval=contrast)
-        axis.set_yticks(range(len(names)), [plain(name) for name in names])
-        axis.set(xlabel="held-out accuracy, treatment − rival [share of completions]", ylabel="")
-        finish(figure, [axis])
-    return figure
-
-
-def contrast(values: Any) -> tuple[float, float]:
-    """Ends of the interval of paired differences (n,); NaN with too few."""
-    interval = contrast_interval(np.asarray(values, dtype=float))
-    return (np.nan, np.nan) if interval is None else (interval.low, interval.high)
+    label = "held-out accuracy, treatment − rival [share of completions]"
+    return difference_figure(comparisons.rename(columns={"rival": "name"}), label)
 
 
 def constants_sensitivity(values: pd.DataFrame) -> Figure:

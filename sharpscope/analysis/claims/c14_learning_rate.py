@@ -18,6 +18,7 @@ from sharpscope.analysis.claims.base import (
     Rule,
     Verdict,
     difference_estimate,
+    difference_figure,
     directional,
     every,
     picture,
@@ -27,10 +28,8 @@ from sharpscope.analysis.claims.base import (
     unfinished,
 )
 from sharpscope.analysis.claims.c07_generalization import at_last_step, held_out
-from sharpscope.analysis.claims.c10_alignment import contrast
 from sharpscope.analysis.claims.measures import dose_of, paired_noise
-from sharpscope.analysis.figures.draw import draw_points
-from sharpscope.analysis.figures.style import BLUE, GRAY, WIDTH, Picture, finish, panels, styled
+from sharpscope.analysis.figures.style import Picture
 from sharpscope.analysis.study import GRID, Pair, Pairing, Study, grid_settings, most_common
 
 NAME = "C14"
@@ -150,15 +149,8 @@ def accuracy_by_rate(rates: pd.DataFrame) -> Figure:
     `rates`: rate, seed, difference.
     """
     values = rates.assign(name=[f"lr {rate:g}" for rate in rates["rate"]])
-    names = list(dict.fromkeys(values.sort_values("rate")["name"]))
-    with styled():
-        figure, (axis,) = panels(1, height=0.4 + 0.25 * len(names))
-        figure.set_figwidth(WIDTH)
-        axis.axvline(0, color=GRAY, linewidth=0.8)
-        draw_points(axis, values, BLUE, x="difference", y="name", order=names, interval=contrast)
-        axis.set(xlabel="held-out accuracy, treatment − baseline [share of completions]", ylabel="baseline at")
-        finish(figure, [axis])
-    return figure
+    label = "held-out accuracy, treatment − baseline [share of completions]"
+    return difference_figure(values.sort_values("rate", kind="stable"), label, "baseline at")
 
 
 def draw(verdict: Verdict, study: Study) -> Iterator[Picture]:

@@ -6,7 +6,7 @@ matched KL. Local versions stand beside the versions between runs and never chan
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import pandas as pd
@@ -21,13 +21,18 @@ from sharpscope.analysis.claims.base import (
     Rule,
     Sample,
     Scale,
+    Verdict,
+    difference_figure,
     directional,
     every,
     log_margin,
     mean_estimate,
+    picture,
     present,
     rows_of,
 )
+from sharpscope.analysis.figures.style import Picture
+from sharpscope.analysis.forks import NAMES
 from sharpscope.analysis.study import Study
 from sharpscope.config import control_label
 from sharpscope.traces import Run
@@ -40,6 +45,7 @@ SHARPNESS_MARGIN = 0.01
 COLUMNS = ("step", "fork", "batch", "arm", "comparison", "outcome", "value", "start", "valid")
 COMMAND = "sharpscope fork RUN --methods"
 KEY = ["run", "step", "fork", "batch"]
+STATE = ["run", "step"]
 UNIT = "batches of rollouts (states, from 6 states on)"
 
 
@@ -76,8 +82,11 @@ def paired(study: Study, arm: str, rival: str, outcome: str) -> pd.DataFrame:
 
 
 def clusters(frame: pd.DataFrame, column: str) -> tuple[np.ndarray, tuple[tuple[object, ...], ...]]:
-    """Values by state if there are FEWEST_STATES, else by batch; and the clusters."""
-    by = ["run", "step"] if frame.groupby(["run", "step"]).ngroups >= FEWEST_STATES else KEY
+    """Values by state if there are FEWEST_STATES, else by batch; and the clusters.
+
+    Batches of one number and state are one cluster, whatever the fork: forks of a state draw the same rollouts.
+    """
+    by = STATE if frame.groupby(STATE).ngroups >= FEWEST_STATES else [*STATE, "batch"]
     means = frame.groupby(by)[column].mean()
     return means.to_numpy(dtype=float), tuple(tuple(key) for key in means.index)
 
@@ -96,7 +105,7 @@ def compared(
 
     On the scale `log` ln(arm/rival) of the outcome; else (change of the arm − change of the rival)/`gain`, the reference's.
     """
-    estimates, samples = [], []
+    estimates, samples, drawn = [], [], []
     for arm, rival in pairs:
         frame = paired(study, arm, rival, outcome)
         if scale == "log":
@@ -114,6 +123,9 @@ def compared(
         unit = f"ln({arm} / {rival})" if scale == "log" else f"share of the reference's change, {arm} − {rival}"
         estimates.append(mean_estimate(f"{outcome}, {arm} against {rival}", values, unit, "", scale))
         samples.append(Sample(f"{arm} against {rival}", values, places, direction, margin, runs=0))
+        drawn.append(
+            pd.DataFrame({"name": f"{arm} − {rival}", "difference": values, "label": f"{NAMES[outcome]}: {unit}"})
+        )
     evidence = [directional(sample.values, direction, margin) for sample in samples]
     weakest = max(range(len(pairs)), key=lambda k: (not evidence[k].as_claimed, evidence[k].p_supported))
     by_state = len(samples[0].clusters[0]) == 2
@@ -134,6 +146,7 @@ def compared(
         others=present(*(e for k, e in enumerate(estimates) if k != weakest)),
         rows=rows_of(forked(study), "forks", COLUMNS, f"comparison {COMPARISON}, outcome {outcome}, valid"),
         notes=("clusters: " + ("states" if by_state else "batches"),),
+        frames={FRAME: pd.concat(drawn, ignore_index=True)},
         dose=dose(study, pairs[0][0]),
         samples=tuple(samples),
     )
@@ -200,11 +213,33 @@ def unlikely(study: Study) -> Finding:
         others=present(other),
         rows=rows_of(forked(study), "forks", COLUMNS, f"comparison {COMPARISON}, outcome heldout_failure, valid"),
         notes=(f"arms {low} and {high}",),
+        frames={
+            FRAME: pd.concat(
+                pd.DataFrame({"name": name, "difference": part, "label": f"{NAMES['heldout_failure']}: {unit}"})
+                for name, part in ((low, values), (f"{low} − {high}", more))
+            )
+        },
         samples=(
             Sample("unlikely tokens alone", values, places, "higher", margin, runs=0),
             Sample("unlikely against likely tokens", more, places, "higher", margin, runs=0),
         ),
     )
+
+
+def draw(verdict: Verdict, study: Study) -> Iterator[Picture]:
+    """Differences between arms, a dot for each cluster."""
+    frame = verdict.frames.get(FRAME)
+    if frame is None or not len(frame):
+        return  # the verdict says what is missing
+    label = str(frame["label"].iloc[0])
+    arms = " and ".join(dict.fromkeys(frame["name"]))
+    caption = f"One update at matched KL, {arms}: a dot for each batch or state, with the mean and its 95 % interval"
+    yield picture(
+        verdict, FRAME, f"one_update_{verdict.claim.lower()}", caption, lambda values: difference_figure(values, label)
+    )
+
+
+FRAME = "one update"
 
 
 def _claim(name: str, title: str, text: str, test: Callable[[Study], Finding], scale: Scale, margin: float) -> Claim:
@@ -215,6 +250,7 @@ def _claim(name: str, title: str, text: str, test: Callable[[Study], Finding], s
         Rule(text, UNIT, 6, margin, scale=scale, compares=True),
         "more batches, or states of more runs, with `sharpscope fork`",
         test,
+        draw=draw,
         version="one update",
     )
 

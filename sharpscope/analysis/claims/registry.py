@@ -117,11 +117,13 @@ def verdicts_of(study: Study, names: Sequence[str] = tuple(CLAIMS)) -> list[Verd
 
 
 def claim_pictures(verdicts: Sequence[Verdict], study: Study) -> Iterator[Picture]:
-    """The figures of the claims that compare methods, in the claims' order."""
+    """The figures of the claims that compare methods or arms, in the claims' order; of a claim's version beside it after its own."""
     for verdict in verdicts:
-        draw = CLAIMS[verdict.claim].draw
-        if draw is not None:
-            yield from draw(verdict, study)
+        claim = CLAIMS[verdict.claim]
+        if claim.draw is not None:
+            yield from claim.draw(verdict, study)
+        if claim.beside is not None and claim.beside.draw is not None and verdict.beside is not None:
+            yield from claim.beside.draw(verdict.beside, study)
 
 
 def study_of(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
+import pandas as pd
 import pytest
 
-from sharpscope.analysis.claims import local, study_of
+from sharpscope.analysis.claims import claim_pictures, local, study_of
 from tests.analysis.claims.frames import frame_run, study
-from tests.analysis.claims.planted import fork_frame
+from tests.analysis.claims.planted import MAKERS, fork_frame
 from tests.analysis.claims.verdicts import verdict
 
 ARMS = {
@@ -70,3 +71,35 @@ def test_states_are_the_clusters_where_there_are_enough():
     values, places = local.clusters(frame, "change")
     assert len(values) == 6 and set(map(len, places)) == {2}
     assert values[0] == pytest.approx(frame.loc[frame["step"] == 0, "change"].mean())
+
+
+def test_a_batch_of_two_forks_is_one_cluster():
+    """Forks of one state draw the same rollouts for the same batch: another fork of it is no new sample."""
+    runs = with_forks({"grpo-sg": 0.5}, "heldout_failure")
+    run = runs.by_name["grpo-0"]
+    run.forks = pd.concat([run.forks, run.forks.assign(fork="b")], ignore_index=True)
+    found = verdict(runs, "C7").beside
+    assert found.n == 12 and found.effect.value == pytest.approx(
+        verdict(with_forks({"grpo-sg": 0.5}, "heldout_failure"), "C7").beside.effect.value
+    )
+
+
+@pytest.mark.parametrize("claim", ["C4", "C9", "C10"])
+def test_each_cluster_is_a_dot_of_the_figure(claim):
+    """The figure's values are those that the test read; without counterfactual updates there is no figure."""
+    if claim == "C9":
+        runs = MAKERS["C9"]("effect", np.random.default_rng(0), 3, "normal")
+    else:
+        outcome, there, _ = ARMS[claim]
+        runs = with_forks(there, outcome)
+    found = verdict(runs, claim)
+    own = found if claim == "C9" else found.beside
+    (shown,) = [p for p in claim_pictures([found], study_of(runs)) if p.name == f"one_update_{claim.lower()}"]
+    (axis,) = shown.figure.axes
+    dots = np.concatenate([dots.get_offsets()[:, 0] for dots in axis.collections if len(dots.get_offsets())])
+    assert sorted(dots) == pytest.approx(sorted(np.concatenate([sample.values for sample in own.samples])))
+    assert [label.get_text() for label in axis.get_yticklabels()] == list(
+        dict.fromkeys(own.frames["one update"]["name"])
+    )
+    empty = study(frame_run(seed=0))
+    assert not [p for p in claim_pictures([verdict(empty, claim)], study_of(empty)) if "one_update" in p.name]
