@@ -208,9 +208,9 @@ def build(
         if sections and (planned := outline(verdicts, whole.terms.level)) is not None:
             # of the study with the most runs, whose pairs the claims compare
             first = next((k for k, section in enumerate(sections) if not section.study.slug), 0)
-            grid, picture = planned
-            own = sections[first]
-            sections[first] = replace(own, grids=(*own.grids, grid), figures=own.figures | {picture.name: picture})
+            grid, drawn = planned
+            main = sections[first]
+            sections[first] = replace(main, grids=(*main.grids, grid), figures=main.figures | {drawn.name: drawn})
         return Report(
             overview=overview(whole, not_kept(runs)),
             runs=runs,
