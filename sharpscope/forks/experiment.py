@@ -290,12 +290,13 @@ class _Measured:
         """Quantities of the update itself: norms, rotations from the reference, and influences on the failures."""
         turned = rotation(update.displacement, reference.displacement)
         values = {"update_norm": norm, "update_rotation": turned.angle, "update_scale": turned.scale}
-        gradient, other = update.gradient, reference.gradient
+        gradient = update.gradient
         if gradient is not None:
             values["batch_gradient_norm"] = math.sqrt(inner(gradient, gradient))
-            if other is not None:
-                turned = rotation(gradient, other)
-                values |= {"gradient_rotation": turned.angle, "gradient_scale": turned.scale}
+        if update.applied is not None and reference.applied is not None:
+            turned = rotation(update.applied, reference.applied)
+            values |= {"gradient_rotation": turned.angle, "gradient_scale": turned.scale}
+        if gradient is not None:
             for outcome, slope in self.gradients.items():
                 values[outcome.replace("failure", "influence")] = inner(gradient, slope)
         return values

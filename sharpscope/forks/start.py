@@ -24,6 +24,7 @@ from sharpscope.seeds import derive
 from sharpscope.tasks import Example, Reward, Task
 from sharpscope.training import DataOrder, Learner, saving
 from sharpscope.training.checkpoint import PROXIMAL, Progress
+from sharpscope.training.learner import AppliedUpdate
 from sharpscope.training.optimizer import build_optimizer, learning_rate, set_learning_rate
 from sharpscope.training.rollouts import draw_group, draw_rollouts
 from sharpscope.training.setup import load_start, make_learner, positive_learning_rate, reference_policy
@@ -58,6 +59,7 @@ class ArmUpdate:
     """What an arm did: its first gradient, the change of the weights, and the results of its steps."""
 
     gradient: list[Tensor] | None  # ∇L of the first update; None if it was not finite
+    applied: list[Tensor] | None  # the same after SAM or a penalty, before clipping: what the optimizer gets
     displacement: list[Tensor]  # θ − θ₀
     results: tuple[StepResult, ...]
 
@@ -221,12 +223,18 @@ class Start:
         method, order = self.methods[name], self.order(batch)
         learner = self.learner(method)
         first: list[list[Tensor]] = []
+        reshaped: list[list[Tensor]] = []
         results, number = [], 0
 
         def keep(pending: PendingUpdate) -> None:
             if number == 0 and pending.index == 0:
                 first.append(self.snapshot.collect([p.grad for p in learner.parameters]))
 
+        def keep_reshaped(applied: AppliedUpdate) -> None:
+            if number == 0 and applied.index == 0:
+                reshaped.append(self.snapshot.collect([p.grad for p in learner.parameters]))
+
+        direct = method.sharpness.kind == "none"  # the optimizer gets ∇L itself
         for number in range(self.spec.updates):
             step = min(self.step + 1 + number, self.config.steps)
             lr = learning_rate(self.config.optimizer, step, self.config.steps)
@@ -247,11 +255,16 @@ class Start:
                 stats=stats,
                 before_first_update=health.allows_updates,
                 before_step=keep,
+                before_optimizer=None if direct else keep_reshaped,
             )
             results.append(result)
             if any(update.broken for update in result.updates):
                 break
-        return ArmUpdate(first[0] if first else None, self.snapshot.displacement(), tuple(results))
+        gradient = first[0] if first else None
+        applied = gradient if direct else None
+        if reshaped:
+            applied = [part / results[0].updates[0].clip_factor for part in reshaped[0]]
+        return ArmUpdate(gradient, applied, self.snapshot.displacement(), tuple(results))
 
     def learner(self, method: Method) -> Learner:
         """A learner with what this method needs."""

@@ -18,6 +18,7 @@ from sharpscope.config import ForkSpec, arm_method, arm_name
 from sharpscope.errors import UserError
 from sharpscope.forks import experiment, surface
 from sharpscope.forks.start import SharedDraws
+from sharpscope.forks.state import inner
 from sharpscope.recording import gradient_norm
 from sharpscope.training import learner
 from sharpscope.training.checkpoint import OPTIMIZER, checkpoint_dir
@@ -102,6 +103,29 @@ def test_the_gradient_is_that_of_the_first_update_or_none(trained, monkeypatch):
     monkeypatch.setattr(learner, "gradient_norm", lambda p: next(norms, None) or gradient_norm(p))
     update = start.update("own", 0)
     assert [one.skipped for one in update.results[0].updates] == [True, False] and update.gradient is None
+
+
+@pytest.mark.parametrize("method", ["grpo-sam", "grpo+weight.kind=linear"])
+def test_the_gradient_rotation_is_that_of_what_the_optimizer_gets(trained, method):
+    config = trained.model_copy(
+        update={"update": trained.update.model_copy(update={"mini_batches": 1}), "seed": 4, "method": arm_method("grpo", trained)}
+    )
+    arms = {name: arm_method(name, config) for name in ("grpo", method)}
+    start = start_of(config, **arms)
+    shared = SharedDraws()
+    measured = experiment._Measured(start, 0)
+    updates = {name: start.update(name, 0, shared) for name in arms}
+    found = measured.effects(updates[method], updates["grpo"], 1.0)
+    start.snapshot.restore()
+    drawn = start.rollouts(arms[method], 0)
+    expected = start.learner(arms[method]).compare(
+        drawn.rollouts, drawn.advantage, 1, 0.0, method=arms[method], stats=start.scorer.statistics(drawn.rollouts)
+    )
+    assert expected.gradient.angle > 0.1
+    assert found["gradient_rotation"] == pytest.approx(expected.gradient.angle, rel=1e-4)
+    assert found["gradient_scale"] == pytest.approx(expected.gradient.scale, rel=1e-5)
+    plain = math.sqrt(inner(updates[method].gradient, updates[method].gradient))
+    assert found["batch_gradient_norm"] == pytest.approx(plain) == updates[method].results[0].updates[0].plain_norm
 
 
 def test_critical_sharpness_is_per_learning_rate_of_the_step(trained, monkeypatch):
