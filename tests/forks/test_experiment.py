@@ -80,6 +80,21 @@ def test_matched_comparisons_match(trained):
             assert value[row["arm"], "kl", "kl"] == pytest.approx(value["grpo", "step", "kl"], rel=0.01)
 
 
+def test_rows_below_the_effective_share_or_without_their_scale_are_not_valid(trained, monkeypatch):
+    arms = {name: arm_method(name, trained) for name in ("grpo", "ar")}
+    for share, expected in ((1e-6, True), (1.0, False)):
+        start = start_of(trained, ForkSpec(**SMALL, effective_share=share), 2, **arms)
+        rows = [row for row in experiment._batch_rows(start, "x", 0) if "heldout_failure" in row["outcome"]]
+        for row in rows:
+            valid = dict(zip(row["outcome"], row["valid"], strict=True))
+            weighted = [name for name, one in zip(row["outcome"], row["effective_share"], strict=True) if one is not None]
+            assert weighted == ["heldout_failure", "train_failure"]
+            assert [valid[name] for name in weighted] == [expected] * 2 and valid["kl"]
+    monkeypatch.setattr(experiment, "matching_scale", lambda divergence, *_: (divergence(0.5) and 0.5, False))
+    rows = [row for row in experiment._batch_rows(start, "x", 0) if row["comparison"] == "kl" and row["arm"] == "ar"]
+    assert [any(row["valid"]) for row in rows] == [False]
+
+
 def test_a_repeated_call_adds_what_is_missing_and_reads_the_same(trained):
     options = {"checkpoint": [2], "methods": ["grpo", "ar"], "prompts": 3, "comparisons": ("step",)}
     once = sharpscope.fork(trained.run_dir, batches=1, **options).forks
@@ -179,7 +194,7 @@ def test_the_report_has_a_section_with_the_figure_the_tables_and_a_csv(trained, 
 
 
 def test_the_command_writes_shows_and_continues(trained, tmp_path, capsys):
-    command = ["fork", str(trained.run_dir), "--checkpoint", "2", "--methods", "grpo,ar", "--set", "fork.prompts=3"]
+    command = ["fork", str(trained.run_dir), "--checkpoint", "step-000002", "--methods", "grpo,ar", "--set", "fork.prompts=3"]
     command += ["--set", "optimizer.lr=0.001", "--outcomes", "failure", "--out", str(tmp_path / "forks")]
     call([*command, "--batches", "2"])
     shown = capsys.readouterr()
