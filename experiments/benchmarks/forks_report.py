@@ -1,14 +1,13 @@
 """Tables of docs/fork.md and of the second study's counterfactual part, from the runs of `forks`.
 
-    sharpscope reduce runs/forks --tokens 0 --out runs/reduced && sharpscope pack runs/reduced --out data/studies/2/forks
-    python -m experiments.benchmarks.forks_report
+sharpscope reduce runs/forks --tokens 0 --out runs/reduced && sharpscope pack runs/reduced --out data/studies/2/forks
+python -m experiments.benchmarks.forks_report
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ import pandas as pd
 from experiments.benchmarks.forks import TASKS, settings, sharpness_settings
 from sharpscope.analysis import fork_differences
 from sharpscope.analysis.claims import test_claims
-from sharpscope.analysis.text import number
 from sharpscope.traces import Run, Runs, load_runs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -92,7 +90,9 @@ def tables(runs: Mapping[str, Run]) -> str:
 
 def _counts(runs: Mapping[str, Run]) -> str:
     """How many differences from the reference have an interval without 0, and which remain after Holm's adjustment."""
-    lines = ["| policy | differences | by chance | interval without 0: step / matched KL | after Holm: step / matched KL |"]
+    lines = [
+        "| policy | differences | by chance | interval without 0: step / matched KL | after Holm: step / matched KL |"
+    ]
     lines += ["|---|---|---|---|---|"]
     for task, run in runs.items():
         differences = fork_differences(forked(run, settings(task), "heldout_failure"))
@@ -101,7 +101,9 @@ def _counts(runs: Mapping[str, Run]) -> str:
         for comparison in ("step", "kl"):
             chosen = own[own["comparison"] == comparison]
             cells.append(int((chosen["p"] < LEVEL).sum()))
-            kept.append([f"{row.arm} ({row.state})" for row, p in zip(chosen.itertuples(), holm(chosen["p"])) if p < LEVEL])
+            adjusted = holm(chosen["p"])
+            pairs = zip(chosen["arm"] + " (" + chosen["state"] + ")", adjusted, strict=True)
+            kept.append([name for name, p in pairs if p < LEVEL])
         count = int((own["comparison"] == "step").sum())
         after = " / ".join(", ".join(names) or "none" for names in kept)
         lines.append(f"| {TITLES[task]} | {count} | {LEVEL * count:.1f} | {cells[0]} / {cells[1]} | {after} |")
@@ -171,7 +173,9 @@ def _row(
     return own[chosen].iloc[0]
 
 
-def _interval(row: pd.Series, names: tuple[str, str, str] = ("difference", "low", "high"), factor: float = POINTS) -> str:
+def _interval(
+    row: pd.Series, names: tuple[str, str, str] = ("difference", "low", "high"), factor: float = POINTS
+) -> str:
     mean, low, high = (factor * row[name] for name in names)
     return f"{mean:+.2f} [{low:+.2f}, {high:+.2f}]"
 
@@ -205,7 +209,7 @@ def _by_state(runs: Mapping[str, Run]) -> str:
             found.append((f"{claim} | {text}" + ("" if rival else " (own change)"), TITLES[task], cells))
     tested = [row["p"] for name, _, cells in found for row in cells.values() if "own change" not in name]
     adjusted = iter(holm(tested))
-    lines = ["| claim | arms | policy | start | middle | end |", "|---|---|---|---|---|---|"]
+    lines = ["| claim | arms | policy | batches | start | middle | end |", "|---|---|---|---|---|---|---|"]
     for name, policy, cells in found:
         texts = []
         for row in cells.values():
@@ -214,13 +218,16 @@ def _by_state(runs: Mapping[str, Run]) -> str:
             else:
                 texts.append(_interval(row) + ("*" if next(adjusted) < LEVEL else ""))
         texts += ["–"] * (3 - len(texts))
-        lines.append(f"| {name} | {policy} | {' | '.join(texts)} |")
+        counts = " / ".join(str(int(row["batches"])) for row in cells.values())
+        lines.append(f"| {name} | {policy} | {counts} | {' | '.join(texts)} |")
     return "\n".join([*lines, "", f"\\* p < {LEVEL:g} after Holm's adjustment over the {len(tested)} differences.", ""])
 
 
 def _sharpness(runs: Mapping[str, Run]) -> str:
     """Ratio of SAM sharpness and critical sharpness after the update, in per cent."""
-    lines = ["| policy | state | arms | batches | SAM sharpness, matched KL [%] | p | critical sharpness, as it is [%] | p |"]
+    lines = [
+        "| policy | state | arms | batches | SAM sharpness, matched KL [%] | p | critical sharpness, as it is [%] | p |"
+    ]
     lines += ["|---|---|---|---|---|---|---|---|"]
     for task, run in runs.items():
         rows = forked(run, sharpness_settings())
@@ -229,13 +236,15 @@ def _sharpness(runs: Mapping[str, Run]) -> str:
         for step in sorted(rows["step"].unique()):
             for arm, rival in ((ALIGNED, "grpo"), (ALIGNED, REVERSED), (ALIGNED, SHUFFLED), ("grpo-sam", "grpo")):
                 here = rows[(rows["step"] == step) & rows["arm"].isin([arm, rival])]
-                cells = []
-                for outcome, comparison in (("sam_sharpness", "kl"), ("critical_sharpness", "step")):
-                    row, count = _ratio(here, arm, rival, outcome, comparison)
-                    cells += [_interval(row, factor=1.0) if count > 1 else "–", p_text(row["p"]) if count > 1 else "–"]
-                    used = count if outcome == "sam_sharpness" else used
-                lines.append(f"| {TITLES[task]} | step {step} | {arm} / {rival} | {used} | {' | '.join(cells)} |")
+                sam, count = _ratio(here, arm, rival, "sam_sharpness", "kl")
+                critical, others = _ratio(here, arm, rival, "critical_sharpness", "step")
+                cells = [_percent(sam, count), str(count), _percent(critical, others), str(others)]
+                lines.append(f"| {TITLES[task]} | step {step} | {arm} / {rival} | {' | '.join(cells)} |")
     return "\n".join([*lines, ""])
+
+
+def _percent(row: pd.Series, count: int) -> str:
+    return f"{_interval(row, factor=1.0)} (p = {p_text(row['p'])})" if count > 1 else "–"
 
 
 def _ratio(rows: pd.DataFrame, arm: str, rival: str, outcome: str, comparison: str) -> tuple[pd.Series, int]:
@@ -277,7 +286,9 @@ def _verdicts(runs: Mapping[str, Run]) -> str:
             for verdict in test_claims(_renamed(run, rows), names, treatment=ALIGNED) if len(rows) else ():
                 local = next(v for v in (verdict, verdict.beside) if v is not None and v.version == "one update")
                 effect = "–" if local.effect is None else f"{local.effect.text} {local.effect.interval_text}"
-                lines.append(f"| {TITLES[task]} | {verdict.claim} | {local.verdict} | {effect} | {local.n} | {local.reason} |")
+                lines.append(
+                    f"| {TITLES[task]} | {verdict.claim} | {local.verdict} | {effect} | {local.n} | {local.reason} |"
+                )
     return "\n".join([*lines, ""])
 
 

@@ -87,7 +87,9 @@ def test_rows_below_the_effective_share_or_without_their_scale_are_not_valid(tra
         rows = [row for row in experiment._batch_rows(start, "x", 0) if "heldout_failure" in row["outcome"]]
         for row in rows:
             valid = dict(zip(row["outcome"], row["valid"], strict=True))
-            weighted = [name for name, one in zip(row["outcome"], row["effective_share"], strict=True) if one is not None]
+            weighted = [
+                name for name, one in zip(row["outcome"], row["effective_share"], strict=True) if one is not None
+            ]
             assert weighted == ["heldout_failure", "train_failure"]
             assert [valid[name] for name in weighted] == [expected] * 2 and valid["kl"]
     monkeypatch.setattr(experiment, "matching_scale", lambda divergence, *_: (divergence(0.5) and 0.5, False))
@@ -123,7 +125,11 @@ def test_the_gradient_is_that_of_the_first_update_or_none(trained, monkeypatch):
 @pytest.mark.parametrize("method", ["grpo-sam", "grpo+weight.kind=linear"])
 def test_the_gradient_rotation_is_that_of_what_the_optimizer_gets(trained, method):
     config = trained.model_copy(
-        update={"update": trained.update.model_copy(update={"mini_batches": 1}), "seed": 4, "method": arm_method("grpo", trained)}
+        update={
+            "update": trained.update.model_copy(update={"mini_batches": 1}),
+            "seed": 4,
+            "method": arm_method("grpo", trained),
+        }
     )
     arms = {name: arm_method(name, config) for name in ("grpo", method)}
     start = start_of(config, **arms)
@@ -194,7 +200,16 @@ def test_the_report_has_a_section_with_the_figure_the_tables_and_a_csv(trained, 
 
 
 def test_the_command_writes_shows_and_continues(trained, tmp_path, capsys):
-    command = ["fork", str(trained.run_dir), "--checkpoint", "step-000002", "--methods", "grpo,ar", "--set", "fork.prompts=3"]
+    command = [
+        "fork",
+        str(trained.run_dir),
+        "--checkpoint",
+        "step-000002",
+        "--methods",
+        "grpo,ar",
+        "--set",
+        "fork.prompts=3",
+    ]
     command += ["--set", "optimizer.lr=0.001", "--outcomes", "failure", "--out", str(tmp_path / "forks")]
     call([*command, "--batches", "2"])
     shown = capsys.readouterr()
