@@ -184,11 +184,13 @@ def _interval(
     row: pd.Series, names: tuple[str, str, str] = ("difference", "low", "high"), factor: float = POINTS
 ) -> str:
     mean, low, high = (factor * row[name] for name in names)
-    return f"{mean:+.2f} [{low:+.2f}, {high:+.2f}]"
+    return f"{mean:+.2f}" if math.isnan(low) else f"{mean:+.2f} [{low:+.2f}, {high:+.2f}]"
 
 
 def p_text(p: float) -> str:
     """A p-value with one or two digits."""
+    if math.isnan(p):
+        return "–"
     return f"{p:.2f}" if p >= 0.01 else f"{p:.0e}".replace("e-0", "e-")
 
 
