@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -235,9 +236,9 @@ def _by_state(runs: Mapping[str, Run]) -> str:
 def _sharpness(runs: Mapping[str, Run]) -> str:
     """Ratio of SAM sharpness and critical sharpness after the update, in per cent."""
     lines = [
-        "| policy | state | arms | batches | SAM sharpness, matched KL [%] | p | critical sharpness, as it is [%] | p |"
+        "| policy | state | arms | SAM sharpness, matched KL [%] | batches | critical sharpness, step as it is [%] | batches |",
+        "|---|---|---|---|---|---|---|",
     ]
-    lines += ["|---|---|---|---|---|---|---|---|"]
     for task, run in runs.items():
         rows = forked(run, sharpness_settings())
         if rows.empty:
