@@ -22,9 +22,8 @@ from sharpscope.policy.scoring import Scorer
 from sharpscope.recording import Drawer, PendingUpdate, RolloutBatch, StepHealth, StepResult, step_tensors
 from sharpscope.seeds import derive
 from sharpscope.tasks import Example, Reward, Task
-from sharpscope.training import DataOrder, Learner, saving
+from sharpscope.training import AppliedUpdate, DataOrder, Learner, saving
 from sharpscope.training.checkpoint import PROXIMAL, Progress
-from sharpscope.training.learner import AppliedUpdate
 from sharpscope.training.optimizer import build_optimizer, learning_rate, set_learning_rate
 from sharpscope.training.rollouts import draw_group, draw_rollouts
 from sharpscope.training.setup import load_start, make_learner, positive_learning_rate, reference_policy
