@@ -109,7 +109,7 @@ class StepTensors:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is decided once a step and stays fixed over its updates; every tensor is (N, T) and free of gradient.
+    """What is computed once a step and stays fixed over its updates; every tensor is (N, T) and free of gradient.
 
     Attributes:
         mask: bool, loss tokens.

@@ -12,6 +12,7 @@ from sharpscope.recording.health import (
     check_policy,
     check_rollouts,
     memory_share,
+    refusal,
     rotation_event,
 )
 from sharpscope.recording.norms import clip_factor, gradient_norm, total_norm, update_norm
@@ -74,6 +75,7 @@ __all__ = [
     "pass_at_k",
     "plain_norm",
     "prompt_pass_at_k",
+    "refusal",
     "rollout_columns",
     "rotation_event",
     "run_probe_set",

@@ -6,6 +6,7 @@ from sharpscope.traces.files import (
     create_run_info,
     output_folder,
     read_run_info,
+    run_path,
     update_run_info,
     write_atomic,
 )
@@ -43,6 +44,7 @@ __all__ = [
     "read_run_info",
     "rewind",
     "robust_z",
+    "run_path",
     "schema_markdown",
     "schema_rows",
     "timing_columns",

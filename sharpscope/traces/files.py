@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -28,6 +29,8 @@ _INFO_TYPES: dict[type, tuple[str, ...]] = {
     list: ("notes",),
 }
 """Type -> keys of run.json with this type. Their values may also be missing or null."""
+
+_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._+=-]{0,118}[A-Za-z0-9_+=-])?")
 
 
 def now() -> str:
@@ -94,6 +97,19 @@ def set_aside(folder: Path) -> Path:
     folder.rename(target)
     sync_folder(target.parent)
     return target
+
+
+def run_path(root: str | Path, name: str) -> Path:
+    """`root/name` for a run name.
+
+    Raises:
+        UserError: the name is not a single safe folder name.
+    """
+    if not _NAME.fullmatch(name):
+        raise UserError(
+            f"name: {name!r} is not a valid run name; use 1 to 120 letters, digits and . _ + = -, starting with a letter or digit"
+        )
+    return Path(root) / name
 
 
 def create_run_dir(path: str | Path) -> Path:

@@ -223,7 +223,7 @@ class Learner:
     def plan(
         self, rollouts: Rollouts, advantage: Tensor, step: int, progress: float, method: Method, stats: TokenStats
     ) -> Plan:
-        """What is decided once a step; `stats` are of the present policy."""
+        """What is fixed for a step; `stats` are of the present policy."""
         proxy = None
         if method.proxy_min_p is not None:
             proxy = self.scorer.log_probabilities(rollouts, proxy_min_p=method.proxy_min_p)

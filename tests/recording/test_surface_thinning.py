@@ -1,4 +1,4 @@
-"""Which steps are probed is fixed by a recorded cost, not by the clock; what is not to be believed has its event."""
+"""Which steps are probed is fixed by a recorded cost, not by the clock; an estimate that is not reliable gives an event."""
 
 from __future__ import annotations
 

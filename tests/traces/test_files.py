@@ -18,6 +18,7 @@ from sharpscope.traces import (
     TraceWriter,
     create_run_dir,
     load_run,
+    run_path,
     update_run_info,
 )
 from sharpscope.traces import files as files_module
@@ -138,6 +139,12 @@ def test_a_folder_of_ones_own_is_no_start_that_was_killed(tmp_path, name):
 def test_the_mark_of_a_start_goes_when_the_run_is_there(tmp_path):
     run = new_run(tmp_path / "a")
     assert sorted(p.name for p in run.iterdir()) == ["run.json", "traces"]
+
+
+def test_a_run_path_cannot_leave_its_folder(tmp_path):
+    with pytest.raises(UserError, match="not a valid run name"):
+        run_path(tmp_path, "../a")
+    assert run_path(tmp_path, "grpo-sg_lr=1e-4.seed3") == tmp_path / "grpo-sg_lr=1e-4.seed3"
 
 
 def test_run_json_is_old_or_new_when_the_write_fails(tmp_path, monkeypatch):

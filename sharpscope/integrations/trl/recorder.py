@@ -29,7 +29,7 @@ from sharpscope.integrations.trl import arguments
 from sharpscope.integrations.trl.batches import RewardScores, examples_of, rewards_of, rollouts_of
 from sharpscope.integrations.trl.loss import token_loss
 from sharpscope.objective import Method, calibrate, prepare
-from sharpscope.policy.rollouts import join_rollouts
+from sharpscope.policy import join_rollouts
 from sharpscope.policy.scoring import Scorer
 from sharpscope.probes import guarded
 from sharpscope.recording import RolloutBatch, step_tensors

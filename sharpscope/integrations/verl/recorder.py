@@ -30,9 +30,8 @@ from sharpscope import distributed
 from sharpscope.errors import UserError
 from sharpscope.integrations.importers.writing import Completion, sampler_events, step_tables
 from sharpscope.policy import completions_of
-from sharpscope.probes.token_gradients.sharded import ShardedNorms
-from sharpscope.recording import Event, UpdateResult, UpdateTokens, environment, update_columns, update_norm
-from sharpscope.recording.health import refusal
+from sharpscope.probes.token_gradients import ShardedNorms
+from sharpscope.recording import Event, UpdateResult, UpdateTokens, environment, refusal, update_columns, update_norm
 from sharpscope.traces import RunLock, TraceWriter, create_run_dir, create_run_info, update_run_info
 from sharpscope.traces.files import now
 
@@ -180,12 +179,12 @@ class Recorder:
             if any(value is None for value in distributed.gather(temperature)):
                 raise UserError("temperature: differs between rows; norms are of one temperature")
             with self.worker.engine.eval_mode(disable_auto_offload=offload):
-                found = norms.measure(made.input_ids, whole, made.attention_mask, float(temperature or 1.0))
+                measured = norms.measure(made.input_ids, whole, made.attention_mask, float(temperature or 1.0))
         except UserError as problem:
             self.norms = None
             self._refuse(problem)
             return
-        values = found.values[:, made.prompt_width :].double().cpu()
+        values = measured.values[:, made.prompt_width :].double().cpu()
         into[:, : values.shape[1]] = torch.where(made.completion_mask.bool(), values, torch.nan)
 
     def _refuse(self, problem: UserError) -> None:
@@ -285,7 +284,7 @@ class Recorder:
         given = [one for completions, _ in parts for one in completions]
         tokenizer = self.worker.model_config.tokenizer
         tables = step_tables(step, given, lambda ids: str(tokenizer.decode(ids, clean_up_tokenization_spaces=False)))
-        for event in [*sampler_events(step, given), *(found.row() for found in self.events)]:
+        for event in [*sampler_events(step, given), *(reported.row() for reported in self.events)]:
             writer.append("events", {name: [value] for name, value in event.items()})
         self.events = []
         ratios = [np.concatenate([one[index] for _, one in parts]) for index in range(len(rows.updates))]
@@ -405,8 +404,8 @@ def _completions(rows: _Rows) -> list[Completion]:
 
 def _temperature(data: Any) -> float | None:
     """The softmax temperature, which verl gives as a number or for each row; None if rows differ."""
-    found = torch.as_tensor(data["temperature"], dtype=torch.float64).unique().tolist()
-    return float(found[0]) if len(found) == 1 else None
+    temperatures = torch.as_tensor(data["temperature"], dtype=torch.float64).unique().tolist()
+    return float(temperatures[0]) if len(temperatures) == 1 else None
 
 
 def _dense(values: Any) -> Tensor:

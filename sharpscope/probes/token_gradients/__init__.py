@@ -20,10 +20,11 @@ from sharpscope.probes.token_gradients.local import local_norms
 from sharpscope.probes.token_gradients.result import TIERS, ScoreNorms, Tier
 from sharpscope.probes.token_gradients.rows import Rows, make_rows
 from sharpscope.probes.token_gradients.self_check import SKETCH_DIRECTIONS, check_norms
+from sharpscope.probes.token_gradients.sharded import ShardedNorms
 from sharpscope.probes.token_gradients.sketch import sketch_norms
 from sharpscope.probes.token_gradients.structure import structure_of
 
-__all__ = ["TIERS", "ScoreNorms", "Tier", "score_norms"]
+__all__ = ["TIERS", "ScoreNorms", "ShardedNorms", "Tier", "score_norms"]
 
 
 def score_norms(

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from sharpscope import distributed
 from sharpscope.errors import CheckError, UserError
-from sharpscope.policy.head import Head, backbone, bare, output_head
+from sharpscope.policy import Head, backbone, bare, output_head
 from sharpscope.probes.guard import guarded
 from sharpscope.probes.token_gradients import attention as attn
 from sharpscope.probes.token_gradients.head import head_gradients
@@ -83,7 +83,7 @@ class ShardedNorms:
         if pair is None:
             return
         row = _row(pair.to(rows.ids.device))
-        found = float(_local_squares(self.model, row, temperature).total[0]) ** 0.5
+        norm = float(_local_squares(self.model, row, temperature).total[0]) ** 0.5
         with torch.enable_grad():
             logits = self.model(input_ids=row.ids, use_cache=False).logits
             wide = torch.promote_types(logits.dtype, torch.float32)
@@ -95,7 +95,7 @@ class ShardedNorms:
                 squares.append(float(size.full_tensor() if isinstance(size, DTensor) else size) ** 2)
                 parameter.grad = None
         own = math.fsum(squares) ** 0.5
-        error, limit = abs(found - own) / own, TOLERANCE.get(logits.dtype, 5e-2)
+        error, limit = abs(norm - own) / own, TOLERANCE.get(logits.dtype, 5e-2)
         self.checked = max(distributed.gather(error))
         if not self.checked <= limit:
             raise CheckError(
@@ -174,8 +174,8 @@ def _local_squares(model: nn.Module, rows: Rows, temperature: float) -> Ledger:
     start[predicts] = output.to_hidden.to(start.dtype)
     # Also from the logits, where FSDP2 begins a backward pass; their cotangents are 0.
     outs = [use.out for use in recorder.uses]
-    found = torch.autograd.grad([hidden, logits], outs, [start, torch.zeros_like(logits)], allow_unused=True)
-    kept = [(i, use, g) for i, (use, g) in enumerate(zip(recorder.uses, found, strict=True)) if g is not None]
+    gradients = torch.autograd.grad([hidden, logits], outs, [start, torch.zeros_like(logits)], allow_unused=True)
+    kept = [(i, use, g) for i, (use, g) in enumerate(zip(recorder.uses, gradients, strict=True)) if g is not None]
     coupled = None if seen["coupled"] is None else seen["coupled"][:, 0]
     uses, cotangents, order = [use for _, use, _ in kept], [g for _, _, g in kept], [i for i, _, _ in kept]
     return tally(
