@@ -15,7 +15,6 @@ import numpy as np
 from sharpscope.errors import UserError
 from sharpscope.traces import TABLES, RunLock, TraceWriter, create_run_dir, create_run_info, update_run_info
 from sharpscope.traces.files import now
-from sharpscope.traces.sampler_rule import IMPOSSIBLE, impossible
 
 
 @dataclass(frozen=True)
@@ -231,27 +230,19 @@ def step_tables(
 
 
 def sampler_events(step: int, rows: Sequence[Completion]) -> list[dict[str, Any]]:
-    """An event if sampler log-probabilities of a step cannot be right."""
+    """Rows of the events table by the health rules on a step's sampler log-probabilities, at their defaults."""
     pairs = [
-        (logp, sampler)
+        (math.nan if logp is None else logp, math.nan if sampler is None else sampler)
         for one in rows
         for logp, sampler in zip(one.tokens.get("logp", ()), one.tokens.get("behavior_logp", ()), strict=False)
-        if logp is not None and sampler is not None
     ]
     if not pairs:
         return []
-    share, why = impossible(*np.array(pairs).T)
-    if not why:
-        return []
-    row = {
-        "step": step,
-        "rule": "sampler_logp",
-        "severity": "warning",
-        "value": share,
-        "threshold": 0.0,
-        "action": "warn",
-    }
-    return [row | {"message": f"{IMPOSSIBLE}: {why}"}]
+    from sharpscope.config.training import HealthSpec
+    from sharpscope.recording.health import check_sampler  # imports torch, which tables without a sampler do not need
+
+    logp, sampler = np.array(pairs, dtype=np.float64).T
+    return [event.row() for event in check_sampler(HealthSpec(), step, logp, sampler)]
 
 
 def _column(values: list[Any]) -> list[Any] | None:

@@ -468,6 +468,8 @@ def test_commands_read_it(make, tmp_path: Path):
     assert "not a number" not in text and "median gradient norm" in text
     assert (tmp_path / "report" / "attribution.png").exists()
     assert "eos" in (tmp_path / "report" / "report.html").read_text("utf-8")
+    said("report", str(run), "--out", str(tmp_path / "one.html"))
+    assert "eos" in (tmp_path / "one.html").read_text("utf-8")
 
 
 def test_a_spike_of_fine_tuning_is_explained_by_its_tokens(tmp_path: Path):

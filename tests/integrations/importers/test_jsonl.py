@@ -40,3 +40,17 @@ def test_jsonl_with_a_token_on_each_line(tmp_path: Path):
     np.testing.assert_equal(tokens["entropy"].to_numpy()[:3], [math.nan, 1.5, math.nan])
     np.testing.assert_equal(run.rollouts["reward"].to_numpy(), [0.5, math.nan, math.nan])
     assert tokens["rollout"].tolist() == [0, 0, 1, 1, 0, 0] and tokens["advantage"].isna().all()
+
+
+def test_the_samplers_log_probabilities_are_checked(tmp_path: Path):
+    """By the rules of a training, at their defaults: impossible values, and too many ratios far from 1."""
+    logp = np.linspace(-3, -0.5, 20)
+    some = np.where(np.arange(20) < 2, logp + 0.2, logp)  # 10 % of the ratios are outside [0.9, 1.1]
+    lines = [
+        {"step": step, "token_id": [5] * 20, "logp": logp.tolist(), "behavior_logp": sampler.tolist()}
+        for step, sampler in enumerate((logp, some, np.zeros(20)), 1)
+    ]
+    import_jsonl(write_lines(tmp_path / "t.jsonl", lines), tmp_path / "run", LABELS)
+    events = sharpscope.load_run(tmp_path / "run").events
+    found = list(zip(events["step"], events["rule"], events["value"], strict=True))
+    assert found == [(2, "sampler_ratio", 0.1), (3, "sampler_logp", 1.0), (3, "sampler_ratio", 1.0)]

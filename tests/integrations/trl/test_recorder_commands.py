@@ -49,6 +49,8 @@ def test_analyze_and_report(runs: Path, tmp_path: Path):
     text = (tmp_path / "report" / "report.md").read_text("utf-8")
     assert "| weighted | grpo-sg+weight.preset=calibrated | 3 | trl | finished | 10 |" in text
     assert "again-weighted" not in text  # sharpscope run could not do it
+    said("report", str(runs / "weighted"), "--out", str(tmp_path / "one.html"))
+    assert "grpo-sg" in (tmp_path / "one.html").read_text("utf-8")
 
 
 def test_claims(runs: Path):

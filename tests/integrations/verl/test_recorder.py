@@ -221,15 +221,20 @@ def test_packed_sequences(tmp_path: Path):
     np.testing.assert_allclose(tables[1][1]["grad_norm"], tables[0][1]["grad_norm"], rtol=1e-4)
 
 
-def test_commands_read_it_and_a_checkpoint_adds_shares(pair, tmp_path: Path):
-    _, _, path = pair
+def test_commands_read_ten_steps_and_a_checkpoint_adds_shares(tmp_path: Path):
+    small_model().save_pretrained(tmp_path / "model")
+    tokenizer().save_pretrained(tmp_path / "model")
+    path = tmp_path / "run"
+    trained(tmp_path, path, {"steps": 10, "data": {"epochs": 1}})
 
     def said(*arguments: str) -> str:
         result = CliRunner().invoke(app, list(arguments))
         assert result.exit_code == 0, (result.output, result.exception)
         return result.output
 
-    assert "verl vanilla" in said("show", str(path))
+    assert "verl vanilla" in said("show", str(path)) and sharpscope.load_run(path).info["steps_done"] == 10
+    events = sharpscope.load_run(path).events
+    assert set(events["rule"]) == {"sampler_ratio"}  # the worker's sampler is noisy
     assert sharpscope.load_run(path).config["rollout"] == {"temperature": 1.0}
     assert "▸w" in said("tokens", str(path), "--step", "1", "--by", "loss_coef")
     said("spikes", str(path))

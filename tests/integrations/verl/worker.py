@@ -1,6 +1,7 @@
 """One of two processes that train a tiny model with verl's TrainingWorker on CPU (FSDP2, gloo): python -m … MODEL OUT [PLAN].
 
-PLAN is a file of torch that replaces defaults: `optimizer`, `actor`, `data` (options), and `batches`, for each process its batches.
+PLAN is a file of torch that replaces defaults: `optimizer`, `actor`, `data` (options), `packed`, and the number of `steps` or `batches`,
+for each process its batches.
 """
 
 from __future__ import annotations
@@ -173,7 +174,8 @@ def main(model: str, out: Path, plan: dict[str, Any]) -> None:
         "calculate_entropy": False,
     }
     batches = []
-    for given in plan["batches"][rank] if "batches" in plan else [rows(rank, step) for step in range(1, STEPS + 1)]:
+    drawn = [rows(rank, step) for step in range(1, plan.get("steps", STEPS) + 1)]
+    for given in plan["batches"][rank] if "batches" in plan else drawn:
         columns = nested(given, plain)
         tensors = {name: torch.nested.as_nested_tensor(values, layout=torch.jagged) for name, values in columns.items()}
         batches.append(columns | {"uid": given["uid"]})
