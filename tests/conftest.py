@@ -23,6 +23,7 @@ TOY = {
     "evaluation.prompts": 4,
     "evaluation.every": 2,
     "optimizer.lr": 0.01,
+    "recording.budget": None,
     "recording.heldout_influence_every": 0,
     "probes.preset": "off",
 }

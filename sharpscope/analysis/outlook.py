@@ -18,6 +18,7 @@ from sharpscope.analysis.statistics import smallest_sign_flip_p
 from sharpscope.analysis.study import GRID, Study, grid_settings
 from sharpscope.analysis.terms import Terms
 from sharpscope.config import control_label
+from sharpscope.config.training import DEFAULT_INTERVALS
 
 
 @dataclass(eq=False)
@@ -140,7 +141,9 @@ def _planned(claim: Claim, study: Study) -> tuple[int, int, str]:
     steps = int(config.get("steps", 0))
 
     def recorded(key: str) -> int:
-        every = int(recording.get(key) or 0)
+        """Number of recorded steps; the most there can be where a budget decides."""
+        every = recording.get(key, 0)
+        every = int(DEFAULT_INTERVALS.get(key, 0) if every is None else every)
         return steps // every if every else 0
 
     every = probes.get("every")

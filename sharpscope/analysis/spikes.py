@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
+from sharpscope.analysis.tokens import INCLUSION, inverse_inclusion
 from sharpscope.traces import Run, robust_z
 
 PROBABILITY_EDGES = (0.0, 0.01, 0.1, 0.3, 0.5, 0.8, 0.95, 0.99, 1.0)
@@ -66,7 +67,18 @@ def explain_spikes(run: Run, z: float = 4.0, top: int = 8, largest: int = 0) -> 
 
 def _explain(run: Run, row: object, top: int) -> Spike:
     step, norm = int(row.step), float(row.grad_norm)  # type: ignore[attr-defined]
-    columns = ["rollout", "position", "token_id", "logp", "advantage", "weight", "loss_coef", "attribution", "update"]
+    columns = [
+        "rollout",
+        "position",
+        "token_id",
+        "logp",
+        "advantage",
+        "weight",
+        "loss_coef",
+        "attribution",
+        "update",
+        INCLUSION,
+    ]
     tokens = run.tokens(steps=[step], columns=["step", "score_norm", "score_norm_local", *columns]).dropna(
         subset=["attribution"]
     )
@@ -81,7 +93,9 @@ def _explain(run: Run, row: object, top: int) -> Spike:
     updates = tokens["update"].nunique()
     prompts = pd.DataFrame(joined.groupby(["group", "prompt"])["attribution"].sum() / updates).reset_index()
     prompts = prompts.loc[prompts["attribution"].abs().nlargest(top).index]
+    count = inverse_inclusion(tokens)  # above, shares are of the prompt or token itself
     ranges = pd.cut(tokens["probability"], list(PROBABILITY_EDGES), include_lowest=True)
-    grouped = tokens.groupby(ranges, observed=False)["attribution"]
-    probabilities = pd.DataFrame({"share": grouped.sum() / updates, "tokens": grouped.size() / len(tokens)})
+    grouped = tokens.assign(share=count * tokens["attribution"], tokens=count / count.sum())
+    probabilities = grouped.groupby(ranges, observed=False)[["share", "tokens"]].sum()
+    probabilities["share"] /= updates
     return Spike(*head, biggest, prompts, probabilities)

@@ -20,6 +20,7 @@ BATCH_ROWS = 400_000
 SAMPLE = 200_000
 """Tokens of a setting that a figure draws from [tokens]."""
 DECILES = 10
+INCLUSION = "inclusion_probability"
 
 
 @dataclass(frozen=True)
@@ -86,12 +87,14 @@ def steps_of(run: Run, columns: Sequence[str]) -> Iterator[tuple[int, Columns]]:
 def sample_tokens(run: Run, columns: Sequence[str], limit: int = SAMPLE) -> pd.DataFrame:
     """A uniform sample of at most `limit` tokens that have all `columns`; every token if there are no more.
 
+    Where no inclusion probability is recorded it is 1.
+
     Each token draws a number and the smallest are kept, so that one pass is enough. Seeded: the same each time.
     """
     rng = np.random.default_rng(0)
     kept = pd.DataFrame({name: pd.Series(dtype=float) for name in columns}).assign(draw=0.0)
-    for frame in run.iter_tokens(columns=columns, required=columns):
-        rows = frame.dropna()
+    for frame in run.iter_tokens(columns=columns, required=[name for name in columns if name != INCLUSION]):
+        rows = frame.assign(**({INCLUSION: frame[INCLUSION].fillna(1.0)} if INCLUSION in columns else {})).dropna()
         if rows.empty:
             continue
         fresh = rows.assign(draw=rng.random(len(rows)))
@@ -99,6 +102,15 @@ def sample_tokens(run: Run, columns: Sequence[str], limit: int = SAMPLE) -> pd.D
         if len(kept) > limit:
             kept = kept.nsmallest(limit, "draw").sort_index()
     return kept.drop(columns="draw").reset_index(drop=True)
+
+
+def inverse_inclusion(tokens: Mapping[str, Any] | pd.DataFrame) -> NDArray[np.float64]:
+    """(n,) inverse probability that a token's group was drawn to be measured; 1 where none is recorded: all groups were.
+
+    Sums weighted by it are unbiased for the sums over all tokens (Horvitz and Thompson 1952).
+    """
+    chance = np.asarray(tokens[INCLUSION], dtype=np.float64)
+    return np.asarray(1.0 / np.where(chance > 0, chance, 1.0))
 
 
 def complement(logp: NDArray[Any]) -> NDArray[np.float64]:
@@ -115,6 +127,7 @@ def deciles(logp: NDArray[Any]) -> NDArray[np.int_]:
 def decile_sums(column: str) -> Reducer:
     """Sums of `column` by update, decile of π within the step and sign of the advantage (−1, 0, 1): one list per key.
 
+    Shares of a sample of groups are weighted by `inverse_inclusion`.
     In a run without advantages the sign is that of −loss_coef: 1 for tokens whose probability the update raises.
     """
 
@@ -122,18 +135,20 @@ def decile_sums(column: str) -> Reducer:
         frame = pd.DataFrame({name: tokens[name] for name in ("update", "logp", "advantage", "loss_coef", column)})
         if frame["advantage"].isna().all():
             frame["advantage"] = -frame["loss_coef"]
-        frame = frame.drop(columns="loss_coef").dropna()
+        weight = inverse_inclusion(tokens) if column.endswith("attribution") else 1.0
+        frame = frame.drop(columns="loss_coef").assign(value=frame[column].astype(float) * weight)
+        frame = frame.dropna(subset=["update", "logp", "advantage"])
+        # All tokens of an update rank, so that the deciles do not depend on which groups were drawn.
+        measured = frame["update"].isin(frame["update"][frame["value"].notna()])
+        frame = frame[measured].assign(decile=deciles(frame["logp"][measured].to_numpy())).dropna(subset=["value"])
         if frame.empty:
             return None
-        keyed = frame.assign(
-            decile=deciles(frame["logp"].to_numpy()),
-            sign=np.sign(frame["advantage"]).astype(int),
-            value=frame[column].astype(float),
-        )
+        keyed = frame.assign(sign=np.sign(frame["advantage"]).astype(int))
         sums = pd.DataFrame(keyed.groupby(["update", "decile", "sign"], as_index=False)["value"].sum())
         return {str(name): values for name, values in sums.to_dict("list").items()}
 
-    return Reducer(f"deciles {column}", ("update", "logp", "advantage", "loss_coef", column), reduce, needs=column)
+    columns = ("update", "logp", "advantage", "loss_coef", INCLUSION, column)
+    return Reducer(f"deciles {column}", columns, reduce, needs=column)
 
 
 DECILE_SUMS = tuple(map(decile_sums, ("attribution", "update_attribution", "sharp_alignment")))

@@ -98,8 +98,8 @@ class ProbesSpec(Spec):
     every: int | None = Field(
         None,
         ge=0,
-        description="Interval between probes, also before the first and after the last step; null: `rounds` of them, evenly spread; "
-        "0: never [steps].",
+        description="Interval between probes, also before the first and after the last step; null: `rounds` of them, evenly spread, or "
+        "fewer within recording.budget; 0: never [steps].",
     )
     rounds: int = Field(
         10, ge=2, description="Number of probes over the run where `every` is null, those before and after it included."

@@ -9,6 +9,9 @@ from pydantic import Field, field_validator, model_validator
 
 from sharpscope.config.base import Spec
 
+DEFAULT_INTERVALS = {"token_gradients_every": 10, "rotation_every": 10, "heldout_influence_every": 50}
+"""Intervals of `RecordingSpec` where none is set [steps]."""
+
 
 class OptimizerSpec(Spec):
     """AdamW (decoupled weight decay; arXiv 1711.05101) with warm-up, a schedule and global-norm clipping."""
@@ -81,13 +84,29 @@ class EvaluationSpec(Spec):
 class RecordingSpec(Spec):
     """What is written to the traces and at which interval."""
 
+    budget: float | None = Field(
+        0.05,
+        gt=0,
+        lt=1,
+        description="Share of the time of generation and training that recording may take. It decides when measures without an interval "
+        "(null) are made: at multiples of their default intervals, as often as an equal part of the time allows. The first and last step and "
+        "spikes are always measured. The decisions depend on the clock; null: no limit, at the default intervals.",
+    )
     rollouts_every: int = Field(1, ge=0, description="Interval of the rollouts table; 0: never [steps].")
     tokens_every: int = Field(1, ge=0, description="Interval of the tokens table; 0: never [steps].")
     flush_every: int = Field(1, ge=1, description="Interval between flushes; a crash loses at most this much [steps].")
-    token_gradients_every: int = Field(
-        10,
+    token_gradients_every: int | None = Field(
+        None,
         ge=0,
-        description="Interval of score norms (local tier) and attribution, also at the first and the last step; 0: never [steps].",
+        description="Interval of score norms (local tier) and attribution, also at the first and the last step; 0: never; null: 10, or "
+        "its multiples within the budget [steps].",
+    )
+    group_share: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="Share of an update's groups, drawn at random, whose tokens get score norms, attribution and influence, except at "
+        "spikes; column inclusion_probability has the probability. null: 0.25 within a budget, 1 if token_gradients_every is set.",
     )
     spike_z: float | None = Field(
         4.0,
@@ -104,11 +123,11 @@ class RecordingSpec(Spec):
         description="Whether to attribute the squared update norm to tokens, momentum and weight decay, at the same steps (the cost of "
         "attribution again). Not with method.sharpness, which uses the gradient at another point.",
     )
-    rotation_every: int = Field(
-        10,
+    rotation_every: int | None = Field(
+        None,
         ge=0,
         description="Interval of the rotation of gradients and updates against the reference objective, also at step 1; every update of "
-        "such a step costs another forward and backward pass; 0: never [steps].",
+        "such a step costs another forward and backward pass; 0: never; null: 10, or its multiples within the budget [steps].",
     )
     derivative: Literal["forward", "central"] = Field(
         "forward",
@@ -121,10 +140,11 @@ class RecordingSpec(Spec):
         description="Interval of the policy's entropy at fixed tokens, the stored solutions of the probe set's training prompts, also "
         "before training (a forward pass each); 0: never [steps].",
     )
-    heldout_influence_every: int = Field(
-        50,
+    heldout_influence_every: int | None = Field(
+        None,
         ge=0,
-        description="Interval of held-out influence, along a gradient on the probe set; 0: never [steps].",
+        description="Interval of held-out influence, along a gradient on the probe set; 0: never; null: 50, or its multiples within the "
+        "budget [steps].",
     )
     heldout_functional: Literal["expected_failure", "nll"] = Field(
         "expected_failure",

@@ -1,17 +1,17 @@
 """Probes of an update, between its gradient and the optimizer's step. They change nothing that training sees.
 
-Token gradients: at every k-th step, at the first and the last one, and at any step whose gradient norm is a spike, all tokens
-get the local score norm and their attribution. The tokens with the largest local norm and a random sample also get the exact
-norm, so that the error of the local tier is known in each run. Critical sharpness, held-out influence and the loss surface have
-their own schedules. A probe that refuses the policy, or differs from plain autograd on it, is left out for the rest of the run,
-and an event reports it.
+`Budget` decides which steps are measured. At such a step the tokens of a random sample of each update's groups get the local
+score norm and their attribution; at a step whose gradient norm is a spike, those of all groups. The tokens with the largest
+local norm and random ones also get the exact norm, so that the error of the local tier is known in each run. A probe that
+refuses the policy, or differs from plain autograd on it, is left out for the rest of the run, and an event reports it.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -42,6 +42,7 @@ from sharpscope.probes import (
     update_direction,
     update_slope,
 )
+from sharpscope.recording.budget import CRITICAL, Budget, sampled_share
 from sharpscope.recording.health import Event, refusal
 from sharpscope.recording.probe_sets import Drawer, needs_probe_set, run_probe_set
 from sharpscope.recording.step import PendingUpdate
@@ -82,7 +83,8 @@ class Observers:
         self, config: RunConfig, policy: Policy, view: Callable[[], ModelView], drawer: Drawer | None = None
     ) -> None:
         self.config, self.policy, self.view, self.drawer = config, policy, view, drawer
-        self.surface = SurfaceProbes(config, view, drawer)
+        self.budget = Budget(config)
+        self.surface = SurfaceProbes(config, view, drawer, self.budget)
         self.probe_set: ProbeSet | None = None
         self.fixed: Rollouts | None = None  # solutions of the probe set, for the entropy at fixed tokens
         self.refused: set[str] = set()  # columns that are left out for the rest of the run
@@ -93,8 +95,7 @@ class Observers:
         if not needs_probe_set(self.config):
             return []
         self.probe_set = run_probe_set(self.config, task)
-        spec = self.config.recording
-        if spec.heldout_influence_every and spec.heldout_functional == "nll":
+        if self.budget.every["influence"] and self.config.recording.heldout_functional == "nll":
             self.probe_set.solutions("heldout")  # raises now, not during the run, if there are none
         if spec.probe_entropy_every:
             self.probe_set.solutions("train")
@@ -152,19 +153,27 @@ class StepObserver:
         if not bool(update.first_use.any()):
             return  # a row of the tokens table belongs to the first update that used its token
         started = time.perf_counter()
-        spec, step = self.run.config.recording, self.step
-        ends = (1, self.run.config.steps)
-        gradients_due = bool(spec.token_gradients_every) and (step % spec.token_gradients_every == 0 or step in ends)
-        if not gradients_due and spec.spike_z is not None and update.grad_norm > 0:
-            gradients_due = robust_z(self.recent, math.log(update.grad_norm)) >= spec.spike_z
-        influence_due = bool(spec.heldout_influence_every) and step % spec.heldout_influence_every == 0
-        if gradients_due or influence_due:
-            probes = _UpdateProbes(self, update, self.run.view(), self.rollouts.rows(update.rows))
-            if gradients_due:
-                probes.token_gradients()
-            if influence_due:
-                self.fill("heldout_influence", probes.influence)
-        self._seconds += time.perf_counter() - started
+        spec, due = self.run.config.recording, self.run.budget.due
+        spike = False
+        if spec.spike_z is not None and update.grad_norm > 0:
+            spike = robust_z(self.recent, math.log(update.grad_norm)) >= spec.spike_z
+        measures = [name for name in ("norms", "shares") if spike or due(name, self.step)]
+        measures += ["influence"] if due("influence", self.step) else []
+        if measures:
+            probes = _UpdateProbes(self, update, self.run.view(), sampled=not spike)
+            self._seconds += time.perf_counter() - started
+            for name in measures:
+                with self._timed(name):
+                    getattr(probes, name)()
+
+    @contextmanager
+    def _timed(self, measure: str) -> Iterator[None]:
+        """Count the time of a measure."""
+        started = time.perf_counter()
+        yield
+        seconds = time.perf_counter() - started
+        self.run.budget.spend(measure, self.step, seconds)
+        self._seconds += seconds
 
     def fill(self, column: str, measure: Callable[[Check], None]) -> None:
         """Measure `column`; where its probe refuses the policy, leave the column out of the rest of the run."""
@@ -181,13 +190,14 @@ class StepObserver:
             run.refused.add(column)
             self._events.append(refusal(self.step, column, problem))
 
-    def put(self, name: str, update: PendingUpdate, values: Tensor) -> None:
-        """Keep `values` (n, P+T) of the update's rows for the tokens whose first update it is."""
+    def put(self, name: str, update: PendingUpdate, rows: Tensor, values: Tensor) -> None:
+        """Keep `values` (m, P+T) of the update's rows `rows` (m,) for the tokens whose first update it is."""
         if name not in self._columns:
             self._columns[name] = torch.full(self.rollouts.completion_mask.shape, math.nan)
-        target = self._columns[name]
+        rows = rows.cpu()
+        target, own = self._columns[name], update.rows[rows]
         new = values[:, self.rollouts.prompt_width :].detach().float().cpu()
-        target[update.rows] = torch.where(update.first_use, new, target[update.rows])
+        target[own] = torch.where(update.first_use[rows], new, target[own])
 
     def add_parts(self, split: UpdateSplit) -> None:
         """Keep the parts of ‖Δθ‖² of an update."""
@@ -225,9 +235,8 @@ class StepObserver:
             clip_factor: what clipping has multiplied the gradient by; None if `.grad` is not the gradient of the loss (SAM).
         """
         if self.critical_due:
-            started = time.perf_counter()
-            self.fill("critical_sharpness", lambda _: self._critical(model, optimizer, loss_fn, loss, clip_factor))
-            self._seconds += time.perf_counter() - started
+            with self._timed(CRITICAL):
+                self.fill("critical_sharpness", lambda _: self._critical(model, optimizer, loss_fn, loss, clip_factor))
 
     def _critical(
         self,
@@ -267,36 +276,56 @@ class StepObserver:
 
 
 class _UpdateProbes:
-    """The probes of one update; `part` are its n rows, P prompt and T completion positions wide."""
+    """The probes of one update, on the rows of a sample of its groups or of all.
 
-    def __init__(self, observer: StepObserver, update: PendingUpdate, view: ModelView, part: Rollouts) -> None:
-        self.observer, self.update, self.view, self.part = observer, update, view, part
+    `rows` are the n measured rows of the update, `part` their rollouts, P prompt and T completion positions wide.
+    """
+
+    def __init__(self, observer: StepObserver, update: PendingUpdate, view: ModelView, *, sampled: bool) -> None:
+        self.observer, self.update, self.view = observer, update, view
         self.run, self.config, self.spec = observer.run, observer.run.config, observer.run.config.recording
         self.temperature = self.config.rollout.temperature
+        group = observer.rollouts.group[update.rows.to(observer.rollouts.group.device)]
+        seeded = generator(self.config.seed, "groups", observer.step, update.index)
+        self.rows, self.probability = sample_groups(group, sampled_share(self.config) if sampled else 1.0, seeded)
+        part = self.part = observer.rollouts.rows(update.rows[self.rows.to(update.rows.device)])
         self.mask = _mask(part)
-        self.coef = _wide(part, update.loss_coef.to(part.input_ids.device))
+        self.coef = _wide(part, update.loss_coef[self.rows.to(update.loss_coef.device)].to(part.input_ids.device))
 
     def put(self, name: str, values: Tensor) -> None:
-        """Keep a column (n, P+T)."""
-        self.observer.put(name, self.update, values)
+        """Keep a column (n, P+T), and the probability that its rows were drawn."""
+        self.observer.put(name, self.update, self.rows, values)
+        self.observer.put("inclusion_probability", self.update, self.rows, torch.full_like(values, self.probability))
 
-    def token_gradients(self) -> None:
-        """Local norms and attribution of all tokens of the update, exact norms of a few."""
-        fill, norm = self.observer.fill, self.update.grad_norm
-        # Also of tokens with a zero coefficient: their norms are defined, and the passes over a row cost the same.
+    def norms(self) -> None:
+        """Local norms of all tokens, exact norms of a few."""
         local: list[Tensor] = []
 
         def measure_local(check: Check) -> None:
+            # Also of tokens with a zero coefficient: their norms are defined, and the passes over a row cost the same.
             local.append(self._norms(torch.arange(len(self.mask), device=self.mask.device), self.mask, "local", check))
             self.put("score_norm_local", local[0])
 
-        fill("score_norm_local", measure_local)
+        self.observer.fill("score_norm_local", measure_local)
+        self.observer.fill("score_norm", lambda check: self._exact(local[0] if local else None, check))
+
+    def shares(self) -> None:
+        """Attribution of all tokens."""
+        norm = self.update.grad_norm
         if norm > 0:
             gradient = [torch.zeros_like(p) if p.grad is None else p.grad.detach() for p in self.view.parameters]
-            fill("attribution", lambda check: self.put("attribution", self._along(gradient, check) / norm**2))
+            self.observer.fill(
+                "attribution", lambda check: self.put("attribution", self._along(gradient, check) / norm**2)
+            )
             if self.spec.update_attribution:
-                fill("update_attribution", self._update_attribution)
-        fill("score_norm", lambda check: self._exact(local[0] if local else None, check))
+                self.observer.fill("update_attribution", self._update_attribution)
+
+    def influence(self) -> None:
+        """c_t⟨∇log π_t, ∇L_heldout⟩ of all tokens; positive lowers the held-out loss."""
+        self.observer.fill(
+            "heldout_influence",
+            lambda check: self.put("heldout_influence", self._along(self._heldout_gradient(check), check)),
+        )
 
     def _norms(self, rows: Tensor, mask: Tensor, tier: Literal["local", "exact"], check: Check) -> Tensor:
         """Score norms (m, P+T) of the rows `rows` (m,) of `part` at `mask`; each process computes a part of them."""
@@ -367,7 +396,7 @@ class _UpdateProbes:
         Where there are no local norms: on random ones alone.
         """
         part = self.part
-        first = self.update.first_use.to(part.input_ids.device)
+        first = self.update.first_use[self.rows.cpu()].to(part.input_ids.device)
         places = first.nonzero()  # (M, 2)
         norms = torch.zeros(len(places), device=first.device) if local is None else local[:, part.prompt_width :][first]
         top = norms.argsort(descending=True, stable=True)[: 0 if local is None else self.spec.exact_top]
@@ -392,7 +421,7 @@ class _UpdateProbes:
         self.put("score_norm", values)
         self.put("score_norm_std_error", torch.where(values.isnan(), math.nan, 0.0))
         chances = torch.full(part.input_ids.shape, math.nan, device=norms.device)
-        chances[rows, columns + part.prompt_width] = probability[chosen]
+        chances[rows, columns + part.prompt_width] = self.probability * probability[chosen]
         self.put("draw_probability", chances)
         self.observer.fill("sharp_alignment", lambda check: self._alignment(keep, mask, exact, check))
 
@@ -426,10 +455,6 @@ class _UpdateProbes:
         values[keep] = torch.where(mask[keep].bool(), share, math.nan).float()
         self.put("sharp_alignment", values)
 
-    def influence(self, check: Check) -> None:
-        """c_t⟨∇log π_t, ∇L_heldout⟩ of all tokens of the update; positive lowers the held-out loss."""
-        self.put("heldout_influence", self._along(self._heldout_gradient(check), check))
-
     def _heldout_gradient(self, check: Check) -> list[Tensor]:
         """∇L_heldout: of the expected failure on rollouts that the present policy draws, or of stored solutions' nll."""
         probe_set, drawer, model = self.run.probe_set, self.run.drawer, self.view.model
@@ -458,6 +483,20 @@ class _UpdateProbes:
                 problem = error
         _raise_together(problem)
         return distributed.sum_tensors(own)
+
+
+def sample_groups(group: Tensor, share: float, seeded: torch.Generator) -> tuple[Tensor, float]:
+    """Rows of a simple random sample of groups, in order, and the probability that a group is in it.
+
+    Args:
+        group: (n,) group of each row.
+        share: of the groups that are drawn, in (0, 1]; at least two groups are drawn.
+        seeded: draws them.
+    """
+    groups = torch.unique(group)
+    size = min(len(groups), max(2, round(share * len(groups))))
+    drawn = groups[torch.randperm(len(groups), generator=seeded)[:size].to(groups.device)]
+    return torch.isin(group, drawn).nonzero()[:, 0], size / len(groups)
 
 
 def _map_rows(rows: Tensor, compute: Callable[[Tensor], Tensor], mask: Tensor) -> Tensor:

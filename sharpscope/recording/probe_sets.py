@@ -25,6 +25,7 @@ from sharpscope.policy import (
 )
 from sharpscope.policy.sharding import unsharded
 from sharpscope.probes import Drawn, ProbeItem, ProbeSet, build_probe_set
+from sharpscope.recording.budget import Budget
 from sharpscope.tasks import Example, Task
 
 if TYPE_CHECKING:
@@ -55,8 +56,13 @@ def needs_probe_set(config: RunConfig) -> bool:
     """Whether any schedule of the run uses the probe set."""
     probes = config.probes
     surface = probes.every != 0 and bool(probes.functionals or probes.gradient_samples)
-    recording = config.recording
-    return 0 < recording.heldout_influence_every <= config.steps or bool(recording.probe_entropy_every) or surface
+    entropy = bool(config.recording.probe_entropy_every)
+    return 0 < _influence_every(config) <= config.steps or entropy or surface
+
+
+def _influence_every(config: RunConfig) -> int:
+    """Smallest interval of held-out influence [steps]; 0: never."""
+    return Budget(config).every["influence"]
 
 
 def check_probe_set(config: RunConfig, task: Task) -> None:
@@ -65,11 +71,11 @@ def check_probe_set(config: RunConfig, task: Task) -> None:
     Raises:
         UserError: a held-out measurement on a task without held-out examples, or a probe-set file that cannot be read.
     """
-    if config.recording.heldout_influence_every and not task.splits().get("heldout"):
+    if _influence_every(config) and not task.splits().get("heldout"):
         raise UserError(
             "recording.heldout_influence_every: the task has no split 'heldout' to measure influence on; set it to 0"
         )
-    if config.recording.heldout_influence_every and not config.probes.heldout_prompts:
+    if _influence_every(config) and not config.probes.heldout_prompts:
         raise UserError(
             "probes.heldout_prompts = 0: held-out influence needs some; set recording.heldout_influence_every to 0"
         )

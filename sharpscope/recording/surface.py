@@ -22,6 +22,7 @@ from sharpscope.probes import (
     prompt_columns,
     run,
 )
+from sharpscope.recording.budget import Budget
 from sharpscope.recording.health import Event, refusal
 from sharpscope.recording.probe_sets import Drawer
 from sharpscope.recording.run_folder import note
@@ -39,10 +40,16 @@ class SurfaceProbes:
         refused: whether the probed loss differed from the policy's own; the surface is then left out of the run.
     """
 
-    def __init__(self, config: RunConfig, view: Callable[[], ModelView], drawer: Drawer | None) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        view: Callable[[], ModelView],
+        drawer: Drawer | None,
+        budget: Budget | None = None,
+    ) -> None:
         self.config, self.view, self.drawer = config, view, drawer
         self.spec = config.probes
-        self.every = self.spec.interval(config.steps)
+        self.budget = Budget(config) if budget is None else budget
         self.vectors: Tensor | None = None
         self.probe_set: ProbeSet | None = None
         self.refused = False
@@ -50,7 +57,8 @@ class SurfaceProbes:
     def start(self, probe_set: ProbeSet, info: dict[str, Any]) -> list[Event]:
         """Fix the schedule. The cost is measured once per run and saved, so that a resumed run probes the same steps."""
         self.probe_set = probe_set
-        if not self.every:
+        every = self.budget.every
+        if not every["surface"]:
             return []
         events = self._without_solutions(probe_set)
         if self.spec.budget is None or not self.spec.functionals:
@@ -64,12 +72,12 @@ class SurfaceProbes:
             note(self.config.run_dir, probe_cost=cost)
         product = max(cost["product_s"], 1e-9)
         products = self.spec.cost(gradient=cost["gradient_s"] / product, value=cost["value_s"] / product)
-        planned, self.every = self.every, self.spec.interval(self.config.steps, products)
-        if self.every == planned:
+        planned, every["surface"] = every["surface"], self.spec.interval(self.config.steps, products)
+        if every["surface"] == planned:
             return events
         text = (
             f"a round of probes may cost {products:.0f} vector products; within {self.spec.budget:g} a step they run every "
-            f"{self.every} steps instead of {planned}"
+            f"{every['surface']} steps instead of {planned}"
         )
         return [*events, Event(0, "probe_budget", "info", products, float(self.spec.budget), "thinned", text)]
 
@@ -92,11 +100,11 @@ class SurfaceProbes:
 
     def due(self, step: int) -> bool:
         """Whether the surface is probed after `step` (0: before training)."""
-        return bool(self.every) and (step % self.every == 0 or step == self.config.steps)
+        return self.budget.due("surface", step)
 
     def update_due(self, step: int) -> bool:
         """Whether the critical sharpness is measured in `step`: where the surface is probed after it, and in step 1."""
-        return self.spec.critical_sharpness and (self.due(step) or (step == 1 and bool(self.every)))
+        return self.spec.critical_sharpness and (self.due(step) or (step == 1 and bool(self.budget.every["surface"])))
 
     def rows(self, step: int) -> tuple[dict[str, dict[str, Any]], list[Event]]:
         """Columns of the tables `probes` and `probe_prompts`, and an event for each estimate that is not reliable.

@@ -238,6 +238,13 @@ STEPS = Table(
             "without dynamic sampling; null in version 1 and where another trainer drew the completions",
         ),
         _nullable("lr", "float64", "1 / update", "learning rate of the step's last update; null without an update"),
+        _probe(
+            "scheduled",
+            "string",
+            "name",
+            "what recording.budget chose to measure in the step, separated by spaces: shares, norms, rotation, influence, surface; "
+            "null if all intervals are set",
+        ),
         _timing("generation_s", "time spent generating and scoring"),
         _timing("training_s", "time spent in forward passes, backward passes and the optimizer"),
         _timing("recording_s", "time spent on probes and traces"),
@@ -421,6 +428,14 @@ TOKENS = Table(
             "L2 norm over the output layer",
             "norm of the gradient of ln pi with respect to the output layer",
         ),
+        _probe(
+            "inclusion_probability",
+            "float32",
+            ONE,
+            "probability that the token's group is in the random sample of its update's groups whose tokens are measured, 1 if "
+            "all are; its inverse weights sums of score_norm_local, attribution, update_attribution and heldout_influence over "
+            "tokens; null where they were not measured and in version 1, which measured all groups",
+        ),
         _probe("score_norm_local", "float32", NORM, "norm of grad ln pi without the terms through other positions"),
         _probe(
             "score_norm",
@@ -433,8 +448,8 @@ TOKENS = Table(
             "draw_probability",
             "float32",
             ONE,
-            "probability of selecting the token for the exact tier: 1 for the largest local norms, less for tokens "
-            "sampled at random; its inverse weights a mean of score_norm over all tokens",
+            "probability of selecting the token for the exact tier: inclusion_probability for the largest local norms of the sample, "
+            "less for tokens drawn at random from it; its inverse weights a mean of score_norm over all tokens",
         ),
         _probe("score_norm_method", "string", "name", "how score_norm was computed: exact | sketch"),
         _probe(

@@ -42,6 +42,7 @@ class Progress:
     said: Sequence[str] = ()  # warnings of the method that were reported, which a resumed run does not repeat
     score: float | None = None  # held-out accuracy at this step; None if it was not evaluated
     entropy_control: Mapping[str, float | None] = field(default_factory=dict)  # of an adaptive entropy bonus
+    measuring: Mapping[str, Any] = field(default_factory=dict)  # time spent on recording and training
 
 
 def checkpoint_dir(run_dir: Path, step: int) -> Path:

@@ -44,7 +44,7 @@ from sharpscope.recording import (
     update_columns,
 )
 from sharpscope.tasks import Task, make_task
-from sharpscope.traces import RunLock, create_run_dir, read_run_info
+from sharpscope.traces import RunLock, create_run_dir, load_run, read_run_info
 from sharpscope.traces.files import RUN_FILE
 from sharpscope.training import saving
 from sharpscope.training.checkpoint import Progress, fingerprint, load_vectors, newest_valid
@@ -185,6 +185,8 @@ class _Run:
         if mark is not None:
             distributed.rank_zero_call(lambda: run_folder.check_reference(run_dir, mark))
         done = restored = 0 if checkpoint is None else self._restore(checkpoint)
+        if checkpoint is not None:
+            self.observers.budget.repeat(distributed.rank_zero_call(lambda: load_run(run_dir).steps))
         notes = notes + distributed.rank_zero_call(
             lambda: run_folder.wind_back(run_dir, None if checkpoint is None else done)
         )
@@ -235,6 +237,7 @@ class _Run:
                 end=reason,
                 seconds=round(time.perf_counter() - started, 3),
                 peak_memory_bytes=environment.peak_memory_bytes(self.device),
+                measuring=self.observers.budget.spent.summary(),
             )
         return Outcome(run_dir, status, done, reason, tuple(notes))
 
@@ -272,13 +275,17 @@ class _Run:
             before_first_update=health.allows_updates,
             before_step=observer,
             before_optimizer=lambda update: self._before_optimizer(observer, update),
-            rotations=_due(config.recording.rotation_every, step),
+            rotations=self.observers.budget.due("rotation", step),
         )
         observed = observer.result()
-        probing = observed.seconds + sum(u.rotation.seconds for u in result.updates if u.rotation is not None)
+        budget = self.observers.budget
+        rotating = sum(u.rotation.seconds for u in result.updates if u.rotation is not None)
+        if rotating:
+            budget.spend("rotation", step, rotating)
+        probing = observed.seconds + rotating
         clock.lap("training_s", minus=probing)
         events = health.events + observed.events
-        row = steps_row(step, batch, result, method, progress, lr, score_norm=observed.columns.get("score_norm_local"))
+        row = steps_row(step, batch, result, method, progress, lr, measured=observed.columns)
         turned = rotation_event(step, row, method, progress)
         if turned is not None and turned.rule not in self.shown:
             self.shown.add(turned.rule)
@@ -289,8 +296,11 @@ class _Run:
             self.recent = [*self.recent[-49:], math.log(norm)]
         self._record(step, batch, result, observed)
         clock.lap("recording_s", plus=probing)
+        budget.end_step(
+            step, clock.laps["generation_s"] + clock.laps["training_s"], clock.laps["recording_s"] - probing
+        )
         self.writer.append("updates", update_columns(step, result.updates))
-        self.writer.append("steps", row | clock.laps)
+        self.writer.append("steps", row | clock.laps | {"scheduled": budget.scheduled(step)})
         if step % config.recording.flush_every == 0:
             self.writer.flush()
             run_folder.note(config.run_dir, steps_done=step)
@@ -366,10 +376,12 @@ class _Run:
             self.writer.append("probes", entropy)
         if self.observers.surface.due(step):
             self.display.status(f"step {step}: probing the loss surface")
+            started = time.perf_counter()
             tables, events = self.observers.surface.rows(step)
             for name, rows in tables.items():
                 self.writer.append(name, rows)
             self._report(events)
+            self.observers.budget.spend("surface", step, time.perf_counter() - started)
 
     def _record(self, step: int, batch: RolloutBatch, result: StepResult, observed: Observations) -> None:
         """Write the scheduled rows of a step."""
@@ -426,6 +438,7 @@ class _Run:
             sorted(self.shown),
             self.scores.get(step),
             vars(self.learner.entropy_control),
+            self.observers.budget.state(),
         )
         saving.save(self.config, self.policy, self.optimizer, progress, self.proximal, self.observers.surface.vectors)
 
@@ -436,11 +449,7 @@ class _Run:
         self.recent = progress.recent_log_grad_norms
         self.shown = set(progress.said)
         self.method = type(self.method).model_validate(progress.method)
+        self.observers.budget.restore(progress.measuring)
         control = self.learner.entropy_control
         control.coef, control.last = (progress.entropy_control.get(name) for name in ("coef", "last"))
         return progress.step
-
-
-def _due(every: int, step: int) -> bool:
-    """Whether a schedule with this interval has the step; the first step counts."""
-    return every > 0 and (step == 1 or step % every == 0)

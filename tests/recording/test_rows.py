@@ -45,7 +45,15 @@ def test_weight_statistics_count_tokens_by_the_gradient_they_carry(world):  # no
     learned = learn(learner_of(policy, mini_batches=2), drawn, "grpo-sg")
     tokens, mask = learned.tokens, drawn.rollouts.completion_mask.bool()
     local = torch.rand(mask.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    row = steps_row(1, drawn, learned, method, 0.0, 1e-3, score_norm=local)
+    row = steps_row(
+        1,
+        drawn,
+        learned,
+        method,
+        0.0,
+        1e-3,
+        measured={"score_norm_local": local, "inclusion_probability": torch.ones_like(local)},
+    )
     pairs = [
         (float(tokens.weight[i, t]), float(tokens.loss_coef[i, t].abs() / tokens.weight[i, t]), i, t)
         for i, t in mask.nonzero().tolist()
@@ -63,5 +71,7 @@ def test_weight_statistics_count_tokens_by_the_gradient_they_carry(world):  # no
         }.items():
             assert row[f"weight_{name}_{kind}"] == pytest.approx(value, rel=1e-9, abs=1e-12)
     assert abs(row["weight_mean_gradient"] - row["weight_mean"]) > 1e-3
-    unmeasured = steps_row(1, drawn, learned, method, 0.0, 1e-3, score_norm=torch.full(mask.shape, math.nan))
+    first = torch.where(tokens.update == 0, local, math.nan)  # as at a spike of one update
+    some = {"score_norm_local": first, "inclusion_probability": torch.ones_like(local)}
+    unmeasured = steps_row(1, drawn, learned, method, 0.0, 1e-3, measured=some)
     assert "weight_mean_local" not in unmeasured and unmeasured["gradient_rotation"] is None

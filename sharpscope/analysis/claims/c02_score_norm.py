@@ -13,7 +13,7 @@ from sharpscope.analysis.figures.style import Lines, Picture
 from sharpscope.analysis.figures.tokens import score_norms
 from sharpscope.analysis.statistics import ClusterSlope, cluster_moments, smallest_sign_flip_p, weighted_ranks
 from sharpscope.analysis.study import Study
-from sharpscope.analysis.tokens import Columns, Reduced, Reducer
+from sharpscope.analysis.tokens import INCLUSION, Columns, Reduced, Reducer, inverse_inclusion
 from sharpscope.traces import Run
 
 NAME = "C2"
@@ -59,12 +59,12 @@ def _full(tokens: Columns, run: Run) -> dict[str, Any] | None:
 
 def _local(tokens: Columns, run: Run) -> dict[str, Any] | None:
     norm = tokens["score_norm_local"].astype(np.float64)
-    return _design(tokens, norm, np.isfinite(norm).astype(np.float64))
+    return _design(tokens, norm, np.where(np.isfinite(norm), inverse_inclusion(tokens), 0.0))
 
 
 REDUCERS = (
     Reducer(NAME, FULL_COLUMNS, _full, needs="score_norm"),
-    Reducer(LOCAL, (*SHARED, "score_norm_local"), _local, needs="score_norm_local"),
+    Reducer(LOCAL, (*SHARED, "score_norm_local", INCLUSION), _local, needs="score_norm_local"),
 )
 
 

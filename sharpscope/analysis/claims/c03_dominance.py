@@ -28,7 +28,7 @@ from sharpscope.analysis.claims.base import (
 from sharpscope.analysis.figures.style import GRAY, Lines, Picture, finish, panels, plain, styled
 from sharpscope.analysis.statistics import gini, lorenz, sign_flip_p, top_share
 from sharpscope.analysis.study import Study
-from sharpscope.analysis.tokens import Columns, Reduced, Reducer
+from sharpscope.analysis.tokens import INCLUSION, Columns, Reduced, Reducer, inverse_inclusion
 from sharpscope.traces import Run
 
 NAME = "C3"
@@ -54,17 +54,18 @@ def _concentration(tokens: Columns, run: Run) -> dict[str, Any] | None:
     null = coef[used] * -np.expm1(tokens["logp"][used].astype(np.float64))
     if not (pull.sum() > 0 and null.sum() > 0):
         return None
+    count = inverse_inclusion(tokens)[used]
     return {
-        "top": top_share(pull, REDUCED_TOP),
-        "top_null": top_share(null, REDUCED_TOP),
-        "gini": gini(pull),
-        "gini_null": gini(null),
-        "lorenz": lorenz(pull),
-        "lorenz_null": lorenz(null),
+        "top": top_share(pull, REDUCED_TOP, count),
+        "top_null": top_share(null, REDUCED_TOP, count),
+        "gini": gini(pull, count),
+        "gini_null": gini(null, count),
+        "lorenz": lorenz(pull, weights=count),
+        "lorenz_null": lorenz(null, weights=count),
     }
 
 
-REDUCER = Reducer(NAME, COLUMNS, _concentration, needs="score_norm_local")
+REDUCER = Reducer(NAME, (*COLUMNS, INCLUSION), _concentration, needs="score_norm_local")
 
 
 def _of_largest(curve: Sequence[float], share: float) -> float:

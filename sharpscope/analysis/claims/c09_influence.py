@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
 from sharpscope.analysis.claims import local
 from sharpscope.analysis.claims.base import (
@@ -25,7 +26,7 @@ from sharpscope.analysis.figures.style import Lines, Picture
 from sharpscope.analysis.figures.tokens import draw_deciles
 from sharpscope.analysis.statistics import sign_flip_p
 from sharpscope.analysis.study import Study
-from sharpscope.analysis.tokens import DECILES, Columns, Reduced, Reducer, deciles
+from sharpscope.analysis.tokens import DECILES, INCLUSION, Columns, Reduced, Reducer, deciles, inverse_inclusion
 from sharpscope.traces import Run
 
 NAME = "C9"
@@ -39,29 +40,34 @@ def _by_decile(tokens: Columns, run: Run) -> dict[str, Any] | None:
     influence = tokens["heldout_influence"].astype(np.float64)
     advantage = tokens["advantage"].astype(np.float64)
     used = np.isfinite(influence) & np.isfinite(advantage) & (advantage != 0)
-    scale = np.abs(influence[used]).mean() if used.sum() >= FEWEST else 0.0
+    weight = inverse_inclusion(tokens)[used]
+    scale = np.average(np.abs(influence[used]), weights=weight) if used.sum() >= FEWEST else 0.0
     if not scale > 0:
         return None
     influence, positive, logp = influence[used] / scale, advantage[used] > 0, tokens["logp"][used]
     decile = deciles(logp) - 1
     low = decile == 0
+
+    def mean(chosen: NDArray[np.bool_]) -> float:
+        return float(np.average(influence[chosen], weights=weight[chosen])) if chosen.any() else np.nan
+
     cells = []
     for sign, chosen in (("positive", positive), ("negative", ~positive)):
         for d in range(DECILES):
-            inside = influence[chosen & (decile == d)]
             probability = float(np.exp(logp[decile == d].astype(np.float64)).mean())
-            mean = float(inside.mean()) if len(inside) else np.nan
-            cells.append({"advantage": sign, "decile": d + 1, "influence": mean, "pi": probability})
+            cells.append(
+                {"advantage": sign, "decile": d + 1, "influence": mean(chosen & (decile == d)), "pi": probability}
+            )
     return {
-        "low": float(influence[low].mean()),
-        "rest": float(influence[~low].mean()),
-        "low_positive": float(influence[low & positive].mean()) if (low & positive).any() else np.nan,
-        "low_negative": float(influence[low & ~positive].mean()) if (low & ~positive).any() else np.nan,
+        "low": mean(low),
+        "rest": mean(~low),
+        "low_positive": mean(low & positive),
+        "low_negative": mean(low & ~positive),
         "cells": cells,
     }
 
 
-REDUCER = Reducer(NAME, COLUMNS, _by_decile, needs="heldout_influence")
+REDUCER = Reducer(NAME, (*COLUMNS, INCLUSION), _by_decile, needs="heldout_influence")
 
 
 _SCALARS = ("low", "rest", "low_positive", "low_negative")

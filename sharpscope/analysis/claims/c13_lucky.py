@@ -35,7 +35,7 @@ from sharpscope.analysis.figures.draw import draw_curves, draw_medians, regular_
 from sharpscope.analysis.figures.style import Lines, Picture, finish, lines, panels, plain, styled
 from sharpscope.analysis.statistics import sign_flip_p
 from sharpscope.analysis.study import Pairing, Study
-from sharpscope.analysis.tokens import Columns, Reduced, Reducer
+from sharpscope.analysis.tokens import INCLUSION, Columns, Reduced, Reducer, inverse_inclusion
 from sharpscope.traces import Run
 
 NAME = "C13"
@@ -47,6 +47,7 @@ MARGIN = 0.05
 
 def _shares(tokens: Columns, run: Run) -> dict[str, Any] | None:
     pull = np.abs(tokens["loss_coef"].astype(np.float64)) * tokens["score_norm_local"].astype(np.float64)
+    pull = pull * inverse_inclusion(tokens)
     weight, logp = tokens["weight"].astype(np.float64), tokens["logp"]
     good = np.isfinite(pull) & np.isfinite(weight) & (weight > 0) & (pull > 0)
     if not good.any():
@@ -62,7 +63,7 @@ def _shares(tokens: Columns, run: Run) -> dict[str, Any] | None:
     }
 
 
-REDUCER = Reducer(NAME, COLUMNS, _shares, needs="score_norm_local")
+REDUCER = Reducer(NAME, (*COLUMNS, INCLUSION), _shares, needs="score_norm_local")
 
 
 def share_frame(results: list[Reduced]) -> pd.DataFrame:

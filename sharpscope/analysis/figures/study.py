@@ -32,7 +32,7 @@ PER_PANEL = 4
 COLUMNS = 3
 """Columns of panels, at most."""
 Groups = Mapping[str, Sequence[str]]
-CARRIED = ["logp", "loss_coef", "weight", "score_norm_local"]
+CARRIED = ["logp", "loss_coef", "weight", "score_norm_local", "inclusion_probability"]
 PAPER = (
     "accuracy",
     "pairs_c7",

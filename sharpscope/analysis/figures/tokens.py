@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from sharpscope.analysis.figures.draw import draw_points, symlog
 from sharpscope.analysis.figures.style import BLACK, BLUE, GRAY, Line, Lines, finish, panels, setting_text, styled
 from sharpscope.analysis.figures.style import lines as method_lines
-from sharpscope.analysis.tokens import complement
+from sharpscope.analysis.tokens import complement, inverse_inclusion
 from sharpscope.analysis.weight_curve import INPUTS, weight_at, weight_input, weight_inputs
 
 Samples = Mapping[str, pd.DataFrame]
@@ -28,7 +28,7 @@ def weights(
     """Token weights as functions of their input, as observed against π, and the share of the gradient along π.
 
     `samples`: setting -> tokens with logp, logit, entropy, weight. `shapings`: setting -> resolved shaping. `carried`: tokens with
-    logp, loss_coef, weight and score_norm_local, of all settings together; None leaves the last panel out.
+    logp, loss_coef, weight, score_norm_local and inclusion_probability, of all settings together; None leaves the last panel out.
     """
     inputs = sorted({name for name in map(weight_input, shapings.values()) if name is not None})
     with styled():
@@ -88,11 +88,12 @@ def _carried(axis: Axes, tokens: pd.DataFrame) -> None:
     rest = np.maximum(complement(tokens["logp"].to_numpy()), SMALLEST)
     weight = tokens["weight"].to_numpy(dtype=float)
     pull = tokens["loss_coef"].abs().to_numpy(dtype=float) * tokens["score_norm_local"].to_numpy(dtype=float)
-    carried = np.where(weight > 0, pull / np.where(weight > 0, weight, 1.0), 0.0)
+    count = inverse_inclusion(tokens)
+    carried = np.where(weight > 0, count * pull / np.where(weight > 0, weight, 1.0), 0.0)
     order = np.argsort(-rest, kind="stable")
     for values, label, color, dash in (
         (carried, "gradient carried without weights", BLACK, "-"),
-        (np.ones(len(rest)), "tokens", GRAY, "--"),
+        (count, "tokens", GRAY, "--"),
     ):
         share = np.cumsum(values[order]) / values.sum()
         axis.plot(rest[order], share, color=color, linestyle=dash, label=label)

@@ -6,35 +6,58 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-def lorenz(values: NDArray[np.floating], points: int = 101) -> NDArray[np.float64]:
+def lorenz(
+    values: NDArray[np.floating], points: int = 101, weights: NDArray[np.floating] | None = None
+) -> NDArray[np.float64]:
     """Lorenz curve of `values` (n,) ≥ 0: share of the total held by the smallest 0, 1/(points − 1), …, 1 of the members.
+
+    A member with weight w counts as w members.
 
     Returns:
         (points,) in [0, 1]; the diagonal if the total is 0.
     """
     grid = np.linspace(0.0, 1.0, points)
-    ordered = np.sort(np.asarray(values, dtype=np.float64))
+    ordered, count = _ordered(values, weights)
     total = ordered.sum()
     if not total > 0:
         return grid
     held = np.concatenate([[0.0], np.cumsum(ordered) / total])
-    return np.interp(grid, np.linspace(0.0, 1.0, len(held)), held)
+    members = np.concatenate([[0.0], np.cumsum(count)])
+    return np.interp(grid, members / members[-1], held)
 
 
-def gini(values: NDArray[np.floating]) -> float:
-    """Gini coefficient of `values` (n,) ≥ 0: 0 if all are equal, (n − 1)/n if one holds everything; NaN for a total of 0."""
-    ordered = np.sort(np.asarray(values, dtype=np.float64))
-    n, total = len(ordered), ordered.sum()
+def gini(values: NDArray[np.floating], weights: NDArray[np.floating] | None = None) -> float:
+    """Gini coefficient of `values` (n,) ≥ 0: 0 if all are equal, (n − 1)/n if one holds everything; NaN for a total of 0.
+
+    A member with weight w counts as w members of which its value is shared.
+    """
+    ordered, count = _ordered(values, weights)
+    total = ordered.sum()
     if not total > 0:
         return float("nan")
-    return float(2 * np.dot(np.arange(1, n + 1), ordered) / (n * total) - (n + 1) / n)
+    held = np.concatenate([[0.0], np.cumsum(ordered) / total])
+    return float(1 - np.dot(count / count.sum(), held[1:] + held[:-1]))
 
 
-def top_share(values: NDArray[np.floating], share: float = 0.1) -> float:
-    """Part of the total of `values` (n,) ≥ 0 held by the largest ⌈share·n⌉; NaN without a total."""
+def top_share(values: NDArray[np.floating], share: float = 0.1, weights: NDArray[np.floating] | None = None) -> float:
+    """Part of the total of `values` (n,) ≥ 0 held by the largest ⌈share·n⌉; NaN without a total.
+
+    With weights: by the fewest largest whose weights sum to at least `share` of all.
+    """
+    ordered, count = _ordered(values, weights)
+    total = ordered.sum()
+    if not total > 0:
+        return float("nan")
+    above = np.cumsum(count[::-1]) - count[::-1]  # weight of the larger members
+    few = above < share * count.sum() * (1 - 1e-12)
+    return float(ordered[::-1][few].sum() / total)
+
+
+def _ordered(
+    values: NDArray[np.floating], weights: NDArray[np.floating] | None
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Members by ascending value: what each contributes to the total, and the weight of each."""
     data = np.asarray(values, dtype=np.float64)
-    total = data.sum()
-    count = int(np.ceil(share * len(data)))
-    if not total > 0:
-        return float("nan")
-    return float(np.partition(data, len(data) - count)[len(data) - count :].sum() / total)
+    count = np.ones(len(data)) if weights is None else np.asarray(weights, dtype=np.float64)
+    order = np.argsort(data, kind="stable")
+    return (data * count)[order], count[order]

@@ -13,6 +13,7 @@ from sharpscope.analysis.claims.measures import TEMPERATURE, accuracy, evaluatio
 from sharpscope.analysis.statistics import contrast_interval, mean_interval
 from sharpscope.analysis.study import Pairing, Setting, Study, studies
 from sharpscope.analysis.tables.paper import Cell, Table
+from sharpscope.analysis.tokens import INCLUSION, inverse_inclusion
 from sharpscope.traces import Run
 
 LATE = 0.2
@@ -155,9 +156,10 @@ def _pull_moments(run: Run) -> tuple[float, float]:
     """Mean and standard deviation of the weight by pull, over the recorded tokens that have a norm; NaN without any."""
     if not run.token_steps:
         return float("nan"), float("nan")
-    tokens = run.tokens(run.token_steps, ["loss_coef", "score_norm_local", "weight"])
+    tokens = run.tokens(run.token_steps, ["loss_coef", "score_norm_local", "weight", INCLUSION])
     weight = tokens["weight"].to_numpy(dtype=float)
     pull = tokens["loss_coef"].abs().to_numpy(dtype=float) * tokens["score_norm_local"].to_numpy(dtype=float)
+    pull = pull * inverse_inclusion(tokens)
     good = np.isfinite(pull) & (pull > 0) & (weight > 0)
     if not good.any():
         return float("nan"), float("nan")

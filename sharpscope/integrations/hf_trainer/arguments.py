@@ -81,7 +81,7 @@ def checked_config(data: Mapping[str, Any]) -> RunConfig:
     """
     check_keys(RunConfig, data)
     config: RunConfig = resolve_method(validate(RunConfig, data))
-    if config.recording.heldout_influence_every:
+    if config.recording.heldout_influence_every != 0:
         raise UserError(
             "recording.heldout_influence_every: a recorded trainer has no probe set of held-out prompts; set it to 0"
         )

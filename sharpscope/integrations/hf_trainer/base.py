@@ -245,6 +245,9 @@ class TrainerRecorder(ABC):
             step.seconds,
             started,
         )
+        seconds = step.seconds
+        training = seconds["generation_s"] + seconds["training_s"]
+        self.observers.budget.end_step(self.trace.step - 1, training, seconds["recording_s"] - observed.seconds)
         self._step = Step()
 
 

@@ -226,7 +226,7 @@ class SupervisedRecorder(TrainerRecorder):
         settings = common_settings(self.trainer, self.run_dir, self.task, updates)
         settings["rollout"] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
         # Nothing is generated here, so that a step takes less time than in GRPO and probes weigh more.
-        recording = {"heldout_influence_every": 0, "token_gradients_every": 50, **(self.options or {})}
+        recording = {"heldout_influence_every": 0, "budget": None, "token_gradients_every": 50, **(self.options or {})}
         probes = {"preset": "light", "functionals": []} if self.critical else {"preset": "off"}
         return checked_config({**settings, "health": off, "recording": recording, "probes": probes})
 
@@ -235,8 +235,8 @@ class SupervisedRecorder(TrainerRecorder):
         return True
 
     def check_observed(self, columns: Mapping[str, Tensor], tokens: StepTokens) -> None:
-        """Report shares of the squared gradient norm that do not sum to 1."""
-        if "attribution" in columns:
+        """Report shares of the squared gradient norm that do not sum to 1, where all groups were measured."""
+        if "attribution" in columns and not bool((columns["inclusion_probability"] < 1).any()):
             self.trace.warn_attribution(float(columns["attribution"].double().nansum()))
 
     # -- one micro-batch ---------------------------------------------------------------------------------------------

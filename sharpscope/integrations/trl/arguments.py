@@ -290,7 +290,7 @@ def run_config(
             "inner_epochs": int(trainer.num_iterations),
         },
         "probes": {"preset": "light", "functionals": []} if critical_sharpness else {"preset": "off"},
-        "recording": {"heldout_influence_every": 0, **(recording or {})},
+        "recording": {"heldout_influence_every": 0, "budget": None, **(recording or {})},
     }
     return checked_config(data)
 
