@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from experiments.benchmarks.token_stats import measure
 from experiments.benchmarks.tokens_recording import recording_cost
-from sharpscope.config.training import RecordingSpec
+from sharpscope.config.training import DEFAULT_INTERVALS
 from sharpscope.packaged import data_path
 from sharpscope.probes import directional_derivative, logp_gradient, score_norms
 from sharpscope.probes.token_gradients import Tier, batched
@@ -274,8 +274,8 @@ def recording_rows(repeats: int, quick: bool) -> Iterator[Row]:
     cost = recording_cost(repeats, torch.get_num_threads(), small)
     notes = (
         f"a step {cost.step:.2f} s; recording the tables {cost.plain:.3f} s, score norms and shares {cost.gradients:.2f} s "
-        f"every {RecordingSpec().token_gradients_every}th step",
-        f"influence {cost.influence:.2f} s every {RecordingSpec().heldout_influence_every}th step",
+        f"every {DEFAULT_INTERVALS['token_gradients_every']}th step",
+        f"influence {cost.influence:.2f} s every {DEFAULT_INTERVALS['heldout_influence_every']}th step",
     )
     names = ("default recording of tokens", "the same and held-out influence")
     asked = ((15.0, 5.0), (None, None))

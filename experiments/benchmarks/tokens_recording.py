@@ -1,4 +1,4 @@
-"""The price of the default recording, from training steps of the embedded policy."""
+"""The price of recording at the default intervals, without a budget, from training steps of the embedded policy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pandas as pd
 
 from sharpscope.config import build_config
-from sharpscope.config.training import RecordingSpec
+from sharpscope.config.training import DEFAULT_INTERVALS
 from sharpscope.training import train
 
 
@@ -31,12 +31,12 @@ class RecordingCost:
     @property
     def recording(self) -> float:
         """Seconds a step of tables, score norms and shares, at the default schedule (spikes, which come rarely, left out)."""
-        return self.plain + (self.gradients - self.plain) / RecordingSpec().token_gradients_every
+        return self.plain + (self.gradients - self.plain) / DEFAULT_INTERVALS["token_gradients_every"]
 
     @property
     def with_influence(self) -> float:
         """`recording` and held-out influence, which is no part of every token's record but has a default schedule too."""
-        return self.recording + (self.influence - self.plain) / RecordingSpec().heldout_influence_every
+        return self.recording + (self.influence - self.plain) / DEFAULT_INTERVALS["heldout_influence_every"]
 
     def share(self, recording: float) -> float:
         """The part of a run's time that `recording` seconds a step are, evaluation left out."""
@@ -72,6 +72,7 @@ def _steps(repeats: int, threads: int, overrides: tuple[str, ...], schedule: str
             "evaluation.every=0",
             "checkpoint.every=0",
             "recording.spike_z=null",
+            "recording.budget=null",
             f"recording.{schedule}=2",
             f"steps={2 * repeats + 1}",
             "update.mini_batches=1",

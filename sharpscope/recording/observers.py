@@ -97,7 +97,7 @@ class Observers:
         self.probe_set = run_probe_set(self.config, task)
         if self.budget.every["influence"] and self.config.recording.heldout_functional == "nll":
             self.probe_set.solutions("heldout")  # raises now, not during the run, if there are none
-        if spec.probe_entropy_every:
+        if self.config.recording.probe_entropy_every:
             self.probe_set.solutions("train")
             solved = [item for item in self.probe_set.split("train") if item.solution]
             prompts, solutions = [item.prompt_ids for item in solved], [item.solution for item in solved]

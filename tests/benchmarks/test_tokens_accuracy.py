@@ -7,7 +7,6 @@ import torch
 
 from experiments.benchmarks import tokens_accuracy as accuracy
 from experiments.benchmarks.tokens_recording import RecordingCost, recording_cost
-from sharpscope.config.training import RecordingSpec
 from tests.oracles.token_gradients import local_token_gradients, squared_norms, token_gradients
 
 
@@ -60,8 +59,6 @@ def test_fitting_lowers_the_loss_and_the_table_names_every_architecture(tmp_path
 
 
 def test_recording_is_weighed_by_its_schedules():
-    spec = RecordingSpec()
-    assert (spec.token_gradients_every, spec.heldout_influence_every) == (10, 50)
     cost = RecordingCost(step=3.0, plain=0.1, gradients=2.1, influence=5.1)
     assert cost.recording == pytest.approx(0.1 + 2.0 / 10)
     assert cost.with_influence == pytest.approx(0.1 + 2.0 / 10 + 5.0 / 50)

@@ -89,6 +89,12 @@ _RC: Any = {
 
 
 _SECTION = re.compile(r"\b(?:\w+\.)+(?=\w+=)")
+_HEAD = re.compile(r"<\?xml.*?\?>|<!DOCTYPE.*?>|<metadata>.*?</metadata>", re.DOTALL)
+_SPACE = re.compile(r"\s*\n\s*")
+_GROUP, _ID = re.compile(r"<g\b[^>]*>|</g>"), re.compile(r' id="[^"]*"')
+_TAG = re.compile(r"<[^>]*>")
+_STYLED = re.compile(r' style="([^"]*)"')
+_FINE = re.compile(r'(?<=[" ])-?\d+\.\d+(?=[" ])')  # a number alone in an attribute or a list
 _CURVE = re.compile(r"[CQSTAHV]")  # what an SVG's path holds beside lines
 _PATH, _LONG = (
     re.compile(r'\bd="[^"]*"'),
@@ -281,6 +287,40 @@ def svg_text(figure: Figure) -> str:
     with styled(), io.StringIO() as sink:
         figure.savefig(sink, format="svg", metadata={"Date": None})
         return _PATH.sub(_rounded, sink.getvalue())
+
+
+def compact_svg(svg: str) -> str:
+    """The same picture in about half the size: no metadata, no group names, shared styles, coordinates to a tenth of a point.
+
+    Attributes are in single quotes, so that the text fits into a data address with few escapes.
+    """
+    text = _SPACE.sub(" ", _HEAD.sub("", svg)).replace("> <", "><").strip()
+    closing: list[str] = []  # of the open groups: "" for one that is left out
+
+    def group(tag: re.Match[str]) -> str:
+        if tag[0] == "</g>":
+            return closing.pop()
+        if tag[0].endswith("/>"):
+            return ""
+        kept = _ID.sub("", tag[0])
+        closing.append("" if kept == "<g>" else "</g>")
+        return "" if kept == "<g>" else kept
+
+    names: dict[str, str] = {}
+
+    def tag(found: re.Match[str]) -> str:
+        short = _STYLED.sub(lambda style: f' class="{names.setdefault(style[1], f"s{len(names)}")}"', found[0])
+        short = _FINE.sub(_tenths, short)
+        return short if "'" in short else short.replace('"', "'")
+
+    text = _TAG.sub(tag, _GROUP.sub(group, text))
+    return text.replace("</style>", "".join(f".{name}{{{rule}}}" for rule, name in names.items()) + "</style>", 1)
+
+
+def _tenths(value: re.Match[str]) -> str:
+    """A number to one decimal; below 10, which markers need, to two."""
+    number = float(value[0])
+    return f"{number:.{1 if abs(number) >= 10 else 2}f}".rstrip("0").rstrip(".")
 
 
 def _rounded(path: re.Match[str]) -> str:

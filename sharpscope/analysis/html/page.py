@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 from typing import Any
+from urllib.parse import quote
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
@@ -17,12 +18,14 @@ from markupsafe import Markup
 from sharpscope import __version__
 from sharpscope.analysis.claims import LIMITS
 from sharpscope.analysis.completions import RULE, completions_dropped
-from sharpscope.analysis.figures.style import Picture, svg_text
+from sharpscope.analysis.figures.style import Picture, compact_svg, svg_text
 from sharpscope.analysis.html.tokens import token_view
 from sharpscope.analysis.overview import Moved, Spot
 from sharpscope.analysis.report import Report, VerdictSection
 from sharpscope.analysis.text import number, shown
 
+_PLAIN = "".join(chr(code) for code in range(32, 127) if chr(code) not in '"#%&<>')
+"""Characters that stand for themselves in a data address and in an HTML attribute in double quotes."""
 SIGNS = {"supported": "✓", "refuted": "✗", "inconclusive": "?", "untestable": "–"}
 
 
@@ -109,8 +112,8 @@ def _source_hash(text: str) -> str:
 def _image(figure: Any, svg: str | None) -> tuple[str, int, int]:
     """Address of the picture (an SVG file inside the page, in which nothing can run), width and height [CSS pixels]."""
     width, height = (round(float(inches) * 96) for inches in figure.get_size_inches())
-    content = base64.b64encode((svg or svg_text(figure)).encode()).decode()
-    return f"data:image/svg+xml;base64,{content}", width, height
+    address = Markup("data:image/svg+xml,") + Markup(quote(compact_svg(svg or svg_text(figure)), safe=_PLAIN))
+    return address, width, height
 
 
 def _figure(name: str, picture: Picture, image: tuple[str, int, int]) -> dict[str, Any]:
