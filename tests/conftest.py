@@ -23,7 +23,8 @@ TOY = {
     "evaluation.prompts": 4,
     "evaluation.every": 2,
     "optimizer.lr": 0.01,
-    "recording.budget": None,
+    "recording.token_gradients_every": 10,
+    "recording.rotation_every": 10,
     "recording.heldout_influence_every": 0,
     "probes.preset": "off",
 }

@@ -73,6 +73,7 @@ def _steps(repeats: int, threads: int, overrides: tuple[str, ...], schedule: str
             "checkpoint.every=0",
             "recording.spike_z=null",
             "recording.budget=null",
+            "recording.rotation_every=0",
             f"recording.{schedule}=2",
             f"steps={2 * repeats + 1}",
             "update.mini_batches=1",

@@ -24,6 +24,8 @@ from tests.training.test_loop import assert_same, tables
 
 FREE = {
     "recording__budget": 0.05,
+    "recording__token_gradients_every": None,
+    "recording__rotation_every": None,
     "recording__heldout_influence_every": None,
     "recording__exact_top": 2,
     "recording__exact_random": 2,

@@ -138,7 +138,7 @@ def _medians(axis: Axes, values: pd.DataFrame, x: str, *, band: bool, **look: An
     known = values[[x, "value"]].dropna().sort_values(x)
     at, first = np.unique(known[x].to_numpy(), return_index=True)
     groups = np.split(known["value"].to_numpy(dtype=float), first[1:])
-    look = {"markeredgewidth": 0.75, "markeredgecolor": "w"} | look
+    look = {"markeredgewidth": 0.75, "markeredgecolor": "w", **look}
     (line,) = axis.plot(at, [np.median(group) for group in groups], **look)
     if band:
         low, high = np.transpose([np.percentile(group, [10, 90]) for group in groups])

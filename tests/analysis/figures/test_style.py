@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 import itertools
+import re
+from xml.etree import ElementTree
 
 import numpy as np
 import pandas as pd
 import seaborn
+from matplotlib import pyplot as plt
 from matplotlib.ticker import LogLocator
 
 from sharpscope.analysis.figures import steps as figures_steps
 from sharpscope.analysis.figures import tokens as figures_tokens
-from sharpscope.analysis.figures.style import COLORS, DASHES, finish, lines, panels, plain, save, setting_text, styled
+from sharpscope.analysis.figures.style import (
+    COLORS,
+    DASHES,
+    compact_svg,
+    finish,
+    lines,
+    panels,
+    plain,
+    save,
+    setting_text,
+    styled,
+    svg_text,
+)
 from sharpscope.objective import method_names
 
 
@@ -75,3 +90,30 @@ def test_hostile_labels_are_text_and_equal_figures_give_equal_files(tmp_path):
 def test_panels_are_filled_row_by_row():
     figure, axes = panels(3)
     assert len(axes) == 3 == len(figure.axes)
+
+
+def test_a_compact_svg_shows_the_same():
+    with styled():
+        figure, axis = plt.subplots(figsize=(3, 2))
+        axis.plot([0, 1, 2], [0.1234567, 0.5, 10.75], marker="o", label="a 12.3456 \"b\" 'c' <d>")
+        axis.set_yscale("log")
+        axis.legend()
+        whole = svg_text(figure)
+        plt.close(figure)
+    small = compact_svg(whole)
+    assert len(small) < 0.7 * len(whole)
+    one, two = ElementTree.fromstring(whole), ElementTree.fromstring(small)
+    name = "{http://www.w3.org/2000/svg}"
+    for tag in ("path", "use", "text", "clipPath"):
+        assert len(one.findall(f".//{name}{tag}")) == len(two.findall(f".//{name}{tag}"))
+    texts = [
+        [re.sub(r"\s*\n\s*", "", "".join(e.itertext())) for e in tree.findall(f".//{name}text")] for tree in (one, two)
+    ]
+    assert texts[0] == texts[1] and "a 12.3456 \"b\" 'c' <d>" in texts[0]
+    places = [[(float(e.get("x")), float(e.get("y"))) for e in tree.findall(f".//{name}use")] for tree in (one, two)]
+    np.testing.assert_allclose(places[0], places[1], atol=0.051)
+    styles = {e.get("style") for e in one.iter() if e.get("style")}
+    rules = dict(re.findall(r"\.(s\d+)\{([^}]*)\}", small))
+    assert set(rules.values()) == styles
+    drawn = [e.get("style") for e in one.findall(f".//{name}path")]
+    assert [rules.get(e.get("class", "")) for e in two.findall(f".//{name}path")] == drawn
