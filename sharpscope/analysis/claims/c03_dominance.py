@@ -54,7 +54,8 @@ def _concentration(tokens: Columns, run: Run) -> dict[str, Any] | None:
     null = coef[used] * -np.expm1(tokens["logp"][used].astype(np.float64))
     if not (pull.sum() > 0 and null.sum() > 0):
         return None
-    count = inverse_inclusion(tokens)[used]
+    inverse = inverse_inclusion(tokens)[used]
+    count = None if (inverse == inverse[0]).all() else inverse
     return {
         "top": top_share(pull, REDUCED_TOP, count),
         "top_null": top_share(null, REDUCED_TOP, count),

@@ -22,8 +22,8 @@ def lorenz(
     if not total > 0:
         return grid
     held = np.concatenate([[0.0], np.cumsum(ordered) / total])
-    members = np.concatenate([[0.0], np.cumsum(count)])
-    return np.interp(grid, members / members[-1], held)
+    members = np.concatenate([[0.0], np.cumsum(count) / count.sum()])
+    return np.interp(grid, np.linspace(0.0, 1.0, len(held)) if weights is None else members, held)
 
 
 def gini(values: NDArray[np.floating], weights: NDArray[np.floating] | None = None) -> float:
@@ -35,6 +35,9 @@ def gini(values: NDArray[np.floating], weights: NDArray[np.floating] | None = No
     total = ordered.sum()
     if not total > 0:
         return float("nan")
+    if weights is None:
+        n = len(ordered)
+        return float(2 * np.dot(np.arange(1, n + 1), ordered) / (n * total) - (n + 1) / n)
     held = np.concatenate([[0.0], np.cumsum(ordered) / total])
     return float(1 - np.dot(count / count.sum(), held[1:] + held[:-1]))
 
@@ -44,7 +47,11 @@ def top_share(values: NDArray[np.floating], share: float = 0.1, weights: NDArray
 
     With weights: by the fewest largest whose weights sum to at least `share` of all.
     """
-    ordered, count = _ordered(values, weights)
+    data = np.asarray(values, dtype=np.float64)
+    if weights is None and data.sum() > 0:
+        largest = int(np.ceil(share * len(data)))
+        return float(np.partition(data, len(data) - largest)[len(data) - largest :].sum() / data.sum())
+    ordered, count = _ordered(data, weights)
     total = ordered.sum()
     if not total > 0:
         return float("nan")
