@@ -29,6 +29,7 @@ _COMMON: dict[str, Any] = {
     "checkpoint.keep_best": 1,
     "health.memory.action": "off",  # it speaks of the machine, not of the run
     "recording.token_gradients_every": 2,
+    "recording.rotation_every": 10,
     "recording.exact_top": 2,
     "recording.exact_random": 2,
     "recording.heldout_influence_every": 3,

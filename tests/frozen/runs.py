@@ -33,6 +33,7 @@ SMALL = {
     "evaluation.every": 3,
     "evaluation.prompts": 4,
     "recording.token_gradients_every": 1,
+    "recording.rotation_every": 10,
     "recording.exact_top": 4,
     "recording.exact_random": 4,
     "recording.heldout_influence_every": 2,

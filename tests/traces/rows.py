@@ -26,6 +26,8 @@ def rows(table: str, step: int, count: int = 4, seed: int = 0) -> dict[str, Any]
             columns[column.name] = rng.random(count) < 0.5
         elif column.type.startswith("int"):
             columns[column.name] = rng.integers(-1, 2, count)
+        elif column.name == "inclusion_probability":
+            columns[column.name] = np.ones(count, dtype=np.float32)
         elif column.type.startswith("float"):
             columns[column.name] = rng.normal(size=count).astype(column.type)
         elif column.type == "json":
