@@ -86,7 +86,8 @@ class Curvature:
         seconds_by_part: wall-clock time of each part.
         checked: relative error found by `check_products`; None if not checked, NaN if inconclusive.
         by_prompt: vᵀH_i v of each prompt's Hessian, (k,) each, for `top` and then `smallest`; None where not known, empty if not
-            requested. Their standard error is that of an eigenvalue to first order, with the eigenvector fixed.
+            requested. Their standard error is that of an eigenvalue to first order, with the eigenvector fixed; it
+            is too large where it is not small compared with the distance to the next eigenvalue.
         trace_by_prompt: the trace of each prompt's Hessian by the same random vectors, (k,); None if not known.
     """
 
