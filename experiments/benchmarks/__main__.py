@@ -65,6 +65,45 @@ def claims_power(
         out.write_text(measure.page(found), encoding="utf-8")
 
 
+@app.command("recording")
+def recording(
+    steps: Annotated[int, typer.Option(help="Steps of the default run.")] = 100,
+    prompts: Annotated[int, typer.Option(help="Prompts of the light probes; 0 leaves them out.")] = 256,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="Any field of the run, as path=value.")] = None,
+) -> None:
+    """Share of a default run's time that recording takes, and a round of light probes in forward and backward passes.
+
+    Example:
+
+      python -m experiments.benchmarks recording
+    """
+    import json
+
+    from experiments.benchmarks.recording import default_share, light_passes
+
+    typer.echo(json.dumps(default_share(steps, set_ or ()), indent=2))
+    if prompts:
+        typer.echo(json.dumps(light_passes(prompts, overrides=set_ or ()), indent=2))
+
+
+@app.command("report")
+def report(
+    paths: Annotated[list[Path] | None, typer.Argument(help="Folders of runs; none: data/reference.")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Times that the page is opened.")] = 3,
+) -> None:
+    """Seconds to make a report, its size, and its first paint in headless Chromium.
+
+    Example:
+
+      python -m experiments.benchmarks report data/reference
+    """
+    import json
+
+    from experiments.benchmarks.report import report_cost
+
+    typer.echo(json.dumps(report_cost(paths or [Path("data/reference")], repeats), indent=2))
+
+
 @app.command("startup")
 def startup(
     repeats: Annotated[int, typer.Option(min=1, help="Repeats of each, of which the least counts.")] = 3,
