@@ -12,7 +12,6 @@ SMALL = 80
 """Lines of code up to which a module may be tested together with its package."""
 
 ELSEWHERE = {
-    "analysis/claims/measures": "analysis/claims/test_base",
     "analysis/claims/registry": "analysis/claims/test_declaration",
     "analysis/completions": "analysis/html/test_page",
     "analysis/figures/draw": "analysis/figures/test_steps",
