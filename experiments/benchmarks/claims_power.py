@@ -55,6 +55,11 @@ class Case:
         claim = CLAIMS[self.claim]
         return claim.beside if self.beside and claim.beside is not None else claim
 
+    @property
+    def name(self) -> str:
+        """Claim and version."""
+        return f"{self.claim} ({self.rule.version})" if self.rule.version else self.claim
+
     def verdict(self, n: int, effect: float, rng: Rng, sizes: Sizes) -> Verdict:
         """The verdict on one study."""
         return decide(self.rule, self.rule.test(self.make(n, effect, rng, sizes)), METHODS)
@@ -114,9 +119,8 @@ def measure(case: Case, studies: int = 200, pilot: int = PILOT, seed: int = 0) -
         for effect in (case.margin, 0.0)
     ]
     there, absent = outcomes
-    name = f"{case.claim} ({case.rule.version})" if case.rule.version else case.claim
     return Found(
-        name,
+        case.name,
         found.unit,
         design,
         studies,
@@ -335,9 +339,11 @@ def page(results: Sequence[Found]) -> str:
     verdict = (
         f"Not as predicted: {', '.join(failed)}."
         if failed
-        else "All are right at least 80 % of the time, wrong at most 5 %, and within 5 points of the prediction, beyond what so many "
-        "studies scatter (exact tests at 1 %)."
+        else "Every count is consistent with being right at least 80 % of the time and wrong at most 5 %, and with a share within 5 points "
+        "of the prediction (exact tests at 1 %)."
     )
+    left = [case.name for case in CASES if case.name not in {r.name for r in results}]
+    verdict += f" Not measured here: {', '.join(left)}." if left else ""
     return PAGE.format(studies=studies, pilot=PILOT, table=table(results), verdict=verdict)
 
 

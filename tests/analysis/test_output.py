@@ -45,6 +45,7 @@ def test_a_study_gives_every_figure_table_and_a_report(study_folder, tmp_path, q
         "rho_curves",
         "lucky_spikes",
         "pairs_c7",
+        "power",
     }
     assert [text.removesuffix(".png") for text in heard if text.endswith(".png")] == list(result.figures)
     files = {path.name for path in (tmp_path / "out").iterdir()}

@@ -37,7 +37,7 @@ def test_predictions_that_do_not_come_true_are_named():
     assert good.holds and near(168, 200, 0.84) and not near(100, 200, 0.84)
     for wrong in ({"supported": 120}, {"refuted": 120}, {"wrongly_supported": 25}, {"wrongly_refuted": 25}):
         assert not replace(good, **wrong).holds
-    assert "All are right" in page([good])
+    assert "Every count is consistent" in page([good]) and "C14" in page([good]).split("Not measured here: ")[1]
     text = page([good, replace(good, name="C4", supported=120)])
     assert "Not as predicted: C4." in text and "12 pairs, answers 1,600 | 84% | 84% [78%, 89%] | 92%" in text
     assert str(claims_power.PILOT) in text
