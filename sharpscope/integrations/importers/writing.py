@@ -239,7 +239,7 @@ def sampler_events(step: int, rows: Sequence[Completion]) -> list[dict[str, Any]
     if not pairs:
         return []
     from sharpscope.config.training import HealthSpec
-    from sharpscope.recording.health import check_sampler  # imports torch, which tables without a sampler do not need
+    from sharpscope.recording import check_sampler  # imports torch, which tables without a sampler do not need
 
     logp, sampler = np.array(pairs, dtype=np.float64).T
     return [event.row() for event in check_sampler(HealthSpec(), step, logp, sampler)]
