@@ -1,0 +1,90 @@
+"""The second study: its declaration, its kept runs, and every number of experiments/studies/2/RESULTS.md."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from typer.testing import CliRunner
+
+from sharpscope.cli import app
+from sharpscope.sweeps import plan_sweep, read_sweep
+from sharpscope.traces import load_runs
+
+ROOT = Path(__file__).resolve().parents[1]
+STUDY, DATA = ROOT / "experiments" / "studies" / "2", ROOT / "data" / "studies" / "2"
+RESULTS = STUDY / "results"
+_SCRIPT = importlib.util.spec_from_file_location("study_tables", STUDY / "tables.py")
+tables = importlib.util.module_from_spec(_SCRIPT)
+_SCRIPT.loader.exec_module(tables)
+
+
+@pytest.fixture(scope="module")
+def runs():
+    return load_runs(DATA / "runs").by_name
+
+
+def test_kept_runs_are_those_of_the_declaration_and_began_after_it(runs):
+    planned = {run.config.run_name: run.config for run in plan_sweep(read_sweep(STUDY / "study.yaml"))}
+    declared = json.loads((STUDY / "study.declared.json").read_text())
+    assert len(declared) == 1  # never changed
+    for name, run in runs.items():
+        assert run.status == "finished" and run.reduced is not None
+        config = planned[name].model_dump(mode="json")
+        for part in ("steps", "seed", "task", "policy", "rollout", "update", "optimizer", "evaluation", "probes"):
+            assert run.config[part] == config[part], (name, part)
+        assert run.info["started"] > declared[0]["declared"]
+    seeds = {name: {run.seed for run in runs.values() if tables.arm(run) == name} for name in tables.ARMS}
+    assert len(seeds["grpo"]) >= 6 and all(own == seeds["grpo"] for own in seeds.values())  # complete blocks
+
+
+def test_tables_are_remade_to_the_letter(runs):
+    frame = tables.values(runs)
+    found = tables.contrasts(frame)
+    errors = pd.read_csv(DATA / "errors.csv")
+    for name, text in {
+        "arms.md": tables.arm_table(frame),
+        "differences.md": tables.contrast_table(found),
+        "facts.md": tables.facts(frame, found),
+        "errors.md": tables.error_table(errors),
+    }.items():
+        assert (RESULTS / name).read_text("utf-8") == text, name
+
+
+def test_verdicts_are_remade(tmp_path):
+    done = CliRunner().invoke(
+        app, ["claims", str(DATA / "runs"), "--study", str(STUDY / "study.yaml"), "--out", str(tmp_path)]
+    )
+    assert done.exit_code == 0, done.output
+    made, kept = (json.loads((folder / "claims.json").read_text("utf-8")) for folder in (tmp_path, RESULTS))
+    text = (STUDY / "RESULTS.md").read_text("utf-8")
+    for mine, theirs in zip(made, kept, strict=True):
+        for version in (mine, mine.get("beside")):
+            other = theirs if version is mine else theirs["beside"]
+            if version is not None:
+                assert (version["verdict"], version["n"]) == (other["verdict"], other["n"])
+                assert version["p_value"] == pytest.approx(other["p_value"], abs=1e-6)
+        assert f"| {mine['claim']} | {mine['verdict']} |" in text
+
+
+def test_every_number_of_the_training_results_is_from_the_data():
+    """Rows of tables are quoted to the letter; a number in a sentence stands in `facts.md`, or is one of the design's."""
+    text = (STUDY / "RESULTS.md").read_text("utf-8")
+    for name in ("arms.md", "differences.md", "errors.md"):
+        rows = [line for line in (RESULTS / name).read_text("utf-8").splitlines() if line.startswith("|")]
+        assert all(row in text for row in rows), name
+    prose = text.split("<!-- training: begin -->")[1].split("<!-- training: end -->")[0]
+    prose = "\n".join(line for line in prose.splitlines() if not line.startswith(("|", "    ")))
+    facts = [line.split(": ", 1)[1] for line in (RESULTS / "facts.md").read_text("utf-8").splitlines()]
+    for fact in sorted(facts, key=len, reverse=True):
+        prose = prose.replace(fact, "")
+    assert not re.findall(r"[+−-]?\d+\.\d+", prose)
+    assert set(re.findall(r"[+−-]?\d+(?= ?(?:%|points|nats|°))", prose)) <= DESIGN
+
+
+DESIGN = {"2", "5", "10", "95"}
+"""Margins, level and least rotation, as declared."""
