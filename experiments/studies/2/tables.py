@@ -177,23 +177,23 @@ def contrast_table(found: pd.DataFrame) -> str:
 
 
 def error_table(counts: pd.DataFrame) -> str:
-    """Share of training completions of each kind, pooled over seeds [%]."""
-    lines = ["| arm | step | completions | " + " | ".join(KINDS) + " |", "|---|---|---|" + "---|" * len(KINDS)]
+    """Share of training completions of each kind, pooled over seeds [%]; and of those neither malformed nor cut the share that is correct."""
+    lines = [
+        "| arm | step | completions | " + " | ".join(KINDS) + " | correct, of those neither malformed nor cut |",
+        "|" + "---|" * (len(KINDS) + 4),
+    ]
     order = ["start", *ARMS]
-    pooled = (
-        counts.groupby(["arm", "step", "kind"])["count"]
-        .sum()
-        .unstack(fill_value=0)
-        .reindex(columns=KINDS, fill_value=0)
-    )
-    ends = {step for _, step in pooled.index}
-    ends = {1, min(ends - {1}), max(ends)}
+    pooled = counts.groupby(["arm", "step", "kind"])["count"].sum().unstack(fill_value=0)
+    pooled = pooled.reindex(columns=KINDS, fill_value=0)
+    steps = {step for _, step in pooled.index}
+    ends = {min(steps), min(steps - {1}), max(steps)}
     for name, step in sorted(
         (key for key in pooled.index if key[1] in ends), key=lambda key: (order.index(key[0]), key[1])
     ):
         row = pooled.loc[(name, step)]
         shares = " | ".join(f"{100 * row[kind] / row.sum():.1f}" for kind in KINDS)
-        lines.append(f"| {name} | {step} | {row.sum():,} | {shares} |")
+        inside = 100 * row[KINDS[0]] / row[list(KINDS[:3])].sum()
+        lines.append(f"| {name} | {step} | {row.sum():,} | {shares} | {inside:.1f} |")
     return "\n".join(lines) + "\n"
 
 
