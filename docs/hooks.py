@@ -26,7 +26,7 @@ _EXAMPLES = re.compile(r"Examples:\n((?:  ?\S.*\n|\s*\n(?=  ))+)")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the generated pages, and the study's main figures."""
+    """Add the generated pages, and the studies' main figures."""
     pages = {
         "changelog.md": (ROOT / "CHANGELOG.md").read_text("utf-8"),
         "contributing.md": (ROOT / "CONTRIBUTING.md").read_text("utf-8"),
@@ -37,7 +37,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     }
     for path, text in pages.items():
         files.append(File.generated(config, path, content=text))
-    for picture in sorted((ROOT / "figures" / "paper").glob("*.png")):
+    pictures = [
+        *(ROOT / "figures" / "paper").glob("*.png"),
+        *(ROOT / "experiments" / "studies" / "2" / "results").glob("*.png"),
+    ]
+    for picture in sorted(pictures):
         files.append(File.generated(config, f"images/{picture.name}", abs_src_path=str(picture)))
     return files
 

@@ -5,7 +5,7 @@
 
 The first reads `data/studies/2/runs` and `data/studies/2/errors.csv`, and writes `experiments/studies/2/results`: one row per quantity,
 differences between arms paired by seed, kinds of answers, `facts.md` with the numbers as RESULTS.md quotes them in sentences, and the figures
-`curves.png` and `differences.png`. `sharpscope claims` writes the verdicts beside them. The second needs the completions, which kept runs do
+`training_curves.png` and `training_differences.png`. `sharpscope claims` writes the verdicts beside them. The second needs the completions, which kept runs do
 not have, and writes `errors.csv`; those of the policy before training come from a run with `steps: 1` in the folder `start`.
 """
 
@@ -287,7 +287,7 @@ def draw(runs: Mapping[str, Run], found: pd.DataFrame, out: Path) -> None:
             )
             axis.set(xlabel="step", ylabel=label)
         axes[0].legend(fontsize=6, frameon=False)
-        figure.savefig(out / "curves.png", dpi=200)
+        figure.savefig(out / "training_curves.png", dpi=200)
         plt.close(figure)
         figure, axes = plt.subplots(1, 2, figsize=(7.5, 2.4), layout="constrained", sharey=True)
         for axis, quantity, unit in (
@@ -305,7 +305,7 @@ def draw(runs: Mapping[str, Run], found: pd.DataFrame, out: Path) -> None:
                 markersize=3,
             )
             axis.set(xlabel=unit)
-        figure.savefig(out / "differences.png", dpi=200)
+        figure.savefig(out / "training_differences.png", dpi=200)
         plt.close(figure)
 
 
