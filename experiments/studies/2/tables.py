@@ -5,8 +5,10 @@
 
 The first reads `data/studies/2/runs` and `data/studies/2/errors.csv`, and writes `experiments/studies/2/results`: one row per quantity,
 differences between arms paired by seed, kinds of answers, `facts.md` with the numbers as RESULTS.md quotes them in sentences, and the figures
-`training_curves.png` and `training_differences.png`. `sharpscope claims` writes the verdicts beside them. The second needs the completions, which kept runs do
-not have, and writes `errors.csv`; those of the policy before training come from a run with `steps: 1` in the folder `start`.
+`training_curves.png` and `training_differences.png`. `sharpscope claims` writes the verdicts beside them.
+
+The second needs the completions, which kept runs do not have, and writes `errors.csv`; those of the policy before training come from a run with
+`steps: 1` in the folder `start`.
 """
 
 from __future__ import annotations
