@@ -27,7 +27,8 @@ def invoke(*arguments: str) -> str:
 
 def test_every_verdict_and_table_is_remade_to_the_letter(tmp_path: Path):
     invoke("claims", str(REFERENCE), "--out", str(tmp_path))
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(path.name for path in RESULTS.iterdir())
+    made_texts = {path.name for path in tmp_path.iterdir() if path.suffix in (".json", ".md")}
+    assert made_texts == {path.name for path in RESULTS.iterdir()}  # tables as CSV and LaTeX are not kept
     made, kept = (json.loads((folder / "claims.json").read_text()) for folder in (tmp_path, RESULTS))
     for mine, theirs in zip(made, kept, strict=True):
         assert (mine["claim"], mine["verdict"], mine["n"]) == (theirs["claim"], theirs["verdict"], theirs["n"])

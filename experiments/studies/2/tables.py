@@ -52,7 +52,7 @@ def arm(run: Run) -> str:
         f"grpo-sg+{CONSTANTS}": "mass 4",
         f"grpo-sg-reverse+{CONSTANTS.replace('weight.', 'weight.of.')}": "reversed",
         f"grpo-sg-shuffled+{CONSTANTS.replace('weight.', 'weight.of.')}": "shuffled",
-        "grpo-sg+weight.preset=paper": "published",
+        "grpo-sg": "published",  # the preset `paper` is what `auto` comes to here
     }[run.method]
     return name if rate == BASE_RATE else f"{name}, lr {rate:g}"
 
@@ -88,7 +88,9 @@ def rotation(run: Run) -> float:
     return float(run.steps["update_rotation"].dropna().mean())
 
 
+START = "held-out accuracy before training [%]"
 MEASURES: Mapping[str, Measure] = {
+    START: evaluated("heldout", step=0),
     "held-out accuracy [%]": evaluated("heldout"),
     "training accuracy [%]": evaluated("train"),
     "gap, training − held-out [points]": lambda run: 100 * float(gap(run, int(run.config["steps"])) or math.nan),
@@ -156,7 +158,7 @@ def contrasts(frame: pd.DataFrame) -> pd.DataFrame:
     for first, second in CONTRASTS:
         if not {first, second} <= set(frame["arm"]):
             continue
-        for quantity in MEASURES:
+        for quantity in [name for name in MEASURES if name != START]:
             data = paired(frame, first, second, quantity)
             interval = contrast_interval(data)
             ends = [data.mean(), *((interval.low, interval.high) if interval else (math.nan, math.nan))]
@@ -190,7 +192,8 @@ def error_table(counts: pd.DataFrame) -> str:
     steps = {step for _, step in pooled.index}
     ends = {min(steps), min(steps - {1}), max(steps)}
     for name, step in sorted(
-        (key for key in pooled.index if key[1] in ends), key=lambda key: (order.index(key[0]), key[1])
+        (key for key in pooled.index if key[0] in order and key[1] in ends),
+        key=lambda key: (order.index(key[0]), key[1]),
     ):
         row = pooled.loc[(name, step)]
         shares = " | ".join(f"{100 * row[kind] / row.sum():.1f}" for kind in KINDS)
