@@ -136,6 +136,8 @@ def draw_medians(axis: Axes, values: pd.DataFrame, *, x: str = "step", **look: A
 def _medians(axis: Axes, values: pd.DataFrame, x: str, *, band: bool, **look: Any) -> None:
     """Medians at each abscissa, with the band from the 10 to the 90 % quantile; ten times as fast as seaborn's lineplot."""
     known = values[[x, "value"]].dropna().sort_values(x)
+    if known.empty:
+        return
     at, first = np.unique(known[x].to_numpy(), return_index=True)
     groups = np.split(known["value"].to_numpy(dtype=float), first[1:])
     look = {"markeredgewidth": 0.75, "markeredgecolor": "w", **look}

@@ -42,6 +42,7 @@ def test_where_the_gradient_is_that_weights_multiply(study):
             "loss_coef": [-0.2, 0.1, 0.3],
             "weight": [1.0, 2.0, 1.5],
             "score_norm_local": [1.0, 0.4, 0.01],
+            "inclusion_probability": 1.0,
         }
     )
     samples = _sampled(study, ["logp", "logit", "entropy", "weight"])
