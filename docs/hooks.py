@@ -12,6 +12,7 @@ import latex2mathml.converter
 import typer.main
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
 from pydantic import BaseModel
 from typer.cli import get_docs_for_click
 from typer.core import TyperGroup
@@ -46,8 +47,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
-def on_page_content(content: str, **_: Any) -> str:
-    r"""Replace \(…\) and \[…\] by MathML."""
+def on_page_content(content: str, page: Page, **_: Any) -> str:
+    r"""Replace \(…\) and \[…\] by MathML, and the notebooks' links to source files by links to pages."""
+    if page.file.src_uri.endswith(".ipynb"):  # the notebook plugin leaves links as they are; a page is a folder
+        content = re.sub(r'href="(?!\w+:)([^"#]*/)?index\.md', r'href="../\1', content)
+        content = re.sub(r'href="(?!\w+:)([^"#]+)\.(?:md|ipynb)(?=[#"])', r'href="../\1/', content)
 
     def formula(match: re.Match[str]) -> str:
         display = "block" if match[2] == "[" else "inline"
