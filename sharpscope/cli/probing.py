@@ -288,7 +288,9 @@ def _show(estimates: pd.DataFrame) -> None:
     # Print labels on lines of their own, so that the numbers fit a narrow terminal.
     places = [name for name in ("step", "functional", "split") if shown[name].nunique() > 1] or ["split"]
     quantity = Column("quantity", no_wrap=True)
-    table = Table(quantity, "rho", "value", "± s.e.", "residual", "converged", box=SIMPLE, padding=(0, 1, 0, 0))
+    table = Table(
+        quantity, "rho", "value", "± s.e.", "± prompts", "residual", "conv.", box=SIMPLE, padding=(0, 1, 0, 0)
+    )
     for group, rows in shown.groupby(places, sort=False):
         table.add_section()
         named = (f"step {part}" if name == "step" else str(part) for name, part in zip(places, group, strict=True))
@@ -296,14 +298,20 @@ def _show(estimates: pd.DataFrame) -> None:
         for row in rows.to_dict("records"):
             numbers = [
                 "–" if row[name] is None or row[name] != row[name] else f"{row[name]:.{digits}g}"
-                for name, digits in (("rho", 3), ("value", 4), ("std_error", 2), ("residual", 2))
+                for name, digits in (
+                    ("rho", 3),
+                    ("value", 4),
+                    ("std_error", 2),
+                    ("prompt_std_error", 2),
+                    ("residual", 2),
+                )
             ]
             converged = {True: "yes", False: "NO"}.get(row["converged"], "–")
             table.add_row(Text(row["quantity"]), *numbers, converged)
             if row["quantity"].endswith("trace") and row["std_error"] == row["std_error"]:
                 low, high = t_interval(row["value"], row["std_error"], int(row["samples"]))
                 table.add_row(
-                    Text(f"  95 % (t, {int(row['samples']) - 1} d.f.)"), "", f"{low:.4g} to {high:.4g}", "", "", ""
+                    Text(f"  95 % (t, {int(row['samples']) - 1} d.f.)"), "", f"{low:.4g} to {high:.4g}", "", "", "", ""
                 )
     Console().print(table)
 
