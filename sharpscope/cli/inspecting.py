@@ -198,5 +198,12 @@ def spikes(
         )
         return
     if all(spike.z != spike.z for spike in explained):  # NaN: not a spike
-        typer.echo(f"no spike at z = {z:g}; showing the step with the largest gradient norm and attribution:")
+        typer.echo(f"no spike at z = {z:g} (a spike needs ten earlier steps with a gradient)")
+        norms = loaded.steps.set_index("step")["grad_norm"].dropna().astype(float)
+        if norms.max() > explained[0].grad_norm:
+            typer.echo(
+                f"the largest gradient norm, {norms.max():.3g} at step {norms.idxmax()}, has no attribution; "
+                "recording.token_gradients_every=1 records it at every step"
+            )
+        typer.echo("showing the step with the largest gradient norm and attribution:")
     Console().print(render_spikes(explained, lambda step: loaded.tokens(steps=[step]), token_decoder(loaded)))
