@@ -70,7 +70,7 @@ CELL: dict[str, Any] = {
     "recording.spike_z": None,
     "health.truncation.action": "off",
 }
-GRADIENTS_EVERY = 10  # the default of recording.token_gradients_every
+GRADIENTS_EVERY = 10  # the default interval without a budget
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from tests.analysis.claims.frames import FrameRun, frame_run, probe_frame
 
 LEVEL = 0.05
 PILOT = 400
-"""Clusters of the pilot: so many that its standard deviation is known within 4 %."""
+"""Clusters of the pilot: enough to know its standard deviation within 4 %."""
 METHODS = ("grpo", "grpo-sg")
 Rng = np.random.Generator
 Sizes = Mapping[str, float]
@@ -101,7 +101,7 @@ class Found:
 
 
 def near(count: int, studies: int, predicted: float) -> bool:
-    """Whether the share lies within 5 points of the prediction, or is not told from that by an exact test at 1 %."""
+    """Whether the share lies within 5 points of the prediction, or an exact test at 1 % does not reject that it does."""
     low, high = max(0.0, predicted - 0.05), min(1.0, predicted + 0.05)
     below, above = binomtest(count, studies, low, "less").pvalue, binomtest(count, studies, high, "greater").pvalue
     return low <= count / studies <= high or min(below, above) > 0.01
@@ -313,12 +313,12 @@ CASES = (
 )
 
 
-PAGE = """# What `sharpscope power` predicts, and what comes true
+PAGE = """# Predictions of `sharpscope power` against synthetic studies
 
 `python -m experiments.benchmarks claims-power --out experiments/benchmarks/claims-power.md`. Synthetic studies with a planted
 effect, made of the values that a claim's rule reads; nothing is trained. A pilot of {pilot} clusters without an effect gives
-the size that `power` recommends for 80 %. Of {studies} studies of that size with every effect at its margin, and {studies}
-without any, the claim's own code decides so many. Shares with exact 95 % intervals; the simulation behind a prediction has a
+the size that `power` recommends for 80 %. The claim's own code then decides {studies} studies of that size with every effect at its
+margin, and {studies} without any effect. Shares with exact 95 % intervals; the simulation behind a prediction has a
 standard error of 1.3 points. A claim of several parts (C9, C10, C14) has every part at its margin.
 
 {table}

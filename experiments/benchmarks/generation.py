@@ -141,7 +141,7 @@ def report(found: Sequence[Comparison], settings: dict[str, Any]) -> str:
         "# Generation against transformers' generate",
         "",
         f"`python -m experiments.benchmarks generation`: a training step's completions, temperature 1, {settings['device']}, "
-        f"{settings['threads']} threads, torch {settings['torch']}, transformers {settings['transformers']}; medians of "
+        f"threads: {settings['threads']}, torch {settings['torch']}, transformers {settings['transformers']}; medians of "
         f'{settings["repeats"]} measurements of each side, alternating. Both keep keys and values. "Direct" is what runs use '
         'for these policies; "layers" is the general path, through transformers\' layers.',
         "",

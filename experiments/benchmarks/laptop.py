@@ -146,7 +146,7 @@ def report(found: Sequence[dict[str, Any]]) -> str:
         "",
         f"`python -m experiments.benchmarks laptop`: random weights at the shape `{first['shape']}` ({first['layers']} layers, "
         f"{first['parameters']:,} parameters, tied embeddings, vocabulary {SHAPES[first['shape']]['vocab_size']:,}), float32 "
-        f"({first['parameters'] * 4 / 2**30:.2f} GiB of weights), {first['threads']} threads, torch {first['torch']}. Memory is the "
+        f"({first['parameters'] * 4 / 2**30:.2f} GiB of weights), threads: {first['threads']}, torch {first['torch']}. Memory is the "
         "peak of the process above the weights (and, for norms and passes, the gradient).",
         "",
         "| | minutes (wall) | minutes (processor) | GiB above |",
