@@ -472,7 +472,7 @@ NOTE = (
 
 
 def outline(verdicts: Sequence[Verdict], level: float) -> tuple[Grid, Picture] | None:
-    """Power of the tests of `verdicts` by Student's t alone, which takes no time: a table and a figure; None without a variance."""
+    """Power of the tests of `verdicts` by Student's t alone, without simulation: a table and a figure; None without a variance."""
     rows, powers = [], []
     for verdict in (version for each in verdicts for version in versions(each)):
         pilot = min((len(sample.values) for sample in verdict.samples), default=0)

@@ -26,7 +26,7 @@ def why_not_direct(model: nn.Module) -> str | None:
     """Reason why `DirectDecoder` does not support `model`; None if it does."""
     causal: Any = bare(model)
     if type(causal) not in ARCHITECTURES:
-        return f"{type(causal).__name__} is none of {', '.join(a.__name__ for a in ARCHITECTURES)}"
+        return f"{type(causal).__name__} is not one of {', '.join(a.__name__ for a in ARCHITECTURES)}"
     config, body = causal.config, causal.model
     sliding = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
     if sliding:

@@ -2,9 +2,9 @@
 
 `recording.budget` limits the time of everything that is recorded, as a share of the time of generation and training. The
 first and the last step and spikes are always measured. At other steps a measure whose interval is not set is made at
-multiples of its default interval, doubled until the remaining time suffices; so the steps that different runs measure
-coincide as far as their budgets allow. What spikes leave is divided equally among the measures; what one does not need goes
-to those after it in `MEASURES`.
+multiples of its default interval, doubled until the remaining time suffices, so that the steps measured in different
+runs coincide as far as their budgets allow. The time that spikes do not use is divided equally among the measures; time that
+a measure does not need goes to those after it in `MEASURES`.
 
 Measuring changes nothing that training sees, so these decisions, which depend on the clock, do not change a run. The
 column `scheduled` of the table `steps` stores them; a resumed run repeats those of steps that were recorded before.

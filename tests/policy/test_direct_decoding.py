@@ -116,7 +116,7 @@ def replace_forward(model: nn.Module) -> None:
 @pytest.mark.parametrize(
     ("architecture", "overrides", "change", "reason"),
     [
-        ("gpt2", {}, None, "GPT2LMHeadModel is none of LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM"),
+        ("gpt2", {}, None, "GPT2LMHeadModel is not one of LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM"),
         (
             "qwen2",
             {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},

@@ -258,7 +258,7 @@ def test(study: Study) -> Finding:
 
 
 def _reliability(study: Study, fresh: pd.DataFrame) -> tuple[float, str]:
-    """Reliability of the gap over the tested runs, and why it does not do; empty if it does."""
+    """Reliability of the gap over the tested runs, and why it is not sufficient; empty if it is."""
     gaps = fresh["gap"].to_numpy()
     noise = [gap_noise(study.finished[row["run"]], int(row["step"])) for _, row in fresh.iterrows()]
     if any(value is None for value in noise):

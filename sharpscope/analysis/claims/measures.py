@@ -377,7 +377,7 @@ UNKNOWN_NOISE = (
 def gap_noise(run: Run, step: int) -> float | None:
     """Variance of the generalization gap from sampling answers: held-out answers plus training answers; None without either.
 
-    Where the split `train` was not evaluated, the training rollouts are taken as independent answers, which is at most.
+    Where the split `train` was not evaluated, the training rollouts are taken as independent answers, which gives an upper bound.
     """
     outside, inside = answer_noise(run, "heldout", step), answer_noise(run, "train", step)
     if outside is None:

@@ -83,7 +83,7 @@ class TrainerRecorder(ABC):
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Within it the trainer's loss can be computed again, without dropout and gradients; its metrics and counters are restored."""
+        """Context that computes the trainer's loss again, without dropout and gradients; restores its metrics and counters."""
         trainer, model = self.trainer, self.model
         before = dict(vars(trainer))
         metrics = copy.deepcopy(before.get("_metrics"))

@@ -37,7 +37,7 @@ from sharpscope.traces.files import now
 
 ROW = "sharpscope_row"
 EVERY, EVERY_DEFAULT = "SHARPSCOPE_VERL_NORMS_EVERY", 10
-"""Environment variable: interval of score norms, which the first step has as well; 0: never [steps]."""
+"""Environment variable: interval of score norms, also measured at the first step; 0: never [steps]."""
 NEEDED = ("prompts", "responses", "response_mask", "old_log_probs", "advantages")
 _REWARDS = ("token_level_scores", "rm_scores", "token_level_rewards")
 
@@ -74,12 +74,12 @@ def norms_interval() -> int:
     """The interval of score norms [steps].
 
     Raises:
-        UserError: the environment variable is no whole number from 0.
+        UserError: the environment variable is not a whole number of at least 0.
     """
     text = os.environ.get(EVERY, str(EVERY_DEFAULT))
     if not text.isdecimal():
         raise UserError(
-            f"{EVERY} = {text!r}: is no whole number from 0; set an interval in steps, or 0 for no score norms"
+            f"{EVERY} = {text!r}: must be a whole number of at least 0; set an interval in steps, or 0 for no score norms"
         )
     return int(text)
 
@@ -188,7 +188,7 @@ class Recorder:
         into[:, : values.shape[1]] = torch.where(made.completion_mask.bool(), values, torch.nan)
 
     def _refuse(self, problem: UserError) -> None:
-        """Report that score norms are left out from here on."""
+        """Report that score norms are not measured from here on."""
         self.events.append(refusal(self.count + 1, "score_norm_local", problem))
 
     def update(self, train: Callable[[], Any]) -> Any:

@@ -33,7 +33,7 @@ from sharpscope.probes.token_gradients.uses import Recorder
 CHUNK = 2048
 """Positions of a pass, whose activations are kept; a longer row runs alone."""
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
-"""Largest relative error of the self-check, by dtype of the activations; of halves it is 5e-2."""
+"""Largest relative error of the self-check, by dtype of the activations; 5e-2 for float16 and bfloat16."""
 
 
 class ShardedNorms:
@@ -117,7 +117,7 @@ def _row(ids: Tensor) -> Rows:
 
 
 def _together(make: Callable[[], Rows]) -> Rows:
-    """What `make` returns; a refusal in one process is raised in all."""
+    """Call `make`; a `UserError` in one process is raised in all."""
     rows, problem = None, None
     try:
         rows = make()
@@ -186,7 +186,7 @@ def _local_squares(model: nn.Module, rows: Rows, temperature: float) -> Ledger:
 def _require(
     causal: nn.Module, structure: Structure, recorder: Recorder, calls: int, logits: Tensor, seen: dict[str, Any]
 ) -> None:
-    """Refuse what the tier does not know; every process finds the same."""
+    """Raise `UserError` for parts of the model that the tier does not support; the result is the same in every process."""
     structure.unhandled, structure.attention_calls = dict(recorder.unhandled), calls
     missing = set(structure.groups) - {name for use in recorder.uses for name in use.names}
     missing -= {structure.tied, structure.head_weight, structure.head_bias, *structure.unhandled}
@@ -206,7 +206,7 @@ def _require(
 
 @contextmanager
 def _followed(causal: nn.Module, names: Mapping[int, str], recorder: Recorder) -> Iterator[None]:
-    """Within it, the recorder follows each module's trainable parameters as they are when the module computes."""
+    """Context in which the recorder follows each module's trainable parameters as they are during its forward pass."""
 
     def follow(own: list[tuple[str, str]]) -> Callable[[nn.Module, Any], None]:
         return lambda module, _: recorder.follow({name: module.get_parameter(key) for key, name in own})
