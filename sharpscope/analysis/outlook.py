@@ -141,7 +141,7 @@ def _planned(claim: Claim, study: Study) -> tuple[int, int, str]:
     steps = int(config.get("steps", 0))
 
     def recorded(key: str) -> int:
-        """Number of recorded steps; the most there can be where a budget decides."""
+        """Number of recorded steps; an upper bound where a budget decides."""
         every = recording.get(key, 0)
         every = int(DEFAULT_INTERVALS.get(key, 0) if every is None else every)
         return steps // every if every else 0

@@ -243,7 +243,7 @@ STEPS = Table(
             "string",
             "name",
             "what recording.budget chose to measure in the step, separated by spaces: shares, norms, rotation, influence, surface; "
-            "null if all intervals are set",
+            "null without a budget or if all intervals are set",
         ),
         _timing("generation_s", "time spent generating and scoring"),
         _timing("training_s", "time spent in forward passes, backward passes and the optimizer"),

@@ -266,9 +266,7 @@ def within_prompt_share(run: Run) -> float | None:
 
 
 ONE_ANSWER = "k = 1: spread within a prompt from the training groups"
-AT_MOST = (
-    "at most: with one answer per prompt and no training groups that differ, the spread within a prompt is not known"
-)
+AT_MOST = "upper bound: with one answer per prompt and no training groups that differ, the spread within a prompt is not known"
 
 
 @per_run
@@ -345,7 +343,7 @@ def probe_noise(runs: Sequence[tuple[Run, Run]], quantity: str) -> Source | str:
     else:
         variance, note = (
             float(np.mean([part.var(ddof=1) for part in parts])),
-            "at most: what pairs have in common counts",
+            "upper bound: variance that the pairs share is included",
         )
     return Source("probe prompts", float(prompts), variance / prompts, note)
 

@@ -55,7 +55,7 @@ def test_noise_of_probe_prompts_is_that_of_prompt_and_pair_together():
         for run in pair:
             run.probes["probe_set"] = run.probe_prompts["probe_set"] = f"train-{number}"
     apart = measures.probe_noise([tuple(_copy(run) for run in pair) for pair in pairs], "sam")
-    assert apart.variance == pytest.approx(table.var(axis=1, ddof=1).mean() / 30) and "at most" in apart.note
+    assert apart.variance == pytest.approx(table.var(axis=1, ddof=1).mean() / 30) and "upper bound" in apart.note
     assert apart.variance > source.variance
 
 
