@@ -157,3 +157,12 @@ def test_readme_is_short_and_its_terminal_picture_is_current():
         "the output has changed; run `python docs/screenshots.py` and look at the pictures"
     )
     assert 'url("http' not in made  # fonts of another host
+
+
+def test_the_page_of_claims_lists_them_with_their_margins():
+    from sharpscope.analysis.claims.base import margin_text
+    from sharpscope.analysis.claims.registry import CLAIMS
+
+    page = (ROOT / "docs/explanations/claims.md").read_text("utf-8")
+    rows = [f"| {c.name} | {c.title} | {margin_text(c.rule.margin, c.rule.scale)} |" for c in CLAIMS.values()]
+    assert "\n".join(rows) + "\n\n" in page

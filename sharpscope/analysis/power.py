@@ -457,12 +457,12 @@ def power_table(powers: Sequence[Power]) -> pd.DataFrame:
 
 
 def design_text(design: Design | None) -> str:
-    """A design in words, such as `13 × answers 1,600, 4.2 h`."""
+    """A design in words, such as `13 clusters × 1,600 answers, 4.2 h`; a cluster is the claim's unit."""
     if design is None:
         return f"more than {MOST:,}"
-    sizes = "".join(f" × {name} {size:,.0f}" for name, size in design.sizes.items())
+    sizes = "".join(f" × {size:,.0f} {name}" for name, size in design.sizes.items())
     hours = "" if design.hours is None else f", {design.hours:{',.0f' if design.hours >= 100 else '.2g'}} h"
-    return f"{design.clusters:,}{sizes}{hours}"
+    return f"{design.clusters:,} clusters{sizes}{hours}"
 
 
 NOTE = (
@@ -520,7 +520,7 @@ def power_text(powers: Sequence[Power]) -> str:
             continue
         parts = ", ".join(f"{source} {share:.0%}" for source, share in power.components.items())
         lines.append(
-            f"{name}: {power.pilot} {power.unit}; SD {number(power.spread / power.margin)} × margin ({parts}); now supported "
+            f"{name}: {power.pilot} {power.unit}; SD {number(power.spread)} ({parts}), margin {number(power.margin)}; now supported "
             f"{power.now.supported:.0%} at the margin, refuted {power.now.refuted:.0%} without an effect"
         )
         lines += [f"    {target:.0%} of both: {design_text(design)}" for target, design in power.cheapest.items()]

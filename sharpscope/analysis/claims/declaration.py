@@ -39,7 +39,7 @@ def declared_rules(terms: Terms, baseline: str, treatment: str) -> dict[str, Any
 
 
 def check_terms(terms: Terms) -> None:
-    """Refuse terms that name no claim or a margin that a claim does not have.
+    """Refuse terms that name no claim, and margins in points that are not shares.
 
     Raises:
         UserError: names the field.
@@ -49,6 +49,9 @@ def check_terms(terms: Terms) -> None:
         unknown = [name for name in given if name not in known]
         if unknown:
             raise UserError(f"claims.{field}: {unknown[0]} is no claim; give one of {', '.join(known)}")
+    for name, margin in terms.margins.items():
+        if versions[name].rule.scale == "points" and margin >= 1:
+            raise UserError(f"claims.margins: {name} is {margin:g}; give a share below 1: 0.02 is two points")
 
 
 def rules_hash(rules: Mapping[str, Any]) -> str:

@@ -64,3 +64,6 @@ def test_margins_reach_the_rule_and_the_test():
         check_terms(Terms(order=("C99",)))
     with pytest.raises(UserError, match="margins: c7"):
         check_terms(Terms(margins={"c7": 0.1}))
+    with pytest.raises(UserError, match="margins: C7 is 2; give a share below 1"):
+        check_terms(Terms(margins={"C7": 2.0}))
+    check_terms(Terms(margins={"C2": 1.5}))  # a slope, not a share
