@@ -44,6 +44,7 @@ class Outlook:
         n: planned sample size.
         missing: why the claim will be untestable; empty if it can come out supported and refuted.
         design: power at this size, from a pilot; None without one.
+        budgeted: whether `recording.budget` decides how many of the `n` are recorded.
     """
 
     claim: str
@@ -52,13 +53,15 @@ class Outlook:
     n: int
     missing: str = ""
     design: Design | None = None
+    budgeted: bool = False
 
     def line(self) -> str:
         """In one line."""
         name = f"{self.claim:<4}{f'({self.version}) ' if self.version else ''}"
         if self.missing:
             return f"{name}untestable: {self.missing}"
-        text = f"{name}can be supported and refuted: {self.n:,} {self.unit}"
+        most = "as far as recording.budget allows, at most " if self.budgeted else ""
+        text = f"{name}can be supported and refuted: {most}{self.n:,} {self.unit}"
         if self.design is None:
             return text
         return f"{text}; power {self.design.supported:.0%} at the margin, {self.design.refuted:.0%} to refute without an effect"
@@ -102,13 +105,26 @@ def _outlook(claim: Claim, study: Study, pilot: Sequence[Power]) -> Outlook:
             missing = unreachable_text(
                 rule, n, Evidence(smallest_p=smallest[0], smallest_p_refuted=smallest[1], parts=parts)
             )
-    result = Outlook(claim.name, claim.version, rule.unit, n, missing)
+    budgeted = not missing and claim.name in ("C2", "C3") and _budgeted(_config(study), "token_gradients_every")
+    result = Outlook(claim.name, claim.version, rule.unit, n, missing, budgeted=budgeted)
     of_claim = [p for p in pilot if (p.claim, p.version) == (claim.name, claim.version) and not p.missing]
     if missing or not of_claim or counted:
         return result
     if of_claim[0].unit != rule.unit:  # the pilot's clusters are not what n counts
         return result
     return replace(result, design=of_claim[0].at(n, _sizes(study), rule.level))
+
+
+def _config(study: Study) -> Mapping[str, Any]:
+    """Configuration of a planned run of the baseline or the treatment; empty without one."""
+    runs = study.alike(study.baseline) | study.alike(study.treatment)
+    return next(iter(runs.values())).config if runs else {}
+
+
+def _budgeted(config: Mapping[str, Any], key: str) -> bool:
+    """Whether the budget decides at which steps the measure with this interval is made (see `recording.budget`)."""
+    recording = config.get("recording") or {}
+    return recording.get("budget") is not None and key in recording and recording[key] is None
 
 
 def _sizes(study: Study) -> dict[str, float]:
@@ -154,7 +170,11 @@ def _planned(claim: Claim, study: Study) -> tuple[int, int, str]:
         if not recorded("token_gradients_every") or not recording.get("exact_random")
         else "",
         "C3": "recording.token_gradients_every is 0" if not recorded("token_gradients_every") else "",
-        "C9": "recording.heldout_influence_every is 0" if not recorded("heldout_influence_every") else "",
+        "C9": "no step is sure to measure held-out influence within recording.budget; set recording.heldout_influence_every"
+        if _budgeted(config, "heldout_influence_every")
+        else "recording.heldout_influence_every is 0"
+        if not recorded("heldout_influence_every")
+        else "",
         "C13": "recording.token_gradients_every is 0" if not recorded("token_gradients_every") else "",
         "C12": next(
             (f"recording.{key} is 0" for key in ("tokens_every", "probe_entropy_every") if not recorded(key)), ""

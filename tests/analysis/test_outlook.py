@@ -66,3 +66,20 @@ def test_a_pilot_gives_the_power_of_the_planned_size():
     both = by_claim(outlook(levels, DEFAULT, "grpo", "grpo-sg", pilot))["C7", "between runs"]
     assert both.design == designs[0]
     assert designs[1].supported > designs[0].supported + 0.1 and "power" in few["C7", "between runs"].line()
+
+
+def test_a_budget_promises_no_held_out_influence_and_only_bounds_the_steps_with_norms():
+    auto = {"budget": 0.05, "token_gradients_every": None, "heldout_influence_every": None}
+    lines = {}
+    for name, changes in {
+        "budget": auto,
+        "no budget": auto | {"budget": None},
+        "set": auto | {"token_gradients_every": 10, "heldout_influence_every": 25},
+    }.items():
+        lines[name] = by_claim(outlook(configs(("grpo", "grpo-sg"), 6, recording=changes), DEFAULT, "grpo", "grpo-sg"))
+    influence = {name: found["C9", "influence of recorded tokens"] for name, found in lines.items()}
+    assert "no step is sure to measure held-out influence" in influence["budget"].missing and influence["budget"].n == 0
+    assert (influence["no budget"].n, influence["set"].n) == (6 * (100 // 50), 6 * (100 // 25))
+    for name, found in lines.items():
+        line = found["C3", ""]
+        assert line.n == 6 * 10 and ("recording.budget allows, at most 60" in line.line()) == (name == "budget")
