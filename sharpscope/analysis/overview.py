@@ -55,13 +55,14 @@ class Spot:
 
 @dataclass(frozen=True)
 class Moved:
-    """The tokens and prompts with the largest shares of one update: `prompts` are (share, text)."""
+    """The tokens and prompts with the largest shares of one update: `prompts` are (share, text), `sample` as in `Spike`."""
 
     run: str
     step: int
     text: str
     spots: tuple[Spot, ...]
     prompts: tuple[tuple[float, str], ...]
+    sample: str = ""
 
 
 @dataclass(frozen=True)
@@ -237,9 +238,11 @@ def _moved(study: Study, settings: Sequence[Setting]) -> tuple[Moved, ...]:
             Moved(
                 run.name,
                 spike.step,
-                f"step {spike.step} ({what}), gradient norm {number(spike.grad_norm)}",
+                f"step {spike.step} ({what}), gradient norm {number(spike.grad_norm)}"
+                + (f"; tokens of {spike.sample}" if spike.sample else ""),
                 tuple(spots_of(run, spike)),
                 tuple(zip(map(float, shown["attribution"]), texts, strict=True)),
+                spike.sample,
             )
         )
     return tuple(result)
@@ -518,8 +521,8 @@ def _finding(
         one = moved[0]
         spot = max(one.spots, key=lambda each: abs(each.share))
         said.append(
-            f"One token, {_quoted(spot.token)} (π = {number(spot.probability)}), holds {spot.share:.0%} of the squared gradient norm of "
-            f"{one.run} at step {one.step}."
+            f"One token{f' of {one.sample}' if one.sample else ''}, {_quoted(spot.token)} (π = {number(spot.probability)}), holds "
+            f"{spot.share:.0%} of the squared gradient norm of {one.run} at step {one.step}."
         )
     pairs = study.pairing().pairs
     turned = [setting for setting in settings if setting.method != study.baseline][: 1 if pairs else None]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from sharpscope.analysis.tokens import INCLUSION, inverse_inclusion
+from sharpscope.analysis.tokens import INCLUSION, inverse_inclusion, sample_text
 from sharpscope.traces import Run, robust_z
 
 PROBABILITY_EDGES = (0.0, 0.01, 0.1, 0.3, 0.5, 0.8, 0.95, 0.99, 1.0)
@@ -24,7 +24,8 @@ class Spike:
 
     `tokens`: the recorded tokens with the largest |share|; `prompts`: share by prompt; `probabilities`: share by range of π;
     each None if the step has no attribution. A token's share is a part of ‖∇L‖² of its update; the shares by prompt and by range
-    are means over the step's updates and sum to 1.
+    are means over the step's updates and sum to 1. `sample`: the groups whose tokens were measured, in words; empty if all were. Then
+    `tokens` and `prompts` are of these groups only, and the shares by range are estimates.
     """
 
     step: int
@@ -34,6 +35,7 @@ class Spike:
     tokens: pd.DataFrame | None
     prompts: pd.DataFrame | None
     probabilities: pd.DataFrame | None
+    sample: str = ""
 
 
 def find_spikes(steps: pd.DataFrame, z: float = 4.0) -> pd.DataFrame:
@@ -98,4 +100,4 @@ def _explain(run: Run, row: object, top: int) -> Spike:
     grouped = tokens.assign(share=count * tokens["attribution"], tokens=count / count.sum())
     probabilities = grouped.groupby(ranges, observed=False)[["share", "tokens"]].sum()
     probabilities["share"] /= updates
-    return Spike(*head, biggest, prompts, probabilities)
+    return Spike(*head, biggest, prompts, probabilities, sample_text(tokens))

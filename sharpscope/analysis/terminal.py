@@ -464,18 +464,21 @@ def render_spikes(spikes: Sequence[Spike], tokens_of: Callable[[int], pd.DataFra
                 Text("  no attribution was recorded at this step (recording.token_gradients_every, recording.spike_z)")
             )
             continue
-        parts.append(
-            render_tokens(
-                spike.tokens, tokens_of(spike.step), "attribution", decode, "tokens by share of the squared norm"
-            )
-        )
-        prompts = Table("share", "prompt", title="prompts")
+        of = f" of {spike.sample}" if spike.sample else ""
+        title = f"tokens{of} by share of the squared norm"
+        parts.append(render_tokens(spike.tokens, tokens_of(spike.step), "attribution", decode, title))
+        prompts = Table("share", "prompt", title=f"prompts{of}")
         shown = spike.prompts.head(4)
         for share, text in zip(
             shown["attribution"], told_apart([visible(text) for text in shown["prompt"]]), strict=True
         ):
             prompts.add_row(f"{share:+.1%}", Text(text))
-        ranges = Table("π", "share of the squared norm", "share of the tokens", title="probability ranges")
+        ranges = Table(
+            "π",
+            "share of the squared norm",
+            "share of the tokens",
+            title=f"probability ranges{f', estimated from {spike.sample}' if of else ''}",
+        )
         for interval, row in zip(spike.probabilities.index, spike.probabilities.to_dict("records"), strict=True):
             ranges.add_row(
                 f"{max(interval.left, 0.0):g} to {interval.right:g}", f"{row['share']:+.1%}", f"{row['tokens']:.1%}"

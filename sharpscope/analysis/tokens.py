@@ -104,6 +104,16 @@ def sample_tokens(run: Run, columns: Sequence[str], limit: int = SAMPLE) -> pd.D
     return kept.drop(columns="draw").reset_index(drop=True)
 
 
+def sample_text(tokens: pd.DataFrame) -> str:
+    """Which groups the measured `tokens` are of, where not all were: `a random 25 % of each update's groups`; else empty."""
+    shares = tokens[INCLUSION].fillna(1.0).astype(float)
+    low, high = float(shares.min()), float(shares.max())
+    if not low < 1:
+        return ""
+    least, most = f"{100 * low:.3g}", f"{100 * high:.3g}"
+    return f"a random {least if least == most else f'{least} to {most}'} % of each update's groups"
+
+
 def inverse_inclusion(tokens: Mapping[str, Any] | pd.DataFrame) -> NDArray[np.float64]:
     """(n,) inverse probability that a token's group was drawn to be measured; 1 where none is recorded: all groups were.
 

@@ -180,6 +180,7 @@ def _spikes(choice: Choice, number: int, there: set[tuple[int, int]], prompts: P
             "z": _short(spike.z),
         }
         if spike.tokens is not None and spike.prompts is not None and spike.probabilities is not None:
+            entry["sample"] = spike.sample
             entry["spots"] = [
                 {
                     "n": int(t["rollout"]),

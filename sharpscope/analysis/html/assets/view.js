@@ -215,11 +215,12 @@
       if (!spike.spots) {
         box.append(make("p", "small", "No attribution was recorded at this step (recording.token_gradients_every, recording.spike_z)."));
       } else {
-        box.append(make("h3", "", "Its tokens, by share of the squared gradient norm"),
+        const of = spike.sample ? ` (of ${spike.sample})` : "";
+        box.append(make("h3", "", `Its tokens${of}, by share of the squared gradient norm`),
           grid("Tokens of the spike", ["share", "π", "token, in its sentence"], spike.spots.map((one) => [percent(one.share), Colors.format(one.p), spot(spike, one)])),
-          make("h3", "", "Their prompts"),
+          make("h3", "", `Their prompts${of}`),
           grid("Prompts of the spike", ["share", "prompt"], spike.prompts.map((one) => [percent(one.share), Tokens.longText("span", "", data.prompts[one.p], 300)])),
-          make("h3", "", "Ranges of probability"),
+          make("h3", "", spike.sample ? `Ranges of probability, estimated from ${spike.sample}` : "Ranges of probability"),
           grid("Ranges of probability", ["π", "share of the squared norm", "share of the tokens"], spike.ranges.map((one) => [one.range, percent(one.share), percent(one.tokens).replace("+", "")])));
       }
       place.append(box);
