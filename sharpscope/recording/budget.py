@@ -40,7 +40,7 @@ class Spent:
         steps: number of steps.
         training: their time of generation and training.
         measuring: time by measure, that of the tables included.
-        cost: time of the newest measurement of each measure, and the step in which it was made.
+        cost: time of the newest measurement of each measure, as at a scheduled step, and the step in which it was made.
     """
 
     steps: int = 0
@@ -102,12 +102,15 @@ class Budget:
         plan = self._planned(step)
         return " ".join(name for name in MEASURES if name in plan) if self.flexible else None
 
-    def spend(self, measure: str, step: int, seconds: float) -> None:
-        """Count time spent on a measure in `step` [s]."""
+    def spend(self, measure: str, step: int, seconds: float, usual: float = 1.0) -> None:
+        """Count time spent on a measure in `step` [s].
+
+        `usual` is the share of it that a scheduled measurement takes: less than 1 at a spike, which measures all groups.
+        """
         spent = self.spent
         spent.measuring[measure] = spent.measuring.get(measure, 0.0) + seconds
         newest, cost = spent.cost.get(measure, (step, 0.0))
-        spent.cost[measure] = (step, seconds + (cost if newest == step else 0.0))
+        spent.cost[measure] = (step, seconds * usual + (cost if newest == step else 0.0))
 
     def end_step(self, step: int, training: float, tables: float) -> None:
         """Count a step's time of generation and training, and that of its tables [s]."""

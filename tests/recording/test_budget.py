@@ -108,6 +108,26 @@ def test_state_goes_through_a_checkpoint():
         assert whole.scheduled(step) == second.scheduled(step)
 
 
+@pytest.mark.parametrize("spike", [False, True])
+def test_a_spike_which_measures_all_groups_does_not_raise_the_expected_cost(toy_config, monkeypatch, spike):
+    spent: list[tuple[str, float]] = []
+    spend = Budget.spend
+
+    def noted(self: Budget, measure: str, step: int, seconds: float, usual: float = 1.0) -> None:
+        spent.append((measure, usual))
+        spend(self, measure, step, seconds, usual)
+
+    monkeypatch.setattr(Budget, "spend", noted)
+    monkeypatch.setattr(observers, "robust_z", lambda recent, value: 9.0 if spike else 0.0)
+    config = toy_config(**FREE, name="spike" if spike else "none", steps=1, rollout__prompts_per_step=4)
+    train(config)
+    assert {usual for measure, usual in spent if measure in ("shares", "norms")} == {0.5 if spike else 1.0}
+    budget = Budget(config)
+    budget.spend("shares", 1, 8.0, 0.25)
+    budget.spend("shares", 1, 2.0)
+    assert budget.spent.cost["shares"] == (1, 4.0) and budget.spent.measuring["shares"] == 10.0
+
+
 class Clock:
     """Every call takes as long as this says [s]."""
 
