@@ -315,8 +315,10 @@ def _part(title: str, study: Study, settings: Sequence[Setting], measures: Seque
             rows.append((name, f"{study.treatment} − {study.baseline}, {n} pair{'s' * (n > 1)}", "", text, ""))
     if not rows:
         return Part(title, None, why)
-    note = "±: 95 % interval over prompts or steps of one run" if single else "±: 95 % interval over seeds"
-    return Part(title, Grid(title, ("quantity", "setting", "start", "end", "change"), tuple(rows), note + "."))
+    note = "±: 95 % interval over prompts or steps of one run." if single else "±: 95 % interval over seeds."
+    if not any("±" in cell for row in rows for cell in row):
+        note = ""
+    return Part(title, Grid(title, ("quantity", "setting", "start", "end", "change"), tuple(rows), note))
 
 
 def pair_difference(study: Study, measure: Measure) -> tuple[str, tuple[float, float], int] | None:
@@ -408,9 +410,12 @@ def _probed(run: Run, quantity: str) -> pd.DataFrame:
 def _paired(run_a: Run, a: pd.Series, run_b: Run, b: pd.Series) -> tuple[float, float]:
     """Difference b − a of two estimates, with half of its interval over the prompts that both were made on.
 
-    NaN where the values by prompt were not recorded, or not on the same prompts.
+    NaN where the values by prompt were not recorded, or not on the same prompts. Estimates on the prompts of updates, which
+    have no probe set, count as independent.
     """
     difference = float(b["value"]) - float(a["value"])
+    if not a["probe_set"] and not b["probe_set"]:
+        return difference, Z * math.hypot(float(a["prompt_std_error"]), float(b["prompt_std_error"]))
     if a["probe_set"] != b["probe_set"]:
         return difference, math.nan
     values = [_by_prompt(run, row) for run, row in ((run_a, a), (run_b, b))]

@@ -190,7 +190,7 @@ def render_overview(screen: Overview) -> RenderableType:
             parts.append(Text(f"{part.title}: {part.text}"))
             continue
         table = Table(
-            title=Text(f"{part.title}. {part.grid.note}"),
+            title=Text(f"{part.title}. {part.grid.note}".rstrip()),
             title_justify="left",
             box=None,
             pad_edge=False,

@@ -57,6 +57,10 @@ def _write(path: Path, method: str, seed: int = 0, recorded: bool = True) -> Pat
                     writer.append(
                         "probes", row | {"value": values.mean() if rho == 0.5 else -1.0, "prompt_std_error": error}
                     )
+            if recorded and step in (1, STEPS):  # of an update, on prompts of its own
+                row = rows("probes", step, 1) | blank | {"quantity": "critical_sharpness", "converged": True}
+                place = {"probe_set": "", "functional": "surrogate", "rho": None, "seed": None}
+                writer.append("probes", row | place | {"value": 100.0 * step, "prompt_std_error": 10.0})
             if step in (1, STEPS):
                 row = {
                     "step": step,
@@ -112,6 +116,12 @@ def test_sharpness_is_paired_by_prompt(pair):
         assert list(found["SAM sharpness", method]) == wanted
     # All prompts differ by the same amount, so the difference has no error although the means have.
     assert found["SAM sharpness", "grpo-sg − grpo, 1 pair"][1].startswith("-0.6")
+
+
+def test_the_prompts_of_updates_are_independent(pair):
+    start, end, change = _rows(pair.sharpness)["critical sharpness", "grpo"]
+    assert (start, end) == (interval_text(100.0, Z * 10), interval_text(100.0 * STEPS, Z * 10))
+    assert change == interval_text(100.0 * (STEPS - 1), Z * math.hypot(10, 10))
 
 
 def test_the_finding_tells_clear_differences_from_unclear_ones(pair):
