@@ -1,7 +1,8 @@
 """Shard weights over processes (FSDP2), and gather them for generation, probes and saving.
 
-The repeated layers are sharded. Embeddings, the final norm and the output layer are replicated, because the output layer
-is used outside the model's forward pass (log-probabilities are computed in chunks).
+`shard` shards the repeated layers. Embeddings, the final norm and the output layer are replicated, because the output layer
+is used outside the model's forward pass (log-probabilities are computed in chunks). The other functions also take models
+that another trainer has sharded.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +20,6 @@ from sharpscope.errors import UserError
 from sharpscope.policy.adapters import has_adapters
 from sharpscope.policy.gradient_checkpointing import layers_of
 from sharpscope.policy.head import backbone
-
-_reshard: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()  # the option of `shard`
 
 
 def shard(model: nn.Module, reshard_after_forward: bool = True) -> None:
@@ -50,7 +48,6 @@ def shard(model: nn.Module, reshard_after_forward: bool = True) -> None:
     for module in _sharded_modules(model):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # gloo does not support scaled sums
-    _reshard[model] = reshard_after_forward
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -85,15 +82,26 @@ def reshard(model: nn.Module) -> None:
 def unsharded(model: nn.Module) -> Iterator[None]:
     """Gather all weights on every process, so that each can run any number of forward passes."""
     modules = _sharded_modules(model)
+    # torch has no function that returns this setting, which can differ between modules.
+    before = [(group, group.post_forward_mesh_info) for module in modules for group in _groups(module)]
     for module in modules:
         module.set_reshard_after_forward(False, recurse=False)
         module.unshard()
     try:
         yield
     finally:
+        for group, setting in before:
+            group.post_forward_mesh_info = setting
         for module in modules:
-            module.set_reshard_after_forward(_reshard[model], recurse=False)
             module.reshard()
+
+
+def _groups(module: Any) -> list[Any]:
+    """FSDP2's groups of parameters of a module; torch before 2.10 has one or none."""
+    state = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
 @dataclass(frozen=True)
@@ -106,7 +114,7 @@ class ModelView:
 
 
 def gathered_copy(
-    model: nn.Module, optimizer: torch.optim.AdamW, device: torch.device, *, keep: bool = True
+    model: nn.Module, optimizer: torch.optim.AdamW, device: torch.device, *, keep: bool = True, moments: bool = True
 ) -> ModelView:
     """Copy a sharded model with all weights, gradients and optimizer state. All processes must call it.
 
@@ -115,10 +123,14 @@ def gathered_copy(
         optimizer: Optimizer of its trainable parameters.
         device: Device of the copy.
         keep: False on processes that do not need the copy and only take part in the collectives.
+        moments: Whether to copy the optimizer's state, half of the memory.
     """
+    from torch.distributed.fsdp import FSDPModule
+
     reshard(model)
+    plain_type: Any = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
     with torch.device("meta"):
-        plain: Any = type(model)(copy.deepcopy(model.config))
+        plain = plain_type(copy.deepcopy(model.config))
     plain = plain.to(next(model.parameters()).dtype).eval()
     plain = plain.to_empty(device=device if keep else "meta")
     plain.tie_weights()
@@ -141,7 +153,7 @@ def gathered_copy(
         for group in optimizer.param_groups
     ]
     copied_optimizer = torch.optim.AdamW(groups)
-    for tensor, state in optimizer.state.items():
+    for tensor, state in optimizer.state.items() if moments else ():
         for name, value in state.items():
             entry = full_tensor(value)
             if keep:

@@ -328,8 +328,6 @@ class _Line:
         self.loss_fn, self.evaluations = loss_fn, 0
         self.by_prompt: dict[float, Tensor] = {}  # (k,) float64 for each η, if the loss is given by prompt
         self.model = parameters if isinstance(parameters, nn.Module) else None
-        if self.model is not None:
-            reshard(self.model)
         tensors = trainable(parameters)
         if self.model is None and any(is_shard(tensor) for tensor in tensors):
             raise UserError("parameters: some are sharded (FSDP2); pass the model in place of its parameters")
@@ -406,8 +404,9 @@ class _Line:
 
 
 def trainable(parameters: nn.Module | Sequence[Tensor]) -> list[Tensor]:
-    """The trainable parameters of a model in its order, or the tensors as given."""
+    """The trainable parameters of a model in its order, of a sharded one the shards; or the tensors as given."""
     if isinstance(parameters, nn.Module):
+        reshard(parameters)  # a forward pass without a backward pass leaves gathered weights, which have no gradient
         return [parameter for parameter in parameters.parameters() if parameter.requires_grad]
     return list(parameters)
 

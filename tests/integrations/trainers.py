@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
+from sharpscope.policy.sharding import full_tensor
 from tests.models import tiny_model
 
 PROMPTS = ["w2 w3", "w4", "w5 w6 w7", "w8 w9"]
@@ -51,36 +52,14 @@ def trainer(
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
-    settings: dict[str, Any] = (
-        dict(
-            output_dir=str(folder),
-            report_to=[],
-            use_cpu=True,
-            bf16=False,
-            per_device_train_batch_size=8,
-            num_generations=4,
-            gradient_accumulation_steps=2,
-            max_completion_length=7,
-            max_steps=3,
-            learning_rate=0.01,
-            loss_type="grpo",
-            save_strategy="no",
-            logging_steps=1,
-            disable_tqdm=True,
-            dataloader_pin_memory=False,
-            gradient_checkpointing=False,
-            lr_scheduler_type="constant",
-            seed=3,
-        )
-        | arguments
-    )
+    own = {"per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 7, "loss_type": "grpo"}
     torch.manual_seed(0)  # of the adapters, which peft draws from the global generator; training seeds it anew
     made = GRPOTrainer(
         model=tiny_model(architecture, vocab=VOCABULARY, dtype=torch.float32, scale=0.3, **(model or {})),
         reward_funcs=list(rewards or (evens, shortness)),
         rollout_func=rollout_func,
         peft_config=peft_config,
-        args=GRPOConfig(**settings),
+        args=GRPOConfig(**settings(folder, **(own | arguments))),
         processing_class=tokenizer(),
         train_dataset=Dataset.from_dict({"prompt": list(prompts)}),
         eval_dataset=Dataset.from_dict({"prompt": PROMPTS}),
@@ -99,8 +78,8 @@ PAIRS = [
 """Prompt, chosen and rejected completion."""
 
 
-def supervised_settings(folder: Path, **arguments: Any) -> dict[str, Any]:
-    """Arguments of a Trainer: 4 sequences in 2 micro-batches an update, unless `arguments` say otherwise."""
+def settings(folder: Path, **arguments: Any) -> dict[str, Any]:
+    """Arguments of a trainer: 3 updates of 2 micro-batches with 2 rows each, unless `arguments` say otherwise."""
     return (
         dict(
             output_dir=str(folder),
@@ -136,7 +115,7 @@ def sft_trainer(
     rows = {"prompt": [p for p, _, _ in PAIRS] * 4, "completion": [f" {c}" for _, c, _ in PAIRS] * 4}
     return SFTTrainer(
         model=small_model(architecture, model),
-        args=SFTConfig(**supervised_settings(folder, **arguments)),
+        args=SFTConfig(**settings(folder, **arguments)),
         processing_class=tokenizer(),
         train_dataset=Dataset.from_dict(rows),
     )
@@ -154,7 +133,7 @@ def dpo_trainer(
     return DPOTrainer(
         model=first,
         ref_model=copy.deepcopy(first),
-        args=DPOConfig(**supervised_settings(folder, **arguments)),
+        args=DPOConfig(**settings(folder, **arguments)),
         processing_class=tokenizer(),
         train_dataset=Dataset.from_dict(rows),
     )
@@ -187,7 +166,7 @@ def plain_trainer(
         processing_class=words,
         train_dataset=PAIRS * 4,
         data_collator=collate,
-        args=TrainingArguments(**supervised_settings(folder, remove_unused_columns=False, **arguments)),
+        args=TrainingArguments(**settings(folder, remove_unused_columns=False, **arguments)),
     )
 
 
@@ -198,6 +177,9 @@ class Weights(TrainerCallback):
         self.before: list[dict[str, torch.Tensor]] = []
 
     def on_step_begin(self, *_: Any, model: Any, **__: Any) -> None:
-        self.before.append(
-            {name: value.detach().clone() for name, value in getattr(model, "module", model).state_dict().items()}
-        )
+        self.before.append(whole_weights(getattr(model, "module", model)))
+
+
+def whole_weights(model: Any) -> dict[str, torch.Tensor]:
+    """A copy of the weights; all processes of a sharded model must call it."""
+    return {name: full_tensor(value.detach()).clone() for name, value in model.state_dict().items()}

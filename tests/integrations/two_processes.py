@@ -1,15 +1,24 @@
-"""What each of two processes does (DDP, gloo): train SFT, DPO and GRPO with and without the recorder. python -m … FOLDER"""
+"""What each of two processes does (gloo): train SFT, DPO and GRPO with DDP and FSDP2, with and without the recorder.
+
+python -m tests.integrations.two_processes FOLDER
+"""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
 from sharpscope import distributed
 from sharpscope.integrations.trl import record
-from tests.integrations.trainers import Weights, dpo_trainer, sft_trainer, trainer
+from tests.integrations.trainers import Weights, dpo_trainer, sft_trainer, trainer, whole_weights
 
 #: 6 rows of each process, so that the second of three groups of 4 is in both; used for two updates.
 GRPO = {
@@ -20,28 +29,52 @@ GRPO = {
     "max_steps": 4,
     "learning_rate": 0.005,
 }
-MAKERS = {
-    "sft": (sft_trainer, {}, {}),
-    "dpo": (dpo_trainer, {}, {}),
-    "grpo": (trainer, GRPO | {"beta": 0.1, "epsilon": 0.05}, {}),
-    "weighted": (trainer, GRPO | {"max_steps": 2}, {"weights": "grpo-sg", "shaping": "calibrated"}),
+OFF_POLICY = GRPO | {"beta": 0.1, "epsilon": 0.05}
+#: Trainer, its arguments, and whether it has token weights.
+MAKERS: dict[str, tuple[Any, dict[str, Any], bool]] = {
+    "sft": (sft_trainer, {}, False),
+    "dpo": (dpo_trainer, {}, False),
+    "grpo": (trainer, OFF_POLICY, False),
+    "weighted": (trainer, GRPO | {"max_steps": 2}, True),
+    "sft_fsdp2": (sft_trainer, {"max_steps": 2}, False),
+    "dpo_fsdp2": (dpo_trainer, {"max_steps": 1}, False),
+    "grpo_fsdp2": (trainer, OFF_POLICY, False),
 }
+
+
+@contextmanager
+def fsdp2() -> Iterator[None]:
+    """Within it accelerate shards weights (FSDP2), which without a GPU it does not do: its state has no such branch."""
+    original = AcceleratorState.__init__
+
+    def start(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        self.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+        self.fsdp_plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False
+        )
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AcceleratorState, "__init__", start)
+        yield
 
 
 def main(folder: Path) -> None:
     kept = {}
-    for name, (make, arguments, options) in MAKERS.items():
-        for recorded in (True,) if options else (False, True):
-            one = make(folder / "t", max_grad_norm=0.0, ddp_backend="gloo", model={"tie": False}, **arguments)
+    for name, (make, arguments, weighted) in MAKERS.items():
+        sharded = name.endswith("fsdp2")
+        for recorded in (True,) if weighted else (False, True):
+            with fsdp2() if sharded else nullcontext():
+                one = make(folder / "t", max_grad_norm=0.0, ddp_backend="gloo", model={"tie": False}, **arguments)
             keep = Weights()
             one.add_callback(keep)
+            options = {"weights": "grpo-sg", "shaping": "calibrated"} if weighted else {}
             if recorded:
                 record(one, folder / name, recording={"token_gradients_every": 1, "exact_top": 100}, **options)
             one.train()
-            kept[name, recorded] = [
-                *keep.before,
-                {k: v.detach().clone() for k, v in one.accelerator.unwrap_model(one.model).state_dict().items()},
-            ]
+            model = one.accelerator.unwrap_model(one.model)
+            assert sharded == any(hasattr(value, "full_tensor") for value in model.state_dict().values())
+            kept[name, recorded] = [*keep.before, whole_weights(model)]
     every = distributed.gather(kept)
     if distributed.is_rank_zero():
         torch.save(every, folder / "kept.pt")

@@ -205,6 +205,8 @@ def test_a_sharded_model_gives_the_value_of_the_plain_one(tmp_path):
     def measured():
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         loss().backward()
+        with torch.no_grad():
+            loss()  # leaves the weights gathered
         direction = update_direction(optimizer, model)
         slope = update_slope(model, direction)
         return critical_sharpness(loss, model, direction, guess=0.01, slope=slope), slope

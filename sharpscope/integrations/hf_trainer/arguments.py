@@ -8,6 +8,7 @@ from typing import Any
 
 from sharpscope.config import RunConfig, check_keys, resolve_method, validate
 from sharpscope.errors import UserError
+from sharpscope.policy.adapters import has_adapters
 
 _SCHEDULES = ("constant", "linear", "cosine")
 
@@ -25,21 +26,43 @@ def check_setup(trainer: Any) -> None:
         )
     kind = str(accelerator.distributed_type.value)
     if kind == "DEEPSPEED":
-        raise UserError("record: DeepSpeed is not supported; start the trainer without it (DDP is recorded)")
+        raise UserError("record: DeepSpeed is not supported; start the trainer without it (DDP and FSDP2 are recorded)")
     if kind == "FSDP":
-        raise UserError(
-            "record: FSDP keeps weights in shards that probes cannot read; start the trainer without it (DDP is recorded)"
-        )
+        _check_fsdp(trainer)
     if args.n_gpu > 1:
         raise UserError(
             f"record: {args.n_gpu} GPUs in one process (DataParallel); set CUDA_VISIBLE_DEVICES to one of them"
         )
-    if kind not in ("NO", "MULTI_CPU", "MULTI_GPU"):
+    if kind not in ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP"):
         raise UserError(
-            f"record: distributed_type {kind} is not supported; start one process, or data-parallel ones (DDP)"
+            f"record: distributed_type {kind} is not supported; start one process, or several with DDP or FSDP2"
         )
     if args.fp16:
         raise UserError("record: fp16 = True scales the loss by a changing factor; use bf16 or float32")
+
+
+def _check_fsdp(trainer: Any) -> None:
+    """Check the options of FSDP.
+
+    Raises:
+        UserError: one of them is not supported; the message names it.
+    """
+    state, args = trainer.accelerator.state, trainer.args
+    plugin = state.fsdp_plugin
+    if not trainer.accelerator.is_fsdp2:
+        raise UserError(f"record: fsdp_version = {plugin.fsdp_version} is not supported; set it to 2, or use DDP")
+    if type(plugin.cpu_offload).__name__ == "CPUOffloadPolicy":
+        raise UserError("record: FSDP with weights offloaded to the CPU is not supported; set offload_params to False")
+    if plugin.activation_checkpointing:
+        raise UserError(
+            "record: FSDP's activation_checkpointing wraps layers under other names; set gradient_checkpointing = True in its place"
+        )
+    if getattr(state, "parallelism_config", None) is not None:
+        raise UserError("record: FSDP with a parallelism_config is not supported; leave it out")
+    if has_adapters(trainer.accelerator.unwrap_model(trainer.model)):
+        raise UserError("record: FSDP with adapters (peft) is not supported; use DDP")
+    if not str(getattr(args.optim, "value", args.optim)).startswith("adamw"):
+        raise UserError(f"record: optim = {args.optim} with FSDP is not supported; use an AdamW, such as adamw_torch")
 
 
 def common_settings(trainer: Any, out: Path, task: str, steps: int) -> dict[str, Any]:

@@ -22,9 +22,10 @@ from sharpscope.integrations.hf_trainer.trace import Trace
 from sharpscope.objective import Method
 from sharpscope.policy import make_policy
 from sharpscope.policy.scoring import Scorer
-from sharpscope.policy.sharding import ModelView
+from sharpscope.policy.sharding import ModelView, gathered_copy, is_sharded, reshard, unsharded
 from sharpscope.probes import guarded
 from sharpscope.recording import Observers, StepResult, StepTokens, clip_factor, gradient_norm, update_norm
+from sharpscope.recording.norms import total_norm
 
 
 @contextmanager
@@ -92,6 +93,7 @@ class TrainerRecorder(ABC):
                 model.training = True  # of the model alone: TRL's normalizers of training, dropout off
                 yield
         finally:
+            reshard(model)  # else the next update's forward pass would find weights from before this one
             vars(trainer).update(before)
             if metrics is not None:
                 trainer._metrics = metrics
@@ -157,6 +159,9 @@ class TrainerRecorder(ABC):
         config = self.config_of(int(trainer.state.max_steps))
         optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
         self.optimizer = optimizer
+        self.parameters = [p for p in self.model.parameters() if p.requires_grad]  # FSDP2 has replaced them
+        if is_sharded(self.model):
+            self._first_pass()
         self._adam = isinstance(optimizer, torch.optim.AdamW) and not any(g["amsgrad"] for g in optimizer.param_groups)
         if config.recording.update_attribution and not self._adam:
             raise UserError(
@@ -164,7 +169,26 @@ class TrainerRecorder(ABC):
             )
         self.max_grad_norm = config.optimizer.max_grad_norm
         self.trace.begin(config)
-        self.observers = Observers(config, self.policy, lambda: ModelView(self.model, self.parameters, optimizer))
+        self._copies_moments = config.recording.update_attribution
+        self.observers = Observers(config, self.policy, self._view)
+
+    def _first_pass(self) -> None:
+        """Run the sharded model once: FSDP2 requires that its first forward pass is of the whole model."""
+        with guarded(self.model, weights=False), torch.no_grad():
+            self.model(input_ids=torch.full((1, 2), self.policy.pad_id, device=self.policy.device), use_cache=False)
+        reshard(self.model)
+
+    def _view(self) -> ModelView:
+        """The present model, gradients and optimizer for probes; of a sharded model a gathered copy."""
+        if not is_sharded(self.model):
+            return ModelView(self.model, self.parameters, self.optimizer)
+        return gathered_copy(self.model, self.optimizer, self.policy.device, moments=self._copies_moments)
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Context for statistics of tokens: the model's weights are gathered, its state is restored afterwards."""
+        with unsharded(self.model), guarded(self.model, weights=False), torch.no_grad():
+            yield
 
     # -- one micro-batch and one update ----------------------------------------------------------------------------
 
@@ -218,7 +242,7 @@ class TrainerRecorder(ABC):
             size = update_norm(self.optimizer)
         else:
             moved = [p.detach() - kept for p, kept in zip(self.parameters, self._weights_before, strict=True)]
-            size = math.sqrt(sum(float(torch.linalg.vector_norm(m, dtype=torch.float64)) ** 2 for m in moved))
+            size = total_norm(moved)
         self._step.record_update(size, bool(self.trainer.accelerator.optimizer_step_was_skipped), self._lr)
         self._step.seconds["recording_s"] += time.perf_counter() - done
 

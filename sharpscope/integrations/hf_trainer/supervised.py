@@ -300,7 +300,7 @@ class SupervisedRecorder(TrainerRecorder):
         rewards = [Reward(0.0, part, False) for part in parts]
         batch = RolloutBatch(examples, rollouts, rewards, torch.zeros(n, dtype=torch.float64), None)
         scorer = replace(self.scorer, share_prompt=self.pairs and same_prompts(rollouts, 2))
-        with guarded(self.model, weights=False), torch.no_grad():
+        with self.whole():
             stats = own_statistics(scorer, rollouts)
         tokens = unused_tokens(stats, batch.advantage, None)
         self._step.batches.append(Batch(self._serial, batch, tokens, False))

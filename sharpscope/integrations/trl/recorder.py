@@ -31,7 +31,6 @@ from sharpscope.integrations.trl.loss import token_loss
 from sharpscope.objective import Method, calibrate, prepare
 from sharpscope.policy import join_rollouts
 from sharpscope.policy.scoring import Scorer
-from sharpscope.probes import guarded
 from sharpscope.recording import RolloutBatch, step_tensors
 from sharpscope.seeds import generator
 
@@ -197,7 +196,7 @@ class Recorder(TrainerRecorder):
         every = torch.cat([each for _, each in parts]).to(device)
         batch = RolloutBatch(examples, rollouts, rewards, every, None)
         scorer = replace(self.scorer, share_prompt=same_prompts(rollouts, self.group_size))
-        with guarded(self.model, weights=False):
+        with self.whole():
             stats = scorer.statistics(rollouts)
         plan = None
         if self.weights is not None:

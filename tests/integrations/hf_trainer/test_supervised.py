@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -125,7 +126,7 @@ def check_critical(run: Any, weights: list[dict[str, torch.Tensor]], made: Any, 
     """
     reference, model, words = copy.deepcopy(made).double(), copy.deepcopy(made).double(), tokenizer()
     critical = run.probes[run.probes["quantity"] == "critical_sharpness"]
-    assert list(critical["step"]) == [1, 2, 3] and critical["converged"].iloc[1 if loss is None else 0 :].all()
+    assert list(critical["step"]) == [*range(1, len(weights))] and critical["converged"].iloc[1 if loss is None else 0 :].all()
     critical, lr = critical[critical["converged"].astype(bool)], 0.01
     for step, found in zip(critical["step"], critical["value"], strict=True):
         tokens, rollouts = run.tokens(steps=[step]), run.rollouts[run.rollouts["step"] == step].sort_values("rollout")
@@ -205,36 +206,46 @@ def two_processes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[
         env=environment,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return folder, torch.load(folder / "kept.pt", weights_only=True)
 
 
-@pytest.mark.parametrize(("name", "rows", "loss"), [("sft", 8, oracle.nll), ("dpo", 16, None)])
+@pytest.mark.parametrize(
+    ("name", "rows", "loss"),
+    [
+        ("sft", 8, oracle.nll),
+        ("dpo", 16, None),
+        ("sft_fsdp2", 8, oracle.nll),
+        ("dpo_fsdp2", 16, None),
+    ],
+)
 def test_two_processes_make_one_trace(two_processes, name, rows, loss):
-    """Data-parallel processes: the same weights, and the rows of both are compared with one float64 loss over all of them."""
+    """DDP and FSDP2: the same weights, and the rows of both processes are compared with one float64 loss over all of them."""
     folder, every = two_processes
     for kept in every:
         for plain, recorded in zip(kept[name, False], kept[name, True], strict=True):
             assert all(torch.equal(plain[key], recorded[key]) for key in plain)
     run = sharpscope.load_run(folder / name)
     assert run.status == "finished" and run.info["processes"] == 2 and (run.events["rule"] == "probe").all()
-    assert run.rollouts.groupby("step").size().tolist() == [rows] * 3
+    assert run.info["sharded"] == name.endswith("fsdp2")
+    assert run.rollouts.groupby("step").size().tolist() == [rows] * (len(every[0][name, True]) - 1)
     compare(run, every[0][name, True][:-1], small_model(model={"tie": False}), loss, beta=0.1)
     check_critical(run, every[0][name, True], small_model(model={"tie": False}), loss, beta=0.1)
 
 
-def test_two_processes_of_grpo_make_one_trace(two_processes):
+@pytest.mark.parametrize("name", ["grpo", "grpo_fsdp2"])
+def test_two_processes_of_grpo_make_one_trace(two_processes, name):
     """Every number of both processes' completions is that of one float64 loss over all of them; a group is in both processes."""
     from trl import GRPOConfig
 
     corrected = getattr(GRPOConfig, "use_bias_correction_kl", False)  # the default of recent versions
     folder, every = two_processes
     for kept in every:
-        for plain, recorded in zip(kept["grpo", False], kept["grpo", True], strict=True):
+        for plain, recorded in zip(kept[name, False], kept[name, True], strict=True):
             assert all(torch.equal(plain[key], recorded[key]) for key in plain)
-    run, words = sharpscope.load_run(folder / "grpo"), tokenizer()
+    run, words = sharpscope.load_run(folder / name), tokenizer()
     assert run.status == "finished" and run.info["processes"] == 2 and run.info["steps_done"] == 2
     config = run.config["rollout"]
     assert (config["prompts_per_step"], config["group_size"]) == (3, 4)
@@ -256,7 +267,7 @@ def test_two_processes_of_grpo_make_one_trace(two_processes):
             rows.append((words(row.prompt)["input_ids"], ids))
 
         def at(update: int, step: int = step) -> None:
-            weights = every[0]["grpo", True][2 * (step - 1) + update]
+            weights = every[0][name, True][2 * (step - 1) + update]
             model.load_state_dict({name: value.double() for name, value in weights.items()})
 
         at(0)
@@ -305,7 +316,7 @@ def test_two_processes_share_one_plan_of_weights(two_processes):
     np.testing.assert_allclose(tokens["loss_coef"], expected, rtol=1e-5, atol=1e-8)
 
 
-@pytest.mark.parametrize("kind", ["DEEPSPEED", "FSDP", "MULTI_XPU"])
+@pytest.mark.parametrize("kind", ["DEEPSPEED", "MULTI_XPU"])
 def test_other_launches_are_refused_by_name(kind, tmp_path: Path, monkeypatch):
     from accelerate.utils import DistributedType
 
@@ -317,6 +328,31 @@ def test_other_launches_are_refused_by_name(kind, tmp_path: Path, monkeypatch):
         with pytest.raises(UserError, match={"DEEPSPEED": "DeepSpeed"}.get(kind, kind)):
             trl_integration.record(one, tmp_path / "run")
         monkeypatch.undo()
+    assert not (tmp_path / "run").exists()
+
+
+def test_options_of_fsdp_are_refused_by_name(tmp_path: Path, monkeypatch):
+    from accelerate.utils import DistributedType
+
+    one = sft_trainer(tmp_path / "t")
+    state = one.accelerator.state._shared_state
+    monkeypatch.setitem(state, "distributed_type", DistributedType("FSDP"))
+    fine = {"fsdp_version": 2, "cpu_offload": None, "activation_checkpointing": False}
+    for change, message in [
+        ({"fsdp_version": 1}, "fsdp_version = 1"),
+        ({"cpu_offload": type("CPUOffloadPolicy", (), {})()}, "offloaded"),
+        ({"activation_checkpointing": True}, "activation_checkpointing"),
+    ]:
+        monkeypatch.setitem(state, "fsdp_plugin", SimpleNamespace(**(fine | change)))
+        with pytest.raises(UserError, match=message):
+            trl_integration.record(one, tmp_path / "run")
+    monkeypatch.setitem(state, "fsdp_plugin", SimpleNamespace(**fine))
+    monkeypatch.setattr(one.args, "optim", "adafactor")
+    with pytest.raises(UserError, match=r"optim = adafactor with FSDP"):
+        trl_integration.record(one, tmp_path / "run")
+    monkeypatch.setitem(state, "parallelism_config", object())
+    with pytest.raises(UserError, match="parallelism_config"):
+        trl_integration.record(one, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
