@@ -53,6 +53,8 @@ def fsdp2() -> Iterator[None]:
         self.fsdp_plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False
         )
+        if self._mixed_precision != "no":
+            self.fsdp_plugin.set_mixed_precision(self._mixed_precision)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(AcceleratorState, "__init__", start)

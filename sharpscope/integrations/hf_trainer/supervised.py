@@ -63,7 +63,7 @@ def record(
     and `report` read the folder.
 
     Args:
-        trainer: of a causal language model with labels, in one process or several (DDP), float32 or bf16.
+        trainer: of a causal language model with labels, in one process or several (DDP, FSDP2), float32 or bf16.
         out: folder of the run; it must not exist or be empty.
         task: the task's name in the trace; None: `sft` or `dpo`.
         recording: fields of the run configuration's part `recording`, such as {"token_gradients_every": 5}. Score norms and
@@ -314,7 +314,7 @@ class SupervisedRecorder(TrainerRecorder):
         super()._gradient_done()
 
     def _gathered(self) -> Step:
-        """The step with the rows of all processes, the same in each; DDP has averaged their gradients, so coefficients are, too."""
+        """The step with the rows of all processes, the same in each; gradients are their average, so coefficients are divided."""
         own, device, count = self._step, self.policy.device, distributed.world_size()
         cpu = torch.device("cpu")
         batches = [

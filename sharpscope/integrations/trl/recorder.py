@@ -62,7 +62,7 @@ def record(
     training is bitwise the same. `sharpscope analyze`, `show`, `tokens`, `spikes`, `claims` read the folder.
 
     Args:
-        trainer: a trl.GRPOTrainer, SFTTrainer or DPOTrainer in one process or several (DDP), float32 or bf16. With several, every
+        trainer: a trl.GRPOTrainer, SFTTrainer or DPOTrainer in one process or several (DDP, FSDP2), float32 or bf16. With several, every
             process calls this function.
         out: folder of the run; it must not exist or be empty.
         weights: a method, or the name of one, whose token weights multiply TRL's surrogate (`grpo-sg`, `ar`, a control …),
