@@ -35,7 +35,6 @@ from sharpscope.integrations.hf_trainer.trace import Trace
 from sharpscope.objective import Method
 from sharpscope.policy import Rollouts, TokenStats, completions_of, microbatches
 from sharpscope.policy.scoring import Scorer, write_stats
-from sharpscope.probes import guarded
 from sharpscope.recording import RolloutBatch, StepTokens
 from sharpscope.tasks import Example, Reward
 

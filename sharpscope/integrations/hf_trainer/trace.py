@@ -90,7 +90,8 @@ class Trace:
         self._events: list[Event] = []
         self._evaluated: list[Tensor] = []
         self._stack = contextlib.ExitStack()
-        info = run_info(config, policy, torch.get_num_threads(), Launch(distributed.world_size(), sharded=trainer.accelerator.distributed_type.value == "FSDP"))
+        sharded = trainer.accelerator.distributed_type.value == "FSDP"
+        info = run_info(config, policy, torch.get_num_threads(), Launch(distributed.world_size(), sharded=sharded))
         versions = {name: version for name in ("transformers", "trl", "accelerate") if (version := _version(name))}
         info["versions"] |= versions
         package = type(trainer).__module__.partition(".")[0]

@@ -126,7 +126,10 @@ def check_critical(run: Any, weights: list[dict[str, torch.Tensor]], made: Any, 
     """
     reference, model, words = copy.deepcopy(made).double(), copy.deepcopy(made).double(), tokenizer()
     critical = run.probes[run.probes["quantity"] == "critical_sharpness"]
-    assert list(critical["step"]) == [*range(1, len(weights))] and critical["converged"].iloc[1 if loss is None else 0 :].all()
+    assert (
+        list(critical["step"]) == [*range(1, len(weights))]
+        and critical["converged"].iloc[1 if loss is None else 0 :].all()
+    )
     critical, lr = critical[critical["converged"].astype(bool)], 0.01
     for step, found in zip(critical["step"], critical["value"], strict=True):
         tokens, rollouts = run.tokens(steps=[step]), run.rollouts[run.rollouts["step"] == step].sort_values("rollout")
