@@ -154,6 +154,17 @@ def _paired(rows: pd.DataFrame) -> pd.DataFrame:
     return joined
 
 
+def _sample(states: Sequence[pd.DataFrame], name: str, one: bool) -> np.ndarray:
+    """Values of a column over the batches of `one` state, or its means over those of each of several."""
+    values = [state[name].to_numpy(dtype=float) for state in states]
+    return values[0] if one else np.array([own.mean() for own in values])
+
+
+def _interval_ends(values: np.ndarray) -> tuple[float, float]:
+    interval = mean_interval(values, "t")
+    return (math.nan, math.nan) if interval is None else (interval.low, interval.high)
+
+
 def _summary(
     states: Sequence[pd.DataFrame], invalid: int, margin: float, outcome: str
 ) -> dict[str, float | int | None]:
@@ -161,24 +172,16 @@ def _summary(
     one = len(states) == 1
     states = [state for state in states if len(state)]
 
-    def sample(name: str) -> np.ndarray:
-        values = [state[name].to_numpy(dtype=float) for state in states]
-        return values[0] if one else np.array([own.mean() for own in values])
-
-    def ends(values: np.ndarray) -> tuple[float, float]:
-        result = mean_interval(values, "t")
-        return (math.nan, math.nan) if result is None else (result.low, result.high)
-
     if not states:
         nothing = dict.fromkeys(
             ("change", "change_low", "change_high", "predicted", "difference", "low", "high", "p", "sd")
         )
         return {"states": 0, "batches": 0, "invalid": invalid, **nothing, "detectable": math.nan, "needed": None}
-    change, difference, predicted = sample("change"), sample("difference"), sample("predicted")
+    change, difference, predicted = (_sample(states, name, one) for name in ("change", "difference", "predicted"))
     within = [state["difference"].var() for state in states if len(state) > 1]
     sd = math.sqrt(float(np.mean(within))) if within else math.nan
     spread = float(difference.std(ddof=1)) if len(difference) > 1 else math.nan
-    (change_low, change_high), (low, high) = ends(change), ends(difference)
+    (change_low, change_high), (low, high) = _interval_ends(change), _interval_ends(difference)
     of_failure = "failure" in outcome
     return {
         "states": len(states),

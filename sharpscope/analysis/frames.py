@@ -175,14 +175,14 @@ def _of_every_run(study: Study, frame_of: Callable[[Run], pd.DataFrame]) -> pd.D
 
 def natural(levels: Iterable[str]) -> list[str]:
     """Levels in natural order: numbers by size, then text; "all" last."""
+    return sorted(set(levels), key=_natural_key)
 
-    def key(level: str) -> tuple[int, float, str]:
-        try:
-            return (0, float(level), level)
-        except ValueError:
-            return (2 if level == "all" else 1, 0.0, level)
 
-    return sorted(set(levels), key=key)
+def _natural_key(level: str) -> tuple[int, float, str]:
+    try:
+        return (0, float(level), level)
+    except ValueError:
+        return (2 if level == "all" else 1, 0.0, level)
 
 
 def _common(series: Sequence[pd.Series]) -> set[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -113,7 +114,7 @@ class Measure:
     """
 
     name: str
-    of: Callable[[Run], Change | None]
+    change: Callable[[Run], Change | None]
     difference: Callable[[Run, Run], tuple[float, float] | None]
 
 
@@ -303,7 +304,7 @@ def _part(title: str, study: Study, settings: Sequence[Setting], measures: Seque
     for measure in measures:
         name = measure.name  # stands once, in the measure's first row
         for setting in settings:
-            changes = [change for run in setting.runs.values() if (change := measure.of(run)) is not None]
+            changes = [change for run in setting.runs.values() if (change := measure.change(run)) is not None]
             if changes:
                 single = single and len(changes) == 1
                 cells = (_over_seeds([getattr(one, part) for one in changes]) for part in ("start", "end", "change"))
@@ -364,34 +365,36 @@ def _sharpness_measure(settings: Sequence[Setting], quantity: str) -> Measure | 
     if not any(len(_probed(run, quantity)) for run in runs):
         return None
     functional = "nll" if "nll" in functionals else min(functionals, default="")
+    return Measure(
+        SHARPNESS[quantity],
+        partial(_sharpness_change, quantity, functional),
+        partial(_sharpness_difference, quantity, functional),
+    )
 
-    def rows_of(run: Run) -> pd.DataFrame:
-        rows = _probed(run, quantity)
-        rows = rows[rows["functional"].fillna("") == functional] if functional else rows
-        # an update has no probe set
-        rows = rows[
-            rows["probe_set"].fillna("").str.contains("/train@")
-            | ~rows["probe_set"].fillna("").str.contains("/heldout@")
-        ]
-        return _one_radius(rows).sort_values("step", kind="stable")
 
-    def of(run: Run) -> Change | None:
-        rows = rows_of(run)
-        if rows.empty:
-            return None
-        first, last = rows.iloc[0], rows.iloc[-1]
-        ends = [(float(row["value"]), Z * float(row["prompt_std_error"])) for row in (first, last)]
-        if first["step"] == last["step"]:
-            return Change(ends[0], NONE, NONE)
-        return Change(ends[0], ends[1], _paired(run, first, run, last))
+def _sharpness_rows(run: Run, quantity: str, functional: str) -> pd.DataFrame:
+    """Estimates at the middle radius on the training half of the probe set, or on an update, which has none; by step."""
+    rows = _probed(run, quantity)
+    rows = rows[rows["functional"].fillna("") == functional] if functional else rows
+    rows = rows[~rows["probe_set"].fillna("").str.contains("/heldout@")]
+    return _one_radius(rows).sort_values("step", kind="stable")
 
-    def difference(a: Run, b: Run) -> tuple[float, float] | None:
-        both = [rows_of(run) for run in (a, b)]
-        if any(rows.empty for rows in both):
-            return None
-        return _paired(a, both[0].iloc[-1], b, both[1].iloc[-1])
 
-    return Measure(SHARPNESS[quantity], of, difference)
+def _sharpness_change(quantity: str, functional: str, run: Run) -> Change | None:
+    rows = _sharpness_rows(run, quantity, functional)
+    if rows.empty:
+        return None
+    first, last = rows.iloc[0], rows.iloc[-1]
+    ends = [(float(row["value"]), Z * float(row["prompt_std_error"])) for row in (first, last)]
+    if first["step"] == last["step"]:
+        return Change(ends[0], NONE, NONE)
+    return Change(ends[0], ends[1], _paired(run, first, run, last))
+
+
+def _sharpness_difference(quantity: str, functional: str, a: Run, b: Run) -> tuple[float, float] | None:
+    """The last estimate of run `b` minus that of run `a`."""
+    first, second = (_sharpness_rows(run, quantity, functional) for run in (a, b))
+    return None if first.empty or second.empty else _paired(a, first.iloc[-1], b, second.iloc[-1])
 
 
 def _one_radius(rows: pd.DataFrame) -> pd.DataFrame:
@@ -438,48 +441,41 @@ def _result_measures(settings: Sequence[Setting]) -> list[Measure]:
     runs = [run for setting in settings for run in setting.runs.values()]
     measures = []
     if any(run.steps["reward_mean"].notna().any() for run in runs):
-        measures.append(Measure("reward", _thirds("reward_mean"), _independent(_thirds("reward_mean"))))
+        measures.append(_independent("reward", partial(_thirds, "reward_mean")))
     elif any(run.steps["loss"].notna().any() for run in runs):  # supervised fine-tuning
-        measures.append(Measure("training loss", _thirds("loss"), _independent(_thirds("loss"))))
+        measures.append(_independent("training loss", partial(_thirds, "loss")))
     for split, name in (("heldout", "held-out accuracy"), ("unseen", "unseen accuracy")):
         temperatures = {float(t) for run in runs for t in _evaluated(run, split)["temperature"].unique()}
         if temperatures:
             chosen = 1.0 if 1.0 in temperatures else min(temperatures)
-            of = _accuracy(split, chosen)
-            measures.append(Measure(f"{name}, {sampling(chosen)}", of, _independent(of)))
+            measures.append(_independent(f"{name}, {sampling(chosen)}", partial(_accuracy, split, chosen)))
     return measures
 
 
-def _thirds(column: str) -> Callable[[Run], Change | None]:
+def _thirds(column: str, run: Run) -> Change | None:
     """Means over the first and the last third of the steps."""
-
-    def of(run: Run) -> Change | None:
-        values = pd.to_numeric(run.steps.sort_values("step")[column], errors="coerce").to_numpy(dtype=float)
-        if not np.isfinite(values).any():
-            return None
-        if len(values) == 1:
-            return Change((float(values[0]), math.nan), NONE, NONE)
-        third = max(1, len(values) // 3)
-        (first, before), (last, after) = (mean_over_steps(part) for part in (values[:third], values[-third:]))
-        return _change((first, Z * before), (last, Z * after))
-
-    return of
+    values = pd.to_numeric(run.steps.sort_values("step")[column], errors="coerce").to_numpy(dtype=float)
+    if not np.isfinite(values).any():
+        return None
+    if len(values) == 1:
+        return Change((float(values[0]), math.nan), NONE, NONE)
+    third = max(1, len(values) // 3)
+    (first, before), (last, after) = (mean_over_steps(part) for part in (values[:third], values[-third:]))
+    return _change((first, Z * before), (last, Z * after))
 
 
 def _evaluated(run: Run, split: str) -> pd.DataFrame:
     return run.eval[(run.eval["task"] == run.task) & (run.eval["split"] == split)]
 
 
-def _accuracy(split: str, temperature: float) -> Callable[[Run], Change | None]:
-    def of(run: Run) -> Change | None:
-        rows = _evaluated(run, split)
-        rows = rows[rows["temperature"] == temperature]
-        if rows.empty:
-            return None
-        first, last = (_pooled(rows[rows["step"] == step]) for step in (rows["step"].min(), rows["step"].max()))
-        return Change(first, NONE, NONE) if rows["step"].nunique() == 1 else _change(first, last)
-
-    return of
+def _accuracy(split: str, temperature: float, run: Run) -> Change | None:
+    """Accuracy at the first and the last evaluation."""
+    rows = _evaluated(run, split)
+    rows = rows[rows["temperature"] == temperature]
+    if rows.empty:
+        return None
+    first, last = (_pooled(rows[rows["step"] == step]) for step in (rows["step"].min(), rows["step"].max()))
+    return Change(first, NONE, NONE) if rows["step"].nunique() == 1 else _change(first, last)
 
 
 def _pooled(rows: pd.DataFrame) -> tuple[float, float]:
@@ -498,16 +494,16 @@ def _change(start: tuple[float, float], end: tuple[float, float]) -> Change:
     return Change(start, end, (end[0] - start[0], math.hypot(start[1], end[1])))
 
 
-def _independent(of: Callable[[Run], Change | None]) -> Callable[[Run, Run], tuple[float, float] | None]:
-    """The difference of two runs at their ends, as if their intervals were independent."""
+def _independent(name: str, change_of: Callable[[Run], Change | None]) -> Measure:
+    """A measure whose intervals at the ends of two runs are independent."""
+    return Measure(name, change_of, partial(_independent_difference, change_of))
 
-    def difference(a: Run, b: Run) -> tuple[float, float] | None:
-        first, second = of(a), of(b)
-        if first is None or second is None or not math.isfinite(second.end[0] - first.end[0]):
-            return None
-        return second.end[0] - first.end[0], math.hypot(first.end[1], second.end[1])
 
-    return difference
+def _independent_difference(change_of: Callable[[Run], Change | None], a: Run, b: Run) -> tuple[float, float] | None:
+    first, second = change_of(a), change_of(b)
+    if first is None or second is None or not math.isfinite(second.end[0] - first.end[0]):
+        return None
+    return second.end[0] - first.end[0], math.hypot(first.end[1], second.end[1])
 
 
 # -- the finding ---------------------------------------------------------------------------------------------------------
@@ -568,7 +564,7 @@ def _finding(
 
 
 def _changed(measure: Measure, run: Run) -> str:
-    change = measure.of(run)
+    change = measure.change(run)
     if change is None or not math.isfinite(change.change[0]):
         return ""
     value, half = change.change

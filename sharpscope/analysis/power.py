@@ -339,9 +339,11 @@ class _Planner:
         self.per_seed = max((a / b for a, b in zip(steps, seeds, strict=True) if b), default=1.0)
 
     def hours(self, n: int, multiples: Mapping[str, float]) -> float | None:
+        """Hours of n clusters with each source of variance measured so many times as often; None where not recorded."""
         return None if self.costs is None else math.ceil(n / self.per_seed) * self.runs * self.costs.run(multiples)
 
     def design(self, n: int, multiples: Mapping[str, float]) -> Design:
+        """The design with its powers, simulated."""
         sizes = {name: size * multiples.get(name, 1.0) for name, size in self.model.sizes().items()}
         rates = simulate(self.model.at(multiples), self.model.margins, n, self.level) if n > 1 else (0.0, 0.0)
         return Design(n, sizes, *rates, self.hours(n, multiples))
@@ -370,22 +372,22 @@ class _Planner:
         return n * (1 + sum(multiples.values())) if hours is None else hours
 
     def _enough(self, covariance: NDArray[np.float64], target: float, fewest: int) -> int | None:
-        deviations = np.sqrt(covariance.diagonal())
-
-        def reached(n: int) -> bool:
-            return min(students(deviations.tolist(), self.model.margins.tolist(), n, self.level)) >= target
-
-        if not (deviations > 0).any():
+        """The fewest clusters whose powers by Student's t both reach `target`; None if more than MOST."""
+        deviations, margins = np.sqrt(covariance.diagonal()).tolist(), self.model.margins.tolist()
+        if not any(deviation > 0 for deviation in deviations):
             return fewest
         low, high = fewest, fewest
-        while not reached(high):
-            low, high = high, 2 * high
+        while min(students(deviations, margins, high, self.level)) < target:
+            low, high = high + 1, 2 * high
             if high > MOST:
                 return None
-        while high - low > 1:
+        while low < high:
             middle = (low + high) // 2
-            low, high = (low, middle) if reached(middle) else (middle, high)
-        return low if reached(low) else high
+            if min(students(deviations, margins, middle, self.level)) >= target:
+                high = middle
+            else:
+                low = middle + 1
+        return high
 
     def _reach(self, n: int, multiples: Mapping[str, float], target: float, fewest: int) -> Design | None:
         """The smallest simulated n near the approximate one."""
@@ -481,17 +483,14 @@ def outline(verdicts: Sequence[Verdict], level: float) -> tuple[Grid, Picture] |
             continue
         deviations = np.sqrt(model.covariance.diagonal()).tolist()
         margins = model.margins.tolist()
-
-        def design(n: int, deviations: list[float] = deviations, margins: list[float] = margins) -> Design:
-            return Design(n, {}, *students(deviations, margins, n, level))
-
         unit = verdict.samples[0].unit or verdict.rule.unit
-        now, sizes = design(pilot), [n for n in sorted({*SIZES, pilot}) if n >= clusters_needed(level, len(deviations))]
+        sizes = [n for n in sorted({*SIZES, pilot}) if n >= clusters_needed(level, len(deviations))]
+        now, *curve = (Design(n, {}, *students(deviations, margins, n, level)) for n in (pilot, *sizes))
         enough = next(
             (str(n) for n in range(2, 1000) if min(students(deviations, margins, n, level)) >= TARGETS[0]), "over 1,000"
         )
         hardest = max(d / m for d, m in zip(deviations, margins, strict=True))
-        found = Power(verdict.claim, verdict.version, unit, pilot, now=now, curve=tuple(map(design, sizes)))
+        found = Power(verdict.claim, verdict.version, unit, pilot, now=now, curve=tuple(curve))
         powers.append(found)
         name = f"{verdict.claim}{f' ({verdict.version})' if verdict.version else ''}"
         rows.append(

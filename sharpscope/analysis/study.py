@@ -34,6 +34,9 @@ NOT_A_SETTING = (
 )
 """Configuration in which two runs of one setting may differ: the seed, and what changes nothing of what is learned."""
 
+PairMeasure = Callable[["Run", "Run"], tuple[float | None, float | None] | None]
+"""(baseline's run, treatment's run) → a number of each; None where there is none."""
+
 GRID = {
     "learning rate": "optimizer.lr",
     "group size": "rollout.group_size",
@@ -237,16 +240,16 @@ class Study:
         text = ", ".join(f"{axis} {value:g}" for axis, value in settings.items())
         return Pairing(tuple(pairs[chosen]), text, left_out=sum(map(len, pairs.values())) - len(pairs[chosen]))
 
-    def differences(self, pairing: Pairing, measure: Callable[[Run, Run], tuple[float, float] | None]) -> pd.DataFrame:
-        """seed, baseline, treatment (measured values) and difference: one row per pair that could be measured.
+    def differences(self, pairing: Pairing, measure: PairMeasure) -> pd.DataFrame:
+        """seed, baseline, treatment (measured values) and difference: one row per pair whose values are both finite.
 
         `measure` takes both runs of a pair, so that it can choose what they share (a step, a reward).
         """
         rows = []
         for pair in pairing.pairs:
-            values = measure(self.finished[pair.baseline], self.finished[pair.treatment])
-            if values is not None and np.isfinite(values).all():
-                rows.append({"seed": pair.seed, "baseline": values[0], "treatment": values[1]})
+            first, second = measure(self.finished[pair.baseline], self.finished[pair.treatment]) or (None, None)
+            if first is not None and second is not None and np.isfinite([first, second]).all():
+                rows.append({"seed": pair.seed, "baseline": first, "treatment": second})
         frame = pd.DataFrame(rows, columns=["seed", "baseline", "treatment"])
         return frame.assign(difference=frame["treatment"] - frame["baseline"])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -140,25 +141,25 @@ def decile_sums(column: str) -> Reducer:
     Shares of a sample of groups are weighted by `inverse_inclusion`.
     In a run without advantages the sign is that of −loss_coef: 1 for tokens whose probability the update raises.
     """
-
-    def reduce(tokens: Columns, run: Run) -> dict[str, Any] | None:
-        frame = pd.DataFrame({name: tokens[name] for name in ("update", "logp", "advantage", "loss_coef", column)})
-        if frame["advantage"].isna().all():
-            frame["advantage"] = -frame["loss_coef"]
-        weight = inverse_inclusion(tokens) if column.endswith("attribution") else 1.0
-        frame = frame.drop(columns="loss_coef").assign(value=frame[column].astype(float) * weight)
-        frame = frame.dropna(subset=["update", "logp", "advantage"])
-        # All tokens of an update rank, so that the deciles do not depend on which groups were drawn.
-        measured = frame["update"].isin(frame["update"][frame["value"].notna()])
-        frame = frame[measured].assign(decile=deciles(frame["logp"][measured].to_numpy())).dropna(subset=["value"])
-        if frame.empty:
-            return None
-        keyed = frame.assign(sign=np.sign(frame["advantage"]).astype(int))
-        sums = pd.DataFrame(keyed.groupby(["update", "decile", "sign"], as_index=False)["value"].sum())
-        return {str(name): values for name, values in sums.to_dict("list").items()}
-
     columns = ("update", "logp", "advantage", "loss_coef", INCLUSION, column)
-    return Reducer(f"deciles {column}", columns, reduce, needs=column)
+    return Reducer(f"deciles {column}", columns, partial(_sums_by_decile, column), needs=column)
+
+
+def _sums_by_decile(column: str, tokens: Columns, run: Run) -> dict[str, Any] | None:
+    frame = pd.DataFrame({name: tokens[name] for name in ("update", "logp", "advantage", "loss_coef", column)})
+    if frame["advantage"].isna().all():
+        frame["advantage"] = -frame["loss_coef"]
+    weight = inverse_inclusion(tokens) if column.endswith("attribution") else 1.0
+    frame = frame.drop(columns="loss_coef").assign(value=frame[column].astype(float) * weight)
+    frame = frame.dropna(subset=["update", "logp", "advantage"])
+    # All tokens of an update rank, so that the deciles do not depend on which groups were drawn.
+    measured = frame["update"].isin(frame["update"][frame["value"].notna()])
+    frame = frame[measured].assign(decile=deciles(frame["logp"][measured].to_numpy())).dropna(subset=["value"])
+    if frame.empty:
+        return None
+    keyed = frame.assign(sign=np.sign(frame["advantage"]).astype(int))
+    sums = pd.DataFrame(keyed.groupby(["update", "decile", "sign"], as_index=False)["value"].sum())
+    return {str(name): values for name, values in sums.to_dict("list").items()}
 
 
 DECILE_SUMS = tuple(map(decile_sums, ("attribution", "update_attribution", "sharp_alignment")))

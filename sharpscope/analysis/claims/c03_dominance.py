@@ -18,7 +18,6 @@ from sharpscope.analysis.claims.base import (
     Finding,
     Rule,
     Sample,
-    Scale,
     directional,
     margin_text,
     mean_estimate,
@@ -139,17 +138,19 @@ UNIT = "share of Σ|c|·‖∇ log π‖"
 
 
 def _shares(means: pd.DataFrame, excess: NDArray[np.float64]) -> tuple[Estimate, ...]:
-    def share(name: str, values: NDArray[np.float64], scale: Scale) -> Estimate | None:
-        result = mean_estimate(name, values, UNIT, scale=scale)
-        return None if result is None else replace(result, p_value=None)
-
     return present(
         mean_estimate("share of the top hundredth beyond the null's", excess, UNIT, "p of 0", "points"),
-        share("share of the top hundredth", means["top"].to_numpy(), "percent"),
-        share("the null's share of the top hundredth", means["null"].to_numpy(), "percent"),
+        _share("share of the top hundredth", means["top"].to_numpy()),
+        _share("the null's share of the top hundredth", means["null"].to_numpy()),
         mean_estimate("share of the top tenth beyond the null's", means["tenth"].to_numpy(), UNIT, "p of 0", "points"),
         mean_estimate("Gini beyond the null's", means["gini"].to_numpy(), "1", "p of 0"),
     )
+
+
+def _share(name: str, values: NDArray[np.float64]) -> Estimate | None:
+    """Mean share; without the p-value of 0, which no share is."""
+    estimate = mean_estimate(name, values, UNIT, scale="percent")
+    return None if estimate is None else replace(estimate, p_value=None)
 
 
 def mean_curves(results: Sequence[Reduced]) -> pd.DataFrame:

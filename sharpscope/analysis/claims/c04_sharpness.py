@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -87,15 +88,17 @@ MATCHED: dict[str, tuple[Matching, str]] = {
 
 def compared(study: Study, pairing: Pairing, quantity: str, matching: Matching) -> pd.DataFrame:
     """seed, baseline, treatment sharpness, and ln(treatment/baseline) as `difference`; pairs without a logarithm are left out."""
-
-    def measure(first: Run, second: Run) -> tuple[float, float] | None:
-        curves = shared_curves((first, second), quantity)
-        if curves is None or any(not len(curve) for curve in curves):
-            return None
-        keys = matching(first, second, curves[0], curves[1])
-        return None if keys is None else (float(curves[0][keys[0]]), float(curves[1][keys[1]]))
-
+    measure = functools.partial(_at_matched_steps, quantity, matching)
     return log_ratios(study.differences(pairing, measure))
+
+
+def _at_matched_steps(quantity: str, matching: Matching, first: Run, second: Run) -> tuple[float, float] | None:
+    """Sharpness of both runs, each at the step that `matching` gives it."""
+    curves = shared_curves((first, second), quantity)
+    if curves is None or any(not len(curve) for curve in curves):
+        return None
+    keys = matching(first, second, curves[0], curves[1])
+    return None if keys is None else (float(curves[0][keys[0]]), float(curves[1][keys[1]]))
 
 
 def _matched(study: Study, pairing: Pairing) -> tuple[str, ...]:

@@ -186,9 +186,7 @@ def test(study: Study) -> Finding:
         return Finding(missing=f"{len(seeds)} seeds: too few to fix the radius on some and test on others")
     fixed = Fixed.by(last, chosen)
     fresh = at_radius(last[~last["seed"].isin(chosen)], fixed.rho)
-    whole = pd.concat([frame, at_radius(frame, fixed.rho)], ignore_index=True)
-    tested = ~whole["seed"].isin(chosen)
-    frames = {"bound": whole.assign(tested=tested, fixed_rho=fixed.rho, constant=fixed.constant)}
+    frames = {"bound": _with_fixed(frame, fixed)}
     reliable, unreliable_gap = _reliability(study, fresh)
     if unreliable_gap:
         return Finding(missing=unreliable_gap, frames=frames)
@@ -198,25 +196,25 @@ def test(study: Study) -> Finding:
             "(table probe_prompts, from version 0.2 on): rho would be tested on the prompts that fixed it",
             frames=frames,
         )
+    return replace(_tested(study, last, fresh, fixed, reliable), frames=frames)
+
+
+def _with_fixed(frame: pd.DataFrame, fixed: Fixed) -> pd.DataFrame:
+    """The runs at the probed radii and at the fixed one; `tested`: of a seed that did not fix it."""
+    whole = pd.concat([frame, at_radius(frame, fixed.rho)], ignore_index=True)
+    return whole.assign(tested=~whole["seed"].isin(fixed.seeds), fixed_rho=fixed.rho, constant=fixed.constant)
+
+
+def _tested(study: Study, last: pd.DataFrame, fresh: pd.DataFrame, fixed: Fixed, reliable: float) -> Finding:
+    """The finding of runs that can be tested: `fresh`, at the fixed radius, those of `last` that did not fix it."""
     by_seed = _by_seed(fresh, fixed.constant)
     advantage = by_seed["advantage"].to_numpy()
     related = correlation(by_seed["testing"].to_numpy(), by_seed["gap"].to_numpy())
     margin = study.terms.margin(NAME, MARGIN)
     tied = Evidence(related.p_value, related.value > 0, related.p_below(CORRELATION))
-    broken = np.array([_broken(row) for _, row in fresh.iterrows()])
-    excess = scipy.stats.binomtest(int(broken.sum()), len(broken), FRESH, alternative="greater").pvalue
+    broken, excess = _broken_share(fresh)
     complexities = [pac_bayes(study.finished[row["run"]], row) for _, row in fresh.iterrows()]
     complexity = np.array([value for value in complexities if value is not None])
-    shares = Estimate(
-        "runs that break the bound",
-        float(broken.mean()),
-        "share",
-        None,
-        float(excess),
-        len(broken),
-        "p: more than 5 %",
-        "percent",
-    )
     names = list(dict.fromkeys(last["run"]))
     return Finding(
         effect=mean_estimate(
@@ -230,19 +228,18 @@ def test(study: Study) -> Finding:
             Condition("the bound is below 1 on average", bool(by_seed["bound"].mean() < 1)),
         ),
         confounders=_confounders(fixed, reliable),
-        others=_others(related, shares, fixed, by_seed, reliable, last, complexity),
+        others=_others(related, broken, fixed, by_seed, reliable, last, complexity),
         rows=rows_of(
             names, "probes", ("step", "rho", "value"), f"functional {FUNCTIONAL}; sam, sam_first_order, average; train"
         )
         + rows_of(names, "probe_prompts", ("step", "rho", "prompt", "value"), f"functional {FUNCTIONAL}; sam; train")
         + rows_of(names, "eval", ("step", "accuracy", "n"), "split heldout and train, temperature 1"),
         notes=(
-            f"rho = {fixed.rho:g} and the constant {100 * fixed.constant:.3g} points from {len(chosen)} seeds, tested on {len(advantage)}",
+            f"rho = {fixed.rho:g} and the constant {100 * fixed.constant:.3g} points from {len(fixed.seeds)} seeds, tested on {len(advantage)}",
             *study.elsewhere(study.baseline, study.treatment),
             *(() if len(complexity) else ("PAC-Bayes: average sharpness, parameters or training size not recorded",)),
             *unfinished(study),
         ),
-        frames=frames,
         samples=(
             Sample(
                 "advantage over a constant",
@@ -342,6 +339,22 @@ def _others(
             "points",
         ),
     )
+
+
+def _broken_share(fresh: pd.DataFrame) -> tuple[Estimate, float]:
+    """Share of the runs that break the bound, and the p-value of "no more than FRESH"."""
+    broken = [_broken(row) for _, row in fresh.iterrows()]
+    excess = float(scipy.stats.binomtest(sum(broken), len(broken), FRESH, alternative="greater").pvalue)
+    share = Estimate(
+        "runs that break the bound",
+        float(np.mean(broken)),
+        "share",
+        p_value=excess,
+        n=len(broken),
+        note="p: more than 5 %",
+        scale="percent",
+    )
+    return share, excess
 
 
 def _broken(row: pd.Series) -> bool:

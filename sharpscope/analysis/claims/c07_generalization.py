@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 
 import pandas as pd
@@ -58,15 +59,12 @@ def training(run: Run, step: int) -> float | None:
 
 def at_last_step(study: Study, pairing: Pairing, measure: Measure) -> pd.DataFrame:
     """seed, baseline, treatment, difference of `measure` at the last step at which both runs were evaluated."""
+    return study.differences(pairing, functools.partial(_both_at_last_step, measure))
 
-    def of(first: Run, second: Run) -> tuple[float, float] | None:
-        step = last_step(first, second)
-        if step is None:
-            return None
-        a, b = measure(first, step), measure(second, step)
-        return None if a is None or b is None else (a, b)
 
-    return study.differences(pairing, of)
+def _both_at_last_step(measure: Measure, first: Run, second: Run) -> tuple[float | None, float | None] | None:
+    step = last_step(first, second)
+    return None if step is None else (measure(first, step), measure(second, step))
 
 
 def test(study: Study) -> Finding:

@@ -68,16 +68,14 @@ def _norms(run: Run, steps: int) -> np.ndarray:
     return frame["grad_norm"].to_numpy(dtype=float)[:steps]
 
 
-def _rough(first: Run, second: Run) -> tuple[float, float] | None:
+def _rough(first: Run, second: Run) -> tuple[float | None, float | None]:
     steps = min(len(first.steps), len(second.steps))
-    a, b = roughness(_norms(first, steps)), roughness(_norms(second, steps))
-    return None if a is None or b is None else (a, b)
+    return roughness(_norms(first, steps)), roughness(_norms(second, steps))
 
 
-def _spikes(first: Run, second: Run) -> tuple[float, float] | None:
+def _spikes(first: Run, second: Run) -> tuple[float | None, float | None]:
     steps = min(len(first.steps), len(second.steps))
-    a, b = spike_rate(_norms(first, steps)), spike_rate(_norms(second, steps))
-    return None if a is None or b is None else (a, b)
+    return spike_rate(_norms(first, steps)), spike_rate(_norms(second, steps))
 
 
 def _noise_share(run: Run) -> float | None:
@@ -90,9 +88,8 @@ def _noise_share(run: Run) -> float | None:
     return float(1 - unbiased[both].sum() / total) if total > 0 else None
 
 
-def _noise(first: Run, second: Run) -> tuple[float, float] | None:
-    a, b = _noise_share(first), _noise_share(second)
-    return None if a is None or b is None else (a, b)
+def _noise(first: Run, second: Run) -> tuple[float | None, float | None]:
+    return _noise_share(first), _noise_share(second)
 
 
 def compared(study: Study, pairing: Pairing) -> pd.DataFrame:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,6 +37,10 @@ FEWEST = 100
 """Tokens with a known influence that a step must have [tokens]."""
 
 
+def _mean_where(values: NDArray[np.float64], weights: NDArray[np.float64], chosen: NDArray[np.bool_]) -> float:
+    return float(np.average(values[chosen], weights=weights[chosen])) if chosen.any() else np.nan
+
+
 def _by_decile(tokens: Columns, run: Run) -> dict[str, Any] | None:
     influence = tokens["heldout_influence"].astype(np.float64)
     advantage = tokens["advantage"].astype(np.float64)
@@ -48,9 +53,7 @@ def _by_decile(tokens: Columns, run: Run) -> dict[str, Any] | None:
     decile = deciles(logp) - 1
     low = decile == 0
 
-    def mean(chosen: NDArray[np.bool_]) -> float:
-        return float(np.average(influence[chosen], weights=weight[chosen])) if chosen.any() else np.nan
-
+    mean = functools.partial(_mean_where, influence, weight)
     cells = []
     for sign, chosen in (("positive", positive), ("negative", ~positive)):
         for d in range(DECILES):

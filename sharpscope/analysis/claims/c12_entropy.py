@@ -101,6 +101,16 @@ def partial_correlation(predicted: np.ndarray, measured: np.ndarray, step: np.nd
     return float(left[0] @ left[1] / (norms[0] * norms[1])) if min(norms) > 0 else None
 
 
+def correlations(frame: pd.DataFrame) -> pd.Series:
+    """Seed → partial correlation of predicted and measured change, mean over the runs that have enough changes."""
+    matches = [
+        (rows["seed"].iloc[0], r)
+        for _, rows in frame.groupby("run")
+        if (r := partial_correlation(*(rows[c].to_numpy() for c in ("predicted", "measured", "step")))) is not None
+    ]
+    return pd.DataFrame(matches, columns=["seed", "r"]).groupby("seed")["r"].mean()
+
+
 def drift(run: Run) -> float | None:
     """ln(H at the last measurement / H at the first) at fixed tokens: negative where entropy falls."""
     entropy = fixed_entropy(run)
@@ -112,12 +122,7 @@ def drift(run: Run) -> float | None:
 
 def drift_frame(study: Study, treatment: str = STABLE) -> pd.DataFrame:
     """seed, drift of baseline and of `treatment` [ln], and `difference`, treatment − baseline."""
-
-    def measure(first: Run, second: Run) -> tuple[float, float] | None:
-        a, b = drift(first), drift(second)
-        return None if a is None or b is None else (a, b)
-
-    return study.differences(study.pairing(treatment), measure)
+    return study.differences(study.pairing(treatment), lambda first, second: (drift(first), drift(second)))
 
 
 def scales(frame: pd.DataFrame) -> pd.DataFrame:
@@ -128,36 +133,20 @@ def scales(frame: pd.DataFrame) -> pd.DataFrame:
 
 def test(study: Study) -> Finding:
     """Partial correlation of predicted and measured entropy change within a run, and drift under covariance weights."""
-    frame = prediction_frame(study)
-    matches = [
-        (rows["seed"].iloc[0], r)
-        for _, rows in frame.groupby("run")
-        if (r := partial_correlation(*(rows[c].to_numpy() for c in ("predicted", "measured", "step")))) is not None
-    ]
-    drifts, own = drift_frame(study), drift_frame(study, study.treatment)
-    beside = present(
-        difference_estimate(f"drift of entropy, {STABLE} against {study.baseline}", drifts, DRIFT_UNIT, "", "log"),
-        difference_estimate(
-            f"drift of entropy, {study.treatment} against {study.baseline}", own, DRIFT_UNIT, "", "log"
-        ),
-        *(
-            mean_estimate(f"drift of {name}", drifts[column].to_numpy(dtype=float), "ln(end / start)", "", "log")
-            for name, column in ((study.baseline, "baseline"), (STABLE, "treatment"))
-        ),
-    )
-    if not matches:
+    frame, drifts = prediction_frame(study), drift_frame(study)
+    by_seed = correlations(frame)
+    beside = _drift_estimates(study, drifts)
+    if by_seed.empty:
         return Finding(missing=_unmeasured(study), others=beside)
     if not len(drifts):
         return Finding(
             missing=f"no pair of {STABLE} and {study.baseline} with {QUANTITY} at fixed tokens: half of the claim cannot be tested",
             others=beside,
         )
-    by_seed = pd.DataFrame(matches, columns=["seed", "r"]).groupby("seed")["r"].mean()
     margin, drift_margin = study.terms.margin(NAME, MARGIN), log_margin(DRIFT_MARGIN, "higher")
     stable = directional(drifts["difference"].to_numpy(), "higher", drift_margin)
     means = drifts[["baseline", "treatment"]].mean()
-    size = scales(frame)
-    ratio = np.log(size["predicted"].to_numpy() / size["measured"].to_numpy())
+    names = frame["run"].unique()
     return Finding(
         effect=mean_estimate("partial correlation of predicted and measured change", by_seed.to_numpy(), "correlation"),
         n=min(len(by_seed), len(drifts)),
@@ -181,25 +170,12 @@ def test(study: Study) -> Finding:
             PAIRED_BY_SEED,
             DOSED,
         ),
-        others=present(
-            *beside,
-            mean_estimate("predicted change, standard deviation", size["predicted"].to_numpy(), "nats"),
-            mean_estimate("measured change, standard deviation", size["measured"].to_numpy(), "nats"),
-            Estimate(
-                "predicted over measured",
-                float(np.exp(ratio[np.isfinite(ratio)].mean())) if np.isfinite(ratio).any() else math.nan,
-                "1",
-                n=int(np.isfinite(ratio).sum()),
-                note="geometric mean of the ratio of standard deviations; the prediction's scale is not tested, only its sign and order",
-            ),
-        ),
-        rows=rows_of(frame["run"].unique(), "tokens", COLUMNS, "all recorded steps")
-        + rows_of(
-            frame["run"].unique(), "probes", ("step", "value"), f"quantity {QUANTITY} at the tokens of {TOKENS}, train"
-        )
-        + rows_of(frame["run"].unique(), "steps", ("step", "updates", "lr"), "all steps"),
+        others=(*beside, *_scale_estimates(frame)),
+        rows=rows_of(names, "tokens", COLUMNS, "all recorded steps")
+        + rows_of(names, "probes", ("step", "value"), f"quantity {QUANTITY} at the tokens of {TOKENS}, train")
+        + rows_of(names, "steps", ("step", "updates", "lr"), "all steps"),
         notes=(
-            f"{len(frame)} changes of entropy in {frame['run'].nunique()} runs",
+            f"{len(frame)} changes of entropy in {len(names)} runs",
             *unfinished(study),
         ),
         frames={"prediction": frame, "drift": drifts},
@@ -212,6 +188,39 @@ def test(study: Study) -> Finding:
 
 
 DRIFT_UNIT = "ln(end / start), difference"
+
+
+def _drift_estimates(study: Study, drifts: pd.DataFrame) -> tuple[Estimate, ...]:
+    """Drift of the stable method and of the treatment against the baseline, and of both methods of `drifts` alone."""
+    own = drift_frame(study, study.treatment)
+    return present(
+        difference_estimate(f"drift of entropy, {STABLE} against {study.baseline}", drifts, DRIFT_UNIT, "", "log"),
+        difference_estimate(
+            f"drift of entropy, {study.treatment} against {study.baseline}", own, DRIFT_UNIT, "", "log"
+        ),
+        *(
+            mean_estimate(f"drift of {name}", drifts[column].to_numpy(dtype=float), "ln(end / start)", "", "log")
+            for name, column in ((study.baseline, "baseline"), (STABLE, "treatment"))
+        ),
+    )
+
+
+def _scale_estimates(frame: pd.DataFrame) -> tuple[Estimate, ...]:
+    """Standard deviations of the predicted and of the measured change, and their ratio."""
+    size = scales(frame)
+    ratio = np.log(size["predicted"].to_numpy() / size["measured"].to_numpy())
+    known = ratio[np.isfinite(ratio)]
+    return present(
+        mean_estimate("predicted change, standard deviation", size["predicted"].to_numpy(), "nats"),
+        mean_estimate("measured change, standard deviation", size["measured"].to_numpy(), "nats"),
+        Estimate(
+            "predicted over measured",
+            float(np.exp(known.mean())) if len(known) else math.nan,
+            "1",
+            n=len(known),
+            note="geometric mean of the ratio of standard deviations; the prediction's scale is not tested, only its sign and order",
+        ),
+    )
 
 
 def _unmeasured(study: Study) -> str:

@@ -222,13 +222,14 @@ def log_ratios(frame: pd.DataFrame) -> pd.DataFrame:
 
 def dose_of(runs: Sequence[Run], method: str) -> Dose:
     """Mean rotation of the update and mean angle between halves of a batch over the steps of `runs` [degrees]."""
+    return Dose(_mean_over_runs(runs, "update_rotation"), _mean_over_runs(runs, "noise_rotation"), method)
 
-    def mean(column: str) -> float | None:
-        result = [run.steps[column].mean() for run in runs if column in run.steps]
-        known = [float(value) for value in result if math.isfinite(value)]
-        return float(np.mean(known)) if known else None
 
-    return Dose(mean("update_rotation"), mean("noise_rotation"), method)
+def _mean_over_runs(runs: Sequence[Run], column: str) -> float | None:
+    """Mean over the runs that have it of a step quantity's mean; None if none has."""
+    means = [float(run.steps[column].mean()) for run in runs if column in run.steps]
+    known = [value for value in means if math.isfinite(value)]
+    return float(np.mean(known)) if known else None
 
 
 @per_run
@@ -247,22 +248,22 @@ def within_prompt_share(run: Run) -> float | None:
     accuracy, equal = float(rows["accuracy"].mean()), float(rows["zero_std_groups"].mean() / per_step)
     if not 0 < accuracy < 1:
         return None
-
-    def excess(correlation: float) -> float:
-        total = (1 - correlation) / correlation
-        a, b = accuracy * total, (1 - accuracy) * total
-        keys = np.arange(size)
-        alike = np.prod((a + keys) / (total + keys)) + np.prod((b + keys) / (total + keys))
-        return float(alike - equal)
-
     low, high = 1e-6, 1 - 1e-6
-    if excess(low) >= 0:  # no more groups are alike than independent answers would give
+    if _chance_equal(low, accuracy, size) >= equal:  # no more groups are alike than independent answers would give
         return 1.0
-    if excess(high) <= 0:
+    if _chance_equal(high, accuracy, size) <= equal:
         return 0.0
     from scipy.optimize import brentq  # takes longer to import than most commands need
 
-    return float(1 - brentq(excess, low, high))
+    return float(1 - brentq(lambda correlation: _chance_equal(correlation, accuracy, size) - equal, low, high))
+
+
+def _chance_equal(correlation: float, accuracy: float, size: int) -> float:
+    """Chance that `size` answers are all right or all wrong, π ~ Beta with mean `accuracy` and this intraclass correlation."""
+    total = (1 - correlation) / correlation
+    a, b = accuracy * total, (1 - accuracy) * total
+    keys = np.arange(size)
+    return float(np.prod((a + keys) / (total + keys)) + np.prod((b + keys) / (total + keys)))
 
 
 ONE_ANSWER = "k = 1: spread within a prompt from the training groups"

@@ -6,8 +6,8 @@ import base64
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from collections.abc import Mapping, Sequence
+from functools import cache, partial
 from importlib.resources import files
 from typing import Any
 from urllib.parse import quote
@@ -44,7 +44,8 @@ def report_html(report: Report, pictures: Mapping[str, str] | None = None) -> st
         scripts = [*map(_asset, ("colors.js", "tokens.js", "view.js")), *scripts]
     css = _asset("report.css")
     methods = report.verdicts[0].verdict.methods if report.verdicts else ("–", "–")
-    names = list(report.runs.by_name)
+    names, choices = list(report.runs.by_name), list(report.choices)
+    shown_completions = {(choices[c["r"]], c["s"], c["n"]): c["r"] for c in view["completions"] if "t" in c}
     return (
         _environment()
         .get_template("report.html.j2")
@@ -57,7 +58,7 @@ def report_html(report: Report, pictures: Mapping[str, str] | None = None) -> st
             data=list(data.items()),
             figure=lambda name, picture: _figure(name, picture, images[name]),
             p_text=_p_text,
-            token_link=_token_links(view, list(report.choices)),
+            token_link=partial(_token_link, shown_completions),
             percent=lambda share: f"{100 * share:+.1f} %".replace("-", "−"),
             p3=number,
             one_line=lambda text: " ".join(text.replace("\n", " ⏎ ").split(" ")),
@@ -120,15 +121,10 @@ def _figure(name: str, picture: Picture, image: tuple[str, int, int]) -> dict[st
     return {"name": name, "caption": picture.caption, "image": image[0], "width": image[1], "height": image[2]}
 
 
-def _token_links(view: Mapping[str, Any], names: Sequence[str]) -> Callable[[Moved, Spot], str]:
-    """A function that gives the address of a token in the token view, empty if its completion is not in the file."""
-    there = {(names[c["r"]], c["s"], c["n"]): c["r"] for c in view["completions"] if "t" in c}
-
-    def link(moved: Moved, spot: Spot) -> str:
-        run = there.get((moved.run, moved.step, spot.rollout))
-        return "" if run is None else f"#token-{run}-{moved.step}-{spot.rollout}-{spot.position}"
-
-    return link
+def _token_link(shown: Mapping[tuple[str, int, int], int], moved: Moved, spot: Spot) -> str:
+    """Address of a token in the token view; empty if its completion (run, step, rollout) is not shown there."""
+    run = shown.get((moved.run, moved.step, spot.rollout))
+    return "" if run is None else f"#token-{run}-{moved.step}-{spot.rollout}-{spot.position}"
 
 
 def _p_text(section: VerdictSection) -> str:

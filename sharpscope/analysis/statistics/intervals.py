@@ -194,7 +194,8 @@ def bootstrap_interval(
     if statistic is None and np.ptp(data) <= 1e-12 * np.abs(data).max():
         return Interval(float(data[0]), float(data[0]), "bca", level)
 
-    def of(chosen: NDArray[np.int_], axis: int = -1) -> NDArray[np.floating]:
+    def resampled(chosen: NDArray[np.int_], axis: int = -1) -> NDArray[np.floating]:
+        """The statistic of each row of cluster indices (..., drawn) → (...)."""
         shape, drawn = chosen.shape[:-1], chosen.shape[-1]
         flat = chosen.reshape(-1, drawn).astype(np.int64)
         rows = np.arange(len(flat))[:, None]
@@ -207,7 +208,7 @@ def bootstrap_interval(
 
     result = bootstrap(
         (np.arange(n),),
-        of,
+        resampled,
         n_resamples=RESAMPLES,
         confidence_level=level,
         method="BCa",

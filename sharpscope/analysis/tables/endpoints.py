@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -47,7 +48,7 @@ def _pair_table(study: Study, pairing: Pairing) -> Table:
     first, second = study.baseline, study.treatment
     rows: dict[str, dict[str, Cell | str]] = {}
     for quantity in _quantities(study, pairing):
-        result = study.differences(pairing, _both(quantity.measure))
+        result = study.differences(pairing, partial(_both, quantity.measure))
         if len(result):
             a, b, d = (result[name].to_numpy(dtype=float) for name in ("baseline", "treatment", "difference"))
             rows[quantity.name] = {
@@ -96,59 +97,45 @@ def _setting_table(study: Study) -> Table | None:
     return Table(f"{study.slug}settings", caption, rows, columns, stub="setting")
 
 
-def _last_accuracy(split: str) -> Measure:
-    def measure(run: Run, *others: Run) -> float | None:
-        step = last_step(run, *others, split=split)
-        result = None if step is None else accuracy(run, split, step)
-        return None if result is None else result[0]
-
-    return measure
+def _last_accuracy(split: str, run: Run, *others: Run) -> float | None:
+    step = last_step(run, *others, split=split)
+    return None if step is None else _accuracy_at(split, step, run)
 
 
-def _accuracy_at(split: str, step: int) -> Measure:
-    def measure(run: Run, *others: Run) -> float | None:
-        result = accuracy(run, split, step)
-        return None if result is None else result[0]
-
-    return measure
+def _accuracy_at(split: str, step: int, run: Run, *others: Run) -> float | None:
+    result = accuracy(run, split, step)
+    return None if result is None else result[0]
 
 
-def _late(column: str) -> Measure:
-    def measure(run: Run, *others: Run) -> float | None:
-        steps = run.steps.sort_values("step")
-        values = steps[column].tail(max(1, round(LATE * len(steps)))).dropna()
-        return float(values.mean()) if len(values) else None
-
-    return measure
+def _late(column: str, run: Run, *others: Run) -> float | None:
+    """Mean of a step quantity over the last LATE of the steps."""
+    steps = run.steps.sort_values("step")
+    return _mean_known(steps[column].tail(max(1, round(LATE * len(steps)))))
 
 
-def _geometric(column: str) -> Measure:
-    def measure(run: Run, *others: Run) -> float | None:
-        values = run.steps[column].dropna()
-        values = values[values > 0]
-        return float(np.exp(np.log(values).mean())) if len(values) else None
-
-    return measure
+def _geometric(column: str, run: Run, *others: Run) -> float | None:
+    """Geometric mean of the positive values of a step quantity."""
+    values = run.steps[column]
+    mean = _mean_known(np.log(values[values > 0]))
+    return None if mean is None else float(np.exp(mean))
 
 
-def _whole(*columns: str) -> Measure:
-    def measure(run: Run, *others: Run) -> float | None:
-        values = run.steps[list(columns)].sum(axis=1, skipna=False).dropna()
-        return float(values.mean()) if len(values) else None
-
-    return measure
+def _whole(columns: Sequence[str], run: Run, *others: Run) -> float | None:
+    """Mean over all steps of the sum of `columns`."""
+    return _mean_known(run.steps[list(columns)].sum(axis=1, skipna=False))
 
 
-def _by_pull(moment: int) -> Measure:
+def _mean_known(values: pd.Series) -> float | None:
+    known = values.dropna()
+    return float(known.mean()) if len(known) else None
+
+
+def _by_pull(moment: int, run: Run, *others: Run) -> float | None:
     """Mean (`moment` 1) or standard deviation (2) of the token weight, tokens counted by the gradient they carry without it.
 
     That is |c|·‖∇ log π‖/w with the local norm. A plain mean over tokens is about tokens that carry none: most are near certain.
     """
-
-    def measure(run: Run, *others: Run) -> float | None:
-        return _pull_moments(run)[moment - 1]
-
-    return measure
+    return _pull_moments(run)[moment - 1]
 
 
 @per_run
@@ -168,26 +155,22 @@ def _pull_moments(run: Run) -> tuple[float, float]:
     return mean, float(np.average((weight - mean) ** 2, weights=carried) ** 0.5)
 
 
-def _probed(quantity: str, functional: str, end: int) -> Measure:
+def _probed(quantity: str, functional: str, end: int, run: Run, *others: Run) -> float | None:
     """The first (`end` 0) or last (−1) probed value that converged in the run and in the others."""
-
-    def measure(run: Run, *others: Run) -> float | None:
-        curves = shared_curves([run, *others], quantity, functional)
-        shared = set(curves[0].index).intersection(*(curve.index for curve in curves[1:])) if curves else set()
-        return float(curves[0][sorted(shared)[end]]) if curves and shared else None
-
-    return measure
+    curves = shared_curves([run, *others], quantity, functional)
+    shared = set(curves[0].index).intersection(*(curve.index for curve in curves[1:])) if curves else set()
+    return float(curves[0][sorted(shared)[end]]) if curves and shared else None
 
 
 SETTING_QUANTITIES = (
-    Quantity("held-out", _last_accuracy("heldout")),
-    Quantity("unseen", _last_accuracy("unseen")),
-    Quantity("training", _last_accuracy("train")),
-    Quantity("late reward", _late("reward_mean")),
-    Quantity("late entropy [nats]", _late("entropy_mean")),
-    Quantity("clipped", _whole("clip_fraction_low", "clip_fraction_high")),
-    Quantity("sharpness", _probed("sam", "nll", -1), 4),
-    Quantity("weight by gradient", _by_pull(1)),
+    Quantity("held-out", partial(_last_accuracy, "heldout")),
+    Quantity("unseen", partial(_last_accuracy, "unseen")),
+    Quantity("training", partial(_last_accuracy, "train")),
+    Quantity("late reward", partial(_late, "reward_mean")),
+    Quantity("late entropy [nats]", partial(_late, "entropy_mean")),
+    Quantity("clipped", partial(_whole, ["clip_fraction_low", "clip_fraction_high"])),
+    Quantity("sharpness", partial(_probed, "sam", "nll", -1), 4),
+    Quantity("weight by gradient", partial(_by_pull, 1)),
 )
 PROBED = (("sam", "SAM sharpness", 4), ("largest", "largest eigenvalue", 2), ("trace", "trace of the Hessian", 1))
 
@@ -197,29 +180,25 @@ def _quantities(study: Study, pairing: Pairing) -> Iterator[Quantity]:
     for split, name in (("heldout", "held-out"), ("train", "training")):
         evaluated = sorted(set.intersection(*(set(evaluations(run, split)) for run in runs)))
         for step in [evaluated[i] for i in sorted({0, len(evaluated) // 2, len(evaluated) - 1})] if evaluated else []:
-            yield Quantity(f"{name} accuracy, step {step}", _accuracy_at(split, step))
-    yield Quantity("unseen accuracy, last", _last_accuracy("unseen"))
-    yield Quantity("reward, late", _late("reward_mean"), 2)
-    yield Quantity("gradient norm, geometric mean [L2, parameters]", _geometric("grad_norm"), 4)
-    yield Quantity("token entropy, late [nats]", _late("entropy_mean"), 4)
-    yield Quantity("mean token weight", _whole("weight_mean"))
-    yield Quantity("token weight by the gradient carried, mean", _by_pull(1))
-    yield Quantity("token weight by the gradient carried, standard deviation", _by_pull(2))
-    yield Quantity("effective sample size of the weights [share]", _whole("weight_ess"))
-    yield Quantity("share of tokens clipped", _whole("clip_fraction_low", "clip_fraction_high"), 7)
+            yield Quantity(f"{name} accuracy, step {step}", partial(_accuracy_at, split, step))
+    yield Quantity("unseen accuracy, last", partial(_last_accuracy, "unseen"))
+    yield Quantity("reward, late", partial(_late, "reward_mean"), 2)
+    yield Quantity("gradient norm, geometric mean [L2, parameters]", partial(_geometric, "grad_norm"), 4)
+    yield Quantity("token entropy, late [nats]", partial(_late, "entropy_mean"), 4)
+    yield Quantity("mean token weight", partial(_whole, ["weight_mean"]))
+    yield Quantity("token weight by the gradient carried, mean", partial(_by_pull, 1))
+    yield Quantity("token weight by the gradient carried, standard deviation", partial(_by_pull, 2))
+    yield Quantity("effective sample size of the weights [share]", partial(_whole, ["weight_ess"]))
+    yield Quantity("share of tokens clipped", partial(_whole, ["clip_fraction_low", "clip_fraction_high"]), 7)
     functionals = sorted({str(name) for run in runs for name in run.probes["functional"].dropna().unique()})
     for functional in ("nll", *(name for name in functionals if name != "nll")):
         for quantity, name, digits in PROBED:
             for end, when in ((0, "first"), (-1, "last")):
-                yield Quantity(f"{name} of {functional}, {when}", _probed(quantity, functional, end), digits)
+                yield Quantity(f"{name} of {functional}, {when}", partial(_probed, quantity, functional, end), digits)
 
 
-def _both(measure: Measure) -> Callable[[Run, Run], tuple[float, float] | None]:
-    def of_pair(first: Run, second: Run) -> tuple[float, float] | None:
-        a, b = measure(first, second), measure(second, first)
-        return None if a is None or b is None else (a, b)
-
-    return of_pair
+def _both(measure: Measure, first: Run, second: Run) -> tuple[float | None, float | None]:
+    return measure(first, second), measure(second, first)
 
 
 def _setting_cells(setting: Setting, ground: Setting | None) -> dict[str, Cell | str]:
