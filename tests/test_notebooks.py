@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,34 +15,26 @@ NOTEBOOKS = sorted((ROOT / "docs" / "tutorials").glob("*.ipynb"))
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_runs(notebook: Path, tmp_path: Path):
-    """In a copy, so that its output does not change the checkout."""
-    copy = tmp_path / "docs" / "tutorials" / notebook.name
-    copy.parent.mkdir(parents=True)
-    shutil.copy(notebook, copy)
+def test_a_notebook_runs(notebook: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """In this process, which has imported torch: starting a kernel takes longer than most of them."""
     shutil.copytree(ROOT / "data" / "example", tmp_path / "data" / "example")
     (tmp_path / "data" / "reference").symlink_to(ROOT / "data" / "reference")  # large, and only read
     (tmp_path / "experiments").symlink_to(ROOT / "experiments")
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "--nbmake",
-            "--rootdir",
-            str(tmp_path),
-            "-p",
-            "no:cacheprovider",
-            "-q",
-            str(copy),
-        ],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-3000:]
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"__name__": "__main__"}
+    for cell in json.loads(notebook.read_text(encoding="utf-8"))["cells"]:
+        if cell["cell_type"] == "code":
+            run_cell("".join(cell["source"]), names)
+
+
+def run_cell(source: str, names: dict[str, Any]) -> None:
+    """Run a cell and, as a notebook does, make the HTML or the text of what its last line gives."""
+    tree = ast.parse(source)
+    last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None
+    exec(compile(tree, "cell", "exec"), names)
+    if last is not None:
+        value = eval(compile(ast.Expression(last.value), "cell", "eval"), names)
+        getattr(value, "_repr_html_", value.__repr__)()
 
 
 def test_there_is_a_notebook():

@@ -230,39 +230,10 @@ def agrees(
     ours.backward()
     mine = {n: p.grad.clone() for n, p in model.named_parameters()}
 
-    from datasets import Dataset
-    from trl import GRPOConfig, GRPOTrainer
-
-    config, kind = GRPOConfig, GRPOTrainer
-    if method.name == "gmpo":
-        from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
-
-        config, kind = GMPOConfig, GMPOTrainer
-    options: dict[str, Any] = {
-        # TRL's default multiplies k3 by the ratio, GRPO (arXiv 2402.03300) does not
-        "use_bias_correction_kl": False
-    }
-    arguments = config(
-        output_dir=str(tmp_path),
-        report_to=[],
-        use_cpu=True,
-        bf16=False,
-        per_device_train_batch_size=ROWS,
-        num_generations=4,
-        max_completion_length=COMPLETION,
-        beta=0.0,
-        disable_dropout=True,
-        **(options | settings),
-    )
-    trainer = kind(
-        model=model,
-        reward_funcs=lambda completions, **_: [0.0] * len(completions),
-        args=arguments,
-        train_dataset=Dataset.from_dict({"prompt": ["w2 w3"] * ROWS}),
-        processing_class=tokenizer(),
-    )
+    # TRL's default multiplies k3 by the ratio, GRPO (arXiv 2402.03300) does not
+    options = {"use_bias_correction_kl": False} | settings
+    trainer = loss_trainer(model, tmp_path, gmpo=method.name == "gmpo", **options)
     trainer.beta = method.kl.coef  # the reference's log-probabilities are given: no reference model is needed
-    trainer.current_gradient_accumulation_steps = 1
     model.train()
     model.zero_grad()
     if sampler:
@@ -280,6 +251,39 @@ def agrees(
             mine[key], parameter.grad, rtol=1e-5, atol=1e-5, msg=lambda m, key=key: f"{key}: {m}"
         )
     assert max(float(g.abs().max()) for g in mine.values()) > 1e-2
+
+
+def loss_trainer(model: torch.nn.Module, folder: Path, *, gmpo: bool = False, **settings: Any) -> Any:
+    """A GRPOTrainer (or GMPOTrainer) of the model, whose loss is computed on a batch that is given to it."""
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    config, kind = GRPOConfig, GRPOTrainer
+    if gmpo:
+        from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
+
+        config, kind = GMPOConfig, GMPOTrainer
+    arguments = config(
+        output_dir=str(folder),
+        report_to=[],
+        use_cpu=True,
+        bf16=False,
+        per_device_train_batch_size=ROWS,
+        num_generations=4,
+        max_completion_length=COMPLETION,
+        beta=0.0,
+        disable_dropout=True,
+        **settings,
+    )
+    trainer = kind(
+        model=model,
+        reward_funcs=lambda completions, **_: [0.0] * len(completions),
+        args=arguments,
+        train_dataset=Dataset.from_dict({"prompt": ["w2 w3"] * ROWS}),
+        processing_class=tokenizer(),
+    )
+    trainer.current_gradient_accumulation_steps = 1
+    return trainer
 
 
 @pytest.mark.parametrize(
@@ -409,20 +413,10 @@ def test_a_divergence_in_the_reward_is_trls(tmp_path: Path):
 
 def test_adaptive_entropy_is_trls(batch: dict[str, Tensor], tmp_path: Path):
     """Coefficients and bonuses over windows whose entropy crosses the target, one micro-batch each."""
-    from datasets import Dataset
-    from trl import GRPOConfig, GRPOTrainer
-
     model = tiny_model("qwen2", dtype=torch.float32)
-    arguments = GRPOConfig(
-        output_dir=str(tmp_path),
-        report_to=[],
-        use_cpu=True,
-        bf16=False,
-        per_device_train_batch_size=ROWS,
-        num_generations=4,
-        max_completion_length=COMPLETION,
-        beta=0.0,
-        disable_dropout=True,
+    trainer = loss_trainer(
+        model,
+        tmp_path,
         loss_type="bnpo",
         use_adaptive_entropy=True,
         entropy_coef=0.01,
@@ -431,14 +425,6 @@ def test_adaptive_entropy_is_trls(batch: dict[str, Tensor], tmp_path: Path):
         entropy_coef_min=0.005,
         entropy_coef_max=0.04,
     )
-    trainer = GRPOTrainer(
-        model=model,
-        reward_funcs=lambda completions, **_: [0.0] * len(completions),
-        args=arguments,
-        train_dataset=Dataset.from_dict({"prompt": ["w2 w3"] * ROWS}),
-        processing_class=tokenizer(),
-    )
-    trainer.current_gradient_accumulation_steps = 1
     spec = trl_method(trainer, None)[0].entropy
     assert spec == AdaptiveEntropyBonus(initial=0.01, target=2.5, step=0.02, low=0.005, high=0.04)
     method = named_method("bnpo").model_copy(update={"entropy": spec})

@@ -16,34 +16,28 @@ from sharpscope.sweeps.execute import _add_run, to_do
 from sharpscope.traces import update_run_info
 
 
-def test_finished_runs_stay_interrupted_go_on_failed_wait(sweep_file):
-    runs = plan_sweep(read_sweep(sweep_file()))
-    outcome = execute(runs, workers=2, threads=1)
-    assert sorted(outcome.finished) == sorted(run.run_dir.name for run in runs) and not outcome.errors
-    stamp = {path: path.stat().st_mtime_ns for run in runs for path in run.run_dir.rglob("part-*")}
-    again = execute(runs, workers=1, threads=1)
-    assert again.finished == [] and len(again.skipped) == 2
-    assert stamp == {path: path.stat().st_mtime_ns for run in runs for path in run.run_dir.rglob("part-*")}
-    update_run_info(runs[0].run_dir, status="failed")
-    assert to_do(runs, retry=False)[0] == []
-    assert to_do(runs, retry=True)[0] == [runs[0]]
-    update_run_info(runs[0].run_dir, status="interrupted")
-    assert execute(runs, workers=1, threads=1).finished == [runs[0].run_dir.name]
-    assert sharpscope.load_run(runs[0].run_dir).info["status"] == "finished"
-
-
-def test_a_run_that_fails_does_not_stop_the_others_and_its_reason_is_printed(sweep_file, tmp_path: Path):
+def test_a_failed_run_stops_no_other_finished_ones_stay_interrupted_go_on(sweep_file, tmp_path: Path):
     stops = {"rollout.max_new_tokens": 2, "health.truncation.action": "stop"}
     file = sweep_file(methods=["grpo"], settings=[{"policy.model": str(tmp_path / "absent")}, stops, {}])
-    done = CliRunner().invoke(app, ["sweep", str(file), "--workers", "1"])
+    done = CliRunner().invoke(app, ["sweep", str(file), "--workers", "2"])
     assert done.exit_code == 1 and "0 interrupted, 2 failed" in done.output, done.output
-    planned = plan_sweep(read_sweep(file))
-    assert [run.status for run in planned][2] == "finished"
-    mistake, stopped = sorted(line for line in done.output.splitlines() if line.startswith("failed: "))[::-1]
-    assert "no such folder" in mistake and "fix this and repeat the command" in mistake
-    assert "truncation: " in stopped and stopped.endswith("(to run it again, use --retry)")
-    # the next call leaves the second one, and still says why
-    assert "truncation: " in execute(planned[1:2], workers=1, threads=1).errors.popitem()[1]
+    absent, stopped, good = plan_sweep(read_sweep(file))
+    reasons = sorted(line for line in done.output.splitlines() if line.startswith("failed: "))[::-1]
+    assert "no such folder" in reasons[0] and "fix this and repeat the command" in reasons[0]
+    assert "truncation: " in reasons[1] and reasons[1].endswith("(to run it again, use --retry)")
+
+    assert good.status == "finished"
+    stamp = {path: path.stat().st_mtime_ns for path in good.run_dir.rglob("part-*")}
+    again = execute([stopped, good], workers=1, threads=1)
+    assert again.finished == [] and again.skipped == [good.run_dir.name]
+    assert "truncation: " in again.errors.popitem()[1]  # a failed run waits, and its reason is still told
+    assert to_do([absent, stopped, good], retry=False)[0] == [absent]  # it has no run.json
+    assert to_do([absent, stopped, good], retry=True)[0] == [absent, stopped]
+    assert stamp and stamp == {path: path.stat().st_mtime_ns for path in good.run_dir.rglob("part-*")}
+
+    update_run_info(good.run_dir, status="interrupted")
+    assert execute([good], workers=1, threads=1).finished == [good.run_dir.name]
+    assert sharpscope.load_run(good.run_dir).info["status"] == "finished"
 
 
 @pytest.mark.parametrize(
@@ -95,6 +89,7 @@ def test_there_is_at_least_one_thread_and_one_worker(sweep_file, option):
     assert done.exit_code == 2 and option in done.output
 
 
+@pytest.mark.slow  # a cluster takes longer to start than most tests
 def test_ray_gives_the_same_runs(sweep_file):
     pytest.importorskip("ray", reason="the extra 'ray' is not installed")
     runs = plan_sweep(read_sweep(sweep_file(methods=["grpo"])))

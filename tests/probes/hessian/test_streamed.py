@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from sharpscope.probes.hessian import check_products
 from sharpscope.probes.hessian.causal_lm import lm_surface
-from tests.models import random_batch, tiny_model
+from tests.models import COMMON, random_batch, tiny_model
 from tests.probes.small_lm import VOCAB, all_scored, objective, small_model
 
 
@@ -27,14 +27,12 @@ def test_streamed_products_agree_with_reverse_mode_on_every_architecture(archite
 
 
 SIDE_INPUTS = dict(
+    COMMON,
     vocab_size=40,
-    hidden_size=16,
-    intermediate_size=24,
     num_hidden_layers=4,
     num_attention_heads=2,
     num_key_value_heads=1,
     head_dim=8,
-    max_position_embeddings=64,
     pad_token_id=0,
 )
 

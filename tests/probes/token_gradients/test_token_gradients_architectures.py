@@ -14,21 +14,11 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from sharpscope.errors import UserError
 from sharpscope.probes import attribute, score_norms
 from sharpscope.probes.token_gradients.choices import Choices
+from tests import models
 from tests.models import random_batch, tiny_model
 from tests.oracles.token_gradients import local_token_gradients, squared_norms, token_gradients
 
-COMMON = dict(
-    vocab_size=37,
-    hidden_size=16,
-    intermediate_size=24,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=64,
-    pad_token_id=0,
-    eos_token_id=1,
-    bos_token_id=1,
-)
+COMMON = dict(models.COMMON, vocab_size=37, num_key_value_heads=2, pad_token_id=0, eos_token_id=1, bos_token_id=1)
 EXPERTS = dict(
     COMMON,
     num_experts=4,
