@@ -16,9 +16,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from experiments.benchmarks.forks import TASKS, settings, sharpness_settings
+from experiments.benchmarks.forks import ARMS, POLICIES, run_name, settings, sharpness_settings
 from sharpscope.analysis import fork_differences
 from sharpscope.analysis.claims import test_claims
+from sharpscope.analysis.claims.local import FEWEST_STATES
+from sharpscope.analysis.forks import ALL_STATES, UNITS
+from sharpscope.config import arm_name
 from sharpscope.traces import Run, Runs, load_runs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,6 +31,7 @@ TITLES = {
     "math": "Mathematics",
     "tool_qa": "Tool-augmented question answering",
     "knights_knaves": "Knights and Knaves",
+    "arithmetic": "Arithmetic of the second study",
 }
 BEGIN, END = "<!-- begin: experiments/benchmarks/forks_report.py -->\n", "<!-- end -->\n"
 POINTS = 100.0
@@ -35,17 +39,21 @@ ALIGNED, REVERSED, SHUFFLED = "mass 4", "mass 4 reversed", "mass 4 shuffled"
 NAMES = {REVERSED: f"{ALIGNED}-reverse", SHUFFLED: f"{ALIGNED}-shuffled", "low p": "low", "high p": "high"}
 """Arm -> its name as the claims expect it."""
 LEVEL = 0.05
-QUANTITIES: tuple[tuple[str, str, str | None], ...] = (
-    ("C7", ALIGNED, "grpo"),
-    ("C10", ALIGNED, REVERSED),
-    ("C10", ALIGNED, SHUFFLED),
-    ("C9", "low p", None),
-    ("C9", "low p", "high p"),
-    ("C13", "A>0", None),
-    ("C13", "A<0", None),
-    ("C13", "A>0", "A<0"),
+QUANTITIES: tuple[tuple[str, str, str | None, str], ...] = (
+    ("C7", ALIGNED, "grpo", "heldout_failure"),
+    ("C10", ALIGNED, REVERSED, "heldout_failure"),
+    ("C10", ALIGNED, SHUFFLED, "heldout_failure"),
+    ("C9", "low p", None, "heldout_failure"),
+    ("C9", "low p", "high p", "heldout_failure"),
+    ("C12", "cov-grpo", "grpo", "entropy"),
+    ("C13", "A>0", None, "heldout_failure"),
+    ("C13", "A<0", None, "heldout_failure"),
+    ("C13", "A>0", "A<0", "heldout_failure"),
 )
-"""Claim, arm and rival; without a rival the arm's own change."""
+"""Claim, arm, rival and outcome; without a rival the arm's own change."""
+SERIES = ["run", "step", "batch", "arm", "comparison", "outcome"]
+Forked = Mapping[str, Sequence[Run]]
+"""Policy -> its runs by seed."""
 
 
 def main() -> None:
@@ -57,11 +65,13 @@ def main() -> None:
         page.write_text(placed(page.read_text("utf-8"), text), "utf-8")
 
 
-def found(folder: Path) -> dict[str, Run]:
-    """The runs by task, in the order of TASKS."""
-    loaded: Runs = load_runs(folder)
-    by_task = {run.task: run for run in loaded}
-    return {task: by_task[task] for task in TASKS if task in by_task}
+def found(folder: Path) -> Forked:
+    """The runs by policy, in the order of POLICIES."""
+    loaded = {run.name: run for run in load_runs(folder) if run.rows("forks")}
+    seeds = sorted({int(run.seed) for run in loaded.values()})
+    names = {policy: [run_name(policy, seed) for seed in seeds] for policy in POLICIES}
+    own = {policy: [loaded[name] for name in listed if name in loaded] for policy, listed in names.items()}
+    return {policy: runs for policy, runs in own.items() if runs}
 
 
 def placed(page: str, text: str) -> str:
@@ -70,52 +80,73 @@ def placed(page: str, text: str) -> str:
     return before + BEGIN + "\n" + text + "\n" + END + rest.split(END)[1]
 
 
-def forked(run: Run, chosen: Mapping[str, Any], *outcomes: str) -> pd.DataFrame:
-    """Rows of the run's fork with these settings; those of some outcomes, if any are named."""
-    for name, own in run.info["forks"].items():
-        if all(list(own[key]) == list(value) for key, value in chosen.items()) and (
-            "outcomes" in chosen or "sharpness" not in own["outcomes"]
-        ):
-            rows = run.forks[run.forks["fork"] == name]
-            return rows[rows["outcome"].isin(outcomes)] if outcomes else rows
-    return run.forks.iloc[:0]
+def forked(runs: Sequence[Run], chosen: Sequence[Mapping[str, Any]], *outcomes: str) -> pd.DataFrame:
+    """Rows of the runs' forks with these settings, as one fork, with a column `run`; those of some outcomes, if any are named.
+
+    Forks of a state draw the same batches, so that the reference's rows are the same in all of them.
+    """
+    parts = [runs[0].forks.iloc[:0].assign(run="")]
+    for run in runs:
+        for name, own in run.info.get("forks", {}).items():
+            if any(_is(own, one) for one in chosen):
+                parts.append(run.forks[run.forks["fork"] == name].assign(run=run.name, fork="fork"))
+    rows = pd.concat(parts[1:] or parts, ignore_index=True).drop_duplicates(SERIES)
+    return rows[rows["outcome"].isin(outcomes)] if outcomes else rows
+
+
+def _is(own: Mapping[str, Any], chosen: Mapping[str, Any]) -> bool:
+    same = all(list(own[key]) == list(value) for key, value in chosen.items())
+    return same and ("outcomes" in chosen or "sharpness" not in own["outcomes"])
+
+
+def _seed_0(runs: Sequence[Run], rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows of the run with the smallest seed."""
+    return rows[rows["run"] == runs[0].name]
 
 
 # -- docs/fork.md ----------------------------------------------------------------------------------------------------
 
 
-def tables(runs: Mapping[str, Run]) -> str:
-    """A summary, and for each task a table per state with a row per arm."""
-    return "\n".join([_counts(runs), *(_section(task, run) for task, run in runs.items())])
+def tables(runs: Forked) -> str:
+    """A summary, and for each policy a table per state of seed 0 and one over all states, with a row per arm."""
+    return "\n".join([_counts(runs), *(_section(policy, own) for policy, own in runs.items())])
 
 
-def _counts(runs: Mapping[str, Run]) -> str:
+def _counts(runs: Forked) -> str:
     """How many differences from the reference have an interval without 0, and which remain after Holm's adjustment."""
     lines = [
-        "| policy | differences | by chance | interval without 0: step / matched KL | after Holm: step / matched KL |"
+        "| policy | states | differences | by chance | interval without 0: step / matched KL | after Holm: step / matched KL |"
     ]
-    lines += ["|---|---|---|---|---|"]
+    lines += ["|---|---|---|---|---|---|"]
     errors: list[float] = []
-    for task, run in runs.items():
-        differences = fork_differences(forked(run, settings(task), "heldout_failure"))
-        made = differences[(differences["comparison"] == "step") & (differences["state"] != "all states")]
+    for policy, of_policy in runs.items():
+        differences = fork_differences(forked(of_policy, settings(policy), "heldout_failure"))
+        differences = differences[differences["state"] != ALL_STATES]
+        made = differences[differences["comparison"] == "step"]
         errors += (POINTS * (made["predicted"] - made["change"]).abs()).tolist()
-        own = differences[(differences["arm"] != differences["reference"]) & (differences["state"] != "all states")]
+        own = differences[differences["arm"] != differences["reference"]]
         cells, kept = [], []
         for comparison in ("step", "kl"):
             chosen = own[own["comparison"] == comparison]
             cells.append(int((chosen["p"] < LEVEL).sum()))
-            adjusted = holm(chosen["p"])
-            pairs = zip(chosen["arm"] + " (" + chosen["state"] + ")", adjusted, strict=True)
-            kept.append([name for name, p in pairs if p < LEVEL])
+            pairs = zip(chosen["arm"], chosen["state"], holm(chosen["p"]), strict=True)
+            kept.append([f"{arm} ({_state(policy, state)})" for arm, state, p in pairs if p < LEVEL])
         count = int((own["comparison"] == "step").sum())
         after = " / ".join(", ".join(names) or "none" for names in kept)
-        lines.append(f"| {TITLES[task]} | {count} | {LEVEL * count:.1f} | {cells[0]} / {cells[1]} | {after} |")
+        lines.append(
+            f"| {TITLES[policy]} | {own['state'].nunique()} | {count} | {LEVEL * count:.1f} | {cells[0]} / {cells[1]} | {after} |"
+        )
     linear = (
         "The mean first-order prediction of a step's change of the held-out failure differs from the measured mean by "
         f"{np.median(errors):.2f} points in the median over arms and states, and by {max(errors):.2f} at most."
     )
     return "\n".join([*lines, "", linear, ""])
+
+
+def _state(policy: str, state: str) -> str:
+    """A state's name in `fork_differences` without the run's, which says its seed."""
+    run, _, step = state.rpartition(", ")
+    return step if run in ("", policy) else f"seed {run.removeprefix(f'{policy}-s')}, {step}"
 
 
 def holm(p: Sequence[float]) -> list[float]:
@@ -128,27 +159,76 @@ def holm(p: Sequence[float]) -> list[float]:
     return result.tolist()
 
 
-def _section(task: str, run: Run) -> str:
-    """The tables of one task: a row per arm, a table per state."""
-    forks = forked(run, settings(task), "heldout_failure", "train_failure", "gradient_rotation", "update_rotation")
-    differences = fork_differences(forks)
-    aligned = fork_differences(forks[forks["arm"].isin([ALIGNED, SHUFFLED])], reference=SHUFFLED)
-    lines = [f"### {TITLES[task]} ({run.info['trainable_parameters']:,} parameters)", ""]
-    for step in sorted(forks["step"].unique()):
-        state, rows = f"step {step}", forks[forks["step"] == step]
+def _section(policy: str, runs: Sequence[Run]) -> str:
+    """The tables of one policy."""
+    rows = forked(
+        runs, settings(policy), "heldout_failure", "train_failure", "entropy", "gradient_rotation", "update_rotation"
+    )
+    lines = [f"### {TITLES[policy]} ({runs[0].info['trainable_parameters']:,} parameters)", ""]
+    first = _seed_0(runs, rows)
+    differences, against = fork_differences(first), _against_controls(first)
+    for step in sorted(first["step"].unique()):
+        state = f"step {step}"
         own = differences[differences["state"] == state]
-        name = rows["reference"].iloc[0]
-        reference = _row(own, name)
-        lines += [_caption(state, own, rows), ""]
+        reference = _row(own, first["reference"].iloc[0])
+        lines += [_caption(state, own, first[first["step"] == step]), ""]
         lines += ["| arm | rotation ∇L / Δ [°] | held-out failure | p | predicted | at matched KL | training failure |"]
         lines += ["|---|---|---|---|---|---|---|"]
-        for arm in (arm for arm in dict.fromkeys(own["arm"]) if arm != name):
+        for arm in _arms(own):
             turned = " / ".join(f"{_row(own, arm, f'{of}_rotation')['change']:.2g}" for of in ("gradient", "update"))
             predicted = POINTS * (_row(own, arm)["predicted"] - reference["predicted"])
-            lines.append(_line(arm, turned, own, f"{predicted:+.2f}"))
-        lines.append(_line(f"{ALIGNED} − {SHUFFLED}", "", aligned[aligned["state"] == state], "", ALIGNED))
+            lines.append(_line(_counted(arm, own), turned, own, f"{predicted:+.2f}", arm))
+        for rival, other in against.items():
+            lines.append(_line(f"{ALIGNED} − {rival}", "", other[other["state"] == state], "", ALIGNED))
         lines.append("")
-    return "\n".join(lines)
+    return "\n".join([*lines, *_over_states(rows), ""])
+
+
+def _against_controls(rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    """Differences of the aligned weights from each of their controls, by control."""
+    return {
+        rival: fork_differences(rows[rows["arm"].isin([ALIGNED, rival])], reference=rival)
+        for rival in (REVERSED, SHUFFLED)
+    }
+
+
+def _arms(own: pd.DataFrame) -> list[str]:
+    """The arms beside the reference, in the order of ARMS."""
+    return [arm for arm in map(arm_name, ARMS) if arm in set(own["arm"]) - set(own["reference"])]
+
+
+def _counted(arm: str, own: pd.DataFrame) -> str:
+    """The arm's name, with its batches where they are fewer than the reference's."""
+    batches, all_batches = (int(_row(own, name)["batches"]) for name in (arm, own["reference"].iloc[0]))
+    return arm if batches >= 0.9 * all_batches else f"{arm} ({batches} batches)"
+
+
+def _over_states(rows: pd.DataFrame) -> list[str]:
+    """A table of the differences in the mean over states, with intervals over states."""
+    differences = fork_differences(rows)
+    differences = differences[differences["state"] == ALL_STATES]
+    count = int(_row(differences, rows["reference"].iloc[0])["states"])
+    places = rows.groupby("run")["step"].unique()
+    listed = "; ".join(f"`{run}` at steps {', '.join(map(str, sorted(steps)))}" for run, steps in places.items())
+    batches = rows.groupby(["run", "step"])["batch"].nunique()
+    least = f"{batches.min()}" if batches.min() == batches.max() else f"{batches.min()} to {batches.max()}"
+    lines = [f"**All {count} states** ({listed}), {least} batches each; the states' means are the sample.", ""]
+    lines += [
+        "| arm | held-out failure | p | at matched norm | at matched KL | p | training failure | entropy, matched KL |"
+    ]
+    lines += ["|---|---|---|---|---|---|---|---|"]
+    named = [(arm, arm, differences) for arm in _arms(differences)]
+    for rival, other in _against_controls(rows).items():
+        named.append((f"{ALIGNED} − {rival}", ALIGNED, other[other["state"] == ALL_STATES]))
+    for name, arm, own in named:
+        step, matched, training = _row(own, arm), _row(own, arm, comparison="kl"), _row(own, arm, "train_failure")
+        norm = own[(own["arm"] == arm) & (own["comparison"] == "norm") & (own["outcome"] == "heldout_failure")]
+        entropy = _interval(_row(own, arm, "entropy", "kl"), factor=UNITS["entropy"][1])
+        cells = [name, _interval(step), p_text(step["p"]), _interval(norm.iloc[0]) if len(norm) else "–"]
+        lines.append(
+            "| " + " | ".join([*cells, _interval(matched), p_text(matched["p"]), _interval(training), entropy]) + " |"
+        )
+    return lines
 
 
 def _caption(state: str, own: pd.DataFrame, rows: pd.DataFrame) -> str:
@@ -198,58 +278,61 @@ def p_text(p: float) -> str:
 # -- the second study ------------------------------------------------------------------------------------------------
 
 
-def study(runs: Mapping[str, Run]) -> str:
-    """Local versions of C4, C7, C9, C10 and C13: by state, and the verdicts of the claims' own rules."""
+def study(runs: Forked) -> str:
+    """Local versions of C4, C7, C9, C10, C12 and C13: by state, and the verdicts of the claims' own rules."""
     return "\n".join([_by_state(runs), _sharpness(runs), _groups(runs), _verdicts(runs)])
 
 
-def _by_state(runs: Mapping[str, Run]) -> str:
-    """Differences of the held-out failure at matched KL, with p-values adjusted over the whole table."""
+def _by_state(runs: Forked) -> str:
+    """Differences at matched KL, with p-values adjusted over the whole table."""
     found: list[tuple[str, str, dict[str, pd.Series]]] = []
-    for claim, arm, rival in QUANTITIES:
-        for task, run in runs.items():
-            rows = forked(run, settings(task), "heldout_failure")
+    for claim, arm, rival, outcome in QUANTITIES:
+        for policy, of_policy in runs.items():
+            rows = forked(of_policy, settings(policy), outcome)
             if not {arm, rival or arm} <= set(rows["arm"]):
                 continue
             rows = rows[rows["arm"].isin([arm, rival or rows["reference"].iloc[0]])]
-            differences = fork_differences(rows, reference=rival)
-            text = f"{arm} − {rival}" if rival else f"{arm} alone"
-            states = [f"step {step}" for step in sorted(rows["step"].unique())]
-            cells = {state: _row(differences, arm, comparison="kl", state=state) for state in states}
-            found.append((f"{claim} | {text}" + ("" if rival else " (own change)"), TITLES[task], cells))
+            first = _seed_0(of_policy, rows)
+            differences = fork_differences(first, reference=rival)
+            cells = {
+                str(step): _row(differences, arm, outcome, "kl", f"step {step}")
+                for step in sorted(first["step"].unique())
+            }
+            cells[ALL_STATES] = _row(fork_differences(rows, reference=rival), arm, outcome, "kl", ALL_STATES)
+            text = f"{arm} − {rival}" if rival else f"{arm} alone (own change)"
+            unit = ", entropy [millinats]" if outcome == "entropy" else ""
+            found.append((f"{claim} | {text}{unit}", TITLES[policy], cells))
     tested = [row["p"] for name, _, cells in found for row in cells.values() if "own change" not in name]
     adjusted = iter(holm(tested))
-    lines = ["| claim | arms | policy | batches | start | middle | end |", "|---|---|---|---|---|---|---|"]
+    lines = ["| claim | arms | policy | batches | start | middle | end | all states | states |", "|" + 9 * "---|"]
     for name, policy, cells in found:
         texts = []
         for row in cells.values():
+            factor = UNITS[row["outcome"]][1]
             if "own change" in name:
-                texts.append(_interval(row, ("change", "change_low", "change_high")))
+                texts.append(_interval(row, ("change", "change_low", "change_high"), factor))
             else:
-                texts.append(_interval(row) + ("*" if next(adjusted) < LEVEL else ""))
-        texts += ["–"] * (3 - len(texts))
-        counts = " / ".join(str(int(row["batches"])) for row in cells.values())
-        lines.append(f"| {name} | {policy} | {counts} | {' | '.join(texts)} |")
+                texts.append(_interval(row, factor=factor) + ("*" if next(adjusted) < LEVEL else ""))
+        counts = " / ".join(str(int(row["batches"])) for row in cells.values() if row["state"] != ALL_STATES)
+        lines.append(f"| {name} | {policy} | {counts} | {' | '.join(texts)} | {int(cells[ALL_STATES]['states'])} |")
     return "\n".join([*lines, "", f"\\* p < {LEVEL:g} after Holm's adjustment over the {len(tested)} differences.", ""])
 
 
-def _sharpness(runs: Mapping[str, Run]) -> str:
+def _sharpness(runs: Forked) -> str:
     """Ratio of SAM sharpness and critical sharpness after the update, in per cent."""
     lines = [
         "| policy | state | arms | SAM sharpness, matched KL [%] | batches | critical sharpness, step as it is [%] | batches |",
         "|---|---|---|---|---|---|---|",
     ]
-    for task, run in runs.items():
-        rows = forked(run, sharpness_settings())
-        if rows.empty:
-            continue
+    for policy, of_policy in runs.items():
+        rows = _seed_0(of_policy, forked(of_policy, [sharpness_settings()]))
         for step in sorted(rows["step"].unique()):
             for arm, rival in ((ALIGNED, "grpo"), (ALIGNED, REVERSED), (ALIGNED, SHUFFLED), ("grpo-sam", "grpo")):
                 here = rows[(rows["step"] == step) & rows["arm"].isin([arm, rival])]
                 sam, count = _ratio(here, arm, rival, "sam_sharpness", "kl")
                 critical, others = _ratio(here, arm, rival, "critical_sharpness", "step")
                 cells = [_percent(sam, count), str(count), _percent(critical, others), str(others)]
-                lines.append(f"| {TITLES[task]} | step {step} | {arm} / {rival} | {' | '.join(cells)} |")
+                lines.append(f"| {TITLES[policy]} | step {step} | {arm} / {rival} | {' | '.join(cells)} |")
     return "\n".join([*lines, ""])
 
 
@@ -268,45 +351,50 @@ def _ratio(rows: pd.DataFrame, arm: str, rival: str, outcome: str, comparison: s
     return own, int(own["batches"])
 
 
-def _groups(runs: Mapping[str, Run]) -> str:
-    """Share of the reference's step on the held-out failure that each token group makes alone, and what it turns."""
+def _groups(runs: Forked) -> str:
+    """Change of the held-out failure by the reference's step, and by one with a token group alone."""
     lines = ["| policy | state | `grpo` | low p | high p | A>0 | A<0 |", "|---|---|---|---|---|---|---|"]
     names = ("change", "change_low", "change_high")
-    for task, run in runs.items():
-        rows = forked(run, settings(task), "heldout_failure")
-        differences = fork_differences(rows)
-        for step in sorted(rows["step"].unique()):
-            cells = []
-            for arm in ("grpo", "low p", "high p", "A>0", "A<0"):
-                there = arm in set(rows["arm"])
-                cells.append(_interval(_row(differences, arm, state=f"step {step}"), names) if there else "–")
-            lines.append(f"| {TITLES[task]} | step {step} | {' | '.join(cells)} |")
+    for policy, of_policy in runs.items():
+        rows = forked(of_policy, settings(policy), "heldout_failure")
+        differences = fork_differences(_seed_0(of_policy, rows))
+        for step in sorted(_seed_0(of_policy, rows)["step"].unique()):
+            own = differences[differences["state"] == f"step {step}"]
+            there = set(own["arm"])
+            arms = ("grpo", "low p", "high p", "A>0", "A<0")
+            cells = [_interval(_row(own, arm), names) if arm in there else "–" for arm in arms]
+            lines.append(f"| {TITLES[policy]} | step {step} | {' | '.join(cells)} |")
     return "\n".join([*lines, ""])
 
 
-def _verdicts(runs: Mapping[str, Run]) -> str:
+def _verdicts(runs: Forked) -> str:
     """What the claims' own rules say about one update, for each policy over its states."""
     lines = ["| policy | claim | one update | effect [% of `grpo`'s change; C4: of sharpness] | n | reason |"]
     lines += ["|---|---|---|---|---|---|"]
-    for task, run in runs.items():
+    for policy, of_policy in runs.items():
         for names, rows in (
-            (("C4",), forked(run, sharpness_settings())),
-            (("C7", "C9", "C10"), forked(run, settings(task))),
+            (("C4",), forked(of_policy, [sharpness_settings()])),
+            (("C7", "C9", "C10", "C12"), forked(of_policy, settings(policy))),
         ):
-            for verdict in test_claims(_renamed(run, rows), names, treatment=ALIGNED) if len(rows) else ():
+            several = rows.groupby(["run", "step"]).ngroups >= FEWEST_STATES
+            unit = "states" if several else "batches"
+            for verdict in test_claims(_renamed(of_policy, rows), names, treatment=ALIGNED) if len(rows) else ():
                 local = next(v for v in (verdict, verdict.beside) if v is not None and v.version == "one update")
                 effect = "–" if local.effect is None else f"{local.effect.text} {local.effect.interval_text}"
                 lines.append(
-                    f"| {TITLES[task]} | {verdict.claim} | {local.verdict} | {effect} | {local.n} | {local.reason} |"
+                    f"| {TITLES[policy]} | {verdict.claim} | {local.verdict} | {effect} | {local.n} {unit} | {local.reason} |"
                 )
     return "\n".join([*lines, ""])
 
 
-def _renamed(run: Run, rows: pd.DataFrame) -> Any:
-    """The run with these rows alone, its arms named as the claims expect."""
-    own = copy.copy(run)
-    own.forks = rows.assign(arm=rows["arm"].replace(NAMES))
-    return Runs(run.path, {run.task: own}, {})
+def _renamed(runs: Sequence[Run], rows: pd.DataFrame) -> Runs:
+    """The runs with these rows alone, their arms named as the claims expect."""
+    named, copies = rows.assign(arm=rows["arm"].replace(NAMES)), {}
+    for run in runs:
+        own: Any = copy.copy(run)
+        own.forks = named[named["run"] == run.name].drop(columns="run")
+        copies[run.name] = own
+    return Runs(runs[0].path.parent, copies, {})
 
 
 if __name__ == "__main__":

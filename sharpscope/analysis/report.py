@@ -248,7 +248,9 @@ def fork_sections(runs: Runs) -> Iterator[ForkSection]:
                 columns, rows = fork_table(own, state, comparison)
                 if rows:
                     grids.append(Grid(f"{state}, {COMPARISON_TEXT[comparison]}", columns, tuple(rows)))
-        updates, batches = settings.get("updates", 1), settings.get("batches", "–")
+        updates = settings.get("updates", 1)
+        made = runs.forks[runs.forks["fork"] == name].groupby(["run", "step"])["batch"].nunique()
+        batches = " to ".join(str(count) for count in sorted({int(made.min()), int(made.max())}))
         text = f"{FORK_NOTE} {batches} batches of each state, {updates} step{'' if updates == 1 else 's'} per arm."
         label = f"fork_{name}" if differences["fork"].nunique() > 1 else "forks"
         yield ForkSection(f"Fork {count}", own, tuple(grids), Picture(label, text, fork_effects(own)))
