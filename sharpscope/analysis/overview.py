@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -495,7 +495,8 @@ def _change(start: tuple[float, float], end: tuple[float, float]) -> Change:
 
 
 def _independent(name: str, change_of: Callable[[Run], Change | None]) -> Measure:
-    """A measure whose intervals at the ends of two runs are independent."""
+    """A measure whose intervals at the ends of two runs are independent; computed once for a run, which several pairs may have."""
+    change_of = cache(change_of)
     return Measure(name, change_of, partial(_independent_difference, change_of))
 
 

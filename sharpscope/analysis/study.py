@@ -308,11 +308,10 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def setting_of(run: Run, *without: str) -> dict[str, Any]:
     """The run's flat configuration without NOT_A_SETTING and `without` (keys, or what is below them)."""
-    left_out = (*NOT_A_SETTING, *without)
+    left_out = {*NOT_A_SETTING, *without}
+    below = tuple(f"{name}." for name in left_out)
     return {
-        key: value
-        for key, value in flat(run.config).items()
-        if not any(key == name or key.startswith(f"{name}.") for name in left_out)
+        key: value for key, value in flat(run.config).items() if key not in left_out and not key.startswith(below)
     }
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import re
 from xml.etree import ElementTree
 
 import numpy as np
 import pandas as pd
+import pytest
 import seaborn
 from matplotlib import pyplot as plt
 from matplotlib.ticker import LogLocator
@@ -117,3 +119,38 @@ def test_a_compact_svg_shows_the_same():
     assert set(rules.values()) == styles
     drawn = [e.get("style") for e in one.findall(f".//{name}path")]
     assert [rules.get(e.get("class", "")) for e in two.findall(f".//{name}path")] == drawn
+
+
+@pytest.mark.parametrize(
+    ("scale", "ends", "shown"),
+    [
+        ("log", (1e-5, 1e4), ["10⁻⁴", "10⁻²", "10⁰", "10²", "10⁴"]),
+        ("symlog", (-1e3, 10.0), ["−10³", "−10²", "−10¹", "−10⁰", "0", "10⁰", "10¹"]),
+    ],
+)
+def test_powers_are_plain_text(scale, ends, shown):
+    figure, (axis,) = panels(1)
+    axis.plot([0, 1], ends)
+    axis.set_yscale(scale)
+    finish(figure, [axis])
+    assert [text for text in re.findall(r">([^<>\n]+)</text>", svg_text(figure)) if text in shown] == shown
+
+
+def test_svg_text_is_what_savefig_writes():
+    def drawn():
+        with styled():
+            figure, axes = panels(2)
+            for axis in axes:
+                axis.plot([0, 1], [1e6, 3e7], label="a")
+                axis.set_title("above an offset", loc="left")
+            finish(figure, axes)
+        return figure
+
+    with styled(), io.StringIO() as sink:
+        drawn().savefig(sink, format="svg", metadata={"Date": None})
+        saved = sink.getvalue()
+    one, two = (
+        [(element.tag, element.get("x"), element.get("y"), element.text) for element in ElementTree.fromstring(text).iter()]
+        for text in (saved, svg_text(drawn()))
+    )
+    assert one == two
