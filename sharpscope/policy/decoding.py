@@ -22,7 +22,8 @@ from sharpscope.policy.shared_decoding import SharedDecodeCache, can_share_decod
 
 # Finished rows are removed when they are this share of the batch, since removal copies the cache of the others.
 REMOVE_SHARE = 0.125
-INITIAL_CAPACITY = 64  # positions of the cache after the prompt; doubles when exceeded
+# Positions of the cache after the prompt; doubles when exceeded. Few, since a page of memory costs more than to copy it later.
+INITIAL_CAPACITY = 16
 log = logging.getLogger(__name__)
 
 

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -22,6 +23,7 @@ from sharpscope.policy.cache import GrowingLayer, PromptCache
 from sharpscope.policy.head import bare
 
 ATTENTION = "sharpscope_shared_prompt"
+VECTOR = 16  # a softmax of fewer numbers is ten times as slow on a CPU: they do not fill a vector register
 _running: ContextVar[SharedDecodeCache] = ContextVar("sharpscope_shared_decode_cache")
 
 
@@ -181,8 +183,11 @@ def attend(
         scores = torch.tanh(scores / softcap) * softcap
     if cache.row_padding is not None:
         scores[..., : width - first].masked_fill_(cache.row_padding[..., first:], -torch.inf)
+    positions = scores.shape[3]
+    if scores.device.type == "cpu" and positions < VECTOR:
+        scores = pad(scores, (0, VECTOR - positions), value=-torch.inf)
     wide = torch.promote_types(scores.dtype, torch.float32)
-    weights = torch.softmax(scores, 3, dtype=wide).to(value.dtype)
+    weights = torch.softmax(scores, 3, dtype=wide)[..., :positions].to(value.dtype)
     to_prompt, to_own = weights.split([width - first, key.shape[2]], 3)
     return to_own @ value + cache.by_row(cache.by_prompt(to_prompt) @ prompt_value, repeat)
 
