@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -38,10 +39,47 @@ class LocalPass:
     order: list[int]
 
 
-def local_passes(
+def local_passes(model: nn.Module, structure: Structure, rows: Rows, temperature: float) -> Iterator[LocalPass]:
+    """Walk over all rows in chunks."""
+    for forward in _forwards(model, structure, rows, temperature):
+        found: list[tuple[int, Use, Tensor]] = []
+        if forward.hidden.requires_grad:
+            outs = [use.out for use in forward.uses]
+            gradients = torch.autograd.grad(forward.hidden, outs, forward.start(), allow_unused=True)
+            found = [
+                (i, use, g) for i, (use, g) in enumerate(zip(forward.uses, gradients, strict=True)) if g is not None
+            ]
+        order, uses, cotangents = (list(column) for column in zip(*found, strict=True)) if found else ([], [], [])
+        yield replace(forward.local, uses=uses, cotangents=cotangents, order=order)
+
+
+@dataclass(frozen=True)
+class _Forward:
+    """A chunk of rows before the local backward pass.
+
+    Attributes:
+        local: what is known of the pass, without uses.
+        hidden: (B, L, d) hidden states with their graph.
+        predicts: (B, L) bool, positions that predict the chosen tokens.
+        uses: of the backbone.
+    """
+
+    local: LocalPass
+    hidden: Tensor
+    predicts: Tensor
+    uses: list[Use]
+
+    def start(self) -> Tensor:
+        """Cotangent (B, L, d) of the hidden states."""
+        start = torch.zeros_like(self.hidden)
+        start[self.predicts] = self.local.output.to_hidden
+        return start
+
+
+def _forwards(
     model: nn.Module, structure: Structure, rows: Rows, temperature: float, *, share: bool = False
-) -> Iterator[LocalPass]:
-    """Walk over all rows in chunks.
+) -> Iterator[_Forward]:
+    """Run the rows in chunks.
 
     Args:
         share: read what rows have in common before their first chosen token once: no cotangent goes there.
@@ -59,25 +97,9 @@ def local_passes(
         states = hidden.detach()[predicts]  # (M, d)
         words = ids[predicts][:, None] if structure.tied else None
         output, coupled = head_gradients(states, structure.head, chunk.targets, temperature, words=words)
-        where = predicts.nonzero()
-        uses: list[tuple[int, Use, Tensor]] = []
-        if hidden.requires_grad:
-            start = torch.zeros_like(hidden)
-            start[predicts] = output.to_hidden
-            gradients = torch.autograd.grad(hidden, [use.out for use in recorder.uses], start, allow_unused=True)
-            uses = [
-                (i, use, g) for i, (use, g) in enumerate(zip(recorder.uses, gradients, strict=True)) if g is not None
-            ]
-        yield LocalPass(
-            chunk,
-            states,
-            where,
-            output,
-            None if coupled is None else coupled[:, 0],
-            [use for _, use, _ in uses],
-            [g for _, _, g in uses],
-            [i for i, _, _ in uses],
-        )
+        known = None if coupled is None else coupled[:, 0]
+        local = LocalPass(chunk, states, predicts.nonzero(), output, known, [], [], [])
+        yield _Forward(local, hidden, predicts, recorder.uses)
 
 
 def add_head(ledger: Ledger, structure: Structure, output: HeadGradients) -> None:
@@ -93,22 +115,72 @@ def tally(structure: Structure, local: LocalPass) -> Ledger:
     """Squared local norms (M,) of the tokens of a chunk, by group."""
     ledger = Ledger(structure.groups, torch.zeros_like(local.output.logp))
     add_head(ledger, structure, local.output)
-    b, j = local.where.unbind(1)
     for use, g in zip(local.uses, local.cotangents, strict=True):
-        for name, squares in local_squares(use, g):
-            ledger.add(name, squares[b, j])
-        if use.kind == "embedding" and use.weight == structure.tied and local.coupled is not None:
-            assert use.x is not None
-            pull = local.coupled.masked_fill(use.x[b, j] == (-1 if use.ignored is None else use.ignored), 0.0)
-            cross = torch.linalg.vecdot(use.canonical(g)[b, j, 0].to(pull), local.hidden.to(pull))
-            ledger.add(use.names[0], 2 * pull * cross)
+        for name, squares in _squares(structure, local, use, g):
+            ledger.add(name, squares)
     return ledger
+
+
+def _squares(structure: Structure, local: LocalPass, use: Use, g: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Squared norms (M,) by parameter from a use and its cotangent."""
+    b, j = local.where.unbind(1)
+    for name, squares in local_squares(use, g):
+        yield name, squares[b, j]
+    if use.kind == "embedding" and use.weight == structure.tied and local.coupled is not None:
+        assert use.x is not None
+        pull = local.coupled.masked_fill(use.x[b, j] == (-1 if use.ignored is None else use.ignored), 0.0)
+        cross = torch.linalg.vecdot(use.canonical(g)[b, j, 0].to(pull), local.hidden.to(pull))
+        yield use.names[0], 2 * pull * cross
 
 
 def local_norms(model: nn.Module, structure: Structure, rows: Rows, temperature: float) -> ScoreNorms:
     """Local norms of all chosen tokens. The model must be in eval mode."""
     structure.require_local()
     collector = Collector(rows.shape, torch.promote_types(structure.head.weight.dtype, torch.float32), rows.ids.device)
-    for local in local_passes(model, structure, rows, temperature, share=True):
-        collector.write(local.rows, tally(structure, local))
+    for forward in _forwards(model, structure, rows, temperature, share=True):
+        ledger = Ledger(structure.groups, torch.zeros_like(forward.local.output.logp))
+        add_head(ledger, structure, forward.local.output)
+        for name, squares in _on_the_way(structure, forward):
+            ledger.add(name, squares)
+        collector.write(forward.local.rows, ledger)
     return collector.result("local", None)
+
+
+def _on_the_way(structure: Structure, forward: _Forward) -> list[tuple[str, Tensor]]:
+    """`_squares` of all uses in their order, each made when the backward pass reaches it.
+
+    A use and its cotangent are dropped then: all cotangents together take more than half of what the activations take. Empties
+    `forward.uses`.
+    """
+    uses, found = dict(enumerate(forward.uses)), [list[tuple[str, Tensor]]() for _ in forward.uses]
+    if not forward.hidden.requires_grad:
+        return []
+
+    def take(g: Tensor, index: int) -> None:
+        found[index] = list(_squares(structure, forward.local, uses.pop(index), g))
+
+    for index, use in uses.items():
+        use.out.register_hook(partial(take, index=index))
+    first = _first(forward.uses)
+    forward.uses.clear()
+    torch.autograd.grad(forward.hidden, first, forward.start(), allow_unused=True)
+    return [one for squares in found for one in squares]
+
+
+def _first(uses: Sequence[Use]) -> list[Tensor]:
+    """Outputs of the uses that depend on no other use: a backward pass to them reaches all uses."""
+    nodes = {use.out.grad_fn for use in uses}
+    first = []
+    for use in uses:
+        seen, queue = {use.out.grad_fn}, [use.out.grad_fn]
+        depends = False
+        while queue and not depends:
+            node = queue.pop()
+            assert node is not None
+            earlier = {one for one, _ in node.next_functions if one is not None} - seen
+            depends = not nodes.isdisjoint(earlier)
+            seen |= earlier
+            queue += earlier
+        if not depends:
+            first.append(use.out)
+    return first

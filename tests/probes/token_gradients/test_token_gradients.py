@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 
@@ -296,3 +298,19 @@ def test_a_certain_token_has_no_pull_and_an_impossible_one_a_finite_one():
         values = score_norms(model, ids, mask, tier).values[0]
         assert float(values[-1]) < 1e-30
         assert 0 < float(values[-2]) < float("inf")
+
+
+def test_local_drops_a_cotangent_when_its_squares_are_known(monkeypatch):
+    from sharpscope.probes.token_gradients import local
+
+    seen, alive, local_squares = [], [], local.local_squares
+
+    def squares(use, g):
+        if "gate" in use.names[0] or "up_proj" in use.names[0]:  # the widest
+            alive.append(sum(kept() is not None for kept in seen))
+            seen.append(weakref.ref(g))
+        return local_squares(use, g)
+
+    monkeypatch.setattr(local, "local_squares", squares)
+    run(tiny_model("qwen2", num_hidden_layers=5), random_batch(), check="off")
+    assert len(alive) == 10 and max(alive) <= 1
