@@ -20,7 +20,7 @@ app = typer.Typer(
 
 @app.command("step")
 def step(
-    steps: Annotated[int, typer.Option(help="Measured steps (one more is run to warm up).")] = 6,
+    steps: Annotated[int, typer.Option(help="Measured steps of ours; TRL makes a third (one more each warms up).")] = 18,
     threads: Annotated[int | None, typer.Option(help="CPU threads for both sides.")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="Any field of the run, as path=value.")] = None,
     out: Annotated[Path, typer.Option(help="Folder for the page.")] = Path("experiments/benchmarks"),
@@ -35,10 +35,7 @@ def step(
     from experiments.benchmarks.step import report as page
 
     text = page(compare_with_trl(steps, threads, set_ or ()))
-    typer.echo(text)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "step.md").write_text(text, encoding="utf-8")
-    typer.echo(f"written: {out}/step.md")
+    _show(text, out / "step.md")
 
 
 @app.command("claims-power")
@@ -265,10 +262,7 @@ def rollout(
     from experiments.benchmarks.rollout import report as page
 
     text = page(compare_rollouts(prompts, group_size, slow, repeats, threads, set_ or ()))
-    typer.echo(text)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "rollout.md").write_text(text, encoding="utf-8")
-    typer.echo(f"written: {out}/rollout.md")
+    _show(text, out / "rollout.md")
 
 
 @app.command("generation")
@@ -289,10 +283,7 @@ def generation(
     from experiments.benchmarks.generation import report as page
 
     text = page(*compare_generation(task or ["knights_knaves", "math"], repeats, threads, set_ or ()))
-    typer.echo(text)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "generation.md").write_text(text, encoding="utf-8")
-    typer.echo(f"written: {out}/generation.md")
+    _show(text, out / "generation.md")
 
 
 @app.command("memory")
@@ -334,10 +325,7 @@ def laptop(
     from experiments.benchmarks.laptop import report as page
 
     text = page([measure(name, shape, layers, threads, repeats) for name in part or PARTS])
-    typer.echo(text)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "laptop.md").write_text(text, encoding="utf-8")
-    typer.echo(f"written: {out}/laptop.md")
+    _show(text, out / "laptop.md")
 
 
 @app.command("trl")
@@ -356,10 +344,7 @@ def trl(
     from experiments.benchmarks.trl import measure
 
     text = measure(steps, threads, set_ or ()).markdown()
-    typer.echo(text)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "trl.md").write_text(text, encoding="utf-8")
-    typer.echo(f"written: {out}/trl.md")
+    _show(text, out / "trl.md")
 
 
 @app.command("cell")
@@ -389,6 +374,14 @@ def cell(
         with out.open("a", encoding="utf-8") as file:
             file.write(f"\n{text}")
         typer.echo(f"written: {out}")
+
+
+def _show(text: str, path: Path) -> None:
+    """Print a page and write it."""
+    typer.echo(text)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    typer.echo(f"written: {path}")
 
 
 def main() -> None:

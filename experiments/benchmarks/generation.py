@@ -120,16 +120,14 @@ def _theirs(policy: Policy, prompts: list[list[int]], group_size: int, spec: Sam
     model: Any = policy.model
     with torch.random.fork_rng():
         torch.manual_seed(seed)
+        options = {name: getattr(spec, name) for name in ("temperature", "top_k", "top_p", "max_new_tokens")}
         out = model.generate(
             ids.to(policy.device),
             attention_mask=attention.to(policy.device),
             do_sample=True,
-            temperature=spec.temperature,
-            top_k=spec.top_k,
-            top_p=spec.top_p,
-            max_new_tokens=spec.max_new_tokens,
             pad_token_id=policy.pad_id,
             eos_token_id=list(policy.eos_ids),
+            **options,
         )[:, ids.shape[1] :]
     ended = torch.isin(out, torch.tensor(policy.eos_ids, device=out.device)).long()
     return int((ended.cumsum(1) - ended == 0).sum())  # up to the first end-of-text token, which counts

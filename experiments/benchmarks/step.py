@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import statistics
 import tempfile
+import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from importlib.metadata import version
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,40 +22,95 @@ from sharpscope.training.display import QuietDisplay
 
 REQUIRED = 4.0
 """Least ratio of TRL's time of a step to ours."""
+RUN_STEPS = 100
+"""Steps of the run whose first steps are measured: its schedule of recording, and what the first step's measures are spread over."""
+NEVER = ("rollouts", "tokens", "token_gradients", "rotation", "heldout_influence")
+"""What is not recorded in the training without recording."""
 
 
-@dataclass(frozen=True)
-class StepTimes:
-    """Seconds of each measured step (the first, a warm-up, left out), by the wall clock and of the processor.
+@dataclass
+class Side:
+    """Seconds of a side's steps.
 
     Attributes:
-        seconds: Wall seconds.
+        wall: Wall seconds of each step; the first loads the policy too.
         cpu: Processor seconds, which other programs on the machine hardly change.
         mean_length: Mean completion length [tokens].
-        parts: Shares of our wall seconds: generation, training, recording; empty for TRL.
+        parts: Wall seconds of generation, training and recording of each step but the first; empty for TRL.
     """
 
-    seconds: list[float]
-    cpu: list[float]
-    mean_length: float
-    parts: dict[str, float]
+    wall: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
+    mean_length: float = 0.0
+    parts: dict[str, float] = field(default_factory=dict)
 
-    @property
-    def median(self) -> float:
-        """Median seconds of a step."""
-        return statistics.median(self.seconds)
-
-    @property
-    def median_cpu(self) -> float:
-        """Median processor seconds of a step."""
-        return statistics.median(self.cpu)
+    def mean(self, clock: str) -> float:
+        """Mean seconds of a step but the first; `clock` is wall or cpu."""
+        return statistics.mean(getattr(self, clock)[1:])
 
 
-def compare_with_trl(steps: int = 6, threads: int | None = None, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Times of one GRPO step here (everything recorded) and in TRL, on the same prompts; the ratio is TRL / ours.
+class _Enough(UserError):
+    """The training has made all its steps."""
 
-    Both draw their own completions from the same policy at temperature 1, so that lengths agree in distribution only; both
-    mean lengths are in the result.
+
+class Turns:
+    """A training in a thread of its own, which makes one step whenever it is asked to: so that trainings can alternate.
+
+    Args:
+        work: The training; it calls its argument after every step.
+    """
+
+    def __init__(self, work: Callable[[Callable[[], None]], None]) -> None:
+        self._go, self._done = threading.Semaphore(0), threading.Semaphore(0)
+        self._error: BaseException | None = None
+        self._stop = False
+        self._thread = threading.Thread(target=self._run, args=(work,), daemon=True)
+        self._thread.start()
+
+    def _run(self, work: Callable[[Callable[[], None]], None]) -> None:
+        self._go.acquire()
+        try:
+            work(self._pause)
+        except _Enough:
+            pass
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._done.release()
+
+    def _pause(self) -> None:
+        self._done.release()
+        self._go.acquire()
+        if self._stop:
+            raise _Enough("all steps are made")
+
+    def step(self, side: Side) -> None:
+        """Make a step and add its times to `side`."""
+        wall, cpu = time.perf_counter(), time.process_time()
+        self._go.release()
+        self._done.acquire()
+        if self._error is not None:
+            raise self._error
+        side.wall.append(time.perf_counter() - wall)
+        side.cpu.append(time.process_time() - cpu)
+
+    def end(self) -> None:
+        """End the training."""
+        self._stop = True
+        self._go.release()
+        self._thread.join()
+
+
+def compare_with_trl(steps: int = 18, threads: int | None = None, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Seconds of GRPO steps here, recorded as by default and not recorded at all, and in TRL, on the same prompts.
+
+    The three trainings alternate in one process: two of ours each, then after every third pair one step of TRL. All draw
+    their own completions from the same policy at temperature 1, so that lengths agree in distribution only.
+
+    Args:
+        steps: Measured steps of ours; TRL makes a third. One more of each warms up.
+        threads: Threads of torch; None: all physical cores.
+        overrides: Any field of the run.
 
     Raises:
         UserError: TRL is not installed, or is the version 1.15.0, which does not run this comparison.
@@ -66,104 +121,130 @@ def compare_with_trl(steps: int = 6, threads: int | None = None, overrides: Sequ
         raise UserError("step: TRL is not installed; pip install 'sharpscope[trl]'") from None
     if found == "1.15.0":
         raise UserError("step: TRL 1.15.0 is not supported; pip install 'trl!=1.15.0'")
-    values = {"evaluation.every": 0, "checkpoint.every": 0, "recording.token_gradients_every": 0, "steps": steps + 1}
-    values["update.mini_batches"] = 1  # as in TRL's setting
-    config = build_config(None, [f"{path}={value}" for path, value in values.items()] + list(overrides))
+    values = ["evaluation.every=0", "checkpoint.every=0", f"steps={RUN_STEPS}", "update.mini_batches=1"]  # as in TRL
+    bare = ["probes.preset=off", *(f"recording.{name}_every=0" for name in NEVER)]
     used = environment.set_threads(threads)
+    sides = {name: Side() for name in ("recorded", "bare", "trl")}
     with tempfile.TemporaryDirectory(prefix="sharpscope-bench-") as folder:
-        ours = _ours(config.model_copy(update={"out": folder, "name": "ours", "threads": used}))
-        theirs = _theirs(config, Path(folder), used)
+        configs = {
+            name: build_config(None, [*values, *extra, *overrides, f"out={folder}", f"name={name}"]).model_copy(
+                update={"threads": used}
+            )
+            for name, extra in (("recorded", ()), ("bare", bare))
+        }
+        lengths: list[float] = []
+        turns = {name: Turns(_ours(config)) for name, config in configs.items()}
+        turns["trl"] = Turns(_theirs(configs["bare"], Path(folder), used, lengths))
+        for index in range(steps + 1):
+            for name in ("recorded", "bare", "trl") if index % 3 == 0 else ("recorded", "bare"):
+                turns[name].step(sides[name])
+        for training in turns.values():
+            training.end()
+        for name, config in configs.items():
+            _describe(sides[name], config)
+        sides["trl"].mean_length = statistics.mean(lengths[1:])
     return {
         "threads": used,
-        "trl": found,
-        "completions": config.rollout.prompts_per_step * config.rollout.group_size,
-        "ours_s": ours.median,
-        "trl_s": theirs.median,
-        "ratio": theirs.median / ours.median,
-        "ours_cpu_s": ours.median_cpu,
-        "trl_cpu_s": theirs.median_cpu,
-        "ratio_cpu": theirs.median_cpu / ours.median_cpu,
-        "spread": {
-            "ours_s": (min(ours.seconds), max(ours.seconds)),
-            "trl_s": (min(theirs.seconds), max(theirs.seconds)),
-            "ours_cpu_s": (min(ours.cpu), max(ours.cpu)),
-            "trl_cpu_s": (min(theirs.cpu), max(theirs.cpu)),
-        },
-        "parts": ours.parts,
+        "completions": configs["bare"].rollout.prompts_per_step * configs["bare"].rollout.group_size,
         "versions": {name: version(name) for name in ("torch", "transformers", "trl")},
-        "ours_length": ours.mean_length,
-        "trl_length": theirs.mean_length,
         "steps": steps,
+        **sides,
     }
 
 
-def _ours(config: RunConfig) -> StepTimes:
+def ratios(found: dict[str, Any], clock: str) -> dict[str, float]:
+    """TRL's mean seconds of a step over ours; `clock` is wall or cpu.
+
+    `run` spreads what the first step measures over RUN_STEPS: what it takes beyond the first step of a training that is not
+    recorded.
+    """
+    recorded, bare, trl = (found[name] for name in ("recorded", "bare", "trl"))
+    first = getattr(recorded, clock)[0] - getattr(bare, clock)[0]
+    return {
+        "bare": trl.mean(clock) / bare.mean(clock),
+        "recorded": trl.mean(clock) / recorded.mean(clock),
+        "run": trl.mean(clock) / (recorded.mean(clock) + first / RUN_STEPS),
+    }
+
+
+def _ours(config: RunConfig) -> Callable[[Callable[[], None]], None]:
+    """Train as `config` says, with a pause after every step."""
+
+    def work(pause: Callable[[], None]) -> None:
+        class Clock(QuietDisplay):
+            def step(self, row: Any) -> None:
+                pause()
+
+        train(config, display=Clock())
+
+    return work
+
+
+def _describe(side: Side, config: RunConfig) -> None:
+    """Add lengths and parts from the run's trace."""
     from sharpscope.traces import load_run
 
-    class Clock(QuietDisplay):
-        def __init__(self) -> None:
-            self.cpu: list[float] = []
-
-        def step(self, row: Any) -> None:
-            self.cpu.append(time.process_time())
-
-    clock = Clock()
-    table = load_run(train(config, display=clock).run_dir).steps.iloc[1:]
-    laps = table[["generation_s", "training_s", "recording_s"]]
-    parts = {str(name).removesuffix("_s"): float(value) for name, value in (laps.sum() / laps.to_numpy().sum()).items()}
-    cpu = [b - a for a, b in pairwise(clock.cpu)]
-    return StepTimes(laps.sum(axis=1).tolist(), cpu, float(table["completion_length_mean"].mean()), parts)
+    table = load_run(config.run_dir).steps.iloc[1:]
+    side.mean_length = float(table["completion_length_mean"].mean())
+    side.parts = {name: float(table[f"{name}_s"].sum()) for name in ("generation", "training", "recording")}
 
 
-def _theirs(config: RunConfig, folder: Path, threads: int) -> StepTimes:
-    from transformers import TrainerCallback
+def _theirs(
+    config: RunConfig, folder: Path, threads: int, lengths: list[float]
+) -> Callable[[Callable[[], None]], None]:
+    """Train with TRL, with a pause after every step; the mean completion length of each step is added to `lengths`."""
 
-    class Clock(TrainerCallback):
-        def __init__(self) -> None:
-            self.seconds: list[float] = []
-            self.cpu: list[float] = []
+    def work(pause: Callable[[], None]) -> None:
+        from transformers import TrainerCallback
 
-        def on_step_begin(self, *_: Any, **__: Any) -> None:
-            self.start, self.start_cpu = time.perf_counter(), time.process_time()
+        class Clock(TrainerCallback):
+            def on_log(self, *_: Any, logs: dict[str, Any], **__: Any) -> None:
+                if "completions/mean_length" in logs:  # after every step
+                    lengths.append(float(logs["completions/mean_length"]))
+                    pause()
 
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            self.seconds.append(time.perf_counter() - self.start)
-            self.cpu.append(time.process_time() - self.start_cpu)
+        trl_trainer(config, folder, threads, [Clock()]).train()
 
-    clock = Clock()
-    trainer = trl_trainer(config, folder, threads, [clock])
-    trainer.train()
-    lengths = [row["completions/mean_length"] for row in trainer.state.log_history if "completions/mean_length" in row]
-    return StepTimes(clock.seconds[1:], clock.cpu[1:], statistics.mean(lengths[1:]), {})
+    return work
 
 
 def report(found: dict[str, Any]) -> str:
     """The result as a page of Markdown."""
 
-    def row(name: str, side: str) -> str:
-        (low, high), (low_cpu, high_cpu) = found["spread"][f"{side}_s"], found["spread"][f"{side}_cpu_s"]
-        return (
-            f"| {name} | {found[f'{side}_s']:.2f} ({low:.2f}–{high:.2f}) | {found[f'{side}_cpu_s']:.2f} "
-            f"({low_cpu:.2f}–{high_cpu:.2f}) | {found[f'{side}_length']:.1f} |"
+    def row(name: str, side: Side) -> str:
+        cells = (
+            f"{side.mean(clock):.2f} ({min(getattr(side, clock)[1:]):.2f}–{max(getattr(side, clock)[1:]):.2f})"
+            for clock in ("wall", "cpu")
         )
+        return f"| {name} | {len(side.cpu) - 1} | {' | '.join(cells)} | {side.mean_length:.1f} |"
 
     versions = ", ".join(f"{name} {number}" for name, number in found["versions"].items())
-    parts = ", ".join(f"{name} {share:.0%}" for name, share in found["parts"].items())
+    recorded, wall, cpu = found["recorded"], ratios(found, "wall"), ratios(found, "cpu")
+    total = sum(recorded.parts.values())
+    parts = ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in recorded.parts.items())
     return "\n".join(
         [
             "# A training step against TRL's GRPOTrainer",
             "",
             f"`python -m experiments.benchmarks step`: {found['completions']} completions a step, one update, the same embedded "
-            f"policy, prompts and limits, {found['threads']} threads; {versions}. Medians of {found['steps']} steps (range). Our "
-            "steps record every token, without the periodic gradient norms.",
+            f"policy, prompts and limits, {found['threads']} threads; {versions}. The three trainings alternate in one process. "
+            f'"Recorded": the first {found["steps"] + 1} steps of a run of {RUN_STEPS} with the default recording. Means of all '
+            "steps but the first (range).",
             "",
-            "| | wall seconds | processor seconds | mean completion [tokens] |",
-            "|---|---|---|---|",
-            row("sharpscope", "ours"),
-            row("TRL", "trl"),
+            "| | steps | wall seconds | processor seconds | mean completion [tokens] |",
+            "|---|---|---|---|---|",
+            row("sharpscope, recorded", recorded),
+            row("sharpscope, not recorded", found["bare"]),
+            row("TRL, not recorded", found["trl"]),
             "",
-            f"Ratio TRL / sharpscope: **{found['ratio']:.1f}** by the wall clock, **{found['ratio_cpu']:.1f}** by processor "
-            f"time; required: at least {REQUIRED:g}. Our wall time: {parts}.",
+            "| ratio TRL / sharpscope | processor time | wall clock |",
+            "|---|---|---|",
+            f"| not recorded | {cpu['bare']:.2f} | {wall['bare']:.2f} |",
+            f"| recorded | **{cpu['recorded']:.2f}** | {wall['recorded']:.2f} |",
+            f"| recorded, the first step's measures spread over {RUN_STEPS} steps | {cpu['run']:.2f} | {wall['run']:.2f} |",
+            "",
+            f"Required: at least {REQUIRED:g}. The first step took {recorded.cpu[0]:.1f} processor seconds recorded and "
+            f"{found['bare'].cpu[0]:.1f} not recorded. Our wall time when recorded: {parts}.",
             "",
         ]
     )
