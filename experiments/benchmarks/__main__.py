@@ -20,7 +20,9 @@ app = typer.Typer(
 
 @app.command("step")
 def step(
-    steps: Annotated[int, typer.Option(help="Measured steps of ours; TRL makes a third (one more each warms up).")] = 18,
+    steps: Annotated[
+        int, typer.Option(help="Measured steps of ours; TRL makes a third (one more each warms up).")
+    ] = 18,
     threads: Annotated[int | None, typer.Option(help="CPU threads for both sides.")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="Any field of the run, as path=value.")] = None,
     out: Annotated[Path, typer.Option(help="Folder for the page.")] = Path("experiments/benchmarks"),

@@ -49,7 +49,7 @@ class Side:
         return statistics.mean(getattr(self, clock)[1:])
 
 
-class _Enough(UserError):
+class _EnoughError(UserError):
     """The training has made all its steps."""
 
 
@@ -71,7 +71,7 @@ class Turns:
         self._go.acquire()
         try:
             work(self._pause)
-        except _Enough:
+        except _EnoughError:
             pass
         except BaseException as error:
             self._error = error
@@ -82,7 +82,7 @@ class Turns:
         self._done.release()
         self._go.acquire()
         if self._stop:
-            raise _Enough("all steps are made")
+            raise _EnoughError("all steps are made")
 
     def step(self, side: Side) -> None:
         """Make a step and add its times to `side`."""

@@ -310,9 +310,7 @@ def setting_of(run: Run, *without: str) -> dict[str, Any]:
     """The run's flat configuration without NOT_A_SETTING and `without` (keys, or what is below them)."""
     left_out = {*NOT_A_SETTING, *without}
     below = tuple(f"{name}." for name in left_out)
-    return {
-        key: value for key, value in flat(run.config).items() if key not in left_out and not key.startswith(below)
-    }
+    return {key: value for key, value in flat(run.config).items() if key not in left_out and not key.startswith(below)}
 
 
 def grid_settings(run: Run) -> dict[str, float]:

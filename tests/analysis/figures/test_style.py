@@ -150,7 +150,10 @@ def test_svg_text_is_what_savefig_writes():
         drawn().savefig(sink, format="svg", metadata={"Date": None})
         saved = sink.getvalue()
     one, two = (
-        [(element.tag, element.get("x"), element.get("y"), element.text) for element in ElementTree.fromstring(text).iter()]
+        [
+            (element.tag, element.get("x"), element.get("y"), element.text)
+            for element in ElementTree.fromstring(text).iter()
+        ]
         for text in (saved, svg_text(drawn()))
     )
     assert one == two
