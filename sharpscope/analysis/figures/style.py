@@ -277,8 +277,9 @@ class _Powers(LogFormatterSciNotation):
 
 def _few_ticks(axis: Axis) -> None:
     """On a logarithmic axis of few decades matplotlib labels minor ticks, one over the other."""
-    if type(formatter := axis.get_major_formatter()) is LogFormatterSciNotation:
-        axis.set_major_formatter(_Powers(formatter._base, linthresh=formatter._linthresh))
+    if type(axis.get_major_formatter()) is LogFormatterSciNotation:
+        transform: Any = axis.get_transform()  # logarithmic or symmetric-logarithmic
+        axis.set_major_formatter(_Powers(transform.base))
     low, high = sorted(axis.get_view_interval())  # an inverted axis gives the larger end first
     if axis.get_scale() != "log" or low <= 0:
         return
