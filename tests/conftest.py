@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -50,10 +51,9 @@ def toy_config(tiny_policy: Path, tmp_path: Path):
     return make
 
 
-@pytest.fixture(scope="session")
-def quick():
-    """Figures are made but saved as empty pictures: drawing is tested elsewhere, and slow."""
-
+@contextmanager
+def empty_pictures():
+    """Within it figures are made but saved as empty pictures: drawing is tested elsewhere, and slow."""
     from sharpscope.analysis import output
 
     def save(figure, folder, name):
@@ -65,4 +65,11 @@ def quick():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(output, "save", save)
         patch.setattr("sharpscope.analysis.html.page.svg_text", lambda figure: BLANK)
+        yield
+
+
+@pytest.fixture
+def quick():
+    """Figures are saved as empty pictures."""
+    with empty_pictures():
         yield

@@ -29,6 +29,7 @@ ELSEWHERE = {
     "config/training": "config/test_run",
     "config/warm_start": "warm_start/test_pretraining",
     "forks/state": "forks/test_outcomes",
+    "integrations/hf_trainer/arguments": "integrations/hf_trainer/test_supervised",
     "integrations/hf_trainer/base": "integrations/hf_trainer/test_supervised",
     "integrations/hf_trainer/step": "integrations/hf_trainer/test_supervised",
     "integrations/hf_trainer/trace": "integrations/hf_trainer/test_supervised",

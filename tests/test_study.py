@@ -54,7 +54,7 @@ def test_the_repository_stays_small():
     assert sum(path.is_file() for folder in (REFERENCE, TUNING) for path in folder.rglob("*")) <= 20
 
 
-def test_every_picture_is_remade_from_the_kept_runs(tmp_path: Path):
+def test_every_picture_is_remade_from_the_kept_runs(tmp_path: Path, quick):
     """The first pair gives what one pair can give, and nothing that is not in figures/ too."""
     for name in ("grpo-s0", "grpo-sg-s0"):
         invoke("unpack", str(REFERENCE / name), "--out", str(tmp_path / "part"))

@@ -143,6 +143,16 @@ def _levels(task: Mapping[str, Any]) -> int:
     return next((len(task[key]) for key in ("people", "levels", "hops") if isinstance(task.get(key), list | tuple)), 1)
 
 
+NEEDED = {
+    "C2": ("token_gradients_every",),
+    "C3": ("token_gradients_every",),
+    "C9": ("heldout_influence_every",),
+    "C12": ("tokens_every", "probe_entropy_every"),
+    "C13": ("token_gradients_every",),
+}
+"""Claim → fields of `recording` without which it has no data."""
+
+
 def _planned(claim: Claim, study: Study) -> tuple[int, int, str]:
     """Sample size, number of joined tests, and what will be missing, for one claim."""
     name = claim.name
@@ -153,44 +163,15 @@ def _planned(claim: Claim, study: Study) -> tuple[int, int, str]:
     if not both:
         return 0, 1, f"no run of {study.baseline} or {study.treatment}"
     config = next(iter(both.values())).config
-    recording, probes, evaluation = (config.get(part) or {} for part in ("recording", "probes", "evaluation"))
-    steps = int(config.get("steps", 0))
-
-    def recorded(key: str) -> int:
-        """Number of recorded steps; an upper bound where a budget decides."""
-        every = recording.get(key, 0)
-        every = int(DEFAULT_INTERVALS.get(key, 0) if every is None else every)
-        return steps // every if every else 0
-
-    every = probes.get("every")
-    probed = probes.get("rounds") if every is None else every
+    if off := _not_recorded(name, config):
+        return 0, 1, off
     pairing = study.pairing()
-    off = {
-        "C2": "recording.exact_random or recording.token_gradients_every is 0"
-        if not recorded("token_gradients_every") or not recording.get("exact_random")
-        else "",
-        "C3": "recording.token_gradients_every is 0" if not recorded("token_gradients_every") else "",
-        "C9": "no step is sure to measure held-out influence within recording.budget; set recording.heldout_influence_every"
-        if _budgeted(config, "heldout_influence_every")
-        else "recording.heldout_influence_every is 0"
-        if not recorded("heldout_influence_every")
-        else "",
-        "C13": "recording.token_gradients_every is 0" if not recorded("token_gradients_every") else "",
-        "C12": next(
-            (f"recording.{key} is 0" for key in ("tokens_every", "probe_entropy_every") if not recorded(key)), ""
-        ),
-        "C11": "no curvature probes (probes.curvature)" if not probes.get("curvature") or not probed else "",
-        **{c: "no evaluation" if not evaluation.get("every") else "" for c in ("C7", "C10", "C14")},
-        **dict.fromkeys(("C4", "C5", "C6"), "no probes (probes.every is 0)" if not probed else ""),
-    }
-    if off.get(name):
-        return 0, 1, off[name]
     if name == "C13" and claim.version != "between runs":
         return len({run.seed for run in treatment.values()}), 1, "" if treatment else f"no run of {study.treatment}"
     if name in ("C2", "C3", "C9"):
         seeds = len({run.seed for run in (both if name == "C2" else baseline).values()})
         key = "heldout_influence_every" if name == "C9" else "token_gradients_every"
-        return seeds * recorded(key), 1, ""
+        return seeds * _recorded_steps(config, key), 1, ""
     if name in ("C4", "C7", "C8", "C13"):
         return len(pairing.pairs), 1, pairing.missing
     if name == "C5":
@@ -209,11 +190,36 @@ def _planned(claim: Claim, study: Study) -> tuple[int, int, str]:
         return len(pairs_of.pairs), 2, pairs_of.missing
     if name == "C14":
         return _rates(study)
-    return (
-        3_000 if recorded("tokens_every") else 0,
-        1,
-        "" if recorded("tokens_every") else "recording.tokens_every is 0",
-    )
+    return (3_000, 1, "") if _recorded_steps(config, "tokens_every") else (0, 1, "recording.tokens_every is 0")
+
+
+def _recorded_steps(config: Mapping[str, Any], key: str) -> int:
+    """Number of recorded steps; an upper bound where a budget decides."""
+    every = (config.get("recording") or {}).get(key, 0)
+    every = int(DEFAULT_INTERVALS.get(key, 0) if every is None else every)
+    return int(config.get("steps", 0)) // every if every else 0
+
+
+def _not_recorded(claim: str, config: Mapping[str, Any]) -> str:
+    """What a claim needs and the configuration leaves off; empty if nothing."""
+    recording, probes, evaluation = (config.get(part) or {} for part in ("recording", "probes", "evaluation"))
+    every = probes.get("every")
+    probed = probes.get("rounds") if every is None else every
+    if claim == "C9" and _budgeted(config, "heldout_influence_every"):
+        return "no step is sure to measure held-out influence within recording.budget; set recording.heldout_influence_every"
+    if claim in ("C7", "C10", "C14"):
+        return "" if evaluation.get("every") else "no evaluation"
+    if claim in ("C4", "C5", "C6"):
+        return "" if probed else "no probes (probes.every is 0)"
+    if claim == "C11":
+        return "" if probed and probes.get("curvature") else "no curvature probes (probes.curvature)"
+    if claim == "C2" and not recording.get("exact_random"):
+        return "recording.exact_random or recording.token_gradients_every is 0"
+    for key in NEEDED.get(claim, ()):
+        if not _recorded_steps(config, key):
+            both = "recording.exact_random or " if claim == "C2" else ""
+            return f"{both}recording.{key} is 0"
+    return ""
 
 
 def _grid(study: Study) -> tuple[int, int, str]:

@@ -13,7 +13,7 @@ from sharpscope.config.policy import EMBEDDED_PREFIX
 from sharpscope.errors import UserError
 from sharpscope.policy import check_revision, embedded_policy, load_policy
 from sharpscope.recording import environment
-from sharpscope.tasks import make_task, task_choice
+from sharpscope.tasks import Task, make_task, task_choice
 from sharpscope.tasks.dataset import DatasetTask
 from sharpscope.training.checkpoint import checkpoints
 from sharpscope.training.evaluate import BATCH_COMPLETIONS, EVERY_ROW, evaluate, examples_of
@@ -53,9 +53,7 @@ def evaluate_model(
     """
     from sharpscope.config import build_config
 
-    for option, number in (("--prompts", prompts), ("--samples", samples)):
-        if number < 1:
-            raise UserError(f"{option} {number}: must be at least 1")
+    _check_numbers(prompts, samples, temperatures, pass_at)
     folder, file, step = Path(model), None, 0
     if (folder / "run.json").exists():
         saved = checkpoints(folder)
@@ -69,25 +67,8 @@ def evaluate_model(
         values["task"] = dict(task_choice(task))
     config = build_config(file, overrides, values)
     environment.set_threads(config.threads, config.policy.model)
-    for temperature in temperatures:
-        if not 0 <= temperature < math.inf:
-            raise UserError(f"--temperature {temperature:g}: must be 0 (greedy) or a positive number")
     made = make_task(config.task)
-    wanted = DEFAULT_SPLITS if splits is None else splits
-    present = [split for split in wanted if examples_of(made, split)]
-    missing = [split for split in wanted if split not in present]
-    if not present or (missing and splits is not None):
-        available = [split for split, examples in made.splits().items() if examples]
-        available += [EVERY_ROW] if isinstance(made, DatasetTask) else []
-        raise UserError(
-            f"--split {', '.join(missing)}: the task has {', '.join(available) or 'no splits'}; name one of them, or "
-            "repeat --split for several"
-        )
-    for k in pass_at:
-        if not 1 <= k <= samples:
-            raise UserError(
-                f"-k {k}: pass@k needs from 1 to --samples = {samples} completions per puzzle; raise --samples"
-            )
+    present = _present_splits(made, splits)
     if file is None:
         check_revision(config.policy)
     policy = load_policy(config.policy)
@@ -128,6 +109,35 @@ def evaluate_model(
         save(rows)
     progress.finish()
     return rows
+
+
+def _check_numbers(prompts: int, samples: int, temperatures: Sequence[float], pass_at: Sequence[int]) -> None:
+    for option, number in (("--prompts", prompts), ("--samples", samples)):
+        if number < 1:
+            raise UserError(f"{option} {number}: must be at least 1")
+    for temperature in temperatures:
+        if not 0 <= temperature < math.inf:
+            raise UserError(f"--temperature {temperature:g}: must be 0 (greedy) or a positive number")
+    for k in pass_at:
+        if not 1 <= k <= samples:
+            raise UserError(
+                f"-k {k}: pass@k needs from 1 to --samples = {samples} completions per puzzle; raise --samples"
+            )
+
+
+def _present_splits(task: Task, splits: Sequence[str] | None) -> list[str]:
+    """The named splits, all of which the task must have; None: those of DEFAULT_SPLITS that it has."""
+    wanted = DEFAULT_SPLITS if splits is None else splits
+    present = [split for split in wanted if examples_of(task, split)]
+    missing = [split for split in wanted if split not in present]
+    if not present or (missing and splits is not None):
+        available = [split for split, examples in task.splits().items() if examples]
+        available += [EVERY_ROW] if isinstance(task, DatasetTask) else []
+        raise UserError(
+            f"--split {', '.join(missing)}: the task has {', '.join(available) or 'no splits'}; name one of them, or "
+            "repeat --split for several"
+        )
+    return present
 
 
 def _intervals(row: dict[str, Any], pass_at: Sequence[int]) -> dict[str, float]:

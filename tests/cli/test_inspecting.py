@@ -50,7 +50,7 @@ def test_spikes_names_tokens_prompts_and_probabilities():
     assert spike.step == run.steps.set_index("step").loc[[4, 8, 12], "grad_norm"].idxmax()
 
 
-def test_claims_and_figures_and_analyze_agree(tmp_path: Path):
+def test_claims_and_figures_and_analyze_agree(tmp_path: Path, quick):
     output = invoke("claims", str(EXAMPLE), "--out", str(tmp_path / "claims"))
     assert f"{tmp_path / 'claims'}/claims.md" in output
     lines = [line for line in output.splitlines() if line.startswith("C")]

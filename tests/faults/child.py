@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import errno
 import json
-import multiprocessing
 import os
 import shutil
 import signal
@@ -24,10 +23,10 @@ from typing import Any, Literal
 
 import pyarrow.parquet as pq
 import torch
-import transformers.models.qwen2.modeling_qwen2  # noqa: F401  (else every child imports it)
 
 from sharpscope.training import QuietDisplay, checkpoint, train
 from tests.faults.setting import tiny_config
+from tests.launched import server
 
 Moment = Literal["before", "inside", "after", "refused"]
 HANG_S = 180.0
@@ -289,8 +288,7 @@ def start_child(
     **changes: Any,
 ) -> Child:
     """As `run_child`, without waiting."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
+    context = server()
     mine, theirs = context.Pipe(duplex=False)
     process = context.Process(
         target=_main,

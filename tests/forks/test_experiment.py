@@ -186,7 +186,7 @@ def test_a_model_without_a_run_gets_a_folder_of_its_own(tiny_policy, tmp_path, m
         )
 
 
-def test_the_report_has_a_section_with_the_figure_the_tables_and_a_csv(trained, tmp_path):
+def test_the_report_has_a_section_with_the_figure_the_tables_and_a_csv(trained, tmp_path, quick):
     folder = tmp_path / "forks"
     options = {"methods": ["grpo", "<b>=ar"], "prompts": 3, "batches": 2, "checkpoint": [0, 2]}
     sharpscope.fork(trained.run_dir, out=folder, **options)

@@ -1,11 +1,7 @@
-"""What each of two processes does (gloo): train SFT, DPO and GRPO with DDP and FSDP2, with and without the recorder.
-
-python -m tests.integrations.two_processes FOLDER
-"""
+"""What each of two processes does (gloo): train SFT, DPO and GRPO with DDP and FSDP2, with and without the recorder."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -61,7 +57,8 @@ def fsdp2() -> Iterator[None]:
         yield
 
 
-def main(folder: Path) -> None:
+def train_all(folder: Path) -> None:
+    """Train with each maker, and keep the weights before each update and at the end of every process in kept.pt."""
     kept = {}
     for name, (make, arguments, weighted) in MAKERS.items():
         sharded = name.endswith("fsdp2")
@@ -81,7 +78,3 @@ def main(folder: Path) -> None:
     if distributed.is_rank_zero():
         torch.save(every, folder / "kept.pt")
     torch.distributed.barrier()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -14,7 +14,7 @@ import sharpscope
 from sharpscope.traces import TABLES, timing_columns, update_run_info
 from sharpscope.training import learner, train
 from sharpscope.training.checkpoint import checkpoints
-from tests.training.launched import keep_gradient, launch
+from tests.launched import keep_gradient, launch
 
 RECORDED = {
     "policy.dtype": "float64",

@@ -130,6 +130,17 @@ def granulated(frame: pd.DataFrame, quantity: str, axes: list[str], held: list[s
     )
 
 
+def _axes(study: Study, frame: pd.DataFrame) -> tuple[list[str], list[str], str]:
+    """Settings that vary, those of them that are axes of the grid, and why weight decay is none, if it is not."""
+    varied = [axis for axis in GRID if axis in frame and frame[axis].nunique() > 1]
+    shrunk = max((shrinkage(study.finished[name]) for name in frame["run"]), default=0.0)
+    axes = [axis for axis in varied if axis != HELD]
+    if "weight decay" not in axes or shrunk >= LEAST_SHRINKAGE:
+        return varied, axes, ""
+    axes.remove("weight decay")
+    return varied, axes, f"; weight decay takes off at most {shrunk:.1%} of a weight, too little for an axis"
+
+
 def test(study: Study) -> Finding:
     """Ψ of adaptive sharpness and gap over group size and weight decay, at fixed learning rate, method and seed."""
     frame = grid_frame(study)
@@ -137,17 +148,13 @@ def test(study: Study) -> Finding:
         return Finding(
             missing=f"no run has a gap and sam and asam sharpness of {FUNCTIONAL}, at a radius and on a probe set that all share"
         )
-    varied = [axis for axis in GRID if axis in frame and frame[axis].nunique() > 1]
-    shrunk = max((shrinkage(study.finished[name]) for name in frame["run"]), default=0.0)
-    inert = ["weight decay"] if "weight decay" in varied and shrunk < LEAST_SHRINKAGE else []
-    axes = [axis for axis in varied if axis not in (HELD, *inert)]
-    why = f"; weight decay takes off at most {shrunk:.1%} of a weight, too little for an axis" if inert else ""
+    varied, axes, why = _axes(study, frame)
     if not axes:
         return Finding(
             missing=f"no grid: the runs vary {', '.join(varied) or 'no setting'}{why}; group size or weight decay "
             "must vary at a fixed learning rate"
         )
-    held = [name for name in (HELD, *inert) if name in varied]
+    held = [name for name in varied if name not in axes]
     # runs with no other one to be compared with (more seeds of one setting, other learning rates) are none of the grid
     alone = frame.groupby(["method", "seed", *held])["run"].transform("size") == 1
     frame = frame[~alone].reset_index(drop=True)

@@ -16,6 +16,7 @@ from sharpscope.analysis.claims.base import (
     Confounder,
     Finding,
     Rule,
+    Source,
     Verdict,
     difference_estimate,
     difference_figure,
@@ -78,13 +79,15 @@ def test(study: Study) -> Finding:
             for rate, frame in frames.items()
         )
     )
-    sides = {
-        "below": [r for r in tested if r < own],
-        "above": [r for r in tested if r > own],
-    }
-    lacking = [side for side, rates in sides.items() if not rates]
-    if own not in tested:
-        lacking.append("equal to")
+    lacking = [
+        side
+        for side, there in (
+            ("below", any(rate < own for rate in tested)),
+            ("above", any(rate > own for rate in tested)),
+            ("equal to", own in tested),
+        )
+        if not there
+    ]
     if lacking:
         return Finding(
             missing=f"no learning rate of {study.baseline} {' and '.join(lacking)} that of {study.treatment} ({own:g}) has "
@@ -126,18 +129,14 @@ def test(study: Study) -> Finding:
         frames={"rates": pd.concat([f.assign(rate=rate) for rate, f in frames.items()], ignore_index=True)},
         dose=dose_of(list(study.alike(study.treatment).values()), study.treatment),
         samples=tuple(
-            sample_of(
-                f"held-out accuracy against lr {rate:g}",
-                frame,
-                "higher",
-                margin,
-                paired_noise(
-                    [(study.finished[p.baseline], study.finished[p.treatment]) for p in pairings[rate].pairs], "heldout"
-                ),
-            )
+            sample_of(f"held-out accuracy against lr {rate:g}", frame, "higher", margin, _noise(study, pairings[rate]))
             for rate, frame in tested.items()
         ),
     )
+
+
+def _noise(study: Study, pairing: Pairing) -> Source | str:
+    return paired_noise([(study.finished[p.baseline], study.finished[p.treatment]) for p in pairing.pairs], "heldout")
 
 
 UNIT = "share of completions, treatment − baseline at that rate"

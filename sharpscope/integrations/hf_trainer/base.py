@@ -24,8 +24,7 @@ from sharpscope.policy import make_policy
 from sharpscope.policy.scoring import Scorer
 from sharpscope.policy.sharding import ModelView, gathered_copy, is_sharded, reshard, unsharded
 from sharpscope.probes import guarded
-from sharpscope.recording import Observers, StepResult, StepTokens, clip_factor, gradient_norm, update_norm
-from sharpscope.recording.norms import total_norm
+from sharpscope.recording import Observers, StepResult, StepTokens, clip_factor, gradient_norm, total_norm, update_norm
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import pytest
 
 from sharpscope.analysis import AnalysisResult, analyze
 from tests.analysis.html.runs import write_report_run
+from tests.conftest import empty_pictures
 
 
 @dataclass(frozen=True)
@@ -33,11 +34,12 @@ class Made:
 
 
 @pytest.fixture(scope="session")
-def made(tmp_path_factory, quick) -> Made:
+def made(tmp_path_factory) -> Made:
     folder = tmp_path_factory.mktemp("report")
     for method in ("grpo", "grpo-sg"):
         write_report_run(folder / "runs" / f"{method}-s0", method, spike=method == "grpo")
-    return Made(analyze(folder / "runs", folder / "out"), folder / "runs")
+    with empty_pictures():
+        return Made(analyze(folder / "runs", folder / "out"), folder / "runs")
 
 
 @pytest.fixture(scope="session")

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +25,8 @@ from transformers import Trainer
 from sharpscope.integrations import trl as trl_integration
 from sharpscope.integrations.hf_trainer import record
 from tests.integrations.trainers import Weights, dpo_trainer, evens, plain_trainer, sft_trainer, small_model, tokenizer
+from tests.integrations.two_processes import train_all
+from tests.launched import run_ranks
 
 ALL = {"token_gradients_every": 1, "exact_top": 2, "exact_random": 2}
 DROPOUT = {"architecture": "gpt2", "model": {"resid_pdrop": 0.2, "attn_pdrop": 0.2}}
@@ -199,19 +197,7 @@ def test_a_loss_with_factors_held_constant_has_no_critical_sharpness(make, argum
 def two_processes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[Any, Any]]]:
     """The folder of two_processes.py, and for each process the weights before each update and at the end."""
     folder = tmp_path_factory.mktemp("ddp")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(port)]
-    environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, "-m", "tests.integrations.two_processes", str(folder)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_ranks(folder, train_all, folder)
     return folder, torch.load(folder / "kept.pt", weights_only=True)
 
 
@@ -485,7 +471,7 @@ def test_detach_gives_the_trainer_back(tmp_path: Path):
 
 
 @pytest.mark.parametrize("make", [sft_trainer, dpo_trainer])
-def test_commands_read_it(make, tmp_path: Path):
+def test_commands_read_it(make, tmp_path: Path, quick):
     one = make(tmp_path / "t", max_steps=10)
     run = tmp_path / "run"
     record(one, run, recording={"token_gradients_every": 5})

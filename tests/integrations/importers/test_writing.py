@@ -116,7 +116,7 @@ def said(*arguments: str, code: int = 0) -> str:
     return result.output
 
 
-def test_every_command_reads_imports(export, tmp_path: Path):
+def test_every_command_reads_imports(export, tmp_path: Path, quick):
     source, _ = export
     write_lines(tmp_path / "v" / "1.jsonl", [{"input": "q", "output": "a<b>", "score": 1.0}] * 2)
     write_lines(tmp_path / "t.jsonl", ROWS)

@@ -42,7 +42,7 @@ def test_show(runs: Path):
     assert "weighted · finished" in text and "10 of 10" in text and "weights (sigmoid)" in text
 
 
-def test_analyze_and_report(runs: Path, tmp_path: Path):
+def test_analyze_and_report(runs: Path, tmp_path: Path, quick):
     said("analyze", str(runs / "weighted"), "--out", str(tmp_path / "report"))
     names = {path.name for path in (tmp_path / "report").iterdir()}
     assert "report.md" in names and any(name.endswith(".png") for name in names)

@@ -221,7 +221,7 @@ def test_packed_sequences(tmp_path: Path):
     np.testing.assert_allclose(tables[1][1]["grad_norm"], tables[0][1]["grad_norm"], rtol=1e-4)
 
 
-def test_commands_read_ten_steps_and_a_checkpoint_adds_shares(tmp_path: Path):
+def test_commands_read_ten_steps_and_a_checkpoint_adds_shares(tmp_path: Path, quick):
     small_model().save_pretrained(tmp_path / "model")
     tokenizer().save_pretrained(tmp_path / "model")
     path = tmp_path / "run"
