@@ -21,7 +21,7 @@ Check = Literal["off", "first", "always"]
 # Defaults of each preset; fields set by the user take precedence.
 PRESETS: dict[str, dict[str, Any]] = {
     "off": {"every": 0, "prompts": 32, "heldout_prompts": 32},
-    # Ten rounds took about 7 % of a default run of 100 steps; recording.budget makes three of them there.
+    # Ten rounds take at most 5 % of a default run of 100 steps (experiments/benchmarks/speed.md).
     "light": {
         "functionals": ("nll",),
         "prompts": 20,
@@ -179,7 +179,12 @@ class ProbesSpec(Spec):
         ("sam", "asam", "average"), description="Sharpness measures, at every radius."
     )
     worst_steps: int = Field(20, ge=1, description="Maximum number of steps of the projected gradient ascent.")
-    average_samples: int = Field(2, ge=2, description="Antithetic pairs for average-case sharpness.")
+    average_samples: int = Field(
+        2,
+        ge=2,
+        description="Antithetic pairs for average-case sharpness, each on its own part of the prompts if there are at least two prompts for "
+        "a pair, else on all.",
+    )
     m: int = Field(0, ge=0, description="Examples per group of m-sharpness (SAM), at every radius; 0: none.")
     slices: bool = Field(
         True,
@@ -251,11 +256,13 @@ class ProbesSpec(Spec):
         curvature = eigen + trace + self.trace_probes + max(self.density_samples - 1, 0) * self.density_steps
         curvature *= 1 + int(self.gauss_newton)
         curvature += eigen * (groups * int(self.groups) + int(self.preconditioned))
+        # Pairs on parts of the prompts cost one pair on all.
+        average = 2 * value * (1 if self.prompts >= 2 * self.average_samples else self.average_samples)
         each = {
             "sam": value,
             "asam": value,
-            "average": 2 * value * self.average_samples,
-            "adaptive_average": 2 * value * self.average_samples,
+            "average": average,
+            "adaptive_average": average,
             "worst": gradient * (1 + self.worst_steps),
             "adaptive_worst": gradient * (1 + self.worst_steps),
         }

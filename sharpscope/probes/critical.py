@@ -109,7 +109,7 @@ def critical_sharpness(
     *,
     guess: float,
     slope: float | None = None,
-    start: float | None = None,
+    start: Tensor | float | None = None,
     noise: float | None = None,
     tolerance: float = 1 / 16,
     max_evaluations: int = 40,
@@ -137,7 +137,7 @@ def critical_sharpness(
             `update_direction`. The update is θ ← θ − η·Δ.
         guess: first η to try, such as the learning rate or the last `lr` found.
         slope: Δᵀg if the gradient is known, which saves about one evaluation and detects Δᵀg ≤ 0 without any.
-        start: L(θ) if already computed in the same way, which saves an evaluation; leave it out for a loss by prompt.
+        start: L(θ) if already computed in the same way, by prompt if `loss_fn` is, which saves an evaluation.
         noise: differences of the loss up to this are treated as rounding; None: relative to L(θ), 4 times the resolution of the
             loss's dtype, or an eighth of that of the parameters' if this is larger. Give it for losses near 0 and for autocast.
         tolerance: relative width of the bracket.
@@ -154,11 +154,12 @@ def critical_sharpness(
         )
     began = time.perf_counter()
     with _Line(loss_fn, parameters, direction) as line:
-        start = line.loss(0.0) if start is None else start
+        loss = line.loss(0.0) if start is None else line.noted(0.0, start)
         if noise is None:
-            noise = max(4 * line.loss_resolution, line.resolution / 8) * abs(start)
-        search = _Search(lambda eta: line.loss(eta) - start, noise, slope, tolerance, max_evaluations - 1)
-        if not math.isfinite(start):
+            noise = max(4 * line.loss_resolution, line.resolution / 8) * abs(loss)
+        left = max_evaluations - line.evaluations
+        search = _Search(lambda eta: line.loss(eta) - loss, noise, slope, tolerance, left)
+        if not math.isfinite(loss):
             outcome: Outcome = "not finite"
         elif slope is not None and slope <= 0:
             outcome = "not descent"
@@ -167,7 +168,7 @@ def critical_sharpness(
         rounding = line.rounding(search.root) if outcome == "found" else math.nan
         std_error = search.std_error(line.by_prompt) if outcome == "found" else math.nan
         evaluations = line.evaluations
-    why = _reason(outcome, start, search, noise)
+    why = _reason(outcome, loss, search, noise)
     if outcome == "found" and rounding > ROUNDING:
         why = f"rounding to the parameters' dtype changes the step by {rounding:.0%}; measure in float32"
     lr = search.root if outcome == "found" else math.nan
@@ -178,7 +179,7 @@ def critical_sharpness(
         upper=search.upper,
         outcome=outcome,
         slope=search.first_slope if slope is None else slope,
-        loss=start,
+        loss=loss,
         depth=search.depth,
         evaluations=evaluations,
         rounding=rounding,
@@ -361,7 +362,10 @@ class _Line:
         self._rewind()
         self.evaluations += 1
         with torch.no_grad():
-            value = self.loss_fn()
+            return self.noted(eta, self.loss_fn())
+
+    def noted(self, eta: float, value: Tensor | float) -> float:
+        """A loss as one number, the same in every process; values by prompt are kept."""
         if isinstance(value, Tensor):
             if value.numel() < 1 or value.dim() > 1 or not value.is_floating_point():
                 raise UserError(

@@ -150,7 +150,8 @@ def sharpness(
     - `worst`: projected gradient ascent in the ball, starting after one step of `sam`; a lower bound of the maximum. With
       `adaptive` the ball is ‖T⁻¹ε‖ ≤ rho.
     - `average`: mean over ε = rho/√P·T∘z with z standard normal, so that E‖u‖² = rho²; to second order rho²/(2P)·tr H. Pairs
-      ±ε cancel the first-order noise.
+      ±ε cancel the first-order noise. Where the loss is known by prompt (the probes of a run), each pair is evaluated on its
+      own part of the prompts.
 
     Parameters, `.grad`, random state and attention kernel are restored afterwards, also if this raises.
 
@@ -323,29 +324,37 @@ def _rise(surface: Surface, loss: float, base: Tensor | None) -> tuple[float, Te
     return float((values - base).mean()), values - base
 
 
-def gradient_norm(surface: Surface, at: tuple[float, Tensor], base: Tensor, rho: float) -> Estimate:
+def gradient_norm(
+    surface: Surface, at: tuple[float, Tensor], base: Tensor, rho: float, ahead: Tensor | None = None
+) -> Estimate:
     """‖∇L‖₂ with its standard error over prompts: row `gradient_norm` of the `probes` table.
 
-    The values by prompt are ⟨∇L_i, ∇L⟩/‖∇L‖, from a central difference of the losses at θ ± (rho/4)·∇L/‖∇L‖.
+    The values by prompt are ⟨∇L_i, ∇L⟩/‖∇L‖, the slopes at 0 of the parabola through the losses at θ + t·∇L/‖∇L‖ with t = 0,
+    −rho/16 and rho, the point of `sam`; without this, t = ±rho/4. The error of both is rho²/16·L'''/6, L''' along the gradient.
 
     Args:
         surface: surface, already guarded.
         at: L(θ) and ∇L(θ).
         base: `surface.by_prompt()` at θ.
         rho: radius that the loss's resolution suits [parameters' L2 norm].
+        ahead: (k,) `by_prompt` of `sam` at this radius, which saves an evaluation.
     """
     began = time.perf_counter()
     norm = float(at[1].double().norm())
     estimate = Estimate("perturbation", "gradient_norm", norm)
     if not (norm > 0 and math.isfinite(norm)):
         return replace(estimate, why="" if norm == 0 else "the gradient is not finite", prompts=len(base))
-    reach, sides = rho / 4, []
-    for sign in (1.0, -1.0):
-        with moved(surface.parameters, at[1] * (sign * reach / norm)):
+
+    def quotient(t: float) -> Tensor:
+        with moved(surface.parameters, at[1] * (t / norm)):
             rise = _rise(surface, at[0], base)[1]
         assert rise is not None
-        sides.append(rise)
-    values = (sides[0] - sides[1]) / (2 * reach)
+        return rise / t
+
+    if ahead is None or not bool(ahead.isfinite().all()):
+        values = (quotient(rho / 4) + quotient(-rho / 4)) / 2
+    else:
+        values = (ahead / rho + 16 * quotient(-rho / 16)) / 17
     return replace(with_prompts(estimate, values - values.mean() + norm), seconds=time.perf_counter() - began)
 
 
@@ -376,6 +385,8 @@ def _average(
     loss: float,
     base: Tensor | None,
 ) -> _Measured:
+    if base is not None and len(base) >= 2 * samples:
+        return _average_of_parts(surface, rho, scale, samples, generator, base)
     rises, by_prompt = [], None if base is None else torch.zeros_like(base)
     for _, z in zip(range(samples), _directions(surface, generator), strict=False):
         step = _step(z.mul_(rho / math.sqrt(z.numel())), scale)
@@ -389,6 +400,31 @@ def _average(
         rises.append(sum(pair) / 2)
     drawn = torch.tensor(rises, dtype=torch.float64)
     return _Measured(float(drawn.mean()), samples, float(drawn.std()) / math.sqrt(samples), by_prompt=by_prompt)
+
+
+def _average_of_parts(
+    surface: Surface, rho: float, scale: Tensor | None, samples: int, generator: torch.Generator, base: Tensor
+) -> _Measured:
+    """Average-case sharpness with one pair ±ε for each of `samples` parts of the prompts, which costs two losses in all.
+
+    As each part's rise is unbiased over its ε, so is their sum. The standard error over the draws counts a part and its pair as
+    one draw, so that it includes the differences between parts.
+    """
+    rises = -base
+    parts = [torch.arange(first, len(base), samples) for first in range(samples)]
+    for part, z in zip(parts, _directions(surface, generator), strict=False):
+        step = _step(z.mul_(rho / math.sqrt(z.numel())), scale)
+        for sign in (1.0, -1.0):
+            with moved(surface.parameters, step * sign):
+                values = surface.by_prompt(part)
+            assert values is not None
+            rises = rises + values / 2
+    value = float(rises.mean())
+    off = torch.stack(
+        [(rises[part] - value).sum() / len(base) for part in parts]
+    )  # a part's rise less its share of the mean
+    error = math.sqrt(samples / (samples - 1) * float(off.square().sum()))
+    return _Measured(value, samples, error, by_prompt=rises)
 
 
 def _worst(

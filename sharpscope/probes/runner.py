@@ -407,7 +407,8 @@ def _perturbations(
     grid = sharpness_grid(
         surface, spec.rhos, kinds, steps=spec.worst_steps, samples=spec.average_samples, seed=seed, at=at, base=base
     )
-    rows = [replace(gradient_norm(surface, at, base, spec.rhos[0]), seed=seed)]
+    ahead = [point.by_prompt for point in grid if point.kind == "sam" and point.rho == spec.rhos[0]]
+    rows = [replace(gradient_norm(surface, at, base, spec.rhos[0], *ahead), seed=seed)]
     rows += [row for point in grid for row in point.estimates()]
     if spec.m:
         count = len(surface.objective.batch)

@@ -34,8 +34,12 @@ class Surface(Protocol):
         """L(θ) at the parameters' present values."""
         ...
 
-    def by_prompt(self) -> Tensor | None:
-        """One value for each prompt, (k,) float64, with mean L(θ) (see `Objective.by_prompt`); None if prompts are not known."""
+    def by_prompt(self, prompts: Tensor | None = None) -> Tensor | None:
+        """One value for each prompt, (k,) float64, with mean L(θ) (see `Objective.by_prompt`); None if prompts are not known.
+
+        With the indices of some `prompts`, those of the loss without the other prompts' parts, which are not computed; the
+        values for a partition of the prompts sum to those of L(θ).
+        """
         ...
 
     def gradient(self) -> tuple[float, Tensor]:
@@ -194,7 +198,7 @@ class ClosureSurface:
         with torch.no_grad():
             return float(self.loss().double())
 
-    def by_prompt(self) -> None:
+    def by_prompt(self, prompts: Tensor | None = None) -> None:
         """None: the prompts of a closure are not known."""
 
     def gradient(self) -> tuple[float, Tensor]:

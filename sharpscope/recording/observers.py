@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -56,7 +56,9 @@ if TYPE_CHECKING:
 
 
 HELD_CONSTANT = ("cispo", "dppo", "vespo")  # surrogates with a factor of the ratio that has no gradient
-GUESS = 16.0  # first step size of the line search for the critical sharpness, in learning rates
+GUESS = 16.0  # first step size of a run's first line search for the critical sharpness, in learning rates
+TOLERANCE = 0.25  # relative width of the bracket in which the critical learning rate is interpolated
+EVALUATIONS = 12  # largest number of losses of a line search
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,16 @@ class Observers:
         self.fixed: Rollouts | None = None  # solutions of the probe set, for the entropy at fixed tokens
         self.refused: set[str] = set()  # columns that are left out for the rest of the run
         self.checked: set[str] = set()  # columns that have passed their self-check
+        self.critical_lr: float | None = None  # η_c found last, from which the next line search starts
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint, as JSON."""
+        return self.budget.state() | {"critical_lr": self.critical_lr}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from a checkpoint."""
+        self.critical_lr = state.get("critical_lr")
+        self.budget.restore({name: value for name, value in state.items() if name != "critical_lr"})
 
     def start(self, task: Task, info: dict[str, Any]) -> list[Event]:
         """Load or build the probe set, where a schedule needs one; `info` is run.json."""
@@ -220,7 +232,7 @@ class StepObserver:
         optimizer: torch.optim.Optimizer,
         loss_fn: Callable[[], Tensor | float],
         *,
-        loss: float | None = None,
+        start: Tensor | float | None = None,
         clip_factor: float | None,
     ) -> None:
         """Measure the critical sharpness of the first update, if it is due.
@@ -232,19 +244,19 @@ class StepObserver:
             optimizer: about to make the step.
             loss_fn: the update's loss at the present weights, or one value for each prompt, (k,), with this mean; everything else
                 as it was at the start of the step.
-            loss: its value, if already computed; leave it out for a loss by prompt.
+            start: its value, by prompt if `loss_fn` is, if already computed.
             clip_factor: what clipping has multiplied the gradient by; None if `.grad` is not the gradient of the loss (SAM).
         """
         if self.critical_due:
             with self._timed(CRITICAL):
-                self.fill("critical_sharpness", lambda _: self._critical(model, optimizer, loss_fn, loss, clip_factor))
+                self.fill("critical_sharpness", lambda _: self._critical(model, optimizer, loss_fn, start, clip_factor))
 
     def _critical(
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         loss_fn: Callable[[], Tensor | float],
-        loss: float | None,
+        start: Tensor | float | None,
         clip_factor: float | None,
     ) -> None:
         clip = self.run.config.method.clip.kind
@@ -261,12 +273,16 @@ class StepObserver:
             loss_fn,
             model,
             direction,
-            guess=GUESS * (lr or self.run.config.optimizer.lr),
+            guess=self.run.critical_lr or GUESS * (lr or self.run.config.optimizer.lr),
             slope=None if clip_factor is None else update_slope(model, direction, clip_factor),
             # The loss is near 0 and its terms are not; low precision averages out over tokens.
             noise=self._scale * (resolution / 8 if compute in (torch.bfloat16, torch.float16) else 4 * resolution),
-            start=loss,
+            start=start,
+            tolerance=TOLERANCE,
+            max_evaluations=EVALUATIONS,
         )
+        if critical.outcome == "found":
+            self.run.critical_lr = critical.lr
         rows = critical.estimates()
         if lr > 0:
             rows.append(Estimate("critical", "critical_threshold", 2 / lr))

@@ -30,6 +30,7 @@ from sharpscope.objective import (
 )
 from sharpscope.policy import Rollouts, TokenStats
 from sharpscope.policy.adapters import without_adapters
+from sharpscope.policy.forward import Scored
 from sharpscope.policy.scoring import Scorer, shortest_row, write_stats
 from sharpscope.policy.sharding import ModelView, gathered_copy
 from sharpscope.probes import coming_step, noise_rotation, rotation
@@ -67,13 +68,14 @@ class AppliedUpdate:
         index: within the step, from 0.
         loss: at the present weights.
         clip_factor: what clipping has multiplied the gradient by; None if a sharpness method has reshaped it.
-        loss_fn: makes the loss as a function of the weights, by prompt (k,) with mean L; every process must call that function.
+        loss_fn: makes the loss as a function of the weights, by prompt (k,) with mean L, and its value at the present weights,
+            None if that takes a forward pass; every process must call the function.
     """
 
     index: int
     loss: float
     clip_factor: float | None
-    loss_fn: Callable[[], Callable[[], Tensor]]
+    loss_fn: Callable[[], tuple[Callable[[], Tensor], Tensor | None]]
 
 
 BeforeOptimizer = Callable[[AppliedUpdate], None]
@@ -340,30 +342,56 @@ class _Updates:
             learner.entropy_control.count(self.method.entropy, gradient.entropy)
         return described
 
-    def _loss_fn(self, gradient: _Gradient) -> Callable[[], Tensor]:
-        """The loss of an update by prompt (k,) as a function of the weights: π_old, advantages and token weights stay as they are."""
+    def _loss_fn(self, gradient: _Gradient) -> tuple[Callable[[], Tensor], Tensor | None]:
+        """The loss of an update by prompt (k,) as a function of the weights: π_old, advantages and token weights stay as they are.
+
+        Its value at the present weights follows without a forward pass at a step's first update, whose policy is π_old, unless
+        low precision makes log-probabilities depend on the microbatch.
+        """
         plan = self.plan
         if plan is None:  # of the pass that computed the gradient
             stats = self.tokens.stats
             tensors = step_tensors(self.rollouts, self.advantage, stats, stats.logp, self.progress, self.method)
             plan = prepare(self.method, tensors)
-        return lambda: self._loss(plan, gradient.rows, gradient.pass_index)
+        start, scorer = None, self.learner.scorer
+        coarse = (scorer.compute or self.learner.parameters[0].dtype) in (torch.bfloat16, torch.float16)
+        if gradient.index == 0 and not coarse and not self._needs_passes:
+            start = self._loss(plan, gradient.rows, gradient.pass_index, known=self.tokens.stats.logp)
+        return lambda: self._loss(plan, gradient.rows, gradient.pass_index), start
+
+    @property
+    def _needs_passes(self) -> bool:
+        """Whether the loss depends on more than the policy's log-probabilities."""
+        learner = self.learner
+        return self.method.needs_entropy or learner.reference is not None or learner.proximal is not None
 
     @torch.no_grad()
-    def _loss(self, plan: Plan, rows: Tensor, pass_index: int) -> Tensor:
-        """k·(part of L) of each of the k prompts of some rows at the present weights, (k,) float64 with mean L."""
+    def _loss(self, plan: Plan, rows: Tensor, pass_index: int, known: Tensor | None = None) -> Tensor:
+        """k·(part of L) of each of the k prompts of some rows at the present weights, (k,) float64 with mean L.
+
+        Rows without advantage and penalty, whose part is 0 at all weights unless the loss has further terms, are not run.
+        `known` are log-probabilities (N, T) that save the forward passes.
+        """
         learner, rollouts, scorer = self.learner, self.rollouts, self.learner.scorer
         mask, dtype = loss_mask(rollouts, self.method)[rows], self.tokens.stats.logp.dtype
         normalizer = token_normalizer(self.method, mask, learner.max_new_tokens, keep=plan.keep[rows], dtype=dtype)
         position = {int(row): index for index, row in enumerate(rows)}
         prompts = rollouts.group[rows].unique().cpu()
         total = torch.zeros(len(prompts), dtype=torch.float64)
+        if not self.method.needs_entropy and not (self.method.kl.coef > 0 and not self.method.kl_in_reward):
+            rows = rows[((plan.advantage[rows] != 0) | (plan.penalty[rows] != 0)).any(dim=1).to(rows.device)]
+        if not len(rows):
+            return total
         _, batches = scorer.split(rollouts, rows)
-        idle = scorer.idle_passes(batches)
+        idle = scorer.idle_passes(batches) if known is None else 0
         for micro in batches:
             local = torch.tensor([position[int(row)] for row in micro])
             part = rollouts.rows(micro)
-            scored = scorer.score(part, entropy=self.method.needs_entropy)
+            scored = (
+                Scored(known[micro], None)
+                if known is not None
+                else scorer.score(part, entropy=self.method.needs_entropy)
+            )
             reference, proximal = (self._frozen_logp(one, part) for one in (learner.reference, learner.proximal))
             for index, prompt in enumerate(prompts.tolist()):
                 of = (part.group == prompt).nonzero()[:, 0].cpu()

@@ -321,12 +321,8 @@ class _Run:
     def _before_optimizer(self, observer: StepObserver, update: AppliedUpdate) -> None:
         """Measure the critical sharpness of a step's first update."""
         if update.index == 0 and observer.critical_due:
-            observer.critical(
-                self.policy.model,
-                self.optimizer,
-                update.loss_fn(),
-                clip_factor=update.clip_factor,
-            )
+            loss_fn, start = update.loss_fn()
+            observer.critical(self.policy.model, self.optimizer, loss_fn, start=start, clip_factor=update.clip_factor)
 
     def _calibrated(self, step: int, batch: RolloutBatch, progress: float) -> Method:
         """The method of a step: constants of its token weight are fixed on the first rollouts, and run.json keeps them.
@@ -374,7 +370,7 @@ class _Run:
         entropy = self.observers.entropy_row(step, self.learner.scorer)
         if entropy is not None:
             self.writer.append("probes", entropy)
-        if self.observers.surface.due(step):
+        if self.observers.probe_set is not None and self.observers.surface.due(step):
             self.display.status(f"step {step}: probing the loss surface")
             started = time.perf_counter()
             tables, events = self.observers.surface.rows(step)
@@ -438,7 +434,7 @@ class _Run:
             sorted(self.shown),
             self.scores.get(step),
             vars(self.learner.entropy_control),
-            self.observers.budget.state(),
+            self.observers.state(),
         )
         saving.save(self.config, self.policy, self.optimizer, progress, self.proximal, self.observers.surface.vectors)
 
@@ -449,7 +445,7 @@ class _Run:
         self.recent = progress.recent_log_grad_norms
         self.shown = set(progress.said)
         self.method = type(self.method).model_validate(progress.method)
-        self.observers.budget.restore(progress.measuring)
+        self.observers.restore(progress.measuring)
         control = self.learner.entropy_control
         control.coef, control.last = (progress.entropy_control.get(name) for name in ("coef", "last"))
         return progress.step

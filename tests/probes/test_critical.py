@@ -72,6 +72,8 @@ def test_on_curved_losses_it_is_the_crossing_of_a_dense_line_search(shape):
     assert found.outcome == "found"
     assert found.lower <= exact * (1 + 1e-3) and exact <= found.upper * (1 + 1e-3)
     assert found.lr == pytest.approx(exact, rel=0.04)
+    wide = critical_sharpness(lambda: form(x), [x], [gradient], guess=1.3 * exact, tolerance=0.25)  # as in runs
+    assert wide.lr == pytest.approx(exact, rel=0.05) and wide.evaluations <= 5
     narrow = critical_sharpness(lambda: form(x), [x], [gradient], guess=1.0, tolerance=1e-4)
     assert narrow.lr == pytest.approx(exact, rel=2e-3) and narrow.evaluations <= 20
 
@@ -106,6 +108,26 @@ def test_it_says_why_there_is_no_crossing():
     rows = line.estimates()
     assert [row.quantity for row in rows] == ["critical_sharpness", "critical_lr", "update_slope"]
     assert rows[0].converged is False and rows[0].why == line.why and math.isnan(rows[0].value)
+
+
+def test_a_known_start_saves_an_evaluation_and_changes_nothing():
+    scale, shift = torch.tensor([1.0, 2.0, 4.0]).double(), torch.tensor([1.0, 0.5, 1.5]).double()
+    x = torch.tensor([1.3], dtype=torch.float64, requires_grad=True)
+
+    def by_prompt():
+        return scale * (x - shift).square()
+
+    slope = (2 * scale * (x.detach() - shift)).mean()
+    for own in (by_prompt, lambda: by_prompt().mean()):
+        start = own().detach()
+        one, two = (
+            critical_sharpness(own, [x], [torch.ones(1)], guess=0.3, slope=float(slope), start=s)
+            for s in (None, start if start.dim() else float(start))
+        )
+        assert one.evaluations == two.evaluations + 1
+        assert (one.value, one.loss, one.prompts) == (two.value, two.loss, two.prompts)
+        assert one.std_error == two.std_error or math.isnan(one.std_error) == (start.dim() == 0)
+    assert one.value == pytest.approx(float(2 * scale.mean() / slope))
 
 
 def test_a_surrogate_that_goes_flat_after_a_fall_has_no_bracket():

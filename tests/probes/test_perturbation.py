@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import sharpscope
 from sharpscope.errors import UserError
 from sharpscope.probes import m_sharpness
 from sharpscope.probes.hessian.api import sub_generator
-from sharpscope.probes.perturbation import filter_normalized, loss_slices, m_sharpness_of, sharpness_grid
+from sharpscope.probes.perturbation import filter_normalized, loss_slices, m_sharpness_of, sharpness_grid, sharpness_of
 from sharpscope.probes.surface import ClosureSurface, working_precision
 from tests.oracles.curvature import trust_region_max
 
@@ -315,7 +316,7 @@ def test_values_by_prompt_have_the_estimate_as_mean_and_the_jackknifes_standard_
         assert row.prompt_values == tuple(sam.by_prompt.tolist())
 
 
-def test_the_gradient_norms_values_are_projections_of_each_prompts_gradient():
+def test_the_gradient_norms_values_are_projections_of_each_prompts_gradient(monkeypatch):
     from sharpscope.probes.perturbation import gradient_norm
 
     with language_surface("expected_failure", rows=8) as surface:
@@ -328,6 +329,41 @@ def test_the_gradient_norms_values_are_projections_of_each_prompts_gradient():
         expected = [float(part @ gradient / gradient.norm()) for part in parts]
         np.testing.assert_allclose(found.prompt_values, expected, rtol=1e-4, atol=1e-7)
         assert found.value == pytest.approx(float(gradient.norm()))
+        sam = sharpness_grid(surface, [1e-3], [("sam", False)], at=(loss, gradient), base=base)[0].by_prompt
+        monkeypatch.setattr(surface, "by_prompt", counted := mock.Mock(wraps=surface.by_prompt))
+        shared = gradient_norm(surface, (loss, gradient), base, 1e-3, sam)
+        np.testing.assert_allclose(shared.prompt_values, expected, rtol=1e-4, atol=1e-7)
+        assert counted.call_count == 1
+
+
+def test_average_sharpness_takes_each_pair_on_its_own_part_of_the_prompts():
+    """Against a loop over the prompts' losses; each part's rise is unbiased over its ±ε, so their sum is."""
+    from sharpscope.probes.surface import moved
+
+    with language_surface("nll", rows=12) as surface:
+        loss, gradient, base = surface.gradient_by_prompt()
+        objective, count, samples, rho = surface.objective, len(base), 3, 0.5
+        prompts, weight = torch.tensor(objective.batch.prompts), objective.prompt_weight
+        alone = [surface.over(objective.rows((prompts == i).nonzero()[:, 0])) for i in range(count)]
+        parts = [torch.arange(first, count, samples) for first in range(samples)]
+        assert torch.allclose(sum(surface.by_prompt(part) for part in parts), base)
+        at = {"at": (loss, gradient), "base": base, "samples": samples}
+        found = sharpness_of(surface, rho, "average", seed=3, **at)
+        generator, size = sub_generator(3, "average"), sum(p.numel() for p in surface.parameters)
+        rises = []  # each part's rise of the loss
+        for part in parts:
+            step = torch.randn(size, generator=generator, dtype=torch.float64) * rho / math.sqrt(size)
+            total = 0.0
+            for sign in (1, -1):
+                with moved(surface.parameters, sign * step):
+                    total += sum(float(weight[i]) * alone[i].value() for i in part.tolist()) / 2
+            rises.append(total - sum(float(weight[i]) * alone[i].value() for i in part.tolist()))
+        assert (
+            found.value == pytest.approx(sum(rises), rel=1e-9) == pytest.approx(float(found.by_prompt.mean()), rel=1e-9)
+        )
+        off = [rise - float(weight[part].sum()) * sum(rises) for rise, part in zip(rises, parts, strict=True)]
+        assert found.std_error == pytest.approx(math.sqrt(samples / (samples - 1) * sum(o**2 for o in off)), rel=1e-9)
+        assert found.samples == samples
 
 
 def check_coverage(values: dict[str, list[tuple[float, float]]], drawn: int, pool: int) -> None:

@@ -63,6 +63,18 @@ def test_measures_share_the_budget_and_the_ends_are_always_measured(share):
     assert all(made.values()) and len(made["shares"]) >= len(made["norms"]) >= 5
 
 
+def test_a_default_run_has_ten_rounds_of_sharpness_within_the_budget():
+    """With costs in proportion to those of the embedded policy (experiments/benchmarks/speed.md)."""
+    costs = {"surface": 1.5, "shares": 0.35, "norms": 1.6, "rotation": 1.0, "influence": 11.0}
+    budget = Budget(build_config(None, []))
+    made = simulate(budget, 100, costs, step_s=4.1)
+    assert made["surface"] == [*range(0, 100, 12), 100]
+    assert 10 * costs["surface"] < 0.05 * 410 and budget.spent.summary()["share"] < 0.07
+    assert len(made["shares"]) > 2 and not made["influence"]
+    costs["surface"] = 3.0  # too expensive: at every second multiple of the interval, until time is left at the end
+    assert simulate(Budget(build_config(None, [])), 100, costs, step_s=4.1)["surface"][:4] == [0, 24, 48, 72]
+
+
 def test_a_short_run_measures_its_ends_only_and_a_cheap_measure_every_time():
     config = build_config(None, ["steps=30"])
     assert simulate(Budget(config), 30, COSTS)["norms"] == [1, 30]

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 import sharpscope
 from sharpscope.errors import CheckError, UserError
+from sharpscope.probes import critical_sharpness
 from sharpscope.recording import observers
 from sharpscope.training import train
 from sharpscope.training.checkpoint import STATE, checkpoints
@@ -358,3 +359,69 @@ def test_a_refusal_in_one_process_is_one_in_all(monkeypatch):
         observers._map_rows(torch.arange(2), lambda rows: mask[rows], mask)
     copy = pickle.loads(pickle.dumps(CheckError("no", "local", 0.5, 0.01)))  # how it gets to the others
     assert (str(copy), copy.probe, copy.error, copy.tolerance) == ("no", "local", 0.5, 0.01)
+
+
+CRITICAL = {
+    "method": "grpo",
+    "evaluation__every": 0,
+    "probes__preset": "light",
+    "probes__functionals": [],
+    "probes__every": 1,
+    "recording__token_gradients_every": 0,
+    "recording__rotation_every": 0,
+}
+
+
+def test_a_line_search_starts_where_the_last_one_ended_also_after_a_resume(toy_config, monkeypatch):
+    asked: list[float] = []
+    found: list[float | None] = []
+
+    def noted(*args, guess, **options):
+        result = critical_sharpness(*args, guess=guess, **options)
+        asked.append(guess)
+        found.append(result.lr if result.outcome == "found" else None)
+        return result
+
+    monkeypatch.setattr(observers, "critical_sharpness", noted)
+    whole = toy_config(name="whole", steps=6, checkpoint__every=2, **CRITICAL)
+    train(whole)
+    expected = [observers.GUESS * 0.01]
+    for lr in found[:-1]:
+        expected.append(expected[-1] if lr is None else lr)
+    assert asked == expected and len(set(asked)) > 2
+    config = toy_config(name="broken", steps=6, checkpoint__every=2, **CRITICAL)
+    asked.clear()
+    train(config, StopAfter(4))
+    asked.clear()
+    train(config, resume=True)
+    assert asked == expected[-2:]
+
+
+@pytest.mark.parametrize("method", ["cispo", "dppo", "vespo"])
+def test_no_critical_sharpness_of_losses_with_a_factor_held_constant(toy_config, method):
+    config = toy_config(**CRITICAL | {"method": method, "name": method, "steps": 2})
+    train(config)
+    run = sharpscope.load_run(config.run_dir)
+    assert run.steps["grad_norm"].gt(0).any() and run.probes.empty
+    text = run.events.loc[run.events["message"].str.contains("critical"), "message"].tolist()
+    assert len(text) == 1 and f"method.clip.kind = {method}" in text[0] and "constant" in text[0]
+
+
+def test_a_line_search_of_a_run_is_limited(toy_config, monkeypatch):
+    """A loss that falls by less and less along the update has no crossing within the evaluations."""
+    config = toy_config(**CRITICAL, name="limited", steps=1)
+    calls = []
+    search = critical_sharpness
+
+    def falling(loss_fn, *args, **options):
+        def loss():
+            calls.append(1)
+            return torch.tensor([1 / len(calls), 2 / len(calls)], dtype=torch.float64)
+
+        return search(loss, *args, **options | {"start": None, "noise": 0.0})
+
+    monkeypatch.setattr(observers, "critical_sharpness", falling)
+    train(config)
+    assert len(calls) <= observers.EVALUATIONS
+    rows = sharpscope.load_run(config.run_dir).probes
+    assert not rows.loc[rows["quantity"] == "critical_sharpness", "converged"].astype(bool).any()

@@ -341,6 +341,37 @@ def test_probes_see_the_gradient_that_the_coefficients_belong_to(world):
     assert record.grad_norm == pytest.approx(float(ascended.norm())) != pytest.approx(record.plain_norm, rel=0.01)
 
 
+@pytest.mark.parametrize("name", ["grpo", "dapo", "gmpo", "kl-cov", "entropy"])
+def test_the_loss_at_the_present_weights_needs_no_forward_pass_and_idle_groups_none_elsewhere(world, name, monkeypatch):
+    """Against a forward pass over all rows: the values are equal, those of groups without a signal are 0."""
+    policy, drawn = world
+    idle = drawn.rollouts.group == drawn.rollouts.group[0]
+    drawn = replace(drawn, advantage=torch.where(idle, 0.0, torch.linspace(-1, 1, len(idle), dtype=torch.float64)))
+    method = named_method("grpo" if name == "entropy" else name)
+    if name == "entropy":
+        method = method.model_copy(update={"entropy": FixedEntropyBonus(coef=0.1)})
+    found, run, score = [], [], Scorer.score
+
+    def counted(self, rows, **options):
+        run.append(len(rows))
+        return score(self, rows, **options)
+
+    def before(update):
+        loss_fn, start = update.loss_fn()
+        monkeypatch.setattr(Scorer, "score", counted)
+        found.append((loss_fn(), start, update.loss))
+        monkeypatch.undo()
+
+    learn(learner_of(policy, microbatch_tokens=40), drawn, method, before_optimizer=before)
+    ((values, start, loss),) = found
+    assert float(values.mean()) == pytest.approx(loss, rel=1e-9)
+    if name == "entropy":  # all rows have a gradient, and the entropy takes a forward pass
+        assert start is None and sum(run) == len(idle) and float(values[0]) != 0
+        return
+    torch.testing.assert_close(start, values, rtol=1e-9, atol=1e-12)
+    assert float(values[0]) == 0.0 and sum(run) == int((~idle).sum())
+
+
 @pytest.mark.parametrize("name", ["grpo", "dapo", "gmpo", "entropy"])
 def test_the_loss_by_prompt_has_the_updates_loss_as_mean(world, name):
     policy, drawn = world
@@ -353,7 +384,7 @@ def test_the_loss_by_prompt_has_the_updates_loss_as_mean(world, name):
         with torch.no_grad():
             for parameter in policy.model.parameters():
                 parameter.mul_(1.01)  # the ratios are no longer 1
-        found.append(update.loss_fn()())
+        found.append(update.loss_fn()[0]())
 
     before_weights = copy.deepcopy(policy.model.state_dict())
     learn(learner_of(policy, microbatch_tokens=40), drawn, method, before_optimizer=before)
@@ -367,7 +398,7 @@ def test_the_loss_by_prompt_has_the_updates_loss_as_mean(world, name):
         with torch.no_grad():
             for parameter in policy.model.parameters():
                 parameter.mul_(1.01)
-        whole.append(float(update.loss_fn()().mean()))
+        whole.append(float(update.loss_fn()[0]().mean()))
 
     learn(learner_of(policy), drawn, method, before_optimizer=of_whole)
     assert float(values.mean()) == pytest.approx(whole[0], rel=1e-9)

@@ -273,7 +273,7 @@ class SupervisedRecorder(TrainerRecorder):
             self.model,
             self.optimizer,
             lambda: self._loss_of(kept),
-            loss=start,
+            start=start,
             clip_factor=factor if same else None,
         )
 

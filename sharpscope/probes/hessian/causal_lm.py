@@ -98,11 +98,16 @@ class LmSurface:
         with torch.no_grad():
             return sum(float(self._share(index)) for index in self.microbatches)
 
-    def by_prompt(self) -> Tensor:
-        """One value for each prompt, (k,) float64, with mean L(θ); see `Objective.by_prompt`."""
-        shares = torch.zeros(len(self.objective.batch), dtype=torch.float64)
+    def by_prompt(self, prompts: Tensor | None = None) -> Tensor:
+        """One value for each prompt, (k,) float64, with mean L(θ), or the part of `prompts`; see `Surface.by_prompt`."""
+        batch = self.objective.batch
+        shares = torch.zeros(len(batch), dtype=torch.float64)
+        microbatches = self.microbatches
+        if prompts is not None:
+            rows = torch.isin(torch.tensor(batch.prompts), prompts).nonzero()[:, 0].to(batch.lengths.device)
+            microbatches = [rows[part] for part in _microbatches(batch.lengths[rows], self._tokens)]
         with torch.no_grad():
-            for index in self.microbatches:
+            for index in microbatches:
                 logp = self._logp(index)
                 own = self.objective.row_shares(index, logp, width=logp.shape[1])
                 shares[index.cpu()] = own.double().cpu()
