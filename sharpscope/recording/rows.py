@@ -168,12 +168,11 @@ def clipped_weight_share(method: Method, weight: Tensor, advantage: Tensor, mask
 def rollout_columns(step: int, batch: RolloutBatch) -> dict[str, Any]:
     """Columns of the rollouts table."""
     rollouts = batch.rollouts
-    size = len(batch.rewards) // len(batch.examples)
     return {
         "step": step,
         "rollout": np.arange(len(batch.rewards)),
         "group": rollouts.group.cpu(),
-        "prompt": [batch.examples[row // size].prompt for row in range(len(batch.rewards))],
+        "prompt": [batch.examples[group].prompt for group in rollouts.group.tolist()],
         "completion": list(rollouts.texts),
         "reward": rollouts.reward.cpu(),
         "reward_parts": [dict(reward.parts) for reward in batch.rewards],

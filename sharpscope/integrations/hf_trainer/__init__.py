@@ -4,7 +4,7 @@ from sharpscope.integrations.hf_trainer.arguments import check_setup, checked_co
 from sharpscope.integrations.hf_trainer.base import TrainerRecorder, own_forward
 from sharpscope.integrations.hf_trainer.batches import Batch, same_prompts, unused_tokens
 from sharpscope.integrations.hf_trainer.step import Step, TokenLoss
-from sharpscope.integrations.hf_trainer.supervised import SupervisedRecorder, record
+from sharpscope.integrations.hf_trainer.supervised import SupervisedRecorder, own_statistics, record
 from sharpscope.integrations.hf_trainer.trace import Trace
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "checked_config",
     "common_settings",
     "own_forward",
+    "own_statistics",
     "record",
     "same_prompts",
     "schedule_notes",

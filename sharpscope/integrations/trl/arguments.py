@@ -76,6 +76,11 @@ def is_supervised(trainer: Any) -> bool:
     return isinstance(trainer, SFTTrainer | DPOTrainer)
 
 
+def is_asynchronous(trainer: Any) -> bool:
+    """Whether it is an AsyncGRPOTrainer."""
+    return any(kind.__name__ == "AsyncGRPOTrainer" for kind in type(trainer).__mro__)
+
+
 def check_trainer(trainer: Any) -> None:
     """Check that the trainer can be recorded, before anything is written.
 
@@ -84,11 +89,6 @@ def check_trainer(trainer: Any) -> None:
     """
     from trl import GRPOTrainer
 
-    if any(kind.__name__ == "AsyncGRPOTrainer" for kind in type(trainer).__mro__):
-        raise UserError(
-            "record: AsyncGRPOTrainer joins completions with a common beginning into one tree of tokens, whose rows the recorder "
-            "cannot separate; use GRPOTrainer, or write a table of tokens and import it (sharpscope import jsonl)"
-        )
     if not isinstance(trainer, GRPOTrainer):
         raise UserError(f"record: {type(trainer).__name__} is no GRPOTrainer; give a trl.GRPOTrainer")
     check_setup(trainer)

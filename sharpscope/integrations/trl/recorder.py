@@ -26,6 +26,7 @@ from sharpscope.errors import UserError
 from sharpscope.integrations import hf_trainer
 from sharpscope.integrations.hf_trainer import Batch, Trace, TrainerRecorder, same_prompts, unused_tokens
 from sharpscope.integrations.trl import arguments
+from sharpscope.integrations.trl.asynchronous import AsyncRecorder, check_asynchronous
 from sharpscope.integrations.trl.batches import RewardScores, examples_of, rewards_of, rollouts_of
 from sharpscope.integrations.trl.loss import token_loss
 from sharpscope.objective import Method, calibrate, prepare
@@ -53,9 +54,10 @@ def record(
     recording: Mapping[str, Any] | None = None,
     critical_sharpness: bool = True,
 ) -> TrainerRecorder:
-    """Record a TRL GRPOTrainer, SFTTrainer or DPOTrainer; call it once, before `trainer.train()`.
+    """Record a TRL GRPOTrainer, AsyncGRPOTrainer, SFTTrainer or DPOTrainer; call it once, before `trainer.train()`.
 
-    SFTTrainer and DPOTrainer have no rewards and no weights; see `sharpscope.integrations.hf_trainer.record`.
+    AsyncGRPOTrainer has no weights and no critical sharpness, SFTTrainer and DPOTrainer have no rewards and no weights; see
+    `sharpscope.integrations.hf_trainer.record`.
 
     Every token's coefficient in the loss comes from a hook on the log-probabilities inside TRL's own loss, its statistics
     from a separate forward pass without dropout; score norms and attribution are measured by schedule. Without `weights` the
@@ -85,9 +87,14 @@ def record(
         if weights is not None or shaping is not None:
             raise UserError(f"weights: {type(trainer).__name__} has no surrogate that they multiply; leave them out")
         return hf_trainer.record(trainer, out, task=task, recording=recording, critical_sharpness=critical_sharpness)
-    arguments.check_trainer(trainer)
+    asynchronous = arguments.is_asynchronous(trainer)
+    (check_asynchronous if asynchronous else arguments.check_trainer)(trainer)
     if hasattr(trainer, "_sharpscope"):
         raise UserError("record: this trainer is recorded already; call detach() on that recorder first")
+    if asynchronous:
+        if weights is not None or shaping is not None:
+            raise UserError("weights: not supported for AsyncGRPOTrainer; leave them out, or use GRPOTrainer")
+        return AsyncRecorder(trainer, Path(out), task or "trl", correct, recording)
     method = None
     if weights is not None:
         arguments.check_weightable(trainer)

@@ -1,0 +1,256 @@
+"""The recorder of AsyncGRPOTrainer (trl.experimental), which changes nothing of the training. A step is one update.
+
+The trainer packs the samples of a micro-batch into one tree of tokens, in which samples with a common beginning share positions,
+and takes the ratio to the sampler's policy. Its collator is watched for the samples. A gradient reaches positions, of which
+several samples can have a share; so a token's coefficient is computed from its ratio, by TRL's loss, and the sums over
+positions are compared with the gradient. Statistics and probes see each sample by itself, with SDPA in place of TRL's kernel.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from sharpscope import distributed
+from sharpscope.config import RunConfig
+from sharpscope.config.method import PpoClip
+from sharpscope.errors import UserError
+from sharpscope.integrations.hf_trainer import (
+    Batch,
+    TokenLoss,
+    Trace,
+    TrainerRecorder,
+    check_setup,
+    checked_config,
+    common_settings,
+    own_statistics,
+    schedule_notes,
+    unused_tokens,
+)
+from sharpscope.objective import Method, gradient_killed
+from sharpscope.policy import Rollouts, completions_of
+from sharpscope.policy.adapters import has_adapters
+from sharpscope.policy.scoring import Scorer
+from sharpscope.probes.guard import attention_implementation
+from sharpscope.recording import RolloutBatch
+from sharpscope.tasks import Example, Reward
+
+ROW = "sharpscope_batch"  # (1,): serial number of the micro-batch
+_REWARD = "rewards/"  # prefix of the parts in a sample's metrics
+
+
+def check_asynchronous(trainer: Any) -> None:
+    """Check that the trainer can be recorded, before anything is written.
+
+    Raises:
+        UserError: an option or a setup is not supported; the message names it.
+    """
+    if find_spec("trl.experimental.async_grpo.packing") is None:
+        raise UserError(
+            "record: AsyncGRPOTrainer of this TRL packs completions in another way than 1.16's; pip install 'trl>=1.16'"
+        )
+    check_setup(trainer)
+    if distributed.world_size() > 1:
+        raise UserError("record: AsyncGRPOTrainer is recorded in one process; start one, or use GRPOTrainer")
+    if has_adapters(trainer.accelerator.unwrap_model(trainer.model)):
+        raise UserError("record: AsyncGRPOTrainer with adapters (peft) is not supported; leave peft_config out")
+    if trainer.aux_loss_enabled:
+        raise UserError("record: AsyncGRPOTrainer with router_aux_loss_coef is not supported; set it to 0")
+
+
+class AsyncRecorder(TrainerRecorder):
+    """What `record` returns for an AsyncGRPOTrainer."""
+
+    wrapped: ClassVar[Mapping[str, str]] = {
+        **TrainerRecorder.wrapped,
+        "get_train_dataloader": "_loader",
+        "compute_loss": "_loss",
+    }
+
+    def __init__(
+        self,
+        trainer: Any,
+        out: Path,
+        task: str,
+        correct: Callable[[float], bool],
+        recording: Mapping[str, Any] | None,
+    ) -> None:
+        with attention_implementation(trainer.accelerator.unwrap_model(trainer.model), "sdpa"):
+            super().__init__(trainer, out)
+        self.task, self.correct, self.options = task, correct, recording
+        self.clip = PpoClip(low=float(trainer.epsilon_low), high=float(trainer.epsilon_high))
+        self._samples: dict[int, Sequence[dict[str, Any]]] = {}  # of the micro-batches that are not used yet
+        config = self.config_of(max(int(trainer.args.max_steps), 1))
+        method = Method(name="grpo", clip=self.clip, aggregate="token_mean")
+        notes = [
+            "the ratio is to the sampler's policy, of whatever version; advantages are those of the rollout worker",
+            "each micro-batch is divided by its own number of tokens",
+            "critical sharpness is not measured",
+            *schedule_notes(trainer),
+        ]
+        self.trace = Trace(config, method, notes, self.policy, trainer, correct)
+        temperature = config.rollout.temperature
+        self.scorer = Scorer(self.model, temperature, config.update.microbatch_tokens, False, compute=self.compute)
+        self.attach()
+
+    def config_of(self, updates: int) -> RunConfig:
+        """TRL's arguments as a run's configuration."""
+        args = self.trainer.args
+        rows = args.per_device_train_batch_size * args.gradient_accumulation_steps
+        data = {
+            **common_settings(self.trainer, self.run_dir, self.task, updates),
+            "rollout": {
+                "temperature": float(args.temperature),
+                "top_p": float(args.top_p),
+                "top_k": max(0, int(args.top_k or 0)),
+                "max_new_tokens": int(args.max_completion_length),
+                "prompts_per_step": max(1, rows // args.num_generations),
+                "group_size": int(args.num_generations),
+            },
+            "recording": {"heldout_influence_every": 0, "budget": None, **(self.options or {})},
+        }
+        return checked_config(data)
+
+    def whole_batches(self) -> bool:
+        """An update uses whole batches."""
+        return True
+
+    def _sdpa(self) -> AbstractContextManager[None]:
+        """Context with an attention that takes rows of samples; TRL's takes trees only."""
+        return attention_implementation(self.model, "sdpa")
+
+    def _gradient_done(self) -> None:
+        with self._sdpa():
+            super()._gradient_done()
+
+    # -- one micro-batch ---------------------------------------------------------------------------------------------
+
+    def _loader(self, *args: Any, **kwargs: Any) -> Any:
+        """TRL's loader, which numbers its micro-batches and keeps their samples."""
+        loader = self._original["get_train_dataloader"](*args, **kwargs)
+        collator = loader.collate_fn
+        pack = collator.torch_call
+
+        def torch_call(examples: list[Any]) -> dict[str, Any]:
+            batch: dict[str, Any] = pack(examples)
+            if self.recording:
+                ((row,),) = examples  # one process, so one row
+                self._serial += 1
+                self._samples[self._serial] = row.samples
+                batch[ROW] = torch.tensor([self._serial])
+            return batch
+
+        collator.torch_call = torch_call
+        return loader
+
+    def _loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        if not self.recording or ROW not in inputs or not torch.is_grad_enabled():
+            return self._original["compute_loss"](model, inputs, *args, **kwargs)
+        started = time.perf_counter()
+        serial = int(inputs[ROW][0])
+        batch = self._open_batch(serial, self._samples.pop(serial))
+        self._step.seconds["recording_s"] += time.perf_counter() - started
+        seen: list[bool] = []
+
+        def look(module: Any, given: Any, output: Any) -> None:
+            if not seen:
+                seen.append(True)
+                self._use(batch, inputs, output.log_probs)
+
+        handle = self.model.register_forward_hook(look)
+        try:
+            return self._original["compute_loss"](model, inputs, *args, **kwargs)
+        finally:
+            handle.remove()
+
+    def _open_batch(self, serial: int, samples: Sequence[dict[str, Any]]) -> Batch:
+        """Add the micro-batch to the step: measure its tokens' statistics before the update."""
+        rollouts = rollouts_of(samples, self.policy)
+        advantage = torch.tensor([float(sample["advantage"]) for sample in samples], dtype=torch.float64)
+        members = rollouts.group.tolist()
+        prompts = [_prompt(rollouts, members.index(group)) for group in range(max(members) + 1)]
+        texts = self.policy.tokenizer.batch_decode(prompts, clean_up_tokenization_spaces=False)
+        rewards = [reward_of(sample["metrics"], self.correct) for sample in samples]
+        batch = RolloutBatch([Example(text, "", {}) for text in texts], rollouts, rewards, advantage, None)
+        with self._sdpa(), self.whole():
+            stats = own_statistics(self.scorer, rollouts)
+        made = Batch(serial, batch, unused_tokens(stats, advantage, None), True)
+        self._step.batches.append(made)
+        return made
+
+    def _use(self, batch: Batch, inputs: Mapping[str, Any], log_probs: Tensor) -> None:
+        """Record what TRL's loss does with the samples' tokens; it differentiates `log_probs` (1, P) of the tree's positions."""
+        rollouts = batch.rollout_batch.rollouts
+        mask = rollouts.completion_mask.bool()
+        index = inputs["token_index"][inputs["token_index"] >= 0]  # (M,) position of each token, sample by sample
+        dense = torch.zeros(mask.shape, dtype=log_probs.dtype, device=log_probs.device)
+        dense[mask] = log_probs.detach().flatten()[index]
+        change = torch.where(mask, dense - rollouts.behavior_logp, 0.0)
+        advantage = batch.rollout_batch.advantage.to(dense)[:, None].expand(dense.shape)
+        clipped = gradient_killed(self.clip, change.exp(), advantage) * mask.int()
+        used = TokenLoss(change.exp(), change, clipped, torch.zeros_like(dense))
+        rows = torch.arange(len(mask))
+        self._step.compare(batch.serial, rows, dense)
+        keep = self._step.use(batch.serial, rows, used)
+        count = inputs["global_n_tokens"][0].clamp(min=1.0) * self.trainer.current_gradient_accumulation_steps
+        coef = torch.where(mask & (clipped == 0), -advantage * change.exp(), 0.0) / count
+
+        def check(gradient: Tensor) -> None:
+            found = gradient.flatten()
+            expected = torch.zeros_like(found).index_add(0, index, coef[mask].to(found))
+            limit = 1e-3 * float(expected.abs().max())
+            if not bool((found - expected).abs().max() <= limit):
+                raise UserError(
+                    f"record: the loss of {type(self.trainer).__name__} is not the clipped surrogate of AsyncGRPOTrainer, so its "
+                    "coefficients are not known; leave compute_loss as it is"
+                )
+            keep(coef)
+
+        log_probs.register_hook(check)
+
+
+def rollouts_of(samples: Sequence[Mapping[str, Any]], policy: Any) -> Rollouts:
+    """Samples of the rollout worker as Rollouts; what stands before the first token in the loss is a row's prompt."""
+    prompts, completions, flags, sampler = [], [], [], []
+    for sample in samples:
+        ids, counted = sample["input_ids"].tolist(), [bool(flag) for flag in sample["completion_mask"].tolist()]
+        counted[0] = False  # nothing predicts it
+        first = counted.index(True) if any(counted) else len(ids) - 1
+        prompts.append(ids[:first])
+        completions.append(ids[first:])
+        flags.append(counted[first:])
+        sampler.append(torch.as_tensor(sample["old_log_probs"][first:]))
+    made = completions_of(prompts, completions, flags, policy.device)
+    behavior = torch.nn.utils.rnn.pad_sequence(sampler, batch_first=True, padding_value=torch.nan).to(policy.device)
+    labels = {group: number for number, group in enumerate(dict.fromkeys(sample["group_id"] for sample in samples))}
+    ends = [row[-1] in policy.eos_ids for row in completions]
+    reward = torch.tensor([float(sample["metrics"].get("reward", torch.nan)) for sample in samples])
+    return replace(
+        made,
+        behavior_logp=torch.where(made.completion_mask.bool(), behavior.float(), 0.0),
+        group=torch.tensor([labels[sample["group_id"]] for sample in samples], device=policy.device),
+        truncated=~torch.tensor(ends, device=policy.device),
+        texts=policy.tokenizer.batch_decode(completions, clean_up_tokenization_spaces=False),
+    ).with_reward(reward)
+
+
+def reward_of(metrics: Mapping[str, float], correct: Callable[[float], bool]) -> Reward:
+    """A sample's reward and its parts, from the rollout worker's metrics."""
+    total = float(metrics.get("reward", torch.nan))
+    parts = {name.removeprefix(_REWARD): float(part) for name, part in metrics.items() if name.startswith(_REWARD)}
+    return Reward(total, parts, bool(correct(total)))
+
+
+def _prompt(rollouts: Rollouts, row: int) -> list[int]:
+    """Token IDs of a row's prompt."""
+    width = rollouts.prompt_width
+    ids: list[int] = rollouts.input_ids[row, :width][rollouts.attention_mask[row, :width].bool()].tolist()
+    return ids
