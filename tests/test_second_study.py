@@ -57,15 +57,35 @@ def test_the_published_constants_are_plain_grpo_here(runs):
 
 def test_tables_are_remade_to_the_letter(runs):
     frame = tables.values(runs)
-    found = tables.contrasts(frame)
-    errors = pd.read_csv(DATA / "errors.csv")
-    for name, text in {
-        "arms.md": tables.arm_table(frame),
-        "differences.md": tables.contrast_table(found),
-        "facts.md": tables.facts(frame, found),
-        "errors.md": tables.error_table(errors),
-    }.items():
-        assert (RESULTS / name).read_text("utf-8") == text, name
+    made = tables.text(frame, tables.contrasts(frame), pd.read_csv(DATA / "full_runs.csv"))
+    assert (RESULTS / "tables.md").read_text("utf-8") == made
+
+
+def test_the_supplement_measures_the_declared_runs_more_densely(runs):
+    """Same settings but for what is measured; and the same values, to the last bit, wherever both measured."""
+    planned = {run.config.run_name: run.config for run in plan_sweep(read_sweep(STUDY / "supplement.yaml"))}
+    for name, config in planned.items():
+        dumped = config.model_dump(mode="json")
+        for part in ("steps", "seed", "task", "policy", "rollout", "method", "update", "optimizer"):
+            assert dumped[part] == runs[name].config[part], (name, part)
+    full = pd.read_csv(DATA / "full_runs.csv")
+    compared = 0
+    for run in runs.values():
+        own = full[(full["arm"] == tables.arm(run)) & (full["seed"] == run.seed)]
+        for quantity, place in tables.CURVES.items():
+            more = own[own["quantity"] == quantity].set_index("step")["value"]
+            if len(more):
+                assert len(more) == 11
+                kept = tables.sharpness_curve(run, *place)
+                assert list(kept) == list(more[kept.index])
+                compared += len(kept)
+        accuracy = own[own["quantity"] == "held-out accuracy [%]"].set_index("step")["value"]
+        if len(accuracy):
+            assert list(accuracy.index) == [0, 40, 80, 120, 160]
+            assert accuracy[160] == tables.evaluated("heldout")(run) and accuracy[0] == tables.evaluated("heldout", 0)(
+                run
+            )
+    assert compared >= 3 * 3 * 2 * 3  # arms × quantities × seeds × steps
 
 
 def test_verdicts_are_remade(tmp_path):
@@ -83,20 +103,49 @@ def test_verdicts_are_remade(tmp_path):
 
 
 def test_every_number_of_the_training_results_is_from_the_data():
-    """Rows of tables are quoted to the letter; a number in a sentence stands in `facts.md`, or is one of the design's."""
+    """Rows of tables are quoted to the letter; a number in a sentence stands in `tables.md`, or is one of the design's."""
     text = (STUDY / "RESULTS.md").read_text("utf-8")
-    for name in ("arms.md", "differences.md", "errors.md", "claims.md"):
+    for name in ("tables.md", "claims.md"):
         rows = [line for line in (RESULTS / name).read_text("utf-8").splitlines() if line.startswith("|")]
         assert len(rows) > 3 and all(row in text for row in rows), name
     prose = "\n".join(re.findall(r"<!-- training: begin -->(.*?)<!-- training: end -->", text, re.DOTALL))
     assert len(prose) > 2000
     prose = "\n".join(line for line in prose.splitlines() if not line.startswith(("|", "    ")))
     prose = re.sub(r"\s+", " ", prose)
-    facts = [line.split(": ", 1)[1] for line in (RESULTS / "facts.md").read_text("utf-8").splitlines()]
+    facts = [
+        line.split(": ", 1)[1]
+        for line in (RESULTS / "tables.md").read_text("utf-8").splitlines()
+        if line.startswith("- ")
+    ]
     for fact in sorted(facts, key=len, reverse=True):
         prose = prose.replace(fact, "")
     assert not re.findall(r"[+−-]?\d+\.\d+", prose)
     assert set(re.findall(r"[+−-]?\d+(?= ?(?:%|points|nats|°))", prose)) <= DESIGN
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/study.md"])
+def test_pages_quote_the_results(page):
+    """Each page names difference and interval without signs, as `3.7 points below plain GRPO (2.8 to 4.6)`."""
+    text = re.sub(r"\s+", " ", (ROOT / page).read_text("utf-8"))
+    lines = (RESULTS / "tables.md").read_text("utf-8").splitlines()
+    facts = dict(line[2:].split(": ", 1) for line in lines if line.startswith("- "))
+    for key in (
+        "mass 4 less grpo, held-out accuracy [%]",
+        "mass 4 less reversed, held-out accuracy [%]",
+        "mass 4 less grpo, sharpness of expected failure (SAM)",
+    ):
+        mean, *ends = re.findall(r"\d+\.\d+", facts[key])
+        low, high = sorted(ends, key=float)
+        assert re.search(rf"\b{mean} (?:points|%) [^()]*\({low} to {high}\)", text), key
+    assert facts["mass 4, entropy, last 20 steps [nats]"] in text
+
+
+def test_every_decided_claim_has_a_panel_in_the_figure_of_claims():
+    kept = json.loads((RESULTS / "claims.json").read_text("utf-8"))
+    decided = [one for both in kept for one in (both, both["beside"]) if one and one["verdict"] != "untestable"]
+    text = (STUDY / "RESULTS.md").read_text("utf-8")
+    caption = text[text.index("](results/claims.png)") :].split("\n\n")[1]
+    assert len(decided) > 10 and all(re.search(rf"\b{one['claim']}\b", caption) for one in decided)
 
 
 def test_kinds_of_answers():

@@ -1,14 +1,16 @@
 """Tables and figures of the second study's training part, from its kept runs.
 
     python experiments/studies/2/tables.py                       # tables and figures, from the kept runs
-    python experiments/studies/2/tables.py --texts runs/study2   # first: count kinds of answers in full runs
+    python experiments/studies/2/tables.py --texts runs/study2 --supplement runs/study2-supplement --probed runs/probed   # first
 
-The first reads `data/studies/2/runs` and `data/studies/2/errors.csv`, and writes `experiments/studies/2/results`: one row per quantity,
-differences between arms paired by seed, kinds of answers, `facts.md` with the numbers as RESULTS.md quotes them in sentences, and the figures
-`training_curves.png` and `training_differences.png`. `sharpscope claims` writes the verdicts beside them.
+The first reads `data/studies/2/runs` and `data/studies/2/full_runs.csv`, and writes into `experiments/studies/2/results`: `tables.md` with one
+row per quantity, differences between arms paired by seed, kinds of answers, the supplement, and the numbers as RESULTS.md quotes them in
+sentences; and the figures `claims.png`, `training_curves.png`, `training_differences.png` and `supplement.png`. `sharpscope claims` writes the
+verdicts beside them.
 
-The second needs the completions, which kept runs do not have, and writes `errors.csv`; those of the policy before training come from a run with
-`steps: 1` in the folder `start`.
+The second writes `full_runs.csv`, what kept runs do not have: kinds of answers, counted in the completions of full runs (those of the
+policy before training come from a run with `steps: 1` in the folder `start`); measurements of the runs of `supplement.yaml`; and curvature
+of final checkpoints, from folders that `sharpscope probe` wrote, each with the name of its run.
 """
 
 from __future__ import annotations
@@ -16,19 +18,28 @@ from __future__ import annotations
 import argparse
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
 
 from sharpscope.analysis import load_several
-from sharpscope.analysis.claims.measures import accuracy, gap, sharpness_curve
+from sharpscope.analysis.claims import test_claims
+from sharpscope.analysis.claims.base import Sample, Verdict
+from sharpscope.analysis.claims.measures import accuracy, evaluations, gap, sharpness_curve
 from sharpscope.analysis.statistics import contrast_interval, sign_flip_p
+from sharpscope.cli.studying import terms_of
+from sharpscope.sweeps import read_sweep
 from sharpscope.traces import Run
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 ROOT = Path(__file__).resolve().parents[3]
 DATA = ROOT / "data" / "studies" / "2"
+STUDY = Path(__file__).parent / "study.yaml"
 RESULTS = Path(__file__).parent / "results"
 CONSTANTS = "weight.preset=calibrated+weight.U=4"
 BASE_RATE = 1e-4
@@ -40,6 +51,10 @@ KINDS = ("correct", "miscalculated step", "right steps, wrong answer", "malforme
 `<think>3 + 4 = 7; …</think><answer>7</answer>`; ended by the limit of tokens."""
 _STEP = re.compile(r"(-?\d+) ([-+*]) (-?\d+) = (-?\d+)")
 _FORM = re.compile(rf"<think>{_STEP.pattern}(?:; {_STEP.pattern})*</think><answer>-?\d+</answer>")
+
+COLUMNS = ["arm", "seed", "step", "quantity", "value"]
+"""Of full_runs.csv."""
+SUPPLEMENT_ARMS = ("grpo", "mass 4", "reversed", "grpo, lr 5e-05")
 
 Measure = Callable[[Run], float]
 
@@ -88,9 +103,11 @@ def rotation(run: Run) -> float:
     return float(run.steps["update_rotation"].dropna().mean())
 
 
-START = "held-out accuracy before training [%]"
+START = ("held-out accuracy before training [%]", "entropy, first step [nats]")
+"""Quantities without differences between arms."""
 MEASURES: Mapping[str, Measure] = {
-    START: evaluated("heldout", step=0),
+    START[0]: evaluated("heldout", step=0),
+    START[1]: lambda run: float(run.steps.sort_values("step")["entropy_mean"].iloc[0]),
     "held-out accuracy [%]": evaluated("heldout"),
     "training accuracy [%]": evaluated("train"),
     "gap, training − held-out [points]": lambda run: 100 * float(gap(run, int(run.config["steps"])) or math.nan),
@@ -103,8 +120,29 @@ MEASURES: Mapping[str, Measure] = {
     "adaptive sharpness of expected failure (ASAM)": sharpness("asam", "expected_failure"),
     "sharpness of nll (SAM)": sharpness("sam", "nll"),
 }
-RATIOS = tuple(name for name in MEASURES if "sharpness" in name)
+FIXED_ENTROPY = "entropy at fixed tokens [nats]"
+CURVATURE = {
+    "largest Hessian eigenvalue of expected failure": ("largest", "expected_failure"),
+    "Hessian trace of expected failure": ("trace", "expected_failure"),
+    "largest Hessian eigenvalue of nll": ("largest", "nll"),
+    "Hessian trace of nll": ("trace", "nll"),
+}
+"""Of final checkpoints: quantity → (its name in the probes table, functional)."""
+CURVES = {
+    "sharpness of expected failure (SAM)": ("sam", "expected_failure"),
+    "adaptive sharpness of expected failure (ASAM)": ("asam", "expected_failure"),
+    "sharpness of nll (SAM)": ("sam", "nll"),
+}
+"""Of the supplement: quantity → (its name in the probes table, functional)."""
+RATIOS = (*(name for name in MEASURES if "sharpness" in name), *CURVATURE)
 """Quantities whose differences are ratios, in per cent."""
+SHOWN: Mapping[str, tuple[int, ...]] = {
+    "held-out accuracy [%]": (0, 40, 80, 120, 160),
+    FIXED_ENTROPY: (0, 40, 80, 120, 160),
+    **dict.fromkeys(CURVES, (0, 16, 48, 80, 112, 160)),
+    **dict.fromkeys(CURVATURE, (160,)),
+}
+"""Quantities of the supplement → steps in its table."""
 CONTRASTS = (
     ("mass 4", "grpo"),
     ("mass 4", "reversed"),
@@ -152,13 +190,13 @@ def paired(frame: pd.DataFrame, first: str, second: str, quantity: str) -> np.nd
     return (both[first] - both[second]).to_numpy(dtype=float)
 
 
-def contrasts(frame: pd.DataFrame) -> pd.DataFrame:
-    """first, second, quantity, unit, mean, low, high, p, n of every contrast."""
-    rows = []
+def contrasts(frame: pd.DataFrame, quantities: Collection[str] = tuple(MEASURES)[len(START) :]) -> pd.DataFrame:
+    """first, second, quantity, mean, low, high, p, n of every contrast."""
+    rows, present = [], set(frame.loc[frame["quantity"].isin(quantities), "arm"])
     for first, second in CONTRASTS:
-        if not {first, second} <= set(frame["arm"]):
+        if not {first, second} <= present:
             continue
-        for quantity in [name for name in MEASURES if name != START]:
+        for quantity in quantities:
             data = paired(frame, first, second, quantity)
             interval = contrast_interval(data)
             ends = [data.mean(), *((interval.low, interval.high) if interval else (math.nan, math.nan))]
@@ -180,6 +218,21 @@ def contrast_table(found: pd.DataFrame) -> str:
     return "\n".join(lines) + "\n"
 
 
+def supplement_table(frame: pd.DataFrame) -> str:
+    """Mean and range over seeds at some steps, a row for each quantity and step."""
+    lines = ["| quantity | step | " + " | ".join(SUPPLEMENT_ARMS) + " |", "|" + "---|" * (len(SUPPLEMENT_ARMS) + 2)]
+    for quantity, steps in SHOWN.items():
+        for step in steps:
+            cells = []
+            for name in SUPPLEMENT_ARMS:
+                own = frame[(frame["arm"] == name) & (frame["step"] == step) & (frame["quantity"] == quantity)]["value"]
+                cells.append(
+                    f"{own.mean():.3g} [{own.min():.3g}, {own.max():.3g}], n = {len(own)}" if len(own) else "–"
+                )
+            lines.append(f"| {quantity} | {step} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
 def error_table(counts: pd.DataFrame) -> str:
     """Share of training completions of each kind, pooled over seeds [%]; and of those neither malformed nor cut the share that is correct."""
     lines = [
@@ -187,7 +240,8 @@ def error_table(counts: pd.DataFrame) -> str:
         "|" + "---|" * (len(KINDS) + 4),
     ]
     order = ["start", *ARMS]
-    pooled = counts.groupby(["arm", "step", "kind"])["count"].sum().unstack(fill_value=0)
+    counts = counts[counts["quantity"].isin(KINDS)]
+    pooled = counts.groupby(["arm", "step", "quantity"])["value"].sum().unstack(fill_value=0).astype(int)
     pooled = pooled.reindex(columns=KINDS, fill_value=0)
     steps = {step for _, step in pooled.index}
     ends = {min(steps), min(steps - {1}), max(steps)}
@@ -216,8 +270,8 @@ def number(value: float, signed: bool = True) -> str:
     return f"{value:{'+' if signed else ''}.{digits}f}".replace("-", "−")
 
 
-def facts(frame: pd.DataFrame, found: pd.DataFrame) -> str:
-    """Means of arms and differences as sentences quote them, one per line after a colon."""
+def facts(frame: pd.DataFrame, found: pd.DataFrame, more: pd.DataFrame) -> str:
+    """Means of arms and differences as sentences quote them, one per line after a colon; `more`: of the supplement."""
     lines = []
     for (name, quantity), rows in frame.groupby(["arm", "quantity"], sort=False):
         if quantity not in RATIOS:
@@ -228,6 +282,12 @@ def facts(frame: pd.DataFrame, found: pd.DataFrame) -> str:
         lines.append(
             f"- {row.first} less {row.second}, {row.quantity}: {number(row.mean)}{unit_of(row.quantity)}{ends}"
         )
+    for (name, quantity, step), rows in more.groupby(["arm", "quantity", "step"], sort=False):
+        if step in SHOWN.get(quantity, ()) and quantity not in RATIOS:
+            unit = " nats" if "[nats]" in quantity else " %"
+            lines.append(
+                f"- supplement, {name}, {quantity}, step {step}: {number(rows['value'].mean(), signed=False)}{unit}"
+            )
     return "\n".join(lines) + "\n"
 
 
@@ -245,15 +305,43 @@ def kind(completion: str, correct: bool, cut: bool) -> str:
 
 
 def count_kinds(runs: Mapping[str, Run]) -> pd.DataFrame:
-    """arm, seed, step, kind, count of the recorded completions of runs."""
+    """arm, seed, step, quantity, value: the number of recorded completions of each kind."""
     parts = []
     for name, run in runs.items():
         rows = run.rollouts
         texts = zip(rows["completion"], rows["correct"] == 1, rows["truncated"], strict=True)
         found = rows[["step"]].assign(kind=[kind(*text) for text in texts])
-        counts = found.value_counts().rename("count").reset_index()
+        counts = found.value_counts().rename("value").reset_index().rename(columns={"kind": "quantity"})
         parts.append(counts.assign(arm="start" if name == "start" else arm(run), seed=run.seed))
-    return pd.concat(parts).sort_values(["arm", "seed", "step", "kind"])[["arm", "seed", "step", "kind", "count"]]
+    return pd.concat(parts)[COLUMNS]
+
+
+def measured_along(runs: Mapping[str, Run]) -> pd.DataFrame:
+    """arm, seed, step, quantity, value: accuracy, sharpness and entropy at fixed tokens along the supplement's runs."""
+    rows = []
+    for run in runs.values():
+        found: dict[str, Mapping[int, float]] = {
+            f"{name} accuracy [%]": {step: 100 * value for step, (value, _) in evaluations(run, split).items()}
+            for name, split in (("held-out", "heldout"), ("training", "train"))
+        }
+        found |= {name: sharpness_curve(run, *place).to_dict() for name, place in CURVES.items()}
+        entropy = run.probes[run.probes["probe"] == "entropy"]
+        found[FIXED_ENTROPY] = dict(zip(entropy["step"], entropy["value"], strict=True))
+        rows += [(arm(run), run.seed, step, name, at[step]) for name, at in found.items() for step in sorted(at)]
+    return pd.DataFrame(rows, columns=COLUMNS)
+
+
+def curvature(probed: Path, runs: Mapping[str, Run]) -> pd.DataFrame:
+    """arm, seed, step, quantity, value of folders that `sharpscope probe` wrote, with the names of `runs`."""
+    rows = []
+    for file in sorted(probed.glob("*/probes.parquet")):
+        run, table = runs[file.parent.name], pd.read_parquet(file)
+        for name, (quantity, functional) in CURVATURE.items():
+            (found,) = table[(table["quantity"] == quantity) & (table["functional"] == functional)].itertuples()
+            if found.converged is False:
+                raise ValueError(f"{file}: {name} did not converge")
+            rows.append((arm(run), run.seed, int(found.step), name, found.value))
+    return pd.DataFrame(rows, columns=COLUMNS)
 
 
 def curves(runs: Mapping[str, Run]) -> Iterator[tuple[str, str, pd.DataFrame]]:
@@ -314,30 +402,194 @@ def draw(runs: Mapping[str, Run], found: pd.DataFrame, out: Path) -> None:
         plt.close(figure)
 
 
+def draw_supplement(more: pd.DataFrame, out: Path) -> None:
+    """Curves of the supplement, a thin line for each seed, and curvature of final checkpoints, a dot for each seed."""
+    import matplotlib.pyplot as plt
+
+    from sharpscope.analysis.figures.style import styled
+
+    with styled():
+        figure, axes = plt.subplots(3, 3, figsize=(7.5, 6.2), layout="constrained")
+        colors = dict(zip(ARMS, plt.rcParams["axes.prop_cycle"].by_key()["color"], strict=False))
+        curves = ["held-out accuracy [%]", "training accuracy [%]", FIXED_ENTROPY, *CURVES]
+        for axis, quantity in zip(axes.ravel(), [*curves, *tuple(CURVATURE)[:3]], strict=True):
+            for position, name in enumerate(SUPPLEMENT_ARMS):
+                own = more[(more["arm"] == name) & (more["quantity"] == quantity)]
+                if quantity in CURVATURE:
+                    axis.plot([position] * len(own), own["value"], "o", color=colors[name], markersize=3, alpha=0.5)
+                    if len(own):
+                        axis.plot(position, own["value"].mean(), "_", color=colors[name], markersize=14)
+                elif len(own):
+                    table = own.pivot(index="step", columns="seed", values="value")
+                    axis.plot(table.index, table, color=colors[name], linewidth=0.5, alpha=0.5)
+                    axis.plot(table.index, table.mean(axis=1), color=colors[name], linewidth=1.3, label=name)
+            axis.set_title(quantity.replace(" of ", "\nof "), fontsize=7)
+            if quantity in CURVATURE:
+                axis.set_xticks(range(len(SUPPLEMENT_ARMS)), [name.replace(", ", "\n") for name in SUPPLEMENT_ARMS])
+                axis.set(xlim=(-0.5, len(SUPPLEMENT_ARMS) - 0.5), ylim=(0, None))
+            else:
+                axis.set(xlabel="step")
+        axes[0, 0].legend(fontsize=6, frameon=False)
+        figure.savefig(out / "supplement.png", dpi=200)
+        plt.close(figure)
+
+
+def claim_panels(verdicts: Iterable[Verdict]) -> list[Verdict]:
+    """The verdicts that get a panel: all but the untestable ones, the two versions of a claim one after the other."""
+    both = (version for verdict in verdicts for version in (verdict, verdict.beside))
+    return [version for version in both if version is not None and version.verdict != "untestable"]
+
+
+def draw_claims(verdicts: Iterable[Verdict], runs: Mapping[str, Run], out: Path) -> None:
+    """A panel for each claim and version that is not untestable: the values that its test used."""
+    import matplotlib.pyplot as plt
+
+    from sharpscope.analysis.figures.style import styled
+
+    shown = claim_panels(verdicts)
+    with styled():
+        figure, axes = plt.subplots(-(-len(shown) // 3), 3, figsize=(7.5, 8.5), layout="constrained")
+        for axis in axes.ravel()[len(shown) :]:
+            axis.remove()
+        for axis, verdict in zip(axes.ravel(), shown, strict=False):
+            version = f", {verdict.version}" if verdict.version else ""
+            axis.set_title(f"{verdict.claim}{version}: {verdict.verdict}", fontsize=7)
+            if verdict.claim == "C1":
+                _draw_bounds(axis, runs)
+            elif verdict.claim == "C2":
+                _draw_norms(axis, verdict)
+            elif verdict.claim == "C3":
+                _draw_lorenz(axis, verdict)
+            else:
+                _draw_samples(axis, verdict)
+        figure.savefig(out / "claims.png", dpi=200)
+        plt.close(figure)
+
+
+def _draw_bounds(axis: Axes, runs: Mapping[str, Run]) -> None:
+    parts = [run.tokens(columns=["logp", "logit_grad_norm"]).dropna() for run in runs.values()]
+    tokens = pd.concat(parts)
+    rest = -np.expm1(tokens["logp"].to_numpy(dtype=float))
+    norm = tokens["logit_grad_norm"].to_numpy(dtype=float)
+    kept = rest > 1e-4  # below, rounding of ln π dominates the ratio
+    axis.hist(norm[kept] / rest[kept], bins=60, color="0.5")
+    for bound in (1, math.sqrt(2)):
+        axis.axvline(bound, color="C1", linewidth=0.8, linestyle="--")
+    axis.set_yscale("log")
+    axis.set_xlabel("‖p − e‖ / (1 − π), bounds dashed", fontsize=6)
+    axis.set_ylabel("tokens", fontsize=6)
+
+
+def _draw_norms(axis: Axes, verdict: Verdict) -> None:
+    sample = verdict.frames["sample"]
+    rest, norm = sample["one_minus_pi"].to_numpy(dtype=float), sample["score_norm"].to_numpy(dtype=float)
+    axis.plot(rest, norm, ".", markersize=1.5, alpha=0.4, rasterized=True)
+    ends = np.array([rest[rest > 0].min(), 1.0])
+    axis.plot(ends, np.median(norm[rest > 0.5]) * ends, color="C1", linewidth=0.8, linestyle="--")
+    axis.set(xscale="log", yscale="log")
+    axis.set_xlabel("1 − π", fontsize=6)
+    axis.set_ylabel("exact ‖∇ ln π‖,\n∝ (1 − π) dashed", fontsize=6)
+
+
+def _draw_lorenz(axis: Axes, verdict: Verdict) -> None:
+    frame = verdict.frames["lorenz"]
+    for column, label, style in (("lorenz", "measured", "-"), ("lorenz_null", "if norm = 1 − π", ":")):
+        axis.plot(1 - frame["tokens"].to_numpy()[::-1], 1 - frame[column].to_numpy()[::-1], style, label=label)
+    axis.axhline(0.5, color="C1", linewidth=0.8, linestyle="--")
+    axis.set(xscale="log", xlim=(0.01, 1), ylim=(0, 1.02))
+    axis.set_xlabel("share of tokens, largest first", fontsize=6)
+    axis.set_ylabel("share of Σ|c|·‖∇ ln π‖,\nhalf dashed", fontsize=6)
+    axis.legend(fontsize=5, frameon=False)
+
+
+def _draw_samples(axis: Axes, verdict: Verdict) -> None:
+    """Every value that the test used, the mean with its 95 % interval, no effect (gray) and the rule's margin (dashed)."""
+    assert verdict.effect is not None
+    scale = verdict.effect.scale
+
+    def shown(values: Any) -> Any:
+        return 100 * (np.expm1(values) if scale == "log" else np.asarray(values, dtype=float))
+
+    axis.axvline(0, color="0.6", linewidth=0.8)
+    for position, sample in enumerate(verdict.samples):
+        interval = contrast_interval(sample.values)
+        axis.plot(
+            shown(sample.values), [position + 0.15] * len(sample.values), "o", color="C0", markersize=2.5, alpha=0.35
+        )
+        axis.plot(shown(sample.values.mean()), position - 0.15, "o", color="C0", markersize=4)
+        if interval is not None:
+            axis.plot(shown([interval.low, interval.high]), [position - 0.15] * 2, color="C0", linewidth=1.2)
+    sample = verdict.samples[0]
+    axis.axvline(
+        shown(sample.margin * (1 if sample.direction == "higher" else -1)), color="C1", linewidth=0.8, linestyle="--"
+    )
+    axis.set_yticks(range(len(verdict.samples)), [_short(one) for one in verdict.samples], fontsize=6)
+    axis.set_ylim(len(verdict.samples) - 0.4, -0.6)
+    reference = "of plain GRPO's change [%]" if verdict.version == "one update" and scale != "log" else ""
+    axis.set_xlabel(reference or ("change [%]" if scale == "log" else "difference [points]"), fontsize=6)
+    if reference:
+        axis.set_xscale("symlog", linthresh=100)
+        axis.set_xticks([-1000, -100, 0, 100, 1000], ["−1000", "−100", "0", "100", "1000"], fontsize=6)
+
+
+def _short(sample: Sample) -> str:
+    """A sample's name with the arms' short names, on lines of their own."""
+    text = sample.name
+    for label, name in (
+        (f"grpo-sg+{CONSTANTS}", "mass 4"),
+        (f"grpo-sg-reverse+{CONSTANTS.replace('weight.', 'weight.of.')}", "reversed"),
+        (f"grpo-sg-shuffled+{CONSTANTS.replace('weight.', 'weight.of.')}", "shuffled"),
+    ):
+        text = text.replace(label, name)
+    return text.replace(" against ", "\nagainst ").replace(" tokens", "\ntokens")
+
+
 def main() -> None:
     """Write everything."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=Path, default=DATA / "runs")
-    parser.add_argument("--errors", type=Path, default=DATA / "errors.csv")
+    parser.add_argument("--full", type=Path, default=DATA / "full_runs.csv")
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--texts", type=Path, help="count kinds of answers in these runs and write --errors")
+    parser.add_argument("--texts", type=Path, help="full runs; with --supplement and --probed, write --full")
+    parser.add_argument("--supplement", type=Path, help="runs of supplement.yaml")
+    parser.add_argument("--probed", type=Path, help="folders of `sharpscope probe`, named as the runs")
     options = parser.parse_args()
-    if options.texts:
-        count_kinds(load_several([options.texts]).by_name).to_csv(options.errors, index=False)
+    runs = load_several([options.runs])
+    given = (options.texts, options.supplement, options.probed)
+    if any(given):
+        if not all(given):
+            parser.error("--texts, --supplement and --probed go together")
+        parts = [
+            count_kinds(load_several([options.texts]).by_name),
+            measured_along(load_several([options.supplement]).by_name),
+            curvature(options.probed, runs.by_name),
+        ]
+        pd.concat(parts).sort_values(COLUMNS[:4]).to_csv(options.full, index=False)
         return
     options.out.mkdir(parents=True, exist_ok=True)
-    runs = load_several([options.runs]).by_name
-    frame = values(runs)
+    frame = values(runs.by_name)
     found = contrasts(frame)
-    texts = {
-        "arms.md": arm_table(frame),
-        "differences.md": contrast_table(found),
-        "facts.md": facts(frame, found),
-        "errors.md": error_table(pd.read_csv(options.errors)),
+    full = pd.read_csv(options.full)
+    (options.out / "tables.md").write_text(text(frame, found, full), "utf-8")
+    draw(runs.by_name, found, options.out)
+    draw_supplement(full, options.out)
+    spec = read_sweep(STUDY).claims
+    verdicts = test_claims(runs, baseline=spec.baseline, treatment=spec.treatment, terms=terms_of(spec))
+    draw_claims(verdicts, runs.by_name, options.out)
+
+
+def text(frame: pd.DataFrame, found: pd.DataFrame, full: pd.DataFrame) -> str:
+    """Everything of tables.md: `frame` from `values`, `found` from `contrasts`, `full` from full_runs.csv."""
+    final = contrasts(full, CURVATURE)
+    parts = {
+        "End of training": arm_table(frame),
+        "Differences": contrast_table(found),
+        "Kinds of answers": error_table(full),
+        "Supplement": supplement_table(full),
+        "Curvature of final checkpoints, differences": contrast_table(final),
+        "As sentences quote them": facts(frame, pd.concat([found, final]), full),
     }
-    for name, text in texts.items():
-        (options.out / name).write_text(text, "utf-8")
-    draw(runs, found, options.out)
+    return "\n".join(f"## {title}\n\n{part}" for title, part in parts.items())
 
 
 if __name__ == "__main__":
