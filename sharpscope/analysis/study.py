@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
+import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import pandas as pd
@@ -306,16 +308,40 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return result
 
 
+Value = TypeVar("Value")
+_MEMORY: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
+
+
+def per_run(function: Callable[..., Value]) -> Callable[..., Value]:
+    """Cache the results of a function of (run, …) for the lifetime of the run."""
+
+    @functools.wraps(function)
+    def remembering(run: Run, *arguments: Any) -> Value:
+        known = _MEMORY.setdefault(run, {})
+        key = (function.__qualname__, *arguments)
+        if key not in known:
+            known[key] = function(run, *arguments)
+        result: Value = known[key]
+        return result
+
+    return remembering
+
+
+@per_run
+def _flat_config(run: Run) -> dict[str, Any]:
+    return flat(run.config)
+
+
 def setting_of(run: Run, *without: str) -> dict[str, Any]:
     """The run's flat configuration without NOT_A_SETTING and `without` (keys, or what is below them)."""
     left_out = {*NOT_A_SETTING, *without}
     below = tuple(f"{name}." for name in left_out)
-    return {key: value for key, value in flat(run.config).items() if key not in left_out and not key.startswith(below)}
+    return {key: value for key, value in _flat_config(run).items() if key not in left_out and not key.startswith(below)}
 
 
 def grid_settings(run: Run) -> dict[str, float]:
     """The grid's settings of a run; those that its configuration does not have are left out."""
-    config = flat(run.config)
+    config = _flat_config(run)
     matches = {axis: config.get(key) for axis, key in GRID.items()}
     return {axis: float(value) for axis, value in matches.items() if isinstance(value, int | float)}
 

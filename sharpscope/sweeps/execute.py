@@ -19,7 +19,6 @@ from sharpscope.errors import UserError
 from sharpscope.sweeps.plan import PlannedRun, write_config
 from sharpscope.traces import held_text, lock_owner, read_run_info
 from sharpscope.traces.files import set_aside
-from sharpscope.training.checkpoint import checkpoints
 
 POLL_S = 1.0
 
@@ -64,6 +63,8 @@ def run_command(run: PlannedRun, configs: Path, threads: int) -> list[str]:
     """Command line that starts a run or resumes it from its last checkpoint; a run without a checkpoint restarts."""
     base = [sys.executable, "-m", "sharpscope", "run", "--quiet"]
     if run.status in ("interrupted", "failed"):
+        from sharpscope.training.checkpoint import checkpoints  # imports torch, which planning a study does without
+
         if checkpoints(run.run_dir):
             return [*base, "--resume", str(run.run_dir)]
         # Without a checkpoint the traces of the aborted attempt are kept under another name.

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import math
-import weakref
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
 from sharpscope.analysis.claims.base import Dose, Source
+from sharpscope.analysis.study import per_run
 
 if TYPE_CHECKING:
     from sharpscope.traces import Run
@@ -25,25 +24,6 @@ FUNCTIONAL = "expected_failure"
 """The functional whose sharpness is compared between methods and with the gap."""
 MEASURES = {"sam": "plain", "asam": "adaptive"}
 """Sharpness measures: quantity in the probes table → what it is."""
-
-
-Value = TypeVar("Value")
-_MEMORY: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
-
-
-def per_run(function: Callable[..., Value]) -> Callable[..., Value]:
-    """Cache the results of a function of (run, …) for the lifetime of the run."""
-
-    @functools.wraps(function)
-    def remembering(run: Run, *arguments: Any) -> Value:
-        known = _MEMORY.setdefault(run, {})
-        key = (function.__qualname__, *arguments)
-        if key not in known:
-            known[key] = function(run, *arguments)
-        result: Value = known[key]
-        return result
-
-    return remembering
 
 
 @per_run

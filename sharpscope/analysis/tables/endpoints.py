@@ -10,9 +10,9 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from sharpscope.analysis.claims.measures import TEMPERATURE, accuracy, evaluations, last_step, per_run, shared_curves
+from sharpscope.analysis.claims.measures import TEMPERATURE, accuracy, evaluations, last_step, shared_curves
 from sharpscope.analysis.statistics import contrast_interval, mean_interval
-from sharpscope.analysis.study import Pairing, Setting, Study, studies
+from sharpscope.analysis.study import Pairing, Setting, Study, per_run, studies
 from sharpscope.analysis.tables.paper import Cell, Table
 from sharpscope.analysis.tokens import INCLUSION, inverse_inclusion
 from sharpscope.traces import Run
