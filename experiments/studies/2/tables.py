@@ -9,7 +9,7 @@ sentences; and the figures `claims.png`, `training_curves.png`, `training_differ
 verdicts beside them.
 
 The second writes `full_runs.csv`, what kept runs do not have: kinds of answers, counted in the completions of full runs (those of the
-policy before training come from a run with `steps: 1` in the folder `start`); measurements of the runs of `supplement.yaml`; and curvature
+policy before training come from a run with `steps: 1` in the folder `start`); measurements along the supplement's runs; and curvature
 of final checkpoints, from folders that `sharpscope probe` wrote, each with the name of its run.
 """
 
@@ -551,7 +551,7 @@ def main() -> None:
     parser.add_argument("--full", type=Path, default=DATA / "full_runs.csv")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--texts", type=Path, help="full runs; with --supplement and --probed, write --full")
-    parser.add_argument("--supplement", type=Path, help="runs of supplement.yaml")
+    parser.add_argument("--supplement", type=Path, help="runs of the supplement")
     parser.add_argument("--probed", type=Path, help="folders of `sharpscope probe`, named as the runs")
     options = parser.parse_args()
     runs = load_several([options.runs])
