@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import sharpscope
-from sharpscope.config import arm_name, build_config
+from sharpscope.config import RunConfig, arm_name, build_config
 from sharpscope.training import train
 
 POLICIES: dict[str, dict[str, Any]] = {
@@ -129,13 +130,18 @@ def main() -> None:
 
 def trained(folder: Path, policy: str, seed: int) -> None:
     """Train a run of GRPO with checkpoints in the middle and at the end, or continue it."""
-    steps = STEPS.get(policy, 100)
-    values = {**RUN, "task": {"kind": policy}, **POLICIES[policy], "steps": steps, "checkpoint.every": steps // 2}
-    config = build_config(values={**values, "seed": seed, "out": str(folder.parent), "name": folder.name})
+    config = configured(policy, {"seed": seed, "out": str(folder.parent), "name": folder.name})
     if not (folder / "run.json").exists():
         train(config)
     elif sharpscope.load_run(folder).status != "finished":
         train(config, resume=True)
+
+
+def configured(policy: str, values: Mapping[str, Any]) -> RunConfig:
+    """The configuration of a run of GRPO."""
+    steps = STEPS.get(policy, 100)
+    own = {"task": {"kind": policy}, **POLICIES[policy], "steps": steps, "checkpoint.every": steps // 2}
+    return build_config(values={**RUN, **own, **values})
 
 
 if __name__ == "__main__":

@@ -46,6 +46,8 @@ QUANTITIES: tuple[tuple[str, str, str | None, str], ...] = (
     ("C9", "low p", None, "heldout_failure"),
     ("C9", "low p", "high p", "heldout_failure"),
     ("C12", "cov-grpo", "grpo", "entropy"),
+    ("–", ALIGNED, "grpo", "entropy"),
+    ("–", REVERSED, "grpo", "entropy"),
     ("C13", "A>0", None, "heldout_failure"),
     ("C13", "A<0", None, "heldout_failure"),
     ("C13", "A>0", "A<0", "heldout_failure"),

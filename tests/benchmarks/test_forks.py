@@ -11,8 +11,19 @@ import pytest
 from scipy import stats
 
 from experiments.benchmarks import forks_report
-from experiments.benchmarks.forks import ARMS, FEWER, POLICIES, SHARPER, run_name, settings, sharpness_settings, states
+from experiments.benchmarks.forks import (
+    ARMS,
+    FEWER,
+    POLICIES,
+    SHARPER,
+    configured,
+    run_name,
+    settings,
+    sharpness_settings,
+    states,
+)
 from sharpscope.config import ForkSpec, arm_name
+from sharpscope.traces import load_runs
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +74,22 @@ def test_forks_of_a_state_draw_the_same_batches(runs):
             assert (values["nunique"] == 1).all()
             compared += int((values["size"] > 1).sum())
     assert compared > 50
+
+
+def test_runs_have_the_settings_that_make_them(runs):
+    for policy, own in runs.items():
+        for run in own:
+            config = configured(policy, {"seed": run.seed}).model_dump(mode="json")
+            for part in ("steps", "seed", "task", "policy", "rollout", "update", "optimizer"):
+                assert run.config[part] == config[part], (run.name, part)
+            assert run.method == "grpo"
+
+
+def test_runs_on_arithmetic_are_those_of_the_second_study(runs):
+    kept = load_runs(forks_report.ROOT / forks_report.DATA.parent / "runs")
+    for run in runs["arithmetic"]:
+        for name in ("reward_mean", "grad_norm", "update_norm"):
+            assert run.steps[name].tolist() == kept[f"grpo-s{run.seed}"].steps[name].tolist()
 
 
 def test_only_seed_0_is_forked_at_the_start(runs):
