@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from textwrap import fill
 from typing import Any
+from xml.etree import ElementTree
+from xml.sax.saxutils import escape
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
@@ -97,13 +99,10 @@ _RC: Any = {
 
 
 _SECTION = re.compile(r"\b(?:\w+\.)+(?=\w+=)")
-_HEAD = re.compile(r"<\?xml.*?\?>|<!DOCTYPE.*?>|<metadata>.*?</metadata>", re.DOTALL)
-_SPACE = re.compile(r"\s*\n\s*")
-_GROUP, _ID = re.compile(r"<g\b[^>]*>|</g>"), re.compile(r' id="[^"]*"')
-_TAG = re.compile(r"<[^>]*>")
 _SUPERSCRIPT = str.maketrans("0123456789.-", "⁰¹²³⁴⁵⁶⁷⁸⁹·⁻")
-_STYLED = re.compile(r' style="([^"]*)"')
-_FINE = re.compile(r'(?<=[" ])-?\d+\.\d+(?=[" ])')  # a number alone in an attribute or a list
+_SVG, _XLINK = "{http://www.w3.org/2000/svg}", "{http://www.w3.org/1999/xlink}"
+_QUOTE = {"'": "&apos;"}
+_FINE = re.compile(r"(?<![^ ])-?\d+\.\d+(?![^ ])")  # a number alone in an attribute or in a list
 _CURVE = re.compile(r"[CQSTAHV]")  # what an SVG's path holds beside lines
 _PATH, _LONG = (
     re.compile(r'\bd="[^"]*"'),
@@ -321,27 +320,28 @@ def compact_svg(svg: str) -> str:
 
     Attributes are in single quotes, so that the text fits into a data address with few escapes.
     """
-    text = _SPACE.sub(" ", _HEAD.sub("", svg)).replace("> <", "><").strip()
-    closing: list[str] = []  # of the open groups: "" for one that is left out
+    styles: dict[str, str] = {}
+    text = _compact(ElementTree.fromstring(svg), styles)
+    rules = "".join(f".{name}{{{escape(rule)}}}" for rule, name in styles.items())
+    return text.replace("</style>", f"{rules}</style>", 1)
 
-    def group(tag: re.Match[str]) -> str:
-        if tag[0] == "</g>":
-            return closing.pop()
-        if tag[0].endswith("/>"):
-            return ""
-        kept = _ID.sub("", tag[0])
-        closing.append("" if kept == "<g>" else "</g>")
-        return "" if kept == "<g>" else kept
 
-    names: dict[str, str] = {}
-
-    def tag(found: re.Match[str]) -> str:
-        short = _STYLED.sub(lambda style: f' class="{names.setdefault(style[1], f"s{len(names)}")}"', found[0])
-        short = _FINE.sub(_tenths, short)
-        return short if "'" in short else short.replace('"', "'")
-
-    text = _TAG.sub(tag, _GROUP.sub(group, text))
-    return text.replace("</style>", "".join(f".{name}{{{rule}}}" for rule, name in names.items()) + "</style>", 1)
+def _compact(element: ElementTree.Element, styles: dict[str, str]) -> str:
+    """An element of an SVG by matplotlib as text; `styles`: style → name of the class that stands for it."""
+    tag = element.tag.removeprefix(_SVG)
+    if tag == "metadata":
+        return ""
+    attributes = {"xmlns": _SVG[1:-1], "xmlns:xlink": _XLINK[1:-1]} if tag == "svg" else {}
+    for name, value in element.attrib.items():
+        if name == "style":
+            attributes["class"] = styles.setdefault(value, f"s{len(styles)}")
+        elif tag != "g" or name != "id":
+            attributes[name.replace(_XLINK, "xlink:")] = _FINE.sub(_tenths, " ".join(value.split()))
+    inside = escape(element.text or "").strip() + "".join(_compact(child, styles) for child in element)
+    if tag == "g" and not attributes:
+        return inside
+    opened = tag + "".join(f" {name}='{escape(value, _QUOTE)}'" for name, value in attributes.items())
+    return f"<{opened}>{inside}</{tag}>" if inside else f"<{opened}/>"
 
 
 def _tenths(value: re.Match[str]) -> str:
