@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 from sharpscope.probes.token_gradients import attention as attn
 from sharpscope.probes.token_gradients.head import HeadGradients, head_gradients
 from sharpscope.probes.token_gradients.result import Collector, Ledger, ScoreNorms
 from sharpscope.probes.token_gradients.rows import Rows, safe_width, widen
 from sharpscope.probes.token_gradients.structure import Structure, hidden_states, read_before, recording
-from sharpscope.probes.token_gradients.uses import Use, local_squares
+from sharpscope.probes.token_gradients.uses import Use, Wrap, local_squares
 
 
 @dataclass(frozen=True)
@@ -77,19 +78,26 @@ class _Forward:
 
 
 def _forwards(
-    model: nn.Module, structure: Structure, rows: Rows, temperature: float, *, share: bool = False
+    model: nn.Module,
+    structure: Structure,
+    rows: Rows,
+    temperature: float,
+    *,
+    share: bool = False,
+    wrap: Wrap | None = None,
 ) -> Iterator[_Forward]:
     """Run the rows in chunks.
 
     Args:
         share: read what rows have in common before their first chosen token once: no cotangent goes there.
+        wrap: replaces the output of a use.
     """
     for chunk in rows.chunks(share=share and structure.shares):
         with torch.no_grad():
             before = read_before(model, chunk.before)
         ids = widen(chunk.ids, safe_width(model, chunk.ids.shape[1]))  # (B, L)
         predicts = nn.functional.pad(chunk.predicts, (0, ids.shape[1] - chunk.ids.shape[1]))
-        recorder = structure.recorder((ids.shape[0], ids.shape[1]))
+        recorder = structure.recorder((ids.shape[0], ids.shape[1]), wrap=wrap)
         with torch.enable_grad(), recording(model, structure, recorder, attn.CUT):
             hidden = hidden_states(model, ids, before)
         if structure.learn(recorder):
@@ -137,50 +145,68 @@ def local_norms(model: nn.Module, structure: Structure, rows: Rows, temperature:
     """Local norms of all chosen tokens. The model must be in eval mode."""
     structure.require_local()
     collector = Collector(rows.shape, torch.promote_types(structure.head.weight.dtype, torch.float32), rows.ids.device)
-    for forward in _forwards(model, structure, rows, temperature, share=True):
+    taps = _Taps(structure)
+    for forward in _forwards(model, structure, rows, temperature, share=True, wrap=taps.wrap):
         ledger = Ledger(structure.groups, torch.zeros_like(forward.local.output.logp))
         add_head(ledger, structure, forward.local.output)
-        for name, squares in _on_the_way(structure, forward):
+        forward.uses.clear()
+        for name, squares in taps.squares(forward):
             ledger.add(name, squares)
         collector.write(forward.local.rows, ledger)
     return collector.result("local", None)
 
 
-def _on_the_way(structure: Structure, forward: _Forward) -> list[tuple[str, Tensor]]:
-    """`_squares` of all uses in their order, each made when the backward pass reaches it.
+class _Taps:
+    """Takes the squares of each use when the backward pass reaches it, and drops the use and its cotangent then.
 
-    A use and its cotangent are dropped then: all cotangents together take more than half of what the activations take. Empties
-    `forward.uses`.
+    All cotangents together would take half of what the activations take. Outputs are not kept either: the graph keeps those that
+    it needs.
     """
-    uses, found = dict(enumerate(forward.uses)), [list[tuple[str, Tensor]]() for _ in forward.uses]
-    if not forward.hidden.requires_grad:
-        return []
 
-    def take(g: Tensor, index: int) -> None:
-        found[index] = list(_squares(structure, forward.local, uses.pop(index), g))
+    def __init__(self, structure: Structure) -> None:
+        self._structure = structure
+        self._clear()
 
-    for index, use in uses.items():
-        use.out.register_hook(partial(take, index=index))
-    first = _first(forward.uses)
-    forward.uses.clear()
-    torch.autograd.grad(forward.hidden, first, forward.start(), allow_unused=True)
-    return [one for squares in found for one in squares]
+    def _clear(self) -> None:
+        self._uses: dict[int, Use] = {}
+        self._found: dict[int, list[tuple[str, Tensor]]] = {}
+        self._nodes: set[Node] = set()
+        self._first: list[Tensor] = []  # outputs that depend on no other use: a backward pass to them reaches all uses
+        self._local: LocalPass | None = None
 
+    def wrap(self, use: Use) -> Tensor:
+        """Watch the output of a use, which is returned."""
+        out, index = use.out, len(self._uses)
+        if not self._depends(out.grad_fn):
+            self._first.append(out)
+        if out.grad_fn is not None:
+            self._nodes.add(out.grad_fn)
+        out.register_hook(partial(self._take, index=index))
+        use.out = torch.empty_like(out, device="meta")  # its shape is still needed
+        self._uses[index] = use
+        return out
 
-def _first(uses: Sequence[Use]) -> list[Tensor]:
-    """Outputs of the uses that depend on no other use: a backward pass to them reaches all uses."""
-    nodes = {use.out.grad_fn for use in uses}
-    first = []
-    for use in uses:
-        seen, queue = {use.out.grad_fn}, [use.out.grad_fn]
-        depends = False
-        while queue and not depends:
-            node = queue.pop()
-            assert node is not None
-            earlier = {one for one, _ in node.next_functions if one is not None} - seen
-            depends = not nodes.isdisjoint(earlier)
+    def _depends(self, node: Node | None) -> bool:
+        """Whether a node depends on a use."""
+        seen: set[Node] = set()
+        queue = [] if node is None else [node]
+        while queue:
+            earlier = {one for one, _ in queue.pop().next_functions if one is not None} - seen
+            if not self._nodes.isdisjoint(earlier):
+                return True
             seen |= earlier
             queue += earlier
-        if not depends:
-            first.append(use.out)
-    return first
+        return False
+
+    def _take(self, g: Tensor, index: int) -> None:
+        assert self._local is not None
+        self._found[index] = list(_squares(self._structure, self._local, self._uses.pop(index), g))
+
+    def squares(self, forward: _Forward) -> list[tuple[str, Tensor]]:
+        """`_squares` of all uses of the forward pass, in their order."""
+        self._local = forward.local
+        if forward.hidden.requires_grad:
+            torch.autograd.grad(forward.hidden, self._first, forward.start(), allow_unused=True)
+        found = [one for _, squares in sorted(self._found.items()) for one in squares]
+        self._clear()
+        return found
