@@ -98,7 +98,7 @@ def report(
     """
     import json
 
-    from experiments.benchmarks.report import report_cost
+    from experiments.benchmarks.growth import report_cost
 
     typer.echo(json.dumps(report_cost(paths or [Path("data/reference")], repeats), indent=2))
 
@@ -138,14 +138,11 @@ def tokens(
     quick: Annotated[bool, typer.Option("--quick", help="Tiny sizes: does it run?")] = False,
     repeats: Annotated[int, typer.Option(min=1, help="Measurements of each, of which the median counts.")] = 5,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads for both sides.")] = None,
-    growth: Annotated[bool, typer.Option(help="Also measure growth with length, width and vocabulary.")] = True,
     accuracy: Annotated[
         bool,
         typer.Option("--accuracy", help="Instead: how far the local tier is from the exact one, per architecture."),
     ] = False,
-    out: Annotated[Path, typer.Option(help="Folder for the numbers, the table and the plot.")] = Path(
-        "experiments/benchmarks"
-    ),
+    out: Annotated[Path, typer.Option(help="Folder for the numbers and the table.")] = Path("experiments/benchmarks"),
 ) -> None:
     """Every token's gradient norm and share, against a loop of autograd on the embedded policy.
 
@@ -165,12 +162,7 @@ def tokens(
         return
     found = measured.run(quick=quick, repeats=repeats, tell=typer.echo)
     tokens_report.show(found)
-    written = tokens_report.write(found, out)
-    if growth:
-        typer.echo("growth with length, width and vocabulary")
-        found["growth"] = measured.growth(1 if quick else min(repeats, 3), quick=quick, tell=typer.echo)
-        written = tokens_report.write(found, out)
-    for path in written:
+    for path in tokens_report.write(found, out):
         typer.echo(str(path))
 
 
@@ -286,6 +278,35 @@ def generation(
 
     text = page(*compare_generation(task or ["knights_knaves", "math"], repeats, threads, set_ or ()))
     _show(text, out / "generation.md")
+
+
+@app.command("growth")
+def growth(
+    axis: Annotated[
+        list[str] | None, typer.Option(help="length, batch, width, vocabulary, layers or runs. Repeatable.")
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Measurements of each, of which the median counts.")] = 3,
+    out: Annotated[Path | None, typer.Option(help="PNG file for the figures.")] = None,
+) -> None:
+    """How costs grow with length, batch, width, vocabulary, layers and number of runs: slopes of processor time.
+
+    Example:
+
+      python -m experiments.benchmarks growth --axis length --axis batch
+    """
+    from experiments.benchmarks import growth as measured
+    from sharpscope.errors import nearest
+    from sharpscope.recording import environment
+
+    for name in axis or []:
+        if name not in measured.AXES:
+            raise UserError(f"--axis {name}: unknown{nearest(name, measured.AXES)}")
+    environment.set_threads(1)
+    curves = [curve for name in axis or measured.AXES for curve in measured.measure(name, repeats)]
+    typer.echo(measured.table(curves))
+    if out is not None:
+        measured.picture(curves, out)
+        typer.echo(f"written: {out}")
 
 
 @app.command("memory")

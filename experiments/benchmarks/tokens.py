@@ -22,7 +22,7 @@ from experiments.benchmarks.tokens_recording import recording_cost
 from sharpscope.config.training import DEFAULT_INTERVALS
 from sharpscope.packaged import data_path
 from sharpscope.probes import directional_derivative, logp_gradient, score_norms
-from sharpscope.probes.token_gradients import Tier, batched
+from sharpscope.probes.token_gradients import batched
 
 GPU_SHAPES: dict[str, dict[str, int]] = {
     "Qwen2.5-0.5B": {
@@ -295,40 +295,6 @@ def statistics_row(repeats: int, quick: bool) -> Row:
     return Row(what, "96 tokens", cost.statistics_s, cost.log_softmax_s, cost.ratio, 2, 1.3, "x the time", note)
 
 
-TIER_SAMPLES: dict[Tier, int | None] = {"exact": 16, "local": None, "sketch": None}
-"""Tokens a row that the growth of each tier is measured on; None = all."""
-
-
-def _tier(model: nn.Module, tier: Tier) -> Callable[[Tensor, Tensor], object]:
-    """The tier as a function of ids and mask; the sketch with 8 directions."""
-    return lambda ids, mask: score_norms(model, ids, mask, tier, directions=8)
-
-
-def growth(
-    repeats: int = 3, *, quick: bool = False, tell: Callable[[str], None] = lambda text: None
-) -> list[dict[str, float | str]]:
-    """Seconds a token of each tier and of the loop, as length, width and vocabulary grow (random weights, two rows)."""
-    lengths, widths, words = (
-        ([64, 128], [64], [624]) if quick else ([64, 128, 256, 512, 1024], [64, 128, 256, 512], [624, 5_000, 50_000])
-    )
-    found: list[dict[str, float | str]] = []
-    plans = [
-        *(("length", value, random_model(), value) for value in lengths),
-        *(("width", value, random_model(width=value, feed_forward=3 * value), 128) for value in widths),
-        *(("vocabulary", value, random_model(vocabulary=value), 128) for value in words),
-    ]
-    for axis, value, model, length in plans:
-        ids = sampled_rows(model, 2, length)
-        point: dict[str, float | str] = {"axis": axis, "value": value}
-        for tier, chosen in TIER_SAMPLES.items():
-            ours, loop = versus_loop(model, ids, _tier(model, tier), repeats, 8, chosen)
-            tokens = 2 * (chosen or length - 1)
-            point[tier], point["loop"] = ours / tokens, loop / tokens
-        found.append(point)
-        tell(", ".join(f"{name} {v:.3g}" if isinstance(v, float) else f"{name} {v}" for name, v in point.items()))
-    return found
-
-
 def _embedded_rows(small: dict[str, int], repeats: int, quick: bool) -> Iterator[Row]:
     yield from table(embedded(), **small)
     yield from recording_rows(1 if quick else repeats, quick)
@@ -336,7 +302,7 @@ def _embedded_rows(small: dict[str, int], repeats: int, quick: bool) -> Iterator
 
 
 def run(*, quick: bool = False, repeats: int = 5, tell: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
-    """Everything that the command prints and writes but growth, as plain values; `tell` hears each line as it is known."""
+    """Everything that the command prints and writes, as plain values; `tell` hears each line as it is known."""
     small: dict[str, int] = (
         {"rows": 2, "length": 32, "long_rows": 1, "long": 64, "repeats": 1, "sample": 4}
         if quick
@@ -349,7 +315,6 @@ def run(*, quick: bool = False, repeats: int = 5, tell: Callable[[str], None] = 
         "torch": torch.__version__,
         "batched": batched.way(),
         "embedded policy": [],
-        "growth": [],
     }
 
     def keep(name: str, rows: Iterable[Row]) -> None:

@@ -1,4 +1,4 @@
-"""The token benchmark on the screen and as files: a table, the numbers, and how the costs grow."""
+"""The token benchmark on the screen and as files: a table and the numbers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 
 def write(found: dict[str, Any], folder: Path) -> list[Path]:
-    """Write tokens.json, tokens.md and, where growth was measured, tokens.png; returns their paths."""
+    """Write tokens.json and tokens.md; returns their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     numbers, text = folder / "tokens.json", folder / "tokens.md"
     numbers.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
@@ -54,8 +54,7 @@ def write(found: dict[str, Any], folder: Path) -> list[Path]:
     lines += [
         "Baseline: for norms, a loop of `autograd.grad` over a kept graph, timed on a sample of tokens in the same run; for",
         "attribution, a forward pass to the log-probabilities; for recording, the whole step; for TokenStats, log-softmax and",
-        f"gather. Times are medians of {found['repeats']} (growth, `tokens.png`: of {min(found['repeats'], 3)}, the exact tier on 16",
-        "tokens a row).",
+        f"gather. Times are medians of {found['repeats']}.",
         "The default recording of tokens: tables at every step, norms and shares at their default schedule. Cotangents are reached by",
         {
             "direct": "`vmap`'s own functions.",
@@ -66,29 +65,4 @@ def write(found: dict[str, Any], folder: Path) -> list[Path]:
         "",
     ]
     text.write_text("\n".join(lines), encoding="utf-8")
-    return [numbers, text, *_picture(found["growth"], folder / "tokens.png")]
-
-
-def _picture(points: list[dict[str, Any]], path: Path) -> list[Path]:
-    if not points:
-        return []
-    from matplotlib.figure import Figure
-
-    from sharpscope.analysis.figures import COLORS, MARKERS
-
-    axes = ("length", "width", "vocabulary")
-    figure = Figure(figsize=(11, 3.6), layout="constrained")
-    for place, axis in zip(figure.subplots(1, 3, sharey=True), axes, strict=True):
-        here = [point for point in points if point["axis"] == axis]
-        for way, color, marker in zip(("loop", "exact", "sketch", "local"), COLORS, MARKERS, strict=False):
-            place.loglog([p["value"] for p in here], [p[way] for p in here], color=color, marker=marker, label=way)
-        place.set_xticks([p["value"] for p in here], [f"{p['value']:,}" for p in here])
-        place.set_xticks([], minor=True)
-        place.set_xlabel(
-            {"length": "length [tokens a row]", "width": "width of the model", "vocabulary": "vocabulary [words]"}[axis]
-        )
-        place.grid(alpha=0.3)
-    figure.axes[0].set_ylabel("time [s a token]")
-    figure.legend(*figure.axes[0].get_legend_handles_labels(), title="sketch: K = 8", loc="outside right upper")
-    figure.savefig(path, dpi=150)
-    return [path]
+    return [numbers, text]

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from experiments.benchmarks import tokens, tokens_report
+from experiments.benchmarks import growth, tokens, tokens_report
 from sharpscope.probes import score_norms
 
 SMALL = {"layers": 2, "width": 16, "heads": 2, "key_heads": 2, "feed_forward": 24, "vocabulary": 31}
@@ -57,17 +57,31 @@ def test_report_names_requirements_and_a_missing_gpu(tmp_path, capsys):
         "batched": "rule",
         "embedded policy": [vars(row)],
         "gpu": "GPU numbers are missing: none was at hand",
-        "growth": [
-            {"axis": a, "value": v, "loop": 1.0, "exact": 0.3, "local": 0.01, "sketch": 0.05}
-            for a in ("length", "width", "vocabulary")
-            for v in (64, 128)
-        ],
     }
     paths = tokens_report.write(found, tmp_path)
-    assert [path.name for path in paths] == ["tokens.json", "tokens.md", "tokens.png"]
+    assert [path.name for path in paths] == ["tokens.json", "tokens.md"]
     text = (tmp_path / "tokens.md").read_text(encoding="utf-8")
     assert "| local, all tokens | 2 x 8 tokens | 0.500 | 60.000 | 120.00 x faster | >= 100 | >= 250 |" in text
     assert "GPU numbers are missing" in text and "smoke run" in text and "`vmap`'s public rule" in text
     assert json.loads((tmp_path / "tokens.json").read_text(encoding="utf-8")) == found
     tokens_report.show(found)
     assert "120.00" in capsys.readouterr().out
+
+
+def test_slopes_of_growth_are_fitted_at_the_largest_sizes(tmp_path):
+    sizes = growth.AXES["batch"].values
+    linear = growth.Curve("batch", "local norms", tuple(0.5 + 2.0 * size for size in sizes))
+    square = growth.Curve("batch", "forward and backward", (9.0, 9.0, *(1e-3 * size**2 for size in sizes[2:])))
+    assert square.slope == pytest.approx(2.0)
+    assert 0.9 < linear.slope < 1.0
+    text = growth.table([linear, square])
+    assert "| 2.00 | ≤ 1.1: missed |" in text and text.count("missed") == 1
+    growth.picture([linear, square], tmp_path / "growth.png")
+    assert (tmp_path / "growth.png").stat().st_size > 10_000
+
+
+def test_growth_runs_every_measure(monkeypatch):
+    monkeypatch.setitem(growth.AXES, "length", growth.Axis("length", (8, 12, 16), 2.0))
+    curves = growth.measure("length", repeats=1)
+    assert {curve.measure for curve in curves} == set(growth.MEASURES) - {"report"}
+    assert all(len(curve.seconds) == 3 and min(curve.seconds) > 0 for curve in curves)
