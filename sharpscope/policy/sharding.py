@@ -8,6 +8,7 @@ that another trainer has sharded.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -58,6 +59,12 @@ def is_sharded(model: nn.Module) -> bool:
 def is_shard(tensor: Tensor) -> bool:
     """Whether the tensor is sharded over processes (FSDP2)."""
     return hasattr(tensor, "to_local")
+
+
+def copies(tensor: Any) -> int:
+    """Number of processes that hold the same part of a sharded tensor; above 1 where groups of processes hold whole models (HSDP)."""
+    mesh = tensor.device_mesh
+    return math.prod(mesh.size(axis) for axis, placed in enumerate(tensor.placements) if placed.is_replicate())
 
 
 def full_tensor(tensor: Any) -> Any:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from sharpscope import distributed
 from sharpscope.errors import UserError
-from sharpscope.policy.sharding import is_shard, reshard
+from sharpscope.policy.sharding import copies, is_shard, reshard
 from sharpscope.probes.attribution import coming_step
 from sharpscope.probes.estimate import Estimate
 
@@ -299,13 +299,15 @@ class _Search:
     def _outside(self) -> float:
         """The next η while all losses are on one side of L(θ)."""
         margin, root = self.tolerance / 3, self._secant()
+        # Where the quotient is far from a line, secants creep: after one of them, step by at least a factor of 2.
+        least = 1 + self.tolerance if len(self.quotient) < 2 else 2.0
         if math.isinf(self.upper):
             if root is None:
                 return 2 * self.lower
-            return min(max(root * (1 + margin), self.lower * (1 + self.tolerance)), EXPAND * self.lower)
+            return min(max(root * (1 + margin), self.lower * least), EXPAND * self.lower)
         if root is None or root <= 0:
             return self.upper / 2
-        return max(min(root * (1 - margin), self.upper * (1 - self.tolerance)), self.upper / EXPAND**2)
+        return max(min(root * (1 - margin), self.upper / least), self.upper / EXPAND**2)
 
     def _inside(self) -> float:
         """The next η in the bracket: next to the secant's zero, on the side of the farther end."""
@@ -459,7 +461,7 @@ def update_slope(
             continue
         product = float((_local(parameter.grad).double() * _local(along).double()).sum()) / factor
         if is_shard(parameter):
-            own, divided = own + product, True
+            own, divided = own + product / copies(parameter), True
         else:
             whole += product
     return whole + (distributed.sum_values(own) if divided else 0.0)

@@ -17,7 +17,7 @@ from sharpscope.recording.health import (
     rotation_event,
 )
 from sharpscope.recording.norms import clip_factor, gradient_norm, total_norm, update_norm
-from sharpscope.recording.observers import Observations, Observers, StepObserver
+from sharpscope.recording.observers import Observations, Observers, StepObserver, critical_rows
 from sharpscope.recording.probe_sets import Drawer, check_probe_set, run_probe_set, solution_losses
 from sharpscope.recording.rows import (
     carried_columns,
@@ -70,6 +70,7 @@ __all__ = [
     "check_rollouts",
     "check_sampler",
     "clip_factor",
+    "critical_rows",
     "evaluation_row",
     "gradient_norm",
     "loss_mask",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sharpscope import distributed
-from sharpscope.policy.sharding import is_shard
+from sharpscope.policy.sharding import copies, is_shard
 
 
 def total_norm(parts: Iterable[Tensor | None]) -> float:
@@ -23,7 +23,7 @@ def total_norm(parts: Iterable[Tensor | None]) -> float:
         local: Any = part
         square = float(torch.linalg.vector_norm(local.to_local() if is_shard(part) else part, dtype=torch.float64)) ** 2
         if is_shard(part):
-            own, divided = own + square, True
+            own, divided = own + square / copies(part), True
         else:
             whole += square
     return math.sqrt(whole + (distributed.sum_values(own) if divided else 0.0))

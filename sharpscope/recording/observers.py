@@ -25,6 +25,7 @@ from sharpscope.policy import Policy, Rollouts, completions_of
 from sharpscope.policy.scoring import Scorer
 from sharpscope.policy.sharding import ModelView, is_sharded
 from sharpscope.probes import (
+    CriticalSharpness,
     Estimate,
     ProbeSet,
     UpdateSplit,
@@ -265,31 +266,65 @@ class StepObserver:
                 f"method.clip.kind = {clip}: the loss has a factor that its gradient treats as constant, so its values along the "
                 "update are not those of what the update descends"
             )
-        direction = update_direction(optimizer, model)
-        lr = max(float(group["lr"]) for group in optimizer.param_groups)
-        compute = self.run.policy.compute or next(model.parameters()).dtype
-        resolution = torch.finfo(compute).eps
-        critical = critical_sharpness(
-            loss_fn,
+        critical, rows = critical_rows(
             model,
-            direction,
-            guess=self.run.critical_lr or GUESS * (lr or self.run.config.optimizer.lr),
-            slope=None if clip_factor is None else update_slope(model, direction, clip_factor),
-            # The loss is near 0 and its terms are not; low precision averages out over tokens.
-            noise=self._scale * (resolution / 8 if compute in (torch.bfloat16, torch.float16) else 4 * resolution),
+            optimizer,
+            loss_fn,
             start=start,
-            tolerance=TOLERANCE,
-            max_evaluations=EVALUATIONS,
+            clip_factor=clip_factor,
+            compute=self.run.policy.compute or next(model.parameters()).dtype,
+            scale=self._scale,
+            last=self.run.critical_lr,
+            usual_lr=self.run.config.optimizer.lr,
         )
         if critical.outcome == "found":
             self.run.critical_lr = critical.lr
-        rows = critical.estimates()
-        if lr > 0:
-            rows.append(Estimate("critical", "critical_threshold", 2 / lr))
-        self._found += labeled(rows, functional="surrogate")
+        self._found += rows
         if not critical.converged:
             text = f"critical sharpness: {critical.why}"
             self._events.append(Event(self.step, "probe", "info", math.nan, math.nan, "none", text))
+
+
+def critical_rows(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss_fn: Callable[[], Tensor | float],
+    *,
+    start: Tensor | float | None,
+    clip_factor: float | None,
+    compute: torch.dtype,
+    scale: float,
+    last: float | None,
+    usual_lr: float,
+) -> tuple[CriticalSharpness, list[Estimate]]:
+    """The critical sharpness of the update that `optimizer` is about to make, and its rows, with the threshold 2/lr.
+
+    Args:
+        model, optimizer, loss_fn, start, clip_factor: as for `StepObserver.critical`.
+        compute: dtype of the forward pass.
+        scale: Σ_t |∂L/∂log π_t|, the size of the loss's terms, which sets the size of its rounding.
+        last: critical learning rate found last, to start from.
+        usual_lr: learning rate to start from where there is none and the present one is 0.
+    """
+    direction = update_direction(optimizer, model)
+    lr = max(float(group["lr"]) for group in optimizer.param_groups)
+    resolution = torch.finfo(compute).eps
+    critical = critical_sharpness(
+        loss_fn,
+        model,
+        direction,
+        guess=last or GUESS * (lr or usual_lr),
+        slope=None if clip_factor is None else update_slope(model, direction, clip_factor),
+        # The loss is near 0 and its terms are not; low precision averages out over tokens.
+        noise=scale * (resolution / 8 if compute in (torch.bfloat16, torch.float16) else 4 * resolution),
+        start=start,
+        tolerance=TOLERANCE,
+        max_evaluations=EVALUATIONS,
+    )
+    rows = critical.estimates()
+    if lr > 0:
+        rows.append(Estimate("critical", "critical_threshold", 2 / lr))
+    return critical, labeled(rows, functional="surrogate")
 
 
 class _UpdateProbes:

@@ -78,6 +78,17 @@ def test_on_curved_losses_it_is_the_crossing_of_a_dense_line_search(shape):
     assert narrow.lr == pytest.approx(exact, rel=2e-3) and narrow.evaluations <= 20
 
 
+def test_a_steep_start_costs_few_evaluations():
+    """A loss that falls steeply and then rises slowly, as a surrogate under Adam's first step: secants alone creep to the crossing."""
+    x = torch.zeros(1, dtype=torch.float64)
+
+    def loss():
+        return (0.1 * torch.exp(-1000 * x) + x).sum()
+
+    found = critical_sharpness(loss, [x], [-torch.ones_like(x)], guess=1.6, slope=99.0)
+    assert found.outcome == "found" and found.lr == pytest.approx(0.1, rel=0.03) and found.evaluations <= 11
+
+
 def test_it_says_why_there_is_no_crossing():
     x = torch.tensor([2.0, -1.0], dtype=torch.float64, requires_grad=True)
     up = torch.tensor([-1.0, 0.5], dtype=torch.float64)

@@ -4,7 +4,8 @@
 number through verl's mini- and micro-batches. A hook on the log-probabilities that the loss differentiates gives ∂L/∂log π;
 FSDP averages gradients over the data-parallel processes, so this divided by their number is the token's coefficient in the
 loss of the whole batch. After the step the processes' rows are gathered, and the first process writes them. At the first step and
-every few steps each process measures the local score norms of its own tokens through the shards, before the first update.
+every few steps each process measures the local score norms of its own tokens through the shards, before the first update, and
+between the gradient of the first update and the optimizer's step the critical sharpness, by more evaluations of its loss.
 
 The entropy bonus acts on all logits of a position and is not in `loss_coef`.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 import atexit
 import functools
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -30,28 +32,53 @@ from sharpscope import distributed
 from sharpscope.errors import UserError
 from sharpscope.integrations.importers.writing import Completion, sampler_events, step_tables
 from sharpscope.policy import completions_of
+from sharpscope.probes import Estimate, columns, guarded
 from sharpscope.probes.token_gradients import ShardedNorms
-from sharpscope.recording import Event, UpdateResult, UpdateTokens, environment, refusal, update_columns, update_norm
+from sharpscope.recording import (
+    Event,
+    UpdateResult,
+    UpdateTokens,
+    clip_factor,
+    critical_rows,
+    environment,
+    gradient_norm,
+    refusal,
+    update_columns,
+    update_norm,
+)
 from sharpscope.traces import RunLock, TraceWriter, create_run_dir, create_run_info, update_run_info
 from sharpscope.traces.files import now
 
 ROW = "sharpscope_row"
-EVERY, EVERY_DEFAULT = "SHARPSCOPE_VERL_NORMS_EVERY", 10
-"""Environment variable: interval of score norms, also measured at the first step; 0: never [steps]."""
+NORMS, CRITICAL = "SHARPSCOPE_VERL_NORMS_EVERY", "SHARPSCOPE_VERL_CRITICAL_EVERY"
+"""Environment variables: intervals of score norms and of critical sharpness, both also measured at the first step and, where verl
+gives their number, at the last; 0: never [steps]."""
+EVERY, ROUNDS = 10, 10
+"""Default interval of score norms [steps]; that of critical sharpness is larger where it would be measured more than ROUNDS times."""
+LOSSES = ("vanilla", "gspo", "sapo", "gpg", "geo_mean", "dro")
+"""Values of `policy_loss.loss_mode` whose loss has the gradient that the update descends; others hold factors of it constant."""
 NEEDED = ("prompts", "responses", "response_mask", "old_log_probs", "advantages")
 _REWARDS = ("token_level_scores", "rm_scores", "token_level_rewards")
 
 
 def install(folder: str) -> None:
     """Wrap verl's training worker, once per process; every actor's step is recorded to `folder`."""
-    from verl.workers.engine_workers import TrainingWorker
+    from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
-    norms_interval()
+    interval(NORMS, EVERY)
+    interval(CRITICAL, EVERY)
     if getattr(TrainingWorker, "_sharpscope", False):
         return
     step, update = TrainingWorker.train_mini_batch, TrainingWorker.train_batch
+    build = ActorRolloutRefWorker.init_model
 
-    @functools.wraps(step)  # keeps what verl's dispatcher reads from the function
+    @functools.wraps(build)  # keeps what verl's dispatcher reads from the function
+    def init_model(self: Any) -> Any:
+        if "actor" in self.role:
+            check_actor(self.config)
+        return build(self)
+
+    @functools.wraps(step)
     def train_mini_batch(self: Any, data: Any) -> Any:
         if any(name not in data for name in NEEDED):  # another worker: a critic, or supervised fine-tuning
             return step(self, data)
@@ -64,43 +91,82 @@ def install(folder: str) -> None:
         recorder = getattr(self, "_sharpscope_recorder", None)
         if recorder is None or recorder.rows is None or ROW not in data:
             return update(self, data)
-        return recorder.update(lambda: update(self, data))
+        return recorder.update(data, lambda: update(self, data))
 
     TrainingWorker.train_mini_batch, TrainingWorker.train_batch = train_mini_batch, train_batch
+    ActorRolloutRefWorker.init_model = init_model
     TrainingWorker._sharpscope = True
 
 
-def norms_interval() -> int:
-    """The interval of score norms [steps].
+def interval(variable: str, default: int) -> int:
+    """The interval that an environment variable sets [steps].
 
     Raises:
-        UserError: the environment variable is not a whole number of at least 0.
+        UserError: it is not a whole number of at least 0.
     """
-    text = os.environ.get(EVERY, str(EVERY_DEFAULT))
+    text = os.environ.get(variable, str(default))
     if not text.isdecimal():
         raise UserError(
-            f"{EVERY} = {text!r}: must be a whole number of at least 0; set an interval in steps, or 0 for no score norms"
+            f"{variable} = {text!r}: must be a whole number of at least 0; set an interval in steps, or 0 to leave it out"
         )
     return int(text)
 
 
-def check_worker(worker: Any) -> None:
-    """Check that the worker can be recorded.
+def check_actor(config: Any) -> None:
+    """Check that an actor with verl's configuration (actor_rollout_ref) can be recorded, before it is built.
 
     Raises:
         UserError: an engine or option is not supported; the message names it.
     """
-    config = worker.engine_config
-    if config.strategy not in ("fsdp", "fsdp2"):
-        raise UserError(f"verl: strategy = {config.strategy} is not recorded; use fsdp2, or unset SHARPSCOPE_VERL")
-    if config.use_fused_kernels:
+    from verl.utils.config import omega_conf_to_dataclass
+
+    _check_strategy(config.actor.strategy)
+    engine = omega_conf_to_dataclass(config.actor).engine
+    check_engine(engine, bool(config.model.get("use_fused_kernels", False)))
+
+
+def check_engine(config: Any, fused: bool) -> None:
+    """Check an engine's configuration, and whether the model uses fused kernels.
+
+    Raises:
+        UserError: an engine or option is not supported; the message names it.
+    """
+    _check_strategy(config.strategy)
+    if fused:
         raise UserError("verl: use_fused_kernels = True gives no log-probabilities to hook; set it to False")
     if config.ulysses_sequence_parallel_size > 1:
         raise UserError(
             f"verl: ulysses_sequence_parallel_size = {config.ulysses_sequence_parallel_size} divides sequences; set it to 1"
         )
-    if getattr(worker.engine, "scaler", None) is not None:
-        raise UserError("verl: fp16 scales the loss by a changing factor; use bf16 or float32")
+    if str((config.mixed_precision or {}).get("param_dtype", "")) in ("fp16", "float16", "16", "16-mixed"):
+        raise UserError(
+            "verl: mixed_precision.param_dtype = fp16 scales the loss by a changing factor; use bf16 or fp32"
+        )
+
+
+def _check_strategy(strategy: str) -> None:
+    if strategy not in ("fsdp", "fsdp2"):
+        raise UserError(f"verl: strategy = {strategy} is not recorded; use fsdp2, or unset SHARPSCOPE_VERL")
+
+
+def check_loss(loss_fn: Any) -> None:
+    """Check that the loss at other weights is that whose gradient the update descends.
+
+    Raises:
+        UserError: it holds factors constant, or is not known.
+    """
+    name = getattr(getattr(loss_fn, "func", loss_fn), "__name__", type(loss_fn).__name__)
+    if name != "ppo_loss":
+        raise UserError(f"the loss {name} is not known; critical sharpness needs verl's ppo_loss")
+    config = loss_fn.keywords["config"]
+    mode = config.policy_loss.get("loss_mode", "vanilla")
+    if mode not in LOSSES:
+        raise UserError(
+            f"policy_loss.loss_mode = {mode}: the loss has factors that its gradient treats as constants, or is not known, so its "
+            f"values along the update are not those of what the update descends; measured for {', '.join(LOSSES)}"
+        )
+    if config.use_kl_loss and config.kl_loss_type.endswith("+"):
+        raise UserError(f"kl_loss_type = {config.kl_loss_type}: its gradient is not that of its value")
 
 
 @dataclass
@@ -123,19 +189,24 @@ class Recorder:
     """Records the steps of one worker."""
 
     def __init__(self, worker: Any, folder: Path) -> None:
-        check_worker(worker)
+        check_engine(worker.engine_config, bool(worker.engine_config.use_fused_kernels))
         self.worker, self.folder = worker, folder
         self.rows: _Rows | None = None
         self.count, self.seconds = 0, 0.0
         self.group = worker.engine.get_data_parallel_group()
         self.first = torch.distributed.get_rank() == 0
         self.writer: TraceWriter | None = None
-        self.every = norms_interval()
-        self.norms: ShardedNorms | None = ShardedNorms(worker.engine.module)
+        self.steps = int(
+            getattr(worker.optimizer_config, "total_training_steps", None) or -1
+        )  # of the training, if known
+        self.every = {"score_norm_local": interval(NORMS, EVERY)}
+        self.every["critical_sharpness"] = interval(CRITICAL, max(EVERY, -(-self.steps // ROUNDS)))
+        self.norms = ShardedNorms(worker.engine.module)
         self.events: list[Event] = []
+        self.probes: list[Estimate] = []
         if worker.engine_config.strategy != "fsdp2":
-            self.norms = None
-            self._refuse(UserError(f"strategy = {worker.engine_config.strategy}: needs fsdp2"))
+            for name in self.every:
+                self._refuse(name, UserError(f"strategy = {worker.engine_config.strategy}: needs fsdp2"))
 
     # -- one step ----------------------------------------------------------------------------------------------------
 
@@ -151,8 +222,8 @@ class Recorder:
         never = torch.full(mask.shape, -1)
         entropy = _dense(data["entropy"]).double()[:, : mask.shape[1]] if "entropy" in data else blank.clone()
         norm = blank.clone()
-        if self.norms is not None and self.every and (self.count == 0 or (self.count + 1) % self.every == 0):
-            self._score_norms(self.norms, data, mask, norm)
+        if self._due("score_norm_local"):
+            self._score_norms(data, mask, norm)
         self.rows = _Rows(data, mask, old[:, : mask.shape[1]], blank.clone(), blank.clone(), never, entropy, norm)
         before = time.perf_counter() - started
         started = time.perf_counter()
@@ -167,7 +238,12 @@ class Recorder:
             del data[ROW]
         return output
 
-    def _score_norms(self, norms: ShardedNorms, data: Any, mask: Tensor, into: Tensor) -> None:
+    def _due(self, name: str) -> bool:
+        """Whether `name` is measured in the coming step."""
+        step, every = self.count + 1, self.every[name]
+        return every > 0 and (step == 1 or step % every == 0 or step == self.steps)
+
+    def _score_norms(self, data: Any, mask: Tensor, into: Tensor) -> None:
         """Write the local score norms (n, T) of this process's response tokens; all processes call it."""
         prompts, responses = _parts(data)
         counted = [row[: len(ids)].tolist() for row, ids in zip(mask, responses, strict=True)]
@@ -179,30 +255,31 @@ class Recorder:
             if any(value is None for value in distributed.gather(temperature)):
                 raise UserError("temperature: differs between rows; norms are of one temperature")
             with self.worker.engine.eval_mode(disable_auto_offload=offload):
-                measured = norms.measure(made.input_ids, whole, made.attention_mask, float(temperature or 1.0))
+                measured = self.norms.measure(made.input_ids, whole, made.attention_mask, float(temperature or 1.0))
         except UserError as problem:
-            self.norms = None
-            self._refuse(problem)
+            self._refuse("score_norm_local", problem)
             return
         values = measured.values[:, made.prompt_width :].double().cpu()
         into[:, : values.shape[1]] = torch.where(made.completion_mask.bool(), values, torch.nan)
 
-    def _refuse(self, problem: UserError) -> None:
-        """Report that score norms are not measured from here on."""
-        self.events.append(refusal(self.count + 1, "score_norm_local", problem))
+    def _refuse(self, name: str, problem: UserError) -> None:
+        """Report that `name` is not measured from here on."""
+        if self.every[name]:
+            self.events.append(refusal(self.count + 1, name, problem))
+        self.every[name] = 0
 
-    def update(self, train: Callable[[], Any]) -> Any:
+    def update(self, data: Any, train: Callable[[], Any]) -> Any:
         """Run one `train_batch` with a loss that is watched."""
         worker, rows = self.worker, self.rows
         assert rows is not None
         inner = worker.loss_fn
 
-        def watched(model_output: Mapping[str, Any], data: Any, dp_group: Any = None) -> Any:
-            if torch.is_grad_enabled() and model_output.get("log_probs") is not None:
+        def watched(**given: Any) -> Any:  # in distillation verl also calls it with the logits
+            if torch.is_grad_enabled() and given.get("model_output", {}).get("log_probs") is not None:
                 started = time.perf_counter()
-                self._watch(rows, model_output, data)
+                self._watch(rows, given["model_output"], given["data"])
                 self.seconds += time.perf_counter() - started
-            return inner(model_output=model_output, data=data, dp_group=dp_group)
+            return inner(**given)
 
         engine, optimizer = worker.engine, worker.engine.optimizer
         lr, make_update = float(optimizer.param_groups[0]["lr"]), engine.optimizer_step
@@ -210,10 +287,20 @@ class Recorder:
         sizes: list[float] = []
 
         def measured() -> float:
+            started = time.perf_counter()
+            hook = None
+            if not rows.updates and self._due("critical_sharpness"):
+                norm = gradient_norm(engine.module.parameters())
+                factor = clip_factor(norm, float(engine.optimizer_config.clip_grad))
+                # verl clips the gradient and then calls the optimizer, unless the gradient is not finite.
+                hook = optimizer.register_step_pre_hook(lambda *_: self._critical(rows, data, inner, factor))
+            self.seconds += time.perf_counter() - started
             norm = float(make_update())
             started = time.perf_counter()
+            if hook is not None:
+                hook.remove()
             # Here, as verl clears the gradients, which tell which parameters moved, before train_batch returns.
-            sizes.append(update_norm(optimizer) if adam and np.isfinite(norm) else np.nan)
+            sizes.append(self._update_norm(optimizer) if adam and np.isfinite(norm) else np.nan)
             self.seconds += time.perf_counter() - started
             return norm
 
@@ -232,6 +319,54 @@ class Recorder:
         norm, loss = float(metrics.get("grad_norm", np.nan)), float(np.mean(metrics.get("loss", np.nan)))
         rows.updates.append({"loss": loss, "grad_norm": norm, "update_norm": sizes[0], "lr": lr})
         return output
+
+    def _update_norm(self, optimizer: torch.optim.AdamW) -> float:
+        """The size of the update just made, over all processes."""
+        own, config = update_norm(optimizer), self.worker.engine_config
+        if config.strategy == "fsdp2":
+            return own
+        # FSDP 1: each process's parameters are its part, as plain tensors, which several hold if fsdp_size divides the processes.
+        processes, size = distributed.world_size(), config.fsdp_size
+        copies = processes // size if 0 < size < processes else 1
+        return math.sqrt(distributed.sum_values(own**2) / copies)
+
+    def _critical(self, rows: _Rows, data: Any, loss_fn: Any, factor: float) -> None:
+        """Measure the critical sharpness of the update; all processes call it, when verl has multiplied the gradient by `factor`."""
+        started = time.perf_counter()
+        engine = self.worker.engine
+        processes = engine.get_data_parallel_size()
+
+        def loss() -> float:
+            own: list[float] = []
+
+            def kept(**given: Any) -> Any:
+                found = loss_fn(**given)
+                own.append(float(found[0]))  # a micro-batch's part of the loss
+                return found
+
+            with guarded(engine.module, weights=False), torch.no_grad():
+                engine.forward_backward_batch(data, loss_function=kept, forward_only=True)
+            return distributed.sum_values(math.fsum(own)) / processes
+
+        try:
+            check_loss(loss_fn)
+            compute = engine._autocast_dtype
+            found, why = critical_rows(
+                engine.module,
+                engine.optimizer,
+                loss,
+                loss=None,
+                clip_factor=factor,
+                compute=compute,
+                scale=distributed.sum_values(float(rows.coef.abs().nansum())),
+                usual_lr=float(self.worker.optimizer_config.lr),
+            )
+            self.probes += found
+            if why:
+                self.events.append(Event(self.count + 1, "probe", "info", math.nan, math.nan, "none", why))
+        except UserError as problem:
+            self._refuse("critical_sharpness", problem)
+        self.seconds += time.perf_counter() - started
 
     def _watch(self, rows: _Rows, output: Mapping[str, Any], data: Any) -> None:
         """Take what the loss is about to do with a micro-batch's tokens, and hook the log-probabilities."""
@@ -286,7 +421,9 @@ class Recorder:
         tables = step_tables(step, given, lambda ids: str(tokenizer.decode(ids, clean_up_tokenization_spaces=False)))
         for event in [*sampler_events(step, given), *(reported.row() for reported in self.events)]:
             writer.append("events", {name: [value] for name, value in event.items()})
-        self.events = []
+        if self.probes:
+            writer.append("probes", {"step": step, **columns(self.probes)})
+        self.events, self.probes = [], []
         ratios = [np.concatenate([one[index] for _, one in parts]) for index in range(len(rows.updates))]
         results = [_result(values, ratio) for values, ratio in zip(rows.updates, ratios, strict=True)]
         unclipped = dict.fromkeys(("clip_fraction_low", "clip_fraction_high", "clip_factor"))

@@ -5,13 +5,15 @@ from __future__ import annotations
 import importlib
 import sys
 import tomllib
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from sharpscope.errors import UserError
-from sharpscope.integrations.verl.recorder import check_worker
+from sharpscope.integrations.verl.recorder import check_engine, check_loss, interval
 
 PLUGIN = "sharpscope.integrations.verl.plugin"
 
@@ -40,19 +42,54 @@ def test_a_plugin_that_cannot_record_says_so(monkeypatch, capsys):
     assert "sharpscope: SHARPSCOPE_VERL=runs/x: not recording" in capsys.readouterr().err
 
 
+ENGINE = {"strategy": "fsdp2", "ulysses_sequence_parallel_size": 1, "mixed_precision": None}
+
+
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "fused", "message"),
     [
-        ({"strategy": "megatron"}, "strategy = megatron"),
-        ({"use_fused_kernels": True}, "use_fused_kernels = True"),
-        ({"ulysses_sequence_parallel_size": 2}, "ulysses_sequence_parallel_size = 2"),
-        ({"scaler": object()}, "fp16"),
+        ({"strategy": "megatron"}, False, "strategy = megatron"),
+        ({"strategy": "veomni"}, False, "strategy = veomni"),
+        ({}, True, "use_fused_kernels = True"),
+        ({"ulysses_sequence_parallel_size": 2}, False, "ulysses_sequence_parallel_size = 2"),
+        ({"mixed_precision": {"param_dtype": "fp16"}}, False, "mixed_precision.param_dtype = fp16"),
     ],
 )
-def test_what_cannot_be_recorded_is_refused_by_name(change, message):
-    fine = {"strategy": "fsdp2", "use_fused_kernels": False, "ulysses_sequence_parallel_size": 1, "scaler": None}
-    given = fine | change
-    worker = SimpleNamespace(engine_config=SimpleNamespace(**given), engine=SimpleNamespace(scaler=given["scaler"]))
+def test_what_cannot_be_recorded_is_refused_by_name(change, fused, message):
     with pytest.raises(UserError, match=message):
-        check_worker(worker)
-    check_worker(SimpleNamespace(engine_config=SimpleNamespace(**fine), engine=SimpleNamespace(scaler=None)))
+        check_engine(SimpleNamespace(**(ENGINE | change)), fused)
+    check_engine(SimpleNamespace(**ENGINE), False)
+    check_engine(SimpleNamespace(**(ENGINE | {"mixed_precision": {"param_dtype": "bf16"}})), False)
+
+
+def loss_function(mode: str = "vanilla", kl: str | None = None) -> Any:
+    """As verl sets it."""
+
+    def ppo_loss(config: Any, **_: Any) -> None:
+        """Never called."""
+
+    config = SimpleNamespace(policy_loss={"loss_mode": mode}, use_kl_loss=kl is not None, kl_loss_type=kl)
+    return partial(ppo_loss, config=config)
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (loss_function("cispo"), "policy_loss.loss_mode = cispo"),
+        (loss_function("mine"), "policy_loss.loss_mode = mine"),
+        (loss_function(kl="low_var_kl+"), "kl_loss_type = low_var_kl\\+"),
+        (len, "the loss len is not known"),
+    ],
+)
+def test_losses_without_a_critical_sharpness_are_refused_by_name(loss, message):
+    with pytest.raises(UserError, match=message):
+        check_loss(loss)
+    check_loss(loss_function())
+    check_loss(loss_function("gspo", "k3"))
+
+
+@pytest.mark.parametrize("variable", ["SHARPSCOPE_VERL_NORMS_EVERY", "SHARPSCOPE_VERL_CRITICAL_EVERY"])
+def test_intervals_are_whole_numbers(monkeypatch, variable):
+    monkeypatch.setenv(variable, "often")
+    with pytest.raises(UserError, match=f"{variable} = 'often': must be a whole number"):
+        interval(variable, 10)

@@ -7,10 +7,12 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -35,7 +37,7 @@ def trained(folder: Path, run: Path | None, plan: dict[str, Any] | None = None) 
     """What the two processes of worker.py kept."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     environment.pop("SHARPSCOPE_VERL", None)
-    environment["SHARPSCOPE_VERL_NORMS_EVERY"] = "2"
+    environment |= {"SHARPSCOPE_VERL_NORMS_EVERY": "2", "SHARPSCOPE_VERL_CRITICAL_EVERY": "1"}
     if run is not None:
         environment["SHARPSCOPE_VERL"] = str(run)
     out = folder / f"kept-{'plain' if run is None else run.name}.pt"
@@ -64,6 +66,49 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict
     small_model().save_pretrained(folder / "model")
     tokenizer().save_pretrained(folder / "model")
     return trained(folder, None), trained(folder, folder / "run"), folder / "run"
+
+
+Row = tuple[tuple[int, ...], tuple[int, ...]]  # prompt, completion
+
+
+def rows_of(rollouts: pd.DataFrame) -> list[Row]:
+    """The completions of a step's rows of the rollouts table."""
+    ids = [(json.loads(row.token_ids), row.prompt_tokens) for row in rollouts.itertuples()]
+    return [(tuple(row[:prompt]), tuple(row[prompt:])) for row, prompt in ids]
+
+
+def given_of(kept: dict[str, Any], step: int) -> dict[Row, dict[str, torch.Tensor]]:
+    """What both processes' batches of a step gave of each completion."""
+    names = ("old_log_probs", "ref_log_prob", "rollout_log_probs", "advantages")
+    values = {}
+    for own in kept["batches"]:
+        batch = own[step - 1]
+        for row in range(8):
+            key = (tuple(batch["prompts"][row].tolist()), tuple(batch["responses"][row].tolist()))
+            values[key] = {name: batch[name][row].double() for name in names}
+            values[key]["mask"] = batch["response_mask"][row].bool()
+    return values
+
+
+def loss_of(known: list[dict[str, torch.Tensor]]) -> Callable[[list[torch.Tensor]], torch.Tensor]:
+    """verl's loss of some completions as a function of their log-probabilities: clip with its dual clip at 3, KL (k3), token mean."""
+    count = sum(int(one["mask"].sum()) for one in known)
+
+    def loss(logp: list[torch.Tensor]) -> torch.Tensor:
+        total = torch.zeros((), dtype=torch.float64)
+        for one, lp in zip(known, logp, strict=True):
+            for t in range(len(lp)):
+                if not one["mask"][t]:
+                    continue
+                a, r = one["advantages"][t], (lp[t] - one["old_log_probs"][t]).exp()
+                each = torch.maximum(-a * r, -a * r.clamp(1 - EPSILON, 1 + EPSILON))
+                if a < 0:
+                    each = torch.minimum(each, -a * 3.0)
+                delta = one["ref_log_prob"][t] - lp[t]
+                total = total + each + KL * (delta.exp() - delta - 1).clamp(max=10)  # as verl bounds it
+        return total / count
+
+    return loss
 
 
 def test_the_same_weights_with_and_without_the_recorder(pair):
@@ -112,19 +157,7 @@ def test_every_number_of_a_token_is_autograds_in_float64(pair):
     table = run.updates
     for step in (1, 2):
         tokens, rollouts = run.tokens(steps=[step]), run.rollouts[run.rollouts["step"] == step]
-        values = {}
-        for own in kept["batches"]:
-            batch = own[step - 1]
-            for row in range(8):
-                key = (tuple(batch["prompts"][row].tolist()), tuple(batch["responses"][row].tolist()))
-                values[key] = {
-                    name: batch[name][row].double()
-                    for name in ("old_log_probs", "ref_log_prob", "rollout_log_probs", "advantages")
-                } | {"mask": batch["response_mask"][row].bool()}
-        rows = [
-            (json.loads(r.token_ids)[: r.prompt_tokens], json.loads(r.token_ids)[r.prompt_tokens :])
-            for r in rollouts.itertuples()
-        ]
+        values, rows = given_of(kept, step), rows_of(rollouts)
         update_of = tokens.groupby("rollout")["update"].first()
         assert set(update_of) == {0, 1}
         for update in range(4):
@@ -133,34 +166,17 @@ def test_every_number_of_a_token_is_autograds_in_float64(pair):
             # The second epoch's mini-batches are new draws, so their rows are not known from the first use.
             if update > 1:
                 continue
-            mine = [index for index, row in enumerate(rows) if update_of[index] == update]
-            count = sum(int(values[tuple(rows[i][0]), tuple(rows[i][1])]["mask"].sum()) for i in mine)
-
-            def loss(logp: list[torch.Tensor], mine=mine, count=count, rows=rows, values=values) -> torch.Tensor:
-                total = torch.zeros((), dtype=torch.float64)
-                for index, lp in zip(mine, logp, strict=True):
-                    known = values[tuple(rows[index][0]), tuple(rows[index][1])]
-                    for t in range(len(lp)):
-                        if not known["mask"][t]:
-                            continue
-                        a, r = known["advantages"][t], (lp[t] - known["old_log_probs"][t]).exp()
-                        each = torch.maximum(-a * r, -a * r.clamp(1 - EPSILON, 1 + EPSILON))
-                        if a < 0:
-                            each = torch.minimum(each, -a * 3.0)
-                        delta = known["ref_log_prob"][t] - lp[t]
-                        total = total + each + KL * (delta.exp() - delta - 1)
-                return total / count
-
+            mine = [index for index in range(len(rows)) if update_of[index] == update]
+            loss = loss_of([values[rows[index]] for index in mine])
+            count = sum(int(values[rows[index]]["mask"].sum()) for index in mine)
             found = tokens_of(model, [rows[i] for i in mine], loss)
-            inside = torch.cat([values[tuple(rows[i][0]), tuple(rows[i][1])]["mask"] for i in mine])
+            inside = torch.cat([values[rows[i]]["mask"] for i in mine])
             part = tokens[tokens["rollout"].isin(mine)]
             np.testing.assert_allclose(part["loss_coef"], found.coef[inside], rtol=1e-4, atol=1e-7)
-            old = torch.cat([values[tuple(rows[i][0]), tuple(rows[i][1])]["old_log_probs"] for i in mine])[inside]
+            old = torch.cat([values[rows[i]]["old_log_probs"] for i in mine])[inside]
             np.testing.assert_allclose(part["logp"], old, rtol=1e-6)
             np.testing.assert_allclose(part["ratio"], (found.logp[inside] - old).exp(), rtol=1e-5)
-            sampler = torch.cat([values[tuple(rows[i][0]), tuple(rows[i][1])]["rollout_log_probs"] for i in mine])[
-                inside
-            ]
+            sampler = torch.cat([values[rows[i]]["rollout_log_probs"] for i in mine])[inside]
             np.testing.assert_allclose(part["behavior_logp"], sampler, rtol=1e-6)
             row = table[(table["step"] == step) & (table["update"] == update)].iloc[0]
             assert row["grad_norm"] == pytest.approx(found.gradient_norm, rel=1e-5)
@@ -207,18 +223,80 @@ def test_score_norms_are_autograds_in_float64(pair):
             np.testing.assert_allclose(mine["score_norm_local"], squares.sqrt(), rtol=2e-5)
 
 
-def test_packed_sequences(tmp_path: Path):
-    """Without padding (use_remove_padding) the same rows give the same numbers."""
+def test_critical_sharpness_is_that_of_a_dense_line_search(pair):
+    """Along the first update of each step, as it was made, in float64 and one process."""
+    _, kept, path = pair
+    run, model = sharpscope.load_run(path), small_model().double()
+    critical = run.probes[run.probes["quantity"] == "critical_sharpness"]
+    assert (
+        critical["step"].tolist() == [1, 2]
+        and critical["converged"].all()
+        and (critical["functional"] == "surrogate").all()
+    )
+    assert run.probes.loc[run.probes["quantity"] == "critical_threshold", "value"].tolist() == pytest.approx(
+        [2 / 0.01] * 2
+    )
+    for step, found in zip(critical["step"], critical["value"], strict=True):
+        tokens, rows = run.tokens(steps=[step]), rows_of(run.rollouts[run.rollouts["step"] == step])
+        mine = [rows[index] for index in sorted(set(tokens.loc[tokens["update"] == 0, "rollout"]))]
+        of_logp = loss_of([given_of(kept, step)[row] for row in mine])
+        before, after = kept["weights"][4 * (step - 1) : 4 * (step - 1) + 2]
+        start = {name: value.double() for name, value in before.items()}
+        along = {name: (start[name] - value.double()) / 0.01 for name, value in after.items()}
+
+        def rise(eta: float, start: Any = start, along: Any = along, of_logp: Any = of_logp, mine: Any = mine) -> float:
+            losses = []
+            for size in (0.0, eta):
+                model.load_state_dict({name: value - size * along[name] for name, value in start.items()})
+                with torch.no_grad():
+                    losses.append(float(of_logp([row_logp(model, row) for row in mine])))
+            return losses[1] - losses[0]
+
+        crossing = 2 / found
+        assert rise(0.96 * crossing) <= 0 < rise(1.04 * crossing)
+        first = next(eta for eta in 0.01 * np.geomspace(0.02, 100, 250) if rise(float(eta)) > 0)  # 3.5 % apart
+        assert first / 1.04 / 1.04 <= crossing <= first * 1.04, step
+        slope = run.probes[(run.probes["step"] == step) & (run.probes["quantity"] == "update_slope")]["value"].item()
+        assert -rise(1e-6) / 1e-6 == pytest.approx(slope, rel=1e-3)
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "packed": {"packed": True},  # use_remove_padding
+    "replicas": {"engine": {"fsdp_size": 1}},  # each process holds the whole model (HSDP)
+    "fsdp": {"engine": {"strategy": "fsdp"}},
+}
+
+
+def test_packing_and_sharding_do_not_change_the_numbers(tmp_path: Path):
     small_model().save_pretrained(tmp_path / "model")
     tokenizer().save_pretrained(tmp_path / "model")
-    tables = []
-    for name in ("padded", "packed"):
-        trained(tmp_path, tmp_path / name, {"packed": name == "packed", "data": {"epochs": 1}})
-        run = sharpscope.load_run(tmp_path / name)
-        tables.append((run.tokens(), run.updates))
-    for column in ("token_id", "logp", "loss_coef", "ratio", "update", "score_norm_local"):
-        np.testing.assert_allclose(tables[1][0][column], tables[0][0][column], rtol=1e-4, atol=1e-6, err_msg=column)
-    np.testing.assert_allclose(tables[1][1]["grad_norm"], tables[0][1]["grad_norm"], rtol=1e-4)
+    runs = {}
+    for name, plan in {"padded": {}, **SETTINGS}.items():
+        trained(tmp_path, tmp_path / name, {"data": {"epochs": 1}, **plan})
+        runs[name] = sharpscope.load_run(tmp_path / name)
+    base = runs.pop("padded")
+    for name, run in runs.items():
+        columns = ["token_id", "logp", "loss_coef", "ratio", "update"]
+        refused = run.events[run.events["rule"] == "self_check"]["message"].tolist()
+        if name == "fsdp":
+            assert refused == [
+                f"{what} is left out from here on: strategy = fsdp: needs fsdp2"
+                for what in ("score_norm_local", "critical_sharpness")
+            ]
+        else:
+            assert not refused
+            columns.append("score_norm_local")
+            one, two = (run.probes.loc[run.probes["quantity"] == "critical_sharpness", "value"] for run in (run, base))
+            np.testing.assert_allclose(one, two, rtol=0.03, err_msg=name)  # half the width of a bracket
+            two = base.probes.loc[base.probes["quantity"] == "update_slope", "value"]
+            one = run.probes.loc[run.probes["quantity"] == "update_slope", "value"]
+            np.testing.assert_allclose(one, two, rtol=1e-3, err_msg=name)
+        for column in columns:
+            np.testing.assert_allclose(
+                run.tokens()[column], base.tokens()[column], rtol=1e-4, atol=1e-6, err_msg=f"{name} {column}"
+            )
+        for column in ("grad_norm", "update_norm"):
+            np.testing.assert_allclose(run.updates[column], base.updates[column], rtol=1e-4, err_msg=f"{name} {column}")
 
 
 def test_commands_read_ten_steps_and_a_checkpoint_adds_shares(tmp_path: Path, quick):

@@ -1,7 +1,7 @@
 """One of two processes that train a tiny model with verl's TrainingWorker on CPU (FSDP2, gloo): python -m … MODEL OUT [PLAN].
 
-PLAN is a file of torch that replaces defaults: `optimizer`, `actor`, `data` (options), `packed`, and the number of `steps` or `batches`,
-for each process its batches.
+PLAN is a file of torch that replaces defaults: `engine`, `optimizer`, `actor`, `data` (options), `packed`, and the number of `steps` or
+`batches`, for each process its batches.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ os.environ["VERL_USE_EXTERNAL_MODULES"] = "tests.integrations.verl.cpu_platform,
 
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp._init_utils
 
 STEPS, ROWS, EPSILON, KL = 2, 8, 0.2, 0.05  # rows of each process
 FP32 = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
@@ -78,7 +79,13 @@ def nested(given: dict[str, list], plain: Any) -> dict[str, list]:
     }
 
 
-def worker_of(model: str, actor_options: dict[str, Any], optimizer_options: dict[str, Any], packed: bool) -> Any:
+def worker_of(
+    model: str,
+    actor_options: dict[str, Any],
+    optimizer_options: dict[str, Any],
+    packed: bool,
+    engine_options: dict[str, Any] | None = None,
+) -> Any:
     """verl's TrainingWorker with FSDP2 in float32 and the loss of PPO."""
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import (
@@ -97,16 +104,17 @@ def worker_of(model: str, actor_options: dict[str, Any], optimizer_options: dict
         enable_gradient_checkpointing=False,
         override_config={"attn_implementation": "sdpa"},
     )
-    engine = FSDPEngineConfig(
-        strategy="fsdp2",
-        use_torch_compile=False,
-        use_dynamic_bsz=False,
-        micro_batch_size_per_gpu=2,
-        max_token_len_per_gpu=1024,
-        infer_max_token_len_per_gpu=1024,
-        infer_micro_batch_size_per_gpu=2,
-        mixed_precision=FP32,
-    )
+    options = {
+        "strategy": "fsdp2",
+        "use_torch_compile": False,
+        "use_dynamic_bsz": False,
+        "micro_batch_size_per_gpu": 2,
+        "max_token_len_per_gpu": 1024,
+        "infer_max_token_len_per_gpu": 1024,
+        "infer_micro_batch_size_per_gpu": 2,
+        "mixed_precision": FP32,
+    }
+    engine = FSDPEngineConfig(**(options | (engine_options or {})))
     options = {"lr": 0.01, "clip_grad": 1.0, "total_training_steps": 10, "lr_warmup_steps": 0, "weight_decay": 0.01}
     optimizer = FSDPOptimizerConfig(**(options | optimizer_options))
     worker = TrainingWorker(
@@ -121,7 +129,7 @@ def worker_of(model: str, actor_options: dict[str, Any], optimizer_options: dict
     )
     worker.reset()
     options = {
-        "strategy": "fsdp2",
+        "strategy": engine.strategy,
         "rollout_n": 1,
         "ppo_mini_batch_size": 8,
         "ppo_micro_batch_size_per_gpu": 2,
@@ -144,8 +152,10 @@ def main(model: str, out: Path, plan: dict[str, Any]) -> None:
     from transformers import AutoModelForCausalLM
     from verl.utils import tensordict_utils as tu
 
+    # FSDP 1 refuses to send a module's weights from the CPU, which gloo can do.
+    torch.distributed.fsdp._init_utils._check_module_states_for_sync_module_states = lambda *_: None
     packed = bool(plan.get("packed", False))
-    worker = worker_of(model, plan.get("actor", {}), plan.get("optimizer", {}), packed)
+    worker = worker_of(model, plan.get("actor", {}), plan.get("optimizer", {}), packed, plan.get("engine", {}))
     weights: list[dict[str, torch.Tensor]] = []
 
     def keep() -> None:
