@@ -21,11 +21,11 @@ import torch.distributed as dist
 def measure(steps: int, rows: int, length: int) -> dict[str, list[float]]:
     """Processor time [s] of `steps` updates of each kind, of `rows` sequences of `length` tokens, a quarter of them prompt.
 
-    Kinds: `plain`; `recorded`, without score norms; `norms`, with the local score norms of all response tokens.
+    Kinds: `plain`; `recorded`, without probes; `norms`, with the local score norms of all response tokens; `critical`, with the critical
+    sharpness.
     """
     folder = Path(tempfile.mkdtemp(prefix="sharpscope-bench-"))
     os.environ["SHARPSCOPE_VERL"] = str(folder / "run")
-    os.environ["SHARPSCOPE_VERL_NORMS_EVERY"] = "1"
     from sharpscope.policy import PolicySpec, load_policy
     from tests.integrations.verl.worker import nested, worker_of
 
@@ -40,7 +40,7 @@ def measure(steps: int, rows: int, length: int) -> dict[str, list[float]]:
     worker = worker_of(str(folder / "model"), {}, {"lr": 1e-6}, packed=False)
     draw = torch.Generator().manual_seed(0)
     cut = length // 4
-    found: dict[str, list[float]] = {"plain": [], "recorded": [], "norms": []}
+    found: dict[str, list[float]] = {"plain": [], "recorded": [], "norms": [], "critical": []}
     for turn in range(steps + 1):
         ids = torch.randint(5, policy.head.weight.shape[0], (rows, length), generator=draw)
         count = length - cut
@@ -63,7 +63,10 @@ def measure(steps: int, rows: int, length: int) -> dict[str, list[float]]:
             step: Any = type(worker).train_mini_batch
             recorder = getattr(worker, "_sharpscope_recorder", None)
             if recorder is not None:
-                recorder.every = int(kind == "norms")
+                recorder.every = {
+                    "score_norm_local": int(kind == "norms"),
+                    "critical_sharpness": int(kind == "critical"),
+                }
             started = time.process_time()
             (step.__wrapped__ if kind == "plain" else step)(worker, data)
             if turn:
@@ -82,7 +85,7 @@ def main() -> None:
     found = measure(**given)
     plain = statistics.median(found["plain"])
     print(f"verl's update alone: {plain:.2f} s ({given['rows']} sequences of {given['length']} tokens)")
-    for kind in ("recorded", "norms"):
+    for kind in ("recorded", "norms", "critical"):
         shares = [own / other - 1 for own, other in zip(found[kind], found["plain"], strict=True)]
         print(f"{kind}: {statistics.median(shares):+.0%} (from {min(shares):+.0%} to {max(shares):+.0%})")
 

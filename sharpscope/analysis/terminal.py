@@ -395,7 +395,11 @@ def top_tokens(run: Run, step: int, by: str, top: int) -> tuple[pd.DataFrame, pd
     if values.empty:
         recorded = recorded_steps(run, by)
         where = f"recorded at steps {', '.join(map(str, recorded[:12]))}" if recorded else "never recorded in this run"
-        raise UserError(f"--by {by}: not recorded at step {step}; {where}")
+        others = [name for name in TOKEN_COLUMNS if name != by and tokens[name].notna().any()]
+        advice = (
+            f"; this step has {', '.join(others)}" if others else "; this step has no tokens" if tokens.empty else ""
+        )
+        raise UserError(f"--by {by}: not recorded at step {step}; {where}{advice}")
     return tokens.loc[values.nlargest(top).index], tokens
 
 

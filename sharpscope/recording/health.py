@@ -213,7 +213,7 @@ def check_sampler(spec: HealthSpec, step: int, logp: np.ndarray, sampler: np.nda
     events = []
     share, why = impossible(logp[known], sampler[known])
     if _fires(spec.sampler_logp, share):
-        events.append(_event(step, "sampler_logp", spec.sampler_logp, share, f"{IMPOSSIBLE}: {why}"))
+        events.append(_event(step, "sampler_logp", spec.sampler_logp, share, f"{why}: {IMPOSSIBLE}"))
     outside = float(mismatch(logp[known], sampler[known])["outside"].mean())
     if _fires(spec.sampler_ratio, outside):
         events.append(

@@ -8,6 +8,7 @@ from typing import Any
 
 from sharpscope.errors import UserError, nearest
 from sharpscope.integrations.importers.writing import Completion, Labels, json_lines, number, write
+from sharpscope.traces.sampler_rule import POSITIVE
 
 _TOKEN = ("token_id", "logp", "behavior_logp", "entropy", "advantage", "ratio", "weight", "loss_coef", "mask")
 _SEQUENCE = ("step", "rollout", "group", "prompt", "completion", "reward", "prompt_ids")
@@ -94,6 +95,11 @@ def _sequence(values: Mapping[str, Any], where: str) -> Completion:
         columns[name] = [number(given[i], name, where) for i in kept]
     if any(value is None for value in columns["logp"]):
         raise UserError(f"{where}: logp is null on a token in the loss; give its log-probability, or mask it")
+    largest = max(columns["logp"], default=0.0)
+    if largest > POSITIVE:
+        raise UserError(
+            f"{where}: logp = {largest:g} is above 0, so it is no log-probability; give natural logarithms, not probabilities"
+        )
     positions = _integers(values.get("position", list(range(count))), "position", where)
     if len(positions) != count:
         raise UserError(

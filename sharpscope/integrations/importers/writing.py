@@ -119,7 +119,8 @@ def write(
     """Write a trace of the sequences of each step; returns the number of steps, rollouts and tokens.
 
     Raises:
-        UserError: `out` is not empty, the temperature is not positive, the tokenizer cannot be loaded, or there is no sequence.
+        UserError: `out` is not empty, the temperature is not positive, the tokenizer cannot be loaded, or there is no sequence in a
+            step or at all.
     """
     if labels.temperature is not None and not 0 < labels.temperature < math.inf:
         raise UserError(f"--temperature {labels.temperature:g}: must be above 0; give that of the log-probabilities")
@@ -141,6 +142,10 @@ def write(
     try:
         with RunLock(made), TraceWriter(made) as writer:
             for step, given in steps:
+                if not given:
+                    raise UserError(
+                        f"{source}: step {step} has no completion; wait until it is written, or remove its file"
+                    )
                 for table, columns in step_tables(step, given, decode).items():
                     if columns:
                         known[table] |= {name for name, values in columns.items() if not _nothing(values)}

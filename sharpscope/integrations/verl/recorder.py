@@ -53,8 +53,8 @@ ROW = "sharpscope_row"
 NORMS, CRITICAL = "SHARPSCOPE_VERL_NORMS_EVERY", "SHARPSCOPE_VERL_CRITICAL_EVERY"
 """Environment variables: intervals of score norms and of critical sharpness, both also measured at the first step and, where verl
 gives their number, at the last; 0: never [steps]."""
-EVERY, ROUNDS = 10, 10
-"""Default interval of score norms [steps]; that of critical sharpness is larger where it would be measured more than ROUNDS times."""
+NORMS_EVERY, CRITICAL_EVERY, ROUNDS = 10, 50, 10
+"""Default intervals [steps]; that of critical sharpness is larger where it would be measured more than ROUNDS times."""
 LOSSES = ("vanilla", "gspo", "sapo", "gpg", "geo_mean", "dro")
 """Values of `policy_loss.loss_mode` whose loss has the gradient that the update descends; others hold factors of it constant."""
 NEEDED = ("prompts", "responses", "response_mask", "old_log_probs", "advantages")
@@ -65,8 +65,8 @@ def install(folder: str) -> None:
     """Wrap verl's training worker, once per process; every actor's step is recorded to `folder`."""
     from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
-    interval(NORMS, EVERY)
-    interval(CRITICAL, EVERY)
+    interval(NORMS, NORMS_EVERY)
+    interval(CRITICAL, CRITICAL_EVERY)
     if getattr(TrainingWorker, "_sharpscope", False):
         return
     step, update = TrainingWorker.train_mini_batch, TrainingWorker.train_batch
@@ -199,11 +199,12 @@ class Recorder:
         self.steps = int(
             getattr(worker.optimizer_config, "total_training_steps", None) or -1
         )  # of the training, if known
-        self.every = {"score_norm_local": interval(NORMS, EVERY)}
-        self.every["critical_sharpness"] = interval(CRITICAL, max(EVERY, -(-self.steps // ROUNDS)))
+        self.every = {"score_norm_local": interval(NORMS, NORMS_EVERY)}
+        self.every["critical_sharpness"] = interval(CRITICAL, max(CRITICAL_EVERY, -(-self.steps // ROUNDS)))
         self.norms = ShardedNorms(worker.engine.module)
         self.events: list[Event] = []
         self.probes: list[Estimate] = []
+        self.critical_lr: float | None = None  # found last
         if worker.engine_config.strategy != "fsdp2":
             for name in self.every:
                 self._refuse(name, UserError(f"strategy = {worker.engine_config.strategy}: needs fsdp2"))
@@ -351,19 +352,23 @@ class Recorder:
         try:
             check_loss(loss_fn)
             compute = engine._autocast_dtype
-            found, why = critical_rows(
+            critical, found = critical_rows(
                 engine.module,
                 engine.optimizer,
                 loss,
-                loss=None,
+                start=None,
                 clip_factor=factor,
                 compute=compute,
                 scale=distributed.sum_values(float(rows.coef.abs().nansum())),
+                last=self.critical_lr,
                 usual_lr=float(self.worker.optimizer_config.lr),
             )
+            if critical.outcome == "found":
+                self.critical_lr = critical.lr
             self.probes += found
-            if why:
-                self.events.append(Event(self.count + 1, "probe", "info", math.nan, math.nan, "none", why))
+            if not critical.converged:
+                text = f"critical sharpness: {critical.why}"
+                self.events.append(Event(self.count + 1, "probe", "info", math.nan, math.nan, "none", text))
         except UserError as problem:
             self._refuse("critical_sharpness", problem)
         self.seconds += time.perf_counter() - started

@@ -7,9 +7,11 @@ import math
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 import sharpscope
-from sharpscope.integrations.importers import import_jsonl
+from sharpscope.errors import UserError
+from sharpscope.integrations.importers import Labels, import_jsonl
 from tests.integrations.importers.records import LABELS, NAMES, ROWS, write_lines
 
 
@@ -54,3 +56,12 @@ def test_the_samplers_log_probabilities_are_checked(tmp_path: Path):
     events = sharpscope.load_run(tmp_path / "run").events
     found = list(zip(events["step"], events["rule"], events["value"], strict=True))
     assert found == [(2, "sampler_ratio", 0.1), (3, "sampler_logp", 1.0), (3, "sampler_ratio", 1.0)]
+
+
+def test_probabilities_are_no_log_probabilities(tmp_path: Path):
+    write_lines(
+        tmp_path / "t.jsonl", [{"token_id": [3, 4], "logp": [-0.1, 0.0]}, {"token_id": [3, 4], "logp": [0.0, 0.4]}]
+    )
+    with pytest.raises(UserError, match=r"line 2: logp = 0\.4 is above 0.*not probabilities"):
+        import_jsonl(tmp_path / "t.jsonl", tmp_path / "run", Labels())
+    assert not (tmp_path / "run").exists()

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 import sharpscope
-from sharpscope.integrations.importers import import_verl
+from sharpscope.errors import UserError
+from sharpscope.integrations.importers import Labels, import_verl
 from tests.integrations.importers.records import LABELS, write_lines
 
 
@@ -33,3 +34,11 @@ def test_verl(tmp_path: Path):
     assert run.steps["reward_mean"].tolist() == [0.5, 0.25] and run.steps["zero_std_groups"].tolist() == [0, 0]
     assert math.isnan(run.steps["accuracy"][0]) and run.steps["accuracy"][1] == pytest.approx(1 / 3)
     assert run.steps["tokens"].isna().all() and run.tokens().empty
+
+
+def test_an_empty_file_is_named(tmp_path: Path):
+    write_lines(tmp_path / "v" / "1.jsonl", [{"input": "q", "output": "a", "score": 1.0}])
+    (tmp_path / "v" / "2.jsonl").write_text("")
+    with pytest.raises(UserError, match="step 2 has no completion"):
+        import_verl(tmp_path / "v", tmp_path / "run", Labels())
+    assert not (tmp_path / "run").exists()

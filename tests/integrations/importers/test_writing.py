@@ -131,7 +131,9 @@ def test_every_command_reads_imports(export, tmp_path: Path, quick):
     assert "give both" in said("import", "prime-rl", str(source), "--adv-tau", "1", code=2)
     assert "from prime-rl" in said("show", str(runs / "p")) and "tokens: all" in said("show", str(runs / "v"))
     assert "▸⟨" in said("tokens", str(runs / "p"), "--step", "2", "--by", "loss_coef")
-    assert "never recorded in this run" in said("tokens", str(runs / "v"), "--step", "1", code=2)
+    unknown = "attribution: not recorded at step 1; never recorded in this run; this step has"
+    assert f"{unknown} no tokens" in said("tokens", str(runs / "v"), "--step", "1", code=2)
+    assert f"{unknown} probability, logp" in said("tokens", str(runs / "j"), "--step", "1", code=2)
     for run in ("p", "v", "j"):
         assert "no gradient norm" in said("spikes", str(runs / run))
     said("analyze", str(runs), "--out", str(tmp_path / "report"))
