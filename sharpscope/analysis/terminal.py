@@ -232,10 +232,10 @@ def _updates(run: Run) -> list[RenderableType]:
     if len(last) < 2 or last["ratio_max"].isna().all():
         return []
     line = f"updates of step {last['step'].iloc[0]}: {len(last)}, ratio {number(last['ratio_min'].min())} to "
-    line += f"{number(last['ratio_max'].max())}, KL(π_old‖π) up to {number(last['kl_old_k3'].max())} nats, "
-    line += (
-        f"clipped {last['clip_fraction_low'].max():.1%} below and {last['clip_fraction_high'].max():.1%} above at most"
-    )
+    line += f"{number(last['ratio_max'].max())}, KL(π_old‖π) up to {number(last['kl_old_k3'].max())} nats"
+    low, high = last["clip_fraction_low"].max(), last["clip_fraction_high"].max()
+    if pd.notna(low) and pd.notna(high):  # not known of verl's updates
+        line += f", clipped {low:.1%} below and {high:.1%} above at most"
     return [Text(line)]
 
 

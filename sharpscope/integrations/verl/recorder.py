@@ -465,7 +465,8 @@ class Recorder:
             "method": f"verl {loss['loss_mode']}",
             "task": "verl",
             "seed": None,
-            "config": {"policy": {"model": str(worker.model_config.path)}, "rollout": rollout},
+            "config": {"policy": {"model": str(worker.model_config.path)}, "rollout": rollout}
+            | ({"steps": self.steps} if self.steps > 0 else {}),
             "versions": environment.versions() | {"verl": version("verl")},
             "processes": torch.distributed.get_world_size(),
             "notes": ["recorded from verl's TrainingWorker"],
