@@ -62,6 +62,18 @@ def verl_recorder(session: nox.Session) -> None:
     session.run("python", "-m", "pytest", "-n", "0", "tests/integrations/verl", env=environment)
 
 
+@nox.session(python="3.11")
+@nox.parametrize("trl", ["1.0.0", "1.16.0"])
+def trl_recorder(session: nox.Session, trl: str) -> None:
+    """The recorders of TRL and transformers with the oldest and the newest TRL; 1.0.0 imports requests and does not ask for it."""
+    pins = ("torch==2.13.0", f"trl=={trl}", "transformers==5.23.0")
+    session.install(*pins, "requests")
+    session.install(".[peft,accelerate]", *pins, *SUPPORT)
+    environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    tests = ("tests/integrations/trl", "tests/integrations/hf_trainer")
+    session.run("python", "-m", "pytest", "-n", "0", *tests, env=environment)
+
+
 @nox.session(python=["3.11", "3.12", "3.13"])
 def newest(session: nox.Session) -> None:
     """The newest versions this release was tried with."""

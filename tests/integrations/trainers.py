@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import TrainerCallback
 
 from sharpscope.policy.sharding import full_tensor
+from sharpscope.recording import observers
 from tests.models import tiny_model
 
 PROMPTS = ["w2 w3", "w4", "w5 w6 w7", "w8 w9"]
@@ -168,6 +170,12 @@ def plain_trainer(
         data_collator=collate,
         args=TrainingArguments(**settings(folder, remove_unused_columns=False, **arguments)),
     )
+
+
+def search_finely(patch: pytest.MonkeyPatch) -> None:
+    """Let a run's line search for the critical sharpness end at 1/16, for comparison with a dense one."""
+    patch.setattr(observers, "TOLERANCE", 1 / 16)
+    patch.setattr(observers, "EVALUATIONS", 40)
 
 
 class Weights(TrainerCallback):

@@ -14,7 +14,7 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
 from sharpscope import distributed
 from sharpscope.integrations.trl import record
-from tests.integrations.trainers import Weights, dpo_trainer, sft_trainer, trainer, whole_weights
+from tests.integrations.trainers import Weights, dpo_trainer, search_finely, sft_trainer, trainer, whole_weights
 
 #: 6 rows of each process, so that the second of three groups of 4 is in both; used for two updates.
 GRPO = {
@@ -59,6 +59,7 @@ def fsdp2() -> Iterator[None]:
 
 def train_all(folder: Path) -> None:
     """Train with each maker, and keep the weights before each update and at the end of every process in kept.pt."""
+    search_finely(pytest.MonkeyPatch())
     kept = {}
     for name, (make, arguments, weighted) in MAKERS.items():
         sharded = name.endswith("fsdp2")

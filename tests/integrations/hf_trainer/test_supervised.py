@@ -24,7 +24,16 @@ from transformers import Trainer
 
 from sharpscope.integrations import trl as trl_integration
 from sharpscope.integrations.hf_trainer import record
-from tests.integrations.trainers import Weights, dpo_trainer, evens, plain_trainer, sft_trainer, small_model, tokenizer
+from tests.integrations.trainers import (
+    Weights,
+    dpo_trainer,
+    evens,
+    plain_trainer,
+    search_finely,
+    sft_trainer,
+    small_model,
+    tokenizer,
+)
 from tests.integrations.two_processes import train_all
 from tests.launched import run_ranks
 
@@ -162,7 +171,8 @@ def check_critical(run: Any, weights: list[dict[str, torch.Tensor]], made: Any, 
         (dpo_trainer, {"beta": 0.4}, None),
     ],
 )
-def test_the_critical_sharpness_is_that_of_a_dense_line_search(make, arguments, loss, tmp_path: Path):
+def test_the_critical_sharpness_is_that_of_a_dense_line_search(make, arguments, loss, tmp_path: Path, monkeypatch):
+    search_finely(monkeypatch)
     one = make(tmp_path / "t", max_grad_norm=0.05, **arguments)
     keep = Weights()
     one.add_callback(keep)
@@ -470,7 +480,7 @@ def test_detach_gives_the_trainer_back(tmp_path: Path):
     assert sharpscope.load_run(tmp_path / "run").steps.empty
 
 
-@pytest.mark.parametrize("make", [sft_trainer, dpo_trainer])
+@pytest.mark.parametrize("make", [plain_trainer, sft_trainer, dpo_trainer])
 def test_commands_read_it(make, tmp_path: Path, quick):
     one = make(tmp_path / "t", max_steps=10)
     run = tmp_path / "run"

@@ -288,6 +288,11 @@ def test_run_json_says_what_trained(watched):
     ],
 )
 def test_trls_options_as_a_method(tmp_path: Path, settings: dict[str, Any], label: str, notes: int):
+    from trl import GRPOConfig
+
+    missing = [name for name in settings if name not in GRPOConfig.__dataclass_fields__]
+    if missing:
+        pytest.skip(f"this TRL has no {missing[0]}")
     method, said = trl_method(trainer(tmp_path, **settings), None)
     assert method_label(method) == label and len(said) == notes
 
