@@ -26,7 +26,7 @@ class Estimate:
     """One estimate of a property of the loss surface: a row of the `probes` table.
 
     Attributes:
-        probe: the probe: `curvature`, `perturbation`, `slice`, `gradient` or `rollouts`.
+        probe: the probe: `loss`, `curvature`, `perturbation`, `slice`, `gradient` or `rollouts`.
         quantity: the estimated quantity, such as `largest`, `trace` or `sam`.
         value: the estimate in the quantity's unit; NaN if it is not available (see `why`).
         std_error: standard error over `samples` independent draws; NaN if the method has none.

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from sharpscope.config.probes import KINDS, Check, ObjectiveName, ProbesSpec
 from sharpscope.errors import CheckError
-from sharpscope.probes.estimate import Estimate, labeled, problems
+from sharpscope.probes.estimate import Estimate, labeled, problems, with_prompts
 from sharpscope.probes.gradient_norm import squared_gradient_norm
 from sharpscope.probes.hessian import (
     Curvature,
@@ -262,6 +262,7 @@ def _measure(
         began = time.perf_counter()
         loss, gradient, base = surface.gradient_by_prompt()
         at = loss, gradient
+        rows.append(with_prompts(Estimate("loss", "loss", loss), base))
         if curvature and spec.curvature:
             part = _first_prompts(surface, spec.curvature_prompts)
             whole = _Curvatures(part, spec, seed, (*at, base) if part is surface else part.gradient_by_prompt())

@@ -42,12 +42,14 @@ class Spent:
         training: their time of generation and training.
         measuring: time by measure, that of the tables included.
         cost: time of the newest measurement of each measure, as at a scheduled step, and the step in which it was made.
+        searches: number of line searches for the critical sharpness, whose time varies with the number of evaluations.
     """
 
     steps: int = 0
     training: float = 0.0
     measuring: dict[str, float] = field(default_factory=dict)
     cost: dict[str, tuple[int, float]] = field(default_factory=dict)
+    searches: int = 0
 
     def summary(self) -> dict[str, Any]:
         """For run.json: the share of the run's time that was spent on measuring (without evaluation), and seconds by measure."""
@@ -110,6 +112,7 @@ class Budget:
         """
         spent = self.spent
         spent.measuring[measure] = spent.measuring.get(measure, 0.0) + seconds
+        spent.searches += measure == CRITICAL
         newest, cost = spent.cost.get(measure, (step, 0.0))
         spent.cost[measure] = (step, seconds * usual + (cost if newest == step else 0.0))
 
@@ -182,7 +185,8 @@ class Budget:
         """Expected time of a measurement [s], where a step's generation and training take `mean`."""
         known = self.spent.cost
         if measure == "surface":
-            return sum(known[name][1] for name in ("surface", CRITICAL) if name in known)
+            critical = self.spent.measuring.get(CRITICAL, 0.0) / max(self.spent.searches, 1)
+            return critical + (known["surface"][1] if "surface" in known else 0.0)
         if measure in known:
             return known[measure][1]
         if measure != "influence":

@@ -134,6 +134,7 @@ class Observers:
             prompts=len(self.fixed),
             seconds=time.perf_counter() - began,
         )
+        self.budget.spend("entropy", step, row.seconds)
         return {"step": step, **columns([row])}
 
     def for_step(self, step: int, rollouts: Rollouts, recent: Sequence[float]) -> StepObserver:

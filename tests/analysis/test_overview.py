@@ -5,19 +5,21 @@ from __future__ import annotations
 import io
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from rich.console import Console
 
 from sharpscope.analysis import overview as module
-from sharpscope.analysis import show
+from sharpscope.analysis import show, watch
 from sharpscope.analysis.overview import Measure, Z, interval_text, overview, pair_difference, verdict_line
 from sharpscope.analysis.report import sampler_part
 from sharpscope.analysis.statistics import Interval
 from sharpscope.analysis.study import Study
 from sharpscope.traces import TraceWriter, create_run_dir, create_run_info, load_run, load_runs, update_run_info
 from tests.analysis.html.runs import SPIKE, WORDS, ids_of, write_report_run
+from tests.cli.invoking import invoke
 from tests.traces.rows import INFO, rows
 
 STEPS, PROMPTS = 6, 5
@@ -260,6 +262,40 @@ def test_show_draws_rotation_and_sharpness_after_the_gradient(tmp_path: Path):
     assert places == sorted(places)
     line = next(line for line in text.splitlines() if line.startswith("update turned by"))
     assert line.split()[4:] == ["20", "▁▄█", "66"]  # of the three steps that have it
+
+
+def test_watch_shows_a_run_in_the_same_order(tmp_path: Path):
+    folder = _write(tmp_path / "a", "grpo-sg")
+    texts = []
+    for view in (
+        lambda console: console.print(show(load_run(folder))),
+        lambda console: watch(folder, console, once=True),
+    ):
+        console = Console(width=140, record=True, file=io.StringIO())
+        view(console)
+        texts.append(console.export_text())
+    assert texts[0] == texts[1]
+
+
+def test_the_demo_closes_with_what_it_found(tmp_path: Path, monkeypatch):
+    """Its last line has the numbers of the runs: here 42° on average, and SAM sharpness that differs by 0.1 a step."""
+    made = []
+
+    def train(config, display):
+        made.append((config.method.name, config.steps))
+        folder = _write(Path(config.run_dir), config.method.name)
+        return SimpleNamespace(status="finished", run_dir=folder)
+
+    def analyze(paths, out, on_progress):
+        content = SimpleNamespace(overview=overview(Study(load_runs(*paths).by_name)))
+        return SimpleNamespace(content=content, html=out / "report.html")
+
+    monkeypatch.setattr("sharpscope.training.train", train)
+    monkeypatch.setattr("sharpscope.analysis.analyze", analyze)
+    lines = invoke("demo", "--out", str(tmp_path / "demo"), "--steps", str(STEPS)).splitlines()
+    assert made == [("grpo", STEPS), ("grpo-sg", STEPS)]
+    assert lines[-1].startswith("found:  ") and "by 42.0° from the reference objective's" in lines[-1]
+    assert f"SAM sharpness (-{0.1 * STEPS:.1f}" in lines[-1] and "One seed each" in lines[-1]
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,19 @@ def test_tokens_lists_the_largest_with_their_numbers():
     assert all(f"~{row.score_norm_local:.3g}" in output for row in local.itertuples() if np.isnan(row.score_norm))
 
 
+def test_tokens_says_if_they_are_those_of_a_sample(monkeypatch):
+    run = sharpscope.load_run(GRPO_SG)
+    tokens = run.tokens(steps=[8])
+    drawn = tokens["rollout"] < tokens["rollout"].median()
+    sample = tokens.assign(
+        inclusion_probability=np.where(drawn, np.float32(0.5), np.nan), attribution=tokens["attribution"].where(drawn)
+    )
+    monkeypatch.setattr(type(run), "tokens", lambda self, *args, **kwargs: sample)
+    wanted = "among the tokens of a random 50 % of each update's groups"
+    assert wanted in invoke("tokens", GRPO_SG, "--step", "8", "--by", "attribution")
+    assert wanted not in invoke("tokens", GRPO_SG, "--step", "8", "--by", "weight")  # of all tokens
+
+
 def test_tokens_are_cut_as_the_runs_own_tokenizer_cuts_them():
     """The shipped policies' words hold spaces; the class that transformers prefers for Qwen2 would print bytes."""
     assert "is a knave⏎" in invoke("tokens", GRPO_SG, "--step", "8", "--top", "20")

@@ -55,6 +55,10 @@ def test_probe_measures_a_model_on_a_file(tiny_policy: Path, texts: Path, tmp_pa
     frame = pd.read_parquet(out / "probes.parquet")
     assert {"largest", "sam"} <= set(frame["quantity"]) and (frame["functional"] == "nll").all()
     tokens = pd.read_parquet(out / "tokens.parquet")
+    loss = frame[frame["quantity"] == "loss"].iloc[0]
+    assert loss["value"] == pytest.approx(-float(tokens["logp"].mean()), rel=1e-4)
+    (line,) = [line.split() for line in output.splitlines() if line.split()[:1] == ["loss"]]
+    assert line[2] == f"{loss['value']:.4g}" and loss["prompts"] == 1  # so it has no error over prompts
     assert (
         (tokens["score_norm_local"] > 0).all() and (out / "rho_curves.png").exists() and (out / "spectrum.png").exists()
     )

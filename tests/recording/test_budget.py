@@ -71,6 +71,16 @@ def test_a_default_run_has_ten_rounds_of_sharpness_within_the_budget():
     assert made["surface"] == [*range(0, 100, 12), 100]
     assert 10 * costs["surface"] < 0.05 * 410 and budget.spent.summary()["share"] < 0.07
     assert len(made["shares"]) > 2 and not made["influence"]
+    budget = Budget(build_config(None, []))
+    for step in range(61):
+        made = [name for name in budgets.MEASURES if (step or name == "surface") and budget.due(name, step)]
+        for name in made:
+            budget.spend(name, step, 0.8 if name == "surface" else costs[name])
+        if "surface" in made or step == 1:
+            budget.spend(budgets.CRITICAL, step, 3.0 if step == 48 else 0.7)  # a long line search
+        if step:
+            budget.end_step(step, 4.1, 0.01)
+    assert "surface" in made  # by its mean cost, not its newest
     costs["surface"] = 3.0  # too expensive: at every second multiple of the interval, until time is left at the end
     assert simulate(Budget(build_config(None, [])), 100, costs, step_s=4.1)["surface"][:4] == [0, 24, 48, 72]
 

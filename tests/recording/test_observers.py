@@ -227,8 +227,10 @@ def test_entropy_at_fixed_tokens_is_that_of_the_stored_solutions(toy_config):
         **(RECORD | nothing | {"recording__probe_entropy_every": 2, "steps": 3, "rollout__max_new_tokens": 120})
     )
     train(config)
-    rows = sharpscope.load_run(config.run_dir).probes
+    run = sharpscope.load_run(config.run_dir)
+    rows, spent = run.probes, run.info["measuring"]["seconds"]["entropy"]
     assert list(rows["step"]) == [0, 2] and set(rows["quantity"]) == {"entropy"}
+    assert spent == pytest.approx(float(rows["seconds"].sum()), abs=1e-3) and spent > 0
     model = AutoModelForCausalLM.from_pretrained(config.policy.model).double()
     items = [item for item in ProbeSet.load(config.run_dir / "probe_set.parquet").split("train") if item.solution]
     entropies = []
