@@ -24,6 +24,12 @@ from sharpscope.warm_start.knights_knaves import (
 )
 
 
+@pytest.fixture(scope="module")
+def pools():
+    """Puzzles by number of people."""
+    return {people: puzzles(people, 15, seed=4) for people in (2, 3, 4)}
+
+
 def test_trials_by_hand():
     # Ava: Leo is a knave. Leo: Ava is a knave or Leo is not a knave.
     statements = (("lying", 1), ("or", ("lying", 0), ("not", ("lying", 1))))

@@ -20,6 +20,7 @@ from sharpscope.warm_start.knights_knaves import (
     OPENING,
     demonstrations,
     phrases,
+    puzzles,
 )
 from sharpscope.warm_start.pretraining import Row, _accumulate, _row, exactness, schedule, warm_start
 from tests.models import tiny_model
@@ -137,10 +138,10 @@ def test_the_gradient_is_that_of_the_mean_loss_however_the_batch_is_cut():
             torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-9, atol=1e-12)
 
 
-def test_exactness_is_one_for_what_the_model_itself_would_write(made, pools):
+def test_exactness_is_one_for_what_the_model_itself_would_write(made):
     folder, _, _ = made
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), load_tokenizer(folder)
-    stream = demonstrations(pools, {2: 1.0}, guess_share=0.5, chat_share=0.5, seed=0)
+    stream = demonstrations({2: puzzles(2, 15, seed=4)}, {2: 1.0}, guess_share=0.5, chat_share=0.5, seed=0)
     probe = list(islice(stream, 8))
     slow = {"guess": [], "reason": []}
     for demonstration in probe:
