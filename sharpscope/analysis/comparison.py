@@ -93,11 +93,11 @@ def _settings(run_a: Run, run_b: Run) -> pd.DataFrame:
 
 
 def facts_of(run: Run) -> dict[str, object]:
-    """What a run was made with, as one flat mapping: method, configuration, resolved constants, machine, versions."""
+    """Method, configuration, resolved constants, machine and versions of a run as one flat mapping."""
     config = flat(run.config)
     machine = {key: run.info.get(key) for key in ("device", "parameters", "commit")}
     resolved = flat(run.info.get("calibration") or {}, "calibration.")
-    # a constant that the configuration already gave says nothing new
+    # Constants that the configuration already gives are not repeated.
     resolved = {k: v for k, v in resolved.items() if config.get(k.replace("calibration", "method.weight", 1)) != v}
     versions = flat(run.info.get("versions") or {}, "versions.")
     return {"method": run.method} | config | resolved | machine | versions

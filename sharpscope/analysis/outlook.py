@@ -201,7 +201,7 @@ def _recorded_steps(config: Mapping[str, Any], key: str) -> int:
 
 
 def _not_recorded(claim: str, config: Mapping[str, Any]) -> str:
-    """What a claim needs and the configuration leaves off; empty if nothing."""
+    """Reason why a configuration records no data for a claim; empty if it does record them."""
     recording, probes, evaluation = (config.get(part) or {} for part in ("recording", "probes", "evaluation"))
     every = probes.get("every")
     probed = probes.get("rounds") if every is None else every

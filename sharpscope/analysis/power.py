@@ -339,7 +339,7 @@ class _Planner:
         self.per_seed = max((a / b for a, b in zip(steps, seeds, strict=True) if b), default=1.0)
 
     def hours(self, n: int, multiples: Mapping[str, float]) -> float | None:
-        """Hours of n clusters with each source of variance measured so many times as often; None where not recorded."""
+        """Hours of n clusters with the sizes of the sources of variance multiplied; None if no time was recorded."""
         return None if self.costs is None else math.ceil(n / self.per_seed) * self.runs * self.costs.run(multiples)
 
     def design(self, n: int, multiples: Mapping[str, float]) -> Design:

@@ -347,7 +347,7 @@ def grid_settings(run: Run) -> dict[str, float]:
 
 
 def ground_of(run: Run) -> str:
-    """What two runs must share to be compared at all: task, its configuration and the initial policy, as text."""
+    """Task, its configuration and the initial policy as text; only runs with equal ones are compared."""
     return _text({"task": run.task, "task_config": run.config.get("task"), "policy": run.config.get("policy")})
 
 
@@ -361,7 +361,7 @@ def _text(value: Mapping[str, Any]) -> str:
 
 
 def _titles(examples: Mapping[str, Run]) -> dict[str, str]:
-    """A title for each ground: the task, and what tells it from another ground of the same task."""
+    """A title for each ground: the task, and the fields that differ from other grounds of the same task."""
     titles = {}
     for ground, run in examples.items():
         rivals = [other for other in examples.values() if other.task == run.task and other is not run]
@@ -398,7 +398,7 @@ def _settings(runs: Mapping[str, Run]) -> tuple[tuple[Setting, ...], tuple[str, 
 
 
 def _differing(mine: Mapping[str, Any], rivals: Iterable[Mapping[str, Any]]) -> str:
-    """What tells this setting from others of the same method: `optimizer.lr=0.0002`."""
+    """Fields in which this setting differs from others of the same method: `optimizer.lr=0.0002`."""
     keys = sorted({key for other in rivals for key in {*mine, *other} if mine.get(key) != other.get(key)})
     values = {key: mine.get(key) for key in keys}
     return ", ".join(

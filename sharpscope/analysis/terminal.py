@@ -125,7 +125,7 @@ def _head(run: Run) -> RenderableType:
 
 
 def imported_note(run: Run) -> str | None:
-    """What an imported run was made from, and what its tables lack; None for other runs."""
+    """Source of an imported run and gaps in its tables; None for other runs."""
     imported = run.info.get("imported")
     if not isinstance(imported, dict):
         return None

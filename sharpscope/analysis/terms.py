@@ -16,7 +16,7 @@ Half of what weights in [1, 1.4] can do to a gradient of orthogonal token gradie
 
 @dataclass(frozen=True)
 class Terms:
-    """What a study declares before its data.
+    """Terms that a study declares before its data.
 
     Attributes:
         level: error rate of each test.

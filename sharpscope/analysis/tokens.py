@@ -26,7 +26,7 @@ INCLUSION = "inclusion_probability"
 
 @dataclass(frozen=True)
 class Reducer:
-    """What is made of the tokens of one step.
+    """A computation on the tokens of one step.
 
     Attributes:
         name: key of its results.
@@ -43,7 +43,7 @@ class Reducer:
 
 @dataclass(frozen=True)
 class Reduced:
-    """What a reducer made of one step of one run, `tokens` rows long."""
+    """Result of a reducer for one step of one run with `tokens` tokens."""
 
     run: str
     method: str
@@ -166,7 +166,7 @@ DECILE_SUMS = tuple(map(decile_sums, ("attribution", "update_attribution", "shar
 
 
 def _stored(name: str, run: Run, reducer: Reducer) -> list[Reduced]:
-    """What a reduced run keeps of this reducer, made from its token table before that was left out."""
+    """Results of this reducer that a reduced run keeps; they were computed before its token table was left out."""
     result = []
     for row in run.reductions or ():
         if row.name != reducer.name:

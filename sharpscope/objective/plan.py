@@ -1,4 +1,4 @@
-"""What is fixed once per step: token weights, selections and passes."""
+"""Quantities fixed once per step: token weights, selections and passes."""
 
 from __future__ import annotations
 

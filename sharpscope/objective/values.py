@@ -109,7 +109,7 @@ class StepTensors:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is computed once a step and stays fixed over its updates; every tensor is (N, T) and free of gradient.
+    """Tensors computed once per step and fixed over its updates; each is (N, T) and without gradient.
 
     Attributes:
         mask: bool, loss tokens.

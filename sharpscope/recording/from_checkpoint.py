@@ -31,7 +31,7 @@ MICROBATCH = 8192  # tokens of a forward pass
 
 @dataclass(frozen=True)
 class Probed:
-    """What was measured at one step.
+    """Measurements at one step.
 
     Attributes:
         step: of the trace.

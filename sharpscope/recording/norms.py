@@ -61,5 +61,5 @@ def _steps_taken(optimizer: torch.optim.AdamW) -> Iterator[Tensor]:
 
 
 def clip_factor(norm: float, limit: float | None) -> float:
-    """What clipping multiplies a gradient of this norm by: min(1, limit/(norm + 1e-6)), as in torch; 1 without a limit."""
+    """Factor by which clipping multiplies a gradient of this norm: min(1, limit/(norm + 1e-6)), as in torch; 1 without a limit."""
     return 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))

@@ -64,7 +64,7 @@ EVALUATIONS = 12  # largest number of losses of a line search
 
 @dataclass(frozen=True)
 class Observations:
-    """What the observers of a step found."""
+    """Results of the observers of a step."""
 
     columns: dict[str, Tensor]  # of the tokens table, (N, T) each, NaN where nothing was measured
     rows: dict[str, Any]  # of the probes table: the parts of ‖Δθ‖² that are not the tokens'; empty if not measured
@@ -154,7 +154,7 @@ class StepObserver:
         self._seconds = 0.0
 
     def result(self) -> Observations:
-        """What was found in the updates so far."""
+        """Results from the updates so far."""
         return Observations(self._columns, self._rows(), self._events, self._seconds)
 
     def _rows(self) -> dict[str, Any]:

@@ -60,7 +60,7 @@ class UpdateSummary:
 
 @dataclass
 class UpdateTokens:
-    """What the tokens of one update do in it, whether or not an earlier update has used them; (n, T), on the CPU."""
+    """Per-token values of one update, also of tokens that an earlier update has used; (n, T), on the CPU."""
 
     coef: Tensor  # ∂L/∂log π_t, in the dtype of the statistics
     used: Tensor  # bool: loss tokens that take part
@@ -112,7 +112,7 @@ class UpdateTokens:
 
 @dataclass
 class StepTokens:
-    """What each token did in the first update that used it, and counts over all updates; (N, T), on the CPU.
+    """Values of each token in the first update that used it, and counts over all updates; (N, T), on the CPU.
 
     Weight, advantage, coefficient and ratio have the dtype of the statistics.
     """

@@ -62,7 +62,7 @@ def step_of(folder: Path) -> int:
 
 
 def damage(folder: Path) -> str | None:
-    """What is wrong with a checkpoint's files, by its list of checksums; None if they are intact."""
+    """Defects of a checkpoint's files by its list of checksums; None if they are intact."""
     try:
         listed = json.loads((folder / CHECKSUMS).read_bytes())
         for name, expected in listed.items():

@@ -72,7 +72,7 @@ COLUMNS = ("method", "reference", *_NUMBERS, "problem")
 
 @dataclass(frozen=True)
 class Rotations:
-    """What `rotate` found.
+    """Result of `rotate`.
 
     Attributes:
         table: a row per method: `method`, `reference` (grpo, or unweighted: the method itself with weights 1), then as in the

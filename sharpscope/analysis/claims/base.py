@@ -1,4 +1,4 @@
-"""What a claim is, what testing it found, and how a verdict follows from a rule that is stated beforehand."""
+"""Claims, findings and verdicts; a verdict follows from a rule that is stated before the data."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class Confounder:
 
 @dataclass(frozen=True)
 class Rows:
-    """What was read from one run."""
+    """Rows and columns that were read from one run."""
 
     run: str
     table: str
@@ -202,7 +202,7 @@ class Sample:
         margin: the smallest effect that matters.
         sources: of the variance, other than the cluster itself.
         runs: runs that one more cluster costs.
-        note: what of the rule is not in these values.
+        note: parts of the rule that these values do not cover.
         unit: what a cluster is, where the rule counts something else.
     """
 
@@ -219,7 +219,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Finding:
-    """What a claim's module found; `decide` turns it into a verdict.
+    """Result of testing one claim; `decide` turns it into a verdict.
 
     Attributes:
         effect: the statistic that the rule is about; None if there is nothing to compute it from.

@@ -141,7 +141,7 @@ def fixed_radius(calibration: pd.DataFrame) -> tuple[float, bool]:
 
 @dataclass(frozen=True)
 class Fixed:
-    """What the calibration seeds fix: the radius, whether the bound holds there, and the constant in the sharpness's place."""
+    """Radius and constant fixed on the calibration seeds; `holds`: whether the bound holds at that radius on all of them."""
 
     seeds: tuple[Any, ...]
     rho: float
@@ -150,7 +150,7 @@ class Fixed:
 
     @staticmethod
     def by(last: pd.DataFrame, seeds: list[Any]) -> Fixed:
-        """By the rows of `seeds` in `last`, the runs' last steps."""
+        """Calibrate on the rows of `seeds` in `last`, which holds each run's last step."""
         own = last[last["seed"].isin(seeds)]
         return Fixed(tuple(seeds), *fixed_radius(own), max(0.0, float(own["gap"].max())))
 

@@ -155,7 +155,7 @@ def test(study: Study) -> Finding:
             "must vary at a fixed learning rate"
         )
     held = [name for name in varied if name not in axes]
-    # runs with no other one to be compared with (more seeds of one setting, other learning rates) are none of the grid
+    # Runs that no other run can be compared with (more seeds of one setting, other learning rates) are not in the grid.
     alone = frame.groupby(["method", "seed", *held])["run"].transform("size") == 1
     frame = frame[~alone].reset_index(drop=True)
     result = {q: granulated(frame, q, axes, held) for q in MEASURES}

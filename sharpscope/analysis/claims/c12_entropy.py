@@ -224,7 +224,7 @@ def _scale_estimates(frame: pd.DataFrame) -> tuple[Estimate, ...]:
 
 
 def _unmeasured(study: Study) -> str:
-    """What a prediction within runs lacks."""
+    """Reason why no run has enough changes of entropy with a prediction."""
     runs = study.alike(study.baseline, study.treatment)
     if not study.results(NAME, runs):
         return f"no run has {' and '.join(COLUMNS)} of its tokens (recording.tokens_every=1)"

@@ -61,7 +61,7 @@ def rules_hash(rules: Mapping[str, Any]) -> str:
 
 
 def declaration_file(study: Path) -> Path:
-    """Where the declaration of a study file is kept: `study.yaml` → `study.declared.json`."""
+    """Path of a study file's declaration: `study.yaml` → `study.declared.json`."""
     return study.with_suffix(".declared.json")
 
 

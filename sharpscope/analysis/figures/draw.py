@@ -1,4 +1,4 @@
-"""What all figures are made of, on seaborn: curves over seeds with quantile bands, points with intervals, and facets."""
+"""Building blocks of all figures, on seaborn: curves over seeds with quantile bands, points with intervals, and facets."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def split_of(probe_set: str) -> str:
 
 
 def title(functional: str, probe_set: str) -> str:
-    """What a panel is about: the functional and the probe set's split."""
+    """Title of a panel: the functional and the probe set's split."""
     return plain(", ".join(part for part in (functional, split_of(probe_set)) if part))
 
 
