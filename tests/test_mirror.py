@@ -49,6 +49,7 @@ ELSEWHERE = {
     "probes/token_gradients/forward_mode": "probes/test_attribution",
     "probes/token_gradients/local": "probes/token_gradients/test_token_gradients",
     "probes/token_gradients/structure": "probes/token_gradients/test_uses",
+    "probes/token_gradients/tangents": "probes/token_gradients/test_sketch",
     "recording/step": "training/test_learner",
     "tasks/dataset_files": "tasks/test_dataset",
     "training/evaluate_model": "training/test_evaluate",

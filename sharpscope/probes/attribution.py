@@ -22,7 +22,7 @@ from sharpscope.config.probes import Check
 from sharpscope.errors import UserError
 from sharpscope.probes.guard import guarded
 from sharpscope.probes.token_gradients.central import central_derivative, squared_length
-from sharpscope.probes.token_gradients.forward_mode import NoForwardModeError, pushed_hidden, pushed_logp
+from sharpscope.probes.token_gradients.forward_mode import NoForwardModeError, pushed_each, pushed_hidden, pushed_logp
 from sharpscope.probes.token_gradients.head import head_chunks, head_gradients
 from sharpscope.probes.token_gradients.rows import Rows, make_rows, safe_width, widen
 from sharpscope.probes.token_gradients.self_check import (
@@ -224,7 +224,11 @@ def _forward(
     bias = by_name.get(structure.head_bias or "")
     for chunk in rows.chunks(share=structure.shares):
         ids = widen(chunk.ids, safe_width(model, chunk.ids.shape[1]))
-        hidden, moved = pushed_hidden(model, structure, ids, direction, before=chunk.before)
+        pushed = pushed_each(model, structure, ids, [by_name], before=chunk.before)
+        if pushed is None:
+            hidden, moved = pushed_hidden(model, structure, ids, direction, before=chunk.before)
+        else:
+            hidden, (moved,) = pushed
         keep = F.pad(chunk.predicts, (0, ids.shape[1] - chunk.ids.shape[1]))
         chunk.write(
             values, pushed_logp(hidden[keep], moved[keep], structure.head, chunk.targets, temperature, weight, bias)

@@ -15,8 +15,7 @@ from sharpscope.config.probes import Check
 from sharpscope.errors import UserError, nearest
 from sharpscope.probes.guard import guarded
 from sharpscope.probes.token_gradients.exact import exact_norms
-from sharpscope.probes.token_gradients.head_tier import head_norms
-from sharpscope.probes.token_gradients.local import local_norms
+from sharpscope.probes.token_gradients.local import head_norms, local_norms
 from sharpscope.probes.token_gradients.result import TIERS, ScoreNorms, Tier
 from sharpscope.probes.token_gradients.rows import Rows, make_rows
 from sharpscope.probes.token_gradients.self_check import SKETCH_DIRECTIONS, check_norms

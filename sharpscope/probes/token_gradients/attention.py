@@ -22,6 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from sharpscope.errors import UserError
 from sharpscope.probes.token_gradients.batched import each
+from sharpscope.probes.token_gradients.tangents import Tangents, carried, carry
 
 CUT, FULL, FORWARD = (f"sharpscope_{name}" for name in ("cut", "full", "forward"))
 """Attention whose gradient reaches a position only through itself; with a batched backward; with a forward mode."""
@@ -334,7 +335,10 @@ def _padded(gradients: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
 
 
 def _pushed(call: Call) -> Tensor:
-    """Attention of dual tensors."""
+    """Attention of dual tensors, or of tensors that carry tangents."""
+    given = [carried(x) for x in call.inputs]
+    if any(tangents is not None for tangents in given):
+        return _pushed_each(call, given)
     parts = [forward_ad.unpack_dual(x) for x in call.inputs]
     primals = [part.primal for part in parts]
     scene = look(call._replace(**dict(zip(("q", "k", "v", "sinks"), primals, strict=False))))
@@ -343,6 +347,20 @@ def _pushed(call: Call) -> Tensor:
         return out
     tangents = [torch.zeros_like(p) if t is None else t for p, t in parts]
     return forward_ad.make_dual(out, push_forward(scene, *tangents))
+
+
+def _pushed_each(call: Call, given: list[Tangents | None]) -> Tensor:
+    """Attention of tensors that carry tangents."""
+    inputs = [x.detach() for x in call.inputs]
+    q, k, v = inputs[:3]
+    scene = look(Call(q, k, v, inputs[3] if len(inputs) > 3 else None, call.mask, call.scale, call.cap))
+    tangents: Tangents = []
+    count = next(len(t) for t in given if t is not None)
+    for moved in zip(*([None] * count if t is None else t for t in given), strict=True):
+        moves = any(t is not None for t in moved)
+        full = [torch.zeros_like(x) if t is None else t for x, t in zip(inputs, moved, strict=True)]
+        tangents.append(push_forward(scene, *full) if moves else None)
+    return carry(scene.out.view(scene.shape), tangents)
 
 
 class Stopped(Exception):  # noqa: N818 - not an error: the forward pass has given what was wanted

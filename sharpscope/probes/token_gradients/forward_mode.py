@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -17,7 +17,9 @@ from sharpscope.policy import Head, bare
 from sharpscope.probes.guard import attention_implementation
 from sharpscope.probes.token_gradients import attention as attn
 from sharpscope.probes.token_gradients.head import LOGIT_BYTES
-from sharpscope.probes.token_gradients.structure import Structure, hidden_states, read_before
+from sharpscope.probes.token_gradients.rows import safe_width, widen
+from sharpscope.probes.token_gradients.structure import Structure, coarser, hidden_states, read_before
+from sharpscope.probes.token_gradients.tangents import NotPushedError, Own, Pushing, Tangents, carried, carry
 
 Watch = Callable[[dict[str, Tensor]], AbstractContextManager]
 
@@ -42,18 +44,24 @@ def substituted(model: nn.Module, named: dict[str, nn.Parameter], values: Sequen
 
 def input_direction(model: nn.Module, named: dict[str, nn.Parameter], direction: Sequence[Tensor]) -> list[Tensor]:
     """`direction` with 0 in the padding row of an embedding, which has no gradient in reverse mode."""
-    padding = {
+    padding = _padding_rows(model)
+    return [_without_row(u, padding.get(id(p))) for u, p in zip(direction, named.values(), strict=True)]
+
+
+def _padding_rows(model: nn.Module) -> dict[int, int]:
+    """Id of an embedding's weight -> its padding row."""
+    return {
         id(module.weight): module.padding_idx
         for module in bare(model).modules()
         if isinstance(module, nn.Embedding) and module.padding_idx is not None
     }
-    moved = list(direction)
-    for i, parameter in enumerate(named.values()):
-        row = padding.get(id(parameter))
-        if row is not None:
-            moved[i] = moved[i].clone()
-            moved[i][row] = 0
-    return moved
+
+
+def _without_row(tangent: Tensor, row: int | None) -> Tensor:
+    if row is not None:
+        tangent = tangent.clone()
+        tangent[row] = 0
+    return tangent
 
 
 @contextmanager
@@ -118,6 +126,85 @@ def pushed_hidden(
                 ) from problem
         value, tangent = forward_ad.unpack_dual(out)
         return value, torch.zeros_like(value) if tangent is None else tangent
+
+
+def pushed_each(
+    model: nn.Module,
+    structure: Structure,
+    ids: Tensor,
+    directions: Sequence[Mapping[str, Tensor]],
+    *,
+    before: Tensor | None = None,
+    own: Own | None = None,
+) -> tuple[Tensor, list[Tensor]] | None:
+    """`pushed_hidden` for several directions at once, and faster; None where this model needs PyTorch's forward mode.
+
+    Args:
+        directions: parameter name -> tangent; parameters that are not named stay.
+        before: (P,) a beginning that the rows share and `ids` does not hold.
+        own: gets what the directions move at each use of a parameter.
+    """
+    if structure.pushes is None:
+        structure.pushes = _pushes(model, structure)
+    return _pushed_each(model, structure, ids, directions, before, own) if structure.pushes else None
+
+
+def _pushed_each(
+    model: nn.Module,
+    structure: Structure,
+    ids: Tensor,
+    directions: Sequence[Mapping[str, Tensor]],
+    before: Tensor | None = None,
+    own: Own | None = None,
+) -> tuple[Tensor, list[Tensor]] | None:
+    padding = _padding_rows(model)
+    values = []
+    for name, parameter in structure.named.items():
+        value = parameter.detach()
+        tangents: Tangents = []
+        for direction in directions:
+            tangent = direction.get(name)
+            if tangent is not None:
+                tangent = _without_row(tangent.to(value), padding.get(id(parameter)))
+            tangents.append(tangent)
+        values.append(carry(value, tangents) if any(t is not None for t in tangents) else value)
+    names = {id(value): name for name, value in zip(structure.named, values, strict=True)}
+    # As in `pushed_hidden`: autograd is on only to show where the model turns it off.
+    with (
+        torch.enable_grad(),
+        substituted(model, structure.named, values),
+        forward_attention(model, structure),
+        Pushing(len(directions), names, own),
+    ):
+        try:
+            out = hidden_states(model, ids, read_before(model, before))
+        except (NotPushedError, NotImplementedError):
+            return None
+    if own is not None and not own.complete():
+        return None
+    found = carried(out) or [None] * len(directions)
+    return out, [torch.zeros_like(out) if tangent is None else tangent for tangent in found]
+
+
+@torch.no_grad()
+def _pushes(model: nn.Module, structure: Structure) -> bool:
+    """Whether `pushed_each` agrees with PyTorch's forward mode on two short rows of this model."""
+    if structure.in_place or structure.severed or structure.chooses or not structure.attention_calls:
+        return False
+    weight = structure.head.weight
+    ids = (torch.arange(14, device=weight.device).view(2, 7) * 5 + 1) % weight.shape[0]
+    ids = widen(ids, safe_width(model, 7))
+    generator = torch.Generator().manual_seed(0)
+    drawn = [torch.randn(p.shape, generator=generator).to(p) for p in structure.named.values()]
+    found = _pushed_each(model, structure, ids, [dict(zip(structure.named, drawn, strict=True))])
+    if found is None:
+        return False
+    value, moved = pushed_hidden(model, structure, ids, drawn)
+    tolerance = torch.finfo(coarser(structure.computes_in, value.dtype)).eps ** 0.5
+    return all(
+        bool(torch.linalg.vector_norm(a - b) <= tolerance * torch.linalg.vector_norm(b))
+        for a, b in ((found[0], value), (found[1][0], moved))
+    )
 
 
 @torch.no_grad()

@@ -1,4 +1,7 @@
-"""The tier `local`: one forward and one backward pass in which the cotangents at position t are those of token t."""
+"""The tiers `head`, the output layer alone, and `local`.
+
+In one forward and one backward pass of `local`, the cotangents at position t are those of token t.
+"""
 
 from __future__ import annotations
 
@@ -210,3 +213,21 @@ class _Taps:
         found = [one for _, squares in sorted(self._found.items()) for one in squares]
         self._clear()
         return found
+
+
+@torch.no_grad()
+def head_norms(model: nn.Module, structure: Structure, rows: Rows, temperature: float) -> ScoreNorms:
+    """‖∂ log π/∂(W, b)‖ of the output layer z = W h + b, also if W is frozen or tied to the embedding.
+
+    It equals ‖p − e_y‖·sqrt(‖h‖² + 1 if there is a bias)/T, with each logit's part multiplied by the slope of the soft cap.
+    """
+    collector = Collector(rows.shape, torch.promote_types(structure.head.weight.dtype, torch.float32), rows.ids.device)
+    for chunk in rows.chunks():
+        states = hidden_states(model, chunk.ids)[chunk.predicts]  # (M, d)
+        output, _ = head_gradients(states, structure.head, chunk.targets, temperature)
+        ledger = Ledger({"output": ("head",)}, torch.zeros_like(output.logp))
+        ledger.add("output", output.weight_squared)
+        if structure.head.bias is not None:
+            ledger.add("output", output.pull_squared)
+        collector.write(chunk, ledger)
+    return collector.result("head", torch.zeros_like(collector.squared))

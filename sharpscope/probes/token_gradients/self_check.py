@@ -24,7 +24,7 @@ from sharpscope.probes.token_gradients import attention as attn
 from sharpscope.probes.token_gradients.forward_mode import NoForwardModeError, forward_attention
 from sharpscope.probes.token_gradients.result import Tier
 from sharpscope.probes.token_gradients.rows import Rows, make_rows
-from sharpscope.probes.token_gradients.sketch import draw_direction
+from sharpscope.probes.token_gradients.sketch import coupled_directions, draw_direction, random_signs, scaling_of
 from sharpscope.probes.token_gradients.structure import Structure, hidden_states, recording, structure_of
 
 LENGTH = 32  # tokens of the longer prefix
@@ -290,15 +290,32 @@ class _Sample:
         return _inner(g, g)
 
     def sketched(self, i: int) -> tuple[float, float]:
-        """The sketch computed from autograd gradients g and l, and the size of its terms, ‖l‖² + mean ⟨g, v⟩² + ⟨l, v⟩²."""
+        """The sketch computed from autograd gradients, and the size of its terms; see `sketch`."""
+        structure, device = self.structure, self.mask.device
         whole, local = self.gradient(i), self.local_gradient(i)
         value = size = _inner(local, local)
-        generator = torch.Generator(device=self.mask.device).manual_seed(0)
+        scaling = scaling_of(self.model, structure, self.rows)
+        rest = {name: g - cut for name, g, cut in zip(structure.named, whole, local, strict=True)}
+        inner = dict(zip(structure.named, local, strict=True))
+        pull, hidden = self._at_head(i)
+        if structure.tied is not None:  # the output layer's part is taken out of the local gradient
+            rows = len(inner[structure.tied])
+            inner[structure.tied] = inner[structure.tied].double() - torch.outer(pull[:rows], hidden)
+        generator = torch.Generator(device=device).manual_seed(0)
         for _ in range(SKETCH_DIRECTIONS):
-            v = draw_direction(self.structure, generator)
-            g, cut = _inner(whole, v) ** 2, _inner(local, v) ** 2
-            value += (g - cut) / SKETCH_DIRECTIONS
-            size += (g + cut) / SKETCH_DIRECTIONS
+            v = draw_direction(structure, generator)
+            along, cut = (_inner([each[name] for name in v], list(v.values())) for each in (rest, inner))
+            value += (along**2 + 2 * along * cut) / SKETCH_DIRECTIONS
+            size += (along**2 + 2 * abs(along * cut)) / SKETCH_DIRECTIONS
+        if scaling is not None and structure.tied is not None:
+            words = self.ids[i].unique()
+            words = words[words != getattr(bare(self.model).get_input_embeddings(), "padding_idx", None)]
+            count = coupled_directions(SKETCH_DIRECTIONS)
+            for _ in range(count):
+                signs = random_signs(structure.named[structure.tied], generator)
+                along = _inner([rest[structure.tied]], [scaling.times(signs, 1)])
+                term = 2 * along * float(pull[words] @ scaling.times(signs, -1)[words].double() @ hidden)
+                value, size = value + term / count, size + abs(term) / count
         return value, size
 
     def local_gradient(self, i: int) -> list[Tensor]:
@@ -335,7 +352,12 @@ class _Sample:
         return [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, gradients, strict=True)]
 
     def head_squared(self, i: int) -> float:
-        """‖∂ log π/∂(W, b)‖² of the output layer, from the gradient with respect to its output."""
+        """‖∂ log π/∂(W, b)‖² of the output layer."""
+        pull, inputs = self._at_head(i)
+        return float(pull @ pull) * (float(inputs @ inputs) + (self.structure.head.bias is not None))
+
+    def _at_head(self, i: int) -> tuple[Tensor, Tensor]:
+        """∂ log π/∂a (V,) of the output layer's output and its input (d,), in float64."""
         kept: list[Tensor] = []
 
         def cut(_: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
@@ -351,8 +373,7 @@ class _Sample:
                 pull = torch.autograd.grad(logp, kept[1])[0][0, -1].double()
         finally:
             handle.remove()
-        inputs = kept[0].double()
-        return float(pull @ pull) * (float(inputs @ inputs) + (self.structure.head.bias is not None))
+        return pull, kept[0].double()
 
     def compare_states(self, probe: str) -> None:
         """Hidden states and logits under the probe's attention against the model's own."""
@@ -434,7 +455,7 @@ def _inner(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
     """⟨a, b⟩ over lists of tensors, each product in at least float32, their sum in float64."""
 
     def each(x: Tensor, y: Tensor) -> float:
-        dtype = torch.promote_types(x.dtype, torch.float32)
+        dtype = torch.promote_types(torch.promote_types(x.dtype, y.dtype), torch.float32)
         return float(torch.dot(x.flatten().to(dtype), y.flatten().to(dtype)))
 
     return math.fsum(each(x, y) for x, y in zip(a, b, strict=True))

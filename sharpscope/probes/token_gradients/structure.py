@@ -60,6 +60,8 @@ class Structure:
         shares: whether rows can continue from cached keys and values of a common prefix.
         severed: an operation that hides a dependence on a parameter from autograd, or None.
         chooses: whether the model makes discrete choices (experts, keys) that a finite step may change.
+        whole: parameters whose local gradient is the whole one: those used after the last attention only, if `last_layer` is known.
+        pushes: whether several directions can be pushed forward at once, see `forward_mode.pushed_each`; None if not known yet.
         checked: largest relative error found by the self-check of each probe.
     """
 
@@ -79,6 +81,8 @@ class Structure:
     computes_in: torch.dtype = torch.float32
     severed: str | None = None
     chooses: bool = False
+    whole: frozenset[str] = frozenset()
+    pushes: bool | None = None
     checked: dict[str, float] = field(default_factory=dict)
 
     def recorder(self, size: tuple[int, int], *, whole: bool = False, wrap: Wrap | None = None) -> Recorder:
@@ -100,7 +104,7 @@ class Structure:
         new = {name: use for name, use in recorder.unhandled.items() if name not in self.unhandled}
         self.unhandled.update(new)
         if new:
-            self.last_layer = None
+            self.last_layer, self.whole = None, frozenset()
         return bool(new)
 
     def require_seen(self) -> None:
@@ -478,6 +482,9 @@ def _find_split(model: nn.Module, structure: Structure, module: nn.Module | None
         if to_end is not None and (to_attention is not None or i < boundary.uses):
             return  # a use that feeds the layer's attention and what follows, or one before the layer, by a side input
     structure.last_layer = layer
+    ends = [i >= boundary.uses and to_attention is None for i, to_attention in enumerate(before)]
+    named = [(name, end) for use, end in zip(recorder.uses, ends, strict=True) for name in use.names]
+    structure.whole = frozenset(name for name, _ in named) - {name for name, end in named if not end}
 
 
 def _decoder_layer(causal: nn.Module, module: nn.Module) -> nn.Module | None:

@@ -14,7 +14,7 @@ from sharpscope.probes import attribute, attribution, directional_derivative, lo
 from sharpscope.probes.fingerprint import remembered
 from sharpscope.probes.hessian import CurvatureSettings, curvature_of
 from sharpscope.probes.hessian.causal_lm import lm_surface
-from sharpscope.probes.token_gradients import central, exact, head_tier, local, sketch
+from sharpscope.probes.token_gradients import central, exact, local, sketch
 from sharpscope.probes.token_gradients.choices import Choices
 from sharpscope.probes.token_gradients.structure import structure_of
 from tests.models import random_batch, tiny_model
@@ -79,9 +79,9 @@ def dropped(squares):
 
 
 FAULTS = {
-    "head": (head_tier, "head_gradients", lambda own: lambda *a, **k: (scaled(own(*a, **k)[0]), None)),
+    "head": (local, "head_gradients", lambda own: lambda *a, **k: (scaled(own(*a, **k)[0]), None)),
     "local": (local, "local_squares", without_value_projections),
-    "sketch": (sketch, "_rate", lambda own: lambda use: 1.1 * own(use)),
+    "sketch": (sketch, "_derivatives", lambda own: lambda *a: [(1.1 * g, cut) for g, cut in own(*a)]),
     "exact": (exact, "exact_squares", dropped),
     "forward": (attribution, "pushed_logp", lambda own: lambda *a: 1.02 * own(*a)),
     "central": (central, "head_logp", lambda own: lambda *a: 1.02 * own(*a)),
