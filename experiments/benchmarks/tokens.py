@@ -180,10 +180,8 @@ def sketch_error(model: nn.Module, ids: Tensor, directions: int, chosen: int, se
 
     Tokens share directions, so the errors of one seed rise and fall together.
     """
-    mask = _spread(ids, chosen)
-    exact = score_norms(model, ids, mask, "exact").values
-    at = exact > 0
-    errors = []
+    exact = score_norms(model, ids, _spread(ids, chosen), "exact").values
+    mask, at, errors = _spread(ids, None), exact > 0, []
     for seed in range(seeds):
         sketch = score_norms(model, ids, mask, "sketch", directions=directions, seed=seed).values
         errors.append((sketch[at] - exact[at]).abs() / exact[at])

@@ -215,12 +215,13 @@ class Pushing(TorchFunctionMode):
         self._set(out, tangents)
 
     def _product(self, a: Any, b: Any, out: Tensor) -> None:
+        shape = out.shape  # what is computed later must not hold `out`, which holds it
         for x, other in ((a, b), (b, a)):
             if not hasattr(other, "_tangents"):
                 if hasattr(x, "_turns"):
                     out._turned = (x._turns, other)  # type: ignore[attr-defined]
                 out._kept = (x, other)  # type: ignore[attr-defined]
-                return self._later(out, lambda x=x, other=other: _each(carried(x), lambda t: _shaped(t * other, out)))  # type: ignore[misc]
+                return self._later(out, lambda x=x, other=other: _each(carried(x), lambda t: _shaped(t * other, shape)))  # type: ignore[misc]
         ours, others = carried(a) or [], carried(b) or []
         if self._own is not None:
             self._own.add(self._name(a), _each(ours, lambda t: t * b))
@@ -228,11 +229,11 @@ class Pushing(TorchFunctionMode):
         tangents: Tangents = []
         for t, u in zip(ours, others, strict=True):
             if t is None or u is None:
-                tangents.append(None if t is u else _shaped(t * b if u is None else a * u, out))
+                tangents.append(None if t is u else _shaped(t * b if u is None else a * u, shape))
             elif t.shape == out.shape:
                 tangents.append((t * b).addcmul_(a, u))
             else:
-                tangents.append(_shaped(a * u, out).addcmul_(t, b))
+                tangents.append(_shaped(a * u, shape).addcmul_(t, b))
         self._set(out, tangents)
 
     def _sum(self, a: Any, b: Any, out: Tensor) -> None:
@@ -246,9 +247,9 @@ class Pushing(TorchFunctionMode):
         for t, u in zip(carried(a) or [None] * self._count, carried(b) or [None] * self._count, strict=True):
             if t is None or u is None:
                 given = t if u is None else u
-                tangents.append(None if given is None else _shaped(given, out))
+                tangents.append(None if given is None else _shaped(given, out.shape))
             else:
-                tangents.append(_shaped(t + u, out))
+                tangents.append(_shaped(t + u, out.shape))
         self._set(out, tangents)
 
     def _concatenation(self, args: tuple, kwargs: dict, out: Tensor) -> None:
@@ -259,8 +260,10 @@ class Pushing(TorchFunctionMode):
             if left is not None and left is right and (kwargs.get("dim") == -1 or args[1:] == (-1,)):
                 out._turns = left  # type: ignore[attr-defined]
 
+        count = self._count
+
         def make() -> Tangents:
-            found = [carried(part) or [None] * self._count for part in parts]
+            found = [carried(part) or [None] * count for part in parts]
             tangents: Tangents = []
             for each in zip(*found, strict=True):
                 if all(t is None for t in each):
@@ -315,8 +318,8 @@ def _over_last(args: tuple, kwargs: dict) -> bool:
     return (tuple(args[1:2]) in ((-1,), ((-1,),)) and bool(kwargs.get("keepdim"))) or tuple(args[1:]) == (-1, True)
 
 
-def _shaped(t: Tensor, out: Tensor) -> Tensor:
-    return t if t.shape == out.shape else t.expand_as(out).clone()
+def _shaped(t: Tensor, shape: torch.Size) -> Tensor:
+    return t if t.shape == shape else t.expand(shape).clone()
 
 
 def _rotated(t: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
