@@ -238,6 +238,8 @@ class _Search:
             stalled = (narrow := math.log(self.upper / self.lower)) > width / 2
             width = narrow
             self._try(math.sqrt(self.lower * self.upper) if stalled else self._inside())
+        if self.depth <= self.noise and self.left:
+            self._try(self.lower / 2)  # a bracket that starts at the crossing shows no decrease
         if self.depth <= self.noise:
             return self._without_bracket()
         root = self._secant()
@@ -272,6 +274,7 @@ class _Search:
         self.depth = max(self.depth, -rise) if math.isfinite(rise) else self.depth
         if above:
             self.upper = min(self.upper, eta)
+            self.lower = self.lower if self.lower < self.upper else 0.0
         elif eta < self.upper:
             self.lower = max(self.lower, eta)
 

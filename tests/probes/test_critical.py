@@ -89,6 +89,22 @@ def test_a_steep_start_costs_few_evaluations():
     assert found.outcome == "found" and found.lr == pytest.approx(0.1, rel=0.03) and found.evaluations <= 11
 
 
+@pytest.mark.parametrize("noise", [0.0, 0.03])
+def test_a_guess_at_the_crossing_is_not_taken_for_a_rising_loss(noise):
+    """As in a run, where a search starts at the step size that the one before found."""
+    x = torch.zeros(1, dtype=torch.float64)
+    options = {"slope": 1.0, "noise": noise, "tolerance": 0.25, "max_evaluations": 12}
+    for guess in (1.0, 16.0, 1 + noise / 2):  # x² − x: falls by 0.25 at most and crosses at 1
+        found = critical_sharpness(lambda: (x.square() - x).sum(), [x], [-torch.ones_like(x)], guess=guess, **options)
+        assert found.outcome == "found" and found.lr == pytest.approx(1, abs=noise + 1e-9) and found.depth >= 0.24
+    # Rises from the start and falls only near 1: still refused, whatever the guess.
+    for guess in (1.0, 0.5):
+        rising = critical_sharpness(
+            lambda: (x * (1 - x).square()).sum(), [x], [-torch.ones_like(x)], guess=guess, **options
+        )
+        assert rising.outcome == "not descent" and rising.lower < rising.upper
+
+
 def test_it_says_why_there_is_no_crossing():
     x = torch.tensor([2.0, -1.0], dtype=torch.float64, requires_grad=True)
     up = torch.tensor([-1.0, 0.5], dtype=torch.float64)
