@@ -420,9 +420,8 @@ def _average_of_parts(
             assert values is not None
             rises = rises + values / 2
     value = float(rises.mean())
-    off = torch.stack(
-        [(rises[part] - value).sum() / len(base) for part in parts]
-    )  # a part's rise less its share of the mean
+    # A part's rise less its share of the mean.
+    off = torch.stack([(rises[part] - value).sum() / len(base) for part in parts])
     error = math.sqrt(samples / (samples - 1) * float(off.square().sum()))
     return _Measured(value, samples, error, by_prompt=rises)
 

@@ -1,9 +1,9 @@
 """The recorder of AsyncGRPOTrainer (trl.experimental), which changes nothing of the training. A step is one update.
 
 The trainer packs the samples of a micro-batch into one tree of tokens, in which samples with a common beginning share positions,
-and takes the ratio to the sampler's policy. Its collator is watched for the samples. A gradient reaches positions, of which
-several samples can have a share; so a token's coefficient is computed from its ratio, by TRL's loss, and the sums over
-positions are compared with the gradient. Statistics and probes see each sample by itself, with SDPA in place of TRL's kernel.
+and takes the ratio to the sampler's policy. The samples are read from its collator. A gradient belongs to a position, which several
+samples can share; so a token's coefficient is computed from its ratio, as in TRL's loss, and the sums over positions are
+compared with the gradient. Statistics and probes see each sample by itself, with SDPA in place of TRL's kernel.
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ class AsyncRecorder(TrainerRecorder):
 
 
 def rollouts_of(samples: Sequence[Mapping[str, Any]], policy: Any) -> Rollouts:
-    """Samples of the rollout worker as Rollouts; what stands before the first token in the loss is a row's prompt."""
+    """Samples of the rollout worker as Rollouts; a row's prompt is what precedes its first token in the loss."""
     prompts, completions, flags, sampler = [], [], [], []
     for sample in samples:
         ids, counted = sample["input_ids"].tolist(), [bool(flag) for flag in sample["completion_mask"].tolist()]
