@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import shutil
 
 import numpy as np
@@ -128,6 +129,21 @@ def test_state_goes_through_a_checkpoint():
     second.restore(first.state())
     for step in range(51, 101):
         assert whole.scheduled(step) == second.scheduled(step)
+
+
+def test_observers_continue_from_checkpoints_of_every_version():
+    """From the state as JSON; version 0.1 had none, and earlier ones of 0.2 no critical learning rate."""
+    config = build_config(None, ["steps=100"])
+    first, *others = (observers.Observers(config, None, None) for _ in range(4))
+    first.budget.spend("surface", 0, 3.0)
+    first.budget.end_step(1, 2.0, 0.01)
+    first.critical_lr = 0.25
+    state = json.loads(json.dumps(first.state()))
+    without = {name: value for name, value in state.items() if name != "critical_lr"}
+    for other, given in zip(others, (state, without, {}), strict=True):
+        other.restore(given)
+        assert other.critical_lr == given.get("critical_lr")
+        assert other.budget.spent == (first.budget.spent if given else budgets.Spent())
 
 
 @pytest.mark.parametrize("spike", [False, True])

@@ -3,7 +3,7 @@
 The trainer packs the samples of a micro-batch into one tree of tokens, in which samples with a common beginning share positions,
 and takes the ratio to the sampler's policy. The samples are read from its collator. A gradient belongs to a position, which several
 samples can share; so a token's coefficient is computed from its ratio, as in TRL's loss, and the sums over positions are
-compared with the gradient. Statistics and probes see each sample by itself, with SDPA in place of TRL's kernel.
+compared with the gradient. Statistics and probes see each sample separately, with SDPA in place of TRL's kernel.
 """
 
 from __future__ import annotations

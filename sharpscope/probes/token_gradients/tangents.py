@@ -3,7 +3,7 @@
 PyTorch's forward mode computes values along with each direction's derivatives, and many small operations for every composed
 one. Here a pass computes the values once, and each tensor that depends on a direction carries its tangents, one for each
 direction. Linear maps, normalizations, rotary positions and activations have rules of their own; any other function is
-differentiated by PyTorch's forward mode, by itself.
+differentiated on its own by PyTorch's forward mode.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class NotPushedError(Exception):
 
 
 class _Later:
-    """Tangents that are computed when somebody asks, since the operation that follows may not need them."""
+    """Tangents that are computed at first use, since the operation that follows may not need them."""
 
     def __init__(self, make: Callable[[], Tangents]) -> None:
         self._make: Callable[[], Tangents] | None = make
