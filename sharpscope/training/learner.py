@@ -28,9 +28,8 @@ from sharpscope.objective import (
     reference_method,
     token_normalizer,
 )
-from sharpscope.policy import Rollouts, TokenStats
+from sharpscope.policy import Rollouts, Scored, TokenStats
 from sharpscope.policy.adapters import without_adapters
-from sharpscope.policy.forward import Scored
 from sharpscope.policy.scoring import Scorer, shortest_row, write_stats
 from sharpscope.policy.sharding import ModelView, gathered_copy
 from sharpscope.probes import coming_step, noise_rotation, rotation
