@@ -14,6 +14,7 @@ from sharpscope.analysis.terminal import (
     render_spikes,
     render_tokens,
     show,
+    tokens_title,
     top_tokens,
     watch,
 )
@@ -49,6 +50,7 @@ __all__ = [
     "show",
     "token_decoder",
     "token_picture",
+    "tokens_title",
     "top_tokens",
     "watch",
     "write_figures",

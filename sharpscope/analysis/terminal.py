@@ -29,6 +29,7 @@ from sharpscope.analysis.statistics import accuracy_interval
 from sharpscope.analysis.study import Study, last_step
 from sharpscope.analysis.text import number, printable, told_apart
 from sharpscope.analysis.token_text import Decode
+from sharpscope.analysis.tokens import INCLUSION, sample_text
 from sharpscope.analysis.weight_curve import weight_config
 from sharpscope.errors import UserError, nearest
 from sharpscope.traces import Run, load_run
@@ -408,6 +409,13 @@ def recorded_steps(run: Run, column: str) -> list[int]:
     column = "logp" if column == "probability" else column
     frame = run.tokens(columns=["step", column]).dropna(subset=[column])
     return sorted(int(step) for step in frame["step"].unique())
+
+
+def tokens_title(step: int, by: str, everything: pd.DataFrame) -> str:
+    """The title of a step's largest tokens; names the sample of groups among which a column was measured."""
+    measured = everything[everything[by].notna()]
+    sample = sample_text(measured) if measured[INCLUSION].notna().all() else ""  # else a column of all tokens
+    return f"step {step}, by |{by}|{f', among the tokens of {sample}' if sample else ''}"
 
 
 def render_tokens(

@@ -163,16 +163,13 @@ def tokens(
     """
     from rich.console import Console
 
-    from sharpscope.analysis import largest_recorded_step, render_tokens, token_decoder, top_tokens
-    from sharpscope.analysis.tokens import INCLUSION, sample_text
+    from sharpscope.analysis import largest_recorded_step, render_tokens, token_decoder, tokens_title, top_tokens
     from sharpscope.traces import load_run
 
     loaded = load_run(run)
     step = largest_recorded_step(loaded, by) if step is None else step
     selected, all_tokens = top_tokens(loaded, step, by, top)
-    measured = all_tokens[all_tokens[by].notna()]
-    sample = sample_text(measured) if measured[INCLUSION].notna().all() else ""  # else a column of all tokens
-    title = f"step {step}, by |{by}|{f', among the tokens of {sample}' if sample else ''}"
+    title = tokens_title(step, by, all_tokens)
     Console().print(render_tokens(selected, all_tokens, by, token_decoder(loaded), title))
 
 

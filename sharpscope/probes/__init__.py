@@ -23,7 +23,7 @@ from sharpscope.probes.critical import CriticalSharpness, critical_sharpness, up
 from sharpscope.probes.directions import Rotation, noise_rotation, rotation
 from sharpscope.probes.estimate import Estimate, columns, frame, labeled, problems, prompt_columns
 from sharpscope.probes.gradient_norm import squared_gradient_norm
-from sharpscope.probes.guard import guarded
+from sharpscope.probes.guard import attention_implementation, guarded
 from sharpscope.probes.hessian import Curvature, adamw_preconditioner, adamw_threshold, curvature
 from sharpscope.probes.objectives import Objective, rollout_batch
 from sharpscope.probes.perturbation import Sharpness, m_sharpness, sharpness, sharpness_of
@@ -65,6 +65,7 @@ __all__ = [
     "UpdateSplit",
     "adamw_preconditioner",
     "adamw_threshold",
+    "attention_implementation",
     "attribute",
     "build_probe_set",
     "columns",

@@ -39,7 +39,7 @@ from sharpscope.objective import Method, gradient_killed
 from sharpscope.policy import Rollouts, completions_of
 from sharpscope.policy.adapters import has_adapters
 from sharpscope.policy.scoring import Scorer
-from sharpscope.probes.guard import attention_implementation
+from sharpscope.probes import attention_implementation
 from sharpscope.recording import RolloutBatch
 from sharpscope.tasks import Example, Reward
 
