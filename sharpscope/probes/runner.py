@@ -262,7 +262,8 @@ def _measure(
         began = time.perf_counter()
         loss, gradient, base = surface.gradient_by_prompt()
         at = loss, gradient
-        rows.append(with_prompts(Estimate("loss", "loss", loss), base))
+        why = "" if math.isfinite(loss) else "the loss is not finite"
+        rows.append(with_prompts(Estimate("loss", "loss", loss, why=why), base))
         if curvature and spec.curvature:
             part = _first_prompts(surface, spec.curvature_prompts)
             whole = _Curvatures(part, spec, seed, (*at, base) if part is surface else part.gradient_by_prompt())

@@ -30,7 +30,7 @@ def imported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict]
                 {
                     "step": step,
                     "token_id": [5] * 40,
-                    "logp": (sampler + noise).tolist(),
+                    "logp": np.minimum(sampler + noise, 0.0).tolist(),
                     "behavior_logp": sampler.tolist(),
                 }
             )
