@@ -89,8 +89,9 @@ class RecordingSpec(Spec):
         gt=0,
         lt=1,
         description="Share of the time of generation and training that recording may take. It decides when measures without an interval "
-        "(null) are made: at multiples of their default intervals, first sharpness, then the others as often as equal parts of the time allow. "
-        "The first and last step and spikes are always measured. The decisions depend on the clock; null: no limit, at the default intervals.",
+        "(null) are made: at multiples of their default intervals, first sharpness, then shares in half of the rest, then "
+        "the others in equal parts of it. The first and last step and spikes are always measured. The decisions depend on the "
+        "clock; null: no limit, at the default intervals.",
     )
     rollouts_every: int = Field(1, ge=0, description="Interval of the rollouts table; 0: never [steps].")
     tokens_every: int = Field(1, ge=0, description="Interval of the tokens table; 0: never [steps].")

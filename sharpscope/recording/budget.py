@@ -4,8 +4,8 @@
 first and the last step and spikes are always measured. At other steps a measure whose interval is not set is made at
 multiples of its default interval, doubled until the remaining time suffices, so that the steps measured in different
 runs coincide as far as their budgets allow. Of the time that spikes do not use the surface probes, which come ten times in a
-run, may take all; the rest is divided equally among the other measures, and time that one does not need goes to those after
-it in `MEASURES`.
+run, may take all, and the shares of the gradient half of what they leave; the rest is divided equally among the other
+measures, and time that one does not need goes to those after it in `MEASURES`.
 
 Measuring changes nothing that training sees, so these decisions, which depend on the clock, do not change a run. The
 column `scheduled` of the table `steps` stores them; a resumed run repeats those of steps that were recorded before.
@@ -163,7 +163,7 @@ class Budget:
         names = [name for name in MEASURES if name in self.flexible and self.every[name]]
         for later, name in zip(range(len(names), 0, -1), names, strict=True):
             cost, stride = self._cost(name, mean), self.every[name]
-            grant = max(left if name == "surface" else left / later, 0.0)
+            grant = max(left / {"surface": 1, "shares": 2}.get(name, later), 0.0)
             while _multiples(stride, step, last) * cost > grant:
                 stride *= 2
             left -= _multiples(stride, step, last) * cost
