@@ -70,7 +70,7 @@ def test_a_default_run_has_ten_rounds_of_sharpness_within_the_budget():
     budget = Budget(build_config(None, []))
     made = simulate(budget, 100, costs, step_s=4.1)
     assert made["surface"] == [*range(0, 100, 12), 100]
-    assert 10 * costs["surface"] < 0.05 * 410 and budget.spent.summary()["share"] < 0.07
+    assert 10 * costs["surface"] < 0.05 * 410 and budget.spent.summary()["share"] < 0.08
     assert made["shares"] == [1, *range(10, 101, 10)] and not made["influence"]
     budget = Budget(build_config(None, []))
     for step in range(61):
@@ -82,7 +82,7 @@ def test_a_default_run_has_ten_rounds_of_sharpness_within_the_budget():
         if step:
             budget.end_step(step, 4.1, 0.01)
     assert "surface" in made  # by its mean cost, not its newest
-    costs["surface"] = 3.0  # too expensive: at every second multiple of the interval, until time is left at the end
+    costs["surface"] = 3.4  # too expensive: at every second multiple of the interval, until time is left at the end
     assert simulate(Budget(build_config(None, [])), 100, costs, step_s=4.1)["surface"][:4] == [0, 24, 48, 72]
 
 
