@@ -17,13 +17,14 @@ from torch.overrides import TorchFunctionMode
 
 from sharpscope.probes.token_gradients.batched import each
 
-_PRODUCTS = {torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__}
-_SUMS = {torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__}
-_POWERS = {torch.pow, Tensor.pow, Tensor.__pow__}
-_MEANS = {torch.mean, Tensor.mean}
-_ROOTS = {torch.rsqrt, Tensor.rsqrt}
-_NEGATIONS = {torch.neg, Tensor.neg, Tensor.__neg__}
-_CONCATENATIONS = {torch.cat, torch.concat}
+# The spellings of an operation that a model can use.
+PRODUCTS = {torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__}
+SUMS = {torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__}
+POWERS = {torch.pow, Tensor.pow, Tensor.__pow__}
+MEANS = {torch.mean, Tensor.mean}
+ROOTS = {torch.rsqrt, Tensor.rsqrt}
+NEGATIONS = {torch.neg, Tensor.neg, Tensor.__neg__}
+CONCATENATIONS = {torch.cat, torch.concat}
 _ACTIVATIONS = {F.silu, F.gelu, torch.tanh, Tensor.tanh, torch.sigmoid, Tensor.sigmoid}
 
 REACH = 32  # intermediate results remembered: a chain is a few operations long
@@ -50,9 +51,9 @@ class Shortcuts(TorchFunctionMode):
         if func in _ACTIVATIONS and out is not args[0] and out.shape == args[0].shape:
             self.taken["activation"] += 1
             return _Known.apply(args[0], out.detach(), _activated(args[0], out))
-        if func in _PRODUCTS and len(args) == 2:
+        if func in PRODUCTS and len(args) == 2:
             return self._product(args[0], args[1], out)
-        if func in _SUMS and len(args) == 2:
+        if func in SUMS and len(args) == 2:
             return self._sum(args[0], args[1], out)
         self._note(func, args, kwargs, out)
         return out
@@ -70,12 +71,12 @@ class Shortcuts(TorchFunctionMode):
 
     def _note(self, func: Any, args: tuple, kwargs: dict, out: Tensor) -> None:
         x = args[0] if args else None
-        if func in _POWERS and len(args) == 2 and isinstance(x, Tensor) and args[1] == 2:
+        if func in POWERS and len(args) == 2 and isinstance(x, Tensor) and args[1] == 2:
             self._keep(out, "square", x)
-        elif func in _MEANS and out.ndim and out.shape[-1] == 1 and (of := self._is(x, "square")):
+        elif func in MEANS and out.ndim and out.shape[-1] == 1 and (of := self._is(x, "square")):
             if (tuple(args[1:2]) in ((-1,), ((-1,),)) and kwargs.get("keepdim")) or tuple(args[1:]) == (-1, True):
                 self._keep(out, "mean", *of)
-        elif func in _ROOTS and (of := self._is(x, "mean")):
+        elif func in ROOTS and (of := self._is(x, "mean")):
             self._keep(out, "root", *of)
         elif func is Tensor.__getitem__ and isinstance(x, Tensor):
             half = x.shape[-1] // 2
@@ -83,9 +84,9 @@ class Shortcuts(TorchFunctionMode):
                 self._keep(out, "left", x)
             elif args[1] == (Ellipsis, slice(half, None)) and 2 * half == x.shape[-1]:
                 self._keep(out, "right", x)
-        elif func in _NEGATIONS and (of := self._is(x, "right")):
+        elif func in NEGATIONS and (of := self._is(x, "right")):
             self._keep(out, "minus right", *of)
-        elif func in _CONCATENATIONS and isinstance(x, tuple | list) and len(x) == 2:
+        elif func in CONCATENATIONS and isinstance(x, tuple | list) and len(x) == 2:
             right, left = self._is(x[0], "minus right"), self._is(x[1], "left")
             if right and left and right[0] is left[0] and (kwargs.get("dim") == -1 or args[1:] == (-1,)):
                 self._keep(out, "rotated", left[0])

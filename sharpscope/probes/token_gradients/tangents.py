@@ -18,18 +18,12 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, resolve_name
 
+from sharpscope.probes.token_gradients.shortcuts import CONCATENATIONS, MEANS, NEGATIONS, POWERS, PRODUCTS, ROOTS, SUMS
 from sharpscope.probes.token_gradients.uses import DETACHMENTS, Use, tensors_in
 
 Tangents = list[Tensor | None]
 """Of a tensor, one for each direction; None where it does not depend on that direction."""
 
-_PRODUCTS = {torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__}
-_SUMS = {torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__}
-_POWERS = {torch.pow, Tensor.pow, Tensor.__pow__}
-_MEANS = {torch.mean, Tensor.mean}
-_ROOTS = {torch.rsqrt, Tensor.rsqrt}
-_NEGATIONS = {torch.neg, Tensor.neg, Tensor.__neg__}
-_CONCATENATIONS = {torch.cat, torch.concat}
 # Linear in their first argument, which alone may depend on a direction.
 _LINEAR = {
     Tensor.__getitem__,
@@ -151,26 +145,26 @@ class Pushing(TorchFunctionMode):
             return self._linear(out, given["input"], given["weight"], given.get("bias"))
         if func is F.embedding and len(args) > 1:
             return self._embedding(args, out)
-        if func in _PRODUCTS and len(args) == 2 and not kwargs:
+        if func in PRODUCTS and len(args) == 2 and not kwargs:
             return self._product(args[0], args[1], out)
-        if func in _SUMS and len(args) == 2 and not kwargs:
+        if func in SUMS and len(args) == 2 and not kwargs:
             return self._sum(args[0], args[1], out)
-        if func in _POWERS and len(args) == 2 and isinstance(x, Tensor) and args[1] == 2:
+        if func in POWERS and len(args) == 2 and isinstance(x, Tensor) and args[1] == 2:
             out._square = x
             return self._later(out, lambda: _each(carried(x), lambda t: (t * x).mul_(2)))
-        if func in _MEANS and x is not None and hasattr(x, "_square") and _over_last(args, kwargs):
+        if func in MEANS and x is not None and hasattr(x, "_square") and _over_last(args, kwargs):
             whole, size = x._square, x.shape[-1]
             return self._set(
                 out, _each(carried(whole), lambda t: torch.linalg.vecdot(whole, t)[..., None].mul_(2 / size))
             )
-        if func in _ROOTS:
+        if func in ROOTS:
             return self._set(out, _each(carried(x), lambda t: t * (out * out * out).mul_(-0.5)))
         if func is F.silu and not kwargs.get("inplace") and len(args) == 1:
             return self._set(out, _each(carried(x), lambda t: torch.ops.aten.silu_backward(t, x)))
-        if func in _NEGATIONS and isinstance(x, Tensor):
+        if func in NEGATIONS and isinstance(x, Tensor):
             out._minus = x
             return self._later(out, lambda: _each(carried(x), torch.neg))
-        if func in _CONCATENATIONS and args:
+        if func in CONCATENATIONS and args:
             return self._concatenation(args, kwargs, out)
         if func in _LINEAR and hasattr(x, "_tangents") and _alone(args, kwargs):
             return self._rearranged(func, args, kwargs, out)
