@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -146,17 +147,8 @@ def pushed_each(
     """
     if structure.pushes is None:
         structure.pushes = _pushes(model, structure)
-    return _pushed_each(model, structure, ids, directions, before, own) if structure.pushes else None
-
-
-def _pushed_each(
-    model: nn.Module,
-    structure: Structure,
-    ids: Tensor,
-    directions: Sequence[Mapping[str, Tensor]],
-    before: Tensor | None = None,
-    own: Own | None = None,
-) -> tuple[Tensor, list[Tensor]] | None:
+    if not structure.pushes:
+        return None
     padding = _padding_rows(model)
     values = []
     for name, parameter in structure.named.items():
@@ -196,7 +188,7 @@ def _pushes(model: nn.Module, structure: Structure) -> bool:
     ids = widen(ids, safe_width(model, 7))
     generator = torch.Generator().manual_seed(0)
     drawn = [torch.randn(p.shape, generator=generator).to(p) for p in structure.named.values()]
-    found = _pushed_each(model, structure, ids, [dict(zip(structure.named, drawn, strict=True))])
+    found = pushed_each(model, replace(structure, pushes=True), ids, [dict(zip(structure.named, drawn, strict=True))])
     if found is None:
         return False
     value, moved = pushed_hidden(model, structure, ids, drawn)
