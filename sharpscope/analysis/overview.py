@@ -13,7 +13,7 @@ import pandas as pd
 
 from sharpscope.analysis.comparison import Z, mean_over_steps
 from sharpscope.analysis.frames import with_pooled
-from sharpscope.analysis.spikes import Spike, explain_spikes
+from sharpscope.analysis.spikes import Spike, explain_spikes, recorded_by
 from sharpscope.analysis.statistics import accuracy_interval, contrast_interval, mean_interval
 from sharpscope.analysis.study import Setting, Study, studies
 from sharpscope.analysis.text import Grid, number, printable, sampling, told_apart
@@ -143,19 +143,20 @@ def overview(whole: Study, moved_text: str = "") -> Overview | None:
         if every[1:]
         else []
     )
+    first = next(iter(settings[0].runs.values()))
+    no_shares = f"No token's share of the gradient was recorded{recorded_by(first, 'recording.token_gradients_every')}."
     return Overview(
         study.name,
         _finding(study, settings, moved, sharp, results),
         moved,
-        " ".join(filter(None, [_concentration(study, settings), "" if moved else moved_text or NO_SHARES])),
-        _rotation(settings),
-        _part("Sharpness at start and end", study, settings, sharp, "not recorded (probes.preset)"),
+        " ".join(filter(None, [_concentration(study, settings), "" if moved else moved_text or no_shares])),
+        _rotation(settings, f"not recorded{recorded_by(first, 'recording.rotation_every')}"),
+        _part(
+            "Sharpness at start and end", study, settings, sharp, f"not recorded{recorded_by(first, 'probes.preset')}"
+        ),
         _part("Result", study, settings, results, "no reward, loss or evaluation was recorded"),
         " and ".join(parts),
     )
-
-
-NO_SHARES = "No token's share of the gradient was recorded (recording.token_gradients_every)."
 
 
 def verdict_line(verdicts: Sequence[Verdict], source: str = "") -> str:
@@ -272,7 +273,7 @@ def rotation_of(run: Run, column: str) -> float:
     return float(pd.to_numeric(run.steps[column], errors="coerce").mean()) if column in run.steps else math.nan
 
 
-def _rotation(settings: Sequence[Setting]) -> Part:
+def _rotation(settings: Sequence[Setting], why: str) -> Part:
     title = "How far the method turned the gradient"
     rows = []
     for setting in settings:
@@ -280,7 +281,7 @@ def _rotation(settings: Sequence[Setting]) -> Part:
         if np.isfinite(each).any():
             rows.append((setting.label, *(_over_seeds([(value, math.nan) for value in values], 1) for values in each)))
     if not rows:
-        return Part(title, None, "not recorded (recording.rotation_every)")
+        return Part(title, None, why)
     note = "Mean angle to the reference objective's on the same rollouts. Noise: of one batch's gradient."
     return Part(title, Grid(title, ("setting", *ROTATIONS.values()), tuple(rows), note))
 
@@ -522,9 +523,12 @@ def _finding(
     if moved and moved[0].spots:
         one = moved[0]
         spot = max(one.spots, key=lambda each: abs(each.share))
+        token = f"One token{f' of {one.sample}' if one.sample else ''}, {_quoted(spot.token)} (π = {number(spot.probability)}),"
+        where = f"of the squared gradient norm of {one.run} at step {one.step}"
         said.append(
-            f"One token{f' of {one.sample}' if one.sample else ''}, {_quoted(spot.token)} (π = {number(spot.probability)}), holds "
-            f"{spot.share:.0%} of the squared gradient norm of {one.run} at step {one.step}."
+            f"{token} holds {spot.share:.0%} {where}."
+            if spot.share >= 0
+            else f"{token} points against the gradient of the others: its share {where} is {spot.share:.0%}."
         )
     pairs = study.pairing().pairs
     turned = [setting for setting in settings if setting.method != study.baseline][: 1 if pairs else None]

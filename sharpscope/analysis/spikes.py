@@ -23,9 +23,10 @@ class Spike:
     """A step with an unusually large gradient norm, and its causes if attribution was recorded.
 
     `tokens`: the recorded tokens with the largest |share|; `prompts`: share by prompt; `probabilities`: share by range of π;
-    each None if the step has no attribution. A token's share is a part of ‖∇L‖² of its update; the shares by prompt and by range
-    are means over the step's updates and sum to 1. `sample`: the groups whose tokens were measured, in words; empty if all were. Then
-    `tokens` and `prompts` are of these groups only, and the shares by range are estimates.
+    each None if the step has no attribution, and `missing` says so, and what records it. A token's share is a part of ‖∇L‖² of
+    its update; the shares by prompt and by range are means over the step's updates and sum to 1. `sample`: the groups whose tokens
+    were measured, in words; empty if all were. Then `tokens` and `prompts` are of these groups only, and the shares by range are
+    estimates.
     """
 
     step: int
@@ -36,6 +37,7 @@ class Spike:
     prompts: pd.DataFrame | None
     probabilities: pd.DataFrame | None
     sample: str = ""
+    missing: str = ""
 
 
 def find_spikes(steps: pd.DataFrame, z: float = 4.0) -> pd.DataFrame:
@@ -54,6 +56,19 @@ def find_spikes(steps: pd.DataFrame, z: float = 4.0) -> pd.DataFrame:
             rows.append((int(row.step), norm, score, math.exp(float(np.median(logs[-50:])))))  # type: ignore[arg-type]
         logs.append(math.log(norm))
     return pd.DataFrame(rows, columns=["step", "grad_norm", "z", "typical"])
+
+
+def recorded_by(run: Run, option: str) -> str:
+    """What records a quantity, as ` (…)`: `option`, or what a trace without such options has; empty if nothing does.
+
+    Imported traces and those of verl's recorder have no section `recording` or `probes` in their configuration.
+    """
+    if option.split(".", maxsplit=1)[0] in run.config:
+        return f" ({option})"
+    if option == "recording.token_gradients_every":
+        return " (sharpscope probe --tokens RUN --model CHECKPOINT)"
+    verl = (run.info.get("trainer") or {}).get("name") == "verl"
+    return " (SHARPSCOPE_VERL_CRITICAL_EVERY)" if verl and option == "probes.preset" else ""
 
 
 def explain_spikes(run: Run, z: float = 4.0, top: int = 8, largest: int = 0) -> list[Spike]:
@@ -86,7 +101,8 @@ def _explain(run: Run, row: object, top: int) -> Spike:
     )
     head = (step, norm, float(row.z), float(row.typical))  # type: ignore[attr-defined]
     if tokens.empty:
-        return Spike(*head, None, None, None)
+        how = recorded_by(run, "recording.token_gradients_every")
+        return Spike(*head, None, None, None, missing=f"no attribution was recorded at this step{how}")
     tokens = tokens.assign(probability=np.exp(tokens["logp"]))
     biggest = tokens.reindex(tokens["attribution"].abs().sort_values(ascending=False).index).head(top)
     rollouts = run.rollouts[run.rollouts["step"] == step][["rollout", "group", "prompt", "reward"]]

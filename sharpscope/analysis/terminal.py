@@ -472,9 +472,7 @@ def render_spikes(spikes: Sequence[Spike], tokens_of: Callable[[int], pd.DataFra
             )
         )
         if spike.tokens is None or spike.prompts is None or spike.probabilities is None:
-            parts.append(
-                Text("  no attribution was recorded at this step (recording.token_gradients_every, recording.spike_z)")
-            )
+            parts.append(Text(f"  {spike.missing}"))
             continue
         of = f" of {spike.sample}" if spike.sample else ""
         title = f"tokens{of} by share of the squared norm"

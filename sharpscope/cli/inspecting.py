@@ -189,6 +189,7 @@ def spikes(
     from rich.console import Console
 
     from sharpscope.analysis import explain_spikes, render_spikes, token_decoder
+    from sharpscope.analysis.spikes import recorded_by
     from sharpscope.traces import load_run
 
     loaded = load_run(run)
@@ -203,8 +204,8 @@ def spikes(
         norms = loaded.steps.set_index("step")["grad_norm"].dropna().astype(float)
         if norms.max() > explained[0].grad_norm:
             typer.echo(
-                f"the largest gradient norm, {norms.max():.3g} at step {norms.idxmax()}, has no attribution; "
-                "recording.token_gradients_every=1 records it at every step"
+                f"the largest gradient norm, {norms.max():.3g} at step {norms.idxmax()}, has no attribution"
+                + recorded_by(loaded, "recording.token_gradients_every")
             )
         typer.echo("showing the step with the largest gradient norm and attribution:")
     Console().print(render_spikes(explained, lambda step: loaded.tokens(steps=[step]), token_decoder(loaded)))

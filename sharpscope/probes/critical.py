@@ -41,7 +41,7 @@ class CriticalSharpness:
         outcome: `found`; `not descent`: the loss rises before it falls by more than rounding, as for Δᵀg ≤ 0; `no crossing`: no η
             up to `lower` raises the loss; `flat`: the loss does not change by more than rounding, as where a clipped surrogate
             has no gradient; `not finite`: L(θ) is not finite; `unresolved`: the evaluations were used up before the bracket was
-            narrow enough.
+            narrow enough, or before a decrease was seen below a narrow one.
         slope: Δᵀg, the decrease of the loss per unit of η at θ; as given, else of the smallest η seen.
         loss: L(θ).
         depth: largest decrease of the loss seen along the direction.
@@ -165,23 +165,20 @@ def critical_sharpness(
             outcome = "not descent"
         else:
             outcome = search.run(guess)
-        rounding = line.rounding(search.root) if outcome == "found" else math.nan
-        std_error = search.std_error(line.by_prompt) if outcome == "found" else math.nan
-        evaluations = line.evaluations
-    why = _reason(outcome, loss, search, noise)
-    if outcome == "found" and rounding > ROUNDING:
-        why = f"rounding to the parameters' dtype changes the step by {rounding:.0%}; measure in float32"
-    lr = search.root if outcome == "found" else math.nan
+        found = outcome == "found"
+        rounding = line.rounding(search.root) if found else math.nan
+        std_error = search.std_error(line.by_prompt) if found else math.nan
+    why = _reason(outcome, loss, search, noise, rounding)
     return CriticalSharpness(
-        value=2 / lr,
-        lr=lr,
+        value=2 / search.root,
+        lr=search.root,
         lower=search.lower,
         upper=search.upper,
         outcome=outcome,
         slope=search.first_slope if slope is None else slope,
         loss=loss,
         depth=search.depth,
-        evaluations=evaluations,
+        evaluations=line.evaluations,
         rounding=rounding,
         converged=not why,
         why=why,
@@ -191,18 +188,20 @@ def critical_sharpness(
     )
 
 
-def _reason(outcome: Outcome, loss: float, search: _Search, noise: float) -> str:
+def _reason(outcome: Outcome, loss: float, search: _Search, noise: float, rounding: float) -> str:
     """Why there is no reliable value; empty if there is one."""
     slope = search.slope if search.slope is not None else search.first_slope
     return {
-        "found": "",
+        "found": f"rounding to the parameters' dtype changes the step by {rounding:.0%}; measure in float32"
+        if rounding > ROUNDING
+        else "",
         "not finite": f"the loss is {loss}",
         "not descent": f"the update raises the loss at once: slope Δᵀg = {slope:.2g} is not positive"
         if not slope > 0
         else f"the loss rises before it falls by more than {noise:.1g} (rounding), although its slope Δᵀg = {slope:.2g} is positive",
         "no crossing": f"no bracket: the loss is not above its start for learning rates up to {search.lower:.2g}",
         "flat": f"flat: the loss changes by at most {noise:.1g} along the update (rounding), as a clipped surrogate does",
-        "unresolved": f"the bracket {search.lower:.3g} to {search.upper:.3g} was not narrowed within the evaluations allowed",
+        "unresolved": f"the bracket {search.lower:.3g} to {search.upper:.3g} needs more evaluations than were allowed",
     }[outcome]
 
 
@@ -238,10 +237,12 @@ class _Search:
             stalled = (narrow := math.log(self.upper / self.lower)) > width / 2
             width = narrow
             self._try(math.sqrt(self.lower * self.upper) if stalled else self._inside())
-        if self.depth <= self.noise and self.left:
-            self._try(self.lower / 2)  # a bracket that starts at the crossing shows no decrease
-        if self.depth <= self.noise:
-            return self._without_bracket()
+        if self.depth <= self.noise:  # a bracket that starts at the crossing shows no decrease
+            if not self.left:
+                return "unresolved"
+            self._try(self.lower / 2)
+            if self.depth <= self.noise:
+                return self._without_bracket()
         root = self._secant()
         self.root = (self.lower + self.upper) / 2 if root is None else min(max(root, self.lower), self.upper)
         return "found"

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import pandas as pd
 import pytest
 from rich.console import Console
 
@@ -15,6 +16,7 @@ from sharpscope.analysis import overview as module
 from sharpscope.analysis import show, watch
 from sharpscope.analysis.overview import Measure, Z, interval_text, overview, pair_difference, verdict_line
 from sharpscope.analysis.report import sampler_part
+from sharpscope.analysis.spikes import explain_spikes
 from sharpscope.analysis.statistics import Interval
 from sharpscope.analysis.study import Study
 from sharpscope.traces import TraceWriter, create_run_dir, create_run_info, load_run, load_runs, update_run_info
@@ -32,10 +34,12 @@ def _values(method: str, step: int) -> np.ndarray:
     return base - (0.1 * step if method == "grpo-sg" else 0.0)
 
 
-def _write(path: Path, method: str, seed: int = 0, recorded: bool = True) -> Path:
+def _write(path: Path, method: str, seed: int = 0, recorded: bool = True, verl: bool = False) -> Path:
     folder = create_run_dir(path)
     config = {"seed": seed, "steps": STEPS, "method": {"name": method}, "optimizer": {"lr": 1e-4}}
-    create_run_info(folder, INFO | {"method": method, "seed": seed, "config": config})
+    config |= {} if verl else {"recording": {}, "probes": {}}
+    trainer = {"trainer": {"name": "verl"}} if verl else {}
+    create_run_info(folder, INFO | {"method": method, "seed": seed, "config": config} | trainer)
     blank = {"parameters": "all", "rho": 0.5, "seed": 0, "functional": "nll", "probe_set": "set/train@1"}
     with TraceWriter(folder) as writer:
         for step in range(STEPS + 1):
@@ -169,8 +173,36 @@ def test_what_was_not_recorded_is_said_in_one_line(tmp_path: Path):
     screen = overview(Study({"a": load_run(_write(tmp_path / "a", "grpo-sg", recorded=False))}))
     assert screen.rotation.grid is None and screen.rotation.text == "not recorded (recording.rotation_every)"
     assert screen.sharpness.grid is None and screen.sharpness.text == "not recorded (probes.preset)"
-    assert screen.moved == () and "No token's share of the gradient was recorded" in screen.moved_text
+    assert screen.moved == ()
+    assert screen.moved_text == "No token's share of the gradient was recorded (recording.token_gradients_every)."
     assert screen.finding.startswith("Reward went from 0.15 to 0.55. Held-out accuracy")
+
+
+def test_of_a_verl_trace_what_records_it_there_is_named(tmp_path: Path):
+    run = load_run(_write(tmp_path / "a", "grpo", recorded=False, verl=True))
+    screen = overview(Study({"a": run}))
+    probe = "(sharpscope probe --tokens RUN --model CHECKPOINT)"
+    assert screen.moved_text == f"No token's share of the gradient was recorded {probe}."
+    assert screen.rotation.text == "not recorded"
+    assert screen.sharpness.text == "not recorded (SHARPSCOPE_VERL_CRITICAL_EVERY)"
+    run.steps = pd.DataFrame({"step": range(1, 21), "grad_norm": [1.0, 1.1] * 9 + [1.0, 9.0]})
+    spike = explain_spikes(run)[-1]
+    assert spike.step == 20 and spike.tokens is None
+    assert spike.missing == f"no attribution was recorded at this step {probe}"
+
+
+@pytest.mark.parametrize("share", [0.21, -0.06])
+def test_a_share_below_zero_is_not_said_to_be_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float):
+    spot = module.Spot(share, 0.05, 0, 0, "", "word", "")
+    moved = module.Moved("a", 3, "", (spot,), ())
+    monkeypatch.setattr(module, "_moved", lambda *_: (moved,))
+    finding = overview(Study({"a": load_run(_write(tmp_path / "a", "grpo", recorded=False))})).finding
+    where = "of the squared gradient norm of a at step 3"
+    said = {
+        0.21: f"holds 21% {where}.",
+        -0.06: f"points against the gradient of the others: its share {where} is -6%.",
+    }
+    assert finding.startswith(f"One token, “word” (π = 0.05), {said[share]}")
 
 
 def test_the_largest_tokens_stand_in_their_sentences(tmp_path: Path):

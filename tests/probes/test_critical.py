@@ -105,6 +105,18 @@ def test_a_guess_at_the_crossing_is_not_taken_for_a_rising_loss(noise):
         assert rising.outcome == "not descent" and rising.lower < rising.upper
 
 
+def test_a_bracket_within_the_noise_is_unresolved_when_the_evaluations_are_used_up():
+    x = torch.zeros(1, dtype=torch.float64)  # x² − x again; the bracket is narrow before a decrease was seen
+    options = {"guess": 16.0, "slope": 1.0, "noise": 0.03, "tolerance": 0.25}
+    for evaluations, outcome in ((7, "unresolved"), (8, "found")):
+        found = critical_sharpness(
+            lambda: (x.square() - x).sum(), [x], [-torch.ones_like(x)], max_evaluations=evaluations, **options
+        )
+        assert (found.outcome, found.evaluations) == (outcome, evaluations)
+        assert 1 - found.lower / found.upper <= 0.25
+    assert found.lr == pytest.approx(1, abs=0.03)
+
+
 def test_it_says_why_there_is_no_crossing():
     x = torch.tensor([2.0, -1.0], dtype=torch.float64, requires_grad=True)
     up = torch.tensor([-1.0, 0.5], dtype=torch.float64)

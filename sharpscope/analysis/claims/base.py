@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -560,6 +560,16 @@ def every(evidence: Iterable[Evidence]) -> Evidence:
         min(1.0, count * min(e.smallest_p_refuted for e in parts)),
         parts=sum(e.parts for e in parts),
     )
+
+
+def against_every(evidence: Sequence[Evidence]) -> tuple[int, Evidence]:
+    """Index of the rival that the treatment is least shown to beat, and the evidence of beating all, with that rival's p.
+
+    Least shown is the largest one-sided p: of rivals that are ahead the smallest two-sided p, else the largest one.
+    """
+    p = {k: part.p_supported for k, part in enumerate(evidence) if part.p_supported is not None}
+    least = max(p, key=lambda k: p[k] if evidence[k].as_claimed else 2 - p[k])
+    return least, replace(every(evidence), p_supported=p[least])
 
 
 def difference_estimate(

@@ -22,10 +22,10 @@ from sharpscope.analysis.claims.base import (
     Rule,
     Source,
     Verdict,
+    against_every,
     difference_estimate,
     difference_figure,
     directional,
-    every,
     picture,
     present,
     rows_of,
@@ -96,9 +96,10 @@ def test(study: Study) -> Finding:
     doses = {name: _rotation(study, name) for name in names}
     if unmatched := _unmatched(dose, doses):
         return Finding(missing=unmatched, others=others, dose=dose)
-    evidence = {name: directional(compared[name]["difference"].to_numpy(), "higher", margin) for name in names}
-    # the rival that the treatment is least shown to beat: by direction first, then by p
-    strongest = max(evidence, key=lambda name: (not evidence[name].as_claimed, evidence[name].p_supported))
+    least, evidence = against_every(
+        [directional(compared[name]["difference"].to_numpy(), "higher", margin) for name in names]
+    )
+    strongest = names[least]
     pairings = {name: study.pairing(baseline=name) for name in names}
     runs = sorted({run for pairing in pairings.values() for run in pairing.names})
     return Finding(
@@ -106,7 +107,7 @@ def test(study: Study) -> Finding:
             f"difference of held-out accuracy against {strongest}", compared[strongest], UNIT, "", "points"
         ),
         n=min(len(compared[name]) for name in names),
-        evidence=every(evidence.values()),
+        evidence=evidence,
         confounders=(
             Confounder("size of the dose", f"rotations of the update within a factor of {MATCHED:g}, where recorded"),
             Confounder("spread of the weights", "the same weights shuffled over the tokens of each completion"),

@@ -18,10 +18,10 @@ from sharpscope.analysis.claims.base import (
     Rule,
     Source,
     Verdict,
+    against_every,
     difference_estimate,
     difference_figure,
     directional,
-    every,
     picture,
     present,
     rows_of,
@@ -95,8 +95,10 @@ def test(study: Study) -> Finding:
             others=others,
         )
     margin = study.terms.margin(NAME, MARGIN)
-    evidence = {rate: directional(frame["difference"].to_numpy(), "higher", margin) for rate, frame in tested.items()}
-    strongest = max(evidence, key=lambda rate: (not evidence[rate].as_claimed, evidence[rate].p_supported))
+    least, evidence = against_every(
+        [directional(frame["difference"].to_numpy(), "higher", margin) for frame in tested.values()]
+    )
+    strongest = list(tested)[least]
     names = sorted({name for rate in tested for name in pairings[rate].names})
     return Finding(
         effect=difference_estimate(
@@ -107,7 +109,7 @@ def test(study: Study) -> Finding:
             "points",
         ),
         n=min(len(frame) for frame in tested.values()),
-        evidence=every(evidence.values()),
+        evidence=evidence,
         confounders=(
             Confounder("best of several rates", "every rate must be beaten: the largest p counts, so none is selected"),
             Confounder("a rate between those tried", "not handled: the claim is about the rates of the sweep"),

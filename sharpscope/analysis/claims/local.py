@@ -22,6 +22,7 @@ from sharpscope.analysis.claims.base import (
     Sample,
     Scale,
     Verdict,
+    against_every,
     difference_figure,
     directional,
     every,
@@ -126,13 +127,12 @@ def compared(
         drawn.append(
             pd.DataFrame({"name": f"{arm} − {rival}", "difference": values, "label": f"{NAMES[outcome]}: {unit}"})
         )
-    evidence = [directional(sample.values, direction, margin) for sample in samples]
-    weakest = max(range(len(pairs)), key=lambda k: (not evidence[k].as_claimed, evidence[k].p_supported))
+    weakest, evidence = against_every([directional(sample.values, direction, margin) for sample in samples])
     by_state = len(samples[0].clusters[0]) == 2
     return Finding(
         effect=estimates[weakest],
         n=min(len(sample.values) for sample in samples),
-        evidence=every(evidence) if len(evidence) > 1 else evidence[0],
+        evidence=evidence,
         confounders=(
             Confounder("size of the update", "all arms are scaled to the KL of the reference's step"),
             Confounder(

@@ -179,7 +179,9 @@ def _spikes(choice: Choice, number: int, there: set[tuple[int, int]], prompts: P
             "typical": _short(spike.typical),
             "z": _short(spike.z),
         }
-        if spike.tokens is not None and spike.prompts is not None and spike.probabilities is not None:
+        if spike.tokens is None or spike.prompts is None or spike.probabilities is None:
+            entry["missing"] = spike.missing
+        else:
             entry["sample"] = spike.sample
             entry["spots"] = [
                 {

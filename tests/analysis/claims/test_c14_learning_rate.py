@@ -48,6 +48,22 @@ def test_the_effect_is_the_smallest_difference():
     assert result.effect.value == pytest.approx(min(means.values()))
 
 
+def test_effect_and_p_are_those_of_the_rate_that_decides():
+    """It beats the lowest rate by chance, and loses to the two others, to the highest one clearly."""
+    rng = np.random.default_rng(0)
+    runs = [frame_run("grpo-sg", seed, heldout=0.5) for seed in range(8)]
+    for rate, lead in ((5e-5, 0.002), (1e-4, -0.002), (2e-4, -0.05)):
+        noise = rng.permutation(np.linspace(-0.02, 0.02, 8))
+        runs += [
+            frame_run("grpo", s, config={"optimizer": {"lr": rate}}, heldout=0.5 - lead + noise[s], tag=f"-{rate:g}")
+            for s in range(8)
+        ]
+    result = verdict(study(*runs), "C14")
+    assert result.verdict == "refuted" and "lr 0.0002" in result.effect.name
+    assert result.effect.value == pytest.approx(-0.05)
+    assert result.p_value == result.effect.p_value == pytest.approx(2 / 2**8)
+
+
 def test_a_treatment_without_a_recorded_rate_is_untestable():
     runs = learning_rate("effect", np.random.default_rng(0), 6, "normal")
     for run in runs.by_name.values():

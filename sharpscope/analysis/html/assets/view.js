@@ -213,7 +213,7 @@
       const what = spike.z === null ? "no spike; the largest gradient with attribution" : `${Colors.format(spike.z)} robust standard deviations above`;
       box.append(make("summary", "", `${data.runs[spike.r]}, step ${spike.s}: gradient norm ${Colors.format(spike.norm)}, typical ${Colors.format(spike.typical)} (${what})`));
       if (!spike.spots) {
-        box.append(make("p", "small", "No attribution was recorded at this step (recording.token_gradients_every, recording.spike_z)."));
+        box.append(make("p", "small", `${spike.missing[0].toUpperCase()}${spike.missing.slice(1)}.`));
       } else {
         const of = spike.sample ? ` (of ${spike.sample})` : "";
         box.append(make("h3", "", `Its tokens${of}, by share of the squared gradient norm`),
