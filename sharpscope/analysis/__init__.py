@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from sharpscope.analysis.comparison import Comparison, compare
 from sharpscope.analysis.forks import batches_needed, fork_differences
 from sharpscope.analysis.loading import load_several, nothing_found
-from sharpscope.analysis.spikes import explain_spikes, find_spikes
+from sharpscope.analysis.spikes import explain_spikes, find_spikes, recorded_by
 from sharpscope.analysis.terminal import (
     largest_recorded_step,
     render_overview,
@@ -43,6 +43,7 @@ __all__ = [
     "nothing_found",
     "piece_maker",
     "probe_pictures",
+    "recorded_by",
     "reduce_runs",
     "render_overview",
     "render_spikes",

@@ -188,8 +188,7 @@ def spikes(
     """
     from rich.console import Console
 
-    from sharpscope.analysis import explain_spikes, render_spikes, token_decoder
-    from sharpscope.analysis.spikes import recorded_by
+    from sharpscope.analysis import explain_spikes, recorded_by, render_spikes, token_decoder
     from sharpscope.traces import load_run
 
     loaded = load_run(run)
