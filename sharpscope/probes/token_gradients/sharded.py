@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from inspect import signature
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ from sharpscope.probes.token_gradients.rows import Rows, make_rows, safe_width, 
 from sharpscope.probes.token_gradients.structure import Structure, recording
 from sharpscope.probes.token_gradients.uses import Recorder
 
+T = TypeVar("T")
 CHUNK = 2048
 """Positions of a pass, whose activations are kept; a longer row runs alone."""
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
@@ -116,18 +117,17 @@ def _row(ids: Tensor) -> Rows:
     )
 
 
-def _together(make: Callable[[], Rows]) -> Rows:
-    """Call `make`; a `UserError` in one process is raised in all."""
-    rows, problem = None, None
+def _together(call: Callable[[], T]) -> T:
+    """Call `call` in every process; a `UserError` in one is raised in all, so that none waits for it in the next pass."""
+    result, problem = None, None
     try:
-        rows = make()
+        result = call()
     except UserError as error:
         problem = error
     first = distributed.first_not_none([problem])
     if first is not None:
         raise first
-    assert rows is not None
-    return rows
+    return result  # type: ignore[return-value]
 
 
 def _local_squares(model: nn.Module, rows: Rows, temperature: float) -> Ledger:
@@ -168,7 +168,7 @@ def _local_squares(model: nn.Module, rows: Rows, temperature: float) -> Ledger:
         stack.enter_context(torch.enable_grad())
         calls = stack.enter_context(recording(model, structure, recorder, attn.CUT))
         logits = model(input_ids=ids, use_cache=False, **given).logits
-    _require(causal, structure, recorder, calls.made, logits[:1, -1], seen)
+    _together(lambda: _require(causal, structure, recorder, calls.made, logits[:1, -1], seen))
     hidden, output = seen["hidden"], seen["output"]
     start = torch.zeros_like(hidden)
     start[predicts] = output.to_hidden.to(start.dtype)
@@ -186,7 +186,7 @@ def _local_squares(model: nn.Module, rows: Rows, temperature: float) -> Ledger:
 def _require(
     causal: nn.Module, structure: Structure, recorder: Recorder, calls: int, logits: Tensor, seen: dict[str, Any]
 ) -> None:
-    """Raise `UserError` for parts of the model that the tier does not support; the result is the same in every process."""
+    """Raise `UserError` for parts of the model that the tier does not support."""
     structure.unhandled, structure.attention_calls = dict(recorder.unhandled), calls
     missing = set(structure.groups) - {name for use in recorder.uses for name in use.names}
     missing -= {structure.tied, structure.head_weight, structure.head_bias, *structure.unhandled}

@@ -80,6 +80,24 @@ def test_norms_that_are_wrong_are_refused(monkeypatch: pytest.MonkeyPatch):
         sharded.ShardedNorms(model).measure(batch["input_ids"], batch["mask"], batch["attention_mask"], 1.0)
 
 
+def test_what_one_process_refuses_is_raised_in_all(monkeypatch: pytest.MonkeyPatch):
+    """Its pass may use other experts; without an exchange the others wait for it in their next pass."""
+    model, batch = shard(tiny_model()), random_batch()
+    require, exchange, checked = sharded._require, sharded.distributed.first_not_none, []
+
+    def counted(*args):
+        checked.append(require(*args))
+
+    def elsewhere(values):
+        return UserError("model.norm: of another process") if checked else exchange(values)
+
+    monkeypatch.setattr(sharded, "_require", counted)
+    monkeypatch.setattr(sharded.distributed, "first_not_none", elsewhere)
+    with pytest.raises(UserError, match="of another process"):
+        sharded.ShardedNorms(model).measure(batch["input_ids"], batch["mask"], batch["attention_mask"], 1.0)
+    assert len(checked) == 1
+
+
 def test_what_the_tier_does_not_know_is_refused():
     model, batch = tiny_model(), random_batch()
     model.model.norm.extra = torch.nn.Parameter(torch.ones(1, dtype=torch.float64))
