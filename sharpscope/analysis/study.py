@@ -317,6 +317,7 @@ def per_run(function: Callable[..., Value]) -> Callable[..., Value]:
 
     @functools.wraps(function)
     def remembering(run: Run, *arguments: Any) -> Value:
+        """The result for a run and arguments, computed once."""
         known = _MEMORY.setdefault(run, {})
         key = (function.__qualname__, *arguments)
         if key not in known:

@@ -198,6 +198,7 @@ def _trace(tokens: Path, model: str, steps: str | None, spec: ProbesSpec, thread
     set_threads(threads, model)
 
     def tell(probed: Probed) -> None:
+        """Print what was measured of a step."""
         shares = "norms and shares" if probed.attributed else "norms (no loss_coef, so no shares)"
         typer.echo(
             f"step {probed.step}: {shares} of {probed.tokens} tokens; |ln π − recorded| {probed.logp_gap:.2g} nats"

@@ -303,6 +303,7 @@ def warm_start(
         bar = progress.add_task("warm-start", total=spec.steps, note="")
 
         def show(report: Report) -> None:
+            """Move the progress bar; without a terminal, print a line at each comparison with held-out texts."""
             exact = ", ".join(f"{style} {share:.0%}" for style, share in (report.exact or {}).items())
             note = f"loss {report.loss:.3f} nats/token" + (f", exact on held-out: {exact}" if exact else "")
             progress.update(bar, completed=report.step, note=note)

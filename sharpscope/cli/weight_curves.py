@@ -86,6 +86,7 @@ def step_of(run: Run, step: int) -> StepTensors:
     shape = (len(rollouts), int(column.max()) + 1)
 
     def to_matrix(values: np.ndarray) -> torch.Tensor:
+        """Values of the tokens (M,) as (N, T), 0 elsewhere."""
         out = torch.zeros(shape, dtype=torch.float64)
         out[row, column] = torch.tensor(values.tolist(), dtype=torch.float64)
         return out

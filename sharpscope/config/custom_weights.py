@@ -59,6 +59,7 @@ def register_token_weight(
         raise UserError(f"register_token_weight {name!r}: bounds {bounds} must satisfy 0 <= L < U")
 
     def decorate(function: WeightFunction) -> WeightFunction:
+        """Register `function` and return it unchanged."""
         known = _REGISTRY.get(name)
         if known is not None and _origin(known.function) != _origin(function):
             raise UserError(

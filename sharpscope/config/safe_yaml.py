@@ -18,6 +18,7 @@ class _Loader(yaml.SafeLoader):
     """PyYAML's safe loader, which also rejects duplicate keys instead of using the last value."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        """As in PyYAML; a key given twice raises."""
         keys = set()
         for key, _ in node.value:
             if key.tag == "tag:yaml.org,2002:merge":

@@ -247,6 +247,7 @@ class _Measured:
         stats_by_scale: dict[float, TokenStats] = {}
 
         def divergence(scale: float) -> float:
+            """KL to the policy before the update with the update times `scale` [nats]; keeps the statistics there."""
             origin.snapshot.place(update.displacement, scale)
             stats_by_scale.clear()
             stats_by_scale[scale] = origin.scorer.statistics(heldout.rollouts)

@@ -188,6 +188,7 @@ def _forward(
     body = backbone(policy.model)
 
     def forward(token: Tensor, position: Tensor) -> Tensor:
+        """Hidden states (B, d) of one more token (B,) of each row, at `position` (B,)."""
         states: Tensor = body(
             input_ids=token[:, None],
             attention_mask=cache.mask(),

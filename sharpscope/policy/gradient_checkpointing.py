@@ -39,6 +39,8 @@ def recompute_layers(model: nn.Module) -> Iterator[None]:
     layers = layers_of(model)
 
     def wrapped(forward: Callable[..., Any]) -> Callable[..., Any]:
+        """A layer's forward pass that is computed again in the backward pass."""
+
         def run(*args: Any, **kwargs: Any) -> Any:
             # Without dropout there is no RNG state to preserve.
             return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)

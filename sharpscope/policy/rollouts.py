@@ -138,6 +138,7 @@ def join_rollouts(*parts: C) -> C:
     width = max(part.completion_ids.shape[1] for part in parts)
 
     def padded(part: C, name: str) -> Tensor:
+        """A field of one part, padded to the common prompt and completion width."""
         value: Tensor = getattr(part, name)
         if value.ndim != 2:
             return value

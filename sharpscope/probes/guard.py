@@ -99,6 +99,7 @@ def model_configs(model: torch.nn.Module) -> list[Any]:
     configs: dict[int, Any] = {}
 
     def visit(config: Any) -> None:
+        """Add a configuration and those inside it."""
         if config is None or not hasattr(config, "_attn_implementation_internal") or id(config) in configs:
             return
         configs[id(config)] = config

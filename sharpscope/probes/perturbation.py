@@ -346,6 +346,7 @@ def gradient_norm(
         return replace(estimate, why="" if norm == 0 else "the gradient is not finite", prompts=len(base))
 
     def quotient(t: float) -> Tensor:
+        """(L(θ + t·g/‖g‖) − L(θ))/t of each prompt, (k,)."""
         with moved(surface.parameters, at[1] * (t / norm)):
             rise = _rise(surface, at[0], base)[1]
         assert rise is not None
@@ -648,6 +649,7 @@ def loss_slices(
     points: list[tuple[str, float, float, Tensor | None]] = []
 
     def follow(name: str, unit: Tensor, scale: float) -> None:
+        """Add the losses along a direction of length 1, at the distances times `scale`."""
         for distance in (step * scale for step in distances):
             if distance == 0:
                 points.append((name, distance, loss, base))

@@ -229,6 +229,7 @@ def measured_cost(model: nn.Module, objective: Objective, spec: ProbesSpec) -> d
     """
 
     def second(call: Callable[[], object]) -> float:
+        """Time of the second of two calls [seconds]; the first one warms up."""
         call()
         began = time.perf_counter()
         call()

@@ -358,6 +358,7 @@ class _UpdateProbes:
         local: list[Tensor] = []
 
         def measure_local(check: Check) -> None:
+            """Local score norms of all tokens."""
             # Also of tokens with a zero coefficient: their norms are defined, and the passes over a row cost the same.
             local.append(self._norms(torch.arange(len(self.mask), device=self.mask.device), self.mask, "local", check))
             self.put("score_norm_local", local[0])
@@ -388,6 +389,7 @@ class _UpdateProbes:
         part = self.part
 
         def norms(some: Tensor) -> Tensor:
+            """Score norms of some rows."""
             return score_norms(
                 self.view.model,
                 part.input_ids[some],
@@ -407,6 +409,7 @@ class _UpdateProbes:
         out = torch.zeros_like(coef)
 
         def along(some: Tensor) -> Tensor:
+            """Directional derivatives of some rows, times the coefficients."""
             return attribute(
                 self.view.model,
                 part.input_ids[some],
@@ -429,6 +432,7 @@ class _UpdateProbes:
         split = coming_update(view.optimizer, view.parameters, self.update.clip_factor)
 
         def shares_of(some: Tensor) -> Tensor:
+            """Attribution of the optimizer's update to some rows."""
             # D⁻¹ stretches the direction over many orders of magnitude, where a difference of float32 values is too coarse.
             return update_attribution(
                 view.model,
@@ -489,6 +493,7 @@ class _UpdateProbes:
         sizes = [p.numel() for p in view.parameters]
 
         def squares(some: Tensor) -> Tensor:
+            """Σ (∂ log π along v)² over the eigenvectors v, of some rows."""
             total = torch.zeros(len(some), mask.shape[1], dtype=exact.dtype, device=exact.device)
             for vector in vectors:
                 direction = [v.view_as(p) for v, p in zip(vector.split(sizes), view.parameters, strict=True)]
@@ -560,6 +565,7 @@ def _map_rows(rows: Tensor, compute: Callable[[Tensor], Tensor], mask: Tensor) -
     problem: UserError | None = None
 
     def measured(some: Tensor) -> Tensor:
+        """Values of some rows; NaN if they cannot be measured, which is raised after the exchange."""
         nonlocal problem
         try:
             return compute(some)

@@ -206,6 +206,7 @@ def _ray(
     environment = worker_environment(threads)
 
     def work(command: list[str], folder: str) -> tuple[int, str]:
+        """Run a command; return its exit code and the end of its output."""
         done = subprocess.run(
             command, cwd=folder, env={**os.environ, **environment}, capture_output=True, text=True, check=False
         )
@@ -249,6 +250,7 @@ def _forward_interrupts(processes: Callable[[], list[subprocess.Popen[bytes]]]) 
     stopping = False
 
     def handler(number: int, frame: object) -> None:
+        """Interrupt all runs and start no more."""
         nonlocal stopping
         stopping = True
         for process in processes():

@@ -44,6 +44,7 @@ def register_task(name: str) -> Callable[[Factory], Factory]:
     """
 
     def add(factory: Factory) -> Factory:
+        """Register `factory` and return it unchanged."""
         if not name.isidentifier():
             raise UserError(f"register_task: '{name}' is not a valid name; use letters, digits and underscores")
         if name in _REGISTRY and _REGISTRY[name].__qualname__ != factory.__qualname__:

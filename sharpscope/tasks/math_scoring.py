@@ -130,6 +130,7 @@ class _Worker:
         self._cache: OrderedDict[tuple[str, str], bool] = OrderedDict()
 
     def compare(self, gold: str, answer: str, time_limit: float) -> bool | None:
+        """Whether the answers are equal, False if comparing ends the process; None after `time_limit` [seconds]."""
         with self._lock:
             if (gold, answer) in self._cache:
                 return self._cache[gold, answer]
@@ -167,6 +168,7 @@ class _Worker:
         lines: queue.SimpleQueue[str] = queue.SimpleQueue()
 
         def read() -> None:
+            """Pass the process's lines on; an empty one when it ends."""
             assert process.stdout is not None
             for line in process.stdout:
                 lines.put(line)

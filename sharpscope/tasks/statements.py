@@ -87,6 +87,7 @@ def solve(puzzle: Puzzle) -> list[tuple[bool, ...]]:
     knight = [sum(1 << a for a in range(1 << people) if a >> i & 1) for i in range(people)]
 
     def value(statement: Statement) -> int:
+        """Truth of a statement in all worlds at once, a bit for each."""
         operator = statement[0]
         if operator == "telling-truth":
             return knight[statement[1]]

@@ -37,6 +37,7 @@ def stop_after_step(run: Stoppable) -> Iterator[None]:
     """The first SIGINT or SIGTERM asks the run to stop after this step; the second interrupts it at once."""
 
     def handler(number: int, frame: Any) -> None:
+        """Ask the run to stop; raise at the second signal."""
         if run.stop_requested:
             raise KeyboardInterrupt
         run.stop_requested = True

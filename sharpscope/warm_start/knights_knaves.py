@@ -161,6 +161,7 @@ def longer_wording(quiz: str, rng: random.Random) -> str:
     quiz = re.sub(r"(\"|that )if ", r"\1If ", quiz)
 
     def negate(match: re.Match[str]) -> str:
+        """The other role negated, half of the time."""
         if rng.random() < 0.5:
             return match[0]
         return f"{match[1]}{match[2]} is not a {'knave' if match[3] == 'knight' else 'knight'}"

@@ -53,6 +53,7 @@ def _reduce(expression: str, steps: list[str]) -> int:
     values: list[int] = []
 
     def apply() -> None:
+        """Apply the last operator to the last two values and write the step down."""
         sign, right, left = operators.pop(), values.pop(), values.pop()
         value = {"+": left + right, "-": left - right, "*": left * right}[sign]
         steps.append(f"{left} {sign} {right} = {value}")

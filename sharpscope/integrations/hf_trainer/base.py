@@ -79,7 +79,7 @@ class TrainerRecorder(ABC):
         """Whether the updates made so far have used whole batches, so that the step is complete."""
 
     def check_observed(self, columns: Mapping[str, Tensor], tokens: StepTokens) -> None:  # noqa: B027 - most have nothing
-        """Check what the observers measured of a step's tokens, (N, T) each."""
+        """Hook for recorders that check what was measured of a step's tokens, (N, T) each; does nothing by default."""
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -222,7 +222,7 @@ class TrainerRecorder(ABC):
             self.trace.warn_not_finite(norm if math.isfinite(loss) else loss)
 
     def observe_update(self) -> None:  # noqa: B027 - most have nothing
-        """Called before the optimizer's step, with the gradient clipped: measure what needs the loss of the update."""
+        """Hook before the optimizer's step, with the gradient clipped, for what needs the update's loss; does nothing by default."""
 
     def before_update(self) -> None:
         """Called before the optimizer's step."""
@@ -281,21 +281,26 @@ class _Callback(TrainerCallback):
         self.recorder = recorder
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
+        """Begin the trace."""
         if self.recorder.recording:
             self.recorder.begin()
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+        """Before an update, with the gradient clipped."""
         if self.recorder.recording:
             self.recorder.before_update()
 
     def on_optimizer_step(self, *_: Any, **__: Any) -> None:
+        """After an update."""
         if self.recorder.recording:
             self.recorder.after_update()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
+        """After a step of the trainer."""
         if self.recorder.recording:
             self.recorder.step_done()
 
     def on_evaluate(self, *_: Any, **__: Any) -> None:
+        """After an evaluation, which is written."""
         if self.recorder.recording:
             self.recorder.trace.write_evaluation()

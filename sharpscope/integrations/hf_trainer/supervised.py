@@ -340,6 +340,7 @@ class SupervisedRecorder(TrainerRecorder):
         seen: list[str] = []
 
         def look(module: Any, args: Any, given: dict[str, Any], output: Any) -> None:
+            """Hook the first log-probabilities or loss of the model that requires a gradient."""
             if seen or not torch.is_grad_enabled():
                 return
             logp, loss = getattr(output, "log_probs", None), getattr(output, "loss", None)
@@ -420,6 +421,7 @@ def _softmax_seen(pairs: bool, seen: list[str], tokens: _Tokens) -> Iterator[Non
         return
 
     def watched(*args: Any, **kwargs: Any) -> Tensor:
+        """The original's log-probabilities; the first that require a gradient are hooked."""
         logp: Tensor = original(*args, **kwargs)
         if seen or not logp.requires_grad:
             return logp

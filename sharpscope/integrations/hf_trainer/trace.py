@@ -106,6 +106,7 @@ class Trace:
         }
 
         def create() -> None:
+            """Make the run's folder with its tokenizer and run.json."""
             create_run_dir(self.run_dir)
             policy.tokenizer.save_pretrained(self.run_dir / "tokenizer")
             create_run_info(self.run_dir, info)

@@ -140,6 +140,7 @@ class AsyncRecorder(TrainerRecorder):
         pack = collator.torch_call
 
         def torch_call(examples: list[Any]) -> dict[str, Any]:
+            """The collator's batch, with a number by which its samples are found again."""
             batch: dict[str, Any] = pack(examples)
             if self.recording:
                 ((row,),) = examples  # one process, so one row
@@ -161,6 +162,7 @@ class AsyncRecorder(TrainerRecorder):
         seen: list[bool] = []
 
         def look(module: Any, given: Any, output: Any) -> None:
+            """Record the first forward pass of the loss."""
             if not seen:
                 seen.append(True)
                 self._use(batch, inputs, output.log_probs)
@@ -204,6 +206,7 @@ class AsyncRecorder(TrainerRecorder):
         coef = torch.where(mask & (clipped == 0), -advantage * change.exp(), 0.0) / count
 
         def check(gradient: Tensor) -> None:
+            """Keep the coefficients (n,) if the gradient of the log-probabilities is theirs."""
             found = gradient.flatten()
             expected = torch.zeros_like(found).index_add(0, index, coef[mask].to(found))
             limit = 1e-3 * float(expected.abs().max())

@@ -74,12 +74,14 @@ def install(folder: str) -> None:
 
     @functools.wraps(build)  # keeps what verl's dispatcher reads from the function
     def init_model(self: Any) -> Any:
+        """As verl's; an actor that cannot be recorded is refused before it is built."""
         if "actor" in self.role:
             check_actor(self.config)
         return build(self)
 
     @functools.wraps(step)
     def train_mini_batch(self: Any, data: Any) -> Any:
+        """As verl's; an actor's step is recorded."""
         if any(name not in data for name in NEEDED):  # another worker: a critic, or supervised fine-tuning
             return step(self, data)
         if not hasattr(self, "_sharpscope_recorder"):
@@ -88,6 +90,7 @@ def install(folder: str) -> None:
 
     @functools.wraps(update)
     def train_batch(self: Any, data: Any) -> Any:
+        """As verl's; an update of a recorded step is recorded."""
         recorder = getattr(self, "_sharpscope_recorder", None)
         if recorder is None or recorder.rows is None or ROW not in data:
             return update(self, data)
@@ -276,6 +279,7 @@ class Recorder:
         inner = worker.loss_fn
 
         def watched(**given: Any) -> Any:  # in distillation verl also calls it with the logits
+            """The loss of verl; hooks the log-probabilities that it differentiates."""
             if torch.is_grad_enabled() and given.get("model_output", {}).get("log_probs") is not None:
                 started = time.perf_counter()
                 self._watch(rows, given["model_output"], given["data"])
@@ -288,6 +292,7 @@ class Recorder:
         sizes: list[float] = []
 
         def measured() -> float:
+            """The optimizer step of verl, with critical sharpness before it and the update's size after it."""
             started = time.perf_counter()
             hook = None
             if not rows.updates and self._due("critical_sharpness"):
@@ -338,6 +343,7 @@ class Recorder:
         processes = engine.get_data_parallel_size()
 
         def loss() -> float:
+            """The loss of the update's batch at the present weights, over all processes."""
             own: list[float] = []
 
             def kept(**given: Any) -> Any:
@@ -478,6 +484,7 @@ class Recorder:
         self.writer = TraceWriter(made)
 
         def end() -> None:
+            """Mark the run as finished and free its folder."""
             assert self.writer is not None
             self.writer.flush()
             update_run_info(made, status="finished", finished=now(), end="the process ended")

@@ -222,6 +222,7 @@ def _forms(surface: Surface, base: Tensor) -> Callable[[Tensor, float], Tensor]:
     rise = max(float(base.abs().mean()), 1.0) * math.sqrt(torch.finfo(common_dtype(surface.parameters)).eps)
 
     def forms(along: Tensor, size: float) -> Tensor:
+        """vᵀH_i v (k,) for v = `along` (P,), where `size` is the order of magnitude of |vᵀHv|."""
         if size == 0:  # as where every advantage is 0
             return torch.zeros_like(base)
         step = math.sqrt(2 * rise / size)

@@ -189,6 +189,7 @@ class LmSurface:
         """Σ u_i (P,) over all rows and ‖u_i‖ (N,), see `start`; one row at a time to save memory."""
 
         def coefficient(index: Tensor, logp: Tensor) -> list[Tensor]:
+            """√(|∂L/∂ log π|·π/(1 − π)) of each token, times a standard normal number."""
             given = logp.detach().requires_grad_()
             share = self.objective.share(index, given, width=given.shape[1])
             pull = torch.autograd.grad(share, given)[0].abs()
@@ -286,6 +287,7 @@ class LmSurface:
         held: dict[int, int] = {p.untyped_storage().data_ptr(): 0 for p in self.model.parameters()}
 
         def pack(tensor: Tensor) -> Tensor:
+            """Count the storage of a tensor that autograd keeps, once."""
             storage = tensor.untyped_storage()
             held.setdefault(storage.data_ptr(), storage.nbytes())
             return tensor.detach()

@@ -123,6 +123,7 @@ class _Sink:
         self._out = out
 
     def add(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+        """Add gradients to those of the parameters; None adds nothing."""
         for parameter, gradient in zip(parameters, gradients, strict=True):
             if gradient is not None:
                 self._out[id(parameter)].add_(gradient)
@@ -154,6 +155,7 @@ def _lookup(embedding: nn.Embedding, direction: Tensor, looked_up: list[tuple[Te
     padding = embedding.padding_idx
 
     def forward(ids: Tensor) -> Tensor:
+        """Dual rows of the embedding, whose value is a leaf with a gradient."""
         rows = F.embedding(ids, embedding.weight.detach()).requires_grad_()
         looked_up.append((ids, rows))
         dots = F.embedding(ids, direction)

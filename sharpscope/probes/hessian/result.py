@@ -138,6 +138,7 @@ class Curvature:
         """Rows of the `probes` table: `gradient_norm`, `largest`, `eigenvalue_i`, `smallest`, `trace`, `density`."""
 
         def row(part: str, quantity: str, value: float, **rest: Any) -> Estimate:
+            """A row of the probes table with the time of its part."""
             return Estimate(
                 probe, prefix + quantity, value, seed=self.seed, seconds=self.seconds_by_part.get(part, 0.0), **rest
             )

@@ -90,6 +90,7 @@ def score_norms(
         structure = structure_of(model)
 
         def measure(some: Rows, directions: int, seed: int) -> ScoreNorms:
+            """The norms by the tier chosen; `directions` and `seed` are for the sketch."""
             if tier == "head":
                 return head_norms(model, structure, some, temperature)
             if tier == "local":

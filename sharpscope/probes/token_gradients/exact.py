@@ -197,6 +197,7 @@ def _batch(
     step = max(1, budget // max(widest, 4 * sum(p.numel() for p in whole)))
 
     def pull() -> list[Found]:
+        """Squared norms of the batch's tokens by parameter, by one backward pass for every `step` tokens."""
         results: list[Found] = []
         for first in range(0, len(batch), step):
             part, live = index[first : first + step], used[first : first + step]  # (m, B)
@@ -282,6 +283,7 @@ def _pull(
     taps.squares = [None] * len(taps.uses)
 
     def pull(*cotangents: Tensor) -> tuple[Tensor, ...]:
+        """Gradients of the parameters that are formed whole; hooks at the probes take the others' squares."""
         pulled = torch.autograd.grad(roots, [*taps.probes, *whole], cotangents, retain_graph=True, allow_unused=True)
         gradients = pulled[len(taps.probes) :]
         return tuple(torch.zeros_like(x) if g is None else g for x, g in zip(whole, gradients, strict=True))
@@ -300,6 +302,7 @@ class _Taps:
         self.size = size  # (B, L)
 
     def wrap(self, use: Use) -> Tensor:
+        """A use's output, whose cotangent gives the squared norms of its parameters."""
         probe = use.out.new_zeros((), requires_grad=True)
         index = len(self.uses)
         self.uses.append(use)

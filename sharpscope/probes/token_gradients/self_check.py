@@ -63,6 +63,7 @@ def check_norms(
     """
 
     def run(sample: _Sample) -> float:
+        """Largest relative error of the norms of two tokens."""
         measured = measure(sample.rows)[sample.mask].double()  # raises first if the tier cannot handle the model
         if tier != "head":
             sample.compare_states(tier)
@@ -93,6 +94,7 @@ def check_derivative(
     """
 
     def run(sample: _Sample) -> float:
+        """Largest relative error of the derivatives of two tokens along the first one's gradient."""
         along = sample.gradient(0)
         derivatives = measure(sample.rows, along)[sample.mask].tolist()
         if way == "forward":
@@ -120,6 +122,7 @@ def check_gradient(
     """
 
     def run(sample: _Sample) -> float:
+        """Relative error of the gradient of a sum of two tokens' log-probabilities."""
         coef = sample.mask * torch.tensor([[1.0], [0.5]], device=sample.mask.device)
         shares = measure(sample.rows, coef)
         expected = [a.add_(b, alpha=0.5) for a, b in zip(sample.gradient(0), sample.gradient(1), strict=True)]

@@ -151,6 +151,7 @@ def _local_squares(model: nn.Module, rows: Rows, temperature: float) -> Ledger:
         seen["hidden"] = output.last_hidden_state
 
     def take(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        """Compute the output layer's part while its weights are whole."""
         recorder.stop()  # the output layer's part is known in closed form
         with torch.no_grad():
             head, states = output_head(model), seen["hidden"].detach()[predicts]  # its weights are whole here

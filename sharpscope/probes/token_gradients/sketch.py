@@ -237,6 +237,7 @@ def _pushed_one(
 
     @contextmanager
     def watch(duals: dict[str, Tensor]) -> Iterator[None]:
+        """Context that follows the local derivative of the dual parameters."""
         watchers.append(_LocalDerivative(duals, local, (ids.shape[0], ids.shape[1])))
         with recorded_experts(model, watchers[0]), watchers[0]:
             yield

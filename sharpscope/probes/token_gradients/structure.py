@@ -519,6 +519,7 @@ def split_forward(
     entered: list[Boundary] = []
 
     def keep(_: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """Begin the graph at the layer's input, a new leaf."""
         x = args[0] if args else kwargs["hidden_states"]
         torch.set_grad_enabled(True)  # until the caller's no_grad ends
         x = x.detach().requires_grad_()

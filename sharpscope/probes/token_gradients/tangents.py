@@ -257,6 +257,7 @@ class Pushing(TorchFunctionMode):
         count = self._count
 
         def make() -> Tangents:
+            """Concatenate the parts' tangents for each direction, 0 where a part has none."""
             found = [carried(part) or [None] * count for part in parts]
             tangents: Tangents = []
             for each in zip(*found, strict=True):
