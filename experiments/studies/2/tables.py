@@ -29,6 +29,7 @@ from sharpscope.analysis import load_several
 from sharpscope.analysis.claims import test_claims
 from sharpscope.analysis.claims.base import Sample, Verdict
 from sharpscope.analysis.claims.measures import accuracy, evaluations, gap, sharpness_curve
+from sharpscope.analysis.figures.style import BLUE, COLORS, GRAY, VERMILLION, styled
 from sharpscope.analysis.statistics import contrast_interval, sign_flip_p
 from sharpscope.cli.studying import terms_of
 from sharpscope.sweeps import read_sweep
@@ -366,12 +367,10 @@ def draw(runs: Mapping[str, Run], found: pd.DataFrame, out: Path) -> None:
     """The two figures: curves of every arm, and differences of held-out accuracy and sharpness."""
     import matplotlib.pyplot as plt
 
-    from sharpscope.analysis.figures.style import styled
-
     with styled():
         figure, axes = plt.subplots(1, 3, figsize=(7.5, 2.4), layout="constrained")
         places = dict(zip(dict.fromkeys(label for label, _, _ in curves(runs)), axes, strict=True))
-        colors = dict(zip(ARMS, plt.rcParams["axes.prop_cycle"].by_key()["color"], strict=False))
+        colors = dict(zip(ARMS, COLORS, strict=False))
         for label, name, table in curves(runs):
             axis = places[label]
             axis.plot(table.index, table.mean(axis=1), color=colors[name], label=name, linewidth=1)
@@ -395,6 +394,7 @@ def draw(runs: Mapping[str, Run], found: pd.DataFrame, out: Path) -> None:
                 names,
                 xerr=[rows["mean"] - rows["low"], rows["high"] - rows["mean"]],
                 fmt="o",
+                color=BLUE,
                 markersize=3,
             )
             axis.set(xlabel=unit)
@@ -406,11 +406,9 @@ def draw_supplement(more: pd.DataFrame, out: Path) -> None:
     """Curves of the supplement, a thin line for each seed, and curvature of final checkpoints, a dot for each seed."""
     import matplotlib.pyplot as plt
 
-    from sharpscope.analysis.figures.style import styled
-
     with styled():
         figure, axes = plt.subplots(3, 3, figsize=(7.5, 6.2), layout="constrained")
-        colors = dict(zip(ARMS, plt.rcParams["axes.prop_cycle"].by_key()["color"], strict=False))
+        colors = dict(zip(ARMS, COLORS, strict=False))
         curves = ["held-out accuracy [%]", "training accuracy [%]", FIXED_ENTROPY, *CURVES]
         for axis, quantity in zip(axes.ravel(), [*curves, *tuple(CURVATURE)[:3]], strict=True):
             for position, name in enumerate(SUPPLEMENT_ARMS):
@@ -444,8 +442,6 @@ def draw_claims(verdicts: Iterable[Verdict], runs: Mapping[str, Run], out: Path)
     """A panel for each claim and version that is not untestable: the values that its test used."""
     import matplotlib.pyplot as plt
 
-    from sharpscope.analysis.figures.style import styled
-
     shown = claim_panels(verdicts)
     with styled():
         figure, axes = plt.subplots(-(-len(shown) // 3), 3, figsize=(7.5, 8.5), layout="constrained")
@@ -474,7 +470,7 @@ def _draw_bounds(axis: Axes, runs: Mapping[str, Run]) -> None:
     kept = rest > 1e-4  # below, rounding of ln π dominates the ratio
     axis.hist(norm[kept] / rest[kept], bins=60, color="0.5")
     for bound in (1, math.sqrt(2)):
-        axis.axvline(bound, color="C1", linewidth=0.8, linestyle="--")
+        axis.axvline(bound, color=VERMILLION, linewidth=0.8, linestyle="--")
     axis.set_yscale("log")
     axis.set_xlabel("‖p − e‖ / (1 − π), bounds dashed", fontsize=6)
     axis.set_ylabel("tokens", fontsize=6)
@@ -483,9 +479,9 @@ def _draw_bounds(axis: Axes, runs: Mapping[str, Run]) -> None:
 def _draw_norms(axis: Axes, verdict: Verdict) -> None:
     sample = verdict.frames["sample"]
     rest, norm = sample["one_minus_pi"].to_numpy(dtype=float), sample["score_norm"].to_numpy(dtype=float)
-    axis.plot(rest, norm, ".", markersize=1.5, alpha=0.4, rasterized=True)
+    axis.plot(rest, norm, ".", color=BLUE, markersize=1.5, alpha=0.4, rasterized=True)
     ends = np.array([rest[rest > 0].min(), 1.0])
-    axis.plot(ends, np.median(norm[rest > 0.5]) * ends, color="C1", linewidth=0.8, linestyle="--")
+    axis.plot(ends, np.median(norm[rest > 0.5]) * ends, color=VERMILLION, linewidth=0.8, linestyle="--")
     axis.set(xscale="log", yscale="log")
     axis.set_xlabel("1 − π", fontsize=6)
     axis.set_ylabel("exact ‖∇ ln π‖,\n∝ (1 − π) dashed", fontsize=6)
@@ -493,9 +489,13 @@ def _draw_norms(axis: Axes, verdict: Verdict) -> None:
 
 def _draw_lorenz(axis: Axes, verdict: Verdict) -> None:
     frame = verdict.frames["lorenz"]
-    for column, label, style in (("lorenz", "measured", "-"), ("lorenz_null", "if norm = 1 − π", ":")):
-        axis.plot(1 - frame["tokens"].to_numpy()[::-1], 1 - frame[column].to_numpy()[::-1], style, label=label)
-    axis.axhline(0.5, color="C1", linewidth=0.8, linestyle="--")
+    for column, label, style, color in (
+        ("lorenz", "measured", "-", BLUE),
+        ("lorenz_null", "if norm = 1 − π", ":", GRAY),
+    ):
+        x, y = (1 - frame[name].to_numpy()[::-1] for name in ("tokens", column))
+        axis.plot(x, y, style, color=color, label=label)
+    axis.axhline(0.5, color=VERMILLION, linewidth=0.8, linestyle="--")
     axis.set(xscale="log", xlim=(0.01, 1), ylim=(0, 1.02))
     axis.set_xlabel("share of tokens, largest first", fontsize=6)
     axis.set_ylabel("share of Σ|c|·‖∇ ln π‖,\nhalf dashed", fontsize=6)
@@ -514,14 +514,17 @@ def _draw_samples(axis: Axes, verdict: Verdict) -> None:
     for position, sample in enumerate(verdict.samples):
         interval = contrast_interval(sample.values)
         axis.plot(
-            shown(sample.values), [position + 0.15] * len(sample.values), "o", color="C0", markersize=2.5, alpha=0.35
+            shown(sample.values), [position + 0.15] * len(sample.values), "o", color=BLUE, markersize=2.5, alpha=0.35
         )
-        axis.plot(shown(sample.values.mean()), position - 0.15, "o", color="C0", markersize=4)
+        axis.plot(shown(sample.values.mean()), position - 0.15, "o", color=BLUE, markersize=4)
         if interval is not None:
-            axis.plot(shown([interval.low, interval.high]), [position - 0.15] * 2, color="C0", linewidth=1.2)
+            axis.plot(shown([interval.low, interval.high]), [position - 0.15] * 2, color=BLUE, linewidth=1.2)
     sample = verdict.samples[0]
     axis.axvline(
-        shown(sample.margin * (1 if sample.direction == "higher" else -1)), color="C1", linewidth=0.8, linestyle="--"
+        shown(sample.margin * (1 if sample.direction == "higher" else -1)),
+        color=VERMILLION,
+        linewidth=0.8,
+        linestyle="--",
     )
     axis.set_yticks(range(len(verdict.samples)), [_short(one) for one in verdict.samples], fontsize=6)
     axis.set_ylim(len(verdict.samples) - 0.4, -0.6)
