@@ -78,12 +78,7 @@ def probe(
     from sharpscope.errors import UserError, nearest
 
     objectives = get_args(ObjectiveName)
-    parts = [part.strip() for part in (_parts(run) if probes is None else probes).split(",") if part.strip()]
-    for part in parts:
-        if part not in PARTS:
-            raise UserError(f"--probes {part}: unknown{nearest(part, PARTS)}")
-    if not parts:
-        raise UserError(f"--probes: names nothing; choose from {', '.join(PARTS)}")
+    parts = _parts(run, probes)
     for name in functional or []:
         if name not in objectives:
             raise UserError(f"--functional {name}: unknown{nearest(name, objectives)}")
@@ -101,11 +96,6 @@ def probe(
         raise UserError("--data: goes with --model; a run is probed on its own probe set")
     if run is None and all_checkpoints:
         raise UserError("--all-checkpoints: goes with a run's folder, not with --model")
-    if run is not None and "tokens" in parts:
-        raise UserError(
-            f"--probes {probes}: a run's token gradients are in its tokens table, see `sharpscope tokens {run} --step S`; "
-            "leave tokens out"
-        )
     values = parse_overrides(set_ or []) | ({"functionals": functional} if functional else {})
     spec = _spec(values)
     if not spec.functionals:
@@ -128,9 +118,24 @@ def probe(
     typer.echo(f"written: {out}/ ({', '.join(tables)}, pictures)")
 
 
-def _parts(run: Path | None) -> str:
-    """Default of --probes; a run records its tokens itself."""
-    return ",".join(part for part in PARTS if run is None or part != "tokens")
+def _parts(run: Path | None, probes: str | None) -> list[str]:
+    """The parts that --probes names; by default all, without the tokens of a run, which records them itself."""
+    from sharpscope.errors import UserError, nearest
+
+    if probes is None:
+        return [part for part in PARTS if run is None or part != "tokens"]
+    parts = [part.strip() for part in probes.split(",") if part.strip()]
+    for part in parts:
+        if part not in PARTS:
+            raise UserError(f"--probes {part}: unknown{nearest(part, PARTS)}")
+    if not parts:
+        raise UserError(f"--probes: names nothing; choose from {', '.join(PARTS)}")
+    if run is not None and "tokens" in parts:
+        raise UserError(
+            f"--probes {probes}: a run's token gradients are in its tokens table, see `sharpscope tokens {run} --step S`; "
+            "leave tokens out"
+        )
+    return parts
 
 
 def _spec(values: dict[str, Any]) -> ProbesSpec:

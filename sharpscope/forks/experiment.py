@@ -93,15 +93,7 @@ def fork(
     tell = on_progress or (lambda text: None)
     if distributed.start().processes > 1:
         raise UserError("fork: runs in one process; start it without accelerate launch or torchrun")
-    given: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()
-    }
-    if methods is not None:
-        given["methods"] = tuple(methods)
-    unknown = next((name for name in given if name not in ForkSpec.model_fields), None)
-    if unknown is not None:
-        raise UserError(f"fork, {unknown}: no such setting{nearest(unknown, ForkSpec.model_fields)}")
-    spec: ForkSpec = validate(ForkSpec, given)
+    spec = _spec(settings if methods is None else {**settings, "methods": tuple(methods)})
     config = _config(run, model, task, overrides)
     if not isinstance(config.rollout.backend, LocalBackend):
         raise UserError(
@@ -144,6 +136,17 @@ def fork(
                     )
                 start.snapshot.restore()
     return load_run(folder)
+
+
+def _spec(settings: Mapping[str, Any]) -> ForkSpec:
+    """The settings of a fork, checked; lists may stand for tuples."""
+    unknown = next((name for name in settings if name not in ForkSpec.model_fields), None)
+    if unknown is not None:
+        raise UserError(f"fork, {unknown}: no such setting{nearest(unknown, ForkSpec.model_fields)}")
+    spec: ForkSpec = validate(
+        ForkSpec, {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
+    )
+    return spec
 
 
 # -- one batch -------------------------------------------------------------------------------------------------------

@@ -249,17 +249,7 @@ class _Run:
         set_learning_rate(self.optimizer, lr)
         self.display.status(f"step {step}: drawing completions")
         clock = Clock()
-        batch = draw_rollouts(
-            self.policy,
-            self.task,
-            self.order,
-            self.method,
-            config.rollout,
-            config.seed,
-            step,
-            self.learner.scorer.statistics,
-            reference_logp=None if self.reference is None else self.learner.reference_logp,
-        )
+        batch = self._draw(step)
         clock.lap("generation_s")
         method = self._calibrated(step, batch, progress)
         self.display.status(f"step {step}: learning")
@@ -305,18 +295,35 @@ class _Run:
             self.writer.flush()
             run_folder.note(config.run_dir, steps_done=step)
         self.display.step(row)
-        if self.broken:
-            return stop
-        every = config.evaluation.every
+        if not self.broken:
+            self._after_step(step)
+        return stop
+
+    # -- parts of a step ---------------------------------------------------------------------------------------------
+
+    def _draw(self, step: int) -> RolloutBatch:
+        """The step's rollouts with their rewards and advantages."""
+        return draw_rollouts(
+            self.policy,
+            self.task,
+            self.order,
+            self.method,
+            self.config.rollout,
+            self.config.seed,
+            step,
+            self.learner.scorer.statistics,
+            reference_logp=None if self.reference is None else self.learner.reference_logp,
+        )
+
+    def _after_step(self, step: int) -> None:
+        """Evaluate, probe and save the policy at the steps that each is scheduled for."""
+        config, every = self.config, self.config.evaluation.every
         if every and (step % every == 0 or step == config.steps):
             self._evaluate(step)
         self._probe(step)
         if config.checkpoint.every and step % config.checkpoint.every == 0 and step < config.steps:
             self.writer.flush()
             self._save(step)
-        return stop
-
-    # -- parts of a step ---------------------------------------------------------------------------------------------
 
     def _before_optimizer(self, observer: StepObserver, update: AppliedUpdate) -> None:
         """Measure the critical sharpness of a step's first update."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -19,7 +20,7 @@ from sharpscope.probes.hessian.check import check_products
 from sharpscope.probes.hessian.krylov import NotFiniteError, eigenpairs
 from sharpscope.probes.hessian.operators import Operator, Scaled
 from sharpscope.probes.hessian.result import Curvature, CurvatureSettings, Parts
-from sharpscope.probes.hessian.spectrum import hutchpp, spectral_density
+from sharpscope.probes.hessian.spectrum import Trace, hutchpp, spectral_density
 from sharpscope.probes.surface import ClosureSurface, LossFn, Surface, common_dtype, moved, untouched
 
 MISMATCH = 0.05
@@ -145,9 +146,9 @@ def curvature_of(
             raise UserError("backend, 'pyhessian': knows the plain Hessian only; use backend='lanczos'")
         return curvature_by_pyhessian(surface, settings, seed, check=check)
     began = time.perf_counter()
-    clock = {}
-    loss, gradient = surface.gradient() if at is None else at
-    clock["gradient"] = time.perf_counter() - began
+    clock: dict[str, float] = {}
+    with _timed(clock, "gradient"):
+        loss, gradient = surface.gradient() if at is None else at
     parts = Parts()
     if not (math.isfinite(loss) and bool(gradient.isfinite().all())):
         parts.why.append(
@@ -165,51 +166,42 @@ def curvature_of(
     before = hessian.products
     forms = None if base is None else _forms(surface, base)
     try:
-        mark = time.perf_counter()
-        if settings.density_samples:
-            start = None  # with a random start, the run for the eigenpairs is also the first sample of the density
-        elif start is None:
-            start = surface.start(sub_generator(seed, "start"))
-        if start is not None and isinstance(hessian, Scaled):
-            start = hessian.unscaled(start)
-        lowest = _eigenvalues(parts, hessian, settings, seed, start)
-        if forms is not None:
-            pairs = [*zip(parts.values, parts.vectors, strict=True)]
-            pairs += [(parts.smallest, lowest)] if settings.smallest else []
-            for value, vector in pairs:
-                along = vector if scale is None else vector * scale
-                known = math.isfinite(value) and value != 0
-                each = forms(along, abs(float(value))) if known else None
-                parts.by_prompt.append(_centered(each, float(value)))
-        clock["eigenvalues"] = time.perf_counter() - mark
-        mark = time.perf_counter()
-        if settings.trace_probes:
-            # The subspace of the eigenpairs is reused; only the probes need products.
-            parts.trace = hutchpp(
-                hessian,
-                probes=settings.trace_probes,
-                generator=sub_generator(seed, "trace"),
-                subspace=parts.krylov,
-                sketch=settings.trace_probes,
-                forms=forms if scale is None else None,
-            )
-            each = _centered(parts.trace.by_prompt, parts.trace.value)
-            parts.trace = replace(parts.trace, by_prompt=each)
-        clock["trace"] = time.perf_counter() - mark
-        mark = time.perf_counter()
-        if settings.density_samples:
-            parts.density = spectral_density(
-                hessian,
-                samples=settings.density_samples,
-                steps=settings.density_steps,
-                generator=sub_generator(seed, "density"),
-                first=parts.krylov,
-            )
+        with _timed(clock, "eigenvalues"):
+            if settings.density_samples:
+                start = None  # with a random start, the run for the eigenpairs is also the first sample of the density
+            elif start is None:
+                start = surface.start(sub_generator(seed, "start"))
+            if start is not None and isinstance(hessian, Scaled):
+                start = hessian.unscaled(start)
+            lowest = _eigenvalues(parts, hessian, settings, seed, start)
+            if forms is not None:
+                pairs = [*zip(parts.values, parts.vectors, strict=True)]
+                pairs += [(parts.smallest, lowest)] if settings.smallest else []
+                parts.by_prompt += [_eigenvalue_by_prompt(forms, float(value), v, scale) for value, v in pairs]
+        with _timed(clock, "trace"):
+            if settings.trace_probes:
+                parts.trace = _trace(parts, hessian, settings, seed, forms if scale is None else None)
+        with _timed(clock, "density"):
+            if settings.density_samples:
+                parts.density = spectral_density(
+                    hessian,
+                    samples=settings.density_samples,
+                    steps=settings.density_steps,
+                    generator=sub_generator(seed, "density"),
+                    first=parts.krylov,
+                )
         parts.krylov = None  # frees the basis
-        clock["density"] = time.perf_counter() - mark
     except NotFiniteError as problem:
         parts.why.append(str(problem))
     return parts.result(loss, float(gradient.norm()), settings, seed, began, clock, spent + hessian.products - before)
+
+
+@contextmanager
+def _timed(clock: dict[str, float], part: str) -> Iterator[None]:
+    """Context that writes the time of a part [seconds], unless it raises."""
+    began = time.perf_counter()
+    yield
+    clock[part] = time.perf_counter() - began
 
 
 def _forms(surface: Surface, base: Tensor) -> Callable[[Tensor, float], Tensor]:
@@ -245,6 +237,34 @@ def _centered(each: Tensor | None, value: float) -> Tensor | None:
     if abs(float(each.mean()) - value) > MISMATCH * max(abs(value), 4 * error):
         return None
     return each - each.mean() + value
+
+
+def _eigenvalue_by_prompt(
+    forms: Callable[[Tensor, float], Tensor], value: float, vector: Tensor, scale: Tensor | None
+) -> Tensor | None:
+    """Values by prompt (k,) whose mean is the eigenvalue; None where they are not known. `scale`: D^(−1/2), if preconditioned."""
+    if value == 0 or not math.isfinite(value):
+        return None
+    return _centered(forms(vector if scale is None else vector * scale, abs(value)), value)
+
+
+def _trace(
+    parts: Parts,
+    hessian: Operator,
+    settings: CurvatureSettings,
+    seed: int,
+    forms: Callable[[Tensor, float], Tensor] | None,
+) -> Trace:
+    """The trace, with values by prompt if `forms` are given. The subspace of the eigenpairs is reused: only probes need products."""
+    trace = hutchpp(
+        hessian,
+        probes=settings.trace_probes,
+        generator=sub_generator(seed, "trace"),
+        subspace=parts.krylov,
+        sketch=settings.trace_probes,
+        forms=forms,
+    )
+    return replace(trace, by_prompt=_centered(trace.by_prompt, trace.value))
 
 
 def _eigenvalues(
