@@ -239,19 +239,20 @@ def _stack(parts: Sequence[Tensor], width: int) -> Tensor:
 
 
 class GrowingLayer(_Layer):
-    """Keys and values of n rows, written in place; the capacity doubles when it is exceeded.
+    """Keys and values of m texts, written in place; the capacity doubles when it is exceeded.
 
     Args:
-        keys: (n, H, L, d_head), initial keys; L can be 0.
-        values: (n, H, L, d_head), initial values.
+        keys: (m, H, L, d_head), initial keys; L can be 0.
+        values: (m, H, L, d_head), initial values.
+        room: Number of texts to reserve memory for, at least m.
         capacity: Number of positions to reserve.
         before: Number of earlier positions, stored elsewhere.
     """
 
-    def __init__(self, keys: Tensor, values: Tensor, capacity: int, before: int = 0) -> None:
+    def __init__(self, keys: Tensor, values: Tensor, room: int, capacity: int, before: int = 0) -> None:
         super().__init__()
-        self.used, self.before = keys.shape[2], before
-        self.keys, self.values = _reserve(keys, capacity), _reserve(values, capacity)
+        self.count, self.used, self.before = len(keys), keys.shape[2], before
+        self.keys, self.values = _reserve(keys, room, capacity), _reserve(values, room, capacity)
 
     @property
     def past(self) -> int:  # type: ignore[override]
@@ -259,69 +260,81 @@ class GrowingLayer(_Layer):
         return self.before + self.used
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Add states (n, H, t, d_head) and return all keys and values; see transformers."""
+        """Add states (m, H, t, d_head) and return all keys and values; see transformers."""
         start, self.used = self.used, self.used + key_states.shape[2]
         if self.used > self.keys.shape[2]:
-            capacity = max(self.used, 2 * self.keys.shape[2]) - start
-            self.keys = _reserve(self.keys[:, :, :start], capacity)
-            self.values = _reserve(self.values[:, :, :start], capacity)
-        self.keys[:, :, start : self.used] = key_states
-        self.values[:, :, start : self.used] = value_states
-        return self.keys[:, :, : self.used], self.values[:, :, : self.used]
+            room, capacity = len(self.keys), max(self.used, 2 * self.keys.shape[2]) - start
+            self.keys = _reserve(self.keys[: self.count, :, :start], room, capacity)
+            self.values = _reserve(self.values[: self.count, :, :start], room, capacity)
+        self.keys[: self.count, :, start : self.used] = key_states
+        self.values[: self.count, :, start : self.used] = value_states
+        return self.keys[: self.count, :, : self.used], self.values[: self.count, :, : self.used]
 
-    def of(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values (m, H, L, d_head) of `rows` (m,)."""
-        return self.keys[rows, :, : self.used], self.values[rows, :, : self.used]
+    def of(self, texts: Tensor) -> tuple[Tensor, Tensor]:
+        """Copies of the keys and values (k, H, L, d_head) of `texts` (k,)."""
+        return self.keys[:, :, : self.used][texts], self.values[:, :, : self.used][texts]
 
-    def keep(self, rows: Tensor, skip: int = 0) -> None:
-        """Keep only `rows` (long), and remove their first `skip` positions."""
+    def copy(self, texts: Tensor, to: Tensor, count: int) -> None:
+        """Copy `texts` (k,) to the places `to` (k,); there are `count` texts afterwards."""
+        self.count = count
+        for states in (self.keys[:, :, : self.used], self.values[:, :, : self.used]):
+            states[to] = states[texts]
+
+    def keep(self, texts: Tensor, room: int, skip: int = 0) -> None:
+        """Keep only `texts` (k,), which may repeat, with memory for `room`; remove their first `skip` positions."""
         capacity = self.keys.shape[2] - self.used
-        self.keys = _reserve(self.keys[:, :, skip : self.used], capacity, rows)
-        self.values = _reserve(self.values[:, :, skip : self.used], capacity, rows)
+        self.count = len(texts)
+        self.keys = _reserve(self.keys[:, :, skip : self.used], room, capacity, texts)
+        self.values = _reserve(self.values[:, :, skip : self.used], room, capacity, texts)
         self.used -= skip
 
 
-def _reserve(states: Tensor, capacity: int, rows: Tensor | None = None) -> Tensor:
-    """Copy `states` (n, H, L, d), or its `rows`, to a tensor with `capacity` more positions."""
+def _reserve(states: Tensor, room: int, capacity: int, texts: Tensor | None = None) -> Tensor:
+    """Copy `states` (m, H, L, d), or its `texts`, to a tensor of `room` texts with `capacity` more positions."""
     count, heads, used, width = states.shape
-    grown = states.new_empty(count if rows is None else len(rows), heads, used + capacity, width)
-    grown[:, :, :used] = states if rows is None else states.index_select(0, rows)
+    count = count if texts is None else len(texts)
+    grown = states.new_empty(max(count, room), heads, used + capacity, width)
+    grown[:count, :, :used] = states if texts is None else states.index_select(0, texts)
     return grown
 
 
 class DecodeCache(Cache):
-    """Decoding cache of n rows, each with a copy of its prompt's keys and values.
+    """Decoding cache of m texts, each with a copy of its prompt's keys and values.
 
     It is used for models whose attention cannot be replaced; `SharedDecodeCache` needs no copies.
 
     Args:
-        prompts: Cache of B prompts.
-        lengths: (B,) length of each prompt [tokens].
-        row_prompt: (n,) prompt of each row.
+        prompts: Cache of m prompts, the first texts.
+        lengths: (m,) length of each prompt [tokens].
+        room: Number of texts to reserve memory for.
         capacity: Initial number of positions after the prompts.
     """
 
-    def __init__(self, prompts: PromptCache, lengths: Tensor, row_prompt: Tensor, capacity: int) -> None:
-        layers = [GrowingLayer(keys[row_prompt], values[row_prompt], capacity) for keys, values in prompts.states]
+    def __init__(self, prompts: PromptCache, lengths: Tensor, room: int, capacity: int) -> None:
+        layers = [GrowingLayer(keys, values, room, capacity) for keys, values in prompts.states]
         super().__init__(layers=layers)  # type: ignore[arg-type]
-        self.padding = (layers[0].used - lengths)[row_prompt]  # (n,) padding on the left
-        self.tokens = lengths[row_prompt]  # (n,) length
+        self.padding = layers[0].used - lengths  # (m,) padding on the left
 
-    def keep(self, rows: Tensor) -> None:
-        """Keep only `rows` (long), and remove columns that are padding in all of them."""
-        self.padding, self.tokens = self.padding[rows], self.tokens[rows]
+    def copy(self, texts: Tensor, to: Tensor, count: int) -> None:
+        """See `GrowingLayer.copy`."""
+        self.padding = torch.cat([self.padding, self.padding.new_zeros(count - len(self.padding))])
+        self.padding[to] = self.padding[texts]
+        for layer in self.layers:
+            layer.copy(texts, to, count)  # type: ignore[union-attr]
+
+    def keep(self, texts: Tensor, room: int) -> None:
+        """Keep only `texts` (k,), see `GrowingLayer.keep`, and remove columns that are padding in all of them."""
+        self.padding = self.padding[texts]
         skip = int(self.padding.min())
         self.padding = self.padding - skip
         for layer in self.layers:
-            layer.keep(rows, skip)  # type: ignore[union-attr]
+            layer.keep(texts, room, skip)  # type: ignore[union-attr]
 
-    def texts(self, rows: Tensor, drop: Tensor) -> PromptCache:
-        """Copy `rows` (m,) without their last `drop` (m,) positions to a new cache."""
-        cache = PromptCache.of(cast(GrowingLayer, layer).of(rows) for layer in self.layers)
-        cache.pad_left(drop)
-        return cache
+    def texts(self, index: Tensor) -> PromptCache:
+        """Copy the texts `index` (k,) to a new cache."""
+        return PromptCache.of(cast(GrowingLayer, layer).of(index) for layer in self.layers)
 
     def mask(self) -> Tensor:
-        """(n, L+1) attention mask of the next forward pass, of one token per row."""
+        """(m, L+1) attention mask of the next forward pass, of one token per text."""
         width = self.get_seq_length() + 1
         return (torch.arange(width, device=self.padding.device) >= self.padding[:, None]).long()

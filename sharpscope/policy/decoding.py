@@ -1,4 +1,8 @@
-"""Batched decoding of one turn with a key-value cache; finished rows are removed from the batch."""
+"""Batched decoding of one turn with a key-value cache.
+
+Rows of a group with the same tokens so far are one text of the batch: they have the same hidden states, from which each row
+samples its own next token. A text is copied when its rows sample different tokens, and removed when all have finished.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,7 @@ from sharpscope.policy.loading import Policy
 from sharpscope.policy.sampling import draw
 from sharpscope.policy.shared_decoding import SharedDecodeCache, can_share_decoding, shared_attention
 
-# Finished rows are removed when they are this share of the batch, since removal copies the cache of the others.
+# Places of finished texts are removed when they are this share of the batch, since removal copies the cache of the others.
 REMOVE_SHARE = 0.125
 # Positions of the cache after the prompt; doubles when exceeded. Few, since a page of memory costs more than to copy it later.
 INITIAL_CAPACITY = 16
@@ -68,8 +72,8 @@ class Start:
         rows: (n,) long on the CPU, index of each completion.
         cache: Keys and values of B texts, padded on the left.
         lengths: (B,) length of each text [tokens].
-        row_text: (n,) text of each row, ascending.
-        hidden: (n, d) hidden states from which the first tokens are sampled.
+        row_text: (n,) text of each row.
+        hidden: (B, d) hidden states from which the first tokens are sampled.
     """
 
     rows: Tensor
@@ -114,48 +118,34 @@ def decode_turn(
     rows, hidden, ends = start.rows.to(device), start.hidden, torch.tensor(policy.eos_ids, device=device)
     used = out.length[start.rows].to(device)  # (n,) positions before this turn
     cache_class = SharedDecodeCache if can_share_decoding(policy.model) else DecodeCache
-    capacity = min(INITIAL_CAPACITY, spec.max_new_tokens)
-    cache = cache_class(start.cache, start.lengths, start.row_text, capacity)
-    member = torch.arange(len(rows), device=device)
-    position, running = start.lengths[start.row_text], torch.ones_like(member, dtype=torch.bool)
-    ended_at = torch.full_like(member, -1)  # (n,) step of a turn's last token, −1 if truncated
+    cache = cache_class(start.cache, start.lengths, len(rows), min(INITIAL_CAPACITY, spec.max_new_tokens))
+    # Of each row that has not finished: its index among `rows` and its text in the cache.
+    member, text, position = torch.arange(len(rows), device=device), start.row_text, start.lengths
+    truncated = torch.ones_like(member, dtype=torch.bool)
     record: list[tuple[Tensor, ...]] = []
     parts: list[Ended] = []
-
-    def collect(finished: Tensor, step: int) -> None:
-        """Add the batch rows `finished` to `parts` if their conversation can continue."""
-        finished = finished[ended_at[member[finished]] >= 0] if turns is not None else finished[:0]
-        if len(finished):
-            at = ended_at[member[finished]]
-            lengths = start.lengths[start.row_text[member[finished]]] + at
-            parts.append(Ended(member[finished].cpu(), cache.texts(finished, step - at), lengths))
-
     with _forward(policy, cache, int(start.lengths.max()) + spec.max_new_tokens) as forward:
         for step in range(spec.max_new_tokens):
             column = used[member] + step
-            u = uniforms[member, column.clamp_max(spec.max_new_tokens - 1)]
-            token, logp, sampler_logp = draw(head.logits(hidden), u, spec)
-            record.append((rows[member], running, column, token, logp, logp if sampler_logp is None else sampler_logp))
+            token, logp, sampler_logp = draw(head.logits(hidden), uniforms[member, column], spec, text)
+            record.append((rows[member], column, token, logp, logp if sampler_logp is None else sampler_logp))
             stops = torch.isin(token, ends)
             if turns is not None:
-                active = running.nonzero()[:, 0]
-                stopped = turns.add(member[active].tolist(), token[active].tolist())
-                stops = stops.index_put((active,), stops[active] | torch.tensor(stopped, device=device))
-            ended_at[member[running & stops]] = step
-            running = running & ~stops & (column + 1 < spec.max_new_tokens)
-            done = int((~running).sum())
-            if done == len(running):
+                stops |= torch.tensor(turns.add(member.tolist(), token.tolist()), device=device)
+                if bool(stops.any()):
+                    lengths = start.lengths[start.row_text[member[stops]]] + step
+                    parts.append(Ended(member[stops].cpu(), cache.texts(text[stops]), lengths))
+            truncated[member[stops]] = False
+            running = (~stops & (column + 1 < spec.max_new_tokens)).nonzero()[:, 0]
+            if not len(running):
                 break
-            if done > REMOVE_SHARE * len(running):
-                collect((~running).nonzero()[:, 0], step)
-                keep = running.nonzero()[:, 0]
-                member, token, position, running = member[keep], token[keep], position[keep], running[keep]
-                cache.keep(keep)
-            hidden = forward(token, position)  # (n, d)
+            member = member[running]
+            text, token, source = _branch(cache, text[running], token[running], len(hidden), head.weight.shape[0])
+            position = position[source]  # (m,)
+            hidden = forward(token, position)  # (m, d)
             position = position + 1
-        collect(torch.arange(len(member), device=device), step)
     _write(record, out)
-    out.truncated[start.rows] = (ended_at < 0).cpu()
+    out.truncated[start.rows] = truncated.cpu()
     if not parts:
         return None
     order = torch.cat([part.members for part in parts]).argsort()
@@ -164,16 +154,49 @@ def decode_turn(
     return Ended(torch.cat([part.members for part in parts])[order], cache_of_all, lengths)
 
 
+def _branch(
+    cache: SharedDecodeCache | DecodeCache, text: Tensor, token: Tensor, count: int, words: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Make a place in `cache` for each different text that rows continue with their tokens.
+
+    Args:
+        cache: Cache of `count` texts.
+        text: (n,) text of each row so far.
+        token: (n,) next token of each row.
+        count: Number of places in the cache.
+        words: Size of the vocabulary.
+
+    Returns:
+        The place (n,) of each row's new text, and for each place (m,) its next token and the text so far that it had been
+        a part of. Places that are not in use have token 0.
+    """
+    key, row_key = torch.unique(text * words + token, return_inverse=True)  # (k,) ascending, (n,)
+    source, token = key // words, key % words
+    if count - len(key) > REMOVE_SHARE * count:
+        cache.keep(source, room=len(text))
+        return row_key, token, source
+    # One continuation of a text stays in its place, and copies for the others go to places that are not in use.
+    branches = (source[1:] == source[:-1]).nonzero()[:, 0] + 1
+    place, count = source, max(count, len(key))
+    if len(branches):
+        unused = torch.ones(count, dtype=torch.bool, device=source.device).index_fill(0, source, False).nonzero()[:, 0]
+        place = source.index_copy(0, branches, unused[: len(branches)])
+        cache.copy(source[branches], place[branches], count)
+    tokens = token.new_zeros(count).index_copy(0, place, token)
+    sources = torch.arange(count, device=source.device).index_copy(0, place, source)
+    return place[row_key], tokens, sources
+
+
 @contextmanager
 def _forward(
     policy: Policy, cache: SharedDecodeCache | DecodeCache, positions: int
 ) -> Iterator[Callable[[Tensor, Tensor], Tensor]]:
-    """Give a function that appends tokens (n,) at positions (n,) to `cache` and returns hidden states (n, d).
+    """Give a function that appends tokens (m,) at positions (m,) to `cache` and returns hidden states (m, d).
 
     Args:
         policy: The policy.
-        cache: The cache; rows can be removed from it between two calls.
-        positions: Number of positions of the longest row.
+        cache: The cache; its texts can change between two calls.
+        positions: Number of positions of the longest text.
     """
     if isinstance(cache, SharedDecodeCache):
         reason = why_not_direct(policy.model)
@@ -210,10 +233,10 @@ def _tell_general(source: str, reason: str) -> None:
 
 def _write(record: list[tuple[Tensor, ...]], out: Output) -> None:
     """Write the recorded decoding steps to `out`."""
-    for rows, running, column, token, logp, sampler_logp in record:
-        index = (rows[running].cpu(), column[running].cpu())
-        out.ids[index] = token[running].cpu()
-        out.own[index] = True
-        out.logp[index] = logp[running].float().cpu()
-        out.sampler_logp[index] = sampler_logp[running].float().cpu()
-        out.length[index[0]] = index[1] + 1
+    rows, column, token, logp, sampler_logp = (torch.cat(parts).cpu() for parts in zip(*record, strict=True))
+    index = (rows, column)
+    out.ids[index] = token
+    out.own[index] = True
+    out.logp[index] = logp.float()
+    out.sampler_logp[index] = sampler_logp.float()
+    out.length.scatter_reduce_(0, rows, column + 1, "amax")

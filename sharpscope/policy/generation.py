@@ -106,8 +106,7 @@ def _run_prompts(policy: Policy, prompts: Sequence[Sequence[int]], rows: Tensor,
     used, row_prompt = (rows // group_size).unique(return_inverse=True)
     ids, lengths = right_pad([prompts[i] for i in used.tolist()], policy.pad_id, policy.device)
     last, cache = read_prompts(backbone(policy.model), ids, lengths)  # (B, P) -> (B, d)
-    row_prompt = row_prompt.to(policy.device)
-    return Start(rows, cache, lengths, row_prompt, last[row_prompt])
+    return Start(rows, cache, lengths, row_prompt.to(policy.device), last)
 
 
 def right_pad(texts: Sequence[Sequence[int]], pad_id: int, device: torch.device) -> tuple[Tensor, Tensor]:

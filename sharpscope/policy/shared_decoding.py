@@ -1,7 +1,7 @@
-"""Decoding in which the rows of a group share their prompt's keys and values.
+"""Decoding in which the texts of a group share their prompt's keys and values.
 
 Decoding is limited by memory bandwidth, and with G completions per prompt most of the memory would be G copies of the
-prompt. Here, attention scores of the prompt are one matrix product per group and those of a row's own tokens one per row,
+prompt. Here, attention scores of the prompt are one matrix product per group and those of a text's own tokens one per text,
 followed by a joint softmax. transformers calls it through its attention interface, without changes to the model.
 """
 
@@ -33,65 +33,74 @@ def can_share_decoding(model: nn.Module) -> bool:
 
 
 class SharedDecodeCache(Cache):
-    """Keys and values of n rows, and those of their B prompts, left-padded and shared.
+    """Keys and values of m texts after their prompts, and those of B prompts, left-padded and shared.
 
     Args:
-        prompts: Cache of the prompts.
+        prompts: Cache of B prompts; the first texts are these.
         lengths: (B,) length of each prompt [tokens].
-        row_prompt: (n,) prompt of each row, ascending.
+        room: Number of texts to reserve memory for.
         capacity: Initial number of positions after the prompts.
     """
 
-    def __init__(self, prompts: PromptCache, lengths: Tensor, row_prompt: Tensor, capacity: int) -> None:
+    def __init__(self, prompts: PromptCache, lengths: Tensor, room: int, capacity: int) -> None:
         # Keys are stored as (B, H, d_head, P) for the matrix products, values as (B, H, P, d_head).
         self.prompts = [(keys.transpose(2, 3).contiguous(), values) for keys, values in prompts.states]
         self.width = self.prompts[0][1].shape[2]  # P
-        empty = [(keys[row_prompt, :, :0], values[row_prompt, :, :0]) for keys, values in prompts.states]
-        super().__init__(layers=[GrowingLayer(*pair, capacity, before=self.width) for pair in empty])
+        empty = [(keys[:, :, :0], values[:, :, :0]) for keys, values in prompts.states]
+        super().__init__(layers=[GrowingLayer(*pair, room, capacity, before=self.width) for pair in empty])
         padding = torch.arange(self.width, device=lengths.device) < self.width - lengths[:, None]  # (B, P)
         self._padding = padding if bool(padding.any()) else None
-        self._assign_slots(row_prompt)
+        self._assign_slots(torch.arange(len(lengths), device=lengths.device))
 
-    def keep(self, rows: Tensor) -> None:
-        """Keep only `rows` (long, ascending) and their prompts."""
+    def copy(self, texts: Tensor, to: Tensor, count: int) -> None:
+        """See `GrowingLayer.copy`; a copy shares the prompt of its text."""
         for layer in self.layers:
-            layer.keep(rows)  # type: ignore[union-attr]
-        used, row_prompt = self._row_prompt[rows].unique(return_inverse=True)
+            layer.copy(texts, to, count)  # type: ignore[union-attr]
+        prompt = torch.cat([self._text_prompt, self._text_prompt.new_zeros(count - len(self._text_prompt))])
+        prompt[to] = prompt[texts]
+        self._assign_slots(prompt)
+
+    def keep(self, texts: Tensor, room: int) -> None:
+        """Keep only `texts` (k,), see `GrowingLayer.keep`, and their prompts."""
+        for layer in self.layers:
+            layer.keep(texts, room)  # type: ignore[union-attr]
+        used, prompt = self._text_prompt[texts].unique(return_inverse=True)
         if len(used) < self._prompt_count:
             self.prompts = [(keys[used], values[used]) for keys, values in self.prompts]
             self._padding = None if self._padding is None else self._padding[used]
-        self._assign_slots(row_prompt)
+        self._assign_slots(prompt)
 
-    def texts(self, rows: Tensor, drop: Tensor) -> PromptCache:
-        """Copy `rows` (m,) with their prompts, without their last `drop` (m,) positions, to a new cache."""
-        prompt = self._row_prompt[rows]
-        own = [cast(GrowingLayer, layer).of(rows) for layer in self.layers]
-        cache = PromptCache.of(
+    def texts(self, index: Tensor) -> PromptCache:
+        """Copy the texts `index` (k,) with their prompts to a new cache."""
+        prompt = self._text_prompt[index]
+        own = [cast(GrowingLayer, layer).of(index) for layer in self.layers]
+        return PromptCache.of(
             (torch.cat([keys[prompt].transpose(2, 3), own_keys], 2), torch.cat([values[prompt], own_values], 2))
             for (keys, values), (own_keys, own_values) in zip(self.prompts, own, strict=True)
         )
-        cache.pad_left(drop)
-        return cache
 
     def mask(self) -> Tensor:
-        """(n, L+1) ones; the attention function masks padding."""
+        """(m, L+1) ones; the attention function masks padding."""
         return torch.ones(
-            len(self._row_prompt), self.get_seq_length() + 1, dtype=torch.long, device=self._row_prompt.device
+            len(self._text_prompt), self.get_seq_length() + 1, dtype=torch.long, device=self._text_prompt.device
         )
 
-    def _assign_slots(self, row_prompt: Tensor) -> None:
-        """Assign a slot (prompt, index in the group) to each row, so that groups of any size use one batched product."""
-        n, self._row_prompt, self._prompt_count = len(row_prompt), row_prompt, len(self.prompts[0][0])
-        sizes = torch.bincount(row_prompt, minlength=self._prompt_count)
+    def _assign_slots(self, text_prompt: Tensor) -> None:
+        """Assign a slot (prompt, index in the group) to each text, so that groups of any size use one batched product."""
+        self._text_prompt, self._prompt_count = text_prompt, len(self.prompts[0][0])
+        sizes = torch.bincount(text_prompt, minlength=self._prompt_count)
         self._group = int(sizes.max())  # G: slots per prompt
-        index = torch.arange(n, device=row_prompt.device) - (sizes.cumsum(0) - sizes)[row_prompt]
-        full = self._prompt_count * self._group == n
-        self._slot = None if full else row_prompt * self._group + index  # (n,); None: slot i is row i
-        self.row_padding = None if self._padding is None else self._padding[row_prompt][:, None, None]  # (n, 1, 1, P)
+        place = torch.arange(len(text_prompt), device=text_prompt.device)
+        order = text_prompt.argsort(stable=True)
+        index = torch.empty_like(place).scatter(0, order, place - (sizes.cumsum(0) - sizes)[text_prompt[order]])
+        slot = text_prompt * self._group + index  # (m,)
+        full = self._prompt_count * self._group == len(slot) and torch.equal(slot, place)
+        self._slot = None if full else slot  # None: slot i is text i
+        self.text_padding = None if self._padding is None else self._padding[text_prompt][:, None, None]  # (m, 1, 1, P)
 
     def by_prompt(self, x: Tensor) -> Tensor:
-        """Reshape rows (n, H, R, e) to prompts (B, H, G·R, e); slots without a row are zero."""
-        if self._group == 1:  # one row per prompt
+        """Reshape texts (m, H, R, e) to prompts (B, H, G·R, e); slots without a text are zero."""
+        if self._group == 1 and self._slot is None:  # one text per prompt
             return x
         _, heads, repeat, width = x.shape
         prompts, group = self._prompt_count, self._group
@@ -101,9 +110,9 @@ class SharedDecodeCache(Cache):
         x = x.view(prompts, group, heads, repeat, width).transpose(1, 2)  # (B, H, G, R, e)
         return x.reshape(prompts, heads, group * repeat, width)
 
-    def by_row(self, x: Tensor, repeat: int) -> Tensor:
-        """Inverse of `by_prompt`: (B, H, G·R, e) -> (n, H, R, e)."""
-        if self._group == 1:
+    def by_text(self, x: Tensor, repeat: int) -> Tensor:
+        """Inverse of `by_prompt`: (B, H, G·R, e) -> (m, H, R, e)."""
+        if self._group == 1 and self._slot is None:
             return x
         (prompts, heads, _, width), group = x.shape, self._group
         x = x.view(prompts, heads, group, repeat, width).transpose(1, 2)  # (B, G, H, R, e)
@@ -135,17 +144,17 @@ def _attend(
     sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of one query per row, (n, H·R, 1, d), to its prompt and its keys and values (n, H, t, d)."""
+    """Attention of one query per text, (m, H·R, 1, d), to its prompt and its keys and values (m, H, t, d)."""
     extra = [name for name, other in others.items() if isinstance(other, Tensor) and name not in _IGNORED_ARGUMENTS]
     if extra:
         raise UserError(
             f"policy.model: decoding does not support the attention arguments {', '.join(extra)}; choose another architecture"
         )
-    n, heads, _, d = query.shape
-    q = query.reshape(n, key.shape[1], -1, d) * (d**-0.5 if scaling is None else scaling)
+    m, heads, _, d = query.shape
+    q = query.reshape(m, key.shape[1], -1, d) * (d**-0.5 if scaling is None else scaling)
     index = int(module.layer_idx)  # type: ignore[arg-type]
-    out = attend(_running.get(), index, q, key, value, softcap, sliding_window)  # (n, H, R, e)
-    return out.reshape(n, 1, heads, -1), None
+    out = attend(_running.get(), index, q, key, value, softcap, sliding_window)  # (m, H, R, e)
+    return out.reshape(m, 1, heads, -1), None
 
 
 def attend(
@@ -157,14 +166,14 @@ def attend(
     softcap: float | None = None,
     sliding_window: int | None = None,
 ) -> Tensor:
-    """Attention (n, H, R, e) of layer `index` to the prompts in `cache` and to each row's own keys and values.
+    """Attention (m, H, R, e) of layer `index` to the prompts in `cache` and to each text's own keys and values.
 
     Args:
         cache: The cache.
         index: Number of the layer.
-        q: (n, H, R, d) scaled queries, one position per row; R query heads share a key head.
-        key: (n, H, t, d) keys of each row's own tokens.
-        value: (n, H, t, e) values of the same tokens.
+        q: (m, H, R, d) scaled queries, one position per text; R query heads share a key head.
+        key: (m, H, t, d) keys of each text's own tokens.
+        value: (m, H, t, e) values of the same tokens.
         softcap: Bound of the scores, or None.
         sliding_window: Number of latest positions to attend to, or None for all.
     """
@@ -177,19 +186,19 @@ def attend(
         prompt_key, prompt_value = prompt_key[..., first:], prompt_value[:, :, first:]
         key, value = key[:, :, first_own:], value[:, :, first_own:]
     shared = cache.by_prompt(q) @ prompt_key  # (B, H, G·R, P)
-    own = q @ key.transpose(2, 3)  # (n, H, R, t)
-    scores = torch.cat([cache.by_row(shared, repeat), own], 3)  # (n, H, R, P+t)
+    own = q @ key.transpose(2, 3)  # (m, H, R, t)
+    scores = torch.cat([cache.by_text(shared, repeat), own], 3)  # (m, H, R, P+t)
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
-    if cache.row_padding is not None:
-        scores[..., : width - first].masked_fill_(cache.row_padding[..., first:], -torch.inf)
+    if cache.text_padding is not None:
+        scores[..., : width - first].masked_fill_(cache.text_padding[..., first:], -torch.inf)
     positions = scores.shape[3]
     if scores.device.type == "cpu" and positions < VECTOR:
         scores = pad(scores, (0, VECTOR - positions), value=-torch.inf)
     wide = torch.promote_types(scores.dtype, torch.float32)
     weights = torch.softmax(scores, 3, dtype=wide)[..., :positions].to(value.dtype)
     to_prompt, to_own = weights.split([width - first, key.shape[2]], 3)
-    return to_own @ value + cache.by_row(cache.by_prompt(to_prompt) @ prompt_value, repeat)
+    return to_own @ value + cache.by_text(cache.by_prompt(to_prompt) @ prompt_value, repeat)
 
 
 _IGNORED_ARGUMENTS = {"position_ids", "cache_position"}
