@@ -278,7 +278,7 @@ class GrowingLayer(_Layer):
         """Copy `texts` (k,) to the places `to` (k,); there are `count` texts afterwards."""
         self.count = count
         for states in (self.keys[:, :, : self.used], self.values[:, :, : self.used]):
-            states[to] = states[texts]
+            states.index_copy_(0, to, states.index_select(0, texts))
 
     def keep(self, texts: Tensor, room: int, skip: int = 0) -> None:
         """Keep only `texts` (k,), which may repeat, with memory for `room`; remove their first `skip` positions."""

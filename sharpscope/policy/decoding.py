@@ -115,37 +115,35 @@ def decode_turn(
         With `turns`, the rows that can continue; None if there are none.
     """
     device, head = policy.device, policy.head
-    rows, hidden, ends = start.rows.to(device), start.hidden, torch.tensor(policy.eos_ids, device=device)
+    hidden, ends = start.hidden, torch.tensor(policy.eos_ids, device=device)
     used = out.length[start.rows].to(device)  # (n,) positions before this turn
     cache_class = SharedDecodeCache if can_share_decoding(policy.model) else DecodeCache
-    cache = cache_class(start.cache, start.lengths, len(rows), min(INITIAL_CAPACITY, spec.max_new_tokens))
-    # Of each row that has not finished: its index among `rows` and its text in the cache.
-    member, text, position = torch.arange(len(rows), device=device), start.row_text, start.lengths
-    truncated = torch.ones_like(member, dtype=torch.bool)
+    cache = cache_class(start.cache, start.lengths, len(used), min(INITIAL_CAPACITY, spec.max_new_tokens))
+    # Of each row that has not finished: its index among `rows`, next position in its completion and text in the cache.
+    member, column, text, position = torch.arange(len(used), device=device), used, start.row_text, start.lengths
     record: list[tuple[Tensor, ...]] = []
     parts: list[Ended] = []
     with _forward(policy, cache, int(start.lengths.max()) + spec.max_new_tokens) as forward:
         for step in range(spec.max_new_tokens):
-            column = used[member] + step
             token, logp, sampler_logp = draw(head.logits(hidden), uniforms[member, column], spec, text)
-            record.append((rows[member], column, token, logp, logp if sampler_logp is None else sampler_logp))
             stops = torch.isin(token, ends)
             if turns is not None:
                 stops |= torch.tensor(turns.add(member.tolist(), token.tolist()), device=device)
                 if bool(stops.any()):
                     lengths = start.lengths[start.row_text[member[stops]]] + step
                     parts.append(Ended(member[stops].cpu(), cache.texts(text[stops]), lengths))
-            truncated[member[stops]] = False
-            running = (~stops & (column + 1 < spec.max_new_tokens)).nonzero()[:, 0]
+            record.append((member, column, stops, token, logp, logp if sampler_logp is None else sampler_logp))
+            column = column + 1
+            running = (~stops & (column < spec.max_new_tokens)).nonzero()[:, 0]
             if not len(running):
                 break
-            member = member[running]
-            text, token, source = _branch(cache, text[running], token[running], len(hidden), head.weight.shape[0])
+            if len(running) < len(member):
+                member, column, text, token = member[running], column[running], text[running], token[running]
+            text, token, source = _branch(cache, text, token, len(hidden), head.weight.shape[0])
             position = position[source]  # (m,)
             hidden = forward(token, position)  # (m, d)
             position = position + 1
-    _write(record, out)
-    out.truncated[start.rows] = truncated.cpu()
+    _write(start.rows, record, out)
     if not parts:
         return None
     order = torch.cat([part.members for part in parts]).argsort()
@@ -231,12 +229,15 @@ def _tell_general(source: str, reason: str) -> None:
     log.info("%s: decoding steps run through transformers, not directly: %s", source, reason)
 
 
-def _write(record: list[tuple[Tensor, ...]], out: Output) -> None:
-    """Write the recorded decoding steps to `out`."""
-    rows, column, token, logp, sampler_logp = (torch.cat(parts).cpu() for parts in zip(*record, strict=True))
-    index = (rows, column)
+def _write(rows: Tensor, record: list[tuple[Tensor, ...]], out: Output) -> None:
+    """Write the recorded decoding steps of `rows` to `out`."""
+    member, column, stops, token, logp, sampler_logp = (torch.cat(parts).cpu() for parts in zip(*record, strict=True))
+    row = rows[member]
+    index = (row, column)
     out.ids[index] = token
     out.own[index] = True
     out.logp[index] = logp.float()
     out.sampler_logp[index] = sampler_logp.float()
-    out.length.scatter_reduce_(0, rows, column + 1, "amax")
+    out.length.scatter_reduce_(0, row, column + 1, "amax")
+    out.truncated[rows] = True
+    out.truncated[row[stops]] = False

@@ -67,6 +67,6 @@ def draw(
 
 def _invert(p: Tensor, u: Tensor, row: Tensor) -> Tensor:
     """First index at which the cumulative sum of unnormalized probabilities `p` (m, V) of `row` (n,) exceeds u times their sum."""
-    cumulative = p.cumsum(-1, dtype=torch.float64)[row]  # (n, V)
+    cumulative = p.cumsum(-1, dtype=torch.float64).index_select(0, row)  # (n, V)
     threshold = u[:, None] * cumulative[:, -1:]
     return torch.searchsorted(cumulative, threshold, right=True)[:, 0].clamp_max(p.shape[1] - 1)

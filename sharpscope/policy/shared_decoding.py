@@ -23,7 +23,10 @@ from sharpscope.policy.cache import GrowingLayer, PromptCache
 from sharpscope.policy.head import bare
 
 ATTENTION = "sharpscope_shared_prompt"
-VECTOR = 16  # a softmax of fewer numbers is ten times as slow on a CPU: they do not fill a vector register
+# A softmax on a CPU takes ten times as long for numbers that do not fill a vector register.
+VECTOR = 16
+# Prompts of at most so many positions are copied: that costs less than a product of their own in every step.
+SHORT = 16
 _running: ContextVar[SharedDecodeCache] = ContextVar("sharpscope_shared_decode_cache")
 
 
@@ -43,12 +46,12 @@ class SharedDecodeCache(Cache):
     """
 
     def __init__(self, prompts: PromptCache, lengths: Tensor, room: int, capacity: int) -> None:
-        # Keys are stored as (B, H, d_head, P) for the matrix products, values as (B, H, P, d_head).
-        self.prompts = [(keys.transpose(2, 3).contiguous(), values) for keys, values in prompts.states]
-        self.width = self.prompts[0][1].shape[2]  # P
-        empty = [(keys[:, :, :0], values[:, :, :0]) for keys, values in prompts.states]
-        super().__init__(layers=[GrowingLayer(*pair, room, capacity, before=self.width) for pair in empty])
-        padding = torch.arange(self.width, device=lengths.device) < self.width - lengths[:, None]  # (B, P)
+        width = prompts.states[0][0].shape[2]  # P
+        self.width = width if width > SHORT else 0  # positions that are shared
+        self.prompts = [(keys[:, :, : self.width], values[:, :, : self.width]) for keys, values in prompts.states]
+        own = [(keys[:, :, self.width :], values[:, :, self.width :]) for keys, values in prompts.states]
+        super().__init__(layers=[GrowingLayer(*pair, room, capacity, before=self.width) for pair in own])
+        padding = torch.arange(width, device=lengths.device) < width - lengths[:, None]  # (B, P)
         self._padding = padding if bool(padding.any()) else None
         self._assign_slots(torch.arange(len(lengths), device=lengths.device))
 
@@ -75,7 +78,7 @@ class SharedDecodeCache(Cache):
         prompt = self._text_prompt[index]
         own = [cast(GrowingLayer, layer).of(index) for layer in self.layers]
         return PromptCache.of(
-            (torch.cat([keys[prompt].transpose(2, 3), own_keys], 2), torch.cat([values[prompt], own_values], 2))
+            (torch.cat([keys[prompt], own_keys], 2), torch.cat([values[prompt], own_values], 2))
             for (keys, values), (own_keys, own_values) in zip(self.prompts, own, strict=True)
         )
 
@@ -88,6 +91,9 @@ class SharedDecodeCache(Cache):
     def _assign_slots(self, text_prompt: Tensor) -> None:
         """Assign a slot (prompt, index in the group) to each text, so that groups of any size use one batched product."""
         self._text_prompt, self._prompt_count = text_prompt, len(self.prompts[0][0])
+        self.text_padding = None if self._padding is None else self._padding[text_prompt][:, None, None]  # (m, 1, 1, P)
+        if not self.width:  # each text has a copy of its prompt
+            return
         sizes = torch.bincount(text_prompt, minlength=self._prompt_count)
         self._group = int(sizes.max())  # G: slots per prompt
         place = torch.arange(len(text_prompt), device=text_prompt.device)
@@ -96,7 +102,6 @@ class SharedDecodeCache(Cache):
         slot = text_prompt * self._group + index  # (m,)
         full = self._prompt_count * self._group == len(slot) and torch.equal(slot, place)
         self._slot = None if full else slot  # None: slot i is text i
-        self.text_padding = None if self._padding is None else self._padding[text_prompt][:, None, None]  # (m, 1, 1, P)
 
     def by_prompt(self, x: Tensor) -> Tensor:
         """Reshape texts (m, H, R, e) to prompts (B, H, G·R, e); slots without a text are zero."""
@@ -177,28 +182,30 @@ def attend(
         softcap: Bound of the scores, or None.
         sliding_window: Number of latest positions to attend to, or None for all.
     """
-    prompt_key, prompt_value = cache.prompts[index]
-    repeat, width, t = q.shape[2], cache.width, key.shape[2]
     # The query is the last of P+t positions; a sliding window contains the last `sliding_window` of them.
-    first = max(0, width + t - sliding_window) if sliding_window else 0
-    first_own, first = max(0, first - width), min(first, width)
-    if first:
-        prompt_key, prompt_value = prompt_key[..., first:], prompt_value[:, :, first:]
-        key, value = key[:, :, first_own:], value[:, :, first_own:]
-    shared = cache.by_prompt(q) @ prompt_key  # (B, H, G·R, P)
-    own = q @ key.transpose(2, 3)  # (m, H, R, t)
-    scores = torch.cat([cache.by_text(shared, repeat), own], 3)  # (m, H, R, P+t)
+    first = max(0, cache.width + key.shape[2] - sliding_window) if sliding_window else 0
+    if first > cache.width:
+        key, value = key[:, :, first - cache.width :], value[:, :, first - cache.width :]
+    scores = q @ key.transpose(2, 3)  # (m, H, R, t)
+    shared = max(0, cache.width - first)  # positions of the prompts
+    if shared:
+        prompt_key, prompt_value = (states[:, :, first:] for states in cache.prompts[index])
+        of_prompt = cache.by_prompt(q) @ prompt_key.transpose(2, 3)  # (B, H, G·R, P)
+        scores = torch.cat([cache.by_text(of_prompt, q.shape[2]), scores], 3)  # (m, H, R, P+t)
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     if cache.text_padding is not None:
-        scores[..., : width - first].masked_fill_(cache.text_padding[..., first:], -torch.inf)
+        padding = cache.text_padding[..., first:]
+        scores[..., : padding.shape[3]].masked_fill_(padding, -torch.inf)
     positions = scores.shape[3]
-    if scores.device.type == "cpu" and positions < VECTOR:
-        scores = pad(scores, (0, VECTOR - positions), value=-torch.inf)
+    if scores.device.type == "cpu" and positions % VECTOR:
+        scores = pad(scores, (0, -positions % VECTOR), value=-torch.inf)
     wide = torch.promote_types(scores.dtype, torch.float32)
     weights = torch.softmax(scores, 3, dtype=wide)[..., :positions].to(value.dtype)
-    to_prompt, to_own = weights.split([width - first, key.shape[2]], 3)
-    return to_own @ value + cache.by_text(cache.by_prompt(to_prompt) @ prompt_value, repeat)
+    if not shared:
+        return weights @ value
+    to_prompt, to_own = weights.split([shared, key.shape[2]], 3)
+    return to_own @ value + cache.by_text(cache.by_prompt(to_prompt) @ prompt_value, q.shape[2])
 
 
 _IGNORED_ARGUMENTS = {"position_ids", "cache_position"}
