@@ -108,7 +108,11 @@ def _linear(*layers: nn.Module) -> Callable[[Tensor], Tensor]:
     if len(plain) == len(layers) == 1:
         return partial(F.linear, weight=weights[0], bias=biases[0] if biases else None)
     # Autocast casts parameters once, but other tensors at every call.
-    alike = len(plain) == len(layers) and len(biases) in (0, len(layers)) and not torch.is_autocast_enabled(weights[0].device.type)
+    alike = (
+        len(plain) == len(layers)
+        and len(biases) in (0, len(layers))
+        and not torch.is_autocast_enabled(weights[0].device.type)
+    )
     if alike and sum(weight.nbytes for weight in weights) <= SMALL_BYTES:
         return partial(F.linear, weight=torch.cat(weights), bias=torch.cat(biases) if biases else None)
     return layers[0] if len(layers) == 1 else lambda x: torch.cat([layer(x) for layer in layers], -1)

@@ -30,9 +30,7 @@ def _mix(x: int) -> int:
     return x ^ (x >> 31)
 
 
-def draw(
-    z: Tensor, u: Tensor, spec: SamplingSpec, row: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def draw(z: Tensor, u: Tensor, spec: SamplingSpec, row: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
     """Sample n tokens by inverting the cumulative distribution at `u`.
 
     Args:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sharpscope.config.policy import PolicySpec
-from sharpscope.policy import Environment, SamplingSpec, decoding, load_policy, score_completions
+from sharpscope.policy import Environment, SamplingSpec, decoding, load_policy, score_completions, shared_decoding
 from sharpscope.policy.conversation import Turns, as_text, closing_tokens
 from sharpscope.policy.generation import generate
 from sharpscope.policy.loading import make_policy
@@ -92,6 +92,7 @@ def assert_matches_oracle(policy, task, out, spec, tolerance=1e-6, prompts=PROMP
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_equals_one_conversation_at_a_time(architecture, copied, monkeypatch):
     monkeypatch.setattr(decoding, "INITIAL_CAPACITY", 2)
+    monkeypatch.setattr(shared_decoding, "SHORT", 0)
     if copied:
         monkeypatch.setattr(decoding, "can_share_decoding", lambda model: False)
     policy, task = tiny_policy(architecture), Parrot()

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from sharpscope.config.policy import LoraSpec, SamplingSpec
-from sharpscope.policy import Completions, Policy, decoding
+from sharpscope.policy import Completions, Policy, decoding, direct_decoding, shared_decoding
 from sharpscope.policy.adapters import add_adapters
 from sharpscope.policy.direct_decoding import why_not_direct
 from sharpscope.policy.generation import generate, left_pad
@@ -76,12 +76,23 @@ def test_greedy_tokens_are_those_of_generate_and_logp_that_of_the_full_pass(name
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", MODELS)
-def test_samples_are_those_of_decoding_through_transformers(name, dtype, through_transformers):
+def test_samples_are_those_of_decoding_through_transformers(name, dtype, through_transformers, monkeypatch):
+    # Prompts are shared in single precision, as short ones copied in double precision.
+    monkeypatch.setattr(shared_decoding, "SHORT", 0 if dtype == torch.float32 else 16)
     architecture, overrides = MODELS[name]
     policy = tiny_policy(architecture, dtype=dtype, **overrides)
     direct, general = sample(policy), through_transformers(policy)
     assert torch.equal(direct.completion_ids, general.completion_ids)
     assert torch.allclose(direct.behavior_logp, general.behavior_logp, rtol=0, atol=2e-6)
+
+
+def test_large_layers_are_not_concatenated(monkeypatch):
+    policy = tiny_policy("qwen2", dtype=torch.float32)
+    fused = sample(policy)
+    monkeypatch.setattr(direct_decoding, "SMALL_BYTES", 0)
+    apart = sample(policy)
+    assert torch.equal(fused.completion_ids, apart.completion_ids)
+    assert torch.allclose(fused.behavior_logp, apart.behavior_logp, rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("change", ["adapters", "bfloat16"])
@@ -108,6 +119,10 @@ def hook(model: nn.Module) -> None:
     model.model.layers[1].register_forward_hook(lambda module, args, output: output)  # type: ignore[operator, index, union-attr]
 
 
+def hook_mlp(model: nn.Module) -> None:
+    model.model.layers[0].mlp.register_forward_pre_hook(lambda module, args: None)  # type: ignore[operator, index, union-attr]
+
+
 def replace_forward(model: nn.Module) -> None:
     attention = model.model.layers[0].self_attn  # type: ignore[index, union-attr]
     attention.forward = attention.forward
@@ -125,6 +140,7 @@ def replace_forward(model: nn.Module) -> None:
         ),
         ("llama", {"rope_parameters": YARN}, None, "rotary embeddings of type yarn"),
         ("llama", {}, hook, "a hook on, or a replaced forward method of, LlamaDecoderLayer"),
+        ("qwen2", {}, hook_mlp, "a hook on, or a replaced forward method of, Qwen2MLP"),
         ("qwen3", {}, replace_forward, "a hook on, or a replaced forward method of, Qwen3Attention"),
     ],
 )

@@ -7,7 +7,8 @@ import torch
 
 from sharpscope.config.policy import SamplingSpec
 from sharpscope.errors import UserError
-from sharpscope.policy import Completions, Policy, decoding
+from sharpscope.policy import Completions, Policy, decoding, shared_decoding
+from sharpscope.policy.direct_decoding import DirectDecoder
 from sharpscope.policy.generation import generate
 from sharpscope.policy.sampling import completion_uniforms
 from tests.models import ARCHITECTURES
@@ -61,12 +62,14 @@ def assert_matches_oracle(policy: Policy, out: Completions, spec: SamplingSpec, 
     assert (out.sampler_logp is not None) == truncates
 
 
-@pytest.mark.parametrize("copied", [False, True])
+@pytest.mark.parametrize("prompts", ["shared", "short", "copied"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_equals_slow_generation(architecture, copied, monkeypatch):
+def test_equals_slow_generation(architecture, prompts, monkeypatch):
     # A capacity of 2 makes the caches grow; the one sliding window, of 8, moves over prompt and completion.
     monkeypatch.setattr(decoding, "INITIAL_CAPACITY", 2)
-    if copied:
+    if prompts == "shared":
+        monkeypatch.setattr(shared_decoding, "SHORT", 0)
+    if prompts == "copied":
         monkeypatch.setattr(decoding, "can_share_decoding", lambda model: False)
     policy = tiny_policy(architecture)
     spec = SamplingSpec(temperature=1.4, max_new_tokens=12)
@@ -93,12 +96,41 @@ def test_truncated_and_greedy_sampling_equal_slow_generation(sampling):
 @pytest.mark.parametrize("decode_batch", [1, 2, 4, 100])
 def test_what_is_decoded_together_changes_no_sample(decode_batch, remove_share, monkeypatch):
     monkeypatch.setattr(decoding, "REMOVE_SHARE", remove_share)
+    monkeypatch.setattr(shared_decoding, "SHORT", 0)
     policy = tiny_policy("llama", scale=0.2)
     object.__setattr__(policy, "eos_ids", (1, 7, 8, 9, 10))  # many ends: rows leave at every step
     spec = SamplingSpec(temperature=1.4, max_new_tokens=14, decode_batch=decode_batch)
     out = generate(policy, PROMPTS, GROUP, spec, generator())
     assert len(set(out.lengths.tolist())) > 3
     assert_matches_oracle(policy, out, spec)
+
+
+@pytest.mark.parametrize("remove_share", [0.0, 0.5])
+@pytest.mark.parametrize("short", [0, 16])
+def test_equal_beginnings_of_a_groups_completions_are_decoded_once(short, remove_share, monkeypatch):
+    monkeypatch.setattr(decoding, "REMOVE_SHARE", remove_share)
+    monkeypatch.setattr(shared_decoding, "SHORT", short)
+    sizes, step = [], DirectDecoder.__call__
+    monkeypatch.setattr(
+        DirectDecoder, "__call__", lambda self, token, *rest: (sizes.append(len(token)), step(self, token, *rest))[1]
+    )
+    policy = tiny_policy("llama", scale=0.2)
+    object.__setattr__(policy, "eos_ids", (1, 7, 8))
+    spec = SamplingSpec(temperature=0.25, max_new_tokens=14)
+    out = generate(policy, PROMPTS, 6, spec, generator())
+    rows = list(zip(out.group.tolist(), out.completion_ids.tolist(), out.lengths.tolist(), strict=True))
+    different = [len({(group, *ids[:t]) for group, ids, length in rows if length > t}) for t in range(1, 14)]
+    different = [count for count in different if count]
+    # There are branches, and texts that end while others go on.
+    assert different[0] < max(different) < len(rows)
+    assert different[-1] < max(different)
+    if remove_share == 0:
+        assert sizes == different
+    else:
+        assert len(sizes) == len(different)
+        assert all(count <= size <= max(2 * count, 3) for size, count in zip(sizes, different, strict=True))
+    alone = generate(policy, PROMPTS, 6, spec.model_copy(update={"decode_batch": 1}), generator())
+    assert torch.equal(out.completion_ids, alone.completion_ids)
 
 
 def test_a_prompts_completions_do_not_depend_on_how_many_there_are_or_on_later_prompts():
