@@ -98,13 +98,14 @@ class DirectDecoder:
             hidden = hidden + out(attend(cache, index, q, key, value).reshape(m, -1))
             gate, up = gate_up(mlp_norm(hidden)).chunk(2, -1)
             hidden = hidden + down(activation(gate) * up)
-        return cast(Tensor, self.norm(hidden))
+        return self.norm(hidden)
 
 
 def _linear(*layers: nn.Module) -> Callable[[Tensor], Tensor]:
     """The outputs of linear layers of the same input, side by side; of small plain layers in one product."""
     plain = [layer for layer in layers if type(layer) is nn.Linear and not _hooked(layer)]
-    weights, biases = [layer.weight for layer in plain], [layer.bias for layer in plain if layer.bias is not None]
+    weights: list[Tensor] = [layer.weight for layer in plain]
+    biases = [layer.bias for layer in plain if layer.bias is not None]
     if len(plain) == len(layers) == 1:
         return partial(F.linear, weight=weights[0], bias=biases[0] if biases else None)
     # Autocast casts parameters once, but other tensors at every call.
