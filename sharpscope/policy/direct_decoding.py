@@ -105,7 +105,7 @@ def _linear(*layers: nn.Module) -> Callable[[Tensor], Tensor]:
     """The outputs of linear layers of the same input, side by side; of small plain layers in one product."""
     plain = [layer for layer in layers if type(layer) is nn.Linear and not _hooked(layer)]
     weights: list[Tensor] = [layer.weight for layer in plain]
-    biases = [layer.bias for layer in plain if layer.bias is not None]
+    biases: list[Tensor] = [layer.bias for layer in plain if layer.bias is not None]
     if len(plain) == len(layers) == 1:
         return partial(F.linear, weight=weights[0], bias=biases[0] if biases else None)
     # Autocast casts parameters once, but other tensors at every call.
