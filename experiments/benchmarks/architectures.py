@@ -37,7 +37,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from sharpscope.errors import CheckError, UserError
-from sharpscope.probes import attribute, score_norms
+from sharpscope.probes import ScoreNorms, attribute, score_norms
 from sharpscope.probes.hessian.causal_lm import lm_surface
 from sharpscope.probes.hessian.check import check_products
 from sharpscope.probes.objectives import Objective, token_batch
@@ -478,6 +478,7 @@ def attempt(measure: Callable[[], float], tolerance: float) -> Outcome:
     """Run one check, whatever happens in it."""
     try:
         error = measure()
+        error = error if math.isfinite(error) else math.inf
     except CheckError as problem:
         return Outcome(CAUGHT, problem.error, " ".join(str(problem).split()))
     except UserError as problem:
@@ -489,8 +490,7 @@ def attempt(measure: Callable[[], float], tolerance: float) -> Outcome:
 
 def relative(found: Tensor, expected: Tensor) -> float:
     """Largest relative error of positive numbers."""
-    error = float(((found.double() - expected).abs() / expected).max())
-    return error if math.isfinite(error) else math.inf
+    return float(((found.double() - expected).abs() / expected).max())
 
 
 class Checks:
@@ -502,36 +502,30 @@ class Checks:
         self.model, self.truth, self.batch, self.vector, self.check = model, truth, batch, vector, check
         self.picked = batch["mask"].bool()
 
-    def norms(self, tier: Any, expected: Tensor) -> float:
-        """Relative error of the norms."""
-        found = score_norms(
+    def scores(self, tier: Any) -> ScoreNorms:
+        """Norms of the marked tokens; `directions` counts for the sketch alone."""
+        return score_norms(
             self.model,
             self.batch["input_ids"],
             self.batch["mask"],
             tier,
             self.batch["attention_mask"],
             TEMPERATURE,
-            check=self.check,
-        )
-        return relative(found.values[self.picked], expected.norm(dim=1))
-
-    def sketch(self) -> float:
-        """Distance of the sketch from the squared norm, in standard errors."""
-        found = score_norms(
-            self.model,
-            self.batch["input_ids"],
-            self.batch["mask"],
-            "sketch",
-            self.batch["attention_mask"],
-            TEMPERATURE,
             directions=DIRECTIONS,
             check=self.check,
         )
+
+    def norms(self, tier: Any, expected: Tensor) -> float:
+        """Relative error of the norms."""
+        return relative(self.scores(tier).values[self.picked], expected.norm(dim=1))
+
+    def sketch(self) -> float:
+        """Distance of the sketch from the squared norm, in standard errors."""
+        found = self.scores("sketch")
         expected = self.truth.full.square().sum(1)
         assert found.std_error is not None
         slack = found.std_error[self.picked].double() + 1e-5 * expected
-        error = float(((found.squared[self.picked].double() - expected).abs() / slack).max())
-        return error if math.isfinite(error) else math.inf
+        return float(((found.squared[self.picked].double() - expected).abs() / slack).max())
 
     def shares(self, method: Any) -> float:
         """Largest error of a token's share of ‖∇L‖², and of their sum, relative to the largest share."""
@@ -551,8 +545,7 @@ class Checks:
             method,
             check=self.check,
         )[self.picked].double()
-        error = max(float((found - expected).abs().max()), abs(float(found.sum()) - 1)) / float(expected.abs().max())
-        return error if math.isfinite(error) else math.inf
+        return max(float((found - expected).abs().max()), abs(float(found.sum()) - 1)) / float(expected.abs().max())
 
     def product(self, mode: Any) -> float:
         """Relative error of one Hessian-vector product."""
@@ -563,8 +556,7 @@ class Checks:
             if self.check != "off":
                 check_products(surface, hessian)
             found = hessian @ self.vector.to(self.model.dtype)
-        error = float((found.double() - self.truth.product).norm() / self.truth.product.norm())
-        return error if math.isfinite(error) else math.inf
+        return float((found.double() - self.truth.product).norm() / self.truth.product.norm())
 
     def run(self, names: tuple[str, ...], tolerance: dict[str, float]) -> dict[str, Outcome]:
         """The outcome of each check; what has no oracle counts as not compared, unless the probe refuses or crashes."""
