@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import pandas as pd
 
@@ -20,6 +20,7 @@ from sharpscope.analysis.claims.base import (
     Rule,
     Source,
     Verdict,
+    against_every,
     difference_estimate,
     directional,
     paired_pictures,
@@ -65,6 +66,25 @@ def at_last_step(study: Study, pairing: Pairing, measure: Measure) -> pd.DataFra
 def _both_at_last_step(measure: Measure, first: Run, second: Run) -> tuple[float | None, float | None] | None:
     step = last_step(first, second)
     return None if step is None else (measure(first, step), measure(second, step))
+
+
+def beats_every(frames: Mapping[str, pd.DataFrame], unit: str, margin: float, noise: Sequence[Source | str]) -> Finding:
+    """Held-out accuracy of the treatment minus that of each rival, from the paired frame and noise of each; it must beat all."""
+    least, evidence = against_every(
+        [directional(f["difference"].to_numpy(), "higher", margin) for f in frames.values()]
+    )
+    strongest = list(frames)[least]
+    return Finding(
+        effect=difference_estimate(
+            f"difference of held-out accuracy against {strongest}", frames[strongest], unit, "", "points"
+        ),
+        n=min(map(len, frames.values())),
+        evidence=evidence,
+        samples=tuple(
+            sample_of(f"held-out accuracy against {name}", frame, "higher", margin, source)
+            for (name, frame), source in zip(frames.items(), noise, strict=True)
+        ),
+    )
 
 
 def test(study: Study) -> Finding:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -22,17 +23,14 @@ from sharpscope.analysis.claims.base import (
     Rule,
     Source,
     Verdict,
-    against_every,
     difference_estimate,
     difference_figure,
-    directional,
     picture,
     present,
     rows_of,
-    sample_of,
     unfinished,
 )
-from sharpscope.analysis.claims.c07_generalization import at_last_step, held_out
+from sharpscope.analysis.claims.c07_generalization import at_last_step, beats_every, held_out
 from sharpscope.analysis.claims.measures import dose_of, last_step, paired_noise
 from sharpscope.analysis.figures.draw import t_interval
 from sharpscope.analysis.figures.style import BLUE, GRAY, Picture, finish, panels, plain, styled
@@ -96,18 +94,13 @@ def test(study: Study) -> Finding:
     doses = {name: _rotation(study, name) for name in names}
     if unmatched := _unmatched(dose, doses):
         return Finding(missing=unmatched, others=others, dose=dose)
-    least, evidence = against_every(
-        [directional(compared[name]["difference"].to_numpy(), "higher", margin) for name in names]
+    finding = beats_every(
+        {name: compared[name] for name in names}, UNIT, margin, [_noise(study, name) for name in names]
     )
-    strongest = names[least]
     pairings = {name: study.pairing(baseline=name) for name in names}
     runs = sorted({run for pairing in pairings.values() for run in pairing.names})
-    return Finding(
-        effect=difference_estimate(
-            f"difference of held-out accuracy against {strongest}", compared[strongest], UNIT, "", "points"
-        ),
-        n=min(len(compared[name]) for name in names),
-        evidence=evidence,
+    return replace(
+        finding,
         confounders=(
             Confounder("size of the dose", f"rotations of the update within a factor of {MATCHED:g}, where recorded"),
             Confounder("spread of the weights", "the same weights shuffled over the tokens of each completion"),
@@ -130,10 +123,6 @@ def test(study: Study) -> Finding:
         ),
         frames={"comparisons": pd.concat([f.assign(rival=name) for name, f in compared.items()], ignore_index=True)},
         dose=dose,
-        samples=tuple(
-            sample_of(f"held-out accuracy against {name}", compared[name], "higher", margin, _noise(study, name))
-            for name in names
-        ),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pandas as pd
@@ -18,17 +19,14 @@ from sharpscope.analysis.claims.base import (
     Rule,
     Source,
     Verdict,
-    against_every,
     difference_estimate,
     difference_figure,
-    directional,
     picture,
     present,
     rows_of,
-    sample_of,
     unfinished,
 )
-from sharpscope.analysis.claims.c07_generalization import at_last_step, held_out
+from sharpscope.analysis.claims.c07_generalization import at_last_step, beats_every, held_out
 from sharpscope.analysis.claims.measures import dose_of, paired_noise
 from sharpscope.analysis.figures.style import Picture
 from sharpscope.analysis.study import GRID, Pair, Pairing, Study, grid_settings, most_common
@@ -95,21 +93,15 @@ def test(study: Study) -> Finding:
             others=others,
         )
     margin = study.terms.margin(NAME, MARGIN)
-    least, evidence = against_every(
-        [directional(frame["difference"].to_numpy(), "higher", margin) for frame in tested.values()]
+    finding = beats_every(
+        {f"{study.baseline} at lr {rate:g}": frame for rate, frame in tested.items()},
+        UNIT,
+        margin,
+        [_noise(study, pairings[rate]) for rate in tested],
     )
-    strongest = list(tested)[least]
     names = sorted({name for rate in tested for name in pairings[rate].names})
-    return Finding(
-        effect=difference_estimate(
-            f"difference of held-out accuracy against {study.baseline} at lr {strongest:g}",
-            tested[strongest],
-            UNIT,
-            "",
-            "points",
-        ),
-        n=min(len(frame) for frame in tested.values()),
-        evidence=evidence,
+    return replace(
+        finding,
         confounders=(
             Confounder("best of several rates", "every rate must be beaten: the largest p counts, so none is selected"),
             Confounder("a rate between those tried", "not handled: the claim is about the rates of the sweep"),
@@ -130,10 +122,6 @@ def test(study: Study) -> Finding:
         ),
         frames={"rates": pd.concat([f.assign(rate=rate) for rate, f in frames.items()], ignore_index=True)},
         dose=dose_of(list(study.alike(study.treatment).values()), study.treatment),
-        samples=tuple(
-            sample_of(f"held-out accuracy against lr {rate:g}", frame, "higher", margin, _noise(study, pairings[rate]))
-            for rate, frame in tested.items()
-        ),
     )
 
 
