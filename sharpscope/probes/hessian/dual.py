@@ -188,6 +188,7 @@ def _checkpointed(layer: nn.Module, direction: dict[int, Tensor], sink: _Sink, a
     inside = False
 
     def forward(*args: Any, **kwargs: Any) -> Any:
+        """The layer's result as dual tensors, through one graph node."""
         nonlocal inside
         if inside:
             return original(*args, **kwargs)
@@ -201,6 +202,7 @@ def _checkpointed(layer: nn.Module, direction: dict[int, Tensor], sink: _Sink, a
         results: list[Any] = []  # [leaves, structure] of the last run, without values
 
         def run(inputs: Sequence[Tensor]) -> list[Tensor]:
+            """Value and tangent of each output, in turn, from those of each input; runs the layer itself."""
             nonlocal inside
             filled = list(leaves)
             for i, value, tangent in zip(places, inputs[::2], inputs[1::2], strict=True):

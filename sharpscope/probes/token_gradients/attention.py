@@ -422,6 +422,8 @@ def _selected(mask: Tensor, indices: Tensor) -> Tensor:
 
 
 def _entry(kind: str) -> Any:
+    """The attention of one kind as a function for the interface of transformers."""
+
     def attention(
         module: torch.nn.Module,
         query: Tensor,
