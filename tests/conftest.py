@@ -33,6 +33,7 @@ TOY = {
     "recording.rotation_every": 10,
     "recording.heldout_influence_every": 0,
     "probes.preset": "off",
+    "probes.check": "off",  # a quarter of so short a run; tests/probes and tests/recording/test_observers.py have it on
 }
 
 MEMORY_DISK = Path("/dev/shm")

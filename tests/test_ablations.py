@@ -86,6 +86,7 @@ def test_the_smoke_size_trains(config: RunConfig, tiny_policy: Path, tmp_path: P
     data = config.model_dump(mode="json")
     data |= {"task": {"kind": "custom", "factory": "tests.toy_task:vowels"}, "out": str(tmp_path), "threads": 1}
     data["policy"]["model"] = str(tiny_policy)
+    data["probes"]["check"] = "off"
     if data["method"]["advantage"]["kind"] == "decoupled":
         data["method"]["advantage"]["weights"] = {"vowels": 1.0}
     outcome = train(RunConfig.model_validate(data))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 import resource
@@ -75,6 +76,11 @@ def describe_device(device: torch.device) -> str:
 
 def versions() -> dict[str, str]:
     """Versions of Python and of the packages that numbers depend on."""
+    return dict(_versions())
+
+
+@functools.cache  # 0.1 s: each is read from the package's metadata
+def _versions() -> dict[str, str]:
     installed = {"python": sys.version.split()[0]}
     for package in PACKAGES:
         try:

@@ -20,7 +20,7 @@ from sharpscope.recording.health import check_finite, check_policy, check_rollou
 from sharpscope.training import train
 from sharpscope.training.checkpoint import checkpoints
 
-QUIET = {"evaluation__every": 0, "steps": 2}
+QUIET = {"evaluation__every": 0, "recording__token_gradients_every": 0, "steps": 2}
 FINE = {"entropy_mean": 1.0, "saturation": 0.5, "clipped_weights": math.nan, "logp_mismatch": 0.0, "memory": 0.1}
 
 
