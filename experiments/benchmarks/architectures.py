@@ -605,7 +605,7 @@ def unchanged(model: PreTrainedModel, before: dict[str, tuple[Tensor, bool]], lo
         return Outcome(WRONG, text="the probes left a gradient or another mode")
     with torch.no_grad():
         if not torch.equal(model(input_ids=ids, use_cache=False).logits, logits):
-            return Outcome(WRONG, text="the logits are others than before the probes")
+            return Outcome(WRONG, text="the probes changed the logits")
     return Outcome(RIGHT, 0.0)
 
 
@@ -625,7 +625,7 @@ def examine(name: str, check: str = "first") -> Report:
         with torch.device("meta"):
             size = sum(p.numel() for p in AutoModelForCausalLM.from_config(copy.deepcopy(config)).parameters())
         if size > MOST_PARAMETERS:
-            report.reason = f"no tiny configuration: {size:,} parameters at the least"
+            report.reason = f"no tiny configuration: {size:,} parameters at least"
             return report
         plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
         slow, dtype = build(config, torch.float64, **plain), torch.float64

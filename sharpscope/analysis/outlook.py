@@ -56,7 +56,7 @@ class Outlook:
     budgeted: bool = False
 
     def line(self) -> str:
-        """In one line."""
+        """The outlook in one line."""
         name = f"{self.claim:<4}{f'({self.version}) ' if self.version else ''}"
         if self.missing:
             return f"{name}untestable: {self.missing}"

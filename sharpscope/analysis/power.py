@@ -125,7 +125,7 @@ class Power:
         return Design(n, own | {name: sizes[name] for name in multiples}, *rates)
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON values."""
+        """The fields as JSON values."""
         return {
             "claim": self.claim,
             "version": self.version,

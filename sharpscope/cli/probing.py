@@ -222,8 +222,7 @@ def _write_tokens(policy: Policy, rows: Sequence[DataRow], spec: ProbesSpec, out
     tokens.to_parquet(out / "tokens.parquet", index=False)
     norms = tokens["score_norm_local"]
     typer.echo(
-        f"{len(tokens)} completion tokens: score norm ‖∇ ln π‖ (local tier) {norms.median():.3g} in the median, "
-        f"{norms.max():.3g} at most"
+        f"{len(tokens)} completion tokens: score norm ‖∇ ln π‖ (local tier) median {norms.median():.3g}, largest {norms.max():.3g}"
     )
     _save([analysis.token_picture(tokens)], out)
 

@@ -433,17 +433,17 @@ class CustomWeight(Weighting):
 
     @property
     def bounded(self) -> bool:
-        """As registered."""
+        """Whether the function is registered with bounds."""
         return self.bounds is not None
 
     @property
     def bounds(self) -> tuple[float, float] | None:
-        """As registered."""
+        """Bounds that the function is registered with."""
         return find_token_weight(self.function).bounds
 
     @property
     def pointwise(self) -> bool:
-        """As registered."""
+        """Whether the function is registered as pointwise."""
         return find_token_weight(self.function).pointwise
 
 
@@ -481,7 +481,7 @@ class _SameBounds(Control):
 
     @property
     def bounds(self) -> tuple[float, float] | None:
-        """Those of the inner weighting."""
+        """Bounds of the inner weighting, where they hold here."""
         return self.inner.bounds if self.bounded else None
 
 

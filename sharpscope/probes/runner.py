@@ -311,7 +311,7 @@ class _Curvatures:
             self._start = surface.start(sub_generator(seed, "start"))
 
     def plain(self, gradient_seconds: float) -> Curvature:
-        """Of the Hessian itself."""
+        """Curvature of the Hessian itself."""
         result = curvature_of(
             self.surface,
             self.settings,
@@ -325,7 +325,7 @@ class _Curvatures:
         return replace(result, seconds_by_part=result.seconds_by_part | {"gradient": gradient_seconds})
 
     def gauss_newton(self) -> list[Estimate]:
-        """Of the Gauss-Newton matrix."""
+        """Rows for the Gauss-Newton matrix."""
         if not self.spec.gauss_newton:
             return []
         settings = replace(self.settings, backend="lanczos")
@@ -365,7 +365,7 @@ class _Curvatures:
 
 
 def _ends(spec: ProbesSpec, *, smallest: bool) -> CurvatureSettings:
-    """Of a variant: the extreme eigenvalues only."""
+    """Settings of a variant: the extreme eigenvalues only."""
     return CurvatureSettings(
         top=1,
         smallest=smallest,

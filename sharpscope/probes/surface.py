@@ -110,7 +110,7 @@ def checked_parameters(parameters: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 @contextmanager
 def working_precision(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Within the block, half-precision tensors are replaced by float32 copies.
+    """Context in which half-precision tensors are replaced by float32 copies.
 
     Perturbations are below the resolution of half precision: rho = 0.05 over 1.5 B parameters moves each by 1.3e-6. The
     original storage is not written to.
@@ -150,7 +150,7 @@ def untouched(parameters: Sequence[Tensor]) -> Iterator[None]:
 
 @contextmanager
 def moved(parameters: Sequence[Tensor], step: Tensor, *, relative_error: float = 0.05) -> Iterator[None]:
-    """Within the block the parameters are θ + step, (P,); afterwards θ in its original storage.
+    """Context in which the parameters are θ + step, (P,); afterwards they are θ in the original storage.
 
     Raises:
         UserError: rounding to the parameters' dtype changes the step by more than `relative_error` of its norm.

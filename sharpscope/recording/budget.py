@@ -52,7 +52,7 @@ class Spent:
     searches: int = 0
 
     def summary(self) -> dict[str, Any]:
-        """For run.json: the share of the run's time that was spent on measuring (without evaluation), and seconds by measure."""
+        """Share of the run's time spent on measuring (without evaluation), and seconds by measure, for run.json."""
         total = sum(self.measuring.values())
         share = total / (total + self.training) if total else 0.0
         return {"share": round(share, 4), "seconds": {name: round(s, 3) for name, s in self.measuring.items()}}

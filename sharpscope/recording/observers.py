@@ -95,7 +95,7 @@ class Observers:
         self.critical_lr: float | None = None  # η_c found last, from which the next line search starts
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint, as JSON."""
+        """State for a checkpoint, as JSON."""
         return self.budget.state() | {"critical_lr": self.critical_lr}
 
     def restore(self, state: Mapping[str, Any]) -> None:

@@ -166,7 +166,7 @@ class Dose:
 
     @property
     def text(self) -> str:
-        """In one sentence."""
+        """The dose in one sentence."""
         if self.rotation is None:
             return f"dose of {self.method}: not recorded (steps.update_rotation)"
         noise = "" if self.noise is None else f", the batch's noise by {self.noise:.3g}°"

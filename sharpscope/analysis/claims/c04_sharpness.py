@@ -102,7 +102,7 @@ def _at_matched_steps(quantity: str, matching: Matching, first: Run, second: Run
 
 
 def _matched(study: Study, pairing: Pairing) -> tuple[str, ...]:
-    """In how many pairs matching selects another step than the last; with few probes it rarely can."""
+    """Notes on the number of pairs in which matching selects another step than the last; with few probes it rarely can."""
     notes = []
     for name, (matching, _) in MATCHED.items():
         other = total = 0

@@ -275,7 +275,7 @@ class _Powers(LogFormatterSciNotation):
 
 
 def _few_ticks(axis: Axis) -> None:
-    """On a logarithmic axis of few decades matplotlib labels minor ticks, one over the other."""
+    """Set ticks whose labels do not overlap; on a logarithmic axis of few decades those of matplotlib do."""
     if type(axis.get_major_formatter()) is LogFormatterSciNotation:
         transform: Any = axis.get_transform()  # logarithmic or symmetric-logarithmic
         axis.set_major_formatter(_Powers(transform.base))

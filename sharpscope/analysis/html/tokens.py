@@ -54,7 +54,7 @@ class Pool:
 
     @property
     def texts(self) -> list[str]:
-        """In the order of their numbers."""
+        """The texts in the order of their numbers."""
         return list(self.numbers)
 
 

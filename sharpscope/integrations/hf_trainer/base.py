@@ -29,7 +29,7 @@ from sharpscope.recording import Observers, StepResult, StepTokens, clip_factor,
 
 @contextmanager
 def own_forward(model: Any) -> Iterator[None]:
-    """Within it, `model.forward` is the model's own; accelerate replaces it by one that computes in bf16 (autocast)."""
+    """Context in which `model.forward` is the model's own; accelerate replaces it by one that computes in bf16 (autocast)."""
     replaced = vars(model).get("forward")
     if replaced is not None and hasattr(model, "_original_forward"):
         model.forward = model._original_forward

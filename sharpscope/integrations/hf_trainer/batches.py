@@ -23,7 +23,7 @@ class Batch:
 
     @property
     def device(self) -> torch.device:
-        """Of the completions and their statistics."""
+        """Device of the completions and their statistics."""
         return self.rollout_batch.rollouts.completion_mask.device
 
 

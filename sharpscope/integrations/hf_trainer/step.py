@@ -37,7 +37,7 @@ class Use:
     correction: Tensor | None  # (n, T), as in TokenLoss
 
     def divided(self, count: int) -> Use:
-        """With coefficients divided by the number of processes, over which DDP and FSDP2 average gradients."""
+        """The same use with coefficients divided by the number of processes, over which DDP and FSDP2 average gradients."""
         return replace(self, tokens=replace(self.tokens, coef=self.tokens.coef / count))
 
 

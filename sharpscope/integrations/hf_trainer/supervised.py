@@ -336,7 +336,7 @@ class SupervisedRecorder(TrainerRecorder):
 
     @contextmanager
     def _watched(self, tokens: _Tokens) -> Iterator[list[str]]:
-        """Within it, the first log-probabilities or loss of the model that have a gradient get a hook; yields which."""
+        """Context that hooks the model's first log-probabilities or loss with a gradient; yields which."""
         seen: list[str] = []
 
         def look(module: Any, args: Any, given: dict[str, Any], output: Any) -> None:
@@ -410,7 +410,7 @@ class _Tokens:
 
 @contextmanager
 def _softmax_seen(pairs: bool, seen: list[str], tokens: _Tokens) -> Iterator[None]:
-    """Within it, the function that TRL's DPO before 1.16 takes log-probabilities from is watched."""
+    """Context that hooks the log-probabilities of the function that TRL's DPO before 1.16 uses."""
     if not pairs:
         yield
         return

@@ -277,7 +277,7 @@ class Trace:
 
 
 def _version(package: str) -> str | None:
-    """Of an installed package; None if it is not there."""
+    """Version of a package; None if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:

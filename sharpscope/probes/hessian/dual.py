@@ -176,7 +176,7 @@ def _add_rows(out: Tensor, ids: Tensor, rows: Tensor, padding: int | None) -> No
 
 @contextmanager
 def _checkpointed(layer: nn.Module, direction: dict[int, Tensor], sink: _Sink, anchor: Tensor) -> Iterator[None]:
-    """Within the block `layer` keeps only the values and tangents of its inputs and is recomputed in the backward pass.
+    """Context in which `layer` keeps only the values and tangents of its inputs and is recomputed in the backward pass.
 
     Inputs are the floating-point tensors among the arguments (also in tuples, lists and mappings) that depend on the parameters;
     outputs are those among the results and those that the layer writes into a mapping among its arguments, as layers with

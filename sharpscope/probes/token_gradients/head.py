@@ -81,7 +81,7 @@ def _blocks(hidden: Tensor, head: Head) -> Iterator[slice]:
 
 
 def _softmax(z: Tensor, y: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Of logits z (C, V), which are overwritten, and words y (C, 1): ln p_y (C,), p (C, V) with 0 at y, 1 − p_y (C,)."""
+    """The numbers ln p_y (C,), p (C, V) with 0 at y, and 1 − p_y (C,) of logits z (C, V), which are overwritten, and words y (C, 1)."""
     if temperature != 1.0:
         z.div_(temperature)
     highest = z.amax(1)

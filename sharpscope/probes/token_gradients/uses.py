@@ -325,7 +325,7 @@ class Recorder(TorchFunctionMode):
 
     @contextmanager
     def gathered(self, index: Tensor) -> Iterator[None]:
-        """Within the block, two-dimensional inputs are at these flat positions (m,)."""
+        """Context in which two-dimensional inputs are at these flat positions (m,)."""
         before, self._index = self._index, index
         try:
             yield
