@@ -364,6 +364,14 @@ class _Updates:
         learner = self.learner
         return self.method.needs_entropy or learner.reference is not None or learner.proximal is not None
 
+    def _moving(self, rows: Tensor, plan: Plan | None) -> Tensor:
+        """(n,) bool on the CPU: whether the loss of `rows` (n,) has a gradient, or is 0 at all weights."""
+        if self.method.needs_entropy or (self.method.kl.coef > 0 and not self.method.kl_in_reward):
+            return torch.ones(len(rows), dtype=torch.bool)
+        if plan is None:  # then no method has a penalty
+            return (self.advantage[rows] != 0).reshape(len(rows), -1).any(1).cpu()
+        return ((plan.advantage[rows] != 0) | (plan.penalty[rows] != 0)).any(1).cpu()
+
     @torch.no_grad()
     def _loss(self, plan: Plan, rows: Tensor, pass_index: int, known: Tensor | None = None) -> Tensor:
         """k·(part of L) of each of the k prompts of some rows at the present weights, (k,) float64 with mean L.
@@ -377,8 +385,7 @@ class _Updates:
         position = {int(row): index for index, row in enumerate(rows)}
         prompts = rollouts.group[rows].unique().cpu()
         total = torch.zeros(len(prompts), dtype=torch.float64)
-        if not self.method.needs_entropy and not (self.method.kl.coef > 0 and not self.method.kl_in_reward):
-            rows = rows[((plan.advantage[rows] != 0) | (plan.penalty[rows] != 0)).any(dim=1).to(rows.device)]
+        rows = rows[self._moving(rows, plan)]
         if not len(rows):
             return total
         _, batches = scorer.split(rollouts, rows)
@@ -438,7 +445,7 @@ class _Updates:
 
         Returns L, what the rows' tokens do and the mean entropy of those that take part (None without a bonus or tokens).
         They are recorded as those of update `index`; with None, nothing is. With `part`, some of the rows, only their terms
-        of L are computed.
+        of L are computed. Groups without an advantage, whose terms are 0, have no backward pass.
         """
         learner, rollouts, scorer = self.learner, self.rollouts, self.learner.scorer
         learner.optimizer.zero_grad(set_to_none=True)
@@ -449,14 +456,22 @@ class _Updates:
         position = {int(row): i for i, row in enumerate(rows)}
         tokens = UpdateTokens.zeros(mask.shape, dtype)
         total, entropy, problem = 0.0, 0.0, None
-        own, batches = scorer.split(rollouts, rows if part is None else part)
+        part = rows if part is None else part
+        groups = rollouts.group.cpu()[part]
+        moving = torch.isin(groups, groups[self._moving(part, self.plan)])
+        if scorer.sharded or not bool(moving.any()):  # all processes run the same passes; gradients are zeros, not None
+            moving = torch.ones_like(moving)
+        own, batches = scorer.split(rollouts, part[moving])
+        still, without_gradient = scorer.split(rollouts, part[~moving]) if index is not None else (own[:0], [])
+        own = torch.cat([own, still])
         idle = scorer.idle_passes(batches)
         try:
-            for micro in batches:
+            for number, micro in enumerate([*batches, *without_gradient]):
                 local = torch.tensor([position[int(row)] for row in micro])
-                loss, nats = self._microbatch(
-                    micro, local, normalizer[local], pass_index, index, tokens, loss_tokens=int(mask.sum())
-                )
+                with torch.set_grad_enabled(number < len(batches)):
+                    loss, nats = self._microbatch(
+                        micro, local, normalizer[local], pass_index, index, tokens, loss_tokens=int(mask.sum())
+                    )
                 total, entropy = total + loss, entropy + nats
         except NonFiniteError as error:  # a token weight, which every process must hear of
             problem = str(error)
@@ -484,9 +499,12 @@ class _Updates:
         tokens: UpdateTokens,
         loss_tokens: int,
     ) -> tuple[float, float]:
-        """Its share of the loss, whose gradient is added to `.grad`, and the sum of its tokens' entropy if the loss needs it."""
-        learner, rows = self.learner, self.rollouts.rows(micro)
-        scored = learner.scorer.score(rows, with_grad=True, stats=self.plan is None, entropy=self.method.needs_entropy)
+        """Its share of the loss, whose gradient is added to `.grad`, and the sum of its tokens' entropy if the loss needs it.
+
+        Without gradients enabled, no gradient is added.
+        """
+        learner, rows, moves = self.learner, self.rollouts.rows(micro), torch.is_grad_enabled()
+        scored = learner.scorer.score(rows, with_grad=moves, stats=self.plan is None, entropy=self.method.needs_entropy)
         logp = scored.logp  # (n, T)
         if scored.stats is None:
             assert self.plan is not None
@@ -496,7 +514,8 @@ class _Updates:
             old = logp.detach()
             tensors = step_tensors(rows, self.advantage[micro], scored.stats, old, self.progress, self.method)
             plan = prepare(self.method, tensors)
-        logp.retain_grad()
+        if moves:
+            logp.retain_grad()
         out = policy_loss(
             self.method,
             plan,
@@ -511,7 +530,8 @@ class _Updates:
             bonus = entropy_bonus(self._entropy_coef, plan, scored.entropy, loss_tokens, pass_index=pass_index)
             loss = loss - bonus
             nats = float(torch.where(plan.pass_mask(pass_index), scored.entropy.detach(), 0.0).sum(dtype=torch.float64))
-        loss.backward()
+        if moves:
+            loss.backward()
         if index is not None:
             coef = torch.zeros_like(logp) if logp.grad is None else logp.grad
             tokens.coef[local] = coef.detach().to("cpu", tokens.coef.dtype)

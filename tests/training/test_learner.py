@@ -19,6 +19,7 @@ from sharpscope.config.method import (
     Sam,
     TruncatedCorrection,
 )
+from sharpscope.config.named_methods import method_names
 from sharpscope.config.training import OptimizerSpec
 from sharpscope.objective import Method, named_method, policy_loss
 from sharpscope.policy import load_policy
@@ -339,6 +340,61 @@ def test_probes_see_the_gradient_that_the_coefficients_belong_to(world):
     torch.testing.assert_close(found, plain, rtol=1e-6, atol=1e-9)
     assert norm == record.plain_norm == pytest.approx(float(plain.norm()))
     assert record.grad_norm == pytest.approx(float(ascended.norm())) != pytest.approx(record.plain_norm, rel=0.01)
+
+
+IDLE = [
+    *(name for name in method_names() if not named_method(name).needs_proximal and name != "papo"),
+    named_method("grpo").model_copy(update={"entropy": FixedEntropyBonus(coef=0.1)}),
+    named_method("grpo").model_copy(update={"kl": Kl(coef=0.1)}),
+    named_method("grpo").model_copy(update={"kl": Kl(coef=0.1, place="reward")}),
+    named_method("grpo").model_copy(update={"sharpness": Sam(rho=0.5)}),
+]
+
+
+@pytest.mark.parametrize("method", IDLE, ids=lambda method: method if isinstance(method, str) else "changed")
+def test_groups_without_an_advantage_have_no_backward_pass_and_change_nothing(world, method, monkeypatch):
+    """Against a backward pass over all groups: gradients, losses and all that is recorded about tokens are equal."""
+    policy, drawn = world
+    idle = drawn.rollouts.group == drawn.rollouts.group[0]
+    drawn = replace(drawn, advantage=torch.where(idle, 0.0, torch.linspace(-1, 1, len(idle), dtype=torch.float64)))
+    value, run, score = method_of(method), [], Scorer.score
+    changes = {"microbatch_tokens": 40}
+    if value.needs_reference:
+        changes["reference"] = copy.deepcopy(policy.model)
+
+    def counted(self, rows, *, with_grad=False, **options):
+        if with_grad:
+            run.append(len(rows))
+        return score(self, rows, with_grad=with_grad, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Scorer, "score", counted)
+        found, learned = gradient(policy, drawn, value, **changes)
+        passes, run = sum(run), []
+        patch.setattr(learner._Updates, "_moving", lambda self, rows, plan: torch.ones(len(rows), dtype=torch.bool))
+        wanted, all_learned = gradient(policy, drawn, value, **changes)
+    has_own_gradient = value.needs_entropy or (value.kl.coef > 0 and not value.kl_in_reward)
+    if value.penalty.kind == "none":  # otherwise some groups may have a penalty
+        share = 1.0 if has_own_gradient else float((~idle).double().mean())
+        assert passes == pytest.approx(share * sum(run))
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-13)
+    for one, other in zip(learned.updates, all_learned.updates, strict=True):
+        assert one.loss == pytest.approx(other.loss, rel=1e-9, abs=1e-13)
+        assert vars(one.summary) == pytest.approx(vars(other.summary), rel=1e-9, abs=1e-13, nan_ok=True)
+    one, other = learned.tokens, all_learned.tokens
+    for mine, theirs in (
+        *zip(one.tensors(stats=True), other.tensors(stats=True), strict=True),
+        *((one.uses, other.uses), (one.uses_low, other.uses_low), (one.uses_high, other.uses_high), (one.kl, other.kl)),
+    ):
+        torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-13)
+
+
+def test_an_update_without_any_advantage_still_has_a_gradient_of_zeros(world):
+    """AdamW's momentum moves the weights also then; a gradient of None would leave them."""
+    policy, drawn = world
+    found, _ = gradient(policy, replace(drawn, advantage=torch.zeros_like(drawn.advantage)))
+    assert len(found) == 1 and float(found[0].abs().max()) == 0.0
 
 
 @pytest.mark.parametrize("name", ["grpo", "dapo", "gmpo", "kl-cov", "entropy"])
