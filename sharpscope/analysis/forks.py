@@ -87,13 +87,18 @@ def fork_differences(forks: pd.DataFrame, margin: float = MARGIN, reference: str
             raise UserError(f"reference {reference!r}: no such arm{nearest(reference, set(rows['arm']))}")
         rows = rows.assign(reference=reference)
     pairs = _paired(rows)
+    places = pairs.groupby(["run", "step"], sort=True)
+    names = dict(zip(places.ngroup(), zip(pairs["run"], pairs["step"], strict=True), strict=True))
+    # Grouped by numbers and without the columns of text, which take most of the time otherwise.
+    numbers = pairs[["both", "change", "predicted", "difference"]].assign(place=places.ngroup())
     result = []
-    for key, group in pairs.groupby(_SERIES, sort=False):
-        several = group["run"].nunique() > 1
+    for key, group in numbers.groupby([pairs[name] for name in _SERIES], sort=False):
+        by_place = [(*names[own["place"].iloc[0]], own) for _, own in group.groupby("place", sort=True)]
+        several = len({run for run, _, _ in by_place}) > 1
         common = dict(zip(_SERIES, key, strict=True))
         outcome = str(common["outcome"])
         states = []
-        for (run, step), own in group.groupby(["run", "step"], sort=True):
+        for run, step, own in by_place:
             used = own[own["both"]]
             label = f"{run}, step {step}" if several else f"step {step}"
             states.append(used)
