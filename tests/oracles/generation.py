@@ -51,7 +51,7 @@ def choose(logp: list[float], u: float, *, greedy: bool, top_p: float, top_k: in
         kept = kept[:top_k]
     if top_p < 1:
         needed, mass, total = 0, 0.0, math.fsum(math.exp(logp[j]) for j in kept)
-        while mass < top_p * total:
+        while mass < top_p * total and needed < len(kept):  # rounding can leave the sum below the total
             mass += math.exp(logp[kept[needed]])
             needed += 1
         kept = kept[:needed]
