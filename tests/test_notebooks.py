@@ -8,6 +8,7 @@ import functools
 import json
 import shutil
 import subprocess
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ def test_a_notebook_runs(notebook: Path, short: bool, tmp_path: Path, monkeypatc
     (tmp_path / "data" / "reference").symlink_to(ROOT / "data" / "reference")  # large, and only read
     (tmp_path / "experiments").symlink_to(ROOT / "experiments")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(subprocess, "run", functools.partial(here, subprocess.run))
     if short:
         load = AutoModelForCausalLM.from_pretrained
