@@ -43,6 +43,7 @@ CASES = {
     },
     "shuffled": {"method": "grpo-sg-shuffled", "method.weight.of.preset": "calibrated", "rollout.temperature": 0.8},
     "covariance": {"method": "clip-cov", "method.tokens.share": 0.1},
+    "flat": {"task.factory": "tests.toy_task:half_flat", "update.mini_batches": 2},  # groups without a backward pass
     "dynamic": {"method": "dapo", "task.factory": "tests.toy_task:half_flat"},
     "sam": {"method": "grpo-sam", "recording.update_attribution": False},
     "token_baseline": {"method": "otb", "update.mini_batches": 2},
