@@ -562,14 +562,27 @@ def every(evidence: Iterable[Evidence]) -> Evidence:
     )
 
 
-def against_every(evidence: Sequence[Evidence]) -> tuple[int, Evidence]:
+def against_every(
+    differences: Sequence[NDArray[np.floating]], direction: Direction, margin: float
+) -> tuple[int, Evidence]:
     """Index of the rival that the treatment is least shown to beat, and the evidence of beating all, with that rival's p.
 
-    Least shown is the largest one-sided p: of rivals that are ahead the smallest two-sided p, else the largest one.
+    Least shown is the largest one-sided p: of rivals that are ahead the smallest two-sided p, else the largest one. Of equal
+    ones, as when every pair points one way, it is the rival that is furthest ahead.
+
+    Args:
+        differences: treatment minus each rival, a value per cluster.
     """
-    p = {k: part.p_supported for k, part in enumerate(evidence) if part.p_supported is not None}
-    least = max(p, key=lambda k: p[k] if evidence[k].as_claimed else 2 - p[k])
-    return least, replace(every(evidence), p_supported=p[least])
+    evidence = [directional(values, direction, margin) for values in differences]
+    sign = 1 if direction == "higher" else -1
+
+    def rank(k: int) -> tuple[float, float]:
+        p = evidence[k].p_supported
+        assert p is not None
+        return p if evidence[k].as_claimed else 2 - p, -sign * float(np.mean(differences[k]))
+
+    least = max(range(len(evidence)), key=rank)
+    return least, replace(every(evidence), p_supported=evidence[least].p_supported)
 
 
 def difference_estimate(

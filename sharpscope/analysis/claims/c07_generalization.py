@@ -70,9 +70,7 @@ def _both_at_last_step(measure: Measure, first: Run, second: Run) -> tuple[float
 
 def beats_every(frames: Mapping[str, pd.DataFrame], unit: str, margin: float, noise: Sequence[Source | str]) -> Finding:
     """Held-out accuracy of the treatment minus that of each rival, from the paired frame and noise of each; it must beat all."""
-    least, evidence = against_every(
-        [directional(f["difference"].to_numpy(), "higher", margin) for f in frames.values()]
-    )
+    least, evidence = against_every([f["difference"].to_numpy() for f in frames.values()], "higher", margin)
     strongest = list(frames)[least]
     return Finding(
         effect=difference_estimate(

@@ -127,7 +127,7 @@ def compared(
         drawn.append(
             pd.DataFrame({"name": f"{arm} − {rival}", "difference": values, "label": f"{NAMES[outcome]}: {unit}"})
         )
-    weakest, evidence = against_every([directional(sample.values, direction, margin) for sample in samples])
+    weakest, evidence = against_every([sample.values for sample in samples], direction, margin)
     by_state = len(samples[0].clusters[0]) == 2
     return Finding(
         effect=estimates[weakest],
