@@ -577,6 +577,7 @@ def against_every(
     sign = 1 if direction == "higher" else -1
 
     def rank(k: int) -> tuple[float, float]:
+        """One-sided p, then how far the rival is ahead."""
         p = evidence[k].p_supported
         assert p is not None
         return p if evidence[k].as_claimed else 2 - p, -sign * float(np.mean(differences[k]))
