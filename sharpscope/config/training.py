@@ -88,10 +88,10 @@ class RecordingSpec(Spec):
         0.08,
         gt=0,
         lt=1,
-        description="Share of the time of generation and training that recording may take. It decides when measures without an interval "
+        description="Share of the run's time, without evaluation, that recording may take. It decides when measures without an interval "
         "(null) are made: at multiples of their default intervals, first sharpness, then shares in half of the rest, then "
-        "the others in equal parts of it. The first and last step and spikes are always measured. The decisions depend on the "
-        "clock; null: no limit, at the default intervals.",
+        "the others in equal parts of it. The first and last step and spikes are always measured, and time is kept for one "
+        "spike a run. The decisions depend on the clock; null: no limit, at the default intervals.",
     )
     rollouts_every: int = Field(1, ge=0, description="Interval of the rollouts table; 0: never [steps].")
     tokens_every: int = Field(1, ge=0, description="Interval of the tokens table; 0: never [steps].")

@@ -1,11 +1,11 @@
 """What a step measures besides its tables: at set intervals, or within a share of the run's time.
 
-`recording.budget` limits the time of everything that is recorded, as a share of the time of generation and training. The
-first and the last step and spikes are always measured. At other steps a measure whose interval is not set is made at
+`recording.budget` limits the time of everything that is recorded, as a share of the run's time without evaluation. The first
+and the last step and spikes are always measured. At other steps a measure whose interval is not set is made at
 multiples of its default interval, doubled until the remaining time suffices, so that the steps measured in different
-runs coincide as far as their budgets allow. Of the time that spikes do not use the surface probes, which come ten times in a
-run, may take all, and the shares of the gradient half of what they leave; the rest is divided equally among the other
-measures, and time that one does not need goes to those after it in `MEASURES`.
+runs coincide as far as their budgets allow. Time is kept for the spikes to come, of which one is expected in a run. Of the rest
+the surface probes, which come ten times in a run, may take all, and the shares of the gradient half of what they leave; what
+remains is divided equally among the other measures, and time that one does not need goes to those after it in `MEASURES`.
 
 Measuring changes nothing that training sees, so these decisions, which depend on the clock, do not change a run. The
 column `scheduled` of the table `steps` stores them; a resumed run repeats those of steps that were recorded before.
@@ -29,6 +29,8 @@ MEASURES = ("surface", "shares", "norms", "rotation", "influence")
 """In the order in which they get time."""
 TABLES = "tables"
 """Name under which the time of writing the tables is counted."""
+SPIKE = "spike"
+"""Name under which the cost of a spike is kept: norms and shares of all groups of an update."""
 CRITICAL = "critical sharpness"
 """Name under which the time of critical sharpness is counted; it is measured with the surface."""
 
@@ -41,7 +43,7 @@ class Spent:
         steps: number of steps.
         training: their time of generation and training.
         measuring: time by measure, that of the tables included.
-        cost: time of the newest measurement of each measure, as at a scheduled step, and the step in which it was made.
+        cost: time of the newest scheduled measurement of each measure, and of the newest spike, with the step of each.
         searches: number of line searches for the critical sharpness, whose time varies with the number of evaluations.
     """
 
@@ -105,16 +107,14 @@ class Budget:
         plan = self._planned(step)
         return " ".join(name for name in MEASURES if name in plan) if self.flexible else None
 
-    def spend(self, measure: str, step: int, seconds: float, usual: float = 1.0) -> None:
-        """Count time spent on a measure in `step` [s].
-
-        `usual` is the share of it that a scheduled measurement takes: less than 1 at a spike, which measures all groups.
-        """
+    def spend(self, measure: str, step: int, seconds: float, *, spike: bool = False) -> None:
+        """Count time spent on a measure in `step` [s], at a spike or as scheduled."""
         spent = self.spent
         spent.measuring[measure] = spent.measuring.get(measure, 0.0) + seconds
         spent.searches += measure == CRITICAL
-        newest, cost = spent.cost.get(measure, (step, 0.0))
-        spent.cost[measure] = (step, seconds * usual + (cost if newest == step else 0.0))
+        kind = SPIKE if spike else measure
+        newest, cost = spent.cost.get(kind, (step, 0.0))
+        spent.cost[kind] = (step, seconds + (cost if newest == step else 0.0))
 
     def end_step(self, step: int, training: float, tables: float) -> None:
         """Count a step's time of generation and training, and that of its tables [s]."""
@@ -179,7 +179,13 @@ class Budget:
         for name in MEASURES:
             if name in self.flexible and self.every[name] and name != "influence":
                 expected += self._cost(name, mean)  # of the last step
-        return budget * (spent.training + mean * steps) - sum(spent.measuring.values()) - expected
+        if self.config.recording.spike_z is not None:  # one spike is expected in a run
+            # Until there is one: all groups of one update take about as long as a sample of each update's.
+            usual = self._cost("norms", mean) + self._cost("shares", mean)
+            expected += spent.cost.get(SPIKE, (0, usual))[1] * steps / self.config.steps
+        # Of recording and training together, so that the share of training is larger.
+        allowed = budget / (1 - budget) * (spent.training + mean * steps)
+        return allowed - sum(spent.measuring.values()) - expected
 
     def _cost(self, measure: str, mean: float) -> float:
         """Expected time of a measurement [s], where a step's generation and training take `mean`."""

@@ -177,17 +177,16 @@ class StepObserver:
             probes = _UpdateProbes(self, update, self.run.view(), sampled=not spike)
             self._seconds += time.perf_counter() - started
             for name in measures:
-                # Most of the time of the influence goes into its held-out gradient, whatever the sample.
-                with self._timed(name, 1.0 if name == "influence" else probes.usual):
+                with self._timed(name, spike=spike and name != "influence"):
                     getattr(probes, name)()
 
     @contextmanager
-    def _timed(self, measure: str, usual: float = 1.0) -> Iterator[None]:
-        """Count the time of a measure; `usual` as in `Budget.spend`."""
+    def _timed(self, measure: str, *, spike: bool = False) -> Iterator[None]:
+        """Count the time of a measure; `spike` as in `Budget.spend`."""
         started = time.perf_counter()
         yield
         seconds = time.perf_counter() - started
-        self.run.budget.spend(measure, self.step, seconds, usual)
+        self.run.budget.spend(measure, self.step, seconds, spike=spike)
         self._seconds += seconds
 
     def fill(self, column: str, measure: Callable[[Check], None]) -> None:
@@ -343,7 +342,6 @@ class _UpdateProbes:
         drawn, share = sample_groups(group, sampled_share(self.config), seeded)
         everything = torch.arange(len(group), device=group.device)
         self.rows, self.probability = (drawn, share) if sampled else (everything, 1.0)
-        self.usual = share / self.probability  # of the time, at a scheduled step
         part = self.part = observer.rollouts.rows(update.rows[self.rows.to(update.rows.device)])
         self.mask = _mask(part)
         self.coef = _wide(part, update.loss_coef[self.rows.to(update.loss_coef.device)].to(part.input_ids.device))
