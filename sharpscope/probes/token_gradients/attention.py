@@ -30,6 +30,8 @@ CUT, FULL, FORWARD = (f"sharpscope_{name}" for name in ("cut", "full", "forward"
 # Rows of P made at once: small enough for a cache, large enough for an efficient matrix product. Where many cotangents
 # share P, smaller blocks skip more of what the causal mask hides.
 QUERY_BLOCK, SHARED_BLOCK = 128, 64
+# Scores of a block of queries in a forward-mode pass: on a CPU they should stay in its cache until their derivative is used.
+SCORE_BYTES = {"cpu": 2**19, "cuda": 2**28}
 
 
 class Call(NamedTuple):
@@ -55,6 +57,12 @@ class Call(NamedTuple):
     def inputs(self) -> tuple[Tensor, ...]:
         """The differentiable inputs: q, k, v and the sinks, if there are any."""
         return (self.q, self.k, self.v) if self.sinks is None else (self.q, self.k, self.v, self.sinks)
+
+    def take(self, rows: slice) -> Call:
+        """The call for some rows."""
+        sinks = None if self.sinks is None else self.sinks[rows]
+        mask = self.mask if self.mask is None or len(self.mask) == 1 else self.mask[rows]
+        return self._replace(q=self.q[rows], k=self.k[rows], v=self.v[rows], sinks=sinks, mask=mask)
 
 
 class Block(NamedTuple):
@@ -337,30 +345,34 @@ def _padded(gradients: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
 def _pushed(call: Call) -> Tensor:
     """Attention of dual tensors, or of tensors that carry tangents."""
     given = [carried(x) for x in call.inputs]
-    if any(tangents is not None for tangents in given):
-        return _pushed_each(call, given)
+    count = next((len(tangents) for tangents in given if tangents is not None), 0)
+    if count:
+        with torch._C.DisableTorchFunction():  # the pass around it need not see these operations
+            return carry(*_push(call, [tangents or [None] * count for tangents in given]))
     parts = [forward_ad.unpack_dual(x) for x in call.inputs]
-    primals = [part.primal for part in parts]
-    scene = look(call._replace(**dict(zip(("q", "k", "v", "sinks"), primals, strict=False))))
-    out = scene.out.view(scene.shape)
-    if all(part.tangent is None for part in parts):
-        return out
-    tangents = [torch.zeros_like(p) if t is None else t for p, t in parts]
-    return forward_ad.make_dual(out, push_forward(scene, *tangents))
+    primals = dict(zip(("q", "k", "v", "sinks"), (part.primal for part in parts), strict=False))
+    out, (tangent,) = _push(call._replace(**primals), [[part.tangent] for part in parts])
+    return out if tangent is None else forward_ad.make_dual(out, tangent)
 
 
-def _pushed_each(call: Call, given: list[Tangents | None]) -> Tensor:
-    """Attention of tensors that carry tangents."""
-    inputs = [x.detach() for x in call.inputs]
-    q, k, v = inputs[:3]
-    scene = look(Call(q, k, v, inputs[3] if len(inputs) > 3 else None, call.mask, call.scale, call.cap))
-    tangents: Tangents = []
-    count = next(len(t) for t in given if t is not None)
-    for moved in zip(*([None] * count if t is None else t for t in given), strict=True):
-        moves = any(t is not None for t in moved)
-        full = [torch.zeros_like(x) if t is None else t for x, t in zip(inputs, moved, strict=True)]
-        tangents.append(push_forward(scene, *full) if moves else None)
-    return carry(scene.out.view(scene.shape), tangents)
+def _push(call: Call, given: list[Tangents]) -> tuple[Tensor, Tangents]:
+    """The output of a call and its tangents, where `given` are those of its inputs; a few rows at a time."""
+    B, H, L, _ = call.q.shape
+    scores = H * min(SHARED_BLOCK, L) * call.k.shape[2] * call.q.element_size()
+    size = max(1, SCORE_BYTES.get(call.q.device.type, SCORE_BYTES["cuda"]) // scores)
+    directions = list(zip(*given, strict=True))
+    outs: list[Tensor] = []
+    pushed: list[list[Tensor]] = [[] for _ in directions]
+    for start in range(0, B, size):
+        rows = slice(start, start + size)
+        some = call.take(rows)
+        scene = look(some, SHARED_BLOCK)
+        outs.append(scene.out.view(scene.shape))
+        for moved, parts in zip(directions, pushed, strict=True):
+            if any(t is not None for t in moved):
+                full = [torch.zeros_like(x) if t is None else t[rows] for x, t in zip(some.inputs, moved, strict=True)]
+                parts.append(push_forward(scene, *full))
+    return torch.cat(outs), [torch.cat(parts) if parts else None for parts in pushed]
 
 
 class Stopped(Exception):  # noqa: N818 - not an error: the forward pass has given what was wanted

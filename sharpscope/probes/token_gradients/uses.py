@@ -54,15 +54,18 @@ DETACHMENTS: set[Any] = {Tensor.detach, torch.detach, Tensor.data.__get__}  # ty
 _HALVES = (torch.float16, torch.bfloat16)
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> list[Tensor]:
     """The tensors in nested tuples, lists and dictionaries."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from tensors_in(item)
-    elif isinstance(value, dict):
-        yield from tensors_in(tuple(value.values()))
+    found, todo = [], [value]
+    while todo:
+        item = todo.pop()
+        if isinstance(item, Tensor):
+            found.append(item)
+        elif isinstance(item, (tuple, list)):
+            todo += reversed(item)
+        elif isinstance(item, dict):
+            todo += reversed(item.values())
+    return found
 
 
 @dataclass

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 
+from sharpscope.probes.token_gradients import attention
 from sharpscope.probes.token_gradients.attention import (
     Call,
     _pushed,
@@ -14,6 +15,7 @@ from sharpscope.probes.token_gradients.attention import (
     pull_back_at,
     pull_back_cut,
 )
+from sharpscope.probes.token_gradients.tangents import carried, carry
 
 B, HEADS, KEY_HEADS, L, D, BEFORE = 2, 4, 2, 11, 6, 3
 
@@ -131,18 +133,30 @@ def test_cut_pull_leaves_out_other_positions_keys_and_values(mask, cap, sinks):
         close(one, total)
 
 
+@pytest.mark.parametrize("at_once", [1, B])
 @CASES
-def test_forward_mode(mask, cap, sinks):
+def test_forward_mode(mask, cap, sinks, at_once, monkeypatch):
     call, _ = case(masks()[mask], cap, sinks)
+    monkeypatch.setitem(attention.SCORE_BYTES, "cpu", at_once * HEADS * L * (BEFORE + L) * 8)
     draw = torch.Generator().manual_seed(2)
-    tangents = tuple(torch.randn(x.shape, generator=draw, dtype=x.dtype) for x in call.inputs)
-    names = ("q", "k", "v", "sinks")[: len(tangents)]
+    tangents = [tuple(torch.randn(x.shape, generator=draw, dtype=x.dtype) for x in call.inputs) for _ in range(2)]
+    names = ("q", "k", "v", "sinks")[: len(tangents[0])]
 
     def of(*inputs):
         return plain(call._replace(**dict(zip(names, inputs, strict=True))))
 
-    _, expected = torch.func.jvp(of, call.inputs, tangents)
+    expected = [torch.func.jvp(of, call.inputs, moved)[1] for moved in tangents]
+    sizes, own = [], attention.look
+    monkeypatch.setattr(attention, "look", lambda some, size: (sizes.append(len(some.q)), own(some, size))[1])
     with torch.no_grad(), forward_ad.dual_level():
-        duals = [forward_ad.make_dual(x.detach(), t) for x, t in zip(call.inputs, tangents, strict=True)]
+        duals = [forward_ad.make_dual(x.detach(), t) for x, t in zip(call.inputs, tangents[0], strict=True)]
         out = _pushed(call._replace(**dict(zip(names, duals, strict=True))))
-        close(forward_ad.unpack_dual(out).tangent, expected)
+        close(forward_ad.unpack_dual(out).tangent, expected[0])
+    assert sizes == [at_once] * (B // at_once)
+    several = [
+        carry(x.detach(), list(moved)) for x, moved in zip(call.inputs, zip(*tangents, strict=True), strict=True)
+    ]
+    found = _pushed(call._replace(**dict(zip(names, several, strict=True))))
+    close(found, plain(call).detach())
+    for one, right in zip(carried(found), expected, strict=True):
+        close(one, right)
