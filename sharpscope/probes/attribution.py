@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import repeat
 from typing import Literal, NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ from sharpscope.errors import UserError
 from sharpscope.probes.guard import guarded
 from sharpscope.probes.token_gradients.central import central_derivative, squared_length
 from sharpscope.probes.token_gradients.forward_mode import NoForwardModeError, pushed_each, pushed_hidden, pushed_logp
-from sharpscope.probes.token_gradients.head import head_chunks, head_gradients
+from sharpscope.probes.token_gradients.head import HeadChunk, head_chunks
 from sharpscope.probes.token_gradients.rows import Rows, make_rows, safe_width, widen
 from sharpscope.probes.token_gradients.self_check import (
     check_derivative,
@@ -32,8 +33,24 @@ from sharpscope.probes.token_gradients.self_check import (
     check_shares,
 )
 from sharpscope.probes.token_gradients.structure import Structure, hidden_states, read_before, structure_of
+from sharpscope.probes.token_gradients.tangents import Keeping
 
 Way = Literal["auto", "forward", "central"]
+
+# Most that the pass of a gradient keeps of its values for a forward-mode pass over the same rows.
+KEPT_BYTES = {"cpu": 512 * 2**20, "cuda": 2 * 2**30}
+
+
+class _Kept(NamedTuple):
+    """Values that the pass of a gradient keeps of a chunk of rows; empty where there was no room.
+
+    Attributes:
+        outputs: of the linear maps, in order.
+        head: of the output layer, in order.
+    """
+
+    outputs: list[Tensor]
+    head: list[HeadChunk]
 
 
 @dataclass(frozen=True)
@@ -77,7 +94,8 @@ def attribute(
         attention_mask: (N, S), 0 on padding; None for no padding.
         temperature: softmax temperature.
         method: `forward` (one forward-mode pass), `central` (two forward passes; needs float32 or float64 weights) or `auto`
-            (forward, or central if a part of the model has no forward-mode derivative).
+            (forward, or central if a part of the model has no forward-mode derivative). Without a direction, forward mode
+            keeps values of the gradient's pass: up to 512 MiB on a CPU, 2 GiB on a GPU.
         check: when to compare the derivatives with autograd, see `score_norms`. Unless off, shares without a direction must
             also sum to 1.
 
@@ -104,13 +122,18 @@ def attribute(
     """
     if coef.shape != input_ids.shape:
         raise UserError(f"coef, shape {tuple(coef.shape)}: must be that of input_ids, {tuple(input_ids.shape)}")
-    along = direction
-    if along is None:
-        along = logp_gradient(model, input_ids, mask, coef, attention_mask, temperature, check=check)
-        squared = squared_length(along)
-        if squared == 0.0:
-            return torch.where(mask.bool(), math.nan, 0.0).to(coef.dtype)
-    derivative = directional_derivative(model, input_ids, mask, along, attention_mask, temperature, method, check=check)
+    with guarded(model, weights=False):
+        rows = _counting(make_rows(model, input_ids, mask, attention_mask, temperature), coef)
+        structure = structure_of(model)
+        along: Sequence[Tensor] | None = direction
+        kept: list[_Kept] = []
+        if along is None:
+            keeps = method != "central" and structure.pushes is not False
+            along = _checked_gradient(model, structure, rows, coef, temperature, check, kept if keeps else None)
+            squared = squared_length(along)
+            if squared == 0.0:
+                return torch.where(mask.bool(), math.nan, 0.0).to(coef.dtype)
+        derivative = _derivatives(model, structure, rows, along, temperature, method, False, check, kept)
     shares = coef.to(derivative.values) * derivative.values
     if direction is not None:
         return shares
@@ -150,50 +173,47 @@ def directional_derivative(
         NoForwardModeError: `forward`, and an operation of the model has no forward-mode derivative.
         CheckError: the derivatives differ from autograd's on this model.
     """
+    with guarded(model, weights=False):
+        rows = make_rows(model, input_ids, mask, attention_mask, temperature)
+        return _derivatives(model, structure_of(model), rows, direction, temperature, method, with_error, check)
+
+
+def _derivatives(
+    model: nn.Module,
+    structure: Structure,
+    rows: Rows,
+    direction: Sequence[Tensor],
+    temperature: float,
+    method: Way,
+    with_error: bool,
+    check: Check,
+    kept: Sequence[_Kept] = (),
+) -> Derivatives:
     if method not in ("auto", "forward", "central"):
         raise UserError(f"method, '{method}': use auto, forward or central")
     if method == "auto":
         try:
-            return directional_derivative(
-                model, input_ids, mask, direction, attention_mask, temperature, "forward", check=check
-            )
+            return _derivatives(model, structure, rows, direction, temperature, "forward", False, check, kept)
         except NoForwardModeError:
             method = "central"
-    with guarded(model, weights=False):
-        rows = make_rows(model, input_ids, mask, attention_mask, temperature)
-        structure = structure_of(model)
-        _check_direction(structure, direction)
-        if method == "central":
-            checked = check_derivative(
-                model,
-                structure,
-                rows,
-                temperature,
-                "central",
-                check,
-                lambda some, along: _central(model, structure, some, along, temperature, False)[0],
-            )
-            values, error = _central(model, structure, rows, direction, temperature, with_error)
-            apart = check_difference(
-                model,
-                structure,
-                rows,
-                values,
-                check,
-                lambda some: _forward(model, structure, some, direction, temperature),
-            )
-            return Derivatives(values, error, "central", checked if apart is None else max(apart, checked or 0.0))
+    _check_direction(structure, direction)
+    if method == "forward":
         structure.require_seen()
-        checked = check_derivative(
-            model,
-            structure,
-            rows,
-            temperature,
-            "forward",
-            check,
-            lambda some, along: _forward(model, structure, some, along, temperature),
-        )
-        return Derivatives(_forward(model, structure, rows, direction, temperature), None, "forward", checked)
+
+    def derivative(some: Rows, along: Sequence[Tensor]) -> Tensor:
+        """Of some rows along another direction."""
+        if method == "central":
+            return _central(model, structure, some, along, temperature, False)[0]
+        return _forward(model, structure, some, along, temperature)
+
+    checked = check_derivative(model, structure, rows, temperature, method, check, derivative)
+    if method == "forward":
+        return Derivatives(_forward(model, structure, rows, direction, temperature, kept), None, "forward", checked)
+    values, error = _central(model, structure, rows, direction, temperature, with_error)
+    apart = check_difference(
+        model, structure, rows, values, check, lambda some: _forward(model, structure, some, direction, temperature)
+    )
+    return Derivatives(values, error, "central", checked if apart is None else max(apart, checked or 0.0))
 
 
 def _blank(structure: Structure, rows: Rows) -> Tensor:
@@ -216,23 +236,30 @@ def _central(
 
 
 def _forward(
-    model: nn.Module, structure: Structure, rows: Rows, direction: Sequence[Tensor], temperature: float
+    model: nn.Module,
+    structure: Structure,
+    rows: Rows,
+    direction: Sequence[Tensor],
+    temperature: float,
+    kept: Sequence[_Kept] = (),
 ) -> Tensor:
+    """Derivatives in forward mode; `kept`: what `_gradient` kept of the same rows."""
     values = _blank(structure, rows)
     by_name = dict(zip(structure.named, direction, strict=True))
     weight = by_name.get(structure.tied or structure.head_weight or "")
     bias = by_name.get(structure.head_bias or "")
-    for chunk in rows.chunks(share=structure.shares):
+    for chunk, known in zip(rows.chunks(share=structure.shares), kept or repeat(_Kept([], [])), strict=False):
         ids = widen(chunk.ids, safe_width(model, chunk.ids.shape[1]))
-        pushed = pushed_each(model, structure, ids, [by_name], before=chunk.before)
+        outputs = known.outputs if ids is chunk.ids else []
+        pushed = pushed_each(model, structure, ids, [by_name], before=chunk.before, kept=outputs)
         if pushed is None:
             hidden, moved = pushed_hidden(model, structure, ids, direction, before=chunk.before)
         else:
             hidden, (moved,) = pushed
         keep = F.pad(chunk.predicts, (0, ids.shape[1] - chunk.ids.shape[1]))
-        chunk.write(
-            values, pushed_logp(hidden[keep], moved[keep], structure.head, chunk.targets, temperature, weight, bias)
-        )
+        hidden, moved = hidden[keep], moved[keep]
+        parts = known.head or head_chunks(hidden, structure.head, chunk.targets, temperature)
+        chunk.write(values, pushed_logp(hidden, moved, parts, weight, bias))
     return values
 
 
@@ -272,61 +299,76 @@ def logp_gradient(
     """
     with guarded(model, weights=False):
         rows = make_rows(model, input_ids, mask, attention_mask, temperature)
-        structure = structure_of(model)
-        check_gradient(
-            model,
-            structure,
-            rows,
-            temperature,
-            check,
-            lambda some, each: _gradient(model, structure, some, each, temperature),
-        )
-        return _gradient(model, structure, rows, coef, temperature)
+        return _checked_gradient(model, structure_of(model), rows, coef, temperature, check)
 
 
-def _gradient(model: nn.Module, structure: Structure, rows: Rows, coef: Tensor, temperature: float) -> list[Tensor]:
-    total = [torch.zeros_like(parameter) for parameter in structure.named.values()]
-    position = {name: i for i, name in enumerate(structure.named)}
+def _checked_gradient(
+    model: nn.Module,
+    structure: Structure,
+    rows: Rows,
+    coef: Tensor,
+    temperature: float,
+    check: Check,
+    kept: list[_Kept] | None = None,
+) -> list[Tensor]:
+    check_gradient(
+        model,
+        structure,
+        rows,
+        temperature,
+        check,
+        lambda some, each: _gradient(model, structure, some, each, temperature),
+    )
+    return _gradient(model, structure, rows, coef, temperature, kept)
+
+
+def _counting(rows: Rows, coef: Tensor) -> Rows:
+    """The rows with only those tokens chosen whose coefficient is not 0."""
     coef = coef.to(rows.ids.device)
-    # Skip rows whose coefficients are all zero.
-    counts = torch.zeros(len(rows), dtype=torch.bool, device=rows.ids.device)
-    counts = ((coef[rows.source].gather(1, rows.place) != 0) & rows.chosen).any(1)
-    for chunk in rows.take(counts.nonzero()[:, 0]).chunks(share=structure.shares) if bool(counts.any()) else []:
-        with torch.enable_grad():
+    return replace(rows, chosen=rows.chosen & (coef[rows.source].gather(1, rows.place) != 0))
+
+
+def _gradient(
+    model: nn.Module,
+    structure: Structure,
+    rows: Rows,
+    coef: Tensor,
+    temperature: float,
+    kept: list[_Kept] | None = None,
+) -> list[Tensor]:
+    """The gradient; `kept` gets the outputs of the linear maps for each chunk of `rows`, while there is room."""
+    total = {name: torch.zeros_like(parameter) for name, parameter in structure.named.items()}
+    head, weight = structure.head, structure.tied or structure.head_weight
+    coef = coef.to(rows.ids.device)
+    room = 0 if kept is None else KEPT_BYTES.get(rows.ids.device.type, KEPT_BYTES["cuda"])
+    for chunk in _counting(rows, coef).chunks(share=structure.shares):
+        with torch.enable_grad(), Keeping(room) as keeping:
             hidden = hidden_states(model, chunk.ids, read_before(model, chunk.before))
-        states, each = hidden.detach()[chunk.predicts], chunk.gathered(coef)
-        output, _ = head_gradients(states, structure.head, chunk.targets, temperature)
-        _add_head_gradient(structure, total, position, states, chunk.targets, each, temperature)
+        states, each = hidden.detach()[chunk.predicts], chunk.gathered(coef)[:, None]
+        known, room = _Kept(keeping.values, []), keeping.room
+        keeps = 8 * len(states) * len(head.weight) < room  # bytes of logits, at most
+        to_states = torch.empty_like(states)
+        for part in head_chunks(states, head, chunk.targets, temperature):
+            factor = each[part.rows].to(part.pull)
+            to_states[part.rows] = part.to_hidden * factor.to(part.to_hidden)
+            if weight is not None:
+                total[weight] += (part.pull.T @ (states[part.rows] * factor)).to(total[weight])
+            if structure.head_bias is not None:
+                total[structure.head_bias] += (factor.T @ part.pull)[0].to(total[structure.head_bias])
+            if keeps:
+                known.head.append(part)
+                room -= part.pull.nbytes
+        if kept is not None:
+            kept.append(known)
         if not hidden.requires_grad:
             continue
         start = torch.zeros_like(hidden)
-        start[chunk.predicts] = output.to_hidden * each[:, None].to(output.to_hidden)
+        start[chunk.predicts] = to_states
         parts = torch.autograd.grad(hidden, list(structure.named.values()), start, allow_unused=True)
-        for target, part in zip(total, parts, strict=True):
-            if part is not None:
-                target.add_(part)
-    return total
-
-
-@torch.no_grad()
-def _add_head_gradient(
-    structure: Structure,
-    total: list[Tensor],
-    position: dict[str, int],
-    states: Tensor,
-    targets: Tensor,
-    each: Tensor,
-    T: float,
-) -> None:
-    weight = structure.tied or structure.head_weight
-    if weight is None and structure.head_bias is None:
-        return
-    for part in head_chunks(states, structure.head, targets, T):
-        pull = part.pull.mul_(each[part.rows, None].to(part.pull))  # (C, V)
-        if weight is not None:
-            total[position[weight]] += (pull.T @ states[part.rows].to(pull)).to(total[position[weight]])
-        if structure.head_bias is not None:
-            total[position[structure.head_bias]] += pull.sum(0).to(total[position[structure.head_bias]])
+        for target, gradient in zip(total.values(), parts, strict=True):
+            if gradient is not None:
+                target.add_(gradient)
+    return list(total.values())
 
 
 def failure_coefficients(mask: Tensor, success: Tensor) -> Tensor:

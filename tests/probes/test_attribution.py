@@ -10,14 +10,17 @@ import torch
 from sharpscope.errors import UserError
 from sharpscope.probes import (
     attribute,
+    attribution,
     directional_derivative,
     failure_coefficients,
     heldout_influence,
     logp_gradient,
     nll_coefficients,
 )
-from sharpscope.probes.token_gradients import central
+from sharpscope.probes.token_gradients import central, rows
+from sharpscope.probes.token_gradients.forward_mode import pushed_each
 from sharpscope.probes.token_gradients.structure import structure_of
+from sharpscope.probes.token_gradients.tangents import Pushing
 from tests.models import ARCHITECTURES, random_batch, tiny_model
 from tests.oracles.token_gradients import aligned, log_probabilities, token_gradients
 
@@ -132,6 +135,39 @@ def test_along_any_direction_without_normalising():
     direction = [torch.randn(p.shape, generator=generator, dtype=torch.float64) for p in model.parameters()]
     expected = along(tokens(model, batch), coef, direction)
     torch.testing.assert_close(run(model, batch, coef, direction), expected, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "gemma2", "gpt_neox"])
+def test_what_a_gradient_keeps_changes_no_share(architecture, monkeypatch):
+    model, batch = tiny_model(architecture), random_batch()
+    coef = coefficients(batch)
+    coef[1] = 0.0
+    expected = shares(model, batch, coef)
+    monkeypatch.setitem(rows.CHUNK_TOKENS, "cpu", 1)  # a row at a time
+    run(model, batch, coef)  # with the checks of a first call
+    passes, recalled = [], []
+    forward, recall = attribution._forward, Pushing._recalled
+    monkeypatch.setattr(attribution, "_forward", lambda *given: (passes.append(given[5]), forward(*given))[1])
+    monkeypatch.setattr(Pushing, "_recalled", lambda *given: (recalled.append(1), recall(*given))[1])
+
+    def kept(room):
+        """Outputs and blocks of logits that were kept of each row."""
+        monkeypatch.setitem(attribution.KEPT_BYTES, "cpu", room)
+        recalled.clear()
+        assert off(run(model, batch, coef), expected) < 1e-6
+        assert len(recalled) == sum(len(known.outputs) for known in passes[-1])
+        return [(len(known.outputs), len(known.head)) for known in passes[-1]]
+
+    count = sum(isinstance(module, torch.nn.Linear) for module in model.base_model.modules())
+    assert kept(2**30) == [(count, 1), (count, 1)]
+    first = passes[-1][0]
+    assert kept(sum(x.nbytes for x in (*first.outputs, first.head[0].pull)) + 1) == [(count, 1), (0, 0)]
+    assert kept(0) == [(0, 0), (0, 0)]
+    along = [dict(model.named_parameters())]
+    assert pushed_each(model, structure_of(model), batch["input_ids"], along) is not None
+    assert (
+        pushed_each(model, structure_of(model), batch["input_ids"], along, kept=first.outputs) is None
+    )  # of other rows
 
 
 def test_only_trainable_parameters_count():

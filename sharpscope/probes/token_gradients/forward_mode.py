@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -10,14 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from sharpscope.errors import UserError
-from sharpscope.policy import Head, bare
+from sharpscope.policy import bare
 from sharpscope.probes.guard import attention_implementation
 from sharpscope.probes.token_gradients import attention as attn
-from sharpscope.probes.token_gradients.head import LOGIT_BYTES
+from sharpscope.probes.token_gradients.head import HeadChunk
 from sharpscope.probes.token_gradients.rows import safe_width, widen
 from sharpscope.probes.token_gradients.structure import Structure, coarser, hidden_states, read_before
 from sharpscope.probes.token_gradients.tangents import NotPushedError, Own, Pushing, Tangents, carried, carry
@@ -137,6 +136,7 @@ def pushed_each(
     *,
     before: Tensor | None = None,
     own: Own | None = None,
+    kept: Sequence[Tensor] = (),
 ) -> tuple[Tensor, list[Tensor]] | None:
     """`pushed_hidden` for several directions at once, and faster; None where this model needs PyTorch's forward mode.
 
@@ -144,6 +144,7 @@ def pushed_each(
         directions: parameter name -> tangent; parameters that are not named stay.
         before: (P,) a beginning that the rows share and `ids` does not hold.
         own: gets what the directions move at each use of a parameter.
+        kept: `Keeping.values` of a pass over these rows, which are not computed again.
     """
     if structure.pushes is None:
         structure.pushes = _pushes(model, structure)
@@ -166,7 +167,7 @@ def pushed_each(
         torch.enable_grad(),
         substituted(model, structure.named, values),
         forward_attention(model, structure),
-        Pushing(len(directions), names, own),
+        Pushing(len(directions), names, own, kept),
     ):
         try:
             out = hidden_states(model, ids, read_before(model, before))
@@ -201,38 +202,22 @@ def _pushes(model: nn.Module, structure: Structure) -> bool:
 
 @torch.no_grad()
 def pushed_logp(
-    hidden: Tensor,
-    moved: Tensor,
-    head: Head,
-    targets: Tensor,
-    temperature: float,
-    weight: Tensor | None,
-    bias: Tensor | None,
+    hidden: Tensor, moved: Tensor, parts: Iterable[HeadChunk], weight: Tensor | None, bias: Tensor | None
 ) -> Tensor:
     """Derivative (M,) of log π of M tokens.
 
-    With u = z/T and its derivative u̇, d log p_y = Σ_{j≠y} p_j (u̇_y − u̇_j), which does not cancel where p_y is
-    near 1.
-
     Args:
         hidden, moved: (M, d) hidden states and their derivative.
+        parts: `head_chunks` of these hidden states.
         weight, bias: (V, d) and (V,) direction of the output layer's parameters, None where they are frozen.
     """
-    V = head.weight.shape[0]
-    size = max(1, LOGIT_BYTES.get(hidden.device.type, LOGIT_BYTES["cuda"]) // (V * max(hidden.element_size(), 4)))
     out = hidden.new_empty(len(hidden), dtype=torch.promote_types(hidden.dtype, torch.float32))
-    for start in range(0, len(hidden), size):
-        h, y = hidden[start : start + size], targets[start : start + size, None]
-        z = head.logits(h)  # (C, V)
-        rate = F.linear(moved[start : start + size], head.weight)
+    for part in parts:
+        h, pull = hidden[part.rows], part.pull
+        rate = torch.linalg.vecdot(moved[part.rows].to(out), part.to_hidden.to(out))
         if weight is not None:
-            rate = torch.addmm(rate, h, weight.to(h).T)
+            rate += torch.linalg.vecdot(h.to(out), (pull.to(h) @ weight.to(h)).to(out))
         if bias is not None:
-            rate = rate + bias.to(h)
-        rate = rate.to(z.dtype) * (head.scale / temperature)
-        if head.soft_cap is not None:
-            rate *= 1 - (z / head.soft_cap).square_()
-        p = torch.softmax(z / temperature, 1)
-        p.scatter_(1, y, 0.0)
-        out[start : start + size] = torch.linalg.vecdot(p, rate.gather(1, y) - rate)
+            rate += (pull @ bias.to(pull)).to(out)
+        out[part.rows] = rate
     return out

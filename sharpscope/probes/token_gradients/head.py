@@ -22,11 +22,13 @@ class HeadChunk:
         rows: which of the M tokens.
         logp: (C,) ln p_y [nats].
         pull: (C, V) ∂ ln p_y/∂a.
+        to_hidden: (C, d) ∂ ln p_y/∂h, in the weight's type.
     """
 
     rows: slice
     logp: Tensor
     pull: Tensor
+    to_hidden: Tensor
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class HeadGradients:
 
 @torch.no_grad()
 def head_chunks(hidden: Tensor, head: Head, targets: Tensor, temperature: float) -> Iterator[HeadChunk]:
-    """Walk over M tokens: hidden (M, d), targets (M,). Each `pull` is overwritten by the next.
+    """Walk over M tokens: hidden (M, d), targets (M,).
 
     1 − p_y is summed over the other words, so it keeps its relative precision when p_y is near 1.
     """
@@ -60,7 +62,7 @@ def head_chunks(hidden: Tensor, head: Head, targets: Tensor, temperature: float)
         pull = p.neg_().scatter_(1, y, rest[:, None]).mul_(head.scale / temperature)
         if slope is not None:
             pull.mul_(slope)
-        yield HeadChunk(rows, logp, pull)
+        yield HeadChunk(rows, logp, pull, pull.to(head.weight.dtype) @ head.weight.detach())
 
 
 @torch.no_grad()
@@ -111,7 +113,7 @@ def head_gradients(
     for chunk in head_chunks(hidden, head, targets, temperature):
         logp[chunk.rows] = chunk.logp
         squared[chunk.rows] = torch.linalg.vecdot(chunk.pull, chunk.pull)
-        to_hidden[chunk.rows] = chunk.pull.to(head.weight.dtype) @ head.weight.detach()
+        to_hidden[chunk.rows] = chunk.to_hidden
         if coupled is not None and words is not None:
             coupled[chunk.rows] = chunk.pull.gather(1, words[chunk.rows])
     weight_squared = squared * torch.linalg.vecdot(hidden.to(dtype), hidden.to(dtype))

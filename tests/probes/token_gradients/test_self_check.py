@@ -107,20 +107,21 @@ def test_a_planted_fault_is_refused_by_name(probe, monkeypatch):
 def test_a_wrong_gradient_and_shares_that_do_not_sum_to_one(monkeypatch):
     model, batch = tiny_model("llama", dtype=torch.float32), random_batch()
     arguments = {**given(batch), "coef": batch["mask"].float()}
-    own = attribution.head_gradients
+    own = attribution.head_chunks
 
-    def planted(*args, **rest):
-        found, coupled = own(*args, **rest)
-        return replace(found, to_hidden=1.05 * found.to_hidden), coupled
+    def planted(*args):
+        return (replace(part, to_hidden=1.05 * part.to_hidden) for part in own(*args))
 
     with monkeypatch.context() as patch:
-        patch.setattr(attribution, "head_gradients", planted)
+        patch.setattr(attribution, "head_chunks", planted)
         with pytest.raises(CheckError, match="probe gradient: differs from plain autograd"):
             logp_gradient(model, **arguments)
         logp_gradient(model, **arguments, check="off")
     assert attribute(model, **arguments).sum() == pytest.approx(1.0, abs=1e-5)
-    monkeypatch.setattr(attribution, "head_gradients", planted)  # after the gradient has passed: only the sum tells
-    with pytest.raises(CheckError, match=r"method forward: attribution shares sum to 0\.\d+ instead of 1"):
+    # After the derivatives have passed only the sum tells.
+    module, name, fault = FAULTS["forward"]
+    monkeypatch.setattr(module, name, fault(getattr(module, name)))
+    with pytest.raises(CheckError, match=r"method forward: attribution shares sum to 1\.\d+ instead of 1"):
         attribute(model, **arguments)
     assert attribute(model, **arguments, check="off").sum() != pytest.approx(1.0, abs=1e-2)
 
