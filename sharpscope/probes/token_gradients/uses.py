@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 Layout = Literal["rows", "flat", "heads", "gathered"]
 Named = list[tuple[str, Tensor]]
 
-GRAM_BLOCK = 48  # rows of a symmetric product made at once: fewer skip more of its mirror image, more run faster
+GRAM_BLOCK = 32  # rows of a symmetric product made at once: fewer skip more of its mirror image, more run faster
 
 _PRODUCTS = {torch.mul, torch.multiply, Tensor.mul, Tensor.__mul__, Tensor.__rmul__}
 _SUMS = {torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__}
@@ -209,7 +209,7 @@ def exact_squares(use: Use, g: Tensor) -> Tensor:
 
 
 def _lower_blocks(gram: Tensor) -> list[Tensor]:
-    """A symmetric matrix (B, L, L) as rows up to the diagonal, `GRAM_BLOCK` at a time, (B, b·stop, 1) each.
+    """A symmetric matrix (B, L, L) as rows up to the diagonal, `GRAM_BLOCK` at a time, (B, 1, b·stop) each.
 
     What stands left of a diagonal block counts twice, for its mirror image too.
     """
@@ -219,7 +219,7 @@ def _lower_blocks(gram: Tensor) -> list[Tensor]:
         stop = min(start + GRAM_BLOCK, L)
         block = gram[:, start:stop, :stop].clone()
         block[..., :start] *= 2
-        blocks.append(block.view(B, -1, 1))
+        blocks.append(block.view(B, 1, -1))
     return blocks
 
 
@@ -227,12 +227,12 @@ def _gram_squares(gram: list[Tensor], b: Tensor) -> Tensor:
     """‖aᵀb‖²_F (n, B) as ⟨aaᵀ, bbᵀ⟩: aaᵀ = `gram` by `_lower_blocks`, b (n, B, L, d_out)."""
     n, B, L, _ = b.shape
     rows = b.reshape(n * B, L, -1)
-    total = gram[0].new_zeros(B, n, 1)
+    total = gram[0].new_zeros(B, 1, n)
     for block, start in zip(gram, range(0, L, GRAM_BLOCK), strict=True):
         stop = min(start + GRAM_BLOCK, L)
         outer = _bmm(rows[:, start:stop], rows[:, :stop].mT).view(n, B, -1)
-        total.baddbmm_(outer.transpose(0, 1), block)
-    return total[..., 0].T
+        total.baddbmm_(block, outer.permute(1, 2, 0))
+    return total[:, 0].T
 
 
 def _product_squares(a: Tensor, b: Tensor) -> Tensor:

@@ -176,7 +176,7 @@ def test_cotangents_are_seen_together_wherever_vmap_puts_them(way, monkeypatch):
     assert seen == [(2, 3, 4), (3, 2, 4), (4, 2, 3), (1, 2, 3, 4)]
 
 
-@pytest.mark.parametrize("length", [1, 47, 48, 49, 100])
+@pytest.mark.parametrize("length", [1, 31, 32, 33, 100])
 def test_a_symmetric_product_in_blocks_is_the_whole_one(length):
     draw = torch.Generator().manual_seed(3)
     a = torch.randn(2, length, 5, generator=draw, dtype=torch.float64)
