@@ -1,8 +1,9 @@
 """Faster backward passes of the operations between matrix products.
 
-For small models, the derivatives of elementwise operations on batched cotangents cost more than the matrix products. Three
+For small models, the derivatives of elementwise operations on batched cotangents cost more than the matrix products. Four
 chains of operations are recognized, by following the tensors from one operation to the next, and get a single derivative each:
-root-mean-square normalization, rotary positions and activation functions. Values are those of the model's own operations.
+root-mean-square normalization, rotary positions, activation functions and their products with a gate. Values are those of the
+model's own operations.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Shortcuts(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.taken = {"norm": 0, "rotation": 0, "activation": 0}
+        self.taken = {"norm": 0, "rotation": 0, "activation": 0, "gate": 0}
         # id of a tensor -> (itself, so that its id stays its own; what it is; of which tensors), the newest few.
         self._known: dict[int, tuple[Tensor, str, tuple[Tensor, ...]]] = {}
 
@@ -50,7 +51,10 @@ class Shortcuts(TorchFunctionMode):
             return out
         if func in _ACTIVATIONS and out is not args[0] and out.shape == args[0].shape:
             self.taken["activation"] += 1
-            return _Known.apply(args[0], out.detach(), _activated(args[0], out))
+            slope = torch.autograd.grad(out, args[0], torch.ones_like(out))[0]  # of an elementwise function
+            known = _Known.apply(_scaled(slope), out.detach(), args[0])
+            self._keep(known, "activated", args[0], slope)
+            return known
         if func in PRODUCTS and len(args) == 2:
             return self._product(args[0], args[1], out)
         if func in SUMS and len(args) == 2:
@@ -95,8 +99,14 @@ class Shortcuts(TorchFunctionMode):
         for x, other in ((a, b), (b, a)):
             if (of := self._is(other, "root")) and of[0] is x:
                 self.taken["norm"] += 1
-                return _Known.apply(x, out.detach(), _normed(out.detach(), other.detach()))
-            if isinstance(x, Tensor) and isinstance(other, Tensor) and not other.requires_grad:
+                return _Known.apply(_normed(out.detach(), other.detach()), out.detach(), x)
+            if not isinstance(x, Tensor) or not isinstance(other, Tensor):
+                continue
+            alike = other.shape == x.shape and other.dtype == x.dtype
+            if (of := self._is(x, "activated")) and other.requires_grad and alike:
+                self.taken["gate"] += 1
+                return _Known.apply(_scaled(of[1] * other.detach(), x.detach()), out.detach(), of[0], other)
+            if not other.requires_grad:
                 if (of := self._is(x, "rotated")) is not None:
                     self._keep(out, "turned", of[0], other)
                 else:
@@ -111,18 +121,18 @@ class Shortcuts(TorchFunctionMode):
             kept, turned = self._is(first, "kept"), self._is(second, "turned")
             if kept and turned and kept[0] is turned[0] and kept[1].shape[-1] == turned[1].shape[-1] == out.shape[-1]:
                 self.taken["rotation"] += 1
-                return _Known.apply(kept[0], out.detach(), _rotated(kept[1], turned[1]))
+                return _Known.apply(_rotated(kept[1], turned[1]), out.detach(), kept[0])
         return out
 
 
-Pull = Callable[[Tensor], Tensor]
+Pull = Callable[[Tensor], tuple[Tensor, ...]]
 
 
 def _normed(y: Tensor, root: Tensor) -> Pull:
     """Y = x·root with root = (mean x² + ε)^(−1/2): dx = root·(g − y·mean(g·y))."""
 
-    def pull(g: Tensor) -> Tensor:
-        return torch.addcmul(g, y, (g * y).mean(-1, keepdim=True), value=-1).mul_(root)
+    def pull(g: Tensor) -> tuple[Tensor]:
+        return (torch.addcmul(g, y, (g * y).mean(-1, keepdim=True), value=-1).mul_(root),)
 
     return pull
 
@@ -131,29 +141,28 @@ def _rotated(cos: Tensor, sin: Tensor) -> Pull:
     """Y = (x₁, x₂)·cos + (−x₂, x₁)·sin: dx = g·cos + ((g·sin)₂, −(g·sin)₁)."""
     half = cos.shape[-1] // 2
 
-    def pull(g: Tensor) -> Tensor:
+    def pull(g: Tensor) -> tuple[Tensor]:
         out, turned = g * cos, g * sin
         out[..., :half] += turned[..., half:]
         out[..., half:] -= turned[..., :half]
-        return out
+        return (out,)
 
     return pull
 
 
-def _activated(x: Tensor, out: Tensor) -> Pull:
-    """An elementwise function; its slope is computed once."""
-    slope = torch.autograd.grad(out, x, torch.ones_like(out))[0]
-    return lambda g: g * slope
+def _scaled(*slopes: Tensor) -> Pull:
+    """An elementwise function of one or several tensors, with its slope in each."""
+    return lambda g: tuple(g * slope for slope in slopes)
 
 
 class _Known(torch.autograd.Function):
-    """A known value whose derivative is a `Pull`."""
+    """A known function of some tensors, given by its value and its `Pull`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, value: Tensor, pull: Pull) -> Tensor:
+    def forward(ctx: Any, pull: Pull, value: Tensor, *inputs: Tensor) -> Tensor:
         ctx.pull = pull
         return value.view_as(value)
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
-        return each(g, lambda all_: (ctx.pull(all_),))[0], None, None
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, None, *each(g, ctx.pull))

@@ -27,6 +27,19 @@ def activated(x, cos, sin):
     return F.silu(x) * F.gelu(x, approximate="tanh") * torch.tanh(x) * torch.sigmoid(x)
 
 
+def gated(x, cos, sin):
+    return F.silu(x) * (x + cos) + (x * sin) * torch.tanh(x)
+
+
+def gated_by_itself(x, cos, sin):
+    y = F.silu(x)
+    return y * y
+
+
+def scaled(x, cos, sin):  # by a constant
+    return F.silu(x) * cos
+
+
 def other_norm(x, cos, sin):  # the root belongs to another tensor
     return x * torch.rsqrt((2 * x).pow(2).mean(-1, keepdim=True) + 1e-3)
 
@@ -46,6 +59,10 @@ def other_turn(x, cos, sin):  # the halves turn the other way
         (normed, "norm", 1),
         (rotated, "rotation", 1),
         (activated, "activation", 4),
+        (activated, "gate", 3),
+        (gated, "gate", 2),
+        (gated_by_itself, "gate", 1),
+        (scaled, "gate", 0),
         (other_norm, "norm", 0),
         (other_mean, "norm", 0),
         (other_turn, "rotation", 0),
@@ -78,6 +95,7 @@ def test_every_architecture_is_recognised(architecture):
     assert found.taken["norm"] == norms
     assert found.taken["rotation"] == (0 if architecture == "gpt2" else 4)
     assert found.taken["activation"] >= 2
+    assert found.taken["gate"] == {"gpt2": 0, "gpt_neox": 0, "qwen2_moe": 10}.get(architecture, 2)
 
 
 def test_threads_keep_the_order_and_give_the_processors_back():
