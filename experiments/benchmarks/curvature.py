@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from sharpscope.errors import UserError
 from sharpscope.policy import Policy, PolicySpec, SamplingSpec, generate, load_policy, render_prompts
 from sharpscope.probes.hessian import Operator, eigenpairs, hutchpp
-from sharpscope.probes.hessian.causal_lm import COARSE_STEPS, LmSurface, lm_surface
-from sharpscope.probes.hessian.dual import replaced_forward
+from sharpscope.probes.hessian.causal_lm import LmSurface, lm_surface
+from sharpscope.probes.hessian.dual import marked_layers, replaced_forward
 from sharpscope.probes.hessian.krylov import Krylov, noisy
 from sharpscope.probes.hessian.pyhessian import pyhessian_estimate
 from sharpscope.probes.objectives import Objective, rollout_batch
@@ -83,8 +83,7 @@ def eigenvalue(batch: Batch, seeds: int = 6, model: str = MODEL) -> dict[str, An
     """Cost until the error of the top eigenvalue is at most that at which PyHessian stops, seed by seed.
 
     Counted alike on both sides: Hessian products, and gradients apart from them. Each side takes the gradient whose graph its
-    products go through; ours takes another for its start, and the start's few rows add their share of products and
-    gradients. Neither side measures a residual.
+    products go through; ours adds the passes of its start. Neither side measures a residual.
     """
     with surface_of(batch, model) as (surface, described):
         hessian = surface.hessian()
@@ -125,7 +124,7 @@ def _reference(surface: LmSurface, hessian: Operator) -> tuple[float, bool]:
         tolerance=1e-4,
         max_products=150,
         capacity=150,
-        start=surface.start(torch.Generator().manual_seed(9_999)),
+        start=surface.start(),
         generator=torch.Generator().manual_seed(10_000),
     )
     return float(found.values[np.abs(found.values).argmax()]), found.converged
@@ -135,20 +134,30 @@ def _lanczos_until(surface: LmSurface, hessian: Operator, exact: float, error: f
     """Cost and relative error of our Lanczos at the first step where its error is at most `error`."""
     generator = torch.Generator().manual_seed(seed)
     space = Krylov(hessian, 200, generator)
-    space.start(noisy(surface.start(generator), hessian, generator))
-    share = surface.start_products / COARSE_STEPS
+    space.start(noisy(surface.start(), hessian, generator))
     while True:
         space.extend()
         values, _, _ = space.ritz()
         reached = abs(float(values[-1] if exact > 0 else values[0]) - exact) / abs(exact)
         if reached <= max(error, 1e-6) or space.size == space.capacity:
-            # Gradients: of the graph and of all rows; of the start's rows the same two.
-            return {
-                "products": space.size + surface.start_products,
-                "gradients": 2 + 2 * share,
-                "error": reached,
-                "steps": space.size,
-            }
+            return {"products": space.size, "gradients": 1 + start_gradients(surface), "error": reached}
+
+
+def start_gradients(surface: LmSurface) -> float:
+    """Cost of the last `surface.start` in gradients of all rows, which are 3 passes of the model each.
+
+    A forward pass of all rows; the derivatives in the activations of the last layer and the output layer, half a backward pass
+    of their share of the parameters; for each row of the tokens used, a forward pass up to the last of them and a backward
+    pass, 2 passes, for each.
+    """
+    layer = marked_layers(surface.backbone)[-1]
+    last = sum(p.numel() for p in layer.parameters()) + surface.head.weight.numel()
+    passes = 1 + last / sum(p.numel() for p in surface.model.parameters())
+    total = float(surface.objective.batch.lengths.sum())
+    for row in {row for row, _ in surface.start_tokens}:
+        places = [t for own, t in surface.start_tokens if own == row]
+        passes += (max(places) + 1) / total * (1 + 2 * len(places))
+    return passes / 3
 
 
 def trace(batch: Batch = PROBED, seeds: int = 6, model: str = MODEL) -> dict[str, Any]:

@@ -181,11 +181,11 @@ def _about_eigenvalues(found: list[dict[str, Any]]) -> list[str]:
         "For each seed PyHessian runs to its own stop; Lanczos is then stopped at the first product where its error is",
         f"no larger. Errors are against converged references (all converged: {'yes' if converged else 'NO'}; rows in",
         f"brackets): {held}; {seeds} seeds each. Both sides are counted alike: each builds its",
-        "gradient's graph once (1 gradient); ours spends as much on a random vector of each row to choose where to start, and makes three",
-        "products of a few rows with at most a quarter of the tokens, which are counted by their share of the tokens, as are",
-        "the two gradients that they need. A gradient is 3 passes of the model, a product through its graph 6, so half a",
-        "product. Neither side measures a residual, and both stop where the comparison wants them to: `curvature` itself goes on until",
-        "residual and value stand still over three products at both ends of the spectrum, and measures each residual by one more.",
+        "gradient's graph once (1 gradient); ours adds, to choose where to start, a forward pass of all rows with the backward pass of",
+        "the last layer, and the gradients of six tokens, counted by their rows' share of the tokens up to the last of them. A gradient",
+        "is 3 passes of the model, a product through its graph 6, so half a product. Neither side measures a residual, and both stop",
+        "where the comparison wants them to: `curvature` itself goes on until residual and value stand still over three products at",
+        "both ends of the spectrum, and measures each residual by one more.",
     ]
 
 

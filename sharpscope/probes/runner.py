@@ -27,7 +27,6 @@ from sharpscope.probes.hessian import (
     adamw_threshold,
     curvature_of,
 )
-from sharpscope.probes.hessian.api import sub_generator
 from sharpscope.probes.hessian.causal_lm import LmSurface, lm_surface
 from sharpscope.probes.objectives import Objective, group_normalized, rollout_batch, staleness
 from sharpscope.probes.parameter_groups import parameter_groups
@@ -308,7 +307,7 @@ class _Curvatures:
         self._start: Tensor | None = None
         if spec.backend == "lanczos" and math.isfinite(at[0]):
             self._hessian = surface.hessian()
-            self._start = surface.start(sub_generator(seed, "start"))
+            self._start = surface.start()
 
     def plain(self, gradient_seconds: float) -> Curvature:
         """Curvature of the Hessian itself."""

@@ -50,7 +50,7 @@ class Surface(Protocol):
         """∇²L(θ) at the parameters' present values, as an operator on (P,)."""
         ...
 
-    def start(self, generator: torch.Generator) -> Tensor | None:
+    def start(self) -> Tensor | None:
         """A starting vector (P,) for Lanczos with large components along sharp directions; None if there is none."""
         ...
 
@@ -217,7 +217,7 @@ class ClosureSurface:
 
         return ClosureHessian(self)
 
-    def start(self, generator: torch.Generator) -> None:
+    def start(self) -> None:
         """None: Lanczos starts at random, since the examples of a closure are not known."""
 
     @contextmanager

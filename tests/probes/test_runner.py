@@ -141,7 +141,7 @@ def test_products_are_checked_as_often_as_asked(monkeypatch, check, times):
 def test_variants_share_one_gradient_and_one_graph(monkeypatch):
     """The plain and the preconditioned Hessian, SAM and slices: one gradient at θ and one graph for all of them.
 
-    The start has a graph of a few rows of its own.
+    Other gradients are of parts of the rows.
     """
     from sharpscope.probes.hessian.causal_lm import LmSurface
 

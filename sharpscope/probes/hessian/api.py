@@ -170,7 +170,7 @@ def curvature_of(
             if settings.density_samples:
                 start = None  # with a random start, the run for the eigenpairs is also the first sample of the density
             elif start is None:
-                start = surface.start(sub_generator(seed, "start"))
+                start = surface.start()
             if start is not None and isinstance(hessian, Scaled):
                 start = hessian.unscaled(start)
             lowest = _eigenvalues(parts, hessian, settings, seed, start)

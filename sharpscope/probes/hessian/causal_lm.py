@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal
+from dataclasses import replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +15,8 @@ from sharpscope.errors import CheckError, UserError
 from sharpscope.policy import backbone, bare, check_head, length_buckets, output_head
 from sharpscope.probes.fingerprint import remembered
 from sharpscope.probes.guard import guarded
+from sharpscope.probes.hessian.dual import marked_layers
 from sharpscope.probes.hessian.head import SelectedLogp, squash
-from sharpscope.probes.hessian.krylov import Krylov, NotFiniteError, noisy
 from sharpscope.probes.hessian.operators import GraphHessian, Operator
 from sharpscope.probes.hessian.streamed import StreamedHessian, scatter
 from sharpscope.probes.objectives import Objective
@@ -23,7 +24,7 @@ from sharpscope.probes.surface import checked_parameters, common_dtype, flatten,
 
 ProductMode = Literal["auto", "graph", "stream"]
 CHECKED_TOKENS = 32  # tokens of the first row whose logits are compared with the model's own
-COARSE_SHARE, COARSE_STEPS = 0.25, 3  # share of the tokens and steps of Lanczos for its starting vector
+START_TOKENS = 6  # tokens whose gradients span Lanczos's starting vector
 
 
 class LmSurface:
@@ -39,7 +40,7 @@ class LmSurface:
         head: the output layer.
         head_mb: memory for blocks of the logits [MiB].
         checked: results of `check_products`, by whether streamed products were checked; shared with derived surfaces.
-        start_products: cost of the last `start` in Hessian products of all rows.
+        start_tokens: row and position of the tokens that the last `start` used.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class LmSurface:
         self.backbone, self.head = backbone(model), output_head(model)
         self._graph_mb, self.head_mb, self._mode, self._tokens = graph_mb, head_mb, mode, microbatch_tokens
         self.microbatches = _microbatches(objective.batch.lengths, microbatch_tokens)
-        self.start_products = 0.0
+        self.start_tokens: list[tuple[int, int]] = []
         self.checked: dict[bool, float] = {}
 
     def restricted(self, parameters: Sequence[Tensor]) -> LmSurface:
@@ -141,71 +142,63 @@ class LmSurface:
                 total += flatten(torch.autograd.grad(share, self.parameters, allow_unused=True), self.parameters)
         return value, total, self.objective.by_prompt(shares)
 
-    def start(self, generator: torch.Generator) -> Tensor:
+    def start(self) -> Tensor:
         """A starting vector for Lanczos with large components along sharp directions, which saves products.
 
-        Row i gets a random vector u_i = Σ_t ξ_t √(|c_t| π_t/(1 − π_t)) ∇log π_t with c = ∂L/∂log π and ξ standard normal. If two
-        words share the probability, its covariance is Σ_t |c_t| J_tᵀ(diag π − ππᵀ)J_t, which for `nll` is the row's part of the
-        Gauss-Newton matrix, and E‖u_i‖² is its trace. (A gradient would mislead: an unlikely token has a large gradient and
-        little curvature. For other objectives the second derivative in log π is neglected.) The rows with the largest ‖u_i‖ are
-        selected, up to a quarter of the tokens. COARSE_STEPS steps of Lanczos on their Hessian from a new Σ u_i give Ritz pairs
-        (θ_k, y_k), and the start is Σ ±θ_k² y_k with random signs. If no row is short enough, it is Σ u_i over all rows.
+        With c = ∂L/∂log π and w_t² = |c_t| π_t/(1 − π_t), Σ_t w_t² ∇log π_t ∇log π_tᵀ is the Gauss-Newton matrix of `nll` if two
+        words share the probability. A few tokens with large w_t ‖∇log π_t‖ dominate it. START_TOKENS of them are selected, and the
+        start is the first eigenvector of their part, Σ_t a_t w_t ∇log π_t with a the first eigenvector of the Gram matrix. (The
+        plain gradient would mislead: an unlikely token has a large gradient and little curvature. For other objectives the second
+        derivative in log π is neglected.)
 
-        The cost is one gradient of all rows and one of the selected rows, row by row, and `start_products` products.
+        They are selected by the norm of ∂(Σ_s w_s log π_s)/∂x_t, with x_t the last layer's input where token t is predicted, which
+        takes a forward pass and the backward pass of one layer. The start is 0 if the model does not mark its layers or a gradient
+        is not finite; Lanczos then starts at random.
         """
-        batch = self.objective.batch
-        whole, norms = self._curved(generator)
-        chosen = self._coarse(norms)
-        self.start_products = 0.0
-        if len(chosen) == 0:
-            return whole
-        coarse = self.over(self.objective.rows(chosen))
-        first, _ = coarse._curved(generator)
-        if not (bool(first.isfinite().all()) and float(first.norm()) > 0):
-            return whole
-        space = Krylov(coarse.hessian(), COARSE_STEPS, generator)
-        space.start(noisy(first, space.operator, generator))
-        try:
-            while space.size < space.capacity:
-                space.extend()
-        except NotFiniteError:
-            return whole  # Lanczos on all rows will report it
-        self.start_products = space.size * float(batch.lengths[chosen].sum()) / float(batch.lengths.sum())
-        values, coefficients, _ = space.ritz()
-        signs = (torch.randint(0, 2, (len(values),), generator=generator) * 2 - 1).numpy()
-        return space.vectors((coefficients @ (values**2 * signs))[:, None])[0]
+        weight, score = self._sharp()
+        best = score.flatten().topk(min(START_TOKENS, score.numel())).indices.tolist()
+        tokens = [divmod(place, score.shape[1]) for place in best]
+        self.start_tokens = sorted((row, t) for row, t in tokens if float(score[row, t]) > 0)
+        gradients = []
+        for row in sorted({row for row, _ in self.start_tokens}):
+            places = [t for own, t in self.start_tokens if own == row]
+            batch = self.objective.batch.rows(torch.tensor([row], device=score.device))
+            # Later tokens of the row have no effect.
+            batch = replace(batch, lengths=torch.full_like(batch.lengths, places[-1] + 1))
+            each = torch.zeros(len(places), 1, places[-1] + 1, dtype=weight.dtype, device=weight.device)
+            for number, t in enumerate(places):
+                each[number, 0, t] = weight[row, t]
+            few = self.over(replace(self.objective, batch=batch))
+            gradients += few.pull_back(torch.zeros_like(batch.lengths), list(each))
+        nothing = flatten([None] * len(self.parameters), self.parameters)
+        if not gradients:
+            return nothing
+        spanning = torch.stack(gradients)  # (n, P)
+        gram = (spanning @ spanning.T).double()
+        if not bool(gram.isfinite().all()):
+            return nothing
+        return torch.linalg.eigh(gram).eigenvectors[:, -1].to(spanning) @ spanning
 
-    def _coarse(self, norms: Tensor) -> Tensor:
-        """The rows with the largest norms (N,) that fit into a quarter of the tokens, in order."""
-        lengths = self.objective.batch.lengths.tolist()
-        left, chosen = COARSE_SHARE * sum(lengths), []
-        for row in norms.argsort(descending=True, stable=True).tolist():
-            if lengths[row] <= left and float(norms[row]) > 0:
-                chosen.append(row)
-                left -= lengths[row]
-        return torch.tensor(sorted(chosen), dtype=torch.long, device=self.objective.batch.lengths.device)
-
-    def _curved(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Σ u_i (P,) over all rows and ‖u_i‖ (N,), see `start`; one row at a time to save memory."""
-
-        def coefficient(index: Tensor, logp: Tensor) -> list[Tensor]:
-            """√(|∂L/∂ log π|·π/(1 − π)) of each token, times a standard normal number."""
-            given = logp.detach().requires_grad_()
-            share = self.objective.share(index, given, width=given.shape[1])
-            pull = torch.autograd.grad(share, given)[0].abs()
-            odds = 1 / torch.expm1(-logp.detach()).clamp_min(rounding)  # π/(1 − π)
-            normal = torch.randn(logp.shape, generator=generator, dtype=torch.float64).to(logp.device)
-            return [(pull * odds).sqrt() * normal]
-
+    def _sharp(self) -> tuple[Tensor, Tensor]:
+        """w_t and the norm that selects tokens, see `start`; (N, S) both, 0 outside the scored tokens."""
+        scored = self.objective.batch.scored
+        weight = torch.zeros(scored.shape, dtype=torch.float64, device=scored.device)
+        score = torch.zeros_like(weight)
         # Logits are of the order of ten, so a smaller 1 − π is rounding.
         rounding = 16 * torch.finfo(common_dtype(self.parameters)).eps
-        lengths = self.objective.batch.lengths
-        total, norms = flatten([None] * len(self.parameters), self.parameters), []
-        for row in torch.arange(len(lengths), device=lengths.device).split(1):
-            pulled = self._pulled([row], coefficient, 1)[0]
-            norms.append(float(pulled.double().norm()))
-            total += pulled
-        return total, torch.tensor(norms, dtype=torch.float64)
+        layers = marked_layers(self.backbone)
+        for index in self.microbatches if layers else []:
+            with _entering(layers[-1]) as entered:
+                logp = self._logp(index)
+            given = logp.detach().requires_grad_()
+            share = self.objective.share(index, given, width=given.shape[1])
+            (pull,) = torch.autograd.grad(share, given)
+            odds = 1 / torch.expm1(-given.detach()).clamp_min(rounding)  # π/(1 − π)
+            own = (pull.abs() * odds).sqrt() * scored[index, : given.shape[1]]
+            (arriving,) = torch.autograd.grad(logp, entered[-1], own)  # (n, width, d)
+            weight[index, : given.shape[1]] = own
+            score[index, 1 : given.shape[1]] = arriving[:, :-1].double().norm(dim=-1)
+        return weight, score.nan_to_num(0.0, 0.0, 0.0) * (weight > 0)
 
     def pull_back(self, rows: Tensor, coefficients: Sequence[Tensor]) -> list[Tensor]:
         """Σ c_it ∇log π_it over the scored tokens of some rows, (P,) for each c (N, S), with one forward pass."""
@@ -299,6 +292,24 @@ class LmSurface:
             gradients = torch.autograd.grad(share, self.parameters, create_graph=True, allow_unused=True)
         del gradients
         return sum(held.values()) / float(self.objective.batch.lengths[index].max())
+
+
+@contextmanager
+def _entering(layer: nn.Module) -> Iterator[list[Tensor]]:
+    """Context that cuts the graph at a layer's input, and a list that receives the input, a leaf."""
+    entered: list[Tensor] = []
+
+    def cut(_: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The layer's arguments with a leaf for the hidden states, the first of them."""
+        hidden = (args[0] if args else named["hidden_states"]).detach().requires_grad_()
+        entered.append(hidden)
+        return ((hidden, *args[1:]), named) if args else (args, named | {"hidden_states": hidden})
+
+    handle = layer.register_forward_pre_hook(cut, with_kwargs=True)
+    try:
+        yield entered
+    finally:
+        handle.remove()
 
 
 @contextmanager

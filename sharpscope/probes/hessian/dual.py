@@ -48,7 +48,7 @@ class DualBody:
     def __init__(self, backbone: nn.Module, parameters: Sequence[Tensor], *, checkpoint: bool) -> None:
         self._backbone = backbone
         wanted = {id(parameter) for parameter in parameters}
-        self._layers = _layers(backbone) if checkpoint else []
+        self._layers = marked_layers(backbone) if checkpoint else []
         cut = {id(layer) for layer in self._layers}
         prefixes = tuple(
             f"{name}." for name, module in backbone.named_modules(remove_duplicate=False) if id(module) in cut
@@ -129,7 +129,8 @@ class _Sink:
                 self._out[id(parameter)].add_(gradient)
 
 
-def _layers(backbone: nn.Module) -> list[nn.Module]:
+def marked_layers(backbone: nn.Module) -> list[nn.Module]:
+    """The layers that the architecture marks for checkpointing, in order; none inside another."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     layers = [module for module in backbone.modules() if isinstance(module, GradientCheckpointingLayer)]

@@ -33,7 +33,7 @@ def test_with_a_density_the_eigenpairs_start_at_random(monkeypatch):
     theta, loss = quadratic(torch.diag(values))
     start = torch.zeros(400, dtype=torch.float64)
     start[1] = 1.0
-    monkeypatch.setattr(ClosureSurface, "start", lambda surface, generator: start)
+    monkeypatch.setattr(ClosureSurface, "start", lambda surface: start)
     found = {
         samples: sharpscope.curvature(
             loss, [theta], smallest=False, tolerance=0.01, trace_probes=0, density_samples=samples

@@ -1,116 +1,117 @@
-"""Where Lanczos starts on a causal language model: vectors from the binary Gauss-Newton matrix, against loops over autograd."""
+"""Where Lanczos starts on a causal language model: the sharpest tokens' part of the Gauss-Newton matrix, against loops over autograd."""
 
 from __future__ import annotations
-
-import itertools
 
 import pytest
 import torch
 
-from sharpscope.probes.hessian import CurvatureSettings, curvature_of
-from sharpscope.probes.hessian.causal_lm import lm_surface
+from sharpscope.probes.hessian import CurvatureSettings, causal_lm, curvature_of
+from sharpscope.probes.hessian.causal_lm import START_TOKENS, LmSurface, lm_surface
 from sharpscope.probes.objectives import OBJECTIVES, Objective, token_batch
 from tests.models import random_batch, tiny_model
 from tests.probes.small_lm import SMALL, VOCAB, objective, small_model
 
+NO_TRACE = CurvatureSettings(trace_probes=0, density_samples=0)
 
-def curved(surface, generator) -> torch.Tensor:
-    """(N, P) each row's Σ_t ξ_t √(|∂L/∂log π_t| π_t/(1 − π_t)) ∇log π_t, token by token through the whole model."""
+
+def weights(surface) -> torch.Tensor:
+    """(N, S) √(|∂L/∂log π| π/(1 − π)) of the scored tokens, 0 elsewhere."""
     logp = surface.logp().requires_grad_()
-    rows, width = logp.shape
-    loss = surface.objective.share(torch.arange(rows), logp, width=width)
+    loss = surface.objective.share(torch.arange(len(logp)), logp, width=logp.shape[1])
     (pull,) = torch.autograd.grad(loss, logp)
-    found = []
-    for i, length in enumerate(surface.objective.batch.lengths.tolist()):
-        normal = torch.randn(1, length, generator=generator, dtype=torch.float64)[0]
-        ids = surface.objective.batch.input_ids[i : i + 1, :length]
-        z = surface.model(input_ids=ids).logits[0].double() / surface.objective.temperature
-        total = torch.zeros(sum(p.numel() for p in surface.parameters), dtype=torch.float64)
-        for t in surface.objective.batch.scored[i].nonzero()[:, 0].tolist():
-            one = torch.log_softmax(z[t - 1], -1)[ids[0, t]]
-            p = float(one.detach().exp())
-            g = torch.autograd.grad(one, surface.parameters, retain_graph=True, allow_unused=True)
-            flat = torch.cat(
-                [
-                    torch.zeros_like(q).flatten() if d is None else d.flatten()
-                    for d, q in zip(g, surface.parameters, strict=True)
-                ]
-            )
-            total += float(normal[t]) * float(pull[i, t].abs() * p / (1 - p)) ** 0.5 * flat
-        found.append(total)
-    return torch.stack(found)
+    p = logp.detach().exp()
+    return torch.where(surface.objective.batch.scored, (pull.abs() * p / (1 - p)).sqrt(), 0.0)
 
 
+def token_gradients(surface) -> tuple[dict[tuple[int, int], torch.Tensor], torch.Tensor]:
+    """∇log π (P,) of each scored token, through the whole model, and the norms (N, S) of Σ_s w_s ∂log π_s/∂x_t at the embeddings."""
+    batch, weight = surface.objective.batch, weights(surface)
+    found, norms = {}, torch.zeros_like(weight)
+    for row, length in enumerate(batch.lengths.tolist()):
+        ids, places = batch.input_ids[row : row + 1, :length], batch.scored[row].nonzero()[:, 0].tolist()
+        embedded = surface.model.get_input_embeddings()(ids).detach().requires_grad_()
+        for at in ({"input_ids": ids}, {"inputs_embeds": embedded}):
+            z = surface.model(**at).logits[0].double() / surface.objective.temperature
+            logp = {t: torch.log_softmax(z[t - 1], -1)[ids[0, t]] for t in places}
+            if "input_ids" in at:
+                for t, one in logp.items():
+                    g = torch.autograd.grad(one, surface.parameters, retain_graph=True, allow_unused=True)
+                    parts = [
+                        torch.zeros_like(q) if d is None else d for d, q in zip(g, surface.parameters, strict=True)
+                    ]
+                    found[row, t] = torch.cat([part.flatten() for part in parts])
+            else:
+                (arriving,) = torch.autograd.grad(sum(float(weight[row, t]) * logp[t] for t in places), embedded)
+                for t in places:
+                    norms[row, t] = arriving[0, t - 1].norm()
+    return found, norms
+
+
+@pytest.mark.parametrize("microbatch_tokens", [8, 4096])
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_lanczos_starts_from_ritz_vectors_of_the_few_rows_with_the_most_curvature(name):
+def test_lanczos_starts_from_the_first_eigenvector_of_the_sharpest_tokens(name, microbatch_tokens):
     model, batch = small_model(), random_batch(vocab=VOCAB, rows=9, prompt=3, completion=4)
-    with lm_surface(model, objective(name, batch)) as surface:
-        generator, lengths = torch.Generator().manual_seed(3), surface.objective.batch.lengths
-        norms = curved(surface, generator).norm(dim=1)
-        left, chosen = 0.25 * float(lengths.sum()), []
-        for row in norms.argsort(descending=True).tolist():
-            if int(lengths[row]) <= left:
-                chosen.append(row)
-                left -= int(lengths[row])
-        assert 1 < len(chosen) < 5
-        few = surface.over(surface.objective.rows(torch.tensor(sorted(chosen))))
-        start = surface.start(torch.Generator().manual_seed(3))
-        assert surface.start_products == pytest.approx(3 * float(lengths[chosen].sum()) / float(lengths.sum()))
-        # The same draws: one number a token of all rows, one for each of the chosen rows, the noise.
-        first = curved(few, generator).sum(0)
-        noise = torch.randn(len(start), generator=generator, dtype=torch.float64)
-        first = first / first.norm() + 0.05 * noise / noise.norm()
-        hessian = few.hessian()
-        second = hessian @ first
-        basis = torch.linalg.qr(torch.stack([first, second, hessian @ second]).T).Q
-        values, vectors = torch.linalg.eigh(basis.T @ torch.stack([hessian @ column for column in basis.T]).T)
-    torch.testing.assert_close(((basis @ vectors).T @ start).abs(), values**2)
-    torch.testing.assert_close(basis @ (basis.T @ start), start)
+    with lm_surface(model, objective(name, batch), microbatch_tokens=microbatch_tokens) as surface:
+        start, weight = surface.start(), weights(surface)
+        gradients, norms = token_gradients(surface)  # the only layer reads the embeddings
+        chosen = sorted(gradients, key=lambda token: -float(norms[token]))[:START_TOKENS]
+        assert surface.start_tokens == sorted(chosen) and len({row for row, _ in chosen}) > 2
+    spanning = torch.stack([weight[token] * gradients[token] for token in chosen])
+    values, vectors = torch.linalg.eigh(spanning.T @ spanning)
+    assert float(values[-1]) > 1.05 * float(values[-2])
+    torch.testing.assert_close(start.norm() ** 2, values[-1])
+    torch.testing.assert_close((vectors[:, -1] @ start).abs(), start.norm())
 
 
-def test_where_no_row_is_short_enough_lanczos_starts_from_a_draw_of_all_rows():
-    model, batch = small_model(), random_batch(vocab=VOCAB, rows=2, prompt=3, completion=4)
-    with lm_surface(model, objective("surrogate", batch), microbatch_tokens=8) as surface:
-        start = surface.start(torch.Generator().manual_seed(4))
-        torch.testing.assert_close(start, curved(surface, torch.Generator().manual_seed(4)).sum(0))
-        assert surface.start_products == 0
-
-
-def test_with_two_words_the_draws_have_the_gauss_newton_matrix_as_their_covariance(monkeypatch):
-    """Σ over the tokens' numbers, each 1 in turn and all others 0, of ⟨Σ u_i, v⟩² is vᵀGv: no sampling."""
+def test_with_two_words_all_tokens_together_are_the_gauss_newton_matrix():
+    """vᵀGv = Σ_t w_t² ⟨∇log π_t, v⟩²."""
     model, batch = tiny_model("qwen2", vocab=2, **SMALL), random_batch(vocab=VOCAB, rows=3, prompt=3, completion=4)
     batch["input_ids"] %= 2
     with torch.no_grad():
         model.get_output_embeddings().weight.mul_(6)  # probabilities from near 0 to near 1
-    generator = torch.Generator().manual_seed(5)
     with lm_surface(model, objective("nll", batch)) as surface:
         logp = surface.logp()[surface.objective.batch.scored]
         assert float(logp.min()) < -2 and float(logp.max()) > -0.1
         product = surface.gauss_newton()
-        vector = torch.randn(product.size, generator=generator, dtype=torch.float64)
-        expected = float(vector @ (product @ vector))
-        found = 0.0
-        for row, length in enumerate(surface.objective.batch.lengths.tolist()):
-            for place in range(length):
-                calls = itertools.count()
-
-                def one(shape, row=row, place=place, calls=calls, **rest):
-                    numbers = torch.zeros(shape, dtype=torch.float64)
-                    if next(calls) == row:
-                        numbers[0, place] = 1.0
-                    return numbers
-
-                with monkeypatch.context() as patch:
-                    patch.setattr(torch, "randn", one)
-                    found += float(surface._curved(generator)[0] @ vector) ** 2
-    assert found == pytest.approx(expected, rel=1e-5)
+        vector = torch.randn(product.size, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+        weight, _ = surface._sharp()
+        gradients, _ = token_gradients(surface)
+        found = sum(float(weight[token] * (g @ vector)) ** 2 for token, g in gradients.items())
+        assert found == pytest.approx(float(vector @ (product @ vector)), rel=1e-5)
 
 
 def test_lanczos_starts_at_random_where_every_gradient_is_zero():
     model, batch = small_model(), random_batch(vocab=VOCAB, rows=9, prompt=3, completion=4)
     tokens = token_batch(batch["input_ids"], batch["attention_mask"], batch["mask"], reward=torch.zeros(9))
-    settings = CurvatureSettings(trace_probes=0, density_samples=0)
     with lm_surface(model, Objective("expected_failure", tokens)) as surface:
-        assert float(surface.start(torch.Generator().manual_seed(0)).norm()) == 0
-        found = curvature_of(surface, settings)
+        assert float(surface.start().norm()) == 0 and surface.start_tokens == []
+        found = curvature_of(surface, NO_TRACE)
     assert found.converged and (found.largest, found.smallest, found.gradient_norm) == (0, 0, 0)
+
+
+def test_lanczos_starts_at_random_if_layers_are_not_marked_or_gradients_overflow(monkeypatch):
+    model, batch = small_model(), random_batch(vocab=VOCAB, rows=3, prompt=3, completion=4)
+    with lm_surface(model, objective("nll", batch)) as surface:
+        expected = curvature_of(surface, NO_TRACE).largest
+        for owner, name, value in (
+            (causal_lm, "marked_layers", lambda backbone: []),
+            (LmSurface, "pull_back", lambda self, *_: [torch.full((surface.hessian().size,), torch.inf)]),
+        ):
+            with monkeypatch.context() as patch:
+                patch.setattr(owner, name, value)
+                start = surface.start()
+                assert start.shape == (surface.hessian().size,) and float(start.norm()) == 0
+                assert curvature_of(surface, NO_TRACE).largest == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_start_needs_no_gradient_of_the_layers_below():
+    """As where only the output layer is trained."""
+    model, batch = small_model(), random_batch(vocab=VOCAB, rows=3, prompt=3, completion=4)
+    with lm_surface(model, objective("nll", batch)) as surface:
+        head = surface.restricted([model.get_output_embeddings().weight])
+        whole, _ = token_gradients(surface)
+        own, _ = token_gradients(head)
+        weight, start = weights(head), head.start()
+        assert start.shape == next(iter(own.values())).shape != next(iter(whole.values())).shape
+        spanning = torch.stack([weight[token] * own[token] for token in head.start_tokens])
+    torch.testing.assert_close(start.norm() ** 2, torch.linalg.eigvalsh(spanning @ spanning.T)[-1])
