@@ -85,7 +85,7 @@ class RecordingSpec(Spec):
     """What is written to the traces and at which interval."""
 
     budget: float | None = Field(
-        0.08,
+        0.075,
         gt=0,
         lt=1,
         description="Share of the run's time, without evaluation, that recording may take. It decides when measures without an interval "
