@@ -170,14 +170,16 @@ class LmSurface:
                 each[number, 0, t] = weight[row, t]
             few = self.over(replace(self.objective, batch=batch))
             gradients += few.pull_back(torch.zeros_like(batch.lengths), list(each))
-        nothing = flatten([None] * len(self.parameters), self.parameters)
+        start = flatten([None] * len(self.parameters), self.parameters)
         if not gradients:
-            return nothing
-        spanning = torch.stack(gradients)  # (n, P)
-        gram = (spanning @ spanning.T).double()
+            return start
+        # Not as one matrix, which would be a second copy of all gradients.
+        gram = torch.stack([torch.stack([one @ other for other in gradients]) for one in gradients]).double()  # (n, n)
         if not bool(gram.isfinite().all()):
-            return nothing
-        return torch.linalg.eigh(gram).eigenvectors[:, -1].to(spanning) @ spanning
+            return start
+        for share, gradient in zip(torch.linalg.eigh(gram).eigenvectors[:, -1].tolist(), gradients, strict=True):
+            start.add_(gradient, alpha=share)
+        return start
 
     def _sharp(self) -> tuple[Tensor, Tensor]:
         """w_t and the norm that selects tokens, see `start`; (N, S) both, 0 outside the scored tokens."""
