@@ -435,7 +435,7 @@ class PromptQuadratics:
         self.hessians = hessians  # (k, P, P)
         self.parameters = (torch.zeros(len(hessians[0]), dtype=torch.float64, requires_grad=True),)
 
-    def start(self, generator: torch.Generator) -> None:
+    def start(self) -> None:
         """None: Lanczos starts at random."""
 
     def by_prompt(self) -> torch.Tensor:
