@@ -133,7 +133,7 @@ class RecordingSpec(Spec):
     derivative: Literal["forward", "central"] = Field(
         "forward",
         description="Derivatives of attribution, influence and alignment: forward mode (exact up to rounding) or central difference (about "
-        "2/3 of the cost, error about 1e-4 of the shares' absolute sum in float32); update attribution always uses forward mode.",
+        "4/5 of the cost, error about 1e-4 of the shares' absolute sum in float32); update attribution always uses forward mode.",
     )
     probe_entropy_every: int = Field(
         0,
