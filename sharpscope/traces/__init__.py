@@ -15,11 +15,20 @@ from sharpscope.traces.packs import pack_runs, unpack_run
 from sharpscope.traces.reader import DamagedPartWarning, Run, Runs, load_run, load_runs
 from sharpscope.traces.reductions import Reduction, read_reductions, write_reductions
 from sharpscope.traces.rewind import rewind
-from sharpscope.traces.schema import SCHEMA_VERSION, TABLES, arrow_schema, schema_markdown, schema_rows, timing_columns
+from sharpscope.traces.schema import (
+    MAX_SATURATION,
+    SCHEMA_VERSION,
+    TABLES,
+    arrow_schema,
+    schema_markdown,
+    schema_rows,
+    timing_columns,
+)
 from sharpscope.traces.spike_rule import robust_z
 from sharpscope.traces.writer import SchemaError, TraceWriter
 
 __all__ = [
+    "MAX_SATURATION",
     "RUN_FILE",
     "SCHEMA_VERSION",
     "TABLES",

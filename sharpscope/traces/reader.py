@@ -100,6 +100,11 @@ class Run:
         return self._frame("rollouts")
 
     @cached_property
+    def uses(self) -> pd.DataFrame:
+        """Table `uses`: ratio, clip and coefficient of tokens that several updates of a step used (PPO epochs)."""
+        return self._frame("uses")
+
+    @cached_property
     def probes(self) -> pd.DataFrame:
         """Table `probes`."""
         return self._frame("probes")

@@ -13,15 +13,18 @@ from functools import cache
 
 import pyarrow as pa
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 """Increases when tables or columns are added, renamed, removed or change their meaning.
 
-- 1: sharpscope 0.1.
-- 2: sharpscope 0.2. New tables and new columns; a column that version 1 lacks is null (not recorded).
+- 2: sharpscope 0.2.
+- 3: sharpscope 0.3. New columns (`probes.ceiling` and others) and the table `uses`; null or empty in runs of version 2.
 """
 
-READABLE_VERSIONS = (1, 2)
+READABLE_VERSIONS = (1, 2, 3)
 """Versions that readers accept."""
+
+MAX_SATURATION = 0.3
+"""Largest `probes.saturation` at which a perturbation estimate still measures sharpness; larger ones enter no verdict."""
 
 VERSION_KEY = b"sharpscope.schema_version"
 
@@ -173,8 +176,19 @@ STEPS = Table(
             NATS,
             "mean k3 estimate per token use of KL(policy || reference); null without a reference or an update",
         ),
+        _probe(
+            "accuracy_completed", "float64", ONE, "accuracy among the completions that ended before the length limit"
+        ),
+        _probe(
+            "kl_step",
+            "float64",
+            NATS,
+            "mean over tokens of the k3 estimate of KL(pi_old || pi) over the whole step: pi after its last update, pi_old before "
+            "its first, on a part of its completions",
+        ),
         _nullable("entropy_mean", "float64", NATS, "mean over tokens of the policy's entropy at the start of the step"),
         _nullable("grad_norm", "float64", NORM, "mean over the updates of the gradient norm before clipping"),
+        _probe("grad_clipped", "float64", ONE, "fraction of the updates in which the gradient norm was clipped"),
         _nullable(
             "update_norm",
             "float64",
@@ -480,6 +494,21 @@ TOKENS = Table(
     ),
 )
 
+USES = Table(
+    "uses",
+    "a further use of a token, by an update after the one in `tokens`",
+    ("step", "rollout", "position", "update"),
+    (
+        _STEP,
+        _ROLLOUT,
+        _required("position", "int32", "tokens", "index of the token in its completion, from 0"),
+        _required("update", "int32", ONE, "index in the step of the update that used the token again (PPO epochs)"),
+        _nullable("ratio", "float32", ONE, "importance ratio pi / pi_old in that update, as defined by the method"),
+        _nullable("clipped", "int8", ONE, "ratio bound that is active in that update: -1 lower, 1 upper, 0 none"),
+        _nullable("loss_coef", "float32", ONE, "c = dLoss / dln pi in that update"),
+    ),
+)
+
 PROBES = Table(
     "probes",
     "one estimate",
@@ -508,6 +537,15 @@ PROBES = Table(
         ),
         _nullable("residual", "float64", "the quantity's", "residual of the iteration; null if not iterative"),
         _nullable("seed", "int64", ONE, "seed of the estimate's random generator"),
+        _probe(
+            "ceiling",
+            "float64",
+            "the quantity's",
+            "largest rise that the functional allows on these prompts, 1 - loss for expected_failure; null if unbounded (nll)",
+        ),
+        _probe(
+            "saturation", "float64", ONE, f"rise / ceiling; above {MAX_SATURATION} an estimate measures the ceiling"
+        ),
         _timing("seconds", "time spent"),
         _probe("prompts", "int32", "prompts", "number of prompts in the probed loss"),
         _probe(
@@ -568,6 +606,11 @@ EVAL = Table(
         _required("accuracy", "float64", ONE, "fraction of correct completions"),
         _nullable("std_error", "float64", ONE, "standard error of the accuracy, clustered by prompt"),
         _nullable("pass_at_k", "float64", ONE, "fraction of prompts with at least one correct completion among k"),
+        _probe("pass_std_error", "float64", ONE, "standard error of pass_at_k over the prompts"),
+        _probe("truncated", "float64", ONE, "fraction of completions truncated at the length limit"),
+        _probe(
+            "accuracy_completed", "float64", ONE, "accuracy among the completions that ended before the length limit"
+        ),
         _nullable("reward_mean", "float64", "reward", "mean reward over the completions"),
         _nullable(
             "heldout_loss",
@@ -647,7 +690,7 @@ FORKS = Table(
 )
 
 TABLES: dict[str, Table] = {
-    table.name: table for table in (STEPS, UPDATES, ROLLOUTS, TOKENS, PROBES, PROBE_PROMPTS, EVAL, EVENTS, FORKS)
+    table.name: table for table in (STEPS, UPDATES, ROLLOUTS, TOKENS, USES, PROBES, PROBE_PROMPTS, EVAL, EVENTS, FORKS)
 }
 
 

@@ -19,7 +19,7 @@ from sharpscope.traces.files import ASIDE, TRACES, publish, sync_folder
 from sharpscope.traces.parts import PART, footer_checksum, names
 from sharpscope.traces.schema import ARROW_TYPES, TABLES, Column, arrow_schema
 
-_FLUSH_ORDER = ("tokens", "rollouts", "probes", "probe_prompts", "eval", "events", "forks", "updates", "steps")
+_FLUSH_ORDER = ("tokens", "uses", "rollouts", "probes", "probe_prompts", "eval", "events", "forks", "updates", "steps")
 # Values repeat within a step, so dictionary encoding is smaller than byte stream split.
 _REPEATING = {"advantage", "ratio", "weight"}
 # Readers skip row groups in which these columns are all null.
