@@ -89,6 +89,54 @@ def number(value: object, missing: str = "–") -> str:
     return f"{result:.3g}" if math.isfinite(result) else missing
 
 
+def visible(text: str) -> str:
+    """`text` on one line with nothing that a terminal would obey: newline as ⏎, other controls as �."""
+    return "".join("⏎" if c == "\n" else c if c.isprintable() else "�" for c in text)
+
+
+def percent(share: object, digits: int = 0, sign: bool = False) -> str:
+    """`67 %`; a dash if there is no number."""
+    try:
+        value = 100 * float(share)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return "–"
+    if not math.isfinite(value):
+        return "–"
+    text = f"{value:{'+' if sign else ''}.{digits}f} %"
+    return text.replace("-", "−")
+
+
+def interval_text(value: float, half: float, sign: bool = False) -> str:
+    """`0.0431 ± 0.0012`: as many digits as two of the interval need; three significant ones without an interval."""
+    plus = "+" if sign else ""
+    if not math.isfinite(value):
+        return number(value)
+    if not (math.isfinite(half) and half > 0):
+        return (f"{value:{plus},.0f}" if abs(value) >= 1000 else f"{value:{plus}.3g}").replace("-", "−")
+    digits = min(max(1 - math.floor(math.log10(half)), 0), 12)
+    return f"{value:{plus}.{digits}f} ± {half:.{digits}f}".replace("-", "−")
+
+
+def method_label(method: str) -> str:
+    """A method with its changed settings as words: `grpo (aggregate token mean)` of `grpo+aggregate=token_mean`."""
+    name, *changes = method.split("+")
+    words = []
+    for change in changes:
+        key, _, value = change.partition("=")
+        custom = re.fullmatch(r"custom\((?:[^:]*:)?(.*)\)", value)
+        words.append(custom[1] if custom else f"{key.rpartition('.')[2]} {value}".replace("_", " ").strip())
+    return f"{name} ({', '.join(words)})" if words else name
+
+
+def model_label(model: str, limit: int = 40) -> str:
+    """A model's name without the folders before it: `Qwen/Qwen2.5-0.5B` of a snapshot in the Hub's cache."""
+    cached = re.search(r"models--(.+?)--(.+?)(?:/|$)", model)
+    if cached:
+        return f"{cached[1]}/{cached[2]}"
+    short = model if len(model) <= limit and not model.startswith("/") else model.rstrip("/").rpartition("/")[2]
+    return printable(short, limit)
+
+
 def sampling(temperature: float, prefix: str = "T = ") -> str:
     """How completions were sampled: `greedy`, or the temperature after `prefix`."""
     return "greedy" if temperature == 0 else f"{prefix}{temperature:g}"

@@ -1,0 +1,118 @@
+"""Sections: what a run or a study is shown as, in the terminal and on the page. A section has a title and one content."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+from matplotlib.figure import Figure
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from sharpscope.analysis.text import number, visible
+
+UP, DOWN = "bold reverse deep_sky_blue3", "bold reverse dark_orange3"
+
+
+@dataclass(frozen=True)
+class Section:
+    """One piece of what is shown.
+
+    Attributes:
+        title: its heading; empty for none.
+        content: a table, a figure, or text.
+        note: what the table or figure needs to be read, in one or two sentences.
+        part: the part of the page that it belongs to; parts are shown in the order of their first section.
+        name: of the figure's or table's file.
+    """
+
+    title: str
+    content: pd.DataFrame | Figure | str
+    note: str = ""
+    part: str = "Found"
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class Marked:
+    """A token in its sentence, as a cell of a table.
+
+    Attributes:
+        before, token, after: text.
+        direction: 1 if its loss makes it more likely, -1 if less likely, 0 if that is not known.
+        place: (run, step, rollout, position), by which the page links to it.
+    """
+
+    before: str
+    token: str
+    after: str
+    direction: int = 0
+    place: tuple[str, int, int, int] | None = None
+
+    def __str__(self) -> str:
+        return f"{self.before}[{self.token}]{self.after}"
+
+
+def cell_text(value: Any) -> str:
+    """A cell as text: three significant digits for a number, a dash for what is missing."""
+    if isinstance(value, bool | str | Marked):
+        return str(value)
+    if value is None or value is pd.NA or value is pd.NaT:
+        return "–"
+    if isinstance(value, numbers.Integral):
+        return f"{int(value):,}" if abs(int(value)) >= 10_000 else str(int(value))
+    if isinstance(value, numbers.Real):
+        real = float(value)
+        return f"{real:,.0f}" if math.isfinite(real) and abs(real) >= 1000 else number(real)
+    return str(value)
+
+
+def is_text(column: pd.Series) -> bool:
+    """Whether a column is aligned to the left: words or sentences, and not numbers as text."""
+    return any(isinstance(value, Marked) or (isinstance(value, str) and value[:1].isalpha()) for value in column)
+
+
+def to_terminal(sections: Iterable[Section]) -> RenderableType:
+    """Sections for rich; figures, which a terminal cannot show, are left out.
+
+    Text is printed as it is: markup in it has no effect, and control characters are replaced.
+    """
+    parts: list[RenderableType] = []
+    for section in sections:
+        if isinstance(section.content, Figure):
+            continue
+        if section.title:
+            parts.append(Text(visible(section.title), "bold"))
+        if isinstance(section.content, str):
+            parts += [Text(visible(line)) for line in section.content.splitlines()]
+        else:
+            parts.append(_table(section.content))
+        parts += [Text(visible(section.note), "dim")] if section.note else []
+        parts.append(Text())
+    return Group(*parts[:-1])
+
+
+def _table(frame: pd.DataFrame) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for name in frame.columns:
+        left = is_text(frame[name])
+        wide = any(isinstance(value, Marked) for value in frame[name])
+        table.add_column(Text(visible(str(name))), justify="left" if left else "right", ratio=1 if wide else None)
+    for row in frame.itertuples(index=False, name=None):
+        table.add_row(
+            *(_sentence(cell) if isinstance(cell, Marked) else Text(visible(cell_text(cell))) for cell in row)
+        )
+    return table
+
+
+def _sentence(cell: Marked) -> Text:
+    text = Text(visible(cell.before), "dim")
+    text.append(
+        f"[{visible(cell.token)}]", DOWN if cell.direction < 0 else UP if cell.direction > 0 else "bold reverse"
+    )
+    return text.append(visible(cell.after), "dim")
