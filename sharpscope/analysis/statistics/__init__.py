@@ -9,7 +9,9 @@ from sharpscope.analysis.statistics.intervals import (
     band,
     contrast_interval,
     mean_interval,
+    series_mean,
     share_interval,
+    to_halve,
 )
 from sharpscope.analysis.statistics.permutation import (
     sign_flip_interval,
@@ -36,11 +38,13 @@ __all__ = [
     "kendall",
     "lorenz",
     "mean_interval",
+    "series_mean",
     "share_interval",
     "sign_flip_interval",
     "sign_flip_p",
     "sign_flip_tests",
     "smallest_sign_flip_p",
+    "to_halve",
     "top_share",
     "weighted_ranks",
 ]

@@ -95,6 +95,31 @@ def mean_interval(
     return results if np.isfinite([results.low, results.high]).all() else None
 
 
+def to_halve(n: int, level: float = 0.95) -> int:
+    """The smallest sample size whose t-interval is at most half as wide as that of n ≥ 2 values with the same spread."""
+
+    def width(size: int) -> float:
+        return float(stdtrit(size - 1, (1 + level) / 2)) / math.sqrt(size)
+
+    return next(size for size in range(n + 1, 5 * n + 5) if width(size) <= width(n) / 2)
+
+
+def series_mean(values: NDArray[np.floating]) -> tuple[float, float]:
+    """Mean of a series and its standard error with n·(1 − r)/(1 + r) independent values, r its lag-1 autocorrelation.
+
+    r below 0 counts as 0. The error is NaN for fewer than 4 values; a value that is not a number makes both so.
+    """
+    x = np.asarray(values, dtype=float)
+    mean = float(x.mean()) if x.size else math.nan
+    if x.size < 4 or not np.isfinite(x).all():
+        return mean, math.nan
+    centered = x - mean
+    total = float(centered @ centered)
+    r = min(max(float(centered[1:] @ centered[:-1]) / total, 0.0), 0.99) if total > 0 else 0.0
+    effective = max(1.0, x.size * (1 - r) / (1 + r))
+    return mean, math.sqrt(total / (x.size - 1) / effective)
+
+
 def _half_width(data: NDArray[np.float64], level: float) -> float:
     n = len(data)
     return math.nan if n < 2 else float(stdtrit(n - 1, (1 + level) / 2)) * (float(data.std(ddof=1)) / math.sqrt(n))

@@ -37,6 +37,7 @@ class FrameRun:
     reductions: None = None
     forks: pd.DataFrame = field(default_factory=pd.DataFrame)
     probe_prompts: pd.DataFrame = field(default_factory=pd.DataFrame)
+    updates: pd.DataFrame = field(default_factory=pd.DataFrame)
 
     @property
     def token_steps(self) -> list[int]:
@@ -67,7 +68,7 @@ def eval_frame(rows: list[tuple[int, str, float]], n: int = 400) -> pd.DataFrame
     return pd.DataFrame(table, columns=["step", "split", "level", "n", "k", "accuracy", "temperature"])
 
 
-PROBE_COLUMNS = ["step", "probe_set", "functional", "parameters", "quantity", "value", "rho", "converged"]
+PROBE_COLUMNS = ["step", "probe_set", "functional", "parameters", "quantity", "value", "rho", "converged", "ceiling"]
 
 
 def probe_frame(rows: list[dict[str, Any]]) -> pd.DataFrame:

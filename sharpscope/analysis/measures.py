@@ -1,0 +1,187 @@
+"""Numbers of one run that comparisons and claims use: accuracy by temperature, sharpness with its ceiling, clipping."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import pandas as pd
+
+from sharpscope.analysis.study import per_run
+from sharpscope.traces import MAX_SATURATION
+
+if TYPE_CHECKING:
+    from sharpscope.traces import Run
+
+GREEDY, SAMPLED = 0.0, 1.0
+"""Temperatures of the accuracies compared."""
+SMOOTHING = 10
+"""Steps over which a reward or a training accuracy is averaged [steps]."""
+FUNCTIONAL = "expected_failure"
+"""The functional whose sharpness is compared between methods and with the gap."""
+
+
+@per_run
+def _pooled(run: Run) -> dict[tuple[str, float, str], dict[int, tuple[float, int]]]:
+    """(split, temperature, column) → step → (value, prompts), levels weighted by their prompts.
+
+    Rows of level `all` count only if a split has no others; pass@k only with several completions a prompt.
+    """
+    columns = [name for name in EVALUATED if name in run.eval]
+    rows = run.eval[["split", "temperature", "step", "level", "n", "k", *columns]].to_dict("list")
+    levels: dict[tuple[str, float], set[str]] = {}
+    for split, heat, level in zip(rows["split"], rows["temperature"], rows["level"], strict=True):
+        levels.setdefault((split, heat), set()).add(level)
+    sums: dict[tuple[str, float, str], dict[int, tuple[float, int]]] = {}
+    for split, heat, step, level, n, k, *values in zip(*rows.values(), strict=True):
+        if level == "all" and levels[split, heat] != {"all"}:
+            continue
+        for column, value in zip(columns, values, strict=True):
+            if value is None or not math.isfinite(value) or (column == "pass_at_k" and k < 2):
+                continue
+            of_column = sums.setdefault((split, float(heat), column), {})
+            total, prompts = of_column.get(int(step), (0.0, 0))
+            weight = n * value if "std_error" not in column else (n * value) ** 2
+            of_column[int(step)] = (total + weight, prompts + int(n))
+    return {
+        key: {
+            step: ((total**0.5 if "std_error" in key[2] else total) / prompts, prompts)
+            for step, (total, prompts) in sorted(steps.items())
+        }
+        for key, steps in sums.items()
+    }
+
+
+EVALUATED = ("accuracy", "std_error", "pass_at_k", "pass_std_error", "accuracy_completed", "truncated")
+"""Columns of `eval` that are pooled over levels; standard errors as those of independent levels."""
+
+
+def evaluations(
+    run: Run, split: str = "heldout", temperature: float = SAMPLED, column: str = "accuracy"
+) -> dict[int, tuple[float, int]]:
+    """Step → (value, prompts) of one split at one temperature, levels weighted by their prompts; empty if not evaluated."""
+    return _pooled(run).get((split, temperature, column), {})
+
+
+def temperatures(run: Run, split: str = "heldout") -> list[float]:
+    """Temperatures at which a split was evaluated, ascending."""
+    return sorted({heat for name, heat, _ in _pooled(run) if name == split})
+
+
+def accuracy(run: Run, split: str, step: int, temperature: float = SAMPLED) -> tuple[float, int] | None:
+    """Share of correct completions at `step`, levels pooled by their number of prompts; and that number of prompts."""
+    return evaluations(run, split, temperature).get(step)
+
+
+def last_step(*runs: Run, split: str = "heldout", temperature: float = SAMPLED, column: str = "accuracy") -> int | None:
+    """The last step at which all `runs` were evaluated on `split`."""
+    return max(set.intersection(*(set(evaluations(run, split, temperature, column)) for run in runs)), default=None)
+
+
+def train_accuracy(run: Run, step: int) -> tuple[float, int] | None:
+    """Accuracy on training prompts at `step`, and the number of completions behind it.
+
+    From the split `train` where it was evaluated at that step; otherwise from the training rollouts of the SMOOTHING
+    steps up to it, drawn while the policy changed.
+    """
+    evaluated = accuracy(run, "train", step)
+    if evaluated is not None:
+        return evaluated
+    steps = run.steps
+    rows = steps[(steps["step"] > step - SMOOTHING) & (steps["step"] <= step)]
+    if not len(rows):
+        return None
+    rollout = run.config.get("rollout") or {}
+    count = int(rollout.get("prompts_per_step", 1)) * int(rollout.get("group_size", 1))
+    return float(rows["accuracy"].mean()), count * len(rows)
+
+
+def gap(run: Run, step: int) -> float | None:
+    """Generalization gap at `step`: training accuracy − held-out accuracy, both at temperature 1."""
+    inside, outside = train_accuracy(run, step), accuracy(run, "heldout", step)
+    return None if inside is None or outside is None else inside[0] - outside[0]
+
+
+@per_run
+def _probed(run: Run) -> dict[tuple[str, str], pd.DataFrame]:
+    """(quantity, functional) → rows with a value that converged, over all parameters where they are named so."""
+    columns = [*("step", "probe_set", "functional", "parameters", "quantity"), "value", "rho", "converged", "ceiling"]
+    rows = run.probes.reindex(columns=columns)
+    rows = rows[rows["value"].notna() & ~rows["converged"].eq(False)]
+    result = {}
+    for (quantity, functional), group in rows.groupby(["quantity", "functional"]):
+        whole = group["parameters"] == "all"
+        result[str(quantity), str(functional)] = group[whole] if whole.any() else group
+    return result
+
+
+def probe_rows(run: Run, quantity: str, functional: str = FUNCTIONAL, probe_set: str = "train") -> pd.DataFrame:
+    """Rows (step, value, rho, …) of the probes table for one quantity, on the probe set whose name holds `probe_set`.
+
+    Where no set's name holds it, all rows are taken if there is only one set. Rows without a value, and iterations that
+    did not converge, are left out; of parameter groups only `all` counts.
+    """
+    rows = _probed(run).get((quantity, functional))
+    if rows is None:
+        return pd.DataFrame({"step": [], "value": [], "rho": [], "ceiling": [], "probe_set": []}, dtype=float)
+    named = rows["probe_set"].str.contains(probe_set, regex=False)
+    if named.any():
+        return rows[named]
+    return rows if rows["probe_set"].nunique() == 1 else rows.iloc[:0]
+
+
+@per_run
+def sharpness(run: Run, quantity: str = "sam", functional: str = FUNCTIONAL) -> pd.DataFrame:
+    """Index (step, rho); rise (mean over seeds), ceiling, saturation = rise / ceiling, estimated.
+
+    The ceiling is the largest rise that the functional allows on these prompts: for `expected_failure` the share of correct
+    completions. Runs recorded before version 0.3 do not hold it; there the training accuracy at that step stands for it
+    (`estimated`). NaN where the functional is not bounded or nothing is known.
+    """
+    rows = probe_rows(run, quantity, functional)
+    rows = rows.assign(rho=[float(f"{rho:.9g}") for rho in rows["rho"]], ceiling=pd.to_numeric(rows["ceiling"]))
+    means = rows.groupby(["step", "rho"])[["value", "ceiling"]].mean().rename(columns={"value": "rise"})
+    estimated = means["ceiling"].isna() & (functional == FUNCTIONAL)
+    known = [train_accuracy(run, int(step)) if new else None for (step, _), new in estimated.items()]
+    guess = pd.Series([math.nan if value is None else value[0] for value in known], means.index, dtype=float)
+    means["ceiling"] = means["ceiling"].fillna(guess)
+    means["saturation"] = means["rise"] / means["ceiling"].where(means["ceiling"] > 0)
+    return means.assign(estimated=estimated)
+
+
+def shared_sharpness(
+    runs: Sequence[Run], quantity: str = "sam", functional: str = FUNCTIONAL
+) -> tuple[float, list[pd.DataFrame]] | None:
+    """(radius, `sharpness` of each run by step) at one radius that all runs share, on one probe set; None without one.
+
+    Of several radii it is the largest at which no estimate after the first step exceeds MAX_SATURATION, or else the smallest.
+    """
+    if len({frozenset(probe_rows(run, quantity, functional)["probe_set"]) for run in runs}) != 1:
+        return None
+    frames = [sharpness(run, quantity, functional) for run in runs]
+    radii = sorted(set.intersection(*(set(frame.index.get_level_values("rho")) for frame in frames)))
+    if not radii:
+        return None
+    curves = {rho: [frame.xs(rho, level="rho") for frame in frames] for rho in radii}
+    free = [rho for rho in radii if not any((c["saturation"].iloc[-1:] > MAX_SATURATION).any() for c in curves[rho])]
+    chosen = max(free, default=radii[0])
+    return chosen, curves[chosen]
+
+
+@per_run
+def by_step(run: Run) -> pd.DataFrame:
+    """The table `steps` with the step as its index, ascending."""
+    return run.steps.set_index("step").sort_index()
+
+
+@per_run
+def clipped_updates(run: Run) -> pd.Series:
+    """Step → share of its updates in which clipping of the gradient norm binds; empty where that is not recorded."""
+    if "grad_clipped" in run.steps and run.steps["grad_clipped"].notna().any():
+        return by_step(run)["grad_clipped"].astype(float)
+    updates = run.updates
+    if not len(updates) or updates["clip_factor"].isna().all():
+        return pd.Series(dtype=float)
+    made = updates[~updates["skipped"].astype(bool)]
+    return (made["clip_factor"] < 1).groupby(made["step"]).mean()

@@ -1,0 +1,245 @@
+"""Paired comparisons of runs: the same seed and prompts, one method against another, quantity by quantity."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+
+from sharpscope.analysis.measures import (
+    FUNCTIONAL,
+    by_step,
+    clipped_updates,
+    evaluations,
+    probe_rows,
+    shared_sharpness,
+    temperatures,
+)
+from sharpscope.analysis.statistics import mean_interval, series_mean, sign_flip_p, to_halve
+from sharpscope.analysis.study import Study, ground_of, last_step, studies
+from sharpscope.traces import MAX_SATURATION, timing_columns
+
+if TYPE_CHECKING:
+    from sharpscope.traces import Run
+
+FLIPS_FROM = 6
+"""Pairs from which a sign-flip test can reject at 5 %."""
+COLUMNS = [
+    *("baseline", "treatment", "quantity", "unit", "n", "paired_by", "baseline_value", "treatment_value"),
+    *("difference", "low", "high", "p", "median", "worst", "worst_pair", "to_halve", "note"),
+]
+STEPS = (
+    ("reward_mean", "reward", "reward", 1),
+    ("accuracy", "training accuracy", "share", 1),
+    ("accuracy_completed", "training accuracy, completed only", "share", 1),
+    ("entropy_mean", "entropy", "nats", 0),
+    ("completion_length_mean", "completion length", "tokens", 0),
+    ("truncated_fraction", "completions cut at the limit", "share", -1),
+    ("kl_step", "KL of a step", "nats", 0),
+    ("kl", "KL to the reference policy", "nats", 0),
+    ("grad_norm", "gradient norm", "L2 norm", 0),
+    ("update_norm", "update norm", "L2 norm", 0),
+    ("update_rotation", "rotation of the update", "degrees", 0),
+)
+"""Column of `steps`, name, unit, whether more is better (1), worse (−1) or neither (0)."""
+EVALUATED = {
+    "accuracy": ("accuracy", 1),
+    "pass_at_k": ("pass@k", 1),
+    "accuracy_completed": ("accuracy, completed only", 1),
+    "truncated": ("completions cut at the limit", -1),
+}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One quantity of one pair: both values, and the standard error of their difference within the pair."""
+
+    quantity: str
+    unit: str
+    better: int
+    baseline: float
+    treatment: float
+    error: float
+    by: str
+    note: str = ""
+    comparable: bool = True
+
+
+def compare_runs(runs: Iterable[Run] | Mapping[str, Run], baseline: str | None = None) -> pd.DataFrame:
+    """Paired differences, treatment − baseline, of any two settings that have runs with a seed in common.
+
+    Step quantities are means over the last third of the steps that both runs have (the rotation: over all of them); evaluations
+    and sharpness are of the last step that both have. With several pairs intervals are Student's t over pairs; with one pair they
+    are over steps (autocorrelation at lag 1 taken out), or for evaluations over prompts, as if the runs had been asked
+    different ones. Sharpness that is saturated, or at no shared radius, is not compared and says so in `note`.
+
+    Args:
+        runs: two runs are compared whatever their settings; more are grouped into settings that differ in the seed alone.
+        baseline: label of a setting, or name of a method; None: `grpo`, or else the first setting.
+
+    Returns:
+        COLUMNS, a row for each pair of settings and quantity: means of both, mean difference with its 95 % interval, p of the
+        sign-flip test from 6 pairs on, median, worst pair (for the treatment, or the one furthest against the median where more
+        is neither better nor worse), and the number of seeds that would halve the interval. Empty where nothing can be
+        paired. A run compared with itself gives exactly zero.
+    """
+    names = runs if isinstance(runs, Mapping) else {str(number): run for number, run in enumerate(runs)}
+    values = list(names.values())
+    rows: list[dict[str, Any]] = []
+    if len(values) == 2:
+        if ground_of(values[0]) == ground_of(values[1]):
+            rows = list(_compared(*_labels(values), [(values[0].seed, values[0], values[1])]))
+        return pd.DataFrame(rows, columns=COLUMNS)
+    for study in studies(Study(names)):
+        settings = {setting.label: setting for setting in study.settings}
+        if not settings:
+            continue
+        first = settings[_baseline(study, baseline)]
+        for label, second in settings.items():
+            pairs = [(seed, first.runs[seed], run) for seed, run in second.runs.items() if seed in first.runs]
+            if label != first.label and pairs:
+                rows += _compared(first.label, label, pairs)
+    return pd.DataFrame(rows, columns=COLUMNS)
+
+
+def _labels(runs: Sequence[Run]) -> tuple[str, str]:
+    labels = [run.method for run in runs]
+    return (labels[0], labels[1]) if labels[0] != labels[1] else (runs[0].name, runs[1].name)
+
+
+def _baseline(study: Study, asked: str | None) -> str:
+    for name in (asked, "grpo"):
+        for setting in study.settings:
+            if name in (setting.label, setting.method):
+                return setting.label
+    return study.settings[0].label
+
+
+def _compared(first: str, second: str, pairs: Sequence[tuple[Any, Run, Run]]) -> Iterator[dict[str, Any]]:
+    """A row for each quantity that at least one pair has."""
+    found: dict[str, list[tuple[Any, Difference]]] = {}
+    for seed, a, b in pairs:
+        for one in differences(a, b):
+            found.setdefault(one.quantity, []).append((seed, one))
+    for quantity, several in found.items():
+        known = [(seed, one) for seed, one in several if one.comparable]
+        notes = list(dict.fromkeys(one.note for _, one in several if one.note))
+        yield {
+            "baseline": first,
+            "treatment": second,
+            "quantity": quantity,
+            "unit": several[0][1].unit,
+            "n": len(known),
+            "paired_by": "seed" if len(known) > 1 else several[0][1].by,
+            "baseline_value": float(np.mean([one.baseline for _, one in several])),
+            "treatment_value": float(np.mean([one.treatment for _, one in several])),
+            "note": "; ".join(notes),
+            **_summary([seed for seed, _ in known], [one for _, one in known]),
+        }
+
+
+def _summary(seeds: Sequence[Any], parts: Sequence[Difference]) -> dict[str, Any]:
+    n = len(parts)
+    if not n:
+        return {"to_halve": math.nan}
+    data = np.array([one.treatment - one.baseline for one in parts])
+    mean, median = float(data.mean()), float(np.median(data))
+    if n > 1:
+        interval = mean_interval(data, "t")
+        low, high = (interval.low, interval.high) if interval else (math.nan, math.nan)
+    else:
+        low, high = mean - 1.959964 * parts[0].error, mean + 1.959964 * parts[0].error
+    sign = parts[0].better or (1 if median >= 0 else -1)
+    worst = int(np.argmin(sign * data))
+    return {
+        "difference": mean,
+        "low": low,
+        "high": high,
+        "p": sign_flip_p(data) if n >= FLIPS_FROM else math.nan,
+        "median": median,
+        "worst": float(data[worst]),
+        "worst_pair": f"seed {seeds[worst]}",
+        "to_halve": to_halve(n) if n > 1 else math.nan,
+    }
+
+
+def differences(first: Run, second: Run) -> Iterator[Difference]:
+    """Every quantity of one pair of runs; both values NaN and a note where it was recorded but cannot be compared."""
+    yield from _evaluated(first, second)
+    yield from _over_steps(first, second)
+    for functional in (FUNCTIONAL, "nll"):
+        yield from _sharpness(first, second, functional)
+
+
+def _equal(first: Run, second: Run) -> bool:
+    """Whether both recorded the same: one run given twice, or a copy."""
+    drop = timing_columns("steps")
+    a, b = (run.steps.drop(columns=drop, errors="ignore").reset_index(drop=True) for run in (first, second))
+    return a.equals(b) and first.eval.reset_index(drop=True).equals(second.eval.reset_index(drop=True))
+
+
+def _evaluated(first: Run, second: Run) -> Iterator[Difference]:
+    splits = sorted(set(first.eval["split"]), key=lambda split: (split != "heldout", split))
+    equal = None
+    for split, heat, (column, (name, better)) in itertools.product(splits, temperatures(first), EVALUATED.items()):
+        a, b = (evaluations(run, split, heat, column) for run in (first, second))
+        if not set(a) & set(b):
+            continue
+        step = max(set(a) & set(b))
+        equal = _equal(first, second) if equal is None else equal
+        errors = [_error(run, split, heat, step, column) for run in (first, second)]
+        where, how = ("held-out" if split == "heldout" else split), ("greedy" if heat == 0 else f"T = {heat:g}")
+        label = f"{where} {name}, {how}"
+        error = 0.0 if equal else math.hypot(*errors)
+        yield Difference(label, "share", better, a[step][0], b[step][0], error, "prompt")
+
+
+def _error(run: Run, split: str, heat: float, step: int, column: str) -> float:
+    """Standard error of a pooled share over prompts; binomial over prompts where none is recorded for the column."""
+    value, prompts = evaluations(run, split, heat, column)[step]
+    name = {"accuracy": "std_error", "pass_at_k": "pass_std_error"}.get(column, "")
+    known = evaluations(run, split, heat, name).get(step)
+    return math.sqrt(value * (1 - value) / prompts) if known is None else known[0]
+
+
+def _over_steps(first: Run, second: Run) -> Iterator[Difference]:
+    horizon = min(last_step(first), last_step(second))
+    columns = {c: [by_step(run).get(c) for run in (first, second)] for c, *_ in STEPS}
+    columns["clipped"] = [clipped_updates(first), clipped_updates(second)]
+    for column, name, unit, better in (*STEPS, ("clipped", "updates with a clipped gradient", "share", 0)):
+        a, b = columns[column]
+        if a is None or b is None:
+            continue
+        start = 0 if column == "update_rotation" else 2 * horizon / 3
+        a, b = (values[(values.index > start) & (values.index <= horizon)] for values in (a, b))
+        both = pd.DataFrame({"a": a, "b": b}, dtype=float).dropna()
+        if len(both):
+            error = series_mean((both["b"] - both["a"]).to_numpy())[1]
+            yield Difference(name, unit, better, float(both["a"].mean()), float(both["b"].mean()), error, "step")
+
+
+def _sharpness(first: Run, second: Run, functional: str) -> Iterator[Difference]:
+    per_unit = functional == FUNCTIONAL
+    name = f"SAM sharpness of {functional}" + (" per unit of 1 − loss" if per_unit else "")
+    unit, column = ("1", "saturation") if per_unit else ("nats", "rise")
+    shared = shared_sharpness([first, second], "sam", functional)
+    if shared is None:
+        if all(len(probe_rows(run, "sam", functional)) for run in (first, second)):
+            note = "not compared: no radius and probe set in common"
+            yield Difference(name, unit, -1, math.nan, math.nan, math.nan, "prompt", note, comparable=False)
+        return
+    rho, curves = shared
+    steps = curves[0].index.intersection(curves[1].index)
+    if not len(steps):
+        return
+    a, b = (curve.loc[steps.max()] for curve in curves)
+    note = f"radius {rho:g}" + (", ceiling estimated by training accuracy" if a["estimated"] or b["estimated"] else "")
+    fit = not per_unit or max(a[column], b[column]) <= MAX_SATURATION
+    if not fit:
+        note = f"not compared: saturated, or of unknown ceiling ({note}, at most {MAX_SATURATION:g} of the ceiling)"
+    yield Difference(name, unit, -1, float(a[column]), float(b[column]), math.nan, "prompt", note, fit)

@@ -1,0 +1,108 @@
+"""Paired comparisons: values by hand, a run against itself, saturated sharpness, a rare collapse."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pandas as pd
+import pytest
+from scipy import stats
+
+from sharpscope.analysis.pairs import compare_runs
+from sharpscope.analysis.statistics import sign_flip_p, to_halve
+from tests.analysis.claims.frames import FrameRun, frame_run, paired_study
+
+HELDOUT = "held-out accuracy, greedy"
+SHARPNESS = "SAM sharpness of expected_failure per unit of 1 − loss"
+
+
+def row(frame: pd.DataFrame, quantity: str) -> pd.Series:
+    (found,) = [rows for _, rows in frame[frame["quantity"] == quantity].iterrows()]
+    return found
+
+
+def probed(rises: dict[float, float], ceiling: float | None = 0.5, **options: object) -> FrameRun:
+    probes = [
+        {"step": 40, "quantity": "sam", "rho": rho, "value": rise, "ceiling": ceiling} for rho, rise in rises.items()
+    ]
+    return frame_run(probes=probes, **options)
+
+
+def test_run_with_itself_is_exactly_zero() -> None:
+    run = probed({0.05: 0.1}, train=0.5)
+    frame = compare_runs([run, run])
+    assert {HELDOUT, "reward", "entropy", "update norm", SHARPNESS} <= set(frame["quantity"])
+    assert (frame["difference"] == 0).all()
+    assert (frame[["low", "high"]].fillna(0.0) == 0).all(axis=None)
+
+
+def test_intervals_over_seeds_by_hand() -> None:
+    for seeds in (3, 8):
+        runs = paired_study(seeds, 0.05, noise=0.02).by_name
+        found = row(compare_runs(runs), HELDOUT)
+        greedy = {
+            name: run.eval[(run.eval["temperature"] == 0) & (run.eval["step"] == 40)]["accuracy"].iloc[0]
+            for name, run in runs.items()
+        }
+        values = np.array([greedy[f"grpo-sg-{seed}"] - greedy[f"grpo-{seed}"] for seed in range(seeds)])
+        ends = stats.t.interval(0.95, seeds - 1, values.mean(), stats.sem(values))
+        assert (found["low"], found["high"]) == pytest.approx(ends)
+        assert found["n"] == seeds and found["paired_by"] == "seed"
+        assert found["worst"] == pytest.approx(values.min())
+        assert found["worst_pair"] == f"seed {values.argmin()}"
+        assert found["p"] == sign_flip_p(values) if seeds == 8 else math.isnan(found["p"])
+
+
+def test_one_pair_is_paired_by_step() -> None:
+    columns = {"reward_mean": np.linspace(0, 1, 40)}
+    first, second = frame_run(columns=columns), frame_run("gspo", columns=columns)
+    second.steps["reward_mean"] += 0.25
+    found = row(compare_runs([first, second]), "reward")
+    assert (found["n"], found["paired_by"]) == (1, "step")
+    assert found["difference"] == pytest.approx(0.25) == pytest.approx(found["high"])  # no noise between the steps
+
+
+def test_seeds_that_halve_the_interval() -> None:
+    for n in (2, 3, 8, 30):
+        more = to_halve(n)
+        width = [stats.t.ppf(0.975, size - 1) / math.sqrt(size) for size in (n, more - 1, more)]
+        assert width[2] <= width[0] / 2 < width[1]
+
+
+def test_saturated_sharpness_is_marked_and_not_compared() -> None:
+    pair = [probed({0.05: 0.1, 0.5: 0.49}), probed({0.05: 0.12, 0.5: 0.45}, method="gspo")]
+    found = row(compare_runs(pair), SHARPNESS)
+    assert found["difference"] == pytest.approx(0.04) and "radius 0.05" in found["note"]
+    pair = [probed({0.5: 0.49}), probed({0.5: 0.45}, method="gspo")]
+    found = row(compare_runs(pair), SHARPNESS)
+    assert found["n"] == 0 and math.isnan(found["difference"]) and "saturated" in found["note"]
+    assert found["baseline_value"] == pytest.approx(0.98)
+
+
+def test_ceiling_of_an_old_run_is_its_training_accuracy() -> None:
+    pair = [probed({0.5: 0.1}, None, train=0.5), probed({0.5: 0.1}, None, train=0.25, method="gspo")]
+    found = row(compare_runs(pair), SHARPNESS)
+    assert found["n"] == 0 and found["treatment_value"] == pytest.approx(0.4) and "saturated" in found["note"]
+    pair[1] = probed({0.5: 0.05}, None, train=0.25, method="gspo")
+    found = row(compare_runs(pair), SHARPNESS)
+    assert found["difference"] == pytest.approx(0.0) and "training accuracy" in found["note"]
+
+
+def test_rare_collapse_names_its_worst_pair() -> None:
+    runs = {}
+    for seed in range(10):
+        for method, level in (("grpo", 0.5), ("gspo", 0.23 if seed == 4 else 0.53)):
+            run = frame_run(method, seed, heldout=level)
+            runs[run.name] = run
+    found = row(compare_runs(runs), HELDOUT)
+    assert found["median"] == pytest.approx(0.03)
+    assert found["worst"] == pytest.approx(-0.27) and found["worst_pair"] == "seed 4"
+    assert found["low"] < 0 < found["high"]
+
+
+def test_clipping_is_read_from_updates_of_older_runs() -> None:
+    updates = pd.DataFrame({"step": [39, 39, 40, 40], "skipped": False, "clip_factor": [0.5, 1.0, 1.0, 1.0]})
+    runs = [frame_run(), frame_run("gspo")]
+    runs[0].updates, runs[1].updates = updates.assign(clip_factor=1.0), updates
+    assert row(compare_runs(runs), "updates with a clipped gradient")["difference"] == pytest.approx(0.25)
