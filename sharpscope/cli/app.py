@@ -13,6 +13,7 @@ from typer.core import TyperGroup
 from sharpscope import __version__
 from sharpscope.cli import (
     describe,
+    diagnosing,
     exporting,
     forking,
     importing,
@@ -36,7 +37,7 @@ if "OMP_WAIT_POLICY" not in os.environ:
 
 # The sections of --help, and the order of their commands.
 _PANELS = {
-    "Start here": ("demo", "run", "show", "spikes", "report"),
+    "Start here": ("demo", "run", "show", "diagnose", "spikes", "report"),
     "Train and evaluate": ("sweep", "eval", "warm-start", "watch"),
     "Understand a run": ("tokens", "compare", "analyze"),
     "Measure a model or a method": ("probe", "rotate", "fork", "weights"),
@@ -71,6 +72,7 @@ for module in (
     studying,
     reducing,
     describe,
+    diagnosing,
     exporting,
     importing,
     probing,

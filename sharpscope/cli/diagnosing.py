@@ -1,0 +1,62 @@
+"""`diagnose`: what went wrong in a training run, from its log."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sharpscope.cli.console import printable
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the application."""
+    app.command("diagnose")(diagnose)
+
+
+def diagnose(
+    path: Annotated[
+        Path,
+        typer.Argument(
+            help="A run, trainer_state.json (TRL, unsloth, transformers), verl's, prime-rl's or Tinker's JSON lines, CSV, "
+            "TensorBoard events, or a folder with one of them."
+        ),
+    ],
+    map_: Annotated[
+        list[str] | None,
+        typer.Option("--map", help="Name a key that is not recognized: --map reward=my/key. Repeatable."),
+    ] = None,
+    group_size: Annotated[
+        int | None,
+        typer.Option(
+            min=2, help="Completions per prompt; estimates groups without an advantage where they are not logged."
+        ),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say what went wrong in a training run, when it began, and what to do next, from the log that exists.
+
+    Examples:
+      sharpscope diagnose output/trainer_state.json
+
+      sharpscope diagnose runs/first
+
+      sharpscope diagnose wandb.csv --map reward=my/score
+    """
+    from sharpscope.diagnose import diagnose as run_rules
+    from sharpscope.errors import UserError
+
+    mapping = {}
+    for pair in map_ or []:
+        quantity, equals, key = pair.partition("=")
+        if not equals:
+            raise UserError(f"--map {pair}: give QUANTITY=KEY, for example --map reward=my/score")
+        mapping[quantity] = key
+    found = run_rules(path, mapping, group_size)
+    if json:
+        import json as format_
+
+        typer.echo(format_.dumps(found.as_dict(), indent=1, allow_nan=False))
+    else:
+        typer.echo("\n".join(printable(line) for line in found.text().split("\n")))

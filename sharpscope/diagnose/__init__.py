@@ -1,0 +1,11 @@
+"""What went wrong in a training run, from the log that exists: findings, the order of events, and the next command.
+
+Reads traces of sharpscope and the logs of other trainers. Imports no torch.
+"""
+
+from sharpscope.diagnose.changes import Change, changes
+from sharpscope.diagnose.logs import Log, read_log
+from sharpscope.diagnose.report import Diagnosis, diagnose
+from sharpscope.diagnose.rules import RULES, Finding, Rule, find
+
+__all__ = ["RULES", "Change", "Diagnosis", "Finding", "Log", "Rule", "changes", "diagnose", "find", "read_log"]

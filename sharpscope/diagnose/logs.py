@@ -1,0 +1,278 @@
+"""Read a training log into one frame of canonical quantities by step."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from sharpscope.diagnose.quantities import BY_NAME, QUANTITIES, framework_of, keys_of
+from sharpscope.errors import UserError, nearest
+
+STEP_KEYS = ("step", "_step", "global_step", "Step", "train/global_step", "training/global_step", "trainer/global_step")
+"""Keys of the step, in the order in which they are looked for."""
+
+NOT_FINITE = math.inf
+"""What stands in a frame for a logged value that is not finite."""
+
+READS = (
+    "a run of sharpscope, trainer_state.json, JSON lines, CSV or TSV, a folder with one of them, or TensorBoard events"
+)
+
+
+@dataclass(frozen=True)
+class Log:
+    """A training log.
+
+    Attributes:
+        path: file or folder that was read.
+        framework: the trainer that wrote it; None if its keys are not known.
+        frame: one row for each step, sorted; index: the step; columns: canonical quantities that were found.
+        sources: canonical quantity -> keys of the log whose values it has.
+        unmapped: numeric keys that no quantity uses.
+        group_size: completions of a prompt, if known.
+    """
+
+    path: Path
+    framework: str | None
+    frame: pd.DataFrame
+    sources: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    unmapped: tuple[str, ...] = ()
+    group_size: int | None = None
+
+    def series(self, name: str) -> pd.Series:
+        """Recorded values of a quantity by step, missing ones left out; empty if there are none."""
+        return self.frame[name].dropna() if name in self.frame else pd.Series(dtype=float)
+
+    def finite(self, name: str) -> pd.Series:
+        """Recorded values that are finite."""
+        values = self.series(name)
+        return values[np.isfinite(values)]
+
+    def has(self, *names: str) -> bool:
+        """Whether all quantities have a value."""
+        return all(len(self.finite(name)) > 0 for name in names)
+
+
+def read_log(path: str | Path, mapping: Mapping[str, str] | None = None, group_size: int | None = None) -> Log:
+    """Read a log and name its quantities.
+
+    Args:
+        path: see `READS`.
+        mapping: canonical quantity -> key of the log, for keys that are not recognized.
+        group_size: completions of a prompt, with which the share of groups with equal rewards is estimated where a trainer
+            does not log it.
+
+    Raises:
+        UserError: The path cannot be read, has no step, or a mapped key is missing.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise UserError(f"{path}: does not exist; give {READS}")
+    file = _find(path)
+    framework: str | None
+    if file.is_dir() and (file / "run.json").is_file():
+        table, framework = _own_run(file), "sharpscope"
+    else:
+        table = _read_table(file)
+        # TensorBoard and W&B show the keys of transformers' trainers with "train/" in front of them.
+        framework = framework_of(table.columns)
+        plain = [key.removeprefix("train/") for key in table.columns]
+        if framework in (None, "HF Trainer") and framework_of(plain) in ("TRL", "HF Trainer"):
+            table.columns, framework = pd.Index(plain), framework_of(plain)
+            table = table.loc[:, ~table.columns.duplicated()]
+    table = _by_step(table, file)
+    frame, sources = _canonical(table, framework, mapping or {})
+    if frame.empty or not len(frame.columns):
+        raise UserError(
+            f"{path}: none of its keys is known: {', '.join(list(table.columns)[:12])}; name them, for example --map reward=KEY"
+        )
+    used = {key for keys in sources.values() for key in keys}
+    unmapped = tuple(key for key in table.columns if key not in used)
+    if group_size and "dead_groups" not in frame and "reward" in frame:
+        reward = frame["reward"]
+        if bool(reward.dropna().between(0, 1).all()):
+            # the chance that all of a group's answers are right or all wrong, if each is right with the mean's probability
+            frame["dead_groups"] = reward**group_size + (1 - reward) ** group_size
+            sources["dead_groups"] = (f"estimated from {sources['reward'][0]} and a group size of {group_size}",)
+    return Log(path, framework, frame, sources, unmapped, group_size)
+
+
+def _find(path: Path) -> Path:
+    """The file, run or folder of TensorBoard events that a path stands for."""
+    if path.is_file() or (path / "run.json").is_file():
+        return path
+    states = sorted(path.rglob("trainer_state.json"), key=lambda file: file.stat().st_mtime)
+    if states:
+        return states[-1]
+    if any(path.rglob("*.tfevents.*")):
+        return path
+    logs = [file for ending in ("jsonl", "ndjson", "csv", "tsv") for file in sorted(path.glob(f"*.{ending}"))]
+    if len(logs) == 1:
+        return logs[0]
+    metrics = [file for file in logs if file.stem in ("metrics", "log", "experiment", "history")]
+    if len(metrics) == 1:
+        return metrics[0]
+    what = f"holds {len(logs)} logs ({', '.join(file.name for file in logs[:5])}): give one" if logs else "holds no log"
+    raise UserError(f"{path}: {what}; diagnose reads {READS}")
+
+
+def _own_run(folder: Path) -> pd.DataFrame:
+    """The table of a run of sharpscope, or of a trainer that it recorded."""
+    from sharpscope.traces import load_run
+
+    run = load_run(folder)
+    steps = run.steps.copy()
+    if not len(steps):
+        raise UserError(f"{folder}: the run has no recorded step")
+    if "zero_std_groups" in steps:
+        rollouts = run.rollouts
+        if len(rollouts) and rollouts["group"].notna().any():
+            groups = rollouts.groupby("step")["group"].nunique().reindex(steps["step"]).to_numpy(float)
+            groups = np.where(np.isnan(groups), np.nanmedian(groups), groups)
+            steps["dead_groups"] = steps["zero_std_groups"].astype(float) / groups
+    evals = run.eval
+    if len(evals):
+        greedy = evals[(evals["temperature"] == 0) & (evals["split"] == "heldout")]
+        found = greedy.groupby("step")["accuracy"].mean()
+        steps["eval_accuracy_greedy"] = found.reindex(steps["step"]).to_numpy()
+    events = run.events
+    if len(events):
+        broken = events.loc[events["rule"] == "non_finite", "step"]
+        steps.loc[steps["step"].isin(broken), "grad_norm"] = NOT_FINITE
+    return steps.select_dtypes("number").astype(float)
+
+
+def _read_table(file: Path) -> pd.DataFrame:
+    if file.is_dir():
+        return _events(file)
+    if file.suffix in (".csv", ".tsv"):
+        return _unwrap_wandb(_parsed(file, lambda: pd.read_csv(file, sep="\t" if file.suffix == ".tsv" else ",")))
+    text = _parsed(file, lambda: file.read_text("utf-8"))
+    if file.suffix in (".jsonl", ".ndjson"):
+        rows = [_parsed(f"{file} line {n}", lambda line=line: json.loads(line)) for n, line in _lines(text)]
+    else:
+        content = _parsed(file, lambda: json.loads(text))
+        listed = content.get("log_history") if isinstance(content, dict) else content
+        if not isinstance(listed, list):
+            raise UserError(f"{file}: neither a list of rows nor an object with log_history; diagnose reads {READS}")
+        rows = listed
+    if not rows or not all(isinstance(row, dict) for row in rows):
+        raise UserError(f"{file}: holds no rows; diagnose reads {READS}")
+    return pd.DataFrame([_flat(row) for row in rows])
+
+
+def _lines(text: str) -> list[tuple[int, str]]:
+    """Numbered lines that are not empty. A last line without an end is left out: its writer was interrupted."""
+    lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+    if lines and not text.endswith("\n"):
+        try:
+            json.loads(lines[-1][1])
+        except ValueError:
+            lines.pop()
+    return lines
+
+
+def _parsed(place: object, read: Any) -> Any:
+    try:
+        return read()
+    except (ValueError, UnicodeDecodeError, pd.errors.ParserError) as error:
+        raise UserError(f"{place}: cannot be read ({str(error).splitlines()[0][:120]}); give {READS}") from error
+
+
+def _flat(row: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+    """Numbers of a row, keys of nested objects joined by "/"; verl's {"step", "data"} is taken apart.
+
+    A NaN that was logged becomes infinite, since NaN in a frame means that nothing was logged.
+    """
+    found: dict[str, float] = {}
+    for key, value in row.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            found |= _flat(value, "" if name == "data" and "step" in row else f"{name}/")
+        elif isinstance(value, bool):
+            continue
+        elif isinstance(value, int | float):
+            found[name] = NOT_FINITE if math.isnan(value) else float(value)
+        elif isinstance(value, str):
+            try:
+                number = float(value)
+            except ValueError:
+                continue
+            found[name] = NOT_FINITE if math.isnan(number) else number
+    return found
+
+
+def _unwrap_wandb(table: pd.DataFrame) -> pd.DataFrame:
+    """Take the run's name off the columns of a W&B chart ("run - key", with __MIN and __MAX of the same)."""
+    kept = [column for column in table.columns if not str(column).endswith(("__MIN", "__MAX"))]
+    table = table[kept]
+    table.columns = pd.Index([str(column).split(" - ", 1)[-1] for column in table.columns])
+    return table.loc[:, ~table.columns.duplicated()]
+
+
+def _events(folder: Path) -> pd.DataFrame:
+    try:
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    except ImportError as error:
+        raise UserError(
+            f"{folder}: TensorBoard events need `pip install tensorboard`; or export them as CSV"
+        ) from error
+    folders = sorted({file.parent for file in folder.rglob("*.tfevents.*")})
+    columns: dict[str, pd.Series] = {}
+    for place in folders:
+        events = EventAccumulator(str(place), size_guidance={"scalars": 0})
+        events.Reload()
+        for tag in events.Tags()["scalars"]:
+            points = events.Scalars(tag)
+            series = pd.Series({point.step: point.value for point in points}, dtype=float)
+            columns[tag] = series.combine_first(columns[tag]) if tag in columns else series
+    if not columns:
+        raise UserError(f"{folder}: its TensorBoard events hold no scalars")
+    return pd.DataFrame(columns).rename_axis("step").reset_index()
+
+
+def _by_step(table: pd.DataFrame, file: Path) -> pd.DataFrame:
+    """One row for each step, index: the step; of several values of one key at a step, the last."""
+    key = next((key for key in STEP_KEYS if key in table.columns), None)
+    numbers = table.select_dtypes("number").astype(float)
+    if key is None or key not in numbers:
+        raise UserError(f"{file}: no column is the step; looked for {', '.join(STEP_KEYS[:4])}")
+    numbers = numbers[numbers[key].notna()]
+    steps = numbers.pop(key)
+    numbers = numbers.drop(columns=[other for other in STEP_KEYS if other in numbers])
+    if not len(numbers):
+        raise UserError(f"{file}: no row has a step")
+    numbers = numbers.groupby(steps.round().astype("int64")).last()
+    return numbers.rename_axis("step").sort_index()
+
+
+def _canonical(
+    table: pd.DataFrame, framework: str | None, mapping: Mapping[str, str]
+) -> tuple[pd.DataFrame, dict[str, tuple[str, ...]]]:
+    for name, key in mapping.items():
+        if name not in BY_NAME:
+            raise UserError(
+                f"--map {name}={key}: unknown quantity{nearest(name, BY_NAME)}; known: {', '.join(BY_NAME)}"
+            )
+        if key not in table:
+            raise UserError(f"--map {name}={key}: the log has no such key{nearest(key, list(table.columns))}")
+    frame, sources = {}, {}
+    for quantity in QUANTITIES:
+        complement, keys = keys_of(quantity, framework, table.columns)
+        if quantity.name in mapping:
+            complement, keys = False, (mapping[quantity.name],)
+        if not keys or not table[list(keys)].notna().any(axis=None):
+            continue
+        # a step that lacks all of the keys lacks the quantity
+        values = table[list(keys)].sum(axis=1, min_count=1, skipna=len(keys) > 1)
+        frame[quantity.name] = 1 - values if complement else values
+        sources[quantity.name] = keys
+    kept = pd.DataFrame(frame, index=table.index)
+    return kept.dropna(how="all") if len(kept.columns) else kept, sources

@@ -1,0 +1,189 @@
+"""A diagnosis: the finding first, then findings by severity, the order of events and the next command."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sharpscope.diagnose.changes import Change, changes
+from sharpscope.diagnose.logs import Log, read_log
+from sharpscope.diagnose.quantities import BY_NAME
+from sharpscope.diagnose.rules import Finding, find
+
+MOST = 5
+"""Findings that are shown."""
+
+_BARS = "▁▂▃▄▅▆▇█"
+_WORDS = {"up": "rises", "down": "falls", "flat": "levels off"}
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What a log shows.
+
+    Attributes:
+        log: the log that was read.
+        findings: rules that fired, most severe first; at most `MOST`.
+        more: further findings that are left out.
+        order: changes of the quantities by step.
+    """
+
+    log: Log
+    findings: list[Finding]
+    more: int
+    order: list[Change]
+
+    @property
+    def finding(self) -> str:
+        """The main finding in one sentence."""
+        frame = self.log.frame
+        if not self.findings:
+            names = ", ".join(BY_NAME[name].title for name in frame.columns[:6])
+            return f"No symptom in {len(frame)} steps; looked at {names}."
+        first = self.findings[0]
+        return f"{first.rule.title} from step {first.evidence.step}: {first.evidence.text}."
+
+    def next_command(self, finding: Finding) -> str:
+        """The command or line of code that looks closer at a finding."""
+        return _next(self.log, finding)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The content of the JSON output; see docs/diagnose.md."""
+        return {
+            "finding": self.finding,
+            "framework": self.log.framework,
+            "steps": [int(self.log.frame.index[0]), int(self.log.frame.index[-1])],
+            "findings": [
+                {
+                    "symptom": finding.rule.name,
+                    "severity": finding.evidence.severity,
+                    "first_step": finding.evidence.step,
+                    "evidence": finding.evidence.text,
+                    "certainty": finding.evidence.certainty,
+                    "meaning": finding.rule.meaning,
+                    "advice": finding.rule.advice,
+                    "next": self.next_command(finding),
+                }
+                for finding in self.findings
+            ],
+            "order": [
+                {
+                    "quantity": change.quantity,
+                    "step": change.step,
+                    "interval": [change.low, change.high],
+                    "direction": change.direction,
+                    "before": change.before,
+                    "after": change.after,
+                }
+                for change in self.order
+            ],
+            "quantities": {name: list(keys) for name, keys in self.log.sources.items()},
+            "unmapped": list(self.log.unmapped),
+        }
+
+    def text(self, width: int = 40) -> str:
+        """The diagnosis for a terminal."""
+        log = self.log
+        lines = [self.finding, ""]
+        for finding in self.findings:
+            seen = finding.evidence
+            lines.append(f"{seen.severity.upper():<8} {finding.rule.title}, from step {seen.step}")
+            line = sparkline(log.finite(seen.quantity).to_numpy(float), width, BY_NAME[seen.quantity].log)
+            lines.append(f"         {seen.text}")
+            lines.append(f"         {BY_NAME[seen.quantity].title} {line}   ({seen.certainty})")
+            lines.append(f"  means  {finding.rule.meaning}")
+            lines.append(f"  change {finding.rule.advice}")
+            lines.append(f"  next   {self.next_command(finding)}")
+            lines.append("")
+        if self.more:
+            lines += [
+                f"{self.more} further finding{'s' if self.more > 1 else ''} of lower severity: --json lists them",
+                "",
+            ]
+        if self.order:
+            lines.append("Order of events")
+            for change in self.order:
+                span = "" if change.low == change.high else f" ({change.low} to {change.high})"
+                lines.append(
+                    f"  step {change.step}{span}: {BY_NAME[change.quantity].title} {_WORDS[change.direction]}, "
+                    f"{change.before:.3g} → {change.after:.3g}"
+                )
+            lines.append("")
+        frame = log.frame
+        lines.append(
+            f"Read {len(frame)} steps ({frame.index[0]} to {frame.index[-1]}), "
+            + ("keys of no known trainer" if log.framework is None else f"written by {log.framework}")
+            + f": {', '.join(log.sources)}"
+        )
+        missing = [name for name in ("reward", "grad_norm", "entropy", "length") if name not in log.sources]
+        if missing and log.unmapped:
+            lines.append(
+                f"Not found: {', '.join(missing)}. Keys not used: {', '.join(log.unmapped[:12])}; --map {missing[0]}=KEY"
+            )
+        return "\n".join(lines)
+
+
+def diagnose(path: str | Path, mapping: Mapping[str, str] | None = None, group_size: int | None = None) -> Diagnosis:
+    """Find what went wrong in a run from its log.
+
+    Args:
+        path: a run of sharpscope, trainer_state.json, JSON lines, CSV, TensorBoard events, or a folder with one of them.
+        mapping: canonical quantity -> key of the log, for keys that are not recognized.
+        group_size: completions of a prompt, to estimate groups without an advantage where they are not logged.
+
+    Raises:
+        UserError: The log cannot be read, or has no known quantity.
+    """
+    log = read_log(path, mapping, group_size)
+    order = changes(log)
+    findings = find(log, order)
+    return Diagnosis(log, findings[:MOST], max(0, len(findings) - MOST), order)
+
+
+def sparkline(values: np.ndarray, width: int, log: bool = False) -> str:
+    """Values as a line of at most `width` bars, each the mean of equally many values."""
+    if log and len(values[values > 0]):
+        values = np.log(np.maximum(values, values[values > 0].min()))
+    if len(values) > width:
+        edges = np.linspace(0, len(values), width + 1).astype(int)[:-1]
+        values = np.add.reduceat(values, edges) / np.diff(np.append(edges, len(values)))
+    low, high = (float(values.min()), float(values.max())) if len(values) else (0.0, 0.0)
+    if high == low:
+        return _BARS[0] * len(values)
+    return "".join(_BARS[round((value - low) / (high - low) * (len(_BARS) - 1))] for value in values)
+
+
+def _next(log: Log, finding: Finding) -> str:
+    step, path = finding.evidence.step, log.path
+    if log.framework == "sharpscope":
+        if finding.rule.name in ("gradient_spike", "update_spike", "reward_collapse", "entropy_rise"):
+            return f"sharpscope tokens {shlex.quote(str(path))} --step {step}"
+        return f"sharpscope show {shlex.quote(str(path))}"
+    if log.framework in ("TRL", "HF Trainer"):
+        checkpoint = _checkpoint_before(path, step)
+        start = "" if checkpoint is None else f"resume_from_checkpoint={str(checkpoint)!r}"
+        from_where = "" if checkpoint else " (no checkpoint before it was found; from the start)"
+        return f'sharpscope.record(trainer, out="runs/again"); trainer.train({start}){from_where}'
+    if log.framework == "verl":
+        return "SHARPSCOPE_VERL=runs/again python -m verl.trainer.main_ppo …  (resume from the checkpoint before this step)"
+    return 'rec = sharpscope.record(model, optimizer, tokenizer=tokenizer, out="runs/again")  (docs: any training loop)'
+
+
+def _checkpoint_before(path: Path, step: int) -> Path | None:
+    """The newest checkpoint-N with N < step near a log of transformers' trainers."""
+    folder = path if path.is_dir() else path.parent
+    places = [folder, folder.parent] if folder.name.startswith("checkpoint-") else [folder]
+    found = {
+        int(match[1]): child
+        for place in places
+        if place.is_dir()
+        for child in place.iterdir()
+        if (match := re.fullmatch(r"checkpoint-(\d+)", child.name)) and int(match[1]) < step
+    }
+    return found[max(found)] if found else None

@@ -1,0 +1,321 @@
+"""Planted symptoms are found at their step, healthy runs are left alone, and every format gives the same findings."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from sharpscope.diagnose import Log, changes, diagnose, find, read_log
+from sharpscope.errors import UserError
+from tests.diagnose.simulated import healthy, write
+
+
+def symptoms(frame: pd.DataFrame, tmp_path) -> dict[str, tuple[str, int]]:
+    log = read_log(write(frame, tmp_path))
+    return {f.rule.name: (f.evidence.severity, f.evidence.step) for f in find(log, changes(log))}
+
+
+@pytest.mark.parametrize("steps", [20, 60, 200, 1000])
+@pytest.mark.parametrize("seed", range(10))
+def test_healthy_runs_have_no_critical_finding_and_few_warnings(steps, seed, tmp_path):
+    found = symptoms(healthy(steps, seed, rate=steps / 5), tmp_path)
+    assert not [name for name, (severity, _) in found.items() if severity in ("critical", "warning")]
+
+
+AT = 100
+
+
+def _collapse(frame):
+    frame.loc[AT:, "reward"] = np.abs(np.random.default_rng(1).normal(0.05, 0.02, len(frame) - AT))
+
+
+def _spike(frame):
+    frame.loc[AT, "grad_norm"] = 20.0
+
+
+def _growth(frame):
+    frame.loc[AT:, "grad_norm"] *= 8
+
+
+def _entropy_rise(frame):
+    frame.loc[AT:, "entropy"] += np.linspace(0.02, 2.0, len(frame) - AT)
+
+
+def _entropy_collapse(frame):
+    frame.loc[AT:, "entropy"] = 0.005
+
+
+def _zero_gradient(frame):
+    frame.loc[AT:, ["grad_norm", "reward"]] = 0.0
+    frame.loc[AT:, "entropy"] = np.linspace(1, 3, len(frame) - AT)
+
+
+def _truncation(frame):
+    frame.loc[AT:, "completions/clipped_ratio"] = 0.6
+
+
+def _length(frame):
+    frame.loc[AT:, "completions/mean_length"] *= np.linspace(1, 4, len(frame) - AT)
+    frame["reward"] = 0.4 + np.random.default_rng(2).normal(0, 0.05, len(frame))
+
+
+def _dead(frame):
+    frame.loc[AT:, "frac_reward_zero_std"] = 0.9
+    frame.loc[AT:, "reward"] = 0.1
+
+
+def _mismatch(frame):
+    frame.loc[AT:, "sampling/sampling_logp_difference/mean"] = 0.8
+
+
+def _clipping(frame):
+    frame.loc[AT:, "clip_ratio/low_mean"] = 0.4
+
+
+def _drift(frame):
+    frame.loc[AT:, "kl"] += np.linspace(0, 6, len(frame) - AT)
+
+
+def _sign(frame):
+    frame.loc[AT:, "kl"] = np.random.default_rng(3).normal(0, 0.05, len(frame) - AT)
+
+
+PLANTED = {
+    "reward_collapse": (_collapse, "critical"),
+    "gradient_spike": (_spike, "warning"),
+    "gradient_growth": (_growth, "warning"),
+    "entropy_rise": (_entropy_rise, "warning"),
+    "entropy_collapse": (_entropy_collapse, "warning"),
+    "zero_gradient": (_zero_gradient, "critical"),
+    "reward_constant": (_zero_gradient, "critical"),
+    "truncation": (_truncation, "warning"),
+    "length_growth": (_length, "warning"),
+    "dead_groups": (_dead, "warning"),
+    "mismatch": (_mismatch, "critical"),
+    "clipping": (_clipping, "warning"),
+    "kl_drift": (_drift, "warning"),
+    "kl_sign": (_sign, "warning"),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_a_planted_symptom_is_found_within_ten_steps(name, seed, tmp_path):
+    plant, severity = PLANTED[name]
+    frame = healthy(200, seed)
+    plant(frame)
+    found = symptoms(frame, tmp_path)
+    assert found[name][0] == severity
+    late = 40 if name in ("kl_drift", "length_growth", "entropy_rise") else 10  # these set in slowly
+    assert AT + 1 - 10 <= found[name][1] <= AT + 1 + late
+
+
+def test_a_run_that_moves_nothing(tmp_path):
+    rng = np.random.default_rng(0)
+    frame = healthy(60)
+    frame["reward"], frame["entropy"] = 0.3 + rng.normal(0, 0.05, 60), 1 + rng.normal(0, 0.02, 60)
+    frame["kl"] = 1e-5
+    assert symptoms(frame, tmp_path)["no_motion"] == ("warning", 1)
+
+
+def test_a_first_step_that_destroys_the_policy_is_named(tmp_path):
+    """The numbers of SmolLM2-135M at a learning rate of 1e-4."""
+    frame = healthy(6)
+    frame["reward"], frame["entropy"] = [0.2, 0, 0, 0, 0, 0], [1.72, 3.06, 3.62, 3.68, 3.68, 3.68]
+    frame["grad_norm"] = [2.4, 0, 0, 0, 0, 0]
+    log = read_log(write(frame, tmp_path))
+    found = {finding.rule.name: finding.evidence.step for finding in find(log, changes(log))}
+    assert found["policy_destroyed"] == 1
+    assert found["zero_gradient"] == 2
+
+
+def test_a_logged_nan_is_found_and_a_missing_value_is_not(tmp_path):
+    frame = healthy(30)
+    rows = frame.to_dict("records")
+    del rows[4]["grad_norm"]
+    rows[20]["grad_norm"] = float("nan")
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": rows}))
+    log = read_log(tmp_path)
+    assert [(f.rule.name, f.evidence.step) for f in find(log, []) if f.evidence.severity == "critical"] == [
+        ("not_finite", 21)
+    ]
+
+
+def test_the_order_of_events_is_that_of_the_construction(tmp_path):
+    """Entropy rises from step 60 on, then the gradient norm from 100, then reward falls at 140."""
+    frame = healthy(220, rate=10.0)
+    frame.loc[60:, "entropy"] += np.linspace(0.1, 3, 160)
+    frame.loc[100:, "grad_norm"] *= 5
+    frame.loc[140:, "reward"] = 0.05
+    found = {(c.quantity, c.direction): c for c in changes(read_log(write(frame, tmp_path)))}
+    planted = {("entropy", "up"): 61, ("grad_norm", "up"): 101, ("reward", "down"): 141}
+    for key, step in planted.items():
+        assert found[key].low - 3 <= step <= found[key].high + 3
+    steps = [found[key].step for key in planted]
+    assert steps == sorted(steps)
+
+
+def test_false_alarms_of_change_points():
+    """Fewer than 2 in 100 series of independent noise around a trend have a change."""
+    rng = np.random.default_rng(0)
+    alarms = 0
+    for number in range(300):
+        steps = (20, 50, 200)[number % 3]
+        y = rng.normal(size=steps) + rng.normal(0, 0.05) * np.arange(steps)
+        frame = pd.DataFrame({"reward": y}, index=np.arange(steps))
+        alarms += bool(changes(Log(None, None, frame), ("reward",)))  # type: ignore[arg-type]
+    assert alarms <= 6
+
+
+@pytest.mark.parametrize("size", [3.0, 5.0])
+def test_intervals_of_change_points_cover_the_step(size):
+    rng = np.random.default_rng(1)
+    covered = found = 0
+    for _ in range(200):
+        y = rng.normal(size=100)
+        y[60:] += size
+        frame = pd.DataFrame({"reward": y}, index=np.arange(100))
+        seen = changes(Log(None, None, frame), ("reward",))  # type: ignore[arg-type]
+        found += bool(seen)
+        covered += any(change.low <= 60 <= change.high for change in seen)
+    assert found >= 190
+    assert covered >= 0.9 * found
+
+
+def _verl(frame):
+    names = {
+        "reward": "critic/score/mean",
+        "grad_norm": "actor/grad_norm",
+        "entropy": "actor/entropy",
+        "kl": "actor/kl_loss",
+        "completions/mean_length": "response_length/mean",
+        "completions/clipped_ratio": "response_length/clip_ratio",
+    }
+    rows = frame.rename(columns=names)[list(names.values())].to_dict("records")
+    return [{"step": int(step), "data": row} for step, row in zip(frame["step"], rows, strict=True)]
+
+
+def test_the_same_run_in_every_format_has_the_same_findings(tmp_path):
+    frame = healthy(120)
+    frame.loc[60:, "reward"] = 0.02
+    expected = [(f.rule.name, f.evidence.step) for f in diagnose(write(frame, tmp_path)).findings]
+    assert ("reward_collapse", 61) in expected
+    frame.to_csv(tmp_path / "log.csv", index=False)
+    frame.to_csv(tmp_path / "log.tsv", index=False, sep="\t")
+    wandb = frame.rename(columns={c: f"run-7 - train/{c}" for c in frame.columns if c != "step"})
+    wandb["run-7 - train/reward__MIN"] = -1.0
+    wandb.to_csv(tmp_path / "wandb.csv", index=False)
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in frame.to_dict("records")))
+    for name in ("log.csv", "log.tsv", "wandb.csv", "log.jsonl"):
+        found = diagnose(tmp_path / name)
+        assert found.log.framework == "TRL"
+        assert [(f.rule.name, f.evidence.step) for f in found.findings] == expected
+    (tmp_path / "verl.jsonl").write_text("".join(json.dumps(row) + "\n" for row in _verl(frame)))
+    found = diagnose(tmp_path / "verl.jsonl")
+    assert found.log.framework == "verl"
+    assert ("reward_collapse", 61) in [(f.rule.name, f.evidence.step) for f in found.findings]
+
+
+def test_tensorboard_events(tmp_path):
+    pytest.importorskip("tensorboard")
+    from torch.utils.tensorboard import SummaryWriter
+
+    frame = healthy(60)
+    with SummaryWriter(str(tmp_path / "tb")) as writer:
+        for row in frame.to_dict("records"):
+            step = int(row.pop("step"))
+            for key, value in row.items():
+                writer.add_scalar(f"train/{key}", value, step)
+    log = read_log(tmp_path / "tb")
+    assert log.framework == "TRL"
+    np.testing.assert_allclose(log.frame["reward"], frame["reward"], rtol=1e-6)
+    np.testing.assert_allclose(
+        log.frame["clipped"], frame["clip_ratio/low_mean"] + frame["clip_ratio/high_mean"], rtol=1e-5
+    )
+
+
+KEYS = {
+    "prime-rl": {"optim/grad_norm": 0.5, "mismatch_kl/all/mean": 0.001, "solved_none": 0.2, "solved_all": 0.3},
+    "Tinker": {"env/all/reward/total": 0.5, "optim/entropy": 1.0, "env/all/by_group/frac_all_good": 0.5},
+    "slime": {"train/pg_loss": 0.1, "rollout/raw_reward": 0.4, "train/grad_norm": 0.5},
+    "NeMo-RL": {"train/token_mult_prob_error": 1.01, "train/reward": 0.4, "train/grad_norm": 0.5},
+    "open-instruct": {"objective/kl_avg": 0.1, "val/stop_rate": 0.9, "scores": 0.5},
+}
+
+
+@pytest.mark.parametrize("framework", KEYS)
+def test_trainers_are_recognized_by_their_keys(framework, tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    file.write_text("".join(json.dumps({"step": step, **KEYS[framework]}) + "\n" for step in range(3)))
+    log = read_log(file)
+    assert log.framework == framework
+    values = log.frame.iloc[0].to_dict()
+    if framework == "prime-rl":
+        assert values == {"grad_norm": 0.5, "mismatch_kl": 0.001, "dead_groups": 0.5}
+    if framework == "open-instruct":
+        assert values == pytest.approx({"kl": 0.1, "truncated": 0.1, "reward": 0.5})
+
+
+def test_dead_groups_are_estimated_from_a_mean_and_the_group_size(tmp_path):
+    file = tmp_path / "log.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in _verl(healthy(20))))
+    log = read_log(file, group_size=4)
+    p = log.frame["reward"]
+    np.testing.assert_allclose(log.frame["dead_groups"], p**4 + (1 - p) ** 4)
+
+
+def test_an_interrupted_last_line_is_left_out(tmp_path):
+    file = tmp_path / "log.jsonl"
+    file.write_text(
+        '{"step": 1, "reward": 0.5, "grad_norm": 1}\n{"step": 2, "reward": 0.6, "grad_norm": 1}\n{"step": 3, "rew'
+    )
+    assert list(read_log(file).frame.index) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("content", "name", "message"),
+    [
+        ("", "log.jsonl", "holds no rows"),
+        ("{", "trainer_state.json", "cannot be read"),
+        ('{"a": 1}', "trainer_state.json", "log_history"),
+        ('{"reward": 1}\n', "log.jsonl", "no column is the step"),
+        ('{"step": 1, "speed": 2}\n', "log.jsonl", "none of its keys is known"),
+    ],
+)
+def test_what_cannot_be_read_is_one_line(content, name, message, tmp_path):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(UserError, match=message):
+        read_log(tmp_path / name)
+
+
+def test_a_mapped_key_counts_and_an_unknown_one_is_an_error(tmp_path):
+    file = tmp_path / "log.jsonl"
+    file.write_text("".join(json.dumps({"step": step, "my/score": step / 10}) + "\n" for step in range(5)))
+    assert list(read_log(file, {"reward": "my/score"}).frame["reward"]) == [0, 0.1, 0.2, 0.3, 0.4]
+    with pytest.raises(UserError, match="no such key"):
+        read_log(file, {"reward": "my/scor"})
+    with pytest.raises(UserError, match="unknown quantity"):
+        read_log(file, {"rewards": "my/score"})
+
+
+def test_the_next_command_names_the_checkpoint_before_the_symptom(tmp_path):
+    frame = healthy(120)
+    frame.loc[60:, "reward"] = 0.02
+    for step in (20, 40, 80):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    write(frame, tmp_path / "checkpoint-80")
+    found = diagnose(tmp_path / "checkpoint-80")
+    assert "checkpoint-40" in found.next_command(found.findings[0])
+
+
+def test_json_has_the_documented_shape(tmp_path):
+    frame = healthy(120)
+    frame.loc[60:, "reward"] = 0.02
+    content = json.loads(json.dumps(diagnose(write(frame, tmp_path)).as_dict()))
+    assert isinstance(content["finding"], str)
+    first = content["findings"][0]
+    assert {"symptom", "severity", "first_step", "evidence", "advice", "next"} <= set(first)
+    assert {"quantity", "step", "direction"} <= set(content["order"][0])
