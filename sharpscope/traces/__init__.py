@@ -1,64 +1,31 @@
 """Recorded data of a run: schema, crash-safe writer and reader. `schema` defines every table and column."""
 
-from sharpscope.traces.files import (
-    RUN_FILE,
-    create_run_dir,
-    create_run_info,
-    output_folder,
-    read_run_info,
-    run_path,
-    update_run_info,
-    write_atomic,
-)
-from sharpscope.traces.lock import Owner, RunLock, held_text, lock_owner
-from sharpscope.traces.packs import pack_runs, unpack_run
-from sharpscope.traces.reader import DamagedPartWarning, Run, Runs, load_run, load_runs
-from sharpscope.traces.reductions import Reduction, read_reductions, write_reductions
-from sharpscope.traces.rewind import rewind
-from sharpscope.traces.schema import (
-    MAX_SATURATION,
-    SCHEMA_VERSION,
-    TABLES,
-    arrow_schema,
-    schema_markdown,
-    schema_rows,
-    timing_columns,
-)
-from sharpscope.traces.spike_rule import robust_z
-from sharpscope.traces.writer import SchemaError, TraceWriter
-
-__all__ = [
-    "MAX_SATURATION",
-    "RUN_FILE",
-    "SCHEMA_VERSION",
-    "TABLES",
-    "DamagedPartWarning",
-    "Owner",
-    "Reduction",
-    "Run",
-    "RunLock",
-    "Runs",
-    "SchemaError",
-    "TraceWriter",
-    "arrow_schema",
-    "create_run_dir",
-    "create_run_info",
-    "held_text",
-    "load_run",
-    "load_runs",
-    "lock_owner",
-    "output_folder",
-    "pack_runs",
-    "read_reductions",
-    "read_run_info",
-    "rewind",
-    "robust_z",
-    "run_path",
-    "schema_markdown",
-    "schema_rows",
-    "timing_columns",
-    "unpack_run",
-    "update_run_info",
-    "write_atomic",
-    "write_reductions",
-]
+from sharpscope.traces.files import RUN_FILE as RUN_FILE
+from sharpscope.traces.files import RunLock as RunLock
+from sharpscope.traces.files import create_run_dir as create_run_dir
+from sharpscope.traces.files import create_run_info as create_run_info
+from sharpscope.traces.files import free_name as free_name
+from sharpscope.traces.files import has_writer as has_writer
+from sharpscope.traces.files import held_text as held_text
+from sharpscope.traces.files import output_folder as output_folder
+from sharpscope.traces.files import read_run_info as read_run_info
+from sharpscope.traces.files import update_run_info as update_run_info
+from sharpscope.traces.files import write_atomic as write_atomic
+from sharpscope.traces.packs import pack_runs as pack_runs
+from sharpscope.traces.parts import rewind as rewind
+from sharpscope.traces.reader import DamagedPartWarning as DamagedPartWarning
+from sharpscope.traces.reader import Reduction as Reduction
+from sharpscope.traces.reader import Run as Run
+from sharpscope.traces.reader import Runs as Runs
+from sharpscope.traces.reader import load_run as load_run
+from sharpscope.traces.reader import load_runs as load_runs
+from sharpscope.traces.reader import write_reductions as write_reductions
+from sharpscope.traces.rules import robust_z as robust_z
+from sharpscope.traces.schema import MAX_SATURATION as MAX_SATURATION
+from sharpscope.traces.schema import SCHEMA_VERSION as SCHEMA_VERSION
+from sharpscope.traces.schema import TABLES as TABLES
+from sharpscope.traces.schema import arrow_schema as arrow_schema
+from sharpscope.traces.schema import schema_markdown as schema_markdown
+from sharpscope.traces.schema import timing_columns as timing_columns
+from sharpscope.traces.writer import SchemaError as SchemaError
+from sharpscope.traces.writer import TraceWriter as TraceWriter

@@ -1,13 +1,16 @@
-"""Atomic file writes, and the folder and run.json of a run."""
+"""Atomic file writes, and the folder, run.json and lock of a run."""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
-import re
+import socket
+import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from sharpscope.errors import UserError
@@ -15,13 +18,14 @@ from sharpscope.traces.schema import SCHEMA_VERSION
 
 RUN_FILE = "run.json"
 CONFIG_FILE = "config.yaml"
+LOCK_FILE = "lock.json"
 TRACES = "traces"
 STATUSES = ("running", "finished", "interrupted", "failed")
 REQUIRED_INFO = ("method", "task", "seed", "config")
 ASIDE = ".tmp"
 STARTING = f".start{ASIDE}"
 """Marks a folder as a run's from its creation until run.json exists."""
-_START_FILES = (CONFIG_FILE, "tokenizer", "lock.json", TRACES)
+_START_FILES = (CONFIG_FILE, "tokenizer", LOCK_FILE, TRACES)
 _INFO_TYPES: dict[type, tuple[str, ...]] = {
     str: ("name", "method", "task", "status", "started", "finished"),
     int: ("seed", "steps_done"),
@@ -29,8 +33,6 @@ _INFO_TYPES: dict[type, tuple[str, ...]] = {
     list: ("notes",),
 }
 """Type -> keys of run.json with this type. Their values may also be missing or null."""
-
-_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._+=-]{0,118}[A-Za-z0-9_+=-])?")
 
 
 def now() -> str:
@@ -62,10 +64,9 @@ def publish(temporary: Path, final: Path) -> None:
 
 def write_atomic(path: Path, data: str | bytes) -> None:
     """Write `data` to `path` atomically: after a crash the file has either the old or the new content."""
-    content = data.encode("utf-8", "replace") if isinstance(data, str) else data
     temporary = path.with_name(f".{path.name}.{os.getpid()}{ASIDE}")
     try:
-        temporary.write_bytes(content)
+        temporary.write_bytes(data.encode("utf-8", "replace") if isinstance(data, str) else data)
         publish(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -86,11 +87,16 @@ def output_folder(out: str | Path) -> Path:
     return folder
 
 
-def set_aside(folder: Path) -> Path:
-    """Rename the folder of an attempt that is not continued, so that its content is kept but not read; return its new path.
+def free_name(path: str | Path) -> Path:
+    """`path` if it is free for a new run, otherwise the first free of path-2, path-3, …"""
+    folder, number = Path(path), 2
+    while folder.exists() and not (folder.is_dir() and never_began(folder)):
+        folder, number = Path(f"{path}-{number}"), number + 1
+    return folder
 
-    The new name starts with a dot; readers skip it.
-    """
+
+def set_aside(folder: Path) -> Path:
+    """Rename the folder of an attempt that is not continued; readers skip the new name, which starts with a dot."""
     number = 1
     while (target := folder.with_name(f".{folder.name}.aborted-{number}")).exists():
         number += 1
@@ -99,36 +105,25 @@ def set_aside(folder: Path) -> Path:
     return target
 
 
-def run_path(root: str | Path, name: str) -> Path:
-    """`root/name` for a run name.
-
-    Raises:
-        UserError: the name is not a single safe folder name.
-    """
-    if not _NAME.fullmatch(name):
-        raise UserError(
-            f"name: {name!r} is not a valid run name; use 1 to 120 letters, digits and . _ + = -, starting with a letter or digit"
-        )
-    return Path(root) / name
-
-
 def create_run_dir(path: str | Path) -> Path:
     """Create the folder of a new run and its `traces` folder.
 
     The folder may exist if it is empty or left by a run that was killed before it wrote run.json.
 
     Raises:
-        UserError: the folder has other content, is a file, or cannot be created.
+        UserError: the folder has other content, is inside another run, is a file, or cannot be created.
     """
     folder = Path(path)
+    outer = next((parent for parent in folder.absolute().parents if (parent / RUN_FILE).exists()), None)
+    if outer is not None:
+        raise UserError(f"out: {folder} is inside the run {outer}; choose a folder outside it")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if any(folder.iterdir()) and not never_began(folder):
+        if not never_began(folder):
             problem = "contains a run" if (folder / RUN_FILE).exists() else "is not empty"
-            raise UserError(f"out: {folder} {problem} and is not overwritten; choose another --out or remove it")
+            raise UserError(f"out: {folder} {problem} and is not overwritten; a free one is {free_name(folder)}")
         (folder / STARTING).touch()
         (folder / TRACES).mkdir(exist_ok=True)
-        sync_folder(folder)
         sync_folder(folder.parent)
     except FileExistsError as error:
         raise UserError(f"out: {folder} is a file; choose another --out") from error
@@ -229,14 +224,86 @@ def parse_run_info(content: str | bytes, path: Path) -> dict[str, Any]:
     """
     try:
         info = json.loads(content)
+        problem = "" if isinstance(info, dict) else "not a JSON object"
     except ValueError as error:
-        raise UserError(f"run: {path} is damaged ({error}); restore it or exclude this run") from error
-    if not isinstance(info, dict):
-        raise UserError(f"run: {path} is damaged (not a JSON object); restore it or exclude this run")
-    for type_, keys in _INFO_TYPES.items():
-        for key in keys:
-            if not isinstance(info.get(key), type_ | None):
-                raise UserError(
-                    f"run: {path} is damaged ({key} is a {type(info[key]).__name__}); restore it or exclude this run"
-                )
-    return info
+        info, problem = None, str(error)
+    for type_, keys in _INFO_TYPES.items() if not problem else ():
+        wrong = [key for key in keys if not isinstance(info.get(key), type_ | None)]
+        problem = f"{wrong[0]} is a {type(info[wrong[0]]).__name__}" if wrong else problem
+    if problem:
+        raise UserError(f"run: {path} is damaged ({problem}); restore it or exclude this run")
+    return dict(info)
+
+
+def has_writer(run_dir: str | Path) -> bool:
+    """Whether a process holds a run's folder."""
+    try:
+        with (Path(run_dir) / LOCK_FILE).open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass
+    return False
+
+
+def held_text(run_dir: str | Path) -> str:
+    """Message with the writer of a run's folder, as its lock file names it, and the fix."""
+    try:
+        writer = (Path(run_dir) / LOCK_FILE).read_text("utf-8", "replace").strip()
+    except OSError:
+        writer = ""
+    return f"{run_dir} is being written by {writer or 'another process'}; wait for it, stop it, or choose another folder"
+
+
+class RunLock:
+    """Context manager that locks a run folder against other writers, by the kernel's lock on a file, which ends with the process.
+
+    Attributes:
+        path: the lock file; its content is for messages.
+    """
+
+    def __init__(self, run_dir: str | Path) -> None:
+        self.path = Path(run_dir) / LOCK_FILE
+        self._handle: int | None = None
+
+    def acquire(self, attempts: int = 20) -> RunLock:
+        """Acquire the lock; a reader may hold it for an instant, so there are several attempts.
+
+        Raises:
+            UserError: another process holds the lock, or the folder is not writable.
+        """
+        for _ in range(attempts):
+            handle = -1
+            try:
+                handle = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # Unless the owner before removed the file between our open and our lock.
+                if self.path.exists() and os.path.samestat(os.fstat(handle), self.path.stat()):
+                    os.ftruncate(handle, 0)
+                    os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()} since {now()}".encode(), 0)
+                    self._handle, handle = handle, -1
+                    return self
+            except BlockingIOError:
+                time.sleep(0.02)
+            except OSError as error:
+                raise UserError(f"run: {self.path} cannot be written ({error.strerror}); free some space or make the folder writable") from error
+            finally:
+                if handle >= 0:
+                    os.close(handle)
+        raise UserError(f"run: {held_text(self.path.parent)}")
+
+    def release(self) -> None:
+        """Release the lock and remove its file, if held."""
+        if self._handle is not None:
+            self.path.unlink(missing_ok=True)
+            os.close(self._handle)
+            self._handle = None
+
+    def __enter__(self) -> RunLock:
+        return self.acquire()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()

@@ -1,50 +1,34 @@
-"""One Parquet part of a trace: check it, list its steps, and read selected columns and steps."""
+"""Parquet files of a trace: write one, check it, list its steps, and read selected columns and steps."""
 
 from __future__ import annotations
 
 import re
-import zlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from sharpscope.traces.schema import READABLE_VERSIONS, VERSION_KEY
+from sharpscope.traces.files import ASIDE, TRACES, publish, sync_folder
+from sharpscope.traces.schema import READABLE_VERSIONS, TABLES, VERSION_KEY, arrow_schema
 
-PART = re.compile(r"part-(\d{6,})-([0-9a-f]{8})\.parquet")
-FOUND_DAMAGED = "damaged-"
+PART = re.compile(r"part-(\d{6,})(?:-[0-9a-f]{8})?\.parquet")
+"""Name of a part; version 2 added a checksum."""
+DAMAGED = "damaged-"
 """Prefix of the file name of a part that a resume set aside as damaged."""
-_TAIL = 8  # bytes: length of the footer (4) and the magic number (4)
+RUN = "run"
+"""First column of the files of a packed data set."""
+# Values repeat within a step, so dictionary encoding is smaller than byte stream split.
+_REPEATING = {"advantage", "ratio", "weight"}
+# Readers skip row groups in which these columns are all null.
+_STATISTICS = {"step", RUN} | {c.name for table in TABLES.values() for c in table.columns if c.probe}
 
 
 class DamagedPartError(ValueError):
     """The content of a part is damaged; the message gives the reason."""
-
-
-def names(folder: Path) -> list[str]:
-    """Sorted names of the files in `folder`; empty if it does not exist."""
-    return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-
-
-def footer_checksum(path: Path) -> int:
-    """CRC-32 of a Parquet file's footer (schema and column offsets), which the page checksums do not cover.
-
-    Raises:
-        DamagedPartError: the file has no footer.
-    """
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        file.seek(max(0, size - _TAIL))
-        tail = file.read()
-        footer = int.from_bytes(tail[:4], "little")
-        if tail[4:] != b"PAR1" or not 0 < footer <= size - _TAIL - 4:
-            raise DamagedPartError("its footer is missing: truncated, or not a Parquet file")
-        file.seek(size - _TAIL - footer)
-        return zlib.crc32(file.read(footer))
 
 
 @dataclass(frozen=True)
@@ -52,34 +36,28 @@ class RowGroup:
     """A row group of a part, with rows of steps first_step to last_step."""
 
     index: int
+    rows: int
     first_step: int
     last_step: int
 
 
 @dataclass(frozen=True)
 class Part:
-    """A part with a valid footer. Its pages are checked when they are read."""
+    """A Parquet file with a valid footer, or the rows of one run in it. Its pages are checked when they are read."""
 
     path: Path
-    number: int
-    rows: int
     groups: tuple[RowGroup, ...]
     metadata: pq.FileMetaData
 
-    @cached_property
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return sum(group.rows for group in self.groups)
+
+    @property
     def names(self) -> list[str]:
         """Columns of the file, in order. Each has one leaf: no column is a struct."""
-        return list(self.metadata.schema.to_arrow_schema().names)
-
-    @property
-    def first_step(self) -> int:
-        """Lowest step with rows in this part."""
-        return min(group.first_step for group in self.groups)
-
-    @property
-    def last_step(self) -> int:
-        """Highest step with rows in this part."""
-        return max(group.last_step for group in self.groups)
+        return list(self.metadata.schema.names)
 
     def select(self, steps: Collection[int] | None = None, required: Collection[str] = ()) -> list[RowGroup]:
         """Row groups that may contain rows of `steps` (None: all), except those in which a `required` column is all null."""
@@ -100,24 +78,18 @@ class Part:
             DamagedPartError: a page fails its checksum or cannot be decoded.
         """
         groups = self.select(steps, required)
-        mixed = steps is not None and any(g.first_step != g.last_step for g in groups)
         stored = set(self.names)
-        loaded = [name for name in columns if name in stored]
-        if (mixed or not loaded) and "step" not in loaded:
-            loaded.append("step")
+        loaded = list(dict.fromkeys([*(name for name in columns if name in stored), "step"]))
         try:
             with pq.ParquetFile(self.path, metadata=self.metadata, page_checksum_verification=True) as file:
                 table = file.read_row_groups([g.index for g in groups], columns=loaded, use_threads=False)
-            expected = sum(self.metadata.row_group(g.index).num_rows for g in groups)
-            if table.num_rows != expected:
-                raise DamagedPartError(f"it has {table.num_rows} rows, expected {expected}")
+            if table.num_rows != sum(g.rows for g in groups):
+                raise DamagedPartError(f"it has {table.num_rows} rows, expected {sum(g.rows for g in groups)}")
             table.validate(full=True)
-        except FileNotFoundError:
-            raise
         except (pa.ArrowException, OSError, MemoryError, UnicodeDecodeError) as error:
             raise DamagedPartError(f"its pages cannot be read ({_one_line(error)})") from error
-        if mixed:
-            table = table.filter(pc.is_in(table["step"], pa.array(list(steps or ()), pa.int32())))
+        if steps is not None and any(g.first_step != g.last_step for g in groups):
+            table = table.filter(pc.is_in(table["step"], pa.array(list(steps), pa.int32())))
         for name in columns:
             if name not in stored:
                 table = table.append_column(name, pa.nulls(table.num_rows))
@@ -126,41 +98,94 @@ class Part:
     def _all_null(self, group: RowGroup, column: str) -> bool:
         if column not in self.names:
             return True
-        rows = self.metadata.row_group(group.index)
-        statistics = rows.column(self.names.index(column)).statistics
-        return statistics is not None and statistics.has_null_count and statistics.null_count == rows.num_rows
+        statistics = self.metadata.row_group(group.index).column(self.names.index(column)).statistics
+        return statistics is not None and statistics.has_null_count and statistics.null_count == group.rows
 
 
-def open_part(path: Path) -> Part:
-    """Read and check the footer of a part.
+def open_part(path: Path) -> dict[str, Part]:
+    """Read and check the footer of a Parquet file: run -> its part, or "" -> the part where the file is of one run.
 
     Raises:
-        DamagedPartError: the footer is missing, altered or has another schema version.
-        FileNotFoundError: the file no longer exists (a resumed run removes rows after its checkpoint).
+        DamagedPartError: the footer is missing, damaged or has another schema version.
     """
-    match = PART.fullmatch(path.name)
-    if match is None and path.name.startswith(FOUND_DAMAGED):
-        raise DamagedPartError(
-            "a resume found it damaged; its rows after the checkpoint are recorded again in another part"
-        )
-    if match is None:
-        raise DamagedPartError("its name has no checksum; it was not written by TraceWriter")
+    if path.name.startswith(DAMAGED):
+        raise DamagedPartError("a resume found it damaged; its rows after the checkpoint are recorded again")
     try:
-        if footer_checksum(path) != int(match[2], 16):
-            raise DamagedPartError("its footer does not match the checksum in its name")
         metadata = pq.read_metadata(path)
-    except FileNotFoundError:
-        raise
     except (pa.ArrowException, OSError) as error:
-        raise DamagedPartError(f"its footer cannot be read ({_one_line(error)})") from error
-    version = metadata.schema.to_arrow_schema().metadata.get(VERSION_KEY, b"?").decode()
+        raise DamagedPartError(f"truncated, or not a Parquet file ({_one_line(error)})") from error
+    version = (metadata.metadata or {}).get(VERSION_KEY, b"?").decode()
     if version not in map(str, READABLE_VERSIONS):
         raise DamagedPartError(f"it has schema version {version}, this version reads {READABLE_VERSIONS}")
-    groups = []
+    names, groups = metadata.schema.names, dict[str, list[RowGroup]]()
     for index in range(metadata.num_row_groups):
-        statistics = metadata.row_group(index).column(metadata.schema.names.index("step")).statistics
-        groups.append(RowGroup(index, statistics.min, statistics.max))
-    return Part(path, int(match[1]), metadata.num_rows, tuple(groups), metadata)
+        group = metadata.row_group(index)
+        run = group.column(names.index(RUN)).statistics.min if RUN in names else ""
+        steps = group.column(names.index("step")).statistics
+        groups.setdefault(run, []).append(RowGroup(index, group.num_rows, steps.min, steps.max))
+    return {run: Part(path, tuple(own), metadata) for run, own in groups.items()}
+
+
+def parquet_options(schema: pa.Schema) -> dict[str, Any]:
+    """Options of `ParquetWriter`: byte stream split for floats, dictionaries for the rest, statistics for pruning."""
+    split = {f.name for f in schema if pa.types.is_floating(f.type) and f.name not in _REPEATING}
+    return {
+        "compression": "zstd",
+        "compression_level": 3,
+        "use_dictionary": [f.name for f in schema if f.name not in split],
+        "column_encoding": dict.fromkeys(split, "BYTE_STREAM_SPLIT"),
+        "write_statistics": [name for name in schema.names if name in _STATISTICS],
+        "write_page_checksum": True,
+    }
+
+
+def write_part(table: pa.Table, path: Path, *, groups: bool = True) -> None:
+    """Write rows to a temporary file, fsync it and rename it to `path`; one row group per step if `groups`."""
+    temporary = path.with_name(f".{path.stem}{ASIDE}")
+    try:
+        with pq.ParquetWriter(temporary, table.schema, **parquet_options(table.schema)) as writer:
+            if not groups:
+                writer.write_table(table, row_group_size=max(1, len(table)))
+            for step in pc.unique(table["step"]).sort().to_pylist() if groups else ():
+                writer.write_table(table.filter(pc.equal(table["step"], step)))
+        publish(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def rewind(run_dir: str | Path, step: int) -> dict[str, str]:
+    """Remove every row after `step` from a run's traces, so that a resumed run does not record them twice.
+
+    Hold the folder's RunLock. A part with rows before and after `step` is replaced; if its pages are damaged it is renamed,
+    so that readers list it as damaged. Parts with a damaged footer stay. It can be repeated after an interruption.
+
+    Returns:
+        Part that was set aside (relative to the run's folder) -> reason.
+    """
+    damaged = {}
+    for temporary in Path(run_dir).glob(f"*{ASIDE}"):
+        temporary.unlink(missing_ok=True)
+    for name in TABLES:
+        for path in sorted((Path(run_dir) / TRACES / name).glob("part-*.parquet")):
+            try:
+                part = open_part(path).get("")
+            except DamagedPartError:
+                continue
+            if part is None or all(group.last_step <= step for group in part.groups):
+                continue
+            try:
+                rows = part.read(TABLES[name].names)
+                kept = rows.filter(pc.less_equal(rows["step"], step))
+                if len(kept):
+                    write_part(kept.cast(arrow_schema(name)), path)
+                else:
+                    path.unlink()
+            except DamagedPartError as error:
+                renamed = path.rename(path.with_name(DAMAGED + path.name))
+                damaged[renamed.relative_to(run_dir).as_posix()] = str(error)
+            sync_folder(path.parent)
+    return damaged
 
 
 def _one_line(error: BaseException) -> str:

@@ -2,44 +2,86 @@
 
 from __future__ import annotations
 
+import json
+import os
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from html import escape
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pyarrow as pa
 
 from sharpscope.errors import UserError, nearest
-from sharpscope.traces.files import CONFIG_FILE, RUN_FILE, TRACES, read_run_info
-from sharpscope.traces.lock import has_writer
+from sharpscope.traces.files import CONFIG_FILE, RUN_FILE, TRACES, has_writer, read_run_info
 from sharpscope.traces.packs import Pack, is_pack, open_pack
-from sharpscope.traces.parts import DamagedPartError, Part, names, open_part
-from sharpscope.traces.reductions import Reduction, read_reductions
+from sharpscope.traces.parts import DamagedPartError, Part, open_part
 from sharpscope.traces.schema import READABLE_VERSIONS, TABLES, arrow_schema
+from sharpscope.traces.writer import TraceWriter
 
 _DEPTH = 4
-MISSING = "it was listed but could not be opened, twice"
+_ARRAY = "array"
 
 
 class DamagedPartWarning(UserWarning):
     """A damaged part was skipped; the rest of the run was read."""
 
 
+def _warn(text: str, category: type[Warning] = UserWarning) -> None:
+    """Warn without a line of source code, which would not help the user."""
+    warnings.warn_explicit(text, category, "sharpscope", 0, module="sharpscope")
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """A result computed from a token table that `export --to reduced` sampled afterwards.
+
+    Attributes:
+        name: name of the reduction.
+        step: step that it covers; -1 for the whole run.
+        tokens: number of token rows it was computed from.
+        values: its result.
+    """
+
+    name: str
+    step: int
+    tokens: int
+    values: Any
+
+
+def write_reductions(run_dir: str | Path, rows: Sequence[Reduction]) -> None:
+    """Write the table `reductions` of a run. Values are stored as JSON; arrays are float64 and round-trip exactly."""
+    columns = {name: [getattr(row, name) for row in rows] for name in ("name", "step", "tokens")}
+    values = [json.dumps(row.values, default=_to_json, separators=(",", ":")) for row in rows]
+    with TraceWriter(run_dir, groups=False) as writer:
+        writer.append("reductions", columns | {"values": values})
+
+
 class Run:
     """One recorded run. Data frames are read at first access and cached, except `tokens`, which is read at each call.
 
-    A run may be written or rewound by `--resume` while it is read: each read lists the parts again, and once more if one
-    has disappeared. Footers that were read before are reused.
+    A run may be written or resumed while it is read: each read lists its files again; those known are not opened again.
 
     Attributes:
-        path: folder of the run; for a run in a pack, the pack's folder and the run's name.
+        path: folder of the run; for a run in a packed data set, the set's folder and the run's name.
         info: content of run.json.
         damaged: skipped part (relative to the run's folder) -> reason. Updated when a page fails its check on reading;
             `verify` checks every page.
+        steps, updates, rollouts, uses, probes, probe_prompts, eval, events, forks: the tables.
     """
+
+    steps: pd.DataFrame
+    updates: pd.DataFrame
+    rollouts: pd.DataFrame
+    uses: pd.DataFrame
+    probes: pd.DataFrame
+    probe_prompts: pd.DataFrame
+    eval: pd.DataFrame
+    events: pd.DataFrame
+    forks: pd.DataFrame
 
     def __init__(self, path: str | Path, pack: Pack | None = None) -> None:
         self.path = Path(path)
@@ -53,17 +95,24 @@ class Run:
                 "use the sharpscope version in its run.json under versions"
             )
         self.damaged: dict[str, str] = {}
-        self._parts: dict[str, dict[str, Part]] = {}  # table -> file name -> part
+        self._opened: dict[tuple[str, int, int], list[Part]] = {}  # path, time and size of a file -> its part
 
     name = property(lambda self: str(self.info.get("name", self.path.name)), doc="Name of the run.")
     method = property(lambda self: str(self.info.get("method")), doc="Name of the training method.")
     task = property(lambda self: str(self.info.get("task")), doc="Name of the training task.")
     seed = property(lambda self: self.info.get("seed"), doc="Seed of the run.")
+    config = property(lambda self: dict(self.info.get("config") or {}), doc="The resolved configuration.")
+    reduced = property(
+        lambda self: self.info.get("reduced"),
+        doc="Of a reduced run: number of `tokens` it had, number `sampled` that were kept and their `rule`; or None.",
+    )
 
-    @property
-    def config(self) -> dict[str, Any]:
-        """The resolved configuration."""
-        return dict(self.info.get("config") or {})
+    def __getattr__(self, name: str) -> pd.DataFrame:
+        if name not in _FRAMES:
+            raise AttributeError(f"Run has no attribute {name!r}")
+        frame = _pandas(self.arrow(name))
+        setattr(self, name, frame)
+        return frame
 
     @property
     def config_text(self) -> str | None:
@@ -79,51 +128,6 @@ class Run:
         status = str(self.info.get("status", "failed"))
         return "died" if status == "running" and not has_writer(self.path) else status
 
-    @cached_property
-    def steps(self) -> pd.DataFrame:
-        """Table `steps`, in order of steps."""
-        return self._frame("steps")
-
-    @cached_property
-    def updates(self) -> pd.DataFrame:
-        """Table `updates`, in order of steps; empty for runs of version 0.1."""
-        return self._frame("updates")
-
-    @cached_property
-    def eval(self) -> pd.DataFrame:
-        """Table `eval`."""
-        return self._frame("eval")
-
-    @cached_property
-    def rollouts(self) -> pd.DataFrame:
-        """Table `rollouts`; `reward_parts` is a JSON object as text."""
-        return self._frame("rollouts")
-
-    @cached_property
-    def uses(self) -> pd.DataFrame:
-        """Table `uses`: ratio, clip and coefficient of tokens that several updates of a step used (PPO epochs)."""
-        return self._frame("uses")
-
-    @cached_property
-    def probes(self) -> pd.DataFrame:
-        """Table `probes`."""
-        return self._frame("probes")
-
-    @cached_property
-    def probe_prompts(self) -> pd.DataFrame:
-        """Table `probe_prompts`."""
-        return self._frame("probe_prompts")
-
-    @cached_property
-    def events(self) -> pd.DataFrame:
-        """Table `events`."""
-        return self._frame("events")
-
-    @cached_property
-    def forks(self) -> pd.DataFrame:
-        """Table `forks`."""
-        return self._frame("forks")
-
     def tokens(self, steps: Iterable[int] | int | None = None, columns: Sequence[str] | None = None) -> pd.DataFrame:
         """Table `tokens`. Other steps and columns are not read from the disk.
 
@@ -134,7 +138,7 @@ class Run:
         Raises:
             UserError: a column does not exist.
         """
-        return self._frame("tokens", steps, columns)
+        return _pandas(self.arrow("tokens", steps, columns))
 
     def iter_tokens(
         self,
@@ -155,30 +159,36 @@ class Run:
         for table in self._tables("tokens", _steps(steps), _columns("tokens", columns), _columns("tokens", required)):
             yield _pandas(table)
 
-    def arrow(self, table: str, steps: Iterable[int] | int | None = None) -> pa.Table:
-        """A table with all columns in Arrow format, which distinguishes null (not recorded) from NaN (recorded)."""
-        return pa.concat_tables(
-            [arrow_schema(table).empty_table(), *self._tables(table, _steps(steps), _columns(table, None))]
-        )
+    def arrow(
+        self, table: str, steps: Iterable[int] | int | None = None, columns: Sequence[str] | None = None
+    ) -> pa.Table:
+        """A table in Arrow format, which distinguishes null (not recorded) from NaN (recorded)."""
+        names, schema = _columns(table, columns), arrow_schema(table)
+        empty = pa.schema([schema.field(name) for name in names], schema.metadata).empty_table()
+        return pa.concat_tables([empty, *self._tables(table, _steps(steps), names)])
 
     @cached_property
     def reductions(self) -> list[Reduction] | None:
-        """Results computed from the full token table before `sharpscope reduce` removed it; None for other runs."""
-        return read_reductions(self.path) if self._pack is None else self._pack.reductions(self._key)
+        """Results computed from the full token table before it was sampled; None for other runs.
 
-    @property
-    def reduced(self) -> dict[str, Any] | None:
-        """For a reduced run: number of `tokens` it had, number `sampled` that were kept and their `rule`; otherwise None."""
-        return self.info.get("reduced")
+        Raises:
+            UserError: a value is not valid JSON.
+        """
+        try:
+            rows = self.arrow("reductions").to_pylist()
+            made = [row | {"values": json.loads(row["values"], object_hook=_from_json)} for row in rows]
+        except (ValueError, TypeError) as error:
+            raise UserError(f"{self.path}: its reductions cannot be read ({error}); reduce the run again") from error
+        return [Reduction(**row) for row in made] or None
 
     def rows(self, table: str) -> int:
         """Number of rows of a table; reads footers only."""
-        return sum(part.rows for part in self._open(table))
+        return sum(part.rows for part in self._parts(table))
 
     @property
     def token_steps(self) -> list[int]:
         """Steps with token rows; reads footers only if every row group holds one step."""
-        groups = {(g.first_step, g.last_step) for part in self._open("tokens") for g in part.groups}
+        groups = {(g.first_step, g.last_step) for part in self._parts("tokens") for g in part.groups}
         if any(first != last for first, last in groups):
             return sorted(self.tokens(columns=["step"])["step"].unique().tolist())
         return sorted({first for first, _ in groups})
@@ -186,116 +196,62 @@ class Run:
     def verify(self) -> dict[str, str]:
         """Read and check every page of every part; returns `damaged`."""
         for table in TABLES:
-            for _ in self._tables(table, None, TABLES[table].names):
-                pass
+            self.arrow(table)
         return self.damaged
 
-    def _frame(
-        self, table: str, steps: Iterable[int] | int | None = None, columns: Sequence[str] | None = None
-    ) -> pd.DataFrame:
-        selected = _columns(table, columns)
-        empty = pa.schema([arrow_schema(table).field(name) for name in selected]).empty_table()
-        tables = list(self._tables(table, _steps(steps), selected))
-        return _pandas(pa.concat_tables([empty, *tables]))
-
     def _tables(
-        self, table: str, steps: set[int] | None, columns: list[str], required: Sequence[str] = ()
+        self, table: str, steps: set[int] | None, columns: list[str], required: Collection[str] = ()
     ) -> Iterator[pa.Table]:
         schema = pa.schema([arrow_schema(table).field(name) for name in columns])
-        pending, missing = self._open(table), Path()
-        while pending:
-            part = pending.pop(0)
-            if not part.select(steps, required):
+        for part in self._parts(table):
+            if part.select(steps, required):
+                try:
+                    rows = part.read(columns, steps, required)
+                except DamagedPartError as error:
+                    # Unless a resumed run has just removed the part, or replaced it by its first rows.
+                    if part.path.exists() and part in self._parts(table):
+                        self._set_aside(part.path, error)
+                    continue
+                if rows.num_rows:
+                    yield rows.cast(schema)
+
+    def _parts(self, table: str) -> list[Part]:
+        """Current parts of a table, in order, without damaged ones."""
+        if self._pack is not None:
+            return [p for p in self._pack.parts(table, self._key) if p.path.name not in self.damaged]
+        parts: list[Part] = []
+        folder = self.path / TRACES / table
+        for name in sorted(os.listdir(folder)) if folder.is_dir() else ():
+            path = folder / name
+            if name.startswith(".") or path.suffix != ".parquet" or self._relative(path) in self.damaged:
                 continue
             try:
-                rows = part.read(columns, steps, required)
+                stat = path.stat()
+                key = (str(path), stat.st_mtime_ns, stat.st_size)
+                if key not in self._opened:
+                    self._opened[key] = list(open_part(path).values())
+                parts += self._opened[key]
             except FileNotFoundError:
-                if part.path == missing:
-                    self._set_aside(part.path, DamagedPartError(MISSING))
-                    continue
-                # A resumed run removed or rewrote the part since the folder was listed.
-                missing = part.path
-                pending = [other for other in self._open(table) if other.number >= part.number]
-                continue
+                continue  # a resumed run removed it: its rows are recorded again
             except DamagedPartError as error:
-                self._set_aside(part.path, error)
-                continue
-            if rows.num_rows:
-                yield rows.cast(schema)
+                if path.exists():
+                    self._set_aside(path, error)
+        return parts
 
-    def _open(self, table: str) -> list[Part]:
-        """Current parts of the folder, in order, without skipped ones."""
-        if self._pack is not None:
-            return [part for part in self._pack.parts(table, self._key) if part.path.name not in self.damaged]
-        missing, previous = self._list(table), set[str]()
-        while not previous.issuperset(missing):
-            previous.update(missing)
-            missing = self._list(table)
-        for name in missing:
-            self._set_aside(self.path / TRACES / table / name, DamagedPartError(MISSING))
-        parts: dict[int, Part] = {}
-        for part in self._parts[table].values():
-            # Two parts with one number: a rewind was interrupted, and the shorter one has the rows that it keeps.
-            if part.number not in parts or part.rows < parts[part.number].rows:
-                parts[part.number] = part
-        skipped = self._skipped(table)
-        return [part for _, part in sorted(parts.items()) if part.path.name not in skipped]
-
-    def _list(self, table: str) -> list[str]:
-        """Update the table's parts from the folder; returns names that disappeared before their footer was read."""
-        folder, known, skipped = self.path / TRACES / table, self._parts.get(table, {}), self._skipped(table)
-        parts: dict[str, Part] = {}
-        missing = []
-        for name in names(folder):
-            if name.startswith(".") or not name.endswith(".parquet"):
-                continue  # being written, or left by a crash
-            if name in known:  # a name includes the checksum of its footer
-                parts[name] = known[name]
-            elif name not in skipped:
-                try:
-                    parts[name] = open_part(folder / name)
-                except FileNotFoundError:
-                    missing.append(name)
-                except DamagedPartError as error:
-                    self._set_aside(folder / name, error)
-        self._parts[table] = parts
-        return missing
-
-    def _skipped(self, table: str) -> set[str]:
-        """File names of the table's skipped parts."""
-        folder = f"{TRACES}/{table}/"
-        return {name.removeprefix(folder) for name in self.damaged if name.startswith(folder)}
+    def _relative(self, path: Path) -> str:
+        return path.name if self._pack is not None else path.relative_to(self.path).as_posix()
 
     def _set_aside(self, path: Path, error: DamagedPartError) -> None:
-        name = path.relative_to(self.path).as_posix() if self._pack is None else path.name
+        name = self._relative(path)
         if name not in self.damaged:
             self.damaged[name] = str(error)
-            warnings.warn(f"{self.name}: {name} is set aside: {error}", DamagedPartWarning, stacklevel=4)
+            _warn(f"{self.name}: {name} is set aside: {error}", DamagedPartWarning)
 
     def __repr__(self) -> str:
         return f"Run({str(self.path)!r}, method={self.method!r}, seed={self.seed}, status={self.status!r})"
 
-    def _repr_html_(self) -> str:
-        """Table with the run's setting, status, rows, final reward and accuracy, and skipped parts."""
-        rows = {
-            "method": self.method,
-            "task": self.task,
-            "seed": self.seed,
-            "status": self.status,
-            "folder": self.path,
-            "steps": len(self.steps),
-            "rows": ", ".join(f"{name} {self.rows(name):,}" for name in TABLES),
-        }
-        if len(self.steps):
-            tail = self.steps.tail(max(1, len(self.steps) // 3))
-            if tail["reward_mean"].notna().any():
-                rows["reward, last third"] = f"{tail['reward_mean'].mean():.3f}"
-                rows["accuracy, last third"] = f"{tail['accuracy'].mean():.1%}"
-        rows |= {f"set aside: {part}": reason for part, reason in self.damaged.items()}
-        body = "".join(
-            f"<tr><th>{escape(str(key))}</th><td>{escape(str(cell))}</td></tr>" for key, cell in rows.items()
-        )
-        return f"<table><caption>{escape(self.name)}</caption>{body}</table>"
+
+_FRAMES = set(TABLES) - {"tokens", "reductions"}
 
 
 class Runs(Sequence[Run]):
@@ -305,7 +261,18 @@ class Runs(Sequence[Run]):
         root: folder that was searched.
         by_name: value of the column `run` -> run.
         skipped: folder -> reason why that run could not be read.
+        steps, updates, rollouts, uses, probes, probe_prompts, eval, events, forks: the tables of all runs.
     """
+
+    steps: pd.DataFrame
+    updates: pd.DataFrame
+    rollouts: pd.DataFrame
+    uses: pd.DataFrame
+    probes: pd.DataFrame
+    probe_prompts: pd.DataFrame
+    eval: pd.DataFrame
+    events: pd.DataFrame
+    forks: pd.DataFrame
 
     def __init__(self, root: str | Path, runs: dict[str, Run], skipped: dict[str, str]) -> None:
         self.root = Path(root)
@@ -319,62 +286,47 @@ class Runs(Sequence[Run]):
     def __len__(self) -> int:
         return len(self.by_name)
 
-    steps = property(lambda self: self._joined("steps"), doc="Table `steps` of all runs.")
-    updates = property(lambda self: self._joined("updates"), doc="Table `updates` of all runs.")
-    eval = property(lambda self: self._joined("eval"), doc="Table `eval` of all runs.")
-    rollouts = property(lambda self: self._joined("rollouts"), doc="Table `rollouts` of all runs.")
-    probes = property(lambda self: self._joined("probes"), doc="Table `probes` of all runs.")
-    probe_prompts = property(lambda self: self._joined("probe_prompts"), doc="Table `probe_prompts` of all runs.")
-    events = property(lambda self: self._joined("events"), doc="Table `events` of all runs.")
-    forks = property(lambda self: self._joined("forks"), doc="Table `forks` of all runs.")
+    def __getattr__(self, name: str) -> pd.DataFrame:
+        if name not in _FRAMES:
+            raise AttributeError(f"Runs has no attribute {name!r}")
+        return self._concat({label: getattr(run, name) for label, run in self.by_name.items()})
 
     def tokens(self, steps: Iterable[int] | int | None = None, columns: Sequence[str] | None = None) -> pd.DataFrame:
         """Table `tokens` of all runs; see `Run.tokens`."""
-        steps = _steps(steps)
-        return self._concat({name: run.tokens(steps, columns) for name, run in self.by_name.items()})
+        return self._concat({name: run.tokens(_steps(steps), columns) for name, run in self.by_name.items()})
 
     @property
     def table(self) -> pd.DataFrame:
         """One row per run: run, method, seed, task, status, steps_done, started, finished, damaged (number of parts)."""
+        columns = ["run", "method", "seed", "task", "status", "steps_done", "started", "finished", "damaged"]
         rows = [
-            {
-                "run": name,
-                **{key: getattr(run, key) for key in ("method", "seed", "task", "status")},
-                **{key: run.info.get(key) for key in ("steps_done", "started", "finished")},
-                "damaged": len(run.damaged),
-            }
+            (name, run.method, run.seed, run.task, run.status, *map(run.info.get, columns[5:8]), len(run.damaged))
             for name, run in self.by_name.items()
         ]
-        columns = ["run", "method", "seed", "task", "status", "steps_done", "started", "finished", "damaged"]
         return pd.DataFrame(rows, columns=columns)
 
-    def _joined(self, table: str) -> pd.DataFrame:
-        return self._concat({name: getattr(run, table) for name, run in self.by_name.items()})
-
     def _concat(self, frames: dict[str, pd.DataFrame]) -> pd.DataFrame:
-        labeled = [
-            frame.assign(run=name, method=self.by_name[name].method, seed=self.by_name[name].seed)
-            for name, frame in frames.items()
-        ]
+        labeled = []
+        for name, frame in frames.items():
+            run = self.by_name[name]
+            labels = {"run": name, "method": run.method, "seed": run.seed}
+            labeled.append(frame.assign(**labels)[[*labels, *frame.columns]])
         if not labeled:
             return pd.DataFrame(columns=["run", "method", "seed"])
-        joined = pd.concat([frame for frame in labeled if len(frame)] or labeled[:1], ignore_index=True)
-        return joined[["run", "method", "seed", *(c for c in joined if c not in ("run", "method", "seed"))]]
+        return pd.concat([frame for frame in labeled if len(frame)] or labeled[:1], ignore_index=True)
 
     def __repr__(self) -> str:
         return f"Runs({str(self.root)!r}, {len(self)} runs, {len(self.skipped)} skipped)"
 
     def _repr_html_(self) -> str:
-        """Table with one row per run, followed by the runs that could not be read."""
-        skipped = "".join(f"<p>left out: {escape(name)}: {escape(why)}</p>" for name, why in self.skipped.items())
-        return self.table.to_html(index=False, escape=True) + skipped
+        return str(self.table.to_html(index=False, escape=True))
 
 
 def load_run(path: str | Path) -> Run:
     """Open one run.
 
     Args:
-        path: folder of the run, which may still be written, or `pack/name` for a run in a pack.
+        path: folder of the run, which may still be written, or `folder/name` for a run in a packed data set.
 
     Raises:
         UserError: run.json is missing, unreadable or has another schema version.
@@ -388,22 +340,20 @@ def load_run(path: str | Path) -> Run:
         ['logp', 'advantage']
     """
     folder = Path(path)
-    if not folder.exists():
-        for parent in list(folder.parents)[:_DEPTH]:
-            if is_pack(parent):
-                pack = open_pack(parent)
-                name = folder.relative_to(parent).as_posix()
-                if name not in pack.names:
-                    raise UserError(f"run: the pack {parent} has no run {name!r}{nearest(name, pack.names)}")
-                return Run(folder, pack)
-    return Run(folder)
+    parent = next((p for p in list(folder.parents)[:_DEPTH] if is_pack(p)), None)
+    if folder.exists() or parent is None:
+        return Run(folder)
+    pack, name = open_pack(parent), folder.relative_to(parent).as_posix()
+    if name not in pack.names:
+        raise UserError(f"run: {parent} has no run {name!r}{nearest(name, pack.names)}")
+    return Run(folder, pack)
 
 
 def load_runs(path: str | Path | Iterable[str | Path]) -> Runs:
     """Open several runs. A run that cannot be read is skipped with a warning and listed in `Runs.skipped`.
 
     Args:
-        path: a folder, which is searched for runs and packs four levels deep, or the folders of the runs.
+        path: a folder, which is searched for runs and packed data sets four levels deep, or the folders of the runs.
 
     Raises:
         UserError: the folder does not exist.
@@ -435,7 +385,7 @@ def load_runs(path: str | Path | Iterable[str | Path]) -> Runs:
             runs[label] = load_run(folder)
         except UserError as error:
             skipped[label] = str(error)
-            warnings.warn(f"{label} is left out: {error}", UserWarning, stacklevel=2)
+            _warn(f"{label} is left out: {error}")
     return Runs(root, runs, skipped)
 
 
@@ -452,7 +402,7 @@ def _run_folders(folder: Path, depth: int) -> Iterator[Path]:
 def _steps(steps: Iterable[int] | int | None) -> set[int] | None:
     if steps is None:
         return None
-    return {int(steps)} if isinstance(steps, int) or not isinstance(steps, Iterable) else {int(step) for step in steps}
+    return {int(step) for step in steps} if isinstance(steps, Iterable) else {int(steps)}
 
 
 def _columns(table: str, columns: Sequence[str] | None) -> list[str]:
@@ -467,4 +417,16 @@ def _columns(table: str, columns: Sequence[str] | None) -> list[str]:
 
 
 def _pandas(table: pa.Table) -> pd.DataFrame:
-    return table.to_pandas(ignore_metadata=True, split_blocks=True, self_destruct=False)
+    return table.to_pandas(ignore_metadata=True, split_blocks=True)
+
+
+def _to_json(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return {_ARRAY: value.astype(np.float64).tolist()}
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"{type(value).__name__} cannot be stored as a reduction")
+
+
+def _from_json(value: dict[str, Any]) -> Any:
+    return np.array(value[_ARRAY], dtype=np.float64) if set(value) == {_ARRAY} else value

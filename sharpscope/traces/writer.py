@@ -11,19 +11,11 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from sharpscope.errors import nearest
-from sharpscope.traces.files import ASIDE, TRACES, publish, sync_folder
-from sharpscope.traces.parts import PART, footer_checksum, names
+from sharpscope.traces.files import ASIDE, TRACES
+from sharpscope.traces.parts import PART, write_part
 from sharpscope.traces.schema import ARROW_TYPES, TABLES, Column, arrow_schema
-
-_FLUSH_ORDER = ("tokens", "uses", "rollouts", "probes", "probe_prompts", "eval", "events", "forks", "updates", "steps")
-# Values repeat within a step, so dictionary encoding is smaller than byte stream split.
-_REPEATING = {"advantage", "ratio", "weight"}
-# Readers skip row groups in which these columns are all null.
-_PROBED = {column.name for table in TABLES.values() for column in table.columns if column.probe}
 
 
 class SchemaError(ValueError):
@@ -51,9 +43,8 @@ class TraceWriter:
             folder.mkdir(parents=True, exist_ok=True)
             for temporary in folder.glob(f".part-*{ASIDE}"):
                 temporary.unlink(missing_ok=True)
-            numbers = [int(match[1]) for match in map(PART.fullmatch, names(folder)) if match]
+            numbers = [int(match[1]) for path in folder.iterdir() if (match := PART.search(path.name))]
             self._next[name] = max(numbers, default=-1) + 1
-        sync_folder(self.folder)
 
     def append(self, table: str, columns: Mapping[str, Any]) -> int:
         """Buffer rows and return their number.
@@ -62,7 +53,7 @@ class TraceWriter:
             table: name of a table.
             columns: column name -> 1-D values (array, tensor, list), or a scalar for all rows; scalars alone make one row.
                 None and masked entries become null (not recorded); NaN stays NaN (recorded, not a number). A nullable
-                column may be None as a whole. Columns of probes may be omitted.
+                column may be None as a whole, or omitted.
 
         Raises:
             SchemaError: unknown or missing column, different lengths, more than one dimension, wrong type or forbidden null.
@@ -96,10 +87,11 @@ class TraceWriter:
             OSError: the disk is full or the folder is read-only. Unwritten rows stay buffered for a later flush.
         """
         written = []
-        for name in _FLUSH_ORDER:
+        for name in sorted(TABLES, key="steps".__eq__):
             if self._buffers[name]:
-                rows = pa.concat_tables(self._buffers[name])
-                written.append(write_part(rows, self.folder / name, self._next[name], groups=self._groups))
+                path = self.folder / name / f"part-{self._next[name]:06d}.parquet"
+                write_part(pa.concat_tables(self._buffers[name]), path, groups=self._groups)
+                written.append(path)
                 self._next[name] += 1
                 self._buffers[name].clear()
         return written
@@ -113,52 +105,15 @@ class TraceWriter:
         self.flush()
 
 
-def write_part(table: pa.Table, folder: Path, number: int, *, groups: bool = True) -> Path:
-    """Write one part to a temporary file, fsync it and rename it to part-<number>-<CRC-32 of the footer>.parquet.
-
-    Args:
-        table: rows with a column `step`.
-        folder: folder of the table.
-        number: number of the part.
-        groups: write one row group per step instead of one in total.
-    """
-    temporary = folder / f".part-{number:06d}{ASIDE}"
-    try:
-        with pq.ParquetWriter(temporary, table.schema, **parquet_encoding(table.schema)) as writer:
-            if not groups:
-                writer.write_table(table, row_group_size=max(1, len(table)))
-            for step in pc.unique(table["step"]).sort().to_pylist() if groups else ():
-                writer.write_table(table.filter(pc.equal(table["step"], step)))
-        final = folder / f"part-{number:06d}-{footer_checksum(temporary):08x}.parquet"
-        publish(temporary, final)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    return final
-
-
-def parquet_encoding(schema: pa.Schema) -> dict[str, Any]:
-    """Options of `ParquetWriter`: byte stream split for floats, dictionaries for the rest, statistics for pruning."""
-    split = {f.name for f in schema if pa.types.is_floating(f.type) and f.name not in _REPEATING}
-    return {
-        "compression": "zstd",
-        "compression_level": 3,
-        "use_dictionary": [f.name for f in schema if f.name not in split],
-        "column_encoding": dict.fromkeys(split, "BYTE_STREAM_SPLIT"),
-        "write_statistics": [name for name in schema.names if name == "step" or name in _PROBED],
-        "write_page_checksum": True,
-    }
-
-
 def _to_arrow(name: str, columns: Mapping[str, Any]) -> pa.Table:
     """Convert the columns given to `TraceWriter.append` to Arrow and check them against the schema."""
     table = TABLES[name]
     unknown = [column for column in columns if column not in table.names]
     if unknown:
         raise SchemaError(f"{name}.{unknown[0]} is not a column{nearest(unknown[0], table.names)}")
-    missing = [column.name for column in table.columns if column.name not in columns and not column.probe]
+    missing = [column.name for column in table.columns if column.name not in columns and not column.nullable]
     if missing:
-        raise SchemaError(f"{name}: missing {', '.join(missing)} (a nullable column may be None)")
+        raise SchemaError(f"{name}: missing {', '.join(missing)}")
     values = {column: _to_numpy(value) for column, value in columns.items()}
     lengths = {column: len(value) for column, value in values.items() if _is_sequence(value)}
     if len(set(lengths.values())) > 1:

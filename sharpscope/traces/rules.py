@@ -1,4 +1,4 @@
-"""Rules on the sampler's log-probabilities, shared by the recorders, the importers and the analysis.
+"""Rules shared by the recorders, the importers and the analysis: spikes of the gradient norm, and the sampler's log-probabilities.
 
 With tokens drawn from the sampler's policy μ and r = π/μ, π the trainer's policy, KL(μ‖π) is estimated by k1 = −ln r,
 k2 = (ln r)²/2 and k3 = r − 1 − ln r. A mean hides a few tokens that differ much, so the share of ratios outside a band is
@@ -7,9 +7,16 @@ given as well.
 
 from __future__ import annotations
 
+import math
+import statistics
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
+WINDOW = 50
+MINIMUM = 10
+"""Steps of the window of `robust_z`, and the fewest that it needs."""
 BAND = (0.9, 1.1)
 """Ratios π/μ outside are counted."""
 QUANTITIES = ("outside", "k1", "k2", "k3")
@@ -24,6 +31,24 @@ IMPOSSIBLE = (
     "the sampler's log-probabilities of these tokens cannot be right, and ratios made of them are not; check what the server "
     "returns (log-probabilities of the drawn tokens, not 0 or a placeholder)"
 )
+
+
+def robust_z(history: Sequence[float], value: float) -> float:
+    """Robust z-score (value − median)/(1.4826·MAD) against the last `WINDOW` values of `history`.
+
+    Applied to the natural logarithm of gradient norms, which makes it independent of their scale.
+
+    Returns:
+        The score; NaN with fewer than `MINIMUM` finite values. If the MAD is zero, 0 at the median and ±inf otherwise.
+    """
+    recent = [v for v in history[-WINDOW:] if math.isfinite(v)]
+    if len(recent) < MINIMUM or not math.isfinite(value):
+        return math.nan
+    median = statistics.median(recent)
+    scale = 1.4826 * statistics.median([abs(v - median) for v in recent])
+    if scale == 0:
+        return 0.0 if value == median else math.copysign(math.inf, value - median)
+    return (value - median) / scale
 
 
 def mismatch(logp: NDArray[np.floating], sampler: NDArray[np.floating]) -> dict[str, NDArray[np.float64]]:
