@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from sharpscope.traces import Run
-from sharpscope.traces.sampler_rule import QUANTITIES, mismatch
+from sharpscope.traces.rules import QUANTITIES, mismatch
 
 POSITIONS = (0, 16, 64, 256, 1024, 4096, 16384)
 """First positions of the ranges by position."""
@@ -20,7 +20,7 @@ COLUMNS = ["part", "range", "tokens", *QUANTITIES]
 def mismatch_table(run: Run, steps: Collection[int] | None = None) -> pd.DataFrame:
     """COLUMNS: a row for all tokens (part `all`), for each range of positions and of probabilities that has tokens.
 
-    `outside` is the share of ratios π/μ outside [0.9, 1.1], k1 to k3 are means [nats]; see `traces.sampler_rule`. Ranges are of
+    `outside` is the share of ratios π/μ outside [0.9, 1.1], k1 to k3 are means [nats]; see `traces.rules`. Ranges are of
     μ, not π, so that tokens in a range are draws from μ given the range. Empty without sampler log-probabilities.
 
     Args:

@@ -43,7 +43,7 @@ class Spike:
 def find_spikes(steps: pd.DataFrame, z: float = 4.0) -> pd.DataFrame:
     """Steps whose log gradient norm is `z` robust standard deviations above the median of the 50 before it.
 
-    Columns step, grad_norm, z, typical (the median norm of the window); the rule is `sharpscope.traces.spike_rule`.
+    Columns step, grad_norm, z, typical (the median norm of the window); the rule is `sharpscope.traces.rules`.
     """
     logs: list[float] = []
     rows = []

@@ -19,7 +19,6 @@ from sharpscope.cli import (
     importing,
     inspecting,
     probing,
-    reducing,
     reporting,
     rotating,
     studying,
@@ -42,7 +41,7 @@ _PANELS = {
     "Understand a run": ("tokens", "compare", "analyze"),
     "Measure a model or a method": ("probe", "rotate", "fork", "weights"),
     "Study": ("claims", "figures", "power", "study"),
-    "Exchange traces": ("import", "export", "reduce", "pack", "unpack"),
+    "Exchange traces": ("import", "export"),
     "Look up": ("methods", "tasks", "config", "schema"),
 }
 
@@ -70,7 +69,6 @@ for module in (
     inspecting,
     sweeping,
     studying,
-    reducing,
     describe,
     diagnosing,
     exporting,

@@ -1,4 +1,4 @@
-"""`export`: write traces to experiment loggers."""
+"""`export`: traces to experiment loggers, or to less space and fewer files."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from sharpscope.cli.console import printable, progress
 
 
 def register(app: typer.Typer) -> None:
@@ -15,35 +17,57 @@ def register(app: typer.Typer) -> None:
 
 def export(
     runs: Annotated[list[Path], typer.Argument(help="Run folders, or folders of runs.")],
-    to: Annotated[str, typer.Option(help="tensorboard | wandb | trackio; each needs its extra.")],
-    out: Annotated[Path, typer.Option(help="Output folder of the logger.")] = Path("logs"),
+    to: Annotated[str, typer.Option(help="tensorboard | wandb | trackio (each needs its extra) | packed | reduced.")],
+    out: Annotated[Path, typer.Option(help="Folder that is written.")] = Path("logs"),
     project: Annotated[str, typer.Option(help="Project of the logger (not for TensorBoard).")] = "sharpscope",
     follow: Annotated[bool, typer.Option("--follow", help="Continue until the runs end.")] = False,
     online: Annotated[
         bool, typer.Option("--online", help="Upload to Weights & Biases. Default: write files only.")
     ] = False,
+    tokens: Annotated[int, typer.Option(min=0, help="Number of sampled tokens that `reduced` keeps per run.")] = 1_500,
 ) -> None:
-    """Export the tables steps, updates, eval and probes to TensorBoard, Weights & Biases (offline) or trackio.
+    """Export curves to a logger, or runs as packed or reduced data.
+
+    packed: finished runs in one Parquet file per table; commands that read runs also read it. reduced: finished runs without
+    texts and with a sample of their tokens, a few hundred kilobytes each, from which claims, tables and figures are the
+    same; runs already in --out are kept. Neither has checkpoints.
 
     Examples:
-      sharpscope export runs/first --to tensorboard --out logs
+      sharpscope export runs/first --to tensorboard --out logs --follow
 
-      sharpscope export runs/first --to wandb --out logs --follow
+      sharpscope export runs/study --to reduced --out runs/reduced
     """
-    from sharpscope.analysis import load_several
+    from sharpscope.analysis import load_several, nothing_found, reduce_runs
     from sharpscope.errors import UserError
     from sharpscope.integrations import loggers
+    from sharpscope.traces import pack_runs
 
     loaded = load_several(runs)
     if not len(loaded):
-        raise UserError(f"runs: no run in {', '.join(map(str, runs))}; give the folder of a run")
-    paths = [run.path for run in loaded.by_name.values()]
-    counts = loggers.export(paths, to, out, project=project, online=online, follow=follow)
-    for name, count in counts.items():
-        typer.echo(f"{name}: {count} values")
-    view = {
-        "tensorboard": f"tensorboard --logdir {out}",
-        "wandb": f"wandb sync {out}/wandb/offline-run-*",
-        "trackio": f"TRACKIO_DIR={out} trackio show --project {project}",
-    }[to]
-    typer.echo(f"Written: {out}/. View:  {view}" if not online else f"Uploaded to project {project}.")
+        raise UserError(nothing_found(runs, loaded))
+    if to == "packed":
+        files = pack_runs(loaded.by_name, out)
+        typer.echo(f"{len(files)} files, {_megabytes(files)}. Written: {out}/ (try: sharpscope analyze {out})")
+    elif to == "reduced":
+        with progress("reducing") as update:
+            written, skipped = reduce_runs(
+                list(loaded.by_name.items()), out, tokens, lambda name: update(f"reducing {name}")
+            )
+        for line in skipped:
+            typer.echo(f"  skipped: {printable(line)}")
+        files = [file for folder in written for file in folder.rglob("*") if file.is_file()]
+        typer.echo(f"{len(written)} runs reduced, {_megabytes(files)}. Written: {out}/ (try: sharpscope analyze {out})")
+    else:
+        paths = [run.path for run in loaded.by_name.values()]
+        for name, count in loggers.export(paths, to, out, project=project, online=online, follow=follow).items():
+            typer.echo(f"{name}: {count} values")
+        view = {
+            "tensorboard": f"tensorboard --logdir {out}",
+            "wandb": f"wandb sync {out}/wandb/offline-run-*",
+            "trackio": f"TRACKIO_DIR={out} trackio show --project {project}",
+        }[to]
+        typer.echo(f"Written: {out}/. View:  {view}" if not online else f"Uploaded to project {project}.")
+
+
+def _megabytes(files: list[Path]) -> str:
+    return f"{sum(file.stat().st_size for file in files) / 1e6:.1f} MB"

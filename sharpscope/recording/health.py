@@ -21,7 +21,7 @@ from sharpscope.objective import Method, gradient_mass, summarize_weights
 from sharpscope.policy import TokenStats
 from sharpscope.recording.rows import clipped_weight_share
 from sharpscope.recording.step import RolloutBatch, loss_mask
-from sharpscope.traces.sampler_rule import IMPOSSIBLE, impossible, mismatch
+from sharpscope.traces.rules import IMPOSSIBLE, impossible, mismatch
 
 CGROUP = Path("/sys/fs/cgroup")
 PREVENTS = ("skip_step", "stop")

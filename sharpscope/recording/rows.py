@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -27,9 +27,8 @@ def steps_row(
     method: Method,
     progress: float,
     lr: float,
-    measured: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Any]:
-    """The row of the steps table without its timing columns; `measured` are the probe columns of the tokens table (N, T)."""
+    """The row of the steps table without its timing columns."""
     rollouts, tokens = batch.rollouts, result.tokens
     mask = rollouts.completion_mask.bool().cpu()
     used = mask & (tokens.update >= 0)
@@ -51,7 +50,7 @@ def steps_row(
         "clip_fraction_low": _each(int(tokens.uses_low.sum()), uses),
         "clip_fraction_high": _each(int(tokens.uses_high.sum()), uses),
         **weight_columns(method, tokens.weight, used, progress),
-        **carried_columns(method, tokens, used, progress, measured or {}),
+        **carried_columns(method, tokens, used, progress),
         **_rotation_columns(result),
         "zero_std_groups": round(batch.zero_variance_share * len(batch.examples)),
         "completion_length_mean": float(rollouts.completion_mask.sum(dim=1).double().mean()),
@@ -109,28 +108,12 @@ def carried_gradient(tokens: StepTokens, used: Tensor) -> Tensor:
     return torch.where(used, carried, 0.0)
 
 
-def carried_columns(
-    method: Method, tokens: StepTokens, used: Tensor, progress: float, measured: Mapping[str, Tensor]
-) -> dict[str, float | None]:
-    """Weight statistics in which a token counts with the gradient that it carries before its weight.
-
-    Those with the local norm are of the tokens in `measured`, weighted by their inverse inclusion probability; they are left
-    out unless each update has some.
-    """
-    carried = carried_gradient(tokens, used)
-    counted = {"gradient": (tokens.stats.logit_grad_norm.cpu().double(), used)}
-    if "score_norm_local" in measured:
-        norm = measured["score_norm_local"].double() / measured["inclusion_probability"].double()
-        known = used & norm.isfinite()
-        if torch.equal(torch.unique(tokens.update[known]), torch.unique(tokens.update[used])):
-            counted["local"] = norm, known
-    columns: dict[str, float | None] = {}
-    for kind, (length, known) in counted.items():
-        mass = torch.where(known, carried * length, 0.0)
-        summary = summarize_weights(method.weight, tokens.weight, known, progress=progress, mass=mass)
-        for name in ("mean", "std", "saturation_low", "saturation_high", "ess"):
-            columns[f"weight_{name}_{kind}"] = _finite(getattr(summary, name))
-    return columns
+def carried_columns(method: Method, tokens: StepTokens, used: Tensor, progress: float) -> dict[str, float | None]:
+    """Weight statistics in which a token counts with the gradient that it carries before its weight."""
+    mass = torch.where(used, carried_gradient(tokens, used) * tokens.stats.logit_grad_norm.cpu().double(), 0.0)
+    summary = summarize_weights(method.weight, tokens.weight, used, progress=progress, mass=mass)
+    names = ("mean", "std", "saturation_low", "saturation_high", "ess")
+    return {f"weight_{name}_gradient": _finite(getattr(summary, name)) for name in names}
 
 
 def _rotation_values(update: UpdateResult) -> dict[str, float | None]:

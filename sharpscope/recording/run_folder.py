@@ -133,8 +133,8 @@ def wind_back(folder: Path, step: int | None) -> list[str]:
         for half_written in kept.rglob(f".part-*{ASIDE}"):
             half_written.unlink(missing_ok=True)
         notes = [f"no checkpoint to go on from: the run began again, what it had recorded is kept in {kept}"]
-    rewound = rewind(folder, -1 if step is None else step)
-    return notes + [f"{name} is set aside: {why}" for name, why in rewound.damaged.items()]
+    damaged = rewind(folder, -1 if step is None else step)
+    return notes + [f"{name} is set aside: {why}" for name, why in damaged.items()]
 
 
 def check_reference(folder: Path, fingerprint: str) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from sharpscope.errors import UserError
 from sharpscope.sweeps.plan import PlannedRun, write_config
-from sharpscope.traces import held_text, lock_owner, read_run_info
+from sharpscope.traces import held_text, read_run_info
 from sharpscope.traces.files import set_aside
 
 POLL_S = 1.0
@@ -115,7 +115,7 @@ def _add_run(outcome: SweepOutcome, run: PlannedRun, executed: bool, code: int, 
     if status == "finished":
         (outcome.finished if executed else outcome.skipped).append(name)
     elif status == "running":
-        outcome.held[name] = held_text(run.run_dir, lock_owner(run.run_dir))
+        outcome.held[name] = held_text(run.run_dir)
     elif status == "failed" or code > 0 or (code < 0 and status == "planned"):
         # A positive exit code is an error of the program, which would repeat.
         outcome.failed.append(name)

@@ -14,7 +14,7 @@ from pydantic import Field, field_validator, model_validator
 
 from sharpscope.config import ClaimsSpec, RunConfig, Spec, build_config, check_keys, merge, read_yaml, to_yaml, validate
 from sharpscope.errors import UserError, nearest
-from sharpscope.traces import lock_owner, read_run_info
+from sharpscope.traces import has_writer, read_run_info
 
 NOT_COMPARED = ("name", "out", "threads", "device")
 """Fields that may differ between a planned run and the one in its folder."""
@@ -123,8 +123,7 @@ class PlannedRun:
             return "planned"
         status = str(read_run_info(self.run_dir)["status"])
         if status == "running":
-            owner = lock_owner(self.run_dir)
-            return "running" if owner is not None and owner.alive is not False else "interrupted"
+            return "running" if has_writer(self.run_dir) else "interrupted"
         return status
 
     @property

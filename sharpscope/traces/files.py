@@ -88,7 +88,7 @@ def output_folder(out: str | Path) -> Path:
 
 
 def free_name(path: str | Path) -> Path:
-    """`path` if it is free for a new run, otherwise the first free of path-2, path-3, …"""
+    """`path` if it is free for a new run, otherwise the first of path-2, path-3, … that is."""
     folder, number = Path(path), 2
     while folder.exists() and not (folder.is_dir() and never_began(folder)):
         folder, number = Path(f"{path}-{number}"), number + 1
@@ -253,7 +253,9 @@ def held_text(run_dir: str | Path) -> str:
         writer = (Path(run_dir) / LOCK_FILE).read_text("utf-8", "replace").strip()
     except OSError:
         writer = ""
-    return f"{run_dir} is being written by {writer or 'another process'}; wait for it, stop it, or choose another folder"
+    return (
+        f"{run_dir} is being written by {writer or 'another process'}; wait for it, stop it, or choose another folder"
+    )
 
 
 class RunLock:
@@ -287,7 +289,9 @@ class RunLock:
             except BlockingIOError:
                 time.sleep(0.02)
             except OSError as error:
-                raise UserError(f"run: {self.path} cannot be written ({error.strerror}); free some space or make the folder writable") from error
+                raise UserError(
+                    f"run: {self.path} cannot be written ({error.strerror}); free some space or make the folder writable"
+                ) from error
             finally:
                 if handle >= 0:
                     os.close(handle)

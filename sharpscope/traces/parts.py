@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from sharpscope.traces.files import ASIDE, TRACES, publish, sync_folder
+from sharpscope.traces.files import ASIDE, TRACES, publish
 from sharpscope.traces.schema import READABLE_VERSIONS, TABLES, VERSION_KEY, arrow_schema
 
 PART = re.compile(r"part-(\d{6,})(?:-[0-9a-f]{8})?\.parquet")
@@ -174,17 +174,15 @@ def rewind(run_dir: str | Path, step: int) -> dict[str, str]:
                 continue
             if part is None or all(group.last_step <= step for group in part.groups):
                 continue
+            if all(group.first_step > step for group in part.groups):
+                path.unlink()
+                continue
             try:
                 rows = part.read(TABLES[name].names)
-                kept = rows.filter(pc.less_equal(rows["step"], step))
-                if len(kept):
-                    write_part(kept.cast(arrow_schema(name)), path)
-                else:
-                    path.unlink()
+                write_part(rows.filter(pc.less_equal(rows["step"], step)).cast(arrow_schema(name)), path)
             except DamagedPartError as error:
                 renamed = path.rename(path.with_name(DAMAGED + path.name))
                 damaged[renamed.relative_to(run_dir).as_posix()] = str(error)
-            sync_folder(path.parent)
     return damaged
 
 

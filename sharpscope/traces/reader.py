@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -204,16 +203,21 @@ class Run:
     ) -> Iterator[pa.Table]:
         schema = pa.schema([arrow_schema(table).field(name) for name in columns])
         for part in self._parts(table):
-            if part.select(steps, required):
+            if not part.select(steps, required):
+                continue
+            try:
                 try:
                     rows = part.read(columns, steps, required)
-                except DamagedPartError as error:
-                    # Unless a resumed run has just removed the part, or replaced it by its first rows.
-                    if part.path.exists() and part in self._parts(table):
-                        self._set_aside(part.path, error)
-                    continue
-                if rows.num_rows:
-                    yield rows.cast(schema)
+                except DamagedPartError:  # or a resumed run has removed the part, or replaced it by its first rows
+                    now = next((p for p in self._parts(table) if p.path == part.path), None)
+                    if now is None:
+                        continue
+                    rows = now.read(columns, steps, required)
+            except DamagedPartError as error:
+                self._set_aside(part.path, error)
+                continue
+            if rows.num_rows:
+                yield rows.cast(schema)
 
     def _parts(self, table: str) -> list[Part]:
         """Current parts of a table, in order, without damaged ones."""
@@ -221,9 +225,8 @@ class Run:
             return [p for p in self._pack.parts(table, self._key) if p.path.name not in self.damaged]
         parts: list[Part] = []
         folder = self.path / TRACES / table
-        for name in sorted(os.listdir(folder)) if folder.is_dir() else ():
-            path = folder / name
-            if name.startswith(".") or path.suffix != ".parquet" or self._relative(path) in self.damaged:
+        for path in sorted(folder.glob("*.parquet")):
+            if path.name.startswith(".") or self._relative(path) in self.damaged:
                 continue
             try:
                 stat = path.stat()

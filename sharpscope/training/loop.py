@@ -275,7 +275,7 @@ class _Run:
         probing = observed.seconds + rotating
         clock.lap("training_s", minus=probing)
         events = health.events + observed.events
-        row = steps_row(step, batch, result, method, progress, lr, measured=observed.columns)
+        row = steps_row(step, batch, result, method, progress, lr)
         turned = rotation_event(step, row, method, progress)
         if turned is not None and turned.rule not in self.shown:
             self.shown.add(turned.rule)

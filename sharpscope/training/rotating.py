@@ -339,7 +339,7 @@ class _Start:
             "update_rotation": rotation.update.angle,
             "update_scale": rotation.update.scale,
             "weight_mean": weight_columns(method, tokens.weight, used, self.progress)["weight_mean"],
-            **carried_columns(method, tokens, used, self.progress, {}),
+            **carried_columns(method, tokens, used, self.progress),
             "rotation_bound": method_rotation_bound(method.at(self.progress)),
         }
         return row, rotation.noise if plain else math.nan

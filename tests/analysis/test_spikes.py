@@ -16,7 +16,7 @@ from sharpscope.analysis import render_spikes, show
 from sharpscope.analysis.spikes import explain_spikes, find_spikes
 from sharpscope.analysis.tokens import sample_text
 from sharpscope.traces import load_run
-from sharpscope.traces.spike_rule import robust_z
+from sharpscope.traces.rules import robust_z
 from tests.analysis.html.runs import write_report_run
 
 

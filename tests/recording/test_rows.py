@@ -44,34 +44,21 @@ def test_weight_statistics_count_tokens_by_the_gradient_they_carry(world):  # no
     method = method_of("grpo-sg")
     learned = learn(learner_of(policy, mini_batches=2), drawn, "grpo-sg")
     tokens, mask = learned.tokens, drawn.rollouts.completion_mask.bool()
-    local = torch.rand(mask.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    row = steps_row(
-        1,
-        drawn,
-        learned,
-        method,
-        0.0,
-        1e-3,
-        measured={"score_norm_local": local, "inclusion_probability": torch.ones_like(local)},
-    )
+    row = steps_row(1, drawn, learned, method, 0.0, 1e-3)
     pairs = [
         (float(tokens.weight[i, t]), float(tokens.loss_coef[i, t].abs() / tokens.weight[i, t]), i, t)
         for i, t in mask.nonzero().tolist()
     ]
-    for kind, length in (("gradient", tokens.stats.logit_grad_norm), ("local", local)):
-        mass = np.array([c * float(length[i, t]) for _, c, i, t in pairs])
-        w = np.array([w for w, *_ in pairs])
-        mean = (mass * w).sum() / mass.sum()
-        for name, value in {
-            "mean": mean,
-            "std": math.sqrt((mass * (w - mean) ** 2).sum() / mass.sum()),
-            "saturation_low": mass[w <= 0.1 + 1e-6].sum() / mass.sum(),
-            "saturation_high": mass[w >= 1.4 - 1e-6].sum() / mass.sum(),
-            "ess": (mass * w).sum() ** 2 / (mass.sum() * (mass * w**2).sum()),
-        }.items():
-            assert row[f"weight_{name}_{kind}"] == pytest.approx(value, rel=1e-9, abs=1e-12)
+    mass = np.array([c * float(tokens.stats.logit_grad_norm[i, t]) for _, c, i, t in pairs])
+    w = np.array([w for w, *_ in pairs])
+    mean = (mass * w).sum() / mass.sum()
+    for name, value in {
+        "mean": mean,
+        "std": math.sqrt((mass * (w - mean) ** 2).sum() / mass.sum()),
+        "saturation_low": mass[w <= 0.1 + 1e-6].sum() / mass.sum(),
+        "saturation_high": mass[w >= 1.4 - 1e-6].sum() / mass.sum(),
+        "ess": (mass * w).sum() ** 2 / (mass.sum() * (mass * w**2).sum()),
+    }.items():
+        assert row[f"weight_{name}_gradient"] == pytest.approx(value, rel=1e-9, abs=1e-12)
     assert abs(row["weight_mean_gradient"] - row["weight_mean"]) > 1e-3
-    first = torch.where(tokens.update == 0, local, math.nan)  # as at a spike of one update
-    some = {"score_norm_local": first, "inclusion_probability": torch.ones_like(local)}
-    unmeasured = steps_row(1, drawn, learned, method, 0.0, 1e-3, measured=some)
-    assert "weight_mean_local" not in unmeasured and unmeasured["gradient_rotation"] is None
+    assert row["gradient_rotation"] is None

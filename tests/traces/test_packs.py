@@ -1,4 +1,4 @@
-"""Packs: many runs in few files, nothing lost, readable like folders."""
+"""Packed data: many runs in few files, nothing lost, readable like folders."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from sharpscope.traces import (
     load_run,
     load_runs,
     pack_runs,
-    unpack_run,
     update_run_info,
     write_reductions,
 )
@@ -34,7 +33,7 @@ def packed(tmp_path_factory) -> Path:
     shutil.copytree(EXAMPLE / "grpo-s0", folder / "runs" / "grpo-s0")
     shutil.copytree(EXAMPLE / "grpo-sg-s0", folder / "runs" / "deep" / "grpo-sg-s0")
     write_reductions(folder / "runs" / "grpo-s0", [Reduction("a", 3, 7, {"x": [1.5, float("nan")]})])
-    result = CliRunner().invoke(app, ["pack", str(folder / "runs"), "--out", str(folder / "pack")])
+    result = CliRunner().invoke(app, ["export", str(folder / "runs"), "--to", "packed", "--out", str(folder / "pack")])
     assert result.exit_code == 0, result.output
     return folder
 
@@ -78,16 +77,6 @@ def test_a_pack_gives_the_runs_that_went_in(packed):
     assert list(load_runs(packed).by_name)[:2] == ["pack/deep/grpo-sg-s0", "pack/grpo-s0"]
 
 
-def test_unpacked_runs_are_those_that_were_packed(packed, tmp_path):
-    command = ["unpack", str(packed / "pack"), "--out", str(tmp_path)]
-    assert "2 runs unpacked." in CliRunner().invoke(app, command).output
-    assert "0 runs unpacked; 2 already exist" in CliRunner().invoke(app, command).output
-    assert all(same(run, load_run(tmp_path / name)) for name, run in load_runs(packed / "runs").by_name.items())
-    assert unpack_run(load_run(packed / "pack" / "grpo-s0"), tmp_path / "one").is_dir()
-    with pytest.raises(UserError, match="exists and is not overwritten"):
-        unpack_run(load_run(packed / "pack" / "grpo-s0"), tmp_path / "one")
-
-
 def test_commands_read_a_packed_run(packed):
     result = CliRunner().invoke(app, ["show", str(packed / "pack" / "grpo-s0")])
     assert result.exit_code == 0 and "grpo" in result.output
@@ -95,9 +84,10 @@ def test_commands_read_a_packed_run(packed):
 
 def test_mistakes_are_named(packed, tmp_path):
     (tmp_path / "empty").mkdir()
-    for command, found in (("reduce", "no run below"), ("pack", "no run below"), ("unpack", "no run found")):
-        result = CliRunner().invoke(app, [command, str(tmp_path / "empty"), "--out", str(tmp_path / "out")])
-        assert isinstance(result.exception, UserError) and found in str(result.exception)
+    for to in ("packed", "reduced"):
+        command = ["export", str(tmp_path / "empty"), "--to", to, "--out", str(tmp_path / "out")]
+        result = CliRunner().invoke(app, command)
+        assert isinstance(result.exception, UserError) and "no run below" in str(result.exception)
         assert not (tmp_path / "out").exists()
     with pytest.raises(UserError, match=r"has no run 'grpo-s1'; did you mean 'grpo-s0'"):
         sharpscope.load_run(packed / "pack" / "grpo-s1")
@@ -108,7 +98,7 @@ def test_mistakes_are_named(packed, tmp_path):
         pack_runs({}, tmp_path / "pack")
     shutil.copytree(EXAMPLE / "grpo-s0", tmp_path / "run")
     update_run_info(tmp_path / "run", status="failed")
-    with pytest.raises(UserError, match="run: it is failed; pack finished runs"):
+    with pytest.raises(UserError, match="it is failed; give folders of finished runs"):
         pack_runs({"it": load_run(tmp_path / "run")}, tmp_path / "pack")
 
 
@@ -123,5 +113,5 @@ def test_damage_is_told(packed, tmp_path):
         assert run.steps.empty
     shutil.copytree(packed / "pack", tmp_path / "cut")
     (tmp_path / "cut" / "steps.parquet").write_bytes(content[:-20])
-    with pytest.raises(UserError, match=r"steps.parquet: cannot be read .*; restore it"):
+    with pytest.raises(UserError, match=r"cut: a file cannot be read \(truncated.*; restore it"):
         load_runs(tmp_path / "cut")

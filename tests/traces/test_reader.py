@@ -12,7 +12,6 @@ import pytest
 from sharpscope.errors import UserError
 from sharpscope.traces import (
     SCHEMA_VERSION,
-    TABLES,
     TraceWriter,
     load_run,
     load_runs,
@@ -20,8 +19,8 @@ from sharpscope.traces import (
     rewind,
     update_run_info,
 )
+from sharpscope.traces.parts import write_part
 from sharpscope.traces.schema import VERSION_KEY
-from sharpscope.traces.writer import write_part
 from tests.traces.rows import new_run, rows, token_rows
 
 
@@ -46,7 +45,7 @@ def test_steps_and_columns_are_chosen_without_reading_others(tmp_path, monkeypat
     frame = loaded.tokens(steps=[2], columns=["logp", "weight"])
     np.testing.assert_array_equal(frame["logp"], token_rows(2)["logp"])
     assert list(frame) == ["logp", "weight"]
-    assert read == [((1,), ("logp", "weight"))]
+    assert read == [((1,), ("logp", "weight", "step"))]
     assert [len(part) for part in loaded.iter_tokens(columns=["logp"])] == [8, 8]
     assert len(loaded.tokens(steps=7)) == 0
     with pytest.raises(UserError, match="did you mean 'logp'"):
@@ -125,36 +124,25 @@ def test_a_column_that_an_older_schema_lacks_is_null(tmp_path):
     run = new_run(tmp_path / "a")
     old = pa.Table.from_pydict(
         {"step": [1, 1, 2], "index": [0, 1, 0], "logp": [-1.0, -2.0, -3.0]},
-        pa.schema([("step", pa.int32()), ("index", pa.int32()), ("logp", pa.float32())], {VERSION_KEY: b"1"}),
+        pa.schema([("step", pa.int32()), ("index", pa.int32()), ("logp", pa.float32())], {VERSION_KEY: b"2"}),
     )
     (run / "traces" / "tokens").mkdir(parents=True, exist_ok=True)
-    write_part(old, run / "traces" / "tokens", 1)
-    update_run_info(run, schema_version=1)
-    with TraceWriter(run) as writer:  # a run that version 1 began and this version resumed
+    write_part(old, run / "traces" / "tokens" / "part-000001-0a1b2c3d.parquet")
+    update_run_info(run, schema_version=2)
+    with TraceWriter(run) as writer:  # a run that version 2 began and this version resumed
         writer.append("tokens", token_rows(step=3))
     read = load_run(run)
     assert read.tokens(columns=["logp"])["logp"].tolist()[:3] == [-1.0, -2.0, -3.0]
     mixed = read.tokens(columns=["entropy", "logp"], steps=[2, 3])
     assert mixed["entropy"].isna().tolist() == [True] + [False] * 4 and mixed["logp"].iloc[0] == -3.0
     assert [len(part) for part in read.iter_tokens(columns=["logp"], required=["entropy"])] == [4]
-    assert len(read.tokens(columns=["entropy"])) == 7
-    assert read.damaged == {}
+    assert read.damaged == {} and read.uses.empty
 
 
-def test_columns_that_version_1_lacks_may_be_null():
-    tuning = Path(__file__).parents[2] / "data" / "tuning"
-    for table in TABLES.values():
-        file = tuning / f"{table.name}.parquet"
-        if file.exists():
-            missing = [column for column in table.columns if column.name not in pq.read_schema(file).names]
-            assert all(column.nullable for column in missing), table.name
-
-
-def test_runs_of_version_1_have_no_updates():
-    run = load_runs(Path(__file__).parents[2] / "data" / "reference")[0]
-    assert run.updates.empty and list(run.updates) == TABLES["updates"].names
-    assert run.steps[["generated_tokens", "redrawn_groups"]].isna().all().all() and len(run.steps) > 0
-    assert run.tokens(columns=["sampler_logp", "correction"]).isna().all().all()
+def test_runs_of_version_2_lack_the_new_columns():
+    for run in load_runs(Path(__file__).parents[2] / "data" / "example"):
+        assert run.probes[["ceiling", "saturation"]].isna().all().all() and len(run.steps) > 0
+        assert run.steps[["grad_clipped", "kl_step", "accuracy_completed"]].isna().all().all()
 
 
 def test_other_schema_versions_and_broken_run_files_are_left_out_with_a_word(tmp_path):
@@ -174,6 +162,6 @@ def test_other_schema_versions_and_broken_run_files_are_left_out_with_a_word(tmp
 
 
 def test_html_escapes_what_files_say(tmp_path):
-    run = new_run(tmp_path / "a", method="<script>alert(1)</script>")
-    for html in (load_run(run)._repr_html_(), load_runs(tmp_path)._repr_html_()):
-        assert "<script>" not in html and "&lt;script&gt;" in html
+    new_run(tmp_path / "a", method="<script>alert(1)</script>")
+    html = load_runs(tmp_path)._repr_html_()
+    assert "<script>" not in html and "&lt;script&gt;" in html

@@ -13,11 +13,12 @@ import torch
 from sharpscope.traces import (
     SCHEMA_VERSION,
     TABLES,
-    DamagedPartWarning,
     SchemaError,
     TraceWriter,
     create_run_info,
     load_run,
+    schema_markdown,
+    timing_columns,
     update_run_info,
 )
 from tests.traces.rows import INFO, new_run, rows, token_rows
@@ -29,7 +30,7 @@ def test_every_table_comes_back_value_by_value(tmp_path, table):
     with TraceWriter(run) as writer:
         for step in (1, 2):
             writer.append(table, rows(table, step))
-    frame = load_run(run)._frame(table)
+    frame = load_run(run).arrow(table).to_pandas()
     assert list(frame) == TABLES[table].names
     for step in (1, 2):
         part = frame[frame.step == step]
@@ -158,23 +159,6 @@ def test_numbering_goes_on_and_nothing_is_overwritten(tmp_path):
     assert load_run(run).steps["step"].tolist() == [1, 2, 3]
 
 
-def test_a_part_that_cannot_be_found_twice_is_damage(tmp_path):
-    run = new_run(tmp_path / "a")
-    with TraceWriter(run) as writer:
-        for step in (1, 2):
-            writer.append("tokens", token_rows(step))
-            writer.flush()
-    live = load_run(run)
-    assert len(live.tokens()) == 8
-    first = min((run / "traces/tokens").iterdir())
-    first.unlink()
-    first.symlink_to(tmp_path / "nowhere")
-    for reading in (live, load_run(run)):  # its footer was read before, and was not
-        with pytest.warns(DamagedPartWarning, match="could not be opened, twice"):
-            assert reading.tokens()["step"].tolist() == [2] * 4
-        assert list(reading.damaged) == [first.relative_to(run).as_posix()]
-
-
 def test_run_info_is_whole_and_checked(tmp_path):
     run = new_run(tmp_path / "a")
     update_run_info(run, status="finished", steps_done=3)
@@ -200,3 +184,28 @@ def test_a_token_row_costs_at_most_64_bytes(tmp_path):
         writer.append("tokens", {name: value for name, value in columns.items() if name not in probes})
     (path,) = (run / "traces/tokens").iterdir()
     assert path.stat().st_size / count <= 64
+
+
+def test_metadata_of_every_field_holds_unit_and_definition(tmp_path):
+    run = new_run(tmp_path / "a")
+    with TraceWriter(run) as writer:
+        for table in TABLES:
+            writer.append(table, rows(table, 1))
+    for table in TABLES.values():
+        (path,) = (run / "traces" / table.name).glob("part-*.parquet")
+        schema = pq.read_schema(path)
+        assert schema.metadata[b"sharpscope.schema_version"] == str(SCHEMA_VERSION).encode()
+        for column in table.columns:
+            metadata = schema.field(column.name).metadata
+            assert metadata == {b"unit": column.unit.encode(), b"definition": column.definition.encode()}
+            assert schema.field(column.name).nullable == column.nullable
+
+
+def test_schema_text_has_every_column():
+    text = schema_markdown()
+    for table in TABLES.values():
+        assert f"## {table.name}\n" in text
+        for column in table.columns:
+            assert f"| {column.name} | {column.type} | " in text and column.unit and column.definition
+    assert "## eval" not in schema_markdown(["steps"])
+    assert timing_columns("steps") == ["generation_s", "training_s", "recording_s"]

@@ -8,7 +8,7 @@ from typing import Any
 
 from sharpscope.errors import UserError, nearest
 from sharpscope.integrations.importers.writing import Completion, Labels, json_lines, number, write
-from sharpscope.traces.sampler_rule import POSITIVE
+from sharpscope.traces.rules import POSITIVE
 
 _TOKEN = ("token_id", "logp", "behavior_logp", "entropy", "advantage", "ratio", "weight", "loss_coef", "mask")
 _SEQUENCE = ("step", "rollout", "group", "prompt", "completion", "reward", "prompt_ids")

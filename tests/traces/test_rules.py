@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from sharpscope.traces.sampler_rule import impossible, mismatch
+from sharpscope.traces.rules import impossible, mismatch
 
 
 def test_estimates_of_one_token_at_a_time():

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
+import sqlite3
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -14,7 +19,13 @@ from sharpscope.cli import app
 from sharpscope.errors import UserError
 from sharpscope.integrations.loggers import export, scalars
 from sharpscope.traces import RunLock, TraceWriter, load_run, update_run_info
+from tests.oracles.wandb_file import history
 from tests.traces.synthetic import Shape, write_run
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(write_run(tmp_path_factory.mktemp("logged") / "one", shape=Shape(steps=5)))
 
 
 def expected(run_dir: Path) -> dict[str, dict[int, float]]:
@@ -85,11 +96,53 @@ def test_command_and_mistakes(run_dir, tmp_path, monkeypatch):
     ):
         with pytest.raises(UserError, match=message):
             CliRunner().invoke(app, ["export", str(run_dir), *arguments], catch_exceptions=False)
-    with pytest.raises(UserError, match="no run in"):
+    with pytest.raises(UserError, match="no run below"):
         CliRunner().invoke(app, ["export", str(tmp_path), "--to", "wandb"], catch_exceptions=False)
-    with pytest.raises(UserError, match="have this name"):
+    with pytest.raises(UserError, match="have one name"):
         export([run_dir, run_dir], "tensorboard", tmp_path / "twice")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     for name in ("tensorboard", "wandb", "trackio"):
         with pytest.raises(UserError, match=rf"pip install 'sharpscope\[{name}\]'"):
             export([run_dir], name, tmp_path)
+
+
+def test_tensorboard(run_dir, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    sent = export([run_dir], "tensorboard", tmp_path)
+    events = EventAccumulator(str(tmp_path / "one"), size_guidance={"scalars": 0})
+    events.Reload()
+    for name, values in expected(run_dir).items():
+        got = {event.step: event.value for event in events.Scalars(name)}
+        assert got == pytest.approx(values, rel=1e-6), name
+    assert sent == {"one": sum(len(events.Scalars(tag)) for tag in events.Tags()["scalars"])}
+
+
+def test_wandb_is_offline_whatever_the_environment_says(run_dir, tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "online")
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # whoever listens there would be asked
+    export([run_dir], "wandb", tmp_path, project="p")
+    (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    rows = {row["_step"]: row for row in history(file)}
+    for name, values in expected(run_dir).items():
+        assert {step: rows[step][name] for step in values} == pytest.approx(values), name
+
+
+def test_trackio_writes_its_database_into_the_folder(run_dir, tmp_path):
+    """In a process of its own: trackio takes its folder at import."""
+    told = {"TRACKIO_SERVER_URL": "http://127.0.0.1:9/?write_token=x", "TRACKIO_SPACE_ID": "somebody/space"}
+    command = [sys.executable, "-m", "sharpscope", "export", str(run_dir), "--to", "trackio", "--project", "mine"]
+    made = subprocess.run(
+        [*command, "--out", str(tmp_path)], env=os.environ | told, capture_output=True, text=True, check=False
+    )
+    assert made.returncode == 0, made.stderr
+    (file,) = tmp_path.glob("mine*.db")
+    with sqlite3.connect(file) as database:
+        rows = database.execute("SELECT run_name, step, metrics FROM metrics").fetchall()
+    assert {name for name, _, _ in rows} == {"one"}
+    found: dict[int, dict[str, float]] = {}
+    for _, step, metrics in rows:
+        found.setdefault(step, {}).update(json.loads(metrics))
+    for name, values in expected(run_dir).items():
+        assert {step: found[step][name] for step in values} == pytest.approx(values), name
