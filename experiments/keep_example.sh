@@ -6,7 +6,14 @@ rm -rf data/example
 mkdir -p data/example
 for run in runs/example/*/; do
   target=data/example/$(basename "$run")
-  python -c 'import sys; from pathlib import Path; from sharpscope.traces import load_run, unpack_run; unpack_run(load_run(sys.argv[1]), Path(sys.argv[2]))' "$run" "$target"
+  mkdir -p "$target"
+  cp "$run/run.json" "$run/config.yaml" "$target/"
+  python -c '
+import sys
+from sharpscope.traces import TABLES, TraceWriter, load_run
+with TraceWriter(sys.argv[2]) as writer:
+    for table in TABLES:
+        writer.append_table(table, load_run(sys.argv[1]).arrow(table))' "$run" "$target"
   cp -r "$run/tokenizer" "$target/"
 done
 du -sh data/example

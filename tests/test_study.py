@@ -54,16 +54,6 @@ def test_the_repository_stays_small():
     assert sum(path.is_file() for folder in (REFERENCE, TUNING) for path in folder.rglob("*")) <= 20
 
 
-def test_every_picture_is_remade_from_the_kept_runs(tmp_path: Path, quick):
-    """The first pair gives what one pair can give, and nothing that is not in figures/ too."""
-    for name in ("grpo-s0", "grpo-sg-s0"):
-        invoke("unpack", str(REFERENCE / name), "--out", str(tmp_path / "part"))
-    invoke("figures", "--from", str(tmp_path / "part"), "--out", str(tmp_path / "figures"))
-    made = {path.stem for path in (tmp_path / "figures").rglob("*.png")}
-    assert {"reward", "accuracy", "score_norm", "sharpness_nll", "rho_curves_nll", "spectrum", "stability"} <= made
-    assert made <= {path.stem for path in (ROOT / "figures").rglob("*.png")}
-
-
 def test_kept_runs_are_those_of_the_declared_study():
     planned = {run.config.run_name: run.config for run in plan_sweep(read_sweep(FIRST / "study.yaml"))}
     kept = [*load_runs(REFERENCE), *load_runs(TUNING)]

@@ -1,6 +1,6 @@
 """Tables of docs/fork.md and of the second study's counterfactual part, from the runs of `forks`.
 
-sharpscope reduce runs/forks --tokens 0 --out runs/reduced && sharpscope pack runs/reduced --out data/studies/2/forks
+sharpscope export runs/forks --to reduced --tokens 0 --out runs/reduced && sharpscope export runs/reduced --to packed --out data/studies/2/forks
 python -m experiments.benchmarks.forks_report
 """
 

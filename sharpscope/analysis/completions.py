@@ -52,7 +52,7 @@ class Choice:
 
 
 def completions_dropped(run: Run) -> bool:
-    """Whether the run recorded completions that `sharpscope reduce` did not keep."""
+    """Whether the run recorded completions that `export --to reduced` did not keep."""
     recorded = (run.config.get("recording") or {}).get("rollouts_every", 1) != 0
     return run.reduced is not None and recorded and not len(run.rollouts)
 

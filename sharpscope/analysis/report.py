@@ -534,7 +534,7 @@ def not_kept(runs: Runs) -> str:
         return ""
     which = "these runs" if len(names) == len(runs) else f"{len(names)} of {len(runs)} runs"
     return (
-        f"Completions of {which} were not kept by `sharpscope reduce`; a report of the whole runs shows their tokens."
+        f"Completions of {which} were not kept by `export --to reduced`; a report of the whole runs shows their tokens."
     )
 
 
@@ -594,7 +594,11 @@ def command_grid(runs: Runs, paths: Sequence[str | Path], source: str) -> Grid:
             continue
         name, folder, first = shlex.quote(run.name), shlex.quote(str(run.path)), ""
         if not run.path.exists():  # it is in a pack
-            first, folder = f"sharpscope unpack {folder} --out runs && ", f"runs/{name}"
+            read = f"import sharpscope; print(sharpscope.load_run({str(run.path)!r}).config_text)"
+            first, folder = (
+                f"mkdir runs/{name} && python -c {shlex.quote(read)} > runs/{name}/config.yaml && ",
+                f"runs/{name}",
+            )
         command = f"{first}sharpscope run {folder}/config.yaml --out runs/again-{name}"
         result.append((f"the run {run.name}, again", command))
     return Grid("Commands", ("makes", "command"), tuple(result))

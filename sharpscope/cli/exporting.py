@@ -40,23 +40,22 @@ def export(
     from sharpscope.analysis import load_several, nothing_found, reduce_runs
     from sharpscope.errors import UserError
     from sharpscope.integrations import loggers
-    from sharpscope.traces import pack_runs
+    from sharpscope.traces import load_runs, pack_runs
 
     loaded = load_several(runs)
     if not len(loaded):
         raise UserError(nothing_found(runs, loaded))
     if to == "packed":
         files = pack_runs(loaded.by_name, out)
-        typer.echo(f"{len(files)} files, {_megabytes(files)}. Written: {out}/ (try: sharpscope analyze {out})")
+        _tell(f"{len(files)} files", files, out)
     elif to == "reduced":
+        named = [item for path in runs for item in load_runs(path).by_name.items()]
         with progress("reducing") as update:
-            written, skipped = reduce_runs(
-                list(loaded.by_name.items()), out, tokens, lambda name: update(f"reducing {name}")
-            )
+            written, skipped = reduce_runs(named, out, tokens, lambda name: update(f"reducing {name}"))
         for line in skipped:
             typer.echo(f"  skipped: {printable(line)}")
         files = [file for folder in written for file in folder.rglob("*") if file.is_file()]
-        typer.echo(f"{len(written)} runs reduced, {_megabytes(files)}. Written: {out}/ (try: sharpscope analyze {out})")
+        _tell("1 run reduced" if len(written) == 1 else f"{len(written)} runs reduced", files, out)
     else:
         paths = [run.path for run in loaded.by_name.values()]
         for name, count in loggers.export(paths, to, out, project=project, online=online, follow=follow).items():
@@ -69,5 +68,6 @@ def export(
         typer.echo(f"Written: {out}/. View:  {view}" if not online else f"Uploaded to project {project}.")
 
 
-def _megabytes(files: list[Path]) -> str:
-    return f"{sum(file.stat().st_size for file in files) / 1e6:.1f} MB"
+def _tell(what: str, files: list[Path], out: Path) -> None:
+    size = sum(file.stat().st_size for file in files) / 1e6
+    typer.echo(f"{what}, {size:.1f} MB. Written: {out}/ (try: sharpscope analyze {out})")

@@ -112,7 +112,7 @@ def check_resume(config: RunConfig) -> None:
     info = read_run_info(folder)
     if info.get("reduced") is not None:
         raise UserError(
-            f"run '{folder}' was reduced by `sharpscope reduce` and cannot be resumed; resume the run that it was made from"
+            f"run '{folder}' was reduced by `export --to reduced` and cannot be resumed; resume the run that it was made from"
         )
     done = info.get("steps_done") or 0
     if info.get("status") == "finished" and done >= config.steps:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 
 import numpy as np
@@ -17,7 +16,8 @@ from sharpscope.analysis.tables.paper import paper_tables
 from sharpscope.analysis.tokens import DECILE_SUMS, scan
 from sharpscope.cli import app
 from sharpscope.errors import UserError
-from sharpscope.traces import Reduction, load_run, load_runs, read_reductions, update_run_info, write_reductions
+from sharpscope.traces import Reduction, load_run, load_runs, update_run_info, write_reductions
+from tests.traces.rows import new_run
 from tests.traces.synthetic import Effects, Shape, write_study
 
 
@@ -131,13 +131,17 @@ def test_what_is_there_is_left_and_what_has_not_finished_is_named(folder, reduce
 
 
 def test_command(folder, tmp_path):
-    result = CliRunner().invoke(app, ["reduce", str(folder), "--out", str(tmp_path / "out"), "--tokens", "20"])
+    result = CliRunner().invoke(
+        app, ["export", str(folder), "--to", "reduced", "--out", str(tmp_path / "out"), "--tokens", "20"]
+    )
     assert result.exit_code == 0 and "4 runs reduced" in result.output
     assert {path.name for path in (tmp_path / "out").iterdir()} == {run.name for run in load_runs(folder)}
 
 
 def reduce(*arguments) -> str:
-    result = CliRunner().invoke(app, ["reduce", *map(str, arguments), "--tokens", "20"], env={"COLUMNS": "200"})
+    result = CliRunner().invoke(
+        app, ["export", *map(str, arguments), "--to", "reduced", "--tokens", "20"], env={"COLUMNS": "200"}
+    )
     if isinstance(result.exception, UserError):
         raise result.exception
     assert result.exit_code == 0, result.output
@@ -201,14 +205,12 @@ def test_values_survive_to_the_last_digit(tmp_path):
         "x": float("nan"),
         "cells": [{"a": 0.1, "b": "c"}],
     }
-    write_reductions(tmp_path, [Reduction("C2", 4, 9, values), Reduction("score column", -1, 9, None)])
-    first, second = read_reductions(tmp_path)
+    new_run(tmp_path / "a")
+    write_reductions(tmp_path / "a", [Reduction("C2", 4, 9, values), Reduction("score column", -1, 9, None)])
+    first, second = load_run(tmp_path / "a").reductions
     np.testing.assert_array_equal(first.values["m"], values["m"])
     assert first.values["cells"] == values["cells"] and first.values["n"] == 3 and np.isnan(first.values["x"])
     assert second == Reduction("score column", -1, 9, None) and (first.name, first.step, first.tokens) == ("C2", 4, 9)
-    assert read_reductions(tmp_path / "none") is None
+    assert load_run(new_run(tmp_path / "none")).reductions is None
     with pytest.raises(TypeError, match="set cannot be"):
-        write_reductions(tmp_path, [Reduction("x", 0, 0, {1, 2})])
-    (tmp_path / "reductions.parquet").write_bytes(json.dumps({"no": "parquet"}).encode())
-    with pytest.raises(UserError, match="cannot be read"):
-        read_reductions(tmp_path)
+        write_reductions(tmp_path / "a", [Reduction("x", 0, 0, {1, 2})])

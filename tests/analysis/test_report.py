@@ -49,7 +49,7 @@ def test_the_page_of_reduced_runs_lists_the_spikes_that_report_md_lists(reduced:
     assert f"<td>grpo-s0</td><td>{SPIKE}</td>" in section and f"| grpo-s0 | {SPIKE} |" in markdown
     assert '<a href="#spikes">' in html and "A token leads to its completion" not in section
     assert "No completion was recorded" not in html and "no completions were recorded" not in html
-    said = "Completions of these runs were not kept by `sharpscope reduce`"
+    said = "Completions of these runs were not kept by `export --to reduced`"
     (tokens,) = re.findall(r'<section id="tokens".*?</section>', html, re.DOTALL)
     assert said in section and said in tokens and said in markdown.replace("\\", "")
 
@@ -61,7 +61,7 @@ def test_reduced_runs_beside_whole_ones_are_told_apart(reduced: Path, tmp_path: 
         part.unlink()
     runs = {run.name: run for folder in (reduced, tmp_path) for run in load_runs(folder)}
     notes = token_view(runs)["notes"]
-    assert "grpo-s0: its completions were not kept by `sharpscope reduce`." in notes
+    assert "grpo-s0: its completions were not kept by `export --to reduced`." in notes
     assert "silent-s2: no completions were recorded (recording.rollouts_every)." in notes
     assert not_kept(load_runs(tmp_path)) == "" and no_spikes(load_runs(reduced)) == "No spike."
     assert no_spikes(load_runs(tmp_path)) == "No spike, and no attribution is recorded."

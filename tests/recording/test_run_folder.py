@@ -5,7 +5,7 @@ from __future__ import annotations
 from sharpscope.recording.run_folder import wind_back
 from sharpscope.traces import TraceWriter
 from tests.traces.rows import new_run, rows
-from tests.traces.test_rewind import damage_part
+from tests.traces.test_files import damage_part
 
 
 def test_a_part_that_a_resume_sets_aside_is_told_once(tmp_path):

@@ -164,7 +164,7 @@ def test_a_run_with_nothing_to_go_on_to_is_left_as_it_is(cut_off, tmp_path, kind
         update_run_info(whole.run_dir, reduced={"tokens": 9, "sampled": 3, "rule": "a rule"})
     before = {path: path.read_bytes() for path in whole.run_dir.rglob("*") if path.is_file()}
     with pytest.raises(
-        UserError, match="sharpscope reduce" if kind == "reduced" else r"all of its steps are done \(steps = 7\)"
+        UserError, match="export --to reduced" if kind == "reduced" else r"all of its steps are done \(steps = 7\)"
     ):
         train(whole, resume=True)
     assert before == {path: path.read_bytes() for path in whole.run_dir.rglob("*") if path.is_file()}

@@ -87,7 +87,7 @@ def token_view(
         spikes += _spikes(choice, number, {(c["s"], c["n"]) for c in taken}, prompts)
     for name in (name for name in runs if name not in choices):
         if completions_dropped(runs[name]):
-            notes.append(f"{name}: its completions were not kept by `sharpscope reduce`.")
+            notes.append(f"{name}: its completions were not kept by `export --to reduced`.")
         else:
             notes.append(f"{name}: no completions were recorded (recording.rollouts_every).")
     return {
