@@ -17,7 +17,7 @@ import pandas as pd
 from sharpscope.diagnose.changes import Change
 from sharpscope.diagnose.logs import Log
 from sharpscope.diagnose.quantities import BY_NAME
-from sharpscope.traces.spike_rule import robust_z
+from sharpscope.traces.rules import robust_z
 
 Severity = Literal["info", "warning", "critical"]
 SEVERITIES: tuple[Severity, ...] = ("critical", "warning", "info")
