@@ -106,12 +106,12 @@ def _ours(policy: Policy, prompts: list[list[int]], group_size: int, spec: Sampl
 
 
 def _through_layers(policy: Policy, prompts: list[list[int]], group_size: int, spec: SamplingSpec, seed: int) -> int:
-    direct = decoding.why_not_direct
-    decoding.why_not_direct = lambda model: "the benchmark"
+    direct = decoding.can_decode_directly
+    decoding.can_decode_directly = lambda model: False
     try:
         return _ours(policy, prompts, group_size, spec, seed)
     finally:
-        decoding.why_not_direct = direct
+        decoding.can_decode_directly = direct
 
 
 @torch.no_grad()

@@ -14,9 +14,8 @@ from transformers import DynamicCache
 
 from sharpscope.config import build_config
 from sharpscope.errors import UserError
-from sharpscope.policy import Policy, SamplingSpec, load_policy, render_prompts, with_openings
-from sharpscope.policy.conversation import as_text
-from sharpscope.policy.drawing import draw_completions
+from sharpscope.policy import Policy, SamplingSpec, draw_completions, load_policy, render_prompts, with_openings
+from sharpscope.policy.decoding import as_text
 from sharpscope.recording import environment
 from sharpscope.tasks import Example, InteractiveTask, make_task
 
@@ -155,7 +154,7 @@ def _play(
         )
         turn = out[0, len(ids) :].tolist()
         ids, own = ids + turn, own + len(turn)
-        text += as_text(policy.tokenizer, turn[:-1] if turn[-1] in policy.eos_ids else turn)
+        text += as_text(policy, turn)
         reply = task.respond(example, text)
         if reply is None:
             break

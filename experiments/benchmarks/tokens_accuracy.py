@@ -139,8 +139,7 @@ def distance(
 def policy_rows(prompts: int, group: int = 2) -> dict[str, Tensor]:
     """Completions that the embedded policy draws for the first puzzles: input_ids, mask, attention_mask (N, P+T)."""
     from sharpscope.config import build_config
-    from sharpscope.policy import load_policy
-    from sharpscope.policy.drawing import draw_completions
+    from sharpscope.policy import draw_completions, load_policy
     from sharpscope.tasks import make_task
 
     config = build_config(None, [])

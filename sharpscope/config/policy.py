@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -38,7 +38,7 @@ class PolicySpec(Spec):
     model: str = Field(
         "embedded:knights_knaves",
         min_length=1,
-        description="`embedded:NAME` (shipped with the package), a local folder, or a Hugging Face hub id",
+        description="`embedded:NAME` (shipped with the package), a local folder, a GGUF file, or a Hugging Face hub id",
     )
     revision: str | None = Field(None, description="branch, tag or commit of a hub id; null = its default branch")
     dtype: Literal["float32", "float64", "bfloat16"] = Field(
@@ -56,12 +56,6 @@ class PolicySpec(Spec):
         description="`chat` applies the tokenizer's chat template, `plain` does not; `auto` = chat if there is a template",
     )
     trust_remote_code: bool = Field(False, description="whether to run Python code from the model's repository")
-
-
-class LocalBackend(Spec):
-    """Generate with the policy in this process."""
-
-    kind: Literal["local"] = "local"
 
 
 class ServerBackend(Spec):
@@ -100,22 +94,6 @@ class ServerBackend(Spec):
         return self
 
 
-class VllmBackend(Spec):
-    """Generate with vLLM in this process (extra `vllm`, a GPU); it loads the policy's weights from disk after each change."""
-
-    kind: Literal["vllm"] = "vllm"
-    folder: str = Field("", description="folder for the saved weights; empty: a temporary folder")
-    memory: float = Field(0.3, gt=0, le=1, description="share of the GPU's memory for the engine")
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field("auto", description="compute type of the engine")
-    logprobs: Literal["raw", "processed"] = Field(
-        "processed", description="log-probabilities before (raw) or after (processed) temperature, top-p and top-k"
-    )
-    enforce_eager: bool = Field(False, description="disable CUDA graphs: faster start, slower decoding")
-
-
-Backend = Annotated[LocalBackend | ServerBackend | VllmBackend, Field(discriminator="kind")]
-
-
 class SamplingSpec(Spec):
     """How completions are sampled."""
 
@@ -130,7 +108,13 @@ class SamplingSpec(Spec):
     decode_batch: int = Field(
         512, ge=1, description="completions decoded at once; limits memory, changes samples at most by rounding"
     )
-    backend: Backend = Field(default_factory=LocalBackend, description="generator of the completions")
+    backend: ServerBackend | None = Field(None, description="server that generates the completions; null: this process")
+
+    @field_validator("backend", mode="before")
+    @classmethod
+    def _local(cls, value: Any) -> Any:
+        """Version 0.2 wrote `kind: local` for this process."""
+        return None if value == {"kind": "local"} else value
 
 
 class RolloutSpec(SamplingSpec):
@@ -144,16 +128,16 @@ class RolloutSpec(SamplingSpec):
     def _known_logp(self) -> RolloutSpec:
         """The sampler's log-probabilities must be those of softmax(z/T) before top-p and top-k."""
         backend = self.backend
-        if isinstance(backend, LocalBackend):
+        if backend is None:
             return self
         if backend.logprobs == "raw" and self.temperature != 1:
             raise ValueError(
-                f"temperature = {self.temperature:g}: backend.kind={backend.kind} returns raw log-probabilities, at temperature 1; "
+                f"temperature = {self.temperature:g}: the server returns raw log-probabilities, at temperature 1; "
                 "set backend.logprobs=processed (start a server with --logprobs-mode processed_logprobs)"
             )
         if backend.logprobs == "processed" and (self.top_p < 1 or self.top_k > 0):
             raise ValueError(
-                f"top_p, top_k: processed log-probabilities of backend.kind={backend.kind} include them; turn them off, or use "
+                "top_p, top_k: processed log-probabilities of a server include them; turn them off, or use "
                 "temperature 1 with backend.logprobs=raw"
             )
         return self

@@ -24,7 +24,7 @@ from sharpscope.config import (
     method_label,
     validate,
 )
-from sharpscope.config.policy import EMBEDDED_PREFIX, LocalBackend
+from sharpscope.config.policy import EMBEDDED_PREFIX
 from sharpscope.errors import UserError, nearest
 from sharpscope.forks.outcomes import Reading, coefficient_gradient, matching_scale
 from sharpscope.forks.start import ArmUpdate, SharedDraws, Start
@@ -95,10 +95,9 @@ def fork(
         raise UserError("fork: runs in one process; start it without accelerate launch or torchrun")
     spec = _spec(settings if methods is None else {**settings, "methods": tuple(methods)})
     config = _config(run, model, task, overrides)
-    if not isinstance(config.rollout.backend, LocalBackend):
+    if config.rollout.backend is not None:
         raise UserError(
-            f"rollout.backend.kind = {config.rollout.backend.kind}: has weights of its own, which a fork does not restore; "
-            "--set rollout.backend.kind=local"
+            "rollout.backend: the weights of a server are not restored by a fork; --set rollout.backend=null"
         )
     arms = {arm_name(text): arm_method(text, config) for text in spec.methods}
     states = _states(None if run is None else Path(run), checkpoint)

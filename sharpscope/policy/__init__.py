@@ -6,12 +6,9 @@ Import the function `token_stats` from its module, which has the same name.
 from __future__ import annotations
 
 from sharpscope.config.policy import PolicySpec, RolloutSpec, SamplingSpec
-from sharpscope.config.warm_start import WARM_STARTS, WarmStartSpec
-from sharpscope.policy.conversation import Environment
-from sharpscope.policy.drawing import draw_scored
-from sharpscope.policy.embedded import EMBEDDED, EmbeddedPolicy, embedded_policy
+from sharpscope.policy.embedded import EMBEDDED, embedded_policy
 from sharpscope.policy.forward import Scored, length_buckets, microbatches, score_completions
-from sharpscope.policy.generation import check_lengths, generate
+from sharpscope.policy.generation import Environment, check_lengths, draw_completions, draw_scored, generate
 from sharpscope.policy.head import Head, backbone, bare, check_head, output_head
 from sharpscope.policy.loading import Policy, check_revision, load_policy, make_policy
 from sharpscope.policy.prompts import render_prompts, with_openings
@@ -20,9 +17,7 @@ from sharpscope.policy.token_stats import TokenStats
 
 __all__ = [
     "EMBEDDED",
-    "WARM_STARTS",
     "Completions",
-    "EmbeddedPolicy",
     "Environment",
     "Head",
     "Policy",
@@ -32,13 +27,13 @@ __all__ = [
     "SamplingSpec",
     "Scored",
     "TokenStats",
-    "WarmStartSpec",
     "backbone",
     "bare",
     "check_head",
     "check_lengths",
     "check_revision",
     "completions_of",
+    "draw_completions",
     "draw_scored",
     "embedded_policy",
     "generate",

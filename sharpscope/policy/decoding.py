@@ -1,51 +1,117 @@
-"""Batched decoding of one turn with a key-value cache.
+"""Sampling, and batched decoding of completions with a key-value cache.
 
 Rows of a group with the same tokens so far are one text of the batch: they have the same hidden states, from which each row
-samples its own next token. A text is copied when its rows sample different tokens, and removed when all have finished.
+samples its next token. A text is copied when its rows sample different tokens, and removed when all of them have finished.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cache as once
+from functools import lru_cache, partial
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import Cache, LlamaForCausalLM, PreTrainedTokenizerBase, Qwen2ForCausalLM, Qwen3ForCausalLM
 
 from sharpscope.config.policy import SamplingSpec
-from sharpscope.policy.cache import DecodeCache, PromptCache, stack
-from sharpscope.policy.conversation import Turns
-from sharpscope.policy.direct_decoding import DirectDecoder, why_not_direct
-from sharpscope.policy.head import backbone
+from sharpscope.policy.cache import AppendLayer, PromptCache, read_prompts
+from sharpscope.policy.head import backbone, bare
 from sharpscope.policy.loading import Policy
-from sharpscope.policy.sampling import draw
-from sharpscope.policy.shared_decoding import SharedDecodeCache, can_share_decoding, shared_attention
 
-# Places of finished texts are removed when they are this share of the batch, since removal copies the cache of the others.
+DIRECT = (LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
+"""Architectures whose layers `DirectDecoder` calls itself."""
+SMALL_BYTES = 2**22  # weights of linear layers with the same input are concatenated up to this size
+ROPE_TYPES = ("default", "linear", "llama3")  # rotary embeddings whose angles depend on the position alone
+# A softmax on a CPU takes ten times as long for numbers that do not fill a vector register.
+VECTOR = 16
+# Prompts of at most so many positions are copied to each text: that costs less than a separate product in every step.
+SHORT = 16
+# Finished texts are removed when they are this share of the batch, since removal copies the cache of the others.
 REMOVE_SHARE = 0.125
 # Positions of the cache after the prompt; doubles when exceeded. Few, since a page of memory costs more than to copy it later.
 INITIAL_CAPACITY = 16
-log = logging.getLogger(__name__)
+_MASK = (1 << 64) - 1
+
+
+def completion_uniforms(seed: int, prompts: Tensor, completions: Tensor, count: int) -> Tensor:
+    """Uniform random numbers (n, count) in [0, 1), float64; row i depends only on (seed, prompts[i], completions[i]).
+
+    A completion is therefore independent of the other rows of its batch.
+    """
+    generator, uniforms = torch.Generator(), torch.empty(len(prompts), count, dtype=torch.float64)
+    for row, prompt, completion in zip(uniforms, prompts.tolist(), completions.tolist(), strict=True):
+        generator.manual_seed(_mix(_mix(_mix(seed) ^ prompt) ^ completion) >> 1)
+        torch.rand(count, generator=generator, out=row)
+    return uniforms
+
+
+def _mix(x: int) -> int:
+    """Splitmix64's finalizer, which maps consecutive integers to unrelated seeds."""
+    x = (x + 0x9E3779B97F4A7C15) & _MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    return x ^ (x >> 31)
+
+
+def draw(z: Tensor, u: Tensor, spec: SamplingSpec, row: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Sample n tokens by inverting the cumulative distribution at `u`.
+
+    Args:
+        z: (m, V) logits, not divided by the temperature.
+        u: (n,) float64 uniform random numbers in [0, 1).
+        spec: temperature, top_k and top_p. Top-k keeps exactly k tokens (ties are broken arbitrarily); top-p then keeps
+            the smallest set of most likely tokens whose share of the remaining probability reaches top_p. Temperature 0
+            selects the most likely token.
+        row: (n,) long, row of `z` from which each token is sampled; None: m = n, one token from each.
+
+    Returns:
+        Tokens (n,) long; their log-probabilities (n,) [nats] under softmax(z/T) (T = 1 for temperature 0); and those under
+        the truncated distribution, (n,), or None without truncation.
+    """
+    row = torch.arange(len(z), device=z.device) if row is None else row
+    logp = torch.log_softmax(z / spec.temperature if spec.temperature not in (0, 1) else z, -1)  # (m, V)
+    if spec.temperature == 0:
+        token = z.argmax(-1)[row]
+        return token, logp[row, token], None
+    k = spec.top_k if 0 < spec.top_k < z.shape[1] else 0
+    if not k and spec.top_p == 1:
+        token = _invert(logp.exp(), u, row)
+        return token, logp[row, token], None
+    kept_logp, tokens = logp.topk(k) if k else logp.sort(descending=True, stable=True)  # (m, K)
+    p = kept_logp.exp()
+    before = p.cumsum(-1, dtype=torch.float64) - p  # probability of more likely tokens
+    p = p.masked_fill(before >= spec.top_p * p.sum(-1, keepdim=True, dtype=torch.float64), 0.0)
+    index = _invert(p, u, row)
+    behavior = kept_logp[row, index]
+    return tokens[row, index], behavior, behavior - p.sum(-1).log()[row]
+
+
+def _invert(p: Tensor, u: Tensor, row: Tensor) -> Tensor:
+    """First index at which the cumulative sum of unnormalized probabilities `p` (m, V) of `row` (n,) exceeds u times their sum."""
+    cumulative = p.cumsum(-1, dtype=torch.float64).index_select(0, row)  # (n, V)
+    threshold = u[:, None] * cumulative[:, -1:]
+    return torch.searchsorted(cumulative, threshold, right=True)[:, 0].clamp_max(p.shape[1] - 1)
 
 
 @dataclass(frozen=True)
 class Output:
-    """Tensors on the CPU that decoding fills in place.
+    """N completions on the CPU, which decoding fills in place.
 
     Attributes:
         ids: (N, max_new_tokens) tokens.
-        own: (N, max_new_tokens) bool, True for tokens that the policy sampled.
+        sampled: (N, max_new_tokens) bool, True for tokens that the policy sampled, False for an environment's.
         logp: (N, max_new_tokens) log-probabilities before top-p and top-k [nats].
         sampler_logp: (N, max_new_tokens) log-probabilities after top-p and top-k [nats].
-        length: (N,) positions in use, including the environment's text.
+        length: (N,) positions in use.
         truncated: (N,) bool, True for rows that reached the limit.
     """
 
     ids: Tensor
-    own: Tensor
+    sampled: Tensor
     logp: Tensor
     sampler_logp: Tensor
     length: Tensor
@@ -53,10 +119,10 @@ class Output:
 
     @classmethod
     def blank(cls, count: int, width: int, pad_id: int) -> Output:
-        """Create N = `count` empty rows, marked as truncated."""
+        """Create `count` empty rows, marked as truncated."""
         return cls(
             ids=torch.full((count, width), pad_id),
-            own=torch.zeros(count, width, dtype=torch.bool),
+            sampled=torch.zeros(count, width, dtype=torch.bool),
             logp=torch.zeros(count, width),
             sampler_logp=torch.zeros(count, width),
             length=torch.zeros(count, dtype=torch.long),
@@ -64,74 +130,46 @@ class Output:
         )
 
 
-@dataclass(frozen=True)
-class Start:
-    """State of n rows at the start of a turn.
-
-    Attributes:
-        rows: (n,) long on the CPU, index of each completion.
-        cache: Keys and values of B texts, padded on the left.
-        lengths: (B,) length of each text [tokens].
-        row_text: (n,) text of each row.
-        hidden: (B, d) hidden states from which the first tokens are sampled.
-    """
-
-    rows: Tensor
-    cache: PromptCache
-    lengths: Tensor
-    row_text: Tensor
-    hidden: Tensor
-
-
-@dataclass(frozen=True)
-class Ended:
-    """Rows whose turn ended before the limit, with keys and values except for the turn's last token.
-
-    Attributes:
-        members: (m,) long on the CPU, indices into the turn's `Start.rows`.
-        cache: Cache of m texts, padded on the left.
-        lengths: (m,) length of each text in the cache [tokens].
-    """
-
-    members: Tensor
-    cache: PromptCache
-    lengths: Tensor
-
-
-def decode_turn(
-    policy: Policy, start: Start, uniforms: Tensor, spec: SamplingSpec, out: Output, turns: Turns | None = None
-) -> Ended | None:
-    """Decode one turn of all rows in a batch and append it to `out`.
+def decode(
+    policy: Policy,
+    texts: Sequence[Sequence[int]],
+    row_text: Tensor,
+    rows: Tensor,
+    uniforms: Tensor,
+    spec: SamplingSpec,
+    out: Output,
+    stop: tuple[str, ...] = (),
+) -> None:
+    """Continue n rows until an end-of-text token, a stop string or the limit, and append the tokens to `out`.
 
     Args:
         policy: Model and tokenizer.
-        start: The rows; rows of one text are adjacent.
-        uniforms: (n, max_new_tokens) on the model's device, one per position of a completion.
+        texts: Token IDs of the B texts to continue: prompts, or prompts with the completions so far.
+        row_text: (n,) text of each row, ascending.
+        rows: (n,) long on the CPU, index of each row in `out`; `truncated` becomes False where a row ended before the limit.
+        uniforms: (n, max_new_tokens), one per position of a completion.
         spec: Sampling parameters and maximum length.
         out: The completions so far.
-        turns: Detects stop strings; None: only the end-of-text token and the limit end a turn, and no turn follows.
-
-    Returns:
-        With `turns`, the rows that can continue; None if there are none.
+        stop: Strings that end a row.
     """
-    device, head = policy.device, policy.head
-    hidden, ends = start.hidden, torch.tensor(policy.eos_ids, device=device)
-    used = out.length[start.rows].to(device)  # (n,) positions before this turn
-    cache_class = SharedDecodeCache if can_share_decoding(policy.model) else DecodeCache
-    cache = cache_class(start.cache, start.lengths, len(used), min(INITIAL_CAPACITY, spec.max_new_tokens))
-    # Of each row that has not finished: its index among `rows`, next position in its completion and text in the cache.
-    member, column, text, position = torch.arange(len(used), device=device), used, start.row_text, start.lengths
-    record: list[tuple[Tensor, ...]] = []
-    parts: list[Ended] = []
-    with _forward(policy, cache, int(start.lengths.max()) + spec.max_new_tokens) as forward:
-        for step in range(spec.max_new_tokens):
+    device, head, model = policy.device, policy.head, policy.model
+    ends, uniforms = torch.tensor(policy.eos_ids, device=device), uniforms.to(device)
+    ids, lengths = right_pad(texts, policy.pad_id, device)
+    hidden, prompts = read_prompts(backbone(model), ids, lengths)  # (B, P) -> (B, d)
+    direct = can_decode_directly(model)
+    decoder = (DirectDecoder if direct else LayerDecoder)(
+        model, prompts, lengths, len(rows), ids.shape[1] + spec.max_new_tokens
+    )
+    stopped = _StopStrings(policy, stop, len(rows)) if stop else None
+    # Of each row that has not finished: its index in `rows`, next position in its completion, and text in the cache.
+    member, column = torch.arange(len(rows), device=device), out.length[rows].to(device)
+    text, position, record = row_text.to(device), lengths, []
+    with torch.inference_mode() if direct else nullcontext():
+        while True:
             token, logp, sampler_logp = draw(head.logits(hidden), uniforms[member, column], spec, text)
             stops = torch.isin(token, ends)
-            if turns is not None:
-                stops |= torch.tensor(turns.add(member.tolist(), token.tolist()), device=device)
-                if bool(stops.any()):
-                    lengths = start.lengths[start.row_text[member[stops]]] + step
-                    parts.append(Ended(member[stops].cpu(), cache.texts(text[stops]), lengths))
+            if stopped is not None:
+                stops |= torch.tensor(stopped.add(member.tolist(), token.tolist()), device=device)
             record.append((member, column, stops, token, logp, logp if sampler_logp is None else sampler_logp))
             column = column + 1
             running = (~stops & (column < spec.max_new_tokens)).nonzero()[:, 0]
@@ -139,94 +177,51 @@ def decode_turn(
                 break
             if len(running) < len(member):
                 member, column, text, token = member[running], column[running], text[running], token[running]
-            text, token, source = _branch(cache, text, token, len(hidden), head.weight.shape[0])
+            text, token, source = _branch(decoder, text, token, len(hidden), head.weight.shape[0])
             position = position[source]  # (m,)
-            hidden = forward(token, position)  # (m, d)
+            hidden = decoder.step(token, position)  # (m, d)
             position = position + 1
-    _write(start.rows, record, out)
-    if not parts:
-        return None
-    order = torch.cat([part.members for part in parts]).argsort()
-    cache_of_all = stack([part.cache for part in parts]).rows(order.to(device))
-    lengths = torch.cat([part.lengths for part in parts])[order.to(device)]
-    return Ended(torch.cat([part.members for part in parts])[order], cache_of_all, lengths)
+    _write(rows, record, out)
+
+
+def right_pad(texts: Sequence[Sequence[int]], pad_id: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Pad token IDs on the right with `pad_id`: IDs (B, L) and lengths (B,)."""
+    width = max(map(len, texts))
+    ids = torch.tensor([[*text, *[pad_id] * (width - len(text))] for text in texts], device=device)
+    return ids, torch.tensor([len(text) for text in texts], device=device)
 
 
 def _branch(
-    cache: SharedDecodeCache | DecodeCache, text: Tensor, token: Tensor, count: int, words: int
+    decoder: DirectDecoder | LayerDecoder, text: Tensor, token: Tensor, count: int, words: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Make a place in `cache` for each different text that rows continue with their tokens.
+    """Make a place in the cache for each different text that rows continue with their tokens.
 
     Args:
-        cache: Cache of `count` texts.
+        decoder: Decoder with `count` places.
         text: (n,) text of each row so far.
         token: (n,) next token of each row.
-        count: Number of places in the cache.
+        count: Number of places.
         words: Size of the vocabulary.
 
     Returns:
-        The place (n,) of each row's new text, and for each place (m,) its next token and the text so far that it had been
-        a part of. Places that are not in use have token 0.
+        The place (n,) of each row's new text, and for each place (m,) its next token and the place that the text had before.
+        Unused places have token 0.
     """
     key, row_key = torch.unique(text * words + token, return_inverse=True)  # (k,) ascending, (n,)
     source, token = key // words, key % words
     if count - len(key) > REMOVE_SHARE * count:
-        cache.keep(source, room=len(text))
+        decoder.keep(source, room=len(text))
         return row_key, token, source
-    # One continuation of a text stays in its place, and copies for the others go to places that are not in use.
+    # One continuation of a text stays in its place, and copies for the others go to unused places.
     branches = (source[1:] == source[:-1]).nonzero()[:, 0] + 1
     place, count = source, max(count, len(key))
     if len(branches):
         unused = torch.ones(count, dtype=torch.bool, device=source.device).index_fill(0, source, False).nonzero()[:, 0]
         place = source.index_copy(0, branches, unused[: len(branches)])
-        cache.copy(source[branches], place[branches], count)
+        decoder.copy(source[branches], place[branches], count)
     tokens = token.new_zeros(count).index_copy(0, place, token)
     sources = torch.arange(count, device=source.device).index_copy(0, place, source)
     return place[row_key], tokens, sources
-
-
-@contextmanager
-def _forward(
-    policy: Policy, cache: SharedDecodeCache | DecodeCache, positions: int
-) -> Iterator[Callable[[Tensor, Tensor], Tensor]]:
-    """Give a function that appends tokens (m,) at positions (m,) to `cache` and returns hidden states (m, d).
-
-    Args:
-        policy: The policy.
-        cache: The cache; its texts can change between two calls.
-        positions: Number of positions of the longest text.
-    """
-    if isinstance(cache, SharedDecodeCache):
-        reason = why_not_direct(policy.model)
-        if reason is None:
-            decoder = DirectDecoder(policy.model, positions)
-            with torch.inference_mode():
-                yield lambda token, position: decoder(token, position, cache)
-            return
-    else:
-        reason = "its attention cannot be replaced"
-    _tell_general(policy.source, reason)
-    body = backbone(policy.model)
-
-    def forward(token: Tensor, position: Tensor) -> Tensor:
-        """Hidden states (B, d) of one more token (B,) of each row, at `position` (B,)."""
-        states: Tensor = body(
-            input_ids=token[:, None],
-            attention_mask=cache.mask(),
-            position_ids=position[:, None],
-            past_key_values=cache,
-            use_cache=True,
-        ).last_hidden_state
-        return states[:, 0]
-
-    with shared_attention(policy.model, cache) if isinstance(cache, SharedDecodeCache) else nullcontext():
-        yield forward
-
-
-@once
-def _tell_general(source: str, reason: str) -> None:
-    """Log once per model that decoding is not direct."""
-    log.info("%s: decoding steps run through transformers, not directly: %s", source, reason)
 
 
 def _write(rows: Tensor, record: list[tuple[Tensor, ...]], out: Output) -> None:
@@ -235,9 +230,296 @@ def _write(rows: Tensor, record: list[tuple[Tensor, ...]], out: Output) -> None:
     row = rows[member]
     index = (row, column)
     out.ids[index] = token
-    out.own[index] = True
+    out.sampled[index] = True
     out.logp[index] = logp.float()
     out.sampler_logp[index] = sampler_logp.float()
     out.length.scatter_reduce_(0, row, column + 1, "amax")
     out.truncated[rows] = True
     out.truncated[row[stops]] = False
+
+
+class _StopStrings:
+    """Says of each sampled token whether its row's text now contains a stop string."""
+
+    def __init__(self, policy: Policy, stop: tuple[str, ...], count: int) -> None:
+        self._policy, self._stop = policy, stop
+        self._tokens: list[list[int]] = [[] for _ in range(count)]
+        self._closing = closing_tokens(policy.tokenizer, stop)
+
+    def add(self, members: Sequence[int], tokens: Sequence[int]) -> list[bool]:
+        """Append a token to each of the rows `members`; text is decoded only after tokens that can complete a stop string."""
+        ended = []
+        for member, token in zip(members, tokens, strict=True):
+            self._tokens[member].append(token)
+            text = as_text(self._policy, self._tokens[member]) if token in self._closing else ""
+            ended.append(any(stop in text for stop in self._stop))
+        return ended
+
+
+def as_text(policy: Policy, tokens: Sequence[int]) -> str:
+    """Decode tokens, including special tokens but without a final end-of-text token."""
+    tokens = list(tokens[:-1] if tokens and tokens[-1] in policy.eos_ids else tokens)
+    return str(policy.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+@lru_cache(maxsize=8)
+def closing_tokens(tokenizer: PreTrainedTokenizerBase, stop: tuple[str, ...]) -> frozenset[int]:
+    """Tokens that can complete one of the strings: they contain one, start with the end of one, or are part of a character."""
+    suffixes = tuple({text[i:] for text in stop for i in range(len(text))})
+    options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+    texts = tokenizer.batch_decode([[i] for i in range(len(tokenizer))], **options)
+    return frozenset(
+        i
+        for i, text in enumerate(texts)
+        if "\ufffd" in text
+        or text.startswith(suffixes)
+        or text.lstrip().startswith(suffixes)
+        or any(s in text for s in stop)
+    )
+
+
+class LayerDecoder:
+    """Decoding steps of any architecture through transformers' layers; each text has a copy of its prompt's cache.
+
+    Args:
+        model: A causal language model.
+        prompts: Cache of B prompts, left-padded; the first texts are these.
+        lengths: (B,) length of each prompt [tokens].
+        room: Maximum number of texts.
+        positions: Maximum length of a text [tokens].
+    """
+
+    def __init__(self, model: nn.Module, prompts: PromptCache, lengths: Tensor, room: int, positions: int) -> None:
+        self.body = backbone(model)
+        self.cache = Cache(layers=[AppendLayer(keys, values) for keys, values in prompts.states])
+        self.padding = prompts.states[0][0].shape[2] - lengths  # (m,) padding on the left
+
+    def step(self, token: Tensor, position: Tensor) -> Tensor:
+        """Append tokens (m,) at positions (m,) and return the hidden states (m, d) that predict the next ones."""
+        width = self.cache.get_seq_length() + 1
+        states: Tensor = self.body(
+            input_ids=token[:, None],
+            attention_mask=(torch.arange(width, device=token.device) >= self.padding[:, None]).long(),  # (m, L+1)
+            position_ids=position[:, None],
+            past_key_values=self.cache,
+            use_cache=True,
+        ).last_hidden_state
+        return states[:, 0]
+
+    def copy(self, texts: Tensor, to: Tensor, count: int) -> None:
+        """Copy `texts` (k,) to the places `to` (k,); there are `count` places afterwards."""
+        index = torch.arange(count, device=texts.device).clamp_max(len(self.padding) - 1)
+        self.keep(index.index_copy(0, to, texts), count)
+
+    def keep(self, texts: Tensor, room: int) -> None:
+        """Keep only `texts` (k,), which may repeat."""
+        self.padding = self.padding[texts]
+        for layer in cast(list[AppendLayer], self.cache.layers):
+            layer.keys, layer.values = layer.keys[texts], layer.values[texts]
+
+
+def can_decode_directly(model: nn.Module) -> bool:
+    """Whether `DirectDecoder` supports `model`: a Llama, Qwen2 or Qwen3 model with full attention and no hooks."""
+    causal: Any = bare(model)
+    if type(causal) not in DIRECT or causal.model.rotary_emb.rope_type not in ROPE_TYPES:
+        return False
+    body = causal.model
+    parts = (body, *body.layers, *(part for layer in body.layers for part in (layer.self_attn, layer.mlp)))
+    sliding = set(getattr(causal.config, "layer_types", None) or ()) - {"full_attention"}
+    return not sliding and not any(_hooked(part) for part in parts)
+
+
+class DirectDecoder:
+    """Decoding steps that call the linear layers and norms of a Llama, Qwen2 or Qwen3 model directly.
+
+    A decoding step of a small model takes less time in its matrix products than in Python: masks, the outputs of each layer
+    and the interface between transformers' layers, attention and cache. This class does without them. Modules that are not
+    plain linear layers or norms (adapters, quantized layers) are called as usual.
+
+    Decoding is limited by memory bandwidth, and with G completions per prompt most of the memory would be G copies of the
+    prompt. Here the texts of a group share their prompt's keys and values: the attention scores of the prompt are one matrix
+    product per group and those of a text's later tokens one per text, followed by a joint softmax.
+
+    Args:
+        model: A model for which `can_decode_directly` is true.
+        prompts: Cache of B prompts, left-padded; the first texts are these.
+        lengths: (B,) length of each prompt [tokens].
+        room: Number of texts to reserve memory for.
+        positions: Maximum length of a text [tokens].
+    """
+
+    def __init__(self, model: nn.Module, prompts: PromptCache, lengths: Tensor, room: int, positions: int) -> None:
+        body: Any = cast(Any, bare(model)).model
+        self.embed, self.norm = body.embed_tokens, _norm(body.norm)
+        cos, sin = body.rotary_emb(self.embed.weight[:1, None], torch.arange(positions, device=lengths.device)[None])
+        self.half = cos.shape[-1] // 2
+        self.cos = cos[0, :, None]  # (L, 1, d_head)
+        # The first half is negated here instead of the states in every layer: x·cos + (−x₂, x₁)·sin.
+        self.sin = torch.cat([-sin[0, :, : self.half], sin[0, :, self.half :]], 1)[:, None]
+        self.layers: list[tuple[Any, ...]] = [
+            (
+                _norm(layer.input_layernorm),
+                _linear(layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj),
+                layer.self_attn.config.num_key_value_heads,
+                getattr(layer.self_attn, "q_norm", None),
+                getattr(layer.self_attn, "k_norm", None),
+                layer.self_attn.scaling,
+                _linear(layer.self_attn.o_proj),
+                _norm(layer.post_attention_layernorm),
+                _linear(layer.mlp.gate_proj, layer.mlp.up_proj),
+                layer.mlp.act_fn,
+                _linear(layer.mlp.down_proj),
+            )
+            for layer in body.layers
+        ]
+        width = prompts.states[0][0].shape[2]  # P
+        self.shared = width if width > SHORT else 0  # positions that the texts of a prompt share
+        self.used = width - self.shared  # later positions in use
+        self.prompts = [(keys[:, :, : self.shared], values[:, :, : self.shared]) for keys, values in prompts.states]
+        self.own = [(keys[:, :, self.shared :], values[:, :, self.shared :]) for keys, values in prompts.states]
+        self.count = len(lengths)
+        self._resize(None, room, INITIAL_CAPACITY)
+        padding = torch.arange(width, device=lengths.device) < width - lengths[:, None]  # (B, P)
+        self._padding = padding if bool(padding.any()) else None
+        self._assign_slots(torch.arange(len(lengths), device=lengths.device))
+
+    def step(self, token: Tensor, position: Tensor) -> Tensor:
+        """Append tokens (m,) at positions (m,) and return the hidden states (m, d) that predict the next ones."""
+        m, width = len(token), self.cos.shape[-1]
+        if self.used == self.own[0][0].shape[2]:
+            self._resize(None, len(self.own[0][0]), self.used)
+        self.used += 1
+        cos, sin = self.cos[position], self.sin[position]  # (m, 1, d_head)
+        hidden = self.embed(token)  # (m, d)
+        for index, layer in enumerate(self.layers):
+            norm, qkv, heads, q_norm, k_norm, scaling, out, mlp_norm, gate_up, activation, down = layer
+            states = qkv(norm(hidden)).view(m, -1, width)  # (m, H·R + 2·H, d_head)
+            both, v = states[:, :-heads], states[:, -heads:]
+            if q_norm is not None:
+                both = torch.cat([q_norm(both[:, :-heads]), k_norm(both[:, -heads:])], 1)
+            both = torch.addcmul(both * cos, both.roll(self.half, -1), sin)
+            keys, values = self.own[index]
+            keys[:m, :, self.used - 1], values[:m, :, self.used - 1] = both[:, -heads:], v
+            q = (both[:, :-heads] * scaling).view(m, heads, -1, width)
+            hidden = hidden + out(self._attend(index, q).reshape(m, -1))
+            gate, up = gate_up(mlp_norm(hidden)).chunk(2, -1)
+            hidden = hidden + down(activation(gate) * up)
+        return self.norm(hidden)
+
+    def copy(self, texts: Tensor, to: Tensor, count: int) -> None:
+        """Copy `texts` (k,) to the places `to` (k,); there are `count` places afterwards. A copy shares its text's prompt."""
+        self.count = count
+        for pair in self.own:
+            for states in pair:
+                used = states[:, :, : self.used]
+                used.index_copy_(0, to, used.index_select(0, texts))
+        prompt = torch.cat([self._text_prompt, self._text_prompt.new_zeros(count - len(self._text_prompt))])
+        prompt[to] = prompt[texts]
+        self._assign_slots(prompt)
+
+    def keep(self, texts: Tensor, room: int) -> None:
+        """Keep only `texts` (k,), which may repeat, and their prompts, with memory for `room` texts."""
+        self.count = len(texts)
+        self._resize(texts, room, self.own[0][0].shape[2] - self.used)
+        used, prompt = self._text_prompt[texts].unique(return_inverse=True)
+        if len(used) < self._prompt_count:
+            self.prompts = [(keys[used], values[used]) for keys, values in self.prompts]
+            self._padding = None if self._padding is None else self._padding[used]
+        self._assign_slots(prompt)
+
+    def _resize(self, texts: Tensor | None, room: int, more: int) -> None:
+        """Copy the cache, or its `texts`, to memory for `room` texts with `more` positions after those in use."""
+        for index, pair in enumerate(self.own):
+            self.own[index] = (self._resized(pair[0], texts, room, more), self._resized(pair[1], texts, room, more))
+
+    def _resized(self, states: Tensor, texts: Tensor | None, room: int, more: int) -> Tensor:
+        grown = states.new_empty(max(self.count, room), states.shape[1], self.used + more, states.shape[3])
+        used = states[:, :, : self.used]
+        grown[: self.count, :, : self.used] = used[: self.count] if texts is None else used.index_select(0, texts)
+        return grown
+
+    def _assign_slots(self, text_prompt: Tensor) -> None:
+        """Assign a slot (prompt, index in the group) to each text, so that groups of any size use one batched product."""
+        self._text_prompt, self._prompt_count = text_prompt, len(self.prompts[0][0])
+        self._text_padding = (
+            None if self._padding is None else self._padding[text_prompt][:, None, None]
+        )  # (m, 1, 1, P)
+        if not self.shared:  # each text has a copy of its prompt
+            return
+        sizes = torch.bincount(text_prompt, minlength=self._prompt_count)
+        self._group = int(sizes.max())  # G: slots per prompt
+        place = torch.arange(len(text_prompt), device=text_prompt.device)
+        order = text_prompt.argsort(stable=True)
+        index = torch.empty_like(place).scatter(0, order, place - (sizes.cumsum(0) - sizes)[text_prompt[order]])
+        slot = text_prompt * self._group + index  # (m,)
+        full = self._prompt_count * self._group == len(slot) and torch.equal(slot, place)
+        self._slot = None if full else slot  # None: slot i is text i
+
+    def _by_prompt(self, x: Tensor) -> Tensor:
+        """Reshape texts (m, H, R, e) to prompts (B, H, G·R, e); slots without a text are zero."""
+        if self._group == 1 and self._slot is None:  # one text per prompt
+            return x
+        _, heads, repeat, width = x.shape
+        prompts, group = self._prompt_count, self._group
+        if self._slot is not None:
+            x = x.new_zeros(prompts * group, heads, repeat, width).index_copy_(0, self._slot, x)
+        x = x.view(prompts, group, heads, repeat, width).transpose(1, 2)  # (B, H, G, R, e)
+        return x.reshape(prompts, heads, group * repeat, width)
+
+    def _by_text(self, x: Tensor, repeat: int) -> Tensor:
+        """Inverse of `_by_prompt`: (B, H, G·R, e) -> (m, H, R, e)."""
+        if self._group == 1 and self._slot is None:
+            return x
+        (prompts, heads, _, width), group = x.shape, self._group
+        x = x.view(prompts, heads, group, repeat, width).transpose(1, 2)  # (B, G, H, R, e)
+        x = x.reshape(prompts * group, heads, repeat, width)
+        return x if self._slot is None else x.index_select(0, self._slot)
+
+    def _attend(self, index: int, q: Tensor) -> Tensor:
+        """Attention (m, H, R, d) in layer `index` of scaled queries (m, H, R, d), one position per text, R per key head."""
+        keys, values = (states[: len(q), :, : self.used] for states in self.own[index])  # (m, H, t, d)
+        scores = q @ keys.transpose(2, 3)  # (m, H, R, t)
+        if self.shared:
+            prompt_keys, prompt_values = self.prompts[index]
+            of_prompt = self._by_prompt(q) @ prompt_keys.transpose(2, 3)  # (B, H, G·R, P)
+            scores = torch.cat([self._by_text(of_prompt, q.shape[2]), scores], 3)  # (m, H, R, P+t)
+        if self._text_padding is not None:
+            scores[..., : self._text_padding.shape[3]].masked_fill_(self._text_padding, -torch.inf)
+        positions = scores.shape[3]
+        if scores.device.type == "cpu" and positions % VECTOR:
+            scores = F.pad(scores, (0, -positions % VECTOR), value=-torch.inf)
+        wide = torch.promote_types(scores.dtype, torch.float32)
+        weights = torch.softmax(scores, 3, dtype=wide)[..., :positions].to(values.dtype)
+        if not self.shared:
+            return weights @ values
+        to_prompt, to_text = weights.split([self.shared, self.used], 3)
+        return to_text @ values + self._by_text(self._by_prompt(to_prompt) @ prompt_values, q.shape[2])
+
+
+def _linear(*layers: nn.Module) -> Callable[[Tensor], Tensor]:
+    """The concatenated outputs of linear layers of the same input; small plain layers are one product."""
+    plain = [layer for layer in layers if type(layer) is nn.Linear and not _hooked(layer)]
+    weights: list[Tensor] = [layer.weight for layer in plain]
+    biases: list[Tensor] = [layer.bias for layer in plain if layer.bias is not None]
+    if len(plain) == len(layers) == 1:
+        return partial(F.linear, weight=weights[0], bias=biases[0] if biases else None)
+    # Autocast casts parameters once, but other tensors at every call.
+    alike = (
+        len(plain) == len(layers)
+        and len(biases) in (0, len(layers))
+        and not torch.is_autocast_enabled(weights[0].device.type)
+    )
+    if alike and sum(weight.nbytes for weight in weights) <= SMALL_BYTES:
+        return partial(F.linear, weight=torch.cat(weights), bias=torch.cat(biases) if biases else None)
+    return layers[0] if len(layers) == 1 else lambda x: torch.cat([layer(x) for layer in layers], -1)
+
+
+def _norm(norm: Any) -> Callable[[Tensor], Tensor]:
+    """An RMSNorm; in single and double precision torch's, which gives the same numbers faster."""
+    if norm.weight.dtype not in (torch.float32, torch.float64) or _hooked(norm):
+        return cast(Callable[[Tensor], Tensor], norm)
+    return partial(F.rms_norm, normalized_shape=norm.weight.shape, weight=norm.weight, eps=norm.variance_epsilon)
+
+
+def _hooked(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))

@@ -12,11 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from sharpscope.policy.cache import read_prompts, take_rows
-from sharpscope.policy.chunked_logp import flat_entropy, flat_logp
-from sharpscope.policy.gradient_checkpointing import recompute_layers
-from sharpscope.policy.head import backbone, computing, output_head
+from sharpscope.policy.head import backbone, computing, output_head, recompute_layers
 from sharpscope.policy.rollouts import Completions
-from sharpscope.policy.token_stats import TokenStats, flat_proxy, flat_stats, spread
+from sharpscope.policy.token_stats import TokenStats, flat_entropy, flat_logp, flat_proxy, flat_stats, spread
 
 # Overhead of a forward and backward pass, in tokens; less padding than this is cheaper than another bucket.
 BUCKET_TOKENS = {"cpu": 64, "cuda": 4096}
@@ -107,7 +105,7 @@ def score_completions(
             values = flat_stats(hidden, head, targets, temperature)
             logp = values["logp"]
         token_stats = TokenStats(**{name: spread(value, mask) for name, value in values.items()}) if stats else None
-        entropies = spread(flat_entropy(hidden, head, temperature), mask) if entropy else None
+        entropies = spread(flat_entropy(hidden, head, targets, temperature), mask) if entropy else None
         proxy = None
         if proxy_min_p is not None:
             proxy = spread(flat_proxy(hidden, head, targets, temperature, proxy_min_p), mask)

@@ -1,25 +1,38 @@
-"""Generate completions of one turn, or of several turns with replies from an environment.
+"""Generate completions of one turn, or of several turns with replies from an environment, and score them.
 
-A prompt runs once per group. Replies are tokenized separately and appended to the cache in one pass for all rows, so
-sampled tokens never change and no token runs twice.
+A prompt runs once per group. After a reply, a conversation is read again from its start; sampled tokens never change, since
+replies are tokenized separately.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from sharpscope.config.policy import LocalBackend, SamplingSpec
+from sharpscope import distributed
+from sharpscope.config.policy import SamplingSpec
 from sharpscope.errors import UserError
-from sharpscope.policy.cache import extend, read_prompts
-from sharpscope.policy.conversation import Environment, Turns, as_text
-from sharpscope.policy.decoding import Ended, Output, Start, decode_turn
-from sharpscope.policy.head import backbone, computing
+from sharpscope.policy.decoding import Output, as_text, completion_uniforms, decode
+from sharpscope.policy.head import bare, computing
 from sharpscope.policy.loading import Policy
-from sharpscope.policy.rollouts import Completions
-from sharpscope.policy.sampling import completion_uniforms
+from sharpscope.policy.prompts import render_prompts, with_openings
+from sharpscope.policy.rollouts import Completions, join_rollouts
+from sharpscope.policy.sharding import unsharded
+from sharpscope.tasks import Example, InteractiveTask, Reward, Task, respond_all
+
+CACHE_BYTES = {"cpu": 2 * 2**30, "cuda": 8 * 2**30}
+"""Maximum size of the keys and values of a batch; longer completions and larger models decode fewer rows at once."""
+
+
+@dataclass(frozen=True)
+class Environment:
+    """An interactive task, which replies within completions, and one example per prompt."""
+
+    task: InteractiveTask
+    examples: Sequence[Example]
 
 
 @torch.no_grad()
@@ -35,11 +48,11 @@ def generate(
     """Generate `group_size` completions per prompt.
 
     The random numbers of a completion depend only on the generator's state, the index of its prompt and its index in the
-    group, so `spec.decode_batch` and the other rows change it at most by rounding.
+    group, so the size of the batches and the other rows change it at most by rounding.
 
     Args:
         policy: Model and tokenizer.
-        prompts: Token ids of each prompt, not empty, without padding.
+        prompts: Token IDs of each prompt, not empty, without padding.
         group_size: Completions per prompt, G.
         spec: Temperature, top-p, top-k, maximum number of new tokens and batch size.
         generator: A CPU generator; one number is drawn from it.
@@ -56,32 +69,33 @@ def generate(
     check_lengths(policy, prompts, spec.max_new_tokens)
     seed = int(torch.randint(2**62, (), generator=generator))
     count = len(prompts) * group_size
-    out, texts = Output.blank(count, spec.max_new_tokens, policy.pad_id), [""] * count
-    truncates = spec.temperature > 0 and (spec.top_p < 1 or spec.top_k > 0)
-    if not isinstance(spec.backend, LocalBackend):
-        if environment is not None:
-            raise UserError(f"rollout.backend.kind = {spec.backend.kind}: interactive tasks need backend local")
-        from sharpscope.policy.remote import draw_remotely
+    out = Output.blank(count, spec.max_new_tokens, policy.pad_id)
+    texts: list[str] | None = None
+    if spec.backend is None:
+        # Batch prompts of similar length to reduce padding.
+        by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+        order = torch.tensor([i * group_size + g for i in by_length for g in range(group_size)])
+        width = -(-max(map(len, prompts)) // group_size) + spec.max_new_tokens
+        for batch in order.split(_batch_size(policy, width, spec.decode_batch)):
+            rows = batch.sort().values  # the rows of a prompt adjacent
+            uniforms = completion_uniforms(seed, first + rows // group_size, rows % group_size, spec.max_new_tokens)
+            # One autocast context per batch, so that weights are cast once and not for every token.
+            with computing(policy.model, policy.compute):
+                if environment is None:
+                    used, row_text = (rows // group_size).unique(return_inverse=True)
+                    decode(policy, [prompts[i] for i in used.tolist()], row_text, rows, uniforms, spec, out)
+                else:
+                    texts = [""] * count if texts is None else texts
+                    _converse(policy, prompts, group_size, rows, uniforms, spec, out, environment, texts)
+    elif environment is not None:
+        raise UserError("rollout.backend: interactive tasks generate in this process; set rollout.backend=null")
+    else:
+        from sharpscope.policy.servers import draw_remotely
 
-        texts = draw_remotely(policy, prompts, group_size, spec, seed, first, out)
-        return _collect(policy, prompts, group_size, out, texts, truncates)
-    # Batch prompts of similar length to reduce padding.
-    by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-    order = torch.tensor([i * group_size + g for i in by_length for g in range(group_size)])
-    for batch in order.split(spec.decode_batch):
-        rows = batch.sort().values  # the rows of a prompt adjacent
-        uniforms = completion_uniforms(seed, first + rows // group_size, rows % group_size, spec.max_new_tokens)
-        # One autocast context per batch, so that weights are cast once and not for every token.
-        with computing(policy.model, policy.compute):
-            start = _run_prompts(policy, prompts, rows, group_size)
-            if environment is None:
-                decode_turn(policy, start, uniforms.to(policy.device), spec, out)
-            else:
-                _converse(policy, start, uniforms.to(policy.device), spec, out, environment, group_size, texts)
-    if environment is None:
-        lengths = (out.length - (~out.truncated).long()).tolist()  # without the end-of-text token
-        texts = [as_text(policy.tokenizer, row[:n]) for row, n in zip(out.ids.tolist(), lengths, strict=True)]
-    return _collect(policy, prompts, group_size, out, texts, truncates)
+        draw_remotely(policy, prompts, group_size, spec, seed, first, out)
+    if texts is None:
+        texts = [as_text(policy, row[:n]) for row, n in zip(out.ids.tolist(), out.length.tolist(), strict=True)]
+    return _collect(policy, prompts, group_size, spec, out, texts)
 
 
 def check_lengths(policy: Policy, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
@@ -94,59 +108,56 @@ def check_lengths(policy: Policy, prompts: Sequence[Sequence[int]], max_new_toke
         if not prompt:
             raise UserError(f"prompt {index}: has no tokens; give a text")
         if policy.context is not None and len(prompt) + max_new_tokens > policy.context:
-            text = policy.tokenizer.decode(list(prompt[:12]))
+            text = as_text(policy, prompt[:12])
             raise UserError(
                 f"prompt {index} ({text!r}…): {len(prompt)} tokens and max_new_tokens {max_new_tokens} exceed the "
                 f"model's context of {policy.context} tokens; shorten the prompt or lower rollout.max_new_tokens"
             )
 
 
-def _run_prompts(policy: Policy, prompts: Sequence[Sequence[int]], rows: Tensor, group_size: int) -> Start:
-    """Run the prompts of completions `rows` (n,) once each."""
-    used, row_prompt = (rows // group_size).unique(return_inverse=True)
-    ids, lengths = right_pad([prompts[i] for i in used.tolist()], policy.pad_id, policy.device)
-    last, cache = read_prompts(backbone(policy.model), ids, lengths)  # (B, P) -> (B, d)
-    return Start(rows, cache, lengths, row_prompt.to(policy.device), last)
-
-
-def right_pad(texts: Sequence[Sequence[int]], pad_id: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Pad token ids on the right with `pad_id`: ids (B, L) and lengths (B,)."""
-    width = max(map(len, texts))
-    ids = torch.tensor([[*text, *[pad_id] * (width - len(text))] for text in texts], device=device)
-    return ids, torch.tensor([len(text) for text in texts], device=device)
+def _batch_size(policy: Policy, width: int, largest: int) -> int:
+    """Rows of `width` tokens whose keys and values fit into `CACHE_BYTES`, from 1 to `largest`."""
+    config = bare(policy.model).config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    itemsize = next(policy.model.parameters()).element_size()
+    row = 2 * config.num_hidden_layers * heads * head_size * itemsize * width
+    return max(1, min(largest, CACHE_BYTES.get(policy.device.type, CACHE_BYTES["cuda"]) // row))
 
 
 def _converse(
     policy: Policy,
-    start: Start,
+    prompts: Sequence[Sequence[int]],
+    group_size: int,
+    rows: Tensor,
     uniforms: Tensor,
     spec: SamplingSpec,
     out: Output,
     environment: Environment,
-    group_size: int,
     texts: list[str],
 ) -> None:
-    """Decode turns and append replies for all rows until no row continues; extend `texts` (N) with both."""
+    """Decode turns and append replies for `rows` (n,) until no row continues; extend `texts` (N) with both."""
+    task = environment.task
+    used, row_text = (rows // group_size).unique(return_inverse=True)
+    read = [prompts[i] for i in used.tolist()]  # shared by the rows of a prompt in the first turn
     while True:
-        turns = Turns(policy, environment.stop, len(start.rows))
-        ended = decode_turn(policy, start, uniforms, spec, out, turns)
-        for member, row in enumerate(start.rows.tolist()):
-            texts[row] += turns.text(member)
-        if ended is None:
+        begins = out.length[rows].tolist()
+        decode(policy, read, row_text, rows, uniforms, spec, out, tuple(task.stop))
+        for row, begin in zip(rows.tolist(), begins, strict=True):
+            texts[row] += as_text(policy, out.ids[row, begin : int(out.length[row])].tolist())
+        ended = (~out.truncated[rows]).nonzero()[:, 0]
+        rows, uniforms = rows[ended], uniforms[ended]
+        examples = [environment.examples[row // group_size] for row in rows.tolist()]
+        replies = respond_all(task, examples, [texts[row] for row in rows.tolist()]) if len(rows) else []
+        going = [
+            i
+            for i, (row, reply) in enumerate(zip(rows.tolist(), replies, strict=True))
+            if reply is not None and _append(policy, reply, row, spec.max_new_tokens, out, texts)
+        ]
+        if not going:
             return
-        rows = start.rows[ended.members]
-        replies = environment.replies((rows // group_size).tolist(), [texts[row] for row in rows.tolist()])
-        last = [turns.tokens[member][-1] for member in ended.members.tolist()]
-        continuing, chunks = [], []
-        for index, (row, reply) in enumerate(zip(rows.tolist(), replies, strict=True)):
-            if reply is not None and _append(policy, reply, row, spec.max_new_tokens, out, texts):
-                continuing.append(index)
-                begin, end = int(out.own[row].nonzero()[-1]) + 1, int(out.length[row])
-                chunks.append([last[index], *out.ids[row, begin:end].tolist()])
-        if not continuing:
-            return
-        start = _extend(policy, ended, continuing, chunks, rows)
-        uniforms = uniforms[ended.members[continuing].to(policy.device)]
+        rows, uniforms, row_text = rows[going], uniforms[going], torch.arange(len(going))
+        read = [[*prompts[row // group_size], *out.ids[row, : int(out.length[row])].tolist()] for row in rows.tolist()]
 
 
 def _append(policy: Policy, reply: str, row: int, limit: int, out: Output, texts: list[str]) -> bool:
@@ -162,15 +173,6 @@ def _append(policy: Policy, reply: str, row: int, limit: int, out: Output, texts
     return True
 
 
-def _extend(policy: Policy, ended: Ended, index: list[int], chunks: list[list[int]], rows: Tensor) -> Start:
-    """Run each row's last token and its reply; rows no longer share texts."""
-    members = torch.tensor(index, device=policy.device)
-    ids, new = right_pad(chunks, policy.pad_id, policy.device)
-    body, cache = backbone(policy.model), ended.cache.rows(members)
-    hidden, cache, lengths = extend(body, cache, ended.lengths[members], ids, new)  # (m, d)
-    return Start(rows[index], cache, lengths, torch.arange(len(index), device=policy.device), hidden)
-
-
 def left_pad(prompts: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
     """Pad prompts on the left with `pad_id`: ids (B, P) and attention mask (B, P), both long."""
     width = max(len(prompt) for prompt in prompts)
@@ -180,21 +182,85 @@ def left_pad(prompts: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Ten
 
 
 def _collect(
-    policy: Policy, prompts: Sequence[Sequence[int]], group_size: int, out: Output, texts: list[str], truncates: bool
+    policy: Policy,
+    prompts: Sequence[Sequence[int]],
+    group_size: int,
+    spec: SamplingSpec,
+    out: Output,
+    texts: list[str],
 ) -> Completions:
-    width = int(out.length.max())  # T
+    width, device = int(out.length.max()), policy.device  # T
     used = (torch.arange(width) < out.length[:, None]).long()  # (N, T)
     ids, attention = left_pad(prompts, policy.pad_id)
     ids, attention = ids.repeat_interleave(group_size, 0), attention.repeat_interleave(group_size, 0)  # (N, P)
-    completion_ids, device = out.ids[:, :width], policy.device
+    completion_ids = out.ids[:, :width]
+    truncates = spec.temperature > 0 and (spec.top_p < 1 or spec.top_k > 0)
     return Completions(
         input_ids=torch.cat([ids, completion_ids], 1).to(device),
         attention_mask=torch.cat([attention, used], 1).to(device),
         completion_ids=completion_ids.to(device),
-        completion_mask=out.own[:, :width].long().to(device),
+        completion_mask=out.sampled[:, :width].long().to(device),
         behavior_logp=out.logp[:, :width].to(device),
         sampler_logp=out.sampler_logp[:, :width].to(device) if truncates else None,
         group=(torch.arange(len(prompts)).repeat_interleave(group_size)).to(device),
         truncated=out.truncated.to(device),
         texts=texts,
     )
+
+
+def draw_completions(
+    policy: Policy,
+    task: Task,
+    examples: Sequence[Example],
+    group_size: int,
+    spec: SamplingSpec,
+    seed: int,
+    first: int = 0,
+) -> Completions:
+    """Generate `group_size` completions per example; N = examples × group_size rows.
+
+    An interactive task replies within completions. With several processes, each generates a part, and all return the same
+    rows as a single process.
+
+    Args:
+        policy: The policy.
+        task: The task; only interactive tasks are used.
+        examples: Examples returned by `with_openings`.
+        group_size: Completions per example, G.
+        spec: Sampling parameters.
+        seed: Seed of sampling.
+        first: Index of the first example if `examples` is a part of a longer list; the samples are those of the list.
+    """
+    part = distributed.local_slice(len(examples))
+    if spec.backend is not None:  # process 0 sends all requests to the server
+        part = slice(0, len(examples) if distributed.is_rank_zero() else 0)
+    selected, drawn = examples[part], None
+    with unsharded(policy.model):
+        if selected:
+            prompts = render_prompts(selected, policy)
+            environment = Environment(task, selected) if isinstance(task, InteractiveTask) else None
+            generator = torch.Generator().manual_seed(seed)
+            drawn = generate(policy, prompts, group_size, spec, generator, environment, first + part.start)
+    if distributed.world_size() == 1 and drawn is not None:
+        return drawn
+    if drawn is not None:
+        drawn = replace(drawn, group=drawn.group + part.start).to(torch.device("cpu"))
+    parts = [completions for completions in distributed.gather(drawn) if completions is not None]
+    return join_rollouts(*parts).to(policy.device)
+
+
+def draw_scored(
+    policy: Policy,
+    task: Task,
+    examples: Sequence[Example],
+    group_size: int,
+    spec: SamplingSpec,
+    seed: int,
+    first: int = 0,
+) -> tuple[Completions, list[Reward]]:
+    """Generate completions with `draw_completions` and score them; each process scores a part."""
+    opened = with_openings(examples, policy)
+    completions = draw_completions(policy, task, opened, group_size, spec, seed, first)
+    rows = range(len(completions))[distributed.local_slice(len(completions))]
+    rewards = [task.score(opened[row // group_size], completions.texts[row]) for row in rows]
+    return completions, [reward for part in distributed.gather(rewards) for reward in part]

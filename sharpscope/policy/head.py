@@ -1,16 +1,19 @@
-"""The output layer of a causal language model, from the final norm's output to logits."""
+"""Parts of a causal language model: its output layer, from the final norm's output to logits, and its repeated layers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from sharpscope.errors import UserError
 
@@ -136,3 +139,37 @@ def check_head(model: nn.Module, head: Head) -> None:
     # The median, since rounding can route single tokens of a mixture to other experts.
     if float((expected[:, :-2] - part).abs().amax(-1).median()) > atol:
         raise UserError(f"{name}: its logits depend on later tokens; choose a causal language model")
+
+
+def layers_of(model: nn.Module) -> list[GradientCheckpointingLayer]:
+    """Return the model's repeated layers in order.
+
+    Raises:
+        UserError: The architecture does not mark its layers.
+    """
+    layers = [module for module in backbone(model).modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise UserError(
+            f"policy.model, {type(backbone(model)).__name__}: gradient checkpointing and sharding are not supported; set "
+            "update.gradient_checkpointing=false, or choose another architecture"
+        )
+    return layers
+
+
+@contextmanager
+def recompute_layers(model: nn.Module) -> Iterator[None]:
+    """Checkpoint the layers in forward passes within this context; backward passes can follow later.
+
+    Unlike transformers' gradient checkpointing it works in eval mode and with a cache: a recomputed layer reads the same
+    cached values as in the forward pass.
+    """
+    layers = layers_of(model)
+
+    for layer in layers:
+        # Without dropout there is no RNG state to preserve.
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward  # restores the method of the class

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import importlib.util
+import io
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext, redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -19,7 +21,6 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
-from transformers.utils import logging
 
 from sharpscope.config.policy import EMBEDDED_PREFIX, PolicySpec
 from sharpscope.errors import UserError
@@ -29,6 +30,7 @@ from sharpscope.policy.embedded import embedded_policy
 from sharpscope.policy.head import Head, bare, check_head, output_head
 
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+GGUF = ".gguf"
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ class Policy:
 
 
 def load_policy(spec: PolicySpec, base: str | None = None) -> Policy:
-    """Load a policy from `embedded:NAME`, a local folder or a hub id; weights from safetensors only.
+    """Load a policy from `embedded:NAME`, a local folder, a GGUF file or a hub id; weights from safetensors or GGUF only.
 
     Args:
         spec: The policy's configuration. A folder of adapters names its base model, and `spec.lora` must match the
@@ -123,17 +125,24 @@ def _base_model(adapters: Path, base: str | None) -> str:
 
 
 def _load(spec: PolicySpec, frozen: bool) -> tuple[nn.Module, PreTrainedTokenizerBase, str]:
-    """Load the model on its device and its tokenizer; also return their folder or hub id."""
+    """Load the model on its device and its tokenizer; also return their folder, file or hub id."""
     location = _locate(spec.model)
-    options: dict[str, Any] = {"trust_remote_code": spec.trust_remote_code}
-    if spec.revision is not None and not Path(location).is_dir():
+    source, options = location, {"trust_remote_code": spec.trust_remote_code}
+    if location.endswith(GGUF):
+        if importlib.util.find_spec("gguf") is None:
+            raise UserError(
+                f"policy.model {spec.model!r}: reading GGUF files needs gguf; pip install 'sharpscope[gguf]'"
+            )
+        source, options["gguf_file"] = str(Path(location).parent), Path(location).name
+    elif spec.revision is not None and not Path(location).is_dir():
         options["revision"] = spec.revision
     try:
-        config = AutoConfig.from_pretrained(location, **options)
-        tokenizer = _tokenizer(location, options)
-        with _progress_bar(shown=not spec.model.startswith(EMBEDDED_PREFIX)):
+        # Progress bars are for downloads only.
+        with redirect_stderr(io.StringIO()) if Path(location).exists() else nullcontext():
+            config = AutoConfig.from_pretrained(source, **options)
+            tokenizer = _tokenizer(source, options)
             loaded: Any = AutoModelForCausalLM.from_pretrained(
-                location,
+                source,
                 config=config,
                 dtype=_weight_dtype(spec, frozen),
                 attn_implementation=_attention(spec, config),
@@ -145,7 +154,7 @@ def _load(spec: PolicySpec, frozen: bool) -> tuple[nn.Module, PreTrainedTokenize
     except UserError:
         raise
     except Exception as error:  # broken files can raise any exception in transformers
-        problem = "" if Path(location).is_dir() else "no such folder, and as a hub id it "
+        problem = "" if Path(location).exists() else "no such folder, and as a hub id it "
         raise UserError(f"policy.model {spec.model!r}: {problem}cannot be loaded: {_first_line(error)}") from error
     model, info = loaded
     missing = sorted(info["missing_keys"]) + sorted(str(key) for key in info.get("mismatched_keys", ()))
@@ -155,7 +164,19 @@ def _load(spec: PolicySpec, frozen: bool) -> tuple[nn.Module, PreTrainedTokenize
             f"policy.model {spec.model!r}: the checkpoint has no weights for {missing[0]}{more}; save the full model "
             "with save_pretrained"
         )
+    if location.endswith(GGUF):
+        model = _dequantized(model)
     return model.to(_device(spec.device)).eval(), tokenizer, location
+
+
+def _dequantized(model: Any) -> nn.Module:
+    """Copy a model from a GGUF file, whose weights are dequantized, to one that can be saved."""
+    config = copy.deepcopy(model.config)
+    del config.quantization_config
+    plain = type(model)._from_config(config, attn_implementation=config._attn_implementation, dtype=model.dtype)
+    plain.load_state_dict(model.state_dict())
+    plain.tie_weights()
+    return cast(nn.Module, plain)
 
 
 def _weight_dtype(spec: PolicySpec, frozen: bool) -> torch.dtype:
@@ -186,9 +207,11 @@ def make_policy(
             f"policy.model {source!r}: the tokenizer has {len(tokenizer)} tokens, the model "
             f"{head.weight.shape[0]}; use the model's tokenizer"
         )
-    if tokenizer.eos_token_id is None:
+    eos_ids = _eos_ids(model, tokenizer)
+    if not eos_ids:
         raise UserError(
-            f"policy.model {source!r}: the tokenizer has no end-of-text token; set eos_token in tokenizer_config.json"
+            f"policy.model {source!r}: neither the tokenizer nor the generation config has an end-of-text token; set eos_token "
+            "in tokenizer_config.json"
         )
     if prompt_format == "chat" and not tokenizer.chat_template:
         raise UserError(f"policy.prompt_format 'chat': the tokenizer of {source!r} has no chat template; use 'plain'")
@@ -196,9 +219,9 @@ def make_policy(
         model=model,
         tokenizer=tokenizer,
         source=source,
-        eos_ids=_eos_ids(model, tokenizer),
+        eos_ids=eos_ids,
         # Many tokenizers have no padding token; any token works, since padding is masked.
-        pad_id=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
+        pad_id=eos_ids[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
         context=getattr(config, "max_position_embeddings", None),
         chat=bool(tokenizer.chat_template) and prompt_format != "plain",
         attention=config._attn_implementation,
@@ -215,13 +238,21 @@ def _locate(model: str) -> str:
         _check_folder(folder, model)
         return str(folder)
     if folder.is_file():
-        raise UserError(f"policy.model {model!r}: is a file; give the folder with config.json and *.safetensors")
+        if folder.suffix == GGUF:
+            return str(folder)
+        raise UserError(
+            f"policy.model {model!r}: is a file; give a .gguf file, or the folder with config.json and *.safetensors"
+        )
     if model.count("/") > 1 or model[0] in "./~" or "\\" in model:
         raise UserError(f"policy.model {model!r}: no such folder; give an existing folder, a hub id or embedded:NAME")
     return model
 
 
 def _check_folder(folder: Path, model: str) -> None:
+    if any(folder.glob(f"*{GGUF}")) and not any(folder.glob("*.safetensors")):
+        raise UserError(
+            f"policy.model {model!r}: has a GGUF file; give the file itself: {next(folder.glob(f'*{GGUF}'))}"
+        )
     if not (folder / "config.json").is_file():
         raise UserError(f"policy.model {model!r}: no config.json in that folder; save the model with save_pretrained")
     if any(folder.glob("*.safetensors")):
@@ -234,19 +265,6 @@ def _check_folder(folder: Path, model: str) -> None:
     raise UserError(
         f"policy.model {model!r}: no weights (*.safetensors) in that folder; save the model with save_pretrained"
     )
-
-
-@contextmanager
-def _progress_bar(shown: bool) -> Iterator[None]:
-    """Disable transformers' progress bar unless `shown`."""
-    enabled = logging.is_progress_bar_enabled()
-    if not shown:
-        logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if enabled:
-            logging.enable_progress_bar()
 
 
 def _tokenizer(location: str, options: dict[str, Any]) -> PreTrainedTokenizerBase:
@@ -290,11 +308,10 @@ def _device(name: str) -> torch.device:
 
 
 def _eos_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """End-of-text tokens of the tokenizer and of the generation config (chat models often have two)."""
-    generation = getattr(bare(model), "generation_config", None)
-    listed = getattr(generation, "eos_token_id", None)
-    extra = listed if isinstance(listed, list | tuple) else [] if listed is None else [listed]
-    return tuple(dict.fromkeys([int(tokenizer.eos_token_id), *map(int, extra)]))
+    """End-of-text tokens of the tokenizer and of the generation config, which can differ (chat models often have two)."""
+    listed = getattr(getattr(bare(model), "generation_config", None), "eos_token_id", None)
+    found = [tokenizer.eos_token_id, *(listed if isinstance(listed, list | tuple) else [listed])]
+    return tuple(dict.fromkeys(int(token) for token in found if token is not None))
 
 
 def _first_line(error: BaseException) -> str:

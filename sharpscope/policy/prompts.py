@@ -33,7 +33,7 @@ def render_prompts(examples: Sequence[Example], policy: Policy) -> list[list[int
         # Chat markup contains the special tokens; for plain prompts the tokenizer adds them.
         markup = policy.chat or example.templated
         ids = list(tokenizer(text, add_special_tokens=not markup)["input_ids"])
-        if not markup and ids and ids[-1] in policy.eos_ids and not text.endswith(tokenizer.eos_token):
+        if not markup and ids and ids[-1] in policy.eos_ids and not text.endswith(str(tokenizer.eos_token)):
             ids.pop()  # the prompt must not end with an end-of-text token
         rendered.append(ids)
     return rendered

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from sharpscope.errors import UserError
 from sharpscope.policy.adapters import has_adapters
-from sharpscope.policy.gradient_checkpointing import layers_of
-from sharpscope.policy.head import backbone
+from sharpscope.policy.head import backbone, layers_of
 
 
 def shard(model: nn.Module, reshard_after_forward: bool = True) -> None:

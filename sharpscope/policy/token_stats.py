@@ -1,12 +1,14 @@
-"""Statistics of sampled tokens under the policy's distribution, in one chunked pass over the logits."""
+"""Statistics and differentiable log-probabilities of sampled tokens, without storing all logits of a large vocabulary."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from sharpscope.policy.head import Head
 
@@ -14,6 +16,10 @@ from sharpscope.policy.head import Head
 LOGIT_BYTES = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}
 # Size of a block of logits for the reductions: on a CPU (per thread) it should fit into the cache.
 CACHE_BYTES = {"cpu": 2 * 2**20, "cuda": 128 * 2**20}
+
+
+# Maximum size of logits stored for the backward pass; larger ones are recomputed.
+KEEP_BYTES = {"cpu": 256 * 2**20, "cuda": 1024 * 2**20}
 
 
 @dataclass(frozen=True)
@@ -86,6 +92,70 @@ def flat_stats(hidden: Tensor, head: Head, targets: Tensor, temperature: float) 
         z = head.logits(hidden[start:stop])  # (C, V)
         logit_stats(z, targets[start:stop], temperature, {k: v[start:stop] for k, v in out.items()})
     return out
+
+
+def flat_logp(
+    hidden: Tensor, head: Head, targets: Tensor, temperature: float, *, stats: bool, keep_logits: bool | None = None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Compute log-probabilities of tokens, differentiable in `hidden` and the head.
+
+    Args:
+        hidden: (M, d) hidden states, at least float32.
+        head: The output layer.
+        targets: (M,) long.
+        temperature: T > 0.
+        stats: Whether to also return the tokens' statistics, without gradient.
+        keep_logits: Whether to store all (M, V) logits for the backward pass instead of recomputing them in chunks. None:
+            if they are small and the layer is not in half precision, since its float32 copy would be stored too.
+
+    Returns:
+        Log-probabilities (M,) [nats], and the statistics by name, (M,) each, or an empty dict.
+    """
+    bytes_per_row = head.weight.shape[0] * max(4, hidden.element_size())
+    if keep_logits is None:
+        few = len(hidden) * bytes_per_row <= KEEP_BYTES.get(hidden.device.type, KEEP_BYTES["cuda"])
+        keep_logits = few and head.weight.dtype == hidden.dtype
+    if not keep_logits:
+        logp = _in_chunks(_logp, hidden, targets, head, temperature)
+        return logp, flat_stats(hidden.detach(), head, targets, temperature) if stats else {}
+    z = head.logits(hidden)  # (M, V)
+    logp = torch.log_softmax(z if temperature == 1.0 else z / temperature, -1).gather(1, targets[:, None])[:, 0]
+    if not stats:
+        return logp, {}
+    out = {name: torch.empty_like(logp.detach()) for name in STAT_NAMES}
+    out["hidden_norm"] = torch.linalg.vector_norm(hidden.detach(), dim=-1, dtype=logp.dtype)
+    for start, stop in chunks(len(hidden), bytes_per_row, hidden.device, cache_budget()):
+        part = {name: value[start:stop] for name, value in out.items()}
+        logit_stats(z.detach()[start:stop].clone(), targets[start:stop], temperature, part)
+    return logp, out
+
+
+def flat_entropy(hidden: Tensor, head: Head, targets: Tensor, temperature: float) -> Tensor:
+    """Entropy (M,) [nats] of softmax(z/T) given `hidden` (M, d), differentiable in hidden and the head."""
+    return _in_chunks(_entropy, hidden, targets, head, temperature)
+
+
+def _in_chunks(
+    function: Callable[..., Tensor], hidden: Tensor, targets: Tensor, head: Head, temperature: float
+) -> Tensor:
+    """Apply `function` to chunks of tokens; the logits are computed again in the backward pass."""
+    bytes_per_row = head.weight.shape[0] * max(4, hidden.element_size())
+    parts = [
+        checkpoint(
+            function, hidden[a:b], targets[a:b], head, temperature, use_reentrant=False, preserve_rng_state=False
+        )
+        for a, b in chunks(len(hidden), bytes_per_row, hidden.device, LOGIT_BYTES)
+    ]
+    return torch.cat(parts) if parts else hidden.sum(1)
+
+
+def _logp(hidden: Tensor, targets: Tensor, head: Head, temperature: float) -> Tensor:
+    return torch.log_softmax(head.logits(hidden) / temperature, -1).gather(1, targets[:, None])[:, 0]
+
+
+def _entropy(hidden: Tensor, targets: Tensor, head: Head, temperature: float) -> Tensor:
+    log_p = torch.log_softmax(head.logits(hidden) / temperature, -1)  # (C, V)
+    return -(log_p.exp() * log_p).sum(-1)
 
 
 @torch.no_grad()

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from sharpscope import distributed
-from sharpscope.config.policy import LocalBackend
 from sharpscope.errors import UserError
 from sharpscope.policy import (
     Completions,
@@ -43,7 +42,7 @@ class Drawer:
 
     def __init__(self, config: RunConfig, policy: Policy, task: Task) -> None:
         self.policy, self.task = policy, task
-        self.sampling = config.rollout.model_copy(update={"top_p": 1.0, "top_k": 0, "backend": LocalBackend()})
+        self.sampling = config.rollout.model_copy(update={"top_p": 1.0, "top_k": 0, "backend": None})
 
     def __call__(self, examples: Sequence[Example], samples: int, seed: int) -> Drawn:
         """`samples` completions per example, rows of an example adjacent, with their success (0 or 1)."""

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from transformers.utils.logging import disable_progress_bar
 
 from sharpscope import distributed
-from sharpscope.config.policy import LocalBackend
 from sharpscope.config.token_weights import UniformWeight
 from sharpscope.distributed import Launch
 from sharpscope.errors import UserError
@@ -168,10 +167,8 @@ class _Run:
                 f"method.proximal: {method_label(self.method)} keeps an average of all weights, which is not sharded; launch "
                 "without --use_fsdp"
             )
-        if not isinstance(self.config.rollout.backend, LocalBackend):
-            raise UserError(
-                f"rollout.backend.kind = {self.config.rollout.backend.kind}: gets whole weights; use local with --use_fsdp"
-            )
+        if self.config.rollout.backend is not None:
+            raise UserError("rollout.backend: a server gets whole weights; set rollout.backend=null with --use_fsdp")
         for model in (self.policy.model, self.reference):
             if model is not None:
                 shard(model, reshard)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sharpscope.policy import chunked_logp, forward
+from sharpscope.policy import forward
 from sharpscope.policy.cache import take_rows
 from sharpscope.policy.forward import length_buckets, microbatches, score_completions
 from sharpscope.policy.head import output_head
@@ -71,7 +71,7 @@ def test_padding_order_and_buckets_change_nothing(architecture, share, monkeypat
 def test_the_differentiable_entropy(architecture, share, monkeypatch):
     """Values and gradients of Σ a_t·H_t against a plain forward pass; with a soft cap (gemma2) and in several chunks."""
     model, batch, temperature = tiny_model(architecture), rows(), 1.3
-    monkeypatch.setattr(chunked_logp, "LOGIT_BYTES", {"cpu": 4096, "cuda": 4096})
+    monkeypatch.setattr("sharpscope.policy.token_stats.LOGIT_BYTES", {"cpu": 4096, "cuda": 4096})
     scored = score_completions(model, batch, temperature, share_prompt=share, with_grad=True, stats=True, entropy=True)
     slow = torch.zeros(batch.completion_ids.shape, dtype=torch.float64)
     flat = [(p, c) for p, group in zip(PROMPTS, COMPLETIONS, strict=True) for c in group]

@@ -1,24 +1,48 @@
-"""Decoding against one completion, one token at a time; its law; what it leaves behind."""
+"""Sampling and decoding against one completion, one token at a time, and against transformers' `generate`."""
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from sharpscope.config.policy import SamplingSpec
+from sharpscope.config.policy import LoraSpec, SamplingSpec
 from sharpscope.errors import UserError
-from sharpscope.policy import Completions, Policy, decoding, shared_decoding
-from sharpscope.policy.direct_decoding import DirectDecoder
-from sharpscope.policy.generation import generate
-from sharpscope.policy.sampling import completion_uniforms
+from sharpscope.policy import Completions, Policy, decoding, generation
+from sharpscope.policy.adapters import add_adapters
+from sharpscope.policy.decoding import DirectDecoder, can_decode_directly, completion_uniforms, draw
+from sharpscope.policy.generation import generate, left_pad
+from sharpscope.policy.loading import make_policy
 from tests.models import ARCHITECTURES
-from tests.oracles.generation import generate_one
-from tests.policy.helpers import random_prompts, tiny_policy
+from tests.oracles.generation import choose, generate_one, log_softmax
+from tests.policy.helpers import random_prompts, stir, tiny_policy, word_tokenizer
 
 PROMPTS = random_prompts((11, 3, 6), seed=1)
 
 
 GROUP = 3
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 64}
+MODELS = {
+    "llama": ("llama", {}),
+    "llama, biases, untied": ("llama", {"attention_bias": True, "mlp_bias": True, "tie": False}),
+    "llama, scaled frequencies": ("llama", {"rope_parameters": LLAMA3}),
+    "qwen2": ("qwen2", {}),
+    "qwen2, one key head": ("qwen2", {"num_key_value_heads": 1}),
+    "qwen2, as many key heads": ("qwen2", {"num_key_value_heads": 4, "tie": False}),
+    "qwen3": ("qwen3", {}),
+    "qwen3, untied": ("qwen3", {"num_key_value_heads": 1, "tie": False, "attention_bias": True}),
+}
 
 
 def generator(seed: int = 5) -> torch.Generator:
@@ -62,15 +86,15 @@ def assert_matches_oracle(policy: Policy, out: Completions, spec: SamplingSpec, 
     assert (out.sampler_logp is not None) == truncates
 
 
-@pytest.mark.parametrize("prompts", ["shared", "short", "copied"])
+@pytest.mark.parametrize("prompts", ["shared", "short", "layers"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_equals_slow_generation(architecture, prompts, monkeypatch):
     # A capacity of 2 makes the caches grow; the one sliding window, of 8, moves over prompt and completion.
     monkeypatch.setattr(decoding, "INITIAL_CAPACITY", 2)
     if prompts == "shared":
-        monkeypatch.setattr(shared_decoding, "SHORT", 0)
-    if prompts == "copied":
-        monkeypatch.setattr(decoding, "can_share_decoding", lambda model: False)
+        monkeypatch.setattr(decoding, "SHORT", 0)
+    if prompts == "layers":
+        monkeypatch.setattr(decoding, "can_decode_directly", lambda model: False)
     policy = tiny_policy(architecture)
     spec = SamplingSpec(temperature=1.4, max_new_tokens=12)
     out = generate(policy, PROMPTS, GROUP, spec, generator())
@@ -96,7 +120,7 @@ def test_truncated_and_greedy_sampling_equal_slow_generation(sampling):
 @pytest.mark.parametrize("decode_batch", [1, 2, 4, 100])
 def test_what_is_decoded_together_changes_no_sample(decode_batch, remove_share, monkeypatch):
     monkeypatch.setattr(decoding, "REMOVE_SHARE", remove_share)
-    monkeypatch.setattr(shared_decoding, "SHORT", 0)
+    monkeypatch.setattr(decoding, "SHORT", 0)
     policy = tiny_policy("llama", scale=0.2)
     object.__setattr__(policy, "eos_ids", (1, 7, 8, 9, 10))  # many ends: rows leave at every step
     spec = SamplingSpec(temperature=1.4, max_new_tokens=14, decode_batch=decode_batch)
@@ -109,10 +133,10 @@ def test_what_is_decoded_together_changes_no_sample(decode_batch, remove_share, 
 @pytest.mark.parametrize("short", [0, 16])
 def test_equal_beginnings_of_a_groups_completions_are_decoded_once(short, remove_share, monkeypatch):
     monkeypatch.setattr(decoding, "REMOVE_SHARE", remove_share)
-    monkeypatch.setattr(shared_decoding, "SHORT", short)
-    sizes, step = [], DirectDecoder.__call__
+    monkeypatch.setattr(decoding, "SHORT", short)
+    sizes, step = [], DirectDecoder.step
     monkeypatch.setattr(
-        DirectDecoder, "__call__", lambda self, token, *rest: (sizes.append(len(token)), step(self, token, *rest))[1]
+        DirectDecoder, "step", lambda self, token, *rest: (sizes.append(len(token)), step(self, token, *rest))[1]
     )
     policy = tiny_policy("llama", scale=0.2)
     object.__setattr__(policy, "eos_ids", (1, 7, 8))
@@ -167,20 +191,106 @@ def test_every_row_may_end_at_once_and_every_end_counts():
     assert out.texts == [""] * 9
 
 
-def test_the_attention_kernel_and_gradients_are_as_before_also_after_an_error(monkeypatch):
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_tokens_are_those_of_generate_and_logp_that_of_the_full_pass(name):
+    architecture, overrides = MODELS[name]
+    policy = tiny_policy(architecture, **overrides)
+    assert can_decode_directly(policy.model)
+    ours = generate(policy, PROMPTS, 1, SamplingSpec(temperature=0, max_new_tokens=12), torch.Generator())
+    ids, attention = left_pad(PROMPTS, policy.pad_id)
+    theirs = policy.model.generate(  # type: ignore[operator]
+        ids, attention_mask=attention, do_sample=False, max_new_tokens=12, pad_token_id=0, eos_token_id=1
+    )
+    width, mask = ours.input_ids.shape[1], ours.completion_mask
+    assert theirs.shape[1] == width
+    assert torch.equal(ours.input_ids, theirs)
+    position = (ours.attention_mask.cumsum(1) - 1).clamp_min(0)
+    with torch.no_grad():
+        out = policy.model(input_ids=theirs, attention_mask=ours.attention_mask, position_ids=position)
+    logp = out.logits[:, ours.prompt_width - 1 : -1].log_softmax(-1).gather(2, ours.completion_ids[..., None])[..., 0]
+    assert torch.allclose(ours.behavior_logp.double(), logp * mask, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_direct_decoding_samples_the_tokens_of_decoding_through_layers(name, monkeypatch):
+    monkeypatch.setattr(decoding, "SHORT", 0)
+    architecture, overrides = MODELS[name]
+    policy, spec = tiny_policy(architecture, dtype=torch.float32, **overrides), SamplingSpec(max_new_tokens=12)
+    direct = generate(policy, PROMPTS, GROUP, spec, generator())
+    monkeypatch.setattr(decoding, "SMALL_BYTES", 0)  # large layers are not concatenated
+    apart = generate(policy, PROMPTS, GROUP, spec, generator())
+    monkeypatch.setattr(decoding, "can_decode_directly", lambda model: False)
+    layers = generate(policy, PROMPTS, GROUP, spec, generator())
+    for other in (apart, layers):
+        assert torch.equal(direct.completion_ids, other.completion_ids)
+        assert torch.allclose(direct.behavior_logp, other.behavior_logp, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("change", ["adapters", "bfloat16"])
+def test_adapters_and_autocast_are_applied(change, monkeypatch):
+    plain = tiny_policy("qwen2", dtype=torch.float32)
+    spec = SamplingSpec(temperature=0, max_new_tokens=12)
+    if change == "adapters":
+        changed = make_policy(add_adapters(plain.model, LoraSpec(r=2), "tiny"), word_tokenizer(), "tiny")
+        stir(changed)
+    else:
+        changed = make_policy(plain.model, word_tokenizer(), "tiny", compute=torch.bfloat16)
+    assert can_decode_directly(changed.model)
+    direct = generate(changed, PROMPTS, GROUP, spec, generator())
+    monkeypatch.setattr(decoding, "can_decode_directly", lambda model: False)
+    layers = generate(changed, PROMPTS, GROUP, spec, generator())
+    assert torch.equal(direct.completion_ids, layers.completion_ids)
+    atol = 1e-5 if change == "adapters" else 0.05  # sdpa rounds its softmax to bfloat16
+    assert torch.allclose(direct.behavior_logp, layers.behavior_logp, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "overrides"),
+    [
+        ("gemma2", {}),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
+        ("llama", {"rope_parameters": YARN}),
+        ("llama", {"hook": True}),
+    ],
+)
+def test_other_models_are_decoded_through_their_layers(architecture, overrides, monkeypatch):
+    hook = overrides.pop("hook", False)
+    policy = tiny_policy(architecture, **overrides)
+    if hook:
+        policy.model.model.layers[1].register_forward_hook(lambda module, args, output: output)
+    assert not can_decode_directly(policy.model)
+    monkeypatch.setattr(decoding, "DirectDecoder", None)  # calling it would fail
+    generate(policy, PROMPTS, GROUP, SamplingSpec(max_new_tokens=2), generator())
+
+
+def test_nothing_of_generation_reaches_later_gradients():
     policy = tiny_policy()
-    out = generate(policy, PROMPTS, GROUP, SamplingSpec(max_new_tokens=3), generator())
-    assert policy.model.config._attn_implementation == "sdpa"
-    assert not out.behavior_logp.requires_grad
-    assert torch.is_grad_enabled()
+    out = generate(policy, PROMPTS, GROUP, SamplingSpec(max_new_tokens=6), generator())
+    assert not any(t.is_inference() for t in (out.input_ids, out.behavior_logp, out.completion_mask, out.truncated))
+    logits = policy.model(input_ids=out.input_ids, attention_mask=out.attention_mask).logits
+    (logits.log_softmax(-1)[:, -1, 0] * out.behavior_logp[:, 0]).sum().backward()
+    assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in policy.model.parameters())
 
-    def broken(*args: object) -> None:
-        raise RuntimeError("broken")
 
-    monkeypatch.setattr(decoding, "draw", broken)
-    with pytest.raises(RuntimeError, match="broken"):
-        generate(policy, PROMPTS, GROUP, SamplingSpec(max_new_tokens=3), generator())
-    assert policy.model.config._attn_implementation == "sdpa"
+def test_the_cache_of_a_batch_is_limited(monkeypatch):
+    policy, sizes = tiny_policy("llama"), []
+    spec, plain = SamplingSpec(max_new_tokens=6), generation.decode
+    monkeypatch.setattr(generation, "decode", lambda *args: (sizes.append(len(args[3])), plain(*args))[1])
+    whole = generate(policy, PROMPTS, GROUP, spec, generator())
+    config = policy.model.config
+    token = (
+        2
+        * config.num_hidden_layers
+        * config.num_key_value_heads
+        * (config.hidden_size // config.num_attention_heads)
+        * 8
+    )
+    monkeypatch.setitem(
+        generation.CACHE_BYTES, "cpu", 2 * token * (4 + 6)
+    )  # two rows: a third of 11 tokens of prompt, and 6
+    parts = generate(policy, PROMPTS, GROUP, spec, generator())
+    assert sizes == [9, 2, 2, 2, 2, 1]
+    assert torch.equal(whole.completion_ids, parts.completion_ids)
 
 
 def test_prompts_that_cannot_be_continued_are_named():
@@ -205,3 +315,58 @@ def test_rewards_and_rows():
     chosen[[2, 5]] = True
     assert rollouts.rows(chosen).reward.tolist() == [2.0, 5.0]
     assert rollouts.prompt_lengths.tolist() == [11] * 3 + [3] * 3 + [6] * 3
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    st.lists(st.integers(-80, 80), min_size=2, max_size=20, unique=True),  # tenths: no ties, whose order is free
+    st.floats(0, 1, exclude_max=True),
+    st.floats(0.05, 1),
+    st.integers(0, 25),
+    st.sampled_from([0.5, 1.0, 2.0]),
+)
+def test_draw_equals_its_definition(tenths, u, top_p, top_k, temperature):
+    z = [value / 10 for value in tenths]
+    spec = SamplingSpec(temperature=temperature, top_p=top_p, top_k=top_k)
+    row = torch.tensor([z], dtype=torch.float64)
+    token, behavior, sampler = draw(row, torch.tensor([u], dtype=torch.float64), spec)
+    logp = log_softmax([value / temperature for value in z])
+    kept_k = top_k if top_k < len(z) else 0
+    # Where rounding decides (u or top_p within rounding of a cumulative sum) either neighbour is right.
+    near = {
+        choose(logp, min(max(u + d, 0), 1), greedy=False, top_p=p, top_k=kept_k)
+        for d in (-1e-9, 0, 1e-9)
+        for p in (top_p, min(1.0, top_p * (1 + 1e-9)), top_p * (1 - 1e-9))
+    }
+    assert int(token) in {j for j, _ in near}
+    assert float(behavior) == pytest.approx(logp[int(token)], abs=1e-9)
+    if top_p < 1 or kept_k:
+        assert any(j == int(token) and float(sampler) == pytest.approx(value, abs=1e-6) for j, value in near)
+    else:
+        assert sampler is None
+
+
+@pytest.mark.parametrize(("top_p", "top_k"), [(1.0, 0), (0.75, 0), (1.0, 3)])
+def test_frequencies_follow_the_law(top_p, top_k):
+    count, z = 20_000, torch.tensor([0.3, 2.0, -1.0, 1.2, 0.9])
+    u = torch.rand(count, generator=generator(), dtype=torch.float64)
+    token, behavior, sampler = draw(z.expand(count, 5), u, SamplingSpec(top_p=top_p, top_k=top_k))
+    logp = behavior if sampler is None else sampler
+    seen = torch.bincount(token, minlength=5)
+    assert sum(math.exp(float(logp[token == j][0])) for j in range(5) if seen[j]) == pytest.approx(1, abs=1e-5)
+    for j in range(5):
+        if seen[j]:
+            p = math.exp(float(logp[token == j][0]))
+            assert abs(int(seen[j]) - count * p) < 5 * math.sqrt(count * p * (1 - p) + 1)
+
+
+def test_streams_of_completions_are_unlike_and_uniform():
+    prompts, completions = torch.arange(40).repeat_interleave(10), torch.arange(10).repeat(40)
+    u = completion_uniforms(3, prompts, completions, 50)
+    assert len({tuple(row) for row in u.tolist()}) == 400
+    assert abs(float(u.mean()) - 0.5) < 5 * math.sqrt(1 / 12 / u.numel())
+    correlation = torch.corrcoef(u)
+    assert float((correlation - torch.eye(400, dtype=u.dtype)).abs().max()) < 0.75
+    # (prompt 1, completion 2) and (prompt 2, completion 1) are different streams.
+    swapped = completion_uniforms(3, torch.tensor([1, 2]), torch.tensor([2, 1]), 5)
+    assert swapped[0].tolist() != swapped[1].tolist()

@@ -5,10 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sharpscope.policy import (
-    score_completions,
-)
-from sharpscope.policy.gradient_checkpointing import layers_of
+from sharpscope.policy import score_completions
+from sharpscope.policy.head import layers_of
 from tests.models import ARCHITECTURES, tiny_model
 from tests.policy.helpers import rows, score_gradients
 

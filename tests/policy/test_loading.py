@@ -70,9 +70,6 @@ def test_type_and_kernel_are_as_asked(saved):
     policy = load_policy(spec(saved, dtype="float64", attention="eager"))
     assert next(policy.model.parameters()).dtype == torch.float64
     assert policy.attention == "eager"
-    assert (
-        load_policy(spec(saved, dtype="bfloat16")).model.dtype == torch.float32
-    )  # the weights; it is computed in bfloat16
 
 
 def test_attention_with_capped_logits_is_never_given_to_sdpa(tmp_path):
@@ -149,8 +146,10 @@ def refusal_device(folder: Path, device: str) -> str:
 def test_tokenizers_that_do_not_fit():
     with pytest.raises(UserError, match="has 50 tokens, the model 37"):
         make_policy(tiny_model(), word_tokenizer(50), "x")
-    with pytest.raises(UserError, match="no end-of-text token"):
-        make_policy(tiny_model(), word_tokenizer(eos_token=None), "x")
+    silent = tiny_model()
+    silent.generation_config.eos_token_id = None
+    with pytest.raises(UserError, match="neither the tokenizer nor the generation config has an end-of-text token"):
+        make_policy(silent, word_tokenizer(eos_token=None), "x")
     with pytest.raises(UserError, match="no chat template"):
         make_policy(tiny_model(), word_tokenizer(), "x", "chat")
     assert make_policy(tiny_model(), word_tokenizer(pad_token=None), "x").pad_id == 1
@@ -160,6 +159,11 @@ def test_every_end_of_text_token_counts():
     model = tiny_model()
     model.generation_config.eos_token_id = [7, 1, 9]
     assert make_policy(model, word_tokenizer(), "x").eos_ids == (1, 7, 9)
+    policy = make_policy(model, word_tokenizer(eos_token=None, pad_token=None), "x")
+    assert (policy.eos_ids, policy.pad_id) == ((7, 1, 9), 7)
+    object.__setattr__(policy, "eos_ids", tuple(range(5, 37)))
+    out = generate(policy, [[5, 6], [7]], 4, SamplingSpec(max_new_tokens=5), torch.Generator().manual_seed(0))
+    assert {int(out.completion_ids[row, n - 1]) in policy.eos_ids for row, n in enumerate(out.lengths)} == {True}
 
 
 def test_a_model_that_sees_later_tokens_is_refused():
@@ -194,3 +198,55 @@ def test_recurrent_layers_are_refused():
     )
     with pytest.raises(UserError, match="layers of type linear_attention"):
         make_policy(AutoModelForCausalLM.from_config(config), word_tokenizer(), "x")
+
+
+def write_gguf(path: Path) -> dict[str, torch.Tensor]:
+    """A llama of one layer with a tokenizer of 300 words, as llama.cpp stores it; returns transformers' weights by name."""
+    gguf = pytest.importorskip("gguf", reason="needs the optional library gguf")
+    words = (
+        [chr(256 + i) if i < 33 else chr(i) for i in range(256)]
+        + [f"w{i}" for i in range(40)]
+        + ["ab", "<|endoftext|>", "<s>", "</s>"]
+    )
+    writer = gguf.GGUFWriter(path, "llama")
+    for name, value in {
+        "context_length": 64, "embedding_length": 32, "block_count": 1, "feed_forward_length": 32, "head_count": 2,
+        "head_count_kv": 2, "vocab_size": 300,
+    }.items():  # fmt: skip
+        getattr(writer, f"add_{name}")(value)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_dimension_count(16)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(words)
+    writer.add_token_types([1] * 297 + [3, 3, 3])
+    writer.add_token_merges(["a b"])
+    writer.add_bos_token_id(298)
+    writer.add_eos_token_id(299)
+    shapes = {"token_embd": (300, 32), "output": (300, 32), "blk.0.ffn_gate": (32, 32), "blk.0.ffn_down": (32, 32)}
+    shapes |= {f"blk.0.attn_{part}": (32, 32) for part in ("q", "k", "v", "output")} | {"blk.0.ffn_up": (32, 32)}
+    shapes |= dict.fromkeys(("output_norm", "blk.0.attn_norm", "blk.0.ffn_norm"), (32,))
+    generator = torch.Generator().manual_seed(0)
+    weights = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    for name, weight in weights.items():
+        writer.add_tensor(f"{name}.weight", weight.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return weights
+
+
+def test_a_gguf_file_loads_as_float32_and_can_be_saved(tmp_path, monkeypatch, capfd):
+    weights = write_gguf(tmp_path / "model.gguf")
+    policy = load_policy(spec(tmp_path / "model.gguf"))
+    assert capfd.readouterr().err == ""
+    assert (policy.eos_ids, policy.context, policy.model.dtype) == ((299,), 64, torch.float32)
+    assert torch.equal(policy.model.get_input_embeddings().weight, weights["token_embd"])
+    policy.model.save_pretrained(tmp_path / "saved")
+    policy.tokenizer.save_pretrained(tmp_path / "saved")
+    again = load_policy(spec(tmp_path / "saved"))
+    assert all(map(torch.equal, policy.model.parameters(), again.model.parameters()))
+    assert f"give the file itself: {tmp_path / 'model.gguf'}" in refusal(tmp_path)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "pip install 'sharpscope[gguf]'" in refusal(tmp_path / "model.gguf")

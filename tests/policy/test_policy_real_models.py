@@ -14,7 +14,7 @@ from sharpscope.policy import (
     microbatches,
     score_completions,
 )
-from sharpscope.policy.chunked_logp import flat_logp
+from sharpscope.policy.token_stats import flat_logp
 from tests.models import tiny_model
 from tests.policy.helpers import adapted, rows, score_gradients, spec, stir
 

@@ -8,8 +8,15 @@ import pytest
 
 from sharpscope.errors import UserError
 from sharpscope.objective import named_method
-from sharpscope.policy import Policy, SamplingSpec, load_policy, make_policy, render_prompts, with_openings
-from sharpscope.policy.drawing import draw_scored
+from sharpscope.policy import (
+    Policy,
+    SamplingSpec,
+    draw_scored,
+    load_policy,
+    make_policy,
+    render_prompts,
+    with_openings,
+)
 from sharpscope.recording.probe_sets import Drawer
 from sharpscope.tasks import Example, KnightsKnavesSpec, Reward, ToolQaSpec, make_task
 from sharpscope.training.data_order import DataOrder

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
-import types
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +11,8 @@ import torch
 from pydantic import ValidationError
 
 from sharpscope.errors import UserError
-from sharpscope.policy import Policy, RolloutSpec, generate, score_completions
-from sharpscope.policy.conversation import Environment
-from sharpscope.policy.remote import weight_version
+from sharpscope.policy import Environment, Policy, RolloutSpec, generate, score_completions
+from sharpscope.policy.servers import weight_version
 from tests.policy.helpers import random_prompts, tiny_policy
 from tests.policy.stub_server import StubServer, changed, hang_up, slow, status, text
 
@@ -108,7 +105,6 @@ def test_raw_log_probabilities_with_top_k_are_those_before_it(policy):
     [
         ({"temperature": 0.7}, {}, "raw log-probabilities, at temperature 1"),
         ({"top_p": 0.9}, {"logprobs": "processed"}, "include them; turn them off"),
-        ({"top_k": 5, "temperature": 0.5}, {"kind": "vllm"}, "include them; turn them off"),
         ({}, {"sync": "vllm"}, "needs a folder"),
         ({}, {"folder": "x"}, "takes no folder"),
         ({}, {"url": "localhost:8000"}, "string should match"),
@@ -210,7 +206,7 @@ def replace(name: str, value: Any) -> Any:
         (text(b"[1, 2]"), "invalid answer"),
         (drop("logprobs"), "no field 'logprobs'"),
         (replace("logprobs", None), "logprobs is null"),
-        (replace("token_ids", [3, 4]), "2 token ids and"),
+        (replace("token_ids", [3, 4]), "2 token IDs and"),
         (replace("token_ids", ["a"]), "not whole numbers"),
         (changed(lambda c: c["logprobs"]["token_logprobs"].__setitem__(0, 0.5)), "above 0"),
         (changed(lambda c: c.update(token_ids=[999, *c["token_ids"][1:]])), "returned token 999"),
@@ -257,20 +253,19 @@ def test_models_keys_and_environments(policy, monkeypatch):
         draw(policy, spec(stub, {"api_key_variable": "MY_KEY", "model": "mine"}))
         assert stub.headers[-1]["Authorization"] == "Bearer secret"
         assert stub.requests["/v1/completions"][-1]["model"] == "mine"
-        with pytest.raises(UserError, match="need backend local"):
+        with pytest.raises(UserError, match="interactive tasks"):
             draw(policy, spec(stub), environment=Environment(None, []))  # type: ignore[arg-type]
         stub_models = {"data": [{"id": "a"}, {"id": "b"}]}
         monkeypatch.setattr("tests.policy.stub_server._Handler.do_GET", lambda handler: handler.answer(stub_models))
         with pytest.raises(UserError, match="the server has a, b; set one of them"):
             draw(tiny_policy(dtype=torch.float32), spec(stub))
         with monkeypatch.context() as several:
-            several.setattr("torch.distributed.is_initialized", lambda: True)
-            several.setattr("torch.distributed.get_world_size", lambda: 2)
-            with pytest.raises(UserError, match="this run has 2"):
+            several.setattr("sharpscope.distributed.world_size", lambda: 2)
+            with pytest.raises(UserError, match="supports one process"):
                 draw(tiny_policy(dtype=torch.float32), spec(stub, {"sync": "vllm", "folder": "x"}))
-        policy.model.peft_config = {}
-        with pytest.raises(UserError, match="adapters"):
-            draw(policy, spec(stub, {"sync": "vllm", "folder": "x"}))
+        monkeypatch.setattr("sharpscope.policy.servers.has_adapters", lambda model: True)
+        with pytest.raises(UserError, match="no adapters"):
+            draw(tiny_policy(dtype=torch.float32), spec(stub, {"sync": "vllm", "folder": "x"}))
 
 
 def test_a_run_trains_on_a_servers_completions(toy_config, tiny_policy, tmp_path: Path):
@@ -295,68 +290,3 @@ def test_a_run_trains_on_a_servers_completions(toy_config, tiny_policy, tmp_path
             assert len(run.steps) == 3 and (run.steps["grad_norm"] > 0).all()
         else:
             assert gap[3] > 0.05 and "logp_mismatch" in set(run.events["rule"])
-
-
-# -- vLLM in this process, by a stand-in for the library ---------------------------------------------------------------
-
-
-class FakeLlm:
-    """Answers like vllm.LLM, with the stub server's sampler."""
-
-    made: list[FakeLlm]
-
-    def __init__(self, model: str, **settings: Any) -> None:
-        from transformers import AutoModelForCausalLM
-
-        self.settings, self.loads, self.resets = settings, [model], 0
-        self.stub = StubServer(AutoModelForCausalLM.from_pretrained(model), processed=True)
-        FakeLlm.made.append(self)
-
-    def collective_rpc(self, method: str, kwargs: dict[str, str]) -> None:
-        from safetensors.torch import load_file
-
-        assert method == "reload_weights"
-        self.loads.append(kwargs["weights_path"])
-        state = load_file(f"{kwargs['weights_path']}/model.safetensors")
-        self.stub.model.load_state_dict(state, strict=False)
-
-    def reset_prefix_cache(self) -> None:
-        self.resets += 1
-
-    def generate(self, prompts: list[dict[str, Any]], settings: list[Any], use_tqdm: bool) -> list[Any]:
-        results = []
-        for prompt, one in zip(prompts, settings, strict=True):
-            found = self.stub.complete(vars(one) | {"prompt": prompt["prompt_token_ids"]})
-            outputs = [
-                types.SimpleNamespace(
-                    token_ids=tuple(choice["token_ids"]),
-                    logprobs=[
-                        {token: types.SimpleNamespace(logprob=score), 2: types.SimpleNamespace(logprob=-9.0)}
-                        | {token: types.SimpleNamespace(logprob=score)}
-                        for token, score in zip(choice["token_ids"], choice["logprobs"]["token_logprobs"], strict=True)
-                    ],
-                )
-                for choice in found["choices"][::-1]
-            ]
-            results.append(types.SimpleNamespace(outputs=outputs))
-        return results
-
-
-def test_vllm_in_this_process(policy, monkeypatch, tmp_path: Path):
-    settings = RolloutSpec(max_new_tokens=6, temperature=0.8, backend={"kind": "vllm", "folder": str(tmp_path)})
-    monkeypatch.setitem(sys.modules, "vllm", None)
-    with pytest.raises(UserError, match=r"pip install 'sharpscope\[vllm\]'"):
-        draw(policy, settings)
-    FakeLlm.made = []
-    library: Any = types.ModuleType("vllm")
-    library.LLM, library.SamplingParams = FakeLlm, types.SimpleNamespace
-    monkeypatch.setitem(sys.modules, "vllm", library)
-    for _ in range(2):
-        found = draw(policy, settings)
-        mine = score_completions(policy.model, found, 0.8, share_prompt=False, with_grad=False).logp
-        torch.testing.assert_close(found.behavior_logp, mine, atol=2e-5, rtol=1e-5)
-        with torch.no_grad():
-            next(policy.model.parameters()).mul_(1.5)
-    (engine,) = FakeLlm.made
-    assert engine.settings["logprobs_mode"] == "processed_logprobs"
-    assert [path[-2:] for path in engine.loads] == ["-1", "-2"] and engine.resets == 1

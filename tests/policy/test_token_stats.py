@@ -11,9 +11,13 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sharpscope.policy.token_stats as module
+from sharpscope.policy.forward import score_completions
 from sharpscope.policy.head import Head
-from sharpscope.policy.token_stats import STAT_NAMES, flat_proxy, flat_stats, logit_stats, token_stats
+from sharpscope.policy.token_stats import STAT_NAMES, flat_logp, flat_proxy, flat_stats, logit_stats, token_stats
+from tests.models import tiny_model
 from tests.oracles.token_stats import token_statistics
+from tests.policy.helpers import rows, weighted
+from tests.policy.test_forward import assert_gradients_equal
 
 
 def stats_of_logits(z: torch.Tensor, y: torch.Tensor, temperature: float = 1.0) -> dict[str, torch.Tensor]:
@@ -93,20 +97,6 @@ def test_laws_of_every_distribution(values, data):
     assert miss * math.sqrt(V / (V - 1)) * (1 - 1e-9) - slack <= out["logit_grad_norm"]
     assert out["logit_grad_norm"] <= math.sqrt(2) * miss * (1 + 1e-9) + slack
     assert abs(out["polarity"]) <= 2 * (math.log(V) + 1)
-
-
-@settings(max_examples=60, deadline=None)
-@given(LOGITS, st.floats(-50, 50), st.randoms(use_true_random=False), st.data())
-def test_shifting_logits_or_renaming_tokens_changes_nothing_but_the_logit(values, shift, random, data):
-    y = data.draw(st.integers(0, len(values) - 1))
-    order = list(range(len(values)))
-    random.shuffle(order)
-    z = torch.tensor([values], dtype=torch.float64)
-    before = stats_of_logits(z, torch.tensor([y]))
-    after = stats_of_logits(z[:, order] + shift, torch.tensor([order.index(y)]))
-    for name in ("logp", "entropy", "collision", "logit_grad_norm", "polarity"):
-        assert float(after[name]) == pytest.approx(float(before[name]), rel=1e-8, abs=1e-11), name
-    assert float(after["logit"]) == pytest.approx(float(before["logit"]) + shift)
 
 
 @settings(max_examples=40, deadline=None)
@@ -200,3 +190,37 @@ def test_the_filtered_policy_by_its_definition(temperature, monkeypatch):
         wanted = math.log(p[y] / kept) if p[y] >= 0.05 * max(p) else -math.inf
         assert float(found[row]) == (wanted if wanted == -math.inf else pytest.approx(wanted, abs=1e-12))
     assert torch.isinf(found).any() and torch.isfinite(found).sum() >= 3
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize(
+    "kind", [{}, {"bias": True}, {"soft_cap": 2.0, "bias": True}, {"scale": 0.3}, {"soft_cap": 1.5, "scale": 2.0}]
+)
+def test_chunked_backward_pass_equals_the_one_that_keeps_all_logits(kind, temperature, monkeypatch):
+    g = torch.Generator().manual_seed(3)
+    shapes = ((11, 5), (29, 5), (29,))
+    leaves = [torch.randn(shape, generator=g, dtype=torch.float64).requires_grad_() for shape in shapes]
+    hidden, weight, bias = leaves if kind.get("bias") else (*leaves[:2], None)
+    head = Head(weight, bias, kind.get("soft_cap"), kind.get("scale", 1.0))
+    targets = torch.randint(0, 29, (11,), generator=g)
+    monkeypatch.setattr(module, "LOGIT_BYTES", {"cpu": 29 * 8 * 3, "cuda": 1})
+    found = {}
+    for keep in (True, False):
+        logp, stats = flat_logp(hidden, head, targets, temperature, stats=True, keep_logits=keep)
+        wanted = [leaf for leaf in (hidden, weight, bias) if leaf is not None]
+        found[keep] = (logp, torch.autograd.grad((logp * torch.arange(1.0, 12.0)).sum(), wanted), stats)
+    assert torch.allclose(found[True][0], found[False][0], atol=1e-12)
+    for kept, chunked in zip(found[True][1], found[False][1], strict=True):
+        assert torch.allclose(kept, chunked, atol=1e-11)
+    for name in STAT_NAMES:
+        assert torch.allclose(found[True][2][name], found[False][2][name], atol=1e-12), name
+
+
+def test_a_large_vocabulary_is_never_held_whole(monkeypatch):
+    monkeypatch.setattr(module, "KEEP_BYTES", {"cpu": 0, "cuda": 0})
+    model, batch = tiny_model("qwen3", tie=True), rows()
+    lean = score_completions(model, batch, 1.0, share_prompt=True, with_grad=True, stats=True)
+    monkeypatch.undo()
+    kept = score_completions(model, batch, 1.0, share_prompt=True, with_grad=True, stats=True)
+    assert_gradients_equal(model, weighted(lean.logp), weighted(kept.logp), 1e-10)
+    assert torch.allclose(lean.stats.polarity, kept.stats.polarity, atol=1e-12)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sharpscope.policy import load_policy
-from sharpscope.policy.drawing import draw_completions
+from sharpscope.policy import draw_completions, load_policy
 from sharpscope.recording.probe_sets import Drawer
 from sharpscope.tasks import make_task
 

@@ -12,8 +12,7 @@ from transformers import AutoModelForCausalLM
 
 import sharpscope
 from sharpscope.errors import UserError
-from sharpscope.policy import SamplingSpec, load_policy
-from sharpscope.policy.drawing import draw_completions
+from sharpscope.policy import SamplingSpec, draw_completions, load_policy
 from sharpscope.probes import ProbeSet
 from sharpscope.recording.rows import pass_at_k
 from sharpscope.seeds import derive

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
 from sharpscope.errors import CheckError, UserError
-from sharpscope.policy.gradient_checkpointing import layers_of
+from sharpscope.policy.head import layers_of
 from sharpscope.probes import score_norms
 from sharpscope.probes.token_gradients import sharded
 from tests.models import random_batch, tiny_model

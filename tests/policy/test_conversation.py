@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from sharpscope.config.policy import PolicySpec
-from sharpscope.policy import Environment, SamplingSpec, decoding, load_policy, score_completions, shared_decoding
-from sharpscope.policy.conversation import Turns, as_text, closing_tokens
+from sharpscope.policy import Environment, SamplingSpec, decoding, load_policy
+from sharpscope.policy.decoding import _StopStrings, as_text, closing_tokens, completion_uniforms
+from sharpscope.policy.forward import score_completions
 from sharpscope.policy.generation import generate
 from sharpscope.policy.loading import make_policy
-from sharpscope.policy.sampling import completion_uniforms
 from sharpscope.tasks import Example, Reward
 from tests.models import ARCHITECTURES, tiny_model
 from tests.oracles.generation import completion_logp, converse_one
@@ -64,7 +64,7 @@ def assert_matches_oracle(policy, task, out, spec, tolerance=1e-6, prompts=PROMP
             u[0].tolist(),
             lambda text, g=g: task.respond(examples[g], text),
             lambda text: policy.tokenizer(text, add_special_tokens=False)["input_ids"],
-            lambda ids: as_text(policy.tokenizer, ids),
+            lambda ids: policy.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False),
             stop=task.stop,
             temperature=spec.temperature,
             top_p=spec.top_p,
@@ -88,13 +88,13 @@ def assert_matches_oracle(policy, task, out, spec, tolerance=1e-6, prompts=PROMP
     return texts
 
 
-@pytest.mark.parametrize("copied", [False, True])
+@pytest.mark.parametrize("layers", [False, True])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_equals_one_conversation_at_a_time(architecture, copied, monkeypatch):
+def test_equals_one_conversation_at_a_time(architecture, layers, monkeypatch):
     monkeypatch.setattr(decoding, "INITIAL_CAPACITY", 2)
-    monkeypatch.setattr(shared_decoding, "SHORT", 0)
-    if copied:
-        monkeypatch.setattr(decoding, "can_share_decoding", lambda model: False)
+    monkeypatch.setattr(decoding, "SHORT", 0)
+    if layers:
+        monkeypatch.setattr(decoding, "can_decode_directly", lambda model: False)
     policy, task = tiny_policy(architecture), Parrot()
     spec = SamplingSpec(temperature=1.6, max_new_tokens=24)
     out = played(policy, task, spec)
@@ -185,23 +185,22 @@ def test_a_reply_that_leaves_no_room_ends_the_row_as_truncated():
     assert out.truncated.all()
 
 
-def test_a_stop_text_may_lie_across_tokens_and_inside_one():
+def test_a_stop_string_may_span_tokens_or_be_a_part_of_one():
     policy = tiny_policy()
-    turns = Turns(policy, ("t20 t5", "t3"), 2)
-    assert turns.add([0, 1], [20, 5]) == [False, False]
-    assert turns.add([0, 1], [5, 20]) == [True, False]
-    assert turns.add([1], [1]) == [False]  # the end-of-text token is no text
-    assert turns.text(1) == "t5 t20"
-    may = closing_tokens(policy.tokenizer, ("t20 t5", "t3"))
-    assert [i for i, end in enumerate(may) if end] == [3, 5, *range(30, 37)]  # t3, t5 and t30 to t36
+    rows = _StopStrings(policy, ("t20 t5", "t3"), 2)
+    assert rows.add([0, 1], [20, 5]) == [False, False]
+    assert rows.add([0, 1], [5, 20]) == [True, False]
+    assert rows.add([1], [1]) == [False]  # the end-of-text token is no text
+    # t3, t5 and t30 to t36
+    assert sorted(closing_tokens(policy.tokenizer, ("t20 t5", "t3"))) == [3, 5, *range(30, 37)]
 
 
-def test_stop_texts_in_pieces_of_bytes_are_heard():
+def test_stop_strings_of_several_bytes_are_found():
     tokenizer = load_policy(PolicySpec()).tokenizer
     policy = make_policy(tiny_model("qwen2", vocab=len(tokenizer)), tokenizer, "tiny")
     for stop, text in (("</stop>", "so</stop>!"), ("é", "naïve café"), ("。", "好。"), ("🙂", "a🙂b")):
         ids = tokenizer(text)["input_ids"]
-        turns = Turns(policy, (stop,), 1)
-        heard = [turns.add([0], [token])[0] for token in ids]
-        first = next(i for i in range(1, len(ids) + 1) if stop in as_text(tokenizer, ids[:i]))
-        assert heard.index(True) == first - 1
+        rows = _StopStrings(policy, (stop,), 1)
+        found = [rows.add([0], [token])[0] for token in ids]
+        first = next(i for i in range(1, len(ids) + 1) if stop in as_text(policy, ids[:i]))
+        assert found.index(True) == first - 1
