@@ -82,7 +82,6 @@ def empty_pictures():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(output, "save", save)
-        patch.setattr("sharpscope.analysis.html.page.svg_text", lambda figure: BLANK)
         yield
 
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from experiments.benchmarks.tokens import random_model
-from sharpscope.analysis import write_page
+from sharpscope.analysis import analyze
 from sharpscope.errors import UserError
 from sharpscope.probes import directional_derivative, logp_gradient, score_norms
 
@@ -118,7 +118,7 @@ def _report_seconds(data: Path, count: int) -> float:
         for file in data.glob("*.parquet"):
             table = pq.read_table(file)
             pq.write_table(table.filter(pc.is_in(table["run"], pa.array(chosen))), Path(folder) / file.name)
-        return _seconds(lambda: write_page([Path(folder)], Path(folder) / "report.html"))
+        return _seconds(lambda: analyze([Path(folder)], Path(folder) / "report"))
 
 
 def table(curves: Sequence[Curve]) -> str:
@@ -174,7 +174,7 @@ def report_cost(paths: Sequence[Path], repeats: int = 3) -> dict[str, Any]:
     """
     with tempfile.TemporaryDirectory(prefix="sharpscope-bench-") as folder:
         began = time.perf_counter(), time.process_time()
-        page = write_page(list(paths), Path(folder) / "report.html")
+        page = analyze(list(paths), Path(folder) / "report").page
         seconds, processor = time.perf_counter() - began[0], time.process_time() - began[1]
         paints, loads = _paints(page, repeats)
         return {

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import pandas as pd
 
-from sharpscope.analysis.spikes import Spike, explain_spikes
+from sharpscope.analysis.spikes import Spike, explain_spikes, share_steps
 from sharpscope.analysis.study import ground_of
 from sharpscope.traces import Run
 
@@ -100,9 +100,7 @@ def _candidates(run: Run) -> list[int]:
     """Steps with attribution, else with token rows, else with completions."""
     with_text = set(map(int, run.rollouts["step"].unique()))
     steps = set(run.token_steps) & with_text
-    shares: set[int] = set()
-    for frame in run.iter_tokens(columns=["step", "attribution"], required=["attribution"]):
-        shares |= set(map(int, frame.dropna()["step"].unique()))
+    shares = set(share_steps(run))
     return sorted(shares & steps or steps or with_text)
 
 

@@ -6,16 +6,20 @@ import math
 import numbers
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
-from matplotlib.figure import Figure
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from sharpscope.analysis.text import number, visible
 
+if TYPE_CHECKING:  # `show` needs no plotting library
+    from matplotlib.figure import Figure
+
+NUMERIC = {*"0123456789+-−–.<~", ""}
+"""What a number as text begins with."""
 UP, DOWN = "bold reverse deep_sky_blue3", "bold reverse dark_orange3"
 
 
@@ -74,7 +78,7 @@ def cell_text(value: Any) -> str:
 
 def is_text(column: pd.Series) -> bool:
     """Whether a column is aligned to the left: words or sentences, and not numbers as text."""
-    return any(isinstance(value, Marked) or (isinstance(value, str) and value[:1].isalpha()) for value in column)
+    return any(isinstance(cell, Marked) or (isinstance(cell, str) and cell[:1] not in NUMERIC) for cell in column)
 
 
 def to_terminal(sections: Iterable[Section]) -> RenderableType:
@@ -84,7 +88,7 @@ def to_terminal(sections: Iterable[Section]) -> RenderableType:
     """
     parts: list[RenderableType] = []
     for section in sections:
-        if isinstance(section.content, Figure):
+        if not isinstance(section.content, str | pd.DataFrame):
             continue
         if section.title:
             parts.append(Text(visible(section.title), "bold"))
@@ -99,9 +103,9 @@ def to_terminal(sections: Iterable[Section]) -> RenderableType:
 
 def _table(frame: pd.DataFrame) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for name in frame.columns:
-        left = is_text(frame[name])
-        wide = any(isinstance(value, Marked) for value in frame[name])
+    for number_, name in enumerate(frame.columns):
+        column = frame.iloc[:, number_]
+        left, wide = is_text(column), any(isinstance(value, Marked) for value in column)
         table.add_column(Text(visible(str(name))), justify="left" if left else "right", ratio=1 if wide else None)
     for row in frame.itertuples(index=False, name=None):
         table.add_row(

@@ -1,4 +1,8 @@
-"""Gradient-norm spikes, and the tokens, prompts and probabilities that cause them."""
+"""Steps with a large gradient, and the tokens, prompts and probabilities behind them.
+
+Every share is of the step's update: a token's part of the squared gradient norm ‖∇L‖² of its update, c·⟨∇ ln π, ∇L⟩ / ‖∇L‖², divided
+by the number of the step's updates. The tokens of a prompt sum to the prompt's share, and all prompts to 1.
+"""
 
 from __future__ import annotations
 
@@ -8,54 +12,100 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
+from sharpscope.analysis.text import number
 from sharpscope.analysis.tokens import INCLUSION, inverse_inclusion, sample_text
 from sharpscope.traces import Run, robust_z
 
 PROBABILITY_EDGES = (0.0, 0.01, 0.1, 0.3, 0.5, 0.8, 0.95, 0.99, 1.0)
-"""Ranges of π in which a spike's shares are summed."""
-
+"""Ranges of π in which shares are summed."""
 NOT_RECORDED = "(not recorded)"
 """Stands for a prompt that an imported run does not have."""
+WINDOW = 50
+FEWEST = 10
+"""Earlier steps with a gradient that the rule needs; see `sharpscope.traces.robust_z`."""
+LARGE = 3.0
+"""A norm this many times the typical one is a finding where the reward falls with it."""
+ENOUGH = 0.2
+"""Estimated sum of a sample's shares (1 for all groups) from which ranges of probability are scaled to sum to 1."""
+COLUMNS = ["rollout", "position", "token_id", "logp", "advantage", "weight", "loss_coef", "attribution", "update"]
 
 
 @dataclass(frozen=True)
 class Spike:
-    """A step with an unusually large gradient norm, and its causes if attribution was recorded.
+    """A step with a large gradient norm, and its causes if the tokens' shares were recorded.
 
-    `tokens`: the recorded tokens with the largest |share|; `prompts`: share by prompt; `probabilities`: share by range of π;
-    each None if the step has no attribution, and `missing` says so, and what records it. A token's share is a part of ‖∇L‖² of
-    its update; the shares by prompt and by range are means over the step's updates and sum to 1. `sample`: the groups whose tokens
-    were measured, in words; empty if all were. Then `tokens` and `prompts` are of these groups only, and the shares by range are
-    estimates.
+    Attributes:
+        step: of the run.
+        grad_norm, typical: its gradient norm and the median of those before it [L2, parameters].
+        z: robust standard deviations of the logarithm above that median; NaN where the rule was not reached.
+        tokens: the tokens with the largest |share|, with `share` and `probability`; None if none was recorded.
+        prompts: group, prompt, share.
+        probabilities: share and share of the tokens by range of π; estimates are scaled to sum to 1.
+        sample: the groups whose tokens were measured, in words; empty if all were. Prompts and tokens are of these only.
+        missing: why there are no shares.
     """
 
     step: int
     grad_norm: float
     z: float
     typical: float
-    tokens: pd.DataFrame | None
-    prompts: pd.DataFrame | None
-    probabilities: pd.DataFrame | None
+    tokens: pd.DataFrame | None = None
+    prompts: pd.DataFrame | None = None
+    probabilities: pd.DataFrame | None = None
     sample: str = ""
     missing: str = ""
+
+
+def gradient_scores(steps: pd.DataFrame) -> pd.DataFrame:
+    """A row for each step with a gradient: step, grad_norm, z, typical, scale, fall, scatter.
+
+    `z` and `typical` are those of `find_spikes`; `scale` is the robust standard deviation of the logarithm, so that z is reached
+    at typical·exp(z·scale). `fall`: mean reward of the five steps before less that of this step and the two after it; `scatter`:
+    standard deviation of the reward over the ten steps before.
+    """
+    logs: list[float] = []
+    rows = []
+    ordered = steps.sort_values("step")
+    rewards = pd.to_numeric(ordered["reward_mean"], errors="coerce").to_numpy(dtype=float)
+    norms = pd.to_numeric(ordered["grad_norm"], errors="coerce").to_numpy(dtype=float)
+    for at, (step, norm) in enumerate(zip(ordered["step"], norms, strict=True)):
+        if not norm > 0:
+            continue
+        recent = np.array(logs[-WINDOW:])
+        middle = float(np.median(recent)) if len(recent) else math.nan
+        scale = 1.4826 * float(np.median(np.abs(recent - middle))) if len(recent) >= FEWEST else math.nan
+        before, after = rewards[max(0, at - 5) : at], rewards[at : at + 3]
+        fall = float(before.mean() - after.mean()) if len(before) else math.nan
+        scatter = float(rewards[max(0, at - 10) : at].std(ddof=1)) if at > 2 else math.nan
+        z = robust_z(logs, math.log(norm))
+        rows.append((int(step), norm, z, math.exp(middle), scale, fall, scatter))
+        logs.append(math.log(norm))
+    columns = ["step", "grad_norm", "z", "typical", "scale", "fall", "scatter"]
+    return pd.DataFrame(rows, columns=columns).astype(dict.fromkeys(columns[1:], float)).astype({"step": int})
 
 
 def find_spikes(steps: pd.DataFrame, z: float = 4.0) -> pd.DataFrame:
     """Steps whose log gradient norm is `z` robust standard deviations above the median of the 50 before it.
 
-    Columns step, grad_norm, z, typical (the median norm of the window); the rule is `sharpscope.traces.rules`.
+    Columns step, grad_norm, z, typical (the median norm of the window); the rule is `sharpscope.traces.robust_z`.
     """
-    logs: list[float] = []
-    rows = []
-    for row in steps.sort_values("step").itertuples():
-        norm = float(row.grad_norm) if row.grad_norm is not None else math.nan  # type: ignore[arg-type]
-        if not norm > 0:
-            continue
-        score = robust_z(logs, math.log(norm))
-        if score >= z:
-            rows.append((int(row.step), norm, score, math.exp(float(np.median(logs[-50:])))))  # type: ignore[arg-type]
-        logs.append(math.log(norm))
-    return pd.DataFrame(rows, columns=["step", "grad_norm", "z", "typical"])
+    scores = gradient_scores(steps)
+    return scores.loc[scores["z"] >= z, ["step", "grad_norm", "z", "typical"]].reset_index(drop=True)
+
+
+def large_steps(steps: pd.DataFrame) -> pd.DataFrame:
+    """Steps whose norm is LARGE times the typical one and whose reward falls by more than it scattered before."""
+    scores = gradient_scores(steps)
+    large = (scores["grad_norm"] >= LARGE * scores["typical"]) & (scores["fall"] > scores["scatter"])
+    return scores[large].sort_values("grad_norm", ascending=False)
+
+
+def share_steps(run: Run) -> list[int]:
+    """Steps at which tokens' shares were recorded."""
+    found: set[int] = set()
+    for frame in run.iter_tokens(columns=["step", "attribution"], required=["attribution"]):
+        found |= set(map(int, frame.dropna()["step"].unique()))
+    return sorted(found)
 
 
 def recorded_by(run: Run, option: str) -> str:
@@ -72,48 +122,129 @@ def recorded_by(run: Run, option: str) -> str:
 
 
 def explain_spikes(run: Run, z: float = 4.0, top: int = 8, largest: int = 0) -> list[Spike]:
-    """Every spike of a run with its causes; without one, the `largest` steps by gradient norm that have attribution."""
-    result = find_spikes(run.steps, z)
-    if result.empty and largest:
-        recorded = run.tokens(columns=["step", "attribution"]).dropna()["step"].unique()
-        rows = run.steps[run.steps["step"].isin(recorded)].nlargest(largest, "grad_norm")
-        median = float(run.steps["grad_norm"].median())
-        result = pd.DataFrame({"step": rows["step"], "grad_norm": rows["grad_norm"], "z": math.nan, "typical": median})
-    return [_explain(run, row, top) for row in result.itertuples()]
+    """Every spike of a run with its causes.
 
-
-def _explain(run: Run, row: object, top: int) -> Spike:
-    step, norm = int(row.step), float(row.grad_norm)  # type: ignore[attr-defined]
-    columns = [
-        "rollout",
-        "position",
-        "token_id",
-        "logp",
-        "advantage",
-        "weight",
-        "loss_coef",
-        "attribution",
-        "update",
-        INCLUSION,
+    Args:
+        run: whose tokens are read.
+        z: threshold [robust standard deviations].
+        top: tokens and prompts of each.
+        largest: without a spike, so many steps with recorded shares, the largest gradients first.
+    """
+    found = find_spikes(run.steps, z)
+    if found.empty and largest:
+        scores = gradient_scores(run.steps)
+        found = scores[scores["step"].isin(share_steps(run))].nlargest(largest, "grad_norm").assign(z=math.nan)
+        found["typical"] = scores["grad_norm"].median()
+    return [
+        explain_step(run, int(row["step"]), top, float(row["z"]), float(row["typical"]))
+        for row in found.to_dict("records")
     ]
-    tokens = run.tokens(steps=[step], columns=["step", "score_norm", "score_norm_local", *columns]).dropna(
-        subset=["attribution"]
-    )
-    head = (step, norm, float(row.z), float(row.typical))  # type: ignore[attr-defined]
+
+
+def explain_step(run: Run, step: int, top: int = 8, z: float = math.nan, typical: float = math.nan) -> Spike:
+    """The causes of one step's gradient."""
+    norms = run.steps.loc[run.steps["step"] == step, "grad_norm"]
+    head = (step, float(norms.iloc[0]) if len(norms) else math.nan, z, typical)
+    tokens = step_shares(run, step)
     if tokens.empty:
         how = recorded_by(run, "recording.token_gradients_every")
-        return Spike(*head, None, None, None, missing=f"no attribution was recorded at this step{how}")
-    tokens = tokens.assign(probability=np.exp(tokens["logp"]))
-    biggest = tokens.reindex(tokens["attribution"].abs().sort_values(ascending=False).index).head(top)
-    rollouts = run.rollouts[run.rollouts["step"] == step][["rollout", "group", "prompt", "reward"]]
-    joined = tokens.merge(rollouts, on="rollout")
+        return Spike(*head, missing=f"no token's share was recorded at this step{how}")
+    biggest = tokens.reindex(tokens["share"].abs().sort_values(ascending=False, kind="stable").index).head(top)
+    prompts = prompt_shares(run, step, tokens)
+    prompts = prompts.loc[prompts["share"].abs().nlargest(top).index]
+    return Spike(*head, biggest, prompts, range_shares(tokens), sample_text(tokens))
+
+
+def step_shares(run: Run, step: int) -> pd.DataFrame:
+    """The tokens of a step that have a share, with `share` (of the step's update) and `probability`."""
+    wanted = ["step", "score_norm", "score_norm_local", *COLUMNS, INCLUSION]
+    tokens = run.tokens(steps=[step], columns=wanted).dropna(subset=["attribution"])
+    updates = max(1, tokens["update"].nunique())
+    return tokens.assign(probability=np.exp(tokens["logp"]), share=tokens["attribution"].astype(float) / updates)
+
+
+def prompt_shares(run: Run, step: int, tokens: pd.DataFrame) -> pd.DataFrame:
+    """group, prompt, share: the sums over the tokens of each prompt. `tokens`: from `step_shares`."""
+    rollouts = run.rollouts[run.rollouts["step"] == step][["rollout", "group", "prompt"]]
+    joined = tokens[["rollout", "share"]].merge(rollouts, on="rollout", how="left")
     joined = joined.assign(group=joined["group"].fillna(-1).astype(int), prompt=joined["prompt"].fillna(NOT_RECORDED))
-    updates = tokens["update"].nunique()
-    prompts = pd.DataFrame(joined.groupby(["group", "prompt"])["attribution"].sum() / updates).reset_index()
-    prompts = prompts.loc[prompts["attribution"].abs().nlargest(top).index]
-    count = inverse_inclusion(tokens)  # above, shares are of the prompt or token itself
+    return pd.DataFrame(joined.groupby(["group", "prompt"])["share"].sum()).reset_index()
+
+
+def range_shares(tokens: pd.DataFrame) -> pd.DataFrame:
+    """share, tokens (share of the tokens) by range of π; NaN where a sample holds too little of the gradient to tell.
+
+    Of a sample of groups these are estimates (Horvitz and Thompson), scaled to sum to 1.
+    """
+    count = inverse_inclusion(tokens)
     ranges = pd.cut(tokens["probability"], list(PROBABILITY_EDGES), include_lowest=True)
-    grouped = tokens.assign(share=count * tokens["attribution"], tokens=count / count.sum())
-    probabilities = grouped.groupby(ranges, observed=False)[["share", "tokens"]].sum()
-    probabilities["share"] /= updates
-    return Spike(*head, biggest, prompts, probabilities, sample_text(tokens))
+    weighted = tokens.assign(share=count * tokens["share"], tokens=count / count.sum())
+    result = weighted.groupby(ranges, observed=False)[["share", "tokens"]].sum()
+    total = float(result["share"].sum())
+    return result.assign(share=result["share"] / total if total >= ENOUGH else math.nan)
+
+
+def concentration(tokens: pd.DataFrame, sure: float = 0.99) -> tuple[float, float, float]:
+    """How few tokens carry the gradient: (share of the largest hundredth, share of the tokens with π > `sure`, their share).
+
+    Shares are of Σ|share|, so that no part exceeds the whole; tokens of a sample of groups count by their inverse chance.
+    """
+    count, size = inverse_inclusion(tokens), tokens["share"].abs().to_numpy()
+    order = np.argsort(-size, kind="stable")
+    weight, carried = count[order] / count.sum(), (count * size)[order] / max(float((count * size).sum()), 1e-300)
+    ends = np.concatenate([[0.0], np.cumsum(weight)])
+    largest = float(np.interp(0.01, ends, np.concatenate([[0.0], np.cumsum(carried)])))
+    certain = tokens["probability"].to_numpy()[order] > sure
+    return largest, float(weight[certain].sum()), float(carried[certain].sum())
+
+
+def spike_text(run: Run, z: float = 4.0) -> str:
+    """What the rule found in one to four sentences: the spikes, or how near the run came and why it is no nearer."""
+    scores = gradient_scores(run.steps)
+    if scores.empty:
+        return "No step has a gradient norm, so there is nothing to compare."
+    spikes = scores[scores["z"] >= z]
+    if len(spikes):
+        each = ", ".join(
+            f"{row.step} (z = {row.z:.1f}, {row.grad_norm / row.typical:.1f} × typical)" for row in spikes.itertuples()
+        )  # type: ignore[operator]
+        return f"{len(spikes)} step{'s' * (len(spikes) > 1)} with z ≥ {z:g}: {each}. {_near(run, int(spikes.loc[spikes['z'].idxmax(), 'step']))}"
+    said = []
+    top = scores.loc[scores["z"].idxmax()] if scores["z"].notna().any() else None
+    if top is not None:
+        factor = math.exp(z * float(top["scale"]))
+        said.append(
+            f"No step reaches z = {z:g}: the highest is z = {top['z']:.1f} at step {top['step']:.0f}, gradient norm "
+            f"{number(top['grad_norm'])}, {top['grad_norm'] / top['typical']:.1f} × the typical {number(top['typical'])}."
+        )
+        if factor > 2 * LARGE:
+            said.append(
+                f"Norms scatter so much in this run that only {factor:.0f} × the typical norm would be a spike: the rule is insensitive here."
+            )
+    else:
+        said.append(
+            f"A spike is judged against {FEWEST} earlier steps with a gradient; this run has {len(scores)} such steps."
+        )
+    large = large_steps(run.steps)
+    if len(large):
+        row = large.iloc[0]
+        said.append(
+            f"Step {row['step']:.0f} is a finding all the same: its gradient is {row['grad_norm'] / row['typical']:.1f} × the typical one, "
+            f"and the reward falls by {row['fall']:.2f} with it."
+        )
+    largest = scores.loc[scores["grad_norm"].idxmax()]
+    if large.empty and (top is None or largest["step"] != top["step"]):
+        said.append(f"The largest gradient norm is {number(largest['grad_norm'])} at step {largest['step']:.0f}.")
+    at = large["step"].iloc[0] if len(large) else largest["step"]
+    return " ".join([*said, _near(run, int(at))])
+
+
+def _near(run: Run, step: int) -> str:
+    """What was recorded at a step or near it."""
+    there = share_steps(run)
+    if step in there:
+        return f"Tokens' shares were recorded at step {step}."
+    if not there:
+        return f"No token's share was recorded{recorded_by(run, 'recording.token_gradients_every')}."
+    nearest = min(there, key=lambda one: (abs(one - step), one))
+    return f"Tokens' shares were not recorded at step {step}; the nearest step that has them is {nearest}."

@@ -19,7 +19,6 @@ from sharpscope.cli import (
     importing,
     inspecting,
     probing,
-    reporting,
     rotating,
     studying,
     sweeping,
@@ -65,7 +64,6 @@ app = typer.Typer(
 )
 for module in (
     training,
-    reporting,
     inspecting,
     sweeping,
     studying,

@@ -1,4 +1,4 @@
-"""`show`, `compare`, `claims`, `figures`, `tokens`, `spikes`: inspect traces."""
+"""`show`, `tokens`, `analyze`: look at recorded runs."""
 
 from __future__ import annotations
 
@@ -7,50 +7,114 @@ from typing import Annotated
 
 import typer
 
-from sharpscope.cli.console import printable
+from sharpscope.cli.console import printable, progress
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands to the application."""
     app.command("show")(show)
-    app.command("compare")(compare)
-    app.command("claims")(claims)
-    app.command("figures")(figures)
     app.command("tokens")(tokens)
-    app.command("spikes")(spikes)
+    app.command("analyze")(analyze)
+    app.command("claims")(claims)
 
 
 def show(
-    run: Annotated[Path, typer.Argument(help="Folder of a run.")],
+    runs: Annotated[list[Path], typer.Argument(help="Run folders, or folders of runs.")],
+    watch: Annotated[bool, typer.Option("--watch", help="Refresh until the run ends (one run).")] = False,
+    every: Annotated[float, typer.Option(min=0.1, help="Refresh interval of --watch in seconds.")] = 2.0,
 ) -> None:
-    """Summarize a run: settings, curves, last evaluation, events, weights and cost.
+    """Show a run: which tokens moved the model, curves, accuracy, sharpness and events. Of several, their differences.
 
-    Example:
+    Examples:
       sharpscope show runs/first
+
+      sharpscope show runs/grpo-s0 runs/grpo-sg-s0
     """
     from rich.console import Console
 
-    from sharpscope.analysis import show as render
-    from sharpscope.traces import load_run
+    from sharpscope import analysis
+    from sharpscope.errors import UserError
 
-    Console().print(render(load_run(run)))
+    if not watch:
+        Console().print(analysis.show_paths(runs))
+        return
+    if len(runs) > 1:
+        raise UserError("--watch: follows one run; give one folder")
+    try:
+        analysis.watch(runs[0], Console(), every=every)
+    except KeyboardInterrupt:
+        typer.echo("stopped watching; the run continues")
 
 
-def compare(
-    first: Annotated[Path, typer.Argument(help="Folder of a run.")],
-    second: Annotated[Path, typer.Argument(help="Folder of another run.")],
+def tokens(
+    run: Annotated[Path, typer.Argument(help="Folder of a run.")],
+    step: Annotated[
+        int | None, typer.Option(help="Step of the run. Default: the recorded one with the largest gradient norm.")
+    ] = None,
+    by: Annotated[
+        str, typer.Option(help="Column of the tokens table to sort by, in descending magnitude.")
+    ] = "attribution",
+    top: Annotated[int | None, typer.Option(min=1, help="Number of tokens. Default: 20; of each spike, 8.")] = None,
+    spikes: Annotated[
+        bool, typer.Option("--spikes", help="Find steps with an unusually large gradient and show what is behind them.")
+    ] = False,
+    z: Annotated[
+        float,
+        typer.Option(
+            help="Threshold of --spikes: robust standard deviations of the log gradient norm above its median."
+        ),
+    ] = 4.0,
 ) -> None:
-    """Compare the settings and the results of two runs, with intervals.
+    """List the tokens that hold the largest shares of a step's gradient, or that are largest in another column.
 
-    Example:
-      sharpscope compare runs/grpo-knights_knaves-s0 runs/grpo-sg-knights_knaves-s0
+    Examples:
+      sharpscope tokens runs/first
+
+      sharpscope tokens runs/first --spikes
+
+      sharpscope tokens runs/first --step 10 --by score_norm --top 20
     """
     from rich.console import Console
 
-    from sharpscope.analysis import compare as render
+    from sharpscope import analysis
+    from sharpscope.analysis.sections import to_terminal
+    from sharpscope.errors import UserError
     from sharpscope.traces import load_run
 
-    Console().print(render(load_run(first), load_run(second)))
+    if spikes and (step is not None or by != "attribution"):
+        raise UserError("--spikes: finds the steps itself and shows shares; leave out --step and --by")
+    loaded = load_run(run)
+    found = (
+        analysis.spike_sections(loaded, z, top or 8) if spikes else analysis.token_sections(loaded, step, by, top or 20)
+    )
+    Console().print(to_terminal(found))
+
+
+def analyze(
+    runs: Annotated[list[Path], typer.Argument(help="Run folders, or folders of runs.")],
+    out: Annotated[Path | None, typer.Option(help="Output folder. Default: `report` beside the runs.")] = None,
+    claims: Annotated[bool, typer.Option("--claims", help="Test the published claims on these runs too.")] = False,
+    open_: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
+) -> None:
+    """Write a self-contained page of runs with their differences and tokens, and its figures and tables as files.
+
+    Examples:
+      sharpscope analyze runs/
+
+      sharpscope analyze runs/first runs/second --out report --open
+    """
+    from sharpscope import analysis
+
+    with progress("reading traces") as update:
+        written = analysis.analyze(runs, out, claims=claims, on_progress=update)
+    size = written.page.stat().st_size / 2**20
+    counts = f"{len(written.figures)} figures and {len(written.tables)} tables"
+    typer.echo(f"{counts}. Written: {written.out}/ (open {written.page}, {size:.1f} MiB, works offline)")
+    if open_:
+        import webbrowser
+
+        if not webbrowser.open(written.page.resolve().as_uri()):
+            typer.echo(f"cannot start a browser; open {written.page} yourself", err=True)
 
 
 def claims(
@@ -73,7 +137,7 @@ def claims(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="Folder for claims.json, claims.md and tables of the paper's settings and of all settings."),
+        typer.Option(help="Folder for claims.json and claims.md."),
     ] = None,
 ) -> None:
     """Test the published claims on runs. Verdicts: supported, refuted, inconclusive or untestable.
@@ -92,12 +156,10 @@ def claims(
         UNDECLARED,
         declared_rules,
         quote,
-        study_of,
         test_claims,
         verdict_text,
         write_claims,
     )
-    from sharpscope.analysis.tables import endpoint_tables, paper_tables, write_tables
     from sharpscope.cli.studying import terms_of
     from sharpscope.config import ClaimsSpec
     from sharpscope.errors import UserError
@@ -118,93 +180,4 @@ def claims(
         typer.echo("\n".join(map(printable, text.split("\n"))))
     if out is not None:
         files = write_claims(verdicts, out, declared)
-        laid_out = study_of(loaded, *methods)
-        files += write_tables([*paper_tables(laid_out), *endpoint_tables(laid_out)], out)
         typer.echo(f"{len(files)} files. Written: {out}/ (open {files[1]})")
-
-
-def figures(
-    source: Annotated[Path, typer.Option("--from", help="Run folders, or a folder of runs.")],
-    out: Annotated[Path, typer.Option(help="Output folder.")] = Path("figures"),
-) -> None:
-    """Plot all figures of runs and claims: the main ones into paper/ with captions, the others into supplement/.
-
-    Example:
-      sharpscope figures --from data/reference --out figures
-    """
-    from sharpscope.analysis import write_figures
-    from sharpscope.errors import UserError
-    from sharpscope.traces import load_runs
-
-    loaded = load_runs(source)
-    if not any(len(run.steps) for run in loaded):
-        raise UserError(f"--from {source}: no run with at least one step; record one with `sharpscope run`")
-    written = write_figures(loaded, out)
-    counts = " and ".join(f"{len(files)} in {out}/{folder}/" for folder, files in written.items())
-    typer.echo(f"figures (PNG and SVG): {counts}")
-
-
-def tokens(
-    run: Annotated[Path, typer.Argument(help="Folder of a run.")],
-    step: Annotated[
-        int | None, typer.Option(help="Step of the run. Default: the recorded one with the largest gradient norm.")
-    ] = None,
-    by: Annotated[
-        str, typer.Option(help="Column of the tokens table to sort by, in descending magnitude.")
-    ] = "attribution",
-    top: Annotated[int, typer.Option(min=1, help="Number of tokens.")] = 20,
-) -> None:
-    """List the top tokens of a step with their context and numbers.
-
-    Example:
-      sharpscope tokens runs/first
-
-      sharpscope tokens runs/first --step 10 --by score_norm --top 20
-    """
-    from rich.console import Console
-
-    from sharpscope.analysis import largest_recorded_step, render_tokens, token_decoder, tokens_title, top_tokens
-    from sharpscope.traces import load_run
-
-    loaded = load_run(run)
-    step = largest_recorded_step(loaded, by) if step is None else step
-    selected, all_tokens = top_tokens(loaded, step, by, top)
-    title = tokens_title(step, by, all_tokens)
-    Console().print(render_tokens(selected, all_tokens, by, token_decoder(loaded), title))
-
-
-def spikes(
-    run: Annotated[Path, typer.Argument(help="Folder of a run.")],
-    z: Annotated[
-        float,
-        typer.Option(help="Threshold: robust standard deviations of the log gradient norm above its running median."),
-    ] = 4.0,
-    top: Annotated[int, typer.Option(min=1, help="Number of tokens per spike.")] = 8,
-) -> None:
-    """List gradient-norm spikes with the tokens, prompts and probabilities that contribute most.
-
-    Example:
-      sharpscope spikes runs/first
-    """
-    from rich.console import Console
-
-    from sharpscope.analysis import explain_spikes, recorded_by, render_spikes, token_decoder
-    from sharpscope.traces import load_run
-
-    loaded = load_run(run)
-    explained = explain_spikes(loaded, z, top, largest=1)
-    if not explained:
-        typer.echo(
-            f"no gradient norm is {z:g} robust standard deviations above its running median, and no attribution is recorded"
-        )
-        return
-    if all(spike.z != spike.z for spike in explained):  # NaN: not a spike
-        typer.echo(f"no spike at z = {z:g} (a spike needs ten earlier steps with a gradient)")
-        norms = loaded.steps.set_index("step")["grad_norm"].dropna().astype(float)
-        if norms.max() > explained[0].grad_norm:
-            typer.echo(
-                f"the largest gradient norm, {norms.max():.3g} at step {norms.idxmax()}, has no attribution"
-                + recorded_by(loaded, "recording.token_gradients_every")
-            )
-        typer.echo("showing the step with the largest gradient norm and attribution:")
-    Console().print(render_spikes(explained, lambda step: loaded.tokens(steps=[step]), token_decoder(loaded)))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sharpscope.cli.console import check_empty, printable, progress
+from sharpscope.cli.console import check_empty, progress
 
 if TYPE_CHECKING:
     from sharpscope.sweeps import PlannedRun
@@ -33,7 +33,7 @@ def demo(
     Example:
       sharpscope demo
     """
-    from sharpscope.analysis import analyze, render_overview
+    from sharpscope.analysis import analyze, show_headline
     from sharpscope.config import build_config
     from sharpscope.training import RichDisplay, train
 
@@ -54,19 +54,14 @@ def demo(
             raise typer.Exit(1)
     with progress("making the report") as update:
         written = analyze([out / "runs"], out / "report", on_progress=update)
-    screen = written.content.overview
-    if screen is not None:
-        from rich.console import Console
+    from rich.console import Console
 
-        Console().print(render_overview(screen))
+    Console().print(show_headline([out / "runs"]))
     typer.echo(
-        f"report: {written.html}\n"
-        f"next:   sharpscope show {out}/runs/grpo-sg\n"
-        f"        sharpscope compare {out}/runs/grpo {out}/runs/grpo-sg\n"
-        "        sharpscope run --method grpo-sg --set method.weight.tau=4 --steps 100"
+        f"\nOpen the report:  {written.page}\n"
+        'Your TRL run:     import sharpscope; sharpscope.record(trainer, out="runs/x")\n'
+        f"This run:         sharpscope show {out}/runs/grpo-sg"
     )
-    if screen is not None:
-        typer.echo(f"found:  {printable(screen.finding)}")
 
 
 def sweep(

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
 from scipy import stats
 
-from sharpscope.analysis.figures.forks import fork_effects
+from sharpscope.analysis.figures import fork_effects
 from sharpscope.analysis.forks import batches_needed, detectable, fork_differences, fork_table
-from sharpscope.analysis.report import fork_sections
 from sharpscope.errors import UserError
 
 
@@ -179,19 +176,3 @@ def test_the_figure_draws_every_difference_and_not_the_reference():
 def test_a_margin_must_be_positive():
     with pytest.raises(UserError, match="margin 0"):
         fork_differences(rows(grpo=0.0), margin=0)
-
-
-def test_the_report_says_how_many_batches_there_are():
-    """A fork that was interrupted has fewer in some states than were asked for."""
-    forks = pd.concat([rows((0,), 6, grpo=0.0, ar=0.01), rows((50,), 4, grpo=0.0, ar=0.01)])
-
-    class Recorded(list):
-        pass
-
-    run = SimpleNamespace(
-        forks=forks, info={"forks": {"f": {"batches": 30, "updates": 1}}}, rows=lambda table: len(forks)
-    )
-    runs: Any = Recorded([run])
-    runs.forks = forks
-    (section,) = fork_sections(runs)
-    assert "4 to 6 batches of each state" in section.picture.caption

@@ -1,74 +1,234 @@
-"""What a report says of its own content: to which step a pair is compared, which spikes there are, why text is missing."""
+"""Sections: each number is that of a plain loop over the tables, and what cannot be told is said."""
 
 from __future__ import annotations
 
-import re
+import math
 from pathlib import Path
 
+import numpy as np
+import pandas as pd
 import pytest
 
-from sharpscope.analysis import analyze
-from sharpscope.analysis.html.tokens import token_view
-from sharpscope.analysis.reduction import reduce_run
-from sharpscope.analysis.report import difference_grid, no_spikes, not_kept
-from sharpscope.analysis.study import studies
-from sharpscope.traces import load_run, load_runs
-from tests.analysis.html.runs import SPIKE, STEPS, write_report_run
-
-
-def test_every_pair_says_its_own_step_and_what_is_not_finished(tmp_path: Path):
-    for seed in (0, 1):
-        write_report_run(tmp_path / f"grpo-s{seed}", seed=seed, tokens=False)
-    write_report_run(tmp_path / "grpo-sg-s0", "grpo-sg", tokens=False, status="failed", steps=5)
-    write_report_run(tmp_path / "grpo-sg-s1", "grpo-sg", seed=1, tokens=False, status="interrupted")
-    (study,) = studies(load_runs(tmp_path))
-    grid = difference_grid(study)
-    assert grid.columns[:4] == ("runs", "seed", "last step", "quantity")
-    steps = {(row[0], row[2]) for row in grid.rows}
-    assert steps == {("grpo-sg-s0 − grpo-s0", "5"), ("grpo-sg-s1 − grpo-s1", str(STEPS))}
-    assert "At step" not in grid.note and grid.note.startswith("Each pair up to the last step that both have.")
-    assert (
-        "grpo-sg-s0 is not finished (failed)." in grid.note and "grpo-sg-s1 is not finished (interrupted)." in grid.note
-    )
+from sharpscope.analysis.frames import Z
+from sharpscope.analysis.pairs import compare_runs
+from sharpscope.analysis.report import (
+    accuracy_sections,
+    comparison_sections,
+    cost_table,
+    curve_table,
+    difference_table,
+    found_sections,
+    messages,
+    page_of,
+    run_sections,
+    sampler_section,
+    setting_sections,
+    sharpness_sections,
+    sparkline,
+    update_table,
+)
+from sharpscope.analysis.statistics import accuracy_interval
+from sharpscope.analysis.study import Study, studies
+from sharpscope.analysis.text import interval_text, method_label, model_label
+from sharpscope.traces import TraceWriter, load_run, load_runs
+from tests.analysis.html.runs import write_report_run
+from tests.analysis.small import PROMPTS, ROTATION, STEPS, values_of, write_small
+from tests.traces.rows import new_run, rows
 
 
 @pytest.fixture(scope="module")
-def reduced(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two reduced runs, one with a spike."""
-    folder = tmp_path_factory.mktemp("reduced")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Study:
+    root = tmp_path_factory.mktemp("pair")
     for method in ("grpo", "grpo-sg"):
-        whole = write_report_run(folder / "whole" / f"{method}-s0", method, spike=method == "grpo")
-        reduce_run(load_run(whole), folder / "runs" / f"{method}-s0", tokens=40)
-    return folder / "runs"
+        write_small(root / method, method)
+    (study,) = studies(load_runs(root))
+    return study
 
 
-def test_the_page_of_reduced_runs_lists_the_spikes_that_report_md_lists(reduced: Path, tmp_path: Path, quick):
-    made = analyze(reduced, tmp_path / "out")
-    html, markdown = made.html.read_text(encoding="utf-8"), made.report.read_text(encoding="utf-8")
-    (section,) = re.findall(r'<section id="spikes".*?</section>', html, re.DOTALL)
-    assert f"<td>grpo-s0</td><td>{SPIKE}</td>" in section and f"| grpo-s0 | {SPIKE} |" in markdown
-    assert '<a href="#spikes">' in html and "A token leads to its completion" not in section
-    assert "No completion was recorded" not in html and "no completions were recorded" not in html
-    said = "Completions of these runs were not kept by `export --to reduced`"
-    (tokens,) = re.findall(r'<section id="tokens".*?</section>', html, re.DOTALL)
-    assert said in section and said in tokens and said in markdown.replace("\\", "")
+def _row(sections, **wanted: str) -> dict[str, str]:
+    (section,) = sections
+    frame = section.content
+    for name, value in wanted.items():
+        frame = frame[frame[name] == value]
+    (row,) = frame.to_dict("records")
+    return row
 
 
-def test_reduced_runs_beside_whole_ones_are_told_apart(reduced: Path, tmp_path: Path):
-    write_report_run(tmp_path / "whole-s1", seed=1)
-    silent = write_report_run(tmp_path / "silent-s2", seed=2)
-    for part in (silent / "traces" / "rollouts").iterdir():
-        part.unlink()
-    runs = {run.name: run for folder in (reduced, tmp_path) for run in load_runs(folder)}
-    notes = token_view(runs)["notes"]
-    assert "grpo-s0: its completions were not kept by `export --to reduced`." in notes
-    assert "silent-s2: no completions were recorded (recording.rollouts_every)." in notes
-    assert not_kept(load_runs(tmp_path)) == "" and no_spikes(load_runs(reduced)) == "No spike."
-    assert no_spikes(load_runs(tmp_path)) == "No spike, and no attribution is recorded."
+def test_sharpness_is_paired_by_prompt_and_named_by_its_functional(pair: Study):
+    for setting in ("grpo", "grpo-sg"):
+        row = _row(sharpness_sections(pair.settings), measure="SAM sharpness of nll, radius 0.5", setting=setting)
+        first, last = values_of(setting, 0), values_of(setting, STEPS)
+        change = [b - a for a, b in zip(first, last, strict=True)]
+        error = math.sqrt(sum((c - sum(change) / PROMPTS) ** 2 for c in change) / (PROMPTS - 1) / PROMPTS)
+        assert row["start"] == interval_text(first.mean(), Z * first.std(ddof=1) / math.sqrt(PROMPTS))
+        assert row["change"] == interval_text(sum(change) / PROMPTS, Z * error, sign=True)
+    row = _row(
+        sharpness_sections(pair.settings[:1]), measure="critical sharpness"
+    )  # prompts of updates are independent
+    assert row["change"] == interval_text(100.0 * (STEPS - 1), Z * math.hypot(10, 10), sign=True)
 
 
-def test_a_page_without_spikes_says_so(tmp_path: Path, quick):
-    write_report_run(tmp_path / "runs" / "grpo-s0", spike=False, tokens=False)
-    made = analyze(tmp_path / "runs", tmp_path / "out")
-    said = "No spike, and no attribution is recorded."
-    assert said in made.html.read_text(encoding="utf-8") and said in made.report.read_text(encoding="utf-8")
+@pytest.mark.parametrize(("saturation", "marked"), [(0.5, True), (0.2, False)])
+def test_saturated_sharpness_is_marked_in_show_and_on_the_page(tmp_path: Path, saturation: float, marked: bool):
+    value = float(values_of("grpo", STEPS).mean())
+    estimate = {"functional": "expected_failure", "ceiling": value / saturation, "saturation": saturation}
+    (study,) = studies(load_runs(write_small(tmp_path / "a", "grpo", **estimate)))
+    row = _row(sharpness_sections(study.settings), measure="SAM sharpness of expected_failure, radius 0.5")
+    assert ("(saturated)" in row["of the possible rise"]) == marked
+    assert ("saturated" in found_sections(study, study.settings)[0].content) == marked
+
+
+def test_accuracy_is_pooled_greedy_and_sampled_with_wilson_intervals(pair: Study):
+    for heat, start, end in (("greedy", 0.45, 0.7), ("T = 1", 0.35, 0.6)):
+        row = _row(accuracy_sections(pair.settings), sampling=heat, setting="grpo")
+        error = 0.07 / math.sqrt(2)
+        ends = accuracy_interval(end, error, 80, 1)
+        assert row["before [%]"].startswith(f"{100 * start:.0f} ±")
+        assert row["after [%]"] == interval_text(100 * end, 100 * max(end - ends.low, ends.high - end))
+        assert row["change [points]"].startswith(f"+{100 * (end - start):.0f} ±")
+
+
+def test_no_accuracy_is_certain(tmp_path: Path):
+    """0 of 40 prompts: the upper end is z²/(n + z²) = 8.8 %, also where each prompt has 16 completions."""
+    folder = new_run(tmp_path / "a")
+    row = {"step": 1, "task": "knights_knaves", "split": "heldout", "level": "3", "n": 40, "k": 16, "accuracy": 0.0}
+    row |= {"std_error": 0.0, "pass_at_k": 0.0, "reward_mean": 0.0, "heldout_loss": None, "temperature": 1.0}
+    with TraceWriter(folder) as writer:
+        writer.append("steps", rows("steps", 1, 1))
+        writer.append("eval", row)
+    study = Study({"a": load_run(folder)})
+    assert _row(accuracy_sections(study.settings))["after [%]"] == "0.0 ± 8.8"
+
+
+def test_several_seeds_have_intervals_over_seeds(tmp_path: Path):
+    for seed in range(3):
+        for method in ("grpo", "grpo-sg"):
+            write_small(tmp_path / f"{method}-s{seed}", method, seed)
+    (study,) = studies(load_runs(tmp_path))
+    (section,) = comparison_sections(study)
+    row = section.content[section.content["quantity"] == "reward"].iloc[0]
+    assert row["pairs"] == "3" and row["difference"] == "0" and "3 pairs" in section.note
+    ends = [values_of("grpo", STEPS).mean()] * 3  # the same in every seed
+    shown = _row(sharpness_sections(study.settings), measure="SAM sharpness of nll, radius 0.5", setting="grpo")
+    assert shown["end"] == interval_text(ends[0], 0.0)
+
+
+def test_a_run_compared_with_itself_shows_nothing_but_zeros(pair: Study):
+    run = next(iter(pair.runs.values()))
+    table = difference_table(compare_runs([run, run]))
+    assert (
+        len(table) > 3
+        and set(table["difference"]) <= {"0", "–", "+0 ± 0"}
+        and "a difference" not in set(table["shows"])
+    )
+
+
+def test_rotation_from_rounding_is_not_shown(pair: Study):
+    """grpo's angles are 1e-4°: no row, no sparkline, no finding; grpo-sg's are, of the three steps that have them."""
+    runs = {setting.label: next(iter(setting.runs.values())) for setting in pair.settings}
+    assert not curve_table(runs["grpo"])["by step"].str.contains("turned").any()
+    table = curve_table(runs["grpo-sg"]).set_index("by step")
+    assert table.loc["gradient turned by [°]", ""] == sparkline(np.array(list(ROTATION.values())))
+    said = " ".join(section.note for section in found_sections(pair, pair.settings))
+    assert "It turns the gradient by 21°. The luck of one batch turns it by about 45°." in said
+    alone = Study({"grpo": runs["grpo"]})
+    assert "turns" not in " ".join(section.note for section in found_sections(alone, alone.settings))
+
+
+def test_sparkline_scales_from_smallest_to_largest():
+    assert sparkline(np.array([0.0, 1.0, 7.0])) == "▁▂█" and sparkline(np.array([1.0, math.nan, 2.0])) == "▁·█"
+    assert sparkline(np.array([3.0, 3.0])) == "▄▄" and sparkline(np.arange(80.0), width=8) == "▁▂▃▄▅▆▇█"
+    assert sparkline(np.array([])) == "" and sparkline(np.full(3, math.nan)) == "···"
+
+
+def test_rewards_that_are_not_numbers_are_shown_as_such(tmp_path: Path):
+    folder = new_run(tmp_path / "a")
+    with TraceWriter(folder) as writer:
+        for step, reward in enumerate([1.0, 2.0, math.nan], 1):
+            writer.append("steps", rows("steps", step, 1) | {"reward_mean": reward})
+    table = curve_table(load_run(folder)).set_index("by step")
+    assert table.loc["reward", "last"] == "not a number" and table.loc["reward", ""] == "▁█·"
+    assert any("reward is not a number in 1 of 3 steps (first: 3)" in text for text in messages(load_runs(tmp_path)))
+
+
+def test_without_rewards_the_loss_is_shown(tmp_path: Path):
+    folder = new_run(tmp_path / "a", method="sft")
+    with TraceWriter(folder) as writer:
+        for step, loss in enumerate([3.0, 2.0, 2.5, 1.5, 1.0, 0.5], 1):
+            writer.append("steps", rows("steps", step, 1) | {"reward_mean": None, "loss": loss})
+    row = curve_table(load_run(folder)).iloc[0]
+    assert (row["by step"], row["first"], row["last"]) == ("loss", "2.5", "0.75")
+
+
+def test_settings_that_differ_are_in_words(tmp_path: Path):
+    for method, clip in (("grpo", None), ("grpo-sg", {"low": 0.2})):
+        write_small(tmp_path / method, method, recorded=False, config={"method": {"name": method, "clip": clip}})
+    (study,) = studies(load_runs(tmp_path))
+    (section,) = setting_sections(study)
+    rows_ = {row["setting"]: (row["grpo"], row["grpo-sg"]) for row in section.content.to_dict("records")}
+    assert rows_.pop("method.clip.low") == ("none", "0.2") and set(rows_.values()) <= {("none", "none")}
+
+
+def test_labels_are_readable():
+    assert method_label("grpo+aggregate=token_mean") == "grpo (aggregate token mean)"
+    assert method_label("grpo-sg+weight=custom(mine:flat_top)") == "grpo-sg (flat_top)"
+    assert method_label("grpo") == "grpo" and method_label("grpo-sg-shuffled") == "grpo-sg-shuffled"
+    cached = (
+        "/root/.cache/huggingface/hub/models--Qwen--Qwen2.5-0.5B/snapshots/060db6499f32faf8b98477b0a26969ef7d8b9987"
+    )
+    assert model_label(cached) == "Qwen/Qwen2.5-0.5B" and model_label("/data/models/mine/") == "mine"
+    assert model_label("embedded:knights_knaves") == "embedded:knights_knaves"
+
+
+def test_only_samplers_that_differ_have_a_row(tmp_path: Path):
+    def write(name: str, gap: float) -> None:
+        folder = write_report_run(tmp_path / name, tokens=False, steps=1)
+        logp = np.full(8, -1.0, dtype=np.float32)
+        place = {"rollout": 0, "position": np.arange(8), "logp": logp, "behavior_logp": logp - np.float32(gap)}
+        with TraceWriter(folder) as writer:
+            writer.append("tokens", rows("tokens", 1, 8) | place)
+
+    write("a", 0.0)
+    assert "agree: no ratio is outside" in sampler_section(load_runs(tmp_path)).content
+    write("b", 0.2)
+    (row,) = sampler_section(load_runs(tmp_path)).content.to_dict("records")
+    assert row["run"] == "b" and row["ratios outside [0.9, 1.1]"] == "100.00 %"
+    assert float(row["k1 [nats]"]) == pytest.approx(-0.2, rel=1e-2)
+
+
+def test_updates_weights_and_costs_are_those_of_the_tables(tmp_path: Path):
+    folder = new_run(tmp_path / "a")
+    bounds = {"weight_mean": 1.2, "weight_min": 1.0, "weight_max": 1.4, "weight_saturation_low_gradient": 0.96}
+    bounds |= {
+        "weight_saturation_high_gradient": 0.0,
+        "clip_fraction_low": 0.01,
+        "clip_fraction_high": 0.02,
+        "grad_clipped": 0.5,
+    }
+    bounds |= {"generation_s": 0.5, "training_s": 0.25, "recording_s": 0.25}
+    with TraceWriter(folder) as writer:
+        writer.append("steps", rows("steps", 1, 1) | bounds)
+        writer.append("updates", rows("updates", 1, 2) | {"ratio_min": 0.7, "ratio_max": 1.25, "kl_old_k3": 0.002})
+    runs = load_runs(tmp_path)
+    (row,) = update_table(runs).to_dict("records")
+    assert row["token weight, mean (range)"] == "1.200 (1 to 1.4)" and row["gradient on the lower bound"] == "96 %"
+    assert row["ratio"] == "0.7 to 1.25" and row["KL to the step's start [nats]"] == "0.002"
+    assert row["tokens clipped below / above"] == "1.0 % / 2.0 %"
+    assert row["updates with a clipped gradient, all steps"] == "50 %"
+    sections = {section.title: section for section in run_sections(runs[0])}
+    assert "this is GRPO up to the gradient's scale" in sections["Updates of the last step"].note
+    (cost,) = cost_table(runs).to_dict("records")
+    assert (cost["a step [s]"], cost["generation"], cost["recording"]) == ("1.00", "50 %", "25 %")
+
+
+def test_the_page_has_every_part_and_each_section_once(pair: Study, tmp_path: Path):
+    for method in ("grpo", "grpo-sg"):
+        write_small(tmp_path / method, method)
+    page = page_of(load_runs(tmp_path), "runs")
+    parts = list(dict.fromkeys(section.part for section in page.sections))
+    assert set(parts) == {"Found", "Curves", "Compare", "Sharpness", "Events and cost", "Make it again"}
+    titles = [(s.part, s.title) for s in page.sections if s.title]
+    assert len(titles) == len(set(titles))
+    figures = {s.name for s in page.sections if not isinstance(s.content, str | pd.DataFrame)}
+    assert {"reward", "accuracy", "rotation", "sharpness", "gradient_norm", "policy"} <= figures
+    assert {"comparison", "accuracy", "sharpness", "steps", "runs"} <= set(page.tables)

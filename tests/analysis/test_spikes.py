@@ -1,8 +1,7 @@
-"""Spikes: the rule, and their tokens and prompts."""
+"""Spikes: the rule and its reasons; shares have one denominator, the step's update."""
 
 from __future__ import annotations
 
-import io
 import math
 from pathlib import Path
 from typing import Any
@@ -10,61 +9,145 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from rich.console import Console
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from sharpscope.analysis import render_spikes, show
-from sharpscope.analysis.spikes import explain_spikes, find_spikes
+from sharpscope.analysis.spikes import (
+    concentration,
+    explain_spikes,
+    find_spikes,
+    prompt_shares,
+    range_shares,
+    spike_text,
+    step_shares,
+)
 from sharpscope.analysis.tokens import sample_text
 from sharpscope.traces import load_run
 from sharpscope.traces.rules import robust_z
-from tests.analysis.html.runs import write_report_run
+from tests.analysis.html.runs import SPIKE, write_report_run
+from tests.analysis.small import write_small
+
+PROBE = "(sharpscope probe --tokens RUN --model CHECKPOINT)"
 
 
 def test_a_planted_spike_is_found_by_the_rule():
     rng = np.random.default_rng(0)
     norms = np.exp(rng.normal(0, 0.1, 60))
     norms[40] = 10.0
-    found = find_spikes(pd.DataFrame({"step": range(1, 61), "grad_norm": norms}))
+    found = find_spikes(pd.DataFrame({"step": range(1, 61), "grad_norm": norms, "reward_mean": 0.0}))
     assert found["step"].tolist() == [41]
     logs = np.log(norms[:40])
     mad = 1.4826 * np.median(np.abs(logs - np.median(logs)))
     assert found["z"].iloc[0] == pytest.approx((math.log(10) - np.median(logs)) / mad)
+    assert found["typical"].iloc[0] == pytest.approx(math.exp(np.median(logs)))
+    assert math.isnan(robust_z([0.0] * 9, 1.0)) and robust_z([0.0] * 10, 0.0) == 0.0
+    assert robust_z([0.0] * 10, 1.0) == math.inf
+
+
+def _with_steps(tmp_path: Path, norms: list[float], rewards: list[float], **options: Any):
+    run = load_run(write_small(tmp_path / "a", "grpo", recorded=False, **options))
+    run.steps = pd.DataFrame({"step": range(1, len(norms) + 1), "grad_norm": norms, "reward_mean": rewards})
+    return run
+
+
+def test_a_noisy_run_that_blows_up_is_a_finding_and_the_rule_is_called_insensitive(tmp_path: Path):
+    """Norms scatter by a factor of two, the last is 4.5 times the typical one, and the reward falls: z is below 4."""
+    norms = [0.15, 0.3, 0.6] * 8 + [0.3, 1.35]
+    text = spike_text(_with_steps(tmp_path, norms, [1.0, 1.1, 0.9] * 8 + [1.0, 0.36]))
     assert (
-        math.isnan(robust_z([0.0] * 9, 1.0))
-        and robust_z([0.0] * 10, 0.0) == 0.0
-        and robust_z([0.0] * 10, 1.0) == math.inf
+        "No step reaches z = 4: the highest is z = 1.5 at step 26, gradient norm 1.35, 4.5 × the typical 0.3." in text
+    )
+    assert "only 61 × the typical norm would be a spike: the rule is insensitive here" in text
+    assert (
+        "Step 26 is a finding all the same: its gradient is 4.5 × the typical one, and the reward falls by 0.62" in text
+    )
+
+
+def test_a_short_run_is_said_to_be_short_and_a_reward_that_stays_is_no_finding(tmp_path: Path):
+    text = spike_text(_with_steps(tmp_path, [1.0, 1.0, 9.0], [0.0, 0.0, 0.0]))
+    assert "judged against 10 earlier steps with a gradient; this run has 3" in text and "finding" not in text
+    assert "The largest gradient norm is 9 at step 3." in text
+    assert "No token's share was recorded (recording.token_gradients_every)." in text
+
+
+def test_of_a_trace_without_recording_settings_what_records_shares_is_named(tmp_path: Path):
+    run = _with_steps(tmp_path, [1.0, 1.1] * 9 + [1.0, 9.0], [0.0] * 20, config={"trainer": {}})
+    spike = explain_spikes(run)[-1]
+    assert spike.step == 20 and spike.tokens is None
+    assert spike.missing == f"no token's share was recorded at this step {PROBE}"
+
+
+def _tokens(seed: int, updates: int, chance: float = 1.0) -> pd.DataFrame:
+    """Tokens of a step with `updates` updates, whose shares sum to 1 each."""
+    rng = np.random.default_rng(seed)
+    count = 40 * updates
+    update = np.arange(count) % updates
+    share = rng.normal(0.2, 1.0, count)
+    share = share / pd.Series(share).groupby(update).transform("sum").to_numpy()
+    frame = pd.DataFrame({"rollout": rng.integers(0, 8, count), "update": update, "attribution": share})
+    logp = -rng.exponential(1.0, count)
+    return frame.assign(
+        share=share / updates, probability=np.exp(logp), logp=logp, inclusion_probability=np.float32(chance)
+    )
+
+
+class _Run:
+    """As much of a run as the sums need."""
+
+    rollouts = pd.DataFrame({"step": 1, "rollout": range(8), "group": np.arange(8) // 2, "prompt": "p"})
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(0, 10_000), st.integers(1, 4), st.sampled_from([1.0, 0.25]))
+def test_tokens_sum_to_their_prompt_and_prompts_and_ranges_to_the_update(seed: int, updates: int, chance: float):
+    tokens = _tokens(seed, updates, chance)
+    prompts = prompt_shares(_Run, 1, tokens)
+    group = tokens["rollout"] // 2
+    for row in prompts.to_dict("records"):
+        assert row["share"] == pytest.approx(tokens.loc[group == row["group"], "share"].sum())
+    assert prompts["share"].sum() == pytest.approx(1.0)
+    ranges = range_shares(tokens)
+    assert ranges["share"].sum() == pytest.approx(1.0) and ranges["tokens"].sum() == pytest.approx(1.0)
+    largest, sure, carried = concentration(tokens)
+    assert 0 <= largest <= 1 and 0 <= carried <= 1 and 0 <= sure <= 1
+
+
+def test_a_part_is_never_of_another_whole_than_the_step(tmp_path: Path):
+    """With two updates a step, a token's share of its update is twice its share of the step's."""
+    run = load_run(write_report_run(tmp_path / "a"))
+    whole, half = step_shares(run, SPIKE), run.tokens
+    run.tokens = lambda steps=None, columns=None: half(steps, columns).assign(update=lambda f: np.arange(len(f)) % 2)
+    np.testing.assert_allclose(step_shares(run, SPIKE)["share"], whole["share"] / 2)
+
+
+def test_ranges_of_a_sample_that_holds_little_are_not_scaled_up():
+    tokens = _tokens(0, 1).assign(share=lambda f: 0.1 * f["share"])
+    assert range_shares(tokens)["share"].isna().all()
+
+
+def test_concentration_is_that_of_a_plain_loop():
+    tokens = pd.DataFrame({"share": [0.5, -0.3] + [0.001] * 198, "inclusion_probability": np.float32(1)})
+    tokens["probability"] = [0.1, 0.2] + [0.999] * 198
+    total = 0.8 + 0.198
+    largest, sure, carried = concentration(tokens)
+    assert (
+        largest == pytest.approx(0.8 / total)
+        and sure == pytest.approx(0.99)
+        and carried == pytest.approx(0.198 / total)
     )
 
 
 @pytest.mark.parametrize(("share", "words"), [(0.25, "a random 25 % of each update's groups"), (1.0, "")])
-def test_tokens_of_sampled_groups_are_said_to_be_of_a_sample(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float, words: str
-):
+def test_tokens_of_sampled_groups_are_said_to_be_of_a_sample(tmp_path: Path, share: float, words: str):
     run = load_run(write_report_run(tmp_path / "a"))
     tokens_of = run.tokens
-
-    def sampled(steps: Any = None, columns: Any = None) -> pd.DataFrame:
-        frame = tokens_of(steps, columns)
-        if "inclusion_probability" in frame:
-            frame["inclusion_probability"] = np.float32(share)
-        return frame
-
-    monkeypatch.setattr(run, "tokens", sampled)
+    run.tokens = lambda steps=None, columns=None: tokens_of(steps, columns).assign(
+        inclusion_probability=np.float32(share)
+    )
     spike = explain_spikes(run)[0]
-    assert spike.sample == words
-    console = Console(file=io.StringIO(), width=240, color_system=None)
-    console.print(render_spikes([spike], lambda step: run.tokens(steps=[step]), str), show(run))
-    text = " ".join(console.file.getvalue().split())  # titles of tables wrap
-    if words:
-        assert f"tokens of {words} by share of the squared norm" in text
-        assert f"prompts of {words}" in text and f"probability ranges, estimated from {words}" in text
-        assert f"One token of {words}, “" in text and f"; tokens of {words}; shares of its square" in text
-    else:
-        assert "tokens by share of the squared norm" in text and "random" not in text and "One token, “" in text
-    # The shares by range are Horvitz-Thompson estimates; those by token are as recorded.
-    recorded = run.tokens([spike.step], ["attribution"])["attribution"]
-    assert spike.probabilities["share"].sum() == pytest.approx(float(recorded.sum()) / share)
-    assert spike.tokens["attribution"].abs().max() == pytest.approx(float(recorded.abs().max()))
+    recorded = tokens_of([spike.step], ["attribution"])["attribution"]
+    assert spike.sample == words and spike.probabilities["share"].sum() == pytest.approx(1.0)
+    assert spike.tokens["share"].abs().max() == pytest.approx(float(recorded.abs().max()))
 
 
 def test_different_shares_of_a_steps_updates_are_given_as_a_range():

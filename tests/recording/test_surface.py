@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
-import numpy as np
 import pytest
 
 import sharpscope
 from sharpscope.analysis.claims.c08_smoothness import _noise_share
-from sharpscope.analysis.figures import surface as figures_probes
-from sharpscope.analysis.figures.study import study_pictures
-from sharpscope.analysis.frames import slice_values, stability_values
 from sharpscope.analysis.study import studies
 from sharpscope.training import train
 
@@ -79,49 +73,3 @@ def test_claim_8_reads_both_norms_of_the_two_batches(study):
     rows = run.probes[run.probes["functional"] == "surrogate"].set_index("quantity")["value"]
     unbiased, naive = (rows[[name]].sum() for name in ("squared_gradient_norm", "squared_gradient_norm_naive"))
     assert naive > 0 and _noise_share(run) == pytest.approx(1 - unbiased / naive)
-
-
-def test_the_threshold_is_adamws_at_each_steps_rate_and_slices_are_differences(study):
-    values = stability_values(study)
-    runs = {seed: run for setting in study.settings for seed, run in setting.runs.items()}
-    assert len(values)
-    for row in values.to_dict("records"):
-        steps = runs[row["seed"]].steps
-        lr = float(steps.loc[steps["step"] == row["step"], "lr"].iloc[0])
-        if lr == 0:  # the last step's
-            assert math.isnan(row["threshold"])
-            continue
-        own = 2 / lr if row["quantity"] == "critical_sharpness" else (2 + 2 * 0.9) / ((1 - 0.9) * lr)
-        assert row["threshold"] == pytest.approx(own)
-        name = "critical_threshold" if row["quantity"] == "critical_sharpness" else "preconditioned_threshold"
-        probes = runs[row["seed"]].probes
-        recorded = probes.loc[(probes["quantity"] == name) & (probes["step"] == row["step"]), "value"]
-        assert len(recorded) and recorded.to_numpy() == pytest.approx(own)
-    assert set(values["quantity"]) == {"critical_sharpness", "preconditioned_largest"}
-    slices = slice_values(study)
-    assert (slices["step"] == 2).all()
-    centre = slices[slices["point"] == 5]
-    assert (centre["distance"] == 0).all() and (centre["value"] == 0).all()
-    uphill = slices[slices["direction"] == "gradient"].pivot_table(
-        index=["seed", "functional"], columns="point", values="value"
-    )
-    assert (uphill[6] > uphill[4]).all()
-
-
-def test_every_figure_of_the_surface_is_drawn_with_its_values(study):
-    pictures = {picture.name: picture for picture in study_pictures(study)}
-    surface = ("sharpness", "spectrum", "rho_curves", "slices", "stability")
-    assert not any(picture.missing for name, picture in pictures.items() if name.startswith(surface))
-    assert {"slices", "stability", "spectrum"} <= set(pictures)
-    assert any(name.startswith("sharpness") for name in pictures) and any(
-        name.startswith("rho_curves") for name in pictures
-    )
-    values = stability_values(study)
-    for axis in pictures["stability"].figure.axes:
-        drawn = {y for line in axis.lines if line.get_linestyle() == ":" for y in line.get_ydata()}
-        functional, _, split = axis.get_title("left").partition(", ")
-        place = values["probe_set"].str.contains(f"/{split}@") if split else values["probe_set"] == ""
-        rows = values[(values["functional"] == functional) & place]
-        np.testing.assert_allclose(sorted(drawn), sorted(set(rows["threshold"].dropna())))
-    titles = [axis.get_title() for axis in pictures["slices"].figure.axes]
-    assert len(titles) == len(set(titles)) and any(figures_probes.DIRECTIONS["random"] in title for title in titles)

@@ -1,41 +1,16 @@
-"""Figures: from frames of values to matplotlib figures, all in one style. `figures.study` draws those of a whole study."""
+"""Figures: from small frames to matplotlib figures, all in one style."""
 
-from sharpscope.analysis.figures.rotation import rotation_figure
-from sharpscope.analysis.figures.style import (
-    COLORS,
-    MARKERS,
-    Line,
-    Picture,
-    finish,
-    lines,
-    panels,
-    plain,
-    save,
-    styled,
-    svg_text,
-)
-from sharpscope.analysis.figures.surface import CURVATURE, rho_curves, sharpness, slices, spectrum, split_of
-from sharpscope.analysis.figures.tokens import score_norms, weight_functions
+from sharpscope.analysis.figures.plots import fork_effects, probe_pictures, rotation_figure, weight_functions
+from sharpscope.analysis.figures.style import Picture, save, styled
+from sharpscope.analysis.frames import split_of
 
 __all__ = [
-    "COLORS",
-    "CURVATURE",
-    "MARKERS",
-    "Line",
     "Picture",
-    "finish",
-    "lines",
-    "panels",
-    "plain",
-    "rho_curves",
+    "fork_effects",
+    "probe_pictures",
     "rotation_figure",
     "save",
-    "score_norms",
-    "sharpness",
-    "slices",
-    "spectrum",
     "split_of",
     "styled",
-    "svg_text",
     "weight_functions",
 ]

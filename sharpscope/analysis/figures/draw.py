@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, SymmetricalLogLocator
+from matplotlib.ticker import SymmetricalLogLocator
 
-from sharpscope.analysis.figures.style import BLACK, GRAY, Lines, finish, panels, setting_text, styled
+from sharpscope.analysis.figures.style import Lines, setting_text
 from sharpscope.analysis.statistics import FEWEST, mean_interval
 
 FEW = 6
@@ -22,93 +20,6 @@ POINTS = 50
 """Points of a curve over steps, at most; of longer runs each point is a median over several steps."""
 
 BAND = f"Line: median over seeds; band: 10 to 90 % quantile, below {FEW} seeds a thin line each"
-
-
-@dataclass(frozen=True)
-class Row:
-    """A row of panels.
-
-    Attributes:
-        label: of the ordinate, with its unit.
-        values: setting, seed, the abscissa, value; with `group`, a column of panels for each.
-        scale: linear, log, symlog, or auto (see `set_scale`).
-        beside: what is drawn as a dotted line for comparison, such as a threshold; columns as `values`.
-        beside_label: name of `beside` in the legend.
-        title: above the first panel.
-    """
-
-    label: str
-    values: pd.DataFrame
-    scale: str = "linear"
-    beside: pd.DataFrame = field(default_factory=pd.DataFrame)
-    beside_label: str = ""
-    title: str = ""
-
-
-def facets(
-    rows: Sequence[Row],
-    lines: Lines,
-    *,
-    x: str = "step",
-    xlabel: str = "step",
-    reference: str = "",
-    height: float = 1.35,
-    xscale: str = "linear",
-) -> Figure:
-    """Panels of curves: a row for each of `rows`, a column for each group of settings; rows share their ordinate.
-
-    Args:
-        rows: from top to bottom.
-        lines: of the settings.
-        x: column of the abscissa.
-        xlabel: its label, with the unit.
-        reference: setting whose median is drawn in gray in the columns that lack it.
-        height: of a row [inches].
-        xscale: scale of the abscissa.
-    """
-    names = _groups(rows)
-    with styled():
-        figure, axes = panels(
-            len(rows) * len(names), columns=len(names), height=height, sharex=True, sharey="row" if names[1:] else False
-        )
-        grid = np.array(axes, dtype=object).reshape(len(rows), len(names))
-        for row, own in zip(rows, grid, strict=True):
-            for name, axis in zip(names, own, strict=True):
-                if reference and not (row.values["setting"] == reference)[_inside(row.values, name)].any():
-                    other = row.values[row.values["setting"] == reference]
-                    draw_medians(axis, other, x=x, color=GRAY, linewidth=0.8, label=setting_text(reference))
-                draw_curves(axis, row.values[_inside(row.values, name)], lines, x=x)
-                for label, one in row.beside[_inside(row.beside, name)].groupby("setting") if len(row.beside) else ():
-                    look = {"color": lines[str(label)].color, "linestyle": ":", "linewidth": 1.0}
-                    draw_medians(axis, one, x=x, **look)
-                    axis.plot([], [], ":", color=BLACK, linewidth=1.0, label=row.beside_label)
-                axis.set(xlabel="", ylabel="")
-            own[0].set_ylabel(row.label)
-            own[0].set_title(row.title, loc="left", pad=2)
-            set_scale(
-                own[0], pd.concat([row.values["value"], row.beside.get("value", pd.Series(dtype=float))]), row.scale
-            )
-        figure.supxlabel(xlabel, fontsize="medium")
-        grid[0, 0].set_xscale(xscale)
-        if xscale == "linear":
-            grid[0, 0].xaxis.set_major_locator(MaxNLocator(nbins=6 if len(names) == 1 else 4, integer=x == "step"))
-        columns = {name if names[1:] else "": list(grid[:, number]) for number, name in enumerate(names)}
-        finish(figure, axes, columns, fold=int(14 * height))
-    return figure
-
-
-def _groups(rows: Sequence[Row]) -> list[str]:
-    """Groups of the rows' settings in their order; one without a name where there are none."""
-    names: list[str] = []
-    for row in rows:
-        if "group" in row.values:
-            present = set(row.values["group"].dropna())
-            names += [name for name in row.values["group"].cat.categories if name in present and name not in names]
-    return names or [""]
-
-
-def _inside(values: pd.DataFrame, group: str) -> pd.Series:
-    return values["group"] == group if "group" in values else pd.Series(True, index=values.index)
 
 
 def draw_curves(axis: Axes, values: pd.DataFrame, lines: Lines, *, x: str = "step") -> None:

@@ -1,4 +1,4 @@
-"""The HTML report: one file that needs nothing from outside, in which text from runs and models is inert."""
+"""The page: one file that needs nothing from outside, in which text from runs and models is inert."""
 
 from __future__ import annotations
 
@@ -7,71 +7,72 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from functools import cache, partial
+from functools import cache
 from importlib.resources import files
 from typing import Any
-from urllib.parse import quote
 
+import pandas as pd
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from sharpscope import __version__
-from sharpscope.analysis.claims import LIMITS
-from sharpscope.analysis.completions import RULE, completions_dropped
-from sharpscope.analysis.figures.style import Picture, compact_svg, svg_text
+from sharpscope.analysis.completions import RULE
 from sharpscope.analysis.html.tokens import token_view
-from sharpscope.analysis.overview import Moved, Spot
-from sharpscope.analysis.report import Report, VerdictSection
-from sharpscope.analysis.text import number, shown
+from sharpscope.analysis.report import Page, not_kept
+from sharpscope.analysis.sections import Marked, Section, cell_text, is_text
+from sharpscope.analysis.text import shown
 
-_PLAIN = "".join(chr(code) for code in range(32, 127) if chr(code) not in '"#%&<>')
-"""Characters that stand for themselves in a data address and in an HTML attribute in double quotes."""
-SIGNS = {"supported": "✓", "refuted": "✗", "inconclusive": "?", "untestable": "–"}
+PARTS = ("Found", "Curves", "Tokens", "Compare", "Sharpness", "Claims")
+"""The first parts of the page; others follow in the order of their first section."""
 
 
-def report_html(report: Report, pictures: Mapping[str, str] | None = None) -> str:
+def report_html(page: Page, pictures: Mapping[str, str]) -> str:
     """The whole page.
 
     Args:
-        report: what it says.
-        pictures: name → SVG text of figures that were drawn already; the others are drawn here.
+        page: what it says.
+        pictures: name of a figure → its SVG text.
     """
-    images = {name: _image(figure, (pictures or {}).get(name)) for name, figure in report.figures.items()}
-    view = token_view(report.runs.by_name, report.choices)
-    scripts, data = [_asset("page.js")], {}
+    view = token_view(page.runs.by_name, page.choices)
+    scripts, data = [_asset("page.js")], Markup("")
     if view["completions"]:
-        data["data-tokens"] = Markup(script_json(view))
+        data = Markup(script_json(view))
         scripts = [*map(_asset, ("colors.js", "tokens.js", "view.js")), *scripts]
     css = _asset("report.css")
-    methods = report.verdicts[0].verdict.methods if report.verdicts else ("–", "–")
-    names, choices = list(report.runs.by_name), list(report.choices)
-    shown_completions = {(choices[c["r"]], c["s"], c["n"]): c["r"] for c in view["completions"] if "t" in c}
+    names, numbers = list(page.runs.by_name), {name: n for n, name in enumerate(page.choices)}
+    there = {(view["runs"][c["r"]], c["s"], c["n"]) for c in view["completions"] if "t" in c}
+
+    def link(cell: Marked) -> str:
+        """Address of a token in the token view; empty if its completion is not shown there."""
+        if cell.place is None or cell.place[0] not in numbers or (shown(cell.place[0]), *cell.place[1:3]) not in there:
+            return ""
+        return f"#token-{numbers[cell.place[0]]}-{cell.place[1]}-{cell.place[2]}-{cell.place[3]}"
+
+    names_of_parts = dict.fromkeys([*PARTS, *(section.part for section in page.sections)])
+    parts = {name: [section for section in page.sections if section.part == name] for name in names_of_parts}
     return (
         _environment()
         .get_template("report.html.j2")
         .render(
             version=__version__,
-            report=report,
+            source=page.source,
             policy=policy(scripts, [css]),
             css=Markup(css),
             scripts=list(map(Markup, scripts)),
-            data=list(data.items()),
-            figure=lambda name, picture: _figure(name, picture, images[name]),
-            p_text=_p_text,
-            token_link=partial(_token_link, shown_completions),
-            percent=lambda share: f"{100 * share:+.1f} %".replace("-", "−"),
-            p3=number,
+            data=data,
+            parts={name: own for name, own in parts.items() if own or name == "Tokens"},
+            kind=_kind,
+            picture=lambda section: _picture(pictures[section.name]),
+            link=link,
+            is_marked=lambda cell: isinstance(cell, Marked),
+            text_columns=lambda frame: [is_text(frame.iloc[:, n]) for n in range(frame.shape[1])],
+            cell_text=cell_text,
             one_line=lambda text: " ".join(text.replace("\n", " ⏎ ").split(" ")),
             title=f"{len(names)} run{'s' if len(names) != 1 else ''}: {', '.join(names[:4])}{' …' if len(names) > 4 else ''}",
-            baseline=methods[0],
-            treatment=methods[1],
-            signs=SIGNS,
-            limits=LIMITS,
             token_count=len(view["completions"]),
             token_rule=RULE,
             token_notes=view["notes"],
-            spike_count=len(view["spikes"]),
-            all_dropped=all(map(completions_dropped, report.runs)),
+            not_kept=not_kept(list(page.runs)),
         )
     )
 
@@ -110,26 +111,15 @@ def _source_hash(text: str) -> str:
     return "'sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() + "'"
 
 
-def _image(figure: Any, svg: str | None) -> tuple[str, int, int]:
-    """Address of the picture (an SVG file inside the page, in which nothing can run), width and height [CSS pixels]."""
-    width, height = (round(float(inches) * 96) for inches in figure.get_size_inches())
-    address = Markup("data:image/svg+xml,") + Markup(quote(compact_svg(svg or svg_text(figure)), safe=_PLAIN))
-    return address, width, height
+def _kind(section: Section) -> str:
+    if isinstance(section.content, str):
+        return "text"
+    return "table" if isinstance(section.content, pd.DataFrame) else "figure"
 
 
-def _figure(name: str, picture: Picture, image: tuple[str, int, int]) -> dict[str, Any]:
-    return {"name": name, "caption": picture.caption, "image": image[0], "width": image[1], "height": image[2]}
-
-
-def _token_link(shown: Mapping[tuple[str, int, int], int], moved: Moved, spot: Spot) -> str:
-    """Address of a token in the token view; empty if its completion (run, step, rollout) is not shown there."""
-    run = shown.get((moved.run, moved.step, spot.rollout))
-    return "" if run is None else f"#token-{run}-{moved.step}-{spot.rollout}-{spot.position}"
-
-
-def _p_text(section: VerdictSection) -> str:
-    verdict = section.verdict
-    return "" if verdict.p_value is None else number(verdict.p_value)
+def _picture(svg: str) -> Markup:
+    """Address of an SVG file inside the page, in which nothing can run."""
+    return Markup("data:image/svg+xml;base64," + base64.b64encode(svg.encode()).decode())
 
 
 @cache

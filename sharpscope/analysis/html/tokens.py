@@ -61,7 +61,7 @@ class Pool:
 def token_view(
     runs: Mapping[str, Run], choices: Mapping[str, Choice] | None = None, budget: int = BUDGET
 ) -> dict[str, Any]:
-    """Everything the token view shows: runs, prompts, token texts (`pieces`), completions, spikes, notes.
+    """Everything the token view shows: runs, prompts, token texts (`pieces`), completions, notes.
 
     A completion's `c` maps a name of COLUMNS to one number a token; a column without any number is left out. Every text is
     made visible by `shown`. At most `budget` bytes of completions, every run its equal part.
@@ -70,7 +70,6 @@ def token_view(
     share = min(RUN_BUDGET, budget // max(1, len(choices)))
     pieces, prompts = Pool(), Pool()
     completions: list[dict[str, Any]] = []
-    spikes: list[dict[str, Any]] = []
     notes: list[str] = []
     for number, (name, choice) in enumerate(choices.items()):
         maker = piece_maker(choice.run)
@@ -84,7 +83,6 @@ def token_view(
         if len(taken) < len(choice.wanted):
             notes.append(f"{name}: {len(taken)} of {len(choice.wanted)} chosen completions fit into the file.")
         completions += taken
-        spikes += _spikes(choice, number, {(c["s"], c["n"]) for c in taken}, prompts)
     for name in (name for name in runs if name not in choices):
         if completions_dropped(runs[name]):
             notes.append(f"{name}: its completions were not kept by `export --to reduced`.")
@@ -96,7 +94,6 @@ def token_view(
         "prompts": [shown(text) for text in prompts.texts],
         "pieces": pieces.texts,
         "completions": completions,
-        "spikes": spikes,
         "notes": [shown(note) for note in notes],
     }
 
@@ -166,47 +163,6 @@ def _body(row: Any, tokens: pd.DataFrame, maker: Pieces | None, pieces: Pool) ->
         body["rest"] = shown(_cut("".join(texts[MOST_TOKENS:])))
         body["more"] = len(texts) - MOST_TOKENS
     return body
-
-
-def _spikes(choice: Choice, number: int, there: set[tuple[int, int]], prompts: Pool) -> list[dict[str, Any]]:
-    """Each spike with its tokens (`here`: whether their completion is in the file), prompts and ranges of probability."""
-    result = []
-    for spike in choice.spikes:
-        entry: dict[str, Any] = {
-            "r": number,
-            "s": spike.step,
-            "norm": _short(spike.grad_norm),
-            "typical": _short(spike.typical),
-            "z": _short(spike.z),
-        }
-        if spike.tokens is None or spike.prompts is None or spike.probabilities is None:
-            entry["missing"] = spike.missing
-        else:
-            entry["sample"] = spike.sample
-            entry["spots"] = [
-                {
-                    "n": int(t["rollout"]),
-                    "i": int(t["position"]),
-                    "share": _short(t["attribution"]),
-                    "p": _short(t["probability"]),
-                    "here": (spike.step, int(t["rollout"])) in there,
-                }
-                for t in spike.tokens.to_dict("records")
-            ]
-            entry["prompts"] = [
-                {"p": prompts(_cut(str(row["prompt"]))), "share": _short(row["attribution"])}
-                for row in spike.prompts.head(4).to_dict("records")
-            ]
-            entry["ranges"] = [
-                {
-                    "range": f"{max(interval.left, 0.0):g} to {interval.right:g}",
-                    "share": _short(row["share"]),
-                    "tokens": _short(row["tokens"]),
-                }
-                for interval, row in zip(spike.probabilities.index, spike.probabilities.to_dict("records"), strict=True)
-            ]
-        result.append(entry)
-    return result
 
 
 def _cut(text: str) -> str:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from sharpscope.analysis import AnalysisResult, analyze
+from sharpscope.analysis import analyze
+from sharpscope.analysis.output import AnalysisResult
 from tests.analysis.html.runs import write_report_run
 from tests.conftest import empty_pictures
 
@@ -23,7 +24,7 @@ class Made:
 
     @property
     def html(self) -> str:
-        return self.files.html.read_text(encoding="utf-8")
+        return self.files.page.read_text(encoding="utf-8")
 
     def data(self, name: str):
         """A block of JSON data of the page."""
@@ -70,7 +71,7 @@ def page(chromium, made):
         "request", lambda request: said.append(request.url) if not request.url.startswith(("file:", "data:")) else None
     )
     tab.set_default_timeout(10_000)
-    tab.goto(made.files.html.as_uri())
+    tab.goto(made.files.page.as_uri())
     yield tab
     context.close()
     assert said == []

@@ -20,7 +20,7 @@ def test_hostile_texts_stay_text(page):
     page.evaluate(OPEN_ALL)
     page.locator("#more").click()
     assert page.evaluate("window.hacked") is None
-    assert page.locator("#completions script, #completions img, #completions b, #spike-list script").count() == 0
+    assert page.locator("#completions script, #completions img, #completions b").count() == 0
     tokens = set(page.locator("#completions .token").all_text_contents())
     for text in HOSTILE.values():
         assert shown(text) in tokens
@@ -110,17 +110,16 @@ def test_keyboard_and_pointer_show_a_tokens_numbers(page, made):
     assert page.locator("#tip").is_visible() and page.locator("#tip dd").nth(1).text_content() == "3"
 
 
-def test_a_spike_leads_to_its_token_and_a_link_can_be_shared(page, made):
-    data = made.data("tokens")
-    spot = data["spikes"][0]["spots"][0]
-    link = page.locator("#spike-list .spot").first
+def test_a_token_of_the_spike_leads_to_its_completion_and_a_link_can_be_shared(page, made):
+    link = page.locator(f'a.spot[href*="-{SPIKE}-"]').first
+    run, step, number, place = link.get_attribute("href").removeprefix("#token-").split("-")
     link.click()
     page.wait_for_selector(".token:focus")
-    assert page.evaluate("Number(document.activeElement.dataset.index)") == spot["i"]
-    assert f"step {SPIKE} · completion {spot['n']}" in page.evaluate(
+    assert page.evaluate("document.activeElement.dataset.index") == place
+    assert f"step {step} · completion {number}" in page.evaluate(
         "document.activeElement.closest('.completion').querySelector('h3').textContent"
     )
-    assert page.evaluate("location.hash") == f"#token-{data['spikes'][0]['r']}-{SPIKE}-{spot['n']}-{spot['i']}"
+    assert page.evaluate("location.hash") == f"#token-{run}-{SPIKE}-{number}-{place}"
     assert page.evaluate(
         "(() => { const r = document.activeElement.getBoundingClientRect(); return r.top >= 0 && r.bottom <= innerHeight; })()"
     )
@@ -142,22 +141,10 @@ def test_two_runs_answer_one_prompt_side_by_side(page, made):
     assert boxes[0]["y"] == boxes[1]["y"] and boxes[0]["x"] + boxes[0]["width"] <= boxes[1]["x"]
 
 
-def test_a_verdict_opens_to_its_figure_by_keyboard(page):
-    page.locator("details.untestable > summary").focus()  # two runs cannot test it
-    page.keyboard.press("Enter")
-    page.locator("#claim-C1 > summary").focus()
-    page.keyboard.press("Enter")
-    assert page.locator("#figure-logit_gradient img").is_visible()
-
-
-def test_on_paper_verdicts_are_open_and_controls_are_gone(page):
+def test_on_paper_everything_is_open_and_controls_are_gone(page):
     page.emulate_media(media="print")
     assert page.locator("#figure-reward img").is_visible()
     assert not page.locator("#controls").is_visible() and not page.locator("nav").is_visible()
-    page.evaluate("window.dispatchEvent(new Event('beforeprint'))")
-    assert page.locator("details.verdict:not([open])").count() == 0
-    page.evaluate("window.dispatchEvent(new Event('afterprint'))")
-    assert page.locator("details.verdict[open]").count() == 0
 
 
 def _violations(page, options):
@@ -167,9 +154,7 @@ def _violations(page, options):
 
 
 def test_axe_finds_no_serious_violation_in_light_and_dark(page):
-    page.evaluate(
-        "document.querySelectorAll('#claim-C1, #claim-C7, .completion details').forEach((each) => { each.open = true; })"
-    )
+    page.evaluate("document.querySelectorAll('.completion details').forEach((each) => { each.open = true; })")
     assert _violations(page, {"resultTypes": ["violations"]}) == []
     for name in ("attribution", "entropy"):
         page.emulate_media(color_scheme="dark")

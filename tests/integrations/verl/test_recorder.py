@@ -363,10 +363,9 @@ def test_commands_read_ten_steps_and_a_checkpoint_adds_shares(tmp_path: Path, qu
         events["rule"]
     )  # a noisy sampler
     assert sharpscope.load_run(path).config["rollout"] == {"temperature": 1.0}
-    assert "▸w" in said("tokens", str(path), "--step", "1", "--by", "loss_coef")
-    said("spikes", str(path))
+    assert "[w" in said("tokens", str(path), "--step", "1", "--by", "loss_coef")
+    said("tokens", str(path), "--spikes")
     said("analyze", str(path), "--out", str(tmp_path / "report"))
-    said("report", str(path), "--out", str(tmp_path / "r.html"))
     model = path.parent / "model"
     (found,) = probe_trace(
         sharpscope.load_run(path), load_policy(PolicySpec(model=str(model))), tmp_path / "probed", steps=[1]

@@ -1,9 +1,9 @@
 "use strict";
-/* On paper every verdict and spike is open; long tables stay closed. */
+/* On paper everything that opens is open. */
 (() => {
   let closed = [];
   window.addEventListener("beforeprint", () => {
-    closed = [...document.querySelectorAll("details.verdict:not([open]), details.untestable:not([open]), details.spike:not([open])")];
+    closed = [...document.querySelectorAll("main > section > details:not([open])")];
     for (const details of closed) details.open = true;
   });
   window.addEventListener("afterprint", () => {

@@ -1,9 +1,8 @@
 "use strict";
-/* The token view: controls, the list of completions, two runs side by side, spikes and links to a token. */
+/* The token view: controls, the list of completions, two runs side by side, and links to a token. */
 (() => {
   const PAGE = 12;
   const SIDE = 8;
-  const SPOT = 60; // characters of a token in a list of tokens, and on either side of it
   const { data, make } = Tokens;
   const by = (id) => document.getElementById(id);
   const list = by("completions");
@@ -154,82 +153,8 @@
     if (match) open(...match.slice(1).map(Number));
   }
 
-  function grid(name, columns, rows) {
-    const table = make("table");
-    const head = make("tr");
-    for (const column of columns) {
-      const cell = make("th", "", column);
-      cell.scope = "col";
-      head.append(cell);
-    }
-    const top = make("thead");
-    top.append(head);
-    const body = make("tbody");
-    for (const cells of rows) {
-      const row = make("tr");
-      for (const cell of cells) {
-        const place = make("td");
-        place.append(cell);
-        row.append(place);
-      }
-      body.append(row);
-    }
-    table.append(top, body);
-    const box = make("div", "scroll");
-    box.tabIndex = 0;
-    box.setAttribute("role", "group");
-    box.setAttribute("aria-label", `${name}, table`);
-    box.append(table);
-    return box;
-  }
-
-  function percent(value) {
-    return value === null ? "–" : `${value < 0 ? "−" : "+"}${Math.abs(100 * value).toFixed(1)} %`;
-  }
-
-  function cut(text) {
-    return text.length > SPOT ? `${text.slice(0, SPOT)} …` : text;
-  }
-
-  /* A spike's token in its sentence, as a link into the token view. */
-  function spot(spike, one) {
-    const completion = data.completions.find((c) => c.r === spike.r && c.s === spike.s && c.n === one.n);
-    if (!one.here || !completion || !completion.t) return make("span", "", `completion ${one.n}, token ${one.i} (not in this file)`);
-    const index = Tokens.indexOf(completion, one.i);
-    const link = make("a", "spot");
-    link.href = `#token-${spike.r}-${spike.s}-${one.n}-${one.i}`;
-    const near = (from, to) => Array.from({ length: Math.max(0, to - from) }, (_, k) => Tokens.piece(completion, from + k)).join("").replace(/\s+/g, " ");
-    const before = near(Math.max(0, index - 5), index);
-    const own = Tokens.visible(Tokens.piece(completion, index)).replace(/\n/g, "");
-    link.append(before.length > SPOT ? `… ${before.slice(-SPOT)}` : before, make("mark", "", cut(own)),
-      cut(near(index + 1, Math.min(completion.t.length, index + 6))));
-    return link;
-  }
-
-  function spikes(place) {
-    data.spikes.forEach((spike, number) => {
-      const box = make("details", "spike");
-      box.open = number === 0;
-      const what = spike.z === null ? "no spike; the largest gradient with attribution" : `${Colors.format(spike.z)} robust standard deviations above`;
-      box.append(make("summary", "", `${data.runs[spike.r]}, step ${spike.s}: gradient norm ${Colors.format(spike.norm)}, typical ${Colors.format(spike.typical)} (${what})`));
-      if (!spike.spots) {
-        box.append(make("p", "small", `${spike.missing[0].toUpperCase()}${spike.missing.slice(1)}.`));
-      } else {
-        const of = spike.sample ? ` (of ${spike.sample})` : "";
-        box.append(make("h3", "", `Its tokens${of}, by share of the squared gradient norm`),
-          grid("Tokens of the spike", ["share", "π", "token, in its sentence"], spike.spots.map((one) => [percent(one.share), Colors.format(one.p), spot(spike, one)])),
-          make("h3", "", `Their prompts${of}`),
-          grid("Prompts of the spike", ["share", "prompt"], spike.prompts.map((one) => [percent(one.share), Tokens.longText("span", "", data.prompts[one.p], 300)])),
-          make("h3", "", spike.sample ? `Ranges of probability, estimated from ${spike.sample}` : "Ranges of probability"),
-          grid("Ranges of probability", ["π", "share of the squared norm", "share of the tokens"], spike.ranges.map((one) => [one.range, percent(one.share), percent(one.tokens).replace("+", "")])));
-      }
-      place.append(box);
-    });
-  }
-
   prepare();
   draw();
-  spikes(by("spike-list"));
   Tokens.listen(list);
   for (const name of ["color", "run", "step", "sort", "layout", "first", "second"]) {
     control[name].addEventListener("change", () => {
