@@ -16,23 +16,22 @@ from pathlib import Path
 
 from rich.console import Console
 
-from sharpscope.analysis import explain_spikes, render_spikes, token_decoder, write_page
+from sharpscope.analysis import analyze, token_sections
+from sharpscope.analysis.sections import to_terminal
 from sharpscope.traces import load_run
 
 ROOT = Path(__file__).parents[1]
 IMAGES = ROOT / "docs" / "images"
 RUN = ROOT / "data" / "example" / "grpo-s0"
-COMMAND = "sharpscope spikes data/example/grpo-s0"
+COMMAND = "sharpscope tokens data/example/grpo-s0 --top 6"
 
 
 def terminal() -> str:
     """The output of COMMAND as SVG."""
-    run = load_run(RUN)
-    spikes = explain_spikes(run, 4.0, 6, largest=1)
     console = Console(width=100, record=True, file=io.StringIO(), force_terminal=True)
     console.print(f"$ {COMMAND}")
-    console.print(render_spikes(spikes, lambda step: run.tokens(steps=[step]), token_decoder(run)))
-    picture = console.export_svg(title=COMMAND, unique_id="spikes")
+    console.print(to_terminal(token_sections(load_run(RUN), top=6)))
+    picture = console.export_svg(title=COMMAND, unique_id="tokens")
     return re.sub(r"@font-face \{.*?\}", "", picture, flags=re.DOTALL)  # they would be loaded from another host
 
 
@@ -48,7 +47,7 @@ def photograph(page: Path, to: Path) -> None:
         browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"] if root else [])
         tab = browser.new_page(viewport={"width": 1180, "height": 610}, device_scale_factor=1.5)
         tab.goto(page.as_uri())
-        tab.locator("#spike-list .spot").first.click()
+        tab.locator("a.spot").first.click()
         tab.locator("#tip:visible").wait_for()
         tab.locator("#tokens-title").scroll_into_view_if_needed()
         tab.evaluate("document.getElementById('tokens-title').scrollIntoView({block: 'start'})")
@@ -59,9 +58,9 @@ def photograph(page: Path, to: Path) -> None:
 def main() -> None:
     """Write docs/images/."""
     IMAGES.mkdir(exist_ok=True)
-    (IMAGES / "spikes.svg").write_text(terminal(), "utf-8")
+    (IMAGES / "tokens.svg").write_text(terminal(), "utf-8")
     with tempfile.TemporaryDirectory() as folder:
-        photograph(write_page([RUN.parent], Path(folder) / "report.html"), IMAGES / "report-tokens.png")
+        photograph(analyze([RUN.parent], folder).page, IMAGES / "report-tokens.png")
 
 
 if __name__ == "__main__":

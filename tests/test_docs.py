@@ -152,7 +152,7 @@ def test_readme_is_short_and_its_terminal_picture_is_current():
     spec = importlib.util.spec_from_file_location("screenshots", ROOT / "docs" / "screenshots.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    made = (ROOT / "docs" / "images" / "spikes.svg").read_text("utf-8")
+    made = (ROOT / "docs" / "images" / "tokens.svg").read_text("utf-8")
     assert module.terminal() == made, (
         "the output has changed; run `python docs/screenshots.py` and look at the pictures"
     )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from sharpscope.analysis.forks import batches_needed, fork_differences
 from sharpscope.analysis.loading import load_several, nothing_found
 from sharpscope.analysis.pairs import compare_runs
-from sharpscope.analysis.spikes import explain_spikes, find_spikes, recorded_by
+from sharpscope.analysis.spikes import explain_spikes, find_spikes, recorded_by, spike_text
 from sharpscope.analysis.terminal import show, show_headline, show_paths, spike_sections, token_sections, watch
 from sharpscope.analysis.token_text import piece_maker, token_decoder
 
@@ -34,6 +34,7 @@ __all__ = [
     "show_headline",
     "show_paths",
     "spike_sections",
+    "spike_text",
     "token_decoder",
     "token_picture",
     "token_sections",

@@ -210,7 +210,7 @@ def _trace(tokens: Path, model: str, steps: str | None, spec: ProbesSpec, thread
         )
 
     probe_trace(run, load_policy(PolicySpec(model=model)), out, steps=chosen, check=spec.check, on_step=tell)
-    typer.echo(f"Written: {out}/ (try: sharpscope spikes {out})")
+    typer.echo(f"Written: {out}/ (try: sharpscope tokens {out} --spikes)")
 
 
 def _write_tokens(policy: Policy, rows: Sequence[DataRow], spec: ProbesSpec, out: Path) -> None:

@@ -107,9 +107,10 @@ def _completions(
     steps: dict[int, pd.DataFrame] = {}
     for (step, rollout), why in choice.wanted.items():
         if step not in steps:
-            steps[step] = choice.run.tokens(
-                steps=[step], columns=["rollout", "position", "token_id", *COLUMNS.values()]
-            )
+            wanted = ["rollout", "position", "token_id", "update", *COLUMNS.values()]
+            frame = choice.run.tokens(steps=[step], columns=wanted)
+            updates = frame.dropna(subset=["attribution"])["update"].nunique()  # a share is of the step's updates
+            steps[step] = frame.assign(attribution=frame["attribution"] / max(1, updates))
         row = rollouts.loc[(step, rollout)]
         tokens = steps[step]
         chosen = tokens[tokens["rollout"] == rollout].sort_values("position")

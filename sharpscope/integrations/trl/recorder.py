@@ -61,7 +61,7 @@ def record(
 
     Every token's coefficient in the loss comes from a hook on the log-probabilities inside TRL's own loss, its statistics
     from a separate forward pass without dropout; score norms and attribution are measured by schedule. Without `weights` the
-    training is bitwise the same. `sharpscope analyze`, `show`, `tokens`, `spikes`, `claims` read the folder.
+    training is bitwise the same. `sharpscope analyze`, `show` and `tokens` read the folder.
 
     Args:
         trainer: a trl.GRPOTrainer, SFTTrainer or DPOTrainer in one process or several (DDP, FSDP2), float32 or bf16. With several, every

@@ -6,7 +6,7 @@ const Colors = (() => {
   const CHOICES = {
     attribution: {
       label: "attribution", signed: true, of: (c) => c.c.attribution,
-      says: "signed share of the squared gradient norm of the token's update; the shares of all its tokens sum to 1",
+      says: "signed share of the squared gradient norm of the step's update; the shares of all tokens of a step sum to 1",
     },
     score: {
       label: "score norm", signed: false, of: (c) => c.c.score || c.c.exact,
