@@ -36,7 +36,7 @@ if "OMP_WAIT_POLICY" not in os.environ:
 # The sections of --help, and the order of their commands.
 _PANELS = {
     "Start here": ("demo", "run", "show", "diagnose", "spikes", "report"),
-    "Train and evaluate": ("sweep", "eval", "warm-start", "watch"),
+    "Train and evaluate": ("sweep", "eval", "watch"),
     "Understand a run": ("tokens", "compare", "analyze"),
     "Measure a model or a method": ("probe", "rotate", "fork", "weights"),
     "Study": ("claims", "figures", "power", "study"),

@@ -7,8 +7,6 @@ from typing import Annotated, Any
 
 import typer
 
-from sharpscope.cli.console import check_empty
-
 SET_HELP = "Set a field: --set rollout.group_size=16. Repeatable. `sharpscope config --explain` lists the fields."
 QUIET_HELP = "Disable the live display."
 
@@ -17,7 +15,6 @@ def register(app: typer.Typer) -> None:
     """Add the commands to the application."""
     app.command("run")(run)
     app.command("eval")(evaluate)
-    app.command("warm-start")(warm_start)
 
 
 def run(
@@ -251,72 +248,3 @@ def save_rows(rows: list[dict[str, Any]], path: Path) -> None:
             f"--out {path}: cannot be written ({error.strerror or error}); repeat the command with another --out, which "
             "reuses the results"
         ) from error
-
-
-def warm_start(
-    policy: Annotated[str, typer.Argument(help="Embedded policy: knights_knaves, math or tool_qa.")] = "knights_knaves",
-    out: Annotated[Path | None, typer.Option(help="Output folder. Default: policies/NAME.")] = None,
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", help="Set a field of the warm start: --set steps=2500. Repeatable.")
-    ] = None,
-    threads: Annotated[
-        int | None, typer.Option(min=1, help="CPU threads; the weights depend on it. Default: all cores.")
-    ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help=QUIET_HELP)] = False,
-) -> None:
-    """Train an embedded policy from scratch on generated demonstrations; the defaults recreate the shipped one.
-
-    Examples:
-      sharpscope warm-start --out policies/mine --set steps=2500
-
-      sharpscope warm-start tool_qa --threads 1
-    """
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    from sharpscope.config import WARM_STARTS, check_keys, parse_overrides, validate
-    from sharpscope.errors import UserError, nearest
-    from sharpscope.recording.environment import set_threads
-    from sharpscope.training import minutes
-    from sharpscope.warm_start import Progress as Report
-    from sharpscope.warm_start import warm_start as pretrain
-
-    if policy not in WARM_STARTS:
-        raise UserError(f"warm-start {policy}: unknown{nearest(policy, WARM_STARTS)}")
-    kind, out = WARM_STARTS[policy], out or Path("policies") / policy
-    data = parse_overrides(set_ or [])
-    check_keys(kind, data)
-    spec = validate(kind, data)
-    check_empty(out)
-    set_threads(threads)
-    columns = [TextColumn("warm-start"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left")]
-    columns += [TimeRemainingColumn(), TextColumn("{task.fields[note]}")]
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, disable=quiet or not console.is_terminal) as progress:
-        bar = progress.add_task("warm-start", total=spec.steps, note="")
-
-        def show(report: Report) -> None:
-            """Move the progress bar; without a terminal, print a line at each comparison with held-out texts."""
-            exact = ", ".join(f"{style} {share:.0%}" for style, share in (report.exact or {}).items())
-            note = f"loss {report.loss:.3f} nats/token" + (f", exact on held-out: {exact}" if exact else "")
-            progress.update(bar, completed=report.step, note=note)
-            if report.exact is not None and not quiet and not console.is_terminal:
-                left = report.seconds / report.step * (report.steps - report.step)
-                typer.echo(f"update {report.step} of {report.steps}: {note}; {minutes(left)} left", err=True)
-
-        summary = pretrain(spec, out, show)
-    exact = ", ".join(f"{style} {share:.0%}" for style, share in summary.exact.items())
-    typer.echo(
-        f"{summary.parameters:,} parameters, {summary.seconds:.0f} s; loss {summary.loss:.3f} nats/token; exact on held-out "
-        f"demonstrations: {exact or 'not measured'}"
-    )
-    typer.echo(
-        f"Written: {out}/\nuse:    sharpscope eval {out} --task {policy}   |   sharpscope run --task {policy} --model {out}"
-    )

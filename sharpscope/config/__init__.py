@@ -44,10 +44,8 @@ from sharpscope.config.run import (
 )
 from sharpscope.config.tasks import KnightsKnavesSpec, TaskSpec
 from sharpscope.config.token_weights import Schedule, TokenWeight, token_weight_kinds
-from sharpscope.config.warm_start import WARM_STARTS, WarmStartSpec
 
 __all__ = [
-    "WARM_STARTS",
     "ClaimsSpec",
     "Comparison",
     "ForkSpec",
@@ -62,7 +60,6 @@ __all__ = [
     "Spec",
     "TaskSpec",
     "TokenWeight",
-    "WarmStartSpec",
     "arm_method",
     "arm_name",
     "build_config",

@@ -10,6 +10,8 @@ from sharpscope.config.base import Spec
 
 EMBEDDED_PREFIX = "embedded:"
 """Prefix of the policies that ship with the package."""
+EMBEDDED_NAMES = ("knights_knaves", "math", "tool_qa")
+"""Their names, which are also those of their tasks."""
 
 
 class LoraSpec(Spec):

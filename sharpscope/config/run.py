@@ -17,7 +17,7 @@ from pydantic import BaseModel, Field, ValidationError, field_validator, model_v
 from sharpscope.config.base import Spec
 from sharpscope.config.method import Method
 from sharpscope.config.named_methods import method_label, named_method
-from sharpscope.config.policy import PolicySpec, RolloutSpec
+from sharpscope.config.policy import EMBEDDED_NAMES, PolicySpec, RolloutSpec
 from sharpscope.config.probes import ProbesSpec
 from sharpscope.config.safe_yaml import YAML_ERRORS, YAML_LIMIT, load_yaml
 from sharpscope.config.tasks import KnightsKnavesSpec, TaskSpec
@@ -30,7 +30,6 @@ from sharpscope.config.training import (
     RecordingSpec,
     UpdateSpec,
 )
-from sharpscope.config.warm_start import WARM_STARTS
 from sharpscope.errors import UserError, nearest
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=-]{0,127}")
@@ -218,7 +217,7 @@ def _default_policy(data: dict[str, Any]) -> dict[str, Any]:
     """Select the embedded policy of the task, if it has one and no model is set."""
     task, policy = data.get("task"), data.get("policy", {})
     kind = task.get("kind") if isinstance(task, Mapping) else None
-    if not isinstance(kind, str) or kind not in WARM_STARTS or not isinstance(policy, Mapping) or "model" in policy:
+    if not isinstance(kind, str) or kind not in EMBEDDED_NAMES or not isinstance(policy, Mapping) or "model" in policy:
         return data
     return {**data, "policy": {**policy, "model": f"embedded:{kind}"}}
 

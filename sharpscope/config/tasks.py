@@ -123,10 +123,18 @@ class ColumnsSpec(Spec):
     """Column names of a data set; a dot selects a nested column (`reward_model.ground_truth`)."""
 
     prompt: str = Field(
-        default="prompt", description="the question: text, or a list of chat messages with role and content"
+        "",
+        description="the question: text, or a list of chat messages with role and content; empty: the one that exists of prompt, "
+        "question, problem and messages",
     )
-    answer: str = Field(default="reward_model.ground_truth", description="reference answer for the scorer")
-    data_source: str = Field(default="data_source", description="selects the scorer; not used if task.scorer is set")
+    answer: str = Field(
+        "",
+        description="reference answer for the scorer; empty: reward_model.ground_truth, or the one that exists of answer, solution, "
+        "ground_truth and label",
+    )
+    data_source: str = Field(
+        "", description="selects the scorer if task.scorer is auto; empty: data_source if it exists"
+    )
     level: str = Field(
         default="", description="difficulty, a number or a string; empty: number of people for puzzles, otherwise 'all'"
     )
@@ -136,7 +144,7 @@ ScorerName = Literal["auto", "logic_rl", "exact", "exact_match", "numeric", "mat
 
 
 class DatasetSpec(Spec):
-    """Questions from a file, a folder or the Hugging Face Hub, in verl's row format."""
+    """Questions and answers from a file, a folder or the Hugging Face Hub."""
 
     kind: Literal["dataset"] = "dataset"
     path: str = Field(
@@ -150,7 +158,9 @@ class DatasetSpec(Spec):
     hub_split: str = Field("train", description="Hugging Face: split to read")
     columns: ColumnsSpec = Field(ColumnsSpec(), description="column mapping")
     scorer: ScorerName = Field(
-        "auto", description="auto: selected by the row's data_source; otherwise one scorer for all rows"
+        "auto",
+        description="auto: selected by the row's data_source; without one: math for LaTeX, numeric for numbers, exact_match for other "
+        "answers",
     )
     template: Template = Field(
         "", description="prompt template; the question replaces {prompt}; empty: the question unchanged"

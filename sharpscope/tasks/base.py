@@ -27,8 +27,6 @@ class Example:
         prefill: start of the completion, such as `<think>`. It is the end of the prompt and is not generated; `Task.score`
             prepends it to the completion.
         templated: whether the prompt already contains chat markup; if so, the chat template is not applied.
-
-    The keys `messages`, `prefill` and `templated` of `meta` (version 0.1) set the attributes of the same name.
     """
 
     prompt: str
@@ -37,11 +35,6 @@ class Example:
     messages: Sequence[Mapping[str, str]] = ()
     prefill: str = ""
     templated: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("messages", "prefill", "templated"):
-            if self.meta.get(name) and not getattr(self, name):
-                object.__setattr__(self, name, self.meta[name])
 
     def whole(self, completion: str) -> str:
         """Prefill and completion, as read by scorers."""

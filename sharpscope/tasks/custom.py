@@ -12,9 +12,8 @@ from typing import Any
 
 from sharpscope.config.tasks import CustomSpec
 from sharpscope.errors import UserError, nearest
-from sharpscope.tasks.base import Example, InteractiveTask, Reward, Task, content_id
+from sharpscope.tasks.base import Example, Reward, Task, content_id, respond_all
 
-Scorer = Callable[[Example, str], Reward | float | bool]
 Factory = Callable[..., Any]
 
 _REGISTRY: dict[str, Factory] = {}
@@ -44,7 +43,6 @@ def register_task(name: str) -> Callable[[Factory], Factory]:
     """
 
     def add(factory: Factory) -> Factory:
-        """Register `factory` and return it unchanged."""
         if not name.isidentifier():
             raise UserError(f"register_task: '{name}' is not a valid name; use letters, digits and underscores")
         if name in _REGISTRY and _REGISTRY[name].__qualname__ != factory.__qualname__:
@@ -68,27 +66,21 @@ def make_custom(spec: CustomSpec) -> Task:
     """
     factory = _find(spec.factory)
     _check_options(factory, spec)
-    result = factory(**spec.options)
-    if isinstance(result, tuple) and len(result) == 2 and callable(result[1]):
-        splits, score = result
-        return CheckedTask(spec.factory, lambda: splits, score)
-    missing = [part for part in ("splits", "score") if not callable(getattr(result, part, None))]
+    made = factory(**spec.options)
+    if isinstance(made, tuple) and len(made) == 2 and callable(made[1]):
+        return CheckedTask(spec.factory, lambda: made[0], made[1])
+    missing = [part for part in ("splits", "score") if not callable(getattr(made, part, None))]
     if missing:
         raise UserError(
-            f"task.factory = '{spec.factory}': returned {type(result).__name__} without {' and '.join(missing)};"
+            f"task.factory = '{spec.factory}': returned {type(made).__name__} without {' and '.join(missing)};"
             " return (splits, score) or an object with both"
         )
-    if callable(getattr(result, "respond", None)):
-        return InteractiveCheckedTask(spec.factory, result)
-    return CheckedTask(str(getattr(result, "name", spec.factory)), result.splits, result.score)
+    kind = InteractiveCheckedTask if callable(getattr(made, "respond", None)) else CheckedTask
+    return kind(str(getattr(made, "name", spec.factory)), made.splits, made.score, made)
 
 
 def _check_options(factory: Factory, spec: CustomSpec) -> None:
-    """Check the options against the signature of the factory, so that errors inside the factory are not affected.
-
-    Raises:
-        UserError: the factory does not accept the options.
-    """
+    """Check the options against the factory's signature, so that a TypeError inside the factory is not blamed on them."""
     try:
         signature = inspect.signature(factory)
     except ValueError:  # some callables written in C have no signature
@@ -110,17 +102,14 @@ def _find(path: str) -> Factory:
             )
         return _REGISTRY[path]
     module_name, _, attribute = path.partition(":")
-    folder = str(Path.cwd())
-    added = folder not in sys.path
-    if added:
-        sys.path.insert(0, folder)
+    before = list(sys.path)
+    sys.path.insert(0, str(Path.cwd()))
     try:
         module = importlib.import_module(module_name)
     except (ImportError, ValueError) as error:
         raise UserError(f"task.factory = '{path}': cannot import '{module_name}' ({error})") from error
     finally:
-        if added:
-            sys.path.remove(folder)
+        sys.path[:] = before
     factory = getattr(module, attribute, None)
     if not callable(factory):
         raise UserError(
@@ -133,10 +122,8 @@ def _find(path: str) -> Factory:
 class CheckedTask:
     """Wrapper of a custom task that checks its splits and rewards."""
 
-    def __init__(self, name: str, splits: Callable[[], Any], score: Scorer) -> None:
-        self.name = name
-        self._make_splits = splits
-        self._score = score
+    def __init__(self, name: str, splits: Callable[[], Any], score: Callable[..., Any], task: Any = None) -> None:
+        self.name, self._make_splits, self._score, self._task = name, splits, score, task
         self._splits: dict[str, list[Example]] | None = None
 
     def splits(self) -> dict[str, list[Example]]:
@@ -151,11 +138,8 @@ class CheckedTask:
     def _checked(self, split: str, examples: Sequence[Any]) -> list[Example]:
         checked = []
         for i, example in enumerate(examples):
-            if (
-                not isinstance(example, Example)
-                or not isinstance(example.prompt, str)
-                or not isinstance(example.answer, str)
-            ):
+            texts = (example.prompt, example.answer) if isinstance(example, Example) else (None,)
+            if not all(isinstance(text, str) for text in texts):
                 raise UserError(
                     f"task '{self.name}': {split}[{i}] must be Example(prompt: str, answer: str), got {example!r:.80}"
                 )
@@ -176,36 +160,31 @@ class CheckedTask:
 
 
 class InteractiveCheckedTask(CheckedTask):
-    """Wrapper of a custom interactive task."""
+    """Wrapper of a custom interactive task, which also checks its responses."""
 
-    def __init__(self, name: str, task: InteractiveTask) -> None:
-        super().__init__(str(getattr(task, "name", name)), task.splits, task.score)
-        self._respond, self._respond_many = task.respond, getattr(task, "respond_many", None)
+    def __init__(self, name: str, splits: Callable[[], Any], score: Callable[..., Any], task: Any = None) -> None:
+        super().__init__(name, splits, score, task)
         stop: Any = getattr(task, "stop", ())
         if isinstance(stop, str):  # ("</search>") is a string, not a tuple
             stop = (stop,)
         self.stop = tuple(stop) if isinstance(stop, Iterable) else ()
         if not self.stop or not all(isinstance(text, str) and text for text in self.stop):
             raise UserError(
-                f"task '{self.name}': defines respond but not stop; set stop = ('…',), the texts at which generation stops"
+                f"task '{name}': defines respond but not stop; set stop = ('…',), the texts at which generation stops"
             )
 
     def respond(self, example: Example, completion: str) -> str | None:
         """The task's response, or None if the conversation is finished."""
-        return self._text(self._respond(example, completion))
+        return self.respond_many([example], [completion])[0]
 
     def respond_many(self, examples: Sequence[Example], completions: Sequence[str]) -> list[str | None]:
         """The task's responses, from its `respond_many` if defined."""
-        if self._respond_many is None:
-            return [self.respond(*row) for row in zip(examples, completions, strict=True)]
-        responses = list(self._respond_many(examples, completions))
+        responses: list[Any] = respond_all(self._task, examples, completions)
         if len(responses) != len(examples):
             raise UserError(
                 f"task '{self.name}': respond_many returned {len(responses)} responses for {len(examples)} completions"
             )
-        return [self._text(response) for response in responses]
-
-    def _text(self, response: Any) -> str | None:
-        if response is not None and not isinstance(response, str):
-            raise UserError(f"task '{self.name}': respond returned {type(response).__name__}; return a str or None")
-        return response
+        for response in responses:
+            if response is not None and not isinstance(response, str):
+                raise UserError(f"task '{self.name}': respond returned {type(response).__name__}; return a str or None")
+        return responses

@@ -15,8 +15,8 @@ import re
 import subprocess
 import sys
 import threading
-from collections import OrderedDict
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 
 from sharpscope.errors import UserError
@@ -124,40 +124,39 @@ class _Worker:
     """Process that compares answers; started at the first comparison and restarted after it ended."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._process: subprocess.Popen[str] | None = None
-        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._cache: OrderedDict[tuple[str, str], bool] = OrderedDict()
+        self.lock = threading.Lock()
+        self.process: subprocess.Popen[str] | None = None
+        self.lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.cached = lru_cache(maxsize=10_000)(self._ask)
 
     def compare(self, gold: str, answer: str, time_limit: float) -> bool | None:
-        """Whether the answers are equal, False if comparing ends the process; None after `time_limit` [seconds]."""
-        with self._lock:
-            if (gold, answer) in self._cache:
-                return self._cache[gold, answer]
-            if self._process is None or self._process.poll() is not None:
-                self._start()
-            assert self._process is not None and self._process.stdin is not None
+        """Whether the answers are equal, False if comparing ends the process; None after `time_limit` [s]."""
+        with self.lock:
+            self.time_limit = time_limit
             try:
-                self._process.stdin.write(json.dumps([gold, answer]) + "\n")
-                self._process.stdin.flush()
-                line = self._lines.get(timeout=time_limit)
+                return self.cached(gold, answer)
             except queue.Empty:
                 self.stop()
                 return None
-            except OSError:
-                line = ""
-            if line not in ("true\n", "false\n"):  # the process ended, for example out of memory
+            except OSError:  # the process ended, for example out of memory
                 self.stop()
                 return False
-            self._cache[gold, answer] = line == "true\n"
-            if len(self._cache) > 10_000:
-                self._cache.popitem(last=False)
-            return line == "true\n"
+
+    def _ask(self, gold: str, answer: str) -> bool:
+        if self.process is None or self.process.poll() is not None:
+            self._start()
+        assert self.process is not None and self.process.stdin is not None
+        self.process.stdin.write(json.dumps([gold, answer]) + "\n")
+        self.process.stdin.flush()
+        line = self.lines.get(timeout=self.time_limit)
+        if not line:
+            raise BrokenPipeError
+        return line == "true\n"
 
     def _start(self) -> None:
         if importlib.util.find_spec("math_verify") is None:
             raise UserError("math scorer: needs math-verify; pip install 'sharpscope[math]'")
-        process = subprocess.Popen(
+        process = self.process = subprocess.Popen(
             [sys.executable, "-P", str(Path(__file__).with_name("math_worker.py"))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -165,17 +164,17 @@ class _Worker:
             text=True,
             encoding="utf-8",
         )
-        lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        lines: queue.SimpleQueue[str]
+        lines = self.lines = queue.SimpleQueue()
 
         def read() -> None:
-            """Pass the process's lines on; an empty one when it ends."""
+            """Pass on the lines of the process, and an empty one at its end."""
             assert process.stdout is not None
             for line in process.stdout:
                 lines.put(line)
             lines.put("")
 
         threading.Thread(target=read, daemon=True, name="math answers").start()
-        self._process, self._lines = process, lines
         try:
             started = lines.get(timeout=START_LIMIT) == "ready\n"
         except queue.Empty:
@@ -186,7 +185,7 @@ class _Worker:
 
     def stop(self) -> None:
         """End the process; the next comparison starts a new one."""
-        process, self._process = self._process, None
+        process, self.process = self.process, None
         if process is not None:
             process.kill()
             process.wait()
@@ -200,14 +199,10 @@ _workers: dict[int, _Worker] = {}
 
 def _worker() -> _Worker:
     """Worker of this process. A forked process must not share the pipes and locks of its parent."""
-    worker = _workers.get(os.getpid())
-    if worker is None:
-        worker = _workers.setdefault(os.getpid(), _Worker())
-    return worker
+    return _workers.setdefault(os.getpid(), _Worker())
 
 
 @atexit.register
 def _stop() -> None:
-    worker = _workers.pop(os.getpid(), None)
-    if worker is not None:
-        worker.stop()
+    if os.getpid() in _workers:
+        _workers.pop(os.getpid()).stop()

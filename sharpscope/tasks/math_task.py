@@ -20,43 +20,18 @@ LEVELS = (1, 2, 3, 4)
 LARGEST = 12
 """Largest number in an arithmetic question."""
 LEGS = {
-    "snake": 0,
-    "sea slug": 0,
-    "jellyfish": 0,
-    "flatworm": 0,
-    "leech": 0,
-    "chicken": 2,
-    "bird": 2,
-    "human": 2,
-    "duck": 2,
-    "dog": 4,
-    "cat": 4,
-    "cow": 4,
-    "horse": 4,
-    "lion": 4,
-    "elephant": 4,
-    "giraffe": 4,
-    "tiger": 4,
-    "deer": 4,
-    "sheep": 4,
-    "starfish": 5,
-    "insect": 6,
-    "ant": 6,
-    "butterfly": 6,
-    "beetle": 6,
-    "bee": 6,
-    "wasp": 6,
-    "grasshopper": 6,
-    "cricket": 6,
-    "cockroach": 6,
-    "praying mantis": 6,
-    "firefly": 6,
-    "spider": 8,
-    "scorpion": 8,
-    "crab": 10,
-    "lobster": 10,
-    "shrimp": 10,
-    "woodlouse": 14,
+    animal: legs
+    for legs, animals in {
+        0: "snake, sea slug, jellyfish, flatworm, leech",
+        2: "chicken, bird, human, duck",
+        4: "dog, cat, cow, horse, lion, elephant, giraffe, tiger, deer, sheep",
+        5: "starfish",
+        6: "insect, ant, butterfly, beetle, bee, wasp, grasshopper, cricket, cockroach, praying mantis, firefly",
+        8: "spider, scorpion",
+        10: "crab, lobster, shrimp",
+        14: "woodlouse",
+    }.items()
+    for animal in animals.split(", ")
 }
 """Number of legs of each animal, in the order of reasoning-gym's leg_counting, so that a seed draws the same animals."""
 

@@ -16,59 +16,13 @@ from sharpscope.tasks.statements import ATOMS, Puzzle, Statement
 
 T = TypeVar("T")
 
-NAMES = (
-    "Emma",
-    "Liam",
-    "Olivia",
-    "Noah",
-    "Ava",
-    "Ethan",
-    "Sophia",
-    "Mason",
-    "Isabella",
-    "William",
-    "Mia",
-    "James",
-    "Charlotte",
-    "Benjamin",
-    "Amelia",
-    "Lucas",
-    "Harper",
-    "Henry",
-    "Evelyn",
-    "Alexander",
-    "Abigail",
-    "Michael",
-    "Emily",
-    "Daniel",
-    "Elizabeth",
-    "Jacob",
-    "Sofia",
-    "Logan",
-    "Avery",
-    "Jackson",
-    "Ella",
-    "Sebastian",
-    "Scarlett",
-    "Jack",
-    "Grace",
-    "Aiden",
-    "Chloe",
-    "Owen",
-    "Victoria",
-    "Samuel",
-    "Riley",
-    "Matthew",
-    "Aria",
-    "Joseph",
-    "Lily",
-    "Luke",
-    "Aurora",
-    "David",
-    "Zoey",
-    "Oliver",
-    "Penelope",
+_NAMES = (
+    "Emma Liam Olivia Noah Ava Ethan Sophia Mason Isabella William Mia James Charlotte Benjamin Amelia Lucas "
+    "Harper Henry Evelyn Alexander Abigail Michael Emily Daniel Elizabeth Jacob Sofia Logan Avery Jackson Ella "
+    "Sebastian Scarlett Jack Grace Aiden Chloe Owen Victoria Samuel Riley Matthew Aria Joseph Lily Luke Aurora "
+    "David Zoey Oliver Penelope"
 )
+NAMES = tuple(_NAMES.split())
 ROLE_PAIRS = 7
 """Number of role pairs (knight and knave, saint and sinner, …) from which reasoning-gym draws one; the draw is discarded."""
 SAYINGS = (

@@ -7,17 +7,25 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
+from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from sharpscope.errors import UserError
-from sharpscope.tasks.dataset_files import read_file
-from sharpscope.tasks.tool_protocol import Passage
+from sharpscope.tasks.dataset import read_file
 
 TITLE_WEIGHT = 3
 """Number of repetitions of a title in the indexed text, so that the passage about an entity ranks above mentions of it."""
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A passage of the corpus."""
+
+    title: str
+    text: str
 
 
 class Retriever(Protocol):
@@ -143,7 +151,7 @@ def read_corpus(path: str) -> list[Passage]:
     if not file.is_file():
         raise UserError(f"task.corpus = '{path}': no such file (looked in {Path.cwd()})")
     passages = []
-    for location, row in read_file(file, ("title", "text", "contents")):
+    for location, row in read_file(file, lambda columns, location: ("title", "text", "contents")):
         try:
             passages.append(passage_of(row))
         except ValueError as error:

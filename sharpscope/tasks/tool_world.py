@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from random import Random
 
-from sharpscope.tasks.tool_protocol import Passage
+from sharpscope.tasks.retrieval import Passage
 
 RELATIONS: dict[str, dict[str, str]] = {
     "person": {"birthplace": "city", "employer": "company", "teacher": "person"},

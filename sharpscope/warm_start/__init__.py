@@ -1,7 +1,7 @@
-"""Supervised pretraining of the embedded policies on generated demonstrations."""
+"""Supervised pretraining of the embedded policies on generated demonstrations: `python -m sharpscope.warm_start`."""
 
 from __future__ import annotations
 
-from sharpscope.warm_start.pretraining import Progress, WarmStartSummary, warm_start
+from sharpscope.warm_start.pretraining import WARM_STARTS, Progress, WarmStartSpec, warm_start
 
-__all__ = ["Progress", "WarmStartSummary", "warm_start"]
+__all__ = ["WARM_STARTS", "Progress", "WarmStartSpec", "warm_start"]

@@ -12,10 +12,10 @@ import math
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import tokenizers
 import torch
@@ -24,11 +24,10 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerBase, Qwen2ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from sharpscope.config.warm_start import KnightsKnavesWarmStart, MathWarmStart, ToolQaWarmStart, WarmStartSpec
 from sharpscope.errors import UserError
 from sharpscope.policy.embedded import build_model, build_tokenizer, common_phrases, save_tokenizer
-from sharpscope.warm_start import math as demonstrations_math
-from sharpscope.warm_start import tool_qa as demonstrations_tool
+from sharpscope.warm_start import math as math_examples
+from sharpscope.warm_start import tool_qa as tool_examples
 from sharpscope.warm_start.knights_knaves import OPENING, ROLE, Demonstration, demonstrations, phrases, puzzles
 from sharpscope.warm_start.muon import Muon
 
@@ -36,45 +35,127 @@ SUMMARY = "warm_start.json"
 
 
 @dataclass(frozen=True)
+class WarmStartSpec:
+    """Model, tokenizer, demonstrations and optimization; `WARM_STARTS` has those of the shipped policies.
+
+    Attributes:
+        policy: embedded policy whose demonstrations are used.
+        weights: share of demonstrations by number of people, family of question or number of hops.
+        levels: math: share of demonstrations by level, 1 to 3.
+        questions: distinct puzzles of the most frequent size, questions per family and level, or per world and hops.
+        worlds: tool_qa: generated worlds, distinct from those of the task's seeds.
+        guess_share: share of demonstrations that guess instead of reasoning.
+        chat_share: knights_knaves: share of demonstrations with a chat prompt.
+        layers, width, feed_forward, heads: sizes of the transformer; `width` is a multiple of 2 × `heads`.
+        vocabulary: maximum vocabulary of the tokenizer [tokens].
+        corpus: demonstrations used to train the tokenizer.
+        steps: optimizer updates.
+        batch: demonstrations per update.
+        micro_tokens: maximum size of a forward pass, including padding, at least one row [tokens].
+        muon_lr: peak learning rate of Muon, for the layers' matrices.
+        lr: peak learning rate of AdamW, for embeddings, biases and gains.
+        beta2: decay of AdamW's squared gradient average; beta1 is 0.9.
+        weight_decay: decoupled decay of the layers' matrices.
+        warmup: updates of linear warm-up.
+        cooldown: share of the updates, at the end, in which the learning rates decay to zero.
+        max_grad_norm: maximum global L2 norm of the gradient.
+        logit_scale: factor on the final norm's gain after training, which scales all logits.
+        probe_every: updates between measurements on held-out demonstrations.
+        probe_size: held-out demonstrations per measurement.
+        seed: seed of weights, demonstrations and their order.
+
+    Raises:
+        UserError: `weights` or `levels` is empty, has a negative share, or a key that the demonstrations do not have.
+    """
+
+    policy: str = "knights_knaves"
+    weights: dict[Any, float] = field(default_factory=lambda: {2: 0.15, 3: 0.65, 4: 0.15, 5: 0.03})
+    levels: dict[int, float] = field(default_factory=lambda: {1: 0.2, 2: 0.4, 3: 0.4})
+    questions: int = 8000
+    worlds: int = 20
+    guess_share: float = 0.5
+    chat_share: float = 0.15
+    layers: int = 4
+    width: int = 128
+    feed_forward: int = 384
+    heads: int = 4
+    vocabulary: int = 768
+    corpus: int = 4000
+    steps: int = 1300
+    batch: int = 48
+    micro_tokens: int = 2048
+    muon_lr: float = 0.02
+    lr: float = 6e-3
+    beta2: float = 0.98
+    weight_decay: float = 0.01
+    warmup: int = 60
+    cooldown: float = 0.4
+    max_grad_norm: float = 1.0
+    logit_scale: float = 1.0
+    probe_every: int = 200
+    probe_size: int = 100
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        allowed = {"knights_knaves": range(2, 8), "math": ("arithmetic", "linear", "modular"), "tool_qa": range(1, 4)}
+        for name, keys in (("weights", allowed[self.policy]), ("levels", range(1, 4))):
+            shares: dict[Any, float] = getattr(self, name)
+            if not all(key in keys and share >= 0 for key, share in shares.items()) or not any(shares.values()):
+                raise UserError(
+                    f"{name} = {shares}: give shares of at least 0, one above 0, of {', '.join(map(str, keys))}"
+                )
+
+
+WARM_STARTS: dict[str, WarmStartSpec] = {
+    spec.policy: spec
+    for spec in (
+        WarmStartSpec(),
+        WarmStartSpec(
+            "math",
+            {"arithmetic": 0.9, "linear": 0.05, "modular": 0.05},
+            questions=5000,
+            vocabulary=320,
+            layers=3,
+            width=64,
+            feed_forward=192,
+            steps=900,
+            micro_tokens=4096,
+            probe_every=300,
+            probe_size=60,
+        ),
+        WarmStartSpec(
+            "tool_qa",
+            {1: 1.0},
+            questions=300,
+            guess_share=0.3,
+            vocabulary=576,
+            layers=3,
+            width=96,
+            feed_forward=256,
+            steps=1600,
+            batch=32,
+            cooldown=0.5,
+            micro_tokens=4096,
+            probe_every=100,
+        ),
+    )
+}
+"""The warm start of each embedded policy; it recreates the shipped one."""
+
+
+@dataclass(frozen=True)
 class Progress:
-    """Progress report.
+    """Progress after `step` updates.
 
     Attributes:
         step: number of completed updates.
-        steps: total number of updates.
         loss: mean loss since the last report [nats per completion token].
-        seconds: time since the start [s].
         exact: result of `exactness` on held-out demonstrations, or None if not evaluated.
     """
 
     step: int
-    steps: int
     loss: float
-    seconds: float
     exact: dict[str, float] | None = None
-
-
-@dataclass(frozen=True)
-class WarmStartSummary:
-    """Summary of a warm start.
-
-    Attributes:
-        loss: mean loss of the last report [nats per completion token].
-        exact: result of the last `exactness`.
-        parameters: number of parameters.
-        seconds: wall time [s].
-        threads: number of threads of torch.
-        versions: library -> version.
-        spec: configuration.
-    """
-
-    loss: float
-    exact: dict[str, float]
-    parameters: int
-    seconds: float
-    threads: int
-    versions: dict[str, str]
-    spec: dict[str, object]
 
 
 @dataclass(frozen=True)
@@ -97,13 +178,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Dataset:
-    """Demonstrations of a task.
-
-    Attributes:
-        train: training demonstrations.
-        probe: held-out demonstrations.
-        phrases: function from demonstrations to the texts that become one token each.
-    """
+    """Endless training and held-out demonstrations, and a function from a corpus to the texts that become one token each."""
 
     train: Iterator[Demonstration]
     probe: Iterator[Demonstration]
@@ -112,13 +187,16 @@ class Dataset:
 
 def warm_start(
     spec: WarmStartSpec, out_dir: Path | str, on_progress: Callable[[Progress], None] | None = None
-) -> WarmStartSummary:
+) -> dict[str, Any]:
     """Train a policy and save it in the Hugging Face format, with `warm_start.json`.
 
     Args:
         spec: configuration.
         out_dir: empty or new folder.
         on_progress: called every 10 updates and at every evaluation.
+
+    Returns:
+        The content of `warm_start.json`: loss, exact, parameters, seconds, threads, versions, spec.
 
     Raises:
         UserError: `out_dir` is not empty, or width, heads and vocabulary of the spec are incompatible.
@@ -131,62 +209,64 @@ def warm_start(
     dataset = _dataset(spec)
     corpus = list(islice(dataset.train, spec.corpus))
     tokenizer = build_tokenizer((d.text for d in corpus), dataset.phrases(corpus), spec.vocabulary)
-    model = build_model(
-        tokenizer,
-        layers=spec.layers,
-        width=spec.width,
-        feed_forward=spec.feed_forward,
-        heads=spec.heads,
-        seed=spec.seed,
-    )
-    probe = list(islice(dataset.probe, spec.probe_size))
-    last = _train(spec, model, tokenizer, dataset.train, probe, start, on_progress)
-    summary = WarmStartSummary(
-        loss=last.loss,
-        exact=last.exact or {},
-        parameters=model.num_parameters(),
-        seconds=round(time.monotonic() - start, 1),
-        threads=torch.get_num_threads(),
-        versions={
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "tokenizers": tokenizers.__version__,
-            "python": platform.python_version(),
-        },
-        spec=spec.model_dump(mode="json"),
-    )
+    sizes = {name: getattr(spec, name) for name in ("layers", "width", "feed_forward", "heads", "seed")}
+    model = build_model(tokenizer, **sizes)
+    last = _train(spec, model, tokenizer, dataset.train, list(islice(dataset.probe, spec.probe_size)), on_progress)
+    libraries = {"torch": torch, "transformers": transformers, "tokenizers": tokenizers}
+    summary: dict[str, Any] = {
+        "loss": last.loss,
+        "exact": last.exact or {},
+        "parameters": model.num_parameters(),
+        "seconds": round(time.monotonic() - start, 1),
+        "threads": torch.get_num_threads(),
+        "versions": {name: library.__version__ for name, library in libraries.items()}
+        | {"python": platform.python_version()},
+        "spec": asdict(spec),
+    }
     out.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(out)
     save_tokenizer(tokenizer, out)
-    (out / SUMMARY).write_text(json.dumps(asdict(summary), indent=1) + "\n", encoding="utf-8")
+    (out / SUMMARY).write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
     return summary
 
 
 def _dataset(spec: WarmStartSpec) -> Dataset:
     """Demonstrations for a spec; `train` and `probe` share no content."""
-    if isinstance(spec, KnightsKnavesWarmStart):
-        return _puzzle_dataset(spec)
-    if isinstance(spec, MathWarmStart):
-        return _math_dataset(spec)
-    if isinstance(spec, ToolQaWarmStart):
-        return _tool_dataset(spec)
-    raise TypeError(f"no demonstrations for {type(spec).__name__}")
-
-
-def _puzzle_dataset(spec: KnightsKnavesWarmStart) -> Dataset:
-    largest = max(spec.weights.values())
-    sizes = _nonzero(spec.weights)
-    shares = {"guess_share": spec.guess_share, "chat_share": spec.chat_share}
-    pools = {
-        people: puzzles(people, max(1, round(spec.puzzles * share / largest)), spec.seed)
-        for people, share in sizes.items()
-    }
-    held_out = {people: puzzles(people, spec.probe_size, spec.seed, split="heldout") for people in sizes}
-    return Dataset(
-        demonstrations(pools, sizes, **shares, seed=spec.seed),
-        demonstrations(held_out, sizes, **shares, seed=spec.seed + 1),
-        _puzzle_phrases,
-    )
+    guess, seed, shares = spec.guess_share, spec.seed, _nonzero(spec.weights)
+    if spec.policy == "math":
+        levels = _nonzero(spec.levels)
+        kinds = (sorted(shares), sorted(levels))
+        pools: list[Any] = [
+            math_examples.questions(*kinds, spec.questions, seed),
+            math_examples.questions(*kinds, spec.probe_size, seed, "heldout"),
+        ]
+        streams = [
+            math_examples.math_demonstrations(pool, shares, levels, guess_share=guess, seed=seed + i)
+            for i, pool in enumerate(pools)
+        ]
+        return Dataset(*streams, lambda _: math_examples.phrases())
+    if spec.policy == "tool_qa":
+        hops = sorted(shares)
+        pools = [
+            tool_examples.search_questions(hops, spec.worlds, spec.questions, seed),
+            tool_examples.search_questions(hops, 1, max(1, spec.probe_size // 4), seed, "heldout"),
+        ]
+        seen = [question for questions in pools[0].values() for question in questions[: spec.questions]]
+        streams = [
+            tool_examples.tool_demonstrations(pool, shares, guess_share=guess, seed=seed + i)
+            for i, pool in enumerate(pools)
+        ]
+        return Dataset(*streams, lambda _: tool_examples.phrases(seen))
+    counts = {n: max(1, round(spec.questions * share / max(shares.values()))) for n, share in shares.items()}
+    pools = [
+        {people: puzzles(people, count, seed) for people, count in counts.items()},
+        {people: puzzles(people, spec.probe_size, seed, split="heldout") for people in shares},
+    ]
+    streams = [
+        demonstrations(pool, shares, guess_share=guess, chat_share=spec.chat_share, seed=seed + i)
+        for i, pool in enumerate(pools)
+    ]
+    return Dataset(*streams, _puzzle_phrases)
 
 
 def _puzzle_phrases(corpus: Sequence[Demonstration]) -> list[str]:
@@ -194,32 +274,6 @@ def _puzzle_phrases(corpus: Sequence[Demonstration]) -> list[str]:
     common = common_phrases(d.prompt for d in corpus if not d.prompt.endswith(OPENING))
     roles = [f" is {negation}a {role}" for negation in ("", "not ") for role in ROLE.values()]
     return sorted({*common, *phrases(), *roles, "If "})
-
-
-def _math_dataset(spec: MathWarmStart) -> Dataset:
-    families = _nonzero({str(family): share for family, share in spec.weights.items()})
-    levels = _nonzero(spec.levels)
-    kinds = (sorted(families), sorted(levels))
-    pool = demonstrations_math.questions(*kinds, spec.questions, spec.seed)
-    held_out = demonstrations_math.questions(*kinds, spec.probe_size, spec.seed, "heldout")
-    shares = (families, levels)
-    return Dataset(
-        demonstrations_math.math_demonstrations(pool, *shares, guess_share=spec.guess_share, seed=spec.seed),
-        demonstrations_math.math_demonstrations(held_out, *shares, guess_share=spec.guess_share, seed=spec.seed + 1),
-        lambda _: demonstrations_math.phrases(),
-    )
-
-
-def _tool_dataset(spec: ToolQaWarmStart) -> Dataset:
-    hops = _nonzero(spec.weights)
-    pool = demonstrations_tool.search_questions(sorted(hops), spec.worlds, spec.questions, spec.seed)
-    held_out = demonstrations_tool.search_questions(sorted(hops), 1, max(1, spec.probe_size // 4), spec.seed, "heldout")
-    vocabulary = [question for questions in pool.values() for question in questions[: spec.questions]]
-    return Dataset(
-        demonstrations_tool.tool_demonstrations(pool, hops, guess_share=spec.guess_share, seed=spec.seed),
-        demonstrations_tool.tool_demonstrations(held_out, hops, guess_share=spec.guess_share, seed=spec.seed + 1),
-        lambda _: demonstrations_tool.phrases(vocabulary),
-    )
 
 
 Key = TypeVar("Key")
@@ -236,7 +290,6 @@ def _train(
     tokenizer: PreTrainedTokenizerBase,
     train: Iterator[Demonstration],
     probe: Sequence[Demonstration],
-    start: float,
     on_progress: Callable[[Progress], None] | None,
 ) -> Progress:
     """Training loop; returns the last report, which includes `exact`."""
@@ -248,7 +301,7 @@ def _train(
     )
     model.train()
     losses: list[float] = []
-    report = Progress(0, spec.steps, math.nan, 0.0)
+    report = Progress(0, math.nan)
     for step in range(1, spec.steps + 1):
         for optimizer, peak in zip(optimizers, (spec.muon_lr, spec.lr), strict=True):
             optimizer.param_groups[0]["lr"] = peak * schedule(step, spec)
@@ -260,7 +313,7 @@ def _train(
         model.zero_grad(set_to_none=True)
         evaluate = step % spec.probe_every == 0 or step == spec.steps
         if evaluate or step % 10 == 0:
-            report = Progress(step, spec.steps, sum(losses) / len(losses), time.monotonic() - start)
+            report = Progress(step, sum(losses) / len(losses))
             losses = []
             if evaluate:
                 report = replace(report, exact=exactness(model, tokenizer, probe, spec.micro_tokens))

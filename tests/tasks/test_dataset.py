@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 
 import pandas as pd
 import pytest
@@ -27,9 +28,6 @@ def rows_of(count: int, **fields):
     return [
         {"prompt": f"What is {i} + 1?", "answer": str(i + 1), "data_source": "numeric"} | fields for i in range(count)
     ]
-
-
-PLAIN = {"columns": {"answer": "answer"}}
 
 
 def write(path, rows):
@@ -81,17 +79,17 @@ def test_columns_are_mapped_and_a_whole_name_wins_over_a_nested_one(tmp_path):
 def test_chat_messages_are_kept_and_also_given_as_text(tmp_path):
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 1?"}]
     row = {"prompt": messages, "answer": "2", "data_source": "exact"}
-    _, splits = load(write(tmp_path / "a.parquet", [row]), heldout_fraction=0, **PLAIN)
+    _, splits = load(write(tmp_path / "a.parquet", [row]), heldout_fraction=0)
     assert splits["train"][0].prompt == "Be brief.\n\n1 + 1?"
     assert splits["train"][0].messages == messages
-    _, splits = load(tmp_path / "a.parquet", heldout_fraction=0, template="Q: {prompt} A: ", **PLAIN)
+    _, splits = load(tmp_path / "a.parquet", heldout_fraction=0, template="Q: {prompt} A: ")
     assert splits["train"][0].prompt == "Q: Be brief.\n\n1 + 1? A: "
 
 
 def test_the_data_source_chooses_the_scorer(tmp_path):
     rows = rows_of(1, data_source="openai/gsm8k", answer="so 3 + 4 = 7\n#### 1,007")
     rows += [{"prompt": "Who wrote it?", "answer": {"target": ["The Beatles", "Lennon"]}, "data_source": "nq"}]
-    task, splits = load(write(tmp_path / "a.jsonl", rows), heldout_fraction=0, **PLAIN)
+    task, splits = load(write(tmp_path / "a.jsonl", rows), heldout_fraction=0)
     numeric, question = splits["train"]
     assert (numeric.meta["scorer"], question.meta["scorer"]) == ("numeric", "exact_match")
     assert task.score(numeric, "#### 1007").correct
@@ -102,22 +100,22 @@ def test_the_data_source_chooses_the_scorer(tmp_path):
 
 def test_contents_are_held_out_by_hash_whatever_the_file_and_order(tmp_path):
     rows = rows_of(400)
-    _, all_splits = load(write(tmp_path / "a.jsonl", rows), heldout_fraction=0.2, **PLAIN)
+    _, all_splits = load(write(tmp_path / "a.jsonl", rows), heldout_fraction=0.2)
     held = {example.prompt for example in all_splits["heldout"]}
     assert 50 < len(held) < 110
     assert len(all_splits["train"]) + len(all_splits["heldout"]) == 400
-    _, part = load(write(tmp_path / "b.parquet", rows[::-1][:300]), heldout_fraction=0.2, **PLAIN)
+    _, part = load(write(tmp_path / "b.parquet", rows[::-1][:300]), heldout_fraction=0.2)
     assert {example.prompt for example in part["heldout"]} == held & {row["prompt"] for row in rows[100:]}
     # the same question with other white space or another answer stays on its side
     twice = rows + [row | {"prompt": row["prompt"].replace(" ", "  ")} for row in rows]
-    _, doubled = load(write(tmp_path / "c.jsonl", twice), heldout_fraction=0.2, **PLAIN)
+    _, doubled = load(write(tmp_path / "c.jsonl", twice), heldout_fraction=0.2)
     assert len(doubled["heldout"]) == 2 * len(held)
 
 
 def test_a_held_out_file_takes_its_contents_out_of_training(tmp_path):
     rows = rows_of(20)
     held = write(tmp_path / "held.jsonl", rows[:5])
-    _, splits = load(write(tmp_path / "a.jsonl", rows), heldout_path=held, **PLAIN)
+    _, splits = load(write(tmp_path / "a.jsonl", rows), heldout_path=held)
     assert [example.prompt for example in splits["heldout"]] == [row["prompt"] for row in rows[:5]]
     assert [example.prompt for example in splits["train"]] == [row["prompt"] for row in rows[5:]]
 
@@ -126,9 +124,9 @@ def test_a_folder_is_read_in_order_of_names_and_limit_cuts(tmp_path):
     write(tmp_path / "b.jsonl", rows_of(3, data_source="exact"))
     write(tmp_path / "a.parquet", rows_of(2))
     (tmp_path / "README.md").write_text("not data")
-    _, splits = load(tmp_path, heldout_fraction=0, **PLAIN)
+    _, splits = load(tmp_path, heldout_fraction=0)
     assert [example.meta["scorer"] for example in splits["train"]] == ["numeric"] * 2 + ["exact"] * 3
-    _, splits = load(tmp_path, heldout_fraction=0, limit=3, **PLAIN)
+    _, splits = load(tmp_path, heldout_fraction=0, limit=3)
     assert len(splits["train"]) == 3
 
 
@@ -175,15 +173,76 @@ def test_a_broken_row_is_named_with_its_line(tmp_path, change, says):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["prompt", "reward_model", "data_source"])
 @pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
-def test_a_missing_or_renamed_column_is_named(tmp_path, name, suffix):
-    row = kk_row()
-    row[f"{name}s"] = row.pop(name)
-    path = write(tmp_path / f"a.{suffix}", [row])
-    place = "row 1" if suffix == "parquet" else "line 1"
-    with pytest.raises(UserError, match=rf"{place}: no column '{name}' \(task.columns"):
-        load(path)
+@pytest.mark.parametrize("names", list(product(("prompt", "question", "problem"), ("answer", "solution", "label"))))
+def test_common_column_names_are_used_as_they_are(tmp_path, names, suffix):
+    """README: --task dataset --set task.path=puzzles.parquet."""
+    rows = [dict(zip((*names, "note"), (f"{i} + 1?", str(i + 1), "x"), strict=True)) for i in range(40)]
+    task, splits = load(write(tmp_path / f"a.{suffix}", rows))
+    assert len(splits["train"]) + len(splits["heldout"]) == 40
+    example = splits["train"][0]
+    assert example.prompt.endswith("+ 1?") and example.meta["scorer"] == "numeric"
+    assert task.score(example, f"It is {example.answer}.").correct
+
+
+def test_chat_messages_with_an_answer_need_no_settings(tmp_path):
+    rows = [{"messages": [{"role": "user", "content": "Capital of France?"}], "answer": "Paris"}]
+    task, splits = load(write(tmp_path / "a.jsonl", rows), heldout_fraction=0)
+    (example,) = splits["train"]
+    assert (example.prompt, example.meta["scorer"]) == ("Capital of France?", "exact_match")
+    assert task.score(example, "<answer>paris.</answer>").correct
+
+
+@pytest.mark.parametrize(
+    ("answer", "scorer"),
+    [
+        ("7", "numeric"),
+        (-2.5, "numeric"),
+        (["1,234", "$3"], "numeric"),
+        ("so\n#### 72", "numeric"),
+        ("7 or 8", "exact_match"),
+        (r"\frac{1}{2}", "math"),
+        ({"target": ["Lena"]}, "exact_match"),
+    ],
+)
+def test_the_answer_chooses_the_scorer_where_nothing_else_does(tmp_path, answer, scorer):
+    _, splits = load(write(tmp_path / "a.jsonl", [{"prompt": "p", "answer": answer}]), heldout_fraction=0)
+    assert splits["train"][0].meta["scorer"] == scorer
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        (
+            {"prompt": "p", "answer": "1", "solution": "2"},
+            "answer and solution can each be the answer; set task.columns.answer",
+        ),
+        (
+            {"prompt": "p", "question": "q", "answer": "1"},
+            "prompt and question can each be the prompt; set task.columns.prompt",
+        ),
+        ({"text": "p", "answer": "1"}, "no column for the prompt .*; set task.columns.prompt to one of: text, answer"),
+        (
+            {"prompt": "p", "target": "1"},
+            "no column for the answer .*; set task.columns.answer to one of: prompt, target",
+        ),
+    ],
+)
+def test_unclear_columns_are_named(tmp_path, row, says, suffix):
+    with pytest.raises(UserError, match=says) as caught:
+        load(write(tmp_path / f"a.{suffix}", [row]))
+    assert "\n" not in str(caught.value) and f"a.{suffix}" in str(caught.value)
+
+
+def test_verls_format_wins_over_other_columns(tmp_path):
+    """The published puzzles have the columns quiz, solution and names besides those of the format."""
+    row = kk_row(question="?", solution="[True]", answer="?")
+    _, splits = load(write(tmp_path / "a.parquet", [row]), heldout_fraction=0)
+    assert splits["train"][0].answer == TRUTH
+    row.pop("data_source")
+    _, splits = load(write(tmp_path / "b.parquet", [row]), heldout_fraction=0)
+    assert splits["train"][0].meta["scorer"] == "logic_rl"
 
 
 @pytest.mark.parametrize(
@@ -201,7 +260,7 @@ def test_a_missing_or_renamed_column_is_named(tmp_path, name, suffix):
 def test_a_broken_answer_is_named(tmp_path, answer, says):
     path = write(tmp_path / "a.jsonl", rows_of(1, answer=answer))
     with pytest.raises(UserError, match=f"line 1: .*{says}"):
-        load(path, **PLAIN)
+        load(path)
 
 
 def test_broken_files_say_where_and_what(tmp_path):
@@ -214,12 +273,12 @@ def test_broken_files_say_where_and_what(tmp_path):
         file = tmp_path / "a.jsonl"
         file.write_text(f"{good}\n\n{content}{good}\n")
         with pytest.raises(UserError, match=says):
-            load(file, **PLAIN)
+            load(file)
     (tmp_path / "latin.jsonl").write_bytes(good.encode() + b'\n{"prompt": "\xe9"}\n')
     (tmp_path / "empty.jsonl").write_text("\n\n")
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 this is not one PAR1")
     (tmp_path / "none.parquet").write_bytes(b"")
-    write(tmp_path / "zero.parquet", pd.DataFrame({"prompt": pd.Series([], dtype=str)}))
+    write(tmp_path / "zero.parquet", pd.DataFrame({name: pd.Series([], dtype=str) for name in ("prompt", "answer")}))
     (tmp_path / "table.csv").write_text("prompt,answer\n")
     (tmp_path / "folder").mkdir()
     for name, says in [
@@ -234,7 +293,7 @@ def test_broken_files_say_where_and_what(tmp_path):
         ("absent", "no such file or folder"),
     ]:
         with pytest.raises(UserError, match=says) as caught:
-            load(tmp_path / name, **PLAIN)
+            load(tmp_path / name)
         assert name in str(caught.value)
         assert "\n" not in str(caught.value)
 
@@ -242,9 +301,9 @@ def test_broken_files_say_where_and_what(tmp_path):
 def test_an_empty_side_is_an_error_with_a_way_out(tmp_path):
     path = write(tmp_path / "a.jsonl", rows_of(1))
     with pytest.raises(UserError, match=r"heldout_fraction = 0\.1: the held-out set has none of the 1 rows"):
-        load(path, **PLAIN)
+        load(path)
     with pytest.raises(UserError, match="the training set has none of the 1 rows"):
-        load(path, heldout_path=path, **PLAIN)
+        load(path, heldout_path=path)
     with pytest.raises(UserError, match=r"task\.path: not set"):
         load("")
 
@@ -255,7 +314,7 @@ def test_a_saved_hugging_face_folder_is_read(tmp_path):
         {"train": datasets.Dataset.from_list(rows_of(30)), "test": datasets.Dataset.from_list(rows_of(4))}
     )
     saved.save_to_disk(tmp_path / "set")
-    fields = PLAIN | {"source": "huggingface", "heldout_fraction": 0}
+    fields = {"source": "huggingface", "heldout_fraction": 0}
     assert [e.answer for e in load(tmp_path / "set", **fields)[1]["train"]] == [str(i + 1) for i in range(30)]
     assert len(load(tmp_path / "set", hub_split="test", **fields)[1]["train"]) == 4
     with pytest.raises(UserError, match=r"hub_split = 'tset'.* did you mean 'test'"):

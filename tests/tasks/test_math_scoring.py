@@ -214,8 +214,8 @@ def test_an_answer_that_takes_too_long_is_wrong_and_the_next_is_read():
 
 def test_a_helper_that_dies_is_replaced():
     assert score_math("3/6", ["1/2"]).correct
-    math_scoring._worker()._process.kill()
-    math_scoring._worker()._process.wait()
+    math_scoring._worker().process.kill()
+    math_scoring._worker().process.wait()
     assert score_math("4/8", ["1/2"]).correct
 
 
@@ -223,7 +223,7 @@ def test_threads_share_the_helper_and_get_their_own_results():
     pairs = [(f"{i}/7", f"{i * (2 + i % 2)}/{7 * (2 + i % 2) + (i % 3 == 0)}") for i in range(1, 40)]
     expected = [score_math(answer, [gold]).correct for gold, answer in pairs]
     assert expected == [i % 3 != 0 for i in range(1, 40)]
-    math_scoring._worker()._cache.clear()
+    math_scoring._worker().cached.cache_clear()
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(lambda pair: score_math(pair[1], [pair[0]]).correct, pairs)) == expected
 

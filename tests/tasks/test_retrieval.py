@@ -12,8 +12,7 @@ import pytest
 
 from sharpscope.errors import UserError
 from sharpscope.tasks import ToolQaSpec, make_task
-from sharpscope.tasks.retrieval import Bm25Retriever, HttpRetriever, passage_of, read_corpus
-from sharpscope.tasks.tool_protocol import Passage
+from sharpscope.tasks.retrieval import Bm25Retriever, HttpRetriever, Passage, passage_of, read_corpus
 
 CORPUS = [
     Passage("Torvi", "A city. mayor: Lena."),

@@ -10,16 +10,16 @@ from pydantic import ValidationError
 
 from sharpscope.errors import UserError
 from sharpscope.tasks import Example, InteractiveTask, ToolQaSpec, make_task, respond_all
-from sharpscope.tasks.tool_protocol import (
+from sharpscope.tasks.tool_qa import (
     FEEDBACK,
     INSTRUCTION,
     Passage,
+    ToolQa,
     follows_protocol,
     information,
     last_turn,
     query_of,
 )
-from sharpscope.tasks.tool_qa import ToolQa
 from sharpscope.tasks.tool_world import RELATIONS, make_world
 from tests.oracles import protocol as oracle
 

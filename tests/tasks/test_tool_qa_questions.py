@@ -13,8 +13,7 @@ from pydantic import ValidationError
 from sharpscope.config import RunConfig, build_config, to_yaml, validate
 from sharpscope.errors import UserError
 from sharpscope.tasks import ToolQaSpec, make_task
-from sharpscope.tasks.tool_protocol import INSTRUCTION
-from sharpscope.tasks.tool_qa import ToolQa
+from sharpscope.tasks.tool_qa import INSTRUCTION, ToolQa
 
 
 def row(prompt: Any, truth: Any = "Lena") -> dict[str, Any]:

@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 
 from sharpscope.tasks import Example, ToolQaSpec, make_task
-from sharpscope.tasks.tool_protocol import FEEDBACK, Passage, information
+from sharpscope.tasks.tool_qa import FEEDBACK, Passage, information
 from tests.oracles import protocol as oracle
 
 EXAMPLE = Example("Where?", "The Hague", {"truths": ("The Hague", "Den Haag")})

@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import json
-import re
+from dataclasses import asdict, replace
 from itertools import islice
 
 import pytest
 import torch
-from pydantic import ValidationError
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from typer.testing import CliRunner
 
-from sharpscope.cli import app
-from sharpscope.config.warm_start import KnightsKnavesWarmStart
 from sharpscope.errors import UserError
 from sharpscope.policy.embedded import embedded_policy, load_tokenizer
+from sharpscope.warm_start.__main__ import main
 from sharpscope.warm_start.knights_knaves import (
     OPENING,
     demonstrations,
     phrases,
     puzzles,
 )
-from sharpscope.warm_start.pretraining import Row, _accumulate, _row, exactness, schedule, warm_start
+from sharpscope.warm_start.pretraining import Row, WarmStartSpec, _accumulate, _row, exactness, schedule, warm_start
 from tests.models import tiny_model
 
-TINY = KnightsKnavesWarmStart(
+TINY = WarmStartSpec(
     layers=2,
     width=32,
     feed_forward=48,
@@ -33,7 +30,7 @@ TINY = KnightsKnavesWarmStart(
     vocabulary=600,
     corpus=60,
     weights={2: 0.5, 3: 0.5},
-    puzzles=20,
+    questions=20,
     steps=25,
     batch=8,
     micro_tokens=300,
@@ -61,10 +58,10 @@ def test_phrases_are_tokens_of_the_shipped_policy():
 def test_the_loss_falls_and_reports_come(made):
     _, summary, reports = made
     assert [report.step for report in reports] == [10, 20, 25]
-    assert reports[0].loss > reports[1].loss > reports[2].loss == summary.loss
-    assert reports[0].loss > 1.5 * summary.loss
-    assert set(summary.exact) == {"guess", "reason"}
-    assert all(0 <= share <= 1 for share in summary.exact.values())
+    assert reports[0].loss > reports[1].loss > reports[2].loss == summary["loss"]
+    assert reports[0].loss > 1.5 * summary["loss"]
+    assert set(summary["exact"]) == {"guess", "reason"}
+    assert all(0 <= share <= 1 for share in summary["exact"].values())
 
 
 def test_what_is_written_loads_and_says_how_it_was_made(made):
@@ -80,8 +77,8 @@ def test_what_is_written_loads_and_says_how_it_was_made(made):
         "warm_start.json",
     ]
     written = json.loads((folder / "warm_start.json").read_text())
-    assert KnightsKnavesWarmStart(**written["spec"]) == TINY
-    assert written["parameters"] == model.num_parameters() == summary.parameters
+    assert written["spec"] == json.loads(json.dumps(asdict(TINY)))
+    assert written["parameters"] == model.num_parameters() == summary["parameters"]
     tokenizer = load_tokenizer(folder)
     text = "Ava is a knight ≠ 漢字 🙂 <think>x</think>"
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
@@ -95,7 +92,7 @@ def test_the_same_seed_gives_the_same_weights_bit_for_bit(made, tmp_path):
     assert (again / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
     assert (again / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
     other = tmp_path / "other"
-    warm_start(TINY.model_copy(update={"seed": 1, "steps": 1}), other)
+    warm_start(replace(TINY, seed=1, steps=1), other)
     assert (other / "tokenizer.json").read_bytes() != (folder / "tokenizer.json").read_bytes()
 
 
@@ -108,8 +105,8 @@ def test_a_folder_with_something_in_it_is_left_alone(tmp_path):
 
 @pytest.mark.parametrize("weights", [{}, {1: 1.0}, {8: 1.0}, {3: -1.0}, {3: 0.0}])
 def test_impossible_sizes_are_refused(weights):
-    with pytest.raises(ValidationError, match="must map numbers of people from 2 to 7 to shares of at least 0"):
-        KnightsKnavesWarmStart(weights=weights)
+    with pytest.raises(UserError, match="give shares of at least 0, one above 0, of 2, 3, 4, 5, 6, 7"):
+        WarmStartSpec(weights=weights)
 
 
 def test_the_gradient_is_that_of_the_mean_loss_however_the_batch_is_cut():
@@ -158,22 +155,20 @@ def test_exactness_is_one_for_what_the_model_itself_would_write(made):
 
 
 def test_the_schedule_rises_stays_and_falls():
-    spec = KnightsKnavesWarmStart(steps=100, warmup=10, cooldown=0.5)
+    spec = WarmStartSpec(steps=100, warmup=10, cooldown=0.5)
     shares = [schedule(step, spec) for step in range(1, 101)]
     assert shares[:10] == pytest.approx([step / 10 for step in range(1, 11)])
     assert set(shares[10:50]) == {1.0}
     assert shares[50:] == pytest.approx([(100 - step) / 50 for step in range(50, 100)])
-    assert schedule(1, KnightsKnavesWarmStart(warmup=0, cooldown=0.0)) == 1.0
+    assert schedule(1, WarmStartSpec(warmup=0, cooldown=0.0)) == 1.0
 
 
-def test_the_command_prints_a_line_at_each_probe_where_there_is_no_terminal(tmp_path):
-    settings = TINY.model_dump(mode="json", exclude={"weights"}) | {"steps": 5, "probe_every": 2, "probe_size": 2}
-    sets = [part for name, value in settings.items() for part in ("--set", f"{name}={value}")]
-    sets += ["--set", "weights={2: 1.0}"]
-    result = CliRunner().invoke(app, ["warm-start", "--out", str(tmp_path / "new"), "--threads", "1", *sets])
-    assert result.exit_code == 0, result.output
-    lines = [line for line in result.stderr.splitlines() if line.startswith("update ")]
+def test_the_command_prints_a_line_at_each_probe(tmp_path, capsys):
+    settings = asdict(TINY) | {"steps": 5, "probe_every": 2, "probe_size": 2}
+    sets = [part for name, value in settings.items() if name != "policy" for part in ("--set", f"{name}={value}")]
+    main(["knights_knaves", "--out", str(tmp_path / "new"), "--threads", "1", *sets])
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("update ")]
     assert [line.split(":")[0] for line in lines] == [f"update {step} of 5" for step in (2, 4, 5)]
-    assert all(re.search(r": loss \d+\.\d{3} nats/token, exact on held-out: .*; \d+ s left$", line) for line in lines)
-    quiet = CliRunner().invoke(app, ["warm-start", "--out", str(tmp_path / "two"), "--threads", "1", "--quiet", *sets])
-    assert quiet.exit_code == 0 and not quiet.stderr
+    for wrong in ("step=3", "steps=many", "weights=3"):
+        with pytest.raises(UserError, match=f"--set {wrong}"):
+            main(["--set", wrong])

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from itertools import islice
 
 import pytest
 import torch
-from pydantic import ValidationError
 from transformers import AutoModelForCausalLM
 
-from sharpscope.config.warm_start import WARM_STARTS, MathWarmStart, ToolQaWarmStart
+from sharpscope.errors import UserError
 from sharpscope.policy.embedded import build_tokenizer, load_tokenizer
-from sharpscope.policy.generation import as_text
 from sharpscope.tasks import MathSpec, ToolQaSpec, make_task
 from sharpscope.warm_start import tool_qa as demonstrations_tool
-from sharpscope.warm_start.pretraining import _dataset, _row, warm_start
+from sharpscope.warm_start.pretraining import WARM_STARTS, _dataset, _row, warm_start
 
 pytest.importorskip("bm25s", reason="needs the optional library bm25s")
 
@@ -24,10 +23,10 @@ pytest.importorskip("bm25s", reason="needs the optional library bm25s")
 SMALL = {"layers": 1, "width": 16, "feed_forward": 16, "heads": 2, "corpus": 40, "batch": 4, "warmup": 1}
 
 
-TINY_MATH = MathWarmStart(**SMALL, steps=3, questions=20, probe_size=12, micro_tokens=400)
+TINY_MATH = replace(WARM_STARTS["math"], **SMALL, steps=3, questions=20, probe_size=12, micro_tokens=400)
 
 
-TINY_TOOL = ToolQaWarmStart(**SMALL, steps=3, worlds=1, questions=6, probe_size=12, micro_tokens=400)
+TINY_TOOL = replace(WARM_STARTS["tool_qa"], **SMALL, steps=3, worlds=1, questions=6, probe_size=12, micro_tokens=400)
 
 
 @pytest.fixture(scope="module")
@@ -80,20 +79,20 @@ def test_rows_are_tokenized_turn_by_turn_and_replies_are_not_imitated(asked):
     for demonstration in examples:
         row = _row(tokenizer, demonstration)
         assert row.prompt == tokenizer(demonstration.prompt)["input_ids"]
-        assert as_text(tokenizer, row.prompt + row.completion[:-1]) == demonstration.text
+        assert tokenizer.decode(row.prompt + row.completion[:-1]) == demonstration.text
         assert row.completion[-1] == tokenizer.eos_token_id
         own = [token for token, kept in zip(row.completion, row.mask, strict=True) if kept]
         heard = [token for token, kept in zip(row.completion, row.mask, strict=True) if not kept]
-        assert as_text(tokenizer, heard) == "".join(reply for reply, _ in demonstration.later)
+        assert tokenizer.decode(heard) == "".join(reply for reply, _ in demonstration.later)
         turns = [demonstration.completion, *(turn for _, turn in demonstration.later)]
-        assert as_text(tokenizer, own[:-1]) == "".join(turns)
+        assert tokenizer.decode(own[:-1]) == "".join(turns)
         assert len(row) < 192
 
 
 def test_names_and_passages_are_few_tokens(asked):
     seen = [question for questions in asked.values() for question in questions]
     tokenizer = build_tokenizer(["a"], demonstrations_tool.phrases(seen), 600)
-    pieces = [as_text(tokenizer, [i]) for i in tokenizer("Trobreta, mayor</think><search>Trobreta")["input_ids"]]
+    pieces = [tokenizer.decode([i]) for i in tokenizer("Trobreta, mayor</think><search>Trobreta")["input_ids"]]
     assert pieces == ["Tro", "bre", "ta", ", mayor", "</think>", "<search>", "Tro", "bre", "ta"]
     lengths = [len(tokenizer(reply)["input_ids"]) for question in seen for reply in question.replies]
     assert max(lengths) < 64
@@ -106,7 +105,7 @@ def test_what_is_held_out_is_never_shown(spec):
     probe = {d.prompt for d in islice(material.probe, 300)}
     assert not train & probe
     families = ("arithmetic", "linear", "modular")
-    asked = MathSpec(families=families, seed=7) if isinstance(spec, MathWarmStart) else ToolQaSpec()
+    asked = MathSpec(families=families, seed=7) if spec.policy == "math" else ToolQaSpec()
     assert not train & {example.prompt for example in make_task(asked).splits()["heldout"]}
 
 
@@ -120,14 +119,14 @@ def test_the_same_seed_gives_the_same_policy(spec, tmp_path):
     )
     assert first == second
     written = json.loads((tmp_path / "first" / "warm_start.json").read_text())
-    assert WARM_STARTS[spec.policy](**written["spec"]) == spec
+    assert written["spec"]["policy"] == spec.policy
     assert set(written["exact"]) == {"guess", "reason"}
     assert load_tokenizer(tmp_path / "first")("<search>x</search>")["input_ids"]
 
 
 def test_the_logit_scale_scales_every_logit_and_nothing_else(tmp_path):
     for scale in (1.0, 2.0):
-        warm_start(TINY_MATH.model_copy(update={"logit_scale": scale}), tmp_path / str(scale))
+        warm_start(replace(TINY_MATH, logit_scale=scale), tmp_path / str(scale))
     plain, scaled = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("1.0", "2.0"))
     ids = torch.arange(12)[None]
     with torch.no_grad():
@@ -137,13 +136,9 @@ def test_the_logit_scale_scales_every_logit_and_nothing_else(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("kind", "fields"),
-    [
-        (MathWarmStart, {"levels": {4: 1.0}}),
-        (MathWarmStart, {"weights": {"word": 1.0}}),
-        (ToolQaWarmStart, {"weights": {4: 1}}),
-    ],
+    ("policy", "fields"),
+    [("math", {"levels": {4: 1.0}}), ("math", {"weights": {"word": 1.0}}), ("tool_qa", {"weights": {4: 1}})],
 )
-def test_impossible_material_is_refused(kind, fields):
-    with pytest.raises(ValidationError):
-        kind(**fields)
+def test_impossible_demonstrations_are_refused(policy, fields):
+    with pytest.raises(UserError, match="give shares"):
+        replace(WARM_STARTS[policy], **fields)

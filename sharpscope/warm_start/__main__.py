@@ -1,0 +1,75 @@
+"""Train an embedded policy from scratch on generated demonstrations; the defaults recreate the shipped one.
+
+Examples:
+    python -m sharpscope.warm_start knights_knaves --out policies/mine --set steps=2500
+    python -m sharpscope.warm_start tool_qa --threads 1
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+
+import yaml
+
+from sharpscope.errors import UserError, nearest
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command.
+
+    Raises:
+        UserError: a field or its value is not valid, or the folder is not empty.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m sharpscope.warm_start",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("policy", nargs="?", default="knights_knaves", choices=("knights_knaves", "math", "tool_qa"))
+    parser.add_argument("--out", type=Path, help="folder to write (default: policies/NAME)")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="FIELD=VALUE", help="set a field of WarmStartSpec"
+    )
+    parser.add_argument("--threads", type=int, help="CPU threads, on which the weights depend (default: all cores)")
+    options = parser.parse_args(arguments)
+
+    import torch
+
+    from sharpscope.warm_start import WARM_STARTS, Progress, warm_start
+
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    spec, names = WARM_STARTS[options.policy], [field.name for field in fields(WARM_STARTS[options.policy])]
+    for setting in options.set:
+        name, _, text = setting.partition("=")
+        if name not in names:
+            raise UserError(f"--set {setting}: unknown field{nearest(name, names)}")
+        value, default = yaml.safe_load(text), getattr(spec, name)
+        if isinstance(default, float) and type(value) is int:
+            value = float(value)
+        if type(value) is not type(default):
+            raise UserError(f"--set {setting}: must be of the type of the default, {default!r}")
+        spec = replace(spec, **{name: value})
+
+    def show(report: Progress) -> None:
+        if report.exact is not None:
+            exact = ", ".join(f"{style} {share:.0%}" for style, share in report.exact.items())
+            print(
+                f"update {report.step} of {spec.steps}: loss {report.loss:.3f} nats/token, exact on held-out: {exact}"
+            )
+
+    out = options.out or Path("policies") / options.policy
+    summary = warm_start(spec, out, show)
+    print(f"{summary['parameters']:,} parameters, {summary['seconds']:.0f} s\nWritten: {out}/")
+    print(f"use:    sharpscope eval {out} --task {options.policy}")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UserError as error:
+        sys.exit(f"error: {error}")
