@@ -10,7 +10,7 @@ import torch
 
 from sharpscope.forks.outcomes import FixedRollouts, Reading
 from sharpscope.policy import TokenStats
-from sharpscope.probes import Objective, critical_sharpness, limited_surface, rollout_batch, sharpness_of
+from sharpscope.probes import Objective, critical_sharpness, limited_surface, rollout_batch, sharpness
 
 if TYPE_CHECKING:
     from sharpscope.forks.start import ArmUpdate, Start
@@ -36,9 +36,9 @@ def sharpness_readings(
     objective = Objective("expected_failure", rows, config.rollout.temperature, stale=True)
     with limited_surface(model, objective, config.probes) as surface:
         at = surface.gradient()
-        sharpness = sharpness_of(surface, spec.rho, "sam", at=at)
+        found = sharpness(surface, None, spec.rho, "sam", at=at)
     readings = {
-        "sam_sharpness": Reading(sharpness.value, effective_share=share),
+        "sam_sharpness": Reading(found.value, effective_share=share),
         "gradient_norm": Reading(float(at[1].double().norm()), effective_share=share),
     }
     if update is not None:

@@ -1,7 +1,7 @@
 """Probes measure a model on fixed batches and leave it unchanged; each estimate has its error.
 
 Score norms and attributions of tokens: `score_norms`, `attribute`. The loss surface: `curvature` and `sharpness` of any
-loss, `critical_sharpness` along an update, `run` for the probes of a `ProbesSpec`, `probe_policy` for a model on given texts.
+loss, `critical_sharpness` along an update, `run` for the probes of a `ProbesSpec`.
 """
 
 from __future__ import annotations
@@ -25,25 +25,22 @@ from sharpscope.probes.estimate import Estimate, columns, frame, labeled, proble
 from sharpscope.probes.gradient_norm import squared_gradient_norm
 from sharpscope.probes.guard import attention_implementation, guarded
 from sharpscope.probes.hessian import Curvature, adamw_preconditioner, adamw_threshold, curvature
+from sharpscope.probes.language_model import lm_surface
 from sharpscope.probes.objectives import Objective, rollout_batch
-from sharpscope.probes.perturbation import Sharpness, m_sharpness, sharpness, sharpness_of
+from sharpscope.probes.perturbation import Radius, Sharpness, find_radius, sharpness
 from sharpscope.probes.probe_set import Drawn, ProbeItem, ProbeSet, build_probe_set
 from sharpscope.probes.runner import (
     Measured,
     ProbeBatch,
+    choose_radius,
     limited_surface,
-    measure,
-    measured_cost,
     probe_set_batches,
     probe_set_objectives,
     rollout_objective,
     run,
 )
-from sharpscope.probes.standalone import DataRow, ProbeReport, probe_policy, read_rows, token_norms
+from sharpscope.probes.standalone import DataRow, read_rows, text_batches, token_norms
 from sharpscope.probes.token_gradients import ScoreNorms, score_norms
-
-# Names of version 0.1.
-Functional, drawn_functional, probe_functionals = Objective, rollout_objective, probe_set_objectives
 
 __all__ = [
     "CriticalSharpness",
@@ -51,14 +48,13 @@ __all__ = [
     "DataRow",
     "Drawn",
     "Estimate",
-    "Functional",
     "Measured",
     "Objective",
     "ProbeBatch",
     "ProbeItem",
-    "ProbeReport",
     "ProbeSet",
     "ProbesSpec",
+    "Radius",
     "Rotation",
     "ScoreNorms",
     "Sharpness",
@@ -68,27 +64,24 @@ __all__ = [
     "attention_implementation",
     "attribute",
     "build_probe_set",
+    "choose_radius",
     "columns",
     "coming_step",
     "coming_update",
     "critical_sharpness",
     "curvature",
     "directional_derivative",
-    "drawn_functional",
     "failure_coefficients",
+    "find_radius",
     "frame",
     "guarded",
     "heldout_influence",
     "labeled",
     "limited_surface",
+    "lm_surface",
     "logp_gradient",
-    "m_sharpness",
-    "measure",
-    "measured_cost",
     "nll_coefficients",
     "noise_rotation",
-    "probe_functionals",
-    "probe_policy",
     "probe_set_batches",
     "probe_set_objectives",
     "problems",
@@ -100,8 +93,8 @@ __all__ = [
     "run",
     "score_norms",
     "sharpness",
-    "sharpness_of",
     "squared_gradient_norm",
+    "text_batches",
     "token_norms",
     "update_attribution",
     "update_direction",

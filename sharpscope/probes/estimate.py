@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from sharpscope.errors import UserError
+from sharpscope.traces.schema import MAX_SATURATION
 
+if TYPE_CHECKING:
     import pandas as pd
     from torch import Tensor
 
@@ -26,21 +27,23 @@ class Estimate:
     """One estimate of a property of the loss surface: a row of the `probes` table.
 
     Attributes:
-        probe: the probe: `loss`, `curvature`, `perturbation`, `slice`, `gradient` or `rollouts`.
+        probe: the probe: `loss`, `curvature`, `perturbation`, `critical`, `update` or `gradient`.
         quantity: the estimated quantity, such as `largest`, `trace` or `sam`.
         value: the estimate in the quantity's unit; NaN if it is not available (see `why`).
         std_error: standard error over `samples` independent draws; NaN if the method has none.
         samples: number of random vectors, perturbations, iterations or completions.
-        rho: radius of a perturbation or distance of a slice [parameters' L2 norm], or node of a spectral density; NaN if none.
+        rho: radius of a perturbation [parameters' L2 norm], or node of a spectral density; NaN if none.
         converged: False if the estimate is not reliable (see `why`); None for direct evaluations.
         residual: ‖Hv − λv‖ of an eigenpair, or the residual of the iteration; NaN if none.
         seed: seed of the random numbers; None if there are none.
         seconds: wall-clock time.
         functional: name of the probed loss.
         probe_set: name of the prompts.
-        parameters: group of parameters, or `all`.
+        parameters: `all`, the parameters that the estimate is about.
         prompts: number of prompts in the probed loss; None if not known.
         prompt_std_error: standard error over prompts, as if the prompts were a random sample and all else fixed; NaN if not known.
+        ceiling: largest rise that the loss allows on these prompts; NaN if it has no bound.
+        saturation: value / ceiling of a rise, which for `expected_failure` is the rise per unit of 1 − loss; NaN if unbounded.
         prompt_values: one value for each prompt, with mean `value` and standard error of the mean `prompt_std_error`; rows of the
             `probe_prompts` table.
         why: reason for `converged = False` or a NaN value; empty otherwise.
@@ -61,12 +64,23 @@ class Estimate:
     parameters: str = "all"
     prompts: int | None = None
     prompt_std_error: float = math.nan
+    ceiling: float = math.nan
+    saturation: float = math.nan
     why: str = ""
     prompt_values: tuple[float, ...] = ()
 
 
 ESTIMATE_COLUMNS = tuple(field.name for field in fields(Estimate) if field.name != "prompt_values")
 _LABELS = ("probe_set", "functional", "parameters", "quantity", "rho", "seed")
+
+
+def attempted(probe: str, quantity: str, measure: Callable[[], list[Estimate]]) -> list[Estimate]:
+    """What `measure` returns; where it fails, one row without value that says why, so that other measures go on."""
+    try:
+        return measure()
+    except (UserError, ArithmeticError, RuntimeError) as problem:  # RuntimeError: PyTorch's, as for lack of memory
+        lines = str(problem).splitlines() or [type(problem).__name__]
+        return [Estimate(probe, quantity, math.nan, converged=False, why=f"left out: {lines[0]}")]
 
 
 def with_prompts(estimate: Estimate, values: Tensor | None) -> Estimate:
@@ -84,13 +98,18 @@ def labeled(estimates: Iterable[Estimate], **labels: str | int) -> list[Estimate
 
 
 def problems(estimates: Iterable[Estimate]) -> tuple[str, ...]:
-    """One line for each estimate that did not converge or is NaN; ratios are left out, since their value is listed."""
-    return tuple(
-        f"{e.functional} {e.quantity}{'' if math.isnan(e.rho) else f' at rho {e.rho:g}'} ({e.parameters}): "
-        f"{e.why or 'not finite'}"
-        for e in estimates
-        if not e.quantity.endswith("_ratio") and (e.converged is False or math.isnan(e.value))
-    )
+    """One line for each estimate that did not converge, is NaN or is saturated."""
+    lines = []
+    for e in estimates:
+        name = f"{e.functional} {e.quantity}{'' if math.isnan(e.rho) else f' at rho {e.rho:g}'}"
+        if e.converged is False or math.isnan(e.value):
+            lines.append(f"{name}: {e.why or 'not finite'}")
+        elif e.saturation > MAX_SATURATION:
+            lines.append(
+                f"{name}: saturated, {e.saturation:.0%} of the largest possible rise (limit {MAX_SATURATION:.0%}): it measures "
+                "the accuracy more than the sharpness; use a smaller rho"
+            )
+    return tuple(lines)
 
 
 def columns(estimates: Iterable[Estimate], *, why: bool = False) -> dict[str, list[Any]]:
@@ -101,12 +120,8 @@ def columns(estimates: Iterable[Estimate], *, why: bool = False) -> dict[str, li
         why: also give the reasons, which are not a column of that table.
     """
     rows = list(estimates)
-
-    def cell(value: Any) -> Any:
-        return None if isinstance(value, float) and math.isnan(value) else value
-
     names = [name for name in ESTIMATE_COLUMNS if why or name != "why"]
-    return {name: [cell(getattr(row, name)) for row in rows] for name in names}
+    return {name: [_cell(getattr(row, name)) for row in rows] for name in names}
 
 
 def prompt_columns(estimates: Iterable[Estimate]) -> dict[str, list[Any]]:
@@ -115,11 +130,14 @@ def prompt_columns(estimates: Iterable[Estimate]) -> dict[str, list[Any]]:
     for estimate in estimates:
         count = len(estimate.prompt_values)
         for name in _LABELS:
-            cell = getattr(estimate, name)
-            columns[name] += [None if isinstance(cell, float) and math.isnan(cell) else cell] * count
+            columns[name] += [_cell(getattr(estimate, name))] * count
         columns["prompt"] += range(count)
         columns["value"] += estimate.prompt_values
     return columns
+
+
+def _cell(value: Any) -> Any:
+    return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def frame(estimates: Iterable[Estimate], step: int = 0) -> pd.DataFrame:
@@ -128,6 +146,5 @@ def frame(estimates: Iterable[Estimate], step: int = 0) -> pd.DataFrame:
 
     table = pd.DataFrame(columns(estimates, why=True))
     table.insert(0, "step", step)
-    return table.astype(
-        dict.fromkeys(("value", "std_error", "rho", "residual", "seconds", "prompt_std_error"), "float64")
-    )
+    numbers = ("value", "std_error", "rho", "residual", "seconds", "prompt_std_error", "ceiling", "saturation")
+    return table.astype(dict.fromkeys(numbers, "float64"))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from sharpscope.config.probes import Check
 from sharpscope.errors import UserError
 from sharpscope.probes.estimate import Estimate
-from sharpscope.probes.hessian.causal_lm import lm_surface
+from sharpscope.probes.language_model import lm_surface
 from sharpscope.probes.objectives import Objective, group_normalized, rollout_batch
 from sharpscope.probes.probe_set import Drawn
 from sharpscope.probes.surface import common_dtype, size_of
@@ -33,7 +33,6 @@ def squared_gradient_norm(
     *,
     temperature: float = 1.0,
     microbatch_tokens: int = 4096,
-    head_mb: float = 64.0,
     memory_mb: float = 2048.0,
     seed: int | None = None,
     check: Check = "first",
@@ -54,7 +53,6 @@ def squared_gradient_norm(
         names: objectives to take the gradient of.
         temperature: softmax temperature of the completions.
         microbatch_tokens: see `lm_surface`.
-        head_mb: see `lm_surface`.
         memory_mb: memory for gradients of blocks of prompts [MiB]; there are at least two blocks.
         seed: seed of the completions, for the rows.
         check: see `lm_surface`.
@@ -72,7 +70,7 @@ def squared_gradient_norm(
     weights = {name: _coefficients(name, drawn.correct.double(), batch.scored, halves) for name in names}
     # Only the rows of this objective are used; nll needs no anchors.
     with lm_surface(
-        model, Objective("nll", batch, temperature), microbatch_tokens=microbatch_tokens, head_mb=head_mb, check=check
+        model, Objective("nll", batch, temperature), microbatch_tokens=microbatch_tokens, check=check
     ) as surface:
         size = size_of(surface.parameters)
         each = 2 * len(names) * size * torch.finfo(common_dtype(surface.parameters)).bits / 8

@@ -253,12 +253,20 @@ class Objective:
         ratio estimator Σ s_i/Σ w_i, so that prompts with more tokens or rows weigh more. They are linear in the shares.
 
         Args:
-            shares: (N,) parts of L by row, see `row_shares`.
+            shares: (N,) parts of L (see `row_shares`), or of a derivative of L, by row.
         """
         weight = self.prompt_weight
         prompt = torch.tensor(self.batch.prompts)
         parts = torch.zeros_like(weight).index_add_(0, prompt, shares.detach().double().cpu())
         return parts.sum() + len(weight) * (parts - weight * parts.sum())
+
+    def ceiling(self, loss: float) -> float:
+        """The largest rise that L can have from the value `loss`: 1 − loss for `expected_failure`; NaN for the others.
+
+        At its anchors 1 − loss is the share of correct completions. `nll` has no bound, nor has `surrogate` with a negative
+        advantage.
+        """
+        return 1 - loss if self.name == "expected_failure" else math.nan
 
     def share(self, index: Tensor, logp: Tensor, *, width: int) -> Tensor:
         """The part of L that the rows `index` contribute; the parts of any partition of the rows sum to L."""
@@ -300,32 +308,6 @@ class Objective:
     def rows(self, index: Tensor) -> Objective:
         """The objective over some of the rows, normalized over these."""
         return replace(self, batch=self.batch.rows(index))
-
-
-@dataclass(frozen=True)
-class Staleness:
-    """Effective sample size of rows drawn by an earlier policy.
-
-    Attributes:
-        effective_samples: (Σ w)²/Σ w² with w_i = exp(Σ_t log r_it); N for rows of the probed policy.
-        share: effective_samples / N.
-        valid: whether the share reaches the threshold.
-    """
-
-    effective_samples: float
-    share: float
-    valid: bool
-
-
-def staleness(objective: Objective, logp: Tensor, threshold: float = 0.5) -> Staleness:
-    """Effective sample size of a batch for the policy with the log-probabilities `logp` (N, S)."""
-    batch = objective.batch
-    log_weight = torch.where(batch.scored, logp.detach().double() - batch.anchor_logp.double(), 0.0).sum(1)
-    weight = (log_weight - log_weight.max()).exp()  # a common factor cancels
-    effective = float(weight.sum() ** 2 / weight.square().sum())
-    if not math.isfinite(effective):
-        return Staleness(math.nan, math.nan, False)
-    return Staleness(effective, effective / len(batch), effective / len(batch) >= threshold)
 
 
 def group_normalized(reward: Tensor, group: Tensor) -> Tensor:

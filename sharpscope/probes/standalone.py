@@ -13,9 +13,8 @@ import torch
 
 from sharpscope.config.probes import ObjectiveName, ProbesSpec
 from sharpscope.errors import UserError
-from sharpscope.probes.estimate import Estimate, frame, problems
 from sharpscope.probes.objectives import Objective, TokenBatch, completion_batch
-from sharpscope.probes.runner import Measured, ProbeBatch, limited_surface, run
+from sharpscope.probes.runner import ProbeBatch, limited_surface
 from sharpscope.probes.token_gradients import score_norms
 
 if TYPE_CHECKING:
@@ -41,37 +40,6 @@ class DataRow:
     reward: float | None = None
     truncated: bool = False
     meta: Mapping[str, Any] | None = None
-
-
-@dataclass(frozen=True)
-class ProbeReport:
-    """Results of `probe_policy`.
-
-    Attributes:
-        estimates: rows of the `probes` table.
-        measured: result for each objective, with eigenvectors.
-    """
-
-    estimates: tuple[Estimate, ...]
-    measured: Mapping[ObjectiveName, Measured]
-
-    @property
-    def problems(self) -> tuple[str, ...]:
-        """One line for each estimate that is not reliable."""
-        return problems(self.estimates)
-
-    def frame(self) -> pd.DataFrame:
-        """The `probes` table with step 0 and the column `why`."""
-        return frame(self.estimates)
-
-    def save(self, folder: Path | str) -> Path:
-        """Write `probes.parquet` to a folder and return its path."""
-        path = Path(folder) / "probes.parquet"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        aside = path.with_name(path.name + ".tmp")
-        self.frame().to_parquet(aside, index=False)
-        aside.replace(path)
-        return path
 
 
 def read_rows(path: Path | str) -> list[DataRow]:
@@ -133,50 +101,40 @@ def text_batch(policy: Policy, rows: Sequence[DataRow]) -> TokenBatch:
     return completion_batch(pairs, reward=known, advantage=advantage).to(policy.device)
 
 
-def probe_policy(
+def text_batches(
     policy: Policy,
     rows: Sequence[DataRow],
-    spec: ProbesSpec,
-    *,
     functionals: Sequence[ObjectiveName] = ("nll",),
+    *,
     temperature: float = 1.0,
     seed: int = 0,
     label: str = "data",
-    curvature: bool = True,
-    perturbation: bool = True,
-) -> ProbeReport:
-    """Curvature and perturbation probes of a policy on given texts.
+) -> list[ProbeBatch]:
+    """The batch of given texts for `run`.
 
     `nll` needs only texts. `surrogate` and `expected_failure` need rewards and assume that the policy wrote the completions:
     the anchors are its own log-probabilities.
 
     Args:
-        policy: policy from `sharpscope.policy.load_policy`; its state is restored afterwards.
+        policy: policy from `sharpscope.policy.load_policy`.
         rows: see `read_rows`.
-        spec: probes to run, their precision and their memory limits.
         functionals: names of the objectives to probe.
         temperature: softmax temperature.
         seed: seed of every random vector.
         label: value of the `probe_set` column.
-        curvature: run the curvature probes.
-        perturbation: run the perturbation probes and loss slices.
 
     Raises:
         UserError: missing rewards, or rows that are empty or too long.
-        CheckError: the probed loss differs from the model's own (see `lm_surface`).
     """
     missing = sum(row.reward is None for row in rows)
     if missing and any(name != "nll" for name in functionals):
         raise UserError(f"data: {missing} of {len(rows)} rows have no reward, which {functionals} need; use nll alone")
     batch = text_batch(policy, rows)
-    batches = [ProbeBatch(label, tuple(Objective(name, batch, temperature) for name in functionals), seed)]
-    results = list(run(policy.model, batches, spec, curvature=curvature, perturbation=perturbation))
-    measured = {one.objective.name: one for one in results if one.objective is not None}
-    return ProbeReport(tuple(row for one in results for row in one.estimates), measured)
+    return [ProbeBatch(label, tuple(Objective(name, batch, temperature) for name in functionals), seed)]
 
 
 def token_norms(policy: Policy, rows: Sequence[DataRow], spec: ProbesSpec) -> pd.DataFrame:
-    """The log-probability and the score norm (tier `local`) of each completion token.
+    """The log-probability and the score norm (method `local`) of each completion token.
 
     Args:
         policy: policy to probe.

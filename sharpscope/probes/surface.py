@@ -1,20 +1,22 @@
-"""Loss surfaces: a loss with its parameters, gradient and Hessian products; here from any closure."""
+"""Loss surfaces: a loss with its parameters, gradient and Hessian; here of any closure, in `language_model` of a causal model."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sharpscope.errors import UserError
+from sharpscope.probes.fingerprint import remembered_closure
 
 if TYPE_CHECKING:
-    from sharpscope.probes.hessian.operators import Operator
+    from sharpscope.config.probes import Check
+    from sharpscope.probes.lanczos import Operator
 
 LossFn = Callable[[], Tensor]
 CALLS = 4
@@ -34,12 +36,8 @@ class Surface(Protocol):
         """L(θ) at the parameters' present values."""
         ...
 
-    def by_prompt(self, prompts: Tensor | None = None) -> Tensor | None:
-        """One value for each prompt, (k,) float64, with mean L(θ) (see `Objective.by_prompt`); None if prompts are not known.
-
-        With the indices of some `prompts`, those of the loss without the other prompts' parts, which are not computed; the
-        values for a partition of the prompts sum to those of L(θ).
-        """
+    def by_prompt(self) -> Tensor | None:
+        """One value for each prompt, (k,) float64, with mean L(θ) (see `Objective.by_prompt`); None if prompts are not known."""
         ...
 
     def gradient(self) -> tuple[float, Tensor]:
@@ -50,8 +48,16 @@ class Surface(Protocol):
         """∇²L(θ) at the parameters' present values, as an operator on (P,)."""
         ...
 
-    def start(self) -> Tensor | None:
-        """A starting vector (P,) for Lanczos with large components along sharp directions; None if there is none."""
+    def curvature_by_prompt(self, vector: Tensor) -> Tensor | None:
+        """vᵀH_i v of each prompt's Hessian, (k,) float64 with mean vᵀHv; None if prompts are not known."""
+        ...
+
+    def ceiling(self, loss: float) -> float:
+        """The largest rise that the loss can have from the value `loss`; NaN if it has no bound or the bound is not known."""
+        ...
+
+    def check(self, operator: Operator | None = None) -> float:
+        """Relative error of a Hessian product, `operator`'s if given; see `check_products`."""
         ...
 
 
@@ -110,15 +116,14 @@ def checked_parameters(parameters: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 @contextmanager
 def working_precision(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Context in which half-precision tensors are replaced by float32 copies.
+    """Context in which half-precision tensors are replaced by float32 copies; the original storage is not written to.
 
-    Perturbations are below the resolution of half precision: rho = 0.05 over 1.5 B parameters moves each by 1.3e-6. The
-    original storage is not written to.
+    Perturbations are below the resolution of half precision: rho = 0.05 over 1.5 B parameters moves each by 1.3e-6.
     """
     before = [(tensor, tensor.data) for tensor in tensors]
     try:
         for tensor, data in before:
-            if data.is_floating_point() and data.dtype in (torch.bfloat16, torch.float16):
+            if data.dtype in (torch.bfloat16, torch.float16):
                 tensor.data = data.float()
         yield
     finally:
@@ -198,7 +203,7 @@ class ClosureSurface:
         with torch.no_grad():
             return float(self.loss().double())
 
-    def by_prompt(self, prompts: Tensor | None = None) -> None:
+    def by_prompt(self) -> None:
         """None: the prompts of a closure are not known."""
 
     def gradient(self) -> tuple[float, Tensor]:
@@ -213,12 +218,22 @@ class ClosureSurface:
 
     def hessian(self) -> Operator:
         """∇²L(θ); the operator keeps the graph of the gradient."""
-        from sharpscope.probes.hessian.operators import ClosureHessian
+        from sharpscope.probes.lanczos import GraphHessian
 
-        return ClosureHessian(self)
+        return GraphHessian([self.loss()], self.parameters)
 
-    def start(self) -> None:
-        """None: Lanczos starts at random, since the examples of a closure are not known."""
+    def curvature_by_prompt(self, vector: Tensor) -> None:
+        """None: the prompts of a closure are not known."""
+
+    def ceiling(self, loss: float) -> float:
+        """NaN: the bound of a closure is not known."""
+        return math.nan
+
+    def check(self, operator: Operator | None = None) -> float:
+        """See `check_products`."""
+        from sharpscope.probes.check import check_products
+
+        return check_products(self, operator)
 
     @contextmanager
     def deterministic(self) -> Iterator[None]:
@@ -243,3 +258,24 @@ class ClosureSurface:
                 f"loss_fn, {first!r} then {again!r} at the same parameters: not deterministic; switch dropout off "
                 "(model.eval()), fix every seed inside the closure, and use the same batch in every call"
             )
+
+
+@contextmanager
+def opened(
+    loss_fn: LossFn | Surface, parameters: Sequence[Tensor] | None, check: Check
+) -> Iterator[tuple[Surface, dict[str, Any]]]:
+    """The surface of a closure, guarded, with the cache of its checks; a surface as it is.
+
+    Raises:
+        UserError: a closure without parameters, or one that is not deterministic.
+    """
+    if parameters is None:
+        if callable(loss_fn):
+            raise UserError("parameters, none: a closure needs the tensors that its loss is computed from")
+        yield loss_fn, {}
+        return
+    assert callable(loss_fn)
+    surface = ClosureSurface(loss_fn, parameters)
+    known = remembered_closure(loss_fn, surface.parameters) if check == "first" else {}
+    with untouched(list(parameters)), surface.deterministic():
+        yield surface, known

@@ -24,8 +24,8 @@ from sharpscope.recording.health import Event
 from sharpscope.traces import TABLES, Run, RunLock, TraceWriter, create_run_dir, create_run_info, update_run_info
 from sharpscope.traces.files import now
 
-GAP = 0.05
-"""Mean |ln π of the trace − ln π of the checkpoint| above which an event warns [nats]."""
+GAP, WRONG = 0.05, 0.5
+"""Mean |ln π of the trace − ln π of the checkpoint| above which an event warns, and above which it is an error [nats]."""
 MICROBATCH = 8192  # tokens of a forward pass
 
 
@@ -54,6 +54,7 @@ def probe_trace(
     steps: Sequence[int] | None = None,
     check: Check = "first",
     on_step: Callable[[Probed], None] | None = None,
+    force: bool = False,
 ) -> list[Probed]:
     """Copy a trace with `score_norm_local` and, where it has `loss_coef`, `attribution` at a policy's weights.
 
@@ -67,9 +68,11 @@ def probe_trace(
         steps: to measure; None: all that have tokens.
         check: when the probes compare themselves with autograd.
         on_step: called with what was measured at each step.
+        force: accept a checkpoint whose log-probabilities differ from the trace's by more than WRONG.
 
     Raises:
-        UserError: the trace has no token IDs of whole sequences, a step does not exist, or an ID is not in the vocabulary.
+        UserError: the trace has no token IDs of whole sequences, a step does not exist, an ID is not in the vocabulary, or the
+            checkpoint does not fit.
     """
     chosen = run.token_steps if steps is None else sorted(set(steps))
     for step in chosen:
@@ -79,7 +82,8 @@ def probe_trace(
             )
     if run.rollouts["token_ids"].isna().all():
         raise UserError(
-            f"--tokens {run.path}: has no token IDs of prompts and completions, which importers write; import the run"
+            f"--tokens {run.path}: no token IDs of its prompts were recorded, so a model cannot read them; add `prompt_ids` to the "
+            "imported records and import them again, or record the run with sharpscope's recorder"
         )
     made = create_run_dir(out)
     info = {key: value for key, value in run.info.items() if key not in ("name", "schema_version")}
@@ -101,6 +105,11 @@ def probe_trace(
                     results.append(measured)
                     if norm is not None:
                         norms[step] = norm
+                    if measured.logp_gap > WRONG and not force:
+                        raise UserError(
+                            f"--model: its log-probabilities at step {step} differ from the recorded ones by {measured.logp_gap:.2g} nats a "
+                            f"token (limit {WRONG:g}), so it is not the policy of that step; give that step's checkpoint, or add --force"
+                        )
                     if measured.logp_gap > GAP:
                         text = (
                             "the checkpoint's log-probabilities are not those of the trace: it is of another step, or the trainer "

@@ -1,27 +1,17 @@
-"""Loss-surface probes during training: their schedule, their cost and their rows in the probes table."""
+"""Loss-surface probes during training: when they are due, and their rows in the tables `probes` and `probe_prompts`."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
-from sharpscope import distributed
 from sharpscope.errors import CheckError
 from sharpscope.policy.sharding import ModelView
-from sharpscope.probes import (
-    Estimate,
-    ProbeSet,
-    columns,
-    measured_cost,
-    probe_set_batches,
-    problems,
-    prompt_columns,
-    run,
-)
+from sharpscope.probes import Estimate, ProbeSet, Radius, columns, probe_set_batches, problems, prompt_columns, run
 from sharpscope.recording.budget import Budget
 from sharpscope.recording.health import Event, refusal
 from sharpscope.recording.probe_sets import Drawer
@@ -37,6 +27,7 @@ class SurfaceProbes:
 
     Attributes:
         vectors: (k, P) top eigenvectors of the newest probed training loss whose curvature converged, or None.
+        radius: radius of the perturbations, found at the first probe and kept in run.json; None before.
         refused: whether the probed loss differed from the policy's own; the surface is then left out of the run.
     """
 
@@ -52,43 +43,20 @@ class SurfaceProbes:
         self.budget = Budget(config) if budget is None else budget
         self.vectors: Tensor | None = None
         self.probe_set: ProbeSet | None = None
+        self.radius: Radius | None = None
         self.refused = False
 
     def start(self, probe_set: ProbeSet, info: dict[str, Any]) -> list[Event]:
-        """Fix the schedule. The cost is measured once per run and saved, so that a resumed run probes the same steps."""
+        """Take the run's probe set and, in a resumed run, its radius; an event says if `nll` is left out for lack of solutions."""
         self.probe_set = probe_set
-        every = self.budget.every
-        if not every["surface"]:
-            return []
-        events = self._without_solutions(probe_set)
-        if self.spec.budget is None or not self.spec.functionals:
-            return events
-        assert self.drawer is not None
-        cost = info.get("probe_cost")
-        if cost is None:
-            first = next(probe_set_batches(probe_set, self.spec, self.drawer))
-            # Timings differ between processes, the schedule must not.
-            cost = distributed.broadcast(measured_cost(self.view().model, first.objectives[0], self.spec))
-            note(self.config.run_dir, probe_cost=cost)
-        product = max(cost["product_s"], 1e-9)
-        products = self.spec.cost(gradient=cost["gradient_s"] / product, value=cost["value_s"] / product)
-        planned, every["surface"] = every["surface"], self.spec.interval(self.config.steps, products)
-        if every["surface"] == planned:
-            return events
-        text = (
-            f"a round of probes may cost {products:.0f} vector products; within {self.spec.budget:g} a step they run every "
-            f"{every['surface']} steps instead of {planned}"
-        )
-        return [*events, Event(0, "probe_budget", "info", products, float(self.spec.budget), "thinned", text)]
-
-    def _without_solutions(self, probe_set: ProbeSet) -> list[Event]:
-        """Leave `nll` out of the run if a probed split has no verified solution; an event says so."""
+        if info.get("probe_radius"):
+            self.radius = Radius(**info["probe_radius"])
         bare = [
             split
             for split in probe_set.splits
             if split in self.spec.splits and not any(item.solution for item in probe_set.split(split))
         ]
-        if "nll" not in self.spec.functionals or not bare:
+        if not self.budget.every["surface"] or "nll" not in self.spec.functionals or not bare:
             return []
         left = tuple(name for name in self.spec.functionals if name != "nll")
         self.spec = self.spec.model_copy(update={"functionals": left})
@@ -123,19 +91,21 @@ class SurfaceProbes:
             seed=lambda part: derive(self.spec.probe_set_seed, f"surface:{part}", step) % 2**31,
         )
         optimizer = view.optimizer if view.optimizer.state else None
+        known = self.radius
         try:
-            for measured in run(view.model, () if self.refused else batches, self.spec, optimizer=optimizer):
+            found = run(view.model, () if self.refused else batches, self.spec, radius=known, optimizer=optimizer)
+            for measured in found:
                 estimates += measured.estimates
+                if measured.radius is not None and math.isfinite(measured.radius.rho):
+                    self.radius = measured.radius
                 train = measured.batch.name == self.probe_set.name("train")
                 if train and measured.curvature is not None and measured.curvature.converged:
                     self.vectors = measured.curvature.vectors
         except CheckError as problem:
             self.refused = True
             events.append(refusal(step, "the loss surface", problem))
-        except torch.OutOfMemoryError as problem:
-            self.refused = True
-            text = f"the loss surface is left out of the run: {str(problem).splitlines()[0]}; lower probes.microbatch_tokens"
-            events.append(Event(step, "probe", "warning", math.nan, math.nan, "left out", text))
+        if known is None and self.radius is not None and self.radius.evaluations:  # found here, not given
+            note(self.config.run_dir, probe_radius=asdict(self.radius))
         events += [Event(step, "probe", "warning", math.nan, math.nan, "warn", text) for text in problems(estimates)]
         tables = {"probes": columns(estimates), "probe_prompts": prompt_columns(estimates)}
         return {name: {"step": step, **values} for name, values in tables.items()}, events

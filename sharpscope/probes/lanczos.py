@@ -1,4 +1,4 @@
-"""Lanczos with full reorthogonalization: extreme eigenpairs with residuals, and Krylov bases for traces and densities.
+"""Symmetric operators, and Lanczos with full reorthogonalization: extreme eigenpairs with residuals, and Krylov bases.
 
 SciPy's `eigsh` (ARPACK) tests convergence only when its basis is full, so it needs at least `ncv` products for any tolerance;
 this implementation tests after each product.
@@ -6,13 +6,14 @@ this implementation tests after each product.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from sharpscope.probes.hessian.operators import Operator
+from sharpscope.probes.surface import common_dtype, flatten, size_of, unflatten
 
 STEADY = 3
 """Number of consecutive products at which the Ritz pairs must meet the tolerance."""
@@ -20,6 +21,67 @@ STEADY = 3
 
 class NotFiniteError(ArithmeticError):
     """A product is NaN or infinite; the message gives its number."""
+
+
+class Operator:
+    """A symmetric linear map (P,) → (P,) that counts its products.
+
+    Attributes:
+        size: P.
+        dtype: dtype of the vectors.
+        device: device of the vectors.
+        products: number of matrix-vector products so far.
+    """
+
+    def __init__(
+        self, product: Callable[[Tensor], Tensor], size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.size, self.dtype, self.device = size, dtype, device
+        self.products = 0
+        self._product = product
+
+    def __matmul__(self, vector: Tensor) -> Tensor:
+        self.products += 1
+        return self._product(vector)
+
+    def scaled(self, scale: Tensor) -> Operator:
+        """S H S for a diagonal S (P,): the Hessian in the coordinates S⁻¹θ, such as S = D^(−1/2) for AdamW's D."""
+        scale = scale.to(device=self.device, dtype=self.dtype)
+        return Operator(lambda v: (self @ (v * scale)).mul_(scale), self.size, self.dtype, self.device)
+
+
+def graph_product(loss: Tensor, parameters: Sequence[Tensor]) -> Callable[[Tensor], Tensor]:
+    """Hessian products v ↦ H v of a scalar loss, by a second reverse pass through the kept graph of its gradient.
+
+    H v is 0 for parameters that are unused or enter linearly. A product costs about four forward passes.
+    """
+    gradients = torch.autograd.grad(loss, parameters, create_graph=True, allow_unused=True)
+    active = [i for i, g in enumerate(gradients) if g is not None and g.requires_grad]
+    outputs = [gradients[i] for i in active]
+
+    def product(vector: Tensor) -> Tensor:
+        if not active:
+            return flatten([None] * len(parameters), parameters)
+        parts = unflatten(vector, parameters)
+        second = torch.autograd.grad(
+            outputs, parameters, [parts[i] for i in active], retain_graph=True, allow_unused=True
+        )
+        return flatten(second, parameters)
+
+    return product
+
+
+class GraphHessian(Operator):
+    """Hessian of a sum of scalar losses; the graphs of their gradients stay in memory as long as the operator."""
+
+    def __init__(self, losses: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
+        graphs = [graph_product(loss, parameters) for loss in losses]
+        super().__init__(
+            lambda v: sum((graph(v) for graph in graphs[1:]), graphs[0](v)),
+            size_of(parameters),
+            common_dtype(parameters),
+            parameters[0].device,
+        )
 
 
 @dataclass(frozen=True)
@@ -159,15 +221,6 @@ def gaussian(operator: Operator, generator: torch.Generator) -> Tensor:
     return torch.randn(operator.size, generator=generator, dtype=operator.dtype).to(operator.device)
 
 
-def noisy(start: Tensor | None, operator: Operator, generator: torch.Generator) -> Tensor | None:
-    """`start` normalized, plus a random vector of length 0.05; None if `start` is None, 0 or not finite."""
-    norm = 0.0 if start is None else float(start.norm())
-    if start is None or not np.isfinite(norm) or norm == 0:
-        return None
-    noise = gaussian(operator, generator)
-    return (start / norm).to(noise).add_(noise, alpha=0.05 / float(noise.norm()))
-
-
 def eigenpairs(
     operator: Operator,
     *,
@@ -176,7 +229,6 @@ def eigenpairs(
     tolerance: float = 1e-3,
     max_products: int = 200,
     capacity: int = 100,
-    start: Tensor | None = None,
     generator: torch.Generator,
 ) -> Eigenpairs:
     """The `upper` largest and `lower` smallest (signed) eigenvalues of a symmetric operator.
@@ -193,9 +245,7 @@ def eigenpairs(
             residual, and about residual²/gap. Values must also change by less over STEADY products.
         max_products: maximum number of products.
         capacity: number of vectors (P,) in memory, shared by the runs; beyond it Lanczos restarts.
-        start: (P,) starting vector, to which some noise is added; None for a random start. A start with large components
-            along some eigenvectors can converge to these before the extreme one is found; a random start cannot.
-        generator: generator of the starting vectors.
+        generator: generator of the random starting vectors.
 
     Raises:
         NotFiniteError: a product is NaN or infinite.
@@ -211,7 +261,6 @@ def eigenpairs(
         tolerance,
         max_products,
         capacity // 2 if several else capacity,
-        noisy(start, operator, generator),
         generator,
     )
     if not (several and pairs.converged) or (pairs.krylov is not None and pairs.krylov.size == operator.size):
@@ -233,7 +282,6 @@ def eigenpairs(
             tolerance,
             max_products - spent,
             capacity // 2,
-            None,
             generator,
             scale=float(np.abs(values).max()),
             bars=(last_above, last_below),
@@ -261,13 +309,12 @@ def _lanczos(
     tolerance: float,
     max_products: int,
     capacity: int,
-    start: Tensor | None,
     generator: torch.Generator,
     scale: float = np.finfo(np.float64).tiny,
     locked: Tensor | None = None,
     bars: tuple[float, float] | None = None,
 ) -> Eigenpairs:
-    """`eigenpairs` by one run of Lanczos from `start`, orthogonal to `locked` (q, P).
+    """`eigenpairs` by one run of Lanczos from a random start, orthogonal to `locked` (q, P).
 
     `scale` is the largest |eigenvalue| known so far. With `bars`, only pairs above the first and below the second bar matter;
     others converge at a residual of a tenth of their distance to the bar.
@@ -278,7 +325,7 @@ def _lanczos(
     lower = wanted - upper
     capacity = min(dimension, max(capacity, 2 * wanted + 6), max(max_products, wanted))
     space = Krylov(operator, capacity, generator, locked)
-    space.start(start)
+    space.start()
     spent, restarted, met, last = 0, False, 0, np.full(wanted, np.inf)
     while True:
         space.extend()
@@ -288,8 +335,7 @@ def _lanczos(
         values, coefficients, residuals = space.ritz()
         ends = np.r_[np.arange(len(values) - upper, len(values)), np.arange(lower)]
         scale = max(float(np.abs(values).max()), scale)
-        # A small residual does not imply the extreme eigenvalue, since the start may be near another eigenvector. So the
-        # values must also be stable while the subspace grows.
+        # A small residual does not imply the extreme eigenvalue, so the values must also be stable while the subspace grows.
         allowed = np.full(wanted, tolerance * scale)
         if bars is not None:
             short = np.r_[bars[0] - values[ends[:upper]], values[ends[upper:]] - bars[1]]

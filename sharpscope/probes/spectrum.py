@@ -7,15 +7,12 @@ Lanczos quadrature (Golub & Welsch; Ghorbani et al., arXiv 1901.10159).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from sharpscope.probes.hessian.krylov import Krylov, NotFiniteError, gaussian
-from sharpscope.probes.hessian.operators import Operator
+from sharpscope.probes.lanczos import Krylov, NotFiniteError, Operator, gaussian
 
 
 @dataclass(frozen=True)
@@ -27,14 +24,12 @@ class Trace:
         std_error: standard error over the random probes; 0 if the subspace is the whole space.
         probes: number of random probes; `interval` has probes − 1 degrees of freedom.
         products: matrix-vector products, without those of a given subspace.
-        by_prompt: (k,) the same estimate of each prompt's Hessian, with the same vectors; None if not requested.
     """
 
     value: float
     std_error: float
     probes: int
     products: int
-    by_prompt: Tensor | None = None
 
     def interval(self, level: float = 0.95) -> tuple[float, float]:
         """Student's t confidence interval."""
@@ -59,7 +54,6 @@ def hutchpp(
     sketch: int = 16,
     generator: torch.Generator,
     subspace: Krylov | None = None,
-    forms: Callable[[Tensor, float], Tensor] | None = None,
 ) -> Trace:
     """Unbiased trace: exact on a Krylov subspace Q, Hutchinson with Rademacher probes on its complement.
 
@@ -73,8 +67,6 @@ def hutchpp(
         sketch: dimension of the Krylov subspace, one product each; 0 for plain Hutchinson.
         generator: generator of all random vectors.
         subspace: existing subspace (of `eigenpairs`) to use instead of a new one.
-        forms: gives vᵀH_i v of each prompt's Hessian, (k,), for v (P,) and the order of magnitude of vᵀHv; None for no values by
-            prompt.
 
     Raises:
         ValueError: fewer than 2 probes.
@@ -89,12 +81,8 @@ def hutchpp(
         for _ in range(subspace.capacity):
             subspace.extend()
     exact = 0.0 if subspace is None else float(np.trace(subspace.projection[: subspace.size, : subspace.size]))
-    each = None
-    if forms is not None and subspace is not None and subspace.size:
-        size = float(np.abs(np.diag(subspace.projection[: subspace.size, : subspace.size])).max())
-        each = torch.stack([forms(vector, size) for vector in subspace.basis]).sum(0)
     if subspace is not None and subspace.size == operator.size:
-        return Trace(exact, 0.0, probes, operator.products - before, each)
+        return Trace(exact, 0.0, probes, operator.products - before)
     samples = []
     for _ in range(probes):
         signs = torch.randint(0, 2, (operator.size,), generator=generator, dtype=torch.int8)
@@ -106,11 +94,8 @@ def hutchpp(
         if not math.isfinite(sample):
             raise NotFiniteError(f"Hessian product {operator.products} is not finite")
         samples.append(sample)
-        if forms is not None:
-            own = forms(probe, max(abs(sample), abs(exact) / 10)) / probes
-            each = own if each is None else each + own
     std_error = float(np.std(samples, ddof=1)) / math.sqrt(probes)
-    return Trace(exact + float(np.mean(samples)), std_error, probes, operator.products - before, each)
+    return Trace(exact + float(np.mean(samples)), std_error, probes, operator.products - before)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,386 @@
+"""Curvature of a loss: extreme eigenvalues, trace and spectral density of its Hessian; the preconditioner of AdamW."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sharpscope.config.probes import Backend, Check
+from sharpscope.errors import UserError
+from sharpscope.probes.estimate import Estimate, html_table, with_prompts
+from sharpscope.probes.lanczos import Eigenpairs, NotFiniteError, Operator, eigenpairs
+from sharpscope.probes.spectrum import Density, Trace, hutchpp, spectral_density, t_interval
+from sharpscope.probes.surface import LossFn, Surface, opened
+
+
+@dataclass(frozen=True)
+class Curvature:
+    """Curvature of a loss at one point.
+
+    Attributes:
+        loss: L(θ).
+        gradient_norm: ‖∇L(θ)‖₂.
+        top: (k,) largest eigenvalues in descending order; (1,) NaN if not available.
+        residuals: (k,) measured ‖Hv − λv‖₂ of `top`.
+        smallest: smallest (signed) eigenvalue; NaN if not available or not requested.
+        smallest_residual: measured residual of `smallest`.
+        vectors: (k, P) unit eigenvectors of `top`.
+        trace: trace of the Hessian; NaN if not available.
+        trace_std_error: standard error of the trace, with `trace_probes` − 1 degrees of freedom.
+        trace_probes: number of random probes of the trace; 0 if not requested.
+        density: spectral density; None if not requested.
+        converged: whether all eigenpairs met the tolerance and all numbers are finite. An eigenpair that met it need not be the
+            extreme one, see `eigenpairs`.
+        why: what did not converge.
+        products: total number of Hessian-vector products.
+        seed: seed of the random vectors.
+        seconds: wall-clock time.
+        seconds_by_part: wall-clock time of each part.
+        checked: relative error found by `check_products`; None if not checked, NaN if inconclusive.
+        by_prompt: vᵀH_i v of each prompt's Hessian, (k,) each, for `top` and then `smallest`; empty if not known. Their standard
+            error is that of an eigenvalue to first order, with the eigenvector fixed; it is too large where it is not small
+            compared with the distance to the next eigenvalue.
+    """
+
+    loss: float
+    gradient_norm: float
+    top: np.ndarray
+    residuals: np.ndarray
+    vectors: Tensor
+    smallest: float = math.nan
+    smallest_residual: float = math.nan
+    trace: float = math.nan
+    trace_std_error: float = math.nan
+    trace_probes: int = 0
+    density: Density | None = None
+    converged: bool = False
+    why: str = ""
+    products: int = 0
+    seed: int = 0
+    seconds: float = 0.0
+    seconds_by_part: dict[str, float] = field(default_factory=dict)
+    checked: float | None = None
+    by_prompt: tuple[Tensor, ...] = ()
+
+    @property
+    def largest(self) -> float:
+        """Largest eigenvalue; NaN if not available."""
+        return float(self.top[0])
+
+    def _repr_html_(self) -> str:
+        rows = {"loss": f"{self.loss:.4g}", "gradient norm": f"{self.gradient_norm:.4g}"}
+        for index, (value, residual) in enumerate(zip(self.top, self.residuals, strict=True), 1):
+            rows[f"eigenvalue {index}"] = f"{value:.4g} (residual {residual:.1e})"
+        if math.isfinite(self.smallest):
+            rows["smallest eigenvalue"] = f"{self.smallest:.4g} (residual {self.smallest_residual:.1e})"
+        if self.trace_probes:
+            low, high = self.trace_interval()
+            rows["trace"] = f"{self.trace:.4g} (95 % interval {low:.4g} to {high:.4g})"
+        rows["converged"] = "yes" if self.converged else f"no: {self.why}"
+        return html_table("curvature", rows)
+
+    def trace_interval(self, level: float = 0.95) -> tuple[float, float]:
+        """Student's t confidence interval of the trace; NaN without a trace."""
+        if not math.isfinite(self.trace_std_error):
+            return math.nan, math.nan
+        return t_interval(self.trace, self.trace_std_error, self.trace_probes, level)
+
+    def estimates(self, prefix: str = "") -> list[Estimate]:
+        """Rows of the `probes` table: `gradient_norm`, `largest`, `eigenvalue_i`, `smallest`, `trace`, `density`."""
+
+        def row(part: str, quantity: str, value: float, **rest: Any) -> Estimate:
+            seconds = self.seconds_by_part.get(part, 0.0)
+            return Estimate("curvature", prefix + quantity, value, seed=self.seed, seconds=seconds, **rest)
+
+        def reason(value: float) -> str:
+            return "" if math.isfinite(value) else self.why
+
+        rows = [row("gradient", "gradient_norm", self.gradient_norm, why=reason(self.gradient_norm))]
+        found = [
+            ("largest" if index == 0 else f"eigenvalue_{index + 1}", float(value), float(residual))
+            for index, (value, residual) in enumerate(zip(self.top, self.residuals, strict=True))
+        ]
+        if math.isfinite(self.smallest):
+            found.append(("smallest", self.smallest, self.smallest_residual))
+        for index, (name, value, residual) in enumerate(found):
+            one = row("eigenvalues", name, value, residual=residual, converged=self.converged, why=self.why)
+            rows.append(with_prompts(one, self.by_prompt[index] if index < len(self.by_prompt) else None))
+        if self.trace_probes:
+            why = reason(self.trace)
+            rows.append(
+                row(
+                    "trace",
+                    "trace",
+                    self.trace,
+                    std_error=self.trace_std_error,
+                    samples=self.trace_probes,
+                    converged=False if why else None,
+                    why=why,
+                )
+            )
+        if self.density is not None:
+            count = len(self.density.nodes)
+            nodes, weights = self.density.nodes.ravel(), self.density.weights.ravel() / count
+            rows += [
+                row("density", "density", float(weight), rho=float(node), samples=count)
+                for node, weight in zip(nodes, weights, strict=True)
+                if weight > 0
+            ]
+        return rows
+
+
+def sub_generator(seed: int, name: str) -> torch.Generator:
+    """A generator for one estimate, so that leaving out an estimate does not change the others."""
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+
+
+def curvature(
+    loss_fn: LossFn | Surface,
+    parameters: Sequence[Tensor] | None = None,
+    seed: int = 0,
+    *,
+    top: int = 1,
+    smallest: bool = True,
+    tolerance: float = 1e-3,
+    max_products: int = 200,
+    trace_probes: int = 16,
+    density_samples: int = 4,
+    density_steps: int = 20,
+    backend: Backend = "lanczos",
+    preconditioner: Sequence[Tensor] | None = None,
+    memory_mb: float = 2048.0,
+    check: Check = "first",
+    operator: Operator | None = None,
+    at: tuple[float, Tensor] | None = None,
+    by_prompt: bool = False,
+) -> Curvature:
+    """Curvature of any loss at the current parameters.
+
+    Parameters, `.grad`, random state and attention kernel are restored afterwards, also if this raises. Numbers that are not
+    finite do not raise; they are NaN with `converged = False` and a reason.
+
+    Args:
+        loss_fn: zero-argument closure that computes a scalar loss from `parameters`. It must be deterministic (use eval mode);
+            4 calls at the start and 2 at the end are compared. SDPA uses its MATH kernel inside; custom attention must have
+            second derivatives. Or a surface that is already guarded (see `lm_surface`).
+        parameters: leaf tensors. Duplicates count once; tensors that do not require grad are left out. None for a surface.
+        seed: seed of all random vectors.
+        top: number of largest eigenpairs.
+        smallest: also compute the smallest (signed) eigenvalue.
+        tolerance: bound of the residuals ‖Hv − λv‖ relative to the largest |λ|.
+        max_products: maximum number of Hessian-vector products for the eigenpairs.
+        trace_probes: random probes of the trace, at least 2; 0 for no trace.
+        density_samples: random starts of the spectral density, the first of which is that of the eigenpairs; 0 for no density.
+        density_steps: Lanczos steps of each start of the density.
+        backend: `lanczos`, or `pyhessian` for PyHessian's eigenvalues and trace.
+        preconditioner: D, a positive tensor for each parameter (see `adamw_preconditioner`); the estimates are then of
+            D^(−1/2) H D^(−1/2).
+        memory_mb: memory for Lanczos vectors [MiB]; with less memory Lanczos restarts more often.
+        check: when to compare a Hessian product and the gradient with finite differences (see `check_products`): `first` call
+            with this closure and these parameters, `always` or `off`.
+        operator: operator to use instead of the Hessian, such as the Gauss-Newton matrix.
+        at: (L(θ), ∇L(θ)) if already computed.
+        by_prompt: standard errors of eigenvalues over prompts, where the surface knows the prompts; about one product each.
+
+    Raises:
+        UserError: a wrong argument; the closure does not return one number or is not deterministic.
+        CheckError: a Hessian product is wrong, as for an `autograd.Function` without second derivatives.
+
+    Examples:
+        The Hessian of θ₁²/2 + 2θ₂² has eigenvalues 1 and 4.
+
+        >>> import torch
+        >>> import sharpscope
+        >>> theta = torch.ones(2, dtype=torch.float64, requires_grad=True)
+        >>> loss = lambda: theta[0] ** 2 / 2 + 2 * theta[1] ** 2
+        >>> found = sharpscope.curvature(loss, [theta], seed=0)
+        >>> round(found.largest, 6), round(found.trace, 6), found.converged
+        (4.0, 5.0, True)
+    """
+    if backend not in ("lanczos", "pyhessian"):
+        raise UserError(f"backend, '{backend}': use 'lanczos' or 'pyhessian'")
+    if top < 1 or trace_probes == 1 or not 0 < tolerance < 1:
+        raise UserError(
+            f"top, {top}, trace_probes, {trace_probes}, tolerance, {tolerance}: at least 1 eigenvalue, 0 or at least 2 probes, "
+            "and a relative residual between 0 and 1"
+        )
+    with opened(loss_fn, parameters, check) as (surface, known):
+        began = time.perf_counter()
+        clock: dict[str, float] = {}
+        loss, gradient = surface.gradient() if at is None else at
+        clock["gradient"] = time.perf_counter() - began
+        nothing = Curvature(
+            loss,
+            float(gradient.norm()),
+            np.full(1, np.nan),
+            np.full(1, np.nan),
+            torch.zeros(0),
+            trace_probes=trace_probes,
+        )
+        nothing = replace(nothing, seed=seed, seconds_by_part=clock)
+        if not (math.isfinite(loss) and bool(gradient.isfinite().all())):
+            finite = "finite" if gradient.isfinite().all() else "not finite"
+            return replace(nothing, why=f"the loss is {loss} and its gradient {finite}")
+        hessian = surface.hessian() if operator is None else operator
+        checked = known.get("hessian")
+        if check != "off" and checked is None:
+            checked = surface.check(hessian)
+            if not math.isnan(checked):
+                known["hessian"] = checked
+        scale = None if preconditioner is None else _inverse_root(preconditioner, parameters, surface)
+        if scale is not None:
+            hessian = hessian.scaled(scale)
+        if backend == "pyhessian":
+            from sharpscope.probes.pyhessian import curvature_by_pyhessian
+
+            if preconditioner is not None or operator is not None:
+                raise UserError("backend, 'pyhessian': knows the plain Hessian only; use backend='lanczos'")
+            result = curvature_by_pyhessian(
+                surface, hessian, nothing, top + int(smallest), tolerance, max_products, trace_probes > 0
+            )
+            return replace(result, checked=checked, seconds=time.perf_counter() - began)
+        why: list[str] = []
+        found: dict[str, Any] = {}
+        pairs: Eigenpairs | None = None
+        try:
+            mark = time.perf_counter()
+            item = torch.finfo(hessian.dtype).bits // 8
+            pairs = eigenpairs(
+                hessian,
+                upper=top,
+                lower=int(smallest),
+                tolerance=tolerance,
+                max_products=max_products,
+                capacity=max(8, int(memory_mb * 2**20 / (item * hessian.size))),
+                generator=sub_generator(seed, "eigenvalues"),
+            )
+            found |= _measured(hessian, pairs, smallest, tolerance, why)
+            if by_prompt:
+                found["by_prompt"] = _by_prompt(surface, pairs, scale)
+            clock["eigenvalues"] = time.perf_counter() - mark
+            mark = time.perf_counter()
+            if trace_probes:
+                trace: Trace = hutchpp(
+                    hessian,
+                    probes=trace_probes,
+                    generator=sub_generator(seed, "trace"),
+                    subspace=pairs.krylov,
+                    sketch=trace_probes,
+                )
+                found |= {"trace": trace.value, "trace_std_error": trace.std_error}
+            clock["trace"] = time.perf_counter() - mark
+            mark = time.perf_counter()
+            if density_samples:
+                found["density"] = spectral_density(
+                    hessian,
+                    samples=density_samples,
+                    steps=density_steps,
+                    generator=sub_generator(seed, "density"),
+                    first=pairs.krylov,
+                )
+            clock["density"] = time.perf_counter() - mark
+        except NotFiniteError as problem:
+            why.append(str(problem))
+        return replace(
+            nothing,
+            **found,
+            converged=not why,
+            why="; ".join(why),
+            products=hessian.products,
+            seconds=time.perf_counter() - began,
+            checked=checked,
+        )
+
+
+def _measured(hessian: Operator, pairs: Eigenpairs, smallest: bool, tolerance: float, why: list[str]) -> dict[str, Any]:
+    """Eigenvalues with measured residuals, one product each; reasons for doubt are added to `why`."""
+    measured = np.array(
+        [
+            float((hessian @ vector).sub_(vector, alpha=float(value)).norm())
+            for value, vector in zip(pairs.values, pairs.vectors, strict=True)
+        ]
+    )
+    bound = tolerance * float(np.abs(pairs.values).max())
+    if not pairs.converged:
+        why.append(pairs.why)
+    elif measured.max() > max(2 * bound, 1e-300):
+        why.append(
+            f"the measured residual {measured.max():.1e} exceeds {bound:.1e}: rounding of {hessian.dtype}, or a loss "
+            "that changes from call to call"
+        )
+    upper = pairs.upper
+    found = {"top": pairs.values[:upper], "residuals": measured[:upper], "vectors": pairs.vectors[:upper]}
+    if smallest:  # a 1 × 1 Hessian has one eigenvalue, both the largest and the smallest
+        found |= {"smallest": float(pairs.values[-1]), "smallest_residual": float(measured[-1])}
+    return found
+
+
+def _by_prompt(surface: Surface, pairs: Eigenpairs, scale: Tensor | None) -> tuple[Tensor, ...]:
+    """Values by prompt (k,) with mean λ for each eigenpair; empty if they are not known."""
+    rows = []
+    for value, vector in zip(pairs.values, pairs.vectors, strict=True):
+        each = surface.curvature_by_prompt(vector if scale is None else vector * scale)
+        if each is None or not bool(each.isfinite().all()):
+            return ()
+        rows.append(each - each.mean() + float(value))
+    return tuple(rows)
+
+
+def _inverse_root(preconditioner: Sequence[Tensor], parameters: Sequence[Tensor] | None, surface: Surface) -> Tensor:
+    """D^(−1/2) (P,)."""
+    given = surface.parameters if parameters is None else parameters
+    if len(preconditioner) != len(given):
+        raise UserError(f"preconditioner, {len(preconditioner)} tensors: one for each of the {len(given)} parameters")
+    diagonals = {id(p): d for p, d in zip(given, preconditioner, strict=True)}
+    for parameter in surface.parameters:
+        diagonal = diagonals[id(parameter)]
+        if diagonal.shape != parameter.shape or not bool((diagonal > 0).all()):
+            raise UserError(
+                f"preconditioner, shape {tuple(diagonal.shape)}: must be positive and shaped {tuple(parameter.shape)}"
+            )
+    return torch.cat([diagonals[id(p)].detach().reshape(-1) for p in surface.parameters]).rsqrt()
+
+
+def adamw_preconditioner(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> list[Tensor]:
+    """D = (1 − β₁ᵗ)·(√(v/(1 − β₂ᵗ)) + ε) for each parameter, with the optimizer's second moments v after t updates.
+
+    AdamW's update −lr·D⁻¹m is stable while the largest eigenvalue of D^(−1/2) H D^(−1/2) is below `adamw_threshold` (Cohen et
+    al., arXiv 2207.14484). The shift by decoupled weight decay is ignored.
+
+    Args:
+        optimizer: `torch.optim.Adam` or `AdamW` after at least one step, without amsgrad.
+        parameters: parameters of the optimizer.
+
+    Raises:
+        UserError: a parameter has no second moments.
+    """
+    groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    diagonals = []
+    for parameter in parameters:
+        state = optimizer.state.get(parameter, {})
+        if id(parameter) not in groups or "exp_avg_sq" not in state or "step" not in state:
+            raise UserError(
+                f"preconditioner, parameter of shape {tuple(parameter.shape)}: the optimizer has no moments of it; "
+                "take a step of Adam or AdamW first, or leave it out"
+            )
+        group, step = groups[id(parameter)], float(state["step"])
+        beta1, beta2 = group["betas"]
+        second = state["exp_avg_sq"].detach().to(dtype=torch.promote_types(parameter.dtype, torch.float32))
+        diagonals.append((1 - beta1**step) * ((second / (1 - beta2**step)).sqrt() + group["eps"]))
+    return diagonals
+
+
+def adamw_threshold(lr: float, beta1: float) -> float:
+    """The largest stable eigenvalue of the preconditioned Hessian, (2 + 2β₁)/((1 − β₁)·lr); 38/lr for β₁ = 0.9."""
+    if lr <= 0 or not 0 <= beta1 < 1:
+        raise UserError(f"lr, {lr}, beta1, {beta1}: lr must be positive and beta1 in [0, 1)")
+    return (2 + 2 * beta1) / ((1 - beta1) * lr)

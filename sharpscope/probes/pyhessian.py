@@ -1,0 +1,85 @@
+"""PyHessian's eigenvalues and trace, as a second opinion on ours.
+
+PyHessian 0.1 orders eigenvalues by magnitude, reports no errors, moves its data to a GPU and draws from the global generator. It
+raises on parameters without a second derivative, which are left out here (their part of an eigenvector is 0).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sharpscope.probes.lanczos import Operator
+from sharpscope.probes.surface import Surface, flatten
+
+if TYPE_CHECKING:
+    from sharpscope.probes.hessian import Curvature
+
+
+class _Model:
+    """The part of a model's interface that `pyhessian.hessian` uses, around a surface."""
+
+    def __init__(self, surface: Surface, parameters: Sequence[Tensor]) -> None:
+        self._surface, self._parameters = surface, parameters
+
+    def parameters(self) -> Sequence[Tensor]:
+        return self._parameters
+
+    def eval(self) -> _Model:
+        return self
+
+    def zero_grad(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def __call__(self, _: Any) -> Tensor:
+        return self._surface.loss()
+
+
+def curvature_by_pyhessian(
+    surface: Surface, hessian: Operator, start: Curvature, top: int, tolerance: float, iterations: int, trace: bool
+) -> Curvature:
+    """`start` with PyHessian's `top` eigenvalues by magnitude, residuals by our products, and its trace.
+
+    `top` of the result holds the positive eigenvalues among them, `smallest` the most negative one.
+    """
+    library: Any = import_module("pyhessian.hessian")  # `pyhessian.hessian` the attribute is the class of that name
+    gradients = torch.autograd.grad(surface.loss(), surface.parameters, create_graph=True, allow_unused=True)
+    active = [g for g in gradients if g is not None and g.requires_grad]
+    second = torch.autograd.grad(active, surface.parameters, [torch.ones_like(g) for g in active], allow_unused=True)
+    curved = [g is not None and g.requires_grad and s is not None for g, s in zip(gradients, second, strict=True)]
+    parameters = [p for p, used in zip(surface.parameters, curved, strict=True) if used]
+    model = _Model(surface, parameters)
+    model.zero_grad()
+    torch.manual_seed(start.seed)
+    nothing = (torch.zeros(0), torch.zeros(0))  # the loss has its own data
+    problem = library.hessian(model, lambda loss, _: loss, data=nothing, cuda=parameters[0].is_cuda)
+    values, vectors = problem.eigenvalues(maxIter=iterations, tol=tolerance, top_n=top)
+    samples = np.array(problem.trace(maxIter=iterations, tol=tolerance)) if trace else np.full(1, np.nan)
+    model.zero_grad()
+    found = []
+    for value, parts in zip(values, vectors, strict=True):
+        given = iter(parts)
+        flat = flatten([next(given) if used else None for used in curved], surface.parameters)
+        flat = flat / flat.norm()
+        found.append((float(value), float((hessian @ flat).sub_(flat, alpha=float(value)).norm()), flat))
+    upper = sorted((one for one in found if one[0] > 0), key=lambda one: -one[0])
+    lower = [one for one in found if one[0] < 0]
+    worst = max(one[1] for one in found) / max(abs(one[0]) for one in found)
+    why = f"PyHessian stopped at a residual of {worst:.1e} of its largest |eigenvalue|" if worst > tolerance else ""
+    result = replace(start, trace=float(samples.mean()), converged=not why, why=why, products=hessian.products)
+    if len(samples) > 1:
+        result = replace(result, trace_std_error=float(samples.std(ddof=1)) / len(samples) ** 0.5)
+    if upper:
+        tops, residuals = (np.array([one[i] for one in upper]) for i in (0, 1))
+        result = replace(result, top=tops, residuals=residuals, vectors=torch.stack([one[2] for one in upper]))
+    if lower:
+        last = min(lower, key=lambda one: one[0])
+        result = replace(result, smallest=last[0], smallest_residual=last[1])
+    return replace(result, trace_probes=len(samples) if trace else 0)
