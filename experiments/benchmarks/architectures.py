@@ -38,8 +38,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from sharpscope.errors import CheckError, UserError
 from sharpscope.probes import ScoreNorms, attribute, score_norms
-from sharpscope.probes.hessian.causal_lm import lm_surface
-from sharpscope.probes.hessian.check import check_products
+from sharpscope.probes.language_model import lm_surface
 from sharpscope.probes.objectives import Objective, token_batch
 
 VOCAB = 64
@@ -547,14 +546,14 @@ class Checks:
         )[self.picked].double()
         return max(float((found - expected).abs().max()), abs(float(found.sum()) - 1)) / float(expected.abs().max())
 
-    def product(self, mode: Any) -> float:
+    def product(self) -> float:
         """Relative error of one Hessian-vector product."""
         assert self.truth.product is not None
         batch = token_batch(self.batch["input_ids"], self.batch["attention_mask"], self.batch["mask"])
-        with lm_surface(self.model, Objective("nll", batch, TEMPERATURE), mode=mode) as surface:
+        with lm_surface(self.model, Objective("nll", batch, TEMPERATURE)) as surface:
             hessian = surface.hessian()
             if self.check != "off":
-                check_products(surface, hessian)
+                surface.check(hessian)
             found = hessian @ self.vector.to(self.model.dtype)
         return float((found.double() - self.truth.product).norm() / self.truth.product.norm())
 
@@ -567,8 +566,7 @@ class Checks:
             "exact": lambda: self.norms("exact", self.truth.full),
             "forward": lambda: self.shares("forward"),
             "central": lambda: self.shares("central"),
-            "stream": lambda: self.product("stream"),
-            "graph": lambda: self.product("graph"),
+            "hessian": self.product,
         }
         why_not = {
             "head": "" if self.truth.head is not None else "the model names no linear output layer",

@@ -103,9 +103,9 @@ def _norms(model: Any, repeats: int) -> dict[str, Any]:
 
 def _sam(model: Any) -> dict[str, Any]:
     """SAM sharpness of the mean NLL of 8 rows of 256 tokens."""
-    from sharpscope.probes.hessian.causal_lm import lm_surface
+    from sharpscope.probes.language_model import lm_surface
     from sharpscope.probes.objectives import Objective, token_batch
-    from sharpscope.probes.perturbation import sharpness_of
+    from sharpscope.probes.perturbation import sharpness
 
     ids = torch.randint(0, model.config.vocab_size, (8, 256), generator=torch.Generator().manual_seed(0))
     scored = torch.ones_like(ids)
@@ -115,7 +115,7 @@ def _sam(model: Any) -> dict[str, Any]:
 
     def probe() -> None:
         with lm_surface(model, objective, microbatch_tokens=512) as surface:
-            sharp = sharpness_of(surface, 0.05, "sam")
+            sharp = sharpness(surface, None, 0.05, "sam")
         result.update(value=sharp.value, first_order=sharp.first_order, loss=sharp.loss)
 
     wall, cpu, extra = _timed(probe)

@@ -365,7 +365,7 @@ def _sharpest(values: dict[str, dict[str, Any]]) -> str:
     if not _known(row):
         return f"no curvature ({row['why']})"
     error = row["prompt_std_error"]
-    sure = f" ± {error:.2g} over {row['prompts']:.0f} prompts" if error == error else ""
+    sure = f" ± {error:.2g} over {row['prompts']:.0f} prompts" if math.isfinite(error) else ""
     doubt = "" if row["converged"] else "; NOT converged"
     smallest = values.get("smallest")
     negative = f"; smallest {smallest['value']:.3g}" if smallest is not None and _known(smallest) else ""
@@ -402,9 +402,9 @@ def _rises(values: dict[str, dict[str, Any]]) -> Iterator[str]:
         if row is None or not _known(row):
             continue
         error = row["prompt_std_error"]
-        sure = f" ± {error:.2g}" if error == error else ""
+        sure = f" ± {error:.2g}" if math.isfinite(error) else ""
         share = row["saturation"]
-        if share != share:
+        if math.isnan(share):
             first = values.get(f"{kind}_first_order")
             bound = f", {row['value'] / first['value']:.2f} of its first-order term" if first and first["value"] else ""
         elif share > MAX_SATURATION:
@@ -430,7 +430,7 @@ def _show(estimates: pd.DataFrame) -> None:
     table = Table(Column("quantity", no_wrap=True), "rho", *columns, "conv.", box=SIMPLE, padding=(0, 1, 0, 0))
 
     def number(value: Any, digits: int = 4) -> str:
-        return "–" if value is None or value != value else f"{value:.{digits}g}"
+        return "–" if value is None or math.isnan(value) else f"{value:.{digits}g}"
 
     for (name, functional), rows in shown.groupby(["probe_set", "functional"], sort=False):
         table.add_section()

@@ -43,7 +43,7 @@ def demo(
         "evaluation.prompts": 100,
         "evaluation.temperatures": [1.0],
         "recording.rotation_every": max(1, steps // 5),
-        "probes.rounds": 5,
+        "probes.every": max(1, steps // 4),
     }
     for number, method in enumerate(("grpo", "grpo-sg"), 1):
         typer.echo(f"[{number}/2] {method}: {steps} steps on Knights-and-Knaves puzzles with three people")

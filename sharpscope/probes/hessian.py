@@ -325,10 +325,13 @@ def _measured(hessian: Operator, pairs: Eigenpairs, smallest: bool, tolerance: f
 
 
 def _by_prompt(surface: Surface, pairs: Eigenpairs, scale: Tensor | None) -> tuple[Tensor, ...]:
-    """Values by prompt (k,) with mean λ for each eigenpair; empty if they are not known."""
+    """Values by prompt (k,) with mean λ for each eigenpair; empty if they are not known or cannot be computed."""
     rows = []
     for value, vector in zip(pairs.values, pairs.vectors, strict=True):
-        each = surface.curvature_by_prompt(vector if scale is None else vector * scale)
+        try:
+            each = surface.curvature_by_prompt(vector if scale is None else vector * scale)
+        except (ArithmeticError, RuntimeError):  # such as lack of memory: the eigenvalue stands without this error
+            return ()
         if each is None or not bool(each.isfinite().all()):
             return ()
         rows.append(each - each.mean() + float(value))

@@ -76,12 +76,12 @@ class Sharpness:
 
     @property
     def saturation(self) -> float:
-        """value / ceiling: above `MAX_SATURATION` the value measures the ceiling; NaN if there is none."""
+        """Value / ceiling: above `MAX_SATURATION` the value measures the ceiling; NaN if there is none."""
         return self.value / self.ceiling if self.ceiling > 0 else math.nan
 
     @property
     def ratio(self) -> float:
-        """value / first_order; NaN if the gradient is zero."""
+        """Value / first_order; NaN if the gradient is zero."""
         return self.value / self.first_order if self.first_order > 0 else math.nan
 
     def _repr_html_(self) -> str:
@@ -262,7 +262,7 @@ def find_radius(surface: Surface) -> Radius:
     """A radius at which SAM sharpness is a moderate part of its ceiling.
 
     The saturation (rise / ceiling) is a growing function of the radius. From the radius at which the first-order term predicts
-    `TARGET_SATURATION`, the radius is doubled or halved until the target is bracketed, then log rho is bisected. The search
+    `TARGET_SATURATION`, the radius is changed by growing factors until the target is bracketed, then log rho is bisected. The search
     ends within a factor of 4/3 of the target, or after `EVALUATIONS` losses with the best radius whose saturation is between
     `MIN_SATURATION` and `MAX_SATURATION`.
 
@@ -280,7 +280,7 @@ def find_radius(surface: Surface) -> Radius:
         reason = "no completion is correct" if ceiling == 0 else f"the gradient's norm is {norm:.3g}"
         return ended(math.nan, math.nan, 0, f"no radius: {reason}, so the expected failure cannot rise; set probes.rho")
     rho = TARGET_SATURATION * ceiling / norm
-    lower, upper = 0.0, math.inf
+    lower, upper, factor = 0.0, math.inf, 2.0
     best, seen = (math.inf, math.nan, math.nan), []  # (distance, rho, saturation)
     for number in range(1, EVALUATIONS + 1):
         try:
@@ -298,7 +298,10 @@ def find_radius(surface: Surface) -> Radius:
             lower = rho
         else:  # also where it is not finite
             upper = rho
-        rho = math.sqrt(lower * upper) if lower > 0 and math.isfinite(upper) else rho * (2 if lower > 0 else 0.5)
+        if lower > 0 and math.isfinite(upper):
+            rho = math.sqrt(lower * upper)
+        else:
+            rho, factor = rho * factor if lower > 0 else rho / factor, 2 * factor
     if math.isfinite(best[0]):
         return ended(best[1], best[2], EVALUATIONS)
     limits = f"{MIN_SATURATION:g} and {MAX_SATURATION:g}"

@@ -156,12 +156,13 @@ def _probes(
             "perturbation", "gradient_norm", norm, why="" if math.isfinite(norm) else "the gradient is not finite"
         ),
     ]
-    for kind in spec.kinds if radius is not None and math.isfinite(radius.rho) else ():
+    rho = math.nan if radius is None else radius.rho
+    for kind in spec.kinds if math.isfinite(rho) else ():
         rows += attempted(
             "perturbation",
             kind,
             lambda kind=kind: sharpness(  # type: ignore[misc]
-                surface, None, radius.rho, kind, seed=seed, samples=AVERAGE_SAMPLES, at=at, base=base
+                surface, None, rho, kind, seed=seed, samples=AVERAGE_SAMPLES, at=at, base=base
             ).estimates(),
         )
     yield rows, None

@@ -29,7 +29,7 @@ _START_FILES = (CONFIG_FILE, "tokenizer", LOCK_FILE, TRACES)
 _INFO_TYPES: dict[type, tuple[str, ...]] = {
     str: ("name", "method", "task", "status", "started", "finished"),
     int: ("seed", "steps_done"),
-    dict: ("config", "calibration", "versions", "probe_cost"),
+    dict: ("config", "calibration", "versions", "probe_radius"),
     list: ("notes",),
 }
 """Type -> keys of run.json with this type. Their values may also be missing or null."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -11,11 +10,11 @@ import torch
 
 import sharpscope
 from sharpscope.errors import UserError
-from sharpscope.probes import m_sharpness
-from sharpscope.probes.hessian.api import sub_generator
-from sharpscope.probes.perturbation import filter_normalized, loss_slices, m_sharpness_of, sharpness_grid, sharpness_of
-from sharpscope.probes.surface import ClosureSurface, working_precision
+from sharpscope.probes import problems
+from sharpscope.probes.perturbation import find_radius
+from sharpscope.probes.surface import working_precision
 from tests.oracles.curvature import trust_region_max
+from tests.probes.spectra import operator
 
 
 def quadratic(values, gradient, dtype=torch.float64):
@@ -61,18 +60,6 @@ def test_worst_is_the_trust_region_maximum_and_one_step_its_own_closed_form(name
     assert one.converged is None and one.samples == 1
 
 
-def test_adaptive_worst_is_the_trust_region_maximum_in_the_scaled_coordinates():
-    theta, loss, matrix, slope = quadratic(SPECTRA["indefinite"], GRADIENT)
-    scale = theta.detach().abs()
-    exact = trust_region_max((scale[:, None] * matrix * scale).numpy(), (scale * slope).numpy(), 0.7)
-    found = sharpscope.sharpness(loss, [theta], 0.7, "worst", steps=500, tolerance=1e-6, adaptive=True)
-    assert found.value == pytest.approx(exact, rel=1e-6) and found.quantity == "adaptive_worst"
-    assert found.first_order == pytest.approx(0.7 * float((scale * slope).norm()))
-    one = sharpscope.sharpness(loss, [theta], 0.7, "asam")
-    step = 0.7 * scale**2 * slope / (scale * slope).norm()
-    assert one.value == pytest.approx(float(slope @ step + 0.5 * step @ matrix @ step), rel=1e-9)
-
-
 def test_worst_at_a_critical_point_finds_the_sharpest_direction():
     theta, loss, _, _ = quadratic([4.0, 1.0, -2.0, 0.5, 0.0, -1.0], [0.0] * 6)
     found = sharpscope.sharpness(loss, [theta], 0.5, "worst", steps=500, tolerance=1e-5)
@@ -88,14 +75,12 @@ def test_running_out_of_steps_says_so():
     assert found.converged is False and "after 2 steps" in found.why and found.samples == 3
 
 
-@pytest.mark.parametrize("adaptive", [False, True])
-def test_average_is_half_rho_squared_trace_over_size_within_its_error(adaptive):
+def test_average_is_half_rho_squared_trace_over_size_within_its_error():
     theta, loss, matrix, _ = quadratic(SPECTRA["indefinite"], GRADIENT)
-    scale = theta.detach().abs() if adaptive else torch.ones(6, dtype=torch.float64)
-    exact = 0.3**2 / (2 * 6) * float((matrix.diagonal() * scale**2).sum())
+    exact = 0.3**2 / (2 * 6) * float(matrix.trace())
     inside = 0
     for seed in range(40):
-        found = sharpscope.sharpness(loss, [theta], 0.3, "average", samples=32, seed=seed, adaptive=adaptive)
+        found = sharpscope.sharpness(loss, [theta], 0.3, "average", samples=32, seed=seed)
         inside += abs(found.value - exact) <= 2.04 * found.std_error  # Student's t, 31 degrees of freedom, 95 %
         assert found.samples == 32 and found.std_error > 0
     assert inside >= 34
@@ -112,66 +97,29 @@ def two_layers(scale: float = 1.0):
     return [first, second], lambda: (x @ first.T @ second.T - y).square().mean()
 
 
-@pytest.mark.parametrize("kind", ["asam", "worst", "average"])
-def test_adaptive_sharpness_is_invariant_under_rescaling_consecutive_layers_and_plain_is_not(kind):
-    def value(scale, kind, **rest):
+def test_asam_is_invariant_under_rescaling_consecutive_layers_and_sam_is_not():
+    def value(scale, kind):
         parameters, loss = two_layers(scale)
-        return sharpscope.sharpness(loss, parameters, 0.1, kind, **rest).value
+        return sharpscope.sharpness(loss, parameters, 0.1, kind).value
 
-    assert value(7.0, kind, adaptive=True) == pytest.approx(value(1.0, kind, adaptive=True), rel=1e-6)
-    plain = "sam" if kind == "asam" else kind
-    assert value(7.0, plain) != pytest.approx(value(1.0, plain), rel=0.1)
+    assert value(7.0, "asam") == pytest.approx(value(1.0, "asam"), rel=1e-6)
+    assert value(7.0, "sam") != pytest.approx(value(1.0, "sam"), rel=0.1)
 
 
-@pytest.mark.parametrize("kind", ["asam", "worst", "average"])
-def test_exactly_zero_weights_are_the_limit_of_small_ones(kind):
+def test_asam_follows_its_closed_form_and_exactly_zero_weights_are_the_limit_of_small_ones():
+    theta, loss, matrix, slope = quadratic(SPECTRA["indefinite"], GRADIENT)
+    scale = theta.detach().abs()
+    step = 0.7 * scale**2 * slope / (scale * slope).norm()
+    found = sharpscope.sharpness(loss, [theta], 0.7, "asam")
+    assert found.value == pytest.approx(float(slope @ step + 0.5 * step @ matrix @ step), rel=1e-9)
+
     def value(small):
         parameters, loss = two_layers()
         with torch.no_grad():
             parameters[0][2], parameters[1][:, 1] = small, -small
-        found = sharpscope.sharpness(loss, parameters, 0.2, kind, adaptive=True)
-        assert math.isfinite(found.value)
-        return found.value
+        return sharpscope.sharpness(loss, parameters, 0.2, "asam").value
 
     assert value(0.0) == pytest.approx(value(1e-9), rel=1e-6)
-    zeros = torch.zeros(3, dtype=torch.float64, requires_grad=True)
-    nothing = sharpscope.sharpness(lambda: (zeros - 1).square().sum(), [zeros], 0.2, kind, adaptive=True)
-    assert nothing.value == 0 and nothing.first_order == 0
-
-
-def test_m_sharpness_is_the_mean_of_the_groups_own_worst_directions():
-    theta = torch.tensor([1.0, -2.0], dtype=torch.float64, requires_grad=True)
-    slopes = [torch.tensor(v, dtype=torch.float64) for v in ([1.0, 0.0], [-1.0, 0.0], [0.0, 3.0])]
-    losses = [lambda s=s: s @ theta + 10 for s in slopes]
-    found = m_sharpness(losses, [theta], 0.5)
-    assert found.value == pytest.approx(np.mean([0.5, 0.5, 1.5])) and found.first_order == pytest.approx(found.value)
-    assert found.std_error == pytest.approx(np.std([0.5, 0.5, 1.5], ddof=1) / math.sqrt(3))
-    together = sharpscope.sharpness(lambda: sum(loss() for loss in losses) / 3, [theta], 0.5)
-    assert together.value < found.value  # the groups' directions cancel
-    assert found.estimates(1)[0].quantity == "m1_sam"
-    with pytest.raises(UserError, match="at least 2"):
-        m_sharpness(losses[:1], [theta], 0.5)
-
-
-@pytest.mark.parametrize(
-    ("prompts", "error"),
-    [
-        (None, math.sqrt(17 / 3) / 2),  # of 1, 2, 6, 5, each for itself
-        ([7, 3, 9, 4], math.sqrt(17 / 3) / 2),
-        ([0, 0, 1, 1], math.sqrt(8) / math.sqrt(2)),  # of the prompts' means 1.5 and 5.5
-        ([0, 0, 0, 1], math.sqrt(2 * 2 * 1.5**2) / 4),  # what they add to the sum, less their share of it: −1.5 and 1.5
-        ([0, 0, 0, 0], math.nan),
-    ],
-)
-def test_groups_of_one_prompt_are_not_independent(prompts, error):
-    theta = torch.tensor([0.0, 0.0], dtype=torch.float64, requires_grad=True)
-    slopes = [torch.tensor([size, 0.0], dtype=torch.float64) for size in (1.0, 2.0, 6.0, 5.0)]
-    surfaces = [ClosureSurface(lambda s=s: s @ theta + 10, [theta]) for s in slopes]
-    found = m_sharpness_of(surfaces, 1.0, prompts=prompts)
-    assert found.value == pytest.approx(3.5) and len(found.groups) == 4
-    assert found.std_error == pytest.approx(error, nan_ok=True)
-    if prompts is not None and len(set(prompts)) == 4:
-        assert found.std_error == m_sharpness_of(surfaces, 1.0).std_error
 
 
 def test_bfloat16_weights_are_perturbed_in_float32_and_come_back_bitwise():
@@ -215,47 +163,6 @@ def test_mistakes_are_named():
         sharpscope.sharpness(lambda: (theta * torch.rand(2)).sum(), [theta], 0.1)
 
 
-def test_a_grid_takes_one_gradient_for_all_and_agrees_with_single_calls():
-    theta, loss, _, _ = quadratic(SPECTRA["convex"], GRADIENT)
-    surface = ClosureSurface(loss, [theta])
-    grid = sharpness_grid(surface, [0.1, 0.5], steps=50, samples=8)
-    assert [(p.quantity, p.rho) for p in grid] == [
-        (k, r) for k in ("sam", "asam", "average", "worst") for r in (0.1, 0.5)
-    ]
-    for point in grid:
-        kind = point.kind
-        single = sharpscope.sharpness(loss, [theta], point.rho, kind, steps=50, samples=8)
-        assert (single.value, single.first_order) == (point.value, point.first_order)
-    rows = [row for point in grid for row in point.estimates()]
-    assert len(rows) == 24 and {row.quantity for row in rows} >= {"sam", "sam_first_order", "sam_ratio", "worst"}
-
-
-SLICED = ("gradient", "eigenvector")
-
-
-def test_slices_follow_the_loss_along_named_directions():
-    theta, loss, matrix, slope = quadratic(SPECTRA["convex"], GRADIENT)
-    vectors = torch.linalg.eigh(matrix).eigenvectors
-    rows = loss_slices(ClosureSurface(loss, [theta]), [-0.5, 0.0, 0.5], top=vectors[:, -1], random=1)
-    by = {name: {row.rho: row.value for row in rows if row.quantity == f"slice_{name}"} for name in SLICED}
-    assert len(rows) == 6 and {*by["gradient"]} == {*by["eigenvector"]} == {-0.5, 0.0, 0.5}  # a vector has no filters
-    unit = slope / slope.norm()
-    assert by["gradient"][0.5] == pytest.approx(3 + 0.5 * float(slope.norm()) + 0.125 * float(unit @ matrix @ unit))
-    top = vectors[:, -1]
-    assert by["eigenvector"][-0.5] == pytest.approx(3 - 0.5 * float(slope @ top) + 0.125 * 4.0)
-    with pytest.raises(UserError, match="distances"):
-        loss_slices(ClosureSurface(loss, [theta]), [0.0])
-
-
-def test_filter_normalised_directions_have_the_rows_norms_and_leave_biases():
-    matrix, bias = torch.randn(5, 7, generator=torch.Generator().manual_seed(0)), torch.ones(3)
-    matrix[2] = 0
-    direction = filter_normalized([matrix, bias], sub_generator(0, "slice_0"))
-    rows, still = direction[:35].view(5, 7), direction[35:]
-    torch.testing.assert_close(rows.norm(dim=1), matrix.norm(dim=1))
-    assert bool((still == 0).all())
-
-
 def test_working_precision_leaves_the_original_storage_alone():
     half, double = torch.ones(3, dtype=torch.float16), torch.ones(3, dtype=torch.float64)
     pointers = half.data_ptr(), double.data_ptr()
@@ -268,7 +175,7 @@ def test_working_precision_leaves_the_original_storage_alone():
 
 def language_surface(name="nll", rows=9):
     """A surface of a float64 model over rows of which pairs share a prompt, and the losses of each prompt by loops."""
-    from sharpscope.probes.hessian.causal_lm import lm_surface
+    from sharpscope.probes.language_model import lm_surface
     from sharpscope.probes.objectives import Objective, token_batch
     from tests.probes.small_lm import small_model
 
@@ -292,9 +199,8 @@ def test_values_by_prompt_have_the_estimate_as_mean_and_the_jackknifes_standard_
         loss, gradient, base = surface.gradient_by_prompt()
         assert float(base.mean()) == pytest.approx(loss, rel=1e-12)
         assert torch.allclose(base, surface.by_prompt())
-        found = sharpness_grid(
-            surface, [0.1], [("sam", False), ("asam", True), ("average", False)], at=(loss, gradient), base=base
-        )
+        at = {"at": (loss, gradient), "base": base}
+        found = [sharpscope.sharpness(surface, None, 0.1, kind, **at) for kind in ("sam", "asam", "average")]
         prompts = surface.objective.batch.prompts
         count = max(prompts) + 1
         assert count == 5 and all(len(one.by_prompt) == count for one in found)
@@ -314,56 +220,6 @@ def test_values_by_prompt_have_the_estimate_as_mean_and_the_jackknifes_standard_
         # Equal for means; for ratios (prompts with unequal weights) the two agree to second order.
         assert row.prompt_std_error == pytest.approx(error, rel=0.25) and row.prompts == count
         assert row.prompt_values == tuple(sam.by_prompt.tolist())
-
-
-def test_the_gradient_norms_values_are_projections_of_each_prompts_gradient(monkeypatch):
-    from sharpscope.probes.perturbation import gradient_norm
-
-    with language_surface("expected_failure", rows=8) as surface:
-        loss, gradient, base = surface.gradient_by_prompt()
-        found = gradient_norm(surface, (loss, gradient), base, 1e-3)
-        prompts = torch.tensor(surface.objective.batch.prompts)
-        parts = [
-            surface.over(surface.objective.rows((prompts == i).nonzero()[:, 0])).gradient()[1] for i in range(len(base))
-        ]
-        expected = [float(part @ gradient / gradient.norm()) for part in parts]
-        np.testing.assert_allclose(found.prompt_values, expected, rtol=1e-4, atol=1e-7)
-        assert found.value == pytest.approx(float(gradient.norm()))
-        sam = sharpness_grid(surface, [1e-3], [("sam", False)], at=(loss, gradient), base=base)[0].by_prompt
-        monkeypatch.setattr(surface, "by_prompt", counted := mock.Mock(wraps=surface.by_prompt))
-        shared = gradient_norm(surface, (loss, gradient), base, 1e-3, sam)
-        np.testing.assert_allclose(shared.prompt_values, expected, rtol=1e-4, atol=1e-7)
-        assert counted.call_count == 1
-
-
-def test_average_sharpness_takes_each_pair_on_its_own_part_of_the_prompts():
-    """Against a loop over the prompts' losses; each part's rise is unbiased over its ±ε, so their sum is."""
-    from sharpscope.probes.surface import moved
-
-    with language_surface("nll", rows=12) as surface:
-        loss, gradient, base = surface.gradient_by_prompt()
-        objective, count, samples, rho = surface.objective, len(base), 3, 0.5
-        prompts, weight = torch.tensor(objective.batch.prompts), objective.prompt_weight
-        alone = [surface.over(objective.rows((prompts == i).nonzero()[:, 0])) for i in range(count)]
-        parts = [torch.arange(first, count, samples) for first in range(samples)]
-        assert torch.allclose(sum(surface.by_prompt(part) for part in parts), base)
-        at = {"at": (loss, gradient), "base": base, "samples": samples}
-        found = sharpness_of(surface, rho, "average", seed=3, **at)
-        generator, size = sub_generator(3, "average"), sum(p.numel() for p in surface.parameters)
-        rises = []  # each part's rise of the loss
-        for part in parts:
-            step = torch.randn(size, generator=generator, dtype=torch.float64) * rho / math.sqrt(size)
-            total = 0.0
-            for sign in (1, -1):
-                with moved(surface.parameters, sign * step):
-                    total += sum(float(weight[i]) * alone[i].value() for i in part.tolist()) / 2
-            rises.append(total - sum(float(weight[i]) * alone[i].value() for i in part.tolist()))
-        assert (
-            found.value == pytest.approx(sum(rises), rel=1e-9) == pytest.approx(float(found.by_prompt.mean()), rel=1e-9)
-        )
-        off = [rise - float(weight[part].sum()) * sum(rises) for rise, part in zip(rises, parts, strict=True)]
-        assert found.std_error == pytest.approx(math.sqrt(samples / (samples - 1) * sum(o**2 for o in off)), rel=1e-9)
-        assert found.samples == samples
 
 
 def check_coverage(values: dict[str, list[tuple[float, float]]], drawn: int, pool: int) -> None:
@@ -404,8 +260,8 @@ def test_standard_errors_over_prompts_cover_the_mean_over_redraws():
 
     def measure(part, direction):
         loss, gradient, base = part.gradient_by_prompt()
-        kinds = [("sam", False), ("asam", True)]
-        rows = [one.estimates()[0] for one in sharpness_grid(part, [0.02], kinds, at=(loss, gradient), base=base)]
+        at = {"at": (loss, gradient), "base": base}
+        rows = [sharpscope.sharpness(part, None, 0.02, kind, **at).estimates()[0] for kind in ("sam", "asam")]
         found = critical_sharpness(part.by_prompt, part.parameters, direction, guess=0.05)
         assert found.converged, found.why
         return rows + found.estimates()[:2]
@@ -419,12 +275,11 @@ def test_standard_errors_over_prompts_cover_the_mean_over_redraws():
 def test_standard_errors_over_prompts_cover_for_the_expensive_measures_too():
     def measure(part, direction):
         loss, gradient, base = part.gradient_by_prompt()
-        at, kinds = (loss, gradient), [("average", False), ("worst", False)]
-        rows = [one.estimates()[0] for one in sharpness_grid(part, [0.02], kinds, samples=2, at=at, base=base)]
-        return rows + loss_slices(part, [0.3], random=1, at=at, base=base)[:1]
+        at = {"at": (loss, gradient), "base": base, "samples": 2}
+        return [sharpscope.sharpness(part, None, 0.02, kind, **at).estimates()[0] for kind in ("average", "worst")]
 
     values, pool = redraws(measure)
-    assert set(values) == {"average", "worst", "slice_gradient"}
+    assert set(values) == {"average", "worst"}
     check_coverage(values, 24, pool)
 
 
@@ -435,12 +290,14 @@ class PromptQuadratics:
         self.hessians = hessians  # (k, P, P)
         self.parameters = (torch.zeros(len(hessians[0]), dtype=torch.float64, requires_grad=True),)
 
-    def start(self) -> None:
-        """None: Lanczos starts at random."""
+    def gradient(self):
+        return 2.0, torch.zeros(len(self.hessians[0]), dtype=torch.float64)
 
-    def by_prompt(self) -> torch.Tensor:
-        theta = self.parameters[0].detach()
-        return 2 + 0.5 * torch.einsum("p,kpq,q->k", theta, self.hessians, theta)
+    def hessian(self):
+        return operator(self.hessians.mean(0))
+
+    def curvature_by_prompt(self, vector):
+        return torch.einsum("p,kpq,q->k", vector, self.hessians, vector)
 
 
 def prompt_quadratics(count, size=8, seed=0):
@@ -452,28 +309,10 @@ def prompt_quadratics(count, size=8, seed=0):
     return center + 0.5 * (noise + noise.transpose(1, 2))
 
 
-def dense(matrix: torch.Tensor):
-    from sharpscope.probes.hessian import FunctionOperator
-
-    return FunctionOperator(lambda vector: matrix @ vector, len(matrix), matrix.dtype, matrix.device)
-
-
-def quadratic_curvature(hessians, preconditioner=None, trace_probes=2):
-    from sharpscope.probes.hessian import CurvatureSettings, curvature_of
-
-    surface = PromptQuadratics(hessians)
-    settings = CurvatureSettings(top=2, tolerance=1e-6, trace_probes=trace_probes, density_samples=0)
-    at = (2.0, torch.zeros(len(hessians[0]), dtype=torch.float64))
+def quadratic_curvature(hessians, preconditioner=None):
+    settings = {"top": 2, "tolerance": 1e-6, "trace_probes": 0, "density_samples": 0, "by_prompt": True, "check": "off"}
     given = None if preconditioner is None else [preconditioner]
-    return curvature_of(
-        surface,
-        settings,
-        preconditioner=given,
-        operator=dense(hessians.mean(0)),
-        at=at,
-        base=surface.by_prompt(),
-        check=False,
-    )
+    return sharpscope.curvature(PromptQuadratics(hessians), None, preconditioner=given, **settings)
 
 
 def test_values_by_prompt_of_eigenvalues_are_quadratic_forms():
@@ -481,7 +320,7 @@ def test_values_by_prompt_of_eigenvalues_are_quadratic_forms():
     diagonal = torch.linspace(0.5, 4, 8, dtype=torch.float64)
     for found, scale in (
         (quadratic_curvature(hessians), torch.ones(8)),
-        (quadratic_curvature(hessians, diagonal, 0), diagonal.rsqrt()),
+        (quadratic_curvature(hessians, diagonal), diagonal.rsqrt()),
     ):
         scaled = hessians * scale[:, None] * scale
         vectors = torch.linalg.eigh(scaled.mean(0)).eigenvectors[:, [-1, -2, 0]].T
@@ -490,42 +329,6 @@ def test_values_by_prompt_of_eigenvalues_are_quadratic_forms():
             exact = torch.einsum("p,kpq,q->k", vector, scaled, vector)
             np.testing.assert_allclose(row.prompt_values, exact, rtol=1e-4, atol=1e-4)
             assert row.prompt_std_error == pytest.approx(float(exact.std()) / math.sqrt(6), rel=1e-4)
-    trace = next(row for row in quadratic_curvature(hessians).estimates() if row.quantity == "trace")
-    exact = torch.einsum("kpp->k", hessians)  # Lanczos has spanned the whole space
-    np.testing.assert_allclose(trace.prompt_values, exact, rtol=1e-4, atol=1e-3)
-
-
-def test_the_traces_values_by_prompt_use_its_own_subspace_and_probes():
-    from sharpscope.probes.hessian.spectrum import hutchpp
-
-    hessians = prompt_quadratics(5)
-
-    def forms(vector, size):
-        return torch.einsum("p,kpq,q->k", vector, hessians, vector)
-
-    for sketch in (0, 3):
-        generator = torch.Generator().manual_seed(4)
-        found = hutchpp(dense(hessians.mean(0)), probes=3, sketch=sketch, generator=generator, forms=forms)
-        assert float(found.by_prompt.mean()) == pytest.approx(found.value, rel=1e-9)
-        assert float(found.by_prompt.std()) > 0
-
-
-def test_an_eigenvalue_whose_prompts_do_not_agree_with_it_has_no_standard_error():
-    hessians = prompt_quadratics(6)
-    from sharpscope.probes.hessian import CurvatureSettings, curvature_of
-
-    surface = PromptQuadratics(hessians)
-    at = (2.0, torch.zeros(8, dtype=torch.float64))
-    other = dense(2 * hessians.mean(0))  # of another loss
-    found = curvature_of(
-        surface,
-        CurvatureSettings(trace_probes=0, density_samples=0),
-        operator=other,
-        at=at,
-        base=surface.by_prompt(),
-        check=False,
-    )
-    assert found.by_prompt == (None, None) and all(math.isnan(row.prompt_std_error) for row in found.estimates())
 
 
 def test_standard_errors_of_eigenvalues_cover_over_redraws():
@@ -535,5 +338,70 @@ def test_standard_errors_of_eigenvalues_cover_over_redraws():
         chosen = pool[torch.randperm(200, generator=generator)[:24]]
         for row in quadratic_curvature(chosen).estimates()[1:]:
             values.setdefault(row.quantity, []).append((row.value, row.prompt_std_error))
-    assert set(values) == {"largest", "eigenvalue_2", "smallest", "trace"}
+    assert set(values) == {"largest", "eigenvalue_2", "smallest"}
     check_coverage(values, 24, 200)
+
+
+class Failure:
+    """An expected failure of one parameter, L(θ) = 1 − c·exp(−s·θ) at θ = 0."""
+
+    def __init__(self, correct: float, slope: float) -> None:
+        self.correct, self.slope, self.losses = correct, slope, 0
+        self.parameters = (torch.zeros(1, dtype=torch.float64, requires_grad=True),)
+
+    def value(self):
+        self.losses += 1
+        return 1 - self.correct * math.exp(-self.slope * self.parameters[0].item())
+
+    def gradient(self):
+        return 1 - self.correct, torch.tensor([self.correct * self.slope], dtype=torch.float64)
+
+    def ceiling(self, loss):
+        return 1 - loss
+
+    def by_prompt(self):
+        return None
+
+
+@pytest.mark.parametrize(("correct", "slope", "rho"), [(0.25, 3.0, 0.1), (0.8, 3.0, 0.1), (0.25, 3.0, 2.0)])
+def test_ceiling_and_saturation_by_hand(correct, slope, rho):
+    """The rise is c·(1 − e^(−sρ)), the ceiling c: the saturation does not depend on the accuracy."""
+    found = sharpscope.sharpness(Failure(correct, slope), None, rho, "sam")
+    assert found.value == pytest.approx(correct * (1 - math.exp(-slope * rho)))
+    assert found.ceiling == pytest.approx(correct) and found.saturation == pytest.approx(1 - math.exp(-slope * rho))
+    row = found.estimates()[0]
+    assert (row.ceiling, row.saturation) == (found.ceiling, found.saturation)
+    saturated = problems([row])
+    assert bool(saturated) == (rho == 2.0) and all("saturated" in line for line in saturated)
+
+
+def test_a_loss_without_a_bound_has_no_saturation():
+    theta = torch.tensor([1.0], dtype=torch.float64, requires_grad=True)
+    found = sharpscope.sharpness(lambda: theta.square().sum(), [theta], 0.1)
+    assert math.isnan(found.ceiling) and math.isnan(found.saturation)
+
+
+@pytest.mark.parametrize("correct", [0.01, 0.9])
+@pytest.mark.parametrize("slope", [1e-3, 1.0, 1e4])
+def test_the_radius_is_found_where_the_saturation_is_moderate(correct, slope):
+    surface = Failure(correct, slope)
+    found = find_radius(surface)
+    assert 0.05 <= found.saturation <= 0.3 and found.saturation == pytest.approx(1 - math.exp(-slope * found.rho))
+    assert found.evaluations == surface.losses <= 4 and found.estimate().value == found.rho
+
+
+def test_the_search_for_a_radius_brackets_a_loss_that_its_slope_misjudges():
+    surface = Failure(0.5, 1.0)
+    surface.gradient = lambda: (0.5, torch.tensor([1e-6], dtype=torch.float64))  # a far too long first step
+    found = find_radius(surface)
+    assert 0.05 <= found.saturation <= 0.3 and found.evaluations <= 16
+
+
+@pytest.mark.parametrize(("correct", "says"), [(0.0, "no completion is correct"), (0.5, "no radius with a saturation")])
+def test_no_radius_is_said(correct, says):
+    surface = Failure(correct, 1.0)
+    if correct:
+        surface.value = lambda: 0.5 + 0.5 * (abs(surface.parameters[0].item()) > 0.01)  # from nothing to everything
+    found = find_radius(surface)
+    assert math.isnan(found.rho) and says in found.why and "set probes.rho" in found.why
+    assert any(says in line for line in problems([found.estimate()]))

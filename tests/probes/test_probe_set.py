@@ -11,10 +11,8 @@ import torch
 from pydantic import ValidationError
 
 from sharpscope.errors import UserError
-from sharpscope.probes import ProbesSpec, build_probe_set, measure, probe_set_objectives, rollout_objective
-from sharpscope.probes.estimate import columns, problems
+from sharpscope.probes import ProbesSpec, build_probe_set, columns, probe_set_batches, rollout_objective, run
 from sharpscope.probes.probe_set import Drawn, ProbeSet
-from sharpscope.probes.runner import measured_cost
 from sharpscope.tasks.base import Example
 from tests.models import tiny_model
 
@@ -127,93 +125,48 @@ def test_a_file_comes_back_equal_and_a_changed_one_is_refused(tmp_path):
         ProbeSet.load(tmp_path / "missing.parquet")
 
 
-def test_a_round_of_probes_fills_the_tables_columns_and_leaves_the_model_alone():
+def test_a_round_of_probes_fills_the_tables_columns_and_is_repeated_to_the_digit():
     model = tiny_model("qwen2", dtype=torch.float32, hidden_size=8, intermediate_size=8, num_hidden_layers=1)
-    model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    model(input_ids=torch.tensor([[3, 4, 5]]), labels=torch.tensor([[3, 4, 5]])).loss.backward()
-    optimizer.step()
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    grads = {name: p.grad for name, p in model.named_parameters()}
-    state = torch.get_rng_state()
     spec = ProbesSpec(
-        preset="cheap",
         functionals=("nll", "expected_failure"),
-        groups=True,
-        preconditioned=True,
+        curvature_prompts=6,
         gauss_newton=True,
-        slices=True,
-        m=2,
-        rhos=(0.05, 0.2),
+        rho=0.2,
         kinds=("sam", "average"),
-        average_samples=2,
         trace_probes=4,
-        density_samples=2,
-        density_steps=4,
         max_products=12,
+        samples=2,
     )
     found = built()
-    parts = {
-        name: measure(model, objective, spec, probe_set=found.name("train"), optimizer=optimizer, seed=1)
-        for name, objective in probe_set_objectives(found, "train", spec, draw).items()
-    }
-    assert set(parts) == {"nll", "expected_failure"}
-    for name, part in parts.items():
-        quantities = {e.quantity for e in part.estimates}
+
+    def measured():
+        batches = probe_set_batches(found, spec, draw, seed=lambda part: 1)
+        return [row for one in run(model, batches, spec) for row in one.estimates]
+
+    rows = measured()
+    frame = pd.DataFrame(columns(rows)).assign(step=3)
+    for name in ("nll", "expected_failure"):
+        quantities = set(frame.loc[frame["functional"] == name, "quantity"])
         assert quantities >= {
-            "largest",
-            "smallest",
-            "trace",
-            "density",
+            "loss",
             "gradient_norm",
             "sam",
             "sam_first_order",
-            "sam_ratio",
             "average",
-            "m2_sam",
-            "preconditioned_largest",
-            "gauss_newton_trace",
-            "slice_gradient",
-            "slice_random_0",
+            "largest",
+            "smallest",
+            "trace",
         }
-        assert {e.parameters for e in part.estimates} == {"all", "embedding", "attention", "mlp", "norm"}
-        assert {e.functional for e in part.estimates} == {name} and {e.probe_set for e in part.estimates} == {
-            found.name("train")
-        }
-        assert problems(part.estimates) == part.problems
-    assert model.training and torch.equal(torch.get_rng_state(), state)
-    assert all(torch.equal(p, before[n]) and p.grad is grads[n] for n, p in model.named_parameters())
-    table = columns(parts["nll"].estimates)
-    frame = pd.DataFrame(table).assign(step=3)
-    assert not frame.duplicated(
-        ["step", "probe", "probe_set", "functional", "parameters", "quantity", "rho", "seed"]
-    ).any()
-    check_rows(frame, spec)
-    again = measure(
-        model, next(iter(probe_set_objectives(found, "train", spec, draw).values())), spec, optimizer=optimizer, seed=1
-    )
-    values = [(e.quantity, e.value) for e in parts["nll"].estimates]
-    assert values == [(e.quantity, e.value) for e in again.estimates]  # the same seed, the same numbers
-
-
-def check_rows(frame, spec):
-    """Every kind of row at every radius, its ratio, the density's mass, and slices that pass through L(θ)."""
-    for name in ("value", "rho"):
-        frame[name] = frame[name].astype(float)
-    assert frame.loc[frame["quantity"] == "density", "value"].sum() == pytest.approx(1)
-    for kind in ("sam", "average", "m2_sam"):
-        value, first = (
-            frame[frame["quantity"] == kind + end].set_index("rho")["value"] for end in ("", "_first_order")
-        )
-        assert list(value.index) == list(spec.rhos)
-        if kind != "m2_sam":
-            ratio = frame[frame["quantity"] == f"{kind}_ratio"].set_index("rho")["value"]
-            np.testing.assert_allclose(value / first, ratio)
-    slices = frame[frame["probe"] == "slice"]
-    assert slices.groupby("quantity").size().eq(11).all()
-    assert slices.loc[slices["rho"] == 0, "value"].nunique() == 1
-    uphill = slices[slices["quantity"] == "slice_gradient"].sort_values("rho")["value"].to_numpy()
-    assert uphill[6] > uphill[5] > uphill[4]
+        assert quantities >= {"density", "gauss_newton_largest", "gauss_newton_trace"}
+    assert set(frame["probe_set"]) == {found.name("train")} and set(frame["parameters"]) == {"all"}
+    assert not frame.duplicated(["probe", "functional", "quantity", "rho", "seed"]).any()
+    masses = frame[frame["quantity"] == "density"].groupby("functional")["value"].sum()
+    np.testing.assert_allclose(masses.astype(float), 1)
+    rises = frame[frame["quantity"] == "sam"].set_index("functional")
+    losses = frame[frame["quantity"] == "loss"].set_index("functional")["value"]
+    assert rises["saturation"].isna()["nll"] and rises["ceiling"].isna()["nll"]
+    assert rises["ceiling"]["expected_failure"] == pytest.approx(1 - losses["expected_failure"])
+    assert [(e.quantity, e.value) for e in rows] == [(e.quantity, e.value) for e in measured()]
 
 
 def test_surrogate_advantage_is_normalised_within_prompts():
@@ -226,30 +179,18 @@ def test_surrogate_advantage_is_normalised_within_prompts():
     torch.testing.assert_close(objective.batch.advantage, scored * expected[:, None])
 
 
-def test_presets_give_way_to_what_is_set_and_budgets_thin_to_multiples():
-    assert ProbesSpec(preset="off").every == 0 and ProbesSpec(preset="cheap").rhos == (0.05,)
+def test_presets_give_way_to_what_is_set():
+    assert ProbesSpec(preset="off").every == 0 and ProbesSpec(preset="off").interval(200) == 0
     light = ProbesSpec()
-    assert light.preset == "light" and light.every is None and not light.curvature and light.critical_sharpness
+    assert light.preset == "light" and light.every is None and not light.curvature_prompts and light.critical_sharpness
+    assert light.rho == "auto" and light.samples >= 8
     assert [light.interval(steps) for steps in (1, 7, 9, 10, 100, 400)] == [1, 1, 1, 2, 12, 45]
-    spec = ProbesSpec(preset="full", top=2, every=10)
-    assert (spec.top, spec.every, spec.slices) == (2, 10, True)
+    spec = ProbesSpec(preset="full", top=2, every=10, rho=0.1)
+    assert (spec.top, spec.every, spec.rho, spec.gauss_newton) == (2, 10, 0.1, True)
     assert ProbesSpec.model_validate(spec.model_dump()) == spec  # a resolved configuration says the same again
-    costs = [ProbesSpec(preset=name).cost() for name in ("cheap", "standard", "full")]
-    assert costs == sorted(costs) and costs[0] < costs[1] < costs[2]
-    assert ProbesSpec(preset="cheap", every=50, budget=1.0).interval(200, 120.0) == 150
-    assert ProbesSpec(preset="cheap", every=50, budget=100.0).interval(200, 120.0) == 50
-    assert ProbesSpec(preset="cheap", every=50).interval(200, 1e9) == 50
-    assert ProbesSpec(preset="off").interval(200, 5.0) == 0
-    for wrong in ({"rhos": (0.2, 0.1)}, {"rhos": ()}, {"trace_probes": 1}, {"preset": "cheapest"}, {"unknown": 1}):
+    for wrong in ({"rho": 0}, {"rho": "best"}, {"trace_probes": 1}, {"preset": "cheapest"}, {"unknown": 1}):
         with pytest.raises(ValidationError):
             ProbesSpec(**wrong)
     for off in ({"every": 25, "preset": "off"}, {"every": 25, "preset": False}):
         with pytest.raises(ValidationError, match="preset off probes nothing"):
             ProbesSpec(**off)
-
-
-def test_costs_are_measured():
-    model = tiny_model("qwen2", dtype=torch.float32)
-    objective = probe_set_objectives(built(), "train", ProbesSpec(preset="cheap"), draw)["nll"]
-    found = measured_cost(model, objective, ProbesSpec(preset="cheap"))
-    assert set(found) == {"product_s", "gradient_s", "value_s"} and all(seconds > 0 for seconds in found.values())

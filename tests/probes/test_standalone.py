@@ -49,33 +49,26 @@ def test_only_a_line_feed_ends_a_line_of_a_data_file(tmp_path, inside):
     assert [(row.prompt, row.completion) for row in read_rows(path)] == [(f"a{inside}b", "c"), ("d", f"e{inside}")]
 
 
-def test_anybodys_texts_are_probed(tiny_policy, tmp_path):
+def test_texts_are_probed(tiny_policy):
     from sharpscope.policy import PolicySpec, load_policy
-    from sharpscope.probes import probe_policy
-    from sharpscope.probes.standalone import DataRow
+    from sharpscope.probes import DataRow, run, text_batches
 
     policy = load_policy(PolicySpec(model=str(tiny_policy)))
     rows = [DataRow("What is it?", "one", 1.0), DataRow("What is it?", "two words", 0.0), DataRow("Why?", "so", 0.5)]
-    spec = ProbesSpec(preset="cheap", rhos=(0.1,), trace_probes=2)
-    report = probe_policy(policy, rows, spec, functionals=("nll", "expected_failure"))
-    frame = pd.read_parquet(report.save(tmp_path))
-    assert (
-        set(frame["functional"]) == {"nll", "expected_failure"}
-        and frame["value"].notna().any()
-        and (frame["step"] == 0).all()
-    )
-    loss = report.measured["nll"].curvature.loss
-    ids = [policy.tokenizer(r.prompt)["input_ids"] for r in rows]
+    batches = text_batches(policy, rows, ("nll", "expected_failure"))
+    found = [row for one in run(policy.model, batches, ProbesSpec(rho=0.1)) for row in one.estimates]
+    loss = {row.functional: row.value for row in found if row.quantity == "loss"}
+    assert loss["expected_failure"] == pytest.approx(0.5)
     total, count = 0.0, 0
-    for row, prompt in zip(rows, ids, strict=True):
+    for row in rows:
+        prompt = policy.tokenizer(row.prompt)["input_ids"]
         completion = [*policy.tokenizer(row.completion, add_special_tokens=False)["input_ids"], policy.eos_ids[0]]
-        logp = torch.log_softmax(
-            policy.model(input_ids=torch.tensor([[*prompt, *completion]])).logits[0].detach().float(), -1
-        )
+        logits = policy.model(input_ids=torch.tensor([[*prompt, *completion]])).logits[0].detach().float()
+        logp = torch.log_softmax(logits, -1)
         total -= sum(float(logp[len(prompt) - 1 + t, token]) for t, token in enumerate(completion))
         count += len(completion)
-    assert loss == pytest.approx(total / count, rel=1e-4)
+    assert loss["nll"] == pytest.approx(total / count, rel=1e-4)
     with pytest.raises(UserError, match="have no reward"):
-        probe_policy(policy, [DataRow("a", "b")], spec, functionals=("expected_failure",))
+        text_batches(policy, [DataRow("a", "b")], ("expected_failure",))
     with pytest.raises(UserError, match="context is"):
-        probe_policy(policy, [DataRow("a", "b " * 5000)], spec)
+        text_batches(policy, [DataRow("a", "b " * 5000)])

@@ -1,75 +1,96 @@
-"""A run with the standard probes: what is recorded, and what the analysis draws of it."""
+"""Probes of the loss surface in a run: what is recorded, the radius of the run, and an event for what is not reliable."""
 
 from __future__ import annotations
 
+import json
+import math
+
 import pytest
+import torch
 
 import sharpscope
-from sharpscope.analysis.claims.c08_smoothness import _noise_share
-from sharpscope.analysis.study import studies
+from sharpscope.policy import load_policy
+from sharpscope.policy.sharding import ModelView
+from sharpscope.recording.probe_sets import Drawer, run_probe_set
+from sharpscope.recording.surface import SurfaceProbes
+from sharpscope.tasks import make_task
 from sharpscope.training import train
 
-STANDARD = {
-    "probes__preset": "standard",
+SMALL = {
+    "probes__preset": "light",
     "probes__every": 2,
-    "probes__prompts": 4,
+    "probes__prompts": 3,
     "probes__heldout_prompts": 2,
-    "probes__gradient_samples": 4,
-    "probes__functionals": ["surrogate"],
-    "probes__max_products": 16,
-    "probes__density_steps": 6,
+    "probes__curvature_prompts": 3,
+    "probes__max_products": 8,
     "probes__trace_probes": 2,
-    "probes__tolerance": 0.3,
     "evaluation__every": 0,
-    "steps": 2,
     "recording__token_gradients_every": 0,
-    "optimizer__schedule": "linear",
+    "recording__heldout_influence_every": 0,
+    "steps": 2,
 }
 
 
-@pytest.fixture(scope="module")
-def study(tiny_policy, tmp_path_factory):
-    from sharpscope.config import build_config
-    from tests.conftest import TOY
-
-    out = tmp_path_factory.mktemp("surface")
-    for seed in (0, 1):
-        values = {path.replace("__", "."): value for path, value in STANDARD.items()}
-        place = {"policy.model": str(tiny_policy), "out": str(out), "name": f"s{seed}", "seed": seed}
-        train(build_config(values=TOY | values | place))
-    return studies(sharpscope.load_runs(out))[0]
+def probes_of(config):
+    task, policy = make_task(config.task), load_policy(config.policy)
+    optimizer = torch.optim.AdamW(policy.model.parameters())
+    view = ModelView(policy.model, list(policy.model.parameters()), optimizer)
+    probes = SurfaceProbes(config, lambda: view, Drawer(config, policy, task))
+    return probes, run_probe_set(config, task), policy.model
 
 
-def probes_of(study):
-    return [run.probes for setting in study.settings for run in setting.runs.values()]
+def test_a_run_records_curvature_with_adamws_threshold_and_the_two_batch_norm(toy_config):
+    config = toy_config(**SMALL, probes__functionals=["surrogate"], probes__rho=0.05, probes__gradient_samples=4)
+    train(config)
+    probes = sharpscope.load_run(config.run_dir).probes
+    surface = probes[~probes["probe"].isin(["critical", "update"])]
+    assert sorted(surface["step"].unique()) == [0, 2]
+    critical = probes[probes["quantity"] == "critical_sharpness"]
+    assert {1, 2} == set(critical["step"])
+    # AdamW has moments after the first update only.
+    assert sorted(probes.loc[probes["quantity"] == "preconditioned_largest", "step"].unique()) == [2]
+    threshold = probes.loc[probes["quantity"] == "preconditioned_threshold", "value"].iloc[0]
+    lr = float(sharpscope.load_run(config.run_dir).steps["lr"].iloc[-1])
+    beta = config.optimizer.beta1
+    assert threshold == pytest.approx((2 + 2 * beta) / ((1 - beta) * lr))
+    pairs = probes[probes["quantity"] == "squared_gradient_norm"]
+    assert set(pairs["functional"]) == {"surrogate", "expected_failure"} and pairs["std_error"].notna().all()
 
 
-def test_slices_the_preconditioned_eigenvalue_and_the_two_batch_norm_are_recorded(study):
-    for probes in probes_of(study):
-        surface = probes[~probes["probe"].isin(["critical"])]
-        assert sorted(surface["step"].unique()) == [0, 2]
-        critical = probes[probes["quantity"] == "critical_sharpness"]
-        assert {1, 2} == set(critical["step"])
-        found = critical[critical["converged"].astype(bool)]
-        assert found["prompt_std_error"].notna().all() and (found["prompts"] == 4).all()
-        curved = surface[surface["quantity"].isin(["largest", "smallest", "preconditioned_largest", "trace"])]
-        assert curved["prompt_std_error"].notna().mean() > 0.5 and curved["prompts"].notna().all()
-        slices = probes[probes["probe"] == "slice"]
-        assert slices["probe_set"].str.contains("train").all() and set(slices["functional"]) == {"surrogate"}
-        assert {"slice_gradient", "slice_random_0", "slice_random_1"} <= set(slices["quantity"])
-        assert slices["prompt_std_error"].notna().all()
-        # AdamW has moments after the first update only.
-        assert sorted(probes.loc[probes["quantity"] == "preconditioned_largest", "step"].unique()) == [2]
-        pairs = probes[probes["quantity"] == "squared_gradient_norm"]
-        assert len(pairs) == 4 and (pairs["samples"] == 16).all() and pairs["std_error"].notna().all()
-        assert pairs["probe_set"].str.contains("train").all() and set(pairs["functional"]) == {
-            "surrogate",
-            "expected_failure",
-        }
+def test_the_radius_of_a_run_is_found_once_and_kept(toy_config):
+    config = toy_config(**SMALL, probes__functionals=["expected_failure"], probes__kinds=["sam"], probes__samples=4)
+    config.run_dir.mkdir(parents=True)
+    (config.run_dir / "run.json").write_text("{}")
+    probes, probe_set, _ = probes_of(config)
+    assert probes.start(probe_set, {}) == []
+    tables, _ = probes.rows(0)
+    rows = dict(zip(tables["probes"]["quantity"], tables["probes"]["value"], strict=True))
+    kept = json.loads((config.run_dir / "run.json").read_text())["probe_radius"]
+    if probes.radius is None:  # no completion of this draw is correct
+        assert rows["radius"] is None
+        pytest.skip("the tiny policy drew no correct completion")
+    assert kept["rho"] == probes.radius.rho == rows["radius"] and 0.05 <= kept["saturation"] <= 0.3
+    again, probe_set, _ = probes_of(config)  # as a resumed run
+    again.start(probe_set, {"probe_radius": kept})
+    tables, _ = again.rows(2)
+    assert "radius" not in tables["probes"]["quantity"] and again.radius == probes.radius
+    assert {
+        rho for q, rho in zip(tables["probes"]["quantity"], tables["probes"]["rho"], strict=True) if q == "sam"
+    } == {probes.radius.rho}
 
 
-def test_claim_8_reads_both_norms_of_the_two_batches(study):
-    run = next(iter(study.settings[0].runs.values()))
-    rows = run.probes[run.probes["functional"] == "surrogate"].set_index("quantity")["value"]
-    unbiased, naive = (rows[[name]].sum() for name in ("squared_gradient_norm", "squared_gradient_norm_naive"))
-    assert naive > 0 and _noise_share(run) == pytest.approx(1 - unbiased / naive)
+@pytest.mark.parametrize("broken", [False, True])
+def test_every_estimate_that_is_not_to_be_believed_has_its_event(toy_config, broken):
+    config = toy_config(**SMALL | {"probes__max_products": 4}, probes__functionals=["surrogate"], probes__rho=0.05)
+    probes, probes.probe_set, model = probes_of(config)
+    if broken:
+        with torch.no_grad():
+            next(p for name, p in model.named_parameters() if "down_proj" in name)[0, 0] = math.nan
+    tables, events = probes.rows(2)
+    rows = tables["probes"]
+    named = zip(rows["quantity"], rows["value"], rows["converged"], strict=True)
+    bad = [quantity for quantity, value, converged in named if converged is False or value is None]
+    assert "largest" in bad and (not broken or {"gradient_norm", "sam", "asam"} <= set(bad))
+    assert len(events) == len(bad) and all(event.rule == "probe" and event.step == 2 for event in events)
+    for quantity, event in zip(bad, events, strict=True):
+        assert f" {quantity}" in event.message and event.message.split(": ", 1)[1]

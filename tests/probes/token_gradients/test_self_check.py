@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from sharpscope.probes.hessian.causal_lm import lm_surface
 
 from sharpscope.errors import CheckError, UserError
 from sharpscope.probes import attribute, attribution, directional_derivative, logp_gradient, score_norms
 from sharpscope.probes.fingerprint import remembered
 from sharpscope.probes.hessian import CurvatureSettings, curvature_of
-from sharpscope.probes.hessian.causal_lm import lm_surface
 from sharpscope.probes.token_gradients import central, exact, local, sketch
 from sharpscope.probes.token_gradients.choices import Choices
 from sharpscope.probes.token_gradients.structure import structure_of

@@ -10,10 +10,10 @@ from torch import nn
 
 import sharpscope
 from sharpscope.errors import CheckError, UserError
-from sharpscope.probes.hessian import check as hessian_check
-from sharpscope.probes.hessian import check_products
+from sharpscope.probes import check as checking
+from sharpscope.probes.check import check_products
 from sharpscope.probes.surface import ClosureSurface
-from tests.probes.hessian.spectra import with_spectrum
+from tests.probes.spectra import with_spectrum
 
 
 @pytest.mark.parametrize(("when", "lasting"), [(3, False), (4, False), (3, True), (7, True)])
@@ -57,7 +57,7 @@ class OpaqueCube(torch.autograd.Function):
 )
 def test_a_function_without_second_derivatives_is_refused(dtype, loss):
     x = torch.tensor([0.5, 1.0, 2.0], dtype=dtype, requires_grad=True)
-    with pytest.raises(UserError, match=r"finite difference of gradients differ by .*without second derivatives"):
+    with pytest.raises(UserError, match=r"finite difference of gradients differ by .*no second derivative"):
         sharpscope.curvature(lambda: loss(x), [x])
     unchecked = sharpscope.curvature(lambda: loss(x), [x], check="off")
     assert unchecked.converged and unchecked.checked is None
@@ -73,7 +73,7 @@ def test_a_ratio_against_its_own_detached_value_is_refused():
         score = x.square().sum().sin()
         return (score - score.detach()).exp()
 
-    with pytest.raises(UserError, match="a detached part of the loss"):
+    with pytest.raises(UserError, match="a part of the loss is detached"):
         sharpscope.curvature(loss, [x])
 
 
@@ -110,8 +110,8 @@ def test_a_closure_is_checked_as_often_as_asked(monkeypatch):
     x = torch.tensor([0.5, -1.0], dtype=torch.float64, requires_grad=True)
     other = torch.tensor([2.0, 1.0], dtype=torch.float64, requires_grad=True)
     asked = []
-    inner = hessian_check._difference_error
-    monkeypatch.setattr(hessian_check, "_difference_error", lambda *given: asked.append(1) or inner(*given))
+    inner = checking._difference_error
+    monkeypatch.setattr(checking, "_difference_error", lambda *given: asked.append(1) or inner(*given))
 
     def loss():
         return (x.sin() * other.cos()).sum()
@@ -159,4 +159,4 @@ def test_a_loss_with_many_kinks_is_not_refused():
     assert check_products(surface) < 1e-6
     undecided = torch.tensor([1.0], dtype=torch.float64, requires_grad=True)
     found = sharpscope.curvature(lambda: (undecided - 1).clamp(min=0).pow(1.5).sum(), [undecided])
-    assert math.isnan(found.checked) and any("not checked" in note for note in found.notes)
+    assert math.isnan(found.checked)

@@ -1,4 +1,4 @@
-"""Lanczos: hard spectra against exact ones, multiplicities, starts and honest residuals."""
+"""Lanczos, trace and density: hard spectra against exact ones, multiplicities, coverage of intervals."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import torch
 from scipy.sparse.linalg import eigsh
 
 import sharpscope
-from sharpscope.probes.hessian import eigenpairs, spectral_density
-from tests.probes.hessian.spectra import generator, operator, quadratic, with_spectrum
+from sharpscope.probes.lanczos import eigenpairs
+from sharpscope.probes.spectrum import hutchpp, spectral_density
+from tests.probes.spectra import generator, operator, quadratic, with_spectrum
 
 
 @pytest.mark.parametrize(
@@ -26,7 +27,7 @@ def test_nearly_equal_signs_and_singular_matrices(values):
 
 def test_lanczos_agrees_with_scipys_on_the_same_operator_also_across_restarts():
     matrix = with_spectrum(np.random.default_rng(0).normal(size=80) ** 3)
-    top = eigsh(operator(matrix).as_scipy(), k=4, which="LA", tol=1e-12, return_eigenvectors=False)
+    top = eigsh(matrix.numpy(), k=4, which="LA", tol=1e-12, return_eigenvectors=False)
     for capacity in (100, 18):
         found = eigenpairs(
             operator(matrix),
@@ -93,31 +94,6 @@ def test_a_search_for_multiplicities_that_is_cut_short_is_not_called_converged()
         assert not found.converged and found.why and found.products <= budget
 
 
-def test_a_start_at_another_eigenvector_does_not_pass_for_the_largest():
-    """After one product the pair (−100, e_0) has no residual; the largest eigenvalue is 30."""
-    values = np.r_[[-100.0, 30.0], np.random.default_rng(0).normal(size=400)]
-    matrix = torch.diag(torch.from_numpy(values))
-    start = torch.zeros(402, dtype=torch.float64)
-    start[0] = 1.0
-    found = eigenpairs(operator(matrix), upper=1, lower=0, tolerance=0.1, start=start, generator=generator())
-    assert found.converged and found.values[0] == pytest.approx(30, rel=0.1) and found.products < 12
-
-
-def test_a_start_that_leans_can_settle_on_a_smaller_eigenvalue_and_a_random_one_shows_it():
-    """Converged says that 0.95 is an eigenvalue, not that it is the largest: e_0 has not risen out of the noise yet."""
-    values = torch.linspace(-0.1, 0.1, 400, dtype=torch.float64)
-    values[0], values[1] = 1.0, 0.95
-    matrix, start = torch.diag(values), torch.zeros(400, dtype=torch.float64)
-    start[1] = 1.0
-    leaning = eigenpairs(operator(matrix), upper=1, lower=0, tolerance=0.01, start=start, generator=generator())
-    assert leaning.converged and leaning.products == 4
-    assert leaning.values[0] == pytest.approx(0.95, abs=1e-4) and leaning.residuals[0] < 0.01 * leaning.values[0]
-    random = eigenpairs(operator(matrix), upper=1, lower=0, tolerance=0.01, generator=generator())
-    assert random.converged and random.values[0] == pytest.approx(1.0)
-    density = spectral_density(operator(matrix), samples=1, steps=8, generator=generator())
-    assert density.nodes.max() == pytest.approx(1.0)
-
-
 def test_running_out_of_products_says_so():
     theta, loss = quadratic(with_spectrum(np.linspace(0, 1, 100)))
     found = sharpscope.curvature(loss, [theta], tolerance=1e-8, max_products=5)
@@ -125,3 +101,83 @@ def test_running_out_of_products_says_so():
     rows = {row.quantity: row for row in found.estimates()}
     assert rows["largest"].converged is False and "after 5 products" in rows["largest"].why
     assert rows["trace"].converged is None and rows["trace"].std_error > 0
+
+
+@pytest.mark.parametrize("sketch", [0, 8, 16])
+def test_trace_covers_at_the_nominal_rate(sketch):
+    matrix = with_spectrum(np.r_[[30.0, 20.0, -15.0], np.random.default_rng(1).normal(size=57)])
+    exact, inside = float(matrix.trace()), 0
+    errors = []
+    for seed in range(100):
+        found = hutchpp(operator(matrix), probes=16, sketch=sketch, generator=generator(seed))
+        low, high = found.interval(0.95)
+        inside += low <= exact <= high
+        errors.append((found.value - exact) / found.std_error)
+        assert found.products == 16 + sketch
+    assert 88 <= inside <= 100
+    assert 0.75 < np.std(errors) < 1.35 and abs(np.mean(errors)) < 0.4
+
+
+@pytest.mark.parametrize("probes", [2, 3, 4])
+def test_the_interval_of_the_trace_covers_with_few_probes_too(probes):
+    """Over random symmetric matrices; ± 1.96 standard errors would cover 70, 81 and 85 %."""
+    inside, normal, runs = 0, 0, 400
+    for seed in range(runs):
+        matrix = torch.randn(40, 40, generator=generator(seed), dtype=torch.float64)
+        matrix = matrix + matrix.T
+        found = hutchpp(operator(matrix), probes=probes, sketch=0, generator=generator(10_000 + seed))
+        low, high = found.interval()
+        inside += low <= float(matrix.trace()) <= high
+        normal += abs(found.value - float(matrix.trace())) <= 1.96 * found.std_error
+    # 95 % ± 3.3 binomial standard errors of 1.1 %.
+    assert 0.914 * runs <= inside <= 0.986 * runs
+    assert normal < 0.9 * runs
+
+
+def test_krylov_deflation_beats_plain_hutchinson_at_equal_products():
+    matrix = with_spectrum(np.r_[[100.0, 50.0, 30.0, 20.0], np.full(200, 0.1)])
+
+    def spread(probes, sketch):
+        found = [
+            hutchpp(operator(matrix), probes=probes, sketch=sketch, generator=generator(s)).value for s in range(30)
+        ]
+        return np.std(found)
+
+    assert spread(8, 8) < 0.1 * spread(16, 0)
+
+
+def test_trace_of_the_whole_space_is_exact_and_one_probe_is_refused():
+    matrix = with_spectrum([1.0, 2.0, 3.0])
+    found = hutchpp(operator(matrix), probes=2, sketch=5, generator=generator())
+    assert found.value == pytest.approx(6) and found.std_error == 0
+    with pytest.raises(ValueError, match="at least 2"):
+        hutchpp(operator(matrix), probes=1, generator=generator())
+
+
+def test_density_is_a_distribution_with_the_right_moments_and_curve():
+    values = np.r_[np.full(20, -1.0), np.full(70, 0.5), np.full(10, 4.0)]
+    found = spectral_density(operator(with_spectrum(values)), samples=100, steps=10, generator=generator())
+    np.testing.assert_allclose(found.weights.sum(1), 1)
+    np.testing.assert_allclose(found.moments(4)[0], [(values**k).mean() for k in (1, 2, 3, 4)], rtol=1e-6)
+    grid, curve = found.curve(width=0.1)
+    step = grid[1] - grid[0]
+    assert curve.sum() * step == pytest.approx(1, abs=1e-3)
+    assert curve[(grid > 3.5)].sum() * step == pytest.approx(0.1, abs=1e-3)
+
+
+def test_a_run_for_eigenpairs_is_a_sample_of_the_density():
+    """A quadrature of m steps from the start v has Σ w·nodeᵏ = vᵀHᵏv for k < 2m, also when made longer."""
+    matrix = torch.randn(40, 40, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    matrix = matrix + matrix.T
+    draws, given = torch.Generator().manual_seed(1), operator(matrix)
+    space = eigenpairs(given, tolerance=0.5, max_products=20, generator=draws).krylov
+    size, start = space.size, space.basis[0].clone()
+    before = given.products
+    found = spectral_density(given, samples=2, steps=8, generator=draws, first=space)
+    assert given.products - before == found.products == (8 - size) + 8
+    vector = start
+    for power in range(1, 12):
+        vector = matrix @ vector
+        moment = (found.weights[0] * found.nodes[0] ** power).sum()
+        assert moment == pytest.approx(float(start @ vector), rel=1e-8)
+    np.testing.assert_allclose(found.weights.sum(1), 1)

@@ -1,0 +1,323 @@
+"""The loss surface of causal language models against dense float64 Hessians of at most 3,000 parameters."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import pytest
+import torch
+
+from sharpscope.errors import UserError
+from sharpscope.probes import curvature
+from sharpscope.probes.language_model import lm_surface
+from sharpscope.probes.objectives import OBJECTIVES, Objective, token_batch
+from tests.models import COMMON, random_batch, tiny_model
+from tests.oracles.curvature import all_completions, dense_hessian, flat, functional_value, ggn_matrix, logp_of
+from tests.probes.small_lm import SMALL, TEMPERATURE, VOCAB, all_scored, objective, rewards, small_model
+
+
+@functools.cache
+def oracle(name: str):
+    """Model, batch and the dense Hessian, gradient and value of an objective."""
+    model, batch = small_model(), random_batch(vocab=VOCAB, rows=3, prompt=3, completion=4)
+    parameters = list(model.parameters())
+    theta = flat(parameters)
+    reward, advantage = rewards()
+    anchor = logp_of(model, theta, parameters, batch, TEMPERATURE).detach()
+
+    def loss(at):
+        return functional_value(
+            name, logp_of(model, at, parameters, batch, TEMPERATURE), batch["mask"], reward, advantage, anchor
+        )
+
+    return model, batch, dense_hessian(loss, theta), torch.func.grad(loss)(theta), float(loss(theta))
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_value_gradient_and_eigenvalues_are_those_of_the_dense_hessian(name):
+    model, batch, dense, gradient, value = oracle(name)
+    exact = np.linalg.eigvalsh(dense.numpy())
+    with lm_surface(model, objective(name, batch), microbatch_tokens=8) as surface:
+        assert surface.value() == pytest.approx(value, abs=1e-12)
+        torch.testing.assert_close(surface.gradient()[1], gradient, rtol=1e-9, atol=1e-12)
+        settings = {"top": 3, "tolerance": 1e-8, "max_products": 300, "trace_probes": 40, "density_samples": 0}
+        found = curvature(surface, None, 1, **settings)
+    assert found.converged, found.why
+    np.testing.assert_allclose(found.top, exact[::-1][:3], rtol=1e-6)
+    assert found.smallest == pytest.approx(exact[0], rel=1e-6, abs=1e-9)
+    for value, vector, residual in zip(found.top, found.vectors, found.residuals, strict=True):
+        assert float((dense @ vector - value * vector).norm()) == pytest.approx(residual, abs=1e-8)
+        assert float(vector.norm()) == pytest.approx(1)
+    assert abs(found.trace - float(dense.trace())) <= 3.5 * found.trace_std_error + 1e-9
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_products_do_not_depend_on_microbatches_nor_on_the_graphs_kept(name):
+    model, batch, dense, _, _ = oracle(name)
+    vector = torch.randn(len(dense), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    for tokens, memory in ((1, 1024.0), (10_000, 1024.0), (10, 1e-6), (10, 0.2)):
+        with lm_surface(model, objective(name, batch), microbatch_tokens=tokens, memory_mb=memory) as surface:
+            torch.testing.assert_close(surface.hessian() @ vector, dense @ vector, rtol=1e-9, atol=1e-11)
+
+
+def test_curvature_by_prompt_is_the_quadratic_form_of_each_prompts_rows():
+    model, batch, dense, _, _ = oracle("nll")
+    vector = torch.randn(len(dense), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    with lm_surface(model, objective("nll", batch)) as surface:
+        found = surface.curvature_by_prompt(vector)
+        prompts, weight = torch.tensor(surface.objective.batch.prompts), surface.objective.prompt_weight
+        whole = float(vector @ dense @ vector)
+        assert float(found.mean()) == pytest.approx(whole, rel=1e-9) and len(found) == len(weight) > 1
+        for prompt, share in enumerate(weight):
+            part = surface.over(surface.objective.rows((prompts == prompt).nonzero()[:, 0]))
+            alone = float(vector @ (part.hessian() @ vector))
+            expected = whole + len(weight) * float(share) * (alone - whole)
+            assert float(found[prompt]) == pytest.approx(expected, rel=1e-8)
+
+
+class Opaque(torch.autograd.Function):
+    """tanh whose backward pass leaves the graph."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.tanh()
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        return cotangent * (1 - ctx.saved_tensors[0].detach().tanh() ** 2) + 0 * cotangent.detach()
+
+    @staticmethod
+    def jvp(ctx, tangent):
+        return tangent
+
+
+def test_a_language_model_whose_products_are_wrong_is_refused_by_name(monkeypatch):
+    settings = {"trace_probes": 0, "density_samples": 0}
+    ids = torch.randint(2, VOCAB, (2, 7), generator=torch.Generator().manual_seed(0))
+    model = small_model()
+    with lm_surface(model, all_scored(ids)) as surface:
+        assert curvature(surface, None, **settings).checked < 1e-4
+    monkeypatch.setattr(model.model.layers[0].mlp.act_fn, "forward", Opaque.apply)
+    with lm_surface(model, all_scored(ids), check="always") as surface:
+        with pytest.raises(UserError, match=r"Qwen2ForCausalLM: .*finite difference.*differ by \d+%"):
+            curvature(surface, None, **settings)
+        assert curvature(surface, None, check="off", **settings).checked is None
+
+
+def test_frozen_and_unused_parameters_of_a_language_model():
+    """Frozen ones are no part of the Hessian, an unused one has zero rows; the tied output layer counts once."""
+    model, batch, dense, _, _ = oracle("nll")
+    sizes = [p.numel() for p in model.parameters()]
+    frozen = [name for name, _ in model.named_parameters() if "k_proj" in name or "input_layernorm" in name]
+    kept = torch.cat(
+        [
+            torch.arange(end - size, end)
+            for (name, _), size, end in zip(model.named_parameters(), sizes, np.cumsum(sizes), strict=True)
+            if name not in frozen
+        ]
+    )
+    copied = small_model()  # the same seed, so the same weights
+    for name, parameter in copied.named_parameters():
+        parameter.requires_grad_(name not in frozen)
+    copied.unused = torch.nn.Parameter(torch.ones(3, dtype=torch.float64))
+    exact = np.linalg.eigvalsh(dense[kept][:, kept].numpy())
+    with lm_surface(copied, objective("nll", batch)) as surface:
+        names = {id(p): name for name, p in copied.named_parameters()}
+        order = [names[id(p)] for p in surface.parameters]
+        assert "unused" in order and not set(order) & set(frozen)
+        found = curvature(surface, None, tolerance=1e-8, trace_probes=0, density_samples=0)
+        unused = sum(p.numel() for p in surface.parameters[: order.index("unused")])
+        assert float(found.vectors[0, unused : unused + 3].abs().max()) < 1e-7
+    assert (found.largest, found.smallest) == pytest.approx((exact[-1], exact[0]), rel=1e-6)
+
+
+def test_gauss_newton_is_the_dense_one():
+    model, batch, _, _, _ = oracle("nll")
+    parameters = list(model.parameters())
+    theta = flat(parameters)
+    place = batch["mask"][:, 1:].bool()
+    position = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
+
+    def logits(at):
+        parts = dict(zip(map(id, parameters), at.split([p.numel() for p in parameters]), strict=True))
+        swapped = {n: parts[id(p)].view(p.shape) for n, p in model.named_parameters()}
+        inputs = {
+            "input_ids": batch["input_ids"],
+            "attention_mask": batch["attention_mask"],
+            "position_ids": position,
+            "use_cache": False,
+        }
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            return torch.func.functional_call(model, swapped, (), inputs).logits[:, :-1][place] / TEMPERATURE
+
+    dense = ggn_matrix(logits, theta, batch["input_ids"][:, 1:][place])
+    vector = torch.randn(len(theta), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    for tokens in (10_000, 10):
+        with lm_surface(model, objective("nll", batch), microbatch_tokens=tokens) as surface:
+            torch.testing.assert_close(surface.gauss_newton() @ vector, dense @ vector, rtol=1e-9, atol=1e-12)
+
+
+def test_expected_failure_has_the_hessian_of_the_exact_expectation_over_all_completions():
+    vocabulary, length = 4, 2
+    model = tiny_model("qwen2", vocab=vocabulary, **SMALL)
+    model.get_input_embeddings().padding_idx = None  # every token is a token here
+    parameters, theta = list(model.parameters()), flat(list(model.parameters()))
+    completions = all_completions(vocabulary, length)
+    rows = len(completions)
+    prompt = torch.tensor([2, 3]).expand(rows, 2)
+    batch = {"input_ids": torch.cat([prompt, completions], 1), "attention_mask": torch.ones(rows, 4, dtype=torch.long)}
+    batch["mask"] = torch.tensor([0, 0, 1, 1]).expand(rows, 4)
+    success = torch.rand(rows, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def failure(at):
+        """1 − Σ_y π(y) R(y), exactly."""
+        return 1 - (logp_of(model, at, parameters, batch, 1.0)[:, 2:].sum(1).exp() * success).sum()
+
+    probability = logp_of(model, theta, parameters, batch, 1.0)[:, 2:].sum(1).exp().detach()
+    assert float(probability.sum()) == pytest.approx(1)
+    dense = dense_hessian(failure, theta)
+    # Every completion once, weighted by its probability: the mean over draws becomes the exact expectation.
+    scale = 0.5 / float((probability * rows).max())
+    tokens = token_batch(
+        batch["input_ids"], batch["attention_mask"], batch["mask"], reward=success * probability * rows * scale
+    )
+    vector = torch.randn(len(theta), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    with lm_surface(model, Objective("expected_failure", tokens)) as surface:
+        torch.testing.assert_close((surface.hessian() @ vector) / scale, dense @ vector, rtol=1e-8, atol=1e-10)
+        assert (1 - surface.value()) / scale == pytest.approx(1 - float(failure(theta)))
+
+
+def test_lora_at_its_zero_initialisation():
+    peft = pytest.importorskip("peft", reason="peft is not installed (extra `peft`)")
+    model, batch = small_model(), random_batch(vocab=VOCAB)
+    model = (
+        peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+        .double()
+        .eval()
+    )
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    theta = flat(parameters)
+    zeros = int((theta == 0).sum())
+    assert 0 < zeros < len(theta)
+
+    drawn = rewards()
+
+    def loss(at):
+        logp = logp_of(model, at, parameters, batch, TEMPERATURE)
+        return functional_value("nll", logp, batch["mask"], *drawn, logp)
+
+    dense = dense_hessian(loss, theta)
+    exact = np.linalg.eigvalsh(dense.numpy())
+    with lm_surface(model, objective("nll", batch)) as surface:
+        found = curvature(surface, None, tolerance=1e-8, trace_probes=0, density_samples=0)
+    assert (found.largest, found.smallest) == pytest.approx((exact[-1], exact[0]), rel=1e-6)
+    assert found.smallest < -1e-6  # at B = 0 the Hessian is indefinite
+
+
+SIDE_INPUTS = dict(
+    COMMON,
+    vocab_size=40,
+    num_hidden_layers=4,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=8,
+    pad_token_id=0,
+)
+
+
+PER_LAYER = dict(
+    SIDE_INPUTS,
+    vocab_size_per_layer_input=40,
+    hidden_size_per_layer_input=8,
+    num_kv_shared_layers=2,
+    sliding_window=4,
+    layer_types=["sliding_attention", "full_attention"] * 2,
+)
+
+
+SIDE_ARCHITECTURES = {
+    "gemma4_text": dict(PER_LAYER, num_global_key_value_heads=1, global_head_dim=8),
+    "gemma3n_text": dict(PER_LAYER, laurel_rank=4, altup_num_inputs=2, activation_sparsity_pattern=None),
+    "zamba2": dict(
+        SIDE_INPUTS | {"head_dim": 16, "num_key_value_heads": 2},
+        attention_head_dim=16,
+        num_mem_blocks=1,
+        layers_block_type=["mamba", "hybrid"] * 2,
+        mamba_d_state=4,
+        mamba_d_conv=2,
+        n_mamba_heads=2,
+        mamba_ngroups=1,
+        mamba_headdim=16,
+        chunk_size=4,
+        use_mem_rope=False,
+        adapter_rank=4,
+        use_shared_attention_adapter=True,
+    ),
+    "ctrl": dict(vocab_size=40, n_embd=16, dff=24, n_layer=2, n_head=2, n_positions=32),
+    "bart": dict(
+        vocab_size=40,
+        d_model=16,
+        decoder_layers=2,
+        decoder_attention_heads=2,
+        decoder_ffn_dim=24,
+        pad_token_id=0,
+        max_position_embeddings=32,
+        is_decoder=True,
+        is_encoder_decoder=False,
+    ),
+}
+
+
+def plain_product(model, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """v and ∇²(mean nll) v by double autograd through the model's own call."""
+    parameters = list(model.parameters())
+    vector = torch.randn(sum(p.numel() for p in parameters), generator=torch.Generator().manual_seed(2)).double()
+    parts = [
+        part.view(p.shape) for part, p in zip(vector.split([p.numel() for p in parameters]), parameters, strict=True)
+    ]
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+    first = torch.autograd.grad(loss, parameters, create_graph=True, allow_unused=True)
+    used = [i for i, gradient in enumerate(first) if gradient is not None]
+    second = torch.autograd.grad(
+        [first[i] for i in used], parameters, [parts[i] for i in used], allow_unused=True, materialize_grads=True
+    )
+    return vector, torch.cat([part.flatten() for part in second])
+
+
+@pytest.mark.parametrize("architecture", SIDE_ARCHITECTURES)
+def test_products_of_models_whose_layers_get_more_than_hidden_states(architecture):
+    """Inputs for each layer, keys and values shared between layers, embeddings that every layer sees, shared modules."""
+    import transformers
+    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    if architecture not in CONFIG_MAPPING or (architecture == "zamba2" and transformers.__version__.startswith("5.3.")):
+        pytest.skip(f"transformers {transformers.__version__} has no {architecture} that runs")
+    torch.manual_seed(0)
+    config = CONFIG_MAPPING[architecture](**SIDE_ARCHITECTURES[architecture])
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    ids = torch.randint(2, 40, (2, 9))
+    vector, expected = plain_product(model, ids)
+    with lm_surface(model, all_scored(ids)) as surface:
+        hessian = surface.hessian()
+        assert surface.check(hessian) < 0.01
+        found = hessian @ vector
+    # Norms and rotary embeddings of transformers work in float32 even here.
+    assert float((found - expected).norm() / expected.norm()) < 1e-5
+
+
+def test_products_of_a_layer_called_twice_and_a_parameter_also_used_outside_of_it():
+    model = small_model(num_hidden_layers=2)
+    model.model.layers[1] = model.model.layers[0]
+    model.model.norm.weight = model.model.layers[0].input_layernorm.weight
+    ids = torch.randint(2, VOCAB, (2, 7), generator=torch.Generator().manual_seed(0))
+    vector, expected = plain_product(model, ids)
+    with lm_surface(model, all_scored(ids)) as surface:
+        torch.testing.assert_close(surface.hessian() @ vector, expected, rtol=1e-9, atol=1e-10)
