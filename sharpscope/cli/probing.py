@@ -209,10 +209,10 @@ def _checkpoints(
 
     if not folder.is_dir():
         raise UserError(f"run '{folder}': no such folder; give the folder that holds its run.json")
-    config = build_config(folder / "config.yaml", values={"out": str(folder.parent), "name": folder.name})
     saved = checkpoints(folder)
     if not saved:
         raise UserError(f"run '{folder}' has no checkpoint to probe")
+    config = build_config(folder / "config.yaml", values={"out": str(folder.parent), "name": folder.name})
     set_threads(config.threads if threads is None else threads, config.policy.model)
     task = make_task(config.task)
     probe_set = run_probe_set(config, task)

@@ -45,16 +45,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "method": "ppo-ewma",
         "update.mini_batches": 2,
         "probes.every": 3,
-        "probes.budget": None,
         "probes.functionals": ["expected_failure"],
         "probes.max_products": 8,
         "probes.trace_probes": 2,
-        "probes.density_samples": 0,
-        "probes.rhos": [0.05],
+        "probes.rho": 0.05,
+        "probes.curvature_prompts": 2,
         "probes.kinds": ["sam"],
         "probes.samples": 2,
         "probes.top": 1,
-        "probes.preconditioned": False,
     },
 }
 """Kinds of run that are interrupted; together they use everything that a checkpoint holds."""

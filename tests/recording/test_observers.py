@@ -39,12 +39,11 @@ SURFACE = {
     "probes__functionals": ["expected_failure"],
     "probes__max_products": 12,
     "probes__trace_probes": 2,
-    "probes__density_samples": 0,
-    "probes__rhos": [0.05],
+    "probes__rho": 0.05,
+    "probes__curvature_prompts": 4,
     "probes__kinds": ["sam"],
     "probes__samples": 2,
     "probes__top": 1,
-    "probes__preconditioned": False,
 }
 
 

@@ -60,7 +60,7 @@ def test_a_run_records_curvature_with_adamws_threshold_and_the_two_batch_norm(to
 def test_the_radius_of_a_run_is_found_once_and_kept(toy_config):
     config = toy_config(**SMALL, probes__functionals=["expected_failure"], probes__kinds=["sam"], probes__samples=4)
     config.run_dir.mkdir(parents=True)
-    (config.run_dir / "run.json").write_text("{}")
+    (config.run_dir / "run.json").write_text('{"status": "running"}')
     probes, probe_set, _ = probes_of(config)
     assert probes.start(probe_set, {}) == []
     tables, _ = probes.rows(0)
