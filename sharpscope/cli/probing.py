@@ -434,7 +434,7 @@ def _show(estimates: pd.DataFrame) -> None:
 
     for (name, functional), rows in shown.groupby(["probe_set", "functional"], sort=False):
         table.add_section()
-        table.add_row(Text(f"{functional or 'gradient'}, {split_of(name)}", style="bold"))
+        table.add_row(Text(f"{functional or 'gradient'}, {split_of(str(name))}", style="bold"))
         for quantity, same in rows.groupby("quantity", sort=False):
             first, by_label = same.iloc[0], same.set_index("checkpoint")
             if several:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from sharpscope.config.probes import Check
 from sharpscope.errors import CheckError, UserError
 from sharpscope.policy import backbone, bare, check_head, length_buckets, output_head
-from sharpscope.policy.chunked_logp import flat_logp
+from sharpscope.policy.token_stats import flat_logp
 from sharpscope.probes.check import check_products
 from sharpscope.probes.fingerprint import remembered
 from sharpscope.probes.guard import guarded
