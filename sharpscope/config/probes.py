@@ -18,9 +18,6 @@ Split = Literal["train", "heldout"]
 Check = Literal["off", "first", "always"]
 """When probes are compared with autograd on the model: never, at first use, or at every call."""
 
-ROUNDS = 10
-"""Number of probes over a run where `every` is null, those before and after it included."""
-
 # What each preset changes of the defaults below, which are those of `light`; fields set by the user take precedence.
 PRESETS: dict[str, dict[str, Any]] = {
     "off": {"every": 0},
@@ -66,8 +63,7 @@ class ProbesSpec(Spec):
     every: int | None = Field(
         None,
         ge=0,
-        description=f"Interval between probes, also before the first and after the last step; null: {ROUNDS} of them, evenly spread; 0: "
-        "never [steps].",
+        description="Interval between probes, also before the first and after the last step; null: these two only; 0: never [steps].",
     )
     probe_set: str | None = Field(
         None, description="Parquet file of a probe set; null: built from the task and saved with the run."
@@ -170,4 +166,4 @@ class ProbesSpec(Spec):
 
     def interval(self, steps: int) -> int:
         """Interval between probes in a run of `steps` steps [steps]; 0: never."""
-        return math.ceil(steps / (ROUNDS - 1)) if self.every is None else self.every
+        return steps if self.every is None else self.every
