@@ -31,9 +31,10 @@ LONG = 300  # longer strings are stored as hashes
 
 def freeze(folder: str) -> dict[str, Any]:
     """Everything that the analysis makes of the runs below data/`folder`, as flat JSON: place → text, number or hash."""
+    from sharpscope.analysis.markdown import report_markdown
+
     from sharpscope.analysis import build, load_several
     from sharpscope.analysis.claims import claims_json
-    from sharpscope.analysis.markdown import report_markdown
     from sharpscope.analysis.text import csv_text
 
     runs = load_several(ROOT / "data" / folder)

@@ -299,12 +299,12 @@ def test_a_probe_that_fails_its_check_is_left_out_and_the_run_goes_on(tiny_polic
 
     own = local.local_squares
     monkeypatch.setattr(local, "local_squares", lambda use, g: [(name, 0.8 * found) for name, found in own(use, g)])
-    curvature_of = runner.curvature_of
+    curvature = runner.curvature
 
     def wrong(*args, **rest):
         raise CheckError("products differ", "hessian", 0.5, 0.01)
 
-    monkeypatch.setattr(runner, "curvature_of", wrong)
+    monkeypatch.setattr(runner, "curvature", wrong)
     values = {path.replace("__", "."): value for path, value in (RECORD | SURFACE).items()}
     values |= {"policy.model": str(tiny_policy), "out": str(tmp_path), "method": "grpo", "probes.gradient_samples": 0}
     config = build_config(values={**TOY, **values, "name": "faulty"})
@@ -322,10 +322,10 @@ def test_a_probe_that_fails_its_check_is_left_out_and_the_run_goes_on(tiny_polic
     recorded = tokens[tokens["step"].isin([2, 4])]
     assert recorded["attribution"].notna().any()
     assert recorded.groupby("step")["score_norm"].count().tolist() == [2, 2]  # random ones: none is known to be large
-    assert {"perturbation", "slice", "update"} <= set(run.probes["probe"])
+    assert {"perturbation", "update"} <= set(run.probes["probe"])
 
     # With the check off the same fault goes through.
-    monkeypatch.setattr(runner, "curvature_of", curvature_of)
+    monkeypatch.setattr(runner, "curvature", curvature)
     train(
         build_config(
             values={**TOY, **values, "name": "unchecked", "probes.check": "off", "probes.every": 0, "steps": 2}

@@ -8,11 +8,11 @@ import math
 import numpy as np
 import pandas as pd
 import pytest
+from sharpscope.analysis.figures.rotation import rotation_figure
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 import sharpscope
-from sharpscope.analysis.figures.rotation import rotation_figure
 from sharpscope.cli import app
 from sharpscope.config import build_config
 from sharpscope.errors import UserError
