@@ -47,7 +47,11 @@ CASES = {
     "dynamic": {"method": "dapo", "task.factory": "tests.toy_task:half_flat"},
     "sam": {"method": "grpo-sam", "recording.update_attribution": False},
     "token_baseline": {"method": "otb", "update.mini_batches": 2},
-    "probed": {"probes.every": 1, "probes.curvature_prompts": 2, "probes.functionals": ["surrogate", "expected_failure"]},
+    "probed": {
+        "probes.every": 1,
+        "probes.curvature_prompts": 2,
+        "probes.functionals": ["surrogate", "expected_failure"],
+    },
 }
 
 
