@@ -174,7 +174,7 @@ class ProbeSet:
         items = tuple(
             ProbeItem(
                 row["split"],
-                Example(row["prompt"], row["answer"], json.loads(row["meta"])),
+                Example.from_row(row["prompt"], row["answer"], json.loads(row["meta"])),
                 tuple(row["prompt_ids"]),
                 tuple(row["solution"]),
             )

@@ -78,7 +78,7 @@ def text_batch(policy: Policy, rows: Sequence[DataRow]) -> TokenBatch:
     from sharpscope.policy import render_prompts
     from sharpscope.tasks import Example
 
-    prompts = render_prompts([Example(row.prompt, "", dict(row.meta or {})) for row in rows], policy)
+    prompts = render_prompts([Example.from_row(row.prompt, "", dict(row.meta or {})) for row in rows], policy)
     pairs: list[tuple[list[int], list[int]]] = []
     for number, (row, prompt) in enumerate(zip(rows, prompts, strict=True), 1):
         ids = list(policy.tokenizer(row.completion, add_special_tokens=False)["input_ids"])

@@ -36,6 +36,12 @@ class Example:
     prefill: str = ""
     templated: bool = False
 
+    @classmethod
+    def from_row(cls, prompt: str, answer: str, meta: Mapping[str, Any]) -> Example:
+        """Create an example from a stored row, whose `meta` has `messages`, `prefill` and `templated` where they are set."""
+        chat: dict[str, Any] = {name: meta[name] for name in ("messages", "prefill", "templated") if name in meta}
+        return cls(prompt, answer, meta, **chat)
+
     def whole(self, completion: str) -> str:
         """Prefill and completion, as read by scorers."""
         return self.prefill + completion

@@ -33,8 +33,8 @@ THINKING = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% i
 CLOSED = THINKING.replace("<think>\n", "<think>\n\n</think>\n\n")
 
 
-def example(prompt: str, **meta: Any) -> Any:
-    return Example(prompt, "", meta)
+def example(prompt: str, **fields: Any) -> Any:
+    return Example(prompt, "", **fields)
 
 
 def rendered(examples: list[Any], *, template: str | None = None, prompt_format: str = "auto") -> list[str]:
@@ -109,9 +109,9 @@ OPENED = [
         "[system]be good[user]say a[assistant]<think>\n So",
         "<think>\n So",
     ),
-    (Example("say a <think>", "", {"prefill": "<think>"}), "[user]say a [assistant]<think>", "<think>"),
+    (Example("say a <think>", "", prefill="<think>"), "[user]say a [assistant]<think>", "<think>"),
     (Example("[user]say a[assistant]", "", templated=True), "[user]say a[assistant]", ""),
-    (Example("[user]a<think>", "", {"templated": True, "prefill": "<think>"}), "[user]a<think>", "<think>"),
+    (Example("[user]a<think>", "", templated=True, prefill="<think>"), "[user]a<think>", "<think>"),
 ]
 
 
@@ -125,7 +125,7 @@ def test_what_the_template_opens_is_prefill_and_fed_once(thinker, given, seen, p
 
 
 def test_templates_that_open_nothing_and_plain_prompts_change_no_example(thinker):
-    examples = [Example("say a", ""), Example("say <think>", ""), Example("say a So", "", {"prefill": " So"})]
+    examples = [Example("say a", ""), Example("say <think>", ""), Example("say a So", "", prefill=" So")]
     plain = make_policy(thinker.model, thinker.tokenizer, "tiny", "plain")
     assert all(a is b for a, b in zip(with_openings(examples, plain), examples, strict=True))
     thinker.tokenizer.chat_template = CLOSED

@@ -147,7 +147,7 @@ def test_prompts_are_wrapped_in_the_models_chat_template_unless_told_or_done(tin
     policy.tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
     policy.model.save_pretrained(tmp_path)
     policy.tokenizer.save_pretrained(tmp_path)
-    done = Example("<user>say a<assistant>", "", {"templated": True})
+    done = Example("<user>say a<assistant>", "", templated=True)
     for form, expected in {
         "auto": "<user>say a<assistant>",
         "chat": "<user>say a<assistant>",
