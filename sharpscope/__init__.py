@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from sharpscope.config import register_shaping as register_shaping
     from sharpscope.config import register_token_weight as register_token_weight
     from sharpscope.forks import fork as fork
+    from sharpscope.forks import rotate as rotate
     from sharpscope.probes import attribute as attribute
     from sharpscope.probes import curvature as curvature
     from sharpscope.probes import score_norms as score_norms
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from sharpscope.tasks import register_task as register_task
     from sharpscope.traces import load_run as load_run
     from sharpscope.traces import load_runs as load_runs
-    from sharpscope.training import rotate as rotate
 
 _MODULES = {
     "load_run": "sharpscope.traces",
@@ -31,7 +31,7 @@ _MODULES = {
     "attribute": "sharpscope.probes",
     "curvature": "sharpscope.probes",
     "sharpness": "sharpscope.probes",
-    "rotate": "sharpscope.training",
+    "rotate": "sharpscope.forks",
     "register_task": "sharpscope.tasks",
     "register_shaping": "sharpscope.config",
     "register_token_weight": "sharpscope.config",

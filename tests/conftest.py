@@ -30,6 +30,7 @@ TOY = {
     "evaluation.every": 2,
     "optimizer.lr": 0.01,
     "recording.token_gradients_every": 10,
+    "recording.group_share": 1.0,
     "recording.rotation_every": 10,
     "recording.heldout_influence_every": 0,
     "probes.preset": "off",

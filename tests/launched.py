@@ -94,12 +94,12 @@ def train_all(folder: Path, configs: list) -> None:
         try:
             train(build_config(values=values), resume=resume)
         finally:
-            learner.scale_gradients = original
+            learner._scale_gradients = original
 
 
 def keep_gradient(path: Path):
     """Replace the function that clips gradients by one that first writes the whole ones of the first update to `path`."""
-    original, known = learner.scale_gradients, []
+    original, known = learner._scale_gradients, []
 
     def scaled(parameters, factor):
         if not known:
@@ -109,5 +109,5 @@ def keep_gradient(path: Path):
                 torch.save(found, path)
         original(parameters, factor)
 
-    learner.scale_gradients = scaled
+    learner._scale_gradients = scaled
     return original

@@ -100,7 +100,7 @@ def write_big_run(folder: Path, rows: int, steps: int) -> Path:
         "method": {"name": METHOD, "weight": WEIGHT},
         "optimizer": {"lr": 1e-4, "beta1": 0.9, "weight_decay": 0.0},
         "rollout": {"temperature": 1.0, "prompts_per_step": groups, "group_size": GROUP},
-        "recording": {"exact_top": EXACT // 2, "exact_random": EXACT // 2},
+        "recording": {"exact_tokens": EXACT // 2},
     }
     create_run_dir(folder)
     info = {"method": METHOD, "task": "knights_knaves", "seed": 0, "config": config, "calibration": WEIGHT}

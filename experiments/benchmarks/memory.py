@@ -125,11 +125,11 @@ def write(found: Memory, out: Path) -> Path:
 def _main(pipe: Connection, folder: str, steps: int) -> None:
     import psutil
 
-    from sharpscope.training import QuietDisplay, train
+    from sharpscope.training import Display, train
 
     process = psutil.Process()
 
-    class Watch(QuietDisplay):
+    class Watch(Display):
         def step(self, row: Mapping[str, Any]) -> None:
             pipe.send(process.memory_info().rss)
 

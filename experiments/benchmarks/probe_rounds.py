@@ -17,7 +17,7 @@ from sharpscope.probes.surface import unflatten
 from sharpscope.recording.probe_sets import Drawer, run_probe_set
 from sharpscope.recording.surface import SurfaceProbes
 from sharpscope.tasks import make_task
-from sharpscope.training.optimizer import build_optimizer
+from sharpscope.training.setup import build_optimizer
 
 RUN = ("light", "cheap", "standard")  # `full` is estimated: it is meant for a GPU
 

@@ -18,7 +18,7 @@ from sharpscope.policy import load_policy, render_prompts
 from sharpscope.recording import environment
 from sharpscope.tasks import Example, make_task
 from sharpscope.training import train
-from sharpscope.training.display import QuietDisplay
+from sharpscope.training.display import Display
 
 REQUIRED = 4.0
 """Least ratio of TRL's time of a step to ours."""
@@ -171,7 +171,7 @@ def _ours(config: RunConfig) -> Callable[[Callable[[], None]], None]:
     """Train as `config` says, with a pause after every step."""
 
     def work(pause: Callable[[], None]) -> None:
-        class Clock(QuietDisplay):
+        class Clock(Display):
             def step(self, row: Any) -> None:
                 pause()
 

@@ -18,7 +18,6 @@ from sharpscope.analysis.statistics import smallest_sign_flip_p
 from sharpscope.analysis.study import GRID, Study, grid_settings
 from sharpscope.analysis.terms import Terms
 from sharpscope.config import control_label
-from sharpscope.config.training import DEFAULT_INTERVALS
 
 
 @dataclass(eq=False)
@@ -196,7 +195,7 @@ def _planned(claim: Claim, study: Study) -> tuple[int, int, str]:
 def _recorded_steps(config: Mapping[str, Any], key: str) -> int:
     """Number of recorded steps; an upper bound where a budget decides."""
     every = (config.get("recording") or {}).get(key, 0)
-    every = int(DEFAULT_INTERVALS.get(key, 0) if every is None else every)
+    every = int(every or 0)
     return int(config.get("steps", 0)) // every if every else 0
 
 

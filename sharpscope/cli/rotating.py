@@ -12,7 +12,7 @@ import typer
 from sharpscope.cli.console import check_empty
 
 if TYPE_CHECKING:
-    from sharpscope.training import Rotations
+    from sharpscope.forks import Rotations
 
 
 def register(app: typer.Typer) -> None:
@@ -61,7 +61,7 @@ def rotate(
 
       sharpscope rotate runs/first --checkpoint 50
     """
-    from sharpscope.training import rotate as compare
+    from sharpscope.forks import rotate as compare
 
     check_empty(out)
     started = time.perf_counter()

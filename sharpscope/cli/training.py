@@ -59,9 +59,9 @@ def run(
     """
     from sharpscope import distributed
     from sharpscope.config import build_config
-    from sharpscope.training import QuietDisplay, RichDisplay, train
+    from sharpscope.training import Display, RichDisplay, train
 
-    display = QuietDisplay() if quiet else RichDisplay()
+    display = Display() if quiet else RichDisplay()
     if resume is not None:
         from sharpscope.errors import UserError
 
@@ -141,14 +141,11 @@ def evaluate(
     seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
     set_: Annotated[list[str] | None, typer.Option("--set", help=SET_HELP)] = None,
     out: Annotated[Path | None, typer.Option(help="CSV or Parquet file for the results.")] = None,
-    keep: Annotated[Path, typer.Option(help="Folder for finished batches, used to resume; removed at the end.")] = Path(
-        "evaluations"
-    ),
 ) -> None:
     """Evaluate a policy on a task by split, level and temperature, with 95 % intervals over prompts.
 
     avg@n is the share of correct completions among n per prompt; pass@k is the probability that at least one of k is
-    correct. Repeat the command to resume an interrupted evaluation.
+    correct.
 
     Examples:
       sharpscope eval embedded:knights_knaves --prompts 500
@@ -172,11 +169,10 @@ def evaluate(
         pass_at=sorted(set(k or [])),
         overrides=set_ or (),
         on_progress=lambda text: typer.echo(f"  {text}", err=True),
-        keep=keep,
-        save=None if out is None else lambda rows: save_rows(rows, out),
     )
     print_evaluation(rows)
     if out is not None:
+        save_rows(rows, out)
         typer.echo(f"Written: {out}")
 
 
@@ -244,7 +240,4 @@ def save_rows(rows: list[dict[str, Any]], path: Path) -> None:
         else:
             frame.to_parquet(path, index=False)
     except OSError as error:
-        raise UserError(
-            f"--out {path}: cannot be written ({error.strerror or error}); repeat the command with another --out, which "
-            "reuses the results"
-        ) from error
+        raise UserError(f"--out {path}: cannot be written ({error.strerror or error}); choose another --out") from error

@@ -22,11 +22,18 @@ from sharpscope.policy.scoring import Scorer
 from sharpscope.recording import Drawer, PendingUpdate, RolloutBatch, StepHealth, StepResult, step_tensors
 from sharpscope.seeds import derive
 from sharpscope.tasks import Example, Reward, Task
-from sharpscope.training import AppliedUpdate, DataOrder, Learner, saving
-from sharpscope.training.checkpoint import PROXIMAL, Progress
-from sharpscope.training.optimizer import build_optimizer, learning_rate, set_learning_rate
+from sharpscope.training import AppliedUpdate, DataOrder, Learner
+from sharpscope.training.checkpoint import PROXIMAL, Progress, restore
 from sharpscope.training.rollouts import draw_group, draw_rollouts
-from sharpscope.training.setup import load_start, make_learner, positive_learning_rate, reference_policy
+from sharpscope.training.setup import (
+    build_optimizer,
+    learning_rate,
+    load_start,
+    make_learner,
+    positive_learning_rate,
+    reference_policy,
+    set_learning_rate,
+)
 
 
 @dataclass
@@ -105,7 +112,7 @@ class Start:
         self._entropy: dict[str, float | None] = {}  # state of the run's entropy bonus
         if checkpoint is not None:
             kept = self.proximal if (checkpoint / PROXIMAL).exists() else None
-            progress = saving.restore(checkpoint, self.policy, self.optimizer, kept)
+            progress = restore(checkpoint, self.policy, self.optimizer, kept)
             self.step, self._cursor = progress.step, progress.cursor
             self._entropy = dict(progress.entropy_control)
             self._keep_calibration(arms, progress)
@@ -241,7 +248,7 @@ class Start:
             common = shared if number == 0 else None
             drawn = self.rollouts(method, batch, number, order=order, shared=common)
             stats = drawn.stats
-            if stats is None and common is not None and not learner.fused(method):
+            if stats is None and common is not None:
                 stats = common.statistics(self.scorer, drawn.rollouts)
             seed_step, progress = self._seed_step(batch, number), self.progress(number)
             health = StepHealth(self.config.health, seed_step, drawn, method, progress, self.policy.device)

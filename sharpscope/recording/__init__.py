@@ -5,23 +5,20 @@ imported as such.
 """
 
 from sharpscope.recording.health import (
-    Event,
     StepHealth,
     check_finite,
     check_method,
-    check_policy,
-    check_rollouts,
-    check_sampler,
-    memory_share,
+    kept_rows,
     refusal,
     rotation_event,
+    temperature_gap,
 )
 from sharpscope.recording.norms import clip_factor, gradient_norm, total_norm, update_norm
 from sharpscope.recording.observers import Observations, Observers, StepObserver, critical_rows
 from sharpscope.recording.probe_sets import Drawer, check_probe_set, run_probe_set, solution_losses
 from sharpscope.recording.rows import (
-    carried_columns,
     evaluation_row,
+    gradient_weight_columns,
     pass_at_k,
     plain_norm,
     prompt_pass_at_k,
@@ -45,6 +42,7 @@ from sharpscope.recording.step import (
     step_tensors,
 )
 from sharpscope.recording.surface import SurfaceProbes
+from sharpscope.rules import Event, judge
 
 __all__ = [
     "Drawer",
@@ -62,19 +60,17 @@ __all__ = [
     "UpdateRotation",
     "UpdateSummary",
     "UpdateTokens",
-    "carried_columns",
     "check_finite",
     "check_method",
-    "check_policy",
     "check_probe_set",
-    "check_rollouts",
-    "check_sampler",
     "clip_factor",
     "critical_rows",
     "evaluation_row",
     "gradient_norm",
+    "gradient_weight_columns",
+    "judge",
+    "kept_rows",
     "loss_mask",
-    "memory_share",
     "pass_at_k",
     "plain_norm",
     "prompt_pass_at_k",
@@ -86,6 +82,7 @@ __all__ = [
     "standard_error",
     "step_tensors",
     "steps_row",
+    "temperature_gap",
     "token_columns",
     "total_norm",
     "update_columns",

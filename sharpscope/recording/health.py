@@ -1,48 +1,30 @@
-"""Health rules: each reports a problem of a step as an event, and may leave the step's updates out or stop the run."""
+"""The health rules in a training: quantities of a step from its tensors, and what follows when a rule applies."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 import torch
 from torch import Tensor
 
 from sharpscope import distributed
 from sharpscope.config import method_rotation_bound, reference_method, same_at_one_update
-from sharpscope.config.training import HealthSpec, Rule
+from sharpscope.config.training import HealthSpec
 from sharpscope.errors import CheckError, UserError
 from sharpscope.objective import Method, gradient_mass, summarize_weights
 from sharpscope.policy import TokenStats
 from sharpscope.recording.rows import clipped_weight_share
 from sharpscope.recording.step import RolloutBatch, loss_mask
-from sharpscope.traces.rules import IMPOSSIBLE, impossible, mismatch
+from sharpscope.rules import EARLY, WINDOW, Event, judge, relative_quantities
+from sharpscope.traces.rules import sampler_values
 
 CGROUP = Path("/sys/fs/cgroup")
-PREVENTS = ("skip_step", "stop")
-"""Actions that skip a step's updates."""
-
-
-@dataclass(frozen=True)
-class Event:
-    """A row of the events table: something that a user should know."""
-
-    step: int
-    rule: str
-    severity: str  # info | warning | error
-    value: float
-    threshold: float
-    action: str
-    message: str
-
-    def row(self) -> dict[str, Any]:
-        """The event as one row of the events table."""
-        return dict(vars(self))
+UNIFORM = 0.9
+"""Share of ln V from which a token's entropy counts as that of noise."""
 
 
 def refusal(step: int, what: str, problem: UserError) -> Event:
@@ -69,12 +51,6 @@ def rotation_event(step: int, row: Mapping[str, Any], method: Method, progress: 
     if row["noise_rotation"] is not None:
         text += f"; the noise of one batch turns the gradient by about {row['noise_rotation']:.0f}°"
     return Event(step, "rotation", "info", turned, bound or math.nan, "none", text)
-
-
-def _fires(rule: Rule, value: float, below: bool = False) -> bool:
-    if rule.action == "off" or math.isnan(value):
-        return False
-    return value < rule.threshold if below else value > rule.threshold
 
 
 def memory_share(device: torch.device) -> float:
@@ -109,126 +85,6 @@ def check_method(method: Method, updates: int) -> list[Event]:
     return [Event(0, "same_gradient", "warning", 1.0, 1.0, "warn", message)]
 
 
-def check_rollouts(spec: HealthSpec, step: int, *, zero_variance_share: float, truncated_share: float) -> list[Event]:
-    """Rules on the rewards and lengths of a step's rollouts."""
-    events = []
-    rule = spec.no_variance
-    # A share equal to the threshold counts: the default, 1, means that no group has a gradient.
-    if rule.action != "off" and zero_variance_share >= rule.threshold:
-        events.append(
-            _event(
-                step,
-                "no_variance",
-                rule,
-                zero_variance_share,
-                "every completion of these groups got the same reward, so they carry no gradient; raise the temperature or "
-                "the group size, or choose puzzles of another difficulty",
-            )
-        )
-    if _fires(spec.truncation, truncated_share):
-        events.append(
-            _event(
-                step,
-                "truncation",
-                spec.truncation,
-                truncated_share,
-                "completions are cut at rollout.max_new_tokens and cannot be right; raise it",
-            )
-        )
-    return events
-
-
-def check_policy(
-    spec: HealthSpec,
-    step: int,
-    *,
-    entropy_mean: float,
-    saturation: float,
-    clipped_weights: float,
-    logp_mismatch: float,
-    memory: float,
-) -> list[Event]:
-    """Rules on the policy, the token weights, the sampler and the machine at one step; NaN fires none."""
-    events = []
-    if _fires(spec.entropy_collapse, entropy_mean, below=True):
-        events.append(
-            _event(
-                step,
-                "entropy_collapse",
-                spec.entropy_collapse,
-                entropy_mean,
-                "the policy is nearly deterministic [nats], so rollouts of a group no longer differ; lower optimizer.lr or add KL",
-            )
-        )
-    if _fires(spec.weight_saturation, saturation):
-        events.append(
-            _event(
-                step,
-                "weight_saturation",
-                spec.weight_saturation,
-                saturation,
-                "this share of the gradient has token weights on one bound: the method is plain GRPO up to the gradient's "
-                "scale; calibrate over the gradient (method.weight.percentiles=gradient) or set other constants",
-            )
-        )
-    if _fires(spec.clipped_weights, clipped_weights):
-        events.append(
-            _event(
-                step,
-                "clipped_weights",
-                spec.clipped_weights,
-                clipped_weights,
-                "this share of the tokens has no gradient even at ratio 1: A > 0 and weight > 1 + method.clip.high, or A < 0 "
-                "and weight < 1 - method.clip.low; set method.weight_on=surrogate, or widen the clip",
-            )
-        )
-    if _fires(spec.logp_mismatch, logp_mismatch):
-        events.append(
-            _event(
-                step,
-                "logp_mismatch",
-                spec.logp_mismatch,
-                logp_mismatch,
-                "sampler and trainer disagree on the log-probabilities [nats]; check dtypes and the rollout backend",
-            )
-        )
-    if _fires(spec.memory, memory):
-        events.append(
-            _event(
-                step,
-                "memory",
-                spec.memory,
-                memory,
-                "memory is nearly full; lower update.microbatch_tokens or rollout.decode_batch",
-            )
-        )
-    return events
-
-
-def check_sampler(spec: HealthSpec, step: int, logp: np.ndarray, sampler: np.ndarray) -> list[Event]:
-    """Rules on the sampler's log-probabilities (n,) against the trainer's [nats]; tokens where either is NaN are left out."""
-    known = np.isfinite(logp) & ~np.isnan(sampler)
-    if not known.any():
-        return []
-    events = []
-    share, why = impossible(logp[known], sampler[known])
-    if _fires(spec.sampler_logp, share):
-        events.append(_event(step, "sampler_logp", spec.sampler_logp, share, f"{why}: {IMPOSSIBLE}"))
-    outside = float(mismatch(logp[known], sampler[known])["outside"].mean())
-    if _fires(spec.sampler_ratio, outside):
-        events.append(
-            _event(
-                step,
-                "sampler_ratio",
-                spec.sampler_ratio,
-                outside,
-                "this share of the ratios of trainer to sampler is outside [0.9, 1.1]; check dtypes, the rollout backend and "
-                "its temperature, or set method.correction",
-            )
-        )
-    return events
-
-
 def check_finite(spec: HealthSpec, step: int, problems: Sequence[tuple[str, float]], broken: bool) -> list[Event]:
     """An event for each of `problems`, pairs of what is not finite and its value.
 
@@ -242,22 +98,52 @@ def check_finite(spec: HealthSpec, step: int, problems: Sequence[tuple[str, floa
 
 
 class StepHealth:
-    """The health rules of one step: those on its rollouts at once, those on the policy before the first update.
+    """The health rules of one step.
 
     Attributes:
-        events: of the rules that fired so far.
+        events: of the rules that applied so far.
+
+    Args:
+        spec: thresholds and actions.
+        step: number of the step.
+        batch: its rollouts.
+        method: its objective.
+        progress: share of the run done.
+        device: of the model.
+        vocabulary: number of tokens that the policy can draw.
+        earlier: rows of the steps table so far, see `kept_rows`.
+        trainer: whose names of the settings messages use, see `sharpscope.rules.FIELDS`.
+        lr: learning rate of the step.
+        checkpoint: newest checkpoint, by name.
     """
 
     def __init__(
-        self, spec: HealthSpec, step: int, batch: RolloutBatch, method: Method, progress: float, device: torch.device
+        self,
+        spec: HealthSpec,
+        step: int,
+        batch: RolloutBatch,
+        method: Method,
+        progress: float,
+        device: torch.device,
+        *,
+        vocabulary: int | None = None,
+        earlier: Sequence[Mapping[str, Any]] = (),
+        trainer: str = "sharpscope",
+        lr: float | None = None,
+        checkpoint: str | None = None,
     ) -> None:
         self.spec, self.step, self.batch, self.method, self.progress = spec, step, batch, method, progress
-        self.device = device
-        reward, truncated = batch.rollouts.reward, float(batch.rollouts.truncated.double().mean())
-        self.events = check_rollouts(spec, step, zero_variance_share=batch.idle_share, truncated_share=truncated)
-        bad = reward[~torch.isfinite(reward)]
-        if len(bad):
-            self.events += check_finite(spec, step, [("a reward is not finite", float(bad[0]))], False)
+        self.device, self.vocabulary, self.earlier = device, vocabulary, earlier
+        self._said: dict[str, Any] = {"trainer": trainer, "lr": lr, "checkpoint": checkpoint}
+        self._judged: set[str] = set()
+        bad = batch.rollouts.reward[~torch.isfinite(batch.rollouts.reward)]
+        self.events = check_finite(spec, step, [("a reward is not finite", float(bad[0]))], False) if len(bad) else []
+
+    def _judge(self, values: Mapping[str, float | None]) -> None:
+        """Add the events of rules whose quantity is in `values`; each quantity is judged once."""
+        fresh = {name: value for name, value in values.items() if name not in self._judged}
+        self._judged |= {name for name, value in fresh.items() if value is not None}
+        self.events += judge(self.step, fresh, self.spec.limits, **self._said)
 
     def allows_updates(self, stats: TokenStats, weight: Tensor) -> bool:
         """Check π_old's statistics and the token weights (N, T); False if an event leaves the step's updates out.
@@ -266,30 +152,44 @@ class StepHealth:
         """
         rollouts = self.batch.rollouts
         mask = rollouts.completion_mask.bool().cpu()
-        gap = (stats.logp.cpu() - rollouts.behavior_logp.cpu())[mask].abs()
-        entropy = stats.entropy.cpu()[mask]
+        entropy = stats.entropy.cpu()[mask].double()
         learned = loss_mask(rollouts, self.method).bool().cpu()
         mass = gradient_mass(self.method, learned, self.batch.advantage.cpu(), stats.logit_grad_norm.cpu())
         weights = summarize_weights(self.method.weight, weight.cpu(), learned, progress=self.progress, mass=mass)
-        self.events += check_sampler(
-            self.spec, self.step, stats.logp.cpu()[mask].numpy(), rollouts.behavior_logp.cpu()[mask].numpy()
-        )
-        self.events += check_policy(
-            self.spec,
-            self.step,
-            entropy_mean=float(entropy.double().mean()) if entropy.numel() else math.nan,
-            saturation=max(weights.saturation_low or 0.0, weights.saturation_high or 0.0),
-            clipped_weights=clipped_weight_share(self.method, weight.cpu(), self.batch.advantage.cpu(), learned),
-            logp_mismatch=float(gap.mean()) if gap.numel() else math.nan,
-            memory=memory_share(self.device),
-        )
+        values: dict[str, float | None] = {
+            "truncated": float(rollouts.truncated.double().mean()),
+            "saturation": max(weights.saturation_low or 0.0, weights.saturation_high or 0.0),
+            "clipped_weights": clipped_weight_share(self.method, weight.cpu(), self.batch.advantage.cpu(), learned),
+            "memory": memory_share(self.device),
+            **sampler_values(stats.logp.cpu()[mask].numpy(), rollouts.behavior_logp.cpu()[mask].numpy()),
+        }
+        if entropy.numel():
+            if self.vocabulary:
+                values["near_uniform"] = float((entropy > UNIFORM * math.log(self.vocabulary)).double().mean())
+            row = {"entropy_mean": float(entropy.mean()), "idle_groups": self.batch.idle_share}
+            values |= relative_quantities([*self.earlier, row])
+            values.pop("clipped_updates", None)  # of the updates to come
+        self._judge(values)
         allowed = not any(
-            event.action in PREVENTS and (event.rule, event.action) != ("non_finite", "skip_step")
+            event.action in ("skip_step", "stop") and (event.rule, event.action) != ("non_finite", "skip_step")
             for event in self.events
         )
         return distributed.broadcast(allowed)  # memory differs between processes
 
+    def after_updates(self, row: Mapping[str, Any]) -> None:
+        """Check what the step's row says of its updates."""
+        relative = relative_quantities([*self.earlier, row])
+        self._judge({"kl_step": row.get("kl_step"), "clipped_updates": relative.get("clipped_updates")})
 
-def _event(step: int, name: str, rule: Rule, value: float, message: str) -> Event:
-    severity = "error" if rule.action == "stop" else "warning"
-    return Event(step, name, severity, float(value), rule.threshold, rule.action, message)
+
+def kept_rows(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The rows of the steps table that the rules still need: the first and the last ones."""
+    return [*rows[:EARLY], *rows[max(EARLY, len(rows) - WINDOW) :]]
+
+
+def temperature_gap(rows: Sequence[Mapping[str, Any]]) -> float | None:
+    """Largest |accuracy at T = 0 − at T = 1| over splits and levels of an evaluation's rows; None if it has not both."""
+    by_cell: dict[tuple[str, str], dict[float, float]] = {}
+    for row in rows:
+        by_cell.setdefault((row["split"], row["level"]), {})[float(row["temperature"])] = row["accuracy"]
+    return max((abs(of[0.0] - of[1.0]) for of in by_cell.values() if 0.0 in of and 1.0 in of), default=None)

@@ -1,6 +1,6 @@
 """Probes of an update, between its gradient and the optimizer's step. They change nothing that training sees.
 
-`Budget` decides which steps are measured. At such a step the tokens of a random sample of each update's groups get the local
+`Schedule` says which steps are measured. At such a step the tokens of a random sample of each update's groups get the local
 score norm and their attribution; at a step whose gradient norm is a spike, those of all groups. The tokens with the largest
 local norm and random ones also get the exact norm, so that the error of the local tier is known in each run. A probe that
 refuses the policy, or differs from plain autograd on it, is left out for the rest of the run, and an event reports it.
@@ -37,17 +37,17 @@ from sharpscope.probes import (
     failure_coefficients,
     labeled,
     logp_gradient,
-    nll_coefficients,
     score_norms,
     update_attribution,
     update_direction,
     update_slope,
 )
-from sharpscope.recording.budget import CRITICAL, Budget, sampled_share
-from sharpscope.recording.health import Event, refusal
+from sharpscope.recording.health import refusal
 from sharpscope.recording.probe_sets import Drawer, needs_probe_set, run_probe_set
+from sharpscope.recording.schedule import CRITICAL, Schedule
 from sharpscope.recording.step import PendingUpdate
 from sharpscope.recording.surface import SurfaceProbes
+from sharpscope.rules import Event
 from sharpscope.seeds import derive, generator
 from sharpscope.tasks import Task
 from sharpscope.traces import robust_z
@@ -60,6 +60,7 @@ HELD_CONSTANT = ("cispo", "dppo", "vespo")  # surrogates with a factor of the ra
 GUESS = 16.0  # first step size of a run's first line search for the critical sharpness, in learning rates
 TOLERANCE = 0.25  # relative width of the bracket in which the critical learning rate is interpolated
 EVALUATIONS = 12  # largest number of losses of a line search
+HELDOUT_SAMPLES = 8  # completions per prompt for held-out influence
 
 
 @dataclass(frozen=True)
@@ -86,8 +87,8 @@ class Observers:
         self, config: RunConfig, policy: Policy, view: Callable[[], ModelView], drawer: Drawer | None = None
     ) -> None:
         self.config, self.policy, self.view, self.drawer = config, policy, view, drawer
-        self.budget = Budget(config)
-        self.surface = SurfaceProbes(config, view, drawer, self.budget)
+        self.schedule = Schedule(config)
+        self.surface = SurfaceProbes(config, view, drawer, self.schedule)
         self.probe_set: ProbeSet | None = None
         self.fixed: Rollouts | None = None  # solutions of the probe set, for the entropy at fixed tokens
         self.refused: set[str] = set()  # columns that are left out for the rest of the run
@@ -96,20 +97,18 @@ class Observers:
 
     def state(self) -> dict[str, Any]:
         """State for a checkpoint, as JSON."""
-        return self.budget.state() | {"critical_lr": self.critical_lr}
+        return self.schedule.state() | {"critical_lr": self.critical_lr}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from a checkpoint."""
-        self.critical_lr = state.get("critical_lr")
-        self.budget.restore({name: value for name, value in state.items() if name != "critical_lr"})
+        self.critical_lr = state["critical_lr"]
+        self.schedule.restore(state)
 
     def start(self, task: Task, info: dict[str, Any]) -> list[Event]:
         """Load or build the probe set, where a schedule needs one; `info` is run.json."""
         if not needs_probe_set(self.config):
             return []
         self.probe_set = run_probe_set(self.config, task)
-        if self.budget.every["influence"] and self.config.recording.heldout_functional == "nll":
-            self.probe_set.solutions("heldout")  # raises now, not during the run, if there are none
         if self.config.recording.probe_entropy_every:
             self.probe_set.solutions("train")
             solved = [item for item in self.probe_set.split("train") if item.solution]
@@ -134,7 +133,7 @@ class Observers:
             prompts=len(self.fixed),
             seconds=time.perf_counter() - began,
         )
-        self.budget.spend("entropy", step, row.seconds)
+        self.schedule.spend("entropy", row.seconds)
         return {"step": step, **columns([row])}
 
     def for_step(self, step: int, rollouts: Rollouts, recent: Sequence[float]) -> StepObserver:
@@ -167,26 +166,28 @@ class StepObserver:
         if not bool(update.first_use.any()):
             return  # a row of the tokens table belongs to the first update that used its token
         started = time.perf_counter()
-        spec, due = self.run.config.recording, self.run.budget.due
-        spike = False
+        spec, schedule = self.run.config.recording, self.run.schedule
+        due, spike = schedule.due, False
         if spec.spike_z is not None and update.grad_norm > 0:
-            spike = robust_z(self.recent, math.log(update.grad_norm)) >= spec.spike_z
+            spike = robust_z(self.recent, math.log(update.grad_norm)) >= spec.spike_z and schedule.spike_allowed(
+                self.step
+            )
         measures = [name for name in ("norms", "shares") if spike or due(name, self.step)]
         measures += ["influence"] if due("influence", self.step) else []
         if measures:
             probes = _UpdateProbes(self, update, self.run.view(), sampled=not spike)
             self._seconds += time.perf_counter() - started
             for name in measures:
-                with self._timed(name, spike=spike and name != "influence"):
+                with self._timed(name):
                     getattr(probes, name)()
 
     @contextmanager
-    def _timed(self, measure: str, *, spike: bool = False) -> Iterator[None]:
-        """Count the time of a measure; `spike` as in `Budget.spend`."""
+    def _timed(self, measure: str) -> Iterator[None]:
+        """Count the time of a measure."""
         started = time.perf_counter()
         yield
         seconds = time.perf_counter() - started
-        self.run.budget.spend(measure, self.step, seconds, spike=spike)
+        self.run.schedule.spend(measure, seconds)
         self._seconds += seconds
 
     def fill(self, column: str, measure: Callable[[Check], None]) -> None:
@@ -339,7 +340,7 @@ class _UpdateProbes:
         self.temperature = self.config.rollout.temperature
         group = observer.rollouts.group[update.rows.to(observer.rollouts.group.device)]
         seeded = generator(self.config.seed, "groups", observer.step, update.index)
-        drawn, share = sample_groups(group, sampled_share(self.config), seeded)
+        drawn, share = sample_groups(group, self.spec.group_share, seeded)
         everything = torch.arange(len(group), device=group.device)
         self.rows, self.probability = (drawn, share) if sampled else (everything, 1.0)
         part = self.part = observer.rollouts.rows(update.rows[self.rows.to(update.rows.device)])
@@ -416,7 +417,7 @@ class _UpdateProbes:
                 direction,
                 part.attention_mask[some],
                 self.temperature,
-                self.spec.derivative,
+                method="forward",
                 check=check,
             )
 
@@ -457,13 +458,13 @@ class _UpdateProbes:
         first = self.update.first_use[self.rows.cpu()].to(part.input_ids.device)
         places = first.nonzero()  # (M, 2)
         norms = torch.zeros(len(places), device=first.device) if local is None else local[:, part.prompt_width :][first]
-        top = norms.argsort(descending=True, stable=True)[: 0 if local is None else self.spec.exact_top]
+        top = norms.argsort(descending=True, stable=True)[: 0 if local is None else self.spec.exact_tokens]
         others = torch.ones(len(norms), dtype=torch.bool, device=norms.device)
         others[top] = False
         rest = others.nonzero()[:, 0]
         seeded = generator(self.config.seed, "exact", self.observer.step, self.update.index)
         draw = torch.randperm(len(rest), generator=seeded)
-        drawn = rest[draw[: self.spec.exact_random].to(rest.device)]
+        drawn = rest[draw[: self.spec.exact_tokens].to(rest.device)]
         probability = torch.ones(len(norms), device=norms.device)
         probability[drawn] = len(drawn) / max(len(rest), 1)
         chosen = torch.cat([top, drawn])
@@ -500,7 +501,7 @@ class _UpdateProbes:
                     part.input_ids[some],
                     mask[some],
                     direction,
-                    method=self.spec.derivative,
+                    method="forward",
                     attention_mask=part.attention_mask[some],
                     temperature=self.temperature,
                     check=check,
@@ -515,18 +516,12 @@ class _UpdateProbes:
         self.put("sharp_alignment", values)
 
     def _heldout_gradient(self, check: Check) -> list[Tensor]:
-        """∇L_heldout: of the expected failure on rollouts that the present policy draws, or of stored solutions' nll."""
+        """∇L of the expected failure on rollouts of held-out prompts that the present policy draws."""
         probe_set, drawer, model = self.run.probe_set, self.run.drawer, self.view.model
         assert probe_set is not None
-        if self.spec.heldout_functional == "nll":
-            batch = probe_set.solutions("heldout").to(self.run.policy.device)
-            mask = batch.scored.long()  # right-padded: attention to padding behind a token never happens
-            attention = (torch.arange(mask.shape[1], device=mask.device) < batch.lengths[:, None]).long()
-            coef = nll_coefficients(mask)
-            return logp_gradient(model, batch.input_ids, mask, coef, attention, self.temperature, check=check)
         assert drawer is not None
         seed = derive(self.config.seed, "heldout", self.observer.step) % 2**31
-        drawn = probe_set.draw("heldout", self.spec.heldout_samples, drawer, seed)
+        drawn = probe_set.draw("heldout", HELDOUT_SAMPLES, drawer, seed)
         mask = _mask(drawn.rollouts)
         coef = failure_coefficients(mask, drawn.correct)
         rows = drawn.rollouts.rows(torch.arange(len(mask))[distributed.local_slice(len(mask))])

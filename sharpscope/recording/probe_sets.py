@@ -24,7 +24,6 @@ from sharpscope.policy import (
 )
 from sharpscope.policy.sharding import unsharded
 from sharpscope.probes import Drawn, ProbeItem, ProbeSet, build_probe_set
-from sharpscope.recording.budget import Budget
 from sharpscope.tasks import Example, Task
 
 if TYPE_CHECKING:
@@ -56,12 +55,7 @@ def needs_probe_set(config: RunConfig) -> bool:
     probes = config.probes
     surface = probes.every != 0 and bool(probes.functionals or probes.gradient_samples)
     entropy = bool(config.recording.probe_entropy_every)
-    return 0 < _influence_every(config) <= config.steps or entropy or surface
-
-
-def _influence_every(config: RunConfig) -> int:
-    """Smallest interval of held-out influence [steps]; 0: never."""
-    return Budget(config).every["influence"]
+    return 0 < config.recording.heldout_influence_every <= config.steps or entropy or surface
 
 
 def check_probe_set(config: RunConfig, task: Task) -> None:
@@ -70,11 +64,11 @@ def check_probe_set(config: RunConfig, task: Task) -> None:
     Raises:
         UserError: a held-out measurement on a task without held-out examples, or a probe-set file that cannot be read.
     """
-    if _influence_every(config) and not task.splits().get("heldout"):
+    if config.recording.heldout_influence_every and not task.splits().get("heldout"):
         raise UserError(
             "recording.heldout_influence_every: the task has no split 'heldout' to measure influence on; set it to 0"
         )
-    if _influence_every(config) and not config.probes.heldout_prompts:
+    if config.recording.heldout_influence_every and not config.probes.heldout_prompts:
         raise UserError(
             "probes.heldout_prompts = 0: held-out influence needs some; set recording.heldout_influence_every to 0"
         )

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from sharpscope.config.method import PpoClip
@@ -42,15 +43,18 @@ def steps_row(
         "reward_mean": float(reward.mean()),
         "reward_std": float(reward.std()) if len(reward) > 1 else None,
         "accuracy": float(np.mean([r.correct for r in batch.rewards])),
+        "accuracy_completed": accuracy_completed([r.correct for r in batch.rewards], rollouts.truncated.cpu().numpy()),
         "loss": _mean([u.loss for u in done]),
         "kl": _each(float(tokens.kl[counted].sum()), uses) if method.needs_reference else None,
         "entropy_mean": _masked_mean(tokens.stats.entropy.cpu(), mask),
         "grad_norm": _mean([u.grad_norm for u in done]),
         "update_norm": _mean([u.update_norm for u in done]),
+        "grad_clipped": _mean([float(u.clip_factor < 1) for u in done]),
+        "kl_step": result.kl_step,
         "clip_fraction_low": _each(int(tokens.uses_low.sum()), uses),
         "clip_fraction_high": _each(int(tokens.uses_high.sum()), uses),
         **weight_columns(method, tokens.weight, used, progress),
-        **carried_columns(method, tokens, used, progress),
+        **gradient_weight_columns(method, tokens, used, progress),
         **_rotation_columns(result),
         "zero_std_groups": round(batch.zero_variance_share * len(batch.examples)),
         "completion_length_mean": float(rollouts.completion_mask.sum(dim=1).double().mean()),
@@ -71,7 +75,7 @@ def update_columns(step: int, updates: Sequence[UpdateResult]) -> dict[str, Any]
     }
     for name in ("loss", "grad_norm", "clip_factor", "update_norm"):
         columns[name] = np.array([getattr(u, name) for u in updates], dtype=float)
-    for name in ("lr", "entropy", "entropy_coef"):
+    for name in ("lr", "entropy"):
         columns[name] = [_finite(getattr(u, name)) for u in updates]
     rotations = [_rotation_values(u) for u in updates]
     columns |= {name: [row[name] for row in rotations] for name in ROTATION}
@@ -93,7 +97,7 @@ def weight_columns(method: Method, weight: Tensor, used: Tensor, progress: float
     return {f"weight_{name}": _finite(getattr(summary, names.get(name, name))) for name in columns}
 
 
-def carried_gradient(tokens: StepTokens, used: Tensor) -> Tensor:
+def unweighted_gradient(tokens: StepTokens, used: Tensor) -> Tensor:
     """(N, T) |c|/w: how strongly the loss pulls a token before its weight; 0 outside `used` (N, T).
 
     Where w = 0, |A|·r times the completion's mean of |c|/(w·|A|·r), which is the loss's normalizer; 0 where the ratio is clipped.
@@ -104,15 +108,17 @@ def carried_gradient(tokens: StepTokens, used: Tensor) -> Tensor:
     acting = known & (coef > 0) & (plain > 0)
     scale = torch.where(acting, coef / (weight * plain), 0.0).sum(1) / acting.sum(1).clamp(min=1)  # (N,)
     without = torch.where(tokens.clipped == 0, plain * scale[:, None], 0.0)
-    carried = torch.where(known, coef / torch.where(known, weight, 1.0), without)
-    return torch.where(used, carried, 0.0)
+    unweighted = torch.where(known, coef / torch.where(known, weight, 1.0), without)
+    return torch.where(used, unweighted, 0.0)
 
 
-def carried_columns(method: Method, tokens: StepTokens, used: Tensor, progress: float) -> dict[str, float | None]:
-    """Weight statistics in which a token counts with the gradient that it carries before its weight."""
-    mass = torch.where(used, carried_gradient(tokens, used) * tokens.stats.logit_grad_norm.cpu().double(), 0.0)
+def gradient_weight_columns(
+    method: Method, tokens: StepTokens, used: Tensor, progress: float
+) -> dict[str, float | None]:
+    """Weight statistics in which a token counts with its gradient before its weight."""
+    mass = torch.where(used, unweighted_gradient(tokens, used) * tokens.stats.logit_grad_norm.cpu().double(), 0.0)
     summary = summarize_weights(method.weight, tokens.weight, used, progress=progress, mass=mass)
-    names = ("mean", "std", "saturation_low", "saturation_high", "ess")
+    names = ("mean", "saturation_low", "saturation_high")
     return {f"weight_{name}_gradient": _finite(getattr(summary, name)) for name in names}
 
 
@@ -222,11 +228,32 @@ def token_columns(
     return columns
 
 
+def accuracy_completed(correct: ArrayLike, truncated: ArrayLike) -> float | None:
+    """Accuracy among the completions that ended by themselves; None if all were cut."""
+    ended = ~np.asarray(truncated, dtype=bool)
+    return float(np.asarray(correct, dtype=bool)[ended].mean()) if ended.any() else None
+
+
 def evaluation_row(
-    step: int, task: str, split: str, level: str, correct: np.ndarray, rewards: Sequence[float], temperature: float
+    step: int,
+    task: str,
+    split: str,
+    level: str,
+    correct: np.ndarray,
+    rewards: Sequence[float],
+    temperature: float,
+    truncated: np.ndarray | None = None,
 ) -> dict[str, Any]:
-    """A row of the eval table from `correct` (prompts, k) and the completions' total rewards."""
+    """A row of the eval table.
+
+    Args:
+        step, task, split, level, temperature: as in the table.
+        correct: (prompts, k) booleans.
+        rewards: total reward of each completion.
+        truncated: (prompts, k) whether a completion was cut at the length limit; None: not known.
+    """
     share, k = correct.mean(axis=1), correct.shape[1]
+    each = prompt_pass_at_k(correct, k)
     return {
         "step": step,
         "task": task,
@@ -236,7 +263,10 @@ def evaluation_row(
         "k": k,
         "accuracy": float(share.mean()),
         "std_error": standard_error(share),
-        "pass_at_k": pass_at_k(correct, k),
+        "pass_at_k": float(each.mean()),
+        "pass_std_error": standard_error(each),
+        "truncated": None if truncated is None else float(truncated.mean()),
+        "accuracy_completed": None if truncated is None else accuracy_completed(correct, truncated),
         "reward_mean": float(np.mean(rewards)),
         "heldout_loss": None,
         "temperature": temperature,

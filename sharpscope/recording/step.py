@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -47,12 +46,8 @@ class UpdateSummary:
     """Statistics of an update over the tokens that it uses; the columns of the table `updates` define them. NaN without a token."""
 
     tokens: int
-    kl_old_k1: float = math.nan
     kl_old_k3: float = math.nan
-    ratio_mean: float = math.nan
     ratio_min: float = math.nan
-    ratio_p01: float = math.nan
-    ratio_p99: float = math.nan
     ratio_max: float = math.nan
     clip_fraction_low: float = math.nan
     clip_fraction_high: float = math.nan
@@ -91,16 +86,11 @@ class UpdateTokens:
         if count == 0:
             return UpdateSummary(0)
         ratio, x = self.ratio[self.used], self.log_ratio[self.used]  # (tokens,)
-        low, p01, p99, high = np.percentile(ratio.numpy(), [0, 1, 99, 100]).tolist()
         return UpdateSummary(
             tokens=count,
-            kl_old_k1=float(-x.mean()),
             kl_old_k3=float((torch.expm1(x) - x).mean()),
-            ratio_mean=float(ratio.mean()),
-            ratio_min=low,
-            ratio_p01=p01,
-            ratio_p99=p99,
-            ratio_max=high,
+            ratio_min=float(ratio.min()),
+            ratio_max=float(ratio.max()),
             clip_fraction_low=int((self.clipped < 0).sum()) / count,
             clip_fraction_high=int((self.clipped > 0).sum()) / count,
         )
@@ -153,10 +143,9 @@ class StepTokens:
             kl=zeros(torch.float64),
         )
 
-    def tensors(self, *, stats: bool) -> list[Tensor]:
-        """The fields that a gradient fills in row by row, with the statistics if `stats`; not the counts over updates."""
-        own = [self.weight, self.correction, self.advantage, self.loss_coef, self.ratio, self.clipped, self.update]
-        return own + ([getattr(self.stats, part.name) for part in fields(TokenStats)] if stats else [])
+    def tensors(self) -> list[Tensor]:
+        """The fields that a gradient fills in row by row."""
+        return [self.weight, self.correction, self.advantage, self.loss_coef, self.ratio, self.clipped, self.update]
 
     def count(self, rows: Tensor, tokens: UpdateTokens) -> None:
         """Count an update of the rows `rows` (n,) that was made."""
@@ -198,7 +187,6 @@ class UpdateResult:
     lr: float = math.nan
     summary: UpdateSummary | None = None  # of its tokens; None if its gradient could not be computed
     entropy: float | None = None  # mean over its tokens [nats]; None without an entropy bonus
-    entropy_coef: float | None = None  # of the bonus; None without one
     rotation: UpdateRotation | None = None  # where it was measured
 
 
@@ -210,6 +198,7 @@ class StepResult:
     tokens: StepTokens
     warnings: tuple[str, ...] = ()  # of the method
     corrected: bool = False  # whether the tokens have a factor for the sampler's policy
+    kl_step: float | None = None  # KL(π_old‖π) of the whole step [nats / token]; None if not measured
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,11 @@ from torch import Tensor
 from sharpscope.errors import CheckError
 from sharpscope.policy.sharding import ModelView
 from sharpscope.probes import Estimate, ProbeSet, Radius, columns, probe_set_batches, problems, prompt_columns, run
-from sharpscope.recording.budget import Budget
-from sharpscope.recording.health import Event, refusal
+from sharpscope.recording.health import refusal
 from sharpscope.recording.probe_sets import Drawer
 from sharpscope.recording.run_folder import note
+from sharpscope.recording.schedule import Schedule
+from sharpscope.rules import Event
 from sharpscope.seeds import derive
 
 if TYPE_CHECKING:
@@ -36,11 +37,11 @@ class SurfaceProbes:
         config: RunConfig,
         view: Callable[[], ModelView],
         drawer: Drawer | None,
-        budget: Budget | None = None,
+        schedule: Schedule,
     ) -> None:
         self.config, self.view, self.drawer = config, view, drawer
         self.spec = config.probes
-        self.budget = Budget(config) if budget is None else budget
+        self.schedule = schedule
         self.vectors: Tensor | None = None
         self.probe_set: ProbeSet | None = None
         self.radius: Radius | None = None
@@ -56,7 +57,7 @@ class SurfaceProbes:
             for split in probe_set.splits
             if split in self.spec.splits and not any(item.solution for item in probe_set.split(split))
         ]
-        if not self.budget.every["surface"] or "nll" not in self.spec.functionals or not bare:
+        if not self.schedule.every["surface"] or "nll" not in self.spec.functionals or not bare:
             return []
         left = tuple(name for name in self.spec.functionals if name != "nll")
         self.spec = self.spec.model_copy(update={"functionals": left})
@@ -68,11 +69,11 @@ class SurfaceProbes:
 
     def due(self, step: int) -> bool:
         """Whether the surface is probed after `step` (0: before training)."""
-        return self.budget.due("surface", step)
+        return self.schedule.due("surface", step)
 
     def update_due(self, step: int) -> bool:
         """Whether the critical sharpness is measured in `step`: where the surface is probed after it, and in step 1."""
-        return self.spec.critical_sharpness and (self.due(step) or (step == 1 and bool(self.budget.every["surface"])))
+        return self.spec.critical_sharpness and (self.due(step) or (step == 1 and bool(self.schedule.every["surface"])))
 
     def rows(self, step: int) -> tuple[dict[str, dict[str, Any]], list[Event]]:
         """Columns of the tables `probes` and `probe_prompts`, and an event for each estimate that is not reliable.

@@ -59,6 +59,17 @@ def mismatch(logp: NDArray[np.floating], sampler: NDArray[np.floating]) -> dict[
     return {"outside": outside.astype(float), "k1": -x, "k2": x * x / 2, "k3": np.expm1(x) - x}
 
 
+def sampler_values(logp: NDArray[np.floating], sampler: NDArray[np.floating]) -> dict[str, float]:
+    """What the health rules judge of a step's log-probabilities (n,) [nats], of tokens where both are known; empty without any."""
+    known = np.isfinite(logp) & ~np.isnan(sampler)
+    if not known.any():
+        return {}
+    logp, sampler = logp[known], sampler[known]
+    share, _ = impossible(logp, sampler)
+    gap, outside = np.abs(logp - sampler).mean(), mismatch(logp, sampler)["outside"].mean()
+    return {"sampler_impossible": share, "sampler_outside": float(outside), "logp_mismatch": float(gap)}
+
+
 def impossible(logp: NDArray[np.floating], sampler: NDArray[np.floating]) -> tuple[float, str]:
     """The share of a step's tokens whose sampler log-probability cannot be right, and why; (0, "") if all may be.
 

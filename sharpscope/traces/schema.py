@@ -132,13 +132,10 @@ weight_saturation_low float64: fraction of token weights at their lower bound; n
 weight_saturation_high float64: fraction of token weights at their upper bound; null if unbounded
 weight_ess float64: relative effective sample size of the token weights, (sum w)^2 / (n * sum w^2), in (0, 1]
 weight_mean_gradient float64: mean token weight, tokens counted with m = |c| / w * ||p - e_y||
-weight_std_gradient float64: standard deviation of the token weights, tokens counted with m = |c| / w * ||p - e_y||
 weight_saturation_low_gradient float64: fraction of the gradient at the weights' lower bound; null if unbounded,
     tokens counted with m = |c| / w * ||p - e_y||
 weight_saturation_high_gradient float64: fraction of the gradient at the weights' upper bound; null if unbounded,
     tokens counted with m = |c| / w * ||p - e_y||
-weight_ess_gradient float64: (sum m w)^2 / (sum m * sum m w^2), in (0, 1], tokens counted with m = |c| / w * ||p -
-    e_y||
 gradient_rotation? float64 [degrees]: mean over the updates of the angle between the gradient that the optimizer gets,
     before clipping, and that of the reference objective on the same rollouts and weights: all token weights 1 and no
     mask; plain GRPO for methods that differ from it by advantages, ratio, clip or aggregation
@@ -159,8 +156,6 @@ generated_tokens int64 [tokens]: tokens that the policy generated for the step, 
 redrawn_groups int32 [groups]: groups that dynamic sampling replaced because all answers were correct or all wrong,
     over all attempts; 0 without dynamic sampling; null where another trainer drew the completions
 lr float64 [1 / update]: learning rate of the step's last update; null without an update
-scheduled? string [name]: what recording.budget chose to measure in the step, separated by spaces: shares, norms,
-    rotation, influence, surface; null without a budget or if all intervals are set
 generation_s~ float64 [seconds]: time spent generating and scoring
 training_s~ float64 [seconds]: time spent in forward passes, backward passes and the optimizer
 recording_s~ float64 [seconds]: time spent on probes and traces
@@ -184,19 +179,13 @@ update_norm float64 [L2 norm]: norm of the parameter change, including weight de
     if skipped
 lr float64 [1 / update]: learning rate
 tokens int64 [tokens]: loss tokens that the update uses
-kl_old_k1 float64 [nats]: estimate k1 of KL(pi_old || pi) before the update: mean over its tokens of -ln r, r = pi /
-    pi_old of the token, pi_old the policy at the start of the step
-kl_old_k3 float64 [nats]: estimate k3 of the same: mean over its tokens of r - 1 - ln r, not negative
-ratio_mean float64: mean over its tokens of the importance ratio, as defined by the method
-ratio_min float64: smallest importance ratio
-ratio_p01 float64: 1st percentile of the importance ratio, linearly interpolated
-ratio_p99 float64: 99th percentile of the importance ratio, linearly interpolated
+kl_old_k3 float64 [nats]: estimate k3 of KL(pi_old || pi) before the update: mean over its tokens of r - 1 - ln r,
+    r = pi / pi_old of the token, pi_old the policy at the start of the step
+ratio_min float64: smallest importance ratio of its tokens, as defined by the method
 ratio_max float64: largest importance ratio
 clip_fraction_low float64: fraction of its tokens clipped at the lower ratio bound
 clip_fraction_high float64: fraction of its tokens clipped at the upper ratio bound
 entropy float64 [nats]: mean over its tokens of the policy's entropy before the update; null without an entropy bonus
-entropy_coef float64: coefficient of the entropy bonus in this update, 0 while an adaptive one is off; null without a
-    bonus
 gradient_rotation? float64 [degrees]: the angle between the gradient that the optimizer gets, before clipping, and
     that of the reference objective on the same rollouts and weights: all token weights 1 and no mask; plain GRPO for
     methods that differ from it by advantages, ratio, clip or aggregation

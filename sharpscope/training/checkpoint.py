@@ -13,16 +13,22 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 
+from sharpscope import distributed
 from sharpscope.config.training import CheckpointSpec
 from sharpscope.errors import NonFiniteError, UserError
+from sharpscope.policy import Policy
+from sharpscope.policy.sharding import gathered_copy, is_sharded, shard_state
 from sharpscope.traces.files import sync_folder, sync_tree
+
+if TYPE_CHECKING:
+    from sharpscope.config import RunConfig
 
 STATE = "trainer_state.json"
 CHECKSUMS = "checksums.json"
@@ -37,7 +43,8 @@ class Progress:
 
     step: int
     cursor: int
-    recent_log_grad_norms: list[float]
+    recent_log_grad_norms: Sequence[float]
+    rows: Sequence[Mapping[str, Any]]  # of the steps table, for the health rules
     method: dict[str, Any]  # the method with calibrated constants filled in
     said: Sequence[str] = ()  # warnings of the method that were reported, which a resumed run does not repeat
     score: float | None = None  # held-out accuracy at this step; None if it was not evaluated
@@ -81,25 +88,57 @@ def newest_valid(run_dir: Path) -> tuple[Path | None, list[str]]:
     A damaged checkpoint is renamed to `damaged-step-…`, so that nothing loads it again. The caller holds the run's lock.
     """
     problems: list[str] = []
-    _clear(run_dir)
     for folder in reversed(checkpoints(run_dir)):
         problem = damage(folder)
         if problem is None:
             return folder, problems
-        renamed = _free(folder.with_name(f"damaged-{folder.name}"))
+        renamed, number = folder.with_name(f"damaged-{folder.name}"), 1
+        while renamed.exists():
+            number += 1
+            renamed = folder.with_name(f"damaged-{folder.name}-{number}")
         folder.rename(renamed)
-        sync_folder(renamed.parent)
         problems.append(f"checkpoint {folder.name} is damaged ({problem}); it is set aside as {renamed.name}")
     return None, problems
 
 
-def _free(path: Path) -> Path:
-    """`path` if it does not exist, else with the first free number appended."""
-    number, free = 1, path
-    while free.exists():
-        number += 1
-        free = path.with_name(f"{path.name}-{number}")
-    return free
+def save(
+    config: RunConfig,
+    policy: Policy,
+    optimizer: torch.optim.AdamW,
+    progress: Progress,
+    proximal: nn.Module | None,
+    vectors: Tensor | None,
+) -> None:
+    """Write a checkpoint with unsharded weights and optimizer state, and remove those that are not kept.
+
+    Every process must call it.
+
+    Raises:
+        OSError: in every process, if the first one cannot write.
+    """
+    model = policy.model
+    if is_sharded(model):
+        gathered = gathered_copy(model, optimizer, torch.device("cpu"), keep=distributed.is_rank_zero())
+        model, optimizer = gathered.model, gathered.optimizer
+
+    def write() -> None:
+        save_checkpoint(config.run_dir, model, policy.tokenizer, optimizer, progress, proximal, vectors)
+        prune(config.run_dir, config.checkpoint)
+
+    distributed.rank_zero_call(write)
+
+
+def restore(checkpoint: Path, policy: Policy, optimizer: torch.optim.AdamW, proximal: nn.Module | None) -> Progress:
+    """Restore optimizer and proximal policy from `checkpoint`, from which the policy was loaded before.
+
+    Every process reads the folder, so several machines must share it.
+    """
+    if not is_sharded(policy.model):
+        return load_checkpoint(checkpoint, policy.model, optimizer, proximal)
+    gathered = gathered_copy(policy.model, optimizer, torch.device("cpu"))
+    progress = load_checkpoint(checkpoint, gathered.model, gathered.optimizer, None)
+    shard_state(gathered, policy.model, optimizer)
+    return progress
 
 
 def save_checkpoint(
@@ -126,18 +165,28 @@ def save_checkpoint(
         NonFiniteError: a parameter is not finite, so a run could not continue from it.
         OSError: the disk is full or cannot be written.
     """
-    bad = next((name for name, p in _unique(model) if not bool(torch.isfinite(p).all())), None)
+    bad = next((name for name, p in model.named_parameters() if not bool(torch.isfinite(p).all())), None)
     if bad is not None:
         raise NonFiniteError(
             f"checkpoint of step {progress.step}: the weights '{bad}' are not finite, so it is not saved; resume from an earlier one"
         )
     final = checkpoint_dir(run_dir, progress.step)
     temporary = final.with_name(f".{final.name}.tmp")
-    _clear(run_dir)
+    shutil.rmtree(temporary, ignore_errors=True)  # what a crash left
     try:
         temporary.mkdir(parents=True)
-        sync_folder(run_dir)
-        _write(temporary, model, tokenizer, optimizer, progress, proximal, vectors)
+        model.save_pretrained(temporary, safe_serialization=True)  # type: ignore[operator]
+        tokenizer.save_pretrained(temporary)
+        save_file(_optimizer_tensors(model, optimizer), temporary / OPTIMIZER)
+        if proximal is not None:
+            weights = {name: p.detach().contiguous() for name, p in proximal.named_parameters()}
+            save_file(weights, temporary / PROXIMAL)
+        if vectors is not None:
+            save_file({"vectors": vectors.detach().cpu().contiguous()}, temporary / VECTORS)
+        (temporary / STATE).write_text(json.dumps(vars(progress), indent=1), encoding="utf-8")
+        files = sorted(path for path in temporary.rglob("*") if path.is_file())
+        sums = {path.relative_to(temporary).as_posix(): _checksum(path) for path in files}
+        (temporary / CHECKSUMS).write_text(json.dumps(sums, indent=1), encoding="utf-8")
         sync_tree(temporary)
     except Exception as error:  # a full disk raises OSError, SafetensorError or a tokenizer's plain Exception
         shutil.rmtree(temporary, ignore_errors=True)
@@ -145,47 +194,10 @@ def save_checkpoint(
             raise
         raise OSError(f"checkpoint '{final}' cannot be written: {error}") from error
     if final.exists():
-        final.rename(_free(final.with_name(f".{final.name}.old")))
+        shutil.rmtree(final)
     temporary.rename(final)
     sync_folder(final.parent)
-    _clear(run_dir)
     return final
-
-
-def _write(
-    folder: Path,
-    model: nn.Module,
-    tokenizer: Any,
-    optimizer: torch.optim.AdamW,
-    progress: Progress,
-    proximal: nn.Module | None,
-    vectors: torch.Tensor | None,
-) -> None:
-    """All files of a checkpoint, their checksums last."""
-    model.save_pretrained(folder, safe_serialization=True)  # type: ignore[operator]
-    tokenizer.save_pretrained(folder)
-    save_file(_optimizer_tensors(model, optimizer), folder / OPTIMIZER)
-    if proximal is not None:
-        save_file({name: p.detach().contiguous() for name, p in _unique(proximal)}, folder / PROXIMAL)
-    if vectors is not None:
-        save_file({"vectors": vectors.detach().cpu().contiguous()}, folder / VECTORS)
-    (folder / STATE).write_text(json.dumps(vars(progress), indent=1), encoding="utf-8")
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    sums = {path.relative_to(folder).as_posix(): _checksum(path) for path in files}
-    (folder / CHECKSUMS).write_text(json.dumps(sums, indent=1), encoding="utf-8")
-
-
-def _clear(run_dir: Path) -> None:
-    """Remove what a crash left of checkpoints that were being written, replaced or removed.
-
-    A checkpoint that was renamed for its successor gets its name back if the successor is missing.
-    """
-    for folder in (run_dir / "checkpoints").glob(".step-*"):
-        name = folder.name.removeprefix(".").partition(".")[0]
-        if ".old" in folder.name and not folder.with_name(name).exists():
-            folder.rename(folder.with_name(name))
-        else:
-            shutil.rmtree(folder)
 
 
 def load_checkpoint(
@@ -196,14 +208,12 @@ def load_checkpoint(
         state = json.loads((folder / STATE).read_text(encoding="utf-8"))
         tensors = load_file(folder / OPTIMIZER)
     except (OSError, ValueError, SafetensorError) as error:
-        raise UserError(
-            f"checkpoint '{folder}' cannot be read ({error}); resume from an earlier one by removing it"
-        ) from None
+        raise UserError(f"checkpoint '{folder}' cannot be read ({error}); choose an earlier one") from None
     _restore_optimizer(model, optimizer, tensors)
     if proximal is not None:
         weights = load_file(folder / PROXIMAL)
         with torch.no_grad():
-            for name, parameter in _unique(proximal):
+            for name, parameter in proximal.named_parameters():
                 parameter.copy_(weights[name])
     return Progress(**state)
 
@@ -230,10 +240,8 @@ def prune(run_dir: Path, spec: CheckpointSpec) -> list[Path]:
         kept |= set(sorted(rated, key=lambda p: -(scores[p] or 0.0))[: spec.keep_best])
     removed = [p for p in saved if p not in kept]
     for path in removed:
-        # renamed first: a folder that a crash left half removed must not look like a checkpoint
-        hidden = _free(path.with_name(f".{path.name}.gone"))
-        path.rename(hidden)
-        shutil.rmtree(hidden)
+        (path / STATE).unlink(missing_ok=True)  # first: what a crash leaves of it must not look like a checkpoint
+        shutil.rmtree(path)
     return removed
 
 
@@ -247,7 +255,7 @@ def _score(folder: Path) -> float | None:
 def fingerprint(model: nn.Module) -> str:
     """SHA-256 of a model's parameters (names, shapes, bytes) without adapters, which a reference does not have."""
     digest = hashlib.sha256()
-    for name, parameter in _unique(model):
+    for name, parameter in model.named_parameters():
         if ".lora_" in name:
             continue
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
@@ -264,21 +272,16 @@ def _checksum(path: Path) -> list[int]:
     return [total, crc]
 
 
-def _unique(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Named parameters; a tied one appears once."""
-    return list(model.named_parameters())
-
-
 def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.AdamW) -> dict[str, torch.Tensor]:
     tensors = {}
-    for name, parameter in _unique(model):
+    for name, parameter in model.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
             tensors[f"{name}::{key}"] = torch.as_tensor(value).detach().contiguous()
     return tensors
 
 
 def _restore_optimizer(model: nn.Module, optimizer: torch.optim.AdamW, tensors: dict[str, torch.Tensor]) -> None:
-    parameters = dict(_unique(model))
+    parameters = dict(model.named_parameters())
     for key, value in tensors.items():
         name, entry = key.rsplit("::", 1)
         if name not in parameters:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
 from rich.live import Live
@@ -12,11 +12,11 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from sharpscope.recording import Event
+from sharpscope.rules import Event
 
 
-class Display(Protocol):
-    """Shows the progress of a run; changes nothing."""
+class Display:
+    """Shows the progress of a run. This one shows nothing; `RichDisplay` does."""
 
     def start(self, title: str, steps: int, done: int) -> None:
         """The run starts, or continues after `done` steps."""
@@ -31,32 +31,10 @@ class Display(Protocol):
         """An evaluation is done."""
 
     def event(self, event: Event) -> None:
-        """A health rule fired."""
+        """A health rule applied."""
 
     def stop(self) -> None:
         """The run ended, for whatever reason."""
-
-
-class QuietDisplay:
-    """Shows nothing."""
-
-    def start(self, title: str, steps: int, done: int) -> None:
-        """Do nothing."""
-
-    def status(self, text: str) -> None:
-        """Do nothing."""
-
-    def step(self, row: Mapping[str, Any]) -> None:
-        """Do nothing."""
-
-    def evaluation(self, rows: list[dict[str, Any]]) -> None:
-        """Do nothing."""
-
-    def event(self, event: Event) -> None:
-        """Do nothing."""
-
-    def stop(self) -> None:
-        """Do nothing."""
 
 
 _SHOWN = (
@@ -73,7 +51,7 @@ LINE_EVERY = 60.0
 """Without a terminal, every tenth step is printed, and a step that ends this long after the last line [s]."""
 
 
-class RichDisplay:
+class RichDisplay(Display):
     """A live panel on a terminal; elsewhere lines: every tenth step, slow steps, and evaluations."""
 
     def __init__(self, console: Console | None = None) -> None:
@@ -96,9 +74,11 @@ class RichDisplay:
         self._began = self._printed = time.monotonic()
 
     def start(self, title: str, steps: int, done: int) -> None:
-        """Start the panel."""
+        """Start the panel; a resumed run says from which step."""
         self._steps, self._done, self._began = steps, done, time.monotonic()
         self._task = self._progress.add_task(escape(title), total=steps, completed=done)
+        if done:
+            self._print(f"continuing after step {done} of {steps}")
         if self.console.is_terminal:
             self._live = Live(self._render(), console=self.console, refresh_per_second=4)
             self._live.start()

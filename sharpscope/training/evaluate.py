@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from sharpscope.config.policy import EMBEDDED_PREFIX
 from sharpscope.errors import UserError
-from sharpscope.policy import Policy, SamplingSpec, draw_scored
-from sharpscope.recording import evaluation_row, prompt_pass_at_k, standard_error
+from sharpscope.policy import Policy, SamplingSpec, check_revision, draw_scored, embedded_policy, load_policy
+from sharpscope.recording import environment, evaluation_row, prompt_pass_at_k, standard_error
 from sharpscope.seeds import derive
-from sharpscope.tasks import Example, Task
+from sharpscope.tasks import Example, Task, make_task, task_choice
 from sharpscope.tasks.dataset import DatasetTask
-from sharpscope.training.evaluation_progress import Batch, EvaluationProgress
+from sharpscope.training.checkpoint import checkpoints, step_of
 
 EVERY_ROW = "all"
 """Split of all rows of a data set, held out or not."""
-
+DEFAULT_SPLITS = ("heldout", "unseen")
 BATCH_COMPLETIONS = 256
-"""Completions drawn before an evaluation's progress is saved again."""
 
 
 @dataclass(frozen=True)
@@ -51,12 +53,11 @@ def evaluate(
     spec: SamplingSpec,
     seed: int,
     on_progress: Callable[[str], None] | None = None,
-    progress: EvaluationProgress | None = None,
     pass_at: Sequence[int] = (),
 ) -> list[dict[str, Any]]:
     """Rows of the eval table: one for each split, level and temperature that the task has.
 
-    `prompts` puzzles of each level, the first in the split's own fixed order. At temperature 0 one completion is enough and
+    `prompts` examples of each level, the first in the split's own fixed order. At temperature 0 one completion is enough and
     k = 1; above, k = `samples`. The accuracy is avg@k; its standard error that of the mean over prompts of each prompt's
     share of correct completions. Draws are seeded by (seed, split, level, temperature), the same at every step and for every
     method.
@@ -64,23 +65,29 @@ def evaluate(
     Args:
         policy, task, step, splits, prompts, temperatures, samples, spec, seed: as above.
         on_progress: called with a line of text on what is measured.
-        progress: has the batches that are finished already, and keeps new ones.
         pass_at: further columns `pass_at_<k>` and `pass_at_<k>_std_error`, unbiased, for each k from 1 to `samples`.
     """
+    report = on_progress or (lambda text: None)
     rows = []
-    for cell in cells(task, splits, prompts, temperatures, samples):
-        report = on_progress or (lambda text: None)
+    for cell in _cells(task, splits, prompts, temperatures, samples):
         name, number = f"{cell.split}, level {cell.level}, temperature {cell.temperature:g}", len(cell.examples)
         report(f"{name}: {number} prompts")
-        batches: list[Batch] = []
-        for batch in _batches(policy, task, cell, spec, seed, progress):
-            batches.append(batch)
-            done = sum(len(finished.correct) for finished in batches)
-            if done < number:
-                report(f"{name}: {done} of {number} prompts done")
-        correct = np.array([row for batch in batches for row in batch.correct], dtype=bool)
-        rewards = [value for batch in batches for value in batch.rewards]
-        row = evaluation_row(step, task.name, cell.split, cell.level, correct, rewards, cell.temperature)
+        correct, cut = np.zeros((0, cell.samples), dtype=bool), np.zeros((0, cell.samples), dtype=bool)
+        rewards: list[float] = []
+        greedy = {"top_p": 1.0, "top_k": 0} if cell.temperature == 0 else {}
+        sampling = spec.model_copy(update={"temperature": cell.temperature, **greedy})
+        size = max(1, BATCH_COMPLETIONS // cell.samples)
+        for first in range(0, number, size):
+            examples = cell.examples[first : first + size]
+            draws = derive(seed, f"evaluation:{cell.name}")
+            drawn, scored = draw_scored(policy, task, examples, cell.samples, sampling, draws, first)
+            shape = (len(examples), cell.samples)
+            correct = np.concatenate([correct, np.array([one.correct for one in scored], dtype=bool).reshape(shape)])
+            cut = np.concatenate([cut, drawn.truncated.cpu().numpy().reshape(shape)])
+            rewards += [one.total for one in scored]
+            if len(correct) < number:
+                report(f"{name}: {len(correct)} of {number} prompts done")
+        row = evaluation_row(step, task.name, cell.split, cell.level, correct, rewards, cell.temperature, cut)
         for k in pass_at:
             values = prompt_pass_at_k(correct, min(k, cell.samples))
             row |= {f"pass_at_{k}": float(values.mean()), f"pass_at_{k}_std_error": standard_error(values)}
@@ -88,45 +95,23 @@ def evaluate(
     return rows
 
 
-def cells(
+def _cells(
     task: Task, splits: Sequence[str], prompts: int, temperatures: Sequence[float], samples: int
 ) -> Iterator[Cell]:
-    """The rows to measure, in their order."""
     for split in splits:
         by_level: dict[str, list[Example]] = {}
-        for example in examples_of(task, split):
+        for example in _examples_of(task, split):
             by_level.setdefault(str(example.meta.get("level", "all")), []).append(example)
         for level, examples in sorted(by_level.items()):
             for temperature in temperatures:
                 yield Cell(split, level, float(temperature), 1 if temperature == 0 else samples, examples[:prompts])
 
 
-def examples_of(task: Task, split: str) -> list[Example]:
+def _examples_of(task: Task, split: str) -> list[Example]:
     """Examples of a split, none if the task lacks it; `all` is every row of a data set in its order."""
     if split == EVERY_ROW and isinstance(task, DatasetTask):
         return task.rows()
     return task.splits().get(split, [])
-
-
-def _batches(
-    policy: Policy, task: Task, cell: Cell, spec: SamplingSpec, seed: int, progress: EvaluationProgress | None
-) -> Iterator[Batch]:
-    """The cell's batches in order; those that `progress` does not have are drawn and scored."""
-    greedy = {"top_p": 1.0, "top_k": 0} if cell.temperature == 0 else {}
-    drawn = spec.model_copy(update={"temperature": cell.temperature, **greedy})
-    size = max(1, BATCH_COMPLETIONS // cell.samples)
-    for first in range(0, len(cell.examples), size):
-        batch = progress.get(cell.name, first) if progress is not None else None
-        if batch is None:
-            examples = cell.examples[first : first + size]
-            _, rewards = draw_scored(
-                policy, task, examples, cell.samples, drawn, derive(seed, f"evaluation:{cell.name}"), first
-            )
-            correct = np.array([reward.correct for reward in rewards], dtype=bool).reshape(len(examples), cell.samples)
-            batch = Batch(correct.tolist(), [reward.total for reward in rewards])
-            if progress is not None:
-                progress.put(cell.name, first, batch)
-        yield batch
 
 
 def check_splits(task: Task, splits: Sequence[str]) -> None:
@@ -146,3 +131,118 @@ def heldout_score(rows: Sequence[dict[str, Any]]) -> float:
     """Accuracy that ranks checkpoints: the first split of `rows` at its first temperature, over all levels."""
     chosen = [r for r in rows if (r["split"], r["temperature"]) == (rows[0]["split"], rows[0]["temperature"])]
     return sum(r["accuracy"] * r["n"] for r in chosen) / sum(r["n"] for r in chosen)
+
+
+def evaluate_model(
+    model: str,
+    *,
+    task: str | None = None,
+    splits: Sequence[str] | None = None,
+    temperatures: Sequence[float] = (0.0, 1.0),
+    prompts: int = 500,
+    samples: int = 1,
+    seed: int = 0,
+    pass_at: Sequence[int] = (),
+    overrides: Sequence[str] = (),
+    on_progress: Callable[[str], None] | None = None,
+) -> list[dict[str, Any]]:
+    """Rows of the eval table, with 95 % intervals, for a run's last checkpoint, a model folder, a hub id or `embedded:NAME`.
+
+    A run has its own task and sampling limits, an embedded policy its task; `task` and `overrides` change them.
+
+    Args:
+        model, task, temperatures, prompts, samples, seed, pass_at, overrides: as above, and as of `evaluate`.
+        splits: all of these; None: those of DEFAULT_SPLITS that the task has. Of task `dataset`, `all` is every row.
+        on_progress: called with a line of text on what is measured.
+
+    Raises:
+        UserError: no such model, a run without a checkpoint, a task without the splits, or a number out of its range.
+    """
+    from sharpscope.config import build_config
+
+    tell = on_progress or (lambda text: None)
+    _check_numbers(prompts, samples, temperatures, pass_at)
+    folder, file, step = Path(model), None, 0
+    if (folder / "run.json").exists():
+        saved = checkpoints(folder)
+        if not saved:
+            raise UserError(f"run '{folder}' has no checkpoint; evaluate one of its models by folder, or let it run on")
+        file, model, step = folder / "config.yaml", str(saved[-1]), step_of(saved[-1])
+    values: dict[str, Any] = {"policy.model": model}
+    if task is None and file is None and model.startswith(EMBEDDED_PREFIX):
+        task = embedded_policy(model.removeprefix(EMBEDDED_PREFIX)).task
+    if task is not None:
+        values["task"] = dict(task_choice(task))
+    config = build_config(file, overrides, values)
+    environment.set_threads(config.threads, config.policy.model)
+    made = make_task(config.task)
+    present = _present_splits(made, splits)
+    if file is None:
+        check_revision(config.policy)
+    policy = load_policy(config.policy)
+    if isinstance(made, DatasetTask):
+        for split in present:
+            tell(_rows_used(made, split))
+    rows = evaluate(
+        policy,
+        made,
+        step=step,
+        splits=present,
+        prompts=prompts,
+        temperatures=temperatures,
+        samples=samples,
+        spec=config.rollout,
+        seed=seed,
+        on_progress=tell,
+        pass_at=pass_at,
+    )
+    return [row | _intervals(row, pass_at) for row in rows]
+
+
+def _check_numbers(prompts: int, samples: int, temperatures: Sequence[float], pass_at: Sequence[int]) -> None:
+    for option, number in (("--prompts", prompts), ("--samples", samples)):
+        if number < 1:
+            raise UserError(f"{option} {number}: must be at least 1")
+    for temperature in temperatures:
+        if not 0 <= temperature < math.inf:
+            raise UserError(f"--temperature {temperature:g}: must be 0 (greedy) or a positive number")
+    for k in pass_at:
+        if not 1 <= k <= samples:
+            raise UserError(
+                f"-k {k}: pass@k needs from 1 to --samples = {samples} completions per prompt; raise --samples"
+            )
+
+
+def _present_splits(task: Task, splits: Sequence[str] | None) -> list[str]:
+    """The named splits, all of which the task must have; None: those of DEFAULT_SPLITS that it has."""
+    wanted = DEFAULT_SPLITS if splits is None else splits
+    present = [split for split in wanted if _examples_of(task, split)]
+    missing = [split for split in wanted if split not in present]
+    if not present or (missing and splits is not None):
+        available = [split for split, examples in task.splits().items() if examples]
+        available += [EVERY_ROW] if isinstance(task, DatasetTask) else []
+        raise UserError(
+            f"--split {', '.join(missing)}: the task has {', '.join(available) or 'no splits'}; name one of them, or "
+            "repeat --split for several"
+        )
+    return present
+
+
+def _intervals(row: dict[str, Any], pass_at: Sequence[int]) -> dict[str, float]:
+    """95 % intervals over prompts of a row's accuracy and of its pass@k."""
+    from sharpscope.analysis.statistics import accuracy_interval  # scipy is slow to import
+
+    ends = {"accuracy": accuracy_interval(row["accuracy"], row["std_error"], row["n"], row["k"])}
+    for k in pass_at:
+        groups = row["k"] / min(k, row["k"])  # of k completions each, at most this many independent ones
+        ends[f"pass_at_{k}"] = accuracy_interval(row[f"pass_at_{k}"], row[f"pass_at_{k}_std_error"], row["n"], groups)
+    return {f"{name}_{end}": getattr(interval, end) for name, interval in ends.items() for end in ("low", "high")}
+
+
+def _rows_used(task: DatasetTask, split: str) -> str:
+    """A line on how many rows of the data set's file a split has."""
+    spec, count = task.spec, len(_examples_of(task, split))
+    if split == "heldout" and spec.heldout_path:
+        return f"split heldout: all {count} rows of task.heldout_path = {spec.heldout_path}"
+    text = f"split {split}: {count} of the {len(task.rows())} rows of task.path = {spec.path}"
+    return text if split == EVERY_ROW else f"{text}; --split all takes every row"

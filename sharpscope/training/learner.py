@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor, nn
@@ -22,15 +22,16 @@ from sharpscope.objective import (
     Plan,
     entropy_bonus,
     group_advantages,
+    k3,
     passes_of,
     policy_loss,
     prepare,
     reference_method,
     token_normalizer,
 )
-from sharpscope.policy import Rollouts, Scored, TokenStats
+from sharpscope.policy import Rollouts, TokenStats
 from sharpscope.policy.adapters import without_adapters
-from sharpscope.policy.scoring import Scorer, shortest_row, write_stats
+from sharpscope.policy.scoring import Scorer, shortest_row
 from sharpscope.policy.sharding import ModelView, gathered_copy
 from sharpscope.probes import coming_step, noise_rotation, rotation
 from sharpscope.recording import (
@@ -48,7 +49,6 @@ from sharpscope.recording import (
     update_norm,
 )
 from sharpscope.seeds import generator
-from sharpscope.training.optimizer import scale_gradients, updates_done
 from sharpscope.training.rollouts import finite_group_rows
 
 Gradient = list[Tensor | None]
@@ -67,20 +67,22 @@ class AppliedUpdate:
         index: within the step, from 0.
         loss: at the present weights.
         clip_factor: what clipping has multiplied the gradient by; None if a sharpness method has reshaped it.
-        loss_fn: makes the loss as a function of the weights, by prompt (k,) with mean L, and its value at the present weights,
-            None if that takes a forward pass; every process must call the function.
+        loss_fn: the loss at the present weights by prompt, (k,) with mean L, with π_old, advantages and token weights as they are;
+            every process must call it.
     """
 
     index: int
     loss: float
     clip_factor: float | None
-    loss_fn: Callable[[], tuple[Callable[[], Tensor], Tensor | None]]
+    loss_fn: Callable[[], Tensor]
 
 
 BeforeOptimizer = Callable[[AppliedUpdate], None]
 """Sees an update that the optimizer is about to make; changes nothing."""
 
 NO_GRADIENT = "the gradient is not finite"
+KL_PART, KL_FEWEST = 16, 4
+"""One in KL_PART completions of a step, at least about KL_FEWEST, are scored again after its last update."""
 BROKEN = "an update made model weights that are not finite, and no later update can repair them"
 
 
@@ -122,17 +124,6 @@ class Learner:
         with without_adapters(model) if model is self.scorer.model else nullcontext():
             return self.scorer.log_probabilities(rollouts, model=model)
 
-    def fused(self, method: Method) -> bool:
-        """Whether the first backward pass can compute π_old's statistics as well: the same numbers, one pass less."""
-        return (
-            method.pointwise
-            and self.mini_batches == self.inner_epochs == 1
-            and passes_of(method) == 1
-            and self.proximal is None
-            and method.sharpness.kind == "none"  # the second gradient, at shifted weights, needs π_old as it was
-            and not self.scorer.sharded  # a plan that fails in one process alone would leave the others waiting
-        )
-
     def learn(
         self,
         rollouts: Rollouts,
@@ -162,22 +153,19 @@ class Learner:
             before_optimizer: observes each update between clipping and the optimizer's step.
             rotations: whether to compare each update with the reference objective's; costs a forward and a backward pass each.
         """
-        if stats is None and not self.fused(method):
-            stats = self.scorer.statistics(rollouts)
-        tokens = StepTokens.unused(self.scorer.zeros(rollouts) if stats is None else stats)
-        plan: Plan | None = None
+        stats = self.scorer.statistics(rollouts) if stats is None else stats
+        tokens = StepTokens.unused(stats)
         updates: list[UpdateResult] = []
+        warnings: tuple[str, ...] = ()
         try:
-            if stats is not None:
-                plan = self.plan(rollouts, advantage, step, progress, method, stats)
+            plan = self.plan(rollouts, advantage, step, progress, method, stats)
+            warnings = plan.warnings
             work = _Updates(self, rollouts, advantage, progress, method, plan, tokens, rotations, before_optimizer)
             for index, (rows, pass_index) in enumerate(self._schedule(rollouts, step, method)):
                 gradient = work.gradient(index, rows, pass_index)
-                if index == 0 and before_first_update is not None:
-                    weight = tokens.weight if plan is None else plan.weight
-                    if not before_first_update(tokens.stats, weight):
-                        updates.append(work.skip(gradient, gradient.norm))
-                        break
+                if index == 0 and before_first_update is not None and not before_first_update(stats, plan.weight):
+                    updates.append(work.skip(gradient, gradient.norm))
+                    break
                 if before_step is not None and gradient.finite:
                     # Before the gradient is reshaped: the tokens' coefficients are those of the loss's own gradient.
                     first_use = tokens.update[rows] == index
@@ -187,8 +175,21 @@ class Learner:
         except NonFiniteError as error:  # a token weight
             self.optimizer.zero_grad(set_to_none=True)
             updates.append(UpdateResult(math.nan, math.nan, math.nan, 0.0, 0.0, skipped=True, problem=str(error)))
-        corrected = method.correction.kind != "none"
-        return StepResult(updates, tokens, () if plan is None else plan.warnings, corrected)
+        made = any(not update.skipped for update in updates) and not any(update.broken for update in updates)
+        kl = self._kl_step(rollouts, method, stats) if made else None
+        return StepResult(updates, tokens, warnings, method.correction.kind != "none", kl)
+
+    def _kl_step(self, rollouts: Rollouts, method: Method, stats: TokenStats) -> float | None:
+        """KL(π_old‖π) [nats / token] on a part of the step's completions; `stats` are π_old's."""
+        count = len(rollouts)
+        rows = torch.arange(0, count, max(1, min(count // KL_FEWEST, KL_PART)))
+        used = loss_mask(rollouts, method)[rows].bool().cpu()
+        if not bool(used.any()):
+            return None
+        part = rollouts.rows(rows)
+        logp = self.scorer.log_probabilities(part).double().cpu()
+        old = stats.logp[rows].double().cpu()[:, : logp.shape[1]]
+        return float(k3(old, logp)[used[:, : logp.shape[1]]].mean())
 
     def compare(
         self,
@@ -270,7 +271,7 @@ class _Updates:
     advantage: Tensor  # (N,) or (N, T)
     progress: float
     method: Method
-    plan: Plan | None  # None: each microbatch makes its own
+    plan: Plan
     tokens: StepTokens
     rotations: bool = False
     before_optimizer: BeforeOptimizer | None = None
@@ -297,8 +298,7 @@ class _Updates:
     def _described(self, made: UpdateResult, gradient: _Gradient) -> UpdateResult:
         """`made` with its learning rate and what its tokens say."""
         lr = float(self.learner.optimizer.param_groups[0]["lr"])
-        coef = self._entropy_coef if self.method.needs_entropy else None
-        return replace(made, lr=lr, summary=gradient.tokens.summary(), entropy=gradient.entropy, entropy_coef=coef)
+        return replace(made, lr=lr, summary=gradient.tokens.summary(), entropy=gradient.entropy)
 
     def reshape(self, gradient: _Gradient) -> float:
         """Let the method's sharpness control replace the gradient in `.grad`; returns its norm."""
@@ -315,10 +315,11 @@ class _Updates:
             return self.skip(gradient, norm)
         factor = clip_factor(norm, learner.max_grad_norm)
         rotation = self.rotation(gradient.rows, norm) if self.rotations else None
-        scale_gradients(learner.parameters, factor)
+        _scale_gradients(learner.parameters, factor)
         if self.before_optimizer is not None:
             plain = factor if self.method.sharpness.kind == "none" else None
-            self.before_optimizer(AppliedUpdate(gradient.index, gradient.loss, plain, lambda: self._loss_fn(gradient)))
+            loss_fn = partial(self._loss, gradient.rows, gradient.pass_index)
+            self.before_optimizer(AppliedUpdate(gradient.index, gradient.loss, plain, loss_fn))
         learner.optimizer.step()
         size = update_norm(learner.optimizer)
         self._move_proximal()
@@ -341,72 +342,42 @@ class _Updates:
             learner.entropy_control.count(self.method.entropy, gradient.entropy)
         return described
 
-    def _loss_fn(self, gradient: _Gradient) -> tuple[Callable[[], Tensor], Tensor | None]:
-        """The loss of an update by prompt (k,) as a function of the weights: π_old, advantages and token weights stay as they are.
-
-        Its value at the present weights follows without a forward pass at a step's first update, whose policy is π_old, unless
-        low precision makes log-probabilities depend on the microbatch.
-        """
-        plan = self.plan
-        if plan is None:  # of the pass that computed the gradient
-            stats = self.tokens.stats
-            tensors = step_tensors(self.rollouts, self.advantage, stats, stats.logp, self.progress, self.method)
-            plan = prepare(self.method, tensors)
-        start, scorer = None, self.learner.scorer
-        coarse = (scorer.compute or self.learner.parameters[0].dtype) in (torch.bfloat16, torch.float16)
-        if gradient.index == 0 and not coarse and not self._needs_passes:
-            start = self._loss(plan, gradient.rows, gradient.pass_index, known=self.tokens.stats.logp)
-        return lambda: self._loss(plan, gradient.rows, gradient.pass_index), start
-
-    @property
-    def _needs_passes(self) -> bool:
-        """Whether the loss depends on more than the policy's log-probabilities."""
-        learner = self.learner
-        return self.method.needs_entropy or learner.reference is not None or learner.proximal is not None
-
-    def _moving(self, rows: Tensor, plan: Plan | None) -> Tensor:
+    def _moving(self, rows: Tensor) -> Tensor:
         """(n,) bool on the CPU: whether the loss of `rows` (n,) has a gradient, or is 0 at all weights."""
         if self.method.needs_entropy or (self.method.kl.coef > 0 and not self.method.kl_in_reward):
             return torch.ones(len(rows), dtype=torch.bool)
-        if plan is None:  # then no method has a penalty
-            return (self.advantage[rows] != 0).reshape(len(rows), -1).any(1).cpu()
-        return ((plan.advantage[rows] != 0) | (plan.penalty[rows] != 0)).any(1).cpu()
+        return ((self.plan.advantage[rows] != 0) | (self.plan.penalty[rows] != 0)).any(1).cpu()
 
     @torch.no_grad()
-    def _loss(self, plan: Plan, rows: Tensor, pass_index: int, known: Tensor | None = None) -> Tensor:
+    def _loss(self, rows: Tensor, pass_index: int) -> Tensor:
         """k·(part of L) of each of the k prompts of some rows at the present weights, (k,) float64 with mean L.
 
         Rows without advantage and penalty, whose part is 0 at all weights unless the loss has further terms, are not run.
-        `known` are log-probabilities (N, T) that save the forward passes.
         """
         learner, rollouts, scorer = self.learner, self.rollouts, self.learner.scorer
         mask, dtype = loss_mask(rollouts, self.method)[rows], self.tokens.stats.logp.dtype
-        normalizer = token_normalizer(self.method, mask, learner.max_new_tokens, keep=plan.keep[rows], dtype=dtype)
+        keep = self.plan.keep[rows]
+        normalizer = token_normalizer(self.method, mask, learner.max_new_tokens, keep=keep, dtype=dtype)
         position = {int(row): index for index, row in enumerate(rows)}
         prompts = rollouts.group[rows].unique().cpu()
         total = torch.zeros(len(prompts), dtype=torch.float64)
-        rows = rows[self._moving(rows, plan)]
+        rows = rows[self._moving(rows)]
         if not len(rows):
             return total
         _, batches = scorer.split(rollouts, rows)
-        idle = scorer.idle_passes(batches) if known is None else 0
         for micro in batches:
             local = torch.tensor([position[int(row)] for row in micro])
             part = rollouts.rows(micro)
-            scored = (
-                Scored(known[micro], None)
-                if known is not None
-                else scorer.score(part, entropy=self.method.needs_entropy)
-            )
+            scored = scorer.score(part, entropy=self.method.needs_entropy)
             reference, proximal = (self._frozen_logp(one, part) for one in (learner.reference, learner.proximal))
             for index, prompt in enumerate(prompts.tolist()):
                 of = (part.group == prompt).nonzero()[:, 0].cpu()
                 if not len(of):
                     continue
-                own = plan.rows(micro[of.to(micro.device)])
+                plan = self.plan.rows(micro[of.to(micro.device)])
                 loss = policy_loss(
                     self.method,
-                    own,
+                    plan,
                     scored.logp[of],
                     normalizer[local[of]],
                     reference_logp=None if reference is None else reference[of],
@@ -415,10 +386,9 @@ class _Updates:
                 ).loss
                 if scored.entropy is not None:
                     tokens = int(mask.sum())
-                    bonus = entropy_bonus(self._entropy_coef, own, scored.entropy[of], tokens, pass_index=pass_index)
-                    loss = loss - bonus
+                    loss -= entropy_bonus(self._entropy_coef, plan, scored.entropy[of], tokens, pass_index=pass_index)
                 total[index] += float(loss) * len(prompts)
-        for _ in range(idle):
+        for _ in range(scorer.idle_passes(batches)):
             part = shortest_row(rollouts)
             scorer.score(part)
             self._frozen_logp(learner.reference, part)
@@ -431,7 +401,7 @@ class _Updates:
         """
         learner, proximal = self.learner, self.method.proximal
         if learner.proximal is not None and isinstance(proximal, EwmaProximal):
-            decay, done = proximal.decay, updates_done(learner.optimizer)
+            decay, done = proximal.decay, _updates_done(learner.optimizer)
             with torch.no_grad():
                 for average, new in zip(learner.proximal.parameters(), learner.scorer.model.parameters(), strict=True):
                     average.lerp_(new.detach(), (1 - decay) / (1 - decay ** (done + 1)))
@@ -451,40 +421,34 @@ class _Updates:
         learner.optimizer.zero_grad(set_to_none=True)
         dtype = self.tokens.stats.logp.dtype
         mask = loss_mask(rollouts, self.method)[rows]
-        keep = None if self.plan is None else self.plan.keep[rows]
+        keep = self.plan.keep[rows]
         normalizer = token_normalizer(self.method, mask, learner.max_new_tokens, keep=keep, dtype=dtype)  # (n, T)
         position = {int(row): i for i, row in enumerate(rows)}
         tokens = UpdateTokens.zeros(mask.shape, dtype)
-        total, entropy, problem = 0.0, 0.0, None
+        total, entropy = 0.0, 0.0
         part = rows if part is None else part
         groups = rollouts.group.cpu()[part]
-        moving = torch.isin(groups, groups[self._moving(part, self.plan)])
+        moving = torch.isin(groups, groups[self._moving(part)])
         if scorer.sharded or not bool(moving.any()):  # all processes run the same passes; gradients are zeros, not None
             moving = torch.ones_like(moving)
         own, batches = scorer.split(rollouts, part[moving])
         still, without_gradient = scorer.split(rollouts, part[~moving]) if index is not None else (own[:0], [])
         own = torch.cat([own, still])
         idle = scorer.idle_passes(batches)
-        try:
-            for number, micro in enumerate([*batches, *without_gradient]):
-                local = torch.tensor([position[int(row)] for row in micro])
-                with torch.set_grad_enabled(number < len(batches)):
-                    loss, nats = self._microbatch(
-                        micro, local, normalizer[local], pass_index, index, tokens, loss_tokens=int(mask.sum())
-                    )
-                total, entropy = total + loss, entropy + nats
-        except NonFiniteError as error:  # a token weight, which every process must hear of
-            problem = str(error)
+        for number, micro in enumerate([*batches, *without_gradient]):
+            local = torch.tensor([position[int(row)] for row in micro])
+            with torch.set_grad_enabled(number < len(batches)):
+                loss, nats = self._microbatch(
+                    micro, local, normalizer[local], pass_index, index, tokens, loss_tokens=int(mask.sum())
+                )
+            total, entropy = total + loss, entropy + nats
         for _ in range(idle):
             self._idle_microbatch()
-        problem = distributed.first_not_none([problem])
-        if problem is not None:
-            raise NonFiniteError(problem)
         distributed.sum_gradients(learner.parameters)
         if index is not None:
             local = torch.tensor([position[int(row)] for row in own], dtype=torch.long)
             distributed.exchange_rows(local, tokens.tensors())
-            distributed.exchange_rows(own, self.tokens.tensors(stats=self.plan is None))
+            distributed.exchange_rows(own, self.tokens.tensors())
         used = int(tokens.used.sum())
         mean = distributed.sum_values(entropy) / used if self.method.needs_entropy and used else None
         return distributed.sum_values(total), tokens, mean
@@ -504,16 +468,8 @@ class _Updates:
         Without gradients enabled, no gradient is added.
         """
         learner, rows, moves = self.learner, self.rollouts.rows(micro), torch.is_grad_enabled()
-        scored = learner.scorer.score(rows, with_grad=moves, stats=self.plan is None, entropy=self.method.needs_entropy)
-        logp = scored.logp  # (n, T)
-        if scored.stats is None:
-            assert self.plan is not None
-            plan = self.plan.rows(micro)
-        else:
-            # π_old is the present policy, so its statistics are those of this very pass and the ratio is exactly 1.
-            old = logp.detach()
-            tensors = step_tensors(rows, self.advantage[micro], scored.stats, old, self.progress, self.method)
-            plan = prepare(self.method, tensors)
+        scored = learner.scorer.score(rows, with_grad=moves, entropy=self.method.needs_entropy)
+        logp, plan = scored.logp, self.plan.rows(micro)  # (n, T)
         if moves:
             logp.retain_grad()
         out = policy_loss(
@@ -543,8 +499,6 @@ class _Updates:
                 ratio=out.ratio,
                 log_ratio=logp.detach() - plan.behavior_logp,
             )
-            if scored.stats is not None:
-                write_stats(self.tokens.stats, micro, scored.stats)
             self._record(index, micro, plan, out, coef, pass_index)
         return float(loss.detach()), nats
 
@@ -668,3 +622,15 @@ def _added(gradients: Sequence[Gradient]) -> Gradient:
 def _problem(loss: float, norm: float) -> str:
     """What is not finite; empty if all is."""
     return "the loss is not finite" if not math.isfinite(loss) else "" if math.isfinite(norm) else NO_GRADIENT
+
+
+def _scale_gradients(parameters: Sequence[nn.Parameter], factor: float) -> None:
+    if factor != 1.0:
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+
+
+def _updates_done(optimizer: torch.optim.AdamW) -> int:
+    """Updates that the optimizer has made, including those before a checkpoint, by AdamW's own count."""
+    return max((int(state["step"]) for state in optimizer.state.values() if "step" in state), default=0)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import math
+import signal
 import time
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +23,6 @@ from sharpscope.policy import Policy, check_lengths, check_revision, render_prom
 from sharpscope.policy.sharding import shard
 from sharpscope.recording import (
     Drawer,
-    Event,
     Observations,
     Observers,
     RolloutBatch,
@@ -32,6 +33,7 @@ from sharpscope.recording import (
     check_method,
     check_probe_set,
     environment,
+    kept_rows,
     plain_norm,
     rollout_columns,
     rotation_event,
@@ -39,22 +41,27 @@ from sharpscope.recording import (
     solution_losses,
     step_tensors,
     steps_row,
+    temperature_gap,
     token_columns,
     update_columns,
 )
+from sharpscope.rules import Event, judge
 from sharpscope.tasks import Task, make_task
-from sharpscope.traces import RunLock, create_run_dir, load_run, read_run_info
+from sharpscope.traces import RunLock, create_run_dir, read_run_info
 from sharpscope.traces.files import RUN_FILE
-from sharpscope.training import saving
-from sharpscope.training.checkpoint import Progress, fingerprint, load_vectors, newest_valid
-from sharpscope.training.clock import Clock, stop_after_step
-from sharpscope.training.data_order import DataOrder
-from sharpscope.training.display import Display, QuietDisplay
+from sharpscope.training.checkpoint import Progress, fingerprint, load_vectors, newest_valid, restore, save, step_of
+from sharpscope.training.display import Display
 from sharpscope.training.evaluate import check_splits, evaluate, heldout_score
 from sharpscope.training.learner import AppliedUpdate
-from sharpscope.training.optimizer import build_optimizer, learning_rate, set_learning_rate
-from sharpscope.training.rollouts import draw_rollouts
-from sharpscope.training.setup import load_start, make_learner, reference_policy
+from sharpscope.training.rollouts import DataOrder, draw_rollouts
+from sharpscope.training.setup import (
+    build_optimizer,
+    learning_rate,
+    load_start,
+    make_learner,
+    reference_policy,
+    set_learning_rate,
+)
 
 if TYPE_CHECKING:
     from sharpscope.config import RunConfig
@@ -90,7 +97,7 @@ def train(config: RunConfig, display: Display | None = None, resume: bool = Fals
     disable_progress_bar()  # transformers' own bars; `display` shows progress
     launch = distributed.start(config.policy.device)
     threads = environment.set_threads(config.threads, config.policy.model)
-    display = display if display is not None and distributed.is_rank_zero() else QuietDisplay()
+    display = display if display is not None and distributed.is_rank_zero() else Display()
     folder = config.run_dir
     with ExitStack() as stack:
 
@@ -103,7 +110,7 @@ def train(config: RunConfig, display: Display | None = None, resume: bool = Fals
             distributed.rank_zero_call(lock)
             distributed.rank_zero_call(lambda: run_folder.check_resume(config))
             saved, notes = distributed.rank_zero_call(lambda: newest_valid(folder))
-        if not resume:
+        else:
             check_revision(config.policy)
         task = make_task(config.task)
         examples = task.splits().get("train", [])
@@ -122,7 +129,7 @@ def train(config: RunConfig, display: Display | None = None, resume: bool = Fals
             distributed.rank_zero_call(lock)
         begun = distributed.broadcast((folder / RUN_FILE).exists())
         if begun and not resume:
-            raise UserError(f"out: {folder} holds a run and is not overwritten; choose another --out")
+            raise UserError(f"out: {folder} contains a run and is not overwritten; choose another --out")
         if not begun:
             distributed.rank_zero_call(lambda: run_folder.begin_run_dir(config, policy, info))
         try:
@@ -131,6 +138,20 @@ def train(config: RunConfig, display: Display | None = None, resume: bool = Fals
             if not resume and distributed.is_rank_zero():
                 run_folder.discard_unused(folder)
             raise
+
+
+class _Clock:
+    """Wall time by part of a step [s]."""
+
+    def __init__(self) -> None:
+        self.laps: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def lap(self, name: str, plus: float = 0.0) -> None:
+        """Assign the time since the last lap and `plus` seconds to `name`."""
+        present = time.perf_counter()
+        self.laps[name] = present - self._last + plus
+        self._last = present
 
 
 class _Run:
@@ -142,7 +163,6 @@ class _Run:
         from sharpscope.config import default_preset
 
         self.config, self.policy, self.task, self.display = config, policy, task, display
-        self.device = policy.device
         self.method = config.method.with_preset("auto", default_preset(config))
         self.reference = reference_policy(config, policy) if self.method.needs_reference else None
         self.reference_mark = None if self.reference is None else fingerprint(self.reference)
@@ -152,7 +172,9 @@ class _Run:
         self.optimizer = build_optimizer(policy.model, config.optimizer)
         self.order = DataOrder(examples, config.seed)
         self.recent: list[float] = []  # log gradient norms of the last steps, for spikes
-        self.stop_requested = False
+        self.rows: list[Mapping[str, Any]] = []  # of the steps table, for the health rules
+        self.stop = ""  # why the run must stop after this step
+        self.stop_requested = False  # by the user
         # Whether the weights are not finite: they are not measured then, and no checkpoint replaces a good one.
         self.broken = False
         self.shown: set[str] = set()  # warnings of the method that were reported
@@ -161,7 +183,6 @@ class _Run:
         self.observers = Observers(config, policy, self.learner.view, Drawer(config, policy, task))
 
     def _shard(self, reshard: bool) -> None:
-        """Shard the weights of the policy and of its reference."""
         if self.proximal is not None:
             raise UserError(
                 f"method.proximal: {method_label(self.method)} keeps an average of all weights, which is not sharded; launch "
@@ -182,20 +203,19 @@ class _Run:
         if mark is not None:
             distributed.rank_zero_call(lambda: run_folder.check_reference(run_dir, mark))
         done = restored = 0 if checkpoint is None else self._restore(checkpoint)
-        if checkpoint is not None:
-            self.observers.budget.repeat(distributed.rank_zero_call(lambda: load_run(run_dir).steps))
         notes = notes + distributed.rank_zero_call(
             lambda: run_folder.wind_back(run_dir, None if checkpoint is None else done)
         )
+        if checkpoint is not None:
+            notes.append(f"resumed after step {done}, from {checkpoint.name}")
         info = distributed.rank_zero_call(lambda: read_run_info(run_dir))
         run_folder.note(run_dir, status="running", steps_done=done, notes=[*info.get("notes", []), *notes])
         status, reason = "failed", ""
-        self.display.start(
-            f"{method_label(config.method)} · {config.task.kind} · seed {config.seed}", config.steps, done
-        )
+        title = f"{method_label(config.method)} · {config.task.kind} · seed {config.seed}"
+        self.display.start(title, config.steps, done)
         started = time.perf_counter()
         try:
-            with run_folder.trace_writer(run_dir) as writer, stop_after_step(self):
+            with run_folder.trace_writer(run_dir) as writer, _stop_after_step(self._interrupt):
                 self.writer = writer
                 self.display.status("choosing the probe set")
                 events = self.observers.start(self.task, info)
@@ -205,15 +225,17 @@ class _Run:
                     self._evaluate(0)
                     self._probe(0)
                 for step in range(done + 1, config.steps + 1):
-                    stop = self._step(step)
+                    self._step(step)
                     done = step
+                    stop = distributed.broadcast(self.stop)
                     if stop or any(distributed.gather(self.stop_requested)):
                         status, reason = ("failed", stop) if stop else ("interrupted", "stopped by the user")
                         break
                 else:
                     status, reason = "finished", "all steps done"
                 writer.flush()
-            if done > restored and not self.broken:
+            destroyed = self.broken or self.stop.startswith("policy_destroyed")  # the checkpoint before is worth more
+            if done > restored and not destroyed:
                 self._save(done)
         except KeyboardInterrupt:
             status, reason = "interrupted", "stopped at once by the user; the step in progress is lost"
@@ -233,24 +255,42 @@ class _Run:
                 steps_done=done,
                 end=reason,
                 seconds=round(time.perf_counter() - started, 3),
-                peak_memory_bytes=environment.peak_memory_bytes(self.device),
-                measuring=self.observers.budget.spent.summary(),
+                peak_memory_bytes=environment.peak_memory_bytes(self.policy.device),
+                measuring=self.observers.schedule.summary(),
             )
         return Outcome(run_dir, status, done, reason, tuple(notes))
 
-    def _step(self, step: int) -> str:
-        """Make one step; returns why the run must stop, or an empty string."""
-        config = self.config
+    def _interrupt(self) -> None:
+        """Handle Ctrl-C: stop after this step, the second time at once."""
+        if self.stop_requested:
+            raise KeyboardInterrupt
+        self.stop_requested = True
+        self.display.status("stopping after this step; press Ctrl-C again to stop at once")
+
+    def _step(self, step: int) -> None:
+        """Make one step."""
+        config, schedule = self.config, self.observers.schedule
         progress = (step - 1) / max(config.steps - 1, 1)
         lr = learning_rate(config.optimizer, step, config.steps)
         set_learning_rate(self.optimizer, lr)
         self.display.status(f"step {step}: drawing completions")
-        clock = Clock()
+        clock = _Clock()
         batch = self._draw(step)
         clock.lap("generation_s")
         method = self._calibrated(step, batch, progress)
         self.display.status(f"step {step}: learning")
-        health = StepHealth(config.health, step, batch, method, progress, self.device)
+        health = StepHealth(
+            config.health,
+            step,
+            batch,
+            method,
+            progress,
+            self.policy.device,
+            vocabulary=self.policy.head.weight.shape[0],
+            earlier=self.rows,
+            lr=lr,
+            checkpoint=self._last_checkpoint(step),
+        )
         observer = self.observers.for_step(step, batch.rollouts, self.recent)
         result = self.learner.learn(
             batch.rollouts,
@@ -262,44 +302,35 @@ class _Run:
             before_first_update=health.allows_updates,
             before_step=observer,
             before_optimizer=lambda update: self._before_optimizer(observer, update),
-            rotations=self.observers.budget.due("rotation", step),
+            rotations=schedule.due("rotation", step),
         )
         observed = observer.result()
-        budget = self.observers.budget
         rotating = sum(u.rotation.seconds for u in result.updates if u.rotation is not None)
         if rotating:
-            budget.spend("rotation", step, rotating)
+            schedule.spend("rotation", rotating)
         probing = observed.seconds + rotating
-        clock.lap("training_s", minus=probing)
-        events = health.events + observed.events
+        clock.lap("training_s", -probing)
         row = steps_row(step, batch, result, method, progress, lr)
-        turned = rotation_event(step, row, method, progress)
-        if turned is not None and turned.rule not in self.shown:
-            self.shown.add(turned.rule)
-            events.append(turned)
-        stop = self._judge(step, result, events)
+        health.after_updates(row)
+        self.rows = kept_rows([*self.rows, self._remembered(row, batch)])
+        self._report([*health.events, *observed.events, *self._result_events(step, row, result, method, progress)])
         norm = plain_norm(result)
         if norm:
             self.recent = [*self.recent[-49:], math.log(norm)]
         self._record(step, batch, result, observed)
-        clock.lap("recording_s", plus=probing)
-        budget.end_step(
-            step, clock.laps["generation_s"] + clock.laps["training_s"], clock.laps["recording_s"] - probing
-        )
+        clock.lap("recording_s", probing)
+        schedule.end_step(clock.laps["generation_s"] + clock.laps["training_s"], clock.laps["recording_s"] - probing)
         self.writer.append("updates", update_columns(step, result.updates))
-        self.writer.append("steps", row | clock.laps | {"scheduled": budget.scheduled(step)})
-        if step % config.recording.flush_every == 0:
-            self.writer.flush()
-            run_folder.note(config.run_dir, steps_done=step)
+        self.writer.append("steps", row | clock.laps)
+        self.writer.flush()
+        run_folder.note(config.run_dir, steps_done=step)
         self.display.step(row)
         if not self.broken:
             self._after_step(step)
-        return stop
 
     # -- parts of a step ---------------------------------------------------------------------------------------------
 
     def _draw(self, step: int) -> RolloutBatch:
-        """The step's rollouts with their rewards and advantages."""
         return draw_rollouts(
             self.policy,
             self.task,
@@ -324,9 +355,8 @@ class _Run:
 
     def _before_optimizer(self, observer: StepObserver, update: AppliedUpdate) -> None:
         """Measure the critical sharpness of a step's first update."""
-        if update.index == 0 and observer.critical_due:
-            loss_fn, start = update.loss_fn()
-            observer.critical(self.policy.model, self.optimizer, loss_fn, start=start, clip_factor=update.clip_factor)
+        if update.index == 0:
+            observer.critical(self.policy.model, self.optimizer, update.loss_fn, clip_factor=update.clip_factor)
 
     def _calibrated(self, step: int, batch: RolloutBatch, progress: float) -> Method:
         """The method of a step: constants of its token weight are fixed on the first rollouts, and run.json keeps them.
@@ -338,7 +368,7 @@ class _Run:
         stats = self.learner.scorer.statistics(batch.rollouts)
         tensors = step_tensors(batch.rollouts, batch.advantage, stats, stats.logp, progress, self.method)
         if self.method.weight.needs_gradient and not bool(tensors.mass.any()):
-            text = "no token carries a gradient yet: token weights are 1, and are calibrated at the first step with one"
+            text = "no token has a gradient yet: token weights are 1, and are calibrated at the first step with one"
             if text not in self.shown:
                 self.shown.add(text)
                 self._report([Event(step, "calibration", "info", math.nan, math.nan, "none", text)])
@@ -347,27 +377,43 @@ class _Run:
         run_folder.note(self.config.run_dir, calibration=self.method.weight.model_dump(mode="json"))
         return self.method
 
-    def _judge(self, step: int, result: StepResult, events: list[Event]) -> str:
-        """Report a step's events; returns why the run must stop, or an empty string."""
-        spec = self.config.health
+    def _last_checkpoint(self, step: int) -> str | None:
+        """Name of the newest checkpoint that is scheduled before a step."""
+        every = self.config.checkpoint.every
+        return f"step-{(step - 1) // every * every:06d}" if every and step > every else None
+
+    @staticmethod
+    def _remembered(row: Mapping[str, Any], batch: RolloutBatch) -> dict[str, Any]:
+        """What later steps' health rules need of a row."""
+        return {name: row[name] for name in ("entropy_mean", "grad_norm", "grad_clipped")} | {
+            "idle_groups": batch.idle_share
+        }
+
+    def _result_events(
+        self, step: int, row: Mapping[str, Any], result: StepResult, method: Method, progress: float
+    ) -> Iterator[Event]:
+        """Events of a step's updates: what is not finite, warnings of the method, its rotation."""
         for update in result.updates:
             if update.problem:
                 value = update.loss if not math.isfinite(update.loss) else update.grad_norm
                 self.broken = self.broken or update.broken
                 value = update.update_norm if update.broken else value
-                events += check_finite(spec, step, [(update.problem, value)], update.broken)
-        for text in result.warnings:
-            if text not in self.shown:
-                self.shown.add(text)
-                events.append(Event(step, "method", "warning", math.nan, math.nan, "warn", text))
-        self._report(events)
-        return distributed.broadcast(next((f"{e.rule}: {e.message}" for e in events if e.action == "stop"), ""))
+                yield from check_finite(self.config.health, step, [(update.problem, value)], update.broken)
+        events = [Event(step, "method", "warning", math.nan, math.nan, "warn", text) for text in result.warnings]
+        turned = rotation_event(step, row, method, progress)
+        for event in [*events, *([turned] if turned is not None else [])]:
+            key = event.rule if event is turned else event.message
+            if key not in self.shown:
+                self.shown.add(key)
+                yield event
 
-    def _report(self, events: list[Event]) -> None:
-        """Write events to the trace and show them."""
+    def _report(self, events: Sequence[Event]) -> None:
+        """Write events to the trace and show them; one whose action is `stop` ends the run after this step."""
         for event in events:
             self.writer.append("events", {name: [value] for name, value in event.row().items()})
             self.display.event(event)
+            if event.action == "stop" and not self.stop:
+                self.stop = f"{event.rule}: {event.message}"
 
     def _probe(self, step: int) -> None:
         """Measure the loss surface and the entropy at fixed tokens at scheduled steps."""
@@ -381,7 +427,7 @@ class _Run:
             for name, rows in tables.items():
                 self.writer.append(name, rows)
             self._report(events)
-            self.observers.budget.spend("surface", step, time.perf_counter() - started)
+            self.observers.schedule.spend("surface", time.perf_counter() - started)
 
     def _record(self, step: int, batch: RolloutBatch, result: StepResult, observed: Observations) -> None:
         """Write the scheduled rows of a step."""
@@ -423,8 +469,9 @@ class _Run:
             )
             rows = [row | {"heldout_loss": losses.get((row["split"], row["level"]))} for row in rows]
             self.writer.append("eval", {name: [row[name] for row in rows] for name in rows[0]})
-            self.writer.flush()
             self.display.evaluation(rows)
+            self._report(judge(step, {"temperature_gap": temperature_gap(rows)}, self.config.health.limits))
+            self.writer.flush()
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -434,22 +481,38 @@ class _Run:
             step,
             self.order.cursor,
             self.recent,
+            self.rows,
             self.method.model_dump(mode="json"),
             sorted(self.shown),
             self.scores.get(step),
             vars(self.learner.entropy_control),
             self.observers.state(),
         )
-        saving.save(self.config, self.policy, self.optimizer, progress, self.proximal, self.observers.surface.vectors)
+        save(self.config, self.policy, self.optimizer, progress, self.proximal, self.observers.surface.vectors)
 
     def _restore(self, checkpoint: Path) -> int:
-        progress = saving.restore(checkpoint, self.policy, self.optimizer, self.proximal)
+        progress = restore(checkpoint, self.policy, self.optimizer, self.proximal)
         self.observers.surface.vectors = load_vectors(checkpoint)
         self.order.cursor = progress.cursor
-        self.recent = progress.recent_log_grad_norms
+        self.recent, self.rows = list(progress.recent_log_grad_norms), list(progress.rows)
         self.shown = set(progress.said)
         self.method = type(self.method).model_validate(progress.method)
         self.observers.restore(progress.measuring)
         control = self.learner.entropy_control
         control.coef, control.last = (progress.entropy_control.get(name) for name in ("coef", "last"))
-        return progress.step
+        return step_of(checkpoint)
+
+
+@contextmanager
+def _stop_after_step(interrupt: Callable[[], None]) -> Iterator[None]:
+    """Call `interrupt` at SIGINT and SIGTERM."""
+    try:
+        previous = {number: signal.signal(number, lambda *_: interrupt()) for number in (signal.SIGINT, signal.SIGTERM)}
+    except ValueError:  # not in the main thread, where the caller handles signals
+        yield
+        return
+    try:
+        yield
+    finally:
+        for number, old in previous.items():
+            signal.signal(number, old)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -13,12 +13,33 @@ from sharpscope.config.method import DecoupledAdvantage, Sampling
 from sharpscope.objective import Method, estimate_advantages, kl_reward, overlong_penalty
 from sharpscope.policy import Policy, Rollouts, RolloutSpec, TokenStats, draw_scored, join_rollouts
 from sharpscope.recording import RolloutBatch
-from sharpscope.seeds import derive
+from sharpscope.seeds import derive, generator
 from sharpscope.tasks import Example, Reward, Task
-from sharpscope.training.data_order import DataOrder
 
 Draw = Callable[[Policy, Task, list[Example], RolloutSpec, int], tuple[Rollouts, list[Reward]]]
 """(policy, task, examples, spec, seed) -> completions and their rewards."""
+
+
+@dataclass
+class DataOrder:
+    """Takes examples in order, a new seeded permutation every epoch; `cursor`, the number taken so far, is its only state."""
+
+    examples: Sequence[Example]
+    seed: int
+    cursor: int = 0
+    _permutations: dict[int, list[int]] = field(default_factory=dict, repr=False, compare=False)
+
+    def take(self, count: int) -> list[Example]:
+        """The next `count` examples; every example is seen once before any is seen twice."""
+        taken = []
+        for position in range(self.cursor, self.cursor + count):
+            epoch, index = divmod(position, len(self.examples))
+            if epoch not in self._permutations:
+                order = torch.randperm(len(self.examples), generator=generator(self.seed, "data_order", epoch))
+                self._permutations = {epoch: order.tolist()}
+            taken.append(self.examples[self._permutations[epoch][index]])
+        self.cursor += count
+        return taken
 
 
 def draw_rollouts(

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from sharpscope.cli import app
 from sharpscope.errors import UserError
-from sharpscope.training.evaluate_model import evaluate_model
+from sharpscope.training.evaluate import evaluate_model
 
 evaluation = importlib.import_module("sharpscope.training.evaluate")  # the package has a function of that name
 CHANGES = ["task.kind=custom", "task.factory=tests.toy_task:vowels", "rollout.max_new_tokens=8", "threads=1"]

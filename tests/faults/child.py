@@ -24,7 +24,7 @@ from typing import Any, Literal
 import pyarrow.parquet as pq
 import torch
 
-from sharpscope.training import QuietDisplay, checkpoint, train
+from sharpscope.training import Display, checkpoint, train
 from tests.faults.setting import tiny_config
 from tests.launched import server
 
@@ -65,7 +65,7 @@ class Ended:
     hung: bool = False
 
 
-class _Teller(QuietDisplay):
+class _Teller(Display):
     """Tells the parent when training begins and which steps are recorded."""
 
     def __init__(self, pipe: Connection) -> None:

@@ -29,11 +29,10 @@ _COMMON: dict[str, Any] = {
     "checkpoint.keep_best": 1,
     "health.memory.action": "off",  # it speaks of the machine, not of the run
     "recording.token_gradients_every": 2,
+    "recording.group_share": 1.0,
     "recording.rotation_every": 10,
-    "recording.exact_top": 2,
-    "recording.exact_random": 2,
+    "recording.exact_tokens": 2,
     "recording.heldout_influence_every": 3,
-    "recording.heldout_samples": 2,
     "probes.prompts": 2,
     "probes.heldout_prompts": 2,
 }

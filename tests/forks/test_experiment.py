@@ -23,7 +23,7 @@ from sharpscope.forks.state import inner
 from sharpscope.recording import gradient_norm
 from sharpscope.training import learner
 from sharpscope.training.checkpoint import OPTIMIZER, checkpoint_dir
-from sharpscope.training.optimizer import learning_rate
+from sharpscope.training.setup import learning_rate
 from tests.forks.starts import SMALL, start_of
 
 

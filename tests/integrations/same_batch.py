@@ -99,7 +99,8 @@ def our_run(folder: Path, case: Case) -> Any:
             "method.aggregate": case.aggregate,
             "method.kl.coef": KL,
             "recording.token_gradients_every": 1,
-            "recording.exact_top": 100,
+            "recording.exact_tokens": 100,
+            "recording.group_share": 1.0,
             "recording.heldout_influence_every": 0,
         }
     )

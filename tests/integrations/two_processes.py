@@ -70,7 +70,12 @@ def train_all(folder: Path) -> None:
             one.add_callback(keep)
             options = {"weights": "grpo-sg", "shaping": "calibrated"} if weighted else {}
             if recorded:
-                record(one, folder / name, recording={"token_gradients_every": 1, "exact_top": 100}, **options)
+                record(
+                    one,
+                    folder / name,
+                    recording={"token_gradients_every": 1, "exact_tokens": 100, "group_share": 1.0},
+                    **options,
+                )
             one.train()
             model = one.accelerator.unwrap_model(one.model)
             assert sharded == any(hasattr(value, "full_tensor") for value in model.state_dict().values())

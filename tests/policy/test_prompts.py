@@ -19,9 +19,8 @@ from sharpscope.policy import (
 )
 from sharpscope.recording.probe_sets import Drawer
 from sharpscope.tasks import Example, KnightsKnavesSpec, Reward, ToolQaSpec, make_task
-from sharpscope.training.data_order import DataOrder
 from sharpscope.training.evaluate import evaluate
-from sharpscope.training.rollouts import draw_rollouts
+from sharpscope.training.rollouts import DataOrder, draw_rollouts
 from tests.models import tiny_model
 from tests.policy.helpers import tiny_policy, word_tokenizer
 

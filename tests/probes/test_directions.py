@@ -11,7 +11,7 @@ import torch
 
 from sharpscope.config.training import OptimizerSpec
 from sharpscope.probes import coming_step, noise_rotation, rotation
-from sharpscope.training.optimizer import build_optimizer
+from sharpscope.training.setup import build_optimizer
 from tests.models import tiny_model
 
 SHAPES = [(7, 3), (5,), (2, 2, 4), ()]

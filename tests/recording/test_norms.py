@@ -9,7 +9,7 @@ import torch
 
 from sharpscope.config.training import OptimizerSpec
 from sharpscope.recording.norms import gradient_norm, update_norm
-from sharpscope.training.optimizer import build_optimizer
+from sharpscope.training.setup import build_optimizer
 from tests.models import tiny_model
 
 

@@ -11,8 +11,7 @@ from sharpscope.objective import named_method
 from sharpscope.policy import load_policy
 from sharpscope.tasks import Example, Reward, make_task
 from sharpscope.training import train
-from sharpscope.training.data_order import DataOrder
-from sharpscope.training.rollouts import draw_rollouts
+from sharpscope.training.rollouts import DataOrder, draw_rollouts
 from tests.oracles.generation import completion_logp
 from tests.training.test_learner import gradient
 
@@ -105,7 +104,6 @@ def test_a_run_records_own_tokens_only(toy_config):
         recording__heldout_influence_every=2,
         probes__prompts=3,
         probes__heldout_prompts=3,
-        recording__heldout_samples=2,
         **TALK,
     )
     outcome = train(config)

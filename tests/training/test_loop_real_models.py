@@ -23,8 +23,7 @@ SHORT = {
     "steps": 2,
     "evaluation__every": 0,
     "recording__token_gradients_every": 1,
-    "recording__exact_top": 2,
-    "recording__exact_random": 2,
+    "recording__exact_tokens": 2,
     "seed": 1,
 }
 
@@ -99,7 +98,7 @@ ADAPTED = {"policy__lora": {"r": 2, "alpha": 4.0}, "method__kl__coef": 0.05, "ev
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_adapters_train_with_recording_and_resume_exactly(toy_config, dtype):
-    changes = ADAPTED | {"recording__token_gradients_every": 1, "recording__exact_top": 2, "policy__dtype": dtype}
+    changes = ADAPTED | {"recording__token_gradients_every": 1, "recording__exact_tokens": 2, "policy__dtype": dtype}
     whole = toy_config(name="whole", steps=4, **changes, checkpoint__every=2)
     run = sharpscope.load_run(train(whole).run_dir)
     assert 0 < run.info["trainable_parameters"] < run.info["parameters"] / 2

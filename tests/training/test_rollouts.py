@@ -15,8 +15,7 @@ from sharpscope.policy.scoring import Scorer
 from sharpscope.recording.rows import clipped_weight_share, completion_advantage
 from sharpscope.tasks import make_task
 from sharpscope.training import train
-from sharpscope.training.data_order import DataOrder
-from sharpscope.training.rollouts import draw_rollouts
+from sharpscope.training.rollouts import DataOrder, draw_rollouts
 from tests.oracles import objective as oracle
 
 

@@ -270,7 +270,7 @@ class TrainerRecorder(ABC):
         )
         seconds = step.seconds
         training = seconds["generation_s"] + seconds["training_s"]
-        self.observers.budget.end_step(self.trace.step - 1, training, seconds["recording_s"] - observed.seconds)
+        self.observers.schedule.end_step(training, seconds["recording_s"] - observed.seconds)
         self._step = Step()
 
 

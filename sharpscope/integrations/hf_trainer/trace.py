@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -27,6 +27,7 @@ from sharpscope.recording import (
     StepResult,
     environment,
     evaluation_row,
+    kept_rows,
     rollout_columns,
     steps_row,
     token_columns,
@@ -41,7 +42,7 @@ ATTRIBUTION_GAP = 0.05
 _WEIGHTS = ("mean", "std", "min", "max", "saturation_low", "saturation_high", "ess")
 UNREWARDED = {
     "steps": (
-        *("reward_mean", "reward_std", "accuracy", "zero_std_groups", "truncated_fraction"),
+        *("reward_mean", "reward_std", "accuracy", "accuracy_completed", "zero_std_groups", "truncated_fraction"),
         *(
             "generated_tokens",
             "kl",
@@ -51,7 +52,7 @@ UNREWARDED = {
         ),
     ),
     "updates": (
-        *("kl_old_k1", "kl_old_k3", "ratio_mean", "ratio_min", "ratio_p01", "ratio_p99", "ratio_max"),
+        *("kl_old_k3", "ratio_min", "ratio_max"),
         *("clip_fraction_low", "clip_fraction_high"),
     ),
     "rollouts": ("reward", "correct", "advantage", "truncated"),
@@ -87,6 +88,7 @@ class Trace:
         self.run_dir = config.run_dir
         self.step, self.recent = 1, list[float]()
         self._shown: set[str] = set()
+        self._rows: list[Mapping[str, Any]] = []  # of the steps table, for the health rules
         self._events: list[Event] = []
         self._evaluated: list[Tensor] = []
         self._stack = contextlib.ExitStack()
@@ -218,8 +220,21 @@ class Trace:
         lengths = generated_lengths(batch.rollouts)
         row |= {"completion_length_mean": float(lengths.double().mean()), "generated_tokens": int(lengths.sum())}
         self._events += observed.events
-        health = StepHealth(self.config.health, step, batch, method, self.progress, self.policy.device)
+        health = StepHealth(
+            self.config.health,
+            step,
+            batch,
+            method,
+            self.progress,
+            self.policy.device,
+            vocabulary=self.policy.head.weight.shape[0],
+            earlier=self._rows,
+            trainer="trl",
+            lr=lr,
+        )
         health.allows_updates(result.tokens.stats, result.tokens.weight)
+        health.after_updates(row)
+        self._rows = kept_rows([*self._rows, row | {"idle_groups": batch.idle_share}])
         self._events += health.events  # the rules only report here: a recorded training is never stopped
         if row["grad_norm"]:
             self.recent = [*self.recent[-49:], math.log(row["grad_norm"])]
@@ -237,9 +252,8 @@ class Trace:
         seconds["recording_s"] += time.perf_counter() - started
         self._append("updates", update_columns(step, result.updates))
         self._append("steps", row | seconds)
-        if step % spec.flush_every == 0:
-            self.writer.flush()
-            note(self.run_dir, steps_done=step)
+        self.writer.flush()
+        note(self.run_dir, steps_done=step)
         self.step += 1
 
     def _append(self, table: str, columns: dict[str, Any]) -> None:

@@ -12,9 +12,12 @@ from typing import Any
 
 import numpy as np
 
+from sharpscope.config.training import HealthSpec
 from sharpscope.errors import UserError
+from sharpscope.rules import judge
 from sharpscope.traces import TABLES, RunLock, TraceWriter, create_run_dir, create_run_info, update_run_info
 from sharpscope.traces.files import now
+from sharpscope.traces.rules import sampler_values
 
 
 @dataclass(frozen=True)
@@ -243,11 +246,8 @@ def sampler_events(step: int, rows: Sequence[Completion]) -> list[dict[str, Any]
     ]
     if not pairs:
         return []
-    from sharpscope.config.training import HealthSpec
-    from sharpscope.recording import check_sampler  # imports torch, which tables without a sampler do not need
-
     logp, sampler = np.array(pairs, dtype=np.float64).T
-    return [event.row() for event in check_sampler(HealthSpec(), step, logp, sampler)]
+    return [event.row() for event in judge(step, sampler_values(logp, sampler), HealthSpec().limits)]
 
 
 def _column(values: list[Any]) -> list[Any] | None:

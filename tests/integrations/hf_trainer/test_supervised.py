@@ -37,7 +37,7 @@ from tests.integrations.trainers import (
 from tests.integrations.two_processes import train_all
 from tests.launched import run_ranks
 
-ALL = {"token_gradients_every": 1, "exact_top": 2, "exact_random": 2}
+ALL = {"token_gradients_every": 1, "exact_tokens": 2, "group_share": 1.0}
 DROPOUT = {"architecture": "gpt2", "model": {"resid_pdrop": 0.2, "attn_pdrop": 0.2}}
 
 
@@ -99,7 +99,7 @@ def test_every_number_of_a_token_is_autograds_in_float64(make, arguments, loss, 
         pytest.skip("this TRL computes dft's loss by a function of its own, which is refused")
     keep = Weights()
     one.add_callback(keep)
-    record(one, tmp_path / "run", recording={"token_gradients_every": 1, "exact_top": 100})
+    record(one, tmp_path / "run", recording={"token_gradients_every": 1, "exact_tokens": 100, "group_share": 1.0})
     one.train()
     run = sharpscope.load_run(tmp_path / "run")
     assert (run.events["rule"] == "probe").all()  # an update of DPO may have no critical learning rate

@@ -25,7 +25,7 @@ from sharpscope.integrations.trl.recorder import ROW, Recorder
 from sharpscope.objective import method_label
 from tests.integrations.trainers import PROMPTS, VOCABULARY, evens, tokenizer, trainer
 
-ALL = {"token_gradients_every": 1, "exact_top": 2, "exact_random": 2}
+ALL = {"token_gradients_every": 1, "exact_tokens": 2, "group_share": 1.0}
 #: A generation batch for several updates, used twice, in several micro-batches: everything that TRL shuffles and splits.
 REUSED = {"steps_per_generation": 4, "num_iterations": 2, "per_device_train_batch_size": 4, "max_steps": 6}
 

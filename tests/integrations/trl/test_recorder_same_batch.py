@@ -49,7 +49,12 @@ def test_trl_does_what_our_loop_does(name: str, tmp_path: Path):
         rewards=[rewarded],
         rollout_func=generated,
     )
-    record(one, tmp_path / "run", recording={"token_gradients_every": 1, "exact_top": 100}, critical_sharpness=False)
+    record(
+        one,
+        tmp_path / "run",
+        recording={"token_gradients_every": 1, "exact_tokens": 100, "group_share": 1.0},
+        critical_sharpness=False,
+    )
     one.train()
     columns = ["loss_coef", "advantage", "ratio", "logp", "score_norm", "score_norm_local", "attribution"]
     check_equal(our_run(tmp_path, case), sharpscope.load_run(tmp_path / "run"), columns)

@@ -16,7 +16,8 @@ import sharpscope
 from sharpscope.cli import app
 from sharpscope.config import build_config
 from sharpscope.errors import UserError
-from sharpscope.training import rotate, train
+from sharpscope.forks import rotate
+from sharpscope.training import train
 from sharpscope.training.learner import Learner
 from tests.conftest import TOY
 
@@ -103,7 +104,7 @@ def test_methods_with_equal_gradients_share_passes_and_the_numbers_are_those_of_
     )
     shared = rotate(names, model=str(tiny_policy), overrides=FRESH).table
     assert made == ["grpo", "dapo", "ar", "high-entropy", "grpo-sam", "grpo"]  # published weights are all 1 here
-    monkeypatch.setattr("sharpscope.training.rotating._same", lambda one, other: False)
+    monkeypatch.setattr("sharpscope.forks.rotating._same", lambda one, other: False)
     each = rotate(names, model=str(tiny_policy), overrides=FRESH).table
     np.testing.assert_allclose(shared[ANGLES], each[ANGLES], rtol=1e-3, atol=0.05)
     pd.testing.assert_frame_equal(shared.drop(columns=ANGLES), each.drop(columns=ANGLES))

@@ -32,20 +32,24 @@ from sharpscope.recording import (
     RolloutBatch,
     StepTokens,
     UpdateRotation,
-    carried_columns,
+    gradient_weight_columns,
     loss_mask,
     step_tensors,
     weight_columns,
 )
 from sharpscope.recording.environment import set_threads
 from sharpscope.tasks import Task, make_task, task_choice
-from sharpscope.training import saving
-from sharpscope.training.checkpoint import checkpoints, damage, step_of
-from sharpscope.training.data_order import DataOrder
+from sharpscope.training.checkpoint import checkpoints, damage, restore, step_of
 from sharpscope.training.learner import Gradient
-from sharpscope.training.optimizer import build_optimizer, set_learning_rate
-from sharpscope.training.rollouts import draw_rollouts, step_advantages
-from sharpscope.training.setup import load_start, make_learner, positive_learning_rate, reference_policy
+from sharpscope.training.rollouts import DataOrder, draw_rollouts, step_advantages
+from sharpscope.training.setup import (
+    build_optimizer,
+    load_start,
+    make_learner,
+    positive_learning_rate,
+    reference_policy,
+    set_learning_rate,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -275,7 +279,7 @@ class _Start:
         entropy = EntropyControl()  # state of the run's entropy bonus
         self.calibrated: Method | None = None  # the run's method with the constants that the run has calibrated
         if checkpoint is not None:
-            progress = saving.restore(checkpoint, self.policy, self.optimizer, None)
+            progress = restore(checkpoint, self.policy, self.optimizer, None)
             self.order.cursor, done = progress.cursor, progress.step
             entropy = EntropyControl(**progress.entropy_control)
             self.calibrated = Method.model_validate(progress.method)
@@ -339,7 +343,7 @@ class _Start:
             "update_rotation": rotation.update.angle,
             "update_scale": rotation.update.scale,
             "weight_mean": weight_columns(method, tokens.weight, used, self.progress)["weight_mean"],
-            **carried_columns(method, tokens, used, self.progress),
+            **gradient_weight_columns(method, tokens, used, self.progress),
             "rotation_bound": method_rotation_bound(method.at(self.progress)),
         }
         return row, rotation.noise if plain else math.nan
